@@ -25,21 +25,21 @@ venv: $(STAMP)  ## build .venv with the package and its extras
 $(STAMP): pyproject.toml constraints.txt
 	@if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	  found=; \
-	  for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+	  for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	    if $$python -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	      found=$$python; break; \
 	    fi; \
 	  done; \
 	  if [ -z "$$found" ]; then \
-	    echo "error: no Python >= 3.11 with the venv module on PATH; install one or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+	    echo "error: no Python >= 3.11 with the venv module in: $(or $(PYTHON),PATH); install one or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 	    exit 1; \
 	  fi; \
 	  echo "creating $(VENV) with $$($$found --version)"; \
 	  $$found -m venv --clear $(VENV); \
 	fi
 	@echo "installing fla_cp[$(EXTRAS)] into $(VENV)"
-	@$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 train: $(STAMP)  ## train the default model on 4 context-parallel ranks; ARGS="..." adds flags
