@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	  found=; \
 	  for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
-	    if $$python -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	      found=$$python; break; \
 	    fi; \
 	  done; \

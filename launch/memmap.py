@@ -1,0 +1,154 @@
+"""Token files that are read in place: PATH.bin, PATH.json and, optionally, PATH.offsets.
+
+    PATH.bin      the tokens, little-endian uint16 or uint32, one document after the other
+    PATH.json     {"dtype": "uint16" | "uint32", "vocab_size": int}, and at most one of
+                  {"eos_id": int}        a document ends after each such token
+                  {"offsets": "FILE"}    beside it: little-endian int64 [documents + 1] from 0 to
+                                         the number of tokens, never decreasing
+                  With neither, the file is one document.
+
+Nothing is read ahead of use, so a file may be larger than memory.
+"""
+
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+OFFSET = np.dtype("<i8")
+
+
+def write_memmap(
+    path: str | Path, documents: Iterable[Any], vocab_size: int, dtype: str = "uint16"
+) -> None:
+    """Write documents (each a sequence of token ids) as PATH.bin, PATH.json and PATH.offsets.
+
+    path: with or without the .bin ending. One document is held in memory at a time.
+    Raises ValueError for an unknown dtype, a vocabulary that it cannot hold, or a token outside
+    `[0, vocab_size)`.
+    """
+    _check_vocab(vocab_size, dtype)
+    base = _base(Path(path))
+    offsets = [0]
+    with open(f"{base}.bin", "wb") as file:
+        for index, document in enumerate(documents):
+            tokens = np.asarray(document)
+            if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
+                raise ValueError(f"document {index}: tokens must be integers, got {tokens.dtype}")
+            if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+                raise ValueError(
+                    f"document {index}: tokens must lie in [0, {vocab_size}), "
+                    f"got {tokens.min()} to {tokens.max()}"
+                )
+            file.write(tokens.astype(DTYPES[dtype]).tobytes())
+            offsets.append(offsets[-1] + tokens.size)
+    np.array(offsets, dtype=OFFSET).tofile(f"{base}.offsets")
+    meta = {"dtype": dtype, "vocab_size": vocab_size, "offsets": f"{base.name}.offsets"}
+    Path(f"{base}.json").write_text(json.dumps(meta) + "\n")
+
+
+class MemmapSource:
+    """The token source of a file written by `write_memmap`, or of any with such a sidecar.
+
+    Raises ValueError that names the file and the rule it breaks: on opening for sizes, dtype,
+    vocabulary and the ends of the offsets; on reading for a token outside the vocabulary.
+    """
+
+    def __init__(self, path: Path):
+        base = _base(path)
+        self.bin, sidecar = Path(f"{base}.bin"), Path(f"{base}.json")
+        for file in (self.bin, sidecar):
+            if not file.is_file():
+                raise ValueError(f"memmap: no file at {file}")
+        try:
+            meta = json.loads(sidecar.read_text())
+            dtype, self.vocab_size = meta["dtype"], meta["vocab_size"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{sidecar} must hold dtype and vocab_size: {error!r}") from error
+        _check_vocab(self.vocab_size, dtype, str(sidecar))
+        if unknown := set(meta) - {"dtype", "vocab_size", "eos_id", "offsets"}:
+            raise ValueError(f"{sidecar}: unknown keys {sorted(unknown)}")
+        self.dtype = DTYPES[dtype]
+        size, remainder = divmod(self.bin.stat().st_size, self.dtype.itemsize)
+        if remainder or not size:
+            raise ValueError(
+                f"{self.bin}: size must be a positive multiple of {self.dtype.itemsize} bytes, "
+                f"got {self.bin.stat().st_size}"
+            )
+        self.size = size
+        self.eos_id = meta.get("eos_id")
+        self.offsets_file = base.parent / meta["offsets"] if "offsets" in meta else None
+        if self.eos_id is not None and self.offsets_file is not None:
+            raise ValueError(f"{sidecar}: give eos_id or offsets, not both")
+        if self.eos_id is not None and not 0 <= self.eos_id < self.vocab_size:
+            raise ValueError(
+                f"{sidecar}: eos_id must lie in [0, {self.vocab_size}), got {self.eos_id}"
+            )
+        if self.offsets_file is not None:
+            self._check_offsets(self.offsets_file)
+
+    def _check_offsets(self, file: Path) -> None:
+        if not file.is_file():
+            raise ValueError(f"memmap: no file at {file}")
+        length, remainder = divmod(file.stat().st_size, OFFSET.itemsize)
+        if remainder or length < 2:
+            raise ValueError(f"{file}: must hold at least two int64, got {file.stat().st_size} B")
+        if self._offsets[0] != 0 or self._offsets[-1] != self.size:
+            raise ValueError(
+                f"{file}: must go from 0 to the {self.size} tokens of {self.bin.name}, "
+                f"got {self._offsets[0]} to {self._offsets[-1]}"
+            )
+
+    # Opened on first use, and dropped by pickling: a data loader's worker process maps the file
+    # itself instead of receiving a copy of its contents.
+    @cached_property
+    def _tokens(self) -> np.ndarray:
+        return np.memmap(self.bin, dtype=self.dtype, mode="r")
+
+    @cached_property
+    def _offsets(self) -> np.ndarray:
+        assert self.offsets_file is not None
+        return np.memmap(self.offsets_file, dtype=OFFSET, mode="r")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_tokens", "_offsets")}
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        tokens = self._tokens[start:stop].astype(np.int64)
+        if tokens.size and tokens.max() >= self.vocab_size:
+            position = start + int(tokens.argmax())
+            raise ValueError(
+                f"{self.bin}: token {tokens.max()} at position {position} is outside the "
+                f"vocabulary of {self.vocab_size}"
+            )
+        return tokens
+
+    def starts(self, start: int, stop: int) -> np.ndarray:
+        if self.eos_id is not None:
+            return start + 1 + np.flatnonzero(self._tokens[start:stop] == self.eos_id)
+        if self.offsets_file is None:
+            return np.empty(0, dtype=np.int64)
+        first, last = np.searchsorted(self._offsets, [start, stop], side="right")
+        found = np.asarray(self._offsets[first:last])
+        if np.any(np.diff(found) < 0):
+            raise ValueError(f"{self.offsets_file}: offsets decrease between {first} and {last}")
+        return np.unique(found)
+
+
+def _check_vocab(vocab_size: int, dtype: str, where: str = "memmap") -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    limit = np.iinfo(DTYPES[dtype]).max + 1
+    if not isinstance(vocab_size, int) or not 1 <= vocab_size <= limit:
+        raise ValueError(f"{where}: vocab_size must lie in [1, {limit}], got {vocab_size!r}")
+
+
+def _base(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix == ".bin" else path
