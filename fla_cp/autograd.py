@@ -1,0 +1,57 @@
+"""The single autograd.Function: what is saved, what is formed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .pipeline import Plan, Saved, backward, chunk_states, forward
+from .stages.intra import Inputs
+
+
+class DeltaRuleFunction(torch.autograd.Function):
+    """(plan, want_final, want_h, *Inputs, initial) -> o, final or None, h or None.
+
+    Tensors are packed as in `Inputs`; initial [N, HV, K, V]. Under a context the gradient of
+    initial is equal on all ranks; those of A_log and dt_bias are this rank's share, like any
+    weight's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, want_final: bool, want_h: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x, initial = Inputs(*tensors[:-1]), tensors[-1]  # type: ignore[arg-type]
+        with torch.autocast(x.q.device.type, enabled=False):
+            result = forward(plan, x, initial, want_final=want_final)
+        ctx.plan, ctx.inputs, ctx.kept = plan, len(x), len(result.saved.kept)
+        ctx.save_for_backward(*x, initial, *result.saved.kept, *result.saved[1:])
+        ctx.set_materialize_grads(False)
+        h = chunk_states(plan.packing, result.h) if want_h else None
+        if h is not None:
+            ctx.mark_non_differentiable(h)
+        return result.o, result.final, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, do: Tensor | None, dfinal: Tensor | None, _dh: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        x, initial = Inputs(*tensors[: ctx.inputs]), tensors[ctx.inputs]
+        rest = tensors[ctx.inputs + 1 :]
+        saved = Saved(rest[: ctx.kept], *rest[ctx.kept :])
+        with torch.autocast(x.q.device.type, enabled=False):
+            grads, dinitial = backward(
+                ctx.plan,
+                x,
+                initial,
+                saved,
+                torch.zeros_like(x.v) if do is None else do,
+                dfinal,
+                want_dinitial=initial is not None and ctx.needs_input_grad[-1],
+            )
+        return (None, None, None, *grads, dinitial)

@@ -1,0 +1,19 @@
+"""Communication between the ranks of a context-parallel group."""
+
+from .exchange import AllGather, Exchange, Links, Local, Ring, Scan, SlotMaps, make_exchange
+from .halo import Halo
+from .timing import ExchangeTimer, measure_exchange
+
+__all__ = [
+    "AllGather",
+    "Exchange",
+    "ExchangeTimer",
+    "Halo",
+    "Links",
+    "Local",
+    "Ring",
+    "Scan",
+    "SlotMaps",
+    "make_exchange",
+    "measure_exchange",
+]

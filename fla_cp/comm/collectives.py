@@ -1,0 +1,72 @@
+"""The few torch.distributed calls that the package makes, in one place."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
+    """[R, *x.shape] from all ranks, and the work to wait for before reading it."""
+    out = x.new_empty(dist.get_world_size(group), *x.shape)
+    # torch 2.13 renames the call and warns about the old name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True)
+    return out, work
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum of x over the ranks, in place."""
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def all_to_all(
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Waitable]:
+    """Rows [sum(send), D] to ranks by count; returns [sum(receive), D] in rank order.
+
+    Travels as bytes, so that every dtype works with every transport.
+    """
+    wire = rows.contiguous().view(torch.uint8)
+    out = wire.new_empty(sum(receive), wire.shape[1])
+    work = dist.all_to_all_single(out, wire, receive, send, group=group, async_op=True)
+    return out.view(rows.dtype), work
+
+
+def send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
+    """Starts sending x to a rank of the group."""
+    work = dist.isend(x, group=group, group_dst=to)
+    assert work is not None
+    return work
+
+
+def receive(x: Tensor, sender: int, group: dist.ProcessGroup) -> dist.Work:
+    """Starts receiving into x from a rank of the group."""
+    work = dist.irecv(x, group=group, group_src=sender)
+    assert work is not None
+    return work
+
+
+def send_and_receive(
+    sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: dist.ProcessGroup
+) -> None:
+    """Exchanges (tensor, rank of the group) messages and waits for all of them."""
+    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
+    ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+
+
+def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """`device` if the group's transport can send from it, else the one that it can."""
+    if device.type == "cpu" and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,360 @@
+"""Passing states between ranks: one small affine map per token range, never tokens.
+
+Terms. A slot is a token range of the global batch; slots are numbered in sequence order and
+each belongs to one rank. The state leaving slot s and entering slot s+1 is
+
+    out[s] = offset[s] + transition[s] @ in[s]        in[s+1] = out[s] if slot s+1 continues
+
+where the transition counts only if one sequence passes through the whole slot. Every scheme
+below takes the maps of this rank's slots and returns the states that enter them; a backward
+pass uses the same schemes over `Links.mirrored()`. What a rank receives per layer and
+direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
+
+    Local       nothing                                   one rank
+    AllGather   (R-1) (S + M)                1 step       default up to 8 ranks
+    Ring        S                            R-1 steps    fewest bytes, longest chain
+    Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 8 ranks
+
+M is not sent where no slot is passed through (two ranks, or documents shorter than a range).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import collectives
+from .timing import exchange_wait
+
+
+class SlotMaps(NamedTuple):
+    """Maps of this rank's slots: transition [J, HV, K, K] (or None) and offset [J, HV, K, V]."""
+
+    transition: Tensor | None
+    offset: Tensor
+
+
+@dataclass(frozen=True)
+class Links:
+    """Which slot belongs to whom and which continues its predecessor; equal on all ranks.
+
+    owner, row: rank of each slot, and its index among that rank's ranges. continues: slot s goes
+    on where slot s-1 stopped. through: one sequence enters, fills and leaves slot s.
+    slots_per_rank: largest number of ranges that a rank owns.
+    """
+
+    owner: tuple[int, ...]
+    row: tuple[int, ...]
+    continues: tuple[bool, ...]
+    through: tuple[bool, ...]
+    slots_per_rank: int
+
+    @property
+    def count(self) -> int:
+        return len(self.owner)
+
+    @cached_property
+    def any(self) -> bool:
+        """Whether any sequence crosses from one slot to the next."""
+        return any(self.continues)
+
+    @cached_property
+    def any_through(self) -> bool:
+        """Whether any transition is needed."""
+        return any(self.through)
+
+    def feeds(self, s: int) -> bool:
+        """Whether slot s hands its state to slot s+1."""
+        return s + 1 < self.count and self.continues[s + 1]
+
+    def slots_of(self, rank: int) -> list[int]:
+        return [s for s, r in enumerate(self.owner) if r == rank]
+
+    def mirrored(self) -> Links:
+        """The table seen from the end: for gradients, which walk from later slots to earlier."""
+        return self._mirror
+
+    @cached_property
+    def _mirror(self) -> Links:
+        return Links(
+            owner=self.owner[::-1],
+            row=self.row[::-1],
+            continues=(False, *self.continues[:0:-1]),
+            through=self.through[::-1],
+            slots_per_rank=self.slots_per_rank,
+        )
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> Tensor:
+        """States [J, HV, K, V] entering this rank's slots, zero where nothing enters."""
+        ...
+
+
+class Exchange(Protocol):
+    """A scheme. `start` returns at once; work that needs no state may run before `wait`."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None: ...
+
+    def start(self, maps: SlotMaps, links: Links) -> Pending: ...
+
+
+class _Waiting:
+    """A `Pending` whose remaining work is a function, timed as exposed exchange."""
+
+    def __init__(self, finish: Callable[[], Tensor], device: torch.device):
+        self._finish, self._device = finish, device
+
+    def wait(self) -> Tensor:
+        with exchange_wait(self._device):
+            return self._finish()
+
+
+def _apply(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Tensor:
+    if transition is None or state is None:
+        return offset
+    return torch.baddbmm(
+        offset.flatten(0, -3), transition.flatten(0, -3), state.flatten(0, -3)
+    ).view_as(offset)
+
+
+def _fold(links: Links, rank: int, slot_map: Callable[[int], SlotMaps], like: Tensor) -> Tensor:
+    """States entering the slots of `rank`, given every slot's map."""
+    entering = torch.zeros_like(like)
+    state: Tensor | None = None
+    last = max((s for s in links.slots_of(rank) if links.continues[s]), default=-1)
+    for s in range(last + 1):
+        if not links.continues[s]:
+            state = None
+        elif links.owner[s] == rank and state is not None:
+            entering[links.row[s]] = state
+        if links.feeds(s):
+            transition, offset = slot_map(s)
+            state = _apply(transition if links.through[s] else None, offset, state)
+    return entering
+
+
+@dataclass(frozen=True)
+class Local:
+    """One rank holds all slots; nothing is sent."""
+
+    group: dist.ProcessGroup | None = None
+
+    def start(self, maps: SlotMaps, links: Links) -> Pending:
+        def slot_map(s: int) -> SlotMaps:
+            row = links.row[s]
+            return SlotMaps(_row(maps.transition, row), maps.offset[row])
+
+        return _Waiting(lambda: _fold(links, 0, slot_map, maps.offset), maps.offset.device)
+
+
+def _row(x: Tensor | None, row: int) -> Tensor | None:
+    return None if x is None else x[row]
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Every rank receives every map in one collective and folds those before its own slots."""
+
+    group: dist.ProcessGroup
+
+    def start(self, maps: SlotMaps, links: Links) -> Pending:
+        rank = dist.get_rank(self.group)
+        wire = _pack(maps, links)
+        V = maps.offset.shape[-1]
+        gathered, work = collectives.all_gather(wire, self.group)
+
+        def slot_map(s: int) -> SlotMaps:
+            x = gathered[links.owner[s], links.row[s]]
+            return SlotMaps(x[..., V:] if links.any_through else None, x[..., :V])
+
+        def finish() -> Tensor:
+            work.wait()
+            return _fold(links, rank, slot_map, maps.offset)
+
+        return _Waiting(finish, wire.device)
+
+
+def _pack(maps: SlotMaps, links: Links) -> Tensor:
+    """[slots_per_rank, HV, K, V+K] (K columns only if a transition is needed anywhere)."""
+    J, HV, K, V = maps.offset.shape
+    wire = maps.offset.new_zeros(links.slots_per_rank, HV, K, V + K * links.any_through)
+    wire[:J, ..., :V] = maps.offset
+    if links.any_through and maps.transition is not None:
+        wire[:J, ..., V:] = maps.transition
+    return wire
+
+
+@dataclass(frozen=True)
+class Ring:
+    """States go from slot to slot, each rank applying its own map: fewest bytes, serial.
+
+    Every rank performs its sends and receives in slot order, so that no two ranks wait for
+    each other.
+    """
+
+    group: dist.ProcessGroup
+
+    def start(self, maps: SlotMaps, links: Links) -> Pending:
+        steps = _RingSteps(self.group, maps, links)
+        steps.run(until_state_needed=True)
+        return _Waiting(steps.finish, maps.offset.device)
+
+
+class _RingSteps:
+    def __init__(self, group: dist.ProcessGroup, maps: SlotMaps, links: Links):
+        self.group, self.maps, self.links = group, maps, links
+        self.rank = dist.get_rank(group)
+        self.entering = torch.zeros_like(maps.offset)
+        self.slots = links.slots_of(self.rank)
+        self.sends: list[tuple[dist.Work, Tensor]] = []
+        self.receives: dict[int, dist.Work] = {}
+        self.at = 0
+
+    def run(self, until_state_needed: bool = False) -> None:
+        """Goes on slot by slot; with the flag, stops before it would have to wait."""
+        links = self.links
+        while self.at < len(self.slots):
+            s = self.slots[self.at]
+            row = links.row[s]
+            if links.continues[s] and s not in self.receives and links.owner[s - 1] != self.rank:
+                self.receives[s] = collectives.receive(
+                    self.entering[row], links.owner[s - 1], self.group
+                )
+            if links.feeds(s):
+                if links.through[s]:
+                    if until_state_needed:
+                        return
+                    if s in self.receives:
+                        self.receives.pop(s).wait()
+                    out = _apply(
+                        _row(self.maps.transition, row), self.maps.offset[row], self.entering[row]
+                    )
+                else:
+                    out = self.maps.offset[row].contiguous()
+                if links.owner[s + 1] == self.rank:
+                    self.entering[links.row[s + 1]] = out
+                else:
+                    work = collectives.send(out, links.owner[s + 1], self.group)
+                    self.sends.append((work, out))
+            self.at += 1
+
+    def finish(self) -> Tensor:
+        self.run()
+        for work in [*self.receives.values(), *(work for work, _ in self.sends)]:
+            work.wait()
+        return self.entering
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Prefix composition in ceil(log2 n) rounds (Hillis and Steele), for many ranks.
+
+    After round d every slot's map spans the 2^d slots up to it, or all back to where its
+    sequence began; from then on only its offset is sent.
+    """
+
+    group: dist.ProcessGroup
+
+    def start(self, maps: SlotMaps, links: Links) -> Pending:
+        return _Waiting(lambda: self._run(maps, links), maps.offset.device)
+
+    def _run(self, maps: SlotMaps, links: Links) -> Tensor:
+        rank = dist.get_rank(self.group)
+        own = links.slots_of(rank)
+        depth = _chain_depth(links)
+        offset = {s: maps.offset[links.row[s]] for s in own}
+        transition = {s: _row(maps.transition, links.row[s]) for s in own if links.through[s]}
+
+        distance = 1
+        while wanted := [s for s, d in enumerate(depth) if d >= distance]:
+            reaches = [d < distance for d in depth]  # nothing enters what the map spans
+            got = self._messages(
+                links, rank, [(s - distance, s) for s in wanted], offset, transition, reaches
+            )
+            for s in own:
+                if s not in got:
+                    continue
+                before_transition, before_offset = got[s]
+                M = transition[s]
+                assert M is not None
+                offset[s] = _apply(M, offset[s], before_offset)
+                transition[s] = None if before_transition is None else M @ before_transition
+            distance *= 2
+
+        complete = [True] * links.count
+        pairs = [(s - 1, s) for s in range(1, links.count) if links.continues[s]]
+        got = self._messages(links, rank, pairs, offset, transition, complete)
+        entering = torch.zeros_like(maps.offset)
+        for s, (_, state) in got.items():
+            entering[links.row[s]] = state
+        return entering
+
+    def _messages(
+        self,
+        links: Links,
+        rank: int,
+        pairs: list[tuple[int, int]],
+        offset: dict[int, Tensor],
+        transition: dict[int, Tensor | None],
+        offset_only: list[bool],
+    ) -> dict[int, SlotMaps]:
+        """Sends the map of slot a to slot b for each pair (a, b); returns what came, by slot."""
+        got: dict[int, SlotMaps] = {}
+        sends, receives, buffers = [], [], {}
+        example = next(iter(offset.values()), None)
+        for a, b in pairs:
+            if links.owner[a] == rank:
+                M = None if offset_only[a] else transition[a]
+                if links.owner[b] == rank:
+                    got[b] = SlotMaps(M, offset[a])
+                    continue
+                wire = offset[a] if M is None else torch.cat([offset[a], M], -1)
+                sends.append((wire.contiguous(), links.owner[b]))
+            elif links.owner[b] == rank:
+                assert example is not None
+                HV, K, V = example.shape
+                buffers[b] = example.new_empty(HV, K, V if offset_only[a] else V + K)
+                receives.append((buffers[b], links.owner[a]))
+        collectives.send_and_receive(sends, receives, self.group)
+        for b, x in buffers.items():
+            V = offset[b].shape[-1]
+            got[b] = SlotMaps(x[..., V:] if x.shape[-1] > V else None, x[..., :V])
+        return got
+
+
+def _chain_depth(links: Links) -> list[int]:
+    """How many slots back the state leaving each slot depends on."""
+    depth: list[int] = []
+    for s in range(links.count):
+        depth.append(depth[-1] + 1 if links.through[s] else 0)
+    return depth
+
+
+SCHEMES: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
+    "all_gather": AllGather,
+    "ring": Ring,
+    "scan": Scan,
+}
+ALL_GATHER_RANKS = 8
+"""Largest world size for which "auto" gathers all maps; beyond it the logarithmic scan."""
+
+
+def make_exchange(scheme: str, group: dist.ProcessGroup | None, world_size: int) -> Exchange:
+    """The exchange object for `scheme` ("auto", or a key of `SCHEMES`)."""
+    if scheme != "auto" and scheme not in SCHEMES:
+        raise ValueError(f"exchange must be one of {['auto', *SCHEMES]}, got {scheme!r}")
+    if group is None or world_size == 1:
+        return Local()
+    if scheme == "auto":
+        scheme = "all_gather" if world_size <= ALL_GATHER_RANKS else "scan"
+    return SCHEMES[scheme](group)

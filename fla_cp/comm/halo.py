@@ -1,0 +1,128 @@
+"""Boundary tokens of a causal convolution: the last W-1 tokens before each of a rank's ranges.
+
+A range may be shorter than the convolution, so its halo can come from several earlier ranks.
+Who sends which token is host arithmetic on the global table; one all-to-all moves them, and its
+mirror image returns their gradients. Bytes per rank and direction: at most (W-1)*D*itemsize a
+range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import collectives
+from .timing import exchange_wait
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The token traffic of one rank.
+
+    width: W-1, tokens before each range. ranges: how many ranges this rank owns.
+    send: local token of each row sent, by receiving rank. send_counts, receive_counts: rows to
+    and from each rank. place: row of the [ranges * width] halo where each received row belongs.
+    needed: whether any rank receives anything, so that all agree to skip the collective.
+    """
+
+    width: int
+    ranges: int
+    send: tuple[int, ...]
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    place: tuple[int, ...]
+    needed: bool
+    _tables: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def build(
+        cls,
+        cu_seqlens: Sequence[int],
+        token_ranges: Sequence[Sequence[tuple[int, int]]],
+        rank: int,
+        width: int,
+    ) -> Halo:
+        owned = sorted(
+            (lo, r, row, base)
+            for r, ranges in enumerate(token_ranges)
+            for row, ((lo, hi), base) in enumerate(zip(ranges, _bases(ranges), strict=True))
+            if hi > lo
+        )
+        messages: list[tuple[int, int, int, int]] = []  # sender, local token, receiver, place
+        first = 0  # sequence of the range's first token
+        for i, (lo, r, row, _) in enumerate(owned):
+            while cu_seqlens[first + 1] <= lo:
+                first += 1
+            begin = max(cu_seqlens[first], lo - width)
+            j, t = i, lo
+            while t > begin:
+                t -= 1
+                while owned[j][0] > t:
+                    j -= 1
+                start, sender, _, base = owned[j]
+                messages.append((sender, base + t - start, r, row * width + width - (lo - t)))
+        R = len(token_ranges)
+        out = sorted((m for m in messages if m[0] == rank), key=lambda m: (m[2], m[3]))
+        into = sorted((m for m in messages if m[2] == rank), key=lambda m: (m[0], m[3]))
+        return cls(
+            width=width,
+            ranges=len(token_ranges[rank]),
+            send=tuple(m[1] for m in out),
+            send_counts=tuple(sum(m[2] == r for m in out) for r in range(R)),
+            receive_counts=tuple(sum(m[0] == r for m in into) for r in range(R)),
+            place=tuple(m[3] for m in into),
+            needed=bool(messages),
+        )
+
+    def gather(self, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """x [T, D] -> the tokens before each range [ranges, width, D], zero where there are none.
+
+        Row width-1 is the token just before the range. Outside the range's sequence the rows
+        are not fetched: the convolution does not read them.
+        """
+        halo = x.new_zeros(self.ranges * self.width, x.shape[-1])
+        if self.needed:
+            got = self._exchange(
+                x[self._index(self.send, x)], self.send_counts, self.receive_counts, group
+            )
+            halo[self._index(self.place, x)] = got
+        return halo.view(self.ranges, self.width, -1)
+
+    def scatter_add(self, dx: Tensor, dhalo: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Adds the gradients of the halo [ranges, width, D] to dx [T, D] of their owners."""
+        if self.needed:
+            rows = dhalo.reshape(-1, dhalo.shape[-1])[self._index(self.place, dx)]
+            got = self._exchange(rows, self.receive_counts, self.send_counts, group)
+            dx.index_add_(0, self._index(self.send, dx), got)
+
+    def _exchange(
+        self,
+        rows: Tensor,
+        send: tuple[int, ...],
+        receive: tuple[int, ...],
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        if group is None:
+            return rows
+        out, work = collectives.all_to_all(rows, list(send), list(receive), group)
+        with exchange_wait(rows.device):
+            work.wait()
+        return out
+
+    def _index(self, rows: tuple[int, ...], like: Tensor) -> Tensor:
+        key = (rows, like.device)
+        if key not in self._tables:
+            self._tables[key] = torch.tensor(rows, dtype=torch.int64, device=like.device)
+        return self._tables[key]
+
+
+def _bases(ranges: Sequence[tuple[int, int]]) -> list[int]:
+    bases, at = [], 0
+    for lo, hi in ranges:
+        bases.append(at)
+        at += hi - lo
+    return bases

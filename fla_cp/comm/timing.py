@@ -1,0 +1,68 @@
+"""Time that a step spends waiting for other ranks, measured where the waiting happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class ExchangeTimer:
+    """Sums waits: host time on CPU, stream time between two events on CUDA."""
+
+    def __init__(self) -> None:
+        self._host_ms = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds so far; on CUDA this waits for the recorded events."""
+        device_ms = 0.0
+        for begin, end in self._events:
+            end.synchronize()
+            device_ms += begin.elapsed_time(end)
+        return self._host_ms + device_ms
+
+    @contextmanager
+    def interval(self, device: torch.device) -> Iterator[None]:
+        if device.type == "cuda":
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._host_ms += 1e3 * (time.perf_counter() - start)
+
+
+_timer: ExchangeTimer | None = None
+
+
+@contextmanager
+def measure_exchange() -> Iterator[ExchangeTimer]:
+    """Measures every wait for a state or halo exchange of this process inside the block.
+
+    A module global rather than a context variable: on CUDA the backward runs in autograd's own
+    threads, which inherit no context.
+    """
+    global _timer
+    before, _timer = _timer, ExchangeTimer()
+    try:
+        yield _timer
+    finally:
+        _timer = before
+
+
+@contextmanager
+def exchange_wait(device: torch.device) -> Iterator[None]:
+    """Marks a wait for other ranks, for `measure_exchange` and the profiler's timeline."""
+    with torch.profiler.record_function("fla_cp.exchange"):
+        if _timer is None:
+            yield
+        else:
+            with _timer.interval(device):
+                yield

@@ -1,0 +1,233 @@
+"""FLACPContext: which rank owns which tokens of one batch, and what follows from it.
+
+Every rank builds the same table from the GLOBAL cu_seqlens, on the host. Example: sequences
+[0,100) and [100,160) on two ranks, contiguous: rank 0 owns [0,80), rank 1 [80,160); the first
+sequence crosses, so rank 0 sends one state to rank 1 and, with a convolution of width 4, the
+tokens 77, 78 and 79.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import Exchange, Halo, Links, collectives, make_exchange
+from .packing import Packing
+from .validate import check_cu_seqlens, check_token_ranges
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def contiguous_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
+    """One range a rank, in order, lengths differing by at most one token."""
+    edges = [total * r // world_size for r in range(world_size + 1)]
+    return [[edge] for edge in pairwise(edges)]
+
+
+def zigzag_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
+    """Two ranges a rank, piece r and piece 2R-1-r of 2R equal pieces.
+
+    This balances causal softmax attention, whose work grows along the sequence; layers of both
+    kinds can then share one sharding.
+    """
+    edges = [total * i // (2 * world_size) for i in range(2 * world_size + 1)]
+    pieces = list(pairwise(edges))
+    return [[pieces[r], pieces[2 * world_size - 1 - r]] for r in range(world_size)]
+
+
+@dataclass(frozen=True)
+class FLACPContext:
+    """The sharding of one batch; build it with `build_cp_context`, once for all layers.
+
+    group: process group of the ranks that share the batch (None: one rank).
+    cu_seqlens: offsets of this rank's pieces of sequences, int32, on the device given.
+    cu_seqlens_cpu: the same on the host. global_cu_seqlens: those of the whole batch, host.
+    local_tokens: tokens that this rank holds. token_ranges: of all ranks, as given.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    cu_seqlens: Tensor
+    cu_seqlens_cpu: Tensor
+    global_cu_seqlens: tuple[int, ...]
+    local_tokens: int
+    token_ranges: tuple[Ranges, ...]
+    conv1d_kernel_size: int | None
+    packing: Packing = field(repr=False)
+    links: Links = field(repr=False)
+    exchange: Exchange = field(repr=False)
+    halo: Halo | None = field(repr=False)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.global_cu_seqlens[-1]
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a global tensor, in local order.
+
+        x: `dim` of length total_tokens; or [B, T, ...] with dim=1 and B*T == total_tokens, whose
+        rows are folded into one, so that the result is [1, local_tokens, ...]. Differentiable:
+        the gradient of x holds this rank's tokens and zeros elsewhere.
+        """
+        folds = dim == 1 and x.ndim > 1 and x.shape[0] * x.shape[1] == self.total_tokens
+        if folds and x.shape[0] > 1:
+            x = x.flatten(0, 1).unsqueeze(0)
+        if x.shape[dim] != self.total_tokens:
+            raise ValueError(
+                f"x must have total_tokens={self.total_tokens} tokens in dim {dim}, "
+                f"got shape {tuple(x.shape)}"
+            )
+        pieces = [x.narrow(dim, lo, hi - lo) for lo, hi in self.token_ranges[self.rank]]
+        return torch.cat(pieces, dim)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The global tensor from every rank's local tokens: the inverse of `shard`.
+
+        A collective. Differentiable: every rank is taken to compute the same from the result, so
+        the gradient of x is this rank's part of the result's gradient.
+        """
+        if x.shape[dim] != self.local_tokens:
+            raise ValueError(
+                f"x must have local_tokens={self.local_tokens} tokens in dim {dim}, "
+                f"got shape {tuple(x.shape)}"
+            )
+        result: Tensor = _Unshard.apply(x, self, dim)
+        return result
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: FLACPContext, dim: int) -> Tensor:
+        ctx.context, ctx.dim = context, dim
+        lengths = [sum(hi - lo for lo, hi in ranges) for ranges in context.token_ranges]
+        rows = x.movedim(dim, 0)
+        mine = rows.new_zeros(max(lengths), *rows.shape[1:])
+        mine[: len(rows)] = rows
+        if context.group is None:
+            gathered = mine[None]
+        else:
+            wire = mine.to(collectives.wire_device(context.group, mine.device))
+            gathered, work = collectives.all_gather(wire, context.group)
+            work.wait()
+            gathered = gathered.to(mine.device)
+        out = rows.new_empty(context.total_tokens, *rows.shape[1:])
+        for ranges, part in zip(context.token_ranges, gathered, strict=True):
+            at = 0
+            for lo, hi in ranges:
+                out[lo:hi] = part[at : at + hi - lo]
+                at += hi - lo
+        return out.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.context.shard(grad, ctx.dim), None, None
+
+
+def build_cp_context(
+    cu_seqlens: Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    token_ranges: Sequence[Sequence[tuple[int, int]]] | None = None,
+    exchange: str = "auto",
+    check: bool = False,
+) -> FLACPContext:
+    """The sharding of one batch over `group`.
+
+    cu_seqlens: offsets of the GLOBAL batch's sequences, int32 or int64 [N+1], from 0 to the
+        number of tokens; equal on all ranks. Rows of equal length T are `arange(0, B*T+1, T)`.
+    group: process group, or None for one rank.
+    conv1d_kernel_size: W of the causal convolutions that will run under the context.
+    cu_seqlens_cpu: the same values on the host; spares one device synchronisation.
+    token_ranges: for each rank its [start, stop) ranges in local order; together they tile the
+        batch once. Default: contiguous, equal up to one token. See `zigzag_token_ranges`.
+    exchange: "auto", "all_gather", "ring" or "scan"; comm/exchange.py gives the bytes of each.
+    check: compare the table across ranks with one small collective.
+
+    Raises ValueError for offsets or ranges that are not as above, and, with check, if ranks
+    differ.
+    """
+    check_cu_seqlens("cu_seqlens", cu_seqlens)
+    host = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    offsets = tuple(host.tolist())
+    check_cu_seqlens("cu_seqlens_cpu" if cu_seqlens_cpu is not None else "cu_seqlens", host)
+    rank = 0 if group is None else dist.get_rank(group)
+    world_size = 1 if group is None else dist.get_world_size(group)
+    if token_ranges is None:
+        token_ranges = contiguous_token_ranges(offsets[-1], world_size)
+    ranges = tuple(tuple((int(lo), int(hi)) for lo, hi in r) for r in token_ranges)
+    check_token_ranges(ranges, offsets[-1], world_size)
+    if check and group is not None:
+        _check_equal_tables(repr((offsets, ranges, conv1d_kernel_size, exchange)), group)
+
+    packing = Packing.build(offsets, ranges[rank], counts_empty=rank == 0)
+    local = [0]
+    for segment in packing.segments:
+        local.append(segment.stop)
+    cu_local = torch.tensor(local, dtype=torch.int32)
+    width = (conv1d_kernel_size or 1) - 1
+    return FLACPContext(
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        cu_seqlens=cu_local.to(cu_seqlens.device),
+        cu_seqlens_cpu=cu_local,
+        global_cu_seqlens=offsets,
+        local_tokens=packing.tokens,
+        token_ranges=ranges,
+        conv1d_kernel_size=conv1d_kernel_size,
+        packing=packing,
+        links=_links(offsets, ranges),
+        exchange=make_exchange(exchange, group, world_size),
+        halo=Halo.build(offsets, ranges, rank, width) if width else None,
+    )
+
+
+def _links(cu_seqlens: tuple[int, ...], token_ranges: tuple[Ranges, ...]) -> Links:
+    """The slot table: non-empty ranges of all ranks in sequence order."""
+    slots = sorted(
+        (lo, hi, r, row)
+        for r, ranges in enumerate(token_ranges)
+        for row, (lo, hi) in enumerate(ranges)
+        if hi > lo
+    )
+    bounds = set(cu_seqlens)
+    inner = sorted(bounds)
+    continues = [lo not in bounds for lo, *_ in slots]
+    feeds = [hi not in bounds for _, hi, *_ in slots]
+    uncut = [not _any_between(inner, lo, hi) for lo, hi, *_ in slots]
+    return Links(
+        owner=tuple(r for *_, r, _ in slots),
+        row=tuple(row for *_, row in slots),
+        continues=tuple(continues),
+        through=tuple(a and b and c for a, b, c in zip(continues, feeds, uncut, strict=True)),
+        slots_per_rank=max(len(ranges) for ranges in token_ranges),
+    )
+
+
+def _any_between(sorted_values: list[int], lo: int, hi: int) -> bool:
+    return bisect_right(sorted_values, lo) < bisect_left(sorted_values, hi)
+
+
+def _check_equal_tables(table: str, group: dist.ProcessGroup) -> None:
+    digest = int.from_bytes(hashlib.sha256(table.encode()).digest()[:7], "big")
+    mine = torch.tensor([digest], device=collectives.wire_device(group, torch.device("cpu")))
+    gathered, work = collectives.all_gather(mine, group)
+    work.wait()
+    digests = gathered.flatten().tolist()
+    odd = [r for r, d in enumerate(digests) if d != digests[0]]
+    if odd:
+        raise ValueError(
+            "cu_seqlens, token_ranges, conv1d_kernel_size and exchange must be equal on all "
+            f"ranks of the group, but ranks {odd} differ from rank 0"
+        )

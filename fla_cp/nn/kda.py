@@ -1,0 +1,172 @@
+"""The Kimi Delta Attention layer. Source: Kimi Linear report, arXiv 2510.26692, sec. 4."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..context import FLACPContext
+from ..ops import chunk_kda
+from .modules import GatedRMSNorm, ShortConvolution
+
+
+class KDACore(nn.Module):
+    """The operator with the two parameters of its gate, A_log [HV] and dt_bias [HV*K], fp32.
+
+    A module of its own so that FSDP can shard it with an fp32 policy inside a bf16 model: the
+    decay is exp(-exp(A_log) ...), where bf16 would change the model.
+    """
+
+    def __init__(
+        self,
+        num_v_heads: int,
+        head_dim: int,
+        *,
+        gate_lower_bound: float | None = None,
+        allow_neg_eigval: bool = False,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.num_v_heads, self.head_dim = num_v_heads, head_dim
+        self.gate_lower_bound = gate_lower_bound
+        self.allow_neg_eigval = allow_neg_eigval
+        self.impl = impl
+        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(num_v_heads * head_dim, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A uniform in [1, 16); step sizes log-uniform in [1e-3, 0.1], as in Mamba-2."""
+        with torch.no_grad():
+            self.A_log.uniform_(1.0, 16.0).log_()
+            step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_()
+            self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus^-1(step)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+    ) -> Tensor:
+        """Raw projections -> o [B, T, HV, V]; shapes as in `chunk_kda`."""
+        return chunk_kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.allow_neg_eigval,
+            safe_gate=self.gate_lower_bound is not None,
+            lower_bound=self.gate_lower_bound,
+            cu_seqlens=cu_seqlens,
+            cp_context=cp_context,
+            impl=self.impl,
+        )[0]
+
+
+class KimiDeltaAttention(nn.Module):
+    """q, k, v projections and short convolutions, low-rank decay gate, delta rule, gated norm.
+
+    hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
+    num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
+    gate_lower_bound: None for the softplus gate; a value in [-5, 0) bounds the log decay of a
+    step and selects the safe gate. allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+    impl: "auto", "torch" or "triton". Raises ValueError for head counts that do not fit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int = 128,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+        gate_lower_bound: float | None = None,
+        allow_neg_eigval: bool = False,
+        impl: str = "auto",
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        head_v_dim = head_dim if head_v_dim is None else head_v_dim
+        if num_v_heads < num_heads or num_v_heads % num_heads:
+            raise ValueError(
+                "num_v_heads must be a multiple of num_heads, "
+                f"got num_v_heads={num_v_heads}, num_heads={num_heads}"
+            )
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.head_dim, self.head_v_dim = head_dim, head_v_dim
+        self.layer_idx = layer_idx
+        key, value, gate = num_heads * head_dim, num_v_heads * head_v_dim, num_v_heads * head_dim
+
+        self.q_proj = nn.Linear(hidden_size, key, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value, bias=False)
+        self.qkv_conv = ShortConvolution(2 * key + value, conv_size)
+        # rank of both gates: one head, as in the report
+        self.f_proj = nn.Sequential(
+            nn.Linear(hidden_size, head_v_dim, bias=False), nn.Linear(head_v_dim, gate, bias=False)
+        )
+        self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
+        self.g_proj = nn.Sequential(
+            nn.Linear(hidden_size, head_v_dim, bias=False), nn.Linear(head_v_dim, value, bias=True)
+        )
+        self.core = KDACore(
+            num_v_heads,
+            head_dim,
+            gate_lower_bound=gate_lower_bound,
+            allow_neg_eigval=allow_neg_eigval,
+            impl=impl,
+        )
+        self.o_norm = GatedRMSNorm(head_v_dim, norm_eps)
+        self.o_proj = nn.Linear(value, hidden_size, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter again, linear ones as torch does."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+    ) -> Tensor:
+        """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
+
+        The context must be built with conv1d_kernel_size=conv_size.
+        """
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        key = self.num_heads * self.head_dim
+        # one convolution, hence one halo exchange, for all three
+        q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(
+            [key, key, self.num_v_heads * self.head_v_dim], -1
+        )
+        o = self.core(
+            q.unflatten(-1, (self.num_heads, self.head_dim)),
+            k.unflatten(-1, (self.num_heads, self.head_dim)),
+            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            self.f_proj(x).unflatten(-1, (self.num_v_heads, self.head_dim)),
+            self.b_proj(x),
+            cu_seqlens,
+            cp_context,
+        )
+        gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        return self.o_proj(self.o_norm(o, gate).flatten(-2))

@@ -1,0 +1,61 @@
+"""Building blocks of the layers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..context import FLACPContext
+from ..ops import causal_conv1d
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim, statistics in fp32."""
+
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., size] -> [.., size], x's dtype."""
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class GatedRMSNorm(RMSNorm):
+    """RMSNorm(x) * sigmoid(gate): the output gate of the Kimi Linear report."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """x, gate [.., size] -> [.., size]."""
+        return super().forward(x) * torch.sigmoid(gate)
+
+
+class ShortConvolution(nn.Module):
+    """Depthwise causal convolution with SiLU over D channels; weight [D, W]."""
+
+    def __init__(self, size: int, kernel_size: int = 4, bias: bool = False) -> None:
+        super().__init__()
+        self.kernel_size = kernel_size
+        self.weight = nn.Parameter(torch.empty(size, kernel_size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.kernel_size)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D]; see `causal_conv1d`."""
+        return causal_conv1d(x, self.weight, self.bias, "silu", cu_seqlens, cp_context)

@@ -1,0 +1,200 @@
+"""Kimi Delta Attention: the delta rule with a decay per key channel.
+
+    S_t = Diag(exp(g_t)) S_{t-1} + beta_t k_t (v_t - k_t^T Diag(exp(g_t)) S_{t-1})
+    o_t = scale * S_t^T q_t
+
+Source: Kimi Linear report, arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from ..autograd import DeltaRuleFunction
+from ..backend import resolve
+from ..comm import Links, Local
+from ..context import FLACPContext
+from ..packing import Packing
+from ..pipeline import Plan
+from ..rule import DeltaRule, accumulator
+from ..stages.gate import activate
+from ..validate import check_gate_only, check_kda, check_offsets, check_sequences
+
+_ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    use_exp2: bool = True,
+    transpose_state_layout: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: FLACPContext | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, ...]:
+    """KDA over whole sequences, in chunks, differentiable in every floating input.
+
+    q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H; bf16, fp16, fp32, or fp64 (torch).
+    g: [B, T, HV, K], natural-log decay <= 0; with use_gate_in_kernel the raw projection, and
+        g = -exp(A_log) softplus(g + dt_bias), or with lower_bound
+        g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)). q's dtype or fp32.
+    beta: [B, T, HV]; with use_beta_sigmoid_in_kernel before its sigmoid (times two with
+        allow_neg_eigval). q's dtype or fp32.
+    A_log: [HV], dt_bias: [HV*K], fp32 or None. scale: factor on o, default K**-0.5.
+    initial_state: [N, HV, K, V], fp32 (fp64 for fp64); [N, HV, V, K] with
+        transpose_state_layout (or its synonym state_v_first). N = B, or the sequences of
+        cu_seqlens, or those of the context's global batch.
+    use_qk_l2norm_in_kernel: q and k divided by sqrt(sum of squares + 1e-6) first.
+    safe_gate: promises g >= lower_bound, in [-5, 0), for each step.
+    disable_recompute: keeps forward intermediates: faster backward, more memory, same result.
+    use_exp2: decays through exp2 (False: exp); equal within rounding.
+    cu_seqlens: int32 or int64 [N+1] offsets of packed sequences, B = 1. cu_seqlens_cpu: the same
+        on the host, spares a synchronisation.
+    cp_context: the tensors are this rank's tokens [1, T_local, ..]; see build_cp_context.
+    impl: "auto" (by device), "torch" or "triton".
+
+    Returns (o [B, T, HV, V] in v's dtype, final_state like initial_state or None), and with
+    return_intermediate_states also the state at the start of each chunk of 64 tokens,
+    [B, NC, HV, K, V], without gradient.
+    Under a context initial_state, final_state and their gradients are equal on all ranks;
+    gradients of A_log and dt_bias are this rank's share, to be summed like any weight's.
+    Raises ValueError as listed in validate.py.
+    """
+    v_first = transpose_state_layout or state_v_first
+    check_sequences(q.shape[1] if q.ndim > 1 else 0, q.shape[0], cu_seqlens, cp_context)
+    packing = cp_context.packing if cp_context else _packing(q, cu_seqlens, cu_seqlens_cpu)
+    check_kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        state_v_first=v_first,
+        sequences=packing.sequences,
+    )
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    rule = DeltaRule(
+        scale=K**-0.5 if scale is None else scale,
+        gate=_gate(use_gate_in_kernel, lower_bound),
+        lower_bound=lower_bound,
+        safe_gate=safe_gate,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_factor=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else None,
+        use_exp2=use_exp2,
+        state_v_first=v_first,
+        keep_intermediates=disable_recompute,
+    )
+    plan = Plan(
+        rule=rule,
+        packing=packing,
+        links=cp_context.links if cp_context else _ONE_SLOT,
+        exchange=cp_context.exchange if cp_context else Local(),
+        backend=resolve(impl, q.device),
+    )
+    if initial_state is not None and v_first:
+        initial_state = initial_state.transpose(-1, -2)
+    o, final, h = DeltaRuleFunction.apply(
+        plan,
+        output_final_state,
+        return_intermediate_states,
+        q.reshape(B * T, H, K),
+        k.reshape(B * T, H, K),
+        v.reshape(B * T, HV, V),
+        g.reshape(B * T, HV, K),
+        beta.reshape(B * T, HV),
+        A_log,
+        dt_bias,
+        initial_state,
+    )
+    o = o.view(B, T, HV, V)
+    if final is not None and v_first:
+        final = final.transpose(-1, -2).contiguous()
+    if not return_intermediate_states:
+        return o, final
+    h = h.transpose(-1, -2).contiguous() if v_first else h
+    return o, final, h.unflatten(0, (B, -1))
+
+
+def cp_chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cp_context: FLACPContext,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """`chunk_kda` of this rank's tokens under a context, with the same keywords."""
+    if not isinstance(cp_context, FLACPContext):
+        raise ValueError(f"cp_context must be a FLACPContext, got {type(cp_context).__name__}")
+    return chunk_kda(q, k, v, g, beta, cp_context=cp_context, **options)
+
+
+def kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    lower_bound: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """The gate alone: raw projection g [.., HV, K] -> log decay, natural log, fp32 (fp64).
+
+    -exp(A_log) softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) (g + dt_bias)) with a
+    lower_bound. A_log [HV] and dt_bias [HV*K], fp32 or None. Differentiable.
+    """
+    check_gate_only(g, A_log, dt_bias, lower_bound)
+    resolve(impl, g.device)
+    rule = DeltaRule(scale=1.0, gate=_gate(True, lower_bound), lower_bound=lower_bound)
+    return activate(rule, g.to(accumulator(g.dtype)), A_log, dt_bias)
+
+
+def _gate(in_kernel: bool, lower_bound: float | None) -> str:
+    if not in_kernel:
+        return "given"
+    return "softplus" if lower_bound is None else "sigmoid"
+
+
+def _packing(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Packing:
+    if cu_seqlens is None:
+        B, T = q.shape[:2]
+        return _packing_of(tuple(range(0, B * T + 1, T)))
+    offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
+    check_offsets("cu_seqlens", offsets, q.shape[1])
+    return _packing_of(offsets)
+
+
+@lru_cache(maxsize=16)
+def _packing_of(offsets: tuple[int, ...]) -> Packing:
+    return Packing.build(offsets)

@@ -1,0 +1,257 @@
+"""Packing: how the tokens on one card are cut into sequences, segments and chunks.
+
+Host arithmetic only; tensors appear when a backend asks for its tables on a device.
+
+Terms. A card holds one or more token ranges of the global batch. Inside a range, the tokens of
+one sequence are a part; a part is cut into segments of at most `segment_chunks` chunks, and a
+segment into chunks of 64 tokens, the last one possibly shorter. Example: sequences of 100 and 60
+tokens, one card, no cutting: segments [0,100) and [100,160) with 2 and 1 chunks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rule import CHUNK
+
+
+class Segment(NamedTuple):
+    """A run of tokens of one sequence that is handled as one unit.
+
+    start, stop: local token offsets. sequence: global index.
+    begins, ends: the sequence's first / last token is here.
+    entry, exit: index of the owned range whose first / last token this is, if the sequence goes
+    on in an earlier / a later range; -1 otherwise.
+    """
+
+    start: int
+    stop: int
+    sequence: int
+    begins: bool
+    ends: bool
+    entry: int = -1
+    exit: int = -1
+
+    @property
+    def continues(self) -> bool:
+        """True if the previous segment of this card's list is the one before it."""
+        return not self.begins and self.entry < 0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The segments of one card, in local token order, and the tables derived from them.
+
+    tokens: local tokens. sequences: sequences of the global batch (N). ranges: token ranges that
+    this card owns. segments: see `Segment`.
+    empty: sequences without a token whose final state this card accounts for.
+    """
+
+    tokens: int
+    sequences: int
+    ranges: int
+    segments: tuple[Segment, ...]
+    empty: tuple[int, ...] = ()
+    _tables: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def build(
+        cls,
+        cu_seqlens: Sequence[int],
+        ranges: Sequence[tuple[int, int]] | None = None,
+        *,
+        segment_chunks: int | None = None,
+        counts_empty: bool = True,
+    ) -> Packing:
+        """Segments of the global token `ranges` (default: all tokens), in the given order."""
+        total = cu_seqlens[-1]
+        ranges = [(0, total)] if ranges is None else ranges
+        size = segment_chunks * CHUNK if segment_chunks else total
+        segments: list[Segment] = []
+        base = 0
+        for r, (lo, hi) in enumerate(ranges):
+            for n, start, stop in _parts(cu_seqlens, lo, hi):
+                first, last = cu_seqlens[n], cu_seqlens[n + 1]
+                for a in range(start, stop, max(size, 1)):
+                    b = min(a + size, stop)
+                    segments.append(
+                        Segment(
+                            start=base + a - lo,
+                            stop=base + b - lo,
+                            sequence=n,
+                            begins=a == first,
+                            ends=b == last,
+                            entry=r if a == lo and a > first else -1,
+                            exit=r if b == hi and b < last else -1,
+                        )
+                    )
+            base += hi - lo
+        empty = [n for n, (a, b) in enumerate(pairwise(cu_seqlens)) if a == b]
+        return cls(
+            tokens=base,
+            sequences=len(cu_seqlens) - 1,
+            ranges=len(ranges),
+            segments=tuple(segments),
+            empty=tuple(empty) if counts_empty else (),
+        )
+
+    @cached_property
+    def carried(self) -> tuple[int, ...]:
+        """Segments that some segment precedes, on this card or another."""
+        return tuple(i for i, s in enumerate(self.segments) if not s.begins)
+
+    @cached_property
+    def feeding(self) -> tuple[int, ...]:
+        """Segments that some segment follows, on this card or another."""
+        return tuple(i for i, s in enumerate(self.segments) if not s.ends)
+
+    @cached_property
+    def middle(self) -> tuple[int, ...]:
+        """Segments through which a state passes: only these need a transition."""
+        return tuple(i for i, s in enumerate(self.segments) if not s.begins and not s.ends)
+
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """Segments that hold the first token of their sequence."""
+        return tuple(i for i, s in enumerate(self.segments) if s.begins)
+
+    @cached_property
+    def ending(self) -> tuple[int, ...]:
+        """Segments that hold the last token of their sequence."""
+        return tuple(i for i, s in enumerate(self.segments) if s.ends)
+
+    @cached_property
+    def chains(self) -> tuple[tuple[int, ...], ...]:
+        """Runs of two or more linked segments of this card, and single ones that cross its edge."""
+        runs: list[list[int]] = []
+        for i, s in enumerate(self.segments):
+            if s.continues:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        return tuple(
+            tuple(run)
+            for run in runs
+            if len(run) > 1 or self.segments[run[0]].entry >= 0 or self.segments[run[0]].exit >= 0
+        )
+
+    def index(self, which: Sequence[int], device: torch.device) -> Tensor:
+        """`which` as an int64 tensor on `device`, made once."""
+        key = (tuple(which), device)
+        if key not in self._tables:
+            self._tables[key] = torch.tensor(which, dtype=torch.int64, device=device)
+        return self._tables[key]
+
+    def steps(self, device: torch.device) -> StepTable:
+        """Chunk tables of the torch stages on `device`, made once."""
+        if device not in self._tables:
+            self._tables[device] = StepTable.build(self, device)
+        return self._tables[device]
+
+    def subset(self, which: tuple[int, ...], device: torch.device) -> Subset:
+        """`which` in the order in which a scan over them alone holds their states."""
+        position = self.steps(device).position
+        segments = tuple(sorted(which, key=position.__getitem__))
+        places = tuple(position[i] for i in segments)
+        return Subset(segments, places, self.index(places, device))
+
+
+def _parts(cu_seqlens: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+    """(sequence, start, stop) of every non-empty piece of a sequence in [lo, hi)."""
+    for n, (a, b) in enumerate(pairwise(cu_seqlens)):
+        if max(a, lo) < min(b, hi):
+            yield n, max(a, lo), min(b, hi)
+
+
+class StepTable(NamedTuple):
+    """Chunks ordered so that step t of all segments lies side by side, longest segments first.
+
+    A scan then takes slices: at step t the chunks `bounds[t]` belong to the first
+    `bounds[t][1] - bounds[t][0]` segments of `walked`.
+
+    gather [NC*C]: local token of each chunk row (0 where padded); padded [NC*C] bool or None.
+    scatter [T]: chunk row of each local token. walked: segments, longest first (host).
+    position: place of each segment in `walked` (host). bounds: chunk slice of each step (host).
+    natural [NC]: chunk of each chunk in token order.
+    """
+
+    gather: Tensor
+    padded: Tensor | None
+    scatter: Tensor
+    walked: tuple[int, ...]
+    position: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    natural: Tensor
+
+    @classmethod
+    def build(cls, packing: Packing, device: torch.device) -> StepTable:
+        start = torch.tensor([s.start for s in packing.segments], dtype=torch.int64)
+        stop = torch.tensor([s.stop for s in packing.segments], dtype=torch.int64)
+        chunks = (stop - start + CHUNK - 1) // CHUNK
+        order = torch.argsort(chunks, descending=True, stable=True)
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order))
+
+        segment = torch.repeat_interleave(torch.arange(len(chunks)), chunks)
+        step = torch.arange(len(segment)) - (chunks.cumsum(0) - chunks)[segment]
+        alive = torch.bincount(step) if len(step) else step
+        edges = [0, *alive.cumsum(0).tolist()]
+        edge = torch.tensor(edges[:-1], dtype=torch.int64)
+        natural = edge[step] + position[segment]
+
+        rows = torch.empty(len(segment), CHUNK, dtype=torch.int64)
+        rows[natural] = (start[segment] + step * CHUNK)[:, None] + torch.arange(CHUNK)
+        limit = torch.empty(len(segment), 1, dtype=torch.int64)
+        limit[natural] = stop[segment][:, None]
+        padded = (rows >= limit).flatten()
+        gather = rows.flatten().masked_fill(padded, 0)
+        scatter = torch.empty(packing.tokens, dtype=torch.int64)
+        scatter[gather[~padded]] = torch.arange(len(gather))[~padded]
+        return cls(
+            gather=gather.to(device),
+            padded=padded.to(device) if padded.any() else None,
+            scatter=scatter.to(device),
+            walked=tuple(order.tolist()),
+            position=tuple(position.tolist()),
+            bounds=tuple(pairwise(edges)),
+            natural=natural.to(device),
+        )
+
+    def walk(
+        self, subset: Subset | None = None, reverse: bool = False
+    ) -> Iterator[tuple[slice, slice | Tensor]]:
+        """(states, chunks) of each step: rows of a state tensor and the chunks they meet.
+
+        States are in the order of `walked`, or, with a subset, in the subset's order.
+        """
+        for lo, hi in reversed(self.bounds) if reverse else self.bounds:
+            if subset is None:
+                yield slice(0, hi - lo), slice(lo, hi)
+                continue
+            n = bisect_left(subset.places, hi - lo)
+            if n:
+                yield slice(0, n), subset.rows[:n] + lo
+
+
+class Subset(NamedTuple):
+    """Some segments, longest first, as `StepTable.walk` needs them.
+
+    segments, places: segment and its place in the full order (host). rows: places on the device.
+    """
+
+    segments: tuple[int, ...]
+    places: tuple[int, ...]
+    rows: Tensor
+
+    def places_of(self, segments: Sequence[int]) -> list[int]:
+        """Row of each of `segments` in a state tensor of this subset."""
+        row = {i: p for p, i in enumerate(self.segments)}
+        return [row[i] for i in segments]

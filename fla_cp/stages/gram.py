@@ -1,0 +1,79 @@
+"""Decayed scores inside a chunk, with no exponent above zero.
+
+    A[i, j] = sum_d x_i[d] y_j[d] exp(G_i[d] - G_j[d])      for j < i (j <= i with `diagonal`)
+
+exp(G_i) * exp(-G_j) would overflow. Instead the chunk is halved again and again: for a pair of
+neighbouring blocks, rows i in the second and columns j in the first, the last row of the first
+block is the reference r, and both factors of
+
+    exp(G_i - G_r) * exp(G_r - G_j)
+
+are at most one, because G never grows. Six levels cover a chunk of 64, each with one matrix
+product per pair and one exponential per token and channel: any gate is safe, and no [C, C, K]
+tensor is formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+Exp = Callable[[Tensor], Tensor]
+
+
+def _levels(C: int) -> Iterator[int]:
+    s = C // 2
+    while s:
+        yield s
+        s //= 2
+
+
+def _pairs(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
+    """First and second blocks [.., C/2s, s, D] of each pair of blocks of s rows."""
+    first, second = x.unflatten(-2, (-1, 2, s)).unbind(-3)
+    return first, second
+
+
+def _block(A: Tensor, s: int) -> Tensor:
+    """View [.., s, s, C/2s] of A: rows in each pair's second block, columns in its first."""
+    tiled = A.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))
+    return tiled[..., :, 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2)
+
+
+def _factors(gc: Tensor, s: int, exp: Exp) -> tuple[Tensor, Tensor]:
+    """Decay from the reference row to each row, and from each column to the reference row."""
+    first, second = _pairs(gc, s)
+    ref = first[..., -1:, :]
+    return exp(second - ref), exp(ref - first)
+
+
+def gram(x: Tensor, y: Tensor, gc: Tensor, exp: Exp, *, diagonal: bool) -> Tensor:
+    """A [.., C, C], lower triangular, from x, y and gc [.., C, K]."""
+    C = x.shape[-2]
+    A = x.new_zeros(*x.shape[:-1], C)
+    if diagonal:
+        A.diagonal(dim1=-2, dim2=-1).copy_((x * y).sum(-1))
+    for s in _levels(C):
+        row, col = _factors(gc, s, exp)
+        scores = (_pairs(x, s)[1] * row) @ (_pairs(y, s)[0] * col).transpose(-1, -2)
+        _block(A, s).copy_(scores.movedim(-3, -1))
+    return A
+
+
+def gram_bwd(
+    dA: Tensor, x: Tensor, y: Tensor, gc: Tensor, exp: Exp, *, diagonal: bool
+) -> tuple[Tensor, Tensor]:
+    """dx and dy [.., C, K] from dA [.., C, C], of which only the lower triangle is read."""
+    if diagonal:
+        d = dA.diagonal(dim1=-2, dim2=-1)[..., None]
+        dx, dy = d * y, d * x
+    else:
+        dx, dy = torch.zeros_like(x), torch.zeros_like(y)
+    for s in _levels(x.shape[-2]):
+        row, col = _factors(gc, s, exp)
+        scores = _block(dA, s).movedim(-1, -3)
+        _pairs(dx, s)[1].add_(row * (scores @ (_pairs(y, s)[0] * col)))
+        _pairs(dy, s)[0].add_(col * (scores.transpose(-1, -2) @ (_pairs(x, s)[1] * row)))
+    return dx, dy

@@ -1,0 +1,249 @@
+"""Every check of caller input, before any kernel or collective runs.
+
+Each failure is a ValueError that names the argument, the rule and the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .context import FLACPContext
+
+MAX_DIM = 256
+"""Largest K and V."""
+
+SAFE_GATE_BOUND = -5.0
+"""Lowest lower_bound of a safe gate: 8 steps of it stay inside fp32 (docs/design.md)."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _check_shape(name: str, x: Tensor, expected: tuple[int, ...], letters: str) -> None:
+    if x.shape != expected:
+        raise ValueError(f"{name} must have shape {letters} = {expected}, got {_shape(x)}")
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, tokens: int | None = None) -> None:
+    """Offsets: 1-d int32 or int64, from 0, never decreasing, up to `tokens` if given.
+
+    Values are read only from host tensors, so that no device synchronisation happens here.
+    """
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"{name} must be 1-d with N+1 >= 2 offsets, got {_shape(cu_seqlens)}")
+    if cu_seqlens.device.type == "cpu":
+        check_offsets(name, cu_seqlens.tolist(), tokens)
+
+
+def check_offsets(name: str, offsets: Sequence[int], tokens: int | None = None) -> None:
+    """The values of a cu_seqlens."""
+    if offsets[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {offsets[0]}")
+    for i, (a, b) in enumerate(pairwise(offsets)):
+        if b < a:
+            raise ValueError(f"{name} must not decrease, got {a} then {b} at index {i}")
+    if tokens is not None and offsets[-1] != tokens:
+        raise ValueError(f"{name} must end at T={tokens}, got {offsets[-1]}")
+
+
+def check_token_ranges(
+    ranges: Sequence[Sequence[tuple[int, int]]], total: int, world_size: int
+) -> None:
+    """One list per rank of [start, stop) that together tile [0, total) once."""
+    if len(ranges) != world_size:
+        raise ValueError(
+            f"token_ranges must have one list per rank, got {len(ranges)} for {world_size} ranks"
+        )
+    at = 0
+    for lo, hi, r in sorted((lo, hi, r) for r, own in enumerate(ranges) for lo, hi in own):
+        if hi < lo:
+            raise ValueError(f"token_ranges must be [start, stop), got [{lo}, {hi}) on rank {r}")
+        if lo != at and hi > lo:
+            kind = "a gap" if lo > at else "an overlap"
+            raise ValueError(
+                f"token_ranges must tile [0, {total}) once, but there is {kind} at token "
+                f"{min(lo, at)}: [{lo}, {hi}) of rank {r} follows {at}"
+            )
+        at = max(at, hi)
+    if at != total:
+        raise ValueError(f"token_ranges must tile [0, {total}) once, but they end at {at}")
+
+
+def check_sequences(
+    tokens: int, batch: int, cu_seqlens: Tensor | None, context: FLACPContext | None
+) -> None:
+    """How the tokens are divided: rows, cu_seqlens, or a context."""
+    if context is not None:
+        if cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens must not be passed beside cp_context, which holds the global one"
+            )
+        if batch != 1:
+            raise ValueError(
+                f"under cp_context B must be 1 (context.shard folds rows), got {batch}"
+            )
+        if tokens != context.local_tokens:
+            raise ValueError(
+                f"under cp_context the local length must be context.local_tokens="
+                f"{context.local_tokens}, got T={tokens}"
+            )
+    elif cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"with cu_seqlens B must be 1, got B={batch}")
+        check_cu_seqlens("cu_seqlens", cu_seqlens, tokens)
+    elif tokens < 1 or batch < 1:
+        raise ValueError(f"q must have at least one row and one token, got B={batch}, T={tokens}")
+
+
+def check_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    state_v_first: bool,
+    sequences: int,
+) -> None:
+    """Shapes, dtypes, devices and options of a KDA call."""
+    for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4), ("beta", beta, 3)):
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(x)}")
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    _check_shape("k", k, (B, T, H, K), "[B, T, H, K] like q")
+    _check_shape("v", v, (B, T, HV, V), "[B, T, HV, V]")
+    if H < 1 or HV < 1 or HV % H:
+        raise ValueError(f"value heads must be a multiple of q heads, got HV={HV}, H={H}")
+    for letter, size in (("K", K), ("V", V)):
+        if not 1 <= size <= MAX_DIM:
+            raise ValueError(f"{letter} must be from 1 to {MAX_DIM}, got {letter}={size}")
+    _check_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
+    _check_shape("beta", beta, (B, T, HV), "[B, T, HV]")
+    _check_dtypes(q, k, v, g, beta)
+
+    state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    _check_gate(use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, HV, K)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel=True, got False")
+    if initial_state is not None:
+        check_state("initial_state", initial_state, (sequences, HV, K, V), state_v_first)
+        if initial_state.dtype != state_dtype:
+            raise ValueError(
+                f"initial_state must be {state_dtype} with q of {q.dtype}, "
+                f"got {initial_state.dtype}"
+            )
+    named = {"k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    for name, t in {**named, "initial_state": initial_state}.items():
+        if t is not None and t.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    if q.dtype not in FLOATS:
+        raise ValueError(f"q must be bf16, fp16, fp32 or fp64, got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    for name, x in (("g", g), ("beta", beta)):
+        if x.dtype not in (q.dtype, torch.float32):
+            raise ValueError(f"{name} must have q's dtype {q.dtype} or fp32, got {x.dtype}")
+
+
+def _check_gate(
+    in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    safe_gate: bool,
+    lower_bound: float | None,
+    HV: int,
+    K: int,
+) -> None:
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound must be below 0, got {lower_bound}")
+    if safe_gate and (lower_bound is None or not lower_bound >= SAFE_GATE_BOUND):
+        raise ValueError(
+            f"safe_gate needs lower_bound in [{SAFE_GATE_BOUND:g}, 0), got {lower_bound}"
+        )
+    if in_kernel and A_log is None and lower_bound is None:
+        raise ValueError("use_gate_in_kernel needs A_log, or a lower_bound, got neither")
+    for name, x, size, letters in (
+        ("A_log", A_log, HV, "[HV]"),
+        ("dt_bias", dt_bias, HV * K, "[HV*K]"),
+    ):
+        if x is None:
+            continue
+        if not in_kernel:
+            raise ValueError(f"{name} is read only with use_gate_in_kernel=True, got False")
+        if x.numel() != size or x.ndim > 2:
+            raise ValueError(f"{name} must have {letters} = {size} elements, got {_shape(x)}")
+        if x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} must be fp32 (or fp64), got {x.dtype}")
+
+
+def check_state(name: str, x: Tensor, kv_shape: tuple[int, ...], state_v_first: bool) -> None:
+    """A per-sequence state tensor, [N, HV, K, V], or [N, HV, V, K] with state_v_first."""
+    N, HV, K, V = kv_shape
+    kv, vk = (N, HV, K, V), (N, HV, V, K)
+    expected, other = (vk, kv) if state_v_first else (kv, vk)
+    if x.shape == expected:
+        return
+    letters = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
+    hint = ""
+    if x.shape == other:
+        hint = f"; this is the other layout: pass transpose_state_layout={not state_v_first}"
+    raise ValueError(f"{name} must have shape {letters} = {expected}, got {_shape(x)}{hint}")
+
+
+def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    """Arguments of `causal_conv1d`."""
+    if x.ndim != 3:
+        raise ValueError(f"x must be [B, T, D], got shape {_shape(x)}")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
+        raise ValueError(f"weight must be [D, W] with D={x.shape[2]}, got {_shape(weight)}")
+    if bias is not None:
+        _check_shape("bias", bias, (x.shape[2],), "[D]")
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f"activation must be None, 'silu' or 'swish', got {activation!r}")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
+        if t is not None and t.dtype != x.dtype:
+            raise ValueError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}")
+
+
+def check_conv1d_context(width: int, context: FLACPContext) -> None:
+    """The context must have a halo table for this convolution."""
+    if width > 1 and (context.halo is None or context.halo.width != width - 1):
+        raise ValueError(
+            f"cp_context was built with conv1d_kernel_size={context.conv1d_kernel_size}, but "
+            f"weight has W={width}: pass conv1d_kernel_size={width} to build_cp_context"
+        )
+
+
+def check_gate_only(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> None:
+    """Arguments of `kda_gate`."""
+    if g.ndim < 2:
+        raise ValueError(f"g must be [.., HV, K], got shape {_shape(g)}")
+    _check_gate(True, A_log, dt_bias, False, lower_bound, g.shape[-2], g.shape[-1])
