@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains on several hosts: sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 8 --dp-shard 2
+# One torchrun agent a host; --out must be on a file system that all hosts share.
+#SBATCH --job-name=fla-cp-train
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:TERM@300
+set -euo pipefail
+
+# sbatch runs a copy of this file, so the clone is where it was submitted from.
+cd "${SLURM_SUBMIT_DIR:?run this with sbatch, from the root of the clone}"
+ranks_per_host="${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}"
+first_host="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+
+srun torchrun \
+  --nnodes "$SLURM_JOB_NUM_NODES" \
+  --nproc-per-node "$ranks_per_host" \
+  --rdzv-id "$SLURM_JOB_ID" \
+  --rdzv-backend c10d \
+  --rdzv-endpoint "$first_host:${RDZV_PORT:-29400}" \
+  launch/train.py --out "runs/slurm-$SLURM_JOB_ID" --resume auto "$@" &
+job=$!
+
+# Slurm signals this script alone, 300 s before the limit; the ranks then write a checkpoint.
+trap 'kill -TERM "$job"; wait "$job"' TERM
+wait "$job"
