@@ -40,9 +40,9 @@ def namespaces():
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-def losses(run):
+def steps(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+    return {row["step"]: row for row in rows if row["loss"] is not None}
 
 
 def test_hosts_have_one_address_each_and_vanish():
@@ -82,8 +82,9 @@ def test_two_hosts_train_like_one_rank(tmp_path):
     run_or_skip([script, "--cp", "4", "--out", "two", *FLAGS], tmp_path)
     single = [sys.executable, script, "--cp", "1", "--out", "one", *FLAGS]
     subprocess.run(single, cwd=tmp_path, check=True, timeout=120)
-    expected, actual = losses(tmp_path / "one"), losses(tmp_path / "two")
+    expected, actual = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert list(actual) == list(expected) == list(range(1, STEPS + 1))
-    for step, loss in expected.items():
-        assert math.isfinite(loss)
-        assert actual[step] == pytest.approx(loss, rel=1e-4), f"step {step}"
+    for step, row in expected.items():
+        assert math.isfinite(row["loss"])
+        assert actual[step]["loss"] == pytest.approx(row["loss"], rel=1e-4), f"step {step}"
+        assert actual[step]["exchange_ms"] > 0, "no document crossed a rank: nothing was tested"
