@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .pipeline import Plan, Saved, backward, chunk_states, forward
+from .pipeline import Plan, Saved, backward, forward
 from .stages.intra import Inputs
 
 
@@ -26,14 +26,13 @@ class DeltaRuleFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, initial = Inputs(*tensors[:-1]), tensors[-1]  # type: ignore[arg-type]
         with torch.autocast(x.q.device.type, enabled=False):
-            result = forward(plan, x, initial, want_final=want_final)
+            result = forward(plan, x, initial, want_final=want_final, want_h=want_h)
         ctx.plan, ctx.inputs, ctx.kept = plan, len(x), len(result.saved.kept)
         ctx.save_for_backward(*x, initial, *result.saved.kept, *result.saved[1:])
         ctx.set_materialize_grads(False)
-        h = chunk_states(plan.packing, result.h) if want_h else None
-        if h is not None:
-            ctx.mark_non_differentiable(h)
-        return result.o, result.final, h
+        if result.h is not None:
+            ctx.mark_non_differentiable(result.h)
+        return result.o, result.final, result.h
 
     @staticmethod
     @once_differentiable

@@ -18,6 +18,7 @@ from .rule import DeltaRule
 from .stages import intra as _intra
 from .stages import scan as _scan
 from .stages.intra import Chunks, Inputs
+from .state import States
 
 Impl = Literal["auto", "torch", "triton"]
 Stage = Callable[..., Any]
@@ -31,14 +32,15 @@ class Backend:
       intra(rule, packing, inputs) -> chunks                     all that the scan needs
       summarize(packing, chunks, seeds) -> AffineMap             per segment
       scores(rule, packing, chunks) -> chunks                    what only the output needs
-      scan(packing, chunks, S0) -> h, v_new, S_end
-      output(rule, packing, chunks, h, v_new) -> o
+      scan_output(rule, packing, chunks, S0, want_states, want_end) -> o, h, v_new, S_end
+      in_token_order(packing, h) -> h                            one state a chunk
       keep(rule, chunks, h, v_new) -> tensors                    saved for the backward
     backward
       restore(rule, packing, inputs, tensors) -> chunks, h, v_new    h None: scan runs again
       output_bwd(rule, packing, chunks, do) -> output gradients
       summarize_bwd(packing, chunks, output gradients, seeds) -> offset
-      scan_bwd(packing, chunks, output gradients, dS_end) -> scan gradients, dS0
+      scan(packing, chunks, S0) -> h, v_new, S_end               only if restore gave no h
+      scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
     """
 
@@ -46,14 +48,32 @@ class Backend:
     intra: Stage
     summarize: Stage
     scores: Stage
-    scan: Stage
-    output: Stage
+    scan_output: Stage
+    in_token_order: Stage
     keep: Stage
     restore: Stage
     output_bwd: Stage
     summarize_bwd: Stage
+    scan: Stage
     scan_bwd: Stage
     intra_bwd: Stage
+
+
+def _scan_output(
+    rule: DeltaRule,
+    packing: Packing,
+    c: Chunks,
+    S0: States | None,
+    *,
+    want_states: bool,
+    want_end: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h, v_new, S_end = _scan.scan(packing, c, S0)
+    return _scan.output(rule, packing, c, h, v_new), h, v_new, S_end
+
+
+def _in_token_order(packing: Packing, h: Tensor) -> Tensor:
+    return h[packing.steps(h.device).natural]
 
 
 def _keep(rule: DeltaRule, c: Chunks, h: Tensor, v_new: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,17 +93,16 @@ TORCH = Backend(
     intra=_intra.intra,
     summarize=_scan.summarize,
     scores=_intra.scores,
-    scan=_scan.scan,
-    output=_scan.output,
+    scan_output=_scan_output,
+    in_token_order=_in_token_order,
     keep=_keep,
     restore=_restore,
     output_bwd=_scan.output_bwd,
     summarize_bwd=_scan.summarize_bwd,
+    scan=_scan.scan,
     scan_bwd=_scan.scan_bwd,
     intra_bwd=_intra.intra_bwd,
 )
-
-BACKENDS = {"torch": TORCH}
 
 
 def resolve(impl: str, device: torch.device) -> Backend:
@@ -92,13 +111,15 @@ def resolve(impl: str, device: torch.device) -> Backend:
     Raises ValueError for an unknown name and for a backend that is not there: an explicit choice
     is never replaced by another.
     """
-    if impl == "auto":
-        return BACKENDS.get("triton", TORCH) if device.type == "cuda" else TORCH
-    if impl in BACKENDS:
-        return BACKENDS[impl]
-    if impl == "triton":
+    if impl not in ("auto", "torch", "triton"):
+        raise ValueError(f"impl must be 'auto', 'torch' or 'triton', got {impl!r}")
+    if impl == "torch" or (impl == "auto" and device.type != "cuda"):
+        return TORCH
+    try:
+        from .kernels.backend import TRITON
+    except ImportError as error:
         raise ValueError(
-            "impl='triton' is not in this version: its kernels come with a later one; "
-            "use impl='torch' or 'auto'"
-        )
-    raise ValueError(f"impl must be 'auto', 'torch' or 'triton', got {impl!r}")
+            f"impl={impl!r} on {device} needs Triton >= 3.6 ({error}); pass impl='torch' for the "
+            "slow PyTorch stages"
+        ) from error
+    return TRITON

@@ -11,16 +11,18 @@ tokens, one card, no cutting: segments [0,100) and [100,160) with 2 and 1 chunks
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .rule import CHUNK
+
+_Table = TypeVar("_Table")
 
 
 class Segment(NamedTuple):
@@ -143,18 +145,23 @@ class Packing:
             if len(run) > 1 or self.segments[run[0]].entry >= 0 or self.segments[run[0]].exit >= 0
         )
 
+    def cached(self, key: Hashable, build: Callable[[], _Table]) -> _Table:
+        """What `build` returns, made once for each key: device tables live as long as this."""
+        if key not in self._tables:
+            self._tables[key] = build()
+        table: _Table = self._tables[key]
+        return table
+
     def index(self, which: Sequence[int], device: torch.device) -> Tensor:
         """`which` as an int64 tensor on `device`, made once."""
-        key = (tuple(which), device)
-        if key not in self._tables:
-            self._tables[key] = torch.tensor(which, dtype=torch.int64, device=device)
-        return self._tables[key]
+        which = tuple(which)
+        return self.cached(
+            (which, device), lambda: torch.tensor(which, dtype=torch.int64, device=device)
+        )
 
     def steps(self, device: torch.device) -> StepTable:
         """Chunk tables of the torch stages on `device`, made once."""
-        if device not in self._tables:
-            self._tables[device] = StepTable.build(self, device)
-        return self._tables[device]
+        return self.cached(device, lambda: StepTable.build(self, device))
 
     def subset(self, which: tuple[int, ...], device: torch.device) -> Subset:
         """`which` in the order in which a scan over them alone holds their states."""

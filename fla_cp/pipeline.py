@@ -47,11 +47,12 @@ class Saved(NamedTuple):
 
 
 class Result(NamedTuple):
-    """o [T, HV, V], final states [N, HV, K, V] or None, h [NC, HV, K, V] in chunk order."""
+    """o [T, HV, V]; final states [N, HV, K, V] and the states at the start of each chunk, in token
+    order, [NC, HV, K, V]: None unless wanted."""
 
     o: Tensor
     final: Tensor | None
-    h: Tensor
+    h: Tensor | None
     saved: Saved
 
 
@@ -81,7 +82,9 @@ def _per_sequence(
     return out if plan.group is None else collectives.all_reduce(out, plan.group)
 
 
-def forward(plan: Plan, x: Inputs, initial: Tensor | None, *, want_final: bool) -> Result:
+def forward(
+    plan: Plan, x: Inputs, initial: Tensor | None, *, want_final: bool, want_h: bool
+) -> Result:
     """One operator call. initial: [N, HV, K, V] in the accumulator's dtype, or None."""
     rule, packing, run = plan.rule, plan.packing, plan.backend
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
@@ -93,11 +96,18 @@ def forward(plan: Plan, x: Inputs, initial: Tensor | None, *, want_final: bool) 
     chunks = run.scores(rule, packing, chunks)
     carried = wait()
 
-    h, v_new, S_end = run.scan(packing, chunks, join(seeds, carried))
-    o = run.output(rule, packing, chunks, h, v_new).to(x.v.dtype)
+    o, h, v_new, S_end = run.scan_output(
+        rule,
+        packing,
+        chunks,
+        join(seeds, carried),
+        want_states=want_h or rule.keep_intermediates,
+        want_end=want_final,
+    )
     final = _per_sequence(plan, packing.ending, S_end, initial) if want_final else None
     saved = Saved(run.keep(rule, chunks, h, v_new), carried.value, maps.transition)
-    return Result(o, final, h, saved)
+    h = run.in_token_order(packing, h) if want_h else None
+    return Result(o.to(x.v.dtype), final, h, saved)
 
 
 def backward(
@@ -124,12 +134,8 @@ def backward(
         first = None if initial is None else _of_sequences(packing, packing.beginning, initial)
         S0 = join(first, States(packing.carried, saved.carried))
         h, v_new, _ = run.scan(packing, chunks, S0)
-    dscan, dS0 = run.scan_bwd(packing, chunks, dout, join(seeds, wait()))
+    dS_end = join(seeds, wait())
+    dscan, dS0 = run.scan_bwd(packing, chunks, dout, dS_end, want_start=want_dinitial)
     grads = run.intra_bwd(rule, packing, x, chunks, h, v_new, dscan)
     dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal) if want_dinitial else None
     return grads, dinitial
-
-
-def chunk_states(packing: Packing, h: Tensor) -> Tensor:
-    """h in token order [NC, HV, K, V] from the order of the scan."""
-    return h[packing.steps(h.device).natural]

@@ -168,22 +168,21 @@ def intra_bwd(
     dq, dk_col = gram_bwd(dAqk, c.q, c.k, c.gc, rule.exp, diagonal=True)
     dq += e * (do @ h.transpose(-1, -2))
     dkg = v_new @ dh.transpose(-1, -2)
-    dw = -(dv_new @ h.transpose(-1, -2))
 
-    dbv = c.T.transpose(-1, -2) @ dv_new
-    dbk = c.T.transpose(-1, -2) @ dw
-    dAkk = -(dbv @ c.u.transpose(-1, -2) + dbk @ c.w.transpose(-1, -2))
+    # v_new = T (b v - b k e h), so that the inverse needs no product but y v_new^T
+    y = c.T.transpose(-1, -2) @ dv_new
+    dAkk = -(y @ v_new.transpose(-1, -2))
     bk = c.beta * c.k
     dbk_row, dk_kk = gram_bwd(dAkk, bk, c.k, c.gc, rule.exp, diagonal=False)
-    dbk = e * dbk + dbk_row
+    dbk = dbk_row - e * (y @ h.transpose(-1, -2))
     dk_col += dk_kk + to_end * dkg
-    dbeta = (c.k * dbk).sum(-1) + (c.v * dbv).sum(-1)
+    dbeta = (c.k * dbk).sum(-1) + (c.v * y).sum(-1)
 
     dgc = c.q * dq + bk * dbk - c.k * dk_col
     dgc[..., -1, :] += (c.kg * dkg).sum(-2) + c.decay * (h * dh).sum(-1)
     dg = dgc.flip(-2).cumsum(-2).flip(-2)
     dk = c.beta * dbk + dk_col
-    return _prepare_bwd(rule, packing, x, dq, dk, c.beta * dbv, dg, dbeta[..., None])
+    return _prepare_bwd(rule, packing, x, dq, dk, c.beta * y, dg, dbeta[..., None])
 
 
 def _prepare_bwd(

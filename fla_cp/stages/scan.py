@@ -136,7 +136,12 @@ def summarize_bwd(
 
 
 def scan_bwd(
-    packing: Packing, c: Chunks, grads: OutputGrads, dS_end: States | None
+    packing: Packing,
+    c: Chunks,
+    grads: OutputGrads,
+    dS_end: States | None,
+    *,
+    want_start: bool = True,
 ) -> tuple[ScanGrads, Tensor]:
     """What `intra_bwd` needs, and the gradient of each segment's entry state [S, HV, K, V]."""
     table = packing.steps(c.w.device)

@@ -1,0 +1,462 @@
+"""The Triton backend: launches the kernels as the stages of backend.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..backend import Backend
+from ..packing import Packing
+from ..rule import CHUNK, NORM_EPS, DeltaRule
+from ..stages.intra import Inputs
+from ..state import AffineMap, States
+from .gate import GATES
+from .intra import intra_kernel
+from .intra_bwd import intra_bwd_kernel
+from .scan import scan_bwd_kernel, scan_kernel
+from .tuning import tile
+
+
+class Chunks(NamedTuple):
+    """Operands of the scans, chunk by chunk in token order: qg, kin, kg [NC, HV, C, K] and T, Aqk
+    [NC, HV, C, C] in the inputs' dtype; decay [NC, HV, K] and beta [NC, HV, C] fp32; v as given."""
+
+    qg: Tensor
+    kin: Tensor
+    kg: Tensor
+    T: Tensor
+    Aqk: Tensor
+    decay: Tensor
+    beta: Tensor
+    v: Tensor
+
+
+class Tables(NamedTuple):
+    """Packing on the device, int32: of chunks [NC] and of segments [S]."""
+
+    chunk_start: Tensor
+    chunk_rows: Tensor
+    seg_start: Tensor
+    seg_stop: Tensor
+    seg_chunk: Tensor
+
+
+class OutputGrads(NamedTuple):
+    """do as given; the reverse scan forms what it needs of it."""
+
+    do: Tensor
+
+
+class ScanGrads(NamedTuple):
+    """do as given, y [NC, HV, C, V] and dh [NC, HV, K, V]."""
+
+    do: Tensor
+    y: Tensor
+    dh: Tensor
+
+
+def tables(packing: Packing, device: torch.device) -> Tables:
+    def build() -> Tables:
+        starts, rows, first = [], [], []
+        for s in packing.segments:
+            first.append(len(starts))
+            for a in range(s.start, s.stop, CHUNK):
+                starts.append(a)
+                rows.append(min(CHUNK, s.stop - a))
+        columns = (
+            starts,
+            rows,
+            [s.start for s in packing.segments],
+            [s.stop for s in packing.segments],
+            first,
+        )
+        return Tables(*(torch.tensor(c, dtype=torch.int32, device=device) for c in columns))
+
+    return packing.cached((Tables, device), build)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with unit stride in its last dim."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _precision(dtype: torch.dtype) -> str:
+    # three TF32 products are as good as fp32 here; half-precision operands ignore this
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def _safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
+    # a middle row as reference reaches 2^58, which fp16 cannot hold
+    return rule.safe_gate and dtype != torch.float16
+
+
+def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "GATE": GATES[rule.gate][0],
+        "NORM": rule.qk_l2norm,
+        "BETA_SIGMOID": rule.beta_factor is not None,
+        "SAFE": _safe(rule, dtype),
+        "EXP2": rule.use_exp2,
+        "EPS": NORM_EPS,
+        "PRECISION": _precision(dtype),
+    }
+
+
+def intra(
+    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
+) -> Chunks:
+    x = Inputs(*(None if t is None else _rows(t) for t in x))  # type: ignore[arg-type]
+    table = tables(packing, x.q.device)
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    t = tile("intra", K, V, x.q.dtype)
+    qg, kin, kg = (x.q.new_empty(NC, HV, CHUNK, K) for _ in range(3))
+    if kept is None:
+        T, Aqk = (x.q.new_empty(NC, HV, CHUNK, CHUNK) for _ in range(2))
+    else:
+        T, Aqk = kept
+    decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
+    beta = x.q.new_empty(NC, HV, CHUNK, dtype=torch.float32)
+    if NC:
+        intra_kernel[(NC, HV)](
+            x.q,
+            x.k,
+            x.g,
+            x.beta,
+            x.A_log,
+            x.dt_bias,
+            qg,
+            kin,
+            kg,
+            T,
+            Aqk,
+            decay,
+            beta,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *x.g.stride()[:2],
+            x.beta.stride(0),
+            triton.cdiv(K, t.BK),
+            rule.scale,
+            rule.lower_bound or 0.0,
+            rule.beta_factor or 1.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            BT=CHUNK,
+            BK=t.BK,
+            SCORES=kept is None,
+            INVERSE=_precision(x.q.dtype),
+            num_warps=t.warps,
+            num_stages=t.stages,
+            **_gate_options(rule, x.q.dtype),
+        )
+    return Chunks(qg, kin, kg, T, Aqk, decay, beta, x.v)
+
+
+def scores(rule: DeltaRule, packing: Packing, c: Chunks) -> Chunks:
+    return c
+
+
+def _entries(packing: Packing, states: States | None, device: torch.device) -> Tensor | None:
+    """Row of `states` for each segment, -1 where it has none."""
+    if states is None:
+        return None
+    row = {i: e for e, i in enumerate(states.segments)}
+    return packing.index([row.get(i, -1) for i in range(len(packing.segments))], device)
+
+
+def _scan(
+    packing: Packing,
+    c: Chunks,
+    S0: States | None,
+    segments: tuple[int, ...],
+    *,
+    o: Tensor | None = None,
+    h: Tensor | None = None,
+    v_new: Tensor | None = None,
+    S_end: Tensor | None = None,
+    transition: bool = False,
+) -> None:
+    table = tables(packing, c.v.device)
+    HV, K, V = c.kin.shape[1], c.kin.shape[3], c.kin.shape[3] if transition else c.v.shape[2]
+    t = tile("scan", K, V, c.kin.dtype)
+    if not segments:
+        return
+    scan_kernel[(triton.cdiv(V, t.BV), len(segments), HV)](
+        c.qg,
+        c.kin,
+        c.kg,
+        c.v,
+        c.beta,
+        c.T,
+        c.Aqk,
+        c.decay,
+        o,
+        h,
+        v_new,
+        None if S0 is None else S0.value.contiguous(),
+        S_end,
+        packing.index(segments, c.v.device),
+        table.seg_start,
+        table.seg_stop,
+        table.seg_chunk,
+        _entries(packing, S0, c.v.device),
+        *c.v.stride()[:2],
+        HV=HV,
+        K=K,
+        V=V,
+        BT=CHUNK,
+        BK=t.BK,
+        BV=t.BV,
+        TRANSITION=transition,
+        PRECISION=_precision(c.kin.dtype),
+        NS=t.stages,
+        num_warps=t.warps,
+    )
+
+
+def _states(c: Chunks, count: int, *, square: bool = False) -> Tensor:
+    HV, K = c.kin.shape[1], c.kin.shape[3]
+    V = K if square else c.v.shape[2]
+    return torch.empty(count, HV, K, V, dtype=torch.float32, device=c.v.device)
+
+
+def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
+    offset = transition = None
+    if packing.feeding:
+        offset = _states(c, len(packing.feeding))
+        _scan(packing, c, seeds, packing.feeding, S_end=offset)
+    if packing.middle:
+        transition = _states(c, len(packing.middle), square=True)
+        _scan(packing, c, None, packing.middle, S_end=transition, transition=True)
+    return AffineMap(transition, offset)
+
+
+def _everything(packing: Packing) -> tuple[int, ...]:
+    return tuple(range(len(packing.segments)))
+
+
+def _chunk_buffers(c: Chunks) -> tuple[Tensor, Tensor]:
+    NC, HV, _, K = c.kin.shape
+    V = c.v.shape[2]
+    return c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
+
+
+def scan(packing: Packing, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor, None]:
+    h, v_new = _chunk_buffers(c)
+    _scan(packing, c, S0, _everything(packing), h=h, v_new=v_new)
+    return h, v_new, None
+
+
+def scan_output(
+    rule: DeltaRule,
+    packing: Packing,
+    c: Chunks,
+    S0: States | None,
+    *,
+    want_states: bool,
+    want_end: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    o = torch.empty(c.v.shape, dtype=c.v.dtype, device=c.v.device)
+    h, v_new = _chunk_buffers(c) if want_states else (None, None)
+    S_end = _states(c, len(packing.segments)) if want_end else None
+    _scan(packing, c, S0, _everything(packing), o=o, h=h, v_new=v_new, S_end=S_end)
+    return o, h, v_new, S_end
+
+
+def output_bwd(rule: DeltaRule, packing: Packing, c: Chunks, do: Tensor) -> OutputGrads:
+    return OutputGrads(_rows(do))
+
+
+def _scan_bwd(
+    packing: Packing,
+    c: Chunks,
+    do: Tensor,
+    dS_end: States | None,
+    segments: tuple[int, ...],
+    *,
+    y: Tensor | None = None,
+    dh: Tensor | None = None,
+    dS0: Tensor | None = None,
+) -> None:
+    table = tables(packing, c.v.device)
+    HV, K, V = c.kin.shape[1], c.kin.shape[3], c.v.shape[2]
+    t = tile("scan_bwd", K, V, c.kin.dtype)
+    if not segments:
+        return
+    scan_bwd_kernel[(triton.cdiv(V, t.BV), len(segments), HV)](
+        c.qg,
+        c.kin,
+        c.kg,
+        do,
+        c.beta,
+        c.T,
+        c.Aqk,
+        c.decay,
+        y,
+        dh,
+        None if dS_end is None else dS_end.value.contiguous(),
+        dS0,
+        packing.index(segments, c.v.device),
+        table.seg_start,
+        table.seg_stop,
+        table.seg_chunk,
+        _entries(packing, dS_end, c.v.device),
+        *do.stride()[:2],
+        HV=HV,
+        K=K,
+        V=V,
+        BT=CHUNK,
+        BK=t.BK,
+        BV=t.BV,
+        PRECISION=_precision(c.kin.dtype),
+        NS=t.stages,
+        num_warps=t.warps,
+    )
+
+
+def summarize_bwd(
+    packing: Packing, c: Chunks, grads: OutputGrads, seeds: States | None
+) -> Tensor | None:
+    if not packing.carried:
+        return None
+    offset = _states(c, len(packing.carried))
+    _scan_bwd(packing, c, grads.do, seeds, packing.carried, dS0=offset)
+    return offset
+
+
+def scan_bwd(
+    packing: Packing, c: Chunks, grads: OutputGrads, dS_end: States | None, *, want_start: bool
+) -> tuple[ScanGrads, Tensor | None]:
+    dh, y = _chunk_buffers(c)
+    dS0 = _states(c, len(packing.segments)) if want_start else None
+    _scan_bwd(packing, c, grads.do, dS_end, _everything(packing), y=y, dh=dh, dS0=dS0)
+    return ScanGrads(grads.do, y, dh), dS0
+
+
+def intra_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    x = Inputs(*(None if t is None else _rows(t) for t in x))  # type: ignore[arg-type]
+    table = tables(packing, x.q.device)
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    t = tile("intra_bwd", K, V, x.q.dtype)
+    device, tokens = x.q.device, len(x.q)
+    per_head = torch.float32 if HV > H else x.q.dtype
+    dq, dk = (torch.empty(tokens, HV, K, dtype=per_head, device=device) for _ in range(2))
+    dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
+    dg = torch.empty(tokens, HV, K, dtype=x.g.dtype, device=device)
+    dbeta = torch.empty(tokens, HV, dtype=x.beta.dtype, device=device)
+    dA_log = None if x.A_log is None else torch.empty(NC, HV, device=device)
+    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
+    dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    do = _rows(grads.do)
+    if NC:
+        intra_bwd_kernel[(NC, HV)](
+            x.q,
+            x.k,
+            x.v,
+            x.g,
+            x.beta,
+            x.A_log,
+            x.dt_bias,
+            do,
+            h,
+            grads.dh,
+            v_new,
+            grads.y,
+            dq,
+            dk,
+            dv,
+            dg,
+            dbeta,
+            dA_log,
+            ddt_bias,
+            dscores,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *x.v.stride()[:2],
+            *x.g.stride()[:2],
+            x.beta.stride(0),
+            *do.stride()[:2],
+            triton.cdiv(K, t.BK),
+            rule.scale,
+            rule.lower_bound or 0.0,
+            rule.beta_factor or 1.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            V=V,
+            BT=CHUNK,
+            BK=t.BK,
+            BV=t.BV,
+            SLOPE=GATES[rule.gate][1],
+            RATE_SCALES_RAW=rule.gate == "sigmoid",
+            num_warps=t.warps,
+            num_stages=t.stages,
+            **_gate_options(rule, x.q.dtype),
+        )
+    if HV > H:
+        dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(x.q.dtype) for d in (dq, dk))
+    return Inputs(
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        _reduced(dA_log, x.A_log),
+        _reduced(ddt_bias, x.dt_bias),
+    )
+
+
+def _reduced(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """Sum over chunks, in fp32."""
+    return None if partial is None or like is None else partial.sum(0).view_as(like)
+
+
+def keep(
+    rule: DeltaRule, c: Chunks, h: Tensor | None, v_new: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    return (*c[:-1], h, v_new) if rule.keep_intermediates else (c.T, c.Aqk)
+
+
+def restore(
+    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...]
+) -> tuple[Chunks, Tensor | None, Tensor | None]:
+    if rule.keep_intermediates:
+        return Chunks(*kept[:-2], _rows(x.v)), kept[-2], kept[-1]
+    return intra(rule, packing, x, kept=(kept[0], kept[1])), None, None
+
+
+def in_token_order(packing: Packing, h: Tensor) -> Tensor:
+    return h
+
+
+TRITON = Backend(
+    name="triton",
+    intra=intra,
+    summarize=summarize,
+    scores=scores,
+    scan_output=scan_output,
+    in_token_order=in_token_order,
+    keep=keep,
+    restore=restore,
+    output_bwd=output_bwd,
+    summarize_bwd=summarize_bwd,
+    scan=scan,
+    scan_bwd=scan_bwd,
+    intra_bwd=intra_bwd,
+)

@@ -1,0 +1,172 @@
+"""States along the chunks of each segment, forward and in reverse; o is formed on the way.
+
+Operands come from intra.py, chunk by chunk and already gated, so that the serial chain is three
+products a chunk: kin S, T r, kg^T v_new (reverse: kg dS, T^T dv, kin^T x).
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import dot, load_block, load_rows, store_block, store_rows
+
+
+@triton.jit
+def state_tile(ptr, row, i_h, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Start of the [K, V] state of one segment and head."""
+    return ptr + (row * HV + i_h) * K * V
+
+
+@triton.jit
+def scan_kernel(
+    qg,
+    kin,
+    kg,
+    v,
+    beta,
+    T,
+    Aqk,
+    decay,
+    o,
+    h,
+    v_new,
+    S0,
+    S_end,
+    segments,
+    seg_start,
+    seg_stop,
+    seg_chunk,
+    seg_entry,
+    v_t,
+    v_h,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TRANSITION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NS: tl.constexpr,
+):
+    """o, h, v_new, S_end: each written unless None. S0: [E, HV, K, V], row seg_entry[s] (-1: zero).
+
+    TRANSITION: starts from the identity with v = 0, so that S_end is the segment's transition
+    (then V == K).
+    """
+    i_v, i_h = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    i_n = tl.program_id(1).to(tl.int64)
+    i_s = tl.load(segments + i_n).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_i = tl.arange(0, BT)
+    v += i_h * v_h
+    start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
+    first = tl.load(seg_chunk + i_s).to(tl.int64)
+    if TRANSITION:
+        b_S = tl.where(o_k[:, None] == o_v[None, :], 1.0, 0.0)
+    else:
+        b_S = tl.zeros([BK, BV], tl.float32)
+        if S0 is not None:
+            entry = tl.load(seg_entry + i_s).to(tl.int64)
+            if entry >= 0:
+                b_S += load_block(state_tile(S0, entry, i_h, HV, K, V), o_k, o_v, K, V)
+    operand = kin.dtype.element_ty
+    for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS):
+        i_ch = (first + c) * HV + i_h
+        t = start + c * BT
+        m_t = o_i < stop - t
+        b_Sb = b_S.to(operand)
+        if h is not None:
+            store_block(h + i_ch * K * V, b_Sb, o_k, o_v, K, V)
+        b_r = -dot(load_block(kin + i_ch * BT * K, o_i, o_k, BT, K), b_Sb, PRECISION)
+        if not TRANSITION:
+            b_r += load_rows(v + t * v_t, o_i, v_t, m_t, o_v, V).to(tl.float32)
+        b_r = (b_r * tl.load(beta + i_ch * BT + o_i)[:, None]).to(operand)
+        b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
+        b_vn = dot(b_T, b_r, PRECISION).to(operand)
+        if v_new is not None:
+            store_block(v_new + i_ch * BT * V, b_vn, o_i, o_v, BT, V)
+        if o is not None:
+            b_o = dot(load_block(qg + i_ch * BT * K, o_i, o_k, BT, K), b_Sb, PRECISION)
+            b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
+            b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
+            store_rows(o + (t * HV + i_h) * V, b_o, o_i, HV * V, m_t, o_v, V)
+        b_d = tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
+        b_kg = load_block(kg + i_ch * BT * K, o_i, o_k, BT, K)
+        b_S = dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S * b_d[:, None])
+    if S_end is not None:
+        store_block(state_tile(S_end, i_n, i_h, HV, K, V), b_S, o_k, o_v, K, V)
+
+
+@triton.jit
+def scan_bwd_kernel(
+    qg,
+    kin,
+    kg,
+    do,
+    beta,
+    T,
+    Aqk,
+    decay,
+    y,
+    dh,
+    dS_end,
+    dS0,
+    segments,
+    seg_start,
+    seg_stop,
+    seg_chunk,
+    seg_exit,
+    do_t,
+    do_h,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NS: tl.constexpr,
+):
+    """dh: state gradient at each chunk's end. y = T^T dv_new, so that dv = beta y. Each of y, dh
+    and dS0 is written unless None."""
+    i_v, i_h = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    i_n = tl.program_id(1).to(tl.int64)
+    i_s = tl.load(segments + i_n).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_i = tl.arange(0, BT)
+    do += i_h * do_h
+    start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
+    first = tl.load(seg_chunk + i_s).to(tl.int64)
+    b_dS = tl.zeros([BK, BV], tl.float32)
+    if dS_end is not None:
+        row = tl.load(seg_exit + i_s).to(tl.int64)
+        if row >= 0:
+            b_dS += load_block(state_tile(dS_end, row, i_h, HV, K, V), o_k, o_v, K, V)
+    operand = kin.dtype.element_ty
+    n = tl.cdiv(stop - start, BT)
+    for c in tl.range(0, n, num_stages=NS):
+        i_c = n - 1 - c
+        i_ch = (first + i_c) * HV + i_h
+        t = start + i_c * BT
+        b_do = load_rows(do + t * do_t, o_i, do_t, o_i < stop - t, o_v, V).to(operand)
+        b_dSb = b_dS.to(operand)
+        if dh is not None:
+            store_block(dh + i_ch * K * V, b_dSb, o_k, o_v, K, V)
+        b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
+        b_dv = dot(tl.trans(b_A), b_do, PRECISION)
+        b_kg = load_block(kg + i_ch * BT * K, o_i, o_k, BT, K)
+        b_dv = dot(b_kg, b_dSb, PRECISION, acc=b_dv)
+        b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
+        b_y = dot(tl.trans(b_T), b_dv.to(operand), PRECISION)
+        if y is not None:
+            store_block(y + i_ch * BT * V, b_y, o_i, o_v, BT, V)
+        b_x = (-b_y * tl.load(beta + i_ch * BT + o_i)[:, None]).to(operand)
+        b_d = tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
+        b_qg = load_block(qg + i_ch * BT * K, o_i, o_k, BT, K)
+        b_dS = dot(tl.trans(b_qg), b_do, PRECISION, acc=b_dS * b_d[:, None])
+        b_kin = load_block(kin + i_ch * BT * K, o_i, o_k, BT, K)
+        b_dS = dot(tl.trans(b_kin), b_x, PRECISION, acc=b_dS)
+    if dS0 is not None:
+        store_block(state_tile(dS0, i_n, i_h, HV, K, V), b_dS, o_k, o_v, K, V)
