@@ -1,0 +1,43 @@
+"""When is a result right: fp64 to nine digits, other dtypes by a budget from the data."""
+
+import torch
+from torch import Tensor
+
+EXACT = 1e-9
+"""Largest error of an fp64 result, relative to the largest exact element."""
+
+
+def _report(name: str, actual: Tensor, exact: Tensor) -> str:
+    error = (actual.double() - exact.double()).abs()
+    where = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    return (
+        f"{name}: max error {error.max():.2e}, rms {error.square().mean().sqrt():.2e}, exact max "
+        f"{exact.abs().max():.2e}, worst at {where}: {actual[where]:.6g} for {exact[where]:.6g}"
+    )
+
+
+def assert_exact(name: str, actual: Tensor, exact: Tensor) -> None:
+    """Same shape, finite, and within EXACT of the largest exact element (or of 1e-3)."""
+    assert actual.shape == exact.shape, f"{name}: shape {actual.shape} for {exact.shape}"
+    if actual.numel():
+        error = (actual.double() - exact.double()).abs().max()
+        assert error <= EXACT * exact.abs().max().clamp(min=1e-3), _report(name, actual, exact)
+
+
+def assert_within_budget(
+    name: str, actual: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0
+) -> None:
+    """Error against fp64 at most `factor` times that of the baseline plus one rounding."""
+    assert actual.shape == exact.shape, f"{name}: shape {actual.shape} for {exact.shape}"
+    exact = exact.double()
+    floor = torch.finfo(actual.dtype).eps * exact.abs().max()
+    for kind in ("max", "rms"):
+        error, budget = (
+            _size(kind, actual - exact),
+            factor * (_size(kind, baseline.double() - exact) + floor),
+        )
+        assert error <= budget, f"{kind} over {budget:.2e}. {_report(name, actual, exact)}"
+
+
+def _size(kind: str, error: Tensor) -> Tensor:
+    return error.abs().max() if kind == "max" else error.square().mean().sqrt()

@@ -1,0 +1,112 @@
+"""Who owns which tokens: packings, slots, ranges, shard and unshard."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
+from fla_cp.context import _links
+from fla_cp.packing import Packing
+from tests.ranks import run_threads
+
+
+def test_segments_cut_at_sequences_ranges_and_length():
+    packing = Packing.build((0, 100, 100, 300), [(200, 300), (80, 200)], segment_chunks=1)
+    rows = [(s.start, s.stop, s.sequence, s.entry, s.exit) for s in packing.segments]
+    assert rows == [
+        (0, 64, 2, 0, -1),
+        (64, 100, 2, -1, -1),
+        (100, 120, 0, 1, -1),
+        (120, 184, 2, -1, -1),
+        (184, 220, 2, -1, 1),
+    ]
+    assert packing.chains == ((0, 1), (2,), (3, 4))
+    assert packing.empty == (1,)
+    assert (packing.tokens, packing.ranges, packing.sequences) == (220, 2, 3)
+
+
+def test_links_follow_sequence_order_not_ownership():
+    links = _links((0, 100, 400), (((300, 400), (0, 50)), ((50, 120), (120, 300))))
+    assert links.owner == (0, 1, 1, 0)
+    assert links.row == (1, 0, 1, 0)
+    assert links.continues == (False, True, True, True)
+    assert links.through == (False, False, True, False)
+    mirror = links.mirrored()
+    assert mirror.continues == (False, True, True, True)
+    assert mirror.through == (False, True, False, False)
+    assert mirror.mirrored() == links
+
+
+def test_a_slot_that_two_sequences_share_is_not_passed_through():
+    links = _links((0, 90, 200), (((0, 50),), ((50, 120),), ((120, 200),)))
+    assert links.continues == (False, True, True)
+    assert links.through == (False, False, False)
+
+
+@pytest.mark.parametrize("total", [0, 1, 3, 64, 1000])
+@pytest.mark.parametrize("R", [1, 2, 3, 8])
+def test_ranges_tile_the_batch(total, R):
+    for ranges in (contiguous_token_ranges(total, R), zigzag_token_ranges(total, R)):
+        assert len(ranges) == R
+        flat = sorted(r for own in ranges for r in own)
+        assert flat[0][0] == 0
+        assert flat[-1][1] == total
+        assert all(a[1] == b[0] for a, b in pairwise(flat))
+    lengths = [hi - lo for ((lo, hi),) in contiguous_token_ranges(total, R)]
+    assert max(lengths) - min(lengths) <= 1
+
+
+RANGES = {
+    "contiguous": None,
+    "zigzag": zigzag_token_ranges(40, 3),
+    "uneven": [[(10, 40)], [(0, 0)], [(7, 10), (0, 7)]],
+}
+
+
+def roundtrip(group, rank, ranges):
+    x = torch.arange(80.0, dtype=torch.float64).view(1, 40, 2).requires_grad_()
+    context = build_cp_context(torch.tensor([0, 13, 40]), group, token_ranges=ranges)
+    local = context.shard(x)
+    assert local.shape == (1, context.local_tokens, 2)
+    assert torch.equal(context.unshard(local), x)
+    assert torch.equal(context.unshard(local[0].T, -1), x[0].T)
+    weight = torch.arange(80.0, dtype=torch.float64).view(1, 40, 2) ** 2
+    leaf = local.detach().requires_grad_()
+    (context.unshard(leaf) * weight).sum().backward()
+    assert torch.equal(leaf.grad, context.shard(weight))
+    local.sum().backward()
+    assert x.grad.sum() == local.numel()
+    assert context.cu_seqlens_cpu.tolist()[-1] == context.local_tokens
+    return context.local_tokens
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_shard_and_unshard_are_inverse(name):
+    assert sum(run_threads(roundtrip, 3, RANGES[name])) == 40
+
+
+def test_rows_are_folded():
+    context = build_cp_context(torch.tensor([0, 5, 10, 15]), None)
+    x = torch.randn(3, 5, 2)
+    assert torch.equal(context.shard(x), x.view(1, 15, 2))
+    assert torch.equal(context.shard(x[..., 0]), x[..., 0].reshape(1, 15))
+    with pytest.raises(ValueError, match=r"total_tokens=15 tokens in dim 1, got shape \(3, 4, 2\)"):
+        context.shard(x[:, :4])
+
+
+def differing(group, rank):
+    cu = torch.tensor([0, 10 + (rank == 1), 20])
+    with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0"):
+        build_cp_context(cu, group, check=True)
+    build_cp_context(torch.tensor([0, 10, 20]), group, check=True)
+
+
+def test_check_finds_a_rank_with_another_table():
+    run_threads(differing, 3)
+
+
+def test_context_is_frozen():
+    context = build_cp_context(torch.tensor([0, 5]), None)
+    with pytest.raises(AttributeError):
+        context.rank = 1

@@ -1,0 +1,152 @@
+"""Every exchange scheme against a serial fold, over gloo, and what it leaves unsent."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+import fla_cp.comm.collectives as collectives
+from fla_cp.comm import (
+    AllGather,
+    Links,
+    Local,
+    Ring,
+    Scan,
+    SlotMaps,
+    make_exchange,
+    measure_exchange,
+)
+from fla_cp.context import _links
+from tests.closeness import assert_exact
+from tests.ranks import run_threads
+
+HV, K, V = 2, 3, 2
+
+
+def table(rng: random.Random, R: int) -> Links:
+    """A random slot table: contiguous, zig-zag or shuffled ranges, some of them empty."""
+    T = rng.choice([3, 20, 60])
+    cuts = sorted(rng.choices(range(T + 1), k=rng.choice([0, 0, 1, 3])))
+    edges = [0, *sorted(rng.choices(range(T + 1), k=2 * R - 1)), T]
+    pieces = list(pairwise(edges))
+    if rng.random() < 0.6:
+        rng.shuffle(pieces)
+    return _links((0, *cuts, T), tuple(tuple(pieces[r::R]) for r in range(R)))
+
+
+def serial(links: Links, maps: list[SlotMaps]) -> list[torch.Tensor]:
+    """States entering every rank's slots, by the definition."""
+    entering = [torch.zeros_like(m.offset) for m in maps]
+    state = torch.zeros(HV, K, V, dtype=torch.float64)
+    for s, (owner, row) in enumerate(zip(links.owner, links.row, strict=True)):
+        if links.continues[s]:
+            entering[owner][row] = state
+        out = maps[owner].offset[row]
+        state = out + maps[owner].transition[row] @ state if links.through[s] else out
+    return entering
+
+
+def random_maps(links: Links, R: int, seed: int) -> list[SlotMaps]:
+    gen = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64)  # noqa: E731
+    return [SlotMaps(draw(2, HV, K, K), draw(2, HV, K, V)) for _ in range(R)]
+
+
+def body(group, rank, R, scheme):
+    rng = random.Random(7)
+    exchange = scheme(group)
+    for trial in range(25):
+        links = table(rng, R)
+        for direction in (links, links.mirrored()):
+            maps = random_maps(direction, R, trial)
+            expected = serial(direction, maps)[rank]
+            pending = exchange.start(maps[rank], direction)
+            torch.ones(10).sum()  # work that needs no state
+            assert_exact(f"trial {trial}", pending.wait(), expected)
+
+
+@pytest.mark.parametrize("R", [2, 3, 4])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan])
+def test_schemes_equal_the_serial_fold_on_processes(gloo_pool, scheme, R):
+    gloo_pool.run(body, R, scheme, world_size=R)
+
+
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan])
+def test_schemes_equal_the_serial_fold_on_many_threads(scheme):
+    run_threads(lambda group, rank: body(group, rank, 9, scheme), 9)
+
+
+def test_local_folds_without_a_group():
+    links = _links((0, 60), (((40, 60), (0, 40)),))
+    (maps,) = random_maps(links, 1, 0)
+    assert_exact("entering", Local().start(maps, links).wait(), serial(links, [maps])[0])
+
+
+def traffic(group, rank, scheme, R):
+    """Bytes that this rank sends for one document over all ranks, and its rounds of messages."""
+    sent, rounds = [], []
+    original = {n: getattr(collectives, n) for n in ("all_gather", "send", "send_and_receive")}
+
+    def all_gather(x, group):
+        sent.append(x.nbytes * (R - 1))
+        return original["all_gather"](x, group)
+
+    def send(x, to, group):
+        sent.append(x.nbytes)
+        return original["send"](x, to, group)
+
+    def send_and_receive(sends, receives, group):
+        rounds.append(len(sends))
+        sent.extend(x.nbytes for x, _ in sends)
+        return original["send_and_receive"](sends, receives, group)
+
+    links = _links((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
+    maps = random_maps(links, R, 0)[rank]
+    maps = SlotMaps(maps.transition[:1], maps.offset[:1])
+    collectives.all_gather, collectives.send = all_gather, send
+    collectives.send_and_receive = send_and_receive
+    try:
+        scheme(group).start(maps, links).wait()
+    finally:
+        for n, f in original.items():
+            setattr(collectives, n, f)
+    return sum(sent), len(rounds)
+
+
+def test_bytes_and_rounds_are_those_documented(gloo_pool):
+    S, M = HV * K * V * 8, HV * K * K * 8
+    gathered = gloo_pool.run(traffic, AllGather, 4)
+    assert [b for b, _ in gathered] == [3 * (S + M)] * 4
+    ring = gloo_pool.run(traffic, Ring, 4)
+    assert [b for b, _ in ring] == [S, S, S, 0]
+    scan = gloo_pool.run(traffic, Scan, 4)
+    assert [r for _, r in scan] == [3] * 4  # distances 1 and 2, and the shift
+    assert max(b for b, _ in scan) <= 2 * (S + M) + S
+
+
+def test_two_ranks_send_no_transition(gloo_pool):
+    assert [b for b, _ in gloo_pool.run(traffic, AllGather, 2, world_size=2)] == [
+        HV * K * V * 8
+    ] * 2
+
+
+def test_waiting_is_measured():
+    links = _links((0, 60), (((40, 60), (0, 40)),))
+    (maps,) = random_maps(links, 1, 0)
+    with measure_exchange() as timer:
+        Local().start(maps, links).wait()
+        first = timer.elapsed_ms()
+        assert first > 0
+    Local().start(maps, links).wait()
+    assert timer.elapsed_ms() == first
+
+
+def test_choice_by_world_size():
+    group = object()
+    assert isinstance(make_exchange("auto", None, 1), Local)
+    assert isinstance(make_exchange("auto", group, 8), AllGather)
+    assert isinstance(make_exchange("auto", group, 9), Scan)
+    assert isinstance(make_exchange("ring", group, 2), Ring)
+    with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):
+        make_exchange("tree", group, 2)
