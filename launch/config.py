@@ -7,8 +7,10 @@ field has its full name (`--parallel.cp`) and, where it is used daily, a short o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import tomllib
 import types
@@ -60,9 +62,9 @@ class DataConfig:
 
     source: Annotated[str, _short("--data")] = "stdlib"
     """stdlib, synthetic, text:PATH or memmap:PATH."""
-    seq_len: Annotated[int, _short("--seq-len")] = 1024
+    seq_len: Annotated[int, _short("--seq-len")] = 4096
     """Tokens of a pack; documents are packed into it, none attends to another."""
-    global_batch_size: Annotated[int, _short("--global-batch-size")] = 4
+    global_batch_size: Annotated[int, _short("--global-batch-size")] = 2
     """Packs of a step, over all data-parallel ranks."""
     micro_batch_size: Annotated[int | None, _short("--micro-batch-size")] = None
     """Packs that one forward and backward takes on a data-parallel rank; None: all of its packs."""
@@ -104,7 +106,7 @@ class ParallelConfig:
 class OptimConfig:
     """AdamW with linear warm-up and a cosine decay over run.max_steps."""
 
-    lr: Annotated[float, _short("--lr")] = 3e-3
+    lr: Annotated[float, _short("--lr")] = 4e-3
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
     """Last learning rate, as a share of the peak."""
@@ -117,7 +119,7 @@ class OptimConfig:
     beta2: float = 0.95
     """AdamW's second-moment decay."""
     eps: float = 1e-8
-    """AdamW's epsilon."""
+    """Added to AdamW's denominator."""
     clip_norm: Annotated[float, _short("--clip-norm")] = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
@@ -183,19 +185,18 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
     that tyro refuses.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    try:
-        path = finder.parse_known_args(list(argv))[0].config
-    except SystemExit:  # `--config` without a value: tyro's message is the better one
-        path = None
+    finder.add_argument("--config", nargs="?")  # without a value: left to tyro, whose message fits
+    path = finder.parse_known_args(list(argv))[0].config
     default = load_toml(Path(path)) if path else TrainConfig()
-    config = tyro.cli(
-        TrainConfig,
-        prog="launch/train.py",
-        args=list(argv),
-        default=default,
-        console_outputs=not quiet,
-    )
+    # console_outputs alone leaves tyro's value errors on
+    with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
+        config = tyro.cli(
+            TrainConfig,
+            prog="launch/train.py",
+            args=list(argv),
+            default=default,
+            console_outputs=not quiet,
+        )
     config = dataclasses.replace(config, config=None)
     validate(config)
     return config

@@ -291,4 +291,5 @@ def describe(ranks: Ranks, dtype: torch.dtype) -> str:
     hosts = max(1, ranks.world_size // local_ranks())
     where = socket.gethostname() if hosts == 1 else f"{hosts} hosts"
     precision = str(dtype).removeprefix("torch.")
-    return f"{ranks.world_size} ranks on {where} ({what}), mesh {axes}, compute in {precision}"
+    count = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
+    return f"{count} on {where} ({what}), mesh {axes}, compute in {precision}"

@@ -82,6 +82,7 @@ class RunLog:
         self.main = ranks.rank == 0
         self.tracker = _tensorboard(run, ranks) if config.tensorboard else None
         self.bar = None
+        self.rows: list[dict[str, Any]] = []
         if not self.main:
             return
         kept = [r for r in read_metrics(run) if start_step is not None and r["step"] <= start_step]

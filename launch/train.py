@@ -82,7 +82,7 @@ def load_data(config: TrainConfig, split: str) -> PackedDataset:
     try:
         return build_dataset(config.data.source, config.data.seq_len, split, config.run.seed)
     except (ValueError, OSError) as error:
-        raise UserError(f"--data {config.data.source}: {error}") from error
+        raise UserError(f"--data: {error}") from error
 
 
 def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
@@ -144,6 +144,7 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     run, found = open_run(config, ranks)
     set_seed(config.run.seed)
     data = load_data(config, "train")
+    valid = load_data(config, "valid") if config.run.eval_every else None
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     model = build_model(config.model, data.vocab_size, config.run.seed).to(ranks.device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -168,8 +169,14 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     log = RunLog(run, config.run, ranks, progress.step if found else None)
     for note in notes:
         log.print(note)
-    held_out = HeldOut(config, load_data(config, "valid"), ranks) if config.run.eval_every else None
-    Loop(config, ranks, run, data, held_out, model, optimizer, progress, log).run_all()
+    held_out = HeldOut(config, valid, ranks) if valid is not None else None
+    try:
+        loop = Loop(config, ranks, run, data, held_out, model, optimizer, progress, log)
+        stopped = loop.run_all()
+    finally:
+        log.close()
+    if ranks.rank == 0:
+        summarise(config, run, log.rows, stopped)
     return 0
 
 
@@ -199,7 +206,8 @@ class Loop:
         self.saved_step = progress.step
         self.checked = False  # contexts are compared across ranks once
 
-    def run_all(self) -> None:
+    def run_all(self) -> bool:
+        """Takes the steps that are left; True if it was asked to stop before the last."""
         last = self.config.run.max_steps
         start = self.progress.step
         if start == 0 and self.held_out:
@@ -212,7 +220,7 @@ class Loop:
                 stopped = self._step(batches, received)
             if self.progress.step > self.saved_step:
                 self._save()
-        self._finish(stopped)
+        return stopped
 
     def _step(self, batches: Iterator, received: list[int]) -> bool:
         """One step and what is due after it. True if a rank was asked to stop."""
@@ -289,23 +297,21 @@ class Loop:
         )
         self.saved_step = self.progress.step
 
-    def _finish(self, stopped: bool) -> None:
-        self.log.close()
-        if self.ranks.rank != 0:
-            return
-        config, rows = self.config, self.log.rows
-        done = f"{self.progress.step} of {config.run.max_steps} steps"
-        print(f"stopped on request after {done}" if stopped else f"finished: {done}")
-        for name, label in (("loss", "train"), ("eval_loss", "held-out")):
-            values = [(row["step"], row[name]) for row in rows if row[name] is not None]
-            if values:
-                (a, first), (b, last) = values[0], values[-1]
-                print(f"{label} loss: {first:.4f} (step {a}) -> {last:.4f} (step {b})")
-        if self.progress.skipped:
-            print(f"skipped steps: {self.progress.skipped}")
-        title = f"{config.model.size} on {config.data.source}, cp {config.parallel.cp}"
-        print(plot_losses(self.run, rows, title))
-        print(f"results: {self.run}/ (metrics.jsonl, config.toml, checkpoints)", flush=True)
+
+def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -> None:
+    """Prints how the run ended and draws its plot; for rank 0. rows: those of metrics.jsonl."""
+    done = f"{rows[-1]['step'] if rows else 0} of {config.run.max_steps} steps"
+    print(f"stopped on request after {done}" if stopped else f"finished: {done}")
+    for name, label in (("loss", "train"), ("eval_loss", "held-out")):
+        values = [(row["step"], row[name]) for row in rows if row[name] is not None]
+        if values:
+            (a, first), (b, last) = values[0], values[-1]
+            print(f"{label} loss: {first:.4f} (step {a}) -> {last:.4f} (step {b})")
+    if rows and rows[-1]["skipped"]:
+        print(f"skipped steps: {rows[-1]['skipped']}")
+    title = f"{config.model.size} on {config.data.source}, cp {config.parallel.cp}"
+    print(plot_losses(run, rows, title))
+    print(f"results: {run}/ (metrics.jsonl, config.toml, checkpoints)", flush=True)
 
 
 if __name__ == "__main__":
