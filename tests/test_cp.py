@@ -1,0 +1,143 @@
+"""One rank equals N ranks equals the recurrence: outputs, states and gradients on every rank."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+import fla_cp.comm.collectives as collectives
+from fla_cp import build_cp_context, cp_chunk_kda, zigzag_token_ranges
+from fla_cp.packing import Packing
+from tests.cases import INSIDE, PACKED, Case, named, options
+from tests.closeness import assert_exact
+from tests.ranks import run_threads
+from tests.running import oracle, run, run_sharded
+
+SHARED = ("final_state", "dinitial_state")
+PARAMETERS = ("dA_log", "ddt_bias")
+
+CASES = [
+    Case("one-document", T=300),
+    Case("packed", T=300, cu_seqlens=(0, 1, 64, 64, 130, 131, 300)),
+    Case("across-three", T=300, cu_seqlens=(0, 40, 290, 300)),
+    Case("one-token-documents", T=6, cu_seqlens=(0, 1, 2, 3, 4, 5, 6)),
+    Case("one-token-shards", T=4),
+    Case("fewer-tokens-than-ranks", T=2, cu_seqlens=(0, 0, 2, 2)),
+    Case("rows", T=70, B=3),
+    Case("slow-decay", T=300, decay=1e-3, HV=4),
+    Case("inside", T=200, HV=4, V=5, options=options(**INSIDE, allow_neg_eigval=True)),
+    Case("bounded", T=200, options=options(**INSIDE, safe_gate=True, lower_bound=-5.0)),
+    Case("kept", T=200, options=options(**INSIDE, disable_recompute=True)),
+]
+
+
+def shuffled(total, R):
+    """Uneven ranges in no order, some empty."""
+    rng = random.Random(total)
+    edges = [0, *sorted(rng.choices(range(total + 1), k=2 * R - 1)), total]
+    pieces = list(pairwise(edges))
+    rng.shuffle(pieces)
+    return [pieces[r::R] for r in range(R)]
+
+
+RANGES = {"contiguous": lambda total, R: None, "zigzag": zigzag_token_ranges, "shuffled": shuffled}
+
+
+def check(group, rank, case, ranges, exchange="auto", segment_chunks=None):
+    """Compares this rank with one device; returns its share of the parameters' gradients."""
+    R = group.size()
+    offsets = case.offsets()
+    context = build_cp_context(
+        torch.tensor(offsets),
+        group,
+        token_ranges=RANGES[ranges](offsets[-1], R),
+        exchange=exchange,
+        check=True,
+    )
+    if segment_chunks:
+        own = context.token_ranges[rank]
+        packing = Packing.build(offsets, own, segment_chunks=segment_chunks, counts_empty=rank == 0)
+        object.__setattr__(context, "packing", packing)
+    whole, mine = run(case), run_sharded(case, context)
+    for name, value in whole.items():
+        if name in PARAMETERS:
+            continue
+        expected = value if name in SHARED else context.shard(value)
+        assert_exact(f"{name} of rank {rank}", mine[name], expected)
+    return {name: mine[name] for name in PARAMETERS if name in mine}
+
+
+def compare_parameters(case, shares):
+    whole = run(case)
+    for name in PARAMETERS:
+        if name in whole:
+            assert_exact(name, sum(s[name] for s in shares), whole[name])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_one_device_equals_the_recurrence(case):
+    exact, actual = oracle(case), run(case)
+    for name, value in exact.items():
+        assert_exact(name, actual[name], value)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_four_processes_equal_one_device(gloo_pool, case, ranges):
+    compare_parameters(case, gloo_pool.run(check, case, ranges, "auto"))
+
+
+@pytest.mark.parametrize("R", [2, 3, 5, 9])
+@pytest.mark.parametrize("case", CASES[:5], ids=lambda c: c.name)
+def test_threads_equal_one_device(case, R):
+    run_threads(check, R, case, "contiguous")
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "scan"])
+@pytest.mark.parametrize("ranges", RANGES)
+def test_every_exchange(gloo_pool, exchange, ranges):
+    case = named("grouped-heads", T=300, cu_seqlens=(0, 250, 300))
+    gloo_pool.run(check, case, ranges, exchange)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("R", [1, 3])
+def test_several_segments_a_card(ranges, R):
+    case = Case("long", T=700, cu_seqlens=(0, 100, 650, 700))
+    run_threads(check, R, case, ranges, "auto", 1)
+
+
+def counted(group, rank, cu):
+    calls = []
+    original = collectives.all_gather
+    collectives.all_gather = lambda *x: calls.append(1) or original(*x)
+    case = Case("x", T=cu[-1], cu_seqlens=cu, states=False)
+    context = build_cp_context(torch.tensor(cu), group)
+    try:
+        inputs = case.inputs(dtype=torch.float32)
+        leaves = [context.shard(inputs[n]).requires_grad_() for n in PACKED]
+        cp_chunk_kda(*leaves, context)[0].sum().backward()
+    finally:
+        collectives.all_gather = original
+    return len(calls)
+
+
+def test_no_exchange_when_no_document_crosses(gloo_pool):
+    assert gloo_pool.run(counted, (0, 64, 128, 192, 256)) == [0, 0, 0, 0]
+    assert gloo_pool.run(counted, (0, 65, 128, 192, 256)) == [2, 2, 2, 2]
+
+
+def in_fp32(group, rank):
+    case = Case("fp32", T=300, options=options(**INSIDE))
+    context = build_cp_context(torch.tensor([0, 300]), group)
+    exact = run(case)
+    one, mine = run(case, torch.float32), run_sharded(case, context, torch.float32)
+    for name in ("o", *(f"d{n}" for n in PACKED)):
+        error = (mine[name] - context.shard(exact[name])).norm()
+        budget = (one[name] - exact[name]).norm()
+        assert error <= 2 * budget, name
+
+
+def test_fp32_ranks_err_no_more_than_one_device(gloo_pool):
+    gloo_pool.run(in_fp32)
