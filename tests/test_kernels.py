@@ -1,0 +1,105 @@
+"""The Triton kernels in Triton's interpreter, on CPU: every option against fp64.
+
+Inputs are fp32: the interpreter's bf16 arithmetic is not the hardware's. What only a GPU can show
+is checked there by tests/gpu.py.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+
+import pytest
+import torch
+
+from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
+from tests.cases import INSIDE, PACKED, Case, options
+from tests.closeness import assert_within_budget
+from tests.running import oracle, run, run_sharded
+
+pytest.importorskip("triton")
+
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+SMALL = {"T": 70, "H": 1, "HV": 2, "K": 16, "V": 16}
+
+CASES = [
+    Case("given", **SMALL),
+    Case("inside", **SMALL, options=options(**INSIDE)),
+    Case("bounded", **SMALL, options=options(**INSIDE, lower_bound=-5.0)),
+    Case("safe", **SMALL, options=options(**INSIDE, **SAFE)),
+    Case("safe-exp", **SMALL, options=options(**INSIDE, **SAFE, use_exp2=False)),
+    Case("given-safe", **SMALL, decay=5.0, options=options(**SAFE)),
+    Case("kept", **SMALL, options=options(**INSIDE, disable_recompute=True)),
+    Case("neg-eigval", **SMALL, options=options(**INSIDE, allow_neg_eigval=True, scale=0.5)),
+    Case("strong-decay", **SMALL, decay=40.0),
+    Case("no-decay", **SMALL, decay=0.0),
+    Case("one-token", **{**SMALL, "T": 1}),
+    Case("packed", **{**SMALL, "T": 130}, cu_seqlens=(0, 0, 1, 64, 130)),
+    Case("rows", **SMALL, B=2, states=False),
+    Case("odd-dims", T=65, H=2, HV=2, K=24, V=40, options=options(**INSIDE)),
+    Case("two-key-tiles", T=65, H=1, HV=1, K=96, V=16, options=options(**INSIDE)),
+    Case("wide", T=33, H=1, HV=1, K=192, V=16, options=options(**INSIDE, **SAFE)),
+]
+
+
+def compare(case, actual, exact, baseline):
+    for name, value in actual.items():
+        if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
+            error = (value.double() - exact[name]).abs().max()
+            assert error <= 32 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
+        else:
+            assert_within_budget(name, value, exact[name], baseline[name], factor=4.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kernels_err_like_the_torch_stages(case):
+    rounded = {n: t.double() for n, t in case.inputs(dtype=torch.float32).items()}
+    exact, baseline = oracle(case, rounded), run(case, torch.float32)
+    compare(case, run(case, torch.float32, impl="triton"), exact, baseline)
+
+
+@pytest.mark.parametrize("g", [0.0, -5.0, "mixed"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_extreme_gates_stay_finite(g, safe):
+    case = Case("extreme", **SMALL, states=False)
+    x = case.inputs(dtype=torch.float32)
+    steps = torch.arange(case.T) % 2 * -5.0 if g == "mixed" else torch.full((case.T,), g)
+    x["g"] = steps[None, :, None, None].expand_as(x["g"]).contiguous()
+    leaves = [x[n].requires_grad_() for n in PACKED]
+    bound = SAFE if safe else {}
+    both = []
+    for impl in ("torch", "triton"):
+        o, final = chunk_kda(*leaves, output_final_state=True, impl=impl, **bound)
+        both.append((o, final, *torch.autograd.grad(o.sum() + final.sum(), leaves)))
+    for a, b in zip(*both, strict=True):
+        assert b.isfinite().all()
+        assert (a - b).abs().max() <= 1e-4 * a.abs().max().clamp(min=1e-3)
+
+
+def test_state_layouts_and_intermediate_states():
+    case = Case("states", **{**SMALL, "T": 130})
+    x = case.inputs(dtype=torch.float32)
+    packed, S = [x[n] for n in PACKED], x["initial_state"]
+    more = {"output_final_state": True, "return_intermediate_states": True}
+    plain = chunk_kda(*packed, initial_state=S, impl="triton", **more)
+    torch_ = chunk_kda(*packed, initial_state=S, impl="torch", **more)
+    flipped = chunk_kda(*packed, initial_state=S.mT, impl="triton", state_v_first=True, **more)
+    assert torch.equal(plain[1], flipped[1].mT)
+    assert torch.equal(plain[2], flipped[2].mT)
+    for a, b in zip(plain, torch_, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def sharded(group, rank, case, ranges):
+    context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
+    whole, mine = run(case), run_sharded(case, context, torch.float32, impl="triton")
+    one = run(case, torch.float32)
+    for name in ("o", "final_state", "dinitial_state", *(f"d{n}" for n in PACKED)):
+        pick = (lambda t: t) if "state" in name else context.shard
+        assert_within_budget(name, mine[name], pick(whole[name]), pick(one[name]), factor=10.0)
+
+
+@pytest.mark.parametrize("ranges", [None, zigzag_token_ranges(200, 3)], ids=["plain", "zigzag"])
+def test_ranks(gloo_pool, ranges):
+    case = Case("ranks", **{**SMALL, "T": 200}, cu_seqlens=(0, 180, 200))
+    # fp64 inputs are not rounded to fp32 here, hence the wider factor
+    gloo_pool.run(sharded, case, ranges, world_size=3, timeout=200)
