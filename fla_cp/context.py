@@ -21,7 +21,13 @@ from torch import Tensor
 
 from .comm import Exchange, Halo, Links, collectives, make_exchange
 from .packing import Packing
-from .validate import check_cu_seqlens, check_token_ranges
+from .validate import (
+    check_conv1d_kernel_size,
+    check_cu_seqlens,
+    check_host_copy,
+    check_offsets,
+    check_token_ranges,
+)
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -158,9 +164,11 @@ def build_cp_context(
     differ.
     """
     check_cu_seqlens("cu_seqlens", cu_seqlens)
-    host = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    offsets = tuple(host.tolist())
-    check_cu_seqlens("cu_seqlens_cpu" if cu_seqlens_cpu is not None else "cu_seqlens", host)
+    if cu_seqlens_cpu is not None:
+        check_host_copy(cu_seqlens, cu_seqlens_cpu)
+    offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
+    check_offsets("cu_seqlens", offsets)
+    check_conv1d_kernel_size(conv1d_kernel_size)
     rank = 0 if group is None else dist.get_rank(group)
     world_size = 1 if group is None else dist.get_world_size(group)
     if token_ranges is None:

@@ -38,12 +38,31 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, tokens: int | None = None) -
 
     Values are read only from host tensors, so that no device synchronisation happens here.
     """
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"{name} must be 1-d with N+1 >= 2 offsets, got {_shape(cu_seqlens)}")
     if cu_seqlens.device.type == "cpu":
         check_offsets(name, cu_seqlens.tolist(), tokens)
+
+
+def check_host_copy(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, tokens: int | None = None) -> None:
+    """cu_seqlens_cpu holds what cu_seqlens holds, on the host; values compared if both do."""
+    check_cu_seqlens("cu_seqlens_cpu", cu_seqlens_cpu, tokens)
+    if cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(f"cu_seqlens_cpu must be on the CPU, got {cu_seqlens_cpu.device}")
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"cu_seqlens_cpu must have cu_seqlens' shape {_shape(cu_seqlens)}, "
+            f"got {_shape(cu_seqlens_cpu)}"
+        )
+    if cu_seqlens.device.type == "cpu" and cu_seqlens.tolist() != cu_seqlens_cpu.tolist():
+        raise ValueError(
+            f"cu_seqlens_cpu must equal cu_seqlens {cu_seqlens.tolist()}, "
+            f"got {cu_seqlens_cpu.tolist()}"
+        )
 
 
 def check_offsets(name: str, offsets: Sequence[int], tokens: int | None = None) -> None:
@@ -81,14 +100,19 @@ def check_token_ranges(
 
 
 def check_sequences(
-    tokens: int, batch: int, cu_seqlens: Tensor | None, context: FLACPContext | None
+    tokens: int,
+    batch: int,
+    cu_seqlens: Tensor | None,
+    context: FLACPContext | None,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> None:
     """How the tokens are divided: rows, cu_seqlens, or a context."""
     if context is not None:
-        if cu_seqlens is not None:
-            raise ValueError(
-                "cu_seqlens must not be passed beside cp_context, which holds the global one"
-            )
+        for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+            if x is not None:
+                raise ValueError(
+                    f"{name} must not be passed beside cp_context, which holds the global one"
+                )
         if batch != 1:
             raise ValueError(
                 f"under cp_context B must be 1 (context.shard folds rows), got {batch}"
@@ -102,8 +126,19 @@ def check_sequences(
         if batch != 1:
             raise ValueError(f"with cu_seqlens B must be 1, got B={batch}")
         check_cu_seqlens("cu_seqlens", cu_seqlens, tokens)
+        if cu_seqlens_cpu is not None:
+            check_host_copy(cu_seqlens, cu_seqlens_cpu, tokens)
+    elif cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu is the host's copy of cu_seqlens, which is missing")
     elif tokens < 1 or batch < 1:
-        raise ValueError(f"q must have at least one row and one token, got B={batch}, T={tokens}")
+        raise ValueError(f"there must be at least one row and one token, got B={batch}, T={tokens}")
+
+
+def check_ndims(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Numbers of dimensions, before any of them is read."""
+    for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4), ("beta", beta, 3)):
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(x)}")
 
 
 def check_kda(
@@ -124,10 +159,7 @@ def check_kda(
     state_v_first: bool,
     sequences: int,
 ) -> None:
-    """Shapes, dtypes, devices and options of a KDA call."""
-    for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4), ("beta", beta, 3)):
-        if x.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(x)}")
+    """Shapes, dtypes, devices and options of a KDA call, after `check_ndims`."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     _check_shape("k", k, (B, T, H, K), "[B, T, H, K] like q")
@@ -229,6 +261,12 @@ def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
             raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
         if t is not None and t.dtype != x.dtype:
             raise ValueError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}")
+
+
+def check_conv1d_kernel_size(width: int | None) -> None:
+    """W of a context's convolutions."""
+    if width is not None and width < 1:
+        raise ValueError(f"conv1d_kernel_size must be at least 1, or None, got {width}")
 
 
 def check_conv1d_context(width: int, context: FLACPContext) -> None:

@@ -29,6 +29,8 @@ def cast(name, dtype):
 CONTEXT = build_cp_context(torch.tensor([0, 20]), None)
 
 MISTAKES = {
+    "q scalar": (shaped("q"), r"q must have 4 dimensions, got shape \(\)"),
+    "q vector": (shaped("q", 20), r"q must have 4 dimensions, got shape \(20,\)"),
     "q ndim": (shaped("q", 1, 20, 16), r"q must have 4 dimensions, got shape \(1, 20, 16\)"),
     "beta ndim": (shaped("beta", 1, 20, 4, 1), r"beta must have 3 dimensions"),
     "k shape": (shaped("k", 1, 20, 2, 9), r"k must have shape .* = \(1, 20, 2, 8\), got"),
@@ -54,6 +56,24 @@ MISTAKES = {
         r"must be int32 or int64, got .*float32",
     ),
     "cu ndim": ({"cu_seqlens": torch.tensor([[0, 20]])}, r"cu_seqlens must be 1-d .*\(1, 2\)"),
+    "cu not a tensor": ({"cu_seqlens": [0, 20]}, r"cu_seqlens must be a tensor, got list"),
+    "host cu alone": ({"cu_seqlens_cpu": CU}, r"copy of cu_seqlens, which is missing"),
+    "host cu beside context": (
+        {"cu_seqlens_cpu": CU, "cp_context": CONTEXT},
+        r"cu_seqlens_cpu must not be passed beside cp_context",
+    ),
+    "host cu shape": (
+        {"cu_seqlens": CU, "cu_seqlens_cpu": torch.tensor([0, 20])},
+        r"cu_seqlens_cpu must have cu_seqlens' shape \(3,\), got \(2,\)",
+    ),
+    "host cu values": (
+        {"cu_seqlens": CU, "cu_seqlens_cpu": torch.tensor([0, 6, 20])},
+        r"cu_seqlens_cpu must equal cu_seqlens \[0, 5, 20\], got \[0, 6, 20\]",
+    ),
+    "host cu dtype": (
+        {"cu_seqlens": CU, "cu_seqlens_cpu": CU.float()},
+        r"cu_seqlens_cpu must be int32 or int64, got torch.float32",
+    ),
     "cu beside context": (
         {"cu_seqlens": CU, "cp_context": CONTEXT},
         r"cu_seqlens must not be passed beside cp_context",
@@ -125,6 +145,14 @@ def test_K_over_the_limit():
         chunk_kda(x, x, x[..., :8], x, x[..., 0])
 
 
+def test_no_token_without_cu_seqlens():
+    x = Case("none", T=3, states=False).inputs()
+    with pytest.raises(ValueError, match="at least one row and one token, got B=1, T=0"):
+        chunk_kda(*(t[:, :0] for t in x.values()))
+    with pytest.raises(ValueError, match="at least one row and one token, got B=0, T=3"):
+        chunk_kda(*(t[:0] for t in x.values()))
+
+
 def test_rows_with_cu_seqlens():
     x = Case("rows", B=2, T=10, states=False).inputs()
     with pytest.raises(ValueError, match="with cu_seqlens B must be 1, got B=2"):
@@ -171,6 +199,14 @@ def test_context_offsets():
         build_cp_context(torch.tensor([0, 5, 3]), None)
     with pytest.raises(ValueError, match="cu_seqlens must be int32 or int64"):
         build_cp_context(torch.tensor([0.0, 5.0]), None)
+    with pytest.raises(ValueError, match=r"cu_seqlens_cpu must equal cu_seqlens \[0, 5\]"):
+        build_cp_context(torch.tensor([0, 5]), None, cu_seqlens_cpu=torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize("width", [0, -3])
+def test_context_convolution_width(width):
+    with pytest.raises(ValueError, match=f"conv1d_kernel_size must be at least 1, .* got {width}"):
+        build_cp_context(torch.tensor([0, 5]), None, conv1d_kernel_size=width)
 
 
 @pytest.mark.parametrize(

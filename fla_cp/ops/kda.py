@@ -21,7 +21,7 @@ from ..packing import Packing
 from ..pipeline import Plan
 from ..rule import DeltaRule, accumulator
 from ..stages.gate import activate
-from ..validate import check_gate_only, check_kda, check_offsets, check_sequences
+from ..validate import check_gate_only, check_kda, check_ndims, check_offsets, check_sequences
 
 _ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
 
@@ -83,7 +83,8 @@ def chunk_kda(
     Raises ValueError as listed in validate.py.
     """
     v_first = transpose_state_layout or state_v_first
-    check_sequences(q.shape[1] if q.ndim > 1 else 0, q.shape[0], cu_seqlens, cp_context)
+    check_ndims(q, k, v, g, beta)
+    check_sequences(q.shape[1], q.shape[0], cu_seqlens, cp_context, cu_seqlens_cpu)
     packing = cp_context.packing if cp_context else _packing(q, cu_seqlens, cu_seqlens_cpu)
     check_kda(
         q,
