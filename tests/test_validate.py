@@ -29,7 +29,7 @@ def cast(name, dtype):
 CONTEXT = build_cp_context(torch.tensor([0, 20]), None)
 
 MISTAKES = {
-    "q scalar": (shaped("q"), r"q must have 4 dimensions, got shape \(\)"),
+    "q scalar": ({"q": torch.tensor(0.0)}, r"q must have 4 dimensions, got shape \(\)"),
     "q vector": (shaped("q", 20), r"q must have 4 dimensions, got shape \(20,\)"),
     "q ndim": (shaped("q", 1, 20, 16), r"q must have 4 dimensions, got shape \(1, 20, 16\)"),
     "beta ndim": (shaped("beta", 1, 20, 4, 1), r"beta must have 3 dimensions"),
