@@ -120,7 +120,7 @@ class RunLog:
 
     def _show(self, m: Metrics) -> None:
         if self.bar is not None and m.step > 0:
-            self.bar.set_postfix_str(_brief(m))
+            self.bar.set_postfix_str(_brief(m), refresh=False)
             self.bar.update()
         held_out = m.eval_loss is not None
         turn = m.step % self.config.log_every == 0 or m.step in (1, self.config.max_steps)

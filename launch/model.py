@@ -23,7 +23,7 @@ MAX_LOGITS = 2**25
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a decoder. ffn_size: inner width of SwiGLU."""
+    """Dimensions of a decoder."""
 
     layers: int
     hidden_size: int
@@ -31,9 +31,16 @@ class Shape:
     head_dim: int
     tie_embeddings: bool
 
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers of width {self.hidden_size}, "
+            f"{self.num_heads} heads of {self.head_dim}, "
+            f"{'tied' if self.tie_embeddings else 'untied'} head"
+        )
+
     @property
     def ffn_size(self) -> int:
-        """8/3 of the width, so that SwiGLU's three matrices cost what two of 4x would."""
+        """Inner width of SwiGLU: 8/3 of the width, so that its three matrices cost what two of 4x would."""
         return 64 * math.ceil(self.hidden_size * 8 / 3 / 64)
 
 
