@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of SwiGLU: 8/3 of the width, so that its three matrices cost what two of 4x would."""
+        """Inner width of SwiGLU: 8/3, so that its three matrices cost what two of 4x would."""
         return 64 * math.ceil(self.hidden_size * 8 / 3 / 64)
 
 
