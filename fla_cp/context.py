@@ -49,7 +49,7 @@ def zigzag_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int
     return [[pieces[r], pieces[2 * world_size - 1 - r]] for r in range(world_size)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FLACPContext:
     """The sharding of one batch; build it with `build_cp_context`, once for all layers.
 
@@ -93,7 +93,7 @@ class FLACPContext:
                 f"got shape {tuple(x.shape)}"
             )
         pieces = [x.narrow(dim, lo, hi - lo) for lo, hi in self.token_ranges[self.rank]]
-        return torch.cat(pieces, dim)
+        return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The global tensor from every rank's local tokens: the inverse of `shard`.

@@ -60,6 +60,7 @@ def test_ranges_tile_the_batch(total, R):
 RANGES = {
     "contiguous": None,
     "zigzag": zigzag_token_ranges(40, 3),
+    "rank-without-ranges": [[(3, 40)], [], [(0, 3)]],
     "uneven": [[(10, 40)], [(0, 0)], [(7, 10), (0, 7)]],
 }
 
@@ -106,7 +107,10 @@ def test_check_finds_a_rank_with_another_table():
     run_threads(differing, 3)
 
 
-def test_context_is_frozen():
-    context = build_cp_context(torch.tensor([0, 5]), None)
+def test_context_is_frozen_and_compared_by_identity():
+    context, other = (build_cp_context(torch.tensor([0, 2, 5]), None) for _ in range(2))
     with pytest.raises(AttributeError):
         context.rank = 1
+    assert context == context
+    assert context != other
+    assert len({context, other}) == 2

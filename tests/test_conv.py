@@ -87,6 +87,7 @@ LAYOUTS = {
     "contiguous": None,
     "zigzag": "zigzag",
     "backwards": [[(15, 20)], [(10, 15)], [(3, 10)], [(0, 0), (0, 3)]],
+    "rank-without-ranges": [[(2, 20)], [], [(1, 2)], [(0, 1)]],
     "one-token-ranges": [[(3, 4), (0, 1)], [(2, 3), (4, 18)], [(1, 2)], [(18, 20)]],
 }
 

@@ -41,7 +41,20 @@ def shuffled(total, R):
     return [pieces[r::R] for r in range(R)]
 
 
-RANGES = {"contiguous": lambda total, R: None, "zigzag": zigzag_token_ranges, "shuffled": shuffled}
+def hoarded(total, R):
+    """All tokens on the last two ranks, the middle on the last; the others own no range at all."""
+    a, b = total // 4, total // 2
+    if R == 1:
+        return [[(0, total)]]
+    return [[] for _ in range(R - 2)] + [[(b, total), (0, a)], [(a, b)]]
+
+
+RANGES = {
+    "contiguous": lambda total, R: None,
+    "zigzag": zigzag_token_ranges,
+    "shuffled": shuffled,
+    "hoarded": hoarded,
+}
 
 
 def check(group, rank, case, ranges, exchange="auto", segment_chunks=None):

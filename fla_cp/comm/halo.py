@@ -90,12 +90,12 @@ class Halo:
                 x[self._index(self.send, x)], self.send_counts, self.receive_counts, group
             )
             halo[self._index(self.place, x)] = got
-        return halo.view(self.ranges, self.width, -1)
+        return halo.view(self.ranges, self.width, x.shape[-1])
 
     def scatter_add(self, dx: Tensor, dhalo: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Adds the gradients of the halo [ranges, width, D] to dx [T, D] of their owners."""
+        """Adds the gradients of the halo [ranges*width, D] to dx [T, D] of their owners."""
         if self.needed:
-            rows = dhalo.reshape(-1, dhalo.shape[-1])[self._index(self.place, dx)]
+            rows = dhalo[self._index(self.place, dx)]
             got = self._exchange(rows, self.receive_counts, self.send_counts, group)
             dx.index_add_(0, self._index(self.send, dx), got)
 

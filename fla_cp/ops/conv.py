@@ -75,9 +75,8 @@ def _ranges_rows(
 ) -> ConvRows:
     """Each range behind `width` halo rows."""
     token = torch.cat([torch.arange(lo, hi) for lo, hi in ranges] or [torch.arange(0)])
-    halos = torch.repeat_interleave(
-        torch.arange(1, len(ranges) + 1), torch.tensor([hi - lo for lo, hi in ranges])
-    )
+    lengths = torch.tensor([hi - lo for lo, hi in ranges], dtype=torch.int64)
+    halos = torch.repeat_interleave(torch.arange(1, len(ranges) + 1), lengths)
     cu = torch.tensor(cu_seqlens)
     start = cu[torch.searchsorted(cu, token, right=True) - 1]
     rows = torch.arange(len(token)) + halos * width
@@ -85,7 +84,7 @@ def _ranges_rows(
 
 
 def _extend(x: Tensor, halo: Tensor, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-    pieces = []
+    pieces = [x[:0]]
     for h, part in zip(halo, x.split([hi - lo for lo, hi in ranges]), strict=True):
         pieces += [h, part]
     return torch.cat(pieces)
@@ -116,12 +115,12 @@ class _CausalConv1d(torch.autograd.Function):
         x_ext, weight, bias = ctx.saved_tensors
         dx_ext, dweight, dbias = conv_bwd(x_ext, ctx.where, weight, bias, ctx.silu, dy)
         if ctx.width and ctx.context is not None:
-            context, dhalo, at = ctx.context, [], 0
+            context, dhalo, at = ctx.context, [dx_ext[:0]], 0
             for lo, hi in context.token_ranges[context.rank]:
                 dhalo.append(dx_ext[at : at + ctx.width])
                 at += ctx.width + hi - lo
             dx = dx_ext[ctx.where.rows]
-            context.halo.scatter_add(dx, torch.stack(dhalo), context.group)
+            context.halo.scatter_add(dx, torch.cat(dhalo), context.group)
         else:
             dx = dx_ext
         return (
