@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 START_SECONDS = 120  # four interpreters import torch at once
-GRACE_SECONDS = 3  # what the other ranks get to fail by themselves once one has failed
+GRACE_SECONDS = 5  # what the other ranks get to fail by themselves once one has failed
 
 
 class RankTraceback(Exception):

@@ -20,11 +20,12 @@ FLAGS = [
 ]
 
 RANK = """
-import os, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 x = torch.full((3,), float(dist.get_rank()))
 dist.all_reduce(x)
-print("sum", x.tolist(), "of", dist.get_world_size(), "at", os.environ["MASTER_ADDR"], flush=True)
+# one write, so that ranks do not mix inside a line
+sys.stdout.write(f"sum {x.tolist()} of {dist.get_world_size()} at {os.environ['MASTER_ADDR']}\\n")
 dist.destroy_process_group()
 """
 
