@@ -100,6 +100,14 @@ def differing(group, rank):
     cu = torch.tensor([0, 10 + (rank == 1), 20])
     with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0"):
         build_cp_context(cu, group, check=True)
+    ranges = [[(0, 5 + (rank == 2))], [(5 + (rank == 2), 9)], [(9, 20)]]
+    for options, odd in (
+        ({"token_ranges": ranges}, 2),
+        ({"conv1d_kernel_size": 4 - (rank == 1)}, 1),
+        ({"exchange": "ring" if rank == 2 else "scan"}, 2),
+    ):
+        with pytest.raises(ValueError, match=rf"ranks \[{odd}\] differ from rank 0"):
+            build_cp_context(torch.tensor([0, 20]), group, check=True, **options)
     build_cp_context(torch.tensor([0, 10, 20]), group, check=True)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fla_cp import build_cp_context
-from fla_cp.nn import GatedRMSNorm, KDACore, KimiDeltaAttention
+from fla_cp.nn import GatedRMSNorm, KDACore, KimiDeltaAttention, ShortConvolution
 from tests.closeness import assert_exact
 
 CU = (0, 30, 90, 150)
@@ -58,6 +58,29 @@ def test_bf16_model_keeps_fp32_gate_parameters():
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16
     assert mixer.core.A_log.grad.dtype == torch.float32
+
+
+def test_autocast_runs_in_bf16_with_fp32_weights():
+    mixer = layer(num_v_heads=4).float()
+    x = torch.randn(1, 70, 24, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mixer(x)
+    exact = mixer(x)
+    assert y.dtype == torch.bfloat16
+    # each of the layer's dozen products rounds to eight bits
+    assert (y - exact).norm() <= 12 * 2**-8 * exact.norm()
+    y.float().sum().backward()
+    assert {p.grad.dtype for p in mixer.parameters()} == {torch.float32}
+
+
+def test_convolution_with_a_bias():
+    conv = ShortConvolution(6, 3, bias=True).double()
+    assert torch.equal(conv.bias, torch.zeros_like(conv.bias))
+    torch.nn.init.normal_(conv.bias)
+    x = torch.randn(1, 9, 6, dtype=torch.float64)
+    padded = torch.nn.functional.pad(x.mT, (2, 0))
+    exact = torch.nn.functional.conv1d(padded, conv.weight[:, None], conv.bias, groups=6).mT
+    assert_exact("y", conv(x).detach(), torch.nn.functional.silu(exact).detach())
 
 
 def test_reset_draws_everything_again():

@@ -57,5 +57,7 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Tensor | None = None,
         cp_context: FLACPContext | None = None,
     ) -> Tensor:
-        """[B, T, D] -> [B, T, D]; see `causal_conv1d`."""
-        return causal_conv1d(x, self.weight, self.bias, "silu", cu_seqlens, cp_context)
+        """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
+        `causal_conv1d`."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return causal_conv1d(x, self.weight.to(x.dtype), bias, "silu", cu_seqlens, cp_context)
