@@ -260,15 +260,17 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
     """The model with FSDP2 applied in place: one group a block, one for the rest.
 
-    model: full float32 parameters, the same on every rank. Parameters stay float32 and are cast
-    to `dtype` for compute, except those of a block's `mixer.core`: decay rates lose their meaning
-    in bfloat16, so they have a group of their own that stays float32. Gradients are sums over
-    ranks (not means) in float32: the loss is already divided by the global number of targets.
+    model: full float32 parameters, the same on every rank (float64 for dtype float64, which only
+    the parity check's reference uses). Parameters stay float32 and are cast to `dtype` for
+    compute, except those of a block's `mixer.core`: decay rates lose their meaning in bfloat16, so
+    they have a group of their own that stays float32. Gradients are sums over ranks (not means) in
+    float32: the loss is already divided by the global number of targets.
     """
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    widest = torch.promote_types(dtype, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=widest)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
-        if dtype != torch.float32:
+        if dtype != widest:
             fully_shard(block.mixer.core, mesh=ranks.fsdp_mesh, mp_policy=exact)
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)

@@ -49,17 +49,24 @@ def oracle(case: Case, inputs: dict[str, Tensor] | None = None) -> dict[str, Ten
 
 
 def run(
-    case: Case, dtype: torch.dtype = torch.float64, impl: str = "torch", **more: object
+    case: Case,
+    dtype: torch.dtype = torch.float64,
+    impl: str = "torch",
+    device: str = "cpu",
+    inputs: dict[str, Tensor] | None = None,
+    **more: object,
 ) -> dict[str, Tensor]:
-    """`chunk_kda` on one device."""
-    cu = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens)
+    """`chunk_kda` on one device, of the case's inputs or of those given."""
+    cu = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens, device=device)
+    inputs = case.inputs(dtype=dtype) if inputs is None else inputs
+    inputs = {n: t.to(device) for n, t in inputs.items()}
 
     def call(*x: Tensor, **o: Tensor) -> tuple[Tensor, Tensor]:
         return chunk_kda(
             *x, **o, **case.keywords, **more, cu_seqlens=cu, output_final_state=True, impl=impl
         )
 
-    return _collect(case.inputs(dtype=dtype), call, *weights(case))
+    return _collect(inputs, call, *(w.to(device) for w in weights(case)))
 
 
 def run_sharded(

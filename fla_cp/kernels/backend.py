@@ -60,7 +60,9 @@ class ScanGrads(NamedTuple):
 
 def tables(packing: Packing, device: torch.device) -> Tables:
     def build() -> Tables:
-        starts, rows, first = [], [], []
+        starts: list[int] = []
+        rows: list[int] = []
+        first: list[int] = []
         for s in packing.segments:
             first.append(len(starts))
             for a in range(s.start, s.stop, CHUNK):
@@ -153,6 +155,7 @@ def intra(
             INVERSE=_precision(x.q.dtype),
             num_warps=t.warps,
             num_stages=t.stages,
+            maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
     return Chunks(qg, kin, kg, T, Aqk, decay, beta, x.v)
@@ -407,6 +410,7 @@ def intra_bwd(
             RATE_SCALES_RAW=rule.gate == "sigmoid",
             num_warps=t.warps,
             num_stages=t.stages,
+            maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
     if HV > H:
@@ -437,7 +441,7 @@ def restore(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...]
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
     if rule.keep_intermediates:
-        return Chunks(*kept[:-2], _rows(x.v)), kept[-2], kept[-1]
+        return Chunks._make((*kept[:-2], _rows(x.v))), kept[-2], kept[-1]
     return intra(rule, packing, x, kept=(kept[0], kept[1])), None, None
 
 

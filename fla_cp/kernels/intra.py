@@ -170,12 +170,10 @@ def intra_kernel(
                 mask = block_mask(i, 16)
                 b_qk += tl.where(mask, dot((b_q * f).to(operand), col, PRECISION), 0.0)
                 b_kk += tl.where(mask, dot((b_k * f).to(operand), col, PRECISION), 0.0)
-            else:
-                diagonal += tl.sum(b_q * b_k, axis=1)
+            diagonal += tl.sum(b_q * b_k, axis=1)
     if SCORES:
         on = o_i[:, None] == o_i[None, :]
-        if not SAFE:
-            b_qk += tl.where(on, diagonal[:, None], 0.0)
+        b_qk += tl.where(on, diagonal[:, None], 0.0)
         o_j = tl.arange(0, BT)
         store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_j, BT, BT)
         b_kk = tl.where(o_i[:, None] > o_i[None, :], b_kk * b_beta[:, None], 0.0)

@@ -197,7 +197,6 @@ def intra_bwd_kernel(
             mask = block_mask(i, 16, TRANSPOSED=True)
             b_c = dot(load_scores(dscores, i, mask, True), (b_q * f).to(operand), PRECISION)
             b_r = (b_k * f * b_beta[:, None]).to(operand)
-            mask = mask & (i[:, None] != i[None, :])
             b_dst = load_scores(dscores + BT * BT, i, mask, True)
             b_c = dot(b_dst, b_r, PRECISION, acc=b_c)
             b_dc += decay_exp(-diff, EXP2) * b_c
@@ -229,15 +228,13 @@ def intra_bwd_kernel(
             mask = block_mask(i, 16)
             b_kf = (b_k * decay_exp(-diff, EXP2)).to(operand)
             b_dq += f * dot(load_scores(dscores, i, mask, False), b_kf, PRECISION)
-            mask = mask & (i[:, None] != i[None, :])
             b_dr += f * dot(load_scores(dscores + BT * BT, i, mask, False), b_kf, PRECISION)
-        else:
-            b_dq += diagonal[:, None] * b_k
+        b_dq += diagonal[:, None] * b_k
 
         tl.debug_barrier()
         b_q = load_rows(q, o_i, q_t, m_i, o_k, K).to(tl.float32) * (q_rstd * scale)[:, None]
-        if not SAFE:
-            b_dc += diagonal[:, None] * b_q
+        # in fp32, so that row and column of the diagonal cancel exactly in the gate's gradient
+        b_dc += diagonal[:, None] * b_q
         b_dbeta += tl.sum(b_k * b_dr, axis=1)
         b_dr *= b_beta[:, None]
         b_dgc = parts(b_q * b_dq + b_k * (b_dr - b_dc), operand)

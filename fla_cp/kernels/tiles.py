@@ -131,12 +131,12 @@ def pair_mask(i, S, TRANSPOSED: tl.constexpr = False):
 
 @triton.jit
 def block_mask(i, S, TRANSPOSED: tl.constexpr = False):
-    """[BT, BT]: j <= i (transposed: j >= i) inside the same block of S rows."""
+    """[BT, BT]: j < i (transposed: j > i) inside the same block of S rows."""
     same = (i // S)[:, None] == (i // S)[None, :]
     if TRANSPOSED:
-        return same & (i[:, None] <= i[None, :])
+        return same & (i[:, None] < i[None, :])
     else:
-        return same & (i[:, None] >= i[None, :])
+        return same & (i[:, None] > i[None, :])
 
 
 @triton.jit

@@ -8,12 +8,14 @@ import torch
 
 
 class Tile(NamedTuple):
-    """BK, BV: key and value tile. warps, stages: of the compiled kernel."""
+    """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: most that a
+    thread may have, or None."""
 
     BK: int
     BV: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -27,11 +29,11 @@ def power_of_two(n: int, least: int = 16) -> int:
 def tile(stage: str, K: int, V: int, dtype: torch.dtype) -> Tile:
     """The tile of a stage: "intra", "scan", "scan_bwd" or "intra_bwd"."""
     wide = dtype == torch.float32
-    k, v = power_of_two(K), power_of_two(V)
+    k, v = power_of_two(K), power_of_two(V, 32)
     if stage == "intra":
-        return Tile(min(k, 64 if wide else 128), 0, 8, 1)
+        return Tile(64, 0, 4, 1)  # BK=32 with 8 warps: illegal access on Hopper with Triton 3.6
     if stage == "intra_bwd":
-        return Tile(min(k, 64), min(v, 64), 8, 1)
+        return Tile(64, 64, 8, 1)  # BK=32: illegal access on Hopper with Triton 3.6
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     return Tile(k, min(v, 32), 4, 3 if k <= 128 else 1)

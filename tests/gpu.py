@@ -1,0 +1,156 @@
+"""The kernels on a GPU against fp64: `python -m tests.gpu [--out tests/gpu_report.json]`.
+
+Every key size runs in a process of its own, all at once, so that one failing kernel does not
+hide the others. The report keeps the hash of fla_cp/kernels: a kernel changed since is unverified.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = ((16, 16), (32, 32), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
+LENGTHS = (1, 63, 64, 65, 1000)
+INSIDE = {
+    "use_gate_in_kernel": True,
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}
+SUMS = ("dA_log", "ddt_bias")
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+
+
+def kernels_hash() -> str:
+    """Hash of the kernels' sources."""
+    files = sorted((ROOT / "fla_cp" / "kernels").glob("*.py"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
+
+def cases(K: int, V: int):
+    """(name, Case, dtype) of one size."""
+    from tests.cases import Case, options
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    inside, safe = options(**INSIDE), options(**INSIDE, **SAFE)
+    shape = {"H": 2, "HV": 2, "K": K, "V": V}
+    for T in LENGTHS:
+        yield f"safe T={T}", Case("safe", T=T, **shape, options=safe), bf16
+    yield "any", Case("any", T=1000, **shape, options=inside), bf16
+    yield "any fp32", Case("any", T=300, **shape, options=inside), fp32
+    yield "safe fp16", Case("safe", T=300, **shape, options=safe), fp16
+    if K in (64, 128):
+        grouped = {**shape, "HV": 4}
+        cu = (0, 1, 65, 65, 700, 1000)
+        yield "grouped packed", Case("p", T=1000, **grouped, cu_seqlens=cu, options=inside), bf16
+        yield "given slow", Case("g", T=1000, **shape, decay=1e-3), bf16
+        yield "given strong", Case("g", T=300, **shape, decay=40.0), bf16
+        yield "safe strong", Case("g", T=300, **shape, decay=9.0, options=options(**SAFE)), bf16
+        yield "none", Case("g", T=300, **shape, decay=0.0), bf16
+        keep = options(**INSIDE, **SAFE, disable_recompute=True)
+        yield "kept", Case("k", T=300, **shape, options=keep), bf16
+        yield "exp", Case("e", T=300, **shape, options=options(**INSIDE, use_exp2=False)), bf16
+        yield "8192", Case("l", T=8192, **shape, options=safe), bf16
+
+
+def check(K: int, V: int) -> list[dict]:
+    """Largest use of the error budget over outputs and gradients, per case."""
+    from tests.running import run
+
+    rows = []
+    for name, case, dtype in cases(K, V):
+        row = {"K": K, "V": V, "case": name, "dtype": str(dtype).removeprefix("torch.")}
+        try:
+            started = time.perf_counter()
+            actual = run(case, dtype, "triton", device="cuda")
+            row["first_call_s"] = round(time.perf_counter() - started, 2)
+            again = run(case, dtype, "triton", device="cuda")
+            rounded = {n: t.double() for n, t in case.inputs(dtype=dtype).items()}
+            exact = run(case, torch.float64, device="cuda", inputs=rounded)
+            plain = run(case, dtype, "torch", device="cuda")
+            row["same_bits"] = all(torch.equal(actual[n], again[n]) for n in actual)
+            terms = exact["dg"].abs().sum()
+            row["use"], row["worst"] = max(
+                (use(actual[n], exact[n], plain[n], terms * (n in SUMS)), n) for n in actual
+            )
+            row["ok"] = row["same_bits"] and row["use"] <= 1.0
+        except Exception as error:  # reported, and the process goes on or dies with the GPU context
+            row.update(ok=False, error=repr(error)[:200])
+        rows.append(row)
+    return rows
+
+
+def use(
+    actual: torch.Tensor, exact: torch.Tensor, baseline: torch.Tensor, terms: torch.Tensor
+) -> float:
+    """Share of the error budget: twice the torch stages' error plus two bf16 (fp32) roundings.
+
+    rms and max; operands of the kernels' products are rounded to the inputs' dtype on the way,
+    those of the torch stages are not. terms: for a gradient that is a sum over all tokens, the
+    size of what was summed, whose independent roundings grow with its root.
+    """
+    unit = torch.finfo(torch.bfloat16 if actual.dtype != torch.float32 else torch.float32).eps
+    if actual.dtype == torch.float32 and baseline.dtype == torch.float32:
+        unit = torch.finfo(torch.bfloat16).eps
+    shares = []
+    for size in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
+        floor = unit * torch.maximum(size(exact), terms.sqrt())
+        budget = 2 * (size(baseline.double() - exact) + floor)
+        shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
+    return max(shares)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "gpu_report.json")
+    parser.add_argument("--size", help="K,V: check this one here and print JSON")
+    args = parser.parse_args()
+    if args.size:
+        print("ROWS " + json.dumps(check(*map(int, args.size.split(",")))))
+        return 0
+    started = time.time()
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu", "--size", f"{K},{V}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        for K, V in SIZES
+    ]
+    rows = []
+    for (K, V), child in zip(SIZES, children, strict=True):
+        out, _ = child.communicate()
+        line = next((x for x in out.splitlines() if x.startswith("ROWS ")), None)
+        died = [{"K": K, "V": V, "case": "all", "ok": False, "error": out[-300:]}]
+        rows += json.loads(line[5:]) if line else died
+    import triton
+
+    report = {
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "kernels": kernels_hash(),
+        "seconds": round(time.time() - started),
+        "rows": rows,
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for row in rows:
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+    failed = sum(not row["ok"] for row in rows)
+    print(f"{len(rows) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
