@@ -6,6 +6,7 @@ returns ("chunks") is the backend's own; the pipeline only hands it on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -105,21 +106,28 @@ TORCH = Backend(
 )
 
 
-def resolve(impl: str, device: torch.device) -> Backend:
-    """The backend for `impl`; "auto" takes the fastest that this version has for the device.
+def resolve(impl: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend for `impl`; "auto" takes the fastest that this version has for the device and
+    dtype: Triton on CUDA, but torch for fp64, which only it computes.
 
-    Raises ValueError for an unknown name and for a backend that is not there: an explicit choice
-    is never replaced by another.
+    Raises ValueError for an unknown name and for a backend that is not there or cannot run the
+    input: an explicit choice is never replaced by another.
     """
     if impl not in ("auto", "torch", "triton"):
         raise ValueError(f"impl must be 'auto', 'torch' or 'triton', got {impl!r}")
-    if impl == "torch" or (impl == "auto" and device.type != "cuda"):
+    if impl == "auto":
+        impl = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
+    if impl == "torch":
         return TORCH
+    if dtype == torch.float64:
+        raise ValueError(f"impl='triton' computes bf16, fp16 and fp32, got {dtype}")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"impl='triton' runs on CUDA devices, got {device}; pass impl='torch'")
     try:
         from .kernels.backend import TRITON
     except ImportError as error:
         raise ValueError(
-            f"impl={impl!r} on {device} needs Triton >= 3.6 ({error}); pass impl='torch' for the "
+            f"impl='triton' on {device} needs Triton >= 3.6 ({error}); pass impl='torch' for the "
             "slow PyTorch stages"
         ) from error
     return TRITON

@@ -12,6 +12,7 @@ from fla_cp import (
     kda_gate,
     zigzag_token_ranges,
 )
+from fla_cp.backend import TORCH, resolve
 from tests.cases import PACKED, Case
 
 CASE = Case("valid", T=20, H=2, HV=4, K=8, V=6)
@@ -137,6 +138,17 @@ def test_mistake_is_named(name, monkeypatch):
     monkeypatch.setattr("fla_cp.pipeline.forward", lambda *a, **k: pytest.fail("it ran"))
     with pytest.raises(ValueError, match=message):
         call(**changes)
+
+
+def test_triton_refuses_what_it_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="impl='triton' runs on CUDA devices, got cpu"):
+        call(impl="triton")
+    x = [CASE.inputs()[n] for n in PACKED]
+    with pytest.raises(ValueError, match=r"bf16, fp16 and fp32, got torch.float64"):
+        chunk_kda(*x, impl="triton")
+    assert resolve("auto", torch.device("cuda"), torch.float64) is TORCH
+    assert resolve("auto", torch.device("cpu"), torch.float32) is TORCH
 
 
 def test_K_over_the_limit():

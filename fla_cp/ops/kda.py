@@ -121,7 +121,7 @@ def chunk_kda(
         packing=packing,
         links=cp_context.links if cp_context else _ONE_SLOT,
         exchange=cp_context.exchange if cp_context else Local(),
-        backend=resolve(impl, q.device),
+        backend=resolve(impl, q.device, q.dtype),
     )
     if initial_state is not None and v_first:
         initial_state = initial_state.transpose(-1, -2)
@@ -176,7 +176,7 @@ def kda_gate(
     lower_bound. A_log [HV] and dt_bias [HV*K], fp32 or None. Differentiable.
     """
     check_gate_only(g, A_log, dt_bias, lower_bound)
-    resolve(impl, g.device)
+    resolve(impl, g.device, g.dtype)
     rule = DeltaRule(scale=1.0, gate=_gate(True, lower_bound), lower_bound=lower_bound)
     return activate(rule, g.to(accumulator(g.dtype)), A_log, dt_bias)
 
