@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fla_cp.comm.collectives as collectives
 from fla_cp.comm import (
@@ -70,6 +71,27 @@ def body(group, rank, R, scheme):
 @pytest.mark.parametrize("scheme", [AllGather, Ring, Scan])
 def test_schemes_equal_the_serial_fold_on_processes(gloo_pool, scheme, R):
     gloo_pool.run(body, R, scheme, world_size=R)
+
+
+def start_before_the_others(group, rank, scheme):
+    """The middle rank lets its peers begin only once its own `start` has returned."""
+    R, first, go = group.size(), group.size() // 2, torch.zeros(1)
+    links = _links((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
+    for direction in (links, links.mirrored()):
+        maps = [SlotMaps(m.transition[:1], m.offset[:1]) for m in random_maps(direction, R, 1)]
+        if rank != first:
+            dist.recv(go, group=group, group_src=first, tag=7)
+        pending = scheme(group).start(maps[rank], direction)
+        if rank == first:
+            for peer in set(range(R)) - {first}:
+                dist.send(go, group=group, group_dst=peer, tag=7)
+        assert_exact("entering", pending.wait(), serial(direction, maps)[rank])
+        dist.barrier(group=group)
+
+
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan])
+def test_start_waits_for_nobody(gloo_pool, scheme):
+    gloo_pool.run(start_before_the_others, scheme, world_size=3, timeout=20)
 
 
 @pytest.mark.parametrize("scheme", [AllGather, Ring, Scan])
