@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fla_cp import build_cp_context, causal_conv1d, zigzag_token_ranges
+from fla_cp.comm import Halo
 from tests.closeness import assert_exact
 from tests.ranks import run_threads
 
@@ -100,6 +101,23 @@ def test_halo_comes_from_as_many_ranks_as_it_takes(cu, W, layout):
     exact = results[0][1]
     for i in range(2):
         assert_exact("parameter", sum(actual[i] for actual, _ in results), exact[i])
+
+
+def test_halo_moves_only_tokens_that_are_read():
+    cu, ranges = (0, 6, 12), [[(0, 7)], [(7, 12)]]
+    halos = [Halo.build(cu, ranges, rank, 3) for rank in range(2)]
+    assert halos[0].send == (6,)  # of the three tokens before 7, only 6 is of its sequence
+    assert (halos[0].send_counts, halos[1].receive_counts) == ((0, 1), (1, 0))
+    assert halos[1].place == (2,)  # beside the range
+    assert all(h.needed for h in halos)
+
+
+def test_no_collective_where_no_sequence_crosses(monkeypatch):
+    halo = Halo.build((0, 6, 12), [[(0, 6)], [(6, 12)]], 0, 3)
+    monkeypatch.setattr("fla_cp.comm.collectives.all_to_all", lambda *a: pytest.fail("it ran"))
+    x = draw(6, D, seed=0)
+    assert not halo.gather(x, object()).any()
+    halo.scatter_add(x, draw(3, D, seed=1), object())
 
 
 @pytest.mark.parametrize("T", [1, 3, 9])

@@ -7,7 +7,7 @@ from fla_cp import chunk_kda, kda_gate
 from fla_cp.reference import recurrent_kda
 from tests.cases import CASES, INSIDE, PACKED, Case, named, options
 from tests.closeness import assert_exact, assert_within_budget
-from tests.running import oracle, run
+from tests.running import oracle, run, weights
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -46,10 +46,14 @@ def test_layouts_are_transposes_of_each_other():
     x = case.inputs()
     rest = {"output_final_state": True, "impl": "torch"}
     packed = [x[n] for n in PACKED]
-    o, final = chunk_kda(*packed, initial_state=x["initial_state"], **rest)
+    o, final, h = chunk_kda(
+        *packed, initial_state=x["initial_state"], return_intermediate_states=True, **rest
+    )
     flipped = x["initial_state"].transpose(-1, -2).contiguous().requires_grad_()
     for keyword in ("transpose_state_layout", "state_v_first"):
-        o2, final2 = chunk_kda(*packed, initial_state=flipped, **rest, **{keyword: True})
+        flags = {keyword: True, "return_intermediate_states": True}
+        o2, final2, h2 = chunk_kda(*packed, initial_state=flipped, **rest, **flags)
+        assert torch.equal(h, h2.transpose(-1, -2))
         assert torch.equal(o, o2)
         assert torch.equal(final, final2.transpose(-1, -2))
     (gradient,) = torch.autograd.grad(final2.square().sum(), flipped)
@@ -147,6 +151,93 @@ def test_extreme_gates_stay_finite_in_fp32(g, safe):
         assert value.isfinite().all()
 
 
+@pytest.mark.parametrize("leaf", [*PACKED, "A_log", "dt_bias", "initial_state"])
+def test_one_input_alone_may_require_a_gradient(leaf):
+    case = named("inside", T=70)
+    x = case.inputs()
+    exact = run(case)[f"d{leaf}"]
+    x[leaf].requires_grad_()
+    rest = {n: t for n, t in x.items() if n not in PACKED}
+    outputs = chunk_kda(*[x[n] for n in PACKED], **rest, **case.keywords, output_final_state=True)
+    weighted = sum((y * w).sum() for y, w in zip(outputs, weights(case), strict=True))
+    assert torch.equal(torch.autograd.grad(weighted, x[leaf])[0], exact)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_backward_runs_twice(kept):
+    case = named("packed", options=options(disable_recompute=kept))
+    leaves = [t.requires_grad_() for t in case.inputs().values()]
+    o = chunk_kda(
+        *leaves[:5],
+        initial_state=leaves[5],
+        cu_seqlens=torch.tensor(case.cu_seqlens),
+        disable_recompute=kept,
+    )[0]
+    first = torch.autograd.grad(o.sum(), leaves, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(o.sum(), leaves), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_sequence_full_of_nan_stays_alone():
+    case = named("packed", states=False)
+    x, clean = case.inputs(), case.inputs()
+    bad = slice(64, 130)  # the fourth of (0, 1, 64, 64, 130, 200)
+    for t in x.values():
+        t[:, bad] = float("nan")
+    results = []
+    for y in (x, clean):
+        leaves = [y[n].requires_grad_() for n in PACKED]
+        out = chunk_kda(*leaves, cu_seqlens=torch.tensor(case.cu_seqlens), output_final_state=True)
+        results.append((*out, *torch.autograd.grad(out[0].sum() + out[1].sum(), leaves)))
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        if i == 1:
+            assert torch.equal(a[[0, 1, 2, 4]], b[[0, 1, 2, 4]])
+            assert a[3].isnan().all()
+        else:
+            assert torch.equal(a[:, :64], b[:, :64])
+            assert torch.equal(a[:, 130:], b[:, 130:])
+            assert a[:, bad].isnan().any()
+
+
+def test_no_token_at_all():
+    x = {n: t[:, :0] if n in PACKED else t for n, t in named("packed").inputs().items()}
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    o, final, h = chunk_kda(
+        *[leaves[n] for n in PACKED],
+        initial_state=leaves["initial_state"],
+        cu_seqlens=torch.tensor([0] * 6),
+        output_final_state=True,
+        return_intermediate_states=True,
+    )
+    assert o.shape == (1, 0, 2, 6)
+    assert h.shape == (1, 0, 2, 8, 6)
+    assert torch.equal(final, leaves["initial_state"])
+    grads = torch.autograd.grad(final.sum() + o.sum(), list(leaves.values()))
+    assert all(g.shape == t.shape for g, t in zip(grads, leaves.values(), strict=True))
+    assert (grads[-1] == 1).all()
+
+
+def test_host_offsets_and_int32_change_nothing():
+    case = named("packed")
+    x, cu = case.inputs(), torch.tensor(case.cu_seqlens)
+    packed = [x[n] for n in PACKED]
+    exact = chunk_kda(*packed, cu_seqlens=cu)[0]
+    assert torch.equal(chunk_kda(*packed, cu_seqlens=cu.int())[0], exact)
+    assert torch.equal(chunk_kda(*packed, cu_seqlens=cu, cu_seqlens_cpu=cu.int())[0], exact)
+
+
+def test_fp32_gate_and_beta_beside_bf16_keep_their_precision():
+    case = named("inside", T=70)
+    x = case.inputs(dtype=torch.bfloat16)
+    given = {n: x[n].float() if n in ("g", "beta") else x[n] for n in PACKED}
+    rest = {n: t for n, t in x.items() if n not in PACKED}
+    leaves = [t.requires_grad_() for t in given.values()]
+    o = chunk_kda(*leaves, **rest, **case.keywords)[0]
+    assert torch.equal(o, chunk_kda(*[x[n] for n in PACKED], **rest, **case.keywords)[0])
+    grads = torch.autograd.grad(o.float().sum(), leaves)
+    assert [g.dtype for g in grads] == [t.dtype for t in leaves]
+
+
 def test_strided_and_expanded_inputs():
     case = named("grouped-heads")
     x = case.inputs()
@@ -161,19 +252,30 @@ def test_strided_and_expanded_inputs():
 def test_autocast_does_not_reach_inside():
     case = named("inside")
     x = case.inputs(dtype=torch.float32)
+    leaves = [x[n].clone().requires_grad_() for n in PACKED]
     rest = {n: t for n, t in x.items() if n not in PACKED}
     plain = chunk_kda(*[x[n] for n in PACKED], **rest, **case.keywords)[0]
     with torch.autocast("cpu", torch.bfloat16):
         cast = chunk_kda(*[x[n] for n in PACKED], **rest, **case.keywords)[0]
-    assert torch.equal(plain, cast)
+        assert torch.equal(plain, cast)
+        whole = chunk_kda(*leaves, **rest, **case.keywords)[0]
+        (inside,) = torch.autograd.grad(whole.sum(), leaves[0])
+    whole = chunk_kda(*leaves, **rest, **case.keywords)[0]
+    (outside,) = torch.autograd.grad(whole.sum(), leaves[0])
+    assert torch.equal(inside, outside)
 
 
 def test_inference_mode():
-    x = named("packed").inputs()
+    x = named("one-chunk", T=77).inputs()  # a length that no other test has made tables for
+    packed = [x[n] for n in PACKED]
     with torch.inference_mode():
-        o, final = chunk_kda(*[x[n] for n in PACKED], output_final_state=True)
+        o, final = chunk_kda(*packed, output_final_state=True)
     assert o.isfinite().all()
     assert final.shape == (1, 2, 8, 6)
+    leaves = [t.requires_grad_() for t in packed]  # the tables made above serve training too
+    again = chunk_kda(*leaves)[0]
+    assert torch.equal(o, again)
+    again.sum().backward()
 
 
 def test_gate_alone():
