@@ -62,23 +62,45 @@ def test_layouts_are_transposes_of_each_other():
     assert_exact("dS", gradient, torch.autograd.grad(final.square().sum(), leaf)[0].mT)
 
 
+def saved_bytes(**keywords):
+    """Bytes that the operator saves for its backward."""
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.nbytes) or t, lambda t: t
+    )
+    leaves = [t.requires_grad_() for t in Case("x", T=200, states=False).inputs().values()]
+    with hooks:
+        chunk_kda(*leaves, **keywords)
+    return sum(saved)
+
+
 def test_keeping_intermediates_changes_no_bit():
     case = named("inside", T=200)
     kept = run(case, disable_recompute=True)
     for name, value in run(case).items():
         assert torch.equal(value, kept[name]), name
+    states = 4 * 2 * 8 * 6 * 8  # chunks, heads, K, V, bytes of fp64
+    assert saved_bytes(disable_recompute=True) > saved_bytes() + states
+
+
+def test_exp_and_exp2_are_what_is_used(monkeypatch):
+    monkeypatch.setattr(torch, "exp2", lambda x: pytest.fail("exp2 ran"))
+    run(named("no-states"), use_exp2=False)
+    with pytest.raises(pytest.fail.Exception):
+        run(named("no-states"))
 
 
 def test_intermediate_states_are_those_at_chunk_starts():
     case = Case("states", T=150, B=2, H=1, HV=2)
     x = case.inputs()
-    _, _, h = chunk_kda(
-        *[x[n] for n in PACKED],
+    o, _, h = chunk_kda(
+        *[x[n].requires_grad_() for n in PACKED],
         initial_state=x["initial_state"],
         return_intermediate_states=True,
         impl="torch",
     )
     assert h.shape == (2, 3, 2, case.K, case.V)
+    assert o.requires_grad
     assert not h.requires_grad
     for chunk, stop in ((0, 0), (1, 64), (2, 128)):
         cut = [x[n][:, :stop] for n in PACKED]
@@ -224,6 +246,8 @@ def test_host_offsets_and_int32_change_nothing():
     exact = chunk_kda(*packed, cu_seqlens=cu)[0]
     assert torch.equal(chunk_kda(*packed, cu_seqlens=cu.int())[0], exact)
     assert torch.equal(chunk_kda(*packed, cu_seqlens=cu, cu_seqlens_cpu=cu.int())[0], exact)
+    unreadable = cu.to("meta")  # as a device's: reading it would wait for the device
+    assert torch.equal(chunk_kda(*packed, cu_seqlens=unreadable, cu_seqlens_cpu=cu)[0], exact)
 
 
 def test_fp32_gate_and_beta_beside_bf16_keep_their_precision():

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fla_cp import build_cp_context
 from fla_cp.nn import GatedRMSNorm, KDACore, KimiDeltaAttention, ShortConvolution
+from fla_cp.reference import recurrent_kda
 from tests.closeness import assert_exact
 
 CU = (0, 30, 90, 150)
@@ -23,6 +25,33 @@ def test_shapes_and_parameters():
     assert mixer.core.dt_bias.shape == (4 * 8,)
     owners = {n.rsplit(".", 1)[0] for n, _ in mixer.named_parameters() if "core" in n}
     assert owners == {"core"}
+
+
+def plain(mixer, x, factor, bound):
+    """The layer as the report writes it, from torch's functions and the token recurrence."""
+    W, H, HV, K, V = 4, mixer.num_heads, mixer.num_v_heads, mixer.head_dim, mixer.head_v_dim
+    qkv = torch.cat([x @ p.weight.T for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], -1)
+    weight = mixer.qkv_conv.weight[:, None]
+    mixed = F.conv1d(F.pad(qkv.mT, (W - 1, 0)), weight, groups=len(weight)).mT
+    q, k, v = F.silu(mixed).split([H * K, H * K, HV * V], -1)
+    q, k = (t.unflatten(-1, (H, K)) for t in (q, k))
+    raw = mixer.f_proj(x).unflatten(-1, (HV, K)) + mixer.core.dt_bias.view(HV, K)
+    rate = mixer.core.A_log.exp()[:, None]
+    g = -rate * F.softplus(raw) if bound is None else bound * torch.sigmoid(rate * raw)
+    beta = factor * torch.sigmoid(x @ mixer.b_proj.weight.T)
+    o, _ = recurrent_kda(q, k, v.unflatten(-1, (HV, V)), g, beta, use_qk_l2norm_in_kernel=True)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.o_norm.weight
+    return mixer.o_proj((o * torch.sigmoid(mixer.g_proj(x).unflatten(-1, (HV, V)))).flatten(-2))
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_equals_the_report(factor, bound):
+    mixer = layer(num_v_heads=4, head_v_dim=6, allow_neg_eigval=factor == 2, gate_lower_bound=bound)
+    torch.nn.init.normal_(mixer.o_norm.weight)
+    x = torch.randn(2, 70, 24, dtype=torch.float64)
+    with torch.no_grad():
+        assert_exact("y", mixer(x), plain(mixer, x, factor, bound))
 
 
 def test_rows_equal_packed_sequences():
