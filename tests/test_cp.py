@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import fla_cp.comm.collectives as collectives
-from fla_cp import build_cp_context, cp_chunk_kda, zigzag_token_ranges
+from fla_cp import build_cp_context, chunk_kda, cp_chunk_kda, zigzag_token_ranges
 from fla_cp.packing import Packing
+from fla_cp.reference import recurrent_kda
 from tests.cases import INSIDE, PACKED, Case, named, options
 from tests.closeness import assert_exact
 from tests.ranks import run_threads
-from tests.running import oracle, run, run_sharded
+from tests.running import oracle, run, run_sharded, weights
 
 SHARED = ("final_state", "dinitial_state")
 PARAMETERS = ("dA_log", "ddt_bias")
@@ -29,6 +30,7 @@ CASES = [
     Case("one-token-shards", T=4),
     Case("fewer-tokens-than-ranks", T=2, cu_seqlens=(0, 0, 2, 2)),
     Case("rows", T=70, B=3),
+    Case("no-states", T=300, cu_seqlens=(0, 250, 300), decay=SLOW, states=False),
     Case("strong-decay", T=300, decay=30.0),
     Case("no-decay", T=300, decay=0.0, HV=4),
     Case("inside", T=200, HV=4, V=5, options=options(**INSIDE, allow_neg_eigval=True)),
@@ -124,6 +126,113 @@ def test_every_exchange(gloo_pool, exchange, ranges):
 def test_several_segments_a_card(ranges, R):
     case = Case("long", T=700, cu_seqlens=(0, 100, 650, 700), decay=SLOW)
     run_threads(check, R, case, ranges, "auto", 1)
+
+
+def random_batches(group, rank, seed):
+    """Random documents, ranges, segments and schemes; no two trials alike."""
+    rng, R = random.Random(seed), group.size()
+    for trial in range(6):
+        T = rng.choice([R, 40, 150, 260])
+        cuts = sorted(rng.choices(range(T + 1), k=rng.randint(0, 4)))
+        case = Case(
+            f"trial {trial}",
+            T=T,
+            H=1,
+            K=4,
+            V=3,
+            cu_seqlens=(0, *cuts, T),
+            decay=rng.choice([0, 0.01]),
+        )
+        scheme, size = rng.choice(["all_gather", "ring", "scan"]), rng.choice([None, 1])
+        check(group, rank, case, rng.choice([*RANGES]), scheme, size)
+
+
+@pytest.mark.parametrize("R", [2, 3, 4, 6])
+def test_random_batches(R):
+    run_threads(random_batches, R, R)
+
+
+def transposed(group, rank):
+    case = named("grouped-heads", T=200, decay=SLOW)
+    context = build_cp_context(torch.tensor([0, 200]), group)
+    x, results = case.inputs(), []
+    for v_first in (False, True):
+        state = x["initial_state"].mT.contiguous() if v_first else x["initial_state"].clone()
+        leaves = [context.shard(x[n]).requires_grad_() for n in PACKED] + [state.requires_grad_()]
+        o, final, h = cp_chunk_kda(
+            *leaves[:5],
+            context,
+            initial_state=state,
+            output_final_state=True,
+            return_intermediate_states=True,
+            transpose_state_layout=v_first,
+        )
+        do, dS = weights(case)
+        dS = dS.mT if v_first else dS
+        grads = torch.autograd.grad([o, final], leaves, [context.shard(do), dS])
+        flip = (lambda t: t.mT) if v_first else (lambda t: t)
+        results.append((o, flip(final), flip(h), *grads[:5], flip(grads[5])))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_both_state_layouts(gloo_pool):
+    gloo_pool.run(transposed)
+
+
+def one_loss(group, rank, where):
+    """The loss reads the output of one token, held by one rank, or the final state alone."""
+    case = Case("one loss", T=200, decay=SLOW)
+    context = build_cp_context(torch.tensor([0, 200]), group)
+    x = case.inputs()
+
+    def loss(leaves, **sharding):
+        rest = {"initial_state": leaves["initial_state"], "output_final_state": True}
+        o, final = chunk_kda(*[leaves[n] for n in PACKED], **rest, **sharding)
+        if where == "final":
+            return final.square().sum()
+        mask = torch.zeros(1, 200, 1, 1, dtype=torch.float64)
+        mask[:, where] = 1
+        return (o.square() * (context.shard(mask) if sharding else mask)).sum()
+
+    whole = {n: t.clone().requires_grad_() for n, t in x.items()}
+    local = {n: context.shard(t) if n in PACKED else t for n, t in x.items()}
+    local = {n: t.clone().requires_grad_() for n, t in local.items()}
+    exact = torch.autograd.grad(loss(whole), list(whole.values()), allow_unused=True)
+    actual = torch.autograd.grad(
+        loss(local, cp_context=context), list(local.values()), allow_unused=True
+    )
+    for name, a, b in zip(x, actual, exact, strict=True):
+        if b is not None:
+            assert_exact(f"d{name}", a, context.shard(b) if name in PACKED else b)
+
+
+@pytest.mark.parametrize("where", [0, 120, 199, "final"])
+def test_a_loss_on_one_rank_reaches_all(gloo_pool, where):
+    gloo_pool.run(one_loss, where)
+
+
+def chunk_starts(group, rank):
+    case = Case("states", T=300, decay=SLOW)
+    context = build_cp_context(torch.tensor([0, 300]), group)
+    x = case.inputs()
+    (start, stop) = context.token_ranges[rank][0]
+    h = cp_chunk_kda(
+        *[context.shard(x[n]) for n in PACKED],
+        context,
+        initial_state=x["initial_state"],
+        return_intermediate_states=True,
+    )[2]
+    exact = [x["initial_state"]]
+    for at in range(start, stop, 64):
+        if at:
+            cut = [x[n][:, :at] for n in PACKED]
+            exact.append(recurrent_kda(*cut, initial_state=x["initial_state"])[1])
+    assert_exact("h", h[0], torch.cat(exact[-h.shape[1] :]))
+
+
+def test_intermediate_states_are_the_global_ones(gloo_pool):
+    gloo_pool.run(chunk_starts)
 
 
 def counted(group, rank, cu):
