@@ -171,6 +171,8 @@ def build_cp_context(
     check_conv1d_kernel_size(conv1d_kernel_size)
     rank = 0 if group is None else dist.get_rank(group)
     world_size = 1 if group is None else dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("group must contain this process, which is not one of its ranks")
     if token_ranges is None:
         token_ranges = contiguous_token_ranges(offsets[-1], world_size)
     ranges = tuple(tuple((int(lo), int(hi)) for lo, hi in r) for r in token_ranges)

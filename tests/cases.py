@@ -15,7 +15,8 @@ PACKED = ("q", "k", "v", "g", "beta")
 class Case:
     """Shape, packing and options of one KDA call. cu_seqlens: None for B rows of T tokens.
 
-    decay: size of a given log decay per step. options: keywords of `chunk_kda`.
+    decay: size of a given log decay per step. beta_spread: factor on beta before its sigmoid; 30
+    puts it at the ends of its range. options: keywords of `chunk_kda`.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Case:
     V: int = 6
     cu_seqlens: tuple[int, ...] | None = None
     decay: float = 0.3
+    beta_spread: float = 1.0
     states: bool = True
     options: tuple[tuple[str, object], ...] = ()
 
@@ -55,7 +57,7 @@ class Case:
             "k": draw(B, T, H, K),
             "v": draw(B, T, HV, V),
             "g": draw(B, T, HV, K),
-            "beta": draw(B, T, HV),
+            "beta": draw(B, T, HV) * self.beta_spread,
         }
         if not o.get("use_qk_l2norm_in_kernel"):
             x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
@@ -102,6 +104,12 @@ CASES = [
     Case("inside-grouped", HV=4, options=options(**INSIDE, allow_neg_eigval=True, scale=0.7)),
     Case("inside-bounded", options=options(**INSIDE, lower_bound=-5.0)),
     Case("inside-safe", options=options(**INSIDE, lower_bound=-4.0, safe_gate=True)),
+    Case("beta-ends", beta_spread=30.0),
+    Case(
+        "beta-ends-2",
+        beta_spread=30.0,
+        options=options(**INSIDE, allow_neg_eigval=True),
+    ),
     Case("exp", options=options(**INSIDE, use_exp2=False)),
     Case("kept", options=options(**INSIDE, disable_recompute=True)),
     Case("given-safe", decay=5.0, options=options(safe_gate=True, lower_bound=-5.0)),

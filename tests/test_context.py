@@ -115,6 +115,16 @@ def test_check_finds_a_rank_with_another_table():
     run_threads(differing, 3)
 
 
+def test_offsets_live_on_the_device_given_and_are_read_on_the_host():
+    host = torch.tensor([0, 5, 15])
+    unreadable = host.to("meta")  # as a device's: reading it would wait for the device
+    ranges = [[(3, 15), (0, 3)]]
+    context = build_cp_context(unreadable, None, cu_seqlens_cpu=host, token_ranges=ranges)
+    assert context.cu_seqlens.device.type == "meta"
+    assert context.cu_seqlens_cpu.tolist() == [0, 2, 12, 15]
+    assert context.cu_seqlens.dtype == context.cu_seqlens_cpu.dtype == torch.int32
+
+
 def test_context_is_frozen_and_compared_by_identity():
     context, other = (build_cp_context(torch.tensor([0, 2, 5]), None) for _ in range(2))
     with pytest.raises(AttributeError):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fla_cp.comm.collectives as collectives
 from fla_cp import (
@@ -14,6 +15,7 @@ from fla_cp import (
 )
 from fla_cp.backend import TORCH, resolve
 from tests.cases import PACKED, Case
+from tests.ranks import run_threads
 
 CASE = Case("valid", T=20, H=2, HV=4, K=8, V=6)
 CU = torch.tensor([0, 5, 20])
@@ -213,6 +215,17 @@ def test_context_offsets():
         build_cp_context(torch.tensor([0.0, 5.0]), None)
     with pytest.raises(ValueError, match=r"cu_seqlens_cpu must equal cu_seqlens \[0, 5\]"):
         build_cp_context(torch.tensor([0, 5]), None, cu_seqlens_cpu=torch.tensor([0, 4]))
+
+
+def not_in_the_group(group, rank):
+    pair = dist.new_group([0, 1])
+    if rank == 2:
+        with pytest.raises(ValueError, match="group must contain this process"):
+            build_cp_context(torch.tensor([0, 5]), pair)
+
+
+def test_group_of_others():
+    run_threads(not_in_the_group, 3)
 
 
 @pytest.mark.parametrize("width", [0, -3])
