@@ -55,6 +55,11 @@ def test_ranges_tile_the_batch(total, R):
         assert all(a[1] == b[0] for a, b in pairwise(flat))
     lengths = [hi - lo for ((lo, hi),) in contiguous_token_ranges(total, R)]
     assert max(lengths) - min(lengths) <= 1
+    pairs = zigzag_token_ranges(total, R)
+    lengths = [hi - lo for pair in pairs for lo, hi in pair]
+    assert max(lengths) - min(lengths) <= 1
+    early, late = zip(*pairs, strict=True)
+    assert list(early + late[::-1]) == sorted(early + late)  # piece r and piece 2R-1-r
 
 
 RANGES = {

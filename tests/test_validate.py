@@ -103,6 +103,7 @@ MISTAKES = {
     ),
     "safe bound": ({"safe_gate": True, "lower_bound": -6.0}, r"lower_bound in \[-5, 0\), got -6"),
     "bound sign": ({"lower_bound": 0.5}, r"lower_bound must be below 0, got 0.5"),
+    "bound zero": ({"lower_bound": 0.0}, r"lower_bound must be below 0, got 0.0"),
     "no A_log": ({"use_gate_in_kernel": True}, r"use_gate_in_kernel needs A_log, or a lower_bound"),
     "A_log unread": (shaped("A_log", 4), r"A_log is read only with use_gate_in_kernel=True"),
     "A_log size": (
@@ -153,10 +154,12 @@ def test_triton_refuses_what_it_cannot_run(monkeypatch):
     assert resolve("auto", torch.device("cpu"), torch.float32) is TORCH
 
 
-def test_K_over_the_limit():
-    x = torch.zeros(1, 3, 1, 300)
-    with pytest.raises(ValueError, match="K must be from 1 to 256, got K=300"):
+def test_K_up_to_the_limit():
+    x = torch.zeros(1, 3, 1, 257)
+    with pytest.raises(ValueError, match="K must be from 1 to 256, got K=257"):
         chunk_kda(x, x, x[..., :8], x, x[..., 0])
+    x = x[..., :256]
+    assert chunk_kda(x, x, x, x, x[..., 0])[0].shape == x.shape
 
 
 def test_no_token_without_cu_seqlens():
