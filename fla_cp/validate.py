@@ -99,6 +99,16 @@ def check_token_ranges(
         raise ValueError(f"token_ranges must tile [0, {total}) once, but they end at {at}")
 
 
+def check_context(context: object) -> None:
+    """A context, not the group that it is built from."""
+    from .context import FLACPContext  # context.py imports this module
+
+    if not isinstance(context, FLACPContext):
+        raise ValueError(
+            f"cp_context must be a FLACPContext (build_cp_context), got {type(context).__name__}"
+        )
+
+
 def check_sequences(
     tokens: int,
     batch: int,
@@ -108,6 +118,7 @@ def check_sequences(
 ) -> None:
     """How the tokens are divided: rows, cu_seqlens, or a context."""
     if context is not None:
+        check_context(context)
         for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
             if x is not None:
                 raise ValueError(

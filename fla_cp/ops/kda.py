@@ -21,7 +21,14 @@ from ..packing import Packing
 from ..pipeline import Plan
 from ..rule import DeltaRule, accumulator
 from ..stages.gate import activate
-from ..validate import check_gate_only, check_kda, check_ndims, check_offsets, check_sequences
+from ..validate import (
+    check_context,
+    check_gate_only,
+    check_kda,
+    check_ndims,
+    check_offsets,
+    check_sequences,
+)
 
 _ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
 
@@ -157,8 +164,7 @@ def cp_chunk_kda(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """`chunk_kda` of this rank's tokens under a context, with the same keywords."""
-    if not isinstance(cp_context, FLACPContext):
-        raise ValueError(f"cp_context must be a FLACPContext, got {type(cp_context).__name__}")
+    check_context(cp_context)
     return chunk_kda(q, k, v, g, beta, cp_context=cp_context, **options)
 
 
