@@ -183,9 +183,9 @@ def test_local_length_and_rows_under_a_context():
     x = Case("rows", B=2, T=15, states=False).inputs()
     with pytest.raises(ValueError, match="under cp_context B must be 1"):
         cp_chunk_kda(*x.values(), context)
-    with pytest.raises(ValueError, match="cp_context must be a FLACPContext .* got NoneType"):
+    with pytest.raises(ValueError, match=r"cp_context must be a FLACPContext .* got NoneType"):
         cp_chunk_kda(*x.values(), None)
-    with pytest.raises(ValueError, match="cp_context must be a FLACPContext .* got object"):
+    with pytest.raises(ValueError, match=r"cp_context must be a FLACPContext .* got object"):
         chunk_kda(*x.values(), cp_context=object())
 
 
