@@ -46,6 +46,7 @@ train: $(STAMP)  ## train the default model on 4 context-parallel ranks; ARGS=".
 	$(BIN)/torchrun launch/train.py --cp 4 $(ARGS)
 
 test: lint types  ## lint, type checks, then every test; PYTEST_ARGS="..." selects
+	@$(BIN)/python -m tests.gpu --stale
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff: rules and format

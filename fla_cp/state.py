@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .affine import leave, product
 from .comm import Exchange, Links, SlotMaps
 from .packing import Packing
 
@@ -118,7 +119,7 @@ class _Fold:
         assert self.maps.offset is not None
         offset = self.maps.offset[self.offset_row[i]]
         M = self._transition(i)
-        return offset if M is None or state is None else torch.baddbmm(offset, M, state)
+        return leave(M, offset, state)
 
     def outgoing(self) -> SlotMaps:
         """This card's map of each owned range, for the exchange."""
@@ -136,13 +137,13 @@ class _Fold:
             assert state is not None
             offset[out] = state
             if self._into(chain) >= 0 and transition is not None:
-                product = self._transition(chain[0])
+                through = self._transition(chain[0])
                 for i in chain[1:]:
                     M = self._transition(i)
-                    assert M is not None and product is not None
-                    product = M @ product
-                assert product is not None
-                transition[out] = product
+                    assert M is not None and through is not None
+                    through = product(M, through)
+                assert through is not None
+                transition[out] = through
         return SlotMaps(transition, offset)
 
     def entering(self, states: Tensor | None) -> States:

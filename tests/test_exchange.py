@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fla_cp.comm.collectives as collectives
+from fla_cp.affine import leave
 from fla_cp.comm import (
     AllGather,
     Links,
@@ -172,3 +173,15 @@ def test_choice_by_world_size():
     assert isinstance(make_exchange("ring", group, 2), Ring)
     with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):
         make_exchange("tree", group, 2)
+
+
+def test_maps_are_multiplied_in_full_precision_whatever_is_allowed(monkeypatch):
+    M, S = torch.randn(2, HV, K, K), torch.randn(2, HV, K, V)
+    plain = leave(M, S, S)
+    assert torch.equal(leave(None, S, S), S)
+    assert torch.equal(leave(M, S, None), S)
+    monkeypatch.setattr("fla_cp.affine._reduced", lambda x: True)
+    wide = leave(M, S, S)
+    exact = S.double() + M.double() @ S.double()
+    assert wide.dtype == torch.float32
+    assert (wide - exact).abs().max() <= (plain - exact).abs().max() + 1e-7

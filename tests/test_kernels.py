@@ -6,17 +6,25 @@ is checked there by tests/gpu.py.
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-
 import pytest
 import torch
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")  # read when Triton and the kernels are imported
+    pytest.importorskip("triton")
+    import fla_cp.kernels.backend  # noqa: F401
 
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_within_budget
 from tests.running import oracle, run, run_sharded
 
-pytest.importorskip("triton")
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Lets the kernels run on CPU tensors, in this module only."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
 SMALL = {"T": 70, "H": 1, "HV": 2, "K": 16, "V": 16}
@@ -90,6 +98,7 @@ def test_state_layouts_and_intermediate_states():
 
 
 def sharded(group, rank, case, ranges):
+    os.environ["TRITON_INTERPRET"] = "1"  # in this rank's process
     context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
     whole, mine = run(case), run_sharded(case, context, torch.float32, impl="triton")
     one = run(case, torch.float32)

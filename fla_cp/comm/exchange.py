@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..affine import leave, product
 from . import collectives
 from .timing import exchange_wait
 
@@ -119,14 +120,6 @@ class _Waiting:
             return self._finish()
 
 
-def _apply(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Tensor:
-    if transition is None or state is None:
-        return offset
-    return torch.baddbmm(
-        offset.flatten(0, -3), transition.flatten(0, -3), state.flatten(0, -3)
-    ).view_as(offset)
-
-
 def _fold(links: Links, rank: int, slot_map: Callable[[int], SlotMaps], like: Tensor) -> Tensor:
     """States entering the slots of `rank`, given every slot's map."""
     entering = torch.zeros_like(like)
@@ -139,7 +132,7 @@ def _fold(links: Links, rank: int, slot_map: Callable[[int], SlotMaps], like: Te
             entering[links.row[s]] = state
         if links.feeds(s):
             transition, offset = slot_map(s)
-            state = _apply(transition if links.through[s] else None, offset, state)
+            state = leave(transition if links.through[s] else None, offset, state)
     return entering
 
 
@@ -236,7 +229,7 @@ class _RingSteps:
                         return
                     if s in self.receives:
                         self.receives.pop(s).wait()
-                    out = _apply(
+                    out = leave(
                         _row(self.maps.transition, row), self.maps.offset[row], self.entering[row]
                     )
                 else:
@@ -287,8 +280,8 @@ class Scan:
                 before_transition, before_offset = got[s]
                 M = transition[s]
                 assert M is not None
-                offset[s] = _apply(M, offset[s], before_offset)
-                transition[s] = None if before_transition is None else M @ before_transition
+                offset[s] = leave(M, offset[s], before_offset)
+                transition[s] = None if before_transition is None else product(M, before_transition)
             distance *= 2
 
         complete = [True] * links.count

@@ -15,9 +15,9 @@ from ..stages.intra import Inputs
 from ..state import AffineMap, States
 from .gate import GATES
 from .intra import intra_kernel
-from .intra_bwd import intra_bwd_kernel
+from .intra_bwd import intra_bwd_kernel, norm_bwd_kernel, scores_bwd_kernel
 from .scan import scan_bwd_kernel, scan_kernel
-from .tuning import tile
+from .tuning import power_of_two, tile
 
 
 class Chunks(NamedTuple):
@@ -357,19 +357,42 @@ def intra_bwd(
     t = tile("intra_bwd", K, V, x.q.dtype)
     device, tokens = x.q.device, len(x.q)
     per_head = torch.float32 if HV > H else x.q.dtype
+    tiles = triton.cdiv(K, t.BK)
     dq, dk = (torch.empty(tokens, HV, K, dtype=per_head, device=device) for _ in range(2))
     dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
     dg = torch.empty(tokens, HV, K, dtype=x.g.dtype, device=device)
-    dbeta = torch.empty(tokens, HV, dtype=x.beta.dtype, device=device)
-    dA_log = None if x.A_log is None else torch.empty(NC, HV, device=device)
+    dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
+    dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     do = _rows(grads.do)
     if NC:
-        intra_bwd_kernel[(NC, HV)](
+        scores_bwd_kernel[(NC, HV)](
+            x.v,
+            x.beta,
+            do,
+            v_new,
+            grads.y,
+            dv,
+            dbeta,
+            dscores,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.v.stride()[:2],
+            x.beta.stride(0),
+            *do.stride()[:2],
+            rule.beta_factor or 1.0,
+            HV=HV,
+            V=V,
+            BT=CHUNK,
+            BV=t.BV,
+            BETA_SIGMOID=rule.beta_factor is not None,
+            PRECISION=_precision(x.q.dtype),
+            num_warps=4,
+        )
+        intra_bwd_kernel[(NC, HV, tiles)](
             x.q,
             x.k,
-            x.v,
             x.g,
             x.beta,
             x.A_log,
@@ -379,23 +402,21 @@ def intra_bwd(
             grads.dh,
             v_new,
             grads.y,
+            dscores,
             dq,
             dk,
-            dv,
             dg,
             dbeta,
             dA_log,
             ddt_bias,
-            dscores,
             table.chunk_start,
             table.chunk_rows,
+            tokens,
             *x.q.stride()[:2],
             *x.k.stride()[:2],
-            *x.v.stride()[:2],
             *x.g.stride()[:2],
             x.beta.stride(0),
             *do.stride()[:2],
-            triton.cdiv(K, t.BK),
             rule.scale,
             rule.lower_bound or 0.0,
             rule.beta_factor or 1.0,
@@ -413,14 +434,34 @@ def intra_bwd(
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
+        if rule.qk_l2norm:
+            for raw, d in ((x.q, dq), (x.k, dk)):
+                norm_bwd_kernel[(NC, HV)](
+                    raw,
+                    d,
+                    table.chunk_start,
+                    table.chunk_rows,
+                    *raw.stride()[:2],
+                    HV=HV,
+                    G=HV // H,
+                    K=K,
+                    BT=CHUNK,
+                    BK=power_of_two(K),
+                    EPS=NORM_EPS,
+                    num_warps=4,
+                )
     if HV > H:
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(x.q.dtype) for d in (dq, dk))
+    dbeta = dbeta.sum(0)
+    if rule.beta_factor is not None:
+        b = torch.sigmoid(x.beta.float())
+        dbeta *= rule.beta_factor * b * (1 - b)
     return Inputs(
         dq,
         dk,
         dv,
         dg,
-        dbeta,
+        dbeta.to(x.beta.dtype),
         _reduced(dA_log, x.A_log),
         _reduced(ddt_bias, x.dt_bias),
     )

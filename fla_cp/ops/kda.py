@@ -182,7 +182,8 @@ def kda_gate(
     lower_bound. A_log [HV] and dt_bias [HV*K], fp32 or None. Differentiable.
     """
     check_gate_only(g, A_log, dt_bias, lower_bound)
-    resolve(impl, g.device, g.dtype)
+    if impl not in ("auto", "torch"):
+        raise ValueError(f"impl must be 'auto' or 'torch' for the gate alone, got {impl!r}")
     rule = DeltaRule(scale=1.0, gate=_gate(True, lower_bound), lower_bound=lower_bound)
     return activate(rule, g.to(accumulator(g.dtype)), A_log, dt_bias)
 
