@@ -229,7 +229,7 @@ def test_bytes_of_each_exchange(scheme, monkeypatch):
 
     def counted_send_and_receive(sends, receives, group):
         count([x for x, _ in receives])
-        send_and_receive(sends, receives, group)
+        return send_and_receive(sends, receives, group)
 
     monkeypatch.setattr(collectives, "all_gather", counted_all_gather)
     monkeypatch.setattr(collectives, "receive", counted_receive)

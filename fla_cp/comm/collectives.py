@@ -57,12 +57,11 @@ def receive(x: Tensor, sender: int, group: dist.ProcessGroup) -> dist.Work:
 
 def send_and_receive(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: dist.ProcessGroup
-) -> None:
-    """Exchanges (tensor, rank of the group) messages and waits for all of them."""
+) -> list[dist.Work]:
+    """Starts to exchange (tensor, rank of the group) messages; the works to wait for."""
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
-    for work in dist.batch_isend_irecv(ops) if ops else []:
-        work.wait()
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

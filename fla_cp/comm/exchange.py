@@ -20,7 +20,7 @@ M is not sent where no slot is passed through (two ranks, or documents shorter t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -259,9 +259,18 @@ class Scan:
     group: dist.ProcessGroup
 
     def start(self, maps: SlotMaps, links: Links) -> Pending:
-        return _Waiting(lambda: self._run(maps, links), maps.offset.device)
+        rounds = self._rounds(maps, links)
+        next(rounds)  # the first messages leave now
 
-    def _run(self, maps: SlotMaps, links: Links) -> Tensor:
+        def finish() -> Tensor:
+            *_, entering = rounds
+            assert entering is not None
+            return entering
+
+        return _Waiting(finish, maps.offset.device)
+
+    def _rounds(self, maps: SlotMaps, links: Links) -> Iterator[Tensor | None]:
+        """Yields None whenever messages are under way, and the entering states at last."""
         rank = dist.get_rank(self.group)
         own = links.slots_of(rank)
         depth = _chain_depth(links)
@@ -271,9 +280,11 @@ class Scan:
         distance = 1
         while wanted := [s for s, d in enumerate(depth) if d >= distance]:
             reaches = [d < distance for d in depth]  # nothing enters what the map spans
-            got = self._messages(
+            collect = self._post(
                 links, rank, [(s - distance, s) for s in wanted], offset, transition, reaches
             )
+            yield None
+            got = collect()
             for s in own:
                 if s not in got:
                     continue
@@ -286,13 +297,15 @@ class Scan:
 
         complete = [True] * links.count
         pairs = [(s - 1, s) for s in range(1, links.count) if links.continues[s]]
-        got = self._messages(links, rank, pairs, offset, transition, complete)
+        collect = self._post(links, rank, pairs, offset, transition, complete)
+        yield None
+        got = collect()
         entering = torch.zeros_like(maps.offset)
         for s, (_, state) in got.items():
             entering[links.row[s]] = state
-        return entering
+        yield entering
 
-    def _messages(
+    def _post(
         self,
         links: Links,
         rank: int,
@@ -300,8 +313,9 @@ class Scan:
         offset: dict[int, Tensor],
         transition: dict[int, Tensor | None],
         offset_only: list[bool],
-    ) -> dict[int, SlotMaps]:
-        """Sends the map of slot a to slot b for each pair (a, b); returns what came, by slot."""
+    ) -> Callable[[], dict[int, SlotMaps]]:
+        """Starts to send the map of slot a to slot b for each pair (a, b); the function returned
+        waits and gives what came, by slot."""
         got: dict[int, SlotMaps] = {}
         sends, receives, buffers = [], [], {}
         example = next(iter(offset.values()), None)
@@ -318,11 +332,18 @@ class Scan:
                 HV, K, V = example.shape
                 buffers[b] = example.new_empty(HV, K, V if offset_only[a] else V + K)
                 receives.append((buffers[b], links.owner[a]))
-        collectives.send_and_receive(sends, receives, self.group)
-        for b, x in buffers.items():
-            V = offset[b].shape[-1]
-            got[b] = SlotMaps(x[..., V:] if x.shape[-1] > V else None, x[..., :V])
-        return got
+        works = collectives.send_and_receive(sends, receives, self.group)
+
+        def collect() -> dict[int, SlotMaps]:
+            for work in works:
+                work.wait()
+            sends.clear()  # until here the transport may still read them
+            for b, x in buffers.items():
+                V = offset[b].shape[-1]
+                got[b] = SlotMaps(x[..., V:] if x.shape[-1] > V else None, x[..., :V])
+            return got
+
+        return collect
 
 
 def _chain_depth(links: Links) -> list[int]:
