@@ -74,11 +74,12 @@ def run_sharded(
     context: FLACPContext,
     dtype: torch.dtype = torch.float64,
     impl: str = "torch",
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """`chunk_kda` under a context, on this rank's tokens."""
-    inputs = case.inputs(dtype=dtype)
+    inputs = {n: t.to(device) for n, t in case.inputs(dtype=dtype).items()}
     local = {n: context.shard(t) if n in PACKED else t for n, t in inputs.items()}
-    do, dS = weights(case)
+    do, dS = (w.to(device) for w in weights(case))
 
     def call(*x: Tensor, **o: Tensor) -> tuple[Tensor, Tensor]:
         return chunk_kda(
