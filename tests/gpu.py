@@ -7,6 +7,7 @@ hide the others. The report keeps the hash of fla_cp/kernels: a kernel changed s
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import subprocess
@@ -30,9 +31,17 @@ SAFE = {"safe_gate": True, "lower_bound": -5.0}
 
 
 def kernels_hash() -> str:
-    """Hash of the kernels' sources."""
-    files = sorted((ROOT / "fla_cp" / "kernels").glob("*.py"))
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
+    """Hash of what the kernels' sources say, comments and docstrings apart."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "fla_cp" / "kernels").glob("*.py")):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and (
+                ast.get_docstring(node) is not None
+            ):
+                node.body = node.body[1:]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()[:16]
 
 
 def cases(K: int, V: int):

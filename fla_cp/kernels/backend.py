@@ -1,4 +1,4 @@
-"""The Triton backend: launches the kernels as the stages of backend.py."""
+"""The Triton backend, every stage of backend.py; long because a launch is its list of arguments."""
 
 from __future__ import annotations
 
