@@ -40,7 +40,7 @@ def kernels_hash() -> str:
                 ast.get_docstring(node) is not None
             ):
                 node.body = node.body[1:]
-        digest.update(ast.dump(tree).encode())
+        digest.update(ast.unparse(tree).encode())  # ast.dump differs by version
     return digest.hexdigest()[:16]
 
 
