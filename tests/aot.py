@@ -1,5 +1,8 @@
 """Compiling the kernels for sm_90 without a GPU, exactly as the package would launch them.
 
+`python -m tests.aot` compiles one KDA call of each row of SHAPES and prints what it took; it fails
+on an error or over the shared memory of a block.
+
 Inside `compiled()`, Triton targets sm_90 and every launch compiles its kernel and returns, so an
 operator called on CPU tensors goes through the package's own launch code; the numbers it returns
 mean nothing. Each compiled kernel is recorded with its registers, spills and shared memory.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,6 +82,11 @@ def compiled(seen: dict[object, Compiled] | None = None) -> Iterator[list[Compil
         results.append(cache[kernel.hash])
         return kernel
 
+    import fla_cp.ops.kda
+    from fla_cp.kernels.backend import TRITON
+
+    resolve = fla_cp.ops.kda.resolve  # would refuse tensors on the CPU
+    fla_cp.ops.kda.resolve = lambda *args: TRITON
     active = driver._active  # the property would look for a GPU
     driver.set_active(_Sm90())
     JITFunction.run = compile_only
@@ -86,6 +95,7 @@ def compiled(seen: dict[object, Compiled] | None = None) -> Iterator[list[Compil
     finally:
         JITFunction.run = run
         driver._active = active
+        fla_cp.ops.kda.resolve = resolve
 
 
 def resources(kernel) -> Compiled:
@@ -107,3 +117,43 @@ def resources(kernel) -> Compiled:
         wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
         mma=len(re.findall(r"mma\.sync", ptx)),
     )
+
+
+INSIDE = {
+    "use_gate_in_kernel": True,
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+SHAPES = ((64, 64, SAFE), (128, 128, SAFE), (128, 128, {}), (256, 256, SAFE))
+"""K, V and gate of the calls that are compiled, in bf16."""
+
+
+def compile_call(K: int, V: int, gate: dict) -> list[Compiled]:
+    """Every kernel of one forward and backward, each once."""
+    from fla_cp import chunk_kda
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+    packed = [leaf(1, 65, 1, K), leaf(1, 65, 1, K), leaf(1, 65, 1, V), leaf(1, 65, 1, K)]
+    rates = {"A_log": torch.zeros(1), "dt_bias": torch.zeros(K)}
+    rates = {n: t.requires_grad_() for n, t in rates.items()}
+    with compiled() as kernels:
+        o, _ = chunk_kda(*packed, leaf(1, 65, 1), **rates, **INSIDE, **gate, impl="triton")
+        o.float().sum().backward()
+    return list(dict.fromkeys(kernels))
+
+
+def main() -> int:
+    too_large = 0
+    wanted = SHAPES[: int(sys.argv[1])] if len(sys.argv) > 1 else SHAPES
+    for K, V, gate in wanted:
+        for kernel in compile_call(K, V, gate):
+            print(f"K={K} V={V} {'safe' if gate else 'any'} {kernel}", flush=True)
+            too_large += kernel.shared > SM90_SHARED
+    return 1 if too_large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,6 +5,9 @@ is checked there by tests/gpu.py.
 """
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,3 +115,18 @@ def test_ranks(gloo_pool, ranges):
     case = Case("ranks", **{**SMALL, "T": 200}, cu_seqlens=(0, 180, 200))
     # fp64 inputs are not rounded to fp32 here, hence the wider factor
     gloo_pool.run(sharded, case, ranges, world_size=3, timeout=200)
+
+
+def test_kernels_compile_for_sm_90(tmp_path):
+    """In a process of its own: here the kernels are interpreted."""
+    clean = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.aot", "1"],
+        env={**clean, "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for kernel in ("intra_kernel", "scan_kernel", "scan_bwd_kernel", "intra_bwd_kernel"):
+        assert f"kernel='{kernel}'" in result.stdout
