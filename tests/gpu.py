@@ -88,7 +88,7 @@ def check(K: int, V: int) -> list[dict]:
             row["same_bits"] = all(torch.equal(actual[n], again[n]) for n in actual)
             terms = exact["dg"].abs().sum()
             row["use"], row["worst"] = max(
-                (use(actual[n], exact[n], plain[n], terms * (n in SUMS)), n) for n in actual
+                (use(actual[n], exact[n], plain[n], terms * (n in SUMS), dtype), n) for n in actual
             )
             row["ok"] = row["same_bits"] and row["use"] <= 1.0
         except Exception as error:  # reported, and the process goes on or dies with the GPU context
@@ -98,17 +98,20 @@ def check(K: int, V: int) -> list[dict]:
 
 
 def use(
-    actual: torch.Tensor, exact: torch.Tensor, baseline: torch.Tensor, terms: torch.Tensor
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    baseline: torch.Tensor,
+    terms: torch.Tensor,
+    dtype: torch.dtype,
 ) -> float:
-    """Share of the error budget: twice the torch stages' error plus two bf16 (fp32) roundings.
+    """Share of the error budget: twice the torch stages' error plus two roundings of the inputs'
+    dtype.
 
     rms and max; operands of the kernels' products are rounded to the inputs' dtype on the way,
     those of the torch stages are not. terms: for a gradient that is a sum over all tokens, the
     size of what was summed, whose independent roundings grow with its root; then four times.
     """
-    unit = torch.finfo(torch.bfloat16 if actual.dtype != torch.float32 else torch.float32).eps
-    if actual.dtype == torch.float32 and baseline.dtype == torch.float32:
-        unit = torch.finfo(torch.bfloat16).eps
+    unit = torch.finfo(dtype).eps
     shares = []
     for size in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
         floor = unit * torch.maximum(size(exact), terms.sqrt())
@@ -121,6 +124,8 @@ def warn_if_stale(path: Path) -> None:
     """Prints a warning unless the report at `path` is of these kernels and passed."""
     report = json.loads(path.read_text()) if path.exists() else {"kernels": None, "rows": []}
     failed = sum(not row["ok"] for row in report["rows"])
+    if "note" in report:
+        print(f"warning: {path.name}: {report['note']}")
     if report["kernels"] != kernels_hash():
         print(
             "warning: fla_cp/kernels changed since the last GPU run recorded in "

@@ -20,6 +20,7 @@ with pytest.MonkeyPatch.context() as patch:
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_within_budget
+from tests.gpu import use
 from tests.running import oracle, run, run_sharded
 
 
@@ -130,3 +131,13 @@ def test_kernels_compile_for_sm_90(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     for kernel in ("intra_kernel", "scan_kernel", "scan_bwd_kernel", "intra_bwd_kernel"):
         assert f"kernel='{kernel}'" in result.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
+    """tests/gpu.py: an error of eight roundings is over it, one of a rounding is within."""
+    exact = torch.linspace(1, 2, 100, dtype=torch.float64)
+    none = torch.zeros((), dtype=torch.float64)
+    for roundings, within in ((1, True), (8, False)):
+        actual = exact * (1 + roundings * torch.finfo(dtype).eps)
+        assert (use(actual, exact, exact, none, dtype) <= 1) == within
