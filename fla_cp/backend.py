@@ -35,7 +35,7 @@ class Backend:
       scores(rule, packing, chunks) -> chunks                    what only the output needs
       scan_output(rule, packing, chunks, S0, want_states, want_end) -> o, h, v_new, S_end
       in_token_order(packing, h) -> h                            one state a chunk
-      keep(rule, chunks, h, v_new) -> tensors                    saved for the backward
+      keep(rule, chunks, o, h, v_new) -> tensors                 saved for the backward
     backward
       restore(rule, packing, inputs, tensors) -> chunks, h, v_new    h None: scan runs again
       output_bwd(rule, packing, chunks, do) -> output gradients
@@ -77,7 +77,9 @@ def _in_token_order(packing: Packing, h: Tensor) -> Tensor:
     return h[packing.steps(h.device).natural]
 
 
-def _keep(rule: DeltaRule, c: Chunks, h: Tensor, v_new: Tensor) -> tuple[Tensor | None, ...]:
+def _keep(
+    rule: DeltaRule, c: Chunks, o: Tensor, h: Tensor, v_new: Tensor
+) -> tuple[Tensor | None, ...]:
     return (*c, h, v_new) if rule.keep_intermediates else (c.T, c.Aqk)
 
 

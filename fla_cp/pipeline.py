@@ -105,7 +105,7 @@ def forward(
         want_end=want_final,
     )
     final = _per_sequence(plan, packing.ending, S_end, initial) if want_final else None
-    saved = Saved(run.keep(rule, chunks, h, v_new), carried.value, maps.transition)
+    saved = Saved(run.keep(rule, chunks, o, h, v_new), carried.value, maps.transition)
     h = run.in_token_order(packing, h) if want_h else None
     return Result(o.to(x.v.dtype), final, h, saved)
 

@@ -15,14 +15,16 @@ from ..stages.intra import Inputs
 from ..state import AffineMap, States
 from .gate import GATES
 from .intra import intra_kernel
-from .intra_bwd import intra_bwd_kernel, norm_bwd_kernel, scores_bwd_kernel
+from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
 from .scan import scan_bwd_kernel, scan_kernel
-from .tuning import power_of_two, tile
+from .sums import sums
+from .tuning import tile
 
 
 class Chunks(NamedTuple):
     """Operands of the scans, chunk by chunk in token order: qg, kin, kg [NC, HV, C, K] and T, Aqk
-    [NC, HV, C, C] in the inputs' dtype; decay [NC, HV, K] and beta [NC, HV, C] fp32; v as given."""
+    [NC, HV, C, C] in the inputs' dtype; fp32 decay [NC, HV, K] and rows [NC, HV, 3, C] (beta, and
+    what q and k are multiplied by); v as given. In a backward also o."""
 
     qg: Tensor
     kin: Tensor
@@ -30,8 +32,9 @@ class Chunks(NamedTuple):
     T: Tensor
     Aqk: Tensor
     decay: Tensor
-    beta: Tensor
+    rows: Tensor
     v: Tensor
+    o: Tensor | None = None
 
 
 class Tables(NamedTuple):
@@ -99,10 +102,8 @@ def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "GATE": GATES[rule.gate][0],
         "NORM": rule.qk_l2norm,
-        "BETA_SIGMOID": rule.beta_factor is not None,
         "SAFE": _safe(rule, dtype),
         "EXP2": rule.use_exp2,
-        "EPS": NORM_EPS,
         "PRECISION": _precision(dtype),
     }
 
@@ -120,7 +121,7 @@ def intra(
     else:
         T, Aqk = kept
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
-    beta = x.q.new_empty(NC, HV, CHUNK, dtype=torch.float32)
+    rows = x.q.new_empty(NC, HV, 3, CHUNK, dtype=torch.float32)
     if NC:
         intra_kernel[(NC, HV)](
             x.q,
@@ -129,13 +130,14 @@ def intra(
             x.beta,
             x.A_log,
             x.dt_bias,
+            sums(x.q.dtype, x.q.device),
             qg,
             kin,
             kg,
             T,
             Aqk,
             decay,
-            beta,
+            rows,
             table.chunk_start,
             table.chunk_rows,
             *x.q.stride()[:2],
@@ -151,14 +153,15 @@ def intra(
             K=K,
             BT=CHUNK,
             BK=t.BK,
+            BETA_SIGMOID=rule.beta_factor is not None,
+            EPS=NORM_EPS,
             SCORES=kept is None,
-            INVERSE=_precision(x.q.dtype),
             num_warps=t.warps,
             num_stages=t.stages,
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
-    return Chunks(qg, kin, kg, T, Aqk, decay, beta, x.v)
+    return Chunks(qg, kin, kg, T, Aqk, decay, rows, x.v)
 
 
 def scores(rule: DeltaRule, packing: Packing, c: Chunks) -> Chunks:
@@ -195,7 +198,7 @@ def _scan(
         c.kin,
         c.kg,
         c.v,
-        c.beta,
+        c.rows,
         c.T,
         c.Aqk,
         c.decay,
@@ -297,7 +300,7 @@ def _scan_bwd(
         c.kin,
         c.kg,
         do,
-        c.beta,
+        c.rows,
         c.T,
         c.Aqk,
         c.decay,
@@ -364,29 +367,30 @@ def intra_bwd(
     dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
     dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
-    dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    dscores = torch.empty(NC, HV, 3, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    norms = torch.empty(NC, HV, 2, CHUNK, device=device)
     do = _rows(grads.do)
     if NC:
         scores_bwd_kernel[(NC, HV)](
             x.v,
-            x.beta,
+            c.rows,
             do,
+            c.o,
             v_new,
             grads.y,
             dv,
             dbeta,
             dscores,
+            norms,
             table.chunk_start,
             table.chunk_rows,
             *x.v.stride()[:2],
-            x.beta.stride(0),
             *do.stride()[:2],
-            rule.beta_factor or 1.0,
             HV=HV,
             V=V,
             BT=CHUNK,
             BV=t.BV,
-            BETA_SIGMOID=rule.beta_factor is not None,
+            NORM=rule.qk_l2norm,
             PRECISION=_precision(x.q.dtype),
             num_warps=4,
         )
@@ -394,9 +398,11 @@ def intra_bwd(
             x.q,
             x.k,
             x.g,
-            x.beta,
             x.A_log,
             x.dt_bias,
+            sums(x.q.dtype, x.q.device),
+            c.rows,
+            norms,
             do,
             h,
             grads.dh,
@@ -415,11 +421,9 @@ def intra_bwd(
             *x.q.stride()[:2],
             *x.k.stride()[:2],
             *x.g.stride()[:2],
-            x.beta.stride(0),
             *do.stride()[:2],
             rule.scale,
             rule.lower_bound or 0.0,
-            rule.beta_factor or 1.0,
             HV=HV,
             G=HV // H,
             K=K,
@@ -434,22 +438,6 @@ def intra_bwd(
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
-        if rule.qk_l2norm:
-            for raw, d in ((x.q, dq), (x.k, dk)):
-                norm_bwd_kernel[(NC, HV)](
-                    raw,
-                    d,
-                    table.chunk_start,
-                    table.chunk_rows,
-                    *raw.stride()[:2],
-                    HV=HV,
-                    G=HV // H,
-                    K=K,
-                    BT=CHUNK,
-                    BK=power_of_two(K),
-                    EPS=NORM_EPS,
-                    num_warps=4,
-                )
     if HV > H:
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(x.q.dtype) for d in (dq, dk))
     dbeta = dbeta.sum(0)
@@ -473,17 +461,19 @@ def _reduced(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 def keep(
-    rule: DeltaRule, c: Chunks, h: Tensor | None, v_new: Tensor | None
+    rule: DeltaRule, c: Chunks, o: Tensor, h: Tensor | None, v_new: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    return (*c[:-1], h, v_new) if rule.keep_intermediates else (c.T, c.Aqk)
+    return (*c[:-2], o, h, v_new) if rule.keep_intermediates else (c.T, c.Aqk, o)
 
 
 def restore(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...]
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
     if rule.keep_intermediates:
-        return Chunks._make((*kept[:-2], _rows(x.v))), kept[-2], kept[-1]
-    return intra(rule, packing, x, kept=(kept[0], kept[1])), None, None
+        *operands, o, h, v_new = kept
+        return Chunks(*operands, v=_rows(x.v), o=o), h, v_new
+    T, Aqk, o = kept
+    return intra(rule, packing, x, kept=(T, Aqk))._replace(o=o), None, None
 
 
 def in_token_order(packing: Packing, h: Tensor) -> Tensor:

@@ -4,15 +4,20 @@ import triton
 import triton.language as tl
 
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    """1 / (1 + exp(-x)); a squared rsqrt is one instruction where a division is eight."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
+    return root * root
 
 
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)), exact for every x: no linear shortcut."""
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return tl.maximum(x, 0.0) + tl.log2(1.0 + tl.exp2(tl.abs(x) * -LOG2E)) / LOG2E
 
 
 @triton.jit

@@ -14,35 +14,39 @@ reference: 8 steps of -5 / ln 2 stay below 2^58.
 import triton
 import triton.language as tl
 
-from .gate import sigmoid
+from .gate import LOG2E, sigmoid
+from .sums import AFTER, MIDDLE, PAIR, UP_TO
 from .tiles import (
-    LOG2E,
-    after,
     block_mask,
     decay_exp,
     dot,
-    from_middle,
     load_rows,
     pair_mask,
     parts,
     store_block,
-    sum_rows,
+    sum_steps,
     unhoisted,
-    up_to,
-    within_pair,
 )
 
 
 @triton.jit
-def unit_lower_inverse(A, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 for strictly lower A: inverses of S-blocks are joined to inverses of 2S-blocks.
+def unit_lower_inverse(A, D, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 for strictly lower A [BT, BT], whose blocks of 16 on the diagonal are D [.., 16, 16].
 
-    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]], for all pairs at once.
+    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]: inverses of S-blocks are joined to
+    inverses of 2S-blocks, all pairs at once; up to 16 in D.
     """
+    j = tl.arange(0, 16)
+    X = tl.where((j[:, None] == j[None, :])[None], 1.0, 0.0)
+    X -= tl.where(pair_mask(j, 1)[None], D, 0.0)
+    for level in tl.static_range(3):
+        C = tl.where(pair_mask(j, 2 << level)[None], D, 0.0)
+        X -= dot(X, dot(C, X, PRECISION), PRECISION)
     i = tl.arange(0, BT)
-    X = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(pair_mask(i, 1), A, 0.0)
-    for level in tl.static_range(5):
-        C = tl.where(pair_mask(i, 2 << level), A, 0.0)
+    X = tl.broadcast_to(X[:, :, None, :], [BT // 16, 16, BT // 16, 16])
+    X = tl.where((i // 16)[:, None] == (i // 16)[None, :], tl.reshape(X, [BT, BT]), 0.0)
+    for level in tl.static_range(2):
+        C = tl.where(pair_mask(i, 16 << level), A, 0.0)
         X -= dot(X, dot(C, X, PRECISION), PRECISION)
     return X
 
@@ -69,6 +73,12 @@ def row_rstd(x, o_r, stride_r, m_r, K: tl.constexpr, BK: tl.constexpr, EPS: tl.c
     return tl.rsqrt(total + EPS)
 
 
+@triton.jit
+def blocks_of_16(x):
+    """[BT, BK] as [BT / 16, 16, BK]."""
+    return tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]])
+
+
 @triton.jit(do_not_specialize=["k_blocks"])
 def intra_kernel(
     q,
@@ -77,13 +87,14 @@ def intra_kernel(
     beta,
     A_log,
     dt_bias,
+    sums,
     qg,
     kin,
     kg,
     T,
     Aqk,
     decay,
-    beta_out,
+    rows,
     chunk_start,
     chunk_rows,
     q_t,
@@ -110,8 +121,8 @@ def intra_kernel(
     SCORES: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
-    INVERSE: tl.constexpr,
 ):
+    """rows [NC, HV, 3, C], fp32: activated beta, and what q and k are multiplied by."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     o_i = tl.arange(0, BT)
@@ -127,55 +138,78 @@ def intra_kernel(
     b_beta = tl.load(beta + o_i * beta_t, mask=m_i, other=0.0).to(tl.float32)
     if BETA_SIGMOID:
         b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
-    tl.store(beta_out + i_ch * BT + o_i, b_beta)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
     if NORM:
         q_scale *= row_rstd(q, o_i, q_t, m_i, K, BK, EPS)
         k_scale *= row_rstd(k, o_i, k_t, m_i, K, BK, EPS)
+    rows += i_ch * 3 * BT + o_i
+    tl.store(rows, b_beta)
+    tl.store(rows + BT, q_scale)
+    tl.store(rows + 2 * BT, k_scale)
 
-    b_qk = tl.zeros([BT, BT], tl.float32)
-    b_kk = tl.zeros([BT, BT], tl.float32)
-    diagonal = tl.zeros_like(b_beta)
+    if SCORES:
+        b_qk = tl.zeros([BT, BT], tl.float32)
+        b_kk = tl.zeros([BT, BT], tl.float32)
+        b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
+        diagonal = tl.zeros_like(b_beta)
+        if SAFE:
+            near_qk = tl.zeros([BT, BT], tl.float32)
+            near_kk = tl.zeros([BT, BT], tl.float32)
     for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
-        i = unhoisted(o_i, i_k, k_blocks)
+        E = unhoisted(sums, i_k, k_blocks, BT * BT)
         raw, rate = load_gate(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K)
         b_g = tl.where(m_i[:, None], GATE(raw, rate, bound), 0.0)
         if EXP2:
             b_g *= LOG2E
         steps = parts(b_g, operand)
-        last = tl.sum(b_g, axis=0)
         b_q = load_rows(q, o_i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
-        e = decay_exp(sum_rows(up_to(i), steps, PRECISION), EXP2)
+        e = decay_exp(sum_steps(E, UP_TO, o_i, steps, PRECISION), EXP2)
         store_block(qg + i_ch * BT * K, b_q * e, o_i, o_k, BT, K)
         store_block(kin + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
-        to_end = decay_exp(sum_rows(after(i), steps, PRECISION), EXP2)
-        store_block(kg + i_ch * BT * K, b_k * to_end, o_i, o_k, BT, K)
-        tl.store(decay + i_ch * K + o_k, decay_exp(last, EXP2), mask=o_k < K)
+        last = tl.broadcast_to(o_k[None, :], [BT, BK])
+        tl.store(decay + i_ch * K + last, e, mask=(o_i == BT - 1)[:, None] & (o_k < K)[None, :])
+        e = decay_exp(sum_steps(E, AFTER, o_i, steps, PRECISION), EXP2)
+        store_block(kg + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
         if SCORES:
-            for level in range(2 if SAFE else 6):
-                S = 32 >> level
-                f = decay_exp(sum_rows(within_pair(i, S), steps, PRECISION), EXP2)
-                b_kf = (b_k * f).to(operand)
-                col = tl.trans(b_kf)
-                mask = pair_mask(i, S)
-                b_qk += tl.where(mask, dot((b_q * f).to(operand), col, PRECISION), 0.0)
-                b_kk += tl.where(mask, dot(b_kf, col, PRECISION), 0.0)
-            if SAFE:
-                diff = sum_rows(from_middle(i, 16), steps, PRECISION)
-                f = decay_exp(diff, EXP2)
-                col = tl.trans((b_k * decay_exp(-diff, EXP2)).to(operand))
-                mask = block_mask(i, 16)
-                b_qk += tl.where(mask, dot((b_q * f).to(operand), col, PRECISION), 0.0)
-                b_kk += tl.where(mask, dot((b_k * f).to(operand), col, PRECISION), 0.0)
             diagonal += tl.sum(b_q * b_k, axis=1)
+            if SAFE:
+                f = decay_exp(sum_steps(E, PAIR, o_i, steps, PRECISION), EXP2)
+                b_kf = (b_k * f).to(operand)
+                b_qk = dot((b_q * f).to(operand), tl.trans(b_kf), PRECISION, acc=b_qk)
+                b_kk = dot(b_kf, tl.trans(b_kf), PRECISION, acc=b_kk)
+                d = sum_steps(E, MIDDLE, o_i, steps, PRECISION)
+                f = decay_exp(d, EXP2)
+                b_kf = (b_k * f).to(operand)
+                col = (b_k * decay_exp(-d, EXP2)).to(operand)
+                near_qk = dot((b_q * f).to(operand), tl.trans(col), PRECISION, acc=near_qk)
+                near_kk = dot(b_kf, tl.trans(col), PRECISION, acc=near_kk)
+                col = tl.permute(blocks_of_16(col), (0, 2, 1))
+                b_16 = dot(blocks_of_16(b_kf), col, PRECISION, acc=b_16)
+            else:
+                for level in range(6):
+                    f = decay_exp(sum_steps(E, PAIR + level, o_i, steps, PRECISION), EXP2)
+                    b_kf = (b_k * f).to(operand)
+                    mask = pair_mask(o_i, 32 >> level)
+                    b_qf = (b_q * f).to(operand)
+                    b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), PRECISION), 0.0)
+                    b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
     if SCORES:
-        on = o_i[:, None] == o_i[None, :]
-        b_qk += tl.where(on, diagonal[:, None], 0.0)
-        o_j = tl.arange(0, BT)
-        store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_j, BT, BT)
-        b_kk = tl.where(o_i[:, None] > o_i[None, :], b_kk * b_beta[:, None], 0.0)
-        b_T = unit_lower_inverse(b_kk, BT, INVERSE)
-        store_block(T + i_ch * BT * BT, b_T, o_i, o_j, BT, BT)
+        if SAFE:
+            near = block_mask(o_i, 32)
+            far = pair_mask(o_i, 32)
+            b_qk = tl.where(near, near_qk, tl.where(far, b_qk, 0.0))
+            b_kk = tl.where(near, near_kk, tl.where(far, b_kk, 0.0))
+        b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
+        store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
+        b_kk *= b_beta[:, None]
+        if SAFE:
+            b_16 *= tl.reshape(b_beta, [BT // 16, 16])[:, :, None]
+        else:
+            same = (o_i // 16)[:, None] == (o_i // 16)[None, :]
+            b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
+            b_16 = tl.sum(b_16, axis=2)
+        b_T = unit_lower_inverse(b_kk, b_16, BT, PRECISION)
+        store_block(T + i_ch * BT * BT, b_T, o_i, o_i, BT, BT)

@@ -22,7 +22,7 @@ def scan_kernel(
     kin,
     kg,
     v,
-    beta,
+    rows,
     T,
     Aqk,
     decay,
@@ -81,7 +81,7 @@ def scan_kernel(
         b_r = -dot(load_block(kin + i_ch * BT * K, o_i, o_k, BT, K), b_Sb, PRECISION)
         if not TRANSITION:
             b_r += load_rows(v + t * v_t, o_i, v_t, m_t, o_v, V).to(tl.float32)
-        b_r = (b_r * tl.load(beta + i_ch * BT + o_i)[:, None]).to(operand)
+        b_r = (b_r * tl.load(rows + i_ch * 3 * BT + o_i)[:, None]).to(operand)
         b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
         b_vn = dot(b_T, b_r, PRECISION).to(operand)
         if v_new is not None:
@@ -104,7 +104,7 @@ def scan_bwd_kernel(
     kin,
     kg,
     do,
-    beta,
+    rows,
     T,
     Aqk,
     decay,
@@ -162,7 +162,7 @@ def scan_bwd_kernel(
         b_y = dot(tl.trans(b_T), b_dv.to(operand), PRECISION)
         if y is not None:
             store_block(y + i_ch * BT * V, b_y, o_i, o_v, BT, V)
-        b_x = (-b_y * tl.load(beta + i_ch * BT + o_i)[:, None]).to(operand)
+        b_x = (-b_y * tl.load(rows + i_ch * 3 * BT + o_i)[:, None]).to(operand)
         b_d = tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
         b_qg = load_block(qg + i_ch * BT * K, o_i, o_k, BT, K)
         b_dS = dot(tl.trans(b_qg), b_do, PRECISION, acc=b_dS * b_d[:, None])

@@ -3,9 +3,6 @@
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
 @triton.jit
 def load_rows(ptr, o_r, stride_r, m_r, o_c, C: tl.constexpr):
     """[rows, cols] of a matrix with unit column stride, zero outside."""
@@ -70,51 +67,14 @@ def parts(x, operand: tl.constexpr):
 
 
 @triton.jit
-def sum_rows(E, x, PRECISION: tl.constexpr):
-    """[BT, BK]: sum_t E[i, t] x[t] for E of -1, 0 and 1; x as `parts` gives it."""
-    acc = tl.dot(E.to(x[0].dtype), x[0], input_precision=PRECISION)
-    for i in tl.static_range(1, len(x)):
-        acc = tl.dot(E.to(x[0].dtype), x[i], acc=acc)
+def sum_steps(sums, kind, i, x, PRECISION: tl.constexpr):
+    """[BT, BK]: sums[kind] @ x, exact up to fp32 rounding; x as `parts` gives it (sums.py)."""
+    BT: tl.constexpr = i.shape[0]
+    E = tl.load(sums + kind * BT * BT + i[:, None] * BT + i[None, :])
+    acc = tl.dot(E, x[0], input_precision=PRECISION)
+    for n in tl.static_range(1, len(x)):
+        acc = tl.dot(E, x[n], acc=acc)
     return acc
-
-
-@triton.jit
-def up_to(i):
-    """E of the inclusive sum from the chunk's start, for rows i = 0, 1, .."""
-    return i[:, None] >= i[None, :]
-
-
-@triton.jit
-def after(i):
-    """E of the exclusive sum up to the chunk's end."""
-    return i[:, None] < i[None, :]
-
-
-@triton.jit
-def from_here(i):
-    """E of the inclusive sum up to the chunk's end."""
-    return i[:, None] <= i[None, :]
-
-
-@triton.jit
-def within_pair(i, S):
-    """E of the log decay between each row and the last row r of its pair's first S-block.
-
-    Row i of a second block: the steps r < t <= i. Row j of a first block: j < t <= r. Both sums
-    are at most zero.
-    """
-    same = (i // S)[:, None] == (i // S)[None, :]
-    second = (i // S) % 2 == 1
-    return same & ((i[:, None] >= i[None, :]) == second[:, None])
-
-
-@triton.jit
-def from_middle(i, S):
-    """E of the log decay from the middle row of each S-block to each row, negative before it."""
-    middle = (i // S) * S + (S // 2 - 1)
-    forth = (i[None, :] > middle[:, None]) & (i[None, :] <= i[:, None])
-    back = (i[None, :] <= middle[:, None]) & (i[None, :] > i[:, None])
-    return forth.to(tl.float32) - back.to(tl.float32)
 
 
 @triton.jit
@@ -140,10 +100,10 @@ def block_mask(i, S, TRANSPOSED: tl.constexpr = False):
 
 
 @triton.jit
-def unhoisted(i, step, steps):
-    """i, in a form that the compiler cannot move out of a loop over `step` of `steps`.
+def unhoisted(ptr, step, steps, SIZE: tl.constexpr):
+    """ptr, in a form that the compiler cannot move out of a loop over `step` of `steps`.
 
-    The 0/1 matrices that are built from i would otherwise be formed once before the loop and
-    kept in registers, which then spill: 2.2 kB a thread in intra_bwd (docs/log.md).
+    Tiles loaded from it would otherwise be loaded once before the loop and kept in registers,
+    which then spill: 2.2 kB a thread in intra.py (docs/log.md). SIZE keeps the alignment.
     """
-    return i + step // steps
+    return ptr + step // steps * SIZE
