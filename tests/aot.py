@@ -102,11 +102,10 @@ def resources(kernel) -> Compiled:
     """Registers, spills and shared memory of a compiled kernel, read from its PTX by ptxas."""
     ptx = kernel.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx)[1]
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [ptxas, "-v", "--gpu-name", target, file.name, "-o", "/dev/null"]
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name", target, file.name, "-o", "/dev/null"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return Compiled(
         kernel=kernel.metadata.name,

@@ -15,7 +15,7 @@ import torch
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")  # read when Triton and the kernels are imported
     pytest.importorskip("triton")
-    import fla_cp.kernels.backend  # noqa: F401
+    import fla_cp.kernels.backend
 
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from tests.cases import INSIDE, PACKED, Case, options
@@ -32,8 +32,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Lets the kernels run on CPU tensors, in this module only."""
+    """Lets the kernels run on CPU tensors, in this module only, and fp32 take bf16's path."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(fla_cp.kernels.backend, "SAFE_DTYPES", (torch.float32, torch.bfloat16))
 
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}

@@ -13,12 +13,15 @@ from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from ..state import AffineMap, States
+from . import assembler
 from .gate import GATES
 from .intra import intra_kernel
 from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
 from .scan import scan_bwd_kernel, scan_kernel
 from .sums import sums
 from .tuning import tile
+
+assembler.choose()
 
 
 class Chunks(NamedTuple):
@@ -93,9 +96,12 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+SAFE_DTYPES = (torch.bfloat16,)
+"""Dtypes that take the safe gate's path: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
+
+
 def _safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
-    # a middle row as reference reaches 2^58, which fp16 cannot hold
-    return rule.safe_gate and dtype != torch.float16
+    return rule.safe_gate and dtype in SAFE_DTYPES
 
 
 def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
@@ -368,7 +374,7 @@ def intra_bwd(
     dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
     dscores = torch.empty(NC, HV, 3, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-    norms = torch.empty(NC, HV, 2, CHUNK, device=device)
+    of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
     do = _rows(grads.do)
     if NC:
         scores_bwd_kernel[(NC, HV)](
@@ -381,7 +387,7 @@ def intra_bwd(
             dv,
             dbeta,
             dscores,
-            norms,
+            of_rows,
             table.chunk_start,
             table.chunk_rows,
             *x.v.stride()[:2],
@@ -401,8 +407,9 @@ def intra_bwd(
             x.A_log,
             x.dt_bias,
             sums(x.q.dtype, x.q.device),
+            c.decay,
             c.rows,
-            norms,
+            of_rows,
             do,
             h,
             grads.dh,

@@ -47,8 +47,8 @@ def sigmoid_gate(raw, rate, bound):
 
 @triton.jit
 def sigmoid_slope(raw, rate, bound):
-    z = rate * raw
-    return bound * rate * sigmoid(z) * sigmoid(-z)
+    s = sigmoid(rate * raw)
+    return bound * rate * s * (1.0 - s)
 
 
 GATES = {

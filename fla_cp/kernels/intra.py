@@ -4,20 +4,21 @@ Per (chunk, value head): gate, norm, cumulative sum, Aqk, Akk and T = (I + Akk)^
 operands' dtype and chunk by chunk, qg = scale q exp(gc), kin = k exp(gc), kg = k exp(gc_C - gc),
 T, Aqk (with scale), and in fp32 decay = exp(gc_C) and the activated beta.
 
-Scores. For pairs of neighbouring S-blocks (S = 32, 16, ...) all rows of second blocks meet all
-columns of first blocks in one [64, K] x [K, 64] product, with the last row of the first block as
-reference; what lies outside the pairs is masked away afterwards. Every exponent is at most zero,
-for any gate. With a safe gate the recursion ends at blocks of 16, whose middle row is the
-reference: 8 steps of -5 / ln 2 stay below 2^58.
+Scores. With a safe gate, columns refer to the middle row m of their half of the chunk: k_j
+exp(gc_m - gc_j), whose exponent stays below 16 * 5 / ln 2 = 116 and so in the range of bf16. Rows
+refer once to the middle of the first half and once to that of their own, and each of the two
+products has the columns of one half. With any gate, the chunk is halved again and again: for pairs
+of neighbouring S-blocks (S = 32, 16, .., 1) all rows of second blocks meet all columns of first
+blocks in one [64, K] x [K, 64] product, with the last row of the first block as reference; every
+exponent is at most zero, and what lies outside the pairs is masked away.
 """
 
 import triton
 import triton.language as tl
 
 from .gate import LOG2E, sigmoid
-from .sums import AFTER, MIDDLE, PAIR, UP_TO
+from .sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO
 from .tiles import (
-    block_mask,
     decay_exp,
     dot,
     load_rows,
@@ -153,9 +154,6 @@ def intra_kernel(
         b_kk = tl.zeros([BT, BT], tl.float32)
         b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
         diagonal = tl.zeros_like(b_beta)
-        if SAFE:
-            near_qk = tl.zeros([BT, BT], tl.float32)
-            near_kk = tl.zeros([BT, BT], tl.float32)
     for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
         E = unhoisted(sums, i_k, k_blocks, BT * BT)
@@ -176,18 +174,19 @@ def intra_kernel(
         if SCORES:
             diagonal += tl.sum(b_q * b_k, axis=1)
             if SAFE:
-                f = decay_exp(sum_steps(E, PAIR, o_i, steps, PRECISION), EXP2)
-                b_kf = (b_k * f).to(operand)
-                b_qk = dot((b_q * f).to(operand), tl.trans(b_kf), PRECISION, acc=b_qk)
-                b_kk = dot(b_kf, tl.trans(b_kf), PRECISION, acc=b_kk)
                 d = sum_steps(E, MIDDLE, o_i, steps, PRECISION)
+                col = b_k * decay_exp(-d, EXP2)
                 f = decay_exp(d, EXP2)
                 b_kf = (b_k * f).to(operand)
-                col = (b_k * decay_exp(-d, EXP2)).to(operand)
-                near_qk = dot((b_q * f).to(operand), tl.trans(col), PRECISION, acc=near_qk)
-                near_kk = dot(b_kf, tl.trans(col), PRECISION, acc=near_kk)
-                col = tl.permute(blocks_of_16(col), (0, 2, 1))
-                b_16 = dot(blocks_of_16(b_kf), col, PRECISION, acc=b_16)
+                near = tl.permute(blocks_of_16(col.to(operand)), (0, 2, 1))
+                b_16 = dot(blocks_of_16(b_kf), near, PRECISION, acc=b_16)
+                half = tl.trans(tl.where((o_i >= BT // 2)[:, None], col, 0.0).to(operand))
+                b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
+                b_kk = dot(b_kf, half, PRECISION, acc=b_kk)
+                half = tl.trans(tl.where((o_i < BT // 2)[:, None], col, 0.0).to(operand))
+                f = decay_exp(sum_steps(E, FIRST, o_i, steps, PRECISION), EXP2)
+                b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
+                b_kk = dot((b_k * f).to(operand), half, PRECISION, acc=b_kk)
             else:
                 for level in range(6):
                     f = decay_exp(sum_steps(E, PAIR + level, o_i, steps, PRECISION), EXP2)
@@ -197,11 +196,9 @@ def intra_kernel(
                     b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), PRECISION), 0.0)
                     b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
     if SCORES:
-        if SAFE:
-            near = block_mask(o_i, 32)
-            far = pair_mask(o_i, 32)
-            b_qk = tl.where(near, near_qk, tl.where(far, b_qk, 0.0))
-            b_kk = tl.where(near, near_kk, tl.where(far, b_kk, 0.0))
+        below = o_i[:, None] > o_i[None, :]
+        b_qk = tl.where(below, b_qk, 0.0)
+        b_kk = tl.where(below, b_kk, 0.0)
         b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
         store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
         b_kk *= b_beta[:, None]

@@ -20,9 +20,8 @@ import triton.language as tl
 
 from .gate import LOG2E
 from .intra import load_gate
-from .sums import AFTER, FROM_HERE, MIDDLE, PAIR, UP_TO
+from .sums import AFTER, FIRST, FROM_HERE, MIDDLE, PAIR, UP_TO
 from .tiles import (
-    block_mask,
     decay_exp,
     dot,
     load_block,
@@ -81,7 +80,7 @@ def scores_bwd_kernel(
     dv,
     dbeta,
     dscores,
-    norms,
+    of_rows,
     chunk_start,
     chunk_rows,
     v_t,
@@ -95,9 +94,9 @@ def scores_bwd_kernel(
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dscores [NC, HV, 3, C, C]: dAqk, dAkk of the rows k, and of the rows beta k (times beta).
-    dbeta [1 + key tiles, T, HV]: plane 0, before the sigmoid's slope. norms [NC, HV, 2, C]: q dq
-    and k dk of each row, summed over channels."""
+    """dscores [NC, HV, 3, C, C]: dAqk, dAkk of the rows k, and of the rows beta k (times beta), below
+    the diagonal. of_rows [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
+    summed over channels. dbeta [1 + key tiles, T, HV]: plane 0, before the sigmoid's slope."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_i = tl.arange(0, BT)
     m_i = o_i < tl.load(chunk_rows + i_c)
@@ -130,15 +129,17 @@ def scores_bwd_kernel(
             b_nq += tl.sum(b_do.to(tl.float32) * b_o, axis=1)
             b_nk += tl.sum(b_vn.to(tl.float32) * b_y, axis=1)
         store_rows(dv, b_y * b_beta[:, None], o_i, HV * V, m_i, o_v, V)
-    below = o_i[:, None] >= o_i[None, :]
+    below = o_i[:, None] > o_i[None, :]
+    b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_ds, 0.0), axis=1)
+    tl.store(of_rows + i_ch * 3 * BT + o_i, b_diagonal)
     store_block(dscores, tl.where(below, b_ds, 0.0), o_i, o_i, BT, BT)
-    b_da = tl.where(o_i[:, None] > o_i[None, :], -b_da, 0.0)
+    b_da = tl.where(below, -b_da, 0.0)
     store_block(dscores + BT * BT, b_da, o_i, o_i, BT, BT)
     store_block(dscores + 2 * BT * BT, b_da * b_beta[:, None], o_i, o_i, BT, BT)
     tl.store(dbeta + (start + o_i) * HV + i_hv, b_dbeta, mask=m_i)
     if NORM:
-        tl.store(norms + i_ch * 2 * BT + o_i, b_nq)
-        tl.store(norms + (i_ch * 2 + 1) * BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
+        tl.store(of_rows + (i_ch * 3 + 1) * BT + o_i, b_nq)
+        tl.store(of_rows + (i_ch * 3 + 2) * BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
 
 
 @triton.jit
@@ -149,8 +150,9 @@ def intra_bwd_kernel(
     A_log,
     dt_bias,
     sums,
+    decay,
     rows,
-    norms,
+    of_rows,
     do,
     h,
     dh,
@@ -217,10 +219,11 @@ def intra_bwd_kernel(
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
 
-    # states: columns kg meet v_new, rows qg and kin meet do and y
+    b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
+    steps = parts(b_g, operand)
+
+    # column factor k
     b_dc = tl.zeros([BT, BK], tl.float32)
-    b_dq = tl.zeros([BT, BK], tl.float32)
-    b_dr = tl.zeros([BT, BK], tl.float32)
     b_dl = tl.zeros([BK], tl.float32)
     for i_v in range((V + BV - 1) // BV):
         o_v = i_v * BV + tl.arange(0, BV)
@@ -228,48 +231,72 @@ def intra_bwd_kernel(
         b_dh = load_block(dh, o_k, o_v, K, V)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
-        b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
-        b_dq = dot(b_do, tl.trans(b_h), PRECISION, acc=b_dq)
-        b_dr = dot(load_block(y, i, o_v, BT, V), tl.trans(b_h), PRECISION, acc=b_dr)
-
-    b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
-    steps = parts(b_g, operand)
+    b_dc *= decay_exp(sum_steps(sums, AFTER, i, steps, PRECISION), EXP2)
     b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT)[:, None]
+    b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
+    b_dl += tl.sum(b_k * b_dc, axis=0)
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]
-    b_dl *= decay_exp(tl.sum(b_g, axis=0), EXP2)
+    if SAFE:
+        b_dst = tl.trans(load_scores(dscores, i))
+        b_dat = tl.trans(load_scores(dscores + 2 * BT * BT, i))
+        f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
+        b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
+        b_c1 = dot(b_dat, (b_k * f).to(operand), PRECISION, acc=b_c1)
+        d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
+        f = decay_exp(d, EXP2)
+        b_c2 = dot(b_dst, (b_q * f).to(operand), PRECISION)
+        b_c2 = dot(b_dat, (b_k * f).to(operand), PRECISION, acc=b_c2)
+        b_dc += decay_exp(-d, EXP2) * tl.where((i < BT // 2)[:, None], b_c1, b_c2)
+    else:
+        for level in range(6):
+            f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
+            mask = pair_mask(i, 32 >> level)
+            b_ds = masked(load_scores(dscores, i), mask)
+            b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
+            b_da = masked(load_scores(dscores + 2 * BT * BT, i), mask)
+            b_dc += f * dot(tl.trans(b_da), (b_k * f).to(operand), PRECISION, acc=b_c)
+
+    # row factors q and beta k
+    tl.debug_barrier()
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_dr = tl.zeros([BT, BK], tl.float32)
+    for i_v in range((V + BV - 1) // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        b_h = tl.trans(load_block(h, o_k, o_v, K, V))
+        b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
+        b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
+        b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
     e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
     b_dq *= e
     b_dr *= -e
-    b_dc *= decay_exp(sum_steps(sums, AFTER, i, steps, PRECISION), EXP2)
-    b_dl += tl.sum(b_k * b_dc, axis=0)
-
-    for level in range(1 if SAFE else 6):
-        f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-        mask = pair_mask(i, 32 >> level)
-        b_kf = (b_k * f).to(operand)
-        b_ds = masked(load_scores(dscores, i), mask)
-        b_dq += f * dot(b_ds, b_kf, PRECISION)
-        b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
-        b_da = masked(load_scores(dscores + BT * BT, i), mask)
-        b_dr += f * dot(b_da, b_kf, PRECISION)
-        b_da = masked(load_scores(dscores + 2 * BT * BT, i), mask)
-        b_dc += f * dot(tl.trans(b_da), b_kf, PRECISION, acc=b_c)
+    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT)[:, None]
     if SAFE:
+        b_ds = load_scores(dscores, i)
+        b_da = load_scores(dscores + BT * BT, i)
         d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
+        col = b_k * decay_exp(-d, EXP2)
         f = decay_exp(d, EXP2)
-        mask = block_mask(i, 32)
-        b_kf = (b_k * decay_exp(-d, EXP2)).to(operand)
-        b_ds = masked(load_scores(dscores, i), mask)
-        b_dq += f * dot(b_ds, b_kf, PRECISION)
-        b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
-        b_da = masked(load_scores(dscores + BT * BT, i), mask)
-        b_dr += f * dot(b_da, b_kf, PRECISION)
-        b_kf = (b_k * f).to(operand)
-        b_da = masked(load_scores(dscores + 2 * BT * BT, i), mask)
-        b_dc += decay_exp(-d, EXP2) * dot(tl.trans(b_da), b_kf, PRECISION, acc=b_c)
+        half = tl.where((i >= BT // 2)[:, None], col, 0.0).to(operand)
+        b_dq += f * dot(b_ds, half, PRECISION)
+        b_dr += f * dot(b_da, half, PRECISION)
+        f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
+        half = tl.where((i < BT // 2)[:, None], col, 0.0).to(operand)
+        b_dq += f * dot(b_ds, half, PRECISION)
+        b_dr += f * dot(b_da, half, PRECISION)
+    else:
+        for level in range(6):
+            f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
+            mask = pair_mask(i, 32 >> level)
+            b_kf = (b_k * f).to(operand)
+            b_dq += f * dot(masked(load_scores(dscores, i), mask), b_kf, PRECISION)
+            b_dr += f * dot(masked(load_scores(dscores + BT * BT, i), mask), b_kf, PRECISION)
 
+    tl.debug_barrier()
+    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]
+    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT)[:, None]
     # in fp32, so that row and column of the diagonal cancel exactly in the gate's gradient
-    diagonal = tl.load(dscores + i * (BT + 1)).to(tl.float32)[:, None]
+    of_rows += i_ch * 3 * BT + i
+    diagonal = tl.load(of_rows)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
     dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
@@ -278,9 +305,8 @@ def intra_bwd_kernel(
     b_dgc = parts(b_q * b_dq + b_k * (b_dr - b_dc), operand)
     b_dk = b_dr + b_dc
     if NORM:
-        norms += i_ch * 2 * BT + i
-        b_dq -= b_q * (tl.load(norms) / (scale * scale))[:, None]
-        b_dk -= b_k * tl.load(norms + BT)[:, None]
+        b_dq -= b_q * (tl.load(of_rows + BT) / (scale * scale))[:, None]
+        b_dk -= b_k * tl.load(of_rows + 2 * BT)[:, None]
     store_rows(dq, b_dq * tl.load(rows + BT)[:, None], i, HV * K, m_i, o_k, K)
     store_rows(dk, b_dk * tl.load(rows + 2 * BT)[:, None], i, HV * K, m_i, o_k, K)
     b_dg = b_dl[None, :] + sum_steps(sums, FROM_HERE, i, b_dgc, PRECISION)

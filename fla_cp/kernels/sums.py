@@ -19,9 +19,11 @@ AFTER = tl.constexpr(1)
 """Steps after row i up to the chunk's end: gc_C - gc_i."""
 FROM_HERE = tl.constexpr(2)
 """Steps from row i, with it, up to the chunk's end; turns the gradient of gc into that of g."""
-MIDDLE = tl.constexpr(3)
-"""From row 15 of row i's block of 32 to row i: gc_i - gc_m, positive before row m."""
-PAIR = tl.constexpr(4)
+FIRST = tl.constexpr(3)
+"""gc_i - gc_m, m the middle row (15) of the chunk's first half: rows against its columns."""
+MIDDLE = tl.constexpr(4)
+"""gc_i - gc_m, m the middle row (15 or 47) of row i's own half."""
+PAIR = tl.constexpr(5)
 """PAIR + n: between row i and the last row r of the first block of its pair of S-blocks,
 S = 32 >> n. Second blocks: gc_i - gc_r; first blocks: gc_r - gc_i. Never positive."""
 
@@ -30,14 +32,18 @@ LEVELS = 6
 
 @functools.cache
 def sums(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[4 + LEVELS, C, C] of -1, 0 and 1, indexed by the names above; bf16, or fp32 for fp32."""
+    """[5 + LEVELS, C, C] of -1, 0 and 1, indexed by the names above; bf16, or fp32 for fp32."""
     i, j = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)[None]
-    middle = i // 32 * 32 + 15
+
+    def since(m: Tensor) -> Tensor:
+        return ((j > m) & (j <= i)).int() - ((j <= m) & (j > i)).int()
+
     tables = [
         i >= j,
         i < j,
         i <= j,
-        ((j > middle) & (j <= i)).int() - ((j <= middle) & (j > i)).int(),
+        since(torch.full_like(i, 15)),
+        since(i // 32 * 32 + 15),
     ]
     for n in range(LEVELS):
         S = 32 >> n

@@ -3,42 +3,47 @@
 import triton
 import triton.language as tl
 
+@triton.constexpr_function
+def divides(step, total):
+    return total % step == 0
+
+
 @triton.jit
 def load_rows(ptr, o_r, stride_r, m_r, o_c, C: tl.constexpr):
     """[rows, cols] of a matrix with unit column stride, zero outside."""
-    return tl.load(
-        ptr + o_r[:, None] * stride_r + o_c[None, :],
-        mask=m_r[:, None] & (o_c < C)[None, :],
-        other=0.0,
-    )
+    p = ptr + o_r[:, None] * stride_r + o_c[None, :]
+    if divides(o_c.shape[0], C):
+        return tl.load(p, mask=m_r[:, None], other=0.0)
+    else:
+        return tl.load(p, mask=m_r[:, None] & (o_c < C)[None, :], other=0.0)
 
 
 @triton.jit
 def store_rows(ptr, x, o_r, stride_r, m_r, o_c, C: tl.constexpr):
-    tl.store(
-        ptr + o_r[:, None] * stride_r + o_c[None, :],
-        x.to(ptr.dtype.element_ty),
-        mask=m_r[:, None] & (o_c < C)[None, :],
-    )
+    p = ptr + o_r[:, None] * stride_r + o_c[None, :]
+    if divides(o_c.shape[0], C):
+        tl.store(p, x.to(ptr.dtype.element_ty), mask=m_r[:, None])
+    else:
+        tl.store(p, x.to(ptr.dtype.element_ty), mask=m_r[:, None] & (o_c < C)[None, :])
 
 
 @triton.jit
 def load_block(ptr, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
     """A dense [R, C] block, zero beyond its edges."""
-    return tl.load(
-        ptr + o_r[:, None] * C + o_c[None, :],
-        mask=(o_r < R)[:, None] & (o_c < C)[None, :],
-        other=0.0,
-    )
+    p = ptr + o_r[:, None] * C + o_c[None, :]
+    if divides(o_r.shape[0], R) and divides(o_c.shape[0], C):
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=(o_r < R)[:, None] & (o_c < C)[None, :], other=0.0)
 
 
 @triton.jit
 def store_block(ptr, x, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
-    tl.store(
-        ptr + o_r[:, None] * C + o_c[None, :],
-        x.to(ptr.dtype.element_ty),
-        mask=(o_r < R)[:, None] & (o_c < C)[None, :],
-    )
+    p = ptr + o_r[:, None] * C + o_c[None, :]
+    if divides(o_r.shape[0], R) and divides(o_c.shape[0], C):
+        tl.store(p, x.to(ptr.dtype.element_ty))
+    else:
+        tl.store(p, x.to(ptr.dtype.element_ty), mask=(o_r < R)[:, None] & (o_c < C)[None, :])
 
 
 @triton.jit
@@ -78,25 +83,10 @@ def sum_steps(sums, kind, i, x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def pair_mask(i, S, TRANSPOSED: tl.constexpr = False):
+def pair_mask(i, S):
     """[BT, BT]: rows in the second and columns in the first block of the same pair of S-blocks."""
     same = (i // (2 * S))[:, None] == (i // (2 * S))[None, :]
-    second = i % (2 * S) >= S
-    first = i % (2 * S) < S
-    if TRANSPOSED:
-        return same & first[:, None] & second[None, :]
-    else:
-        return same & second[:, None] & first[None, :]
-
-
-@triton.jit
-def block_mask(i, S, TRANSPOSED: tl.constexpr = False):
-    """[BT, BT]: j < i (transposed: j > i) inside the same block of S rows."""
-    same = (i // S)[:, None] == (i // S)[None, :]
-    if TRANSPOSED:
-        return same & (i[:, None] < i[None, :])
-    else:
-        return same & (i[:, None] > i[None, :])
+    return same & (i % (2 * S) >= S)[:, None] & (i % (2 * S) < S)[None, :]
 
 
 @triton.jit

@@ -31,9 +31,9 @@ def tile(stage: str, K: int, V: int, dtype: torch.dtype) -> Tile:
     wide = dtype == torch.float32
     k, v = power_of_two(K), power_of_two(V, 32)
     if stage == "intra":
-        return Tile(int(__import__("os").environ.get("IBK","64")), 0, int(__import__("os").environ.get("IW","4")), 1)
+        return Tile(32, 0, 4, 1, 168)
     if stage == "intra_bwd":
-        return Tile(int(__import__("os").environ.get("BBK","64")), int(__import__("os").environ.get("BBV","64")), int(__import__("os").environ.get("BW","4")), 1)
+        return Tile(64, 64, 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     return Tile(k, min(v, 32), 4, 3 if k <= 128 else 1)
