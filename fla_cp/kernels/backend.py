@@ -163,7 +163,7 @@ def intra(
             EPS=NORM_EPS,
             SCORES=kept is None,
             num_warps=t.warps,
-            num_stages=t.stages,
+            NS=t.stages,
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
@@ -199,7 +199,7 @@ def _scan(
     t = tile("scan", K, V, c.kin.dtype)
     if not segments:
         return
-    scan_kernel[(triton.cdiv(V, t.BV), len(segments), HV)](
+    scan_kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](
         c.qg,
         c.kin,
         c.kg,
@@ -301,7 +301,7 @@ def _scan_bwd(
     t = tile("scan_bwd", K, V, c.kin.dtype)
     if not segments:
         return
-    scan_bwd_kernel[(triton.cdiv(V, t.BV), len(segments), HV)](
+    scan_bwd_kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](
         c.qg,
         c.kin,
         c.kg,
@@ -400,7 +400,7 @@ def intra_bwd(
             PRECISION=_precision(x.q.dtype),
             num_warps=4,
         )
-        intra_bwd_kernel[(NC, HV, tiles)](
+        intra_bwd_kernel[(NC * tiles, HV)](
             x.q,
             x.k,
             x.g,
@@ -441,7 +441,7 @@ def intra_bwd(
             SLOPE=GATES[rule.gate][1],
             RATE_SCALES_RAW=rule.gate == "sigmoid",
             num_warps=t.warps,
-            num_stages=t.stages,
+            NS=t.stages,
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )

@@ -25,8 +25,9 @@ from .tiles import (
     pair_mask,
     parts,
     store_block,
+    apply_sums,
+    load_sums,
     sum_steps,
-    unhoisted,
 )
 
 
@@ -122,6 +123,7 @@ def intra_kernel(
     SCORES: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
+    NS: tl.constexpr,
 ):
     """rows [NC, HV, 3, C], fp32: activated beta, and what q and k are multiplied by."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -154,9 +156,13 @@ def intra_kernel(
         b_kk = tl.zeros([BT, BT], tl.float32)
         b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
         diagonal = tl.zeros_like(b_beta)
-    for i_k in range((K + BK - 1) // BK):
+    e_upto = load_sums(sums, UP_TO, o_i)
+    e_after = load_sums(sums, AFTER, o_i)
+    if SCORES and SAFE:
+        e_middle = load_sums(sums, MIDDLE, o_i)
+        e_first = load_sums(sums, FIRST, o_i)
+    for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
         o_k = i_k * BK + tl.arange(0, BK)
-        E = unhoisted(sums, i_k, k_blocks, BT * BT)
         raw, rate = load_gate(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K)
         b_g = tl.where(m_i[:, None], GATE(raw, rate, bound), 0.0)
         if EXP2:
@@ -164,17 +170,17 @@ def intra_kernel(
         steps = parts(b_g, operand)
         b_q = load_rows(q, o_i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
-        e = decay_exp(sum_steps(E, UP_TO, o_i, steps, PRECISION), EXP2)
+        e = decay_exp(apply_sums(e_upto, steps, PRECISION), EXP2)
         store_block(qg + i_ch * BT * K, b_q * e, o_i, o_k, BT, K)
         store_block(kin + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
         last = tl.broadcast_to(o_k[None, :], [BT, BK])
         tl.store(decay + i_ch * K + last, e, mask=(o_i == BT - 1)[:, None] & (o_k < K)[None, :])
-        e = decay_exp(sum_steps(E, AFTER, o_i, steps, PRECISION), EXP2)
+        e = decay_exp(apply_sums(e_after, steps, PRECISION), EXP2)
         store_block(kg + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
         if SCORES:
             diagonal += tl.sum(b_q * b_k, axis=1)
             if SAFE:
-                d = sum_steps(E, MIDDLE, o_i, steps, PRECISION)
+                d = apply_sums(e_middle, steps, PRECISION)
                 col = b_k * decay_exp(-d, EXP2)
                 f = decay_exp(d, EXP2)
                 b_kf = (b_k * f).to(operand)
@@ -184,12 +190,12 @@ def intra_kernel(
                 b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
                 b_kk = dot(b_kf, half, PRECISION, acc=b_kk)
                 half = tl.trans(tl.where((o_i < BT // 2)[:, None], col, 0.0).to(operand))
-                f = decay_exp(sum_steps(E, FIRST, o_i, steps, PRECISION), EXP2)
+                f = decay_exp(apply_sums(e_first, steps, PRECISION), EXP2)
                 b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
                 b_kk = dot((b_k * f).to(operand), half, PRECISION, acc=b_kk)
             else:
                 for level in range(6):
-                    f = decay_exp(sum_steps(E, PAIR + level, o_i, steps, PRECISION), EXP2)
+                    f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, PRECISION), EXP2)
                     b_kf = (b_k * f).to(operand)
                     mask = pair_mask(o_i, 32 >> level)
                     b_qf = (b_q * f).to(operand)

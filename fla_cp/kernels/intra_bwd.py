@@ -192,12 +192,14 @@ def intra_bwd_kernel(
     SAFE: tl.constexpr,
     EXP2: tl.constexpr,
     PRECISION: tl.constexpr,
+    NS: tl.constexpr,
 ):
     """dq, dk: [T, HV, K] per value head, of the rows as given. dA_log [NC, key tiles, HV] and
     ddt_bias [NC, HV, K]: one partial sum a program, or None. dbeta: plane 1 + tile.
     RATE_SCALES_RAW: g depends on rate * raw (else rate is a factor of g)."""
-    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i_k = tl.program_id(2)
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
+    i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)
@@ -225,7 +227,7 @@ def intra_bwd_kernel(
     # column factor k
     b_dc = tl.zeros([BT, BK], tl.float32)
     b_dl = tl.zeros([BK], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
+    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
         o_v = i_v * BV + tl.arange(0, BV)
         b_h = load_block(h, o_k, o_v, K, V)
         b_dh = load_block(dh, o_k, o_v, K, V)
@@ -260,7 +262,7 @@ def intra_bwd_kernel(
     tl.debug_barrier()
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
-    for i_v in range((V + BV - 1) // BV):
+    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
         o_v = i_v * BV + tl.arange(0, BV)
         b_h = tl.trans(load_block(h, o_k, o_v, K, V))
         b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
@@ -319,6 +321,6 @@ def intra_bwd_kernel(
             b_dA = tl.sum(b_draw * raw)
         else:
             b_dA = tl.sum(b_dg * GATE(raw, rate, bound))
-        tl.store(dA_log + (i_c * tl.num_programs(2) + i_k) * HV + i_hv, b_dA)
+        tl.store(dA_log + (i_c * tiles + i_k) * HV + i_hv, b_dA)
     if ddt_bias is not None:
         tl.store(ddt_bias + i_ch * K + o_k, tl.sum(b_draw, axis=0), mask=o_k < K)

@@ -53,8 +53,9 @@ def scan_kernel(
     TRANSITION: starts from the identity with v = 0, so that S_end is the segment's transition
     (then V == K).
     """
-    i_v, i_h = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    i_n = tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_h = tl.program_id(0) % tiles, tl.program_id(1).to(tl.int64)
+    i_n = (tl.program_id(0) // tiles).to(tl.int64)
     i_s = tl.load(segments + i_n).to(tl.int64)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -130,8 +131,9 @@ def scan_bwd_kernel(
 ):
     """dh: state gradient at each chunk's end. y = T^T dv_new, so that dv = beta y. Each of y, dh
     and dS0 is written unless None."""
-    i_v, i_h = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    i_n = tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_h = tl.program_id(0) % tiles, tl.program_id(1).to(tl.int64)
+    i_n = (tl.program_id(0) // tiles).to(tl.int64)
     i_s = tl.load(segments + i_n).to(tl.int64)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)

@@ -72,14 +72,24 @@ def parts(x, operand: tl.constexpr):
 
 
 @triton.jit
-def sum_steps(sums, kind, i, x, PRECISION: tl.constexpr):
-    """[BT, BK]: sums[kind] @ x, exact up to fp32 rounding; x as `parts` gives it (sums.py)."""
+def load_sums(sums, kind, i):
+    """sums[kind] [BT, BT] (sums.py)."""
     BT: tl.constexpr = i.shape[0]
-    E = tl.load(sums + kind * BT * BT + i[:, None] * BT + i[None, :])
+    return tl.load(sums + kind * BT * BT + i[:, None] * BT + i[None, :])
+
+
+@triton.jit
+def apply_sums(E, x, PRECISION: tl.constexpr):
+    """[BT, BK]: E @ x, exact up to fp32 rounding; x as `parts` gives it."""
     acc = tl.dot(E, x[0], input_precision=PRECISION)
     for n in tl.static_range(1, len(x)):
         acc = tl.dot(E, x[n], acc=acc)
     return acc
+
+
+@triton.jit
+def sum_steps(sums, kind, i, x, PRECISION: tl.constexpr):
+    return apply_sums(load_sums(sums, kind, i), x, PRECISION)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import os; E=os.environ
 
 
 class Tile(NamedTuple):
@@ -31,9 +32,9 @@ def tile(stage: str, K: int, V: int, dtype: torch.dtype) -> Tile:
     wide = dtype == torch.float32
     k, v = power_of_two(K), power_of_two(V, 32)
     if stage == "intra":
-        return Tile(32, 0, 4, 1, 168)
+        return Tile(int(E.get('IBK',32)), 0, 4, int(E.get('INS',1)), int(E.get('IR',168)) or None)
     if stage == "intra_bwd":
-        return Tile(64, 64, 4, 1)
+        return Tile(int(E.get('BBK',64)), int(E.get('BBV',64)), 4, int(E.get('BNS',1)), int(E.get('BR',0)) or None)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     return Tile(k, min(v, 32), 4, 3 if k <= 128 else 1)
