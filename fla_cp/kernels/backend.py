@@ -104,6 +104,11 @@ def _safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
     return rule.safe_gate and dtype in SAFE_DTYPES
 
 
+def _named(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
+    """Name of a stage in the table of tiles."""
+    return stage if _safe(rule, dtype) else f"{stage}_any"
+
+
 def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "GATE": GATES[rule.gate][0],
@@ -120,7 +125,7 @@ def intra(
     x = Inputs(*(None if t is None else _rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    t = tile("intra", K, V, x.q.dtype)
+    t = tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
     qg, kin, kg = (x.q.new_empty(NC, HV, CHUNK, K) for _ in range(3))
     if kept is None:
         T, Aqk = (x.q.new_empty(NC, HV, CHUNK, CHUNK) for _ in range(2))
@@ -363,7 +368,10 @@ def intra_bwd(
     x = Inputs(*(None if t is None else _rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    t = tile("intra_bwd", K, V, x.q.dtype)
+    t, ts = (
+        tile(name, K, V, x.q.dtype)
+        for name in (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
+    )
     device, tokens = x.q.device, len(x.q)
     per_head = torch.float32 if HV > H else x.q.dtype
     tiles = triton.cdiv(K, t.BK)
@@ -395,10 +403,10 @@ def intra_bwd(
             HV=HV,
             V=V,
             BT=CHUNK,
-            BV=t.BV,
+            BV=ts.BV,
             NORM=rule.qk_l2norm,
             PRECISION=_precision(x.q.dtype),
-            num_warps=4,
+            num_warps=ts.warps,
         )
         intra_bwd_kernel[(NC * tiles, HV)](
             x.q,

@@ -1,11 +1,14 @@
-"""Tile choices: one row a stage, looked up by shape and dtype; nothing is tuned at run time."""
+"""Tile choices: a table of measured rows, rules for what was not measured; nothing is tuned at run
+time. `python -m fla_cp.kernels.tuning` measures a row's candidates again and prints them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
 from typing import NamedTuple
 
 import torch
-import os; E=os.environ
 
 
 class Tile(NamedTuple):
@@ -27,14 +30,115 @@ def power_of_two(n: int, least: int = 16) -> int:
     return size
 
 
-def tile(stage: str, K: int, V: int, dtype: torch.dtype) -> Tile:
-    """The tile of a stage: "intra", "scan", "scan_bwd" or "intra_bwd"."""
-    wide = dtype == torch.float32
-    k, v = power_of_two(K), power_of_two(V, 32)
-    if stage == "intra":
-        return Tile(int(E.get('IBK',32)), 0, 4, int(E.get('INS',1)), int(E.get('IR',168)) or None)
-    if stage == "intra_bwd":
-        return Tile(int(E.get('BBK',64)), int(E.get('BBV',64)), 4, int(E.get('BNS',1)), int(E.get('BR',0)) or None)
+BF16 = torch.bfloat16
+TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
+    (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
+    (90, "intra_any", 128, 128, BF16): Tile(64, 0, 4, 1),
+    (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_bwd", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scores_bwd", 128, 128, BF16): Tile(0, 64, 4, 1),
+    (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1, 168),
+    (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
+}
+"""Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
+without a safe gate. Figures: docs/log.md."""
+
+
+def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
+    """For shapes without a row: compiles within the registers and shared memory of sm_90."""
+    if stage in ("intra", "intra_any"):
+        return Tile(32, 0, 4, 1 if wide else 3)
+    if stage == "scores_bwd":
+        return Tile(0, min(v, 32 if wide else 64), 4, 1)
+    if stage in ("intra_bwd", "intra_bwd_any"):
+        capped = stage == "intra_bwd" and not wide
+        return Tile(32, min(v, 32 if wide else 128), 4, 1, 168 if capped else None)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     return Tile(k, min(v, 32), 4, 3 if k <= 128 else 1)
+
+
+@functools.cache
+def architecture() -> int:
+    """Compute capability of the first GPU as 10 * major + minor; 90 without one."""
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+@functools.cache
+def tile(stage: str, K: int, V: int, dtype: torch.dtype) -> Tile:
+    """The tile of a stage for one shape and operand dtype."""
+    k, v = power_of_two(K), power_of_two(V, 32)
+    row = TABLE.get((architecture(), stage, k, v, dtype))
+    return rule(stage, k, v, dtype == torch.float32) if row is None else row
+
+
+CANDIDATES: dict[str, tuple[Tile, ...]] = {
+    "intra": tuple(
+        Tile(BK, 0, 4, stages, cap)
+        for BK, stages, cap in ((32, 3, None), (32, 2, None), (32, 1, None), (32, 1, 168))
+    )
+    + (Tile(64, 0, 4, 1), Tile(16, 0, 4, 3)),
+    "scan": tuple(Tile(0, BV, 4, stages) for BV in (32, 64) for stages in (1, 2, 3)),
+    "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
+    "intra_bwd": tuple(
+        Tile(BK, BV, 4, 1, cap)
+        for BK, BV, cap in (
+            (32, 128, 168),
+            (32, 128, None),
+            (32, 64, 168),
+            (32, 32, None),
+            (64, 64, None),
+            (64, 128, None),
+            (16, 128, 168),
+        )
+    ),
+}
+"""What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
+those of the longest name here that it begins with."""
+
+
+def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
+    """Tiles for one stage and shape, none wider than the shape."""
+    name = max((n for n in CANDIDATES if stage.startswith(n)), key=len)
+    k, v = power_of_two(K), power_of_two(V, 32)
+    rows = (
+        t._replace(BK=min(t.BK, k) or (k if name == "scan" else 0), BV=min(t.BV, v))
+        for t in CANDIDATES[name]
+    )
+    return tuple(dict.fromkeys(rows))
+
+
+def main() -> None:
+    from .measure import measure
+
+    parser = argparse.ArgumentParser(prog="python -m fla_cp.kernels.tuning", description=__doc__)
+    stages = sorted({name for _, name, *_ in TABLE})
+    parser.add_argument("--stage", choices=stages, action="append", help="default: all")
+    parser.add_argument("--K", type=int, default=128)
+    parser.add_argument("--V", type=int, default=128)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--heads", type=int, default=32)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    for stage in args.stage or stages:
+        print(f"{stage}  K={args.K} V={args.V} {args.dtype} T={args.tokens} H={args.heads}")
+        print(f"  now  {tile(stage, args.K, args.V, dtype)}", flush=True)
+        best: tuple[float, Tile | None] = (float("inf"), None)
+        for candidate in candidates(stage, args.K, args.V):
+            try:
+                ms = measure(stage, candidate, args.K, args.V, dtype, args.tokens, args.heads)
+            except Exception as error:  # does not fit: reported, and the next is tried
+                print(f"       {candidate}: {str(error).splitlines()[0][:80]}", flush=True)
+                continue
+            print(f"  {ms:7.3f} ms  {candidate}", flush=True)
+            best = min(best, (ms, candidate))
+        key = (architecture(), stage, power_of_two(args.K), power_of_two(args.V, 32), dtype)
+        print(f"    {key}: {best[1]},", flush=True)
+
+
+if __name__ == "__main__":
+    main()

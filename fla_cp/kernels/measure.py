@@ -1,0 +1,76 @@
+"""Times one stage of the Triton backend with one tile, for `fla_cp.kernels.tuning`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+
+from ..packing import Packing
+from ..rule import DeltaRule
+from ..stages.intra import Inputs
+from . import backend
+from .tuning import Tile, tile
+
+
+@contextmanager
+def forced(choice: dict[str, Tile]) -> Iterator[None]:
+    """Inside, the stages named in `choice` take its tiles."""
+    backend.tile = lambda stage, *shape: choice.get(stage) or tile(stage, *shape)
+    try:
+        yield
+    finally:
+        backend.tile = tile
+
+
+def stages(
+    K: int, V: int, dtype: torch.dtype, tokens: int, heads: int, *, safe: bool = True
+) -> dict[str, Callable[[], Any]]:
+    """Each stage of one KDA call with norm, gate and beta's sigmoid inside, on random inputs."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    x = Inputs(
+        random(tokens, heads, K),
+        random(tokens, heads, K),
+        random(tokens, heads, V),
+        random(tokens, heads, K),
+        random(tokens, heads),
+        torch.randn(heads, device="cuda"),
+        torch.randn(heads * K, device="cuda"),
+    )
+    gate: dict[str, Any] = {"gate": "softplus"}
+    if safe:
+        gate = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
+    rule = DeltaRule(scale=K**-0.5, qk_l2norm=True, beta_factor=1.0, **gate)
+    packing, do = Packing.build((0, tokens)), random(tokens, heads, V)
+    wanted = {"want_states": False, "want_end": False}
+    c = backend.intra(rule, packing, x)
+    o, *_ = backend.scan_output(rule, packing, c, None, **wanted)
+    c = c._replace(o=o)
+    h, v_new, _ = backend.scan(packing, c, None)
+    grads = backend.output_bwd(rule, packing, c, do)
+    dscan, _ = backend.scan_bwd(packing, c, grads, None, want_start=False)
+    end = "" if safe else "_any"
+    return {
+        f"intra{end}": lambda: backend.intra(rule, packing, x),
+        "restore": lambda: backend.intra(rule, packing, x, kept=(c.T, c.Aqk)),
+        "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
+        "scan_states": lambda: backend.scan(packing, c, None),
+        "scan_bwd": lambda: backend.scan_bwd(packing, c, grads, None, want_start=False),
+        f"intra_bwd{end}": lambda: backend.intra_bwd(rule, packing, x, c, h, v_new, dscan),
+    }
+
+
+def measure(
+    stage: str, choice: Tile, K: int, V: int, dtype: torch.dtype, tokens: int, heads: int
+) -> float:
+    """Median ms of `stage` with `choice`; "scores_bwd" is timed inside "intra_bwd"."""
+    run = stages(K, V, dtype, tokens, heads, safe=not stage.endswith("_any"))
+    with forced({stage: choice}):
+        timed = run["intra_bwd" if stage == "scores_bwd" else stage]
+        return triton.testing.do_bench(timed, warmup=5, rep=25, return_mode="median")
