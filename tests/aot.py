@@ -1,7 +1,8 @@
 """Compiling the kernels for sm_90 without a GPU, exactly as the package would launch them.
 
-`python -m tests.aot` compiles one KDA call of each row of SHAPES and prints what it took; it fails
-on an error or over the shared memory of a block.
+`python -m tests.aot` compiles every kernel and tile configuration. It fails on an error, over the
+shared memory of a block, on instructions that read what nothing wrote, and where registers, spills
+or shared memory differ from those kept in aot.json for this Triton (`--write` keeps new ones).
 
 Inside `compiled()`, Triton targets sm_90 and every launch compiles its kernel and returns, so an
 operator called on CPU tensors goes through the package's own launch code; the numbers it returns
@@ -10,13 +11,18 @@ mean nothing. Each compiled kernel is recorded with its registers, spills and sh
 
 from __future__ import annotations
 
+import argparse
+import functools
+import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -31,15 +37,14 @@ SM90_SHARED = 227 * 1024
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources of one kernel. spills: bytes. shared: bytes of a block."""
+    """Resources of one kernel. spills: bytes a thread. shared: bytes of a block. undefined:
+    instructions that read what nothing wrote."""
 
     kernel: str
     registers: int
     spills: int
     shared: int
-    warps: int
-    wgmma: int
-    mma: int
+    undefined: tuple[str, ...]
 
 
 class _Sm90:
@@ -99,23 +104,54 @@ def compiled(seen: dict[object, Compiled] | None = None) -> Iterator[list[Compil
 
 
 def resources(kernel) -> Compiled:
-    """Registers, spills and shared memory of a compiled kernel, read from its PTX by ptxas."""
+    """Registers, spills and shared memory of a compiled kernel, and what is miscompiled in it."""
     ptx = kernel.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx)[1]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name", target, file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name", target, file.name]
+        log = subprocess.run(
+            [*command, "-o", "/dev/null"], capture_output=True, text=True, check=True
+        ).stderr
+    with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return Compiled(
         kernel=kernel.metadata.name,
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spills=int(re.search(r"(\d+) bytes spill stores", log)[1]),
         shared=kernel.metadata.shared,
-        warps=kernel.metadata.num_warps,
-        wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
-        mma=len(re.findall(r"mma\.sync", ptx)),
+        undefined=tuple(undefined(sass)),
     )
+
+
+def undefined(sass: str) -> list[str]:
+    """Instructions that read a uniform register which no earlier one wrote, or that compute with
+    the stack pointer R1 as if it held data: how ptxas 12.8 miscompiles wgmma descriptors."""
+    written: set[int] = set()
+    found = []
+    for line in sass.splitlines():
+        m = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
+        if m is None:
+            continue
+        op, operands = m.groups()
+        first, _, rest = operands.partition(",")
+        to = re.fullmatch(r"UR(\d+)", first.strip())
+        read = {int(n) for n in re.findall(r"\bUR(\d+)\b", rest if to else operands)}
+        if op.startswith("HGMMA"):  # the second half of the four holds B; A may be in registers
+            read = {n + half for n in read for half in (2, 3)}
+        carried = re.search(r"P\d, R1\b", operands) or (
+            op == "IADD3.X" and re.search(r"\bR1\b", rest)
+        )
+        if read - written or carried:
+            found.append(m[0])
+        if to:
+            wide = 4 if ".128" in op else 2 if ".64" in op or "WIDE" in op else 1
+            written |= {int(to[1]) + n for n in range(wide)}
+    return found
 
 
 INSIDE = {
@@ -124,34 +160,130 @@ INSIDE = {
     "use_beta_sigmoid_in_kernel": True,
 }
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
-SHAPES = ((64, 64, SAFE), (128, 128, SAFE), (128, 128, {}), (256, 256, SAFE))
-"""K, V and gate of the calls that are compiled, in bf16."""
+SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+RECORD = Path(__file__).parent / "aot.json"
 
 
-def compile_call(K: int, V: int, gate: dict) -> list[Compiled]:
+def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compiled]:
     """Every kernel of one forward and backward, each once."""
     from fla_cp import chunk_kda
 
     def leaf(*shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True)
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
 
-    packed = [leaf(1, 65, 1, K), leaf(1, 65, 1, K), leaf(1, 65, 1, V), leaf(1, 65, 1, K)]
-    rates = {"A_log": torch.zeros(1), "dt_bias": torch.zeros(K)}
+    packed = [leaf(1, 128, 2, K), leaf(1, 128, 2, K), leaf(1, 128, 2, V), leaf(1, 128, 2, K)]
+    rates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * K)}
     rates = {n: t.requires_grad_() for n, t in rates.items()}
     with compiled() as kernels:
-        o, _ = chunk_kda(*packed, leaf(1, 65, 1), **rates, **INSIDE, **gate, impl="triton")
+        o, _ = chunk_kda(*packed, leaf(1, 128, 2), **rates, **INSIDE, **gate, impl="triton")
         o.float().sum().backward()
     return list(dict.fromkeys(kernels))
 
 
+def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
+    """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
+    candidate tile at K = V = 128."""
+    from fla_cp.kernels import tuning
+    from fla_cp.kernels.measure import forced
+
+    for (K, V), (name, dtype) in product(SIZES, DTYPES.items()):
+        for gate, options in (("safe", SAFE), ("any", {})):
+            if gate == "any" or name == "bf16":  # only bf16 has a path of its own for a safe gate
+                call = functools.partial(compile_call, K, V, dtype, options)
+                yield f"{K}x{V} {name} {gate}", call
+
+    def with_tile(stage: str, tile: tuning.Tile) -> list[Compiled]:
+        options = {} if stage.endswith("_any") else SAFE
+        with forced({stage: tile}):
+            kernels = compile_call(128, 128, torch.bfloat16, options)
+        return [k for k in kernels if k.kernel == f"{stage.removesuffix('_any')}_kernel"]
+
+    for stage in sorted({stage for _, stage, *_ in tuning.TABLE}):
+        for tile in tuning.candidates(stage, 128, 128):
+            yield f"{stage} {tuple(tile)}", functools.partial(with_tile, stage, tile)
+
+
+def check(name: str, kernels: list[Compiled]) -> list[str]:
+    """What is wrong with the kernels of one configuration."""
+    return [
+        f"{name}: {k.kernel}: {problem}"
+        for k in kernels
+        for problem in (
+            f"{k.shared} bytes of shared memory" if k.shared > SM90_SHARED else "",
+            f"reads what nothing wrote: {k.undefined[0]}" if k.undefined else "",
+        )
+        if problem
+    ]
+
+
+def record(name: str, kernels: list[Compiled]) -> dict[str, list[list[int]]]:
+    """{configuration: {kernel: [[registers, spills, shared], ..]}} as kept in aot.json."""
+    rows: dict[str, list[list[int]]] = {}
+    for k in kernels:
+        rows.setdefault(k.kernel, []).append([k.registers, k.spills, k.shared])
+    return rows
+
+
+def changes(kept: dict, now: dict) -> list[str]:
+    """Lines of a diff of two records."""
+    lines = []
+    for name in sorted(kept.keys() | now.keys()):
+        if kept.get(name) != now.get(name):
+            lines += [f"- {name}: {kept.get(name)}", f"+ {name}: {now.get(name)}"]
+    return lines
+
+
+def compile_share(part: int, parts: int) -> tuple[dict, list[str]]:
+    """Record and problems of every parts-th configuration from `part` on."""
+    rows, problems = {}, []
+    for name, call in list(configurations())[part::parts]:
+        kernels = call()
+        rows[name] = record(name, kernels)
+        problems += check(name, kernels)
+        print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
+    return rows, problems
+
+
 def main() -> int:
-    too_large = 0
-    wanted = SHAPES[: int(sys.argv[1])] if len(sys.argv) > 1 else SHAPES
-    for K, V, gate in wanted:
-        for kernel in compile_call(K, V, gate):
-            print(f"K={K} V={V} {'safe' if gate else 'any'} {kernel}", flush=True)
-            too_large += kernel.shared > SM90_SHARED
-    return 1 if too_large else 0
+    parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="keep what is compiled in aot.json")
+    parser.add_argument("--part", type=int, nargs=2, metavar=("N", "OF"), help="print one share")
+    args = parser.parse_args()
+    if args.part:
+        print(json.dumps(compile_share(*args.part)))
+        return 0
+    parts = min(8, os.cpu_count() or 1)
+    command = [sys.executable, "-m", "tests.aot", "--part"]
+    children = [
+        subprocess.Popen([*command, str(n), str(parts)], stdout=subprocess.PIPE, text=True)
+        for n in range(parts)
+    ]
+    rows: dict = {}
+    problems: list[str] = []
+    for child in children:
+        out, _ = child.communicate()
+        if child.returncode:
+            return 1  # its error is on stderr
+        share, wrong = json.loads(out)
+        rows |= share
+        problems += wrong
+    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    key = f"triton {triton.__version__}"
+    if args.write:
+        kept[key] = dict(sorted(rows.items()))
+        lines = (
+            f" {json.dumps(v)}: {{\n"
+            + ",\n".join(f"  {json.dumps(n)}: {json.dumps(r)}" for n, r in kept[v].items())
+            + "\n }"
+            for v in sorted(kept)
+        )
+        RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    elif key in kept:
+        problems += changes(kept[key], rows)
+    print("\n".join(problems))
+    print(f"{len(rows)} configurations compiled with {key}, {len(problems)} problems")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 SAFE_DTYPES = (torch.bfloat16,)
-"""Dtypes that take the safe gate's path: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
+"""Take the safe gate's path: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
 
 
 def _safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
@@ -369,8 +369,7 @@ def intra_bwd(
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t, ts = (
-        tile(name, K, V, x.q.dtype)
-        for name in (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
+        tile(name, K, V, x.q.dtype) for name in (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
     )
     device, tokens = x.q.device, len(x.q)
     per_head = torch.float32 if HV > H else x.q.dtype

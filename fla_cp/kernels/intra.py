@@ -19,21 +19,21 @@ import triton.language as tl
 from .gate import LOG2E, sigmoid
 from .sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO
 from .tiles import (
+    apply_sums,
     decay_exp,
     dot,
     load_rows,
+    load_sums,
     pair_mask,
     parts,
     store_block,
-    apply_sums,
-    load_sums,
     sum_steps,
 )
 
 
 @triton.jit
 def unit_lower_inverse(A, D, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 for strictly lower A [BT, BT], whose blocks of 16 on the diagonal are D [.., 16, 16].
+    """(I + A)^-1 for strictly lower A [BT, BT] with D [BT / 16, 16, 16], its blocks on the diagonal.
 
     [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]: inverses of S-blocks are joined to
     inverses of 2S-blocks, all pairs at once; up to 16 in D.

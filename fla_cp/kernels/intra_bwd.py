@@ -94,8 +94,8 @@ def scores_bwd_kernel(
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dscores [NC, HV, 3, C, C]: dAqk, dAkk of the rows k, and of the rows beta k (times beta), below
-    the diagonal. of_rows [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
+    """dscores [NC, HV, 3, C, C], below the diagonal: dAqk, dAkk of the rows k, and that times beta.
+    of_rows [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
     summed over channels. dbeta [1 + key tiles, T, HV]: plane 0, before the sigmoid's slope."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_i = tl.arange(0, BT)

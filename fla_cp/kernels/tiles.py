@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+
 @triton.constexpr_function
 def divides(step, total):
     return total % step == 0

@@ -81,7 +81,9 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         for BK, stages, cap in ((32, 3, None), (32, 2, None), (32, 1, None), (32, 1, 168))
     )
     + (Tile(64, 0, 4, 1), Tile(16, 0, 4, 3)),
-    "scan": tuple(Tile(0, BV, 4, stages) for BV in (32, 64) for stages in (1, 2, 3)),
+    "scan": tuple(
+        Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))
+    ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
     "intra_bwd": tuple(
         Tile(BK, BV, 4, 1, cap)
