@@ -28,7 +28,8 @@ class DeltaRuleFunction(torch.autograd.Function):
         with torch.autocast(x.q.device.type, enabled=False):
             result = forward(plan, x, initial, want_final=want_final, want_h=want_h)
         ctx.plan, ctx.inputs, ctx.kept = plan, len(x), len(result.saved.kept)
-        ctx.save_for_backward(*x, initial, *result.saved.kept, *result.saved[1:])
+        o = result.o if plan.backend.reads_output else None
+        ctx.save_for_backward(*x, initial, o, *result.saved.kept, *result.saved[1:])
         ctx.set_materialize_grads(False)
         if result.h is not None:
             ctx.mark_non_differentiable(result.h)
@@ -40,15 +41,15 @@ class DeltaRuleFunction(torch.autograd.Function):
         ctx: Any, do: Tensor | None, dfinal: Tensor | None, _dh: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        x, initial = Inputs(*tensors[: ctx.inputs]), tensors[ctx.inputs]
-        rest = tensors[ctx.inputs + 1 :]
-        saved = Saved(rest[: ctx.kept], *rest[ctx.kept :])
+        x, (initial, o, *rest) = Inputs(*tensors[: ctx.inputs]), tensors[ctx.inputs :]
+        saved = Saved(tuple(rest[: ctx.kept]), *rest[ctx.kept :])
         with torch.autocast(x.q.device.type, enabled=False):
             grads, dinitial = backward(
                 ctx.plan,
                 x,
                 initial,
                 saved,
+                o,
                 torch.zeros_like(x.v) if do is None else do,
                 dfinal,
                 want_dinitial=initial is not None and ctx.needs_input_grad[-1],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .packing import Packing
-from .rule import DeltaRule
+from .rule import CHUNK, DeltaRule, accumulator
 from .stages import intra as _intra
 from .stages import scan as _scan
 from .stages.intra import Chunks, Inputs
@@ -35,17 +35,23 @@ class Backend:
       scores(rule, packing, chunks) -> chunks                    what only the output needs
       scan_output(rule, packing, chunks, S0, want_states, want_end) -> o, h, v_new, S_end
       in_token_order(packing, h) -> h                            one state a chunk
-      keep(rule, chunks, o, h, v_new) -> tensors                 saved for the backward
+      keep(rule, chunks, h, v_new) -> tensors                    saved for the backward
     backward
-      restore(rule, packing, inputs, tensors) -> chunks, h, v_new    h None: scan runs again
+      restore(rule, packing, inputs, tensors, o) -> chunks, h, v_new    h None: scan runs again
       output_bwd(rule, packing, chunks, do) -> output gradients
       summarize_bwd(packing, chunks, output gradients, seeds) -> offset
       scan(packing, chunks, S0) -> h, v_new, S_end               only if restore gave no h
       scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
+
+    reads_output: restore needs o. For torch.compile: kept_shapes(keep_intermediates, dtype, NC, HV,
+    K, V) gives (shape, dtype) of what `keep` returns, state_dtype(dtype) the dtype of h.
     """
 
     name: str
+    reads_output: bool
+    kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
+    state_dtype: Callable[[torch.dtype], torch.dtype]
     intra: Stage
     summarize: Stage
     scores: Stage
@@ -77,14 +83,24 @@ def _in_token_order(packing: Packing, h: Tensor) -> Tensor:
     return h[packing.steps(h.device).natural]
 
 
-def _keep(
-    rule: DeltaRule, c: Chunks, o: Tensor, h: Tensor, v_new: Tensor
-) -> tuple[Tensor | None, ...]:
+def _keep(rule: DeltaRule, c: Chunks, h: Tensor, v_new: Tensor) -> tuple[Tensor | None, ...]:
     return (*c, h, v_new) if rule.keep_intermediates else (c.T, c.Aqk)
 
 
+def _kept_shapes(
+    keep: bool, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    square = (NC, HV, CHUNK, CHUNK)
+    shapes: list[tuple[int, ...]] = [square, square]
+    if keep:
+        k, v = (NC, HV, CHUNK, K), (NC, HV, CHUNK, V)
+        beta, decay, h = (NC, HV, CHUNK, 1), (NC, HV, K), (NC, HV, K, V)
+        shapes = [k, k, v, beta, k, square, square, k, k, v, decay, k, h, v]
+    return [(shape, accumulator(dtype)) for shape in shapes]
+
+
 def _restore(
-    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...]
+    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...], o: Tensor | None
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
     if rule.keep_intermediates:
         return Chunks(*kept[:-2]), kept[-2], kept[-1]
@@ -93,6 +109,9 @@ def _restore(
 
 TORCH = Backend(
     name="torch",
+    reads_output=False,
+    kept_shapes=_kept_shapes,
+    state_dtype=accumulator,
     intra=_intra.intra,
     summarize=_scan.summarize,
     scores=_intra.scores,

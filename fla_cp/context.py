@@ -8,12 +8,16 @@ tokens 77, 78 and 79.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import itertools
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from .comm import Exchange, Halo, Links, collectives, make_exchange
 from .packing import Packing
+from .rule import CHUNK
 from .validate import (
     check_conv1d_kernel_size,
     check_cu_seqlens,
@@ -49,6 +54,53 @@ def zigzag_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int
     return [[pieces[r], pieces[2 * world_size - 1 - r]] for r in range(world_size)]
 
 
+_NUMBERS = itertools.count()
+_BY_NUMBER: WeakValueDictionary[int, FLACPContext] = WeakValueDictionary()
+"""A compiled graph holds a number where an eager call holds the context."""
+
+_USED: deque[FLACPContext] = deque(maxlen=256)
+"""Contexts that compiled graphs ran under last, kept for their backward passes."""
+# a gloo group that is alive when the interpreter ends can abort the process
+atexit.register(_USED.clear)
+
+
+class Handle(NamedTuple):
+    """What a compiled graph needs of a packing, as tensors on the host: torch.compile would compile
+    anew for every other int. number [1]: of the context, -1 for none. sizes: an empty tensor whose
+    shape holds, two more than each (it also compiles anew for 0 and 1): chunks, segments that a
+    state enters, those it passes through, sequences, ranges.
+    """
+
+    number: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, number: int, p: Packing) -> Handle:
+        chunks = sum((s.stop - s.start + CHUNK - 1) // CHUNK for s in p.segments)
+        return cls.make(number, chunks, len(p.carried), len(p.middle), p.sequences, p.ranges)
+
+    @classmethod
+    def make(cls, number: int, *sizes: int) -> Handle:
+        shape = [n + 2 for n in sizes]
+        return cls(torch.full((1,), number, dtype=torch.int64), torch.empty(*shape, 0))
+
+    @staticmethod
+    def read(sizes: Tensor) -> list[int]:
+        return [n - 2 for n in sizes.shape[:-1]]
+
+
+def context_of(number: Tensor) -> FLACPContext | None:
+    """The context with this number; None for -1. Raises ValueError if it is gone."""
+    n = int(number)
+    if n < 0:
+        return None
+    context = _BY_NUMBER.get(n)
+    if context is None:
+        raise ValueError(f"cp_context {n} of a compiled graph no longer exists")
+    _USED.append(context)
+    return context
+
+
 @dataclass(frozen=True, eq=False)
 class FLACPContext:
     """The sharding of one batch; build it with `build_cp_context`, once for all layers.
@@ -72,6 +124,12 @@ class FLACPContext:
     links: Links = field(repr=False)
     exchange: Exchange = field(repr=False)
     halo: Halo | None = field(repr=False)
+    handle: Handle = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        number = next(_NUMBERS)
+        object.__setattr__(self, "handle", Handle.of(number, self.packing))
+        _BY_NUMBER[number] = self
 
     @property
     def total_tokens(self) -> int:
@@ -108,6 +166,10 @@ class FLACPContext:
             )
         result: Tensor = _Unshard.apply(x, self, dim)
         return result
+
+
+# FSDP2 copies every dataclass among a module's arguments, with all that it holds, at every call
+del FLACPContext.__dataclass_fields__
 
 
 class _Unshard(torch.autograd.Function):

@@ -105,7 +105,7 @@ def forward(
         want_end=want_final,
     )
     final = _per_sequence(plan, packing.ending, S_end, initial) if want_final else None
-    saved = Saved(run.keep(rule, chunks, o, h, v_new), carried.value, maps.transition)
+    saved = Saved(run.keep(rule, chunks, h, v_new), carried.value, maps.transition)
     h = run.in_token_order(packing, h) if want_h else None
     return Result(o.to(x.v.dtype), final, h, saved)
 
@@ -115,18 +115,19 @@ def backward(
     x: Inputs,
     initial: Tensor | None,
     saved: Saved,
+    o: Tensor | None,
     do: Tensor,
     dfinal: Tensor | None,
     *,
     want_dinitial: bool,
 ) -> tuple[Inputs, Tensor | None]:
     """Gradients of the inputs and of the initial states. dfinal: [N, HV, K, V], equal on all
-    ranks, as is the gradient returned."""
+    ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads it."""
     rule, packing, run = plan.rule, plan.packing, plan.backend
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
     seeds = None if dfinal is None else _of_sequences(packing, packing.ending, dfinal)
 
-    chunks, h, v_new = run.restore(rule, packing, x, saved.kept)
+    chunks, h, v_new = run.restore(rule, packing, x, saved.kept, o)
     dout = run.output_bwd(rule, packing, chunks, do)
     maps = AffineMap(saved.transition, run.summarize_bwd(packing, chunks, dout, seeds))
     wait = carry(maps, packing, plan.links, plan.exchange, _shape(x), like, reverse=True)

@@ -128,12 +128,14 @@ def check_sequences(
             raise ValueError(
                 f"under cp_context B must be 1 (context.shard folds rows), got {batch}"
             )
-        if tokens != context.local_tokens:
-            raise ValueError(
-                f"under cp_context the local length must be context.local_tokens="
-                f"{context.local_tokens}, got T={tokens}"
-            )
+        if not torch.compiler.is_compiling():  # else the op checks when it runs
+            check_local_tokens(tokens, context)
     elif cu_seqlens is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "cu_seqlens cannot be read under torch.compile: build a context of one rank "
+                "outside, build_cp_context(cu_seqlens, None), and pass cp_context"
+            )
         if batch != 1:
             raise ValueError(f"with cu_seqlens B must be 1, got B={batch}")
         check_cu_seqlens("cu_seqlens", cu_seqlens, tokens)
@@ -143,6 +145,14 @@ def check_sequences(
         raise ValueError("cu_seqlens_cpu is the host's copy of cu_seqlens, which is missing")
     elif tokens < 1 or batch < 1:
         raise ValueError(f"there must be at least one row and one token, got B={batch}, T={tokens}")
+
+
+def check_local_tokens(tokens: int, context: FLACPContext) -> None:
+    if tokens != context.local_tokens:
+        raise ValueError(
+            f"under cp_context the local length must be context.local_tokens="
+            f"{context.local_tokens}, got T={tokens}"
+        )
 
 
 def check_ndims(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

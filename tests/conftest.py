@@ -1,6 +1,13 @@
 """Fixtures shared by all tests; see ranks.py for the two kinds of ranks."""
 
+import contextlib
+
 import pytest
+
+with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
+    # read when Triton is imported, which torch.compile does too: decided here for every test
+    patch.setenv("TRITON_INTERPRET", "1")
+    import fla_cp.kernels.backend  # noqa: F401
 
 from tests.ranks import GlooPool
 

@@ -171,6 +171,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import faulthandler
 
     torch.set_num_threads(1)
+    os.environ["TRITON_INTERPRET"] = "1"  # as conftest.py sets it, before Triton is imported
     if sys.platform == "linux":  # not every host name resolves to an address of its host
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with open(f"{folder}/stack{rank}", "w") as stack:

@@ -137,3 +137,12 @@ def test_context_is_frozen_and_compared_by_identity():
     assert context == context
     assert context != other
     assert len({context, other}) == 2
+
+
+def test_fsdp_passes_a_context_on_as_it_is():
+    """A copy at every call would cost host time and lose the tables that the context caches."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    context = build_cp_context(torch.tensor([0, 5, 9]), None)
+    kept = _apply_to_tensors(lambda t: t.double(), {"cp_context": context})
+    assert kept["cp_context"] is context

@@ -475,18 +475,39 @@ def _reduced(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 def keep(
-    rule: DeltaRule, c: Chunks, o: Tensor, h: Tensor | None, v_new: Tensor | None
+    rule: DeltaRule, c: Chunks, h: Tensor | None, v_new: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    return (*c[:-2], o, h, v_new) if rule.keep_intermediates else (c.T, c.Aqk, o)
+    return (*c[:-2], h, v_new) if rule.keep_intermediates else (c.T, c.Aqk)
+
+
+def kept_shapes(
+    keep: bool, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what `keep` returns."""
+    square = ((NC, HV, CHUNK, CHUNK), dtype)
+    if not keep:
+        return [square, square]
+    k = ((NC, HV, CHUNK, K), dtype)
+    decay, rows = ((NC, HV, K), torch.float32), ((NC, HV, 3, CHUNK), torch.float32)
+    return [
+        k,
+        k,
+        k,
+        square,
+        square,
+        decay,
+        rows,
+        ((NC, HV, K, V), dtype),
+        ((NC, HV, CHUNK, V), dtype),
+    ]
 
 
 def restore(
-    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...]
+    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...], o: Tensor
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
     if rule.keep_intermediates:
-        *operands, o, h, v_new = kept
-        return Chunks(*operands, v=_rows(x.v), o=o), h, v_new
-    T, Aqk, o = kept
+        return Chunks._make((*kept[:-2], _rows(x.v), o)), kept[-2], kept[-1]
+    T, Aqk = kept
     return intra(rule, packing, x, kept=(T, Aqk))._replace(o=o), None, None
 
 
@@ -496,6 +517,9 @@ def in_token_order(packing: Packing, h: Tensor) -> Tensor:
 
 TRITON = Backend(
     name="triton",
+    reads_output=True,
+    kept_shapes=kept_shapes,
+    state_dtype=lambda dtype: dtype,
     intra=intra,
     summarize=summarize,
     scores=scores,

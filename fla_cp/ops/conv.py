@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..context import FLACPContext
+from ..context import FLACPContext, Handle, context_of
 from ..stages.conv import ConvRows, conv, conv_bwd
-from ..validate import check_conv1d, check_conv1d_context, check_offsets, check_sequences
+from ..validate import (
+    check_conv1d,
+    check_conv1d_context,
+    check_offsets,
+    check_sequences,
+)
 
 
 def causal_conv1d(
@@ -37,18 +42,42 @@ def causal_conv1d(
     if cp_context is not None:
         check_conv1d_context(weight.shape[1], cp_context)
     B, T, D = x.shape
-    if cp_context is not None:
-        where, width = _context_rows(cp_context, weight.shape[1] - 1, x.device), weight.shape[1] - 1
+    flat, silu = x.reshape(B * T, D), activation is not None
+    if torch.compiler.is_compiling():
+        handle = Handle.make(-1, 0, 0, 0, B, 0) if cp_context is None else cp_context.handle
+        y = conv_op(flat, weight, bias, silu, *handle, B)[0]
     else:
-        offsets = tuple(range(0, B * T + 1, T))
+        offsets = None
         if cu_seqlens is not None:
             offsets = tuple(cu_seqlens.tolist())
             check_offsets("cu_seqlens", offsets, T)
-        where, width = _sequence_rows(offsets, x.device), 0
-    y: Tensor = _CausalConv1d.apply(
-        x.reshape(B * T, D), weight, bias, activation is not None, where, cp_context, width
-    )
+        place = _Place.of(flat, weight, cp_context, B, offsets)
+        y = _CausalConv1d.apply(flat, weight, bias, silu, place)
     return y.view(B, T, D)
+
+
+class _Place(NamedTuple):
+    """Where each token's predecessors are. width: halo rows in front of each range, W - 1 or 0."""
+
+    where: ConvRows
+    context: FLACPContext | None
+    width: int
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        context: FLACPContext | None,
+        rows: int,
+        offsets: tuple[int, ...] | None = None,
+    ) -> _Place:
+        if context is not None:
+            width = weight.shape[1] - 1
+            return cls(_context_rows(context, width, x.device), context, width)
+        if offsets is None:
+            offsets = tuple(range(0, len(x) + 1, len(x) // rows))
+        return cls(_sequence_rows(offsets, x.device), None, 0)
 
 
 @lru_cache(maxsize=16)
@@ -90,45 +119,129 @@ def _extend(x: Tensor, halo: Tensor, ranges: tuple[tuple[int, int], ...]) -> Ten
     return torch.cat(pieces)
 
 
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: _Place
+) -> tuple[Tensor, Tensor]:
+    """y, and x with the halo in front of each range (x itself without one)."""
+    context = place.context
+    if place.width and context is not None and context.halo is not None:
+        halo = context.halo.gather(x, context.group)
+        x = _extend(x, halo, context.token_ranges[context.rank])
+    return conv(x, place.where, weight, bias, silu), x
+
+
+def _backward(
+    dy: Tensor, x_ext: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: _Place
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx, dweight, dbias in their inputs' dtypes; the halo's gradient goes back to its ranks."""
+    dx_ext, dweight, dbias = conv_bwd(x_ext, place.where, weight, bias, silu, dy)
+    dx = dx_ext
+    if place.width and place.context is not None and place.context.halo is not None:
+        context, halo = place.context, place.context.halo
+        dhalo, at = [dx_ext[:0]], 0
+        for lo, hi in context.token_ranges[context.rank]:
+            dhalo.append(dx_ext[at : at + place.width])
+            at += place.width + hi - lo
+        dx = dx_ext[place.where.rows]
+        halo.scatter_add(dx, torch.cat(dhalo), context.group)
+    dbias = None if dbias is None or bias is None else dbias.to(bias.dtype)
+    return dx.to(x_ext.dtype), dweight.to(weight.dtype), dbias
+
+
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        silu: bool,
-        where: ConvRows,
-        context: FLACPContext | None,
-        width: int,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: _Place
     ) -> Tensor:
-        if width and context is not None and context.halo is not None:
-            halo = context.halo.gather(x, context.group)
-            x = _extend(x, halo, context.token_ranges[context.rank])
-        ctx.save_for_backward(x, weight, bias)
-        ctx.silu, ctx.where, ctx.context, ctx.width = silu, where, context, width
-        return conv(x, where, weight, bias, silu)
+        y, x_ext = _forward(x, weight, bias, silu, place)
+        ctx.save_for_backward(x_ext, weight, bias)
+        ctx.silu, ctx.place = silu, place
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x_ext, weight, bias = ctx.saved_tensors
-        dx_ext, dweight, dbias = conv_bwd(x_ext, ctx.where, weight, bias, ctx.silu, dy)
-        if ctx.width and ctx.context is not None:
-            context, dhalo, at = ctx.context, [dx_ext[:0]], 0
-            for lo, hi in context.token_ranges[context.rank]:
-                dhalo.append(dx_ext[at : at + ctx.width])
-                at += ctx.width + hi - lo
-            dx = dx_ext[ctx.where.rows]
-            context.halo.scatter_add(dx, torch.cat(dhalo), context.group)
-        else:
-            dx = dx_ext
-        return (
-            dx.to(x_ext.dtype),
-            dweight.to(weight.dtype),
-            None if dbias is None or bias is None else dbias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        return (*_backward(dy, x_ext, weight, bias, ctx.silu, ctx.place), None, None)
+
+
+# The same two functions as ops for torch.compile (see library.py).
+
+
+def _conv_run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    context: Tensor,
+    sizes: Tensor,
+    rows: int,
+) -> list[Tensor]:
+    """y, and x with the halo in front of each range."""
+    y, x_ext = _forward(x, weight, bias, silu, _Place.of(x, weight, context_of(context), rows))
+    return [y, x_ext.clone() if x_ext is x else x_ext]
+
+
+def _conv_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, context: Tensor, *rest: Any
+) -> list[Tensor]:
+    halo = Handle.read(rest[0])[-1] * (weight.shape[1] - 1)
+    return [
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        x.new_empty(x.shape[0] + halo, x.shape[1]),
+    ]
+
+
+def _conv_backward_run(
+    dy: Tensor,
+    x: Tensor,
+    x_ext: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    context: Tensor,
+    sizes: Tensor,
+    rows: int,
+) -> list[Tensor]:
+    place = _Place.of(x, weight, context_of(context), rows)
+    dx, dweight, dbias = _backward(dy, x_ext, weight, bias, silu, place)
+    return [dx, dweight, x.new_empty(0) if dbias is None else dbias]
+
+
+def _conv_backward_fake(
+    dy: Tensor, x: Tensor, x_ext: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    return [
+        x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in (x, weight, bias)
+    ]
+
+
+_COMMON = "Tensor weight, Tensor? bias, bool silu, Tensor context, Tensor sizes, SymInt rows"
+conv_op = torch.library.custom_op(
+    "fla_cp::causal_conv1d",
+    _conv_run,
+    mutates_args=(),
+    schema=f"(Tensor x, {_COMMON}) -> Tensor[]",
+)
+conv_op.register_fake(_conv_fake)
+conv_backward_op = torch.library.custom_op(
+    "fla_cp::causal_conv1d_backward",
+    _conv_backward_run,
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor x, Tensor x_ext, {_COMMON}) -> Tensor[]",
+)
+conv_backward_op.register_fake(_conv_backward_fake)
+
+
+def _conv_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    x, weight, bias, *ctx.fixed = inputs
+    ctx.save_for_backward(x, output[1], weight, bias)
+
+
+def _conv_autograd(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    dx, dweight, dbias = conv_backward_op(grads[0], *ctx.saved_tensors, *ctx.fixed)
+    return (dx, dweight, None if ctx.saved_tensors[3] is None else dbias, *[None] * 4)
+
+
+torch.library.register_autograd("fla_cp::causal_conv1d", _conv_autograd, setup_context=_conv_setup)

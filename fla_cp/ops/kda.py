@@ -8,17 +8,16 @@ Source: Kimi Linear report, arXiv 2510.26692.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .. import library
 from ..autograd import DeltaRuleFunction
 from ..backend import resolve
-from ..comm import Links, Local
 from ..context import FLACPContext
 from ..packing import Packing
-from ..pipeline import Plan
 from ..rule import DeltaRule, accumulator
 from ..stages.gate import activate
 from ..validate import (
@@ -29,8 +28,6 @@ from ..validate import (
     check_offsets,
     check_sequences,
 )
-
-_ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
 
 
 def chunk_kda(
@@ -92,7 +89,13 @@ def chunk_kda(
     v_first = transpose_state_layout or state_v_first
     check_ndims(q, k, v, g, beta)
     check_sequences(q.shape[1], q.shape[0], cu_seqlens, cp_context, cu_seqlens_cpu)
-    packing = cp_context.packing if cp_context else _packing(q, cu_seqlens, cu_seqlens_cpu)
+    if torch.compiler.is_compiling():  # the op looks the packing up when it runs
+        packing, sequences = None, q.shape[0]
+        if cp_context is not None:
+            sequences = cp_context.handle.sizes.shape[3] - 2
+    else:
+        packing = cp_context.packing if cp_context else _packing(q, cu_seqlens, cu_seqlens_cpu)
+        sequences = packing.sequences
     check_kda(
         q,
         k,
@@ -108,34 +111,24 @@ def chunk_kda(
         safe_gate=safe_gate,
         lower_bound=lower_bound,
         state_v_first=v_first,
-        sequences=packing.sequences,
+        sequences=sequences,
     )
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    rule = DeltaRule(
-        scale=K**-0.5 if scale is None else scale,
-        gate=_gate(use_gate_in_kernel, lower_bound),
-        lower_bound=lower_bound,
-        safe_gate=safe_gate,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_factor=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else None,
-        use_exp2=use_exp2,
-        state_v_first=v_first,
-        keep_intermediates=disable_recompute,
-    )
-    plan = Plan(
-        rule=rule,
-        packing=packing,
-        links=cp_context.links if cp_context else _ONE_SLOT,
-        exchange=cp_context.exchange if cp_context else Local(),
-        backend=resolve(impl, q.device, q.dtype),
+    rule = (  # the fields of DeltaRule
+        K**-0.5 if scale is None else scale,
+        _gate(use_gate_in_kernel, lower_bound),
+        lower_bound,
+        safe_gate,
+        use_qk_l2norm_in_kernel,
+        (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else None,
+        use_exp2,
+        v_first,
+        disable_recompute,
     )
     if initial_state is not None and v_first:
         initial_state = initial_state.transpose(-1, -2)
-    o, final, h = DeltaRuleFunction.apply(
-        plan,
-        output_final_state,
-        return_intermediate_states,
+    tensors = (
         q.reshape(B * T, H, K),
         k.reshape(B * T, H, K),
         v.reshape(B * T, HV, V),
@@ -145,6 +138,17 @@ def chunk_kda(
         dt_bias,
         initial_state,
     )
+    if packing is None:
+        fixed = library.constants(rule, impl, cp_context, B, T)
+        found = library.delta_rule(*tensors, *fixed, output_final_state, return_intermediate_states)
+        o, h = found[0], found[2]
+        final: Any = found[1] if output_final_state else None
+    else:
+        backend = resolve(impl, q.device, q.dtype)
+        plan = library.make_plan(DeltaRule(*rule), packing, cp_context, backend)
+        o, final, h = DeltaRuleFunction.apply(
+            plan, output_final_state, return_intermediate_states, *tensors
+        )
     o = o.view(B, T, HV, V)
     if final is not None and v_first:
         final = final.transpose(-1, -2).contiguous()
@@ -197,12 +201,7 @@ def _gate(in_kernel: bool, lower_bound: float | None) -> str:
 def _packing(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Packing:
     if cu_seqlens is None:
         B, T = q.shape[:2]
-        return _packing_of(tuple(range(0, B * T + 1, T)))
+        return library.packing_of(tuple(range(0, B * T + 1, T)))
     offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
     check_offsets("cu_seqlens", offsets, q.shape[1])
-    return _packing_of(offsets)
-
-
-@lru_cache(maxsize=16)
-def _packing_of(offsets: tuple[int, ...]) -> Packing:
-    return Packing.build(offsets)
+    return library.packing_of(offsets)
