@@ -1,0 +1,83 @@
+"""Shapes and options that the benchmarks run, by name."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One KDA call with B = 1 in bf16; norm, gate and beta's sigmoid inside. cu_seqlens: of packed
+    documents, or None. safe: bounded gate (lower_bound -5), else the softplus gate."""
+
+    name: str
+    T: int
+    H: int = 32
+    HV: int = 32
+    K: int = 128
+    V: int = 128
+    cu_seqlens: tuple[int, ...] | None = None
+    safe: bool = True
+    disable_recompute: bool = False
+
+    @property
+    def options(self) -> dict[str, object]:
+        bound = {"safe_gate": True, "lower_bound": -5.0} if self.safe else {}
+        return {
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "disable_recompute": self.disable_recompute,
+            **bound,
+        }
+
+    @property
+    def bytes_forward(self) -> int:
+        """q, k, v, g, beta read and o written once, bf16."""
+        return 2 * self.T * (2 * self.H * self.K + self.HV * (2 * self.V + self.K + 1))
+
+    @property
+    def bytes_both(self) -> int:
+        """Forward; then inputs and do read, and the gradients of the inputs written, once."""
+        gradients = 2 * self.T * (2 * self.H * self.K + self.HV * (self.V + self.K + 1))
+        return 2 * self.bytes_forward + gradients
+
+    @property
+    def flops_forward(self) -> int:
+        """Matrix products of the chunk form, per value head and chunk of C = 64 tokens:
+        scores 2 * C^2 K, T r and Aqk v_new C^2 V each, kin S, qg S and kg^T v_new C K V each;
+        two operations a multiplication."""
+        C, K, V = 64, self.K, self.V
+        return 2 * self.HV * (self.T // C) * (2 * C * C * K + 2 * C * C * V + 3 * C * K * V)
+
+    @property
+    def flops_both(self) -> int:
+        """Forward, the scan again without o, and each product's two adjoints."""
+        C, K, V = 64, self.K, self.V
+        again = 2 * self.HV * (self.T // C) * (C * C * V + 2 * C * K * V)
+        return 3 * self.flops_forward + again
+
+
+def documents(total: int, seed: int = 0) -> tuple[int, ...]:
+    """Offsets of documents of mixed length, 1 to an eighth of `total`, log-uniform."""
+    draw, offsets = random.Random(seed), [0]
+    while offsets[-1] < total:
+        length = int(2 ** draw.uniform(0, (total // 8).bit_length() - 1))
+        offsets.append(min(total, offsets[-1] + length))
+    return tuple(offsets)
+
+
+SHAPES = {
+    s.name: s
+    for s in (
+        Shape("target", 32768),
+        Shape("target-kept", 32768, disable_recompute=True),
+        Shape("target-any", 32768, safe=False),
+        Shape("t8k", 8192),
+        Shape("t131k", 131072),
+        Shape("h8", 32768, H=8, HV=8),
+        Shape("packed16k", 16384, cu_seqlens=documents(16384)),
+        Shape("cpu", 256, H=2, HV=2, K=16, V=16),
+    )
+}

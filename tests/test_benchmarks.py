@@ -1,0 +1,76 @@
+"""The benchmarks run, count what they say, and find a slowdown."""
+
+import json
+import sys
+from itertools import pairwise
+
+import pytest
+
+from benchmarks import compare, ops, plot, shapes
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    out = tmp_path_factory.mktemp("bench") / "cpu.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["ops", "--shapes", "cpu", "--out", str(out)])
+        patch.setattr(ops.torch.cuda, "is_available", lambda: False)
+        ops.main()
+    return out
+
+
+def test_writes_rows(result):
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["op"] == "fla_cp" and row["shape"] == "cpu"
+    assert row["both"]["ms"] > row["forward"]["ms"] > 0
+    assert 0 < row["both"]["share_of_floor"] < 1
+
+
+def test_counts_by_hand():
+    s = shapes.Shape("s", T=128, H=1, HV=2, K=16, V=32)
+    # q, k: 2 x 128 x 16; per value head v and o 2 x 32, g 16, beta 1
+    assert s.bytes_forward == 2 * (2 * 128 * 16 + 128 * 2 * (64 + 16 + 1))
+    scores, inner, states = 2 * 64 * 64 * 16, 2 * 64 * 64 * 32, 3 * 64 * 16 * 32
+    assert s.flops_forward == 2 * 2 * 2 * (scores + inner + states)
+
+
+def test_documents_tile_the_row():
+    offsets = shapes.SHAPES["packed16k"].cu_seqlens
+    lengths = [b - a for a, b in pairwise(offsets)]
+    assert offsets[0] == 0 and offsets[-1] == 16384
+    assert min(lengths) >= 1 and max(lengths) > 8 * sorted(lengths)[len(lengths) // 2]
+
+
+def changed(path, factor, **more):
+    data = json.loads(path.read_text())
+    data["rows"][0]["both"]["ms"] *= factor
+    data["rows"][0] |= more
+    new = path.with_name(f"head{factor}.json")
+    new.write_text(json.dumps(data))
+    return new
+
+
+@pytest.mark.parametrize(
+    "factor, code, said", [(1.1, 1, "+10.0%"), (1.03, 0, ""), (0.8, 0, "-20.0%")]
+)
+def test_compare(result, factor, code, said, monkeypatch, capsys):
+    head = changed(result, factor)
+    monkeypatch.setattr(sys, "argv", ["compare", str(result), str(head)])
+    assert compare.main() == code
+    out = capsys.readouterr().out
+    assert (said in out) if said else (out.count("\n") == 2)
+
+
+def test_compare_names_missing_rows(result, monkeypatch, capsys):
+    head = changed(result, 1.0, shape="other")
+    monkeypatch.setattr(sys, "argv", ["compare", str(result), str(head)])
+    assert compare.main() == 0
+    assert capsys.readouterr().out.count("only in") == 4
+
+
+def test_plot(result, tmp_path):
+    pytest.importorskip("matplotlib")
+    data = json.loads(result.read_text())
+    data["rows"][0]["stages"] = {"intra": 1.0, "scan": 2.0}
+    plot.plot(data, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000
