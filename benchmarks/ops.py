@@ -10,6 +10,7 @@ imported, so that the assembler we choose does not touch them.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -109,9 +110,11 @@ def compare(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
 
 
 def measure(who: str, op: Call, shape: Shape, device: str, **more: object) -> tuple[dict, tuple]:
+    gc.collect()
+    before = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else 0.0
     forward, both = runner(op, shape, device, **more)
     row: dict = {"op": who, "shape": shape.name, "first_call_s": round(first_call(both, device), 2)}
-    result = both()
+    result = both()  # warm
     for what, f, size, flops in (
         ("forward", forward, shape.bytes_forward, shape.flops_forward),
         ("both", both, shape.bytes_both, shape.flops_both),
@@ -124,9 +127,11 @@ def measure(who: str, op: Call, shape: Shape, device: str, **more: object) -> tu
             "tflop_s": round(flops / ms / 1e9, 1),
             "share_of_floor": float(f"{floor / ms:.3g}"),
         }
-    row["peak_gib"] = peak_gib(both, device)
+    del result
+    peak = peak_gib(both, device)
+    row["peak_gib"] = None if peak is None else round(peak - before, 2)
     print(f"{who} {shape.name}: {row}", flush=True)
-    return row, result
+    return row, both()
 
 
 def stage_times(shape: Shape) -> dict[str, float]:
@@ -191,6 +196,7 @@ def main() -> None:
     default = "cpu" if device == "cpu" else ",".join(n for n in SHAPES if n != "cpu")
     parser.add_argument("--shapes", default=default, help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--peer", choices=("fla",))
+    parser.add_argument("--peer-shapes", help="default: those of --shapes")
     parser.add_argument("--stages", action="store_true", help="time each stage, too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -204,7 +210,8 @@ def main() -> None:
         if args.out:  # after each row: a run may be stopped
             args.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
 
-    for shape in shapes if args.peer else ():
+    beside = [SHAPES[name] for name in (args.peer_shapes or args.shapes).split(",")]
+    for shape in beside if args.peer else ():
         row, result = measure("fla", peer(), shape, device)
         if shape.T <= CHECKED_TOKENS:  # kept on the host, out of the way of the peak memory
             theirs[shape.name] = tuple(t.cpu() for t in result)

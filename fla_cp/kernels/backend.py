@@ -380,7 +380,7 @@ def intra_bwd(
     dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
     dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
-    dscores = torch.empty(NC, HV, 3, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
     do = _rows(grads.do)
     if NC:

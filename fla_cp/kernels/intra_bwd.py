@@ -10,8 +10,11 @@ dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
 2. `intra_bwd_kernel`, a program per (chunk, head, key tile): row and column factors of the scores
    get their gradients level by level as in intra.py. gc enters as exp(+gc_i) beside row factors
    and exp(-gc_j) beside column factors, so its gradient is elementwise: row * drow - col * dcol.
+   Summed back along the chunk, a pair (i, j) adds to dg between j and i and must vanish before j:
+   row and col are therefore those that the products saw, rounded alike. (With q and k in fp32
+   instead, dg was off by 1.9% and ddt_bias by 5 to 9%: docs/log.md.)
 
-The gradients of the scores go through memory (`dscores`, three [C, C] tiles a chunk), since
+The gradients of the scores go through memory (`dscores`, two [C, C] tiles a chunk), since
 transposing a product's result into another product is miscompiled on Hopper by Triton 3.4 to 3.7.0.
 """
 
@@ -94,7 +97,7 @@ def scores_bwd_kernel(
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dscores [NC, HV, 3, C, C], below the diagonal: dAqk, dAkk of the rows k, and that times beta.
+    """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta.
     of_rows [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
     summed over channels. dbeta [1 + key tiles, T, HV]: plane 0, before the sigmoid's slope."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -106,7 +109,7 @@ def scores_bwd_kernel(
     do += i_hv * do_h + start * do_t
     o += (start * HV + i_hv) * V
     dv += (start * HV + i_hv) * V
-    dscores += i_ch * 3 * BT * BT
+    dscores += i_ch * 2 * BT * BT
     operand = v_new.dtype.element_ty
     b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
     b_ds = tl.zeros([BT, BT], tl.float32)
@@ -135,7 +138,6 @@ def scores_bwd_kernel(
     store_block(dscores, tl.where(below, b_ds, 0.0), o_i, o_i, BT, BT)
     b_da = tl.where(below, -b_da, 0.0)
     store_block(dscores + BT * BT, b_da, o_i, o_i, BT, BT)
-    store_block(dscores + 2 * BT * BT, b_da * b_beta[:, None], o_i, o_i, BT, BT)
     tl.store(dbeta + (start + o_i) * HV + i_hv, b_dbeta, mask=m_i)
     if NORM:
         tl.store(of_rows + (i_ch * 3 + 1) * BT + o_i, b_nq)
@@ -216,7 +218,7 @@ def intra_bwd_kernel(
     dq += (start * HV + i_hv) * K
     dk += (start * HV + i_hv) * K
     dg += (start * HV + i_hv) * K
-    dscores += i_ch * 3 * BT * BT
+    dscores += i_ch * 2 * BT * BT
     rows += i_ch * 3 * BT + i
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
@@ -238,25 +240,34 @@ def intra_bwd_kernel(
     b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
     b_dl += tl.sum(b_k * b_dc, axis=0)
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]
+    # with the factors as the products saw them, so that pairs of rows and columns cancel in dgc
+    b_dgc = -b_k * b_dc
+    b_beta = tl.load(rows)[:, None]
     if SAFE:
         b_dst = tl.trans(load_scores(dscores, i))
-        b_dat = tl.trans(load_scores(dscores + 2 * BT * BT, i))
+        b_dat = tl.trans(load_scores(dscores + BT * BT, i))
         f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
         b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
-        b_c1 = dot(b_dat, (b_k * f).to(operand), PRECISION, acc=b_c1)
+        b_c1 = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c1)
         d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
         f = decay_exp(d, EXP2)
-        b_c2 = dot(b_dst, (b_q * f).to(operand), PRECISION)
-        b_c2 = dot(b_dat, (b_k * f).to(operand), PRECISION, acc=b_c2)
-        b_dc += decay_exp(-d, EXP2) * tl.where((i < BT // 2)[:, None], b_c1, b_c2)
+        b_c = dot(b_dst, (b_q * f).to(operand), PRECISION)
+        b_c = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c)
+        b_c = tl.where((i < BT // 2)[:, None], b_c1, b_c)
+        f = decay_exp(-d, EXP2)
+        b_dc += f * b_c
+        b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
     else:
         for level in range(6):
             f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
             mask = pair_mask(i, 32 >> level)
             b_ds = masked(load_scores(dscores, i), mask)
             b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
-            b_da = masked(load_scores(dscores + 2 * BT * BT, i), mask)
-            b_dc += f * dot(tl.trans(b_da), (b_k * f).to(operand), PRECISION, acc=b_c)
+            b_da = masked(load_scores(dscores + BT * BT, i), mask)
+            b_row = (b_beta * b_k * f).to(operand)
+            b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
+            b_dc += f * b_c
+            b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
 
     # row factors q and beta k
     tl.debug_barrier()
@@ -272,6 +283,8 @@ def intra_bwd_kernel(
     b_dq *= e
     b_dr *= -e
     b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT)[:, None]
+    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]
+    b_dgc += b_q * b_dq + b_beta * b_k * b_dr
     if SAFE:
         b_ds = load_scores(dscores, i)
         b_da = load_scores(dscores + BT * BT, i)
@@ -279,24 +292,36 @@ def intra_bwd_kernel(
         col = b_k * decay_exp(-d, EXP2)
         f = decay_exp(d, EXP2)
         half = tl.where((i >= BT // 2)[:, None], col, 0.0).to(operand)
-        b_dq += f * dot(b_ds, half, PRECISION)
-        b_dr += f * dot(b_da, half, PRECISION)
+        b_r = dot(b_ds, half, PRECISION)
+        b_dq += f * b_r
+        b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
+        b_r = dot(b_da, half, PRECISION)
+        b_dr += f * b_r
+        b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
         f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
         half = tl.where((i < BT // 2)[:, None], col, 0.0).to(operand)
-        b_dq += f * dot(b_ds, half, PRECISION)
-        b_dr += f * dot(b_da, half, PRECISION)
+        b_r = dot(b_ds, half, PRECISION)
+        b_dq += f * b_r
+        b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
+        b_r = dot(b_da, half, PRECISION)
+        b_dr += f * b_r
+        b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
     else:
         for level in range(6):
             f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
             mask = pair_mask(i, 32 >> level)
             b_kf = (b_k * f).to(operand)
-            b_dq += f * dot(masked(load_scores(dscores, i), mask), b_kf, PRECISION)
-            b_dr += f * dot(masked(load_scores(dscores + BT * BT, i), mask), b_kf, PRECISION)
+            b_r = dot(masked(load_scores(dscores, i), mask), b_kf, PRECISION)
+            b_dq += f * b_r
+            b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
+            b_r = dot(masked(load_scores(dscores + BT * BT, i), mask), b_kf, PRECISION)
+            b_dr += f * b_r
+            b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
 
     tl.debug_barrier()
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]
     b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT)[:, None]
-    # in fp32, so that row and column of the diagonal cancel exactly in the gate's gradient
+    # the diagonal's row and column cancel in the gate's gradient
     of_rows += i_ch * 3 * BT + i
     diagonal = tl.load(of_rows)[:, None]
     b_dq += diagonal * b_k
@@ -304,14 +329,13 @@ def intra_bwd_kernel(
     dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
     tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
     b_dr *= tl.load(rows)[:, None]
-    b_dgc = parts(b_q * b_dq + b_k * (b_dr - b_dc), operand)
     b_dk = b_dr + b_dc
     if NORM:
         b_dq -= b_q * (tl.load(of_rows + BT) / (scale * scale))[:, None]
         b_dk -= b_k * tl.load(of_rows + 2 * BT)[:, None]
     store_rows(dq, b_dq * tl.load(rows + BT)[:, None], i, HV * K, m_i, o_k, K)
     store_rows(dk, b_dk * tl.load(rows + 2 * BT)[:, None], i, HV * K, m_i, o_k, K)
-    b_dg = b_dl[None, :] + sum_steps(sums, FROM_HERE, i, b_dgc, PRECISION)
+    b_dg = b_dl[None, :] + sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
     raw, rate = load_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K)
     b_draw = b_dg * SLOPE(raw, rate, bound)

@@ -37,7 +37,7 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_bwd", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 64, 4, 1),
-    (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1, 168),
+    (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
@@ -51,8 +51,7 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage == "scores_bwd":
         return Tile(0, min(v, 32 if wide else 64), 4, 1)
     if stage in ("intra_bwd", "intra_bwd_any"):
-        capped = stage == "intra_bwd" and not wide
-        return Tile(32, min(v, 32 if wide else 128), 4, 1, 168 if capped else None)
+        return Tile(32, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     return Tile(k, min(v, 32), 4, 3 if k <= 128 else 1)
