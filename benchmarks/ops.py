@@ -156,13 +156,13 @@ def environment() -> dict[str, object]:
     if torch.cuda.is_available():
         import triton
 
-        from tests.gpu import kernels_hash
+        from tests.gpu import kernel_hashes
 
         facts |= {
             "gpu": torch.cuda.get_device_name(),
             "triton": triton.__version__,
             "ptxas": triton.knobs.nvidia.ptxas.version,
-            "kernels": kernels_hash(),
+            "kernels": kernel_hashes(),
         }
     return facts
 

@@ -6,7 +6,7 @@ from .context import (
     contiguous_token_ranges,
     zigzag_token_ranges,
 )
-from .ops import causal_conv1d, chunk_kda, cp_chunk_kda, kda_gate
+from .ops import causal_conv1d, chunk_kda, cp_chunk_kda, fused_recurrent_kda, kda_gate
 
 __version__ = "0.1.0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "chunk_kda",
     "contiguous_token_ranges",
     "cp_chunk_kda",
+    "fused_recurrent_kda",
     "kda_gate",
     "zigzag_token_ranges",
 ]

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from .packing import Packing
 from .rule import CHUNK, DeltaRule, accumulator
+from .stages import conv as _conv
+from .stages import gate as _gate
 from .stages import intra as _intra
+from .stages import recurrent as _recurrent
 from .stages import scan as _scan
 from .stages.intra import Chunks, Inputs
 from .state import States
@@ -44,6 +47,12 @@ class Backend:
       scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
 
+    operators of their own
+      conv(x, halo, where, weight, bias, silu) -> y
+      conv_bwd(x, halo, where, weight, bias, silu, dy) -> dx, dhalo, dweight, dbias
+      gate(rule, g, A_log, dt_bias) -> log decay                 differentiable
+      recurrent(rule, inputs, S0, S_end, sequences) -> o         token by token; fills S_end
+
     reads_output: restore needs o. For torch.compile: kept_shapes(keep_intermediates, dtype, NC, HV,
     K, V) gives (shape, dtype) of what `keep` returns, state_dtype(dtype) the dtype of h.
     """
@@ -64,6 +73,10 @@ class Backend:
     scan: Stage
     scan_bwd: Stage
     intra_bwd: Stage
+    conv: Stage
+    conv_bwd: Stage
+    gate: Stage
+    recurrent: Stage
 
 
 def _scan_output(
@@ -107,6 +120,10 @@ def _restore(
     return _intra.intra(rule, packing, x, kept=(kept[0], kept[1])), None, None
 
 
+def _gate_alone(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    return _gate.activate(rule, g.to(accumulator(g.dtype)), A_log, dt_bias)
+
+
 TORCH = Backend(
     name="torch",
     reads_output=False,
@@ -124,6 +141,10 @@ TORCH = Backend(
     scan=_scan.scan,
     scan_bwd=_scan.scan_bwd,
     intra_bwd=_intra.intra_bwd,
+    conv=_conv.conv,
+    conv_bwd=_conv.conv_bwd,
+    gate=_gate_alone,
+    recurrent=_recurrent.recurrent,
 )
 
 

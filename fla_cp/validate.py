@@ -267,6 +267,34 @@ def check_state(name: str, x: Tensor, kv_shape: tuple[int, ...], state_v_first: 
     raise ValueError(f"{name} must have shape {letters} = {expected}, got {_shape(x)}{hint}")
 
 
+def check_forward_only(operator: str, instead: str, **inputs: Tensor | None) -> None:
+    """No input asks for a gradient that the operator does not give."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in inputs.items():
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"{operator} is forward only, got {name} with requires_grad=True: use {instead}, "
+                "or call it under torch.no_grad()"
+            )
+
+
+def check_in_place(name: str, x: Tensor | None) -> None:
+    """A state [N, HV, ., .] that kernels can overwrite: each matrix dense, none over another."""
+    if x is None:
+        raise ValueError(f"inplace_final_state needs {name}, got None")
+    dims = sorted((s, n) for s, n in zip(x.stride()[:2], x.shape[:2], strict=True) if n > 1)
+    size = x.shape[2] * x.shape[3]
+    apart = all(s >= size for s, _ in dims[:1]) and all(
+        outer >= inner * n for (inner, n), (outer, _) in pairwise(dims)
+    )
+    if not (x[0, 0].is_contiguous() and apart):
+        raise ValueError(
+            f"inplace_final_state needs {name} dense in its last two dims and without overlap, "
+            f"got strides {x.stride()} for shape {_shape(x)}"
+        )
+
+
 def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
     """Arguments of `causal_conv1d`."""
     if x.ndim != 3:

@@ -1,8 +1,9 @@
 """Compiling the kernels for sm_90 without a GPU, exactly as the package would launch them.
 
 `python -m tests.aot` compiles every kernel and tile configuration. It fails on an error, over the
-shared memory of a block, on instructions that read what nothing wrote, and where registers, spills
-or shared memory differ from those kept in aot.json for this Triton (`--write` keeps new ones).
+shared memory of a block, on spills (but see SPILLS), on instructions that read what nothing wrote,
+and where registers, spills or shared memory differ from those kept in aot.json for this Triton
+(`--write` keeps new ones).
 
 Inside `compiled()`, Triton targets sm_90 and every launch compiles its kernel and returns, so an
 operator called on CPU tensors goes through the package's own launch code; the numbers it returns
@@ -87,11 +88,12 @@ def compiled(seen: dict[object, Compiled] | None = None) -> Iterator[list[Compil
         results.append(cache[kernel.hash])
         return kernel
 
-    import fla_cp.ops.kda
     from fla_cp.kernels.backend import TRITON
+    from fla_cp.ops import conv, kda, recurrent
 
-    resolve = fla_cp.ops.kda.resolve  # would refuse tensors on the CPU
-    fla_cp.ops.kda.resolve = lambda *args: TRITON
+    resolve = kda.resolve  # would refuse tensors on the CPU
+    for module in (conv, kda, recurrent):
+        module.resolve = lambda *args: TRITON
     active = driver._active  # the property would look for a GPU
     driver.set_active(_Sm90())
     JITFunction.run = compile_only
@@ -100,7 +102,8 @@ def compiled(seen: dict[object, Compiled] | None = None) -> Iterator[list[Compil
     finally:
         JITFunction.run = run
         driver._active = active
-        fla_cp.ops.kda.resolve = resolve
+        for module in (conv, kda, recurrent):
+            module.resolve = resolve
 
 
 def resources(kernel) -> Compiled:
@@ -181,6 +184,54 @@ def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compile
     return list(dict.fromkeys(kernels))
 
 
+def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Compiled]:
+    """A decoding step of a layer."""
+    from fla_cp import fused_recurrent_kda
+
+    x = [torch.zeros(4, 1, h, d, dtype=dtype) for h, d in ((1, K), (1, K), (2, V), (2, K))]
+    state = torch.zeros(4, 2, *((V, K) if v_first else (K, V)))
+    with compiled() as kernels:
+        fused_recurrent_kda(
+            *x,
+            torch.zeros(4, 1, 2, dtype=dtype),
+            A_log=torch.zeros(2),
+            dt_bias=torch.zeros(2 * K),
+            initial_state=state,
+            inplace_final_state=True,
+            state_v_first=v_first,
+            **INSIDE,
+            impl="triton",
+        )
+    return list(dict.fromkeys(kernels))
+
+
+def compile_conv(dtype: torch.dtype, halo: bool) -> list[Compiled]:
+    """Forward and backward with four taps, SiLU and a bias; with a halo as under a context."""
+    from fla_cp.kernels.conv import conv, conv_bwd
+    from fla_cp.stages.conv import ConvRows
+
+    x, weight, bias = (torch.zeros(*s, dtype=dtype) for s in ((256, 1000), (1000, 4), (1000,)))
+    where = ConvRows.build(torch.zeros(256), (256,), 3 * halo, x.device)
+    front = x.new_empty(len(where.halo), 1000)
+    with compiled() as kernels:
+        y = conv(x, front, where, weight, bias, True)
+        conv_bwd(x, front, where, weight, bias, True, y)
+    return list(dict.fromkeys(kernels))
+
+
+def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Compiled]:
+    from fla_cp import kda_gate
+
+    g, A_log, dt_bias = (
+        torch.zeros(*s, requires_grad=True) for s in ((256, 2, 128), (2,), (2 * 128,))
+    )
+    with compiled() as kernels:
+        kda_gate(
+            g.to(dtype), A_log, dt_bias, lower_bound=lower_bound, impl="triton"
+        ).sum().backward()
+    return list(dict.fromkeys(kernels))
+
+
 def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
     """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
     candidate tile at K = V = 128."""
@@ -193,6 +244,17 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
                 call = functools.partial(compile_call, K, V, dtype, options)
                 yield f"{K}x{V} {name} {gate}", call
 
+        for layout in ("KV", "VK"):
+            call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
+            yield f"recurrent {K}x{V} {name} {layout}", call
+    for name, dtype in DTYPES.items():
+        for halo in (False, True):
+            call = functools.partial(compile_conv, dtype, halo)
+            yield f"conv {name}{' halo' * halo}", call
+        for bound in (None, -5.0):
+            call = functools.partial(compile_gate, dtype, bound)
+            yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call
+
     def with_tile(stage: str, tile: tuning.Tile) -> list[Compiled]:
         options = {} if stage.endswith("_any") else SAFE
         with forced({stage: tile}):
@@ -204,6 +266,23 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
             yield f"{stage} {tuple(tile)}", functools.partial(with_tile, stage, tile)
 
 
+SPILLS = {
+    "intra_kernel": {"bf16 safe": 16, "bf16 any": 400},
+    "intra_bwd_kernel": {"bf16 safe": 160, "bf16 any": 320},
+}
+"""Bytes a thread may spill, by kernel and path: tiles that spill nothing are slower there
+(docs/log.md). fp32 is for checking, a candidate tile for measuring: these may spill more."""
+
+
+CHUNKED = (*SPILLS, "scan_kernel", "scan_bwd_kernel", "scores_bwd_kernel")
+
+
+def may_spill(name: str, kernel: str) -> float:
+    if kernel in CHUNKED and (" fp32" in name or "(" in name):
+        return float("inf")
+    return SPILLS.get(kernel, {}).get(name.partition(" ")[2], 0)
+
+
 def check(name: str, kernels: list[Compiled]) -> list[str]:
     """What is wrong with the kernels of one configuration."""
     return [
@@ -212,6 +291,7 @@ def check(name: str, kernels: list[Compiled]) -> list[str]:
         for problem in (
             f"{k.shared} bytes of shared memory" if k.shared > SM90_SHARED else "",
             f"reads what nothing wrote: {k.undefined[0]}" if k.undefined else "",
+            f"spills {k.spills} bytes" if k.spills > may_spill(name, k.kernel) else "",
         )
         if problem
     ]

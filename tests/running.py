@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fla_cp import chunk_kda
+from fla_cp import chunk_kda, fused_recurrent_kda
 from fla_cp.context import FLACPContext
 from fla_cp.reference import recurrent_kda
 from tests.cases import PACKED, Case
@@ -67,6 +67,33 @@ def run(
         )
 
     return _collect(inputs, call, *(w.to(device) for w in weights(case)))
+
+
+def run_recurrent(
+    case: Case,
+    dtype: torch.dtype = torch.float64,
+    impl: str = "torch",
+    device: str = "cpu",
+    inputs: dict[str, Tensor] | None = None,
+    v_first: bool = False,
+) -> dict[str, Tensor]:
+    """o and final_state [N, HV, K, V] of `fused_recurrent_kda`."""
+    known = {n: v for n, v in case.keywords.items() if n not in ("safe_gate", "disable_recompute")}
+    cu = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens, device=device)
+    inputs = case.inputs(dtype=dtype) if inputs is None else inputs
+    inputs = {n: t.to(device) for n, t in inputs.items()}
+    if v_first and "initial_state" in inputs:
+        inputs["initial_state"] = inputs["initial_state"].mT.contiguous()
+    o, final = fused_recurrent_kda(
+        *(inputs[n] for n in PACKED),
+        **_rest(inputs),
+        **known,
+        cu_seqlens=cu,
+        output_final_state=True,
+        state_v_first=v_first,
+        impl=impl,
+    )
+    return {"o": o, "final_state": final.mT if v_first else final}
 
 
 def run_sharded(

@@ -131,10 +131,10 @@ def test_opcheck_conv(bias):
     x, weight = torch.randn(20, 3, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     b = torch.randn(3, requires_grad=True) if bias else None
     context = build_cp_context(torch.tensor([0, 5, 20]), None, conv1d_kernel_size=4)
-    torch.library.opcheck(conv.conv_op, (x, weight, b, True, *context.handle, 1))
-    y, x_ext = conv.conv_op(x, weight, b, True, *context.handle, 1)
-    plain = [None if t is None else t.detach() for t in (y, x, x_ext, weight, b)]
-    torch.library.opcheck(conv.conv_backward_op, (*plain, True, *context.handle, 1))
+    torch.library.opcheck(conv.conv_op, (x, weight, b, True, "torch", *context.handle, 1))
+    y, halo = conv.conv_op(x, weight, b, True, "torch", *context.handle, 1)
+    plain = [None if t is None else t.detach() for t in (y, x, halo, weight, b)]
+    torch.library.opcheck(conv.conv_backward_op, (*plain, True, "torch", *context.handle, 1))
 
 
 @pytest.mark.parametrize("keep", [False, True])

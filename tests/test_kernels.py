@@ -19,7 +19,7 @@ from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from tests.aot import undefined
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_within_budget
-from tests.gpu import use
+from tests.gpu_checks import use
 from tests.running import oracle, run, run_sharded
 
 # products of pairs that are masked away later may overflow; numpy warns of it

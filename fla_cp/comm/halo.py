@@ -93,11 +93,17 @@ class Halo:
         return halo.view(self.ranges, self.width, x.shape[-1])
 
     def scatter_add(self, dx: Tensor, dhalo: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Adds the gradients of the halo [ranges*width, D] to dx [T, D] of their owners."""
+        """Adds the gradients of the halo [ranges*width, D] to dx [T, D] of their owners; they are
+        summed in dhalo's dtype, where dx has a shorter one."""
         if self.needed:
             rows = dhalo[self._index(self.place, dx)]
             got = self._exchange(rows, self.receive_counts, self.send_counts, group)
-            dx.index_add_(0, self._index(self.send, dx), got)
+            owned = tuple(sorted(set(self.send)))
+            row = {t: i for i, t in enumerate(owned)}
+            into = self._index(owned, dx)
+            sums = dx[into].to(got.dtype)
+            sums.index_add_(0, self._index(tuple(row[t] for t in self.send), dx), got)
+            dx[into] = sums.to(dx.dtype)
 
     def _exchange(
         self,

@@ -14,11 +14,15 @@ from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from ..state import AffineMap, States
 from . import assembler
+from .conv import conv, conv_bwd
 from .gate import GATES
+from .gate_op import gate
 from .intra import intra_kernel
 from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
+from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
 from .sums import sums
+from .tiles import unit_rows
 from .tuning import tile
 
 assembler.choose()
@@ -86,11 +90,6 @@ def tables(packing: Packing, device: torch.device) -> Tables:
     return packing.cached((Tables, device), build)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x with unit stride in its last dim."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _precision(dtype: torch.dtype) -> str:
     # three TF32 products are as good as fp32 here; half-precision operands ignore this
     return "tf32x3" if dtype == torch.float32 else "tf32"
@@ -122,7 +121,7 @@ def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
 def intra(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
 ) -> Chunks:
-    x = Inputs(*(None if t is None else _rows(t) for t in x))  # type: ignore[arg-type]
+    x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t = tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
@@ -287,7 +286,7 @@ def scan_output(
 
 
 def output_bwd(rule: DeltaRule, packing: Packing, c: Chunks, do: Tensor) -> OutputGrads:
-    return OutputGrads(_rows(do))
+    return OutputGrads(unit_rows(do))
 
 
 def _scan_bwd(
@@ -365,7 +364,7 @@ def intra_bwd(
     v_new: Tensor,
     grads: ScanGrads,
 ) -> Inputs:
-    x = Inputs(*(None if t is None else _rows(t) for t in x))  # type: ignore[arg-type]
+    x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t, ts = (
@@ -382,7 +381,7 @@ def intra_bwd(
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
-    do = _rows(grads.do)
+    do = unit_rows(grads.do)
     if NC:
         scores_bwd_kernel[(NC, HV)](
             x.v,
@@ -506,7 +505,7 @@ def restore(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...], o: Tensor
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
     if rule.keep_intermediates:
-        return Chunks._make((*kept[:-2], _rows(x.v), o)), kept[-2], kept[-1]
+        return Chunks._make((*kept[:-2], unit_rows(x.v), o)), kept[-2], kept[-1]
     T, Aqk = kept
     return intra(rule, packing, x, kept=(T, Aqk))._replace(o=o), None, None
 
@@ -532,4 +531,8 @@ TRITON = Backend(
     scan=scan,
     scan_bwd=scan_bwd,
     intra_bwd=intra_bwd,
+    conv=conv,
+    conv_bwd=conv_bwd,
+    gate=gate,
+    recurrent=recurrent,
 )

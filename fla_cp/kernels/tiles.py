@@ -2,6 +2,12 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """x, or a copy, with unit stride in its last dim."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.constexpr_function

@@ -116,7 +116,7 @@ class KimiDeltaAttention(nn.Module):
         self.q_proj = nn.Linear(hidden_size, key, bias=False)
         self.k_proj = nn.Linear(hidden_size, key, bias=False)
         self.v_proj = nn.Linear(hidden_size, value, bias=False)
-        self.qkv_conv = ShortConvolution(2 * key + value, conv_size)
+        self.qkv_conv = ShortConvolution(2 * key + value, conv_size, impl=impl)
         # rank of both gates: one head, as in the report
         self.f_proj = nn.Sequential(
             nn.Linear(hidden_size, head_v_dim, bias=False), nn.Linear(head_v_dim, gate, bias=False)

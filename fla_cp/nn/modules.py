@@ -38,9 +38,11 @@ class GatedRMSNorm(RMSNorm):
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution with SiLU over D channels; weight [D, W]."""
 
-    def __init__(self, size: int, kernel_size: int = 4, bias: bool = False) -> None:
+    def __init__(
+        self, size: int, kernel_size: int = 4, bias: bool = False, impl: str = "auto"
+    ) -> None:
         super().__init__()
-        self.kernel_size = kernel_size
+        self.kernel_size, self.impl = kernel_size, impl
         self.weight = nn.Parameter(torch.empty(size, kernel_size))
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
         self.reset_parameters()
@@ -60,4 +62,5 @@ class ShortConvolution(nn.Module):
         """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
         `causal_conv1d`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return causal_conv1d(x, self.weight.to(x.dtype), bias, "silu", cu_seqlens, cp_context)
+        weight = self.weight.to(x.dtype)
+        return causal_conv1d(x, weight, bias, "silu", cu_seqlens, cp_context, impl=self.impl)

@@ -18,8 +18,8 @@ from ..autograd import DeltaRuleFunction
 from ..backend import resolve
 from ..context import FLACPContext
 from ..packing import Packing
-from ..rule import DeltaRule, accumulator
-from ..stages.gate import activate
+from ..rule import DeltaRule
+from ..stages.intra import Inputs
 from ..validate import (
     check_context,
     check_gate_only,
@@ -113,31 +113,23 @@ def chunk_kda(
         state_v_first=v_first,
         sequences=sequences,
     )
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    rule = (  # the fields of DeltaRule
-        K**-0.5 if scale is None else scale,
-        _gate(use_gate_in_kernel, lower_bound),
-        lower_bound,
-        safe_gate,
-        use_qk_l2norm_in_kernel,
-        (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else None,
-        use_exp2,
-        v_first,
-        disable_recompute,
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    rule = rule_fields(
+        K,
+        scale=scale,
+        use_gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        safe_gate=safe_gate,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        use_exp2=use_exp2,
+        state_v_first=v_first,
+        keep_intermediates=disable_recompute,
     )
     if initial_state is not None and v_first:
         initial_state = initial_state.transpose(-1, -2)
-    tensors = (
-        q.reshape(B * T, H, K),
-        k.reshape(B * T, H, K),
-        v.reshape(B * T, HV, V),
-        g.reshape(B * T, HV, K),
-        beta.reshape(B * T, HV),
-        A_log,
-        dt_bias,
-        initial_state,
-    )
+    tensors = (*token_rows(q, k, v, g, beta, A_log, dt_bias), initial_state)
     if packing is None:
         fixed = library.constants(rule, impl, cp_context, B, T)
         found = library.delta_rule(*tensors, *fixed, output_final_state, return_intermediate_states)
@@ -183,13 +175,54 @@ def kda_gate(
     """The gate alone: raw projection g [.., HV, K] -> log decay, natural log, fp32 (fp64).
 
     -exp(A_log) softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) (g + dt_bias)) with a
-    lower_bound. A_log [HV] and dt_bias [HV*K], fp32 or None. Differentiable.
+    lower_bound. A_log [HV] and dt_bias [HV*K], fp32 or None. Differentiable. impl: as in
+    `chunk_kda`.
     """
     check_gate_only(g, A_log, dt_bias, lower_bound)
-    if impl not in ("auto", "torch"):
-        raise ValueError(f"impl must be 'auto' or 'torch' for the gate alone, got {impl!r}")
     rule = DeltaRule(scale=1.0, gate=_gate(True, lower_bound), lower_bound=lower_bound)
-    return activate(rule, g.to(accumulator(g.dtype)), A_log, dt_bias)
+    return resolve(impl, g.device, g.dtype).gate(rule, g, A_log, dt_bias)
+
+
+def rule_fields(
+    K: int,
+    *,
+    scale: float | None,
+    use_gate_in_kernel: bool,
+    lower_bound: float | None,
+    use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    use_exp2: bool,
+    state_v_first: bool,
+    safe_gate: bool = False,
+    keep_intermediates: bool = False,
+) -> tuple[Any, ...]:
+    """The fields of `DeltaRule`, in order, from the keywords of an operator."""
+    return (
+        K**-0.5 if scale is None else scale,
+        _gate(use_gate_in_kernel, lower_bound),
+        lower_bound,
+        safe_gate,
+        use_qk_l2norm_in_kernel,
+        (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else None,
+        use_exp2,
+        state_v_first,
+        keep_intermediates,
+    )
+
+
+def token_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> Inputs:
+    """The inputs with their first two dims, B and T, folded into one."""
+    packed = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta))
+    return Inputs._make((*packed, A_log, dt_bias))
 
 
 def _gate(in_kernel: bool, lower_bound: float | None) -> str:

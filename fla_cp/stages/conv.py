@@ -2,7 +2,8 @@
 
     y[t] = act(bias + sum_s weight[:, W-1-s] x[t-s])        s = 0 .. W-1, within t's sequence
 
-Tokens stand in rows of `x_ext`, where each range is preceded by its halo; `rows` says where.
+Tokens may stand in several ranges, each behind a halo of W-1 tokens from elsewhere. Here they are
+brought into one matrix `x_ext`, each range behind its halo.
 """
 
 from __future__ import annotations
@@ -16,10 +17,40 @@ from ..rule import accumulator
 
 
 class ConvRows(NamedTuple):
-    """rows [T]: row of each token in x_ext. reach [T]: tokens of its sequence before it."""
+    """Where each token's predecessors are.
 
-    rows: Tensor
+    reach [T], int32: tokens of its sequence before it. lengths: of the ranges, in order; width:
+    halo rows of each, W - 1 or 0. rows [T], halo [ranges * width]: row of each token and of each
+    halo row in x_ext.
+    """
+
     reach: Tensor
+    lengths: tuple[int, ...]
+    width: int
+    rows: Tensor
+    halo: Tensor
+
+    @classmethod
+    def build(
+        cls, reach: Tensor, lengths: tuple[int, ...], width: int, device: torch.device
+    ) -> ConvRows:
+        count, total = len(lengths), sum(lengths)
+        ranges = torch.repeat_interleave(
+            torch.arange(count), torch.tensor(lengths, dtype=torch.int64)
+        )
+        is_halo = torch.ones(total + count * width, dtype=torch.bool)
+        rows = torch.arange(total) + (ranges + 1) * width
+        is_halo[rows] = False
+        halo = is_halo.nonzero()[:, 0]
+        return cls(reach.int().to(device), lengths, width, rows.to(device), halo.to(device))
+
+
+def _extend(x: Tensor, halo: Tensor, where: ConvRows) -> Tensor:
+    if not len(halo):
+        return x
+    x_ext = x.new_empty(len(x) + len(halo), x.shape[1])
+    x_ext[where.rows], x_ext[where.halo] = x, halo
+    return x_ext
 
 
 def _tap(x_ext: Tensor, where: ConvRows, shift: int) -> Tensor:
@@ -30,10 +61,12 @@ def _tap(x_ext: Tensor, where: ConvRows, shift: int) -> Tensor:
     return taken.masked_fill((where.reach < shift)[:, None], 0)
 
 
-def conv(x_ext: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """y [T, D] in x's dtype; x_ext [*, D], weight [D, W], bias [D] or None."""
-    y = _linear(x_ext, where, weight, bias)
-    return (torch.nn.functional.silu(y) if silu else y).to(x_ext.dtype)
+def conv(
+    x: Tensor, halo: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None, silu: bool
+) -> Tensor:
+    """y [T, D] in x's dtype; halo [ranges * width, D], weight [D, W], bias [D] or None."""
+    y = _linear(_extend(x, halo, where), where, weight, bias)
+    return (torch.nn.functional.silu(y) if silu else y).to(x.dtype)
 
 
 def _linear(x_ext: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,18 +80,18 @@ def _linear(x_ext: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None)
 
 
 def conv_bwd(
-    x_ext: Tensor,
+    x: Tensor,
+    halo: Tensor,
     where: ConvRows,
     weight: Tensor,
     bias: Tensor | None,
     silu: bool,
     dy: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx_ext [*, D] (halo rows included), dweight [D, W] and dbias [D], in the accumulator's
-    dtype."""
-    dtype = accumulator(x_ext.dtype)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dx [T, D], dhalo, dweight [D, W], dbias [D], in the accumulator's dtype (dx: or x's)."""
+    dtype = accumulator(x.dtype)
     W = weight.shape[1]
-    dy = dy.to(dtype)
+    x_ext, dy = _extend(x, halo, where), dy.to(dtype)
     if silu:
         y = _linear(x_ext, where, weight, bias)
         s = torch.sigmoid(y)
@@ -71,4 +104,5 @@ def conv_bwd(
         if shift:
             d = d.masked_fill((where.reach < shift)[:, None], 0)
         dx_ext.index_add_(0, (where.rows - shift).clamp(min=0), d)
-    return dx_ext, dweight, None if bias is None else dy.sum(0)
+    dx, dhalo = (dx_ext[where.rows], dx_ext[where.halo]) if len(halo) else (dx_ext, halo)
+    return dx, dhalo, dweight, None if bias is None else dy.sum(0)

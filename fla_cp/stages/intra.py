@@ -69,7 +69,7 @@ def to_tokens(x: Tensor, packing: Packing) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)[packing.steps(x.device).scatter]
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """Inputs after gate, norm and beta, per token, in the accumulator's dtype."""
 
     q: Tensor
@@ -82,7 +82,7 @@ class _Prepared(NamedTuple):
     k_rstd: Tensor | None
 
 
-def _prepare(rule: DeltaRule, x: Inputs) -> _Prepared:
+def prepare(rule: DeltaRule, x: Inputs) -> Prepared:
     dtype = accumulator(x.q.dtype)
     q, k, v, g_raw, beta = (t.to(dtype) for t in (x.q, x.k, x.v, x.g, x.beta))
     q_rstd = k_rstd = None
@@ -90,14 +90,14 @@ def _prepare(rule: DeltaRule, x: Inputs) -> _Prepared:
         q, q_rstd = l2norm(q)
         k, k_rstd = l2norm(k)
     g = activate(rule, g_raw, x.A_log, x.dt_bias)
-    return _Prepared(q, k, v, g_raw, g, activate_beta(rule, beta), q_rstd, k_rstd)
+    return Prepared(q, k, v, g_raw, g, activate_beta(rule, beta), q_rstd, k_rstd)
 
 
 def intra(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
 ) -> Chunks:
     """The scan's operands; with `kept` = (T, Aqk) (in a backward) the output's as well."""
-    t = _prepare(rule, x)
+    t = prepare(rule, x)
     group = t.v.shape[1] // t.q.shape[1]
     q = to_chunks(t.q, packing).repeat_interleave(group, 1)
     k = to_chunks(t.k, packing).repeat_interleave(group, 1)
@@ -195,7 +195,7 @@ def _prepare_bwd(
     dg: Tensor,
     dbeta: Tensor,
 ) -> Inputs:
-    t = _prepare(rule, x)
+    t = prepare(rule, x)
     H, group = t.q.shape[1], t.v.shape[1] // t.q.shape[1]
     dq, dk = (to_tokens(d, packing).unflatten(1, (H, group)).sum(2) for d in (dq, dk))
     dv, dg = to_tokens(dv, packing), to_tokens(dg, packing)

@@ -1,0 +1,274 @@
+"""What tests/gpu.py runs on a GPU and how it is judged: against fp64, by an error budget.
+
+A check is run three times: the kernels, the torch stages, and those in fp64 on the same (rounded)
+inputs; and the kernels once more, for the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fla_cp import causal_conv1d, kda_gate
+from tests.cases import INSIDE, Case, options
+from tests.running import run, run_recurrent
+
+SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
+LENGTHS = (1, 63, 64, 65, 1000, 8192)
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""The CPU serves to try a check in Triton's interpreter."""
+
+Named = dict[str, Tensor]
+
+
+def cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype]]:
+    """Of `chunk_kda`, for one size."""
+    inside, safe = options(**INSIDE), options(**INSIDE, **SAFE)
+    shape = {"H": 2, "HV": 2, "K": K, "V": V}
+    grouped = {**shape, "HV": 4}
+    cu = (0, 1, 65, 65, 700, 1000)
+    for T in LENGTHS:
+        yield f"safe T={T}", Case("safe", T=T, **shape, options=safe), BF16
+        yield f"any T={T}", Case("any", T=T, **shape, options=inside), BF16
+        if T <= 1000:
+            yield f"any fp32 T={T}", Case("any", T=T, **shape, options=inside), FP32
+    yield "safe fp32", Case("safe", T=300, **shape, options=safe), FP32
+    yield "safe fp16", Case("safe", T=300, **shape, options=safe), FP16
+    yield "grouped packed", Case("p", T=1000, **grouped, cu_seqlens=cu, options=safe), BF16
+    yield "grouped packed any", Case("p", T=1000, **grouped, cu_seqlens=cu, options=inside), BF16
+    yield "grouped packed fp32", Case("p", T=1000, **grouped, cu_seqlens=cu, options=inside), FP32
+    yield "given slow", Case("g", T=1000, **shape, decay=1e-3), BF16
+    yield "given strong", Case("g", T=300, **shape, decay=40.0), BF16
+    yield "given safe", Case("g", T=300, **shape, decay=5.0, options=options(**SAFE)), BF16
+    yield "none", Case("g", T=300, **shape, decay=0.0), BF16
+    yield "rows", Case("r", T=130, B=3, **shape, options=safe), BF16
+    keep = options(**INSIDE, **SAFE, disable_recompute=True)
+    yield "kept", Case("k", T=300, **shape, options=keep), BF16
+    more = options(**INSIDE, **SAFE, allow_neg_eigval=True, scale=0.5)
+    yield "neg eigval", Case("n", T=300, **shape, options=more), BF16
+    yield "exp", Case("e", T=300, **shape, options=options(**INSIDE, use_exp2=False)), BF16
+
+
+def tiles(K: int, V: int) -> Iterator[tuple[str, str, object]]:
+    """(name, stage, tile) of every candidate of every stage."""
+    from fla_cp.kernels import tuning
+
+    for stage in sorted({stage for _, stage, *_ in tuning.TABLE}):
+        for tile in tuning.candidates(stage, K, V):
+            yield f"{stage} {tuple(tile)}", stage, tile
+
+
+def recurrent_cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype, bool]]:
+    """Of `fused_recurrent_kda`: name, case, dtype, whether states are [V, K]."""
+    shape = {"H": 2, "HV": 4, "K": K, "V": V, "options": options(**INSIDE)}
+    bounded = options(**INSIDE, lower_bound=-5.0, use_exp2=False, allow_neg_eigval=True)
+    for layout, v_first in (("KV", False), ("VK", True)):
+        for T in (1, 5, 64):
+            yield f"recurrent {layout} T={T}", Case("r", B=3, T=T, **shape), BF16, v_first
+        cu = (0, 1, 1, 7, 30)
+        yield f"recurrent {layout} packed", Case("p", T=30, cu_seqlens=cu, **shape), BF16, v_first
+        yield f"recurrent {layout} fp32", Case("f", B=3, T=5, **shape), FP32, v_first
+        yield f"recurrent {layout} fp16", Case("f", B=3, T=5, **shape), FP16, v_first
+        plain = {**shape, "options": bounded}
+        yield f"recurrent {layout} bounded", Case("b", B=3, T=5, **plain), BF16, v_first
+        given = {**shape, "options": ()}
+        yield f"recurrent {layout} given", Case("g", B=3, T=5, **given), BF16, v_first
+
+
+def check(K: int, V: int) -> list[dict]:
+    """Largest use of the error budget over outputs and gradients, per case of one size."""
+    from fla_cp.kernels.measure import forced
+
+    rows = [one(K, V, *case) for case in cases(K, V)]
+    if (K, V) in ((64, 64), (128, 128)):
+        shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
+        for name, stage, tile in tiles(K, V):
+            gate = {} if stage.endswith("_any") else SAFE
+            with forced({stage: tile}):
+                case = Case("tile", **shape, options=options(**INSIDE, **gate))
+                rows.append(one(K, V, name, case, BF16))
+    for name, case, dtype, v_first in recurrent_cases(K, V):
+
+        def call(x: Named, impl: str, case: Case = case, v_first: bool = v_first) -> Named:
+            return run_recurrent(case, impl=impl, device=DEVICE, inputs=x, v_first=v_first)
+
+        rows.append({"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype))
+    return rows
+
+
+def one(K: int, V: int, name: str, case: Case, dtype: torch.dtype) -> dict:
+    """A case of `chunk_kda`."""
+
+    def call(x: Named, impl: str) -> Named:
+        return run(case, impl=impl, device=DEVICE, inputs=x)
+
+    def walk(x: Named, actual: Named, exact: Named) -> Named:
+        return walks(case, x, actual["dg"].double() - exact["dg"]) if "dA_log" in exact else {}
+
+    return {"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype, walk)
+
+
+def judged(
+    call: Callable[[Named, str], Named],
+    x: Named,
+    dtype: torch.dtype,
+    walk: Callable[[Named, Named, Named], Named] = lambda *found: {},
+) -> dict:
+    """One row of the report. call(inputs, impl) gives the results by name; walk(fp64 inputs,
+    actual, exact) what some may be off besides (`walks`)."""
+    row: dict = {"dtype": str(dtype).removeprefix("torch.")}
+    try:
+        started = time.perf_counter()
+        actual = call(x, "triton")
+        row["first_call_s"] = round(time.perf_counter() - started, 2)
+        again = call(x, "triton")
+        rounded = {n: t.double() for n, t in x.items()}
+        exact, plain = call(rounded, "torch"), call(x, "torch")
+        row["same_bits"] = all(torch.equal(actual[n], again[n]) for n in actual)
+        more = walk(rounded, actual, exact)
+        row["use"], row["worst"] = max(
+            (use(actual[n], exact[n], plain[n], more.get(n), dtype), n) for n in actual
+        )
+        row["ok"] = row["same_bits"] and row["use"] <= 1.0
+    except Exception as error:  # reported, and the process goes on or dies with the GPU context
+        row.update(ok=False, error=repr(error)[:200])
+    return row
+
+
+def with_gradients(y: Tensor, leaves: Named, dy: Tensor) -> Named:
+    grads = torch.autograd.grad(y, list(leaves.values()), dy.to(y))
+    return {"y": y.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def on_gpu(x: Named) -> Named:
+    return {n: t.detach().to(DEVICE).requires_grad_() for n, t in x.items()}
+
+
+def check_conv_and_gate() -> list[dict]:
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(*shape, generator=gen).to(dtype)
+
+    rows = []
+    for dtype in (BF16, FP16, FP32):
+        for T, D, W, cu in (
+            (1, 96, 4, None),
+            (1000, 200, 2, (0, 1, 65, 65, 1000)),
+            (8192, 1000, 4, (0, 3000, 8192)),
+            (70000, 512, 4, None),
+            (300, 96, 8, None),
+        ):
+            for silu in ("silu", None):
+                x = {"x": draw(1, T, D, dtype=dtype), "weight": draw(D, W, dtype=dtype)}
+                if silu:
+                    x["bias"] = draw(D, dtype=dtype)
+                dy = draw(1, T, D)
+                offsets = None if cu is None else torch.tensor(cu, device=DEVICE)
+
+                def conv(x: Named, impl: str, dy=dy, silu=silu, offsets=offsets) -> Named:
+                    x = on_gpu(x)
+                    y = causal_conv1d(**x, activation=silu, cu_seqlens=offsets, impl=impl)
+                    return with_gradients(y, x, dy)
+
+                row = judged(conv, x, dtype, of_sums)
+                rows.append({"case": f"conv T={T} D={D} W={W} {silu} cu={cu}"} | row)
+        for halo in (False, True):
+            shapes = {"x": (733, 300), "halo": (6 * halo, 300), "weight": (300, 4)}
+            shapes |= {"bias": (300,), "dy": (733, 300)}
+            x = {n: draw(*shape, dtype=dtype) for n, shape in shapes.items()}
+            row = judged(conv_stage, x, dtype, of_sums)
+            rows.append({"case": f"conv two ranges{' halo' * halo}"} | row)
+        for T, H, K in ((1, 1, 16), (1000, 3, 96), (8192, 4, 128)):
+            for bound in (None, -5.0):
+                x = {"g": 4 * draw(T, H, K, dtype=dtype)}
+                x |= {"A_log": draw(H, dtype=FP32), "dt_bias": draw(H * K, dtype=FP32)}
+                dout = draw(T, H, K)
+
+                def gate(x: Named, impl: str, bound=bound, dout=dout) -> Named:
+                    x = on_gpu(x)
+                    y = kda_gate(**x, lower_bound=bound, impl=impl)
+                    return with_gradients(y, x, dout)
+
+                row = judged(gate, x, dtype)
+                rows.append({"case": f"gate T={T} H={H} K={K} bound={bound}"} | row)
+    return rows
+
+
+def of_sums(x: Named, actual: Named, exact: Named) -> Named:
+    """What dweight and dbias of a convolution may be off: they add up T terms before they round."""
+    unit = torch.finfo(FP32).eps * exact["dx"].shape[-2]
+    return {n: torch.full_like(t, unit) for n, t in exact.items() if n in ("dweight", "dbias")}
+
+
+def conv_stage(x: Named, impl: str) -> Named:
+    """Both stages of the convolution for a rank with ranges of 700 and 33 tokens, whose halo is
+    there or empty."""
+    from fla_cp.backend import resolve
+    from fla_cp.stages.conv import ConvRows
+
+    x = {n: t.to(DEVICE) for n, t in x.items()}
+    halo, W = len(x["halo"]) > 0, x["weight"].shape[1]
+    reach = torch.cat([torch.arange(n) + 100 * halo for n in (700, 33)])
+    where = ConvRows.build(reach, (700, 33), (W - 1) * halo, x["x"].device)
+    backend = resolve(impl, x["x"].device, x["x"].dtype)
+    operands = (x["x"], x["halo"], where, x["weight"], x["bias"], True)
+    dx, dhalo, dweight, dbias = backend.conv_bwd(*operands, x["dy"])
+    found = {"y": backend.conv(*operands), "dx": dx, "dweight": dweight, "dbias": dbias}
+    return found | ({"dhalo": dhalo} if halo else {})
+
+
+def walks(case: Case, x: Named, error: Tensor) -> Named:
+    """How far the gate's sums over tokens may be off, given the error of dg [B, T, HV, K].
+
+    dA_log and ddt_bias add up weight * dg before dg is rounded: six standard deviations of a sum
+    of errors as large as those of dg, equal within a chunk (dg is a sum along it) and independent
+    between chunks and channels.
+    """
+    raw = x["g"].to(error.device)
+    if "dt_bias" in x:
+        raw = raw + x["dt_bias"].to(error.device).view(raw.shape[-2:])
+    if dict(case.options).get("lower_bound") is None:  # weight: (dg / dA_log) / (dg / draw)
+        weight = torch.nn.functional.softplus(raw) / raw.sigmoid()
+    else:
+        weight = raw
+    size = error.square().mean((0, 1), keepdim=True).sqrt()
+
+    def walk(w: Tensor) -> Tensor:
+        terms = (w.abs() * size).flatten(0, 1)
+        terms = torch.nn.functional.pad(terms, (0, 0, 0, 0, 0, -len(terms) % 64))
+        return terms.unflatten(0, (-1, 64)).sum(1).square().sum(0)
+
+    return {
+        "dA_log": 6 * walk(weight).sum(-1).sqrt(),
+        "ddt_bias": 6 * walk(torch.ones_like(weight)).sqrt().flatten(),
+    }
+
+
+def use(
+    actual: Tensor, exact: Tensor, baseline: Tensor, walk: Tensor | None, dtype: torch.dtype
+) -> float:
+    """Share of the error budget: twice the torch stages' error plus six roundings to the inputs'
+    dtype, of half a unit each. Six, since that many rounded operands follow one another on the
+    longest way to a gradient: kg, T, r, v_new, h (or dh) and the gradient of the scores; the torch
+    stages round none. As maximum they may all point one way; as rms of many elements of a
+    half-precision dtype they are independent. walk: what a sum over all tokens may be off besides.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    many = dtype.itemsize == 2 and exact.numel() >= 256
+    shares = []
+    for size, roundings in (
+        (lambda e: e.abs().max(), 6),
+        (lambda e: e.square().mean().sqrt(), 6**0.5 if many else 6),
+    ):
+        budget = 2 * size(baseline.double() - exact) + roundings * unit * size(exact)
+        if walk is not None:
+            budget = budget + size(walk)
+        shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
+    return max(shares)
