@@ -19,7 +19,7 @@ MAX_DIM = 256
 """Largest K and V."""
 
 SAFE_GATE_BOUND = -5.0
-"""Lowest lower_bound of a safe gate: 8 steps of it stay inside fp32 (docs/design.md)."""
+"""Lowest lower_bound of a safe gate: 16 steps of it stay inside bf16 (docs/design.md)."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

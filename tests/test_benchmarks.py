@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks import compare, ops, plot, shapes
+from benchmarks import bandwidth, compare, ops, plot, shapes
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +74,16 @@ def test_plot(result, tmp_path):
     data["rows"][0]["stages"] = {"intra": 1.0, "scan": 2.0}
     plot.plot(data, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def test_bandwidth_rows(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "bandwidth.json"
+    monkeypatch.setattr(sys, "argv", ["bandwidth", "--out", str(out)])
+    monkeypatch.setattr(bandwidth.torch.cuda, "is_available", lambda: False)
+    bandwidth.main()
+    both = json.loads(out.read_text())["rows"]
+    assert [r["op"] for r in both] == [f"decode B=2 HV=2 [{x}]" for x in ("K, V", "V, K")]
+    for r in both:
+        assert r["bytes"] == 2 * 4 * 2 * 2 * 16 * 16  # fp32 states, read and written
+        assert r["ms"] > 0 and r["over_copy"] > 0
+    assert capsys.readouterr().out.count("decode") == 2
