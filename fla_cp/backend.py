@@ -54,11 +54,13 @@ class Backend:
       recurrent(rule, inputs, S0, S_end, sequences) -> o         token by token; fills S_end
 
     reads_output: restore needs o. For torch.compile: kept_shapes(keep_intermediates, dtype, NC, HV,
-    K, V) gives (shape, dtype) of what `keep` returns, state_dtype(dtype) the dtype of h.
+    K, V) gives (shape, dtype) of what `keep` returns, triangles the places of T and Aqk in it where
+    all is kept, state_dtype(dtype) the dtype of h.
     """
 
     name: str
     reads_output: bool
+    triangles: tuple[int, int]
     kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
     state_dtype: Callable[[torch.dtype], torch.dtype]
     intra: Stage
@@ -127,6 +129,7 @@ def _gate_alone(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tenso
 TORCH = Backend(
     name="torch",
     reads_output=False,
+    triangles=(_intra.Chunks._fields.index("T"), _intra.Chunks._fields.index("Aqk")),
     kept_shapes=_kept_shapes,
     state_dtype=accumulator,
     intra=_intra.intra,

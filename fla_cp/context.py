@@ -64,29 +64,59 @@ _USED: deque[FLACPContext] = deque(maxlen=256)
 atexit.register(_USED.clear)
 
 
+class Sizes(NamedTuple):
+    """Of a packing, as far as shapes depend on them: chunks; segments that a state enters
+    (carried), leaves (feeding), passes through (middle); sequences; ranges, and of the rank that
+    has most (slots); whether any transition is sent (through, 0 or 1); tokens that other ranks'
+    convolutions read (sent), and of the rank that sends most (padded)."""
+
+    chunks: int
+    carried: int = 0
+    feeding: int = 0
+    middle: int = 0
+    sequences: int = 1
+    ranges: int = 1
+    slots: int = 1
+    through: int = 0
+    sent: int = 0
+    padded: int = 0
+
+
 class Handle(NamedTuple):
     """What a compiled graph needs of a packing, as tensors on the host: torch.compile would compile
     anew for every other int. number [1]: of the context, -1 for none. sizes: an empty tensor whose
-    shape holds, two more than each (it also compiles anew for 0 and 1): chunks, segments that a
-    state enters, those it passes through, sequences, ranges.
+    shape holds, two more than each (it also compiles anew for 0 and 1), the fields of `Sizes`.
     """
 
     number: Tensor
     sizes: Tensor
 
     @classmethod
-    def of(cls, number: int, p: Packing) -> Handle:
-        chunks = sum((s.stop - s.start + CHUNK - 1) // CHUNK for s in p.segments)
-        return cls.make(number, chunks, len(p.carried), len(p.middle), p.sequences, p.ranges)
+    def of(cls, number: int, p: Packing, links: Links, halo: Halo | None) -> Handle:
+        return cls.make(
+            number,
+            Sizes(
+                chunks=sum((s.stop - s.start + CHUNK - 1) // CHUNK for s in p.segments),
+                carried=len(p.carried),
+                feeding=len(p.feeding),
+                middle=len(p.middle),
+                sequences=p.sequences,
+                ranges=p.ranges,
+                slots=links.slots_per_rank,
+                through=int(links.any_through),
+                sent=len(halo.gathered.rows) if halo else 0,
+                padded=halo.gathered.padded if halo else 0,
+            ),
+        )
 
     @classmethod
-    def make(cls, number: int, *sizes: int) -> Handle:
+    def make(cls, number: int, sizes: Sizes) -> Handle:
         shape = [n + 2 for n in sizes]
         return cls(torch.full((1,), number, dtype=torch.int64), torch.empty(*shape, 0))
 
     @staticmethod
-    def read(sizes: Tensor) -> list[int]:
-        return [n - 2 for n in sizes.shape[:-1]]
+    def read(sizes: Tensor) -> Sizes:
+        return Sizes(*(n - 2 for n in sizes.shape[:-1]))
 
 
 def context_of(number: Tensor) -> FLACPContext | None:
@@ -125,10 +155,16 @@ class FLACPContext:
     exchange: Exchange = field(repr=False)
     halo: Halo | None = field(repr=False)
     handle: Handle = field(init=False, repr=False)
+    crosses: bool = field(init=False, repr=False)
+    group_name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
-        object.__setattr__(self, "handle", Handle.of(number, self.packing))
+        handle = Handle.of(number, self.packing, self.links, self.halo)
+        object.__setattr__(self, "handle", handle)
+        object.__setattr__(self, "crosses", self.links.any)
+        name = "" if self.group is None else self.group.group_name
+        object.__setattr__(self, "group_name", name)
         _BY_NUMBER[number] = self
 
     @property

@@ -3,7 +3,7 @@ puts into its graph. Eager calls take `DeltaRuleFunction`, which runs the same p
 
 What is not a tensor is an argument of its own: the fields of `DeltaRule`, the batch's rows; a
 context comes as its `Handle`. Where an output may be missing, an empty tensor
-stands for it. Exchanges of a context with several ranks run inside the op.
+stands for it. With several ranks: library_sharded.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .backend import Backend, resolve
 from .comm import Links, Local
-from .context import FLACPContext, Handle, context_of
+from .context import FLACPContext, Handle, Sizes, context_of
 from .packing import Packing
 from .pipeline import Plan, Saved, backward, forward
 from .rule import CHUNK, DeltaRule, accumulator
@@ -59,7 +59,7 @@ def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: in
     if context is not None:
         return (*rule_fields, impl, *context.handle, 1)
     chunks = B * ((T + CHUNK - 1) // CHUNK)
-    return (*rule_fields, impl, *Handle.make(-1, chunks, 0, 0, B, 1), B)
+    return (*rule_fields, impl, *Handle.make(-1, Sizes(chunks, sequences=B)), B)
 
 
 def _plan(x: Inputs, args: tuple) -> Plan:
@@ -106,11 +106,11 @@ def _run(
 
 def _run_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     *rule, impl, _number, sizes, _rows, want_final, want_h = rest[5:]
-    NC, carried, middle, sequences, _ranges = Handle.read(sizes)
+    size = Handle.read(sizes)
     backend = resolve(impl, q.device, q.dtype)
     HV, K, V = v.shape[1], q.shape[-1], v.shape[-1]
     wide = accumulator(q.dtype)
-    kept = backend.kept_shapes(rule[-1], q.dtype, NC, HV, K, V)
+    kept = backend.kept_shapes(rule[-1], q.dtype, size.chunks, HV, K, V)
 
     def states(n: int, *shape: int, dtype: torch.dtype = wide) -> Tensor:
         return q.new_empty(n, HV, *shape, dtype=dtype)
@@ -118,10 +118,10 @@ def _run_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     none = q.new_empty(0)
     return [
         torch.empty(v.shape, dtype=v.dtype, device=v.device),
-        states(sequences, K, V) if want_final else none,
-        states(NC, K, V, dtype=backend.state_dtype(q.dtype)) if want_h else none,
-        states(carried, K, V),
-        states(middle, K, K),
+        states(size.sequences, K, V) if want_final else none,
+        states(size.chunks, K, V, dtype=backend.state_dtype(q.dtype)) if want_h else none,
+        states(size.carried, K, V),
+        states(size.middle, K, K),
         *(q.new_empty(shape, dtype=dtype) for shape, dtype in kept),
     ]
 

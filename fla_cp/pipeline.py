@@ -8,8 +8,9 @@ Without context parallelism and without cut segments nothing is summarised and n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -82,20 +83,29 @@ def _per_sequence(
     return out if plan.group is None else collectives.all_reduce(out, plan.group)
 
 
-def forward(
-    plan: Plan, x: Inputs, initial: Tensor | None, *, want_final: bool, want_h: bool
+def begin(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
+    """The chunks and the maps of this card's segments: what needs no state."""
+    seeds = None
+    if initial is not None:
+        seeds = _of_sequences(plan.packing, plan.packing.beginning, initial)
+    chunks = plan.backend.intra(plan.rule, plan.packing, x)
+    return chunks, plan.backend.summarize(plan.packing, chunks, seeds)
+
+
+def finish(
+    plan: Plan,
+    x: Inputs,
+    initial: Tensor | None,
+    chunks: Any,
+    maps: AffineMap,
+    carried: States,
+    *,
+    want_final: bool,
+    want_h: bool,
 ) -> Result:
-    """One operator call. initial: [N, HV, K, V] in the accumulator's dtype, or None."""
+    """carried: the states that enter `Packing.carried`."""
     rule, packing, run = plan.rule, plan.packing, plan.backend
-    like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
     seeds = None if initial is None else _of_sequences(packing, packing.beginning, initial)
-
-    chunks = run.intra(rule, packing, x)
-    maps = run.summarize(packing, chunks, seeds)
-    wait = carry(maps, packing, plan.links, plan.exchange, _shape(x), like)
-    chunks = run.scores(rule, packing, chunks)
-    carried = wait()
-
     o, h, v_new, S_end = run.scan_output(
         rule,
         packing,
@@ -108,6 +118,78 @@ def forward(
     saved = Saved(run.keep(rule, chunks, h, v_new), carried.value, maps.transition)
     h = run.in_token_order(packing, h) if want_h else None
     return Result(o.to(x.v.dtype), final, h, saved)
+
+
+def forward(
+    plan: Plan, x: Inputs, initial: Tensor | None, *, want_final: bool, want_h: bool
+) -> Result:
+    """One operator call. initial: [N, HV, K, V] in the accumulator's dtype, or None."""
+    chunks, maps = begin(plan, x, initial)
+    wait = carry_maps(plan, x, maps)
+    chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
+    carried = wait()
+    return finish(plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h)
+
+
+def carry_maps(
+    plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False
+) -> Callable[[], States]:
+    """Starts the exchange; see `state.carry`."""
+    like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
+    return carry(maps, plan.packing, plan.links, plan.exchange, _shape(x), like, reverse=reverse)
+
+
+class Restored(NamedTuple):
+    """What a backward forms again: the chunks, the gradients at the outputs, and h and v_new if
+    they were kept."""
+
+    chunks: Any
+    dout: Any
+    h: Tensor | None
+    v_new: Tensor | None
+
+
+def restored(plan: Plan, x: Inputs, saved: Saved, o: Tensor | None, do: Tensor) -> Restored:
+    chunks, h, v_new = plan.backend.restore(plan.rule, plan.packing, x, saved.kept, o)
+    return Restored(chunks, plan.backend.output_bwd(plan.rule, plan.packing, chunks, do), h, v_new)
+
+
+def begin_backward(
+    plan: Plan, x: Inputs, saved: Saved, o: Tensor | None, do: Tensor, dfinal: Tensor | None
+) -> tuple[Restored, AffineMap]:
+    """Chunks and the adjoint maps of this card's segments."""
+    packing = plan.packing
+    seeds = None if dfinal is None else _of_sequences(packing, packing.ending, dfinal)
+    again = restored(plan, x, saved, o, do)
+    offset = plan.backend.summarize_bwd(packing, again.chunks, again.dout, seeds)
+    return again, AffineMap(saved.transition, offset)
+
+
+def finish_backward(
+    plan: Plan,
+    x: Inputs,
+    initial: Tensor | None,
+    saved: Saved,
+    again: Restored,
+    wait: Callable[[], States],
+    dfinal: Tensor | None,
+    *,
+    want_dinitial: bool,
+) -> tuple[Inputs, Tensor | None]:
+    """wait: gives the gradients that leave `Packing.feeding`; the forward's states are formed again
+    before it is called."""
+    packing, run = plan.packing, plan.backend
+    chunks, dout, h, v_new = again
+    if h is None:
+        first = None if initial is None else _of_sequences(packing, packing.beginning, initial)
+        S0 = join(first, States(packing.carried, saved.carried))
+        h, v_new, _ = run.scan(packing, chunks, S0)
+    seeds = None if dfinal is None else _of_sequences(packing, packing.ending, dfinal)
+    dS_end = join(seeds, wait())
+    dscan, dS0 = run.scan_bwd(packing, chunks, dout, dS_end, want_start=want_dinitial)
+    grads = run.intra_bwd(plan.rule, packing, x, chunks, h, v_new, dscan)
+    dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal) if want_dinitial else None
+    return grads, dinitial
 
 
 def backward(
@@ -123,20 +205,8 @@ def backward(
 ) -> tuple[Inputs, Tensor | None]:
     """Gradients of the inputs and of the initial states. dfinal: [N, HV, K, V], equal on all
     ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads it."""
-    rule, packing, run = plan.rule, plan.packing, plan.backend
-    like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
-    seeds = None if dfinal is None else _of_sequences(packing, packing.ending, dfinal)
-
-    chunks, h, v_new = run.restore(rule, packing, x, saved.kept, o)
-    dout = run.output_bwd(rule, packing, chunks, do)
-    maps = AffineMap(saved.transition, run.summarize_bwd(packing, chunks, dout, seeds))
-    wait = carry(maps, packing, plan.links, plan.exchange, _shape(x), like, reverse=True)
-    if h is None:
-        first = None if initial is None else _of_sequences(packing, packing.beginning, initial)
-        S0 = join(first, States(packing.carried, saved.carried))
-        h, v_new, _ = run.scan(packing, chunks, S0)
-    dS_end = join(seeds, wait())
-    dscan, dS0 = run.scan_bwd(packing, chunks, dout, dS_end, want_start=want_dinitial)
-    grads = run.intra_bwd(rule, packing, x, chunks, h, v_new, dscan)
-    dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal) if want_dinitial else None
-    return grads, dinitial
+    again, maps = begin_backward(plan, x, saved, o, do, dfinal)
+    wait = carry_maps(plan, x, maps, reverse=True)
+    return finish_backward(
+        plan, x, initial, saved, again, wait, dfinal, want_dinitial=want_dinitial
+    )

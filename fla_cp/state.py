@@ -79,6 +79,18 @@ def carry(
     return finish
 
 
+def outgoing(
+    maps: AffineMap,
+    packing: Packing,
+    shape: tuple[int, int, int],
+    like: Tensor,
+    *,
+    reverse: bool = False,
+) -> SlotMaps:
+    """This card's map of each owned range, as `carry` would send it."""
+    return _Fold(maps, packing, shape, like, reverse).outgoing()
+
+
 class _Fold:
     """The chains of one card, walked from the first segment (reverse: from the last)."""
 

@@ -123,6 +123,23 @@ def test_ranks(gloo_pool, ranges):
     gloo_pool.run(sharded, case, ranges, world_size=3, timeout=200)
 
 
+def as_compiled(group, rank, keep):
+    """The ops that torch.compile takes with several ranks, called one after another."""
+    case = Case("ops", **{**SMALL, "T": 140}, options=options(**INSIDE, disable_recompute=keep))
+    context = build_cp_context(torch.tensor(case.offsets()), group)
+    plain = run_sharded(case, context, torch.float32, impl="triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.compiler.is_compiling", lambda: True)
+        ops = run_sharded(case, context, torch.float32, impl="triton")
+    for name, value in plain.items():
+        assert (ops[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
+    gloo_pool.run(as_compiled, keep, world_size=2, timeout=200)
+
+
 def test_kernels_compile_for_sm_90(tmp_path):
     """In processes of their own: here the kernels are interpreted."""
     clean = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,3 +69,37 @@ def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+# As torch.compile knows them: started here, waited for where the result is read.
+
+
+def traced_all_gather(x: Tensor, world_size: int, group_name: str) -> Tensor:
+    """[R, *x.shape] from all ranks."""
+    ops = torch.ops._c10d_functional
+    out = ops.all_gather_into_tensor(x.contiguous(), world_size, group_name)
+    return ops.wait_tensor(out).view(world_size, *x.shape)
+
+
+def traced_all_reduce(x: Tensor, group_name: str) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "sum", group_name))
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world_size: int, group_name: str) -> Tensor:
+        ctx.group = world_size, group_name
+        return traced_all_gather(x, world_size, group_name).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ops, (world_size, group_name) = torch.ops._c10d_functional, ctx.group
+        mine = ops.reduce_scatter_tensor(grad.contiguous(), "sum", world_size, group_name)
+        return ops.wait_tensor(mine), None, None
+
+
+def all_gather_rows(x: Tensor, world_size: int, group_name: str) -> Tensor:
+    """x [n, D] of all ranks, [R * n, D]; gradients are summed and come back."""
+    rows: Tensor = _GatherRows.apply(x, world_size, group_name)
+    return rows

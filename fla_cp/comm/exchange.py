@@ -150,6 +150,21 @@ class Local:
         return _Waiting(lambda: _fold(links, 0, slot_map, maps.offset), maps.offset.device)
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """The wires of all ranks (`pack`) are here already: what a compiled graph gathered itself.
+    wires [R, slots_per_rank, ..]; rank: this one."""
+
+    wires: Tensor
+    rank: int
+    group: dist.ProcessGroup | None = None
+
+    def start(self, maps: SlotMaps, links: Links) -> Pending:
+        slot_map = _unpacked(self.wires, links, maps.offset.shape[-1])
+        finish = lambda: _fold(links, self.rank, slot_map, maps.offset)  # noqa: E731
+        return _Waiting(finish, maps.offset.device)
+
+
 def _row(x: Tensor | None, row: int) -> Tensor | None:
     return None if x is None else x[row]
 
@@ -162,13 +177,9 @@ class AllGather:
 
     def start(self, maps: SlotMaps, links: Links) -> Pending:
         rank = dist.get_rank(self.group)
-        wire = _pack(maps, links)
-        V = maps.offset.shape[-1]
+        wire = pack(maps, links)
         gathered, work = collectives.all_gather(wire, self.group)
-
-        def slot_map(s: int) -> SlotMaps:
-            x = gathered[links.owner[s], links.row[s]]
-            return SlotMaps(x[..., V:] if links.any_through else None, x[..., :V])
+        slot_map = _unpacked(gathered, links, maps.offset.shape[-1])
 
         def finish() -> Tensor:
             work.wait()
@@ -177,8 +188,18 @@ class AllGather:
         return _Waiting(finish, wire.device)
 
 
-def _pack(maps: SlotMaps, links: Links) -> Tensor:
-    """[slots_per_rank, HV, K, V+K] (K columns only if a transition is needed anywhere)."""
+def _unpacked(wires: Tensor, links: Links, V: int) -> Callable[[int], SlotMaps]:
+    """The map of a slot, from the wires of all ranks."""
+
+    def slot_map(s: int) -> SlotMaps:
+        x = wires[links.owner[s], links.row[s]]
+        return SlotMaps(x[..., V:] if links.any_through else None, x[..., :V])
+
+    return slot_map
+
+
+def pack(maps: SlotMaps, links: Links) -> Tensor:
+    """This rank's wire [slots_per_rank, HV, K, V+K], +K only where any transition is needed."""
     J, HV, K, V = maps.offset.shape
     wire = maps.offset.new_zeros(links.slots_per_rank, HV, K, V + K * links.any_through)
     wire[:J, ..., :V] = maps.offset

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,16 @@ from torch import Tensor
 
 from . import collectives
 from .timing import exchange_wait
+
+
+class Gathered(NamedTuple):
+    """The same traffic as one all-gather, for a compiled graph: its shapes are few. rows: local
+    tokens that this rank sends, once each; padded: rows that each rank sends, zeros included; take:
+    for each row of the halo its row among all that were sent, R * padded where it has none."""
+
+    rows: tuple[int, ...]
+    padded: int
+    take: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,7 @@ class Halo:
     send: local token of each row sent, by receiving rank. send_counts, receive_counts: rows to
     and from each rank. place: row of the [ranges * width] halo where each received row belongs.
     needed: whether any rank receives anything, so that all agree to skip the collective.
+    gathered: the same for one all-gather.
     """
 
     width: int
@@ -36,6 +48,7 @@ class Halo:
     receive_counts: tuple[int, ...]
     place: tuple[int, ...]
     needed: bool
+    gathered: Gathered
     _tables: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -68,6 +81,11 @@ class Halo:
         R = len(token_ranges)
         out = sorted((m for m in messages if m[0] == rank), key=lambda m: (m[2], m[3]))
         into = sorted((m for m in messages if m[2] == rank), key=lambda m: (m[0], m[3]))
+        sent: list[list[int]] = [sorted({m[1] for m in messages if m[0] == r}) for r in range(R)]
+        padded = max(map(len, sent))
+        take = [R * padded] * (len(token_ranges[rank]) * width)
+        for sender, token, _, at in into:
+            take[at] = sender * padded + sent[sender].index(token)
         return cls(
             width=width,
             ranges=len(token_ranges[rank]),
@@ -76,6 +94,7 @@ class Halo:
             receive_counts=tuple(sum(m[0] == r for m in into) for r in range(R)),
             place=tuple(m[3] for m in into),
             needed=bool(messages),
+            gathered=Gathered(tuple(sent[rank]), padded, tuple(take)),
         )
 
     def gather(self, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -104,6 +123,11 @@ class Halo:
             sums = dx[into].to(got.dtype)
             sums.index_add_(0, self._index(tuple(row[t] for t in self.send), dx), got)
             dx[into] = sums.to(dx.dtype)
+
+    def gather_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """rows and take of `Gathered`, int64."""
+        like = torch.empty(0, device=device)
+        return self._index(self.gathered.rows, like), self._index(self.gathered.take, like)
 
     def _exchange(
         self,

@@ -6,11 +6,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import Backend, resolve
-from ..context import FLACPContext, Handle, context_of
+from ..comm.collectives import all_gather_rows
+from ..context import FLACPContext, Handle, Sizes, context_of
 from ..stages.conv import ConvRows
 from ..validate import (
     check_conv1d,
@@ -48,8 +50,9 @@ def causal_conv1d(
     B, T, D = x.shape
     flat, silu = x.reshape(B * T, D), activation is not None
     if torch.compiler.is_compiling():
-        handle = Handle.make(-1, 0, 0, 0, B, 0) if cp_context is None else cp_context.handle
-        y = conv_op(flat, weight, bias, silu, impl, *handle, B)[0]
+        handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
+        halo = _compiled_halo(flat, weight.shape[1] - 1, cp_context)
+        y = conv_op(flat, halo, weight, bias, silu, impl, *handle, B)
     else:
         offsets = None
         if cu_seqlens is not None:
@@ -114,59 +117,79 @@ def _ranges_rows(
     return ConvRows.build(token - start, lengths, width, device)
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: _Place
-) -> tuple[Tensor, Tensor]:
-    """y, and the halo [ranges * width, D] that it took."""
-    context = place.context
-    if place.where.width and context is not None and context.halo is not None:
-        halo = context.halo.gather(x, context.group).flatten(0, 1)
-    else:
-        halo = x.new_empty(0, x.shape[1])
-    return place.backend.conv(x, halo, place.where, weight, bias, silu), halo
-
-
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    halo: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    place: _Place,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx, dweight, dbias in their inputs' dtypes; the halo's gradient goes back to its ranks."""
-    found = place.backend.conv_bwd(x, halo, place.where, weight, bias, silu, dy)
-    dx, dhalo, dweight, dbias = found
-    context = place.context
-    if place.where.width and context is not None and context.halo is not None:
-        context.halo.scatter_add(dx, dhalo, context.group)
-    dbias = None if bias is None else dbias.to(bias.dtype)
-    return dx.to(x.dtype), dweight.to(weight.dtype), dbias
-
-
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: _Place
     ) -> Tensor:
-        y, halo = _forward(x, weight, bias, silu, place)
+        context = place.context
+        halo = x.new_empty(0, x.shape[1])
+        if place.where.width and context is not None and context.halo is not None:
+            halo = context.halo.gather(x, context.group).flatten(0, 1)
         ctx.save_for_backward(x, halo, weight, bias)
         ctx.silu, ctx.place = silu, place
-        return y
+        return place.backend.conv(x, halo, place.where, weight, bias, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, halo, weight, bias = ctx.saved_tensors
-        return (*_backward(dy, x, halo, weight, bias, ctx.silu, ctx.place), None, None)
+        (x, halo, weight, bias), place = ctx.saved_tensors, ctx.place
+        found = place.backend.conv_bwd(x, halo, place.where, weight, bias, ctx.silu, dy)
+        dx, dhalo, dweight, dbias = found
+        context = place.context
+        if place.where.width and context is not None and context.halo is not None:
+            context.halo.scatter_add(dx, dhalo, context.group)
+        dbias = None if bias is None else dbias.to(bias.dtype)
+        return dx.to(x.dtype), dweight.to(weight.dtype), dbias, None, None
 
 
-# The same two functions as ops for torch.compile (see library.py).
+# For torch.compile (see library.py): an op that is given the halo, and the halo by an all-gather
+# in the graph, whose shapes do not depend on who needs what.
+
+
+def _compiled_halo(x: Tensor, width: int, context: FLACPContext | None) -> Tensor:
+    """[ranges * width, D] as `Halo.gather` gives it; differentiable."""
+    if width == 0 or context is None or context.halo is None:
+        return x.new_empty(0, x.shape[1])
+    sizes = Handle.read(context.handle.sizes)
+    if not context.halo.needed:
+        return x.new_zeros(sizes.ranges * width, x.shape[1])
+    rows, take = halo_tables(x, *context.handle, width)
+    wires = F.pad(x.index_select(0, rows), (0, 0, 0, sizes.padded - sizes.sent))
+    if context.world_size > 1:
+        wires = all_gather_rows(wires, context.world_size, context.group_name)
+    return F.pad(wires, (0, 0, 0, 1)).index_select(0, take)
+
+
+def _halo_tables(x: Tensor, context: Tensor, sizes: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    found = context_of(context)
+    assert found is not None and found.halo is not None
+    rows, take = found.halo.gather_tables(x.device)
+    return rows.clone(), take.clone()
+
+
+halo_tables = torch.library.custom_op(
+    "fla_cp::halo_tables",
+    _halo_tables,
+    mutates_args=(),
+    schema="(Tensor x, Tensor context, Tensor sizes, int width) -> (Tensor, Tensor)",
+)
+
+
+@halo_tables.register_fake
+def _halo_tables_fake(
+    x: Tensor, context: Tensor, sizes: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    size = Handle.read(sizes)
+    return (
+        x.new_empty(size.sent, dtype=torch.int64),
+        x.new_empty(size.ranges * width, dtype=torch.int64),
+    )
 
 
 def _conv_run(
     x: Tensor,
+    halo: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     silu: bool,
@@ -174,18 +197,13 @@ def _conv_run(
     context: Tensor,
     sizes: Tensor,
     rows: int,
-) -> list[Tensor]:
-    """y and the halo."""
+) -> Tensor:
     place = _Place.of(impl, x, weight, context_of(context), rows)
-    return list(_forward(x, weight, bias, silu, place))
+    return place.backend.conv(x, halo, place.where, weight, bias, silu)
 
 
-def _conv_fake(x: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
-    halo = Handle.read(rest[-2])[-1] * (weight.shape[1] - 1)
-    return [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        x.new_empty(halo, x.shape[1]),
-    ]
+def _conv_fake(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _conv_backward_run(
@@ -201,46 +219,51 @@ def _conv_backward_run(
     rows: int,
 ) -> list[Tensor]:
     place = _Place.of(impl, x, weight, context_of(context), rows)
-    dx, dweight, dbias = _backward(dy, x, halo, weight, bias, silu, place)
-    return [dx, dweight, x.new_empty(0) if dbias is None else dbias]
-
-
-def _conv_backward_fake(
-    dy: Tensor, x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> list[Tensor]:
+    grads = place.backend.conv_bwd(x, halo, place.where, weight, bias, silu, dy)
     return [
-        x.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t in (x, weight, bias)
+        x.new_empty(0) if t is None else _fresh(d, t)
+        for d, t in zip(grads, (x, halo, weight, bias), strict=True)
+    ]
+
+
+def _fresh(d: Tensor, like: Tensor) -> Tensor:
+    """d in the dtype of `like`, and never `like` itself, which an op may not return."""
+    return d.clone() if d is like else d.to(like.dtype)
+
+
+def _conv_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
+    return [
+        dy.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in rest[:4]
     ]
 
 
 _COMMON = (
-    "Tensor weight, Tensor? bias, bool silu, str impl, Tensor context, Tensor sizes, SymInt rows"
+    "Tensor x, Tensor halo, Tensor weight, Tensor? bias, bool silu, str impl, Tensor context, "
+    "Tensor sizes, SymInt rows"
 )
 conv_op = torch.library.custom_op(
-    "fla_cp::causal_conv1d",
-    _conv_run,
-    mutates_args=(),
-    schema=f"(Tensor x, {_COMMON}) -> Tensor[]",
+    "fla_cp::causal_conv1d", _conv_run, mutates_args=(), schema=f"({_COMMON}) -> Tensor"
 )
 conv_op.register_fake(_conv_fake)
 conv_backward_op = torch.library.custom_op(
     "fla_cp::causal_conv1d_backward",
     _conv_backward_run,
     mutates_args=(),
-    schema=f"(Tensor dy, Tensor x, Tensor halo, {_COMMON}) -> Tensor[]",
+    schema=f"(Tensor dy, {_COMMON}) -> Tensor[]",
 )
 conv_backward_op.register_fake(_conv_backward_fake)
 
 
-def _conv_setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    x, weight, bias, *ctx.fixed = inputs
-    ctx.save_for_backward(x, output[1], weight, bias)
+def _conv_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.fixed = inputs[4:]
 
 
-def _conv_autograd(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    dx, dweight, dbias = conv_backward_op(grads[0], *ctx.saved_tensors, *ctx.fixed)
-    return (dx, dweight, None if ctx.saved_tensors[3] is None else dbias, *[None] * 5)
+def _conv_autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    grads = conv_backward_op(dy, *ctx.saved_tensors, *ctx.fixed)
+    given = zip(grads, ctx.saved_tensors, strict=True)
+    return (*(None if t is None else d for d, t in given), *[None] * 5)
 
 
 torch.library.register_autograd("fla_cp::causal_conv1d", _conv_autograd, setup_context=_conv_setup)

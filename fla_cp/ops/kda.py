@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import library
+from .. import library, library_sharded
 from ..autograd import DeltaRuleFunction
 from ..backend import resolve
-from ..context import FLACPContext
+from ..context import FLACPContext, Handle
 from ..packing import Packing
 from ..rule import DeltaRule
 from ..stages.intra import Inputs
@@ -92,7 +92,7 @@ def chunk_kda(
     if torch.compiler.is_compiling():  # the op looks the packing up when it runs
         packing, sequences = None, q.shape[0]
         if cp_context is not None:
-            sequences = cp_context.handle.sizes.shape[3] - 2
+            sequences = Handle.read(cp_context.handle.sizes).sequences
     else:
         packing = cp_context.packing if cp_context else _packing(q, cu_seqlens, cu_seqlens_cpu)
         sequences = packing.sequences
@@ -130,11 +130,17 @@ def chunk_kda(
     if initial_state is not None and v_first:
         initial_state = initial_state.transpose(-1, -2)
     tensors = (*token_rows(q, k, v, g, beta, A_log, dt_bias), initial_state)
-    if packing is None:
+    final: Any
+    if packing is None and cp_context is not None and cp_context.world_size > 1:
+        o, final, h = library_sharded.sharded_delta_rule(
+            cp_context, rule, impl, tensors, output_final_state, return_intermediate_states
+        )
+        final = final if output_final_state else None
+    elif packing is None:
         fixed = library.constants(rule, impl, cp_context, B, T)
         found = library.delta_rule(*tensors, *fixed, output_final_state, return_intermediate_states)
         o, h = found[0], found[2]
-        final: Any = found[1] if output_final_state else None
+        final = found[1] if output_final_state else None
     else:
         backend = resolve(impl, q.device, q.dtype)
         plan = library.make_plan(DeltaRule(*rule), packing, cp_context, backend)
