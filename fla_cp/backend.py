@@ -22,7 +22,7 @@ from .stages import intra as _intra
 from .stages import recurrent as _recurrent
 from .stages import scan as _scan
 from .stages.intra import Chunks, Inputs
-from .state import States
+from .state import States, walk
 
 Impl = Literal["auto", "torch", "triton"]
 Stage = Callable[..., Any]
@@ -46,6 +46,9 @@ class Backend:
       scan(packing, chunks, S0) -> h, v_new, S_end               only if restore gave no h
       scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
+
+      walk(packing, walk, transition, offset, start, out, transposed) -> out     see state.py
+      split(packing, HV, K, V, dtype, device) -> packing    cut finer where that fills the card
 
     operators of their own
       conv(x, halo, where, weight, bias, silu) -> y
@@ -75,6 +78,8 @@ class Backend:
     scan: Stage
     scan_bwd: Stage
     intra_bwd: Stage
+    walk: Stage
+    split: Stage
     conv: Stage
     conv_bwd: Stage
     gate: Stage
@@ -144,6 +149,8 @@ TORCH = Backend(
     scan=_scan.scan,
     scan_bwd=_scan.scan_bwd,
     intra_bwd=_intra.intra_bwd,
+    walk=walk,
+    split=lambda packing, *shape: packing,
     conv=_conv.conv,
     conv_bwd=_conv.conv_bwd,
     gate=_gate_alone,

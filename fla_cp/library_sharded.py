@@ -59,7 +59,8 @@ def _plan(x: Inputs, args: tuple, wires: Tensor | None = None) -> Plan:
 def _wire(plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False) -> Tensor:
     shape = x.v.shape[1], x.q.shape[-1], x.v.shape[-1]
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
-    mine = outgoing(maps, plan.packing, shape, like, reverse=reverse)
+    walk = plan.backend.walk
+    mine = outgoing(maps, plan.packing, shape, like, reverse=reverse, walk=walk)
     return pack(mine, plan.links.mirrored() if reverse else plan.links)
 
 

@@ -136,7 +136,16 @@ def carry_maps(
 ) -> Callable[[], States]:
     """Starts the exchange; see `state.carry`."""
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
-    return carry(maps, plan.packing, plan.links, plan.exchange, _shape(x), like, reverse=reverse)
+    return carry(
+        maps,
+        plan.packing,
+        plan.links,
+        plan.exchange,
+        _shape(x),
+        like,
+        reverse=reverse,
+        walk=plan.backend.walk,
+    )
 
 
 class Restored(NamedTuple):

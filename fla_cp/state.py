@@ -47,6 +47,73 @@ def join(*states: States | None) -> States | None:
     return States(sum((s.segments for s in given), ()), torch.cat([s.value for s in given]))
 
 
+class Walk(NamedTuple):
+    """Chains of segments as rows of tensors, host ints; -1 for none.
+
+    first [C+1]: where each chain's steps begin. start, entry [C]: row of the state that enters the
+    chain, and row of the result that receives it. transition, offset, store: of each step, which
+    takes the state through a segment: rows of its map, and of the result that receives what leaves.
+    """
+
+    first: tuple[int, ...]
+    start: tuple[int, ...]
+    entry: tuple[int, ...]
+    transition: tuple[int, ...]
+    offset: tuple[int, ...]
+    store: tuple[int, ...]
+
+    @classmethod
+    def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> Walk:
+        """(start, entry, steps of (transition, offset, store)) of each chain."""
+        first, steps = [0], []
+        for _, _, walked in chains:
+            steps += walked
+            first.append(len(steps))
+        columns = tuple(zip(*steps, strict=True)) or ((), (), ())
+        starts, entries = tuple(c[0] for c in chains), tuple(c[1] for c in chains)
+        return cls(tuple(first), starts, entries, *columns)
+
+
+def walk(
+    packing: Packing,
+    steps: Walk,
+    transition: Tensor | None,
+    offset: Tensor | None,
+    start: Tensor | None,
+    out: Tensor,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """out [E, HV, K, V], whose rows named in `steps` are written: the torch stage.
+
+    transition [*, HV, K, K] (used as its transpose with `transposed`), offset and start
+    [*, HV, K, V]. A step without an offset is a product alone.
+    """
+    for n, (lo, hi) in enumerate(pairwise(steps.first)):
+        state: Tensor | None = None
+        if steps.start[n] >= 0:
+            assert start is not None
+            state = start[steps.start[n]]
+        if steps.entry[n] >= 0:
+            assert state is not None
+            out[steps.entry[n]] = state
+        for i in range(lo, hi):
+            M = None
+            if steps.transition[i] >= 0:
+                assert transition is not None
+                M = transition[steps.transition[i]]
+                M = M.transpose(-1, -2) if transposed else M
+            if steps.offset[i] >= 0:
+                assert offset is not None
+                state = leave(M, offset[steps.offset[i]], state)
+            else:
+                assert M is not None and state is not None
+                state = product(M, state)
+            if steps.store[i] >= 0:
+                out[steps.store[i]] = state
+    return out
+
+
 def carry(
     maps: AffineMap,
     packing: Packing,
@@ -56,18 +123,20 @@ def carry(
     like: Tensor,
     *,
     reverse: bool = False,
+    walk: Callable[..., Tensor] = walk,
 ) -> Callable[[], States]:
     """Starts the exchange; the returned function waits and gives the state entering each segment
     of `packing.carried` that is not seeded (reverse: dS leaving each of `packing.feeding`).
 
     maps: see `AffineMap`; in reverse the transition is still the forward one. links: the slot
-    table, of the forward direction. shape: (HV, K, V). like: gives dtype and device.
+    table, of the forward direction. shape: (HV, K, V). like: gives dtype and device. walk: the
+    backend's.
     Collectives: one exchange if any sequence of the global batch crosses a slot, else none.
     Source: docs/design.md "Affine maps".
     """
     if reverse:
         links = links.mirrored()
-    fold = _Fold(maps, packing, shape, like, reverse)
+    fold = _Fold(maps, packing, shape, like, reverse, walk)
     pending = None
     if links.any:
         pending = exchange.start(fold.outgoing(), links)
@@ -86,9 +155,19 @@ def outgoing(
     like: Tensor,
     *,
     reverse: bool = False,
+    walk: Callable[..., Tensor] = walk,
 ) -> SlotMaps:
     """This card's map of each owned range, as `carry` would send it."""
-    return _Fold(maps, packing, shape, like, reverse).outgoing()
+    return _Fold(maps, packing, shape, like, reverse, walk).outgoing()
+
+
+class _Walks(NamedTuple):
+    """The walks of one card and direction: that give the maps of its ranges, those that multiply
+    the transitions of ranges passed through, and those that give each segment's entering state."""
+
+    offsets: Walk
+    transitions: Walk
+    entering: Walk
 
 
 class _Fold:
@@ -101,80 +180,74 @@ class _Fold:
         shape: tuple[int, int, int],
         like: Tensor,
         reverse: bool,
+        walk: Callable[..., Tensor],
     ):
         self.maps, self.packing, self.reverse = maps, packing, reverse
-        self.shape, self.like = shape, like
-        self.chains = [c[::-1] if reverse else c for c in packing.chains]
-        self.sources = packing.carried if reverse else packing.feeding
+        self.shape, self.like, self.walk = shape, like, walk
         self.sinks = packing.feeding if reverse else packing.carried
-        self.offset_row = {i: row for row, i in enumerate(self.sources)}
-        self.transition_row = {i: row for row, i in enumerate(packing.middle)}
+        self.walks = packing.cached((_Walks, reverse), self._walks)
 
-    def _into(self, chain: tuple[int, ...]) -> int:
-        """Owned range through which the chain receives a state, or -1."""
-        s = self.packing.segments[chain[0]]
-        return s.exit if self.reverse else s.entry
-
-    def _out(self, chain: tuple[int, ...]) -> int:
-        s = self.packing.segments[chain[-1]]
-        return s.entry if self.reverse else s.exit
-
-    def _transition(self, i: int) -> Tensor | None:
-        if i not in self.transition_row:
-            return None
-        assert self.maps.transition is not None
-        M = self.maps.transition[self.transition_row[i]]
-        return M.transpose(-1, -2) if self.reverse else M
-
-    def _step(self, i: int, state: Tensor | None) -> Tensor:
-        """The state after segment i."""
-        assert self.maps.offset is not None
-        offset = self.maps.offset[self.offset_row[i]]
-        M = self._transition(i)
-        return leave(M, offset, state)
+    def _walks(self) -> _Walks:
+        packing, reverse = self.packing, self.reverse
+        sources = packing.carried if reverse else packing.feeding
+        offset = {i: row for row, i in enumerate(sources)}
+        transition = {i: row for row, i in enumerate(packing.middle)}
+        sink = {i: row for row, i in enumerate(self.sinks)}
+        offsets, transitions, entering = [], [], []
+        for chain in packing.chains:
+            chain = chain[::-1] if reverse else chain
+            first, last = packing.segments[chain[0]], packing.segments[chain[-1]]
+            into, out = first.entry, last.exit
+            if reverse:
+                into, out = first.exit, last.entry
+            entry = sink[chain[0]] if into >= 0 else -1
+            steps = [(transition.get(i, -1), offset[i], sink[j]) for i, j in pairwise(chain)]
+            entering.append((into, entry, steps))
+            if out < 0:
+                continue
+            steps = [(transition.get(i, -1), offset[i], -1) for i in chain]
+            offsets.append((-1, -1, [*steps[:-1], (*steps[-1][:2], out)]))
+            if into >= 0 and packing.middle:
+                steps = [(transition[i], -1, -1) for i in chain[1:]]
+                if steps:
+                    steps[-1] = (*steps[-1][:2], out)
+                transitions.append((transition[chain[0]], -1 if steps else out, steps))
+        return _Walks(*map(Walk.of, (offsets, transitions, entering)))
 
     def outgoing(self) -> SlotMaps:
         """This card's map of each owned range, for the exchange."""
         HV, K, V = self.shape
-        ranges = self.packing.ranges
+        ranges, maps = self.packing.ranges, self.maps
         offset = self.like.new_zeros(ranges, HV, K, V)
-        transition = self.like.new_zeros(ranges, HV, K, K) if self.packing.middle else None
-        for chain in self.chains:
-            out = self._out(chain)
-            if out < 0:
-                continue
-            state: Tensor | None = None
-            for i in chain:
-                state = self._step(i, state)
-            assert state is not None
-            offset[out] = state
-            if self._into(chain) >= 0 and transition is not None:
-                through = self._transition(chain[0])
-                for i in chain[1:]:
-                    M = self._transition(i)
-                    assert M is not None and through is not None
-                    through = product(M, through)
-                assert through is not None
-                transition[out] = through
-        return SlotMaps(transition, offset)
+        self.walk(
+            self.packing,
+            self.walks.offsets,
+            maps.transition,
+            maps.offset,
+            None,
+            offset,
+            transposed=self.reverse,
+        )
+        if not self.packing.middle:
+            return SlotMaps(None, offset)
+        assert maps.transition is not None
+        transition = maps.transition.mT.contiguous() if self.reverse else maps.transition
+        through = self.like.new_zeros(ranges, HV, K, K)
+        walks = self.walks.transitions
+        self.walk(self.packing, walks, transition, None, transition, through, transposed=False)
+        return SlotMaps(through, offset)
 
     def entering(self, states: Tensor | None) -> States:
         """The state entering every sink, given those entering the owned ranges."""
-        found: dict[int, Tensor] = {}
-        for chain in self.chains:
-            into = self._into(chain)
-            state: Tensor | None = None
-            if into >= 0:
-                assert states is not None
-                state = states[into]
-                found[chain[0]] = state
-            for i, successor in pairwise(chain):
-                state = self._step(i, state)
-                found[successor] = state
         HV, K, V = self.shape
-        value = (
-            torch.stack([found[i] for i in self.sinks])
-            if self.sinks
-            else self.like.new_zeros(0, HV, K, V)
+        value = self.like.new_empty(len(self.sinks), HV, K, V)
+        self.walk(
+            self.packing,
+            self.walks.entering,
+            self.maps.transition,
+            self.maps.offset,
+            states,
+            value,
+            transposed=self.reverse,
         )
         return States(self.sinks, value)

@@ -12,7 +12,7 @@ from ..backend import Backend
 from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
-from ..state import AffineMap, States
+from ..state import AffineMap, States, walk
 from . import assembler
 from .conv import conv, conv_bwd
 from .gate import GATES
@@ -532,6 +532,8 @@ TRITON = Backend(
     scan=scan,
     scan_bwd=scan_bwd,
     intra_bwd=intra_bwd,
+    walk=walk,
+    split=lambda packing, *shape: packing,
     conv=conv,
     conv_bwd=conv_bwd,
     gate=gate,
