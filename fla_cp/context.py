@@ -26,6 +26,7 @@ from torch import Tensor
 from .comm import Exchange, Halo, Links, collectives, make_exchange
 from .packing import Packing
 from .rule import CHUNK
+from .tables import to_device
 from .validate import (
     check_conv1d_kernel_size,
     check_cu_seqlens,
@@ -255,7 +256,7 @@ def build_cp_context(
     cu_seqlens_cpu: the same values on the host; spares one device synchronisation.
     token_ranges: for each rank its [start, stop) ranges in local order; together they tile the
         batch once. Default: contiguous, equal up to one token. See `zigzag_token_ranges`.
-    exchange: "auto", "all_gather", "ring" or "scan"; comm/exchange.py gives the bytes of each.
+    exchange: "auto", "all_gather", "ring", "scan" or "heads"; comm/exchange.py has their bytes.
     check: compare the table across ranks with one small collective.
 
     Raises ValueError for offsets or ranges that are not as above, and, with check, if ranks
@@ -288,7 +289,7 @@ def build_cp_context(
         group=group,
         rank=rank,
         world_size=world_size,
-        cu_seqlens=cu_local.to(cu_seqlens.device),
+        cu_seqlens=to_device(cu_local, torch.int32, cu_seqlens.device),
         cu_seqlens_cpu=cu_local,
         global_cu_seqlens=offsets,
         local_tokens=packing.tokens,

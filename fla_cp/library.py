@@ -43,8 +43,16 @@ def packing_of(offsets: tuple[int, ...]) -> Packing:
 
 
 def make_plan(
-    rule: DeltaRule, packing: Packing, context: FLACPContext | None, backend: Backend
+    rule: DeltaRule,
+    packing: Packing,
+    context: FLACPContext | None,
+    backend: Backend,
+    x: Inputs | None = None,
 ) -> Plan:
+    """x: for the backend to cut sequences into segments for its shape; else they stay whole."""
+    if x is not None:
+        (HV, V), K = x.v.shape[1:], x.q.shape[-1]
+        packing = backend.split(packing, HV, K, V, x.q.dtype, x.q.device)
     return Plan(
         rule=rule,
         packing=packing,

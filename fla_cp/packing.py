@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .rule import CHUNK
+from .tables import to_device
 
 _Table = TypeVar("_Table")
 
@@ -105,6 +106,28 @@ class Packing:
             empty=tuple(empty) if counts_empty else (),
         )
 
+    def cut(self, chunks: int) -> Packing:
+        """The same tokens, longer segments in pieces of equal length, at most `chunks` chunks."""
+        segments: list[Segment] = []
+        for s in self.segments:
+            count = -(-(s.stop - s.start) // CHUNK)
+            pieces = -(-count // chunks)
+            size = -(-count // pieces) * CHUNK
+            for a in range(s.start, s.stop, size):
+                b, first = min(a + size, s.stop), a == s.start
+                last = b == s.stop
+                segments.append(
+                    s._replace(
+                        start=a,
+                        stop=b,
+                        begins=s.begins and first,
+                        ends=s.ends and last,
+                        entry=s.entry if first else -1,
+                        exit=s.exit if last else -1,
+                    )
+                )
+        return replace(self, segments=tuple(segments), _tables={})
+
     @cached_property
     def carried(self) -> tuple[int, ...]:
         """Segments that some segment precedes, on this card or another."""
@@ -155,9 +178,7 @@ class Packing:
     def index(self, which: Sequence[int], device: torch.device) -> Tensor:
         """`which` as an int64 tensor on `device`, made once."""
         which = tuple(which)
-        return self.cached(
-            (which, device), lambda: torch.tensor(which, dtype=torch.int64, device=device)
-        )
+        return self.cached((which, device), lambda: to_device(which, torch.int64, device))
 
     def steps(self, device: torch.device) -> StepTable:
         """Chunk tables of the torch stages on `device`, made once."""
@@ -223,13 +244,13 @@ class StepTable(NamedTuple):
         scatter = torch.empty(packing.tokens, dtype=torch.int64)
         scatter[gather[~padded]] = torch.arange(len(gather))[~padded]
         return cls(
-            gather=gather.to(device),
-            padded=padded.to(device) if padded.any() else None,
-            scatter=scatter.to(device),
+            gather=to_device(gather, torch.int64, device),
+            padded=to_device(padded, torch.bool, device) if padded.any() else None,
+            scatter=to_device(scatter, torch.int64, device),
             walked=tuple(order.tolist()),
             position=tuple(position.tolist()),
             bounds=tuple(pairwise(edges)),
-            natural=natural.to(device),
+            natural=to_device(natural, torch.int64, device),
         )
 
     def walk(

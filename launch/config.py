@@ -84,9 +84,9 @@ class ParallelConfig:
     """Data-parallel replicas of the sharded parameters (HSDP)."""
     layout: Literal["contiguous", "zigzag"] = "contiguous"
     """Which tokens a cp rank owns: one run, or two mirrored ones."""
-    exchange: Annotated[Literal["auto", "all_gather", "ring", "scan"], _short("--exchange")] = (
-        "auto"
-    )
+    exchange: Annotated[
+        Literal["auto", "all_gather", "ring", "scan", "heads"], _short("--exchange")
+    ] = "auto"
     """How states travel between cp ranks; see fla_cp.comm."""
     device: Annotated[Literal["auto", "cpu", "cuda"], _short("--device")] = "auto"
     """auto: cuda where every local rank has a GPU, else cpu."""

@@ -232,6 +232,22 @@ def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Compiled
     return list(dict.fromkeys(kernels))
 
 
+def compile_walk(K: int, V: int) -> list[Compiled]:
+    """A fold with states that enter, in reverse, and of transitions alone."""
+    from fla_cp.kernels.walk import walk
+    from fla_cp.packing import Packing
+    from fla_cp.state import Walk
+
+    steps = Walk((0, 1), (0,), (0,), (0,), (0,), (1,))
+    packing, (M, B) = Packing.build((0, 64)), (torch.zeros(2, 2, K, n) for n in (K, V))
+    with compiled() as kernels:
+        for transposed in (False, True):
+            walk(packing, steps, M, B, B, B, transposed=transposed)
+            walk(packing, steps, M, B, None, B, transposed=transposed)
+        walk(packing, steps, M, None, M, M, transposed=False)
+    return list(dict.fromkeys(kernels))
+
+
 def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
     """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
     candidate tile at K = V = 128."""
@@ -247,6 +263,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
         for layout in ("KV", "VK"):
             call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
             yield f"recurrent {K}x{V} {name} {layout}", call
+    for K, V in SIZES:
+        yield f"walk {K}x{V}", functools.partial(compile_walk, K, V)
     for name, dtype in DTYPES.items():
         for halo in (False, True):
             call = functools.partial(compile_conv, dtype, halo)

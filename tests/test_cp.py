@@ -114,7 +114,7 @@ def test_threads_equal_one_device(case, R):
     run_threads(check, R, case, "contiguous")
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "ring", "scan"])
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "scan", "heads"])
 @pytest.mark.parametrize("ranges", RANGES)
 def test_every_exchange(gloo_pool, exchange, ranges):
     case = named("grouped-heads", T=300, cu_seqlens=(0, 250, 300), decay=SLOW)
@@ -143,7 +143,7 @@ def random_batches(group, rank, seed):
             cu_seqlens=(0, *cuts, T),
             decay=rng.choice([0, 0.01]),
         )
-        scheme, size = rng.choice(["all_gather", "ring", "scan"]), rng.choice([None, 1])
+        scheme, size = rng.choice(["all_gather", "ring", "scan", "heads"]), rng.choice([None, 1])
         check(group, rank, case, rng.choice([*RANGES]), scheme, size)
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -194,27 +195,27 @@ def test_worked_example_is_what_two_ranks_compute():
         torch.testing.assert_close(gradient, column(r"initial state is (.*)\."))
 
 
-SIZE_K, SIZE_V = 2, 97  # so that a sum of bytes tells how many S and how many M it holds
+HEADS, SIZE_K, SIZE_V = 24, 2, 97  # so that a sum of bytes tells how many S and how many M it holds
 
 
 def received_bytes(group, rank, scheme, counters):
     torch.manual_seed(0)
     T = 2 * dist.get_world_size(group)
     context = build_cp_context(torch.tensor([0, T]), group, exchange=scheme)
-    q, k, g = torch.randn(3, 1, T, 1, SIZE_K).unbind()
-    v, beta = torch.randn(1, T, 1, SIZE_V), torch.rand(1, T, 1)
+    q, k, g = torch.randn(3, 1, T, HEADS, SIZE_K).unbind()
+    v, beta = torch.randn(1, T, HEADS, SIZE_V), torch.rand(1, T, HEADS)
     local = [context.shard(x) for x in (q, k, v, -g.abs(), beta)]
     counters[threading.get_ident()] = 0
     cp_chunk_kda(*local, context)
     return counters[threading.get_ident()]
 
 
-@pytest.mark.parametrize("scheme", ["all_gather", "ring", "scan"])
+@pytest.mark.parametrize("scheme", ["all_gather", "ring", "scan", "heads"])
 def test_bytes_of_each_exchange(scheme, monkeypatch):
     header, *rows = tables(DESIGN, "Exchange")[0]
     counters = {}
     all_gather, receive = collectives.all_gather, collectives.receive
-    send_and_receive = collectives.send_and_receive
+    send_and_receive, all_to_all = collectives.send_and_receive, collectives.all_to_all
 
     def count(tensors):
         counters[threading.get_ident()] += sum(x.nbytes for x in tensors)
@@ -231,12 +232,18 @@ def test_bytes_of_each_exchange(scheme, monkeypatch):
         count([x for x, _ in receives])
         return send_and_receive(sends, receives, group)
 
+    def counted_all_to_all(rows, send, received, group):
+        others = sum(received) - received[dist.get_rank(group)]
+        counters[threading.get_ident()] += others * rows[0].nbytes
+        return all_to_all(rows, send, received, group)
+
+    monkeypatch.setattr(collectives, "all_to_all", counted_all_to_all)
     monkeypatch.setattr(collectives, "all_gather", counted_all_gather)
     monkeypatch.setattr(collectives, "receive", counted_receive)
     monkeypatch.setattr(collectives, "send_and_receive", counted_send_and_receive)
     for ranks, *cells in rows[:-1]:
-        S, M = numbers(cells[header.index(scheme) - 1]).int().tolist()
-        expected = S * SIZE_K * SIZE_V * 4 + M * SIZE_K * SIZE_K * 4
+        S, M = map(Fraction, re.findall(r"[\d/]+", cells[header.index(scheme) - 1]))
+        expected = (S * SIZE_V + M * SIZE_K) * HEADS * SIZE_K * 4
         assert max(run_threads(received_bytes, int(ranks), scheme, counters)) == expected, ranks
 
 

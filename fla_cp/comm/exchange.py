@@ -14,6 +14,7 @@ direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
     AllGather   (R-1) (S + M)                1 step       default up to 8 ranks
     Ring        S                            R-1 steps    fewest bytes, longest chain
     Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 8 ranks
+    Heads       (R-1)/R (2 S + M)            2 steps      bytes do not grow with R
 
 M is not sent where no slot is passed through (two ranks, or documents shorter than a range).
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -120,19 +122,28 @@ class _Waiting:
             return self._finish()
 
 
-def _fold(links: Links, rank: int, slot_map: Callable[[int], SlotMaps], like: Tensor) -> Tensor:
-    """States entering the slots of `rank`, given every slot's map."""
-    entering = torch.zeros_like(like)
+def _entering(
+    links: Links, slot_map: Callable[[int], SlotMaps], slots: range
+) -> Iterator[tuple[int, Tensor]]:
+    """(slot, state that enters it), given every slot's map, for the slots that one enters."""
     state: Tensor | None = None
-    last = max((s for s in links.slots_of(rank) if links.continues[s]), default=-1)
-    for s in range(last + 1):
+    for s in slots:
         if not links.continues[s]:
             state = None
-        elif links.owner[s] == rank and state is not None:
-            entering[links.row[s]] = state
+        elif state is not None:
+            yield s, state
         if links.feeds(s):
             transition, offset = slot_map(s)
             state = leave(transition if links.through[s] else None, offset, state)
+
+
+def _fold(links: Links, rank: int, slot_map: Callable[[int], SlotMaps], like: Tensor) -> Tensor:
+    """States entering the slots of `rank`."""
+    entering = torch.zeros_like(like)
+    last = max((s for s in links.slots_of(rank) if links.continues[s]), default=-1)
+    for s, state in _entering(links, slot_map, range(last + 1)):
+        if links.owner[s] == rank:
+            entering[links.row[s]] = state
     return entering
 
 
@@ -367,6 +378,38 @@ class Scan:
         return collect
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Each rank folds the maps of all ranks for its share of the heads, and sends every rank the
+    states that enter its slots: two all-to-alls."""
+
+    group: dist.ProcessGroup
+
+    def start(self, maps: SlotMaps, links: Links) -> Pending:
+        wire = pack(maps, links).transpose(0, 1)  # heads first
+        _, HV, K, V = maps.offset.shape
+        R, rank, J = dist.get_world_size(self.group), dist.get_rank(self.group), wire.shape[1]
+        edges = [HV * r // R for r in range(R + 1)]
+        shares = [hi - lo for lo, hi in pairwise(edges)]
+        mine = [shares[rank]] * R
+        got, work = collectives.all_to_all(wire.flatten(1), shares, mine, self.group)
+
+        def finish() -> Tensor:
+            work.wait()
+            wires = got.view(R, shares[rank], J, K, wire.shape[-1]).transpose(1, 2)
+            states = wires.new_zeros(R, J, shares[rank], K, V)
+            slot_map = _unpacked(wires, links, V)
+            for s, state in _entering(links, slot_map, range(links.count)):
+                states[links.owner[s], links.row[s]] = state
+            back = states.transpose(1, 2).reshape(R * shares[rank], -1)
+            heads, work_back = collectives.all_to_all(back, mine, shares, self.group)
+            work_back.wait()
+            entering = heads.view(HV, J, K, V).transpose(0, 1)
+            return entering[: len(maps.offset)].contiguous()
+
+        return _Waiting(finish, wire.device)
+
+
 def _chain_depth(links: Links) -> list[int]:
     """How many slots back the state leaving each slot depends on."""
     depth: list[int] = []
@@ -379,6 +422,7 @@ SCHEMES: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
     "all_gather": AllGather,
     "ring": Ring,
     "scan": Scan,
+    "heads": Heads,
 }
 ALL_GATHER_RANKS = 8
 """Largest world size for which "auto" gathers all maps; beyond it the logarithmic scan."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..tables import to_device
 from . import collectives
 from .timing import exchange_wait
 
@@ -146,7 +147,7 @@ class Halo:
     def _index(self, rows: tuple[int, ...], like: Tensor) -> Tensor:
         key = (rows, like.device)
         if key not in self._tables:
-            self._tables[key] = torch.tensor(rows, dtype=torch.int64, device=like.device)
+            self._tables[key] = to_device(rows, torch.int64, like.device)
         return self._tables[key]
 
 

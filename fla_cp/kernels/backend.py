@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from ..backend import Backend
 from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
+from ..split import split as cut_by_rule
 from ..stages.intra import Inputs
-from ..state import AffineMap, States, walk
+from ..state import AffineMap, States
+from ..tables import to_device
 from . import assembler
 from .conv import conv, conv_bwd
 from .gate import GATES
@@ -24,6 +27,7 @@ from .scan import scan_bwd_kernel, scan_kernel
 from .sums import sums
 from .tiles import unit_rows
 from .tuning import tile
+from .walk import walk
 
 assembler.choose()
 
@@ -85,7 +89,7 @@ def tables(packing: Packing, device: torch.device) -> Tables:
             [s.stop for s in packing.segments],
             first,
         )
-        return Tables(*(torch.tensor(c, dtype=torch.int32, device=device) for c in columns))
+        return Tables(*(to_device(c, torch.int32, device) for c in columns))
 
     return packing.cached((Tables, device), build)
 
@@ -251,6 +255,21 @@ def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
         transition = _states(c, len(packing.middle), square=True)
         _scan(packing, c, None, packing.middle, S_end=transition, transition=True)
     return AffineMap(transition, offset)
+
+
+@functools.lru_cache
+def slots(device: torch.device) -> int:
+    """Programs of a scan that run at once: two share a multiprocessor. 0 without a GPU."""
+    if device.type != "cuda":
+        return 0
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def split(
+    packing: Packing, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device
+) -> Packing:
+    value, key = (HV * triton.cdiv(n, tile("scan", K, n, dtype).BV) for n in (V, K))
+    return cut_by_rule(packing, value, key, slots(device))
 
 
 def _everything(packing: Packing) -> tuple[int, ...]:
@@ -533,7 +552,7 @@ TRITON = Backend(
     scan_bwd=scan_bwd,
     intra_bwd=intra_bwd,
     walk=walk,
-    split=lambda packing, *shape: packing,
+    split=split,
     conv=conv,
     conv_bwd=conv_bwd,
     gate=gate,

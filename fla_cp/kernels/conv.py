@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..stages import conv as torch_stage
 from ..stages.conv import ConvRows
+from ..tables import to_device
 from .gate import sigmoid
 from .tiles import divides, unit_rows
 
@@ -230,7 +231,7 @@ def _tiles(lengths: tuple[int, ...], width: int, size: int, device: torch.device
             columns.append((base + at, base + stop, base + length, first))
         base += length
     table = torch.tensor(columns, dtype=torch.int32).view(-1, 4)
-    return table.T.contiguous().to(device)
+    return to_device(table.T.contiguous(), torch.int32, device)
 
 
 def _launch(x: Tensor, halo: Tensor, where: ConvRows, W: int) -> tuple[Tensor, dict, int]:

@@ -129,7 +129,8 @@ def chunk_kda(
     )
     if initial_state is not None and v_first:
         initial_state = initial_state.transpose(-1, -2)
-    tensors = (*token_rows(q, k, v, g, beta, A_log, dt_bias), initial_state)
+    x = token_rows(q, k, v, g, beta, A_log, dt_bias)
+    tensors = (*x, initial_state)
     final: Any
     if packing is None and cp_context is not None and cp_context.world_size > 1:
         o, final, h = library_sharded.sharded_delta_rule(
@@ -143,7 +144,7 @@ def chunk_kda(
         final = found[1] if output_final_state else None
     else:
         backend = resolve(impl, q.device, q.dtype)
-        plan = library.make_plan(DeltaRule(*rule), packing, cp_context, backend)
+        plan = library.make_plan(DeltaRule(*rule), packing, cp_context, backend, x)
         o, final, h = DeltaRuleFunction.apply(
             plan, output_final_state, return_intermediate_states, *tensors
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..rule import accumulator
+from ..tables import to_device
 
 
 class ConvRows(NamedTuple):
@@ -42,7 +43,13 @@ class ConvRows(NamedTuple):
         rows = torch.arange(total) + (ranges + 1) * width
         is_halo[rows] = False
         halo = is_halo.nonzero()[:, 0]
-        return cls(reach.int().to(device), lengths, width, rows.to(device), halo.to(device))
+        return cls(
+            to_device(reach, torch.int32, device),
+            lengths,
+            width,
+            to_device(rows, torch.int64, device),
+            to_device(halo, torch.int64, device),
+        )
 
 
 def _extend(x: Tensor, halo: Tensor, where: ConvRows) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..rule import DeltaRule
+from ..tables import to_device
 from ..validate import check_offsets
 from .intra import Inputs, prepare
 
@@ -42,7 +43,7 @@ def recurrent(
     lengths = [b - a for a, b in pairwise(bounds)]
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
     device = x.q.device
-    start = torch.tensor([bounds[n] for n in order], device=device)
+    start = to_device([bounds[n] for n in order], torch.int64, device)
 
     t = prepare(rule, x)
     (HV, V), K = t.v.shape[1:], t.k.shape[-1]

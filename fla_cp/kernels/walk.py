@@ -1,0 +1,143 @@
+"""A state through the maps of a chain of segments, one program per chain, head and value tile.
+
+A step reads one transition and one offset. The state lives in memory that only its program touches
+(K rows are too many for registers beside a transition), in two places that take turns; a barrier
+stands between what is written in one step and read in the next. Products are three TF32 products
+each, as good as fp32 here: what is rounded stays below 2^-20 of the terms.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..packing import Packing
+from ..state import Walk
+from ..tables import to_device
+from .tiles import dot
+from .tuning import power_of_two
+
+
+@triton.jit
+def load_tile(ptr, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
+    """[BR, BC] of matrix `row` [R, C] of ptr, zero beyond its edges and for row < 0."""
+    p = ptr + row * R * C + o_r[:, None] * C + o_c[None, :]
+    return tl.load(p, mask=(row >= 0) & (o_r < R)[:, None] & (o_c < C)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, x, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
+    p = ptr + row * R * C + o_r[:, None] * C + o_c[None, :]
+    tl.store(p, x, mask=(row >= 0) & (o_r < R)[:, None] & (o_c < C)[None, :])
+
+
+@triton.jit
+def of_head(row, i_h, HV: tl.constexpr):
+    """Row of a head's matrix in [*, HV, ., .]; -1 stays below zero."""
+    return row.to(tl.int64) * HV + tl.where(row < 0, 0, i_h)
+
+
+@triton.jit
+def walk_kernel(
+    M,
+    B,
+    start,
+    out,
+    places,
+    first,
+    starts,
+    entries,
+    steps,
+    n,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """See `state.walk`; places [2, C, HV, K, V]: of the state. steps: int32 [3, n], rows of M, B
+    and out, -1 for none."""
+    tiles: tl.constexpr = (V + BV - 1) // BV
+    i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    chains = (tl.num_programs(0) // tiles).to(tl.int64)
+    o_b, o_v = tl.arange(0, BK), tl.program_id(0) % tiles * BV + tl.arange(0, BV)
+    here = i_c * HV + i_h
+    entry = of_head(tl.load(entries + i_c), i_h, HV)
+    for r in range(tl.cdiv(K, BK)):
+        o_r = r * BK + o_b
+        if start is None:
+            b_S = tl.zeros([BK, BV], tl.float32)
+        else:
+            b_S = load_tile(start, of_head(tl.load(starts + i_c), i_h, HV), o_r, o_v, K, V)
+        store_tile(out, b_S, entry, o_r, o_v, K, V)
+        store_tile(places, b_S, here, o_r, o_v, K, V)
+    lo = tl.load(first + i_c)
+    for j in range(tl.load(first + i_c + 1) - lo):
+        tl.debug_barrier()
+        i_m = of_head(tl.load(steps + lo + j), i_h, HV)
+        i_b = of_head(tl.load(steps + n + lo + j), i_h, HV)
+        i_o = of_head(tl.load(steps + 2 * n + lo + j), i_h, HV)
+        before, after = here + j % 2 * chains * HV, here + (j + 1) % 2 * chains * HV
+        for r in range(tl.cdiv(K, BK)):
+            o_r = r * BK + o_b
+            acc = tl.zeros([BK, BV], tl.float32)
+            if B is not None:
+                acc = load_tile(B, i_b, o_r, o_v, K, V)
+            if M is not None:
+                for c in range(tl.cdiv(K, BK)):
+                    o_c = c * BK + o_b
+                    b_S = load_tile(places, before, o_c, o_v, K, V)
+                    if TRANSPOSED:
+                        b_M = tl.trans(load_tile(M, i_m, o_c, o_r, K, K))
+                    else:
+                        b_M = load_tile(M, i_m, o_r, o_c, K, K)
+                    acc = dot(b_M, b_S, "tf32x3", acc=acc)
+            store_tile(places, acc, after, o_r, o_v, K, V)
+            store_tile(out, acc, i_o, o_r, o_v, K, V)
+
+
+def walk(
+    packing: Packing,
+    steps: Walk,
+    transition: Tensor | None,
+    offset: Tensor | None,
+    start: Tensor | None,
+    out: Tensor,
+    *,
+    transposed: bool,
+) -> Tensor:
+    chains = len(steps.start)
+    if not chains or not out.numel():
+        return out
+    device = out.device
+
+    def tables() -> tuple[Tensor, ...]:
+        columns = (steps.first, steps.start, steps.entry, (*steps[3], *steps[4], *steps[5]))
+        return tuple(to_device(c, torch.int32, device) for c in columns)
+
+    first, starts, entries, rows = packing.cached((steps, device), tables)
+    HV, K, V = out.shape[1:]
+    BV = min(16, power_of_two(V))
+    places = out.new_empty(2, chains, HV, K, V)
+    walk_kernel[(chains * triton.cdiv(V, BV), HV)](
+        transition,
+        offset,
+        start,
+        out,
+        places,
+        first,
+        starts,
+        entries,
+        rows,
+        len(steps.store),
+        HV=HV,
+        K=K,
+        V=V,
+        BK=min(64, power_of_two(K)),
+        BV=BV,
+        TRANSPOSED=transposed,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out

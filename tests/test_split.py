@@ -1,0 +1,173 @@
+"""Segments inside a card: the rule, the cut, the fold, and that results do not depend on them."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.backend import TORCH
+from fla_cp.packing import Packing
+from fla_cp.split import MARGIN, predicted, split
+from fla_cp.state import Walk, walk
+from tests.cases import INSIDE, PACKED, Case, options
+from tests.closeness import assert_exact
+from tests.running import run, run_sharded
+
+SLOTS = 264  # two programs on each of 132 multiprocessors
+
+
+def programs(heads):
+    return 4 * heads  # value tiles of 32 at V = 128
+
+
+def cut(offsets, heads, ranges=None):
+    packing = Packing.build(offsets, ranges)
+    return packing, split(packing, programs(heads), programs(heads), SLOTS)
+
+
+@pytest.mark.parametrize("T, heads, least", [(131072, 4, 8), (32768, 8, 4), (8192, 1, 4)])
+def test_few_heads_and_long_sequences_are_cut(T, heads, least):
+    whole, pieces = cut((0, T), heads)
+    assert len(pieces.segments) >= least
+    assert predicted(pieces, *[programs(heads)] * 2, SLOTS) <= MARGIN * predicted(
+        whole, *[programs(heads)] * 2, SLOTS
+    )
+
+
+@pytest.mark.parametrize("offsets, heads", [
+    ((0, 32768), 32), ((0, 32768), 64), ((0, 131072), 128), ((0, 400), 1), ((0,), 4),
+    (tuple(range(0, 65537, 1024)), 8),
+], ids=str)  # fmt: skip
+def test_a_full_card_and_short_sequences_stay_whole(offsets, heads):
+    whole, pieces = cut(offsets, heads)
+    assert pieces is whole
+
+
+def test_what_crosses_ranks_is_cut_for_its_summary():
+    """With 32 heads a rank in the middle has three scans to make, one after the other."""
+    _, pieces = cut((0, 131072), 32, [(32768, 65536)])
+    assert len(pieces.segments) > 1
+
+
+def test_the_rule_is_asked_once():
+    packing, pieces = cut((0, 131072), 4)
+    assert split(packing, programs(4), programs(4), SLOTS) is pieces
+
+
+@pytest.mark.parametrize("ranges", [None, [(100, 700), (20, 90)]], ids=["whole", "two ranges"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_cut(ranges, chunks):
+    """The pieces tile the segments on the chunks' grid, and only ends keep what ends have."""
+    offsets = (0, 30, 30, 650, 700)
+    whole = Packing.build(offsets, ranges)
+    pieces = whole.cut(chunks)
+    assert (pieces.tokens, pieces.ranges, pieces.empty) == (whole.tokens, whole.ranges, whole.empty)
+    left = list(pieces.segments)
+    for s in whole.segments:
+        mine = [left.pop(0)]
+        while mine[-1].stop < s.stop:
+            mine.append(left.pop(0))
+        assert (mine[0].start, mine[-1].stop) == (s.start, s.stop)
+        assert all(a.stop == b.start for a, b in pairwise(mine))
+        assert all((m.start - s.start) % 64 == 0 for m in mine)
+        assert all(m.stop - m.start <= 64 * chunks for m in mine)
+        assert [m.begins for m in mine] == [s.begins] + [False] * (len(mine) - 1)
+        assert [m.ends for m in mine] == [False] * (len(mine) - 1) + [s.ends]
+        assert (mine[0].entry, mine[-1].exit) == (s.entry, s.exit)
+        assert all(m.entry == -1 for m in mine[1:]) and all(m.exit == -1 for m in mine[:-1])
+    assert not left
+
+
+@pytest.fixture
+def always_cut(monkeypatch):
+    """Every segment of both backends in pieces of two chunks."""
+    import dataclasses
+
+    import fla_cp.kernels.backend
+
+    def pieces(packing, *shape):
+        return packing.cached("pieces", lambda: packing.cut(2))
+
+    for name, of in (("TORCH", "fla_cp.backend"), ("TRITON", "fla_cp.kernels.backend")):
+        monkeypatch.setattr(
+            f"{of}.{name}",
+            dataclasses.replace(
+                TORCH if name == "TORCH" else fla_cp.kernels.backend.TRITON, split=pieces
+            ),
+        )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+CU = (0, 30, 30, 650, 700)
+CASES = [
+    Case("long", T=700, K=8, V=6),
+    Case("packed", T=700, HV=4, K=8, V=6, cu_seqlens=CU, options=options(**INSIDE)),
+    Case("kept", T=400, K=8, V=6, options=options(disable_recompute=True)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_results_do_not_depend_on_the_cut(case, always_cut, monkeypatch):
+    pieces = run(case)
+    monkeypatch.undo()
+    for name, exact in run(case).items():
+        assert_exact(name, pieces[name], exact)
+
+
+@pytest.mark.parametrize("case", [CASES[1]], ids=lambda c: c.name)
+def test_kernels_with_cut_sequences(case, always_cut, monkeypatch):
+    pieces = run(case, torch.float32, impl="triton")
+    plain = run(case, torch.float32)
+    monkeypatch.undo()
+    for name, exact in run(case).items():
+        error, usual = ((x.double() - exact).abs().max() for x in (pieces[name], plain[name]))
+        assert error <= 10 * usual + 1e-5 * exact.abs().max(), name
+
+
+def on_ranks(group, rank, ranges):
+    import dataclasses
+
+    import fla_cp.ops.kda
+
+    case = CASES[1]
+    context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
+    exact = run(case)
+    with pytest.MonkeyPatch.context() as patch:
+        cutting = dataclasses.replace(TORCH, split=lambda packing, *shape: packing.cut(2))
+        patch.setattr(fla_cp.ops.kda, "resolve", lambda *args: cutting)
+        mine = run_sharded(case, context)
+    for name in ("o", "final_state", "dinitial_state", *(f"d{n}" for n in PACKED)):
+        pick = (lambda t: t) if "state" in name else context.shard
+        assert_exact(name, mine[name], pick(exact[name]))
+
+
+@pytest.mark.parametrize("ranges", [None, zigzag_token_ranges(700, 3)], ids=["plain", "zigzag"])
+def test_ranks_with_cut_sequences(gloo_pool, ranges):
+    gloo_pool.run(on_ranks, ranges, world_size=3, timeout=200)
+
+
+@pytest.mark.parametrize("K, V", [(16, 16), (13, 7), (100, 40), (192, 24)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kernel_of_the_fold(K, V, transposed, monkeypatch):
+    pytest.importorskip("triton")
+    from fla_cp.kernels import walk as kernel
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    gen = torch.Generator().manual_seed(0)
+    HV = 2
+    M, B, start = (
+        torch.randn(n, HV, K, size, generator=gen) / K**0.5 for n, size in ((3, K), (4, V), (2, V))
+    )
+    steps = Walk.of([
+        (1, 5, [(2, 0, -1), (0, 3, 1)]),
+        (-1, -1, [(-1, 1, 2), (1, 2, 3)]),
+        (0, 0, []),
+        (0, -1, [(1, -1, 4)]),
+    ])  # fmt: skip
+    packing = Packing.build((0, 64))
+    out, exact = torch.zeros(6, HV, K, V), torch.zeros(6, HV, K, V, dtype=torch.float64)
+    kernel.walk(packing, steps, M, B, start, out, transposed=transposed)
+    walk(packing, steps, M.double(), B.double(), start.double(), exact, transposed=transposed)
+    assert exact.flatten(1).any(1).all()
+    assert (out - exact).abs().max() <= 1e-5 * exact.abs().max()
