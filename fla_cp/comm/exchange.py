@@ -401,7 +401,7 @@ class Heads:
             slot_map = _unpacked(wires, links, V)
             for s, state in _entering(links, slot_map, range(links.count)):
                 states[links.owner[s], links.row[s]] = state
-            back = states.transpose(1, 2).reshape(R * shares[rank], -1)
+            back = states.transpose(1, 2).reshape(R * shares[rank], J * K * V)
             heads, work_back = collectives.all_to_all(back, mine, shares, self.group)
             work_back.wait()
             entering = heads.view(HV, J, K, V).transpose(0, 1)
