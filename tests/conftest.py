@@ -9,12 +9,12 @@ with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
     patch.setenv("TRITON_INTERPRET", "1")
     import fla_cp.kernels.backend  # noqa: F401
 
-from tests.ranks import GlooPool
+from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
 def gloo_pool():
     """Four gloo processes, started by the first test that calls `run`."""
-    pool = GlooPool(4)
+    pool = RankPool(4)
     yield pool
     pool.close()

@@ -47,16 +47,17 @@ class RankDied(RuntimeError):
     """A rank's process ended without an answer."""
 
 
-class GlooPool:
-    """Up to `size` gloo ranks in spawned processes, started by the first `run`.
+class RankPool:
+    """Up to `size` ranks in spawned processes, started by the first `run`: over gloo on the CPU, or
+    over NCCL, with a GPU each, for device="cuda".
 
     The processes are reused: a call must leave nothing behind in them. They are replaced after a
     time-out, a crash, or a call in which some ranks failed and others did not, because then a
     collective may be half done.
     """
 
-    def __init__(self, size: int = 4):
-        self.size = size
+    def __init__(self, size: int = 4, device: str = "cpu"):
+        self.size, self.device = size, device
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -110,7 +111,9 @@ class GlooPool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             worker = context.Process(
-                target=_serve, args=(rank, self.size, self._folder.name, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.size, self.device, self._folder.name, theirs),
+                daemon=True,
             )
             worker.start()
             theirs.close()
@@ -166,22 +169,28 @@ class GlooPool:
         return "\n".join(f"rank {r}:\n{file.read_text()}" for r, file in files if file.exists())
 
 
-def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, device: str, folder: str, pipe: Connection) -> None:
     """What a process of the pool does: joins the group, then answers calls until killed."""
     import faulthandler
 
     torch.set_num_threads(1)
-    os.environ["TRITON_INTERPRET"] = "1"  # as conftest.py sets it, before Triton is imported
+    # before Triton is imported; as conftest.py sets it on the CPU
+    os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
     if sys.platform == "linux":  # not every host name resolves to an address of its host
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with open(f"{folder}/stack{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
+        options = {}
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            options["device_id"] = torch.device("cuda", rank)
         dist.init_process_group(
-            "gloo",
+            "gloo" if device == "cpu" else "nccl",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=size,
             timeout=timedelta(minutes=10),
+            **options,
         )
         groups = {n: dist.new_group(list(range(n))) for n in range(1, size)}
         groups[size] = dist.group.WORLD

@@ -102,15 +102,26 @@ def run_sharded(
     dtype: torch.dtype = torch.float64,
     impl: str = "torch",
     device: str = "cpu",
+    v_first: bool = False,
 ) -> dict[str, Tensor]:
-    """`chunk_kda` under a context, on this rank's tokens."""
+    """`chunk_kda` under a context, on this rank's tokens. v_first: with states [V, K], which are
+    given and returned as [K, V]."""
     inputs = {n: t.to(device) for n, t in case.inputs(dtype=dtype).items()}
     local = {n: context.shard(t) if n in PACKED else t for n, t in inputs.items()}
     do, dS = (w.to(device) for w in weights(case))
 
     def call(*x: Tensor, **o: Tensor) -> tuple[Tensor, Tensor]:
-        return chunk_kda(
-            *x, **o, **case.keywords, cp_context=context, output_final_state=True, impl=impl
+        if v_first and "initial_state" in o:
+            o["initial_state"] = o["initial_state"].mT.contiguous()
+        found, final = chunk_kda(
+            *x,
+            **o,
+            **case.keywords,
+            cp_context=context,
+            output_final_state=True,
+            state_v_first=v_first,
+            impl=impl,
         )
+        return found, final.mT if v_first else final
 
     return _collect(local, call, context.shard(do), dS)

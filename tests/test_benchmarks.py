@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks import bandwidth, compare, ops, plot, shapes
+from benchmarks import bandwidth, compare, cp_scaling, ops, plot, shapes
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +87,31 @@ def test_bandwidth_rows(tmp_path, monkeypatch, capsys):
         assert r["bytes"] == 2 * 4 * 2 * 2 * 16 * 16  # fp32 states, read and written
         assert r["ms"] > 0 and r["over_copy"] > 0
     assert capsys.readouterr().out.count("decode") == 2
+
+
+def test_cp_scaling(tmp_path, monkeypatch, capsys):
+    """One rank and two over gloo; efficiency is one rank's time for the local tokens."""
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "cp.json"
+    flags = ["--tokens", "256", "--local", "128", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["cp_scaling", *flags])
+    monkeypatch.setattr(cp_scaling.torch.cuda, "is_available", lambda: False)
+    cp_scaling.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2 * 2 * 2  # ranks, kinds, operator and layer
+    ms = {(r["op"], r["T"], r["ranks"]): r["ms"] for r in rows}
+    for r in rows:
+        if r["ranks"] == 2 and r["T"] == 256:
+            assert r["efficiency"] == round(ms[r["op"], 128, 1] / r["ms"], 3)
+            assert r["exposed_ms"] > 0
+    assert out.with_suffix(".png").stat().st_size > 5000
+    assert capsys.readouterr().out.count("| operator |") == 4
+
+
+def test_bytes_of_an_exchange_are_those_of_the_design():
+    """8 ranks, 32 heads, K = V = 128: 28, 2, 12 and 5.25 MiB a direction."""
+    shape = shapes.Shape("s", 8192)
+    found = {n: cp_scaling.sent_bytes(shape, 8, n) for n in ("all_gather", "ring", "scan", "heads")}
+    mib = {n: size / 2**21 for n, size in found.items()}
+    assert mib == {"all_gather": 28, "ring": 2, "scan": 12, "heads": 5.25}
+    assert cp_scaling.sent_bytes(shape, 1, "auto") == 0

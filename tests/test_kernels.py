@@ -140,6 +140,7 @@ def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
     gloo_pool.run(as_compiled, keep, world_size=2, timeout=200)
 
 
+@pytest.mark.timeout(1800)  # two minutes on eight cores, five on two
 def test_kernels_compile_for_sm_90(tmp_path):
     """In processes of their own: here the kernels are interpreted."""
     clean = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}

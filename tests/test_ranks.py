@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import GlooPool, RankDied, RankTraceback, run_threads
+from tests.ranks import RankDied, RankPool, RankTraceback, run_threads
 
 
 def collectives(group, rank, base):
@@ -164,7 +164,7 @@ def test_failure_on_every_rank_is_raised_and_keeps_the_processes(gloo_pool):
 
 
 def test_failure_that_leaves_others_waiting_replaces_the_processes():
-    pool = GlooPool(2)
+    pool = RankPool(2)
     try:
         with pytest.raises(KeyError, match="rank 1 says no") as caught:
             pool.run(fail_on, [1], True)
@@ -177,7 +177,7 @@ def test_failure_that_leaves_others_waiting_replaces_the_processes():
 
 
 def test_hang_and_death_are_named_and_survived():
-    pool = GlooPool(3)
+    pool = RankPool(3)
     try:
         with pytest.raises(TimeoutError, match=r"(?s)hang: no answer from ranks .*in hang"):
             pool.run(hang, timeout=5)
@@ -204,7 +204,7 @@ def test_world_size_beyond_the_pool_is_refused(gloo_pool):
 
 
 def test_unused_pool_starts_nothing():
-    pool = GlooPool(4)
+    pool = RankPool(4)
     assert pool._workers == []
     pool.close()
 

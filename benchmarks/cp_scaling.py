@@ -1,0 +1,305 @@
+"""KDA over several GPUs: strong and weak scaling, of the operator and of one layer.
+
+    python -m benchmarks.cp_scaling [--ranks 1,2,4] [--tokens 32768,131072] [--local 8192,32768]
+        [--schemes auto,heads] [--peer fla] [--out FILE.json] [--trace TRACE.json]
+
+Every number of ranks runs in processes of its own over NCCL (gloo on a machine without GPUs, at a
+small size). Strong: `--tokens` in all; weak: `--local` a rank. Times are medians over steps of the
+slowest rank; "exposed" is the time in which a stream waits for an exchange (`measure_exchange`);
+efficiency is the time of one rank on a rank's share of the tokens over that of R ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .ops import environment
+from .shapes import Shape
+
+HIDDEN = 4096
+STEPS, WARM = 10, 3
+
+
+def on_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def synchronize() -> None:
+    if on_cuda():
+        torch.cuda.synchronize()
+
+
+def local_inputs(shape: Shape, tokens: int, device: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    dtype = torch.bfloat16 if on_cuda() else torch.float32
+
+    def draw(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*size, device=device).to(dtype).requires_grad_()
+
+    H, HV, K, V = shape.H, shape.HV, shape.K, shape.V
+    sizes = ((H, K), (H, K), (HV, V), (HV, K), (HV,))
+    rates = {"A_log": draw(HV, dtype=torch.float32), "dt_bias": draw(HV * K, dtype=torch.float32)}
+    return [draw(1, tokens, *s) for s in sizes], rates
+
+
+def operator(shape: Shape, context: Any, device: str) -> Callable[[], object]:
+    from fla_cp import cp_chunk_kda
+
+    packed, rates = local_inputs(shape, context.local_tokens, device)
+    leaves = [*packed, *rates.values()]
+    do = torch.randn_like(packed[2])
+
+    def step() -> object:
+        o = cp_chunk_kda(*packed, context, **rates, **shape.options)[0]
+        return torch.autograd.grad(o, leaves, do)
+
+    return step
+
+
+def fla_operator(shape: Shape, cu: Tensor, group: Any, device: str) -> Callable[[], object]:
+    try:
+        from fla.ops.cp import build_cp_context
+        from fla.ops.kda import chunk_kda
+    except ImportError as error:
+        raise SystemExit(f"--peer fla needs fla-core 0.6.0 ({error})") from error
+    context = build_cp_context(cu, group=group)
+    packed, rates = local_inputs(shape, shape.T // dist.get_world_size(group), device)
+    leaves = [*packed, *rates.values()]
+    do = torch.randn_like(packed[2])
+
+    def step() -> object:
+        o = chunk_kda(
+            *packed, **rates, **shape.options, cp_context=context, cu_seqlens=context.cu_seqlens
+        )[0]
+        return torch.autograd.grad(o, leaves, do)
+
+    return step
+
+
+def layer(shape: Shape, context: Any, device: str) -> Callable[[], object]:
+    from fla_cp.nn import KimiDeltaAttention
+
+    hidden = HIDDEN if on_cuda() else 32
+    dtype = torch.bfloat16 if on_cuda() else torch.float32
+    module = KimiDeltaAttention(hidden, shape.H, shape.K, num_v_heads=shape.HV).to(device, dtype)
+    x = torch.randn(1, context.local_tokens, hidden, device=device, dtype=dtype).requires_grad_()
+    dy = torch.randn_like(x)
+    leaves = [x, *module.parameters()]
+
+    def step() -> object:
+        return torch.autograd.grad(module(x, cp_context=context), leaves, dy)
+
+    return step
+
+
+def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
+    """Medians of the slowest rank: ms of a step and of the exchange that it waits for; peak GiB."""
+    from fla_cp.comm import measure_exchange
+
+    for _ in range(WARM):
+        step()
+    synchronize()
+    if on_cuda():
+        torch.cuda.reset_peak_memory_stats()
+    times, waits = [], []
+    for _ in range(STEPS):
+        dist.barrier(group)
+        synchronize()
+        started = time.perf_counter()
+        step()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - started))
+        with measure_exchange() as timer:
+            step()
+            synchronize()
+            waits.append(timer.elapsed_ms())
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda() else 0.0
+    device = "cuda" if on_cuda() else "cpu"
+    worst = torch.tensor([statistics.median(times), statistics.median(waits), peak], device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    ms, exposed, peak = worst.tolist()
+    return {"ms": round(ms, 3), "exposed_ms": round(exposed, 3), "peak_gib": round(peak, 2)}
+
+
+def sent_bytes(shape: Shape, R: int, scheme: str) -> int:
+    """What the busiest rank receives in a forward and a backward, one document over all ranks:
+    the table of docs/design.md."""
+    S, M = (4 * shape.HV * shape.K * n for n in (shape.V, shape.K))
+    through = R > 2
+    distances = [1 << n for n in range(max(R - 2, 0).bit_length())]  # the last but one receives
+    with_map = sum(R - 2 - d >= d for d in distances)
+    per_direction = {
+        "all_gather": (R - 1) * (S + M * through),
+        "ring": S if R > 1 else 0,
+        "heads": (R - 1) * (2 * S + M * through) // R,
+        "scan": (len(distances) + (R > 1)) * S + with_map * M,
+    }
+    return 2 * per_direction["all_gather" if scheme == "auto" else scheme]
+
+
+def cases(args: argparse.Namespace, R: int) -> Iterator[tuple[str, int]]:
+    for T in args.tokens:
+        yield "strong", T
+    for T in args.local:
+        yield "weak", T * R
+
+
+def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
+    from fla_cp import build_cp_context
+
+    if on_cuda():
+        torch.cuda.set_device(rank)
+    device = f"cuda:{rank}" if on_cuda() else "cpu"
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // R))
+    dist.init_process_group(
+        "nccl" if on_cuda() else "gloo",
+        init_method=f"file://{folder}/store{R}",
+        rank=rank,
+        world_size=R,
+        **({"device_id": torch.device(device)} if on_cuda() else {}),
+    )
+    group, rows = dist.group.WORLD, []
+
+    def keep(row: dict) -> None:
+        rows.append(row)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+            Path(folder, f"rows{R}.json").write_text(json.dumps(rows))
+
+    for kind, T in cases(args, R):
+        shape = Shape(f"{kind}-{T}", T, *args.heads, *args.dims)
+        cu = torch.tensor([0, T])
+        for scheme in args.schemes:
+            context = build_cp_context(
+                cu.to(device),
+                group,
+                conv1d_kernel_size=4,
+                cu_seqlens_cpu=cu,
+                exchange=scheme,
+            )
+            for what, make in (("operator", operator), ("layer", layer)):
+                try:
+                    step = make(shape, context, device)
+                    found = measure(step, group)
+                except torch.OutOfMemoryError:
+                    found = {"error": "out of memory"}
+                    step = None
+                row = {"op": what, "kind": kind, "T": T, "ranks": R, "scheme": scheme}
+                keep({**row, **found, "bytes": sent_bytes(shape, R, scheme)})
+                if args.trace and step is not None and what == "layer":
+                    path = Path(args.trace).with_suffix(f".{R}.{T}.json")
+                    trace(step, path if rank == 0 else None)
+                del step
+            if R == 1:
+                break  # nothing is exchanged
+        if args.peer and args.peer_tokens == T and R > 1:
+            step = fla_operator(shape, cu.to(device), group, device)
+            keep({"op": "fla operator", "kind": kind, "T": T, "ranks": R, **measure(step, group)})
+    dist.destroy_process_group()
+
+
+def trace(step: Callable[[], object], path: Path | None) -> None:
+    """A profiler trace of one step, for chrome://tracing or Perfetto; None only takes part."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda()
+    with profile(activities=kinds) as recorded:
+        step()
+        synchronize()
+    if path is not None:
+        recorded.export_chrome_trace(str(path))
+
+
+def with_efficiency(rows: list[dict]) -> list[dict]:
+    """Adds to each row the share of ideal: one rank's time for T / R tokens over this time."""
+    one = {(r["op"], r["T"]): r["ms"] for r in rows if r["ranks"] == 1 and "ms" in r}
+    for row in rows:
+        alone = one.get((row["op"], row["T"] // row["ranks"]))
+        if alone is None and (row["op"], row["T"]) in one:  # nothing measured: a share of the whole
+            alone = one[row["op"], row["T"]] / row["ranks"]
+        if alone is not None and "ms" in row:
+            row["efficiency"] = round(alone / row["ms"], 3)
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    names = ("op", "kind", "T", "ranks", "scheme", "ms", "efficiency", "exposed_ms", "peak_gib")
+    lines = [" | ".join(names), " | ".join("---" for _ in names)]
+    lines += [" | ".join(str(r.get(n, "")) for n in names) for r in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def plot(rows: list[dict], out: Path) -> None:
+    """Time by ranks, and its ideal, for each number of tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    for axis, op in zip(axes, ("operator", "layer"), strict=True):
+        of = [r for r in rows if r["op"] == op and r["kind"] == "strong" and "ms" in r]
+        of = [r for r in of if r["scheme"] == of[0]["scheme"]]
+        for n, T in enumerate(sorted({r["T"] for r in of})):
+            points = sorted((r["ranks"], r["ms"]) for r in of if r["T"] == T)
+            ranks = [p[0] for p in points]
+            axis.plot(*zip(*points, strict=True), "o-", color=f"C{n}", label=f"T = {T}")
+            ideal = [points[0][1] * ranks[0] / R for R in ranks]
+            axis.plot(ranks, ideal, ":", color=f"C{n}")
+        axis.set(xscale="log", yscale="log", xlabel="GPUs", title=op)
+        axis.set_ylabel("forward + backward, ms (dotted: ideal)")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def main() -> None:
+    import tempfile
+
+    import torch.multiprocessing as multiprocessing
+
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cp_scaling", description=__doc__)
+    ranks = ",".join(str(n) for n in (1, 2, 4, 8) if n <= max(gpus, 1)) if gpus else "1,2"
+    parser.add_argument("--ranks", type=numbers, default=numbers(ranks))
+    sizes = "32768,131072,524288,1048576" if gpus else "512"
+    parser.add_argument("--tokens", type=numbers, default=numbers(sizes), help="in all (strong)")
+    local = "8192,32768" if gpus else "256"
+    parser.add_argument("--local", type=numbers, default=numbers(local), help="a rank (weak)")
+    parser.add_argument("--heads", type=numbers, default=[32, 32] if gpus else [2, 2], help="H,HV")
+    parser.add_argument("--dims", type=numbers, default=[128, 128] if gpus else [8, 8], help="K,V")
+    parser.add_argument("--schemes", type=lambda s: s.split(","), default=["auto"])
+    parser.add_argument("--peer", choices=("fla",))
+    parser.add_argument("--peer-tokens", type=int, default=131072)
+    parser.add_argument("--trace", help="write a profiler trace of a layer's step here")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows: list[dict] = []
+    for R in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            multiprocessing.spawn(work, (R, args, folder), nprocs=R)
+            rows += json.loads(Path(folder, f"rows{R}.json").read_text())
+        if args.out:
+            rows = with_efficiency(rows)
+            args.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
+    print(table(with_efficiency(rows)))
+    if args.out:
+        plot(rows, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Ranks of 2, 4 and 8: GPUs over NCCL where there are enough of them, else processes over gloo."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RankPool
+
+ON_CPU = (2, 4)
+"""Sizes that run without GPUs."""
+
+
+@pytest.fixture(scope="session", params=[2, 4, 8], ids=lambda n: f"{n}-ranks")
+def run(request, gloo_pool) -> Callable[..., list[Any]]:
+    """`RankPool.run` of a pool of this many ranks; see tests/ranks.py."""
+    size, gpus = request.param, torch.cuda.device_count()
+    if gpus == 0:
+        if size not in ON_CPU:
+            pytest.skip(f"{size} ranks need {size} GPUs, this machine has none")
+        yield partial(gloo_pool.run, world_size=size, timeout=200)
+        return
+    if gpus < size:
+        pytest.skip(f"{size} ranks need {size} GPUs, this machine has {gpus}")
+    pool = RankPool(size, "cuda")
+    try:
+        yield partial(pool.run, timeout=200)
+    finally:
+        pool.close()

@@ -1,0 +1,222 @@
+"""KDA on N ranks equals KDA on one, and both equal fp64: outputs, states and every gradient.
+
+On the CPU in fp64 on the torch stages; on GPUs in fp64 too, and in fp32 and bf16 on the kernels, by
+an error budget: twice the error of one rank plus a few roundings.
+"""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.nn import KimiDeltaAttention
+from tests.cases import INSIDE, PACKED, Case, options
+from tests.running import run as run_alone
+from tests.running import run_sharded
+
+SCHEMES = ["all_gather", "ring", "scan", "heads"]
+SHARED = ("final_state", "dinitial_state")
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+SHAPE = {"T": 520, "H": 2, "HV": 4, "K": 32, "V": 16, "decay": 0.05}
+
+
+def contiguous(T, R):
+    return None
+
+
+def uneven(T, R):
+    """Ranges of all lengths, one of them empty, dealt out in no order."""
+    rng = random.Random(R)
+    edges = [0, *sorted(rng.choices(range(T + 1), k=2 * R - 2)), T, T]
+    pieces = list(pairwise(edges))
+    rng.shuffle(pieces)
+    return [pieces[r::R] for r in range(R)]
+
+
+RANGES = {"contiguous": contiguous, "zigzag": zigzag_token_ranges, "uneven": uneven}
+CASES = [
+    Case("one document", **SHAPE),
+    Case("odd places", **SHAPE, cu_seqlens=(0, 1, 77, 77, 300, 519, 520)),
+    Case("one-token documents", **{**SHAPE, "T": 23}, cu_seqlens=tuple(range(24))),
+    Case("inside", **SHAPE, options=options(**INSIDE)),
+    Case("safe", **SHAPE, cu_seqlens=(0, 200, 520), options=options(**INSIDE, **SAFE)),
+    Case("kept", **SHAPE, options=options(**INSIDE, disable_recompute=True)),
+    Case("no states", **SHAPE, states=False, options=options(**INSIDE, **SAFE)),
+]
+
+
+def kinds(device):
+    """(dtype, impl) of what is compared."""
+    if device.type == "cpu":
+        return [(torch.float64, "torch")]
+    kernels = [(torch.float32, "triton"), (torch.bfloat16, "triton")]
+    return [(torch.float64, "torch"), *kernels]
+
+
+def assert_close(what, actual, exact, one):
+    """actual (many ranks) errs at most twice as much as one rank, plus six roundings; fp64 by
+    nine digits."""
+    if not actual.numel():
+        return
+    unit = 1e-9 if one.dtype == torch.float64 else 3 * torch.finfo(one.dtype).eps
+    error, usual = ((x.double() - exact).abs().max() for x in (actual, one))
+    assert error <= 2 * usual + unit * exact.abs().max().clamp(min=1e-3), (
+        f"{what}: error {error:.1e}, of one rank {usual:.1e}, largest {exact.abs().max():.1e}"
+    )
+
+
+def device_of(group):
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def compare(group, rank, case, ranges, exchange="auto"):
+    device = device_of(group)
+    offsets = case.offsets()
+    context = build_cp_context(
+        torch.tensor(offsets, device=device),
+        group,
+        token_ranges=RANGES[ranges](offsets[-1], group.size()),
+        exchange=exchange,
+        check=True,
+    )
+    for dtype, impl in kinds(device):
+        given = case.inputs(dtype=dtype)
+        exact = run_alone(
+            case, device=str(device), inputs={n: t.double() for n, t in given.items()}
+        )
+        one = run_alone(case, dtype, impl, str(device))
+        mine = run_sharded(case, context, dtype, impl, str(device))
+        for name, value in mine.items():
+            what = f"{name} in {dtype} on rank {rank}"
+            if name in ("dA_log", "ddt_bias"):  # shares, like any weight's
+                value = value.double()
+                dist.all_reduce(value, group=group)
+            pick = context.shard if name == "o" or name[1:] in PACKED else (lambda t: t)
+            assert_close(what, value, pick(exact[name]), pick(one[name]))
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_ranks_equal_one(run, case, ranges):
+    run(compare, case, ranges)
+
+
+@pytest.mark.parametrize("exchange", SCHEMES)
+@pytest.mark.parametrize("ranges", RANGES)
+def test_every_exchange(run, exchange, ranges):
+    run(compare, CASES[1], ranges, exchange)
+
+
+def other_layout(group, rank):
+    device = device_of(group)
+    case = CASES[1]
+    context = build_cp_context(torch.tensor(case.offsets(), device=device), group)
+    plain = run_sharded(case, context, device=str(device))
+    flipped = run_sharded(case, context, device=str(device), v_first=True)
+    for name, value in plain.items():
+        assert_close(name, flipped[name], value, value)
+
+
+def test_both_layouts(run):
+    run(other_layout)
+
+
+def random_packings(group, rank, seed):
+    """Packings, ranges and schemes at random; no two trials alike."""
+    rng = random.Random(seed)
+    for trial in range(4):
+        T = rng.choice([group.size(), 64, 130, 300])
+        cu = (0, *sorted(rng.choices(range(T + 1), k=rng.choice([0, 1, 3]))), T)
+        case = Case(f"random {trial}", T=T, H=1, HV=2, K=16, V=16, decay=0.1, cu_seqlens=cu)
+        compare(group, rank, case, rng.choice([*RANGES]), rng.choice(SCHEMES))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_packings(run, seed):
+    run(random_packings, seed)
+
+
+def train_a_step(group, rank, ranges):
+    """A layer, convolution and its halo included: the same weights after a step of AdamW."""
+    device, T, cu = device_of(group), 300, (0, 2, 150, 300)
+    torch.manual_seed(0)
+    layers = [KimiDeltaAttention(32, 2, 16, impl="torch").double().to(device) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(1, T, 32, dtype=torch.float64).to(device)
+    table = RANGES[ranges](T, group.size())
+    contexts = [
+        build_cp_context(torch.tensor(cu), g, conv1d_kernel_size=4, token_ranges=r)
+        for g, r in ((None, None), (group, table))
+    ]
+    for layer, context in zip(layers, contexts, strict=True):
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            layer(context.shard(x), cp_context=context).square().sum().backward()
+            for p in layer.parameters():
+                if context.group is not None:
+                    dist.all_reduce(p.grad, group=group)
+            optimizer.step()
+    for (name, a), b in zip(layers[0].named_parameters(), layers[1].parameters(), strict=True):
+        assert (a - b).abs().max() <= 1e-7, name
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_a_training_step(run, ranges):
+    run(train_a_step, ranges)
+
+
+def count_waits(group, rank):
+    """Forward and backward of a layer, tables of a new packing included."""
+    device = device_of(group)
+    layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
+    for cu in ((0, 300, 512), (0, 100, 512)):
+        host = torch.tensor(cu, dtype=torch.int32)
+        context = build_cp_context(
+            host.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=host
+        )
+        x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
+        torch.cuda.set_sync_debug_mode("error" if cu[1] == 100 else "default")
+        try:
+            layer(x, cp_context=context).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_never_waits_for_the_device(run):
+    if torch.cuda.device_count() == 0:
+        pytest.skip("counts waits for a GPU, this machine has none")
+    run(count_waits)
+
+
+def replay(group, rank):
+    """A layer captured once and replayed on other tokens of the same packing."""
+    device = device_of(group)
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
+    host = torch.tensor((0, 512), dtype=torch.int32)
+    context = build_cp_context(host.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=host)
+    x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        for _ in range(2):
+            layer(x, cp_context=context)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = layer(x, cp_context=context)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    with torch.no_grad():
+        assert torch.equal(y, layer(x, cp_context=context))
+
+
+def test_a_captured_layer_replays(run):
+    if torch.cuda.device_count() == 0:
+        pytest.skip("captures a CUDA graph, this machine has no GPU")
+    run(replay)
