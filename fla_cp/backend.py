@@ -56,13 +56,15 @@ class Backend:
       gate(rule, g, A_log, dt_bias) -> log decay                 differentiable
       recurrent(rule, inputs, S0, S_end, sequences) -> o         token by token; fills S_end
 
-    reads_output: restore needs o. For torch.compile: kept_shapes(keep_intermediates, dtype, NC, HV,
-    K, V) gives (shape, dtype) of what `keep` returns, triangles the places of T and Aqk in it where
-    all is kept, state_dtype(dtype) the dtype of h.
+    reads_output: restore needs o. members: (per_head, removal) of the rules that it computes.
+    For torch.compile: kept_shapes(rule, dtype, NC, HV, K, V) gives (shape, dtype) of what `keep`
+    returns, triangles the places of T and Aqk in it where all is kept, state_dtype(dtype) the
+    dtype of h.
     """
 
     name: str
     reads_output: bool
+    members: frozenset[tuple[bool, str]]
     triangles: tuple[int, int]
     kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
     state_dtype: Callable[[torch.dtype], torch.dtype]
@@ -103,19 +105,24 @@ def _in_token_order(packing: Packing, h: Tensor) -> Tensor:
     return h[packing.steps(h.device).natural]
 
 
-def _keep(rule: DeltaRule, c: Chunks, h: Tensor, v_new: Tensor) -> tuple[Tensor | None, ...]:
-    return (*c, h, v_new) if rule.keep_intermediates else (c.T, c.Aqk)
+def _keep(
+    rule: DeltaRule, c: Chunks, h: Tensor | None, v_new: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if not rule.keep_intermediates:
+        return c.T, c.Aqk
+    return (*(c if rule.removal == "p" else c[:-1]), h, v_new)
 
 
 def _kept_shapes(
-    keep: bool, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
+    rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     square = (NC, HV, CHUNK, CHUNK)
     shapes: list[tuple[int, ...]] = [square, square]
-    if keep:
-        k, v = (NC, HV, CHUNK, K), (NC, HV, CHUNK, V)
-        beta, decay, h = (NC, HV, CHUNK, 1), (NC, HV, K), (NC, HV, K, V)
-        shapes = [k, k, v, beta, k, square, square, k, k, v, decay, k, h, v]
+    if rule.keep_intermediates:
+        k, v, gates = (NC, HV, CHUNK, K), (NC, HV, CHUNK, V), 1 if rule.per_head else K
+        beta, gc, decay = (NC, HV, CHUNK, 1), (NC, HV, CHUNK, gates), (NC, HV, gates)
+        p = [k] if rule.removal == "p" else []
+        shapes = [k, k, v, beta, gc, square, square, k, k, v, decay, k, *p, (NC, HV, K, V), v]
     return [(shape, accumulator(dtype)) for shape in shapes]
 
 
@@ -134,6 +141,7 @@ def _gate_alone(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tenso
 TORCH = Backend(
     name="torch",
     reads_output=False,
+    members=frozenset((per_head, r) for per_head in (False, True) for r in ("k", "p", "none")),
     triangles=(_intra.Chunks._fields.index("T"), _intra.Chunks._fields.index("Aqk")),
     kept_shapes=_kept_shapes,
     state_dtype=accumulator,

@@ -24,15 +24,16 @@ from .stages.intra import Inputs
 from .validate import check_local_tokens
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? initial"
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? p, Tensor? initial"
 )
 _CONSTANTS = (
     "float scale, str gate, float? lower_bound, bool safe_gate, bool qk_l2norm, "
-    "float? beta_factor, bool use_exp2, bool state_v_first, bool keep_intermediates, str impl, "
-    "Tensor context, Tensor sizes, SymInt rows"
+    "float? beta_factor, bool use_exp2, bool state_v_first, bool keep_intermediates, "
+    "bool per_head, str removal, str impl, Tensor context, Tensor sizes, SymInt rows"
 )
-_RULE_FIELDS = 9
+_RULE_FIELDS = 11
+_X = len(Inputs._fields)
 
 ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
 
@@ -91,15 +92,16 @@ def _run(
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    p: Tensor | None,
     initial: Tensor | None,
     *args: Any,
 ) -> list[Tensor]:
     """[o, final, h, carried, transition, *kept]."""
     want_final, want_h = args[-2:]
-    x = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    x = Inputs(q, k, v, g, beta, A_log, dt_bias, p)
     result = forward(_plan(x, args[:-2]), x, initial, want_final=want_final, want_h=want_h)
     saved = result.saved
     h = result.h.clone() if result.h is not None else None  # may be one of `kept`
@@ -113,21 +115,24 @@ def _run(
 
 
 def _run_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    *rule, impl, _number, sizes, _rows, want_final, want_h = rest[5:]
+    *fields, impl, _number, sizes, _rows, want_final, want_h = rest[_X - 2 :]
+    rule = DeltaRule(*fields)
     size = Handle.read(sizes)
     backend = resolve(impl, q.device, q.dtype)
     HV, K, V = v.shape[1], q.shape[-1], v.shape[-1]
     wide = accumulator(q.dtype)
-    kept = backend.kept_shapes(rule[-1], q.dtype, size.chunks, HV, K, V)
+    kept = backend.kept_shapes(rule, q.dtype, size.chunks, HV, K, V)
 
     def states(n: int, *shape: int, dtype: torch.dtype = wide) -> Tensor:
         return q.new_empty(n, HV, *shape, dtype=dtype)
 
-    none = q.new_empty(0)
+    def none() -> Tensor:
+        return q.new_empty(0)
+
     return [
         torch.empty(v.shape, dtype=v.dtype, device=v.device),
-        states(size.sequences, K, V) if want_final else none,
-        states(size.chunks, K, V, dtype=backend.state_dtype(q.dtype)) if want_h else none,
+        states(size.sequences, K, V) if want_final else none(),
+        states(size.chunks, K, V, dtype=backend.state_dtype(q.dtype)) if want_h else none(),
         states(size.carried, K, V),
         states(size.middle, K, K),
         *(q.new_empty(shape, dtype=dtype) for shape, dtype in kept),
@@ -141,15 +146,16 @@ def _run_backward(
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    p: Tensor | None,
     initial: Tensor | None,
     *args: Any,
 ) -> list[Tensor]:
     """Gradients of the inputs and of `initial`."""
     o, saved, want_dinitial = args[-3:]
-    x = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    x = Inputs(q, k, v, g, beta, A_log, dt_bias, p)
     carried, transition, *kept = saved
     grads, dinitial = backward(
         _plan(x, args[:-3]),
@@ -165,11 +171,11 @@ def _run_backward(
 
 
 def _run_backward_fake(do: Tensor, dfinal: Tensor | None, *rest: Any) -> list[Tensor]:
-    inputs, initial, want = rest[:7], rest[7], rest[-1]
+    inputs, initial, want = rest[:_X], rest[_X], rest[-1]
     like = (*inputs, initial if want else None)
-    none = do.new_empty(0)
     return [
-        none if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like
+        do.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in like
     ]
 
 
@@ -194,15 +200,15 @@ delta_rule_backward.register_fake(_run_backward_fake)
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    ctx.constants = inputs[8:-2]
-    ctx.save_for_backward(*inputs[:8], output[0], *output[3:])
+    ctx.constants = inputs[_X + 1 : -2]
+    ctx.save_for_backward(*inputs[: _X + 1], output[0], *output[3:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    inputs, (o, *saved) = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+    inputs, (o, *saved) = ctx.saved_tensors[: _X + 1], ctx.saved_tensors[_X + 1 :]
     do, dfinal = grads[:2]
-    want = inputs[7] is not None and ctx.needs_input_grad[7]
+    want = inputs[_X] is not None and ctx.needs_input_grad[_X]
     found = delta_rule_backward(
         torch.zeros_like(o) if do is None else do,
         dfinal,
@@ -212,7 +218,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
         saved,
         want,
     )
-    given = [*inputs[:7], inputs[7] if want else None]
+    given = [*inputs[:_X], inputs[_X] if want else None]
     grads_in = (None if t is None else d for t, d in zip(given, found, strict=True))
     return (*grads_in, *[None] * (len(ctx.constants) + 2))
 

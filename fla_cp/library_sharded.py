@@ -21,7 +21,7 @@ from .backend import resolve
 from .comm.collectives import traced_all_gather, traced_all_reduce
 from .comm.exchange import Gathered, pack
 from .context import FLACPContext, Handle, context_of
-from .library import _CONSTANTS, _INPUTS, _RULE_FIELDS
+from .library import _CONSTANTS, _INPUTS, _RULE_FIELDS, _X
 from .pipeline import (
     Plan,
     Restored,
@@ -40,6 +40,9 @@ from .validate import check_local_tokens
 
 _FIXED = _RULE_FIELDS + 4
 """Arguments of `_CONSTANTS`."""
+
+_B = 2 + _X + 1
+"""Where these begin in a backward, after do, dfinal, the inputs and `initial`."""
 
 
 def _plan(x: Inputs, args: tuple, wires: Tensor | None = None) -> Plan:
@@ -94,7 +97,7 @@ def _without(places: tuple[int, ...], tensors: list[Tensor]) -> list[Tensor]:
 
 def _begin(*args: Any) -> list[Tensor]:
     """[wire, offset, transition, *chunks]."""
-    x, initial, fixed = Inputs(*args[:7]), args[7], args[8:]
+    x, initial, fixed = Inputs(*args[:_X]), args[_X], args[_X + 1 :]
     plan = _plan(x, fixed)
     chunks, maps = begin(plan, x, initial)
     wire = _wire(plan, x, maps)
@@ -107,27 +110,28 @@ def _begin(*args: Any) -> list[Tensor]:
 def _fake(x: tuple, fixed: tuple) -> tuple[Any, ...]:
     """Handle's sizes, a maker of fp32 tensors per head, those of chunks, of h and v_new."""
     q, v = x[0], x[2]
-    keep, impl, sizes = fixed[_RULE_FIELDS - 1], fixed[_RULE_FIELDS], Handle.read(fixed[-2])
+    rule, impl = DeltaRule(*fixed[:_RULE_FIELDS]), fixed[_RULE_FIELDS]
+    keeping, sizes = replace(rule, keep_intermediates=True), Handle.read(fixed[-2])
     HV, K, V = v.shape[1], q.shape[-1], v.shape[-1]
-    shapes = resolve(impl, q.device, q.dtype).kept_shapes(True, q.dtype, sizes.chunks, HV, K, V)
+    shapes = resolve(impl, q.device, q.dtype).kept_shapes(keeping, q.dtype, sizes.chunks, HV, K, V)
     made = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
     def states(n: int, *shape: int) -> Tensor:
         return q.new_empty(n, HV, *shape, dtype=accumulator(q.dtype))
 
-    return sizes, states, made[:-2], made[-2:], (K, V), keep
+    return sizes, states, made[:-2], made[-2:], (K, V), rule.keep_intermediates
 
 
 def _begin_fake(*args: Any) -> list[Tensor]:
-    sizes, states, chunks, _, (K, V), _ = _fake(args[:7], args[8:])
+    sizes, states, chunks, _, (K, V), _ = _fake(args[:_X], args[_X + 1 :])
     wire = states(sizes.slots, K, V + K * sizes.through)
     return [wire, states(sizes.feeding, K, V), states(sizes.middle, K, K), *chunks]
 
 
 def _finish(*args: Any) -> list[Tensor]:
     """[o, final, h, carried, *(h, v_new where they are kept)]; final: this rank's own rows."""
-    x, initial, fixed = Inputs(*args[:7]), args[7], args[8 : 8 + _FIXED]
-    wires, offset, transition, tensors, want_final, want_h = args[8 + _FIXED :]
+    x, initial, fixed = Inputs(*args[:_X]), args[_X], args[_X + 1 : _X + 1 + _FIXED]
+    wires, offset, transition, tensors, want_final, want_h = args[_X + 1 + _FIXED :]
     plan = _plan(x, fixed, wires)
     maps = AffineMap(_given(transition), _given(offset))
     chunks = _chunks(plan, x, tensors, None)
@@ -146,15 +150,15 @@ def _finish(*args: Any) -> list[Tensor]:
 
 
 def _finish_fake(*args: Any) -> list[Tensor]:
-    fixed = args[8 : 8 + _FIXED]
+    fixed = args[_X + 1 : _X + 1 + _FIXED]
     *_, want_final, want_h = args
-    sizes, states, _, kept, (K, V), keep = _fake(args[:7], fixed)
+    sizes, states, _, kept, (K, V), keep = _fake(args[:_X], fixed)
     q, v = args[0], args[2]
-    none, dtype = q.new_empty(0), kept[0].dtype
+    dtype = kept[0].dtype
     return [
         torch.empty(v.shape, dtype=v.dtype, device=v.device),
-        states(sizes.sequences, K, V) if want_final else none,
-        states(sizes.chunks, K, V).to(dtype) if want_h else none,
+        states(sizes.sequences, K, V) if want_final else q.new_empty(0),
+        states(sizes.chunks, K, V).to(dtype) if want_h else q.new_empty(0),
         states(sizes.carried, K, V),
         *(kept if keep else ()),
     ]
@@ -167,8 +171,8 @@ def _saved(tensors: list[Tensor]) -> Saved:
 
 def _begin_backward(*args: Any) -> list[Tensor]:
     """[wire, offset, *chunks without T and Aqk]; no chunks where they are kept."""
-    do, dfinal, x, fixed = args[0], args[1], Inputs(*args[2:9]), args[10 : 10 + _FIXED]
-    o, tensors = args[10 + _FIXED :]
+    do, dfinal, x, fixed = args[0], args[1], Inputs(*args[2 : 2 + _X]), args[_B : _B + _FIXED]
+    o, tensors = args[_B + _FIXED :]
     plan = _plan(x, fixed)
     again, maps = begin_backward(plan, x, _saved(tensors), o, do, dfinal)
     wire = _wire(plan, x, maps, reverse=True)
@@ -179,17 +183,17 @@ def _begin_backward(*args: Any) -> list[Tensor]:
 
 
 def _begin_backward_fake(*args: Any) -> list[Tensor]:
-    sizes, states, chunks, _, (K, V), keep = _fake(args[2:9], args[10 : 10 + _FIXED])
+    sizes, states, chunks, _, (K, V), keep = _fake(args[2 : 2 + _X], args[_B : _B + _FIXED])
     wire = states(sizes.slots, K, V + K * sizes.through)
-    triangles = resolve(args[10 + _RULE_FIELDS], args[2].device, args[2].dtype).triangles
+    triangles = resolve(args[_B + _RULE_FIELDS], args[2].device, args[2].dtype).triangles
     return [wire, states(sizes.carried, K, V), *(() if keep else _without(triangles, chunks))]
 
 
 def _finish_backward(*args: Any) -> list[Tensor]:
     """Gradients of the inputs and of `initial`: its own rows."""
-    do, dfinal, x, initial = args[0], args[1], Inputs(*args[2:9]), args[9]
-    fixed = args[10 : 10 + _FIXED]
-    o, tensors, wires, offset, chunks, want_dinitial = args[10 + _FIXED :]
+    do, dfinal, x, initial = args[0], args[1], Inputs(*args[2 : 2 + _X]), args[2 + _X]
+    fixed = args[_B : _B + _FIXED]
+    o, tensors, wires, offset, chunks, want_dinitial = args[_B + _FIXED :]
     plan, saved = _plan(x, fixed, wires), _saved(tensors)
     if plan.rule.keep_intermediates:
         again = restored(plan, x, saved, o, do)
@@ -208,10 +212,9 @@ def _finish_backward(*args: Any) -> list[Tensor]:
 
 
 def _finish_backward_fake(*args: Any) -> list[Tensor]:
-    inputs, initial, want = args[2:9], args[9], args[-1]
-    none = args[0].new_empty(0)
+    inputs, initial, want = args[2 : 2 + _X], args[2 + _X], args[-1]
     return [
-        none if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        args[0].new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
         for t in (*inputs, initial if want else None)
     ]
 
@@ -292,19 +295,19 @@ class ShardedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor, _dh: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        tensors, (number, sizes, o, *saved) = saved[:8], saved[8:]
+        tensors, (number, sizes, o, *saved) = saved[: _X + 1], saved[_X + 1 :]
         fixed = (*ctx.rule, number, sizes, 1)
         grads = (do, dfinal if ctx.want_final else None)
         wire, offset, *chunks = begin_backward_op(*grads, *tensors, *fixed, o, saved)
         wires = wire[None]
         if ctx.crosses:
             wires = traced_all_gather(wire, ctx.world_size, ctx.group_name)
-        want = tensors[7] is not None and ctx.needs_input_grad[-1]
+        want = tensors[_X] is not None and ctx.needs_input_grad[-1]
         *grads_in, dinitial = finish_backward_op(
             *grads, *tensors, *fixed, o, saved, wires, offset, chunks, want
         )
         dinitial = traced_all_reduce(dinitial, ctx.group_name) if want else None
-        named = zip(tensors[:7], grads_in, strict=True)
+        named = zip(tensors[:_X], grads_in, strict=True)
         return (*[None] * 9, *(None if t is None else d for t, d in named), dinitial)
 
 

@@ -29,6 +29,9 @@ class DeltaRule:
     use_exp2: gates are cumulated in log2 units (else natural log).
     state_v_first: states are [V, K] outside (`transpose_state_layout`), else [K, V].
     keep_intermediates: backward reads w, u, h, v_new instead of forming them again.
+    per_head: one decay per value head, g [.., HV], instead of one per key channel.
+    removal: what is read from the state before v is added: "k" after the decay (delta rule), "p"
+        with a tensor of its own before the decay (Comba), "none" (gated linear attention).
     """
 
     scale: float
@@ -40,6 +43,8 @@ class DeltaRule:
     use_exp2: bool = True
     state_v_first: bool = False
     keep_intermediates: bool = False
+    per_head: bool = False
+    removal: str = "k"
 
     @property
     def gate_unit(self) -> float:

@@ -155,19 +155,30 @@ def check_local_tokens(tokens: int, context: FLACPContext) -> None:
         )
 
 
-def check_ndims(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Numbers of dimensions, before any of them is read."""
-    for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4), ("beta", beta, 3)):
-        if x.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(x)}")
-
-
-def check_kda(
+def check_ndims(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
+    p: Tensor | None = None,
+    *,
+    per_head: bool = False,
+) -> None:
+    """Numbers of dimensions, before any of them is read."""
+    expected = [("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3 if per_head else 4)]
+    for name, x, ndim in (*expected, ("beta", beta, 3), ("p", p, 4)):
+        if x is not None and x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(x)}")
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    p: Tensor | None,
     *,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
@@ -179,8 +190,9 @@ def check_kda(
     lower_bound: float | None,
     state_v_first: bool,
     sequences: int,
+    per_head: bool,
 ) -> None:
-    """Shapes, dtypes, devices and options of a KDA call, after `check_ndims`."""
+    """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     _check_shape("k", k, (B, T, H, K), "[B, T, H, K] like q")
@@ -190,12 +202,19 @@ def check_kda(
     for letter, size in (("K", K), ("V", V)):
         if not 1 <= size <= MAX_DIM:
             raise ValueError(f"{letter} must be from 1 to {MAX_DIM}, got {letter}={size}")
-    _check_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
-    _check_shape("beta", beta, (B, T, HV), "[B, T, HV]")
-    _check_dtypes(q, k, v, g, beta)
+    if per_head:
+        _check_shape("g", g, (B, T, HV), "[B, T, HV]")
+    else:
+        _check_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
+    if beta is not None:
+        _check_shape("beta", beta, (B, T, HV), "[B, T, HV]")
+    if p is not None:
+        _check_shape("p", p, (B, T, H, K), "[B, T, H, K] like q")
+    _check_dtypes(q, k, v, g, beta, p)
 
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    _check_gate(use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, HV, K)
+    channels = 1 if per_head else K
+    _check_gate(use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, HV, channels)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel=True, got False")
     if initial_state is not None:
@@ -205,20 +224,22 @@ def check_kda(
                 f"initial_state must be {state_dtype} with q of {q.dtype}, "
                 f"got {initial_state.dtype}"
             )
-    named = {"k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+    named = {"k": k, "v": v, "g": g, "beta": beta, "p": p, "A_log": A_log, "dt_bias": dt_bias}
     for name, t in {**named, "initial_state": initial_state}.items():
         if t is not None and t.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+def _check_dtypes(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, p: Tensor | None
+) -> None:
     if q.dtype not in FLOATS:
         raise ValueError(f"q must be bf16, fp16, fp32 or fp64, got {q.dtype}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
+    for name, x in (("k", k), ("v", v), ("p", p)):
+        if x is not None and x.dtype != q.dtype:
             raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
     for name, x in (("g", g), ("beta", beta)):
-        if x.dtype not in (q.dtype, torch.float32):
+        if x is not None and x.dtype not in (q.dtype, torch.float32):
             raise ValueError(f"{name} must have q's dtype {q.dtype} or fp32, got {x.dtype}")
 
 
@@ -241,7 +262,7 @@ def _check_gate(
         raise ValueError("use_gate_in_kernel needs A_log, or a lower_bound, got neither")
     for name, x, size, letters in (
         ("A_log", A_log, HV, "[HV]"),
-        ("dt_bias", dt_bias, HV * K, "[HV*K]"),
+        ("dt_bias", dt_bias, HV * K, "[HV]" if K == 1 else "[HV*K]"),
     ):
         if x is None:
             continue

@@ -89,10 +89,10 @@ def compiled(seen: dict[object, Compiled] | None = None) -> Iterator[list[Compil
         return kernel
 
     from fla_cp.kernels.backend import TRITON
-    from fla_cp.ops import conv, kda, recurrent
+    from fla_cp.ops import conv, kda, member
 
     resolve = kda.resolve  # would refuse tensors on the CPU
-    for module in (conv, kda, recurrent):
+    for module in (conv, kda, member):
         module.resolve = lambda *args: TRITON
     active = driver._active  # the property would look for a GPU
     driver.set_active(_Sm90())
@@ -102,7 +102,7 @@ def compiled(seen: dict[object, Compiled] | None = None) -> Iterator[list[Compil
     finally:
         JITFunction.run = run
         driver._active = active
-        for module in (conv, kda, recurrent):
+        for module in (conv, kda, member):
             module.resolve = resolve
 
 

@@ -122,7 +122,7 @@ def test_opcheck(keep, initial):
     draw = torch.randn
     packed = [draw(T, H, K), draw(T, H, K), draw(T, HV, V), -draw(T, HV, K).abs(), draw(T, HV)]
     inputs = [t.requires_grad_() for t in packed]
-    rates = [draw(HV).requires_grad_(), draw(HV * K).requires_grad_()]
+    rates = [draw(HV).requires_grad_(), draw(HV * K).requires_grad_(), None]
     state = draw(2, HV, K, V).requires_grad_() if initial else None
     rule = DeltaRule(scale=0.5, gate="softplus", qk_l2norm=True, keep_intermediates=keep)
     fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
@@ -131,7 +131,7 @@ def test_opcheck(keep, initial):
     torch.library.opcheck(library.delta_rule, args)
     o, final, _, *saved = library.delta_rule(*(args))
     assert len(fields) == library._RULE_FIELDS
-    plain = [t.detach() for t in (*inputs, *rates)]
+    plain = [None if t is None else t.detach() for t in (*inputs, *rates)]
     first = None if state is None else state.detach()
     saved = [t.detach() for t in saved]
     backward = (o.detach(), final.detach(), *plain, first, *fixed, o.detach(), saved, initial)
@@ -147,7 +147,7 @@ def test_opcheck_of_the_halves(keep, initial):
     ranges = [[(50, 90), (0, 50)]]
     context = build_cp_context(torch.tensor([0, 20, 90]), None, token_ranges=ranges)
     packed = [draw(T, H, K), draw(T, H, K), draw(T, HV, V), -draw(T, HV, K).abs(), draw(T, HV)]
-    inputs = [*packed, draw(HV), draw(HV * K), draw(2, HV, K, V) if initial else None]
+    inputs = [*packed, draw(HV), draw(HV * K), None, draw(2, HV, K, V) if initial else None]
     rule = DeltaRule(scale=0.5, gate="softplus", qk_l2norm=True, keep_intermediates=keep)
     fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
     fixed = (*fields, "torch", *context.handle, 1)
@@ -193,11 +193,11 @@ def test_opcheck_conv(bias):
 def test_kept_shapes_are_those_of_the_stages(keep):
     rule = DeltaRule(scale=1.0, keep_intermediates=keep)
     x = [torch.randn(70, 2, 4), torch.randn(70, 2, 4), torch.randn(70, 2, 6)]
-    x += [-torch.rand(70, 2, 4), torch.rand(70, 2), None, None, None]
+    x += [-torch.rand(70, 2, 4), torch.rand(70, 2), None, None, None, None]
     fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
     fixed = library.constants(fields, "torch", None, 1, 70)
     kept = library.delta_rule(*x, *fixed, False, False)[5:]
-    shapes = TORCH.kept_shapes(keep, torch.float32, 2, 2, 4, 6)
+    shapes = TORCH.kept_shapes(rule, torch.float32, 2, 2, 4, 6)
     assert [(tuple(t.shape), t.dtype) for t in kept] == shapes
 
 

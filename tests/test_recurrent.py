@@ -118,7 +118,7 @@ def test_offsets_beyond_the_tokens_are_cut_by_the_kernel(monkeypatch):
     far = {"cu_seqlens": torch.tensor([0, 4, 99])}
     with pytest.raises(ValueError, match="cu_seqlens must end at T=6, got 99"):
         fused_recurrent_kda(*packed, **far, **call)
-    monkeypatch.setattr("fla_cp.ops.recurrent.check_sequences", lambda *args: None)
+    monkeypatch.setattr("fla_cp.ops.member.check_sequences", lambda *args: None)
     for a, b in zip(cut, fused_recurrent_kda(*packed, **far, **call), strict=True):
         assert torch.equal(a, b)
 

@@ -128,14 +128,14 @@ def test_kernels_with_cut_sequences(case, always_cut, monkeypatch):
 def on_ranks(group, rank, ranges):
     import dataclasses
 
-    import fla_cp.ops.kda
+    import fla_cp.ops.member
 
     case = CASES[1]
     context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
     exact = run(case)
     with pytest.MonkeyPatch.context() as patch:
         cutting = dataclasses.replace(TORCH, split=lambda packing, *shape: packing.cut(2))
-        patch.setattr(fla_cp.ops.kda, "resolve", lambda *args: cutting)
+        patch.setattr(fla_cp.ops.member, "resolve", lambda *args: cutting)
         mine = run_sharded(case, context)
     for name in ("o", "final_state", "dinitial_state", *(f"d{n}" for n in PACKED)):
         pick = (lambda t: t) if "state" in name else context.shard

@@ -69,8 +69,8 @@ def test_gram_and_adjoint(diagonal, decay):
     dA = draw(3, 64, 64, seed=3)
     exact = torch.autograd.grad(plain, (x, y), dA)
     x, y = x.detach(), y.detach()
-    assert_exact("A", gram(x, y, gc, torch.exp, diagonal=diagonal), plain)
-    for a, b in zip(gram_bwd(dA, x, y, gc, torch.exp, diagonal=diagonal), exact, strict=True):
+    assert_exact("A", gram(x, y, gc, gc, torch.exp, diagonal=diagonal), plain)
+    for a, b in zip(gram_bwd(dA, x, y, gc, gc, torch.exp, diagonal=diagonal), exact, strict=True):
         assert_exact("gradient", a, b)
 
 
@@ -88,7 +88,7 @@ def test_intra_solves_its_triangular_system(name):
     packing = Packing.build(OFFSETS[name])
     x = packed_inputs(packing.tokens)
     c = scores(RULE, packing, intra(RULE, packing, x))
-    A = gram(c.beta * c.k, c.k, c.gc, RULE.exp, diagonal=False)
+    A = gram(c.beta * c.k, c.k, c.gc, c.gc, RULE.exp, diagonal=False)
     eye = torch.eye(64, dtype=F64).expand_as(A)
     assert_exact("T", c.T @ (eye + A), eye.contiguous())
     assert_exact("u", (eye + A) @ c.u, c.beta * c.v)

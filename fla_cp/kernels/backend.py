@@ -126,6 +126,7 @@ def intra(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
 ) -> Chunks:
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
+    assert x.beta is not None
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t = tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
@@ -384,6 +385,7 @@ def intra_bwd(
     grads: ScanGrads,
 ) -> Inputs:
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
+    assert x.beta is not None
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t, ts = (
@@ -499,11 +501,11 @@ def keep(
 
 
 def kept_shapes(
-    keep: bool, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
+    rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what `keep` returns."""
     square = ((NC, HV, CHUNK, CHUNK), dtype)
-    if not keep:
+    if not rule.keep_intermediates:
         return [square, square]
     k = ((NC, HV, CHUNK, K), dtype)
     decay, rows = ((NC, HV, K), torch.float32), ((NC, HV, 3, CHUNK), torch.float32)
@@ -536,6 +538,7 @@ def in_token_order(packing: Packing, h: Tensor) -> Tensor:
 TRITON = Backend(
     name="triton",
     reads_output=True,
+    members=frozenset({(False, "k")}),
     triangles=(Chunks._fields.index("T"), Chunks._fields.index("Aqk")),
     kept_shapes=kept_shapes,
     state_dtype=lambda dtype: dtype,

@@ -145,9 +145,11 @@ def recurrent(
     rule: DeltaRule, x: Inputs, S0: Tensor | None, S_end: Tensor | None, sequences: Sequences
 ) -> Tensor:
     """As stages/recurrent.py; states dense in their last two dims. Reads nothing on the host."""
-    x = Inputs._make((*map(unit_rows, x[:4]), *x[4:]))
+    q, k, v, g = map(unit_rows, x[:4])
+    x = x._replace(q=q, k=k, v=v, g=g)
     if S0 is not None and not S0[0, 0].is_contiguous():
         S0 = S0.contiguous()
+    assert x.beta is not None
     tokens, (H, K), (HV, V) = len(x.q), x.q.shape[1:], x.v.shape[1:]
     t = tile("recurrent", K, V, x.q.dtype)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
@@ -155,15 +157,19 @@ def recurrent(
     if offsets is not None:
         offsets = offsets.to(x.q.device).contiguous()
     recurrent_kernel[(triton.cdiv(V, t.BV) * sequences.number, HV)](
-        *x[:5],
+        x.q,
+        x.k,
+        x.v,
+        x.g,
+        x.beta,
         *(None if r is None else r.contiguous() for r in (x.A_log, x.dt_bias)),
         S0,
         o,
         S_end,
         offsets,
         tokens // sequences.number if offsets is None else tokens,
-        tuple(r.stride(0) for r in x[:5]),
-        *(r.stride(1) for r in x[:5]),
+        tuple(r.stride(0) for r in (x.q, x.k, x.v, x.g, x.beta)),
+        *(r.stride(1) for r in (x.q, x.k, x.v, x.g, x.beta)),
         *((0, 0) if S0 is None else S0.stride()[:2]),
         *((0, 0) if S_end is None else S_end.stride()[:2]),
         rule.scale,

@@ -1,7 +1,6 @@
 """Public operators."""
 
 from .conv import causal_conv1d
-from .kda import chunk_kda, cp_chunk_kda, kda_gate
-from .recurrent import fused_recurrent_kda
+from .kda import chunk_kda, cp_chunk_kda, fused_recurrent_kda, kda_gate
 
 __all__ = ["causal_conv1d", "chunk_kda", "cp_chunk_kda", "fused_recurrent_kda", "kda_gate"]

@@ -10,24 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import library, library_sharded
-from ..autograd import DeltaRuleFunction
 from ..backend import resolve
-from ..context import FLACPContext, Handle
-from ..packing import Packing
+from ..context import FLACPContext
 from ..rule import DeltaRule
-from ..stages.intra import Inputs
-from ..validate import (
-    check_context,
-    check_gate_only,
-    check_kda,
-    check_ndims,
-    check_offsets,
-    check_sequences,
-)
+from ..validate import check_context, check_gate_only
+from .member import KDA, chunk, gate_of, recurrent
 
 
 def chunk_kda(
@@ -86,17 +75,8 @@ def chunk_kda(
     gradients of A_log and dt_bias are this rank's share, to be summed like any weight's.
     Raises ValueError as listed in validate.py.
     """
-    v_first = transpose_state_layout or state_v_first
-    check_ndims(q, k, v, g, beta)
-    check_sequences(q.shape[1], q.shape[0], cu_seqlens, cp_context, cu_seqlens_cpu)
-    if torch.compiler.is_compiling():  # the op looks the packing up when it runs
-        packing, sequences = None, q.shape[0]
-        if cp_context is not None:
-            sequences = Handle.read(cp_context.handle.sizes).sequences
-    else:
-        packing = cp_context.packing if cp_context else _packing(q, cu_seqlens, cu_seqlens_cpu)
-        sequences = packing.sequences
-    check_kda(
+    return chunk(
+        KDA,
         q,
         k,
         v,
@@ -104,57 +84,25 @@ def chunk_kda(
         beta,
         A_log=A_log,
         dt_bias=dt_bias,
-        initial_state=initial_state,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        state_v_first=v_first,
-        sequences=sequences,
-    )
-    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    rule = rule_fields(
-        K,
         scale=scale,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        safe_gate=safe_gate,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
         use_exp2=use_exp2,
-        state_v_first=v_first,
-        keep_intermediates=disable_recompute,
+        transpose_state_layout=transpose_state_layout,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        impl=impl,
     )
-    if initial_state is not None and v_first:
-        initial_state = initial_state.transpose(-1, -2)
-    x = token_rows(q, k, v, g, beta, A_log, dt_bias)
-    tensors = (*x, initial_state)
-    final: Any
-    if packing is None and cp_context is not None and cp_context.world_size > 1:
-        o, final, h = library_sharded.sharded_delta_rule(
-            cp_context, rule, impl, tensors, output_final_state, return_intermediate_states
-        )
-        final = final if output_final_state else None
-    elif packing is None:
-        fixed = library.constants(rule, impl, cp_context, B, T)
-        found = library.delta_rule(*tensors, *fixed, output_final_state, return_intermediate_states)
-        o, h = found[0], found[2]
-        final = found[1] if output_final_state else None
-    else:
-        backend = resolve(impl, q.device, q.dtype)
-        plan = library.make_plan(DeltaRule(*rule), packing, cp_context, backend, x)
-        o, final, h = DeltaRuleFunction.apply(
-            plan, output_final_state, return_intermediate_states, *tensors
-        )
-    o = o.view(B, T, HV, V)
-    if final is not None and v_first:
-        final = final.transpose(-1, -2).contiguous()
-    if not return_intermediate_states:
-        return o, final
-    h = h.transpose(-1, -2).contiguous() if v_first else h
-    return o, final, h.unflatten(0, (B, -1))
 
 
 def cp_chunk_kda(
@@ -169,6 +117,74 @@ def cp_chunk_kda(
     """`chunk_kda` of this rank's tokens under a context, with the same keywords."""
     check_context(cp_context)
     return chunk_kda(q, k, v, g, beta, cp_context=cp_context, **options)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    inplace_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    use_exp2: bool = True,
+    transpose_state_layout: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_kda` one token after another, without gradients; for inputs of up to 64 tokens.
+
+    q, k, v, g, beta and all keywords that `chunk_kda` has too: as there.
+    inplace_final_state: the final states are written to initial_state's own memory, and that
+        tensor is returned. It must be dense in its last two dims, without overlap.
+    cu_seqlens: on the device, impl="triton" does not read its values on the host, so that
+        nothing waits for the device: without cu_seqlens_cpu they are not checked, and tokens that
+        belong to no sequence have undefined outputs. impl="torch" reads and checks them.
+    A sequence without tokens passes its state on. On impl="triton" a call may be captured in a
+    CUDA graph, once the same call has compiled its kernel.
+
+    Returns (o [B, T, HV, V] in v's dtype, final_state like initial_state or None).
+    Raises ValueError as listed in validate.py, and if an input requires a gradient, unless
+    gradients are off.
+    """
+    return recurrent(
+        KDA,
+        "kda",
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        inplace_final_state=inplace_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        use_exp2=use_exp2,
+        transpose_state_layout=transpose_state_layout,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        impl=impl,
+    )
 
 
 def kda_gate(
@@ -186,62 +202,5 @@ def kda_gate(
     `chunk_kda`.
     """
     check_gate_only(g, A_log, dt_bias, lower_bound)
-    rule = DeltaRule(scale=1.0, gate=_gate(True, lower_bound), lower_bound=lower_bound)
+    rule = DeltaRule(scale=1.0, gate=gate_of(True, lower_bound), lower_bound=lower_bound)
     return resolve(impl, g.device, g.dtype).gate(rule, g, A_log, dt_bias)
-
-
-def rule_fields(
-    K: int,
-    *,
-    scale: float | None,
-    use_gate_in_kernel: bool,
-    lower_bound: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    use_exp2: bool,
-    state_v_first: bool,
-    safe_gate: bool = False,
-    keep_intermediates: bool = False,
-) -> tuple[Any, ...]:
-    """The fields of `DeltaRule`, in order, from the keywords of an operator."""
-    return (
-        K**-0.5 if scale is None else scale,
-        _gate(use_gate_in_kernel, lower_bound),
-        lower_bound,
-        safe_gate,
-        use_qk_l2norm_in_kernel,
-        (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else None,
-        use_exp2,
-        state_v_first,
-        keep_intermediates,
-    )
-
-
-def token_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-) -> Inputs:
-    """The inputs with their first two dims, B and T, folded into one."""
-    packed = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta))
-    return Inputs._make((*packed, A_log, dt_bias))
-
-
-def _gate(in_kernel: bool, lower_bound: float | None) -> str:
-    if not in_kernel:
-        return "given"
-    return "softplus" if lower_bound is None else "sigmoid"
-
-
-def _packing(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Packing:
-    if cu_seqlens is None:
-        B, T = q.shape[:2]
-        return library.packing_of(tuple(range(0, B * T + 1, T)))
-    offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
-    check_offsets("cu_seqlens", offsets, q.shape[1])
-    return library.packing_of(offsets)

@@ -49,6 +49,7 @@ def recurrent(
     (HV, V), K = t.v.shape[1:], t.k.shape[-1]
     group = HV // t.k.shape[1]
     q, k = (d.repeat_interleave(group, 1) for d in (rule.scale * t.q, t.k))
+    p = None if t.p is None else t.p.repeat_interleave(group, 1)
     decay = rule.exp(t.g * rule.gate_unit)
     if S0 is None:
         S = t.v.new_zeros(len(order), HV, K, V)
@@ -59,8 +60,12 @@ def recurrent(
         alive = sum(length > step for length in lengths)
         i = start[:alive] + step
         S_i = decay[i][..., None] * S[:alive]
-        removed = (k[i][..., None] * S_i).sum(-2)
-        u = t.beta[i][..., None] * (t.v[i] - removed)
+        u = t.v[i]
+        if rule.removal == "k":
+            u = u - (k[i][..., None] * S_i).sum(-2)
+        elif p is not None:  # read before the decay
+            u = u - (p[i][..., None] * S[:alive]).sum(-2)
+        u = t.beta[i][..., None] * u
         S_i += k[i][..., None] * u[..., None, :]
         o[i] = (q[i][..., None] * S_i).sum(-2)
         S[:alive] = S_i
