@@ -172,6 +172,26 @@ class FLACPContext:
     def total_tokens(self) -> int:
         return self.global_cu_seqlens[-1]
 
+    def repeated(self, n: int) -> FLACPContext:
+        """The same sharding of a batch with n rows for each of its tokens; made once."""
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "rows of a context cannot be repeated under torch.compile: several householder "
+                "steps under a cp_context run eagerly only"
+            )
+
+        def build() -> FLACPContext:
+            return _context(
+                self.group,
+                tuple(n * x for x in self.global_cu_seqlens),
+                tuple(tuple((n * a, n * b) for a, b in r) for r in self.token_ranges),
+                None,
+                self.exchange,
+                self.cu_seqlens.device,
+            )
+
+        return self.packing.cached(("repeated", n), build)
+
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a global tensor, in local order.
 
@@ -279,6 +299,21 @@ def build_cp_context(
     if check and group is not None:
         _check_equal_tables(repr((offsets, ranges, conv1d_kernel_size, exchange)), group)
 
+    scheme = make_exchange(exchange, group, world_size)
+    device = cu_seqlens.device
+    return _context(group, offsets, ranges, conv1d_kernel_size, scheme, device)
+
+
+def _context(
+    group: dist.ProcessGroup | None,
+    offsets: tuple[int, ...],
+    ranges: tuple[Ranges, ...],
+    conv1d_kernel_size: int | None,
+    exchange: Exchange,
+    device: torch.device,
+) -> FLACPContext:
+    """Of arguments that were checked."""
+    rank = 0 if group is None else dist.get_rank(group)
     packing = Packing.build(offsets, ranges[rank], counts_empty=rank == 0)
     local = [0]
     for segment in packing.segments:
@@ -288,8 +323,8 @@ def build_cp_context(
     return FLACPContext(
         group=group,
         rank=rank,
-        world_size=world_size,
-        cu_seqlens=to_device(cu_local, torch.int32, cu_seqlens.device),
+        world_size=len(ranges),
+        cu_seqlens=to_device(cu_local, torch.int32, device),
         cu_seqlens_cpu=cu_local,
         global_cu_seqlens=offsets,
         local_tokens=packing.tokens,
@@ -297,7 +332,7 @@ def build_cp_context(
         conv1d_kernel_size=conv1d_kernel_size,
         packing=packing,
         links=_links(offsets, ranges),
-        exchange=make_exchange(exchange, group, world_size),
+        exchange=exchange,
         halo=Halo.build(offsets, ranges, rank, width) if width else None,
     )
 

@@ -1,4 +1,4 @@
-"""The token recurrence of docs/design.md, one token after another: the oracle of the tests.
+"""The token recurrences of docs/design.md, one token after another: the oracle of the tests.
 
 It shares nothing with the chunk form, is differentiable by autograd, and is slow. Use fp64.
 """
@@ -13,13 +13,16 @@ from torch import Tensor
 from .rule import NORM_EPS
 
 
-def recurrent_kda(
+def recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
-    beta: Tensor,
+    beta: Tensor | None = None,
+    p: Tensor | None = None,
     *,
+    num_householder: int = 1,
+    removal: bool = True,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     scale: float | None = None,
@@ -31,22 +34,32 @@ def recurrent_kda(
     lower_bound: float | None = None,
     cu_seqlens: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] and the final states [N, HV, K, V]; arguments as `chunk_kda`, states
-    [K, V]."""
+    """o [B, T, HV, V] and the final states [N, HV, K, V] of any member of the family.
+
+    g [B, T, HV, K], or [B, T, HV] for one decay a head. p: what reads the state before the decay;
+    without it k reads it afterwards, or nothing is removed with removal=False. k, v and beta have
+    num_householder rows a token. Other arguments as `chunk_kda`, states [K, V].
+    """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
     if use_qk_l2norm_in_kernel:
-        q = q / (q.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
-        k = k / (k.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
+        q, k, p = (
+            None if x is None else x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
+            for x in (q, k, p)
+        )  # type: ignore[assignment]
+    if g.ndim == 3:
+        g = g[..., None]
     if use_gate_in_kernel:
-        raw = g if dt_bias is None else g + dt_bias.view(HV, K)
+        raw = g if dt_bias is None else g + dt_bias.view(HV, -1)
         rate = raw.new_ones(HV, 1) if A_log is None else A_log.exp().view(HV, 1)
         if lower_bound is None:
             g = -rate * (torch.log1p(torch.exp(-raw.abs())) + raw.clamp(min=0))
         else:
             g = lower_bound / (1 + torch.exp(-rate * raw))
-    if use_beta_sigmoid_in_kernel:
+    if beta is None:
+        beta = v.new_ones(v.shape[:3])
+    elif use_beta_sigmoid_in_kernel:
         beta = (2 if allow_neg_eigval else 1) / (1 + torch.exp(-beta))
 
     rows = [(b, 0, T) for b in range(B)]
@@ -57,11 +70,15 @@ def recurrent_kda(
     for n, (b, lo, hi) in enumerate(rows):
         S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n]
         for t in range(lo, hi):
-            k_t, q_t = k[b, t, head], q[b, t, head]
-            S = g[b, t].exp()[..., None] * S
-            removed = torch.einsum("hk,hkv->hv", k_t, S)
-            S = S + torch.einsum("hk,hv->hkv", k_t, beta[b, t, :, None] * (v[b, t] - removed))
-            outputs.append(scale * torch.einsum("hk,hkv->hv", q_t, S))
+            before, S = S, g[b, t].exp()[..., None] * S
+            for i in range(t * num_householder, (t + 1) * num_householder):
+                k_i, delta = k[b, i, head], v[b, i]
+                if p is not None:
+                    delta = delta - torch.einsum("hk,hkv->hv", p[b, i, head], before)
+                elif removal:
+                    delta = delta - torch.einsum("hk,hkv->hv", k_i, S)
+                S = S + torch.einsum("hk,hv->hkv", k_i, beta[b, i, :, None] * delta)
+            outputs.append(scale * torch.einsum("hk,hkv->hv", q[b, t, head], S))
         finals.append(S)
     o = torch.stack(outputs) if outputs else v.new_zeros(0, HV, V)
     return o.view(B, T, HV, V), torch.stack(finals)

@@ -355,3 +355,29 @@ def check_gate_only(
     if g.ndim < 2:
         raise ValueError(f"g must be [.., HV, K], got shape {_shape(g)}")
     _check_gate(True, A_log, dt_bias, False, lower_bound, g.shape[-2], g.shape[-1])
+
+
+def check_head_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+    """Arguments of `gdn_gate`."""
+    if g.ndim < 1:
+        raise ValueError(f"g must be [.., HV], got shape {_shape(g)}")
+    _check_gate(True, A_log, dt_bias, False, None, g.shape[-1], 1)
+
+
+def check_householder(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int
+) -> None:
+    """Rows of `chunk_gated_delta_product`; the rest is checked as for the gated delta rule."""
+    if not isinstance(num_householder, int) or num_householder < 1:
+        raise ValueError(f"num_householder must be an integer from 1, got {num_householder!r}")
+    if q.ndim != 4 or g.ndim != 3 or q.shape[:2] != g.shape[:2]:
+        raise ValueError(
+            f"q must be [B, T, H, K] and g [B, T, HV], got {_shape(q)} and {_shape(g)}"
+        )
+    B, rows = q.shape[0], q.shape[1] * num_householder
+    for name, x in (("k", k), ("v", v), ("beta", beta)):
+        if x.ndim < 3 or x.shape[:2] != (B, rows):
+            raise ValueError(
+                f"{name} must have {num_householder} rows for each of q's {q.shape[1]} tokens, "
+                f"[{B}, {rows}, ..], got {_shape(x)}"
+            )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fla_cp import chunk_kda, fused_recurrent_kda
 from fla_cp.context import FLACPContext
-from fla_cp.reference import recurrent_kda
+from fla_cp.reference import recurrence
 from tests.cases import PACKED, Case
 
 ORACLE_IGNORES = ("safe_gate", "use_exp2", "disable_recompute")
@@ -43,7 +43,7 @@ def oracle(case: Case, inputs: dict[str, Tensor] | None = None) -> dict[str, Ten
     cu = None if case.cu_seqlens is None else list(case.cu_seqlens)
     return _collect(
         case.inputs() if inputs is None else inputs,
-        lambda *x, **o: recurrent_kda(*x, **o, **known, cu_seqlens=cu),
+        lambda *x, **o: recurrence(*x, **o, **known, cu_seqlens=cu),
         *weights(case),
     )
 

@@ -9,7 +9,7 @@ import torch
 import fla_cp.comm.collectives as collectives
 from fla_cp import build_cp_context, chunk_kda, cp_chunk_kda, zigzag_token_ranges
 from fla_cp.packing import Packing
-from fla_cp.reference import recurrent_kda
+from fla_cp.reference import recurrence
 from tests.cases import INSIDE, PACKED, Case, named, options
 from tests.closeness import assert_exact
 from tests.ranks import run_threads
@@ -227,7 +227,7 @@ def chunk_starts(group, rank):
     for at in range(start, stop, 64):
         if at:
             cut = [x[n][:, :at] for n in PACKED]
-            exact.append(recurrent_kda(*cut, initial_state=x["initial_state"])[1])
+            exact.append(recurrence(*cut, initial_state=x["initial_state"])[1])
     assert_exact("h", h[0], torch.cat(exact[-h.shape[1] :]))
 
 

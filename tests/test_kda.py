@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fla_cp import chunk_kda, kda_gate
-from fla_cp.reference import recurrent_kda
+from fla_cp.reference import recurrence
 from tests.cases import CASES, INSIDE, PACKED, Case, named, options
 from tests.closeness import assert_exact, assert_within_budget
 from tests.running import oracle, run, weights
@@ -106,7 +106,7 @@ def test_intermediate_states_are_those_at_chunk_starts():
         cut = [x[n][:, :stop] for n in PACKED]
         exact = x["initial_state"]
         if stop:
-            exact = recurrent_kda(*cut, initial_state=exact)[1]
+            exact = recurrence(*cut, initial_state=exact)[1]
         assert_exact(f"chunk {chunk}", h[:, chunk], exact)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from fla_cp import build_cp_context
 from fla_cp.nn import GatedRMSNorm, KDACore, KimiDeltaAttention, ShortConvolution
-from fla_cp.reference import recurrent_kda
+from fla_cp.reference import recurrence
 from tests.closeness import assert_exact
 
 CU = (0, 30, 90, 150)
@@ -39,7 +39,7 @@ def plain(mixer, x, factor, bound):
     rate = mixer.core.A_log.exp()[:, None]
     g = -rate * F.softplus(raw) if bound is None else bound * torch.sigmoid(rate * raw)
     beta = factor * torch.sigmoid(x @ mixer.b_proj.weight.T)
-    o, _ = recurrent_kda(q, k, v.unflatten(-1, (HV, V)), g, beta, use_qk_l2norm_in_kernel=True)
+    o, _ = recurrence(q, k, v.unflatten(-1, (HV, V)), g, beta, use_qk_l2norm_in_kernel=True)
     o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.o_norm.weight
     return mixer.o_proj((o * torch.sigmoid(mixer.g_proj(x).unflatten(-1, (HV, V)))).flatten(-2))
 

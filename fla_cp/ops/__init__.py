@@ -1,6 +1,48 @@
-"""Public operators."""
+"""Operators."""
 
+from .comba import chunk_comba, cp_chunk_comba, fused_recurrent_comba
 from .conv import causal_conv1d
+from .gdn import (
+    chunk_gated_delta_rule,
+    cp_chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    gdn_gate,
+)
+from .gla import (
+    chunk_gla,
+    chunk_simple_gla,
+    cp_chunk_gla,
+    cp_chunk_simple_gla,
+    fused_recurrent_gla,
+    fused_recurrent_simple_gla,
+)
 from .kda import chunk_kda, cp_chunk_kda, fused_recurrent_kda, kda_gate
+from .product import (
+    chunk_gated_delta_product,
+    cp_chunk_gated_delta_product,
+    fused_recurrent_gated_delta_product,
+)
 
-__all__ = ["causal_conv1d", "chunk_kda", "cp_chunk_kda", "fused_recurrent_kda", "kda_gate"]
+__all__ = [
+    "causal_conv1d",
+    "chunk_comba",
+    "chunk_gated_delta_product",
+    "chunk_gated_delta_rule",
+    "chunk_gla",
+    "chunk_kda",
+    "chunk_simple_gla",
+    "cp_chunk_comba",
+    "cp_chunk_gated_delta_product",
+    "cp_chunk_gated_delta_rule",
+    "cp_chunk_gla",
+    "cp_chunk_kda",
+    "cp_chunk_simple_gla",
+    "fused_recurrent_comba",
+    "fused_recurrent_gated_delta_product",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gla",
+    "fused_recurrent_kda",
+    "fused_recurrent_simple_gla",
+    "gdn_gate",
+    "kda_gate",
+]

@@ -239,6 +239,13 @@ def recurrent(
     return o.view(B, T, HV, V), final
 
 
+def refuse(operator: str, options: dict[str, Any], *names: str) -> None:
+    """TypeError for keywords that the member has not."""
+    for name in names:
+        if name in options:
+            raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}")
+
+
 def _computed_by(
     impl: str, member: Member, q: Tensor, g: Tensor, dt_bias: Tensor | None
 ) -> tuple[Backend, str, Member, Tensor, Tensor | None]:

@@ -1,0 +1,68 @@
+"""Gated linear attention: nothing is removed from the state. GLA has a decay per key channel,
+simple GLA one per head.
+
+    S_t = Diag(a_t) S_{t-1} + k_t v_t^T          a_t = exp(g_t)
+
+Sources: GLA, arXiv 2312.06635; simple GLA is Mamba-2's recurrence, arXiv 2405.21060.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..context import FLACPContext
+from ..validate import check_context
+from .member import GLA, SIMPLE_GLA, chunk, recurrent, refuse
+
+_NO_BETA = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+
+
+def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Over whole sequences, in chunks, differentiable in every floating input.
+
+    g: [B, T, HV, K]. Everything else as in `chunk_kda`, without beta and its keywords.
+    """
+    refuse("chunk_gla", options, *_NO_BETA)
+    return chunk(GLA, q, k, v, g, None, **options)
+
+
+def cp_chunk_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, cp_context: FLACPContext, **options: Any
+) -> tuple[Tensor, ...]:
+    """`chunk_gla` of this rank's tokens under a context."""
+    check_context(cp_context)
+    return chunk_gla(q, k, v, g, cp_context=cp_context, **options)
+
+
+def fused_recurrent_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gla` token by token, without gradients; see `fused_recurrent_kda`."""
+    refuse("fused_recurrent_gla", options, *_NO_BETA)
+    return recurrent(GLA, "gla", q, k, v, g, None, **options)
+
+
+def chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """`chunk_gla` with one decay a head: g [B, T, HV]."""
+    refuse("chunk_simple_gla", options, *_NO_BETA, "safe_gate", "lower_bound")
+    return chunk(SIMPLE_GLA, q, k, v, g, None, **options)
+
+
+def cp_chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, cp_context: FLACPContext, **options: Any
+) -> tuple[Tensor, ...]:
+    """`chunk_simple_gla` of this rank's tokens under a context."""
+    check_context(cp_context)
+    return chunk_simple_gla(q, k, v, g, cp_context=cp_context, **options)
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_simple_gla` token by token, without gradients; see `fused_recurrent_kda`."""
+    refuse("fused_recurrent_simple_gla", options, *_NO_BETA, "lower_bound")
+    return recurrent(SIMPLE_GLA, "simple_gla", q, k, v, g, None, **options)
