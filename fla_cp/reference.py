@@ -13,6 +13,10 @@ from torch import Tensor
 from .rule import NORM_EPS
 
 
+def _unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
+
+
 def recurrence(
     q: Tensor,
     k: Tensor,
@@ -44,10 +48,8 @@ def recurrence(
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
     if use_qk_l2norm_in_kernel:
-        q, k, p = (
-            None if x is None else x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
-            for x in (q, k, p)
-        )  # type: ignore[assignment]
+        q, k = (_unit(x) for x in (q, k))
+        p = None if p is None else _unit(p)
     if g.ndim == 3:
         g = g[..., None]
     if use_gate_in_kernel:

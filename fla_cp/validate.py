@@ -368,7 +368,7 @@ def check_householder(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int
 ) -> None:
     """Rows of `chunk_gated_delta_product`; the rest is checked as for the gated delta rule."""
-    if not isinstance(num_householder, int) or num_householder < 1:
+    if num_householder != int(num_householder) or num_householder < 1:
         raise ValueError(f"num_householder must be an integer from 1, got {num_householder!r}")
     if q.ndim != 4 or g.ndim != 3 or q.shape[:2] != g.shape[:2]:
         raise ValueError(

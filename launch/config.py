@@ -36,8 +36,9 @@ class ModelConfig:
 
     size: Annotated[Literal["tiny", "340M", "1.3B"], _short("--model")] = "tiny"
     """Named size; `tiny` trains on a CPU."""
-    mixer: Literal["kda"] = "kda"
-    """Token mixer of each block: kda, Kimi Delta Attention."""
+    mixer: Literal["kda", "gdn", "comba", "gdp", "gla", "simple_gla"] = "kda"
+    """Token mixer of each block: Kimi Delta Attention, Gated DeltaNet, Comba, Gated DeltaProduct,
+    GLA or simple GLA."""
     layers: int | None = None
     """Number of blocks."""
     hidden_size: int | None = None
@@ -49,7 +50,7 @@ class ModelConfig:
     tie_embeddings: bool | None = None
     """Use the embedding as the output head."""
     gate_lower_bound: float | None = None
-    """Lowest log decay per token, in [-5, 0); None leaves the gate unbounded."""
+    """Lowest log decay per token of kda, in [-5, 0); None leaves the gate unbounded."""
     impl: Annotated[Literal["auto", "torch", "triton"], _short("--impl")] = "auto"
     """Backend of the operators; auto chooses by device."""
     remat: Annotated[bool, _short("--remat")] = False

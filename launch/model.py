@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fla_cp import FLACPContext
-from fla_cp.nn import KimiDeltaAttention
+from fla_cp import nn as layers
 from launch.config import ModelConfig
 
 CONV_SIZE = 4
@@ -58,6 +58,16 @@ def shape_of(config: ModelConfig) -> Shape:
     return replace(SHAPES[config.size], **given)
 
 
+MIXERS = {
+    "kda": layers.KimiDeltaAttention,
+    "gdn": layers.GatedDeltaNet,
+    "comba": layers.Comba,
+    "gdp": layers.GatedDeltaProduct,
+    "gla": layers.GatedLinearAttention,
+    "simple_gla": layers.SimpleGatedLinearAttention,
+}
+
+
 class SwiGLU(nn.Module):
     """x [..., hidden] -> down(silu(gate(x)) * up(x))."""
 
@@ -77,14 +87,15 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, shape: Shape, layer_idx: int) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
-        self.mixer = KimiDeltaAttention(
+        bound = {"gate_lower_bound": config.gate_lower_bound} if config.mixer == "kda" else {}
+        self.mixer = MIXERS[config.mixer](
             shape.hidden_size,
             shape.num_heads,
             shape.head_dim,
             conv_size=CONV_SIZE,
-            gate_lower_bound=config.gate_lower_bound,
             impl=config.impl,
             layer_idx=layer_idx,
+            **bound,
         )
         self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
         self.ffn = SwiGLU(shape.hidden_size, shape.ffn_size)

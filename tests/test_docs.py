@@ -267,3 +267,15 @@ def test_bytes_kept_for_the_backward(name):
     outside = {g.untyped_storage().data_ptr()}
     per_token = sum(size for at, (size, _) in kept.items() if at not in outside) / T
     assert per_token == total
+
+
+def test_segments_of_the_table():
+    from fla_cp.packing import Packing
+    from fla_cp.split import split
+
+    header, *rows = tables(DESIGN, "Segments inside a card")[0]
+    heads = [int(re.search(r"\d+", cell).group()) for cell in header[1:]]
+    for T, *cells in rows:
+        for n, cell in zip(heads, cells, strict=True):
+            whole = Packing.build((0, int(T)))
+            assert len(split(whole, 4 * n, 4 * n, 264).segments) == int(cell), (T, n)

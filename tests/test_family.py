@@ -296,7 +296,7 @@ def test_rows_of_the_product():
     member = BY_NAME["gated_delta_product2"]
     x, _, _ = draw(member, Call(T=4))
     x["k"] = x["k"][:, 1:]
-    with pytest.raises(ValueError, match="k must have 2 rows for each of q's 4 tokens, .* got"):
+    with pytest.raises(ValueError, match=r"k must have 2 rows for each of q's 4 tokens, .* got"):
         operator(member, "chunk", x)
     with pytest.raises(ValueError, match="num_householder must be an integer from 1, got 0"):
         fla_cp.chunk_gated_delta_product(*(x[n] for n in member.arguments), 0)

@@ -1,11 +1,24 @@
-"""The KDA layer: shapes, dtypes, and that ranks share its gradients."""
+"""The layers: equations, dtypes, short inputs, and that ranks share their gradients."""
+
+import dataclasses
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import fla_cp.backend
 from fla_cp import build_cp_context
-from fla_cp.nn import GatedRMSNorm, KDACore, KimiDeltaAttention, ShortConvolution
+from fla_cp.nn import (
+    Comba,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    GatedRMSNorm,
+    KDACore,
+    KimiDeltaAttention,
+    ShortConvolution,
+    SimpleGatedLinearAttention,
+)
 from fla_cp.reference import recurrence
 from tests.closeness import assert_exact
 
@@ -153,3 +166,98 @@ def test_ranks_share_the_parameters_gradients(gloo_pool):
     results = gloo_pool.run(sharded, world_size=3)
     for i, exact in enumerate(results[0][1]):
         assert_exact("parameter", sum(grads[i] for grads, _ in results), exact)
+
+
+LAYERS = [Comba, GatedDeltaNet, GatedDeltaProduct, GatedLinearAttention, SimpleGatedLinearAttention]
+EVERY = [KimiDeltaAttention, *LAYERS]
+
+
+def reference_operator(mixer, q, k, v, g, beta):
+    """What a layer's core computes, by the token recurrence."""
+    core, p = mixer.core, None
+    rates = {"A_log": core.A_log, "dt_bias": core.dt_bias, "use_gate_in_kernel": True}
+    inside = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    if isinstance(mixer, Comba):
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        p = torch.sigmoid(core.b_logit)[:, None] * k
+        q, inside["use_qk_l2norm_in_kernel"] = q - core.d[:, None] * k, False
+    rows = getattr(mixer, "rows", 1)
+    return recurrence(
+        q, k, v, g, beta, p, **rates, **inside, num_householder=rows, removal=beta is not None
+    )[0]
+
+
+@pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
+def test_layer_equals_its_equations(kind):
+    mixer = kind(24, 2, 8, num_v_heads=4, head_v_dim=6).double()
+    torch.nn.init.normal_(mixer.o_norm.weight)
+    H, HV, K, V, n = 2, 4, 8, 6, mixer.rows
+    x = torch.randn(2, 70, 24, dtype=torch.float64)
+    qkv = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
+    padded = torch.nn.functional.pad(qkv.mT, (3, 0))
+    weight = mixer.qkv_conv.weight[:, None]
+    qkv = torch.nn.functional.conv1d(padded, weight, groups=len(weight)).mT
+    qkv = torch.nn.functional.silu(qkv)
+    q, k, v = qkv.split([H * K, n * H * K, n * HV * V], -1)
+    k, v = k.reshape(2, 70 * n, H, K), v.reshape(2, 70 * n, HV, V)
+    g = mixer.a_proj(x).unflatten(-1, (HV, -1))
+    g = g[..., 0] if mixer.per_head else g
+    beta = mixer.b_proj(x).reshape(2, 70 * n, HV) if mixer.has_beta else None
+    o = reference_operator(mixer, q.unflatten(-1, (H, K)), k, v, g, beta)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.o_norm.weight
+    o = o * torch.nn.functional.silu(mixer.g_proj(x)).unflatten(-1, (HV, V))
+    assert_exact("y", mixer(x).detach(), mixer.o_proj(o.flatten(-2)).detach())
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_short_inputs_are_evaluated_token_by_token(kind, monkeypatch):
+    mixer = kind(24, 2, 8, num_v_heads=4).double()
+    x = torch.randn(2, 64, 24, dtype=torch.float64)
+    chunked = mixer(x).detach()
+    calls = []
+    run = fla_cp.backend.TORCH.recurrent
+    counting = dataclasses.replace(
+        fla_cp.backend.TORCH, recurrent=lambda *args: calls.append(1) or run(*args)
+    )
+    monkeypatch.setattr(fla_cp.backend, "TORCH", counting)
+    mixer.eval()
+    mixer(x)  # with gradients: chunked
+    assert not calls
+    with torch.no_grad():
+        assert_exact("y", mixer(x), chunked)
+        assert len(calls) == 1
+        packed = mixer(x[:, :60].reshape(1, -1, 24)[:, :60], cu_seqlens=torch.tensor([0, 20, 60]))
+        assert len(calls) == 2
+        mixer(torch.cat([x, x], 1))  # longer than 64
+        assert len(calls) == 2
+    assert packed.shape == (1, 60, 24)
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_value_heads_are_a_multiple_of_heads(kind, heads):
+    with pytest.raises(ValueError, match=f"num_v_heads={heads}, num_heads=2"):
+        kind(24, 2, 8, num_v_heads=heads)
+
+
+def whole_and_sharded(group, rank, index):
+    torch.manual_seed(0)
+    mixer = EVERY[index](24, 2, 8, num_v_heads=4).double()
+    x = torch.randn(1, 130, 24, dtype=torch.float64)
+    cu = torch.tensor([0, 2, 100, 130])
+    alone = build_cp_context(cu, None, conv1d_kernel_size=4)
+    context = build_cp_context(cu, group, conv1d_kernel_size=4)
+    found = []
+    for c in (alone, context):
+        y = mixer(c.shard(x), cp_context=c)
+        grads = torch.autograd.grad(y.square().sum(), list(mixer.parameters()))
+        for g in grads if c is context else ():
+            torch.distributed.all_reduce(g, group=group)
+        found.append((context.shard(y) if c is alone else y, *grads))
+    for a, b in zip(*found, strict=True):
+        assert_exact("layer", b.detach(), a.detach())
+
+
+@pytest.mark.parametrize("index", range(len(EVERY)), ids=[k.__name__ for k in EVERY])
+def test_layers_over_ranks(gloo_pool, index):
+    gloo_pool.run(whole_and_sharded, index, world_size=3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..context import FLACPContext
-from ..ops import chunk_kda
+from ..ops import chunk_kda, fused_recurrent_kda
+from .family import takes_recurrent_form
 from .modules import GatedRMSNorm, ShortConvolution
 
 
@@ -55,24 +57,21 @@ class KDACore(nn.Module):
         cp_context: FLACPContext | None = None,
     ) -> Tensor:
         """Raw projections -> o [B, T, HV, V]; shapes as in `chunk_kda`."""
-        return chunk_kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            safe_gate=self.gate_lower_bound is not None,
-            lower_bound=self.gate_lower_bound,
-            cu_seqlens=cu_seqlens,
-            cp_context=cp_context,
-            impl=self.impl,
-        )[0]
+        options: dict[str, Any] = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "lower_bound": self.gate_lower_bound,
+            "cu_seqlens": cu_seqlens,
+            "impl": self.impl,
+        }
+        if takes_recurrent_form(self, q, cp_context):
+            return fused_recurrent_kda(q, k, v, g, beta, **options)[0]
+        safe = self.gate_lower_bound is not None
+        return chunk_kda(q, k, v, g, beta, safe_gate=safe, cp_context=cp_context, **options)[0]
 
 
 class KimiDeltaAttention(nn.Module):
