@@ -36,7 +36,9 @@ class ModelConfig:
 
     size: Annotated[Literal["tiny", "340M", "1.3B"], _short("--model")] = "tiny"
     """Named size; `tiny` trains on a CPU."""
-    mixer: Literal["kda", "gdn", "comba", "gdp", "gla", "simple_gla"] = "kda"
+    mixer: Annotated[
+        Literal["kda", "gdn", "comba", "gdp", "gla", "simple_gla"], _short("--mixer")
+    ] = "kda"
     """Token mixer of each block: Kimi Delta Attention, Gated DeltaNet, Comba, Gated DeltaProduct,
     GLA or simple GLA."""
     layers: int | None = None
