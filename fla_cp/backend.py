@@ -56,7 +56,7 @@ class Backend:
       gate(rule, g, A_log, dt_bias) -> log decay                 differentiable
       recurrent(rule, inputs, S0, S_end, sequences) -> o         token by token; fills S_end
 
-    reads_output: restore needs o. members: (per_head, removal) of the rules that it computes.
+    reads_output: restore needs o. members: the rules that it computes, as "channel k".
     For torch.compile: kept_shapes(rule, dtype, NC, HV, K, V) gives (shape, dtype) of what `keep`
     returns, triangles the places of T and Aqk in it where all is kept, state_dtype(dtype) the
     dtype of h.
@@ -64,7 +64,7 @@ class Backend:
 
     name: str
     reads_output: bool
-    members: frozenset[tuple[bool, str]]
+    members: frozenset[str]
     triangles: tuple[int, int]
     kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
     state_dtype: Callable[[torch.dtype], torch.dtype]
@@ -141,7 +141,7 @@ def _gate_alone(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tenso
 TORCH = Backend(
     name="torch",
     reads_output=False,
-    members=frozenset((per_head, r) for per_head in (False, True) for r in ("k", "p", "none")),
+    members=frozenset(f"{gate} {r}" for gate in ("head", "channel") for r in ("k", "p", "none")),
     triangles=(_intra.Chunks._fields.index("T"), _intra.Chunks._fields.index("Aqk")),
     kept_shapes=_kept_shapes,
     state_dtype=accumulator,

@@ -313,3 +313,37 @@ def test_bad_inputs(changes, message):
     x, _, _ = draw(BY_NAME["comba"], Call(T=3, states=False))
     with pytest.raises(ValueError, match=message):
         operator(BY_NAME["comba"], "chunk", x | changes)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("key", BY_NAME)
+def test_compiled(key, keep):
+    """One graph, equal to eager; shapes of what is kept are those that the fake op says."""
+    torch._dynamo.reset()
+    member = BY_NAME[key]
+    call = Call(T=70, inside=True, options=(("disable_recompute", keep),))
+    x, keywords, weights = draw(member, call)
+
+    def f(leaves):
+        return operator(member, "chunk", leaves, **keywords, impl="torch")
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    eager, graph = collect(f, x, weights), collect(compiled, x, weights)
+    for name, value in eager.items():
+        assert_exact(name, graph[name], value)
+
+
+@pytest.mark.parametrize("key", ["kda", "gated_delta_rule"])
+def test_compiled_on_kernels(key, monkeypatch):
+    """The choice of the backend survives the trace."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch._dynamo.reset()
+    member = BY_NAME[key]
+    x, keywords, _ = draw(member, Call(T=20, H=1, HV=1, K=16, V=16, inside=True), torch.float32)
+
+    def f(leaves):
+        return operator(member, "chunk", leaves, **keywords, impl="triton")
+
+    for a, b in zip(f(x), torch.compile(f, fullgraph=True, backend="aot_eager")(x), strict=True):
+        assert torch.equal(a, b)

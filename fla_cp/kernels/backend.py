@@ -538,7 +538,7 @@ def in_token_order(packing: Packing, h: Tensor) -> Tensor:
 TRITON = Backend(
     name="triton",
     reads_output=True,
-    members=frozenset({(False, "k")}),
+    members=frozenset({"channel k"}),
     triangles=(Chunks._fields.index("T"), Chunks._fields.index("Aqk")),
     kept_shapes=kept_shapes,
     state_dtype=lambda dtype: dtype,

@@ -40,6 +40,11 @@ class Member(NamedTuple):
     per_head: bool
     removal: str
 
+    @property
+    def key(self) -> str:
+        """As `Backend.members` names it (torch.compile has trouble with sets of tuples)."""
+        return f"{'head' if self.per_head else 'channel'} {self.removal}"
+
 
 KDA = Member(False, "k")
 GATED_DELTA_RULE = Member(True, "k")
@@ -252,10 +257,10 @@ def _computed_by(
     """The backend, its name, and the call as it computes it: a gate a head may be spread over the
     channels. "auto" takes the torch stages for a member that the kernels lack."""
     backend, K = resolve(impl, q.device, q.dtype), q.shape[-1]
-    if member in backend.members:
+    if member.key in backend.members:
         return backend, impl, member, g, dt_bias
     channels = Member(False, member.removal)
-    if member.per_head and channels in backend.members:
+    if member.per_head and channels.key in backend.members:
         g = g[..., None].expand(*g.shape, K)
         if dt_bias is not None:
             dt_bias = dt_bias.reshape(-1, 1).expand(-1, K).reshape(-1)
