@@ -18,6 +18,18 @@ from tests.running import run, run_recurrent
 
 SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
 LENGTHS = (1, 63, 64, 65, 1000, 8192)
+CONVOLUTIONS = (
+    (1, 96, 4, None),
+    (1000, 200, 2, (0, 1, 65, 65, 1000)),
+    (8192, 1000, 4, (0, 3000, 8192)),
+    (70000, 512, 4, None),
+    (300, 96, 8, None),
+)
+"""T, D, W, cu_seqlens."""
+RANGES = (700, 33)
+"""Tokens of a rank's two ranges."""
+GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
+"""T, H, K of the gate alone."""
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -158,13 +170,7 @@ def check_conv_and_gate() -> list[dict]:
 
     rows = []
     for dtype in (BF16, FP16, FP32):
-        for T, D, W, cu in (
-            (1, 96, 4, None),
-            (1000, 200, 2, (0, 1, 65, 65, 1000)),
-            (8192, 1000, 4, (0, 3000, 8192)),
-            (70000, 512, 4, None),
-            (300, 96, 8, None),
-        ):
+        for T, D, W, cu in CONVOLUTIONS:
             for silu in ("silu", None):
                 x = {"x": draw(1, T, D, dtype=dtype), "weight": draw(D, W, dtype=dtype)}
                 if silu:
@@ -180,12 +186,13 @@ def check_conv_and_gate() -> list[dict]:
                 row = judged(conv, x, dtype, of_sums)
                 rows.append({"case": f"conv T={T} D={D} W={W} {silu} cu={cu}"} | row)
         for halo in (False, True):
-            shapes = {"x": (733, 300), "halo": (6 * halo, 300), "weight": (300, 4)}
-            shapes |= {"bias": (300,), "dy": (733, 300)}
+            T = sum(RANGES)
+            shapes = {"x": (T, 300), "halo": (6 * halo, 300), "weight": (300, 4)}
+            shapes |= {"bias": (300,), "dy": (T, 300)}
             x = {n: draw(*shape, dtype=dtype) for n, shape in shapes.items()}
             row = judged(conv_stage, x, dtype, of_sums)
             rows.append({"case": f"conv two ranges{' halo' * halo}"} | row)
-        for T, H, K in ((1, 1, 16), (1000, 3, 96), (8192, 4, 128)):
+        for T, H, K in GATES:
             for bound in (None, -5.0):
                 x = {"g": 4 * draw(T, H, K, dtype=dtype)}
                 x |= {"A_log": draw(H, dtype=FP32), "dt_bias": draw(H * K, dtype=FP32)}
@@ -208,15 +215,14 @@ def of_sums(x: Named, actual: Named, exact: Named) -> Named:
 
 
 def conv_stage(x: Named, impl: str) -> Named:
-    """Both stages of the convolution for a rank with ranges of 700 and 33 tokens, whose halo is
-    there or empty."""
+    """Both stages of the convolution for a rank with two ranges, whose halo is there or empty."""
     from fla_cp.backend import resolve
     from fla_cp.stages.conv import ConvRows
 
     x = {n: t.to(DEVICE) for n, t in x.items()}
     halo, W = len(x["halo"]) > 0, x["weight"].shape[1]
-    reach = torch.cat([torch.arange(n) + 100 * halo for n in (700, 33)])
-    where = ConvRows.build(reach, (700, 33), (W - 1) * halo, x["x"].device)
+    reach = torch.cat([torch.arange(n) + 100 * halo for n in RANGES])
+    where = ConvRows.build(reach, RANGES, (W - 1) * halo, x["x"].device)
     backend = resolve(impl, x["x"].device, x["x"].dtype)
     operands = (x["x"], x["halo"], where, x["weight"], x["bias"], True)
     dx, dhalo, dweight, dbias = backend.conv_bwd(*operands, x["dy"])

@@ -136,3 +136,23 @@ def test_gate_of_any_rank_and_of_bf16():
     (exact_dg,) = torch.autograd.grad(exact.sum(), g)
     assert dg.dtype == torch.bfloat16
     assert (dg.double() - exact_dg).abs().max() <= 2**-7 * exact_dg.abs().max()
+
+
+def test_the_gpu_checks_themselves(monkeypatch):
+    """tests/gpu_checks.py at small sizes: each check runs, passes, and fails on a wrong result."""
+    from tests import gpu_checks
+
+    monkeypatch.setattr(gpu_checks, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_checks, "CONVOLUTIONS", ((20, 6, 4, (0, 3, 20)),))
+    monkeypatch.setattr(gpu_checks, "GATES", ((9, 2, 16),))
+    monkeypatch.setattr(gpu_checks, "RANGES", (30, 5))
+    rows = gpu_checks.check_conv_and_gate()
+    assert len(rows) == 3 * (2 + 2 + 2)
+    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
+    fine = gpu_checks.kda_gate
+
+    def wrong(g, *rates, impl, **options):
+        return fine(g, *rates, impl=impl, **options) * (1.1 if impl == "triton" else 1.0)
+
+    monkeypatch.setattr(gpu_checks, "kda_gate", wrong)
+    assert not any(r["ok"] for r in gpu_checks.check_conv_and_gate() if "gate" in r["case"])
