@@ -184,6 +184,22 @@ def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compile
     return list(dict.fromkeys(kernels))
 
 
+def compile_head(K: int, V: int, dtype: torch.dtype) -> list[Compiled]:
+    """The gated delta rule's own kernels, forward and backward."""
+    from fla_cp import chunk_gated_delta_rule
+
+    x = [torch.zeros(1, 128, h, d, dtype=dtype) for h, d in ((1, K), (1, K), (2, V))]
+    x += [torch.zeros(1, 128, 2, dtype=dtype) for _ in range(2)]
+    rates = [torch.zeros(2), torch.zeros(2)]
+    leaves = [t.requires_grad_() for t in (*x, *rates)]
+    with compiled() as kernels:
+        o, _ = chunk_gated_delta_rule(
+            *leaves[:5], A_log=leaves[5], dt_bias=leaves[6], **INSIDE, impl="triton"
+        )
+        o.float().sum().backward()
+    return [k for k in dict.fromkeys(kernels) if "head" in k.kernel]
+
+
 def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Compiled]:
     """A decoding step of a layer."""
     from fla_cp import fused_recurrent_kda
@@ -260,6 +276,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
                 call = functools.partial(compile_call, K, V, dtype, options)
                 yield f"{K}x{V} {name} {gate}", call
 
+        yield f"{K}x{V} {name} head", functools.partial(compile_head, K, V, dtype)
         for layout in ("KV", "VK"):
             call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
             yield f"recurrent {K}x{V} {name} {layout}", call

@@ -20,6 +20,7 @@ from . import assembler
 from .conv import conv, conv_bwd
 from .gate import GATES
 from .gate_op import gate
+from .head import head_gate_bwd_kernel, intra_head_bwd_kernel, intra_head_kernel
 from .intra import intra_kernel
 from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
 from .recurrent import recurrent
@@ -109,6 +110,8 @@ def _safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
 
 def _named(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
     """Name of a stage in the table of tiles."""
+    if rule.per_head:
+        return f"{stage}_head"
     return stage if _safe(rule, dtype) else f"{stage}_any"
 
 
@@ -137,7 +140,46 @@ def intra(
         T, Aqk = kept
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, 3, CHUNK, dtype=torch.float32)
-    if NC:
+    if NC and rule.per_head:
+        intra_head_kernel[(NC, HV)](
+            x.q,
+            x.k,
+            x.g,
+            x.beta,
+            x.A_log,
+            x.dt_bias,
+            qg,
+            kin,
+            kg,
+            T,
+            Aqk,
+            decay,
+            rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            x.g.stride(0),
+            x.beta.stride(0),
+            rule.scale,
+            rule.lower_bound or 0.0,
+            rule.beta_factor or 1.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            BT=CHUNK,
+            BK=t.BK,
+            GATE=GATES[rule.gate][0],
+            NORM=rule.qk_l2norm,
+            BETA_SIGMOID=rule.beta_factor is not None,
+            EXP2=rule.use_exp2,
+            SCORES=kept is None,
+            EPS=NORM_EPS,
+            PRECISION=_precision(x.q.dtype),
+            NS=t.stages,
+            num_warps=t.warps,
+        )
+    elif NC:
         intra_kernel[(NC, HV)](
             x.q,
             x.k,
@@ -396,10 +438,11 @@ def intra_bwd(
     tiles = triton.cdiv(K, t.BK)
     dq, dk = (torch.empty(tokens, HV, K, dtype=per_head, device=device) for _ in range(2))
     dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
-    dg = torch.empty(tokens, HV, K, dtype=x.g.dtype, device=device)
+    dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
     dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
-    dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
-    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
+    shares, gates = (NC, 1) if rule.per_head else (NC * tiles, K)
+    dA_log = None if x.A_log is None else torch.empty(shares, HV, device=device)
+    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, gates, device=device)
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
     do = unit_rows(grads.do)
@@ -427,6 +470,71 @@ def intra_bwd(
             PRECISION=_precision(x.q.dtype),
             num_warps=ts.warps,
         )
+    if NC and rule.per_head:
+        dgc = torch.empty(tiles, NC, HV, CHUNK, device=device)
+        intra_head_bwd_kernel[(NC * tiles, HV)](
+            x.q,
+            x.k,
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            c.decay,
+            c.rows,
+            of_rows,
+            do,
+            h,
+            grads.dh,
+            v_new,
+            grads.y,
+            dscores,
+            dq,
+            dk,
+            dgc,
+            dbeta,
+            table.chunk_start,
+            table.chunk_rows,
+            tokens,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            x.g.stride(0),
+            *do.stride()[:2],
+            rule.scale,
+            rule.lower_bound or 0.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            V=V,
+            BT=CHUNK,
+            BK=t.BK,
+            BV=t.BV,
+            GATE=GATES[rule.gate][0],
+            NORM=rule.qk_l2norm,
+            EXP2=rule.use_exp2,
+            PRECISION=_precision(x.q.dtype),
+            NS=t.stages,
+            num_warps=t.warps,
+        )
+        head_gate_bwd_kernel[(NC, HV)](
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            dgc,
+            dg,
+            dA_log,
+            ddt_bias,
+            table.chunk_start,
+            table.chunk_rows,
+            x.g.stride(0),
+            rule.lower_bound or 0.0,
+            HV=HV,
+            BT=CHUNK,
+            TILES=tiles,
+            GATE=GATES[rule.gate][0],
+            SLOPE=GATES[rule.gate][1],
+            RATE_SCALES_RAW=rule.gate == "sigmoid",
+            num_warps=1,
+        )
+    elif NC:
         intra_bwd_kernel[(NC * tiles, HV)](
             x.q,
             x.k,
@@ -538,7 +646,7 @@ def in_token_order(packing: Packing, h: Tensor) -> Tensor:
 TRITON = Backend(
     name="triton",
     reads_output=True,
-    members=frozenset({"channel k"}),
+    members=frozenset({"channel k", "head k"}),
     triangles=(Chunks._fields.index("T"), Chunks._fields.index("Aqk")),
     kept_shapes=kept_shapes,
     state_dtype=lambda dtype: dtype,

@@ -27,14 +27,37 @@ def load_row(ptr, o, N: tl.constexpr, m):
 
 
 @triton.jit
-def load_token(q, k, v, g, beta, strides, t, m, o_k, o_v, K: tl.constexpr, V: tl.constexpr):
+def load_gates(ptr, o_k, K: tl.constexpr, m, PER_HEAD: tl.constexpr):
+    """[BK] in fp32: one number a channel, or the head's in all of them."""
+    if PER_HEAD:
+        return tl.zeros([o_k.shape[0]], tl.float32) + tl.load(ptr, mask=m, other=0.0)
+    else:
+        return load_row(ptr, o_k, K, m)
+
+
+@triton.jit
+def load_token(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    strides,
+    t,
+    m,
+    o_k,
+    o_v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+):
     """q, k, g [BK], v [BV] and beta of token t; zeros where m is False."""
     q_t, k_t, v_t, g_t, beta_t = strides
     return (
         load_row(q + t * q_t, o_k, K, m),
         load_row(k + t * k_t, o_k, K, m),
         load_row(v + t * v_t, o_v, V, m),
-        load_row(g + t * g_t, o_k, K, m),
+        load_gates(g + t * g_t, o_k, K, m, PER_HEAD),
         tl.load(beta + t * beta_t, mask=m, other=0.0).to(tl.float32),
     )
 
@@ -78,6 +101,7 @@ def recurrent_kernel(
     EXP2: tl.constexpr,
     EPS: tl.constexpr,
     V_FIRST: tl.constexpr,
+    PER_HEAD: tl.constexpr,
 ):
     """o [T, HV, V]; S_end unless None, which may be S0. strides: of tokens, of q, k, v, g, beta.
 
@@ -116,13 +140,15 @@ def recurrent_kernel(
     if A_log is not None:
         rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
     if dt_bias is not None:
-        b_bias = load_row(dt_bias + i_h * K, o_k, K, True)
+        b_bias = load_gates(dt_bias + i_h * (1 if PER_HEAD else K), o_k, K, True, PER_HEAD)
     # the next token is on its way while the state takes this one
-    token = load_token(q, k, v, g, beta, strides, start, length > 0, o_k, o_v, K, V)
+    token = load_token(q, k, v, g, beta, strides, start, length > 0, o_k, o_v, K, V, PER_HEAD)
     for i in range(length):
         t = start + i
         b_q, b_k, b_v, b_g, b_beta = token
-        token = load_token(q, k, v, g, beta, strides, t + 1, i + 1 < length, o_k, o_v, K, V)
+        token = load_token(
+            q, k, v, g, beta, strides, t + 1, i + 1 < length, o_k, o_v, K, V, PER_HEAD
+        )
         if NORM:
             b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + EPS)
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + EPS)
@@ -187,6 +213,7 @@ def recurrent(
         EXP2=rule.use_exp2,
         EPS=NORM_EPS,
         V_FIRST=rule.state_v_first,
+        PER_HEAD=rule.per_head,
         num_warps=t.warps,
     )
     if S_end is not None and S_end is S0 and not S_end.is_inference():

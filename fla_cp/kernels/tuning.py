@@ -46,13 +46,13 @@ without a safe gate. Figures: docs/log.md."""
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
-    if stage in ("intra", "intra_any"):
+    if stage in ("intra", "intra_any", "intra_head"):
         return Tile(32, 0, 4, 1 if wide else 3)
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
         return Tile(k, min(v, 4096 // k), 4, 1)
     if stage == "scores_bwd":
         return Tile(0, min(v, 32 if wide else 64), 4, 1)
-    if stage in ("intra_bwd", "intra_bwd_any"):
+    if stage in ("intra_bwd", "intra_bwd_any", "intra_bwd_head"):
         return Tile(32, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)

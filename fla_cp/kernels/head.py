@@ -1,0 +1,335 @@
+"""What is local to a chunk with one decay a head: the decay of a pair of tokens is one number
+and multiplies their score. No exponent is above zero for any gate, so there is one path.
+
+Backward, from `dscores` of intra_bwd.py (gradients of the decayed scores): with W = dscores *
+decay, q and k get W k and W^T q. The gate's gradient is, per row, the sum over channels of row
+factors times their gradients less column factors times theirs, as the products saw the factors.
+"""
+
+import triton
+import triton.language as tl
+
+from .gate import LOG2E, sigmoid
+from .intra import row_rstd, unit_lower_inverse
+from .tiles import decay_exp, dot, load_block, load_rows, store_block, store_rows
+
+
+@triton.jit
+def load_head_gate(
+    g, A_log, dt_bias, i_h, o_i, g_t, m_i, bound, GATE: tl.constexpr, EXP2: tl.constexpr
+):
+    """raw = g + dt_bias [BT], rate = exp(A_log), and the log decay in the unit of gc, zero beyond
+    the chunk."""
+    raw = tl.load(g + o_i * g_t, mask=m_i, other=0.0).to(tl.float32)
+    rate = 1.0
+    if dt_bias is not None:
+        raw += tl.load(dt_bias + i_h).to(tl.float32)
+    if A_log is not None:
+        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    b_g = tl.where(m_i, GATE(raw, rate, bound), 0.0)
+    if EXP2:
+        b_g *= LOG2E
+    return raw, rate, b_g
+
+
+@triton.jit
+def last_of(x, i):
+    """The last element: a sum of its own would round otherwise than the running one."""
+    return tl.sum(tl.where(i == i.shape[0] - 1, x, 0.0), axis=0)
+
+
+@triton.jit
+def decays(row, col, i, EXP2: tl.constexpr):
+    """exp(row_i - col_j) [BT, BT] below the diagonal, zero elsewhere."""
+    below = i[:, None] > i[None, :]
+    return tl.where(below, decay_exp(tl.where(below, row[:, None] - col[None, :], 0.0), EXP2), 0.0)
+
+
+@triton.jit
+def intra_head_kernel(
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    qg,
+    kin,
+    kg,
+    T,
+    Aqk,
+    decay,
+    rows,
+    chunk_start,
+    chunk_rows,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    g_t,
+    beta_t,
+    scale,
+    bound,
+    beta_factor,
+    HV: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    NORM: tl.constexpr,
+    BETA_SIGMOID: tl.constexpr,
+    EXP2: tl.constexpr,
+    SCORES: tl.constexpr,
+    EPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NS: tl.constexpr,
+):
+    """As `intra_kernel`, with g [T, HV]; decay [NC, HV, K] holds the same number K times."""
+    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_h = i_hv // G
+    i = tl.arange(0, BT)
+    m_i = i < tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    q += i_h * q_h + start * q_t
+    k += i_h * k_h + start * k_t
+    g += i_hv + start * g_t
+    beta += i_hv + start * beta_t
+    i_ch = i_c * HV + i_hv
+    operand = kin.dtype.element_ty
+
+    b_beta = tl.load(beta + i * beta_t, mask=m_i, other=0.0).to(tl.float32)
+    if BETA_SIGMOID:
+        b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
+    q_scale = tl.zeros_like(b_beta) + scale
+    k_scale = tl.zeros_like(b_beta) + 1.0
+    if NORM:
+        q_scale *= row_rstd(q, i, q_t, m_i, K, BK, EPS)
+        k_scale *= row_rstd(k, i, k_t, m_i, K, BK, EPS)
+    rows += i_ch * 3 * BT + i
+    tl.store(rows, b_beta)
+    tl.store(rows + BT, q_scale)
+    tl.store(rows + 2 * BT, k_scale)
+
+    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
+    gc = tl.cumsum(b_g, axis=0)
+    total = last_of(gc, i)
+    e, to_end = decay_exp(gc, EXP2)[:, None], decay_exp(total - gc, EXP2)[:, None]
+    if SCORES:
+        b_qk = tl.zeros([BT, BT], tl.float32)
+        b_kk = tl.zeros([BT, BT], tl.float32)
+        diagonal = tl.zeros_like(b_beta)
+    for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
+        b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
+        store_block(qg + i_ch * BT * K, b_q * e, i, o_k, BT, K)
+        store_block(kin + i_ch * BT * K, b_k * e, i, o_k, BT, K)
+        store_block(kg + i_ch * BT * K, b_k * to_end, i, o_k, BT, K)
+        b_d = tl.zeros([BK], tl.float32) + decay_exp(total, EXP2)
+        tl.store(decay + i_ch * K + o_k, b_d, mask=o_k < K)
+        if SCORES:
+            diagonal += tl.sum(b_q * b_k, axis=1)
+            b_kb = b_k.to(operand)
+            b_qk = dot(b_q.to(operand), tl.trans(b_kb), PRECISION, acc=b_qk)
+            b_kk = dot(b_kb, tl.trans(b_kb), PRECISION, acc=b_kk)
+    if SCORES:
+        pairs = decays(gc, gc, i, EXP2)
+        b_qk = tl.where(i[:, None] == i[None, :], diagonal[:, None], b_qk * pairs)
+        store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
+        b_kk *= pairs * b_beta[:, None]
+        same = (i // 16)[:, None] == (i // 16)[None, :]
+        b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
+        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
+        store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
+
+
+@triton.jit
+def intra_head_bwd_kernel(
+    q,
+    k,
+    g,
+    A_log,
+    dt_bias,
+    decay,
+    rows,
+    of_rows,
+    do,
+    h,
+    dh,
+    v_new,
+    y,
+    dscores,
+    dq,
+    dk,
+    dgc,
+    dbeta,
+    chunk_start,
+    chunk_rows,
+    tokens,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    g_t,
+    do_t,
+    do_h,
+    scale,
+    bound,
+    HV: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    NORM: tl.constexpr,
+    EXP2: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NS: tl.constexpr,
+):
+    """As `intra_bwd_kernel` for one key tile; dgc [key tiles, NC, HV, C], fp32: its share of the
+    gradient of gc, what comes from the chunk's end in the last row."""
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % tiles
+    i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_h = i_hv // G
+    i = tl.arange(0, BT)
+    m_i = i < tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    i_ch = i_c * HV + i_hv
+    chunks = (tl.num_programs(0) // tiles).to(tl.int64)
+    q += i_h * q_h + start * q_t
+    k += i_h * k_h + start * k_t
+    g += i_hv + start * g_t
+    do += i_hv * do_h + start * do_t
+    v_new += i_ch * BT * V
+    y += i_ch * BT * V
+    h += i_ch * K * V
+    dh += i_ch * K * V
+    dq += (start * HV + i_hv) * K
+    dk += (start * HV + i_hv) * K
+    dscores += i_ch * 2 * BT * BT
+    rows += i_ch * 3 * BT + i
+    of_rows += i_ch * 3 * BT + i
+    operand = v_new.dtype.element_ty
+    o_k = i_k * BK + tl.arange(0, BK)
+
+    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
+    gc = tl.cumsum(b_g, axis=0)
+    b_beta = tl.load(rows)[:, None]
+    q_scale, k_scale = tl.load(rows + BT)[:, None], tl.load(rows + 2 * BT)[:, None]
+    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale
+    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale
+
+    # column factor k, transposed scores where they are loaded, not where they are multiplied
+    b_dc = tl.zeros([BT, BK], tl.float32)
+    b_dl = tl.zeros([BK], tl.float32)
+    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+        o_v = i_v * BV + tl.arange(0, BV)
+        b_h = load_block(h, o_k, o_v, K, V)
+        b_dh = load_block(dh, o_k, o_v, K, V)
+        b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+        b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
+    b_dc *= decay_exp(last_of(gc, i) - gc, EXP2)[:, None]
+    b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
+    b_dgc = -tl.sum(b_k * b_dc, axis=1)
+    last = tl.sum(b_dl, axis=0) - tl.sum(b_dgc, axis=0)
+    b_kb, b_qb, b_rb = b_k.to(operand), b_q.to(operand), (b_beta * b_k).to(operand)
+    above = i[:, None] < i[None, :]
+    pairs = tl.where(above, gc[None, :] - gc[:, None], 0.0)
+    pairs = tl.where(above, decay_exp(pairs, EXP2), 0.0)
+    at = i[None, :] * BT + i[:, None]
+    b_c = dot((tl.load(dscores + at).to(tl.float32) * pairs).to(operand), b_qb, PRECISION)
+    b_w = (tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand)
+    b_c = dot(b_w, b_rb, PRECISION, acc=b_c)
+    b_dc += b_c
+    b_dgc -= tl.sum(b_kb.to(tl.float32) * b_c, axis=1)
+
+    # row factors q and beta k
+    tl.debug_barrier()
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_dr = tl.zeros([BT, BK], tl.float32)
+    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+        o_v = i_v * BV + tl.arange(0, BV)
+        b_h = tl.trans(load_block(h, o_k, o_v, K, V))
+        b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
+        b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
+        b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
+    e = decay_exp(gc, EXP2)[:, None]
+    b_dq *= e
+    b_dr *= -e
+    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale
+    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale
+    b_dgc += tl.sum(b_q * b_dq + b_beta * b_k * b_dr, axis=1)
+    pairs = decays(gc, gc, i, EXP2)
+    at = i[:, None] * BT + i[None, :]
+    b_kb = b_k.to(operand)
+    b_r = dot((tl.load(dscores + at).to(tl.float32) * pairs).to(operand), b_kb, PRECISION)
+    b_dq += b_r
+    b_dgc += tl.sum(b_q.to(operand).to(tl.float32) * b_r, axis=1)
+    b_r = dot((tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand), b_kb, PRECISION)
+    b_dr += b_r
+    b_dgc += tl.sum((b_beta * b_k).to(operand).to(tl.float32) * b_r, axis=1)
+
+    # the diagonal's row and column cancel in the gate's gradient
+    diagonal = tl.load(of_rows)[:, None]
+    b_dq += diagonal * b_k
+    b_dc += diagonal * b_q
+    dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
+    tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
+    b_dk = b_beta * b_dr + b_dc
+    if NORM:
+        b_dq -= b_q * (tl.load(of_rows + BT) / (scale * scale))[:, None]
+        b_dk -= b_k * tl.load(of_rows + 2 * BT)[:, None]
+    store_rows(dq, b_dq * q_scale, i, HV * K, m_i, o_k, K)
+    store_rows(dk, b_dk * k_scale, i, HV * K, m_i, o_k, K)
+    b_dgc += tl.where(i == BT - 1, last, 0.0)
+    tl.store(dgc + (i_k * chunks * HV + i_ch) * BT + i, b_dgc)
+
+
+@triton.jit
+def head_gate_bwd_kernel(
+    g,
+    A_log,
+    dt_bias,
+    dgc,
+    dg,
+    dA_log,
+    ddt_bias,
+    chunk_start,
+    chunk_rows,
+    g_t,
+    bound,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    TILES: tl.constexpr,
+    GATE: tl.constexpr,
+    SLOPE: tl.constexpr,
+    RATE_SCALES_RAW: tl.constexpr,
+):
+    """dg [T, HV] from the key tiles' shares of dgc; dA_log, ddt_bias [NC, HV]: partial sums."""
+    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, BT)
+    m_i = i < tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    i_ch = i_c * HV + i_hv
+    chunks = tl.num_programs(0).to(tl.int64)
+    b_dgc = tl.zeros([BT], tl.float32)
+    for n in range(TILES):
+        b_dgc += tl.load(dgc + (n * chunks * HV + i_ch) * BT + i)
+    b_dg = tl.where(m_i, tl.cumsum(b_dgc, axis=0, reverse=True), 0.0)
+    g += i_hv + start * g_t
+    raw, rate, _ = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, False)
+    b_draw = b_dg * SLOPE(raw, rate, bound)
+    p = dg + (start + i) * HV + i_hv
+    tl.store(p, b_draw.to(dg.dtype.element_ty), mask=m_i)
+    if dA_log is not None:
+        if RATE_SCALES_RAW:
+            b_dA = tl.sum(b_draw * raw, axis=0)
+        else:
+            b_dA = tl.sum(b_dg * GATE(raw, rate, bound), axis=0)
+        tl.store(dA_log + i_ch, b_dA)
+    if ddt_bias is not None:
+        tl.store(ddt_bias + i_ch, tl.sum(b_draw, axis=0))
