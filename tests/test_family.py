@@ -227,7 +227,7 @@ def test_ranks(gloo_pool, key, ranges, exchange):
     gloo_pool.run(on_ranks, key, ranges, exchange, world_size=3)
 
 
-ON_KERNELS = [n for n, m in BY_NAME.items() if m.beta and not m.p]
+ON_KERNELS = [n for n in BY_NAME if n != "gla"]
 SMALL = Call(T=66, H=1, HV=2, K=16, V=16, inside=True)
 ON_KERNELS_CALLS = {
     "inside": SMALL,
@@ -244,7 +244,7 @@ ON_KERNELS_CALLS = {
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("call", ON_KERNELS_CALLS.values(), ids=list(ON_KERNELS_CALLS))
-@pytest.mark.parametrize("key", ["gated_delta_rule", "gated_delta_product2"])
+@pytest.mark.parametrize("key", ["gated_delta_rule", "gated_delta_product2", "comba", "simple_gla"])
 def test_kernels(key, call, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -253,7 +253,8 @@ def test_kernels(key, call, monkeypatch):
     for name, value in run(member, call, torch.float32, "triton").items():
         if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
             error = (value.double() - exact[name]).abs().max()
-            assert error <= 32 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
+            # softplus / sigmoid, the weight of dg in dA_log, is up to three here
+            assert error <= 64 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
         else:
             assert_within_budget(name, value, exact[name], plain[name], factor=6.0)
 

@@ -129,7 +129,6 @@ def intra(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
 ) -> Chunks:
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
-    assert x.beta is not None
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t = tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
@@ -144,6 +143,7 @@ def intra(
         intra_head_kernel[(NC, HV)](
             x.q,
             x.k,
+            x.p,
             x.g,
             x.beta,
             x.A_log,
@@ -159,8 +159,9 @@ def intra(
             table.chunk_rows,
             *x.q.stride()[:2],
             *x.k.stride()[:2],
+            *((0, 0) if x.p is None else x.p.stride()[:2]),
             x.g.stride(0),
-            x.beta.stride(0),
+            0 if x.beta is None else x.beta.stride(0),
             rule.scale,
             rule.lower_bound or 0.0,
             rule.beta_factor or 1.0,
@@ -174,12 +175,14 @@ def intra(
             BETA_SIGMOID=rule.beta_factor is not None,
             EXP2=rule.use_exp2,
             SCORES=kept is None,
+            REMOVAL=rule.removal,
             EPS=NORM_EPS,
             PRECISION=_precision(x.q.dtype),
             NS=t.stages,
             num_warps=t.warps,
         )
     elif NC:
+        assert x.beta is not None
         intra_kernel[(NC, HV)](
             x.q,
             x.k,
@@ -427,7 +430,6 @@ def intra_bwd(
     grads: ScanGrads,
 ) -> Inputs:
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
-    assert x.beta is not None
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t, ts = (
@@ -445,7 +447,7 @@ def intra_bwd(
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, gates, device=device)
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
-    do = unit_rows(grads.do)
+    do, dp, shift = unit_rows(grads.do), None, None
     if NC:
         scores_bwd_kernel[(NC, HV)](
             x.v,
@@ -472,9 +474,12 @@ def intra_bwd(
         )
     if NC and rule.per_head:
         dgc = torch.empty(tiles, NC, HV, CHUNK, device=device)
+        if x.p is not None:
+            dp, shift = torch.empty_like(dk), torch.empty_like(dgc)
         intra_head_bwd_kernel[(NC * tiles, HV)](
             x.q,
             x.k,
+            x.p,
             x.g,
             x.A_log,
             x.dt_bias,
@@ -489,13 +494,16 @@ def intra_bwd(
             dscores,
             dq,
             dk,
+            dp,
             dgc,
+            shift,
             dbeta,
             table.chunk_start,
             table.chunk_rows,
             tokens,
             *x.q.stride()[:2],
             *x.k.stride()[:2],
+            *((0, 0) if x.p is None else x.p.stride()[:2]),
             x.g.stride(0),
             *do.stride()[:2],
             rule.scale,
@@ -510,6 +518,8 @@ def intra_bwd(
             GATE=GATES[rule.gate][0],
             NORM=rule.qk_l2norm,
             EXP2=rule.use_exp2,
+            REMOVAL=rule.removal,
+            EPS=NORM_EPS,
             PRECISION=_precision(x.q.dtype),
             NS=t.stages,
             num_warps=t.warps,
@@ -519,6 +529,7 @@ def intra_bwd(
             x.A_log,
             x.dt_bias,
             dgc,
+            shift,
             dg,
             dA_log,
             ddt_bias,
@@ -581,20 +592,28 @@ def intra_bwd(
             **_gate_options(rule, x.q.dtype),
         )
     if HV > H:
-        dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(x.q.dtype) for d in (dq, dk))
-    dbeta = dbeta.sum(0)
-    if rule.beta_factor is not None:
-        b = torch.sigmoid(x.beta.float())
-        dbeta *= rule.beta_factor * b * (1 - b)
+
+        def of_keys(d: Tensor) -> Tensor:
+            return d.unflatten(1, (H, HV // H)).sum(2).to(x.q.dtype)
+
+        dq, dk, dp = of_keys(dq), of_keys(dk), None if dp is None else of_keys(dp)
     return Inputs(
         dq,
         dk,
         dv,
         dg,
-        dbeta.to(x.beta.dtype),
+        None if x.beta is None else _beta_bwd(rule, x.beta, dbeta.sum(0)),
         _reduced(dA_log, x.A_log),
         _reduced(ddt_bias, x.dt_bias),
+        dp,
     )
+
+
+def _beta_bwd(rule: DeltaRule, beta: Tensor, dbeta: Tensor) -> Tensor:
+    if rule.beta_factor is not None:
+        b = torch.sigmoid(beta.float())
+        dbeta *= rule.beta_factor * b * (1 - b)
+    return dbeta.to(beta.dtype)
 
 
 def _reduced(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -646,7 +665,7 @@ def in_token_order(packing: Packing, h: Tensor) -> Tensor:
 TRITON = Backend(
     name="triton",
     reads_output=True,
-    members=frozenset({"channel k", "head k"}),
+    members=frozenset({"channel k", "head k", "head p", "head none"}),
     triangles=(Chunks._fields.index("T"), Chunks._fields.index("Aqk")),
     kept_shapes=kept_shapes,
     state_dtype=lambda dtype: dtype,

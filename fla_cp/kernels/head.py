@@ -49,6 +49,7 @@ def decays(row, col, i, EXP2: tl.constexpr):
 def intra_head_kernel(
     q,
     k,
+    p,
     g,
     beta,
     A_log,
@@ -66,6 +67,8 @@ def intra_head_kernel(
     q_h,
     k_t,
     k_h,
+    p_t,
+    p_h,
     g_t,
     beta_t,
     scale,
@@ -81,11 +84,13 @@ def intra_head_kernel(
     BETA_SIGMOID: tl.constexpr,
     EXP2: tl.constexpr,
     SCORES: tl.constexpr,
+    REMOVAL: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """As `intra_kernel`, with g [T, HV]; decay [NC, HV, K] holds the same number K times."""
+    """As `intra_kernel`, with g [T, HV]; decay [NC, HV, K] holds the same number K times. REMOVAL:
+    "k", "p", or "none", for which kin is zero and T the identity."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     i = tl.arange(0, BT)
@@ -94,11 +99,13 @@ def intra_head_kernel(
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     g += i_hv + start * g_t
-    beta += i_hv + start * beta_t
     i_ch = i_c * HV + i_hv
     operand = kin.dtype.element_ty
 
-    b_beta = tl.load(beta + i * beta_t, mask=m_i, other=0.0).to(tl.float32)
+    b_beta = tl.where(m_i, 1.0, 0.0)
+    if beta is not None:
+        beta += i_hv + start * beta_t
+        b_beta = tl.load(beta + i * beta_t, mask=m_i, other=0.0).to(tl.float32)
     if BETA_SIGMOID:
         b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
     q_scale = tl.zeros_like(b_beta) + scale
@@ -106,6 +113,11 @@ def intra_head_kernel(
     if NORM:
         q_scale *= row_rstd(q, i, q_t, m_i, K, BK, EPS)
         k_scale *= row_rstd(k, i, k_t, m_i, K, BK, EPS)
+    if REMOVAL == "p":
+        p += i_h * p_h + start * p_t
+        p_scale = tl.zeros_like(b_beta) + 1.0
+        if NORM:
+            p_scale *= row_rstd(p, i, p_t, m_i, K, BK, EPS)
     rows += i_ch * 3 * BT + i
     tl.store(rows, b_beta)
     tl.store(rows + BT, q_scale)
@@ -115,6 +127,7 @@ def intra_head_kernel(
     gc = tl.cumsum(b_g, axis=0)
     total = last_of(gc, i)
     e, to_end = decay_exp(gc, EXP2)[:, None], decay_exp(total - gc, EXP2)[:, None]
+    before = gc - b_g if REMOVAL == "p" else gc
     if SCORES:
         b_qk = tl.zeros([BT, BT], tl.float32)
         b_kk = tl.zeros([BT, BT], tl.float32)
@@ -124,7 +137,13 @@ def intra_head_kernel(
         b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
         store_block(qg + i_ch * BT * K, b_q * e, i, o_k, BT, K)
-        store_block(kin + i_ch * BT * K, b_k * e, i, o_k, BT, K)
+        b_r = b_k
+        if REMOVAL == "p":
+            b_r = load_rows(p, i, p_t, m_i, o_k, K).to(tl.float32) * p_scale[:, None]
+        b_kin = b_r * decay_exp(before, EXP2)[:, None]
+        if REMOVAL == "none":
+            b_kin = tl.zeros_like(b_r)
+        store_block(kin + i_ch * BT * K, b_kin, i, o_k, BT, K)
         store_block(kg + i_ch * BT * K, b_k * to_end, i, o_k, BT, K)
         b_d = tl.zeros([BK], tl.float32) + decay_exp(total, EXP2)
         tl.store(decay + i_ch * K + o_k, b_d, mask=o_k < K)
@@ -132,11 +151,14 @@ def intra_head_kernel(
             diagonal += tl.sum(b_q * b_k, axis=1)
             b_kb = b_k.to(operand)
             b_qk = dot(b_q.to(operand), tl.trans(b_kb), PRECISION, acc=b_qk)
-            b_kk = dot(b_kb, tl.trans(b_kb), PRECISION, acc=b_kk)
+            if REMOVAL != "none":
+                b_kk = dot(b_r.to(operand), tl.trans(b_kb), PRECISION, acc=b_kk)
     if SCORES:
         pairs = decays(gc, gc, i, EXP2)
         b_qk = tl.where(i[:, None] == i[None, :], diagonal[:, None], b_qk * pairs)
         store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
+        if REMOVAL == "p":
+            pairs = decays(before, gc, i, EXP2)
         b_kk *= pairs * b_beta[:, None]
         same = (i // 16)[:, None] == (i // 16)[None, :]
         b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
@@ -148,6 +170,7 @@ def intra_head_kernel(
 def intra_head_bwd_kernel(
     q,
     k,
+    p,
     g,
     A_log,
     dt_bias,
@@ -162,7 +185,9 @@ def intra_head_bwd_kernel(
     dscores,
     dq,
     dk,
+    dp,
     dgc,
+    shift,
     dbeta,
     chunk_start,
     chunk_rows,
@@ -171,6 +196,8 @@ def intra_head_bwd_kernel(
     q_h,
     k_t,
     k_h,
+    p_t,
+    p_h,
     g_t,
     do_t,
     do_h,
@@ -186,11 +213,14 @@ def intra_head_bwd_kernel(
     GATE: tl.constexpr,
     NORM: tl.constexpr,
     EXP2: tl.constexpr,
+    REMOVAL: tl.constexpr,
+    EPS: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
     """As `intra_bwd_kernel` for one key tile; dgc [key tiles, NC, HV, C], fp32: its share of the
-    gradient of gc, what comes from the chunk's end in the last row."""
+    gradient of gc, what comes from the chunk's end in the last row. With p, also dp, and in shift
+    (like dgc) what its rows give to the sums up to the token before."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % tiles
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -222,6 +252,14 @@ def intra_head_bwd_kernel(
     q_scale, k_scale = tl.load(rows + BT)[:, None], tl.load(rows + 2 * BT)[:, None]
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale
     b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale
+    before, b_r = gc, b_k
+    if REMOVAL == "p":
+        before = gc - b_g
+        p += i_h * p_h + start * p_t
+        p_scale = tl.zeros_like(gc)[:, None] + 1.0
+        if NORM:
+            p_scale *= row_rstd(p, i, p_t, m_i, K, BK, EPS)[:, None]
+        b_r = load_rows(p, i, p_t, m_i, o_k, K).to(tl.float32) * p_scale
 
     # column factor k, transposed scores where they are loaded, not where they are multiplied
     b_dc = tl.zeros([BT, BK], tl.float32)
@@ -236,14 +274,18 @@ def intra_head_bwd_kernel(
     b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
     b_dgc = -tl.sum(b_k * b_dc, axis=1)
     last = tl.sum(b_dl, axis=0) - tl.sum(b_dgc, axis=0)
-    b_kb, b_qb, b_rb = b_k.to(operand), b_q.to(operand), (b_beta * b_k).to(operand)
+    b_kb, b_qb, b_rb = b_k.to(operand), b_q.to(operand), (b_beta * b_r).to(operand)
     above = i[:, None] < i[None, :]
     pairs = tl.where(above, gc[None, :] - gc[:, None], 0.0)
     pairs = tl.where(above, decay_exp(pairs, EXP2), 0.0)
     at = i[None, :] * BT + i[:, None]
     b_c = dot((tl.load(dscores + at).to(tl.float32) * pairs).to(operand), b_qb, PRECISION)
-    b_w = (tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand)
-    b_c = dot(b_w, b_rb, PRECISION, acc=b_c)
+    if REMOVAL != "none":
+        if REMOVAL == "p":
+            pairs = tl.where(above, before[None, :] - gc[:, None], 0.0)
+            pairs = tl.where(above, decay_exp(pairs, EXP2), 0.0)
+        b_w = (tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand)
+        b_c = dot(b_w, b_rb, PRECISION, acc=b_c)
     b_dc += b_c
     b_dgc -= tl.sum(b_kb.to(tl.float32) * b_c, axis=1)
 
@@ -256,37 +298,62 @@ def intra_head_bwd_kernel(
         b_h = tl.trans(load_block(h, o_k, o_v, K, V))
         b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
         b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
-        b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
-    e = decay_exp(gc, EXP2)[:, None]
-    b_dq *= e
-    b_dr *= -e
+        if REMOVAL != "none":
+            b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
+    b_dq *= decay_exp(gc, EXP2)[:, None]
+    b_dr *= -decay_exp(before, EXP2)[:, None]
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale
     b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale
-    b_dgc += tl.sum(b_q * b_dq + b_beta * b_k * b_dr, axis=1)
+    b_r = b_k
+    if REMOVAL == "p":
+        b_r = load_rows(p, i, p_t, m_i, o_k, K).to(tl.float32) * p_scale
+    b_dgc += tl.sum(b_q * b_dq, axis=1)
+    b_shift = tl.sum(b_beta * b_r * b_dr, axis=1)
     pairs = decays(gc, gc, i, EXP2)
     at = i[:, None] * BT + i[None, :]
     b_kb = b_k.to(operand)
-    b_r = dot((tl.load(dscores + at).to(tl.float32) * pairs).to(operand), b_kb, PRECISION)
-    b_dq += b_r
-    b_dgc += tl.sum(b_q.to(operand).to(tl.float32) * b_r, axis=1)
-    b_r = dot((tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand), b_kb, PRECISION)
-    b_dr += b_r
-    b_dgc += tl.sum((b_beta * b_k).to(operand).to(tl.float32) * b_r, axis=1)
+    b_c = dot((tl.load(dscores + at).to(tl.float32) * pairs).to(operand), b_kb, PRECISION)
+    b_dq += b_c
+    b_dgc += tl.sum(b_q.to(operand).to(tl.float32) * b_c, axis=1)
+    if REMOVAL != "none":
+        if REMOVAL == "p":
+            pairs = decays(before, gc, i, EXP2)
+        b_w = (tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand)
+        b_c = dot(b_w, b_kb, PRECISION)
+        b_dr += b_c
+        b_shift += tl.sum((b_beta * b_r).to(operand).to(tl.float32) * b_c, axis=1)
+        b_dgc += b_shift
 
     # the diagonal's row and column cancel in the gate's gradient
     diagonal = tl.load(of_rows)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
-    dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
-    tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
-    b_dk = b_beta * b_dr + b_dc
+    dbeta += start * HV + i_hv
+    b_nk = tl.load(of_rows + 2 * BT)[:, None]  # sum over channels of k dk, and with p of p dp too
+    if REMOVAL == "p":
+        b_vy = b_beta * tl.load(dbeta + i * HV, mask=m_i, other=0.0)[:, None]
+    b_dr_beta = b_beta * b_dr
+    b_dk = b_dc
+    if REMOVAL == "k":
+        b_dk += b_dr_beta
     if NORM:
         b_dq -= b_q * (tl.load(of_rows + BT) / (scale * scale))[:, None]
-        b_dk -= b_k * tl.load(of_rows + 2 * BT)[:, None]
+        if REMOVAL == "p":
+            b_dr_beta -= b_r * ((b_nk - b_vy) * 0.5)
+            b_nk = (b_nk + b_vy) * 0.5
+        b_dk -= b_k * b_nk
     store_rows(dq, b_dq * q_scale, i, HV * K, m_i, o_k, K)
     store_rows(dk, b_dk * k_scale, i, HV * K, m_i, o_k, K)
+    place = (i_k * chunks * HV + i_ch) * BT + i
+    if REMOVAL == "p":
+        dp += (start * HV + i_hv) * K
+        store_rows(dp, b_dr_beta * p_scale, i, HV * K, m_i, o_k, K)
+        tl.store(shift + place, b_shift)
+    if REMOVAL != "none":
+        plane = (i_k + 1).to(tl.int64) * tokens * HV
+        tl.store(dbeta + plane + i * HV, tl.sum(b_r * b_dr, axis=1), mask=m_i)
     b_dgc += tl.where(i == BT - 1, last, 0.0)
-    tl.store(dgc + (i_k * chunks * HV + i_ch) * BT + i, b_dgc)
+    tl.store(dgc + place, b_dgc)
 
 
 @triton.jit
@@ -295,6 +362,7 @@ def head_gate_bwd_kernel(
     A_log,
     dt_bias,
     dgc,
+    shift,
     dg,
     dA_log,
     ddt_bias,
@@ -309,7 +377,8 @@ def head_gate_bwd_kernel(
     SLOPE: tl.constexpr,
     RATE_SCALES_RAW: tl.constexpr,
 ):
-    """dg [T, HV] from the key tiles' shares of dgc; dA_log, ddt_bias [NC, HV]: partial sums."""
+    """dg [T, HV] from the key tiles' shares of dgc and of shift; dA_log, ddt_bias [NC, HV]: partial
+    sums."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)
@@ -319,7 +388,11 @@ def head_gate_bwd_kernel(
     b_dgc = tl.zeros([BT], tl.float32)
     for n in range(TILES):
         b_dgc += tl.load(dgc + (n * chunks * HV + i_ch) * BT + i)
-    b_dg = tl.where(m_i, tl.cumsum(b_dgc, axis=0, reverse=True), 0.0)
+    b_dg = tl.cumsum(b_dgc, axis=0, reverse=True)
+    if shift is not None:
+        for n in range(TILES):
+            b_dg -= tl.load(shift + (n * chunks * HV + i_ch) * BT + i)
+    b_dg = tl.where(m_i, b_dg, 0.0)
     g += i_hv + start * g_t
     raw, rate, _ = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, False)
     b_draw = b_dg * SLOPE(raw, rate, bound)

@@ -42,6 +42,7 @@ def load_token(
     v,
     g,
     beta,
+    p,
     strides,
     t,
     m,
@@ -51,14 +52,22 @@ def load_token(
     V: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):
-    """q, k, g [BK], v [BV] and beta of token t; zeros where m is False."""
-    q_t, k_t, v_t, g_t, beta_t = strides
+    """q, k, g [BK], v [BV], beta and p [BK] of token t; zeros where m is False; 1 without beta, k
+    without p."""
+    q_t, k_t, v_t, g_t, beta_t, p_t = strides
+    b_k = load_row(k + t * k_t, o_k, K, m)
+    b_beta, b_p = 1.0, b_k
+    if beta is not None:
+        b_beta = tl.load(beta + t * beta_t, mask=m, other=0.0).to(tl.float32)
+    if p is not None:
+        b_p = load_row(p + t * p_t, o_k, K, m)
     return (
         load_row(q + t * q_t, o_k, K, m),
-        load_row(k + t * k_t, o_k, K, m),
+        b_k,
         load_row(v + t * v_t, o_v, V, m),
         load_gates(g + t * g_t, o_k, K, m, PER_HEAD),
-        tl.load(beta + t * beta_t, mask=m, other=0.0).to(tl.float32),
+        b_beta,
+        b_p,
     )
 
 
@@ -69,6 +78,7 @@ def recurrent_kernel(
     v,
     g,
     beta,
+    p,
     A_log,
     dt_bias,
     S0,
@@ -82,6 +92,7 @@ def recurrent_kernel(
     v_h,
     g_h,
     beta_h,
+    p_h,
     S0_n,
     S0_h,
     S_n,
@@ -102,8 +113,9 @@ def recurrent_kernel(
     EPS: tl.constexpr,
     V_FIRST: tl.constexpr,
     PER_HEAD: tl.constexpr,
+    REMOVAL: tl.constexpr,
 ):
-    """o [T, HV, V]; S_end unless None, which may be S0. strides: of tokens, of q, k, v, g, beta.
+    """o [T, HV, V]; S_end unless None, which may be S0. strides: of tokens, of q, k, v, g, beta, p.
 
     T: tokens of a row; with offsets of all rows, and offsets beyond it are cut to it, since the
     host has not always read them.
@@ -135,31 +147,40 @@ def recurrent_kernel(
     k += i_h // G * k_h
     v += i_h * v_h
     g += i_h * g_h
-    beta += i_h * beta_h
+    if beta is not None:
+        beta += i_h * beta_h
+    if p is not None:
+        p += i_h // G * p_h
     rate, b_bias = 1.0, 0.0
     if A_log is not None:
         rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
     if dt_bias is not None:
         b_bias = load_gates(dt_bias + i_h * (1 if PER_HEAD else K), o_k, K, True, PER_HEAD)
     # the next token is on its way while the state takes this one
-    token = load_token(q, k, v, g, beta, strides, start, length > 0, o_k, o_v, K, V, PER_HEAD)
+    token = load_token(q, k, v, g, beta, p, strides, start, length > 0, o_k, o_v, K, V, PER_HEAD)
     for i in range(length):
         t = start + i
-        b_q, b_k, b_v, b_g, b_beta = token
+        b_q, b_k, b_v, b_g, b_beta, b_p = token
         token = load_token(
-            q, k, v, g, beta, strides, t + 1, i + 1 < length, o_k, o_v, K, V, PER_HEAD
+            q, k, v, g, beta, p, strides, t + 1, i + 1 < length, o_k, o_v, K, V, PER_HEAD
         )
         if NORM:
             b_q *= tl.rsqrt(tl.sum(b_q * b_q, axis=0) + EPS)
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, axis=0) + EPS)
+            b_p *= tl.rsqrt(tl.sum(b_p * b_p, axis=0) + EPS)
         b_g = GATE(b_g + b_bias, rate, bound)
         if EXP2:
             b_g *= LOG2E
         if BETA_SIGMOID:
             b_beta = beta_factor * sigmoid(b_beta)
+        b_u = b_v
+        if REMOVAL == "p":  # reads before the decay
+            b_u -= tl.sum(tl.expand_dims(b_p, V_AXIS) * b_S, axis=K_AXIS)
         b_S *= tl.expand_dims(decay_exp(b_g, EXP2), V_AXIS)
         b_kk = tl.expand_dims(b_k, V_AXIS)
-        b_u = b_beta * (b_v - tl.sum(b_kk * b_S, axis=K_AXIS))
+        if REMOVAL == "k":
+            b_u -= tl.sum(b_kk * b_S, axis=K_AXIS)
+        b_u *= b_beta
         b_S += b_kk * tl.expand_dims(b_u, K_AXIS)
         b_o = scale * tl.sum(tl.expand_dims(b_q, V_AXIS) * b_S, axis=K_AXIS)
         tl.store(o + (t * HV + i_h) * V + o_v, b_o.to(o.dtype.element_ty), mask=o_v < V)
@@ -175,7 +196,8 @@ def recurrent(
     x = x._replace(q=q, k=k, v=v, g=g)
     if S0 is not None and not S0[0, 0].is_contiguous():
         S0 = S0.contiguous()
-    assert x.beta is not None
+    packed = (x.q, x.k, x.v, x.g, x.beta, x.p)
+    strides = [(0, 0) if r is None else (*r.stride(), 0)[:2] for r in packed]
     tokens, (H, K), (HV, V) = len(x.q), x.q.shape[1:], x.v.shape[1:]
     t = tile("recurrent", K, V, x.q.dtype)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
@@ -183,19 +205,15 @@ def recurrent(
     if offsets is not None:
         offsets = offsets.to(x.q.device).contiguous()
     recurrent_kernel[(triton.cdiv(V, t.BV) * sequences.number, HV)](
-        x.q,
-        x.k,
-        x.v,
-        x.g,
-        x.beta,
+        *packed,
         *(None if r is None else r.contiguous() for r in (x.A_log, x.dt_bias)),
         S0,
         o,
         S_end,
         offsets,
         tokens // sequences.number if offsets is None else tokens,
-        tuple(r.stride(0) for r in (x.q, x.k, x.v, x.g, x.beta)),
-        *(r.stride(1) for r in (x.q, x.k, x.v, x.g, x.beta)),
+        tuple(of_token for of_token, _ in strides),
+        *(of_head for _, of_head in strides),
         *((0, 0) if S0 is None else S0.stride()[:2]),
         *((0, 0) if S_end is None else S_end.stride()[:2]),
         rule.scale,
@@ -214,6 +232,7 @@ def recurrent(
         EPS=NORM_EPS,
         V_FIRST=rule.state_v_first,
         PER_HEAD=rule.per_head,
+        REMOVAL=rule.removal,
         num_warps=t.warps,
     )
     if S_end is not None and S_end is S0 and not S_end.is_inference():
