@@ -56,15 +56,13 @@ class Backend:
       gate(rule, g, A_log, dt_bias) -> log decay                 differentiable
       recurrent(rule, inputs, S0, S_end, sequences) -> o         token by token; fills S_end
 
-    reads_output: restore needs o. members: the rules that it computes, as "channel k".
-    For torch.compile: kept_shapes(rule, dtype, NC, HV, K, V) gives (shape, dtype) of what `keep`
-    returns, triangles the places of T and Aqk in it where all is kept, state_dtype(dtype) the
-    dtype of h.
+    reads_output: restore needs o. For torch.compile: kept_shapes(rule, dtype, NC, HV, K, V) gives
+    (shape, dtype) of what `keep` returns, triangles the places of T and Aqk in it where all is
+    kept, state_dtype(dtype) the dtype of h.
     """
 
     name: str
     reads_output: bool
-    members: frozenset[str]
     triangles: tuple[int, int]
     kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
     state_dtype: Callable[[torch.dtype], torch.dtype]
@@ -141,7 +139,6 @@ def _gate_alone(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tenso
 TORCH = Backend(
     name="torch",
     reads_output=False,
-    members=frozenset(f"{gate} {r}" for gate in ("head", "channel") for r in ("k", "p", "none")),
     triangles=(_intra.Chunks._fields.index("T"), _intra.Chunks._fields.index("Aqk")),
     kept_shapes=_kept_shapes,
     state_dtype=accumulator,

@@ -184,20 +184,28 @@ def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compile
     return list(dict.fromkeys(kernels))
 
 
-def compile_head(K: int, V: int, dtype: torch.dtype) -> list[Compiled]:
-    """The gated delta rule's own kernels, forward and backward."""
-    from fla_cp import chunk_gated_delta_rule
+def compile_member(name: str, K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compiled]:
+    """Kernels local to a chunk of a member of the family, forward and backward."""
+    import fla_cp
 
-    x = [torch.zeros(1, 128, h, d, dtype=dtype) for h, d in ((1, K), (1, K), (2, V))]
-    x += [torch.zeros(1, 128, 2, dtype=dtype) for _ in range(2)]
-    rates = [torch.zeros(2), torch.zeros(2)]
-    leaves = [t.requires_grad_() for t in (*x, *rates)]
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    channels = (K,) if name == "gla" else ()
+    x = [leaf(1, 128, 1, K), leaf(1, 128, 1, K), leaf(1, 128, 2, V)]
+    x += [leaf(1, 128, 1, K)] if name == "comba" else []
+    x.append(leaf(1, 128, 2, *channels))
+    inside = dict(INSIDE)
+    if "gla" in name:
+        del inside["use_beta_sigmoid_in_kernel"]
+    else:
+        x.append(leaf(1, 128, 2))
+    rates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * (K if channels else 1))}
+    rates = {n: t.requires_grad_() for n, t in rates.items()}
     with compiled() as kernels:
-        o, _ = chunk_gated_delta_rule(
-            *leaves[:5], A_log=leaves[5], dt_bias=leaves[6], **INSIDE, impl="triton"
-        )
+        o, _ = getattr(fla_cp, f"chunk_{name}")(*x, **rates, **inside, **gate, impl="triton")
         o.float().sum().backward()
-    return [k for k in dict.fromkeys(kernels) if "head" in k.kernel]
+    return [k for k in dict.fromkeys(kernels) if "scan" not in k.kernel]
 
 
 def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Compiled]:
@@ -276,10 +284,17 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
                 call = functools.partial(compile_call, K, V, dtype, options)
                 yield f"{K}x{V} {name} {gate}", call
 
-        yield f"{K}x{V} {name} head", functools.partial(compile_head, K, V, dtype)
+        call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {})
+        yield f"{K}x{V} {name} head", call
         for layout in ("KV", "VK"):
             call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
             yield f"recurrent {K}x{V} {name} {layout}", call
+    for name, dtype in DTYPES.items():
+        for member in ("comba", "gla", "simple_gla"):
+            call = functools.partial(compile_member, member, 128, 128, dtype, {})
+            yield f"{member} {name} any", call
+    call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
+    yield "gla bf16 safe", call
     for K, V in SIZES:
         yield f"walk {K}x{V}", functools.partial(compile_walk, K, V)
     for name, dtype in DTYPES.items():

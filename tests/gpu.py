@@ -100,13 +100,15 @@ def part(name: str) -> list[dict]:
 
     if name == "conv,gate":
         return gpu_checks.check_conv_and_gate()
+    if name == "family":
+        return gpu_checks.check_family()
     return gpu_checks.check(*map(int, name.split(",")))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "gpu_report.json")
-    parser.add_argument("--part", help="K,V or conv,gate: check this here and print JSON")
+    parser.add_argument("--part", help="K,V, conv,gate or family: check this here and print JSON")
     parser.add_argument("--stale", action="store_true", help="only warn if --out is out of date")
     args = parser.parse_args()
     if args.stale:
@@ -120,7 +122,7 @@ def main() -> int:
 
     from tests.gpu_checks import SIZES
 
-    parts = [*(f"{K},{V}" for K, V in SIZES), "conv,gate"]
+    parts = [*(f"{K},{V}" for K, V in SIZES), "conv,gate", "family"]
     started = time.time()
     children = [
         subprocess.Popen(

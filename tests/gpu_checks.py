@@ -26,6 +26,8 @@ CONVOLUTIONS = (
     (300, 96, 8, None),
 )
 """T, D, W, cu_seqlens."""
+FAMILY = ((16, 16, 65), (64, 64, 64), (96, 64, 1000), (128, 128, 1000), (256, 256, 65))
+"""K, V, T of the members."""
 RANGES = (700, 33)
 """Tokens of a rank's two ranges."""
 GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
@@ -151,6 +153,46 @@ def judged(
     except Exception as error:  # reported, and the process goes on or dies with the GPU context
         row.update(ok=False, error=repr(error)[:200])
     return row
+
+
+def check_family() -> list[dict]:
+    """Every member but KDA: outputs, states and gradients, and token by token."""
+    from tests.test_family import BY_NAME, Call, collect, draw, operator
+
+    rows = []
+    for key, member in BY_NAME.items():
+        for K, V, T in FAMILY if key != "kda" else ():
+            for dtype in (BF16, FP32):
+                call = Call(T=T, H=2, HV=4, K=K, V=V, inside=True)
+                x, keywords, weights = draw(member, call)
+                x = {n: t.to(dtype if n in member.arguments else FP32) for n, t in x.items()}
+                weights = [w.to(DEVICE) for w in weights]
+
+                def chunked(x: Named, impl: str, member=member, keywords=keywords, w=weights):
+                    x = {n: t.to(DEVICE) for n, t in x.items()}
+                    f = lambda y: operator(member, "chunk", y, **keywords, impl=impl)  # noqa: E731
+                    return collect(f, x, w)
+
+                def stepwise(x: Named, impl: str, member=member, keywords=keywords):
+                    x = {n: t.to(DEVICE) for n, t in x.items()}
+                    found = operator(member, "fused_recurrent", x, **keywords, impl=impl)
+                    return dict(zip(("o", "final_state"), found, strict=True))
+
+                name = {"K": K, "V": V, "case": f"{key} T={T}"}
+                rows.append(name | judged(chunked, x, dtype, of_gates))
+                if T <= 64:
+                    name["case"] += " token by token"
+                    rows.append(name | judged(stepwise, x, dtype))
+    return rows
+
+
+def of_gates(x: Named, actual: Named, exact: Named) -> Named:
+    """What dA_log and ddt_bias may be off: six standard deviations of a sum over tokens (and
+    channels) of errors like those of dg, equal within a chunk, each weighted by up to three."""
+    error = actual["dg"].double() - exact["dg"]
+    heads = exact["dA_log"].numel()
+    size = 18 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
+    return {n: size * torch.ones_like(exact[n]) for n in ("dA_log", "ddt_bias")}
 
 
 def with_gradients(y: Tensor, leaves: Named, dy: Tensor) -> Named:

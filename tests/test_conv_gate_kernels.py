@@ -149,6 +149,11 @@ def test_the_gpu_checks_themselves(monkeypatch):
     rows = gpu_checks.check_conv_and_gate()
     assert len(rows) == 3 * (2 + 2 + 2)
     assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
+    monkeypatch.setattr(gpu_checks, "FAMILY", ((16, 16, 5),))
+    monkeypatch.setattr(gpu_checks, "BF16", torch.float32)  # products of bf16 are not interpreted
+    rows = gpu_checks.check_family()
+    assert len(rows) == 8 * 2 * 2
+    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
     fine = gpu_checks.kda_gate
 
     def wrong(g, *rates, impl, **options):

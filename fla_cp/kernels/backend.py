@@ -120,6 +120,7 @@ def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
         "GATE": GATES[rule.gate][0],
         "NORM": rule.qk_l2norm,
         "SAFE": _safe(rule, dtype),
+        "REMOVES": rule.removal == "k",
         "EXP2": rule.use_exp2,
         "PRECISION": _precision(dtype),
     }
@@ -182,7 +183,6 @@ def intra(
             num_warps=t.warps,
         )
     elif NC:
-        assert x.beta is not None
         intra_kernel[(NC, HV)](
             x.q,
             x.k,
@@ -203,7 +203,7 @@ def intra(
             *x.q.stride()[:2],
             *x.k.stride()[:2],
             *x.g.stride()[:2],
-            x.beta.stride(0),
+            0 if x.beta is None else x.beta.stride(0),
             triton.cdiv(K, t.BK),
             rule.scale,
             rule.lower_bound or 0.0,
@@ -665,7 +665,6 @@ def in_token_order(packing: Packing, h: Tensor) -> Tensor:
 TRITON = Backend(
     name="triton",
     reads_output=True,
-    members=frozenset({"channel k", "head k", "head p", "head none"}),
     triangles=(Chunks._fields.index("T"), Chunks._fields.index("Aqk")),
     kept_shapes=kept_shapes,
     state_dtype=lambda dtype: dtype,

@@ -121,11 +121,13 @@ def intra_kernel(
     SAFE: tl.constexpr,
     EXP2: tl.constexpr,
     SCORES: tl.constexpr,
+    REMOVES: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """rows [NC, HV, 3, C], fp32: activated beta, and what q and k are multiplied by."""
+    """rows [NC, HV, 3, C], fp32: activated beta, and what q and k are multiplied by. Without
+    REMOVES (GLA) kin is zero and T the identity."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     o_i = tl.arange(0, BT)
@@ -134,11 +136,13 @@ def intra_kernel(
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     g += i_hv * g_h + start * g_t
-    beta += i_hv + start * beta_t
     i_ch = i_c * HV + i_hv
     operand = kin.dtype.element_ty
 
-    b_beta = tl.load(beta + o_i * beta_t, mask=m_i, other=0.0).to(tl.float32)
+    b_beta = tl.where(m_i, 1.0, 0.0)
+    if beta is not None:
+        beta += i_hv + start * beta_t
+        b_beta = tl.load(beta + o_i * beta_t, mask=m_i, other=0.0).to(tl.float32)
     if BETA_SIGMOID:
         b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
     q_scale = tl.zeros_like(b_beta) + scale
@@ -172,7 +176,10 @@ def intra_kernel(
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
         e = decay_exp(apply_sums(e_upto, steps, PRECISION), EXP2)
         store_block(qg + i_ch * BT * K, b_q * e, o_i, o_k, BT, K)
-        store_block(kin + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
+        b_kin = b_k * e
+        if not REMOVES:
+            b_kin = tl.zeros_like(b_k)
+        store_block(kin + i_ch * BT * K, b_kin, o_i, o_k, BT, K)
         last = tl.broadcast_to(o_k[None, :], [BT, BK])
         tl.store(decay + i_ch * K + last, e, mask=(o_i == BT - 1)[:, None] & (o_k < K)[None, :])
         e = decay_exp(apply_sums(e_after, steps, PRECISION), EXP2)
@@ -204,7 +211,9 @@ def intra_kernel(
     if SCORES:
         below = o_i[:, None] > o_i[None, :]
         b_qk = tl.where(below, b_qk, 0.0)
-        b_kk = tl.where(below, b_kk, 0.0)
+        b_kk = tl.where(below, b_kk, 0.0) if REMOVES else tl.zeros_like(b_kk)
+        if not REMOVES:
+            b_16 = tl.zeros_like(b_16)
         b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
         store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
         b_kk *= b_beta[:, None]

@@ -192,11 +192,13 @@ def intra_bwd_kernel(
     RATE_SCALES_RAW: tl.constexpr,
     NORM: tl.constexpr,
     SAFE: tl.constexpr,
+    REMOVES: tl.constexpr,
     EXP2: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """dq, dk: [T, HV, K] per value head, of the rows as given. dA_log [NC, key tiles, HV] and
+    """Without REMOVES (GLA) k has no row factor. dq, dk: [T, HV, K] per value head, of the rows as
+    given. dA_log [NC, key tiles, HV] and
     ddt_bias [NC, HV, K]: one partial sum a program, or None. dbeta: plane 1 + tile.
     RATE_SCALES_RAW: g depends on rate * raw (else rate is a factor of g)."""
     tiles: tl.constexpr = (K + BK - 1) // BK
@@ -248,11 +250,13 @@ def intra_bwd_kernel(
         b_dat = tl.trans(load_scores(dscores + BT * BT, i))
         f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
         b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
-        b_c1 = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c1)
+        if REMOVES:
+            b_c1 = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c1)
         d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
         f = decay_exp(d, EXP2)
         b_c = dot(b_dst, (b_q * f).to(operand), PRECISION)
-        b_c = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c)
+        if REMOVES:
+            b_c = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c)
         b_c = tl.where((i < BT // 2)[:, None], b_c1, b_c)
         f = decay_exp(-d, EXP2)
         b_dc += f * b_c
@@ -263,9 +267,10 @@ def intra_bwd_kernel(
             mask = pair_mask(i, 32 >> level)
             b_ds = masked(load_scores(dscores, i), mask)
             b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
-            b_da = masked(load_scores(dscores + BT * BT, i), mask)
-            b_row = (b_beta * b_k * f).to(operand)
-            b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
+            if REMOVES:
+                b_da = masked(load_scores(dscores + BT * BT, i), mask)
+                b_row = (b_beta * b_k * f).to(operand)
+                b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
             b_dc += f * b_c
             b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
 
@@ -278,7 +283,8 @@ def intra_bwd_kernel(
         b_h = tl.trans(load_block(h, o_k, o_v, K, V))
         b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
         b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
-        b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
+        if REMOVES:
+            b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
     e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
     b_dq *= e
     b_dr *= -e
@@ -295,17 +301,19 @@ def intra_bwd_kernel(
         b_r = dot(b_ds, half, PRECISION)
         b_dq += f * b_r
         b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
-        b_r = dot(b_da, half, PRECISION)
-        b_dr += f * b_r
-        b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
+        if REMOVES:
+            b_r = dot(b_da, half, PRECISION)
+            b_dr += f * b_r
+            b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
         f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
         half = tl.where((i < BT // 2)[:, None], col, 0.0).to(operand)
         b_r = dot(b_ds, half, PRECISION)
         b_dq += f * b_r
         b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
-        b_r = dot(b_da, half, PRECISION)
-        b_dr += f * b_r
-        b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
+        if REMOVES:
+            b_r = dot(b_da, half, PRECISION)
+            b_dr += f * b_r
+            b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
     else:
         for level in range(6):
             f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
@@ -314,9 +322,10 @@ def intra_bwd_kernel(
             b_r = dot(masked(load_scores(dscores, i), mask), b_kf, PRECISION)
             b_dq += f * b_r
             b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
-            b_r = dot(masked(load_scores(dscores + BT * BT, i), mask), b_kf, PRECISION)
-            b_dr += f * b_r
-            b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
+            if REMOVES:
+                b_r = dot(masked(load_scores(dscores + BT * BT, i), mask), b_kf, PRECISION)
+                b_dr += f * b_r
+                b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
 
     tl.debug_barrier()
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import library, library_sharded
 from ..autograd import DeltaRuleFunction
-from ..backend import TORCH, Backend, resolve
+from ..backend import resolve
 from ..context import FLACPContext, Handle
 from ..packing import Packing
 from ..rule import DeltaRule, accumulator
@@ -39,11 +39,6 @@ class Member(NamedTuple):
 
     per_head: bool
     removal: str
-
-    @property
-    def key(self) -> str:
-        """As `Backend.members` names it (torch.compile has trouble with sets of tuples)."""
-        return f"{'head' if self.per_head else 'channel'} {self.removal}"
 
 
 KDA = Member(False, "k")
@@ -113,7 +108,7 @@ def chunk(
         sequences=sequences,
         per_head=member.per_head,
     )
-    backend, impl, member, g, dt_bias = _computed_by(impl, member, q, g, dt_bias)
+    backend = resolve(impl, q.device, q.dtype)
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     rule = _rule_fields(
         member,
@@ -212,7 +207,7 @@ def recurrent(
         sequences=N,
         per_head=member.per_head,
     )
-    backend, _, member, g, dt_bias = _computed_by(impl, member, q, g, dt_bias)
+    backend = resolve(impl, q.device, q.dtype)
     x = _token_rows(q, k, v, g, beta, A_log, dt_bias, p)
     check_forward_only(
         f"fused_recurrent_{name}", f"chunk_{name}", **x._asdict(), initial_state=initial_state
@@ -249,26 +244,6 @@ def refuse(operator: str, options: dict[str, Any], *names: str) -> None:
     for name in names:
         if name in options:
             raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}")
-
-
-def _computed_by(
-    impl: str, member: Member, q: Tensor, g: Tensor, dt_bias: Tensor | None
-) -> tuple[Backend, str, Member, Tensor, Tensor | None]:
-    """The backend, its name, and the call as it computes it: a gate a head may be spread over the
-    channels. "auto" takes the torch stages for a member that the kernels lack."""
-    backend, K = resolve(impl, q.device, q.dtype), q.shape[-1]
-    if member.key in backend.members:
-        return backend, impl, member, g, dt_bias
-    channels = Member(False, member.removal)
-    if member.per_head and channels.key in backend.members:
-        g = g[..., None].expand(*g.shape, K)
-        if dt_bias is not None:
-            dt_bias = dt_bias.reshape(-1, 1).expand(-1, K).reshape(-1)
-        return backend, impl, channels, g, dt_bias
-    if impl == "auto":
-        return TORCH, "torch", member, g, dt_bias
-    what = {"p": "Comba", "none": "GLA"}[member.removal]
-    raise ValueError(f"impl={impl!r} has no kernels for {what} yet: pass impl='torch'")
 
 
 def _rule_fields(
