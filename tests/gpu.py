@@ -120,6 +120,7 @@ def main() -> int:
     import torch
     import triton
 
+    import fla_cp.kernels.backend  # noqa: F401, chooses the assembler that the report names
     from tests.gpu_checks import SIZES
 
     parts = [*(f"{K},{V}" for K, V in SIZES), "conv,gate", "family"]

@@ -1,4 +1,4 @@
-"""Passing states between ranks: one small affine map per token range, never tokens.
+"""Passing states between ranks, one map a token range and never tokens: all schemes, hence long.
 
 Terms. A slot is a token range of the global batch; slots are numbered in sequence order and
 each belongs to one rank. The state leaving slot s and entering slot s+1 is

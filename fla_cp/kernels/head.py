@@ -1,5 +1,7 @@
-"""What is local to a chunk with one decay a head: the decay of a pair of tokens is one number
-and multiplies their score. No exponent is above zero for any gate, so there is one path.
+"""Local to a chunk with one decay a head; long because a kernel is its list of arguments.
+
+The decay of a pair of tokens is one number and multiplies their score. No exponent is above zero
+for any gate, so there is one path.
 
 Backward, from `dscores` of intra_bwd.py (gradients of the decayed scores): with W = dscores *
 decay, q and k get W k and W^T q. The gate's gradient is, per row, the sum over channels of row
