@@ -322,8 +322,8 @@ SPILLS = {
     "intra_head_bwd_kernel": {"comba bf16 any": 96},  # Triton 3.6 only
 }
 """Bytes a thread may spill, by kernel and path: tiles that spill nothing are slower there
-(docs/log.md; GLA's and Comba's are not measured). fp32 is for checking, a candidate tile for measuring: these
-may spill more."""
+(docs/log.md; GLA's and Comba's are not measured). fp32 is for checking, a candidate tile for
+measuring: these may spill more."""
 CHUNKED = (
     *SPILLS,
     "scan_kernel",
