@@ -19,23 +19,23 @@ from torch.autograd.function import once_differentiable
 
 from .backend import resolve
 from .comm.collectives import traced_all_gather, traced_all_reduce
-from .comm.exchange import Gathered, pack
+from .comm.exchange import Local, fold_wires, pack
 from .context import FLACPContext, Handle, context_of
 from .library import _CONSTANTS, _INPUTS, _RULE_FIELDS, _X
+from .packing import Packing
 from .pipeline import (
     Plan,
     Restored,
     Saved,
     begin,
     begin_backward,
-    carry_maps,
     finish,
     finish_backward,
     restored,
 )
 from .rule import DeltaRule, accumulator
 from .stages.intra import Inputs
-from .state import AffineMap, outgoing
+from .state import AffineMap, States, entering, outgoing
 from .validate import check_local_tokens
 
 _FIXED = _RULE_FIELDS + 4
@@ -45,7 +45,7 @@ _B = 2 + _X + 1
 """Where these begin in a backward, after do, dfinal, the inputs and `initial`."""
 
 
-def _plan(x: Inputs, args: tuple, wires: Tensor | None = None) -> Plan:
+def _plan(x: Inputs, args: tuple) -> Plan:
     impl, number = args[_RULE_FIELDS : _RULE_FIELDS + 2]
     context = context_of(number)
     assert context is not None
@@ -54,17 +54,38 @@ def _plan(x: Inputs, args: tuple, wires: Tensor | None = None) -> Plan:
         rule=DeltaRule(*args[:_RULE_FIELDS]),
         packing=context.packing,
         links=context.links,
-        exchange=Gathered(x.q if wires is None else wires, context.rank),
+        exchange=Local(),
         backend=resolve(impl, x.q.device, x.q.dtype),
     )
 
 
-def _wire(plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False) -> Tensor:
+def _folding(
+    plan: Plan, x: Inputs, maps: AffineMap
+) -> tuple[AffineMap, Packing, tuple[int, int, int], Tensor]:
+    """The first arguments of `outgoing` and `entering`."""
     shape = x.v.shape[1], x.q.shape[-1], x.v.shape[-1]
-    like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
+    return maps, plan.packing, shape, x.v.new_empty(0, dtype=accumulator(x.v.dtype))
+
+
+def _wire(plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False) -> Tensor:
     walk = plan.backend.walk
-    mine = outgoing(maps, plan.packing, shape, like, reverse=reverse, walk=walk)
+    mine = outgoing(*_folding(plan, x, maps), reverse=reverse, walk=walk)
     return pack(mine, plan.links.mirrored() if reverse else plan.links)
+
+
+def _entering(
+    plan: Plan, x: Inputs, args: tuple, maps: AffineMap, wires: Tensor, *, reverse: bool = False
+) -> States:
+    """States from the wires of all ranks."""
+    context = context_of(args[_RULE_FIELDS + 1])
+    assert context is not None
+    folding = _folding(plan, x, maps)
+    states = None
+    if plan.links.any:
+        links = plan.links.mirrored() if reverse else plan.links
+        states = folding[-1].new_zeros(plan.packing.ranges, *folding[2])
+        states = fold_wires(wires, links, context.rank, states)
+    return entering(*folding, states, reverse=reverse, walk=plan.backend.walk)
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -132,10 +153,10 @@ def _finish(*args: Any) -> list[Tensor]:
     """[o, final, h, carried, *(h, v_new where they are kept)]; final: this rank's own rows."""
     x, initial, fixed = Inputs(*args[:_X]), args[_X], args[_X + 1 : _X + 1 + _FIXED]
     wires, offset, transition, tensors, want_final, want_h = args[_X + 1 + _FIXED :]
-    plan = _plan(x, fixed, wires)
+    plan = _plan(x, fixed)
     maps = AffineMap(_given(transition), _given(offset))
     chunks = _chunks(plan, x, tensors, None)
-    carried = carry_maps(plan, x, maps)()
+    carried = _entering(plan, x, fixed, maps, wires)
     found = finish(plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h)
     kept = found.saved.kept[-2:] if plan.rule.keep_intermediates else ()
     h = found.h.clone() if found.h is not None else None  # may be one of `kept`
@@ -194,7 +215,7 @@ def _finish_backward(*args: Any) -> list[Tensor]:
     do, dfinal, x, initial = args[0], args[1], Inputs(*args[2 : 2 + _X]), args[2 + _X]
     fixed = args[_B : _B + _FIXED]
     o, tensors, wires, offset, chunks, want_dinitial = args[_B + _FIXED :]
-    plan, saved = _plan(x, fixed, wires), _saved(tensors)
+    plan, saved = _plan(x, fixed), _saved(tensors)
     if plan.rule.keep_intermediates:
         again = restored(plan, x, saved, o, do)
     else:
@@ -204,7 +225,10 @@ def _finish_backward(*args: Any) -> list[Tensor]:
         dout = plan.backend.output_bwd(plan.rule, plan.packing, formed, do)
         again = Restored(formed, dout, None, None)
     maps = AffineMap(saved.transition, _given(offset))
-    wait = carry_maps(plan, x, maps, reverse=True)
+
+    def wait() -> States:
+        return _entering(plan, x, fixed, maps, wires, reverse=True)
+
     grads, dinitial = finish_backward(
         plan, x, initial, saved, again, wait, dfinal, want_dinitial=want_dinitial
     )

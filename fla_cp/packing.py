@@ -77,34 +77,32 @@ class Packing:
         """Segments of the global token `ranges` (default: all tokens), in the given order."""
         total = cu_seqlens[-1]
         ranges = [(0, total)] if ranges is None else ranges
-        size = segment_chunks * CHUNK if segment_chunks else total
         segments: list[Segment] = []
         base = 0
         for r, (lo, hi) in enumerate(ranges):
             for n, start, stop in _parts(cu_seqlens, lo, hi):
                 first, last = cu_seqlens[n], cu_seqlens[n + 1]
-                for a in range(start, stop, max(size, 1)):
-                    b = min(a + size, stop)
-                    segments.append(
-                        Segment(
-                            start=base + a - lo,
-                            stop=base + b - lo,
-                            sequence=n,
-                            begins=a == first,
-                            ends=b == last,
-                            entry=r if a == lo and a > first else -1,
-                            exit=r if b == hi and b < last else -1,
-                        )
+                segments.append(
+                    Segment(
+                        start=base + start - lo,
+                        stop=base + stop - lo,
+                        sequence=n,
+                        begins=start == first,
+                        ends=stop == last,
+                        entry=r if start == lo and start > first else -1,
+                        exit=r if stop == hi and stop < last else -1,
                     )
+                )
             base += hi - lo
         empty = [n for n, (a, b) in enumerate(pairwise(cu_seqlens)) if a == b]
-        return cls(
+        whole = cls(
             tokens=base,
             sequences=len(cu_seqlens) - 1,
             ranges=len(ranges),
             segments=tuple(segments),
             empty=tuple(empty) if counts_empty else (),
         )
+        return whole.cut(segment_chunks) if segment_chunks else whole
 
     def cut(self, chunks: int) -> Packing:
         """The same tokens, longer segments in pieces of equal length, at most `chunks` chunks."""

@@ -161,6 +161,20 @@ def outgoing(
     return _Fold(maps, packing, shape, like, reverse, walk).outgoing()
 
 
+def entering(
+    maps: AffineMap,
+    packing: Packing,
+    shape: tuple[int, int, int],
+    like: Tensor,
+    states: Tensor | None,
+    *,
+    reverse: bool = False,
+    walk: Callable[..., Tensor] = walk,
+) -> States:
+    """What `carry` gives at last, from the states that enter the owned ranges."""
+    return _Fold(maps, packing, shape, like, reverse, walk).entering(states)
+
+
 class _Walks(NamedTuple):
     """The walks of one card and direction: that give the maps of its ranges, those that multiply
     the transitions of ranges passed through, and those that give each segment's entering state."""

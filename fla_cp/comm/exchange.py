@@ -161,21 +161,6 @@ class Local:
         return _Waiting(lambda: _fold(links, 0, slot_map, maps.offset), maps.offset.device)
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """The wires of all ranks (`pack`) are here already: what a compiled graph gathered itself.
-    wires [R, slots_per_rank, ..]; rank: this one."""
-
-    wires: Tensor
-    rank: int
-    group: dist.ProcessGroup | None = None
-
-    def start(self, maps: SlotMaps, links: Links) -> Pending:
-        slot_map = _unpacked(self.wires, links, maps.offset.shape[-1])
-        finish = lambda: _fold(links, self.rank, slot_map, maps.offset)  # noqa: E731
-        return _Waiting(finish, maps.offset.device)
-
-
 def _row(x: Tensor | None, row: int) -> Tensor | None:
     return None if x is None else x[row]
 
@@ -207,6 +192,12 @@ def _unpacked(wires: Tensor, links: Links, V: int) -> Callable[[int], SlotMaps]:
         return SlotMaps(x[..., V:] if links.any_through else None, x[..., :V])
 
     return slot_map
+
+
+def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor) -> Tensor:
+    """States entering the slots of `rank`, like [J, HV, K, V], from the wires of all ranks (`pack`)
+    [R, slots_per_rank, ..]."""
+    return _fold(links, rank, _unpacked(wires, links, like.shape[-1]), like)
 
 
 def pack(maps: SlotMaps, links: Links) -> Tensor:
