@@ -1,10 +1,11 @@
-"""KDA forward and forward + backward, beside FLA's in the same run.
+"""An operator forward and forward + backward, beside a peer's in the same run.
 
-    python -m benchmarks.ops [--shapes target,t8k] [--peer fla] [--stages] [--out FILE.json]
+    python -m benchmarks.ops [--op kda] [--shapes target,t8k] [--peer fla] [--stages] [--out FILE]
 
-On a machine without a GPU only the shape "cpu" runs, on the torch stages. FLA (fla-core 0.6.0)
-tunes itself for about five minutes on its first call; its kernels are compiled before ours are
-imported, so that the assembler we choose does not touch them.
+On a machine without a GPU only the shape "cpu" runs, on the torch stages. Peers: FLA (fla-core
+0.6.0), which tunes itself for minutes on its first call, and for the gated delta rule FlashQLA.
+Their kernels are compiled before ours are imported, so that the assembler we choose does not touch
+them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .members import MEMBERS, Member, draws, io_bytes, options, peer, products
 from .shapes import SHAPES, Shape
 
 CHECKED_TOKENS = 32768
@@ -33,38 +35,22 @@ COPY_TB_S, MATMUL_TFLOP_S = 4.25, 700.0
 Call = Callable[..., tuple]
 
 
-def inputs(shape: Shape, device: str) -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
-    """q, k, v, g, beta; A_log and dt_bias; do. Seeded."""
-    gen = torch.Generator(device).manual_seed(0)
-
-    def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*size, generator=gen, device=device, dtype=dtype).requires_grad_()
-
-    T, H, HV, K, V = shape.T, shape.H, shape.HV, shape.K, shape.V
-    packed = [draw(1, T, H, K), draw(1, T, H, K), draw(1, T, HV, V), draw(1, T, HV, K)]
-    packed.append(draw(1, T, HV))
-    rates = {
-        "A_log": draw(HV, dtype=torch.float32),
-        "dt_bias": draw(HV * K, dtype=torch.float32),
-    }
-    return packed, rates, draw(1, T, HV, V).detach()
-
-
-def runner(op: Call, shape: Shape, device: str, **more: object) -> tuple[Callable, Callable]:
+def runner(
+    op: Call, member: Member, shape: Shape, device: str, **more: object
+) -> tuple[Callable, Callable]:
     """(forward, forward and backward), each returning its tensors."""
-    packed, rates, do = inputs(shape, device)
-    cu = None
+    x, do = draws(member, shape, device)
+    keywords = options(member, shape) | more
     if shape.cu_seqlens is not None:
         host = torch.tensor(shape.cu_seqlens)
-        cu, more["cu_seqlens_cpu"] = host.to(device), host
-    leaves = [*packed, *rates.values()]
+        keywords |= {"cu_seqlens": host.to(device), "cu_seqlens_cpu": host}
 
     def forward() -> Tensor:
-        return op(*packed, **rates, **shape.options, cu_seqlens=cu, **more)[0]
+        return op(**x, **keywords)[0]
 
     def both() -> tuple[Tensor, ...]:
         o = forward()
-        return (o, *torch.autograd.grad(o, leaves, do))
+        return (o, *torch.autograd.grad(o, list(x.values()), do))
 
     return forward, both
 
@@ -109,16 +95,16 @@ def compare(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
     )
 
 
-def measure(who: str, op: Call, shape: Shape, device: str, **more: object) -> tuple[dict, tuple]:
+def measure(
+    who: str, op: Call, member: Member, shape: Shape, device: str, **more: object
+) -> tuple[dict, tuple]:
     gc.collect()
     before = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else 0.0
-    forward, both = runner(op, shape, device, **more)
+    forward, both = runner(op, member, shape, device, **more)
     row: dict = {"op": who, "shape": shape.name, "first_call_s": round(first_call(both, device), 2)}
     result = both()  # warm
-    for what, f, size, flops in (
-        ("forward", forward, shape.bytes_forward, shape.flops_forward),
-        ("both", both, shape.bytes_both, shape.flops_both),
-    ):
+    work = zip(io_bytes(member, shape), products(member, shape), strict=True)
+    for (what, f), (size, flops) in zip((("forward", forward), ("both", both)), work, strict=True):
         ms = milliseconds(f, device)
         floor = max(size / COPY_TB_S, flops / MATMUL_TFLOP_S) / 1e9
         row[what] = {
@@ -169,7 +155,7 @@ def environment() -> dict[str, object]:
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| shape | op | forward ms | forward + backward ms | peak GiB | first call s | vs FLA |",
+        "| shape | op | forward ms | forward + backward ms | peak GiB | first call s | vs peer |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -182,25 +168,19 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def peer() -> Call:
-    try:
-        from fla.ops.kda import chunk_kda
-    except ImportError as error:
-        raise SystemExit(f"--peer fla needs fla-core 0.6.0 ({error})") from error
-    return chunk_kda
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default = "cpu" if device == "cpu" else ",".join(n for n in SHAPES if n != "cpu")
     parser.add_argument("--shapes", default=default, help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--peer", choices=("fla",))
+    parser.add_argument("--op", choices=MEMBERS, default="kda")
+    parser.add_argument("--peer", choices=("fla", "flashqla"))
     parser.add_argument("--peer-shapes", help="default: those of --shapes")
-    parser.add_argument("--stages", action="store_true", help="time each stage, too")
+    parser.add_argument("--stages", action="store_true", help="time each stage of KDA, too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     shapes = [SHAPES[name] for name in args.shapes.split(",")]
+    member = MEMBERS[args.op]
 
     rows: list[dict] = []
     theirs: dict[str, tuple[Tensor, ...]] = {}
@@ -208,20 +188,21 @@ def main() -> None:
     def keep(row: dict) -> None:
         rows.append(row)
         if args.out:  # after each row: a run may be stopped
-            args.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
+            found = {**environment(), "operator": args.op, "rows": rows}
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
 
     beside = [SHAPES[name] for name in (args.peer_shapes or args.shapes).split(",")]
     for shape in beside if args.peer else ():
-        row, result = measure("fla", peer(), shape, device)
+        row, result = measure(args.peer, peer(member, args.peer), member, shape, device)
         if shape.T <= CHECKED_TOKENS:  # kept on the host, out of the way of the peak memory
             theirs[shape.name] = tuple(t.cpu() for t in result)
         del result
         keep(row)
 
-    from fla_cp import chunk_kda
+    import fla_cp
 
     for shape in shapes:
-        row, result = measure("fla_cp", chunk_kda, shape, device)
+        row, result = measure("fla_cp", getattr(fla_cp, member.ours), member, shape, device)
         other = next((r for r in rows if r["shape"] == shape.name), None)
         if other is not None:
             row["ratio"] = [round(other[w]["ms"] / row[w]["ms"], 3) for w in ("forward", "both")]
@@ -230,13 +211,13 @@ def main() -> None:
             pair = (tuple(t.cpu() for t in result), theirs.pop(shape.name))
             row["difference"] = round(compare(*pair), 5)
         del result
-        if args.stages:
+        if args.stages and args.op == "kda":
             row["stages"] = stage_times(shape)
         keep(row)
     print(table(rows))
     apart = [r["shape"] for r in rows if r.get("difference", 0) > 2e-2]
     if apart:
-        raise SystemExit(f"differ from FLA by more than 2%: {', '.join(apart)}")
+        raise SystemExit(f"differ from {args.peer} by more than 2%: {', '.join(apart)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shapes and options that the benchmarks run, by name."""
+"""Shapes that the benchmarks run, by name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """One KDA call with B = 1 in bf16; norm, gate and beta's sigmoid inside. cu_seqlens: of packed
-    documents, or None. safe: bounded gate (lower_bound -5), else the softplus gate."""
+    """One call with B = 1 in bf16. cu_seqlens: of packed documents, or None. KDA has norm, gate and
+    beta's sigmoid inside; safe: a bounded gate (lower_bound -5), else the softplus gate."""
 
     name: str
     T: int
@@ -32,32 +32,6 @@ class Shape:
             **bound,
         }
 
-    @property
-    def bytes_forward(self) -> int:
-        """q, k, v, g, beta read and o written once, bf16."""
-        return 2 * self.T * (2 * self.H * self.K + self.HV * (2 * self.V + self.K + 1))
-
-    @property
-    def bytes_both(self) -> int:
-        """Forward; then inputs and do read, and the gradients of the inputs written, once."""
-        gradients = 2 * self.T * (2 * self.H * self.K + self.HV * (self.V + self.K + 1))
-        return 2 * self.bytes_forward + gradients
-
-    @property
-    def flops_forward(self) -> int:
-        """Matrix products of the chunk form, per value head and chunk of C = 64 tokens:
-        scores 2 * C^2 K, T r and Aqk v_new C^2 V each, kin S, qg S and kg^T v_new C K V each;
-        two operations a multiplication."""
-        C, K, V = 64, self.K, self.V
-        return 2 * self.HV * (self.T // C) * (2 * C * C * K + 2 * C * C * V + 3 * C * K * V)
-
-    @property
-    def flops_both(self) -> int:
-        """Forward, the scan again without o, and each product's two adjoints."""
-        C, K, V = 64, self.K, self.V
-        again = 2 * self.HV * (self.T // C) * (C * C * V + 2 * C * K * V)
-        return 3 * self.flops_forward + again
-
 
 def documents(total: int, seed: int = 0) -> tuple[int, ...]:
     """Offsets of documents of mixed length, 1 to an eighth of `total`, log-uniform."""
@@ -77,6 +51,7 @@ SHAPES = {
         Shape("t8k", 8192),
         Shape("t131k", 131072),
         Shape("h8", 32768, H=8, HV=8),
+        Shape("grouped", 32768, H=16),
         Shape("packed16k", 16384, cu_seqlens=documents(16384)),
         Shape("cpu", 256, H=2, HV=2, K=16, V=16),
     )

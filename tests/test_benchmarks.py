@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks import bandwidth, compare, cp_scaling, ops, plot, shapes
+import fla_cp
+from benchmarks import bandwidth, compare, cp_scaling, members, ops, plot, shapes
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,25 @@ def test_writes_rows(result):
 def test_counts_by_hand():
     s = shapes.Shape("s", T=128, H=1, HV=2, K=16, V=32)
     # q, k: 2 x 128 x 16; per value head v and o 2 x 32, g 16, beta 1
-    assert s.bytes_forward == 2 * (2 * 128 * 16 + 128 * 2 * (64 + 16 + 1))
+    forward = 2 * (2 * 128 * 16 + 128 * 2 * (64 + 16 + 1))
+    o = 2 * 128 * 2 * 32
+    assert members.io_bytes(members.MEMBERS["kda"], s) == (forward, 3 * forward - o)
     scores, inner, states = 2 * 64 * 64 * 16, 2 * 64 * 64 * 32, 3 * 64 * 16 * 32
-    assert s.flops_forward == 2 * 2 * 2 * (scores + inner + states)
+    flops = 2 * 2 * 2 * (scores + inner + states)
+    again = 2 * 2 * 2 * (64 * 64 * 32 + 2 * 64 * 16 * 32)
+    assert members.products(members.MEMBERS["kda"], s) == (flops, 3 * flops + again)
+    assert members.products(members.MEMBERS["gdp2"], s)[0] == 2 * flops
+    without = 2 * 2 * 2 * (64 * 64 * (16 + 32) + 2 * 64 * 16 * 32)
+    assert members.products(members.MEMBERS["gla"], s)[0] == without
+
+
+@pytest.mark.parametrize("name", members.MEMBERS)
+def test_every_member_runs(name):
+    member, shape = members.MEMBERS[name], shapes.Shape("s", T=40, H=2, HV=2, K=16, V=16)
+    op = getattr(fla_cp, member.ours)
+    row, result = ops.measure("fla_cp", op, member, shape, "cpu")
+    assert row["both"]["ms"] > 0
+    assert all(t.isfinite().all() and t.abs().sum() > 0 for t in result)
 
 
 def test_documents_tile_the_row():

@@ -35,16 +35,62 @@ def load_head_gate(
 
 
 @triton.jit
+def running_sums(g, operand: tl.constexpr, BEFORE: tl.constexpr = False):
+    """Sums of the log decays up to each row, with it or BEFORE it, as addends [BT]. For fp32
+    there are two, that a difference of two sums does not cancel: sums of multiples of 1/1024,
+    which fp32 adds without rounding, and those of what is left."""
+    if operand == tl.float32:
+        high = tl.floor(g * 1024.0) / 1024.0
+        low = g - high
+        if BEFORE:
+            return (tl.cumsum(high, axis=0) - high, tl.cumsum(low, axis=0) - low)
+        return (tl.cumsum(high, axis=0), tl.cumsum(low, axis=0))
+    else:
+        s = tl.cumsum(g, axis=0)
+        if BEFORE:
+            s -= g
+        return (s,)
+
+
+@triton.jit
+def decay_of(sums, EXP2: tl.constexpr):
+    """exp(sums) [BT, 1]."""
+    s = sums[0]
+    for n in tl.static_range(1, len(sums)):
+        s += sums[n]
+    return decay_exp(s, EXP2)[:, None]
+
+
+@triton.jit
 def last_of(x, i):
     """The last element: a sum of its own would round otherwise than the running one."""
     return tl.sum(tl.where(i == i.shape[0] - 1, x, 0.0), axis=0)
 
 
 @triton.jit
-def decays(row, col, i, EXP2: tl.constexpr):
-    """exp(row_i - col_j) [BT, BT] below the diagonal, zero elsewhere."""
-    below = i[:, None] > i[None, :]
-    return tl.where(below, decay_exp(tl.where(below, row[:, None] - col[None, :], 0.0), EXP2), 0.0)
+def decay_to_end(sums, i, EXP2: tl.constexpr):
+    """exp(last - sums) [BT, 1]."""
+    s = last_of(sums[0], i) - sums[0]
+    for n in tl.static_range(1, len(sums)):
+        s += last_of(sums[n], i) - sums[n]
+    return decay_exp(s, EXP2)[:, None]
+
+
+@triton.jit
+def decays(row, col, i, EXP2: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """exp(row_i - col_j) [BT, BT] for i > j, zero elsewhere; TRANSPOSED: i along columns."""
+    if TRANSPOSED:
+        keep = i[None, :] > i[:, None]
+        x = row[0][None, :] - col[0][:, None]
+    else:
+        keep = i[:, None] > i[None, :]
+        x = row[0][:, None] - col[0][None, :]
+    for n in tl.static_range(1, len(row)):
+        if TRANSPOSED:
+            x += row[n][None, :] - col[n][:, None]
+        else:
+            x += row[n][:, None] - col[n][None, :]
+    return tl.where(keep, decay_exp(tl.where(keep, x, 0.0), EXP2), 0.0)
 
 
 @triton.jit
@@ -126,10 +172,10 @@ def intra_head_kernel(
     tl.store(rows + 2 * BT, k_scale)
 
     _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
-    gc = tl.cumsum(b_g, axis=0)
-    total = last_of(gc, i)
-    e, to_end = decay_exp(gc, EXP2)[:, None], decay_exp(total - gc, EXP2)[:, None]
-    before = gc - b_g if REMOVAL == "p" else gc
+    gc = running_sums(b_g, operand)
+    before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
+    e, to_end = decay_of(gc, EXP2), decay_to_end(gc, i, EXP2)
+    whole = last_of(e, i[:, None])
     if SCORES:
         b_qk = tl.zeros([BT, BT], tl.float32)
         b_kk = tl.zeros([BT, BT], tl.float32)
@@ -142,12 +188,12 @@ def intra_head_kernel(
         b_r = b_k
         if REMOVAL == "p":
             b_r = load_rows(p, i, p_t, m_i, o_k, K).to(tl.float32) * p_scale[:, None]
-        b_kin = b_r * decay_exp(before, EXP2)[:, None]
+        b_kin = b_r * decay_of(before, EXP2)
         if REMOVAL == "none":
             b_kin = tl.zeros_like(b_r)
         store_block(kin + i_ch * BT * K, b_kin, i, o_k, BT, K)
         store_block(kg + i_ch * BT * K, b_k * to_end, i, o_k, BT, K)
-        b_d = tl.zeros([BK], tl.float32) + decay_exp(total, EXP2)
+        b_d = tl.zeros([BK], tl.float32) + whole
         tl.store(decay + i_ch * K + o_k, b_d, mask=o_k < K)
         if SCORES:
             diagonal += tl.sum(b_q * b_k, axis=1)
@@ -249,16 +295,16 @@ def intra_head_bwd_kernel(
     o_k = i_k * BK + tl.arange(0, BK)
 
     _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
-    gc = tl.cumsum(b_g, axis=0)
+    gc = running_sums(b_g, operand)
     b_beta = tl.load(rows)[:, None]
     q_scale, k_scale = tl.load(rows + BT)[:, None], tl.load(rows + 2 * BT)[:, None]
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale
     b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale
     before, b_r = gc, b_k
     if REMOVAL == "p":
-        before = gc - b_g
+        before = running_sums(b_g, operand, True)
         p += i_h * p_h + start * p_t
-        p_scale = tl.zeros_like(gc)[:, None] + 1.0
+        p_scale = tl.zeros_like(b_g)[:, None] + 1.0
         if NORM:
             p_scale *= row_rstd(p, i, p_t, m_i, K, BK, EPS)[:, None]
         b_r = load_rows(p, i, p_t, m_i, o_k, K).to(tl.float32) * p_scale
@@ -272,20 +318,17 @@ def intra_head_bwd_kernel(
         b_dh = load_block(dh, o_k, o_v, K, V)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
-    b_dc *= decay_exp(last_of(gc, i) - gc, EXP2)[:, None]
+    b_dc *= decay_to_end(gc, i, EXP2)
     b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
     b_dgc = -tl.sum(b_k * b_dc, axis=1)
     last = tl.sum(b_dl, axis=0) - tl.sum(b_dgc, axis=0)
     b_kb, b_qb, b_rb = b_k.to(operand), b_q.to(operand), (b_beta * b_r).to(operand)
-    above = i[:, None] < i[None, :]
-    pairs = tl.where(above, gc[None, :] - gc[:, None], 0.0)
-    pairs = tl.where(above, decay_exp(pairs, EXP2), 0.0)
+    pairs = decays(gc, gc, i, EXP2, True)
     at = i[None, :] * BT + i[:, None]
     b_c = dot((tl.load(dscores + at).to(tl.float32) * pairs).to(operand), b_qb, PRECISION)
     if REMOVAL != "none":
         if REMOVAL == "p":
-            pairs = tl.where(above, before[None, :] - gc[:, None], 0.0)
-            pairs = tl.where(above, decay_exp(pairs, EXP2), 0.0)
+            pairs = decays(before, gc, i, EXP2, True)
         b_w = (tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand)
         b_c = dot(b_w, b_rb, PRECISION, acc=b_c)
     b_dc += b_c
@@ -302,8 +345,8 @@ def intra_head_bwd_kernel(
         b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
         if REMOVAL != "none":
             b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
-    b_dq *= decay_exp(gc, EXP2)[:, None]
-    b_dr *= -decay_exp(before, EXP2)[:, None]
+    b_dq *= decay_of(gc, EXP2)
+    b_dr *= -decay_of(before, EXP2)
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale
     b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale
     b_r = b_k

@@ -1,0 +1,135 @@
+"""The members of the family as `benchmarks.ops` calls them, and who else has them.
+
+KDA takes everything inside the operator. The others take g, a log decay, and beta as they act,
+since that is what their peers take; q and k are normalised inside where the peer can.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .shapes import Shape
+
+
+class Member(NamedTuple):
+    """Name of our operator; peers, "module:function" by name; its tensors; whether gate and beta's
+    sigmoid, and the norm, are inside; householder steps; whether anything is removed."""
+
+    ours: str
+    peers: dict[str, str]
+    arguments: tuple[str, ...] = ("q", "k", "v", "g", "beta")
+    per_head: bool = True
+    inside: bool = False
+    norm: bool = True
+    steps: int = 1
+
+    @property
+    def removes(self) -> bool:
+        return "beta" in self.arguments
+
+
+GLA = ("q", "k", "v", "g")
+MEMBERS = {
+    "kda": Member(
+        "chunk_kda", {"fla": "fla.ops.kda:chunk_kda"}, per_head=False, inside=True, norm=True
+    ),
+    "gdn": Member(
+        "chunk_gated_delta_rule",
+        {
+            "flashqla": "flash_qla:chunk_gated_delta_rule",
+            "fla": "fla.ops.gated_delta_rule:chunk_gated_delta_rule",
+        },
+    ),
+    "comba": Member(
+        "chunk_comba",
+        {"fla": "fla.ops.comba:chunk_comba"},
+        arguments=("q", "k", "v", "p", "g", "beta"),
+    ),
+    "gdp2": Member(
+        "chunk_gated_delta_product",
+        {"fla": "fla.ops.gated_delta_product:chunk_gated_delta_product"},
+        steps=2,
+    ),
+    "gla": Member(
+        "chunk_gla", {"fla": "fla.ops.gla:chunk_gla"}, arguments=GLA, per_head=False, norm=False
+    ),
+    "simple_gla": Member(
+        "chunk_simple_gla", {"fla": "fla.ops.simple_gla:chunk_simple_gla"}, GLA, norm=False
+    ),
+}
+
+
+def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs by name, and do. Seeded."""
+    gen = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*size, generator=gen, device=device, dtype=dtype)
+
+    T, H, HV, K, V = shape.T, shape.H, shape.HV, shape.K, shape.V
+    rows = T * member.steps
+    sizes = {"q": (T, H, K), "k": (rows, H, K), "v": (rows, HV, V), "p": (rows, H, K)}
+    sizes |= {"g": (T, HV) if member.per_head else (T, HV, K), "beta": (rows, HV)}
+    x = {n: draw(1, *sizes[n]) for n in member.arguments}
+    if member.inside:
+        x["A_log"] = draw(HV, dtype=torch.float32)
+        x["dt_bias"] = draw(HV * K, dtype=torch.float32)
+    else:
+        x["g"] = torch.nn.functional.logsigmoid(x["g"].float() + 2)
+        if member.removes:
+            x["beta"] = x["beta"].sigmoid()
+    if not member.norm:
+        x |= {n: torch.nn.functional.normalize(x[n], dim=-1) for n in ("q", "k")}
+    return {n: t.requires_grad_() for n, t in x.items()}, draw(1, T, HV, V)
+
+
+def options(member: Member, shape: Shape) -> dict[str, object]:
+    found: dict[str, object] = {"use_qk_l2norm_in_kernel": True} if member.norm else {}
+    if member.inside:
+        found |= shape.options
+    if member.steps > 1:
+        found["num_householder"] = member.steps
+    return found
+
+
+def peer(member: Member, name: str) -> Callable[..., tuple]:
+    if name not in member.peers:
+        raise SystemExit(f"--peer {name}: has no {member.ours}; it has {sorted(member.peers)}")
+    module, function = member.peers[name].split(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise SystemExit(f"--peer {name} needs {module.split('.')[0]} ({error})") from error
+
+
+def io_bytes(member: Member, shape: Shape) -> tuple[int, int]:
+    """(forward, forward and backward): inputs read and o written once; then inputs and do read
+    again and the gradients of the inputs written, once. A_log and dt_bias are not counted."""
+    T, HV, K, V = shape.T, shape.HV, shape.K, shape.V
+    rows = T * member.steps
+    gate = (HV if member.per_head else HV * K) * (2 if member.inside else 4)
+    size = {"q": 2 * T * shape.H * K, "k": 2 * rows * shape.H * K, "v": 2 * rows * HV * V}
+    size |= {"p": size["k"], "g": T * gate, "beta": 2 * rows * HV}
+    read = sum(size[n] for n in member.arguments)
+    o = 2 * T * HV * V
+    return read + o, 3 * read + 2 * o
+
+
+def products(member: Member, shape: Shape) -> tuple[int, int]:
+    """(forward, forward and backward) operations of the chunk form's matrix products.
+
+    Per value head and chunk of C = 64 rows: Aqk C^2 K, Aqk v_new C^2 V, qg S and kg^T v_new C K V
+    each, and, where anything is removed, Akk C^2 K, T r C^2 V and kin S C K V; two operations a
+    multiplication. Backward: the scan again without o, and each product's two adjoints.
+    """
+    C, K, V = 64, shape.K, shape.V
+    chunks = 2 * shape.HV * (shape.T * member.steps // C)
+    removal = 1 if member.removes else 0
+    forward = chunks * ((1 + removal) * C * C * (K + V) + (2 + removal) * C * K * V)
+    again = chunks * (removal * (C * C * V + C * K * V) + C * K * V)
+    return forward, 3 * forward + again
