@@ -27,11 +27,12 @@ from .pipeline import (
     Plan,
     Restored,
     Saved,
+    adjoint_maps,
     begin,
-    begin_backward,
     finish,
     finish_backward,
     restored,
+    states_again,
 )
 from .rule import DeltaRule, accumulator
 from .stages.intra import Inputs
@@ -192,10 +193,12 @@ def _saved(tensors: list[Tensor]) -> Saved:
 
 def _begin_backward(*args: Any) -> list[Tensor]:
     """[wire, offset, *chunks without T and Aqk]; no chunks where they are kept."""
-    do, dfinal, x, fixed = args[0], args[1], Inputs(*args[2 : 2 + _X]), args[_B : _B + _FIXED]
+    do, dfinal, x, initial = args[0], args[1], Inputs(*args[2 : 2 + _X]), args[2 + _X]
+    fixed = args[_B : _B + _FIXED]
     o, tensors = args[_B + _FIXED :]
-    plan = _plan(x, fixed)
-    again, maps = begin_backward(plan, x, _saved(tensors), o, do, dfinal)
+    plan, saved = _plan(x, fixed), _saved(tensors)
+    again = restored(plan, x, initial, saved, o, do)
+    maps = adjoint_maps(plan, saved, again, dfinal)
     wire = _wire(plan, x, maps, reverse=True)
     offset = _rows(maps.offset, x.q, x.v.shape[1], x.q.shape[-1], x.v.shape[-1])
     if plan.rule.keep_intermediates:
@@ -217,21 +220,19 @@ def _finish_backward(*args: Any) -> list[Tensor]:
     o, tensors, wires, offset, chunks, want_dinitial = args[_B + _FIXED :]
     plan, saved = _plan(x, fixed), _saved(tensors)
     if plan.rule.keep_intermediates:
-        again = restored(plan, x, saved, o, do)
+        again = restored(plan, x, initial, saved, o, do)
     else:
         for at, t in sorted(zip(plan.backend.triangles, saved.kept, strict=True)):
             chunks.insert(at, t)
         formed = _chunks(plan, x, chunks, o)
         dout = plan.backend.output_bwd(plan.rule, plan.packing, formed, do)
-        again = Restored(formed, dout, None, None)
+        again = Restored(formed, dout, states_again(plan, initial, saved, formed))
     maps = AffineMap(saved.transition, _given(offset))
 
     def wait() -> States:
         return _entering(plan, x, fixed, maps, wires, reverse=True)
 
-    grads, dinitial = finish_backward(
-        plan, x, initial, saved, again, wait, dfinal, want_dinitial=want_dinitial
-    )
+    grads, dinitial = finish_backward(plan, x, again, wait, dfinal, want_dinitial=want_dinitial)
     return [_or_empty(t, x.q) for t in (*grads, dinitial)]
 
 

@@ -149,54 +149,64 @@ def carry_maps(
 
 
 class Restored(NamedTuple):
-    """What a backward forms again: the chunks, the gradients at the outputs, and h and v_new if
-    they were kept."""
+    """What a backward forms again: the chunks, the gradients at the outputs, and a call that gives
+    h and v_new."""
 
     chunks: Any
     dout: Any
-    h: Tensor | None
-    v_new: Tensor | None
+    states: Callable[[], tuple[Tensor, Tensor]]
 
 
-def restored(plan: Plan, x: Inputs, saved: Saved, o: Tensor | None, do: Tensor) -> Restored:
+def states_again(
+    plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The forward's scan once more, when it is asked for."""
+    packing, run = plan.packing, plan.backend
+
+    def scan() -> tuple[Tensor, Tensor]:
+        first = None if initial is None else _of_sequences(packing, packing.beginning, initial)
+        h, v_new, _ = run.scan(packing, chunks, join(first, States(packing.carried, saved.carried)))
+        return h, v_new
+
+    return scan
+
+
+def restored(
+    plan: Plan, x: Inputs, initial: Tensor | None, saved: Saved, o: Tensor | None, do: Tensor
+) -> Restored:
     chunks, h, v_new = plan.backend.restore(plan.rule, plan.packing, x, saved.kept, o)
-    return Restored(chunks, plan.backend.output_bwd(plan.rule, plan.packing, chunks, do), h, v_new)
+    states = lambda: (h, v_new)  # noqa: E731
+    if h is None:
+        states = states_again(plan, initial, saved, chunks)
+    dout = plan.backend.output_bwd(plan.rule, plan.packing, chunks, do)
+    return Restored(chunks, dout, states)
 
 
-def begin_backward(
-    plan: Plan, x: Inputs, saved: Saved, o: Tensor | None, do: Tensor, dfinal: Tensor | None
-) -> tuple[Restored, AffineMap]:
-    """Chunks and the adjoint maps of this card's segments."""
+def adjoint_maps(plan: Plan, saved: Saved, again: Restored, dfinal: Tensor | None) -> AffineMap:
+    """Of this card's segments, in reverse; transitions are the forward's."""
     packing = plan.packing
     seeds = None if dfinal is None else _of_sequences(packing, packing.ending, dfinal)
-    again = restored(plan, x, saved, o, do)
     offset = plan.backend.summarize_bwd(packing, again.chunks, again.dout, seeds)
-    return again, AffineMap(saved.transition, offset)
+    return AffineMap(saved.transition, offset)
 
 
 def finish_backward(
     plan: Plan,
     x: Inputs,
-    initial: Tensor | None,
-    saved: Saved,
     again: Restored,
     wait: Callable[[], States],
     dfinal: Tensor | None,
     *,
     want_dinitial: bool,
 ) -> tuple[Inputs, Tensor | None]:
-    """wait: gives the gradients that leave `Packing.feeding`; the forward's states are formed again
+    """wait: gives the gradients that leave `Packing.feeding`; the forward's states are asked for
     before it is called."""
     packing, run = plan.packing, plan.backend
-    chunks, dout, h, v_new = again
-    if h is None:
-        first = None if initial is None else _of_sequences(packing, packing.beginning, initial)
-        S0 = join(first, States(packing.carried, saved.carried))
-        h, v_new, _ = run.scan(packing, chunks, S0)
+    h, v_new = again.states()
     seeds = None if dfinal is None else _of_sequences(packing, packing.ending, dfinal)
     dS_end = join(seeds, wait())
-    dscan, dS0 = run.scan_bwd(packing, chunks, dout, dS_end, want_start=want_dinitial)
-    grads = run.intra_bwd(plan.rule, packing, x, chunks, h, v_new, dscan)
+    dscan, dS0 = run.scan_bwd(packing, again.chunks, again.dout, dS_end, want_start=want_dinitial)
+    grads = run.intra_bwd(plan.rule, packing, x, again.chunks, h, v_new, dscan)
     dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal) if want_dinitial else None
     return grads, dinitial
 
@@ -214,8 +224,6 @@ def backward(
 ) -> tuple[Inputs, Tensor | None]:
     """Gradients of the inputs and of the initial states. dfinal: [N, HV, K, V], equal on all
     ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads it."""
-    again, maps = begin_backward(plan, x, saved, o, do, dfinal)
-    wait = carry_maps(plan, x, maps, reverse=True)
-    return finish_backward(
-        plan, x, initial, saved, again, wait, dfinal, want_dinitial=want_dinitial
-    )
+    again = restored(plan, x, initial, saved, o, do)
+    wait = carry_maps(plan, x, adjoint_maps(plan, saved, again, dfinal), reverse=True)
+    return finish_backward(plan, x, again, wait, dfinal, want_dinitial=want_dinitial)

@@ -1,34 +1,53 @@
 """How finely a card cuts its sequences: a rule on the host, from lengths and from the card's size.
 
 A scan goes through the chunks of a segment one after another, and a segment is a few programs:
-heads times value tiles. Few heads and long sequences leave most of the card idle. Cut into
+heads times tiles of columns. Few heads and long sequences leave most of the card idle. Cut into
 segments, all of them run at once, but each must be summarised first (its offset, and its transition
-where a state passes through), and the maps folded. Times below are in steps of one chunk.
+where a state passes through), and the maps folded.
 
-    time(scan of some segments) = max(longest, SHARED * programs * chunks / slots)
+    time(a scan of some segments) = max(step * longest, shared * programs * chunks / processors)
 
-Forward: offsets, transitions and the scan; backward: offsets in reverse (transitions are the
-forward's), states again, the scan in reverse. What crosses ranks is summarised cut or not. The cut
-with the least time is taken if it saves a MARGIN.
+in microseconds: `step` a chunk when nothing else runs, `shared` a chunk of one program on a full
+multiprocessor. Forward: offsets and transitions in one launch, then the scan; backward: offsets in
+reverse (transitions are the forward's), states again, the scan in reverse. What crosses ranks is
+summarised cut or not. The cut with the least time is taken if it saves a MARGIN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from .packing import Packing
 from .rule import CHUNK
 
-SHARED = 1.25
-"""A step takes this much longer where programs share a multiprocessor."""
+COLUMNS = 32
+"""Of the state, that a program of the costs below has."""
 
-FOLD = 4.0
-"""Steps that folding in one segment takes: two products [K, K] x [K, V] after one another."""
 
-EXTRA = 20.0
-"""Steps that the additional launches of a cut take, forward and backward."""
+class Cost(NamedTuple):
+    """step; shared; shared where programs are at least MANY, which are then joined to wider ones
+    that read less."""
 
-MARGIN = 0.85
+    step: float
+    shared: float
+    many: float
+
+
+MANY = 512
+
+SCAN, STATES, SUMMARY = Cost(1.37, 1.39, 1.31), Cost(1.16, 0.90, 0.90), Cost(0.90, 0.58, 0.55)
+SCAN_BWD, SUMMARY_BWD = Cost(1.48, 1.50, 1.39), Cost(1.23, 1.20, 1.08)
+"""Of the scan, the states again, offsets and transitions, the scan in reverse and its offsets; on
+an H200, K = V = 128, bf16 (docs/log.md). Other shapes change all of them alike."""
+
+FOLD = 5.0
+"""Folding in one segment: two products [K, K] x [K, V] after one another."""
+
+EXTRA = 40.0
+"""The additional launches of a cut, forward and backward."""
+
+MARGIN = 0.95
 """A cut must promise at most this share of the uncut time."""
 
 SMALLEST = 8
@@ -39,43 +58,46 @@ def chunks_of(packing: Packing, which: Iterable[int]) -> list[int]:
     return [-(-(packing.segments[i].stop - packing.segments[i].start) // CHUNK) for i in which]
 
 
-def scan_time(chunks: list[int], programs: int, slots: int) -> float:
-    """Of one scan over segments with so many chunks, each `programs` programs."""
-    return max(max(chunks, default=0), SHARED * programs * sum(chunks) / slots)
+def predicted(packing: Packing, value: int, key: int, processors: int) -> float:
+    """Microseconds of a forward and backward. value, key: programs of a segment for its state and
+    for its transition."""
+    everything, feeding, carried, middle = (
+        chunks_of(packing, s)
+        for s in (range(len(packing.segments)), packing.feeding, packing.carried, packing.middle)
+    )
 
+    def time(cost: Cost, chunks: list[int], through: list[int] = []) -> float:  # noqa: B006
+        shared = cost.many if value * len(chunks) + key * len(through) >= MANY else cost.shared
+        work = value * sum(chunks) + key * sum(through)
+        return max(cost.step * max(chunks, default=0), shared * work / processors)
 
-def predicted(packing: Packing, value: int, key: int, slots: int) -> float:
-    """Steps of a forward and backward. value, key: programs of a segment for its state and for its
-    transition."""
-    everything = chunks_of(packing, range(len(packing.segments)))
-    feeding, carried = (chunks_of(packing, s) for s in (packing.feeding, packing.carried))
-    middle = chunks_of(packing, packing.middle)
     folds = max((len(c) for c in packing.chains), default=0)
     return (
-        3 * scan_time(everything, value, slots)
-        + scan_time(feeding, value, slots)
-        + scan_time(middle, key, slots)
-        + scan_time(carried, value, slots)
+        time(SUMMARY, feeding, middle)
+        + time(SCAN, everything)
+        + time(SUMMARY_BWD, carried)
+        + time(STATES, everything)
+        + time(SCAN_BWD, everything)
         + 2 * FOLD * folds
         + (EXTRA if folds > 1 else 0.0)
     )
 
 
-def split(packing: Packing, value: int, key: int, slots: int) -> Packing:
+def split(packing: Packing, value: int, key: int, processors: int) -> Packing:
     """`packing`, or the same tokens in shorter segments where that promises to be faster."""
 
     def best() -> Packing:
         longest = max(chunks_of(packing, range(len(packing.segments))), default=0)
-        chosen, least = packing, MARGIN * predicted(packing, value, key, slots)
+        chosen, least = packing, MARGIN * predicted(packing, value, key, processors)
         size = SMALLEST
         while size < longest:
             cut = packing.cut(size)
-            time = predicted(cut, value, key, slots)
+            time = predicted(cut, value, key, processors)
             if time < least:
                 chosen, least = cut, time
             size *= 2
         return chosen
 
-    if packing.segments and slots > value:
-        return packing.cached(("split", value, key, slots), best)
+    if packing.segments and processors:
+        return packing.cached(("split", value, key, processors), best)
     return packing

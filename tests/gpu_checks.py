@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -97,14 +98,15 @@ def recurrent_cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype, bo
 
 def check(K: int, V: int) -> list[dict]:
     """Largest use of the error budget over outputs and gradients, per case of one size."""
-    from fla_cp.kernels.measure import forced
+    from fla_cp.kernels.measure import cut_into, forced
 
     rows = [one(K, V, *case) for case in cases(K, V)]
     if (K, V) in ((64, 64), (128, 128)):
         shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
         for name, stage, tile in tiles(K, V):
             gate = {} if stage.endswith("_any") else SAFE
-            with forced({stage: tile}):
+            cut = cut_into(2) if stage.endswith("_ends") else nullcontext()
+            with forced({stage: tile}), cut:
                 case = Case("tile", **shape, options=options(**INSIDE, **gate))
                 rows.append(one(K, V, name, case, BF16))
     for name, case, dtype, v_first in recurrent_cases(K, V):

@@ -278,4 +278,4 @@ def test_segments_of_the_table():
     for T, *cells in rows:
         for n, cell in zip(heads, cells, strict=True):
             whole = Packing.build((0, int(T)))
-            assert len(split(whole, 4 * n, 4 * n, 264).segments) == int(cell), (T, n)
+            assert len(split(whole, 4 * n, 4 * n, 132).segments) == int(cell), (T, n)

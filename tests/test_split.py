@@ -14,7 +14,7 @@ from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_exact
 from tests.running import run, run_sharded
 
-SLOTS = 264  # two programs on each of 132 multiprocessors
+PROCESSORS = 132
 
 
 def programs(heads):
@@ -23,15 +23,15 @@ def programs(heads):
 
 def cut(offsets, heads, ranges=None):
     packing = Packing.build(offsets, ranges)
-    return packing, split(packing, programs(heads), programs(heads), SLOTS)
+    return packing, split(packing, programs(heads), programs(heads), PROCESSORS)
 
 
 @pytest.mark.parametrize("T, heads, least", [(131072, 4, 8), (32768, 8, 4), (8192, 1, 4)])
 def test_few_heads_and_long_sequences_are_cut(T, heads, least):
     whole, pieces = cut((0, T), heads)
     assert len(pieces.segments) >= least
-    assert predicted(pieces, *[programs(heads)] * 2, SLOTS) <= MARGIN * predicted(
-        whole, *[programs(heads)] * 2, SLOTS
+    assert predicted(pieces, *[programs(heads)] * 2, PROCESSORS) <= MARGIN * predicted(
+        whole, *[programs(heads)] * 2, PROCESSORS
     )
 
 
@@ -52,7 +52,7 @@ def test_what_crosses_ranks_is_cut_for_its_summary():
 
 def test_the_rule_is_asked_once():
     packing, pieces = cut((0, 131072), 4)
-    assert split(packing, programs(4), programs(4), SLOTS) is pieces
+    assert split(packing, programs(4), programs(4), PROCESSORS) is pieces
 
 
 @pytest.mark.parametrize("ranges", [None, [(100, 700), (20, 90)]], ids=["whole", "two ranges"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..backend import Backend
 from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
+from ..split import COLUMNS
 from ..split import split as cut_by_rule
 from ..stages.intra import Inputs
 from ..state import AffineMap, States
@@ -246,14 +247,17 @@ def _scan(
     h: Tensor | None = None,
     v_new: Tensor | None = None,
     S_end: Tensor | None = None,
-    transition: bool = False,
+    middle: tuple[int, ...] = (),
+    transition: Tensor | None = None,
 ) -> None:
+    """middle: the segments of `transition`."""
     table = tables(packing, c.v.device)
-    HV, K, V = c.kin.shape[1], c.kin.shape[3], c.kin.shape[3] if transition else c.v.shape[2]
-    t = tile("scan", K, V, c.kin.dtype)
+    (HV, _, K), V = c.kin.shape[1:], c.v.shape[2]
+    stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
+    t = tile(stage, K, V, c.kin.dtype, HV * len(segments + middle))
     if not segments:
         return
-    scan_kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](
+    scan_kernel[(triton.cdiv(V, t.BV) * len(segments) + triton.cdiv(K, t.BV) * len(middle), HV)](
         c.qg,
         c.kin,
         c.kg,
@@ -267,19 +271,20 @@ def _scan(
         v_new,
         None if S0 is None else S0.value.contiguous(),
         S_end,
-        packing.index(segments, c.v.device),
+        transition,
+        packing.index(segments + middle, c.v.device),
         table.seg_start,
         table.seg_stop,
         table.seg_chunk,
         _entries(packing, S0, c.v.device),
         *c.v.stride()[:2],
+        len(segments),
         HV=HV,
         K=K,
         V=V,
         BT=CHUNK,
         BK=t.BK,
         BV=t.BV,
-        TRANSITION=transition,
         PRECISION=_precision(c.kin.dtype),
         NS=t.stages,
         num_warps=t.warps,
@@ -293,29 +298,26 @@ def _states(c: Chunks, count: int, *, square: bool = False) -> Tensor:
 
 
 def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
-    offset = transition = None
-    if packing.feeding:
-        offset = _states(c, len(packing.feeding))
-        _scan(packing, c, seeds, packing.feeding, S_end=offset)
-    if packing.middle:
-        transition = _states(c, len(packing.middle), square=True)
-        _scan(packing, c, None, packing.middle, S_end=transition, transition=True)
+    feeding, middle = packing.feeding, packing.middle
+    offset = _states(c, len(feeding)) if feeding else None
+    transition = _states(c, len(middle), square=True) if middle else None
+    _scan(packing, c, seeds, feeding, S_end=offset, middle=middle, transition=transition)
     return AffineMap(transition, offset)
 
 
 @functools.lru_cache
-def slots(device: torch.device) -> int:
-    """Programs of a scan that run at once: two share a multiprocessor. 0 without a GPU."""
+def multiprocessors(device: torch.device) -> int:
+    """0 without a GPU."""
     if device.type != "cuda":
         return 0
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def split(
     packing: Packing, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device
 ) -> Packing:
-    value, key = (HV * triton.cdiv(n, tile("scan", K, n, dtype).BV) for n in (V, K))
-    return cut_by_rule(packing, value, key, slots(device))
+    value, key = (HV * triton.cdiv(n, COLUMNS) for n in (V, K))
+    return cut_by_rule(packing, value, key, multiprocessors(device))
 
 
 def _everything(packing: Packing) -> tuple[int, ...]:
@@ -367,7 +369,8 @@ def _scan_bwd(
 ) -> None:
     table = tables(packing, c.v.device)
     HV, K, V = c.kin.shape[1], c.kin.shape[3], c.v.shape[2]
-    t = tile("scan_bwd", K, V, c.kin.dtype)
+    stage = "scan_bwd_ends" if dh is None else "scan_bwd"
+    t = tile(stage, K, V, c.kin.dtype, HV * len(segments))
     if not segments:
         return
     scan_bwd_kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,10 +31,26 @@ def forced(choice: dict[str, Tile]) -> Iterator[None]:
         setattr(backend, "tile", tile)  # noqa: B010
 
 
+@contextmanager
+def cut_into(chunks: int) -> Iterator[None]:
+    """Inside, the kernels cut every sequence into segments of so many chunks."""
+    whole = backend.TRITON
+
+    def split(packing: Packing, *shape: Any) -> Packing:
+        return packing.cached(("pieces", chunks), lambda: packing.cut(chunks))
+
+    setattr(backend, "TRITON", dataclasses.replace(whole, split=split))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(backend, "TRITON", whole)  # noqa: B010
+
+
 def stages(
     K: int, V: int, dtype: torch.dtype, tokens: int, heads: int, *, safe: bool = True
 ) -> dict[str, Callable[[], Any]]:
-    """Each stage of one KDA call with norm, gate and beta's sigmoid inside, on random inputs."""
+    """Each stage of one KDA call with norm, gate and beta's sigmoid inside, on random inputs; and
+    the summaries that a rank in the middle of a document makes besides."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(dtype)
@@ -52,6 +69,7 @@ def stages(
         gate = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
     rule = DeltaRule(scale=K**-0.5, qk_l2norm=True, beta_factor=1.0, **gate)
     packing, do = Packing.build((0, tokens)), random(tokens, heads, V)
+    middle = Packing.build((0, 3 * tokens), [(tokens, 2 * tokens)])
     wanted = {"want_states": False, "want_end": False}
     c = backend.intra(rule, packing, x)
     o, *_ = backend.scan_output(rule, packing, c, None, **wanted)
@@ -67,6 +85,8 @@ def stages(
         "scan_states": lambda: backend.scan(packing, c, None),
         "scan_bwd": lambda: backend.scan_bwd(packing, c, grads, None, want_start=False),
         f"intra_bwd{end}": lambda: backend.intra_bwd(rule, packing, x, c, h, v_new, dscan),
+        "scan_ends": lambda: backend.summarize(middle, c, None),
+        "scan_bwd_ends": lambda: backend.summarize_bwd(middle, c, grads, None),
     }
 
 

@@ -31,6 +31,7 @@ def scan_kernel(
     v_new,
     S0,
     S_end,
+    transition,
     segments,
     seg_start,
     seg_stop,
@@ -38,24 +39,33 @@ def scan_kernel(
     seg_entry,
     v_t,
     v_h,
+    states,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    TRANSITION: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
     """o, h, v_new, S_end: each written unless None. S0: [E, HV, K, V], row seg_entry[s] (-1: zero).
 
-    TRANSITION: starts from the identity with v = 0, so that S_end is the segment's transition
-    (then V == K).
+    The first `states` of `segments` are for these. With `transition`, whose S_end is the only
+    other result, there are more: those that start from the identity [K, K] with v = 0 and so end in
+    their transition. All fit on the card at once, where two launches would each leave half idle.
     """
     tiles: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_h = tl.program_id(0) % tiles, tl.program_id(1).to(tl.int64)
-    i_n = (tl.program_id(0) // tiles).to(tl.int64)
+    i_v, i_n = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    value = True
+    if transition is not None:
+        value = tl.program_id(0) < tiles * states
+        columns: tl.constexpr = (K + BV - 1) // BV
+        if not value:
+            i_n = (tl.program_id(0) - tiles * states) // columns
+            i_v = (tl.program_id(0) - tiles * states) % columns
+            i_n += states
+    i_n, i_h = i_n.to(tl.int64), tl.program_id(1).to(tl.int64)
     i_s = tl.load(segments + i_n).to(tl.int64)
     o_k = tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
@@ -63,25 +73,23 @@ def scan_kernel(
     v += i_h * v_h
     start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
     first = tl.load(seg_chunk + i_s).to(tl.int64)
-    if TRANSITION:
-        b_S = tl.where(o_k[:, None] == o_v[None, :], 1.0, 0.0)
-    else:
-        b_S = tl.zeros([BK, BV], tl.float32)
-        if S0 is not None:
-            entry = tl.load(seg_entry + i_s).to(tl.int64)
-            if entry >= 0:
-                b_S += load_block(state_tile(S0, entry, i_h, HV, K, V), o_k, o_v, K, V)
+    b_S = tl.zeros([BK, BV], tl.float32)
+    if transition is not None:
+        b_S = tl.where((o_k[:, None] == o_v[None, :]) & (not value), 1.0, 0.0)
+    if S0 is not None:
+        entry = tl.load(seg_entry + i_s).to(tl.int64)
+        if value & (entry >= 0):
+            b_S += load_block(state_tile(S0, entry, i_h, HV, K, V), o_k, o_v, K, V)
     operand = kin.dtype.element_ty
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS):
         i_ch = (first + c) * HV + i_h
         t = start + c * BT
-        m_t = o_i < stop - t
+        m_t = (o_i < stop - t) & value
         b_Sb = b_S.to(operand)
         if h is not None:
             store_block(h + i_ch * K * V, b_Sb, o_k, o_v, K, V)
         b_r = -dot(load_block(kin + i_ch * BT * K, o_i, o_k, BT, K), b_Sb, PRECISION)
-        if not TRANSITION:
-            b_r += load_rows(v + t * v_t, o_i, v_t, m_t, o_v, V).to(tl.float32)
+        b_r += load_rows(v + t * v_t, o_i, v_t, m_t, o_v, V).to(tl.float32)
         b_r = (b_r * tl.load(rows + i_ch * 3 * BT + o_i)[:, None]).to(operand)
         b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
         b_vn = dot(b_T, b_r, PRECISION).to(operand)
@@ -95,8 +103,11 @@ def scan_kernel(
         b_d = tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
         b_kg = load_block(kg + i_ch * BT * K, o_i, o_k, BT, K)
         b_S = dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S * b_d[:, None])
-    if S_end is not None:
-        store_block(state_tile(S_end, i_n, i_h, HV, K, V), b_S, o_k, o_v, K, V)
+    if value:
+        if S_end is not None:
+            store_block(state_tile(S_end, i_n, i_h, HV, K, V), b_S, o_k, o_v, K, V)
+    elif transition is not None:
+        store_block(state_tile(transition, i_n - states, i_h, HV, K, K), b_S, o_k, o_v, K, K)
 
 
 @triton.jit

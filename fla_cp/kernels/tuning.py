@@ -35,13 +35,29 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
     (90, "intra_any", 128, 128, BF16): Tile(64, 0, 4, 1),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_bwd", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_bwd_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 64, 4, 1),
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
-without a safe gate. Figures: docs/log.md."""
+without a safe gate; "_states": without o; "_ends": of the summaries. Figures: docs/log.md."""
+
+FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
+    (90, "scan", 128, 128, BF16): ((128, Tile(128, 128, 8, 2)),),
+    (90, "scan_states", 128, 128, BF16): ((64, Tile(128, 64, 4, 3)),),
+    (90, "scan_ends", 128, 128, BF16): ((128, Tile(128, 64, 4, 2)), (64, Tile(128, 64, 4, 3))),
+    (90, "scan_bwd", 128, 128, BF16): ((128, Tile(128, 128, 8, 2)),),
+    (90, "scan_bwd_ends", 128, 128, BF16): (
+        (128, Tile(128, 128, 8, 2)),
+        (64, Tile(128, 64, 4, 2)),
+    ),
+}
+"""Wider tiles for scans with at least so many chains (heads times segments): what all value tiles
+of a chain read is then read less often, and the card is full all the same."""
 
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
@@ -69,22 +85,31 @@ def architecture() -> int:
 
 
 @functools.cache
-def tile(stage: str, K: int, V: int, dtype: torch.dtype) -> Tile:
-    """The tile of a stage for one shape and operand dtype."""
+def tile(stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0) -> Tile:
+    """The tile of a stage for one shape and operand dtype; of a scan, with so many chains."""
     k, v = power_of_two(K), power_of_two(V, 32)
-    row = TABLE.get((architecture(), stage, k, v, dtype))
+    key = (architecture(), stage, k, v, dtype)
+    for least, fuller in FULLER.get(key, ()):
+        if chains >= least:
+            return fuller
+    row = TABLE.get(key)
     return rule(stage, k, v, dtype == torch.float32) if row is None else row
 
 
+SCANS = (
+    *(Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))),
+    Tile(0, 128, 8, 2),
+)
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": tuple(
         Tile(BK, 0, 4, stages, cap)
         for BK, stages, cap in ((32, 3, None), (32, 2, None), (32, 1, None), (32, 1, 168))
     )
     + (Tile(64, 0, 4, 1), Tile(16, 0, 4, 3)),
-    "scan": tuple(
-        Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))
-    ),
+    "scan": SCANS,
+    "scan_states": (*SCANS, Tile(0, 64, 4, 3)),
+    "scan_ends": (*SCANS, Tile(0, 64, 4, 3)),
+    "scan_bwd": SCANS,
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
     "intra_bwd": tuple(
         Tile(BK, BV, 4, 1, cap)
@@ -108,7 +133,7 @@ def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
     name = max((n for n in CANDIDATES if stage.startswith(n)), key=len)
     k, v = power_of_two(K), power_of_two(V, 32)
     rows = (
-        t._replace(BK=min(t.BK, k) or (k if name == "scan" else 0), BV=min(t.BV, v))
+        t._replace(BK=min(t.BK, k) or (k if name.startswith("scan") else 0), BV=min(t.BV, v))
         for t in CANDIDATES[name]
     )
     return tuple(dict.fromkeys(rows))
