@@ -51,6 +51,7 @@ SHAPES = {
         Shape("t8k", 8192),
         Shape("t131k", 131072),
         Shape("h8", 32768, H=8, HV=8),
+        Shape("h4", 131072, H=4, HV=4),
         Shape("grouped", 32768, H=16),
         Shape("packed16k", 16384, cu_seqlens=documents(16384)),
         Shape("cpu", 256, H=2, HV=2, K=16, V=16),
