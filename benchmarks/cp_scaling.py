@@ -28,7 +28,7 @@ from .ops import environment
 from .shapes import Shape
 
 HIDDEN = 4096
-STEPS, WARM = 10, 3
+STEPS, REPEATS, WARM = 5, 3, 3
 
 
 def on_cuda() -> bool:
@@ -112,17 +112,19 @@ def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
     if on_cuda():
         torch.cuda.reset_peak_memory_stats()
     times, waits = [], []
-    for _ in range(STEPS):
+    for _ in range(REPEATS):  # as in training, the host runs ahead of the device
         dist.barrier(group)
         synchronize()
         started = time.perf_counter()
-        step()
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - started))
-        with measure_exchange() as timer:
+        for _ in range(STEPS):
             step()
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - started) / STEPS)
+        with measure_exchange() as timer:
+            for _ in range(STEPS):
+                step()
             synchronize()
-            waits.append(timer.elapsed_ms())
+            waits.append(timer.elapsed_ms() / STEPS)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda() else 0.0
     device = "cuda" if on_cuda() else "cpu"
     worst = torch.tensor([statistics.median(times), statistics.median(waits), peak], device=device)
@@ -196,9 +198,9 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
                     step = None
                 row = {"op": what, "kind": kind, "T": T, "ranks": R, "scheme": scheme}
                 keep({**row, **found, "bytes": sent_bytes(shape, R, scheme)})
-                if args.trace and step is not None and what == "layer":
-                    path = Path(args.trace).with_suffix(f".{R}.{T}.json")
-                    trace(step, path if rank == 0 else None)
+                if args.trace and step is not None:
+                    path = Path(args.trace).with_suffix(f".{what}.{R}.{T}.json")
+                    trace(step, path if rank == min(1, R - 1) else None)
                 del step
             if R == 1:
                 break  # nothing is exchanged
@@ -285,7 +287,7 @@ def main() -> None:
     parser.add_argument("--schemes", type=lambda s: s.split(","), default=["auto"])
     parser.add_argument("--peer", choices=("fla",))
     parser.add_argument("--peer-tokens", type=int, default=131072)
-    parser.add_argument("--trace", help="write a profiler trace of a layer's step here")
+    parser.add_argument("--trace", help="write profiler traces of rank 1's steps here")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict] = []

@@ -120,11 +120,12 @@ def measure(
     return row, both()
 
 
-def stage_times(shape: Shape) -> dict[str, float]:
+def stage_times(member: Member, shape: Shape) -> dict[str, float]:
     """ms of each stage of the Triton backend at the shape's size, without packing."""
     from fla_cp.kernels.measure import stages
 
-    run = stages(shape.K, shape.V, torch.bfloat16, shape.T, shape.HV, safe=shape.safe)
+    path = "_head" if member.per_head else "" if shape.safe else "_any"
+    run = stages(shape.K, shape.V, torch.bfloat16, shape.T, shape.HV, path=path)
     alone = (name for name in run if not name.endswith("_ends"))
     return {name: round(milliseconds(run[name], "cuda"), 3) for name in alone}
 
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--op", choices=MEMBERS, default="kda")
     parser.add_argument("--peer", choices=("fla", "flashqla"))
     parser.add_argument("--peer-shapes", help="default: those of --shapes")
-    parser.add_argument("--stages", action="store_true", help="time each stage of KDA, too")
+    parser.add_argument("--stages", action="store_true", help="time each stage, too (KDA, GDN)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     shapes = [SHAPES[name] for name in args.shapes.split(",")]
@@ -212,8 +213,8 @@ def main() -> None:
             pair = (tuple(t.cpu() for t in result), theirs.pop(shape.name))
             row["difference"] = round(compare(*pair), 5)
         del result
-        if args.stages and args.op == "kda":
-            row["stages"] = stage_times(shape)
+        if args.stages and args.op in ("kda", "gdn"):
+            row["stages"] = stage_times(member, shape)
         keep(row)
     print(table(rows))
     apart = [r["shape"] for r in rows if r.get("difference", 0) > 2e-2]

@@ -186,27 +186,28 @@ def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compile
 
 
 def compile_member(name: str, K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compiled]:
-    """Kernels local to a chunk of a member of the family, forward and backward."""
+    """Kernels of a member of the family, forward and backward of a sequence in three segments."""
     import fla_cp
+    from fla_cp.kernels.measure import cut_into
 
     def leaf(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
 
     channels = (K,) if name == "gla" else ()
-    x = [leaf(1, 128, 1, K), leaf(1, 128, 1, K), leaf(1, 128, 2, V)]
-    x += [leaf(1, 128, 1, K)] if name == "comba" else []
-    x.append(leaf(1, 128, 2, *channels))
+    x = [leaf(1, 192, 1, K), leaf(1, 192, 1, K), leaf(1, 192, 2, V)]
+    x += [leaf(1, 192, 1, K)] if name == "comba" else []
+    x.append(leaf(1, 192, 2, *channels))
     inside = dict(INSIDE)
     if "gla" in name:
         del inside["use_beta_sigmoid_in_kernel"]
     else:
-        x.append(leaf(1, 128, 2))
+        x.append(leaf(1, 192, 2))
     rates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * (K if channels else 1))}
     rates = {n: t.requires_grad_() for n, t in rates.items()}
-    with compiled() as kernels:
+    with cut_into(1), compiled() as kernels:
         o, _ = getattr(fla_cp, f"chunk_{name}")(*x, **rates, **inside, **gate, impl="triton")
         o.float().sum().backward()
-    return [k for k in dict.fromkeys(kernels) if "scan" not in k.kernel]
+    return [k for k in dict.fromkeys(kernels) if "walk" not in k.kernel]
 
 
 def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Compiled]:
@@ -309,8 +310,12 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
     def with_tile(stage: str, tile: tuning.Tile) -> list[Compiled]:
         options = {} if stage.endswith("_any") else SAFE
         with forced({stage: tile}):
-            kernels = compile_call(128, 128, torch.bfloat16, options)
+            if "head" in stage:
+                kernels = compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {})
+            else:
+                kernels = compile_call(128, 128, torch.bfloat16, options)
         name = stage.removesuffix("_any").removesuffix("_states").removesuffix("_ends")
+        name = "intra_head_bwd" if name == "intra_bwd_head" else name
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 
     for stage in sorted({stage for _, stage, *_ in tuning.TABLE}):

@@ -1,8 +1,8 @@
 """The kernels on a GPU against fp64: `python -m tests.gpu [--out tests/gpu_report.json]`.
 
-Every size runs in a process of its own, all at once, so that one failing kernel does not hide the
-others; what is checked is in gpu_checks.py. The report keeps the hash of each file of
-fla_cp/kernels: one that changed since is unverified.
+Every part runs in a process of its own, all at once and on all GPUs, so that one failing kernel
+does not hide the others; what is checked is in gpu_checks.py. The report keeps the hash of each
+file of fla_cp/kernels: one that changed since is unverified.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import ast
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -41,8 +42,8 @@ def sanitize() -> dict:
     """Out-of-bounds accesses and races of one small call, as compute-sanitizer counts them."""
     row: dict = {"K": 64, "V": 64, "dtype": "bfloat16"}
     if shutil.which("compute-sanitizer") is None:
-        return row | {"case": "compute-sanitizer", "ok": False, "error": "not installed"}
-    row |= {"case": "compute-sanitizer", "ok": True}
+        return row | {"case": SANITIZER, "ok": False, "error": "not installed"}
+    row |= {"case": SANITIZER, "ok": True}
     for tool in ("memcheck", "initcheck"):
         result = subprocess.run(
             ["compute-sanitizer", "--tool", tool, sys.executable, "-c", SMALL_CALL],
@@ -56,6 +57,7 @@ def sanitize() -> dict:
     return row
 
 
+SANITIZER = "compute-sanitizer"
 SMALL_CALL = """
 import torch
 from fla_cp import kda_gate
@@ -98,17 +100,14 @@ def warn_if_stale(path: Path) -> None:
 def part(name: str) -> list[dict]:
     from tests import gpu_checks
 
-    if name == "conv,gate":
-        return gpu_checks.check_conv_and_gate()
-    if name == "family":
-        return gpu_checks.check_family()
-    return gpu_checks.check(*map(int, name.split(",")))
+    return [sanitize()] if name == SANITIZER else gpu_checks.parts()[name]()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "gpu_report.json")
-    parser.add_argument("--part", help="K,V, conv,gate or family: check this here and print JSON")
+    parser.add_argument("--part", help="check this part here and print JSON")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for all parts")
     parser.add_argument("--stale", action="store_true", help="only warn if --out is out of date")
     args = parser.parse_args()
     if args.stale:
@@ -121,27 +120,30 @@ def main() -> int:
     import triton
 
     import fla_cp.kernels.backend  # noqa: F401, chooses the assembler that the report names
-    from tests.gpu_checks import SIZES
+    from tests import gpu_checks
 
-    parts = [*(f"{K},{V}" for K, V in SIZES), "conv,gate", "family"]
-    started = time.time()
-    children = [
-        subprocess.Popen(
+    started, gpus = time.time(), torch.cuda.device_count()
+    children = {
+        name: subprocess.Popen(
             [sys.executable, "-m", "tests.gpu", "--part", name],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": str(n % gpus)} if gpus > 1 else {}),
         )
-        for name in parts
-    ]
+        for n, name in enumerate([SANITIZER, *gpu_checks.parts()])
+    }
     rows = []
-    for name, child in zip(parts, children, strict=True):
-        out, _ = child.communicate()
+    for name, child in children.items():
+        try:
+            out, _ = child.communicate(timeout=max(1.0, started + args.limit - time.time()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, _ = child.communicate()
         line = next((x for x in out.splitlines() if x.startswith("ROWS ")), None)
         died = [{"case": f"all of {name}", "ok": False, "error": out[-300:]}]
         rows += json.loads(line[5:]) if line else died
-    rows.append(sanitize())
     report = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """The CPU serves to try a check in Triton's interpreter."""
 
 Named = dict[str, Tensor]
+Rows = list[dict]
 
 
 def cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype]]:
@@ -96,19 +98,31 @@ def recurrent_cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype, bo
         yield f"recurrent {layout} given", Case("g", B=3, T=5, **given), BF16, v_first
 
 
-def check(K: int, V: int) -> list[dict]:
+def check_cases(K: int, V: int, share: slice) -> Rows:
     """Largest use of the error budget over outputs and gradients, per case of one size."""
+    return [one(K, V, *case) for case in [*cases(K, V)][share]]
+
+
+def check_tiles(K: int, V: int, share: slice) -> Rows:
+    """Every candidate tile; those of summaries on sequences in segments of two chunks."""
     from fla_cp.kernels.measure import cut_into, forced
 
-    rows = [one(K, V, *case) for case in cases(K, V)]
-    if (K, V) in ((64, 64), (128, 128)):
-        shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
-        for name, stage, tile in tiles(K, V):
+    rows = []
+    shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
+    for name, stage, tile in [*tiles(K, V)][share]:
+        cut = cut_into(2) if stage.endswith("_ends") else nullcontext()
+        with forced({stage: tile}), cut:
+            if "head" in stage:
+                rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name))
+                continue
             gate = {} if stage.endswith("_any") else SAFE
-            cut = cut_into(2) if stage.endswith("_ends") else nullcontext()
-            with forced({stage: tile}), cut:
-                case = Case("tile", **shape, options=options(**INSIDE, **gate))
-                rows.append(one(K, V, name, case, BF16))
+            case = Case("tile", **shape, options=options(**INSIDE, **gate))
+            rows.append(one(K, V, name, case, BF16))
+    return rows
+
+
+def check_recurrent(K: int, V: int) -> Rows:
+    rows = []
     for name, case, dtype, v_first in recurrent_cases(K, V):
 
         def call(x: Named, impl: str, case: Case = case, v_first: bool = v_first) -> Named:
@@ -174,35 +188,44 @@ def added(a: Named, b: Named) -> Named:
     return {n: a[n] + b[n] if n in a and n in b else a.get(n, b.get(n)) for n in a | b}
 
 
-def check_family() -> list[dict]:
-    """Every member but KDA: outputs, states and gradients, and token by token."""
+def check_family(key: str) -> Rows:
+    """A member but KDA: outputs, states and gradients, and token by token."""
+    return [
+        check_member(key, K, V, T, dtype, inside, stepwise)
+        for K, V, T in FAMILY
+        for dtype, inside in ((BF16, True), (FP32, True), (FP32, False))
+        for stepwise in (False, True)
+        if not stepwise or (T <= 64 and inside)
+    ]
+
+
+def check_member(
+    key: str,
+    K: int,
+    V: int,
+    T: int,
+    dtype: torch.dtype,
+    inside: bool = True,
+    stepwise: bool = False,
+    name: str = "",
+) -> dict:
     from tests.test_family import BY_NAME, Call, collect, draw, operator
 
-    rows = []
-    for key, member in BY_NAME.items():
-        for K, V, T in FAMILY if key != "kda" else ():
-            for dtype, inside in ((BF16, True), (FP32, True), (FP32, False)):
-                call = Call(T=T, H=2, HV=4, K=K, V=V, inside=inside)
-                x, keywords, weights = draw(member, call)
-                x = {n: t.to(dtype if n in member.arguments else FP32) for n, t in x.items()}
-                weights = [w.to(DEVICE) for w in weights]
+    member = BY_NAME[key]
+    x, keywords, weights = draw(member, Call(T=T, H=2, HV=4, K=K, V=V, inside=inside))
+    x = {n: t.to(dtype if n in member.arguments else FP32) for n, t in x.items()}
+    weights = [w.to(DEVICE) for w in weights]
 
-                def chunked(x: Named, impl: str, member=member, keywords=keywords, w=weights):
-                    x = {n: t.to(DEVICE) for n, t in x.items()}
-                    f = lambda y: operator(member, "chunk", y, **keywords, impl=impl)  # noqa: E731
-                    return collect(f, x, w)
+    def call(x: Named, impl: str) -> Named:
+        x = {n: t.to(DEVICE) for n, t in x.items()}
+        if stepwise:
+            found = operator(member, "fused_recurrent", x, **keywords, impl=impl)
+            return dict(zip(("o", "final_state"), found, strict=True))
+        return collect(lambda y: operator(member, "chunk", y, **keywords, impl=impl), x, weights)
 
-                def stepwise(x: Named, impl: str, member=member, keywords=keywords):
-                    x = {n: t.to(DEVICE) for n, t in x.items()}
-                    found = operator(member, "fused_recurrent", x, **keywords, impl=impl)
-                    return dict(zip(("o", "final_state"), found, strict=True))
-
-                name = {"K": K, "V": V, "case": f"{key} T={T}{'' if inside else ' given'}"}
-                rows.append(name | judged(chunked, x, dtype, of_gates if inside else nothing))
-                if T <= 64 and inside:
-                    name["case"] += " token by token"
-                    rows.append(name | judged(stepwise, x, dtype))
-    return rows
+    how = " token by token" * stepwise + " given" * (not inside)
+    row = {"K": K, "V": V, "case": name or f"{key} T={T}{how}"}
+    return row | judged(call, x, dtype, nothing if stepwise or not inside else of_gates)
 
 
 def of_gates(x: Named, actual: Named, exact: Named) -> Named:
@@ -223,7 +246,7 @@ def on_gpu(x: Named) -> Named:
     return {n: t.detach().to(DEVICE).requires_grad_() for n, t in x.items()}
 
 
-def check_conv_and_gate() -> list[dict]:
+def check_conv_and_gate() -> Rows:
     gen = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -339,3 +362,18 @@ def use(
             budget = budget + size(walk)
         shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
     return max(shares)
+
+
+def parts() -> dict[str, Callable[[], Rows]]:
+    """What runs in a process of its own, by name."""
+    from tests.test_family import BY_NAME
+
+    found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
+    for K, V in SIZES:
+        for n in range(3):
+            found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))
+        found[f"{K},{V} recurrent"] = partial(check_recurrent, K, V)
+        if (K, V) in ((64, 64), (128, 128)):
+            for n in range(6):
+                found[f"{K},{V} tiles {n}"] = partial(check_tiles, K, V, slice(n, None, 6))
+    return found | {key: partial(check_family, key) for key in BY_NAME if key != "kda"}

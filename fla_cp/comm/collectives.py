@@ -43,16 +43,12 @@ def all_to_all(
 
 def send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
     """Starts sending x to a rank of the group."""
-    work = dist.isend(x, group=group, group_dst=to)
-    assert work is not None
-    return work
+    return send_and_receive([(x, to)], [], group)[0]
 
 
 def receive(x: Tensor, sender: int, group: dist.ProcessGroup) -> dist.Work:
     """Starts receiving into x from a rank of the group."""
-    work = dist.irecv(x, group=group, group_src=sender)
-    assert work is not None
-    return work
+    return send_and_receive([], [(x, sender)], group)[0]
 
 
 def send_and_receive(

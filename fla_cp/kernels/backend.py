@@ -35,19 +35,42 @@ assembler.choose()
 
 
 class Chunks(NamedTuple):
-    """Operands of the scans, chunk by chunk in token order: qg, kin, kg [NC, HV, C, K] and T, Aqk
-    [NC, HV, C, C] in the inputs' dtype; fp32 decay [NC, HV, K] and rows [NC, HV, 3, C] (beta, and
-    what q and k are multiplied by); v as given. In a backward also o."""
+    """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, C, C] in the inputs'
+    dtype; fp32 decay [NC, HV, K] and rows [NC, HV, planes, C] (beta, what q and k are multiplied
+    by, and more in head.py); qg, kin, kg [NC, HV, C, K], with one decay a head the inputs q, k or
+    p, and k [T, H, K]; v as given. In a backward also o. removal: the rule's, without which kin and
+    T are not read."""
 
-    qg: Tensor
-    kin: Tensor
-    kg: Tensor
     T: Tensor
     Aqk: Tensor
     decay: Tensor
     rows: Tensor
+    qg: Tensor
+    kin: Tensor
+    kg: Tensor
     v: Tensor
     o: Tensor | None = None
+    removal: str = "k"
+
+    @property
+    def of_heads(self) -> bool:
+        return self.qg.dim() == 3
+
+    def launch(self) -> dict[str, Any]:
+        """What both scans are told of the operands."""
+        heads = self.decay.shape[1]
+        found: dict[str, int] = {}
+        for name, x in (("q", self.qg), ("r", self.kin), ("k", self.kg)):
+            rows, head, *_ = x.stride() if self.of_heads else (0, 0)
+            found |= {f"{name}_t": rows, f"{name}_h": head}
+        return {
+            **found,
+            "HV": heads,
+            "G": heads // self.kg.shape[1],
+            "HEAD": self.of_heads,
+            "REMOVAL": self.removal,
+            "PRECISION": _precision(self.T.dtype),
+        }
 
 
 class Tables(NamedTuple):
@@ -134,13 +157,16 @@ def intra(
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t = tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
-    qg, kin, kg = (x.q.new_empty(NC, HV, CHUNK, K) for _ in range(3))
+    if rule.per_head:
+        qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
+    else:
+        qg, kin, kg = (x.q.new_empty(NC, HV, CHUNK, K) for _ in range(3))
     if kept is None:
         T, Aqk = (x.q.new_empty(NC, HV, CHUNK, CHUNK) for _ in range(2))
     else:
         T, Aqk = kept
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
-    rows = x.q.new_empty(NC, HV, 3, CHUNK, dtype=torch.float32)
+    rows = x.q.new_empty(NC, HV, _planes(rule), CHUNK, dtype=torch.float32)
     if NC and rule.per_head:
         intra_head_kernel[(NC, HV)](
             x.q,
@@ -150,9 +176,6 @@ def intra(
             x.beta,
             x.A_log,
             x.dt_bias,
-            qg,
-            kin,
-            kg,
             T,
             Aqk,
             decay,
@@ -222,7 +245,12 @@ def intra(
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
-    return Chunks(qg, kin, kg, T, Aqk, decay, rows, x.v)
+    return Chunks(T, Aqk, decay, rows, qg, kin, kg, x.v, removal=rule.removal)
+
+
+def _planes(rule: DeltaRule) -> int:
+    """Of `Chunks.rows`."""
+    return 7 if rule.per_head else 3
 
 
 def scores(rule: DeltaRule, packing: Packing, c: Chunks) -> Chunks:
@@ -252,9 +280,9 @@ def _scan(
 ) -> None:
     """middle: the segments of `transition`."""
     table = tables(packing, c.v.device)
-    (HV, _, K), V = c.kin.shape[1:], c.v.shape[2]
+    (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
-    t = tile(stage, K, V, c.kin.dtype, HV * len(segments + middle))
+    t = tile(stage, K, V, c.T.dtype, HV * len(segments + middle))
     if not segments:
         return
     scan_kernel[(triton.cdiv(V, t.BV) * len(segments) + triton.cdiv(K, t.BV) * len(middle), HV)](
@@ -277,22 +305,22 @@ def _scan(
         table.seg_stop,
         table.seg_chunk,
         _entries(packing, S0, c.v.device),
-        *c.v.stride()[:2],
-        len(segments),
-        HV=HV,
+        v_t=c.v.stride(0),
+        v_h=c.v.stride(1),
+        states=len(segments),
         K=K,
         V=V,
         BT=CHUNK,
         BK=t.BK,
         BV=t.BV,
-        PRECISION=_precision(c.kin.dtype),
         NS=t.stages,
         num_warps=t.warps,
+        **c.launch(),
     )
 
 
 def _states(c: Chunks, count: int, *, square: bool = False) -> Tensor:
-    HV, K = c.kin.shape[1], c.kin.shape[3]
+    HV, K = c.decay.shape[1:]
     V = K if square else c.v.shape[2]
     return torch.empty(count, HV, K, V, dtype=torch.float32, device=c.v.device)
 
@@ -325,8 +353,7 @@ def _everything(packing: Packing) -> tuple[int, ...]:
 
 
 def _chunk_buffers(c: Chunks) -> tuple[Tensor, Tensor]:
-    NC, HV, _, K = c.kin.shape
-    V = c.v.shape[2]
+    (NC, HV, K), V = c.decay.shape, c.v.shape[2]
     return c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
 
 
@@ -368,9 +395,9 @@ def _scan_bwd(
     dS0: Tensor | None = None,
 ) -> None:
     table = tables(packing, c.v.device)
-    HV, K, V = c.kin.shape[1], c.kin.shape[3], c.v.shape[2]
+    (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
-    t = tile(stage, K, V, c.kin.dtype, HV * len(segments))
+    t = tile(stage, K, V, c.T.dtype, HV * len(segments))
     if not segments:
         return
     scan_bwd_kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](
@@ -391,16 +418,16 @@ def _scan_bwd(
         table.seg_stop,
         table.seg_chunk,
         _entries(packing, dS_end, c.v.device),
-        *do.stride()[:2],
-        HV=HV,
+        do_t=do.stride(0),
+        do_h=do.stride(1),
         K=K,
         V=V,
         BT=CHUNK,
         BK=t.BK,
         BV=t.BV,
-        PRECISION=_precision(c.kin.dtype),
         NS=t.stages,
         num_warps=t.warps,
+        **c.launch(),
     )
 
 
@@ -471,7 +498,9 @@ def intra_bwd(
             V=V,
             BT=CHUNK,
             BV=ts.BV,
+            PLANES=_planes(rule),
             NORM=rule.qk_l2norm,
+            REMOVES=rule.removal != "none",
             PRECISION=_precision(x.q.dtype),
             num_warps=ts.warps,
         )
@@ -522,7 +551,6 @@ def intra_bwd(
             NORM=rule.qk_l2norm,
             EXP2=rule.use_exp2,
             REMOVAL=rule.removal,
-            EPS=NORM_EPS,
             PRECISION=_precision(x.q.dtype),
             NS=t.stages,
             num_warps=t.warps,
@@ -627,7 +655,10 @@ def _reduced(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
 def keep(
     rule: DeltaRule, c: Chunks, h: Tensor | None, v_new: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    return (*c[:-2], h, v_new) if rule.keep_intermediates else (c.T, c.Aqk)
+    if not rule.keep_intermediates:
+        return c.T, c.Aqk
+    gated = () if rule.per_head else (c.qg, c.kin, c.kg)
+    return (c.T, c.Aqk, c.decay, c.rows, *gated, h, v_new)
 
 
 def kept_shapes(
@@ -638,15 +669,12 @@ def kept_shapes(
     if not rule.keep_intermediates:
         return [square, square]
     k = ((NC, HV, CHUNK, K), dtype)
-    decay, rows = ((NC, HV, K), torch.float32), ((NC, HV, 3, CHUNK), torch.float32)
     return [
-        k,
-        k,
-        k,
         square,
         square,
-        decay,
-        rows,
+        ((NC, HV, K), torch.float32),
+        ((NC, HV, _planes(rule), CHUNK), torch.float32),
+        *(() if rule.per_head else (k, k, k)),
         ((NC, HV, K, V), dtype),
         ((NC, HV, CHUNK, V), dtype),
     ]
@@ -656,7 +684,10 @@ def restore(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...], o: Tensor
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
     if rule.keep_intermediates:
-        return Chunks._make((*kept[:-2], unit_rows(x.v), o)), kept[-2], kept[-1]
+        *tensors, h, v_new = kept
+        if rule.per_head:
+            tensors += [unit_rows(t) for t in (x.q, x.k if x.p is None else x.p, x.k)]
+        return Chunks(*tensors, unit_rows(x.v), o, rule.removal), h, v_new  # type: ignore[arg-type, call-arg]
     T, Aqk = kept
     return intra(rule, packing, x, kept=(T, Aqk))._replace(o=o), None, None
 

@@ -5,14 +5,16 @@ for any gate, so there is one path.
 
 Backward, from `dscores` of intra_bwd.py (gradients of the decayed scores): with W = dscores *
 decay, q and k get W k and W^T q. The gate's gradient is, per row, the sum over channels of row
-factors times their gradients less column factors times theirs, as the products saw the factors.
+factors times their gradients less column factors times theirs, as the products saw the factors:
+the inputs as they are, with norms and scale in W, so that their gradients come out as they are.
 """
 
 import triton
 import triton.language as tl
 
 from .gate import LOG2E, sigmoid
-from .intra import row_rstd, unit_lower_inverse
+from .intra import unit_lower_inverse
+from .intra_bwd import load_scores
 from .tiles import decay_exp, dot, load_block, load_rows, store_block, store_rows
 
 
@@ -54,11 +56,11 @@ def running_sums(g, operand: tl.constexpr, BEFORE: tl.constexpr = False):
 
 @triton.jit
 def decay_of(sums, EXP2: tl.constexpr):
-    """exp(sums) [BT, 1]."""
+    """exp(sums) [BT]."""
     s = sums[0]
     for n in tl.static_range(1, len(sums)):
         s += sums[n]
-    return decay_exp(s, EXP2)[:, None]
+    return decay_exp(s, EXP2)
 
 
 @triton.jit
@@ -69,11 +71,11 @@ def last_of(x, i):
 
 @triton.jit
 def decay_to_end(sums, i, EXP2: tl.constexpr):
-    """exp(last - sums) [BT, 1]."""
+    """exp(last - sums) [BT]."""
     s = last_of(sums[0], i) - sums[0]
     for n in tl.static_range(1, len(sums)):
         s += last_of(sums[n], i) - sums[n]
-    return decay_exp(s, EXP2)[:, None]
+    return decay_exp(s, EXP2)
 
 
 @triton.jit
@@ -94,6 +96,19 @@ def decays(row, col, i, EXP2: tl.constexpr, TRANSPOSED: tl.constexpr = False):
 
 
 @triton.jit
+def weights(ptr, row, col, row_scale, col_scale, i, EXP2: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """What the inputs' rows are weighted with [BT, BT], from the gradients of the decayed scores at
+    ptr; alike in both orientations, bit for bit."""
+    b_d = load_scores(ptr, i)
+    if TRANSPOSED:  # where it is loaded: see intra_bwd.py
+        b_d = tl.trans(b_d).to(tl.float32) * decays(row, col, i, EXP2, True)
+        return b_d * row_scale[None, :] * col_scale[:, None]
+    else:
+        b_d = b_d.to(tl.float32) * decays(row, col, i, EXP2)
+        return b_d * row_scale[:, None] * col_scale[None, :]
+
+
+@triton.jit
 def intra_head_kernel(
     q,
     k,
@@ -102,9 +117,6 @@ def intra_head_kernel(
     beta,
     A_log,
     dt_bias,
-    qg,
-    kin,
-    kg,
     T,
     Aqk,
     decay,
@@ -137,8 +149,9 @@ def intra_head_kernel(
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """As `intra_kernel`, with g [T, HV]; decay [NC, HV, K] holds the same number K times. REMOVAL:
-    "k", "p", or "none", for which kin is zero and T the identity."""
+    """T and Aqk with SCORES (no T where nothing is removed); decay [NC, HV, K], the same number K
+    times; rows [NC, HV, 7, C], fp32: beta; what q, k and r (k or p, which reads the state) are
+    multiplied by; and by what in the scans (scan.py): q, r, and k where it writes."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     i = tl.arange(0, BT)
@@ -148,7 +161,7 @@ def intra_head_kernel(
     k += i_h * k_h + start * k_t
     g += i_hv + start * g_t
     i_ch = i_c * HV + i_hv
-    operand = kin.dtype.element_ty
+    operand = T.dtype.element_ty
 
     b_beta = tl.where(m_i, 1.0, 0.0)
     if beta is not None:
@@ -156,62 +169,73 @@ def intra_head_kernel(
         b_beta = tl.load(beta + i * beta_t, mask=m_i, other=0.0).to(tl.float32)
     if BETA_SIGMOID:
         b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
-    q_scale = tl.zeros_like(b_beta) + scale
-    k_scale = tl.zeros_like(b_beta) + 1.0
-    if NORM:
-        q_scale *= row_rstd(q, i, q_t, m_i, K, BK, EPS)
-        k_scale *= row_rstd(k, i, k_t, m_i, K, BK, EPS)
     if REMOVAL == "p":
         p += i_h * p_h + start * p_t
-        p_scale = tl.zeros_like(b_beta) + 1.0
-        if NORM:
-            p_scale *= row_rstd(p, i, p_t, m_i, K, BK, EPS)
-    rows += i_ch * 3 * BT + i
-    tl.store(rows, b_beta)
-    tl.store(rows + BT, q_scale)
-    tl.store(rows + 2 * BT, k_scale)
 
-    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
-    gc = running_sums(b_g, operand)
-    before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
-    e, to_end = decay_of(gc, EXP2), decay_to_end(gc, i, EXP2)
-    whole = last_of(e, i[:, None])
+    # scores of the inputs as they are: the norms and decays multiply them afterwards
+    q_norm = tl.zeros_like(b_beta) + EPS
+    k_norm = tl.zeros_like(b_beta) + EPS
+    p_norm = tl.zeros_like(b_beta) + EPS
     if SCORES:
         b_qk = tl.zeros([BT, BT], tl.float32)
         b_kk = tl.zeros([BT, BT], tl.float32)
         diagonal = tl.zeros_like(b_beta)
-    for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
+    if SCORES or NORM:
+        for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
+            o_k = i_k * BK + tl.arange(0, BK)
+            b_q = load_rows(q, i, q_t, m_i, o_k, K)
+            b_k = load_rows(k, i, k_t, m_i, o_k, K)
+            if NORM:
+                q_norm += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1)
+                k_norm += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
+            b_r = b_k
+            if REMOVAL == "p":
+                b_r = load_rows(p, i, p_t, m_i, o_k, K)
+                if NORM:
+                    p_norm += tl.sum(b_r.to(tl.float32) * b_r.to(tl.float32), axis=1)
+            if SCORES:
+                diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
+                b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
+                if REMOVAL != "none":
+                    b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
+    q_scale = tl.zeros_like(b_beta) + scale
+    k_scale = tl.zeros_like(b_beta) + 1.0
+    r_scale = k_scale
+    if NORM:
+        q_scale *= tl.rsqrt(q_norm)
+        k_scale *= tl.rsqrt(k_norm)
+        r_scale = k_scale
+        if REMOVAL == "p":
+            r_scale = tl.rsqrt(p_norm)
+
+    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
+    gc = running_sums(b_g, operand)
+    before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
+    e = decay_of(gc, EXP2)
+    rows += i_ch * 7 * BT + i
+    tl.store(rows, b_beta)
+    tl.store(rows + BT, q_scale)
+    tl.store(rows + 2 * BT, k_scale)
+    tl.store(rows + 3 * BT, r_scale)
+    tl.store(rows + 4 * BT, q_scale * e)
+    tl.store(rows + 5 * BT, r_scale * decay_of(before, EXP2))
+    tl.store(rows + 6 * BT, k_scale * decay_to_end(gc, i, EXP2))
+    whole = last_of(e, i)
+    for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
-        b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
-        store_block(qg + i_ch * BT * K, b_q * e, i, o_k, BT, K)
-        b_r = b_k
-        if REMOVAL == "p":
-            b_r = load_rows(p, i, p_t, m_i, o_k, K).to(tl.float32) * p_scale[:, None]
-        b_kin = b_r * decay_of(before, EXP2)
-        if REMOVAL == "none":
-            b_kin = tl.zeros_like(b_r)
-        store_block(kin + i_ch * BT * K, b_kin, i, o_k, BT, K)
-        store_block(kg + i_ch * BT * K, b_k * to_end, i, o_k, BT, K)
-        b_d = tl.zeros([BK], tl.float32) + whole
-        tl.store(decay + i_ch * K + o_k, b_d, mask=o_k < K)
-        if SCORES:
-            diagonal += tl.sum(b_q * b_k, axis=1)
-            b_kb = b_k.to(operand)
-            b_qk = dot(b_q.to(operand), tl.trans(b_kb), PRECISION, acc=b_qk)
-            if REMOVAL != "none":
-                b_kk = dot(b_r.to(operand), tl.trans(b_kb), PRECISION, acc=b_kk)
+        tl.store(decay + i_ch * K + o_k, tl.zeros([BK], tl.float32) + whole, mask=o_k < K)
     if SCORES:
-        pairs = decays(gc, gc, i, EXP2)
-        b_qk = tl.where(i[:, None] == i[None, :], diagonal[:, None], b_qk * pairs)
+        scales = q_scale[:, None] * k_scale[None, :]
+        b_qk *= scales * decays(gc, gc, i, EXP2)
+        b_qk += tl.where(i[:, None] == i[None, :], (diagonal * q_scale * k_scale)[:, None], 0.0)
         store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
-        if REMOVAL == "p":
-            pairs = decays(before, gc, i, EXP2)
-        b_kk *= pairs * b_beta[:, None]
-        same = (i // 16)[:, None] == (i // 16)[None, :]
-        b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
-        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
-        store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
+        if REMOVAL != "none":
+            b_kk *= (b_beta * r_scale)[:, None] * k_scale[None, :]
+            b_kk *= decays(before, gc, i, EXP2)
+            same = (i // 16)[:, None] == (i // 16)[None, :]
+            b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
+            b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
+            store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
 
 
 @triton.jit
@@ -262,7 +286,6 @@ def intra_head_bwd_kernel(
     NORM: tl.constexpr,
     EXP2: tl.constexpr,
     REMOVAL: tl.constexpr,
-    EPS: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
@@ -280,6 +303,9 @@ def intra_head_bwd_kernel(
     chunks = (tl.num_programs(0) // tiles).to(tl.int64)
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
+    r, r_t = k, k_t
+    if REMOVAL == "p":
+        r, r_t = p + i_h * p_h + start * p_t, p_t
     g += i_hv + start * g_t
     do += i_hv * do_h + start * do_t
     v_new += i_ch * BT * V
@@ -289,27 +315,18 @@ def intra_head_bwd_kernel(
     dq += (start * HV + i_hv) * K
     dk += (start * HV + i_hv) * K
     dscores += i_ch * 2 * BT * BT
-    rows += i_ch * 3 * BT + i
+    rows += i_ch * 7 * BT + i
     of_rows += i_ch * 3 * BT + i
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
 
     _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
     gc = running_sums(b_g, operand)
+    before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
     b_beta = tl.load(rows)[:, None]
-    q_scale, k_scale = tl.load(rows + BT)[:, None], tl.load(rows + 2 * BT)[:, None]
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale
-    before, b_r = gc, b_k
-    if REMOVAL == "p":
-        before = running_sums(b_g, operand, True)
-        p += i_h * p_h + start * p_t
-        p_scale = tl.zeros_like(b_g)[:, None] + 1.0
-        if NORM:
-            p_scale *= row_rstd(p, i, p_t, m_i, K, BK, EPS)[:, None]
-        b_r = load_rows(p, i, p_t, m_i, o_k, K).to(tl.float32) * p_scale
+    q_scale, k_scale, r_scale = tl.load(rows + BT), tl.load(rows + 2 * BT), tl.load(rows + 3 * BT)
 
-    # column factor k, transposed scores where they are loaded, not where they are multiplied
+    # column factor k
     b_dc = tl.zeros([BT, BK], tl.float32)
     b_dl = tl.zeros([BK], tl.float32)
     for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
@@ -318,23 +335,21 @@ def intra_head_bwd_kernel(
         b_dh = load_block(dh, o_k, o_v, K, V)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
-    b_dc *= decay_to_end(gc, i, EXP2)
+    b_dc *= tl.load(rows + 6 * BT)[:, None]
     b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
-    b_dgc = -tl.sum(b_k * b_dc, axis=1)
+    b_k = load_rows(k, i, k_t, m_i, o_k, K)
+    b_dgc = -tl.sum(b_k.to(tl.float32) * b_dc, axis=1)
     last = tl.sum(b_dl, axis=0) - tl.sum(b_dgc, axis=0)
-    b_kb, b_qb, b_rb = b_k.to(operand), b_q.to(operand), (b_beta * b_r).to(operand)
-    pairs = decays(gc, gc, i, EXP2, True)
-    at = i[None, :] * BT + i[:, None]
-    b_c = dot((tl.load(dscores + at).to(tl.float32) * pairs).to(operand), b_qb, PRECISION)
+    b_w = weights(dscores, gc, gc, q_scale, k_scale, i, EXP2, True).to(operand)
+    b_c = dot(b_w, load_rows(q, i, q_t, m_i, o_k, K), PRECISION)
     if REMOVAL != "none":
-        if REMOVAL == "p":
-            pairs = decays(before, gc, i, EXP2, True)
-        b_w = (tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand)
+        b_w = weights(dscores + BT * BT, before, gc, r_scale, k_scale, i, EXP2, True).to(operand)
+        b_rb = (b_beta * load_rows(r, i, r_t, m_i, o_k, K).to(tl.float32)).to(operand)
         b_c = dot(b_w, b_rb, PRECISION, acc=b_c)
     b_dc += b_c
-    b_dgc -= tl.sum(b_kb.to(tl.float32) * b_c, axis=1)
+    b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
 
-    # row factors q and beta k
+    # row factors q and beta r
     tl.debug_barrier()
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
@@ -345,54 +360,46 @@ def intra_head_bwd_kernel(
         b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
         if REMOVAL != "none":
             b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
-    b_dq *= decay_of(gc, EXP2)
-    b_dr *= -decay_of(before, EXP2)
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * q_scale
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * k_scale
-    b_r = b_k
-    if REMOVAL == "p":
-        b_r = load_rows(p, i, p_t, m_i, o_k, K).to(tl.float32) * p_scale
+    b_dq *= tl.load(rows + 4 * BT)[:, None]
+    b_k = load_rows(k, i, k_t, m_i, o_k, K)
+    b_w = weights(dscores, gc, gc, q_scale, k_scale, i, EXP2, False).to(operand)
+    b_dq = dot(b_w, b_k, PRECISION, acc=b_dq)
+    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
     b_dgc += tl.sum(b_q * b_dq, axis=1)
-    b_shift = tl.sum(b_beta * b_r * b_dr, axis=1)
-    pairs = decays(gc, gc, i, EXP2)
-    at = i[:, None] * BT + i[None, :]
-    b_kb = b_k.to(operand)
-    b_c = dot((tl.load(dscores + at).to(tl.float32) * pairs).to(operand), b_kb, PRECISION)
-    b_dq += b_c
-    b_dgc += tl.sum(b_q.to(operand).to(tl.float32) * b_c, axis=1)
     if REMOVAL != "none":
-        if REMOVAL == "p":
-            pairs = decays(before, gc, i, EXP2)
-        b_w = (tl.load(dscores + BT * BT + at).to(tl.float32) * pairs).to(operand)
-        b_c = dot(b_w, b_kb, PRECISION)
+        b_dr *= -tl.load(rows + 5 * BT)[:, None]
+        b_r = load_rows(r, i, r_t, m_i, o_k, K).to(tl.float32)
+        b_shift = tl.sum(b_beta * b_r * b_dr, axis=1)
+        b_w = weights(dscores + BT * BT, before, gc, r_scale, k_scale, i, EXP2, False).to(operand)
+        b_c = dot(b_w, b_k, PRECISION)
         b_dr += b_c
         b_shift += tl.sum((b_beta * b_r).to(operand).to(tl.float32) * b_c, axis=1)
         b_dgc += b_shift
 
     # the diagonal's row and column cancel in the gate's gradient
-    diagonal = tl.load(of_rows)[:, None]
+    b_k = b_k.to(tl.float32)
+    diagonal = (tl.load(of_rows) * q_scale * k_scale)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
     dbeta += start * HV + i_hv
-    b_nk = tl.load(of_rows + 2 * BT)[:, None]  # sum over channels of k dk, and with p of p dp too
+    b_nk = tl.load(of_rows + 2 * BT)  # sum over channels of k dk, and with p of p dp too
     if REMOVAL == "p":
-        b_vy = b_beta * tl.load(dbeta + i * HV, mask=m_i, other=0.0)[:, None]
-    b_dr_beta = b_beta * b_dr
-    b_dk = b_dc
+        b_vy = tl.load(rows) * tl.load(dbeta + i * HV, mask=m_i, other=0.0)
+    b_dp = b_beta * b_dr
     if REMOVAL == "k":
-        b_dk += b_dr_beta
+        b_dc += b_dp
     if NORM:
-        b_dq -= b_q * (tl.load(of_rows + BT) / (scale * scale))[:, None]
+        b_dq -= b_q * (tl.load(of_rows + BT) * (q_scale / scale) * (q_scale / scale))[:, None]
         if REMOVAL == "p":
-            b_dr_beta -= b_r * ((b_nk - b_vy) * 0.5)
+            b_dp -= b_r * ((b_nk - b_vy) * 0.5 * r_scale * r_scale)[:, None]
             b_nk = (b_nk + b_vy) * 0.5
-        b_dk -= b_k * b_nk
-    store_rows(dq, b_dq * q_scale, i, HV * K, m_i, o_k, K)
-    store_rows(dk, b_dk * k_scale, i, HV * K, m_i, o_k, K)
+        b_dc -= b_k * (b_nk * k_scale * k_scale)[:, None]
+    store_rows(dq, b_dq, i, HV * K, m_i, o_k, K)
+    store_rows(dk, b_dc, i, HV * K, m_i, o_k, K)
     place = (i_k * chunks * HV + i_ch) * BT + i
     if REMOVAL == "p":
         dp += (start * HV + i_hv) * K
-        store_rows(dp, b_dr_beta * p_scale, i, HV * K, m_i, o_k, K)
+        store_rows(dp, b_dp, i, HV * K, m_i, o_k, K)
         tl.store(shift + place, b_shift)
     if REMOVAL != "none":
         plane = (i_k + 1).to(tl.int64) * tokens * HV

@@ -127,7 +127,7 @@ def intra_kernel(
     NS: tl.constexpr,
 ):
     """rows [NC, HV, 3, C], fp32: activated beta, and what q and k are multiplied by. Without
-    REMOVES (GLA) kin is zero and T the identity."""
+    REMOVES (GLA) neither kin nor T is written."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     o_i = tl.arange(0, BT)
@@ -176,10 +176,8 @@ def intra_kernel(
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
         e = decay_exp(apply_sums(e_upto, steps, PRECISION), EXP2)
         store_block(qg + i_ch * BT * K, b_q * e, o_i, o_k, BT, K)
-        b_kin = b_k * e
-        if not REMOVES:
-            b_kin = tl.zeros_like(b_k)
-        store_block(kin + i_ch * BT * K, b_kin, o_i, o_k, BT, K)
+        if REMOVES:
+            store_block(kin + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
         last = tl.broadcast_to(o_k[None, :], [BT, BK])
         tl.store(decay + i_ch * K + last, e, mask=(o_i == BT - 1)[:, None] & (o_k < K)[None, :])
         e = decay_exp(apply_sums(e_after, steps, PRECISION), EXP2)
@@ -191,15 +189,18 @@ def intra_kernel(
                 col = b_k * decay_exp(-d, EXP2)
                 f = decay_exp(d, EXP2)
                 b_kf = (b_k * f).to(operand)
-                near = tl.permute(blocks_of_16(col.to(operand)), (0, 2, 1))
-                b_16 = dot(blocks_of_16(b_kf), near, PRECISION, acc=b_16)
+                if REMOVES:
+                    near = tl.permute(blocks_of_16(col.to(operand)), (0, 2, 1))
+                    b_16 = dot(blocks_of_16(b_kf), near, PRECISION, acc=b_16)
                 half = tl.trans(tl.where((o_i >= BT // 2)[:, None], col, 0.0).to(operand))
                 b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
-                b_kk = dot(b_kf, half, PRECISION, acc=b_kk)
+                if REMOVES:
+                    b_kk = dot(b_kf, half, PRECISION, acc=b_kk)
                 half = tl.trans(tl.where((o_i < BT // 2)[:, None], col, 0.0).to(operand))
                 f = decay_exp(apply_sums(e_first, steps, PRECISION), EXP2)
                 b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
-                b_kk = dot((b_k * f).to(operand), half, PRECISION, acc=b_kk)
+                if REMOVES:
+                    b_kk = dot((b_k * f).to(operand), half, PRECISION, acc=b_kk)
             else:
                 for level in range(6):
                     f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, PRECISION), EXP2)
@@ -207,16 +208,15 @@ def intra_kernel(
                     mask = pair_mask(o_i, 32 >> level)
                     b_qf = (b_q * f).to(operand)
                     b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), PRECISION), 0.0)
-                    b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
+                    if REMOVES:
+                        b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
     if SCORES:
         below = o_i[:, None] > o_i[None, :]
         b_qk = tl.where(below, b_qk, 0.0)
-        b_kk = tl.where(below, b_kk, 0.0) if REMOVES else tl.zeros_like(b_kk)
-        if not REMOVES:
-            b_16 = tl.zeros_like(b_16)
         b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
         store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
-        b_kk *= b_beta[:, None]
+    if SCORES and REMOVES:
+        b_kk = tl.where(below, b_kk, 0.0) * b_beta[:, None]
         if SAFE:
             b_16 *= tl.reshape(b_beta, [BT // 16, 16])[:, :, None]
         else:

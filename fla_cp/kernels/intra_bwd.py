@@ -94,7 +94,9 @@ def scores_bwd_kernel(
     V: tl.constexpr,
     BT: tl.constexpr,
     BV: tl.constexpr,
+    PLANES: tl.constexpr,
     NORM: tl.constexpr,
+    REMOVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta.
@@ -111,7 +113,7 @@ def scores_bwd_kernel(
     dv += (start * HV + i_hv) * V
     dscores += i_ch * 2 * BT * BT
     operand = v_new.dtype.element_ty
-    b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
+    b_beta = tl.load(rows + i_ch * PLANES * BT + o_i)
     b_ds = tl.zeros([BT, BT], tl.float32)
     b_da = tl.zeros([BT, BT], tl.float32)
     b_dbeta = tl.zeros_like(b_beta)
@@ -123,7 +125,8 @@ def scores_bwd_kernel(
         b_vn = load_block(v_new + i_ch * BT * V, o_i, o_v, BT, V)
         b_y = load_block(y + i_ch * BT * V, o_i, o_v, BT, V)
         b_ds = dot(b_do, tl.trans(b_vn), PRECISION, acc=b_ds)
-        b_da = dot(b_y, tl.trans(b_vn), PRECISION, acc=b_da)
+        if REMOVES:
+            b_da = dot(b_y, tl.trans(b_vn), PRECISION, acc=b_da)
         b_v = load_rows(v, o_i, v_t, m_i, o_v, V).to(tl.float32)
         b_y = b_y.to(tl.float32)
         b_dbeta += tl.sum(b_v * b_y, axis=1)
@@ -136,8 +139,9 @@ def scores_bwd_kernel(
     b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_ds, 0.0), axis=1)
     tl.store(of_rows + i_ch * 3 * BT + o_i, b_diagonal)
     store_block(dscores, tl.where(below, b_ds, 0.0), o_i, o_i, BT, BT)
-    b_da = tl.where(below, -b_da, 0.0)
-    store_block(dscores + BT * BT, b_da, o_i, o_i, BT, BT)
+    if REMOVES:
+        b_da = tl.where(below, -b_da, 0.0)
+        store_block(dscores + BT * BT, b_da, o_i, o_i, BT, BT)
     tl.store(dbeta + (start + o_i) * HV + i_hv, b_dbeta, mask=m_i)
     if NORM:
         tl.store(of_rows + (i_ch * 3 + 1) * BT + o_i, b_nq)

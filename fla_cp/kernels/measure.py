@@ -47,25 +47,27 @@ def cut_into(chunks: int) -> Iterator[None]:
 
 
 def stages(
-    K: int, V: int, dtype: torch.dtype, tokens: int, heads: int, *, safe: bool = True
+    K: int, V: int, dtype: torch.dtype, tokens: int, heads: int, *, path: str = ""
 ) -> dict[str, Callable[[], Any]]:
-    """Each stage of one KDA call with norm, gate and beta's sigmoid inside, on random inputs; and
-    the summaries that a rank in the middle of a document makes besides."""
+    """Each stage of one call with norm, gate and beta's sigmoid inside, on random inputs, and the
+    summaries that a rank in the middle of a document makes besides. path: of KDA with a safe gate
+    "", with any "_any"; of the gated delta rule "_head"."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(dtype)
 
+    head = path == "_head"
     x = Inputs(
         random(tokens, heads, K),
         random(tokens, heads, K),
         random(tokens, heads, V),
-        random(tokens, heads, K),
+        random(tokens, heads) if head else random(tokens, heads, K),
         random(tokens, heads),
         torch.randn(heads, device="cuda"),
-        torch.randn(heads * K, device="cuda"),
+        torch.randn(heads if head else heads * K, device="cuda"),
     )
-    gate: dict[str, Any] = {"gate": "softplus"}
-    if safe:
+    gate: dict[str, Any] = {"gate": "softplus", "per_head": head}
+    if not path:
         gate = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
     rule = DeltaRule(scale=K**-0.5, qk_l2norm=True, beta_factor=1.0, **gate)
     packing, do = Packing.build((0, tokens)), random(tokens, heads, V)
@@ -77,14 +79,13 @@ def stages(
     h, v_new, _ = backend.scan(packing, c, None)
     grads = backend.output_bwd(rule, packing, c, do)
     dscan, _ = backend.scan_bwd(packing, c, grads, None, want_start=False)
-    end = "" if safe else "_any"
     return {
-        f"intra{end}": lambda: backend.intra(rule, packing, x),
+        f"intra{path}": lambda: backend.intra(rule, packing, x),
         "restore": lambda: backend.intra(rule, packing, x, kept=(c.T, c.Aqk)),
         "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
         "scan_states": lambda: backend.scan(packing, c, None),
         "scan_bwd": lambda: backend.scan_bwd(packing, c, grads, None, want_start=False),
-        f"intra_bwd{end}": lambda: backend.intra_bwd(rule, packing, x, c, h, v_new, dscan),
+        f"intra_bwd{path}": lambda: backend.intra_bwd(rule, packing, x, c, h, v_new, dscan),
         "scan_ends": lambda: backend.summarize(middle, c, None),
         "scan_bwd_ends": lambda: backend.summarize_bwd(middle, c, grads, None),
     }
@@ -94,7 +95,8 @@ def measure(
     stage: str, choice: Tile, K: int, V: int, dtype: torch.dtype, tokens: int, heads: int
 ) -> float:
     """Median ms of `stage` with `choice`; "scores_bwd" is timed inside "intra_bwd"."""
-    run = stages(K, V, dtype, tokens, heads, safe=not stage.endswith("_any"))
+    path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
+    run = stages(K, V, dtype, tokens, heads, path=path)
     with forced({stage: choice}):
         timed = run["intra_bwd" if stage == "scores_bwd" else stage]
         return triton.testing.do_bench(timed, warmup=5, rep=25, return_mode="median")

@@ -1,7 +1,9 @@
 """States along the chunks of each segment, forward and in reverse; o is formed on the way.
 
 Operands come from intra.py, chunk by chunk and already gated, so that the serial chain is three
-products a chunk: kin S, T r, kg^T v_new (reverse: kg dS, T^T dv, kin^T x).
+products a chunk: kin S, T r, kg^T v_new (reverse: kg dS, T^T dv, kin^T x). With one decay a head
+(HEAD) a gated operand is the input times a number a row, so q, k and p are read as given and their
+factors (head.py) multiply what the products give or take.
 """
 
 import triton
@@ -14,6 +16,18 @@ from .tiles import dot, load_block, load_rows, store_block, store_rows
 def state_tile(ptr, row, i_h, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     """Start of the [K, V] state of one segment and head."""
     return ptr + (row * HV + i_h) * K * V
+
+
+@triton.jit
+def load_operand(
+    ptr, i_ch, i_h, t, x_t, x_h, o_i, o_k, m_r, K: tl.constexpr, G: tl.constexpr, HEAD: tl.constexpr
+):
+    """[BT, BK] of a chunk: of the input [T, H, K] with HEAD, else of [NC, HV, C, K]."""
+    BT: tl.constexpr = o_i.shape[0]
+    if HEAD:
+        return load_rows(ptr + (i_h // G) * x_h + t * x_t, o_i, x_t, m_r, o_k, K)
+    else:
+        return load_block(ptr + i_ch * BT * K, o_i, o_k, BT, K)
 
 
 @triton.jit
@@ -37,15 +51,24 @@ def scan_kernel(
     seg_stop,
     seg_chunk,
     seg_entry,
+    q_t,
+    q_h,
+    r_t,
+    r_h,
+    k_t,
+    k_h,
     v_t,
     v_h,
     states,
     HV: tl.constexpr,
+    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    HEAD: tl.constexpr,
+    REMOVAL: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
@@ -80,28 +103,43 @@ def scan_kernel(
         entry = tl.load(seg_entry + i_s).to(tl.int64)
         if value & (entry >= 0):
             b_S += load_block(state_tile(S0, entry, i_h, HV, K, V), o_k, o_v, K, V)
-    operand = kin.dtype.element_ty
+    operand = T.dtype.element_ty
+    PLANES: tl.constexpr = 7 if HEAD else 3
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS):
         i_ch = (first + c) * HV + i_h
         t = start + c * BT
-        m_t = (o_i < stop - t) & value
+        m_r = o_i < stop - t
+        row = rows + i_ch * PLANES * BT + o_i
         b_Sb = b_S.to(operand)
         if h is not None:
             store_block(h + i_ch * K * V, b_Sb, o_k, o_v, K, V)
-        b_r = -dot(load_block(kin + i_ch * BT * K, o_i, o_k, BT, K), b_Sb, PRECISION)
-        b_r += load_rows(v + t * v_t, o_i, v_t, m_t, o_v, V).to(tl.float32)
-        b_r = (b_r * tl.load(rows + i_ch * 3 * BT + o_i)[:, None]).to(operand)
-        b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
-        b_vn = dot(b_T, b_r, PRECISION).to(operand)
+        b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
+        b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
+        if REMOVAL == "none":
+            b_vn = b_v.to(operand)
+        else:
+            b_kin = b_kg
+            if not HEAD or REMOVAL == "p":
+                b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_k, m_r, K, G, HEAD)
+            b_r = dot(b_kin, b_Sb, PRECISION)
+            if HEAD:
+                b_r *= tl.load(row + 5 * BT)[:, None]
+            b_r = ((b_v.to(tl.float32) - b_r) * tl.load(row)[:, None]).to(operand)
+            b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
+            b_vn = dot(b_T, b_r, PRECISION).to(operand)
         if v_new is not None:
             store_block(v_new + i_ch * BT * V, b_vn, o_i, o_v, BT, V)
         if o is not None:
-            b_o = dot(load_block(qg + i_ch * BT * K, o_i, o_k, BT, K), b_Sb, PRECISION)
+            b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_k, m_r, K, G, HEAD)
+            b_o = dot(b_qg, b_Sb, PRECISION)
+            if HEAD:
+                b_o *= tl.load(row + 4 * BT)[:, None]
             b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
             b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
-            store_rows(o + (t * HV + i_h) * V, b_o, o_i, HV * V, m_t, o_v, V)
+            store_rows(o + (t * HV + i_h) * V, b_o, o_i, HV * V, m_r, o_v, V)
         b_d = tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
-        b_kg = load_block(kg + i_ch * BT * K, o_i, o_k, BT, K)
+        if HEAD:
+            b_vn = (b_vn.to(tl.float32) * tl.load(row + 6 * BT)[:, None]).to(operand)
         b_S = dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S * b_d[:, None])
     if value:
         if S_end is not None:
@@ -129,14 +167,23 @@ def scan_bwd_kernel(
     seg_stop,
     seg_chunk,
     seg_exit,
+    q_t,
+    q_h,
+    r_t,
+    r_h,
+    k_t,
+    k_h,
     do_t,
     do_h,
     HV: tl.constexpr,
+    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    HEAD: tl.constexpr,
+    REMOVAL: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
@@ -154,32 +201,47 @@ def scan_bwd_kernel(
     first = tl.load(seg_chunk + i_s).to(tl.int64)
     b_dS = tl.zeros([BK, BV], tl.float32)
     if dS_end is not None:
-        row = tl.load(seg_exit + i_s).to(tl.int64)
-        if row >= 0:
-            b_dS += load_block(state_tile(dS_end, row, i_h, HV, K, V), o_k, o_v, K, V)
-    operand = kin.dtype.element_ty
+        leaving = tl.load(seg_exit + i_s).to(tl.int64)
+        if leaving >= 0:
+            b_dS += load_block(state_tile(dS_end, leaving, i_h, HV, K, V), o_k, o_v, K, V)
+    operand = T.dtype.element_ty
+    PLANES: tl.constexpr = 7 if HEAD else 3
     n = tl.cdiv(stop - start, BT)
     for c in tl.range(0, n, num_stages=NS):
         i_c = n - 1 - c
         i_ch = (first + i_c) * HV + i_h
         t = start + i_c * BT
-        b_do = load_rows(do + t * do_t, o_i, do_t, o_i < stop - t, o_v, V).to(operand)
+        m_r = o_i < stop - t
+        row = rows + i_ch * PLANES * BT + o_i
+        b_do = load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand)
         b_dSb = b_dS.to(operand)
         if dh is not None:
             store_block(dh + i_ch * K * V, b_dSb, o_k, o_v, K, V)
         b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
-        b_dv = dot(tl.trans(b_A), b_do, PRECISION)
-        b_kg = load_block(kg + i_ch * BT * K, o_i, o_k, BT, K)
-        b_dv = dot(b_kg, b_dSb, PRECISION, acc=b_dv)
-        b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
-        b_y = dot(tl.trans(b_T), b_dv.to(operand), PRECISION)
+        b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
+        if HEAD:
+            b_y = dot(b_kg, b_dSb, PRECISION) * tl.load(row + 6 * BT)[:, None]
+            b_y = dot(tl.trans(b_A), b_do, PRECISION, acc=b_y)
+        else:
+            b_y = dot(tl.trans(b_A), b_do, PRECISION)
+            b_y = dot(b_kg, b_dSb, PRECISION, acc=b_y)
+        if REMOVAL != "none":
+            b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
+            b_y = dot(tl.trans(b_T), b_y.to(operand), PRECISION)
         if y is not None:
             store_block(y + i_ch * BT * V, b_y, o_i, o_v, BT, V)
-        b_x = (-b_y * tl.load(rows + i_ch * 3 * BT + o_i)[:, None]).to(operand)
         b_d = tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
-        b_qg = load_block(qg + i_ch * BT * K, o_i, o_k, BT, K)
+        b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_k, m_r, K, G, HEAD)
+        if HEAD:
+            b_do = (b_do.to(tl.float32) * tl.load(row + 4 * BT)[:, None]).to(operand)
         b_dS = dot(tl.trans(b_qg), b_do, PRECISION, acc=b_dS * b_d[:, None])
-        b_kin = load_block(kin + i_ch * BT * K, o_i, o_k, BT, K)
-        b_dS = dot(tl.trans(b_kin), b_x, PRECISION, acc=b_dS)
+        if REMOVAL != "none":
+            b_x = -b_y * tl.load(row)[:, None]
+            b_kin = b_kg
+            if HEAD:
+                b_x *= tl.load(row + 5 * BT)[:, None]
+            if not HEAD or REMOVAL == "p":
+                b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_k, m_r, K, G, HEAD)
+            b_dS = dot(tl.trans(b_kin), b_x.to(operand), PRECISION, acc=b_dS)
     if dS0 is not None:
         store_block(state_tile(dS0, i_n, i_h, HV, K, V), b_dS, o_k, o_v, K, V)

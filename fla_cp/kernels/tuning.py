@@ -42,6 +42,8 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 64, 4, 1),
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
+    (90, "intra_head", 128, 128, BF16): Tile(32, 0, 4, 3),
+    (90, "intra_bwd_head", 128, 128, BF16): Tile(64, 128, 4, 1),
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
 without a safe gate; "_states": without o; "_ends": of the summaries. Figures: docs/log.md."""
@@ -110,6 +112,25 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "scan_states": (*SCANS, Tile(0, 64, 4, 3)),
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3)),
     "scan_bwd": SCANS,
+    "intra_head": (
+        Tile(32, 0, 4, 3),
+        Tile(32, 0, 4, 1),
+        Tile(64, 0, 4, 1),
+        Tile(64, 0, 4, 2),
+        Tile(128, 0, 4, 1),
+    ),
+    "intra_bwd_head": tuple(
+        Tile(BK, BV, warps, 1)
+        for BK, BV, warps in (
+            (32, 128, 4),
+            (32, 64, 4),
+            (64, 128, 4),
+            (64, 64, 4),
+            (64, 32, 4),
+            (128, 64, 8),
+            (128, 128, 8),
+        )
+    ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
     "intra_bwd": tuple(
         Tile(BK, BV, 4, 1, cap)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..context import FLACPContext
 from ..rule import NORM_EPS, accumulator
-from .modules import RMSNorm, ShortConvolution
+from .modules import RMSNorm, ShortConvolution, at_least_fp32
 
 RECURRENT_TOKENS = 64
 """Longest input that a layer in evaluation mode, without gradients, takes token by token."""
@@ -52,7 +52,7 @@ class Core(nn.Module):
         """Raw projections -> o [B, T, HV, V]; inputs as the operator's."""
         form = "fused_recurrent" if recurrent else "chunk"
         op = getattr(ops, f"{form}_{self.name}")
-        rates = {"A_log": self.A_log, "dt_bias": self.dt_bias}
+        rates = {"A_log": at_least_fp32(self.A_log), "dt_bias": at_least_fp32(self.dt_bias)}
         o: Tensor = op(*inputs, **rates, use_gate_in_kernel=True, impl=self.impl, **options)[0]
         return o
 

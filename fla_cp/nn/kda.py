@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..context import FLACPContext
 from ..ops import chunk_kda, fused_recurrent_kda
 from .family import takes_recurrent_form
-from .modules import GatedRMSNorm, ShortConvolution
+from .modules import GatedRMSNorm, ShortConvolution, at_least_fp32
 
 
 class KDACore(nn.Module):
@@ -58,8 +58,8 @@ class KDACore(nn.Module):
     ) -> Tensor:
         """Raw projections -> o [B, T, HV, V]; shapes as in `chunk_kda`."""
         options: dict[str, Any] = {
-            "A_log": self.A_log,
-            "dt_bias": self.dt_bias,
+            "A_log": at_least_fp32(self.A_log),
+            "dt_bias": at_least_fp32(self.dt_bias),
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,

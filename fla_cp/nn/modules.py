@@ -64,3 +64,9 @@ class ShortConvolution(nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         weight = self.weight.to(x.dtype)
         return causal_conv1d(x, weight, bias, "silu", cu_seqlens, cp_context, impl=self.impl)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Rates in fp32 again after `module.to(torch.bfloat16)`, which rounds them; better is to keep
+    them fp32 there, as the trainer does."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
