@@ -43,12 +43,12 @@ def all_to_all(
 
 def send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
     """Starts sending x to a rank of the group."""
-    return send_and_receive([(x, to)], [], group)[0]
+    return _batched([dist.P2POp(dist.isend, x, group=group, group_peer=to)])[0]
 
 
 def receive(x: Tensor, sender: int, group: dist.ProcessGroup) -> dist.Work:
     """Starts receiving into x from a rank of the group."""
-    return send_and_receive([], [(x, sender)], group)[0]
+    return _batched([dist.P2POp(dist.irecv, x, group=group, group_peer=sender)])[0]
 
 
 def send_and_receive(
@@ -57,6 +57,11 @@ def send_and_receive(
     """Starts to exchange (tensor, rank of the group) messages; the works to wait for."""
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
+    return _batched(ops)
+
+
+def _batched(ops: list[dist.P2POp]) -> list[dist.Work]:
+    """Also for single messages, which NCCL serialises with everything else, and warns."""
     return dist.batch_isend_irecv(ops) if ops else []
 
 
