@@ -326,10 +326,14 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
 SPILLS = {
     "intra_kernel": {"bf16 safe": 16, "bf16 any": 400},
     "intra_bwd_kernel": {"bf16 safe": 160, "bf16 any": 320, "gla bf16 safe": 400},
-    "intra_head_bwd_kernel": {"comba bf16 any": 96},  # Triton 3.6 only
+    "intra_head_bwd_kernel": {
+        "128x128 bf16 head": 480,
+        "comba bf16 any": 320,
+        "simple_gla bf16 any": 16,
+    },
 }
 """Bytes a thread may spill, by kernel and path: tiles that spill nothing are slower there
-(docs/log.md; GLA's and Comba's are not measured). fp32 is for checking, a candidate tile for
+(docs/log.md; GLA's are not measured). fp32 is for checking, a candidate tile for
 measuring: these may spill more."""
 CHUNKED = (
     *SPILLS,
