@@ -143,10 +143,48 @@ def sent_bytes(shape: Shape, R: int, scheme: str) -> int:
     per_direction = {
         "all_gather": (R - 1) * (S + M * through),
         "ring": S if R > 1 else 0,
-        "heads": (R - 1) * (2 * S + M * through) // R,
+        "heads": (R - 1) * (S + M * through) // min(R, shape.HV) + (R - 1) * S // R,
         "scan": (len(distances) + (R > 1)) * S + with_map * M,
     }
     return 2 * per_direction["all_gather" if scheme == "auto" else scheme]
+
+
+HOST = 8
+"""GPUs of a host."""
+
+LATENCY_US, GB_S = (40.0, 50.0), (350.0, 45.0)
+"""Of one collective or hop, and received by a GPU: within a host (measured on 4 H200s: 44 us empty,
+66 us with 4 MiB a rank) and, assumed, between hosts (400 Gbit/s a GPU)."""
+
+MESSAGE_US = 1.5
+"""Of each further message of an all-to-all, assumed."""
+
+
+def modelled_us(shape: Shape, R: int, scheme: str) -> float:
+    """Microseconds of one exchange, of one direction of one layer."""
+    far = int(R > HOST)
+    rounds = {
+        "all_gather": 1,
+        "ring": R - 1,
+        "heads": 2,
+        "scan": max(R - 2, 0).bit_length() + 1,
+    }
+    time = rounds[scheme] * LATENCY_US[far] + sent_bytes(shape, R, scheme) / 2 / GB_S[far] / 1e3
+    if scheme == "ring":  # every hop carries the state
+        time += (R - 2) * sent_bytes(shape, R, scheme) / 2 / GB_S[far] / 1e3
+    if scheme == "heads":
+        time += 2 * (R - 1) * MESSAGE_US
+    return time
+
+
+def model_table() -> str:
+    schemes = ("all_gather", "ring", "scan", "heads")
+    lines = [f"| ranks | {' | '.join(schemes)} |", "|---" * 5 + "|"]
+    shape = Shape("model", 0)
+    for R in (2, 4, 8, 16, 32, 64, 128, 256):
+        cells = (f"{modelled_us(shape, R, s):.0f}" for s in schemes)
+        lines.append(f"| {R} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def cases(args: argparse.Namespace, R: int) -> Iterator[tuple[str, int]]:
@@ -288,16 +326,23 @@ def main() -> None:
     parser.add_argument("--peer", choices=("fla",))
     parser.add_argument("--peer-tokens", type=int, default=131072)
     parser.add_argument("--trace", help="write profiler traces of rank 1's steps here")
+    parser.add_argument("--model", action="store_true", help="print modelled exchanges and exit")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.model:
+        print(model_table())
+        return
     rows: list[dict] = []
+    if gpus:
+        import fla_cp.kernels.backend  # noqa: F401, chooses the assembler that the result names
     for R in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(work, (R, args, folder), nprocs=R)
             rows += json.loads(Path(folder, f"rows{R}.json").read_text())
         if args.out:
             rows = with_efficiency(rows)
-            args.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
+            found = {**environment(), "unit": "ms a step, steps back to back", "rows": rows}
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(table(with_efficiency(rows)))
     if args.out:
         plot(rows, args.out.with_suffix(".png"))

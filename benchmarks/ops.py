@@ -133,7 +133,7 @@ def stage_times(member: Member, shape: Shape) -> dict[str, float]:
 def environment() -> dict[str, object]:
     root = Path(__file__).resolve().parent.parent
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True
     ).stdout.strip()
     facts: dict[str, object] = {
         "date": date.today().isoformat(),

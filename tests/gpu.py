@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tokenize
 from datetime import date
 from pathlib import Path
 
@@ -24,18 +26,28 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def kernel_hashes() -> dict[str, str]:
-    """Hash of what each kernel file says, comments and docstrings apart."""
-    found = {}
-    for file in sorted((ROOT / "fla_cp" / "kernels").glob("*.py")):
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and (
-                ast.get_docstring(node) is not None
-            ):
-                node.body = node.body[1:]
-        text = ast.unparse(tree)  # ast.dump differs by version
-        found[file.stem] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return found
+    """Hash of what each kernel file says, comments, docstrings and layout apart; the same in every
+    version of Python."""
+    return {
+        file.stem: hashlib.sha256(said(file.read_text()).encode()).hexdigest()[:16]
+        for file in sorted((ROOT / "fla_cp" / "kernels").glob("*.py"))
+    }
+
+
+def said(source: str) -> str:
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and (
+            ast.get_docstring(node) is not None
+        ):
+            text = node.body[0]
+            for n in range(text.lineno - 1, text.end_lineno or text.lineno):
+                lines[n] = "\n"
+    marks = {tokenize.INDENT: "<", tokenize.DEDENT: ">", tokenize.NEWLINE: ";"}
+    skipped = (tokenize.COMMENT, tokenize.NL)
+    tokens = tokenize.generate_tokens(io.StringIO("".join(lines)).readline)
+    words = (marks.get(t.type, t.string) for t in tokens if t.type not in skipped)
+    return "".join("".join(words).split())
 
 
 def sanitize() -> dict:

@@ -3,11 +3,12 @@
 import json
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 import fla_cp
-from benchmarks import bandwidth, compare, cp_scaling, members, ops, plot, shapes
+from benchmarks import bandwidth, compare, cp_scaling, members, ops, plot, shapes, timeline
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +133,22 @@ def test_bytes_of_an_exchange_are_those_of_the_design():
     mib = {n: size / 2**21 for n, size in found.items()}
     assert mib == {"all_gather": 28, "ring": 2, "scan": 12, "heads": 5.25}
     assert cp_scaling.sent_bytes(shape, 1, "auto") == 0
+
+
+def test_the_modelled_exchanges_are_those_of_the_design():
+    design = (Path(cp_scaling.__file__).parent.parent / "docs" / "design.md").read_text()
+    assert cp_scaling.model_table() in design
+
+
+def test_timeline(tmp_path):
+    pytest.importorskip("matplotlib")
+    events = [
+        {"cat": "kernel", "ts": 5.0, "dur": 2.0, "name": "scan_kernel", "args": {"stream": 7}},
+        {"cat": "kernel", "ts": 6.0, "dur": 4.0, "name": "ncclDevKernel", "args": {"stream": 9}},
+        {"cat": "cpu_op", "ts": 0.0, "dur": 9.0, "name": "aten::mm"},
+    ]
+    rows = timeline.kernels({"traceEvents": events})
+    assert rows == [(7, 0.0, 0.002, "scan_kernel"), (9, 0.001, 0.004, "ncclDevKernel")]
+    assert [timeline.kind(name) for *_, name in rows] == ["scans, folds", "exchange (NCCL)"]
+    timeline.plot(rows, tmp_path / "t.png", "title")
+    assert (tmp_path / "t.png").stat().st_size > 1000

@@ -11,6 +11,7 @@ import fla_cp.comm.collectives as collectives
 from fla_cp.affine import leave
 from fla_cp.comm import (
     AllGather,
+    Heads,
     Links,
     Local,
     Ring,
@@ -69,7 +70,7 @@ def body(group, rank, R, scheme):
 
 
 @pytest.mark.parametrize("R", [2, 3, 4])
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, Heads])
 def test_schemes_equal_the_serial_fold_on_processes(gloo_pool, scheme, R):
     gloo_pool.run(body, R, scheme, world_size=R)
 
@@ -90,12 +91,12 @@ def start_before_the_others(group, rank, scheme):
         dist.barrier(group=group)
 
 
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, Heads])
 def test_start_waits_for_nobody(gloo_pool, scheme):
     gloo_pool.run(start_before_the_others, scheme, world_size=3, timeout=20)
 
 
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, Heads])
 def test_schemes_equal_the_serial_fold_on_many_threads(scheme):
     run_threads(lambda group, rank: body(group, rank, 9, scheme), 9)
 
@@ -169,7 +170,9 @@ def test_choice_by_world_size():
     group = object()
     assert isinstance(make_exchange("auto", None, 1), Local)
     assert isinstance(make_exchange("auto", group, 8), AllGather)
-    assert isinstance(make_exchange("auto", group, 9), Scan)
+    assert isinstance(make_exchange("auto", group, 9), Heads)
+    assert isinstance(make_exchange("auto", group, 64), Heads)
+    assert isinstance(make_exchange("auto", group, 65), Scan)
     assert isinstance(make_exchange("ring", group, 2), Ring)
     with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):
         make_exchange("tree", group, 2)

@@ -1,6 +1,6 @@
 """Communication between the ranks of a context-parallel group."""
 
-from .exchange import AllGather, Exchange, Links, Local, Ring, Scan, SlotMaps, make_exchange
+from .exchange import AllGather, Exchange, Heads, Links, Local, Ring, Scan, SlotMaps, make_exchange
 from .halo import Halo
 from .timing import ExchangeTimer, measure_exchange
 
@@ -9,6 +9,7 @@ __all__ = [
     "Exchange",
     "ExchangeTimer",
     "Halo",
+    "Heads",
     "Links",
     "Local",
     "Ring",

@@ -13,8 +13,8 @@ direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
     Local       nothing                                   one rank
     AllGather   (R-1) (S + M)                1 step       default up to 8 ranks
     Ring        S                            R-1 steps    fewest bytes, longest chain
-    Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 8 ranks
-    Heads       (R-1)/R (2 S + M)            2 steps      bytes do not grow with R
+    Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 64 ranks
+    Heads       (R-1)/R (2 S + M)            2 steps      default from 9 to 64 ranks
 
 M is not sent where no slot is passed through (two ranks, or documents shorter than a range).
 """
@@ -415,8 +415,9 @@ SCHEMES: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
     "scan": Scan,
     "heads": Heads,
 }
-ALL_GATHER_RANKS = 8
-"""Largest world size for which "auto" gathers all maps; beyond it the logarithmic scan."""
+ALL_GATHER_RANKS, HEADS_RANKS = 8, 64
+"""Largest world sizes for which "auto" gathers all maps, and for which it deals them by heads;
+beyond them the logarithmic scan. From the model in docs/design.md."""
 
 
 def make_exchange(scheme: str, group: dist.ProcessGroup | None, world_size: int) -> Exchange:
@@ -426,5 +427,7 @@ def make_exchange(scheme: str, group: dist.ProcessGroup | None, world_size: int)
     if group is None or world_size == 1:
         return Local()
     if scheme == "auto":
-        scheme = "all_gather" if world_size <= ALL_GATHER_RANKS else "scan"
+        scheme = "heads" if world_size <= HEADS_RANKS else "scan"
+        if world_size <= ALL_GATHER_RANKS:
+            scheme = "all_gather"
     return SCHEMES[scheme](group)

@@ -1,0 +1,74 @@
+"""A picture of the kernels of one profiler trace, stream by stream.
+
+    python -m benchmarks.timeline TRACE.json --out PLOT.png [--title TEXT]
+
+TRACE is what `python -m benchmarks.cp_scaling --trace` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+KINDS = {
+    "nccl": "exchange (NCCL)",
+    "scan": "scans, folds",
+    "walk": "scans, folds",
+    "intra": "local to a chunk",
+    "scores": "local to a chunk",
+    "conv": "convolution",
+    "nvjet": "projections",
+    "gemm": "projections",
+}
+OTHER = "elementwise, norms"
+
+
+def kind(name: str) -> str:
+    return next((shown for part, shown in KINDS.items() if part in name.lower()), OTHER)
+
+
+def kernels(trace: dict) -> list[tuple[int, float, float, str]]:
+    """(stream, start, duration, name) of each kernel, in ms from the first."""
+    found = [e for e in trace["traceEvents"] if e.get("cat") == "kernel"]
+    if not found:
+        raise SystemExit("the trace has no GPU kernels")
+    first = min(e["ts"] for e in found)
+    return sorted(
+        (e["args"]["stream"], (e["ts"] - first) / 1e3, e["dur"] / 1e3, e["name"]) for e in found
+    )
+
+
+def plot(rows: list[tuple[int, float, float, str]], out: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    streams = sorted({stream for stream, *_ in rows})
+    shown = list(dict.fromkeys([*KINDS.values(), OTHER]))
+    figure, axis = plt.subplots(figsize=(13, 1.0 + 0.7 * len(streams)))
+    for n, name in enumerate(shown):
+        of = [(streams.index(s), a, d) for s, a, d, kernel in rows if kind(kernel) == name]
+        for lane, start, duration in of:
+            axis.broken_barh([(start, duration)], (lane - 0.4, 0.8), color=f"C{n}")
+        axis.broken_barh([], (0, 0), color=f"C{n}", label=name)
+    axis.set_yticks(range(len(streams)), [f"stream {s}" for s in streams])
+    axis.set_xlabel("ms")
+    axis.set_title(title)
+    axis.legend(ncols=len(shown), fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.25))
+
+    figure.savefig(out, dpi=110, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--title", default="")
+    args = parser.parse_args()
+    plot(kernels(json.loads(args.trace.read_text())), args.out, args.title)
+
+
+if __name__ == "__main__":
+    main()
