@@ -285,6 +285,7 @@ def plot(rows: list[dict], out: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullLocator
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
     for axis, op in zip(axes, ("operator", "layer"), strict=True):
@@ -297,6 +298,9 @@ def plot(rows: list[dict], out: Path) -> None:
             ideal = [points[0][1] * ranks[0] / R for R in ranks]
             axis.plot(ranks, ideal, ":", color=f"C{n}")
         axis.set(xscale="log", yscale="log", xlabel="GPUs", title=op)
+        sizes = sorted({r["ranks"] for r in of})
+        axis.set_xticks(sizes, [str(n) for n in sizes])
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.set_ylabel("forward + backward, ms (dotted: ideal)")
         axis.legend()
     figure.tight_layout()
