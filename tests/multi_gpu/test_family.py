@@ -1,0 +1,81 @@
+"""Every member on N ranks equals itself on one, and both equal fp64; see test_kda.py. The layers,
+their convolution and its halo included, keep the same weights after a step."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fla_cp import build_cp_context, nn
+from tests.multi_gpu.test_kda import (
+    RANGES,
+    assert_close,
+    device_of,
+    kinds,
+    same_step,
+    sum_of_errors,
+)
+from tests.test_family import BY_NAME, CALLS, collect, draw, operator
+
+MEMBERS = [key for key in BY_NAME if key not in ("kda", "gated_delta_product1")]
+CALL = dataclasses.replace(CALLS["inside"], T=200, K=16, V=16)
+
+
+def compare(group, rank, key, ranges):
+    device, member = device_of(group), BY_NAME[key]
+    given, keywords, weights = draw(member, CALL)
+    context = build_cp_context(
+        torch.tensor(CALL.offsets(), device=device),
+        group,
+        token_ranges=RANGES[ranges](CALL.T, group.size()),
+    )
+    rows = context.repeated(member.steps)
+    tokens = {"q": context, "g": context} | dict.fromkeys(("k", "v", "p", "beta"), rows)
+    weights = [w.to(device) for w in weights]
+
+    def run(x, dy, **more):
+        return collect(lambda y: operator(member, "chunk", y, **keywords, **more), x, dy)
+
+    for dtype, impl in kinds(device):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        x = {n: t.to(device, dtype if n in member.arguments else wide) for n, t in given.items()}
+        exact = run({n: t.double() for n, t in x.items()}, weights, impl="torch")
+        one = run(x, weights, impl=impl)
+        local = {n: tokens[n].shard(t) if n in tokens else t for n, t in x.items()}
+        dy = (context.shard(weights[0]), weights[1])
+        for name, value in run(local, dy, impl=impl, cp_context=context).items():
+            what = f"{name} in {dtype} on rank {rank}"
+            if name in ("dA_log", "ddt_bias"):
+                value = value.double()
+                dist.all_reduce(value, group=group)
+                walk = sum_of_errors(one["dg"] - exact["dg"], len(one["dA_log"]))
+                assert_close(what, value, exact[name], one[name], walk)
+                continue
+            pick = tokens.get(name[1:]) or (context if name == "o" else None)
+            pick = pick.shard if pick else (lambda t: t)
+            assert_close(what, value, pick(exact[name]), pick(one[name]))
+
+
+@pytest.mark.parametrize("ranges", ["contiguous", "uneven"])
+@pytest.mark.parametrize("key", MEMBERS)
+def test_ranks_equal_one(run, key, ranges):
+    run(compare, key, ranges)
+
+
+LAYERS = [
+    nn.GatedDeltaNet,
+    nn.Comba,
+    nn.GatedDeltaProduct,
+    nn.GatedLinearAttention,
+    nn.SimpleGatedLinearAttention,
+]
+
+
+def train_a_step(group, rank, index):
+    same_step(group, "uneven", lambda: LAYERS[index](32, 2, 16, impl="torch"))
+
+
+@pytest.mark.parametrize("index", range(len(LAYERS)), ids=[kind.__name__ for kind in LAYERS])
+def test_a_training_step(run, index):
+    run(train_a_step, index)
