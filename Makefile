@@ -47,7 +47,7 @@ train: $(STAMP)  ## train the default model on 4 context-parallel ranks; ARGS=".
 
 test: lint types  ## lint, type checks, then every test; PYTEST_ARGS="..." selects
 	@$(BIN)/python -m tests.gpu --stale
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -330,6 +330,7 @@ SPILLS = {
     "intra_bwd_kernel": {"bf16 safe": 160, "bf16 any": 320, "gla bf16 safe": 400},
     "intra_head_bwd_kernel": {
         "128x128 bf16 head": 480,
+        "192x128 bf16 head": 16,  # Triton 3.6 only
         "comba bf16 any": 400,
         "simple_gla bf16 any": 16,
     },

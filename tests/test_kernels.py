@@ -179,3 +179,18 @@ def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
     for roundings, within in ((1, True), (8, False)):
         actual = exact * (1 + roundings * torch.finfo(dtype).eps)
         assert (use(actual, exact, exact, None, dtype) <= 1) == within
+
+
+def test_scans_of_many_chains_take_wider_tiles():
+    """Each is a candidate, so that tests/gpu.py checks it, and the widest that applies is taken."""
+    from fla_cp.kernels import tuning
+
+    for (arch, stage, k, v, dtype), fuller in tuning.FULLER.items():
+        if arch != tuning.architecture():
+            continue
+        assert list(fuller) == sorted(fuller, reverse=True)
+        for least, tile in fuller:
+            assert tile in tuning.candidates(stage, k, v), (stage, tile)
+            assert tuning.tile(stage, k, v, dtype, least) == tile
+        least, narrowest = min(fuller)
+        assert tuning.tile(stage, k, v, dtype, least - 1).BV < narrowest.BV
