@@ -17,8 +17,8 @@ from .shapes import Shape
 
 
 class Member(NamedTuple):
-    """Name of our operator; peers, "module:function" by name; its tensors; whether gate and beta's
-    sigmoid, and the norm, are inside; householder steps; whether anything is removed."""
+    """Name of our operator; peers, "module:function" by name; its tensors; whether it has one decay
+    a head; whether gate and beta's sigmoid, and the norm, are inside; householder steps."""
 
     ours: str
     peers: dict[str, str]
@@ -35,9 +35,7 @@ class Member(NamedTuple):
 
 GLA = ("q", "k", "v", "g")
 MEMBERS = {
-    "kda": Member(
-        "chunk_kda", {"fla": "fla.ops.kda:chunk_kda"}, per_head=False, inside=True, norm=True
-    ),
+    "kda": Member("chunk_kda", {"fla": "fla.ops.kda:chunk_kda"}, per_head=False, inside=True),
     "gdn": Member(
         "chunk_gated_delta_rule",
         {
@@ -92,6 +90,8 @@ def options(member: Member, shape: Shape) -> dict[str, object]:
     found: dict[str, object] = {"use_qk_l2norm_in_kernel": True} if member.norm else {}
     if member.inside:
         found |= shape.options
+    elif shape.disable_recompute or not shape.safe:
+        raise SystemExit(f"shape {shape.name} has options of KDA only")
     if member.steps > 1:
         found["num_householder"] = member.steps
     return found

@@ -181,8 +181,10 @@ def main() -> None:
     parser.add_argument("--stages", action="store_true", help="time each stage, too (KDA, GDN)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    shapes = [SHAPES[name] for name in args.shapes.split(",")]
     member = MEMBERS[args.op]
+    if args.shapes == default and not member.inside:
+        args.shapes = ",".join(n for n in default.split(",") if not n.startswith("target-"))
+    shapes = [SHAPES[name] for name in args.shapes.split(",")]
 
     rows: list[dict] = []
     theirs: dict[str, tuple[Tensor, ...]] = {}
@@ -213,7 +215,7 @@ def main() -> None:
             pair = (tuple(t.cpu() for t in result), theirs.pop(shape.name))
             row["difference"] = round(compare(*pair), 5)
         del result
-        if args.stages and args.op in ("kda", "gdn"):
+        if args.stages and args.op in ("kda", "gdn") and shape.H == shape.HV:
             row["stages"] = stage_times(member, shape)
         keep(row)
     print(table(rows))

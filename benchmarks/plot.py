@@ -36,7 +36,7 @@ def plot(result: dict, out: Path) -> None:
     for n, r in enumerate(staged):
         at = 0.0
         for m, (stage, ms) in enumerate(r["stages"].items()):
-            label = stage.removesuffix("_any") if n == 0 else None
+            label = stage.removesuffix("_any").removesuffix("_head") if n == 0 else None
             axes[2].bar(n, ms, bottom=at, color=f"C{m}", label=label)
             at += ms
     if staged:
@@ -46,7 +46,9 @@ def plot(result: dict, out: Path) -> None:
         axes[2].set_ylabel("ms")
         axes[2].set_title("stages")
         axes[2].legend(fontsize="small")
-    figure.suptitle(f"KDA, bf16, {result.get('gpu', 'CPU')}, {result['date']}")
+    figure.suptitle(
+        f"{result.get('operator', 'kda')}, bf16, {result.get('gpu', 'CPU')}, {result['date']}"
+    )
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 

@@ -57,7 +57,6 @@ def plot(rows: list[tuple[int, float, float, str]], out: Path, title: str) -> No
     axis.set_xlabel("ms")
     axis.set_title(title)
     axis.legend(ncols=len(shown), fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.25))
-
     figure.savefig(out, dpi=110, bbox_inches="tight")
 
 

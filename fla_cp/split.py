@@ -26,8 +26,8 @@ COLUMNS = 32
 
 
 class Cost(NamedTuple):
-    """step; shared; shared where programs are at least MANY, which are then joined to wider ones
-    that read less."""
+    """step, shared; many: shared where a launch has at least MANY programs, which are then joined
+    to wider ones that read less."""
 
     step: float
     shared: float

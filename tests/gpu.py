@@ -75,7 +75,13 @@ import torch
 from fla_cp import kda_gate
 from tests.cases import Case, options
 from tests.gpu_checks import BF16, INSIDE, SAFE, conv_stage
+from fla_cp.kernels.measure import cut_into
+from tests.gpu_checks import check_member
 from tests.running import run, run_recurrent
+for name in ("gated_delta_rule", "comba", "gla", "simple_gla"):
+    for chunks in (1, 100):
+        with cut_into(chunks):
+            assert check_member(name, 24, 40, 200, BF16)["ok"]
 for gate in (SAFE, {}):
     for cu in (None, (0, 1, 65, 65, 70, 130)):
         inside = options(**INSIDE, **gate)
@@ -135,6 +141,7 @@ def main() -> int:
     from tests import gpu_checks
 
     started, gpus = time.time(), torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     children = {
         name: subprocess.Popen(
             [sys.executable, "-m", "tests.gpu", "--part", name],
@@ -142,7 +149,7 @@ def main() -> int:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=os.environ | ({"CUDA_VISIBLE_DEVICES": str(n % gpus)} if gpus > 1 else {}),
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": visible[n % gpus]} if gpus > 1 else {}),
         )
         for n, name in enumerate([SANITIZER, *gpu_checks.parts()])
     }

@@ -171,8 +171,8 @@ def test_choice_by_world_size():
     assert isinstance(make_exchange("auto", None, 1), Local)
     assert isinstance(make_exchange("auto", group, 8), AllGather)
     assert isinstance(make_exchange("auto", group, 9), Heads)
-    assert isinstance(make_exchange("auto", group, 64), Heads)
-    assert isinstance(make_exchange("auto", group, 65), Scan)
+    assert isinstance(make_exchange("auto", group, 128), Heads)
+    assert isinstance(make_exchange("auto", group, 129), Scan)
     assert isinstance(make_exchange("ring", group, 2), Ring)
     with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):
         make_exchange("tree", group, 2)

@@ -61,7 +61,7 @@ def send_and_receive(
 
 
 def _batched(ops: list[dist.P2POp]) -> list[dist.Work]:
-    """Also for single messages, which NCCL serialises with everything else, and warns."""
+    """The works of one batch. Single messages too: NCCL warns about one outside a batch."""
     return dist.batch_isend_irecv(ops) if ops else []
 
 

@@ -13,10 +13,11 @@ direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
     Local       nothing                                   one rank
     AllGather   (R-1) (S + M)                1 step       default up to 8 ranks
     Ring        S                            R-1 steps    fewest bytes, longest chain
-    Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 64 ranks
-    Heads       (R-1)/R (2 S + M)            2 steps      default from 9 to 64 ranks
+    Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 128 ranks
+    Heads       (R-1)/R (2 S + M)            2 steps      default from 9 to 128 ranks
 
-M is not sent where no slot is passed through (two ranks, or documents shorter than a range).
+With fewer heads than ranks, Heads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent where no
+slot is passed through (two ranks, or documents shorter than a range).
 """
 
 from __future__ import annotations
@@ -215,7 +216,8 @@ class Ring:
     """States go from slot to slot, each rank applying its own map: fewest bytes, serial.
 
     Every rank performs its sends and receives in slot order, so that no two ranks wait for
-    each other.
+    each other. Over NCCL, messages must not be the first that a group does unless it was made with
+    device_id: ranks without a neighbour send none.
     """
 
     group: dist.ProcessGroup
@@ -415,9 +417,9 @@ SCHEMES: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
     "scan": Scan,
     "heads": Heads,
 }
-ALL_GATHER_RANKS, HEADS_RANKS = 8, 64
+ALL_GATHER_RANKS, HEADS_RANKS = 8, 128
 """Largest world sizes for which "auto" gathers all maps, and for which it deals them by heads;
-beyond them the logarithmic scan. From the model in docs/design.md."""
+beyond them the logarithmic scan. From the model in docs/design.md, with 32 heads."""
 
 
 def make_exchange(scheme: str, group: dist.ProcessGroup | None, world_size: int) -> Exchange:

@@ -30,7 +30,7 @@ def load_operand(
         return load_block(ptr + i_ch * BT * K, o_i, o_k, BT, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["states"])
 def scan_kernel(
     qg,
     kin,
@@ -74,9 +74,9 @@ def scan_kernel(
 ):
     """o, h, v_new, S_end: each written unless None. S0: [E, HV, K, V], row seg_entry[s] (-1: zero).
 
-    The first `states` of `segments` are for these. With `transition`, whose S_end is the only
-    other result, there are more: those that start from the identity [K, K] with v = 0 and so end in
-    their transition. All fit on the card at once, where two launches would each leave half idle.
+    The first `states` of `segments` are for these. With `transition`, only S_end is written
+    besides: the segments after them start from the identity [K, K] with v = 0 and so end in their
+    transition. All fit on the card at once, where two launches would each leave half idle.
     """
     tiles: tl.constexpr = (V + BV - 1) // BV
     i_v, i_n = tl.program_id(0) % tiles, tl.program_id(0) // tiles

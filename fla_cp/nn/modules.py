@@ -67,6 +67,6 @@ class ShortConvolution(nn.Module):
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Rates in fp32 again after `module.to(torch.bfloat16)`, which rounds them; better is to keep
-    them fp32 there, as the trainer does."""
+    """x, in fp32 if `module.to(torch.bfloat16)` has rounded it. A model that keeps these parameters
+    fp32, as the trainer does, loses nothing."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -1,5 +1,5 @@
 """Every member on N ranks equals itself on one, and both equal fp64; see test_kda.py. The layers,
-their convolution and its halo included, keep the same weights after a step."""
+their convolution and its halo included, keep the same weights after two steps."""
 
 import dataclasses
 
