@@ -76,12 +76,15 @@ from fla_cp import kda_gate
 from tests.cases import Case, options
 from tests.gpu_checks import BF16, INSIDE, SAFE, conv_stage
 from fla_cp.kernels.measure import cut_into
-from tests.gpu_checks import check_member
 from tests.running import run, run_recurrent
-for name in ("gated_delta_rule", "comba", "gla", "simple_gla"):
-    for chunks in (1, 100):
-        with cut_into(chunks):
-            assert check_member(name, 24, 40, 200, BF16)["ok"]
+from tests.test_family import BY_NAME, Call, collect, draw, operator
+for name in ("kda", "gated_delta_rule", "comba", "gla", "simple_gla"):
+    member = BY_NAME[name]
+    x, keywords, weights = draw(member, Call(T=150, K=24, V=40, inside=True), torch.float32)
+    x = {n: t.cuda().to(BF16 if n in member.arguments else t.dtype) for n, t in x.items()}
+    with cut_into(1):
+        call = lambda y: operator(member, "chunk", y, **keywords, impl="triton")
+        collect(call, x, [w.cuda() for w in weights])
 for gate in (SAFE, {}):
     for cu in (None, (0, 1, 65, 65, 70, 130)):
         inside = options(**INSIDE, **gate)

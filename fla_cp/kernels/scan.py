@@ -30,7 +30,7 @@ def load_operand(
         return load_block(ptr + i_ch * BT * K, o_i, o_k, BT, K)
 
 
-@triton.jit(do_not_specialize=["states"])
+@triton.jit
 def scan_kernel(
     qg,
     kin,
