@@ -74,18 +74,21 @@ class _Sm90:
         return True
 
 
+_READ: dict[str, Compiled] = {}
+"""By hash of the compiled kernel: the assembler takes seconds to say it again."""
+
+
 @contextmanager
-def compiled(seen: dict[object, Compiled] | None = None) -> Iterator[list[Compiled]]:
-    """Records what each launch in the block compiles to; `seen` spares a second reading."""
+def compiled() -> Iterator[list[Compiled]]:
+    """Records what each launch in the block compiles to."""
     results: list[Compiled] = []
-    cache = {} if seen is None else seen
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in cache:
-            cache[kernel.hash] = resources(kernel)
-        results.append(cache[kernel.hash])
+        if kernel.hash not in _READ:
+            _READ[kernel.hash] = resources(kernel)
+        results.append(_READ[kernel.hash])
         return kernel
 
     from fla_cp.kernels.backend import TRITON
