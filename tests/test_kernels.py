@@ -194,3 +194,13 @@ def test_scans_of_many_chains_take_wider_tiles():
             assert tuning.tile(stage, k, v, dtype, least) == tile
         least, narrowest = min(fuller)
         assert tuning.tile(stage, k, v, dtype, least - 1).BV < narrowest.BV
+
+
+def test_hash_of_a_kernel_file_is_of_its_code():
+    from tests.gpu import said
+
+    code = 'def f(x):\n    """Doc."""\n    if x:\n        y = 1\n    return f"{x}"\n'
+    other = "# why\ndef f( x ):\n\n  if x:\n    y = 1  # one\n  return f'{x}'\n".replace("'", '"')
+    assert said(code) == said(other)
+    assert said(code) != said(code.replace("y = 1", "y = 2"))
+    assert said(code) != said(code.replace("    return", "        return"))

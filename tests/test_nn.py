@@ -261,3 +261,15 @@ def whole_and_sharded(group, rank, index):
 @pytest.mark.parametrize("index", range(len(EVERY)), ids=[k.__name__ for k in EVERY])
 def test_layers_over_ranks(gloo_pool, index):
     gloo_pool.run(whole_and_sharded, index, world_size=3)
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_a_layer_cast_to_bf16_still_runs(kind):
+    """Its A_log and dt_bias, which the operators want in fp32, are then bf16."""
+    layer = kind(32, 2, 16).to(torch.bfloat16)
+    assert all(p.dtype == torch.bfloat16 for p in layer.parameters())
+    x = torch.randn(1, 70, 32, dtype=torch.bfloat16)
+    layer(x).float().square().sum().backward()
+    for name, p in layer.named_parameters():
+        assert p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all(), name
+    assert any(p.grad.abs().max() > 0 for n, p in layer.named_parameters() if "A_log" in n)
