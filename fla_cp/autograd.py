@@ -15,9 +15,9 @@ from .stages.intra import Inputs
 class DeltaRuleFunction(torch.autograd.Function):
     """(plan, want_final, want_h, *Inputs, initial) -> o, final or None, h or None.
 
-    Tensors are packed as in `Inputs`; initial [N, HV, K, V]. Under a context the gradient of
-    initial is equal on all ranks; those of A_log and dt_bias are this rank's share, like any
-    weight's.
+    Tensors are packed as in `Inputs`; states are [.., V, K] with the rule's state_v_first. Under
+    a context the gradient of initial is equal on all ranks; those of A_log and dt_bias are this
+    rank's share, like any weight's.
     """
 
     @staticmethod

@@ -43,7 +43,8 @@ class Backend:
       restore(rule, packing, inputs, tensors, o) -> chunks, h, v_new    h None: scan runs again
       output_bwd(rule, packing, chunks, do) -> output gradients
       summarize_bwd(packing, chunks, output gradients, seeds) -> offset
-      scan(packing, chunks, S0) -> h, v_new, S_end               only if restore gave no h
+      scan(packing, chunks, S0) -> a call that gives h, v_new    only if restore gave no h; may run
+                                                                 beside what is called meanwhile
       scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
 
@@ -57,13 +58,13 @@ class Backend:
       recurrent(rule, inputs, S0, S_end, sequences) -> o         token by token; fills S_end
 
     reads_output: restore needs o. For torch.compile: kept_shapes(rule, dtype, NC, HV, K, V) gives
-    (shape, dtype) of what `keep` returns, triangles the places of T and Aqk in it where all is
-    kept, state_dtype(dtype) the dtype of h.
+    (shape, dtype) of what `keep` returns, always_kept(rule) the places in it, where all is kept, of
+    what it returns otherwise; state_dtype(dtype) the dtype of h.
     """
 
     name: str
     reads_output: bool
-    triangles: tuple[int, int]
+    always_kept: Callable[[DeltaRule], tuple[int, ...]]
     kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
     state_dtype: Callable[[torch.dtype], torch.dtype]
     intra: Stage
@@ -97,6 +98,13 @@ def _scan_output(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     h, v_new, S_end = _scan.scan(packing, c, S0)
     return _scan.output(rule, packing, c, h, v_new), h, v_new, S_end
+
+
+def _start_scan(
+    packing: Packing, c: Chunks, S0: States | None
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    h, v_new, _ = _scan.scan(packing, c, S0)
+    return lambda: (h, v_new)
 
 
 def _in_token_order(packing: Packing, h: Tensor) -> Tensor:
@@ -139,7 +147,7 @@ def _gate_alone(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tenso
 TORCH = Backend(
     name="torch",
     reads_output=False,
-    triangles=(_intra.Chunks._fields.index("T"), _intra.Chunks._fields.index("Aqk")),
+    always_kept=lambda rule: tuple(map(_intra.Chunks._fields.index, ("T", "Aqk"))),
     kept_shapes=_kept_shapes,
     state_dtype=accumulator,
     intra=_intra.intra,
@@ -151,7 +159,7 @@ TORCH = Backend(
     restore=_restore,
     output_bwd=_scan.output_bwd,
     summarize_bwd=_scan.summarize_bwd,
-    scan=_scan.scan,
+    scan=_start_scan,
     scan_bwd=_scan.scan_bwd,
     intra_bwd=_intra.intra_bwd,
     walk=walk,

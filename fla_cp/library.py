@@ -129,10 +129,12 @@ def _run_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     def none() -> Tensor:
         return q.new_empty(0)
 
+    outside = (V, K) if rule.state_v_first else (K, V)
+
     return [
         torch.empty(v.shape, dtype=v.dtype, device=v.device),
-        states(size.sequences, K, V) if want_final else none(),
-        states(size.chunks, K, V, dtype=backend.state_dtype(q.dtype)) if want_h else none(),
+        states(size.sequences, *outside) if want_final else none(),
+        states(size.chunks, *outside, dtype=backend.state_dtype(q.dtype)) if want_h else none(),
         states(size.carried, K, V),
         states(size.middle, K, K),
         *(q.new_empty(shape, dtype=dtype) for shape, dtype in kept),

@@ -177,10 +177,11 @@ def _finish_fake(*args: Any) -> list[Tensor]:
     sizes, states, _, kept, (K, V), keep = _fake(args[:_X], fixed)
     q, v = args[0], args[2]
     dtype = kept[0].dtype
+    outside = (V, K) if DeltaRule(*fixed[:_RULE_FIELDS]).state_v_first else (K, V)
     return [
         torch.empty(v.shape, dtype=v.dtype, device=v.device),
-        states(sizes.sequences, K, V) if want_final else q.new_empty(0),
-        states(sizes.chunks, K, V).to(dtype) if want_h else q.new_empty(0),
+        states(sizes.sequences, *outside) if want_final else q.new_empty(0),
+        states(sizes.chunks, *outside).to(dtype) if want_h else q.new_empty(0),
         states(sizes.carried, K, V),
         *(kept if keep else ()),
     ]
@@ -192,7 +193,7 @@ def _saved(tensors: list[Tensor]) -> Saved:
 
 
 def _begin_backward(*args: Any) -> list[Tensor]:
-    """[wire, offset, *chunks without T and Aqk]; no chunks where they are kept."""
+    """[wire, offset, *chunks without those always kept]; no chunks where all are kept."""
     do, dfinal, x, initial = args[0], args[1], Inputs(*args[2 : 2 + _X]), args[2 + _X]
     fixed = args[_B : _B + _FIXED]
     o, tensors = args[_B + _FIXED :]
@@ -203,14 +204,16 @@ def _begin_backward(*args: Any) -> list[Tensor]:
     offset = _rows(maps.offset, x.q, x.v.shape[1], x.q.shape[-1], x.v.shape[-1])
     if plan.rule.keep_intermediates:
         return [wire, offset]
-    return [wire, offset, *_without(plan.backend.triangles, _tensors(plan, again.chunks))]
+    kept = plan.backend.always_kept(plan.rule)
+    return [wire, offset, *_without(kept, _tensors(plan, again.chunks))]
 
 
 def _begin_backward_fake(*args: Any) -> list[Tensor]:
     sizes, states, chunks, _, (K, V), keep = _fake(args[2 : 2 + _X], args[_B : _B + _FIXED])
     wire = states(sizes.slots, K, V + K * sizes.through)
-    triangles = resolve(args[_B + _RULE_FIELDS], args[2].device, args[2].dtype).triangles
-    return [wire, states(sizes.carried, K, V), *(() if keep else _without(triangles, chunks))]
+    rule, impl = DeltaRule(*args[_B : _B + _RULE_FIELDS]), args[_B + _RULE_FIELDS]
+    kept = resolve(impl, args[2].device, args[2].dtype).always_kept(rule)
+    return [wire, states(sizes.carried, K, V), *(() if keep else _without(kept, chunks))]
 
 
 def _finish_backward(*args: Any) -> list[Tensor]:
@@ -222,7 +225,7 @@ def _finish_backward(*args: Any) -> list[Tensor]:
     if plan.rule.keep_intermediates:
         again = restored(plan, x, initial, saved, o, do)
     else:
-        for at, t in sorted(zip(plan.backend.triangles, saved.kept, strict=True)):
+        for at, t in sorted(zip(plan.backend.always_kept(plan.rule), saved.kept, strict=True)):
             chunks.insert(at, t)
         formed = _chunks(plan, x, chunks, o)
         dout = plan.backend.output_bwd(plan.rule, plan.packing, formed, do)
@@ -283,7 +286,7 @@ finish_backward_op = _op(
 
 class ShardedDeltaRule(torch.autograd.Function):
     """(.., *Inputs, initial) -> o, final, h: empty where not wanted. crosses: a state is exchanged
-    at all. triangles: which of the chunks' tensors are T and Aqk. rule: the fields of `DeltaRule`
+    at all. always_kept: which of the chunks' tensors are. rule: the fields of `DeltaRule`
     and impl. number, sizes: the context's `Handle`."""
 
     @staticmethod
@@ -294,7 +297,7 @@ class ShardedDeltaRule(torch.autograd.Function):
         crosses: bool,
         want_final: bool,
         want_h: bool,
-        triangles: tuple[int, int],
+        always_kept: tuple[int, ...],
         rule: tuple,
         number: Tensor,
         sizes: Tensor,
@@ -309,7 +312,7 @@ class ShardedDeltaRule(torch.autograd.Function):
         if want_final:
             final = traced_all_reduce(final, group_name)
         if not kept:
-            chunks = [chunks[i] for i in triangles]
+            chunks = [chunks[i] for i in always_kept]
         ctx.save_for_backward(*tensors, number, sizes, o, carried, transition, *chunks, *kept)
         ctx.rule, ctx.group_name, ctx.crosses = rule, group_name, crosses
         ctx.world_size, ctx.want_final = world_size, want_final
@@ -346,14 +349,14 @@ def sharded_delta_rule(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q = tensors[0]
     assert q is not None
-    triangles = resolve(impl, q.device, q.dtype).triangles
+    always_kept = resolve(impl, q.device, q.dtype).always_kept(DeltaRule(*rule_fields))
     found: tuple[Tensor, Tensor, Tensor] = ShardedDeltaRule.apply(
         context.world_size,
         context.group_name,
         context.crosses,
         want_final,
         want_h,
-        triangles,
+        always_kept,
         (*rule_fields, impl),
         *context.handle,
         *tensors,

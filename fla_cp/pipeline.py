@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 
 class Result(NamedTuple):
     """o [T, HV, V]; final states [N, HV, K, V] and the states at the start of each chunk, in token
-    order, [NC, HV, K, V]: None unless wanted."""
+    order, [NC, HV, K, V]: None unless wanted. Both [.., V, K] with the rule's state_v_first."""
 
     o: Tensor
     final: Tensor | None
@@ -61,18 +61,25 @@ def _shape(x: Inputs) -> tuple[int, int, int]:
     return x.v.shape[1], x.q.shape[-1], x.v.shape[-1]
 
 
-def _of_sequences(packing: Packing, segments: tuple[int, ...], states: Tensor) -> States:
-    """Rows of a per-sequence tensor [N, ...] for some segments."""
+def _of_sequences(plan: Plan, segments: tuple[int, ...], states: Tensor | None) -> States | None:
+    """For some segments, the rows of a per-sequence tensor in the caller's layout, seen as
+    [E, HV, K, V]."""
+    if states is None:
+        return None
+    packing = plan.packing
     rows = packing.index([packing.segments[i].sequence for i in segments], states.device)
-    return States(segments, states[rows])
+    value = states[rows]
+    return States(segments, value.mT if plan.rule.state_v_first else value)
 
 
 def _per_sequence(
     plan: Plan, segments: tuple[int, ...], states: Tensor, empty: Tensor | None
 ) -> Tensor:
-    """[N, HV, K, V], equal on all ranks, from this card's segments; `empty` gives the rows of
-    sequences without tokens."""
+    """[N, ..] in the caller's layout, equal on all ranks, from states [E, HV, K, V] of this card's
+    segments; `empty` [N, ..] gives the rows of sequences without tokens."""
     packing, device = plan.packing, states.device
+    if plan.rule.state_v_first:
+        states = states.mT
     out = states.new_zeros(packing.sequences, *states.shape[1:])
     rows = packing.index([packing.segments[i].sequence for i in segments], device)
     out[rows] = states[packing.index(segments, device)]
@@ -85,9 +92,7 @@ def _per_sequence(
 
 def begin(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
     """The chunks and the maps of this card's segments: what needs no state."""
-    seeds = None
-    if initial is not None:
-        seeds = _of_sequences(plan.packing, plan.packing.beginning, initial)
+    seeds = _of_sequences(plan, plan.packing.beginning, initial)
     chunks = plan.backend.intra(plan.rule, plan.packing, x)
     return chunks, plan.backend.summarize(plan.packing, chunks, seeds)
 
@@ -105,7 +110,7 @@ def finish(
 ) -> Result:
     """carried: the states that enter `Packing.carried`."""
     rule, packing, run = plan.rule, plan.packing, plan.backend
-    seeds = None if initial is None else _of_sequences(packing, packing.beginning, initial)
+    seeds = _of_sequences(plan, packing.beginning, initial)
     o, h, v_new, S_end = run.scan_output(
         rule,
         packing,
@@ -116,14 +121,18 @@ def finish(
     )
     final = _per_sequence(plan, packing.ending, S_end, initial) if want_final else None
     saved = Saved(run.keep(rule, chunks, h, v_new), carried.value, maps.transition)
-    h = run.in_token_order(packing, h) if want_h else None
+    if not want_h:
+        return Result(o.to(x.v.dtype), final, None, saved)
+    h = run.in_token_order(packing, h)
+    h = h.mT.contiguous() if rule.state_v_first else h
     return Result(o.to(x.v.dtype), final, h, saved)
 
 
 def forward(
     plan: Plan, x: Inputs, initial: Tensor | None, *, want_final: bool, want_h: bool
 ) -> Result:
-    """One operator call. initial: [N, HV, K, V] in the accumulator's dtype, or None."""
+    """One operator call. initial: [N, HV, K, V] ([V, K] with the rule's state_v_first) in the
+    accumulator's dtype, or None."""
     chunks, maps = begin(plan, x, initial)
     wait = carry_maps(plan, x, maps)
     chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
@@ -149,33 +158,34 @@ def carry_maps(
 
 
 class Restored(NamedTuple):
-    """What a backward forms again: the chunks, the gradients at the outputs, and a call that gives
-    h and v_new."""
+    """What a backward forms again: the chunks, the gradients at the outputs, and a call that starts
+    to form h and v_new and returns one that gives them."""
 
     chunks: Any
     dout: Any
-    states: Callable[[], tuple[Tensor, Tensor]]
+    states: Callable[[], Callable[[], tuple[Tensor, Tensor]]]
 
 
 def states_again(
     plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any
-) -> Callable[[], tuple[Tensor, Tensor]]:
+) -> Callable[[], Callable[[], tuple[Tensor, Tensor]]]:
     """The forward's scan once more, when it is asked for."""
-    packing, run = plan.packing, plan.backend
+    packing = plan.packing
 
-    def scan() -> tuple[Tensor, Tensor]:
-        first = None if initial is None else _of_sequences(packing, packing.beginning, initial)
-        h, v_new, _ = run.scan(packing, chunks, join(first, States(packing.carried, saved.carried)))
-        return h, v_new
+    def start() -> Callable[[], tuple[Tensor, Tensor]]:
+        first = _of_sequences(plan, packing.beginning, initial)
+        S0 = join(first, States(packing.carried, saved.carried))
+        started: Callable[[], tuple[Tensor, Tensor]] = plan.backend.scan(packing, chunks, S0)
+        return started
 
-    return scan
+    return start
 
 
 def restored(
     plan: Plan, x: Inputs, initial: Tensor | None, saved: Saved, o: Tensor | None, do: Tensor
 ) -> Restored:
     chunks, h, v_new = plan.backend.restore(plan.rule, plan.packing, x, saved.kept, o)
-    states = lambda: (h, v_new)  # noqa: E731
+    states = lambda: lambda: (h, v_new)  # noqa: E731
     if h is None:
         states = states_again(plan, initial, saved, chunks)
     dout = plan.backend.output_bwd(plan.rule, plan.packing, chunks, do)
@@ -184,9 +194,8 @@ def restored(
 
 def adjoint_maps(plan: Plan, saved: Saved, again: Restored, dfinal: Tensor | None) -> AffineMap:
     """Of this card's segments, in reverse; transitions are the forward's."""
-    packing = plan.packing
-    seeds = None if dfinal is None else _of_sequences(packing, packing.ending, dfinal)
-    offset = plan.backend.summarize_bwd(packing, again.chunks, again.dout, seeds)
+    seeds = _of_sequences(plan, plan.packing.ending, dfinal)
+    offset = plan.backend.summarize_bwd(plan.packing, again.chunks, again.dout, seeds)
     return AffineMap(saved.transition, offset)
 
 
@@ -199,14 +208,14 @@ def finish_backward(
     *,
     want_dinitial: bool,
 ) -> tuple[Inputs, Tensor | None]:
-    """wait: gives the gradients that leave `Packing.feeding`; the forward's states are asked for
-    before it is called."""
+    """wait: gives the gradients that leave `Packing.feeding`. The forward's states, which need
+    none of them, are formed meanwhile."""
     packing, run = plan.packing, plan.backend
-    h, v_new = again.states()
-    seeds = None if dfinal is None else _of_sequences(packing, packing.ending, dfinal)
+    states = again.states()
+    seeds = _of_sequences(plan, packing.ending, dfinal)
     dS_end = join(seeds, wait())
     dscan, dS0 = run.scan_bwd(packing, again.chunks, again.dout, dS_end, want_start=want_dinitial)
-    grads = run.intra_bwd(plan.rule, packing, x, again.chunks, h, v_new, dscan)
+    grads = run.intra_bwd(plan.rule, packing, x, again.chunks, *states(), dscan)
     dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal) if want_dinitial else None
     return grads, dinitial
 
@@ -222,8 +231,9 @@ def backward(
     *,
     want_dinitial: bool,
 ) -> tuple[Inputs, Tensor | None]:
-    """Gradients of the inputs and of the initial states. dfinal: [N, HV, K, V], equal on all
-    ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads it."""
+    """Gradients of the inputs and of the initial states. dfinal: like the final states, equal on
+    all ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads
+    it."""
     again = restored(plan, x, initial, saved, o, do)
     wait = carry_maps(plan, x, adjoint_maps(plan, saved, again, dfinal), reverse=True)
     return finish_backward(plan, x, again, wait, dfinal, want_dinitial=want_dinitial)

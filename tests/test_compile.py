@@ -163,7 +163,7 @@ def test_opcheck_of_the_halves(keep, initial):
     saved = [
         carried,
         transition,
-        *(chunks if keep else (chunks[i] for i in TORCH.triangles)),
+        *(chunks if keep else (chunks[i] for i in TORCH.always_kept(rule))),
         *kept,
     ]
     grads = (o, final)

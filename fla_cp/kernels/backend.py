@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +22,20 @@ from . import assembler
 from .conv import conv, conv_bwd
 from .gate import GATES
 from .gate_op import gate
-from .head import head_gate_bwd_kernel, intra_head_bwd_kernel, intra_head_kernel
+from .head import (
+    dk_head_kernel,
+    dq_head_kernel,
+    head_gate_bwd_kernel,
+    intra_head_kernel,
+    scores_head_bwd_kernel,
+)
 from .intra import intra_kernel
 from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
 from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
 from .sums import sums
 from .tiles import unit_rows
-from .tuning import tile
+from .tuning import BESIDE, tile
 from .walk import walk
 
 assembler.choose()
@@ -38,8 +45,8 @@ class Chunks(NamedTuple):
     """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, C, C] in the inputs'
     dtype; fp32 decay [NC, HV, K] and rows [NC, HV, planes, C] (beta, what q and k are multiplied
     by, and more in head.py); qg, kin, kg [NC, HV, C, K], with one decay a head the inputs q, k or
-    p, and k [T, H, K]; v as given. In a backward also o. removal: the rule's, without which kin and
-    T are not read."""
+    p, and k [T, H, K]; v as given. In a backward also o. Where the rule removes nothing, kin and T
+    are empty."""
 
     T: Tensor
     Aqk: Tensor
@@ -49,8 +56,8 @@ class Chunks(NamedTuple):
     kin: Tensor
     kg: Tensor
     v: Tensor
+    rule: DeltaRule
     o: Tensor | None = None
-    removal: str = "k"
 
     @property
     def of_heads(self) -> bool:
@@ -68,8 +75,8 @@ class Chunks(NamedTuple):
             "HV": heads,
             "G": heads // self.kg.shape[1],
             "HEAD": self.of_heads,
-            "REMOVAL": self.removal,
-            "PRECISION": _precision(self.T.dtype),
+            "REMOVAL": self.rule.removal,
+            "PRECISION": _precision(self.Aqk.dtype),
         }
 
 
@@ -157,12 +164,14 @@ def intra(
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t = tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
+    gated, removes = (NC, HV, CHUNK, K), rule.removal != "none"
     if rule.per_head:
         qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
-        qg, kin, kg = (x.q.new_empty(NC, HV, CHUNK, K) for _ in range(3))
+        qg, kin, kg = (x.q.new_empty(s) for s in (gated, gated if removes else (0,), gated))
     if kept is None:
-        T, Aqk = (x.q.new_empty(NC, HV, CHUNK, CHUNK) for _ in range(2))
+        square = (NC, HV, CHUNK, CHUNK)
+        T, Aqk = x.q.new_empty(square if removes else (0,)), x.q.new_empty(square)
     else:
         T, Aqk = kept
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
@@ -245,7 +254,7 @@ def intra(
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
-    return Chunks(T, Aqk, decay, rows, qg, kin, kg, x.v, removal=rule.removal)
+    return Chunks(T, Aqk, decay, rows, qg, kin, kg, x.v, rule)
 
 
 def _planes(rule: DeltaRule) -> int:
@@ -277,15 +286,21 @@ def _scan(
     S_end: Tensor | None = None,
     middle: tuple[int, ...] = (),
     transition: Tensor | None = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """middle: the segments of `transition`."""
+    """middle: the segments of `transition`. stream: to run on, which takes what was allocated and
+    launched before on the current one."""
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
-    t = tile(stage, K, V, c.T.dtype, HV * len(segments + middle))
+    if stream is not None:
+        stage += "_beside"
+    t = tile(stage, K, V, c.Aqk.dtype, HV * len(segments + middle))
     if not segments:
         return
-    scan_kernel[(triton.cdiv(V, t.BV) * len(segments) + triton.cdiv(K, t.BV) * len(middle), HV)](
+    programs = triton.cdiv(V, t.BV) * len(segments) + triton.cdiv(K, t.BV) * len(middle)
+    launch = functools.partial(
+        scan_kernel[(programs, HV)],
         c.qg,
         c.kin,
         c.kg,
@@ -297,7 +312,7 @@ def _scan(
         o,
         h,
         v_new,
-        None if S0 is None else S0.value.contiguous(),
+        None if S0 is None else S0.value,
         S_end,
         transition,
         packing.index(segments + middle, c.v.device),
@@ -307,6 +322,9 @@ def _scan(
         _entries(packing, S0, c.v.device),
         v_t=c.v.stride(0),
         v_h=c.v.stride(1),
+        **_strides("S0", None if S0 is None else S0.value),
+        **_strides("end", S_end, inner=True),
+        **_strides("h", h, inner=True),
         states=len(segments),
         K=K,
         V=V,
@@ -317,12 +335,36 @@ def _scan(
         num_warps=t.warps,
         **c.launch(),
     )
+    if stream is None:
+        launch()
+        return
+    stream.wait_stream(torch.cuda.current_stream(c.v.device))
+    with torch.cuda.stream(stream):
+        launch()
 
 
-def _states(c: Chunks, count: int, *, square: bool = False) -> Tensor:
+def _strides(name: str, x: Tensor | None, *, inner: bool = False) -> dict[str, int]:
+    """Of states [.., HV, K, V], by argument; inner: of K and V only."""
+    axes = "kv" if inner else "nhkv"
+    strides = (0,) * len(axes) if x is None else x.stride()[-len(axes) :]
+    return {f"{name}_{axis}": s for axis, s in zip(axes, strides, strict=True)}
+
+
+def _states(
+    c: Chunks,
+    count: int,
+    *,
+    square: bool = False,
+    outside: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """[count, HV, K, V], or with square [.., K, K]; outside: in the caller's layout in memory."""
     HV, K = c.decay.shape[1:]
     V = K if square else c.v.shape[2]
-    return torch.empty(count, HV, K, V, dtype=torch.float32, device=c.v.device)
+    v_first = outside and c.rule.state_v_first
+    shape = (V, K) if v_first else (K, V)
+    x = torch.empty(count, HV, *shape, dtype=dtype, device=c.v.device)
+    return x.mT if v_first else x
 
 
 def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
@@ -357,10 +399,35 @@ def _chunk_buffers(c: Chunks) -> tuple[Tensor, Tensor]:
     return c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
 
 
-def scan(packing: Packing, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor, None]:
+@functools.lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _both_fit(packing: Packing, c: Chunks) -> bool:
+    """Whether the scans of a backward, which need nothing of each other, run side by side: where
+    each leaves half the multiprocessors free, and with one decay a head, whose operands fit into
+    shared memory in three stages of 64 columns (with two, they take longer together)."""
+    (HV, _), V = c.decay.shape[1:], c.v.shape[2]
+    programs = 2 * HV * len(packing.segments) * triton.cdiv(V, BESIDE)
+    return c.of_heads and not c.rule.keep_intermediates and programs <= multiprocessors(c.v.device)
+
+
+def scan(packing: Packing, c: Chunks, S0: States | None) -> Callable[[], tuple[Tensor, Tensor]]:
     h, v_new = _chunk_buffers(c)
-    _scan(packing, c, S0, _everything(packing), h=h, v_new=v_new)
-    return h, v_new, None
+    side = _side_stream(c.v.device) if _both_fit(packing, c) else None
+    _scan(packing, c, S0, _everything(packing), h=h, v_new=v_new, stream=side)
+
+    held: tuple | None = (c, S0)  # the side stream reads them until it is waited for
+
+    def result() -> tuple[Tensor, Tensor]:
+        nonlocal held
+        if side is not None:
+            torch.cuda.current_stream(c.v.device).wait_stream(side)
+        held = None
+        return h, v_new
+
+    return result
 
 
 def scan_output(
@@ -374,7 +441,9 @@ def scan_output(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     o = torch.empty(c.v.shape, dtype=c.v.dtype, device=c.v.device)
     h, v_new = _chunk_buffers(c) if want_states else (None, None)
-    S_end = _states(c, len(packing.segments)) if want_end else None
+    if want_states and not rule.keep_intermediates:  # for the caller only
+        h, v_new = _states(c, len(c.decay), outside=True, dtype=c.v.dtype), None
+    S_end = _states(c, len(packing.segments), outside=True) if want_end else None
     _scan(packing, c, S0, _everything(packing), o=o, h=h, v_new=v_new, S_end=S_end)
     return o, h, v_new, S_end
 
@@ -397,7 +466,9 @@ def _scan_bwd(
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
-    t = tile(stage, K, V, c.T.dtype, HV * len(segments))
+    if dh is not None and _both_fit(packing, c):
+        stage += "_beside"
+    t = tile(stage, K, V, c.Aqk.dtype, HV * len(segments))
     if not segments:
         return
     scan_bwd_kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](
@@ -411,7 +482,7 @@ def _scan_bwd(
         c.decay,
         y,
         dh,
-        None if dS_end is None else dS_end.value.contiguous(),
+        None if dS_end is None else dS_end.value,
         dS0,
         packing.index(segments, c.v.device),
         table.seg_start,
@@ -420,6 +491,8 @@ def _scan_bwd(
         _entries(packing, dS_end, c.v.device),
         do_t=do.stride(0),
         do_h=do.stride(1),
+        **_strides("end", None if dS_end is None else dS_end.value),
+        **_strides("dS0", dS0, inner=True),
         K=K,
         V=V,
         BT=CHUNK,
@@ -445,7 +518,7 @@ def scan_bwd(
     packing: Packing, c: Chunks, grads: OutputGrads, dS_end: States | None, *, want_start: bool
 ) -> tuple[ScanGrads, Tensor | None]:
     dh, y = _chunk_buffers(c)
-    dS0 = _states(c, len(packing.segments)) if want_start else None
+    dS0 = _states(c, len(packing.segments), outside=True) if want_start else None
     _scan_bwd(packing, c, grads.do, dS_end, _everything(packing), y=y, dh=dh, dS0=dS0)
     return ScanGrads(grads.do, y, dh), dS0
 
@@ -460,7 +533,186 @@ def intra_bwd(
     grads: ScanGrads,
 ) -> Inputs:
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
-    table = tables(packing, x.q.device)
+    grads = grads._replace(do=unit_rows(grads.do))
+    return (_head_bwd if rule.per_head else _channels_bwd)(rule, packing, x, c, h, v_new, grads)
+
+
+def _head_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    """One decay a head."""
+    table, do = tables(packing, x.q.device), grads.do
+    NC, (tokens, H, K), (HV, V) = len(table.chunk_start), x.q.shape, x.v.shape[1:]
+    ts, tq, tk = (tile(n, K, V, x.q.dtype) for n in ("scores_bwd_head", "dq_head", "dk_head"))
+    device, q_tiles, tiles = x.q.device, triton.cdiv(K, tq.BK), triton.cdiv(K, tk.BK)
+    dq, dk = (torch.empty(x.q.shape, dtype=x.q.dtype, device=device) for _ in range(2))
+    dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
+    dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
+    dgc, dp, shift, dbeta, shares = (
+        torch.empty(q_tiles + tiles, NC, HV, CHUNK, device=device),
+        *[None] * 4,
+    )
+    if x.p is not None:
+        dp, shift = torch.empty_like(dk), torch.empty_like(dgc[:tiles])
+    if x.beta is not None:
+        dbeta = torch.empty(x.beta.shape, dtype=x.beta.dtype, device=device)
+        shares = torch.empty(1 + tiles, tokens, HV, device=device)
+    dA_log = None if x.A_log is None else torch.empty(NC, HV, device=device)
+    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, device=device)
+    partial = None  # memory of programs that go through several heads
+    if HV > H:
+        most = max(q_tiles * tq.BK, 2 * tiles * tk.BK)
+        partial = torch.empty(NC, H, most, CHUNK, device=device)
+    shape = {
+        "H": H,
+        "G": HV // H,
+        "K": K,
+        "V": V,
+        "BT": CHUNK,
+        "NORM": rule.qk_l2norm,
+        "PRECISION": _precision(x.q.dtype),
+    }
+    weights = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
+    if NC:
+        scores_head_bwd_kernel[(NC, HV)](
+            x.v,
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            c.rows,
+            do,
+            c.o,
+            v_new,
+            grads.y,
+            dv,
+            shares,
+            weights,
+            of_rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.v.stride()[:2],
+            x.g.stride(0),
+            *do.stride()[:2],
+            rule.lower_bound or 0.0,
+            HV=HV,
+            V=V,
+            BT=CHUNK,
+            BV=ts.BV,
+            GATE=GATES[rule.gate][0],
+            NORM=rule.qk_l2norm,
+            QNORM=rule.qk_l2norm and q_tiles > 1,
+            EXP2=rule.use_exp2,
+            REMOVAL=rule.removal,
+            PRECISION=_precision(x.q.dtype),
+            num_warps=ts.warps,
+        )
+        dq_head_kernel[(NC * q_tiles, H)](
+            x.q,
+            x.k,
+            c.rows,
+            of_rows,
+            weights,
+            do,
+            h,
+            dq,
+            dgc,
+            partial,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *do.stride()[:2],
+            rule.scale,
+            BK=tq.BK,
+            BV=tq.BV,
+            NS=tq.stages,
+            num_warps=tq.warps,
+            maxnreg=tq.registers,
+            **shape,
+        )
+        dk_head_kernel[(NC * tiles, H)](
+            x.q,
+            x.k,
+            x.p,
+            c.decay,
+            c.rows,
+            of_rows,
+            weights,
+            h,
+            grads.dh,
+            v_new,
+            grads.y,
+            dk,
+            dp,
+            dgc[q_tiles:],
+            shift,
+            shares,
+            partial,
+            table.chunk_start,
+            table.chunk_rows,
+            tokens,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *((0, 0) if x.p is None else x.p.stride()[:2]),
+            BK=tk.BK,
+            BV=tk.BV,
+            REMOVAL=rule.removal,
+            NS=tk.stages,
+            num_warps=tk.warps,
+            maxnreg=tk.registers,
+            **shape,
+        )
+        head_gate_bwd_kernel[(NC, HV)](
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            dgc,
+            shift,
+            x.beta,
+            shares,
+            dg,
+            dA_log,
+            ddt_bias,
+            dbeta,
+            table.chunk_start,
+            table.chunk_rows,
+            tokens,
+            x.g.stride(0),
+            0 if x.beta is None else x.beta.stride(0),
+            rule.lower_bound or 0.0,
+            rule.beta_factor or 1.0,
+            HV=HV,
+            BT=CHUNK,
+            SHARES=q_tiles + tiles,
+            TILES=tiles,
+            GATE=GATES[rule.gate][0],
+            SLOPE=GATES[rule.gate][1],
+            RATE_SCALES_RAW=rule.gate == "sigmoid",
+            BETA_SIGMOID=rule.beta_factor is not None,
+            num_warps=1,
+        )
+    dA_log, ddt_bias = _reduced(dA_log, x.A_log), _reduced(ddt_bias, x.dt_bias)
+    return Inputs(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dp)
+
+
+def _channels_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    """One decay a channel."""
+    table, do = tables(packing, x.q.device), grads.do
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t, ts = (
         tile(name, K, V, x.q.dtype) for name in (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
@@ -472,12 +724,10 @@ def intra_bwd(
     dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
     dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
     dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
-    shares, gates = (NC, 1) if rule.per_head else (NC * tiles, K)
-    dA_log = None if x.A_log is None else torch.empty(shares, HV, device=device)
-    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, gates, device=device)
+    dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
+    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
-    do, dp, shift = unit_rows(grads.do), None, None
     if NC:
         scores_bwd_kernel[(NC, HV)](
             x.v,
@@ -504,79 +754,6 @@ def intra_bwd(
             PRECISION=_precision(x.q.dtype),
             num_warps=ts.warps,
         )
-    if NC and rule.per_head:
-        dgc = torch.empty(tiles, NC, HV, CHUNK, device=device)
-        if x.p is not None:
-            dp, shift = torch.empty_like(dk), torch.empty_like(dgc)
-        intra_head_bwd_kernel[(NC * tiles, HV)](
-            x.q,
-            x.k,
-            x.p,
-            x.g,
-            x.A_log,
-            x.dt_bias,
-            c.decay,
-            c.rows,
-            of_rows,
-            do,
-            h,
-            grads.dh,
-            v_new,
-            grads.y,
-            dscores,
-            dq,
-            dk,
-            dp,
-            dgc,
-            shift,
-            dbeta,
-            table.chunk_start,
-            table.chunk_rows,
-            tokens,
-            *x.q.stride()[:2],
-            *x.k.stride()[:2],
-            *((0, 0) if x.p is None else x.p.stride()[:2]),
-            x.g.stride(0),
-            *do.stride()[:2],
-            rule.scale,
-            rule.lower_bound or 0.0,
-            HV=HV,
-            G=HV // H,
-            K=K,
-            V=V,
-            BT=CHUNK,
-            BK=t.BK,
-            BV=t.BV,
-            GATE=GATES[rule.gate][0],
-            NORM=rule.qk_l2norm,
-            EXP2=rule.use_exp2,
-            REMOVAL=rule.removal,
-            PRECISION=_precision(x.q.dtype),
-            NS=t.stages,
-            num_warps=t.warps,
-        )
-        head_gate_bwd_kernel[(NC, HV)](
-            x.g,
-            x.A_log,
-            x.dt_bias,
-            dgc,
-            shift,
-            dg,
-            dA_log,
-            ddt_bias,
-            table.chunk_start,
-            table.chunk_rows,
-            x.g.stride(0),
-            rule.lower_bound or 0.0,
-            HV=HV,
-            BT=CHUNK,
-            TILES=tiles,
-            GATE=GATES[rule.gate][0],
-            SLOPE=GATES[rule.gate][1],
-            RATE_SCALES_RAW=rule.gate == "sigmoid",
-            num_warps=1,
-        )
-    elif NC:
         intra_bwd_kernel[(NC * tiles, HV)](
             x.q,
             x.k,
@@ -627,7 +804,7 @@ def intra_bwd(
         def of_keys(d: Tensor) -> Tensor:
             return d.unflatten(1, (H, HV // H)).sum(2).to(x.q.dtype)
 
-        dq, dk, dp = of_keys(dq), of_keys(dk), None if dp is None else of_keys(dp)
+        dq, dk = of_keys(dq), of_keys(dk)
     return Inputs(
         dq,
         dk,
@@ -636,7 +813,6 @@ def intra_bwd(
         None if x.beta is None else _beta_bwd(rule, x.beta, dbeta.sum(0)),
         _reduced(dA_log, x.A_log),
         _reduced(ddt_bias, x.dt_bias),
-        dp,
     )
 
 
@@ -655,8 +831,8 @@ def _reduced(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
 def keep(
     rule: DeltaRule, c: Chunks, h: Tensor | None, v_new: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    if not rule.keep_intermediates:
-        return c.T, c.Aqk
+    if not rule.keep_intermediates:  # decay and rows are small where a head has one decay
+        return (c.T, c.Aqk, c.decay, c.rows) if rule.per_head else (c.T, c.Aqk)
     gated = () if rule.per_head else (c.qg, c.kin, c.kg)
     return (c.T, c.Aqk, c.decay, c.rows, *gated, h, v_new)
 
@@ -665,16 +841,19 @@ def kept_shapes(
     rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what `keep` returns."""
-    square = ((NC, HV, CHUNK, CHUNK), dtype)
-    if not rule.keep_intermediates:
-        return [square, square]
-    k = ((NC, HV, CHUNK, K), dtype)
-    return [
-        square,
-        square,
+    square, k, nothing = (NC, HV, CHUNK, CHUNK), (NC, HV, CHUNK, K), (0,)
+    T, kin = (nothing, nothing) if rule.removal == "none" else (square, k)
+    triangles = [(T, dtype), (square, dtype)]
+    factors = [
         ((NC, HV, K), torch.float32),
         ((NC, HV, _planes(rule), CHUNK), torch.float32),
-        *(() if rule.per_head else (k, k, k)),
+    ]
+    if not rule.keep_intermediates:
+        return triangles + factors * rule.per_head
+    return [
+        *triangles,
+        *factors,
+        *(() if rule.per_head else ((k, dtype), (kin, dtype), (k, dtype))),
         ((NC, HV, K, V), dtype),
         ((NC, HV, CHUNK, V), dtype),
     ]
@@ -683,11 +862,11 @@ def kept_shapes(
 def restore(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...], o: Tensor
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
-    if rule.keep_intermediates:
-        *tensors, h, v_new = kept
+    if rule.keep_intermediates or rule.per_head:
+        *tensors, h, v_new = kept if rule.keep_intermediates else (*kept, None, None)
         if rule.per_head:
             tensors += [unit_rows(t) for t in (x.q, x.k if x.p is None else x.p, x.k)]
-        return Chunks(*tensors, unit_rows(x.v), o, rule.removal), h, v_new  # type: ignore[arg-type, call-arg]
+        return Chunks(*tensors, unit_rows(x.v), rule, o), h, v_new  # type: ignore[arg-type, call-arg]
     T, Aqk = kept
     return intra(rule, packing, x, kept=(T, Aqk))._replace(o=o), None, None
 
@@ -699,7 +878,7 @@ def in_token_order(packing: Packing, h: Tensor) -> Tensor:
 TRITON = Backend(
     name="triton",
     reads_output=True,
-    triangles=(Chunks._fields.index("T"), Chunks._fields.index("Aqk")),
+    always_kept=lambda rule: (0, 1, 2, 3) if rule.per_head else (0, 1),
     kept_shapes=kept_shapes,
     state_dtype=lambda dtype: dtype,
     intra=intra,

@@ -3,10 +3,11 @@
 The decay of a pair of tokens is one number and multiplies their score. No exponent is above zero
 for any gate, so there is one path.
 
-Backward, from `dscores` of intra_bwd.py (gradients of the decayed scores): with W = dscores *
-decay, q and k get W k and W^T q. The gate's gradient is, per row, the sum over channels of row
-factors times their gradients less column factors times theirs, as the products saw the factors:
-the inputs as they are, with norms and scale in W, so that their gradients come out as they are.
+Backward, all in one program per chunk and key head: with W = (gradients of the decayed scores) *
+decay, q and k get W k and W^T q, the latter transposed so that W is used as it comes. The gate's
+gradient is, per row, the sum over channels of row factors times their gradients less column
+factors times theirs, as the products saw the factors: the inputs as they are, with norms and scale
+in W, so that their gradients come out as they are.
 """
 
 import triton
@@ -14,7 +15,6 @@ import triton.language as tl
 
 from .gate import LOG2E, sigmoid
 from .intra import unit_lower_inverse
-from .intra_bwd import load_scores
 from .tiles import decay_exp, dot, load_block, load_rows, store_block, store_rows
 
 
@@ -79,33 +79,13 @@ def decay_to_end(sums, i, EXP2: tl.constexpr):
 
 
 @triton.jit
-def decays(row, col, i, EXP2: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """exp(row_i - col_j) [BT, BT] for i > j, zero elsewhere; TRANSPOSED: i along columns."""
-    if TRANSPOSED:
-        keep = i[None, :] > i[:, None]
-        x = row[0][None, :] - col[0][:, None]
-    else:
-        keep = i[:, None] > i[None, :]
-        x = row[0][:, None] - col[0][None, :]
+def decays(row, col, i, EXP2: tl.constexpr):
+    """exp(row_i - col_j) [BT, BT] for i > j, zero elsewhere."""
+    keep = i[:, None] > i[None, :]
+    x = row[0][:, None] - col[0][None, :]
     for n in tl.static_range(1, len(row)):
-        if TRANSPOSED:
-            x += row[n][None, :] - col[n][:, None]
-        else:
-            x += row[n][:, None] - col[n][None, :]
+        x += row[n][:, None] - col[n][None, :]
     return tl.where(keep, decay_exp(tl.where(keep, x, 0.0), EXP2), 0.0)
-
-
-@triton.jit
-def weights(ptr, row, col, row_scale, col_scale, i, EXP2: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """What the inputs' rows are weighted with [BT, BT], from the gradients of the decayed scores at
-    ptr; alike in both orientations, bit for bit."""
-    b_d = load_scores(ptr, i)
-    if TRANSPOSED:  # where it is loaded: see intra_bwd.py
-        b_d = tl.trans(b_d).to(tl.float32) * decays(row, col, i, EXP2, True)
-        return b_d * row_scale[None, :] * col_scale[:, None]
-    else:
-        b_d = b_d.to(tl.float32) * decays(row, col, i, EXP2)
-        return b_d * row_scale[:, None] * col_scale[None, :]
 
 
 @triton.jit
@@ -239,28 +219,213 @@ def intra_head_kernel(
 
 
 @triton.jit
-def intra_head_bwd_kernel(
-    q,
-    k,
-    p,
+def scores_head_bwd_kernel(
+    v,
     g,
     A_log,
     dt_bias,
+    rows,
+    do,
+    o,
+    v_new,
+    y,
+    dv,
+    shares,
+    weights,
+    of_rows,
+    chunk_start,
+    chunk_rows,
+    v_t,
+    v_h,
+    g_t,
+    do_t,
+    do_h,
+    bound,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    NORM: tl.constexpr,
+    EXP2: tl.constexpr,
+    QNORM: tl.constexpr,
+    REMOVAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """weights [NC, HV, 2, C, C], below the diagonal: what the inputs k are weighted with in the
+    gradients of q and of beta r. of_rows [NC, HV, 3, C], fp32: the diagonal's weight of k; with
+    QNORM q dq and with NORM k dk of each row, summed over channels, as `scores_bwd_kernel` says
+    (with p those of k alone). shares [.., T, HV]: in plane 0 v's share of dbeta, before the sigmoid's slope."""
+    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, BT)
+    m_i = i < tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    i_ch = i_c * HV + i_hv
+    v += i_hv * v_h + start * v_t
+    do += i_hv * do_h + start * do_t
+    o += (start * HV + i_hv) * V
+    dv += (start * HV + i_hv) * V
+    rows += i_ch * 7 * BT + i
+    of_rows += i_ch * 3 * BT + i
+    weights += i_ch * 2 * BT * BT
+    operand = v_new.dtype.element_ty
+    b_beta = tl.load(rows)
+    b_ds = tl.zeros([BT, BT], tl.float32)
+    b_da = tl.zeros([BT, BT], tl.float32)
+    b_vy = tl.zeros_like(b_beta)
+    b_nq = tl.zeros_like(b_beta)
+    b_nk = tl.zeros_like(b_beta)
+    for i_v in range((V + BV - 1) // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
+        b_vn = load_block(v_new + i_ch * BT * V, i, o_v, BT, V)
+        b_y = load_block(y + i_ch * BT * V, i, o_v, BT, V)
+        b_ds = dot(b_do, tl.trans(b_vn), PRECISION, acc=b_ds)
+        if REMOVAL != "none":
+            b_da = dot(b_y, tl.trans(b_vn), PRECISION, acc=b_da)
+        b_v = load_rows(v, i, v_t, m_i, o_v, V).to(tl.float32)
+        b_y = b_y.to(tl.float32)
+        b_vy += tl.sum(b_v * b_y, axis=1)
+        if QNORM:
+            b_o = load_rows(o, i, HV * V, m_i, o_v, V).to(tl.float32)
+            b_nq += tl.sum(b_do.to(tl.float32) * b_o, axis=1)
+        if NORM:
+            b_nk += tl.sum(b_vn.to(tl.float32) * b_y, axis=1)
+        store_rows(dv, b_y * b_beta[:, None], i, HV * V, m_i, o_v, V)
+    p_g = g + i_hv + start * g_t
+    _raw, _rate, b_g = load_head_gate(p_g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
+    gc = running_sums(b_g, operand)
+    q_scale, k_scale = tl.load(rows + BT), tl.load(rows + 2 * BT)
+    diagonal = tl.sum(tl.where(i[:, None] == i[None, :], b_ds, 0.0), axis=1)
+    tl.store(of_rows, diagonal * q_scale * k_scale)
+    b_ds *= decays(gc, gc, i, EXP2)
+    store_block(weights, b_ds * q_scale[:, None] * k_scale[None, :], i, i, BT, BT)
+    if REMOVAL != "none":
+        before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
+        b_da *= decays(before, gc, i, EXP2)
+        b_da *= -tl.load(rows + 3 * BT)[:, None] * k_scale[None, :]
+        store_block(weights + BT * BT, b_da, i, i, BT, BT)
+        tl.store(shares + (start + i) * HV + i_hv, b_vy, mask=m_i)
+    if QNORM:
+        tl.store(of_rows + BT, b_nq)
+    if NORM:
+        if REMOVAL != "p":
+            b_nk = 2.0 * b_nk - b_beta * b_vy
+        tl.store(of_rows + 2 * BT, b_nk)
+
+
+@triton.jit
+def with_heads_before(x, partial, j, G: tl.constexpr):
+    """x and what the heads before j of a group gave; kept at `partial`, for this program alone, so
+    that it takes no registers meanwhile."""
+    if G > 1:
+        o_r, o_c = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
+        at = partial + o_r[:, None] * x.shape[1] + o_c[None, :]
+        x += tl.load(at, mask=(o_r >= 0)[:, None] & (j > 0), other=0.0)
+        tl.store(at, x, mask=(o_r >= 0)[:, None] & (j < G - 1))
+    return x
+
+
+@triton.jit
+def dq_head_kernel(
+    q,
+    k,
+    rows,
+    of_rows,
+    weights,
+    do,
+    h,
+    dq,
+    dgc,
+    partial,
+    chunk_start,
+    chunk_rows,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    do_t,
+    do_h,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NS: tl.constexpr,
+):
+    """dq [T, H, K] of one key tile and key head: a program goes through the value heads of its
+    group. dgc [key tiles, NC, HV, C], fp32: the part of q in the gradient of gc. partial
+    [programs, C, BK], fp32: memory for groups of several heads."""
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    HV: tl.constexpr = H * G
+    i_k = tl.program_id(0) % tiles
+    i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, BT)
+    m_i = i < tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    chunks = (tl.num_programs(0) // tiles).to(tl.int64)
+    operand = h.dtype.element_ty
+    o_k = i_k * BK + tl.arange(0, BK)
+    q += i_h * q_h + start * q_t
+    k += i_h * k_h + start * k_t
+    if G > 1:
+        partial += (tl.program_id(0).to(tl.int64) * H + i_h) * BT * BK
+    b_norm = tl.zeros([BT], tl.float32)  # q dq summed over channels
+    for j in tl.range(G, num_stages=1):
+        i_hv = i_h * G + j
+        i_ch = i_c * HV + i_hv
+        row = rows + i_ch * 7 * BT + i
+        of_row = of_rows + i_ch * 3 * BT + i
+        b_dq = tl.zeros([BT, BK], tl.float32)
+        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+            o_v = i_v * BV + tl.arange(0, BV)
+            b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+            b_do = load_rows(do + i_hv * do_h + start * do_t, i, do_t, m_i, o_v, V).to(operand)
+            b_dq = dot(b_do, tl.trans(b_h), PRECISION, acc=b_dq)
+        b_dq *= tl.load(row + 4 * BT)[:, None]
+        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        b_dq = dot(b_w, b_k, PRECISION, acc=b_dq)
+        b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
+        tl.store(dgc + (i_k * chunks * HV + i_ch) * BT + i, tl.sum(b_q * b_dq, axis=1))
+        # the diagonal's row and column cancel in the gate's gradient
+        b_dq += tl.load(of_row)[:, None] * b_k.to(tl.float32)
+        b_dq = with_heads_before(b_dq, partial, j, G)
+        if NORM and tiles > 1:
+            b_norm += tl.load(of_row + BT)
+        if j == G - 1:
+            if NORM:
+                if tiles == 1:
+                    b_norm = tl.sum(b_q * b_dq, axis=1)
+                rstd = tl.load(row + BT) / scale
+                b_dq -= b_q * (b_norm * rstd * rstd)[:, None]
+            store_rows(dq + (start * H + i_h) * K, b_dq, i, H * K, m_i, o_k, K)
+
+
+@triton.jit
+def dk_head_kernel(
+    q,
+    k,
+    p,
     decay,
     rows,
     of_rows,
-    do,
+    weights,
     h,
     dh,
     v_new,
     y,
-    dscores,
-    dq,
     dk,
     dp,
     dgc,
     shift,
-    dbeta,
+    shares,
+    partial,
     chunk_start,
     chunk_rows,
     tokens,
@@ -270,142 +435,116 @@ def intra_head_bwd_kernel(
     k_h,
     p_t,
     p_h,
-    g_t,
-    do_t,
-    do_h,
-    scale,
-    bound,
-    HV: tl.constexpr,
+    H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    GATE: tl.constexpr,
     NORM: tl.constexpr,
-    EXP2: tl.constexpr,
     REMOVAL: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """As `intra_bwd_kernel` for one key tile; dgc [key tiles, NC, HV, C], fp32: its share of the
-    gradient of gc, what comes from the chunk's end in the last row. With p, also dp, and in shift
-    (like dgc) what its rows give to the sums up to the token before."""
+    """dk and dp as `dq_head_kernel` does dq; partial [programs, 2, C, BK]. Per value head and key
+    tile: in plane 1 + tile of shares the tile's part of dbeta; in dgc that of k and p in the
+    gradient of gc, what comes from the chunk's end in the last row; with p in shift, like dgc, what
+    its rows give to the sums up to the token before."""
     tiles: tl.constexpr = (K + BK - 1) // BK
+    HV: tl.constexpr = H * G
     i_k = tl.program_id(0) % tiles
-    i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i_h = i_hv // G
+    i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)
     start = tl.load(chunk_start + i_c).to(tl.int64)
-    i_ch = i_c * HV + i_hv
     chunks = (tl.num_programs(0) // tiles).to(tl.int64)
+    operand = h.dtype.element_ty
+    o_k = i_k * BK + tl.arange(0, BK)
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     r, r_t = k, k_t
     if REMOVAL == "p":
         r, r_t = p + i_h * p_h + start * p_t, p_t
-    g += i_hv + start * g_t
-    do += i_hv * do_h + start * do_t
-    v_new += i_ch * BT * V
-    y += i_ch * BT * V
-    h += i_ch * K * V
-    dh += i_ch * K * V
-    dq += (start * HV + i_hv) * K
-    dk += (start * HV + i_hv) * K
-    dscores += i_ch * 2 * BT * BT
-    rows += i_ch * 7 * BT + i
-    of_rows += i_ch * 3 * BT + i
-    operand = v_new.dtype.element_ty
-    o_k = i_k * BK + tl.arange(0, BK)
-
-    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
-    gc = running_sums(b_g, operand)
-    before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
-    b_beta = tl.load(rows)[:, None]
-    q_scale, k_scale, r_scale = tl.load(rows + BT), tl.load(rows + 2 * BT), tl.load(rows + 3 * BT)
-
-    # column factor k
-    b_dc = tl.zeros([BT, BK], tl.float32)
-    b_dl = tl.zeros([BK], tl.float32)
-    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_h = load_block(h, o_k, o_v, K, V)
-        b_dh = load_block(dh, o_k, o_v, K, V)
-        b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
-        b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
-    b_dc *= tl.load(rows + 6 * BT)[:, None]
-    b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
-    b_k = load_rows(k, i, k_t, m_i, o_k, K)
-    b_dgc = -tl.sum(b_k.to(tl.float32) * b_dc, axis=1)
-    last = tl.sum(b_dl, axis=0) - tl.sum(b_dgc, axis=0)
-    b_w = weights(dscores, gc, gc, q_scale, k_scale, i, EXP2, True).to(operand)
-    b_c = dot(b_w, load_rows(q, i, q_t, m_i, o_k, K), PRECISION)
-    if REMOVAL != "none":
-        b_w = weights(dscores + BT * BT, before, gc, r_scale, k_scale, i, EXP2, True).to(operand)
-        b_rb = (b_beta * load_rows(r, i, r_t, m_i, o_k, K).to(tl.float32)).to(operand)
-        b_c = dot(b_w, b_rb, PRECISION, acc=b_c)
-    b_dc += b_c
-    b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
-
-    # row factors q and beta r
-    tl.debug_barrier()
-    b_dq = tl.zeros([BT, BK], tl.float32)
-    b_dr = tl.zeros([BT, BK], tl.float32)
-    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_h = tl.trans(load_block(h, o_k, o_v, K, V))
-        b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
-        b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
-        if REMOVAL != "none":
-            b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
-    b_dq *= tl.load(rows + 4 * BT)[:, None]
-    b_k = load_rows(k, i, k_t, m_i, o_k, K)
-    b_w = weights(dscores, gc, gc, q_scale, k_scale, i, EXP2, False).to(operand)
-    b_dq = dot(b_w, b_k, PRECISION, acc=b_dq)
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
-    b_dgc += tl.sum(b_q * b_dq, axis=1)
-    if REMOVAL != "none":
-        b_dr *= -tl.load(rows + 5 * BT)[:, None]
-        b_r = load_rows(r, i, r_t, m_i, o_k, K).to(tl.float32)
-        b_shift = tl.sum(b_beta * b_r * b_dr, axis=1)
-        b_w = weights(dscores + BT * BT, before, gc, r_scale, k_scale, i, EXP2, False).to(operand)
-        b_c = dot(b_w, b_k, PRECISION)
-        b_dr += b_c
-        b_shift += tl.sum((b_beta * b_r).to(operand).to(tl.float32) * b_c, axis=1)
-        b_dgc += b_shift
-
-    # the diagonal's row and column cancel in the gate's gradient
-    b_k = b_k.to(tl.float32)
-    diagonal = (tl.load(of_rows) * q_scale * k_scale)[:, None]
-    b_dq += diagonal * b_k
-    b_dc += diagonal * b_q
-    dbeta += start * HV + i_hv
-    b_nk = tl.load(of_rows + 2 * BT)  # sum over channels of k dk, and with p of p dp too
-    if REMOVAL == "p":
-        b_vy = tl.load(rows) * tl.load(dbeta + i * HV, mask=m_i, other=0.0)
-    b_dp = b_beta * b_dr
-    if REMOVAL == "k":
-        b_dc += b_dp
-    if NORM:
-        b_dq -= b_q * (tl.load(of_rows + BT) * (q_scale / scale) * (q_scale / scale))[:, None]
+    if G > 1:
+        partial += (tl.program_id(0).to(tl.int64) * H + i_h) * 2 * BT * BK
+    b_nk = tl.zeros([BT], tl.float32)  # k dk and p dp summed over channels
+    b_np = tl.zeros([BT], tl.float32)
+    for j in tl.range(G, num_stages=1):
+        i_hv = i_h * G + j
+        i_ch = i_c * HV + i_hv
+        row = rows + i_ch * 7 * BT + i
+        of_row = of_rows + i_ch * 3 * BT + i
+        place = (i_k * chunks * HV + i_ch) * BT + i
+        # column factor k
+        b_dk = tl.zeros([BT, BK], tl.float32)
+        b_dl = tl.zeros([BK], tl.float32)
+        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+            o_v = i_v * BV + tl.arange(0, BV)
+            b_dh = load_block(dh + i_ch * K * V, o_k, o_v, K, V)
+            b_vn = load_block(v_new + i_ch * BT * V, i, o_v, BT, V)
+            b_dk = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_dk)
+            b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+            b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+        b_dk *= tl.load(row + 6 * BT)[:, None]
+        b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        # by itself, for it cancels what the last row gets of it
+        b_dgc = -tl.sum(b_k.to(tl.float32) * b_dk, axis=1)
+        last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_dgc, axis=0)
+        b_dgc += tl.where(i == BT - 1, last, 0.0)
+        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_q = load_rows(q, i, q_t, m_i, o_k, K)
+        b_c = dot(tl.trans(b_w), b_q, PRECISION)
+        if REMOVAL != "none":  # row factor beta r
+            b_dr = tl.zeros([BT, BK], tl.float32)
+            for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+                o_v = i_v * BV + tl.arange(0, BV)
+                b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+                b_y = load_block(y + i_ch * BT * V, i, o_v, BT, V)
+                b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
+            b_dr *= -tl.load(row + 5 * BT)[:, None]
+            b_beta = tl.load(row)[:, None]
+            b_r = load_rows(r, i, r_t, m_i, o_k, K).to(tl.float32)
+            b_rb = (b_beta * b_r).to(operand)
+            b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
+            b_c = dot(tl.trans(b_w), b_rb, PRECISION, acc=b_c)
+            b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+            b_dk += b_c
+            b_shift = tl.sum(b_beta * b_r * b_dr, axis=1)
+            b_c = dot(b_w, b_k, PRECISION)
+            b_shift += tl.sum(b_rb.to(tl.float32) * b_c, axis=1)
+            b_dgc += b_shift
+            b_dr += b_c
+            plane = (1 + i_k).to(tl.int64) * tokens * HV
+            b_db = tl.sum(b_r * b_dr, axis=1)
+            tl.store(shares + plane + (start + i) * HV + i_hv, b_db, mask=m_i)
+            b_dr *= b_beta
+        else:
+            b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+            b_dk += b_c
+        tl.store(dgc + place, b_dgc)
+        b_dk += tl.load(of_row)[:, None] * b_q.to(tl.float32)
+        if REMOVAL == "k":
+            b_dk += b_dr
+        b_dk = with_heads_before(b_dk, partial, j, G)
+        if NORM:
+            b_nk += tl.load(of_row + 2 * BT)
+        if j == G - 1:
+            if NORM:
+                rstd = tl.load(row + 2 * BT)
+                b_dk -= b_k.to(tl.float32) * (b_nk * rstd * rstd)[:, None]
+            store_rows(dk + (start * H + i_h) * K, b_dk, i, H * K, m_i, o_k, K)
         if REMOVAL == "p":
-            b_dp -= b_r * ((b_nk - b_vy) * 0.5 * r_scale * r_scale)[:, None]
-            b_nk = (b_nk + b_vy) * 0.5
-        b_dc -= b_k * (b_nk * k_scale * k_scale)[:, None]
-    store_rows(dq, b_dq, i, HV * K, m_i, o_k, K)
-    store_rows(dk, b_dc, i, HV * K, m_i, o_k, K)
-    place = (i_k * chunks * HV + i_ch) * BT + i
-    if REMOVAL == "p":
-        dp += (start * HV + i_hv) * K
-        store_rows(dp, b_dp, i, HV * K, m_i, o_k, K)
-        tl.store(shift + place, b_shift)
-    if REMOVAL != "none":
-        plane = (i_k + 1).to(tl.int64) * tokens * HV
-        tl.store(dbeta + plane + i * HV, tl.sum(b_r * b_dr, axis=1), mask=m_i)
-    b_dgc += tl.where(i == BT - 1, last, 0.0)
-    tl.store(dgc + place, b_dgc)
+            tl.store(shift + place, b_shift)
+            b_dr = with_heads_before(b_dr, partial + BT * BK if G > 1 else partial, j, G)
+            if NORM:
+                b_vy = tl.load(shares + (start + i) * HV + i_hv, mask=m_i, other=0.0)
+                b_np += tl.load(of_row + 2 * BT) - tl.load(row) * b_vy
+            if j == G - 1:
+                if NORM:
+                    rstd = tl.load(row + 3 * BT)
+                    b_dr -= b_r * (b_np * rstd * rstd)[:, None]
+                store_rows(dp + (start * H + i_h) * K, b_dr, i, H * K, m_i, o_k, K)
 
 
 @triton.jit
@@ -415,22 +554,30 @@ def head_gate_bwd_kernel(
     dt_bias,
     dgc,
     shift,
+    beta,
+    shares,
     dg,
     dA_log,
     ddt_bias,
+    dbeta,
     chunk_start,
     chunk_rows,
+    tokens,
     g_t,
+    beta_t,
     bound,
+    beta_factor,
     HV: tl.constexpr,
     BT: tl.constexpr,
+    SHARES: tl.constexpr,
     TILES: tl.constexpr,
     GATE: tl.constexpr,
     SLOPE: tl.constexpr,
     RATE_SCALES_RAW: tl.constexpr,
+    BETA_SIGMOID: tl.constexpr,
 ):
-    """dg [T, HV] from the key tiles' shares of dgc and of shift; dA_log, ddt_bias [NC, HV]: partial
-    sums."""
+    """dg [T, HV] from the SHARES of dgc and those of key tiles of shift, dbeta [T, HV] from v's
+    share and those of key tiles; dA_log, ddt_bias [NC, HV]: partial sums."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)
@@ -438,7 +585,7 @@ def head_gate_bwd_kernel(
     i_ch = i_c * HV + i_hv
     chunks = tl.num_programs(0).to(tl.int64)
     b_dgc = tl.zeros([BT], tl.float32)
-    for n in range(TILES):
+    for n in range(SHARES):
         b_dgc += tl.load(dgc + (n * chunks * HV + i_ch) * BT + i)
     b_dg = tl.cumsum(b_dgc, axis=0, reverse=True)
     if shift is not None:
@@ -458,3 +605,13 @@ def head_gate_bwd_kernel(
         tl.store(dA_log + i_ch, b_dA)
     if ddt_bias is not None:
         tl.store(ddt_bias + i_ch, tl.sum(b_draw, axis=0))
+    if beta is not None:
+        at = (start + i) * HV + i_hv
+        b_db = tl.zeros([BT], tl.float32)
+        for n in range(1 + TILES):
+            b_db += tl.load(shares + n * tokens * HV + at, mask=m_i, other=0.0)
+        if BETA_SIGMOID:
+            b_beta = tl.load(beta + (start + i) * beta_t + i_hv, mask=m_i, other=0.0)
+            b_beta = sigmoid(b_beta.to(tl.float32))
+            b_db *= beta_factor * b_beta * (1 - b_beta)
+        tl.store(dbeta + at, b_db.to(dbeta.dtype.element_ty), mask=m_i)

@@ -76,15 +76,23 @@ def stages(
     c = backend.intra(rule, packing, x)
     o, *_ = backend.scan_output(rule, packing, c, None, **wanted)
     c = c._replace(o=o)
-    h, v_new, _ = backend.scan(packing, c, None)
+    h, v_new = backend.scan(packing, c, None)()
     grads = backend.output_bwd(rule, packing, c, do)
     dscan, _ = backend.scan_bwd(packing, c, grads, None, want_start=False)
+    kept = c._replace(rule=dataclasses.replace(rule, keep_intermediates=True))  # no scan beside
+
+    def both_scans() -> None:
+        states = backend.scan(packing, c, None)
+        backend.scan_bwd(packing, c, grads, None, want_start=False)
+        states()
+
     return {
         f"intra{path}": lambda: backend.intra(rule, packing, x),
         "restore": lambda: backend.intra(rule, packing, x, kept=(c.T, c.Aqk)),
         "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
-        "scan_states": lambda: backend.scan(packing, c, None),
-        "scan_bwd": lambda: backend.scan_bwd(packing, c, grads, None, want_start=False),
+        "scan_states": lambda: backend.scan(packing, kept, None)(),
+        "scan_bwd": lambda: backend.scan_bwd(packing, kept, grads, None, want_start=False),
+        "both_scans": both_scans,
         f"intra_bwd{path}": lambda: backend.intra_bwd(rule, packing, x, c, h, v_new, dscan),
         "scan_ends": lambda: backend.summarize(middle, c, None),
         "scan_bwd_ends": lambda: backend.summarize_bwd(middle, c, grads, None),
@@ -98,5 +106,5 @@ def measure(
     path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
     run = stages(K, V, dtype, tokens, heads, path=path)
     with forced({stage: choice}):
-        timed = run["intra_bwd" if stage == "scores_bwd" else stage]
+        timed = run[f"intra_bwd{path}" if stage.startswith("scores_bwd") else stage]
         return triton.testing.do_bench(timed, warmup=5, rep=25, return_mode="median")

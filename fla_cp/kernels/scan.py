@@ -13,9 +13,16 @@ from .tiles import dot, load_block, load_rows, store_block, store_rows
 
 
 @triton.jit
-def state_tile(ptr, row, i_h, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Start of the [K, V] state of one segment and head."""
-    return ptr + (row * HV + i_h) * K * V
+def load_state(ptr, o_k, o_v, s_k, s_v, K: tl.constexpr, V: tl.constexpr):
+    """[BK, BV] of the state at ptr, [K, V] by strides: of either layout outside."""
+    m = (o_k < K)[:, None] & (o_v < V)[None, :]
+    return tl.load(ptr + o_k[:, None] * s_k + o_v[None, :] * s_v, mask=m, other=0.0)
+
+
+@triton.jit
+def store_state(ptr, x, o_k, o_v, s_k, s_v, K: tl.constexpr, V: tl.constexpr):
+    m = (o_k < K)[:, None] & (o_v < V)[None, :]
+    tl.store(ptr + o_k[:, None] * s_k + o_v[None, :] * s_v, x.to(ptr.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -30,7 +37,7 @@ def load_operand(
         return load_block(ptr + i_ch * BT * K, o_i, o_k, BT, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["states"])
 def scan_kernel(
     qg,
     kin,
@@ -59,6 +66,14 @@ def scan_kernel(
     k_h,
     v_t,
     v_h,
+    S0_n,
+    S0_h,
+    S0_k,
+    S0_v,
+    end_k,
+    end_v,
+    h_k,
+    h_v,
     states,
     HV: tl.constexpr,
     G: tl.constexpr,
@@ -73,6 +88,7 @@ def scan_kernel(
     NS: tl.constexpr,
 ):
     """o, h, v_new, S_end: each written unless None. S0: [E, HV, K, V], row seg_entry[s] (-1: zero).
+    Strides of rows (_n), heads, K and V; S_end and h are dense in whole states.
 
     The first `states` of `segments` are for these. With `transition`, only S_end is written
     besides: the segments after them start from the identity [K, K] with v = 0 and so end in their
@@ -102,7 +118,7 @@ def scan_kernel(
     if S0 is not None:
         entry = tl.load(seg_entry + i_s).to(tl.int64)
         if value & (entry >= 0):
-            b_S += load_block(state_tile(S0, entry, i_h, HV, K, V), o_k, o_v, K, V)
+            b_S += load_state(S0 + entry * S0_n + i_h * S0_h, o_k, o_v, S0_k, S0_v, K, V)
     operand = T.dtype.element_ty
     PLANES: tl.constexpr = 7 if HEAD else 3
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS):
@@ -112,7 +128,7 @@ def scan_kernel(
         row = rows + i_ch * PLANES * BT + o_i
         b_Sb = b_S.to(operand)
         if h is not None:
-            store_block(h + i_ch * K * V, b_Sb, o_k, o_v, K, V)
+            store_state(h + i_ch * K * V, b_Sb, o_k, o_v, h_k, h_v, K, V)
         b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
         b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
         if REMOVAL == "none":
@@ -143,9 +159,9 @@ def scan_kernel(
         b_S = dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S * b_d[:, None])
     if value:
         if S_end is not None:
-            store_block(state_tile(S_end, i_n, i_h, HV, K, V), b_S, o_k, o_v, K, V)
+            store_state(S_end + (i_n * HV + i_h) * K * V, b_S, o_k, o_v, end_k, end_v, K, V)
     elif transition is not None:
-        store_block(state_tile(transition, i_n - states, i_h, HV, K, K), b_S, o_k, o_v, K, K)
+        store_block(transition + ((i_n - states) * HV + i_h) * K * K, b_S, o_k, o_v, K, K)
 
 
 @triton.jit
@@ -175,6 +191,12 @@ def scan_bwd_kernel(
     k_h,
     do_t,
     do_h,
+    end_n,
+    end_h,
+    end_k,
+    end_v,
+    dS0_k,
+    dS0_v,
     HV: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
@@ -188,7 +210,7 @@ def scan_bwd_kernel(
     NS: tl.constexpr,
 ):
     """dh: state gradient at each chunk's end. y = T^T dv_new, so that dv = beta y. Each of y, dh
-    and dS0 is written unless None."""
+    and dS0 is written unless None. Strides as in `scan_kernel`: end_* are dS_end's."""
     tiles: tl.constexpr = (V + BV - 1) // BV
     i_v, i_h = tl.program_id(0) % tiles, tl.program_id(1).to(tl.int64)
     i_n = (tl.program_id(0) // tiles).to(tl.int64)
@@ -203,7 +225,8 @@ def scan_bwd_kernel(
     if dS_end is not None:
         leaving = tl.load(seg_exit + i_s).to(tl.int64)
         if leaving >= 0:
-            b_dS += load_block(state_tile(dS_end, leaving, i_h, HV, K, V), o_k, o_v, K, V)
+            dS_end += leaving * end_n + i_h * end_h
+            b_dS += load_state(dS_end, o_k, o_v, end_k, end_v, K, V)
     operand = T.dtype.element_ty
     PLANES: tl.constexpr = 7 if HEAD else 3
     n = tl.cdiv(stop - start, BT)
@@ -244,4 +267,4 @@ def scan_bwd_kernel(
                 b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_k, m_r, K, G, HEAD)
             b_dS = dot(tl.trans(b_kin), b_x.to(operand), PRECISION, acc=b_dS)
     if dS0 is not None:
-        store_block(state_tile(dS0, i_n, i_h, HV, K, V), b_dS, o_k, o_v, K, V)
+        store_state(dS0 + (i_n * HV + i_h) * K * V, b_dS, o_k, o_v, dS0_k, dS0_v, K, V)

@@ -39,14 +39,21 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_bwd", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_bwd_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_states_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
+    (90, "scan_bwd_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 64, 4, 1),
+    (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_head", 128, 128, BF16): Tile(32, 0, 4, 3),
-    (90, "intra_bwd_head", 128, 128, BF16): Tile(64, 128, 4, 1),
+    (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
+    (90, "dk_head", 128, 128, BF16): Tile(64, 128, 4, 1),
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
 without a safe gate; "_states": without o; "_ends": of the summaries. Figures: docs/log.md."""
+
+BESIDE = 64
+"""Value tile of the scans of a backward where they run side by side."""
 
 FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
     (90, "scan", 128, 128, BF16): ((128, Tile(128, 128, 8, 2)),),
@@ -64,13 +71,16 @@ of a chain read is then read less often, and the card is full all the same."""
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
+    stage = stage.removesuffix("_beside")
     if stage in ("intra", "intra_any", "intra_head"):
         return Tile(32, 0, 4, 1 if wide else 3)
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
         return Tile(k, min(v, 4096 // k), 4, 1)
-    if stage == "scores_bwd":
+    if stage.startswith("scores_bwd"):
         return Tile(0, min(v, 32 if wide else 64), 4, 1)
-    if stage in ("intra_bwd", "intra_bwd_any", "intra_bwd_head"):
+    if stage in ("dq_head", "dk_head"):
+        return Tile(min(k, 32 if wide else 64), min(v, 32 if wide else 64), 4, 1)
+    if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(32, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
@@ -119,16 +129,17 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         Tile(64, 0, 4, 2),
         Tile(128, 0, 4, 1),
     ),
-    "intra_bwd_head": tuple(
-        Tile(BK, BV, warps, 1)
-        for BK, BV, warps in (
-            (32, 128, 4),
-            (32, 64, 4),
-            (64, 128, 4),
-            (64, 64, 4),
-            (64, 32, 4),
-            (128, 64, 8),
-            (128, 128, 8),
+    "dq_head": tuple(
+        Tile(BK, BV, 4, stages)
+        for BK, BV, stages in ((128, 64, 1), (128, 64, 2), (128, 128, 1), (64, 128, 1), (64, 64, 2))
+    ),
+    "dk_head": tuple(
+        Tile(BK, BV, warps, stages)
+        for BK, BV, warps, stages in (
+            (64, 64, 4, 1),
+            (64, 64, 4, 2),
+            (64, 128, 4, 1),
+            (32, 128, 4, 1),
         )
     ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),

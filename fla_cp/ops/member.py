@@ -124,8 +124,6 @@ def chunk(
         state_v_first=v_first,
         keep_intermediates=disable_recompute,
     )
-    if initial_state is not None and v_first:
-        initial_state = initial_state.transpose(-1, -2)
     x = _token_rows(q, k, v, g, beta, A_log, dt_bias, p)
     tensors = (*x, initial_state)
     final: Any
@@ -145,11 +143,8 @@ def chunk(
             plan, output_final_state, return_intermediate_states, *tensors
         )
     o = o.view(B, T, HV, V)
-    if final is not None and v_first:
-        final = final.transpose(-1, -2).contiguous()
     if not return_intermediate_states:
         return o, final
-    h = h.transpose(-1, -2).contiguous() if v_first else h
     return o, final, h.unflatten(0, (B, -1))
 
 
