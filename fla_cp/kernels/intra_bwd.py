@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .gate import LOG2E
-from .intra import load_gate
+from .intra import again, load_gate
 from .sums import AFTER, FIRST, FROM_HERE, MIDDLE, PAIR, UP_TO
 from .tiles import (
     decay_exp,
@@ -149,14 +149,6 @@ def scores_bwd_kernel(
     if NORM:
         tl.store(of_rows + (i_ch * 3 + 1) * BT + o_i, b_nq)
         tl.store(of_rows + (i_ch * 3 + 2) * BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
-
-
-@triton.jit
-def again(i, n_rows, phase: tl.constexpr):
-    """i, since n_rows <= BT, in a form that the compiler cannot tell to be i: what it forms of rows
-    (addresses, masks) is then formed again in each phase instead of kept in registers."""
-    BT: tl.constexpr = i.shape[0]
-    return i + n_rows // (BT + phase) * BT
 
 
 @triton.jit
@@ -292,7 +284,7 @@ def intra_bwd_kernel(
 
     # row factors q and beta k
     tl.debug_barrier()
-    i = again(i, n_rows, 1)
+    i = again(i, n_rows, BT, 1)
     m_i = i < n_rows
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
@@ -350,7 +342,7 @@ def intra_bwd_kernel(
                     b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
 
     tl.debug_barrier()
-    i = again(i, n_rows, 2)
+    i = again(i, n_rows, BT, 2)
     m_i = i < n_rows
     b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
     b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
