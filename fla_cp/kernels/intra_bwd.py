@@ -259,25 +259,26 @@ def intra_bwd_kernel(
             f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
             b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
             if REMOVES:
-                b_c1 = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c1)
+                b_c1 = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c1)
             d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
             f = decay_exp(d, EXP2)
             b_c = dot(b_dst, (b_q * f).to(operand), PRECISION)
             if REMOVES:
-                b_c = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c)
+                b_c = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c)
             b_c = tl.where((i < BT // 2)[:, None], b_c1, b_c)
             f = decay_exp(-d, EXP2)
             b_dc += f * b_c
             b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
         else:
-            for level in range(6):
+            for level in tl.range(6, num_stages=1):
+                at = again(i, level, BT, 0)  # else loaded once and held
                 f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
                 mask = pair_mask(i, 32 >> level)
-                b_ds = masked(load_scores(dscores, i), mask)
+                b_ds = masked(load_scores(dscores, at), mask)
                 b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
                 if REMOVES:
-                    b_da = masked(load_scores(dscores + BT * BT, i), mask)
-                    b_row = (b_beta * b_k * f).to(operand)
+                    b_da = masked(load_scores(dscores + BT * BT, at), mask)
+                    b_row = (b_beta * (b_k * f)).to(operand)
                     b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
                 b_dc += f * b_c
                 b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
@@ -304,7 +305,7 @@ def intra_bwd_kernel(
         if REMOVES:
             b_dr *= -e
             b_beta = tl.load(rows + i)[:, None]
-            b_dgc += b_beta * b_k * b_dr
+            b_dgc += b_beta * (b_k * b_dr)
         if SAFE:
             b_ds = load_scores(dscores, i)
             b_da = load_scores(dscores + BT * BT, i)
@@ -319,7 +320,7 @@ def intra_bwd_kernel(
             if REMOVES:
                 b_r = dot(b_da, lower, PRECISION)
                 b_dr += f * b_r
-                b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
+                b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
             f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
             b_r = dot(b_ds, upper, PRECISION)
             b_dq += f * b_r
@@ -327,19 +328,22 @@ def intra_bwd_kernel(
             if REMOVES:
                 b_r = dot(b_da, upper, PRECISION)
                 b_dr += f * b_r
-                b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
+                b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
         else:
-            for level in range(6):
+            for level in tl.range(6, num_stages=1):
+                at = again(i, level, BT, 0)  # else loaded once and held
                 f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
                 mask = pair_mask(i, 32 >> level)
                 b_kf = (b_k * f).to(operand)
-                b_r = dot(masked(load_scores(dscores, i), mask), b_kf, PRECISION)
+                b_r = dot(masked(load_scores(dscores, at), mask), b_kf, PRECISION)
                 b_dq += f * b_r
                 b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
                 if REMOVES:
-                    b_r = dot(masked(load_scores(dscores + BT * BT, i), mask), b_kf, PRECISION)
-                    b_dr += f * b_r
-                    b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
+                    b_da = load_scores(dscores + BT * BT, at)
+                    if level < n_rows + BT:
+                        b_r = dot(masked(b_da, mask), b_kf, PRECISION)
+                        b_dr += f * b_r
+                        b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
 
     tl.debug_barrier()
     i = again(i, n_rows, BT, 2)
