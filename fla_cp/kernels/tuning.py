@@ -74,7 +74,9 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
         return Tile(32, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
-    return Tile(k, min(v, 32), 4, 3 if k <= 128 else 1)
+    if k > 128:
+        return Tile(k, min(v, 16 if stage.startswith("scan_bwd") else 32), 8, 1)
+    return Tile(k, min(v, 32), 4, 3)
 
 
 @functools.cache
