@@ -33,7 +33,7 @@ def power_of_two(n: int, least: int = 16) -> int:
 BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
-    (90, "intra_any", 128, 128, BF16): Tile(64, 0, 4, 1),
+    (90, "intra_any", 128, 128, BF16): Tile(16, 0, 4, 3),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
@@ -64,6 +64,8 @@ of a chain read is then read less often, and the card is full all the same."""
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
+    if stage == "intra_any" and not wide:
+        return Tile(16, 0, 4, 3)
     if stage in ("intra", "intra_any", "intra_head"):
         return Tile(32, 0, 4, 1 if wide else 3)
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
