@@ -326,31 +326,24 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
             yield f"{stage} {tuple(tile)}", functools.partial(with_tile, stage, tile)
 
 
-WIDE_SCAN = {"safe": 120, "any": 120, "head": 230}
-WIDE = ("192x128 bf16", "256x256 bf16")
 SPILLS = {
-    "intra_kernel": {"bf16 safe": 16, "bf16 any": 400},
-    "intra_bwd_kernel": {"bf16 safe": 160, "bf16 any": 320, "gla bf16 safe": 400},
     "intra_head_bwd_kernel": {
         "128x128 bf16 head": 480,
         "192x128 bf16 head": 16,  # Triton 3.6 only
         "comba bf16 any": 400,
         "simple_gla bf16 any": 16,
     },
-    "scan_kernel": {f"{w} {path}": n for w in WIDE for path, n in WIDE_SCAN.items()},
-    "scan_bwd_kernel": {f"{w} head": 660 for w in WIDE},
 }
-"""Bytes a thread may spill, by kernel and path: tiles that spill nothing are slower there
-(docs/log.md; GLA's and K above 128 are not measured). fp32 is for checking, a candidate tile for
+"""Bytes a thread may spill, by kernel and configuration. fp32 is for checking, a candidate tile for
 measuring: these may spill more."""
-CHUNKED = (*SPILLS, "scores_bwd_kernel", "intra_head_kernel")
+CHUNKED = ("intra_kernel", "intra_bwd_kernel", "scan_kernel", "scan_bwd_kernel")
+CHUNKED += ("scores_bwd_kernel", "intra_head_kernel", "intra_head_bwd_kernel")
 
 
 def may_spill(name: str, kernel: str) -> float:
     if kernel in CHUNKED and (" fp32" in name or "(" in name):
         return float("inf")
-    limits = SPILLS.get(kernel, {})
-    return limits.get(name, limits.get(name.partition(" ")[2], 0))
+    return SPILLS.get(kernel, {}).get(name, 0)
 
 
 def check(name: str, kernels: list[Compiled]) -> list[str]:

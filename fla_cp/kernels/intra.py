@@ -81,6 +81,13 @@ def blocks_of_16(x):
     return tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]])
 
 
+@triton.jit
+def again(i, n_rows, BT: tl.constexpr, phase: tl.constexpr):
+    """i, since n_rows <= BT, in a form that the compiler cannot tell to be i: what it forms of i
+    (addresses, masks) is then formed again in each phase instead of kept in registers."""
+    return i + n_rows // (BT + phase) * BT
+
+
 @triton.jit(do_not_specialize=["k_blocks"])
 def intra_kernel(
     q,
@@ -131,7 +138,8 @@ def intra_kernel(
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     o_i = tl.arange(0, BT)
-    m_i = o_i < tl.load(chunk_rows + i_c)
+    n_rows = tl.load(chunk_rows + i_c)
+    m_i = o_i < n_rows
     start = tl.load(chunk_start + i_c).to(tl.int64)
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
@@ -150,10 +158,10 @@ def intra_kernel(
     if NORM:
         q_scale *= row_rstd(q, o_i, q_t, m_i, K, BK, EPS)
         k_scale *= row_rstd(k, o_i, k_t, m_i, K, BK, EPS)
-    rows += i_ch * 3 * BT + o_i
-    tl.store(rows, b_beta)
-    tl.store(rows + BT, q_scale)
-    tl.store(rows + 2 * BT, k_scale)
+    row = rows + i_ch * 3 * BT + o_i
+    tl.store(row, b_beta)
+    tl.store(row + BT, q_scale)
+    tl.store(row + 2 * BT, k_scale)
 
     if SCORES:
         b_qk = tl.zeros([BT, BT], tl.float32)
@@ -210,12 +218,15 @@ def intra_kernel(
                     b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), PRECISION), 0.0)
                     if REMOVES:
                         b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
+    i_ch = again(i_ch, n_rows, BT, 1)
     if SCORES:
         below = o_i[:, None] > o_i[None, :]
         b_qk = tl.where(below, b_qk, 0.0)
         b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
         store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
     if SCORES and REMOVES:
+        tl.debug_barrier()
+        b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
         b_kk = tl.where(below, b_kk, 0.0) * b_beta[:, None]
         if SAFE:
             b_16 *= tl.reshape(b_beta, [BT // 16, 16])[:, :, None]

@@ -14,6 +14,9 @@ dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
    row and col are therefore those that the products saw, rounded alike. (With q and k in fp32
    instead, dg was off by 1.9% and ddt_bias by 5 to 9%: docs/log.md.)
 
+Each phase is a branch, always taken: left in one block with the next, sums that are read late are
+also formed late, and their terms are kept and spilled meanwhile.
+
 The gradients of the scores go through memory (`dscores`, two [C, C] tiles a chunk), since
 transposing a product's result into another product is miscompiled on Hopper by Triton 3.4 to 3.7.0.
 """
@@ -22,7 +25,7 @@ import triton
 import triton.language as tl
 
 from .gate import LOG2E
-from .intra import load_gate
+from .intra import again, load_gate
 from .sums import AFTER, FIRST, FROM_HERE, MIDDLE, PAIR, UP_TO
 from .tiles import (
     decay_exp,
@@ -209,8 +212,9 @@ def intra_bwd_kernel(
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
+    n_rows = tl.load(chunk_rows + i_c)
     i = tl.arange(0, BT)
-    m_i = i < tl.load(chunk_rows + i_c)
+    m_i = i < n_rows
     start = tl.load(chunk_start + i_c).to(tl.int64)
     i_ch = i_c * HV + i_hv
     q += i_h * q_h + start * q_t
@@ -221,11 +225,9 @@ def intra_bwd_kernel(
     y += i_ch * BT * V
     h += i_ch * K * V
     dh += i_ch * K * V
-    dq += (start * HV + i_hv) * K
-    dk += (start * HV + i_hv) * K
-    dg += (start * HV + i_hv) * K
     dscores += i_ch * 2 * BT * BT
-    rows += i_ch * 3 * BT + i
+    rows += i_ch * 3 * BT
+    of_rows += i_ch * 3 * BT
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
 
@@ -234,125 +236,140 @@ def intra_bwd_kernel(
 
     # column factor k
     b_dc = tl.zeros([BT, BK], tl.float32)
+    b_dgc = tl.zeros([BT, BK], tl.float32)
     b_dl = tl.zeros([BK], tl.float32)
-    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_h = load_block(h, o_k, o_v, K, V)
-        b_dh = load_block(dh, o_k, o_v, K, V)
-        b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
-        b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
-    b_dc *= decay_exp(sum_steps(sums, AFTER, i, steps, PRECISION), EXP2)
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT)[:, None]
-    b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
-    b_dl += tl.sum(b_k * b_dc, axis=0)
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]
-    # with the factors as the products saw them, so that pairs of rows and columns cancel in dgc
-    b_dgc = -b_k * b_dc
-    b_beta = tl.load(rows)[:, None]
-    if SAFE:
-        b_dst = tl.trans(load_scores(dscores, i))
-        b_dat = tl.trans(load_scores(dscores + BT * BT, i))
-        f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
-        b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
-        if REMOVES:
-            b_c1 = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c1)
-        d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
-        f = decay_exp(d, EXP2)
-        b_c = dot(b_dst, (b_q * f).to(operand), PRECISION)
-        if REMOVES:
-            b_c = dot(b_dat, (b_beta * b_k * f).to(operand), PRECISION, acc=b_c)
-        b_c = tl.where((i < BT // 2)[:, None], b_c1, b_c)
-        f = decay_exp(-d, EXP2)
-        b_dc += f * b_c
-        b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
-    else:
-        for level in range(6):
-            f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-            mask = pair_mask(i, 32 >> level)
-            b_ds = masked(load_scores(dscores, i), mask)
-            b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
+    if n_rows > 0:
+        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+            o_v = i_v * BV + tl.arange(0, BV)
+            b_h = load_block(h, o_k, o_v, K, V)
+            b_dh = load_block(dh, o_k, o_v, K, V)
+            b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+            b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
+        b_dc *= decay_exp(sum_steps(sums, AFTER, i, steps, PRECISION), EXP2)
+        b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
+        b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
+        b_dl += tl.sum(b_k * b_dc, axis=0)
+        b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
+        # with the factors as the products saw them, so that pairs of rows and columns cancel in dgc
+        b_dgc -= b_k * b_dc
+        b_beta = tl.load(rows + i)[:, None]
+        if SAFE:
+            b_dst = tl.trans(load_scores(dscores, i))
+            b_dat = tl.trans(load_scores(dscores + BT * BT, i))
+            f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
+            b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
             if REMOVES:
-                b_da = masked(load_scores(dscores + BT * BT, i), mask)
-                b_row = (b_beta * b_k * f).to(operand)
-                b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
+                b_c1 = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c1)
+            d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
+            f = decay_exp(d, EXP2)
+            b_c = dot(b_dst, (b_q * f).to(operand), PRECISION)
+            if REMOVES:
+                b_c = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c)
+            b_c = tl.where((i < BT // 2)[:, None], b_c1, b_c)
+            f = decay_exp(-d, EXP2)
             b_dc += f * b_c
             b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
+        else:
+            for level in tl.range(6, num_stages=1):
+                at = again(i, level, BT, 0)  # else loaded once and held
+                f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
+                mask = pair_mask(i, 32 >> level)
+                b_ds = masked(load_scores(dscores, at), mask)
+                b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
+                if REMOVES:
+                    b_da = masked(load_scores(dscores + BT * BT, at), mask)
+                    b_row = (b_beta * (b_k * f)).to(operand)
+                    b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
+                b_dc += f * b_c
+                b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
 
     # row factors q and beta k
     tl.debug_barrier()
+    i = again(i, n_rows, BT, 1)
+    m_i = i < n_rows
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
-    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_h = tl.trans(load_block(h, o_k, o_v, K, V))
-        b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
-        b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
+    if n_rows <= BT:
+        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+            o_v = i_v * BV + tl.arange(0, BV)
+            b_h = tl.trans(load_block(h, o_k, o_v, K, V))
+            b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
+            b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
+            if REMOVES:
+                b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
+        e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
+        b_dq *= e
+        b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
+        b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
+        b_dgc += b_q * b_dq
         if REMOVES:
-            b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
-    e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
-    b_dq *= e
-    b_dr *= -e
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT)[:, None]
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]
-    b_dgc += b_q * b_dq + b_beta * b_k * b_dr
-    if SAFE:
-        b_ds = load_scores(dscores, i)
-        b_da = load_scores(dscores + BT * BT, i)
-        d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
-        col = b_k * decay_exp(-d, EXP2)
-        f = decay_exp(d, EXP2)
-        half = tl.where((i >= BT // 2)[:, None], col, 0.0).to(operand)
-        b_r = dot(b_ds, half, PRECISION)
-        b_dq += f * b_r
-        b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
-        if REMOVES:
-            b_r = dot(b_da, half, PRECISION)
-            b_dr += f * b_r
-            b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
-        f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
-        half = tl.where((i < BT // 2)[:, None], col, 0.0).to(operand)
-        b_r = dot(b_ds, half, PRECISION)
-        b_dq += f * b_r
-        b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
-        if REMOVES:
-            b_r = dot(b_da, half, PRECISION)
-            b_dr += f * b_r
-            b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
-    else:
-        for level in range(6):
-            f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-            mask = pair_mask(i, 32 >> level)
-            b_kf = (b_k * f).to(operand)
-            b_r = dot(masked(load_scores(dscores, i), mask), b_kf, PRECISION)
+            b_dr *= -e
+            b_beta = tl.load(rows + i)[:, None]
+            b_dgc += b_beta * (b_k * b_dr)
+        if SAFE:
+            b_ds = load_scores(dscores, i)
+            b_da = load_scores(dscores + BT * BT, i)
+            d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
+            col = b_k * decay_exp(-d, EXP2)
+            upper = masked(col, (i < BT // 2)[:, None]).to(operand)
+            lower = masked(col, (i >= BT // 2)[:, None]).to(operand)
+            f = decay_exp(d, EXP2)
+            b_r = dot(b_ds, lower, PRECISION)
             b_dq += f * b_r
             b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
             if REMOVES:
-                b_r = dot(masked(load_scores(dscores + BT * BT, i), mask), b_kf, PRECISION)
+                b_r = dot(b_da, lower, PRECISION)
                 b_dr += f * b_r
-                b_dgc += (b_beta * b_k * f).to(operand).to(tl.float32) * b_r
+                b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
+            f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
+            b_r = dot(b_ds, upper, PRECISION)
+            b_dq += f * b_r
+            b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
+            if REMOVES:
+                b_r = dot(b_da, upper, PRECISION)
+                b_dr += f * b_r
+                b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
+        else:
+            for level in tl.range(6, num_stages=1):
+                at = again(i, level, BT, 0)  # else loaded once and held
+                f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
+                mask = pair_mask(i, 32 >> level)
+                b_kf = (b_k * f).to(operand)
+                b_r = dot(masked(load_scores(dscores, at), mask), b_kf, PRECISION)
+                b_dq += f * b_r
+                b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
+                if REMOVES:
+                    b_da = load_scores(dscores + BT * BT, at)
+                    if level < n_rows + BT:
+                        b_r = dot(masked(b_da, mask), b_kf, PRECISION)
+                        b_dr += f * b_r
+                        b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
 
     tl.debug_barrier()
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT)[:, None]
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT)[:, None]
+    i = again(i, n_rows, BT, 2)
+    m_i = i < n_rows
+    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
+    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
     # the diagonal's row and column cancel in the gate's gradient
-    of_rows += i_ch * 3 * BT + i
-    diagonal = tl.load(of_rows)[:, None]
+    diagonal = tl.load(of_rows + i)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
-    dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
-    tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
-    b_dr *= tl.load(rows)[:, None]
-    b_dk = b_dr + b_dc
+    b_dk = b_dc
+    if REMOVES:
+        dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
+        tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
+        b_dk += b_dr * tl.load(rows + i)[:, None]
     if NORM:
-        b_dq -= b_q * (tl.load(of_rows + BT) / (scale * scale))[:, None]
-        b_dk -= b_k * tl.load(of_rows + 2 * BT)[:, None]
-    store_rows(dq, b_dq * tl.load(rows + BT)[:, None], i, HV * K, m_i, o_k, K)
-    store_rows(dk, b_dk * tl.load(rows + 2 * BT)[:, None], i, HV * K, m_i, o_k, K)
+        b_dq -= b_q * (tl.load(of_rows + BT + i) / (scale * scale))[:, None]
+        b_dk -= b_k * tl.load(of_rows + 2 * BT + i)[:, None]
+    out = (start * HV + i_hv) * K
+    store_rows(dq + out, b_dq * tl.load(rows + BT + i)[:, None], i, HV * K, m_i, o_k, K)
+    store_rows(dk + out, b_dk * tl.load(rows + 2 * BT + i)[:, None], i, HV * K, m_i, o_k, K)
     b_dg = b_dl[None, :] + sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
     raw, rate = load_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K)
     b_draw = b_dg * SLOPE(raw, rate, bound)
-    store_rows(dg, b_draw, i, HV * K, m_i, o_k, K)
+    store_rows(dg + out, b_draw, i, HV * K, m_i, o_k, K)
     if dA_log is not None:
         if RATE_SCALES_RAW:
             b_dA = tl.sum(b_draw * raw)

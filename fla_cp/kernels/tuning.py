@@ -33,7 +33,7 @@ def power_of_two(n: int, least: int = 16) -> int:
 BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
-    (90, "intra_any", 128, 128, BF16): Tile(64, 0, 4, 1),
+    (90, "intra_any", 128, 128, BF16): Tile(16, 0, 4, 3),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
@@ -72,6 +72,8 @@ of a chain read is then read less often, and the card is full all the same."""
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
     stage = stage.removesuffix("_beside")
+    if stage == "intra_any" and not wide:
+        return Tile(16, 0, 4, 3)
     if stage in ("intra", "intra_any", "intra_head"):
         return Tile(32, 0, 4, 1 if wide else 3)
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
@@ -84,7 +86,9 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
         return Tile(32, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
-    return Tile(k, min(v, 32), 4, 3 if k <= 128 else 1)
+    if k > 128:
+        return Tile(k, min(v, 16 if stage.startswith("scan_bwd") else 32), 8, 1)
+    return Tile(k, min(v, 32), 4, 3)
 
 
 @functools.cache
