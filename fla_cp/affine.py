@@ -75,7 +75,7 @@ class Walk(NamedTuple):
 
 
 Steps = Callable[[Any], Walk]
-"""The walk of an object that keeps its tables; hashable, as `tables.Build`."""
+"""Gives the walk of an object that keeps its tables, and names it, as `tables.Build` does."""
 
 
 def walk(

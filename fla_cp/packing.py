@@ -207,6 +207,11 @@ class Packing(Tabled):
             if len(run) > 1 or self.segments[run[0]].entry >= 0 or self.segments[run[0]].exit >= 0
         )
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Local: where each segment stops, after 0; without the spare."""
+        return (0, *(s.stop for s in (self.segments[:-1] if self.frame else self.segments)))
+
     @cached_property
     def single(self) -> bool:
         """Whether the one range here has one segment at most at either edge: the range's map is

@@ -10,15 +10,15 @@ enters each of them, with one exchange between ranks; `carry(reverse=True)` is i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .affine import Walk, walk
+from .affine import Steps, Walk, walk
 from .comm import Exchange, Links, SlotMaps
 from .packing import Packing
 
@@ -147,17 +147,16 @@ class _Walks(NamedTuple):
         return cls(*map(Walk.of, (offsets, transitions, entering)))
 
 
-@dataclass(frozen=True)
-class _OnCard:
-    """One of a packing's `_Walks`, by name."""
+@functools.cache
+def _on_card(name: str, reverse: bool) -> Steps:
+    """One of a packing's `_Walks`."""
 
-    name: str
-    reverse: bool
-
-    def __call__(self, packing: Packing) -> Walk:
-        walks = packing.cached((_Walks, self.reverse), lambda: _Walks.of(packing, self.reverse))
-        found: Walk = getattr(walks, self.name)
+    def steps(packing: Packing) -> Walk:
+        walks = packing.cached((_Walks, reverse), lambda: _Walks.of(packing, reverse))
+        found: Walk = getattr(walks, name)
         return found
+
+    return steps
 
 
 class _Fold:
@@ -188,7 +187,7 @@ class _Fold:
         offset = self.like.new_zeros(ranges, HV, K, V)
         self.walk(
             self.packing,
-            _OnCard("offsets", self.reverse),
+            _on_card("offsets", self.reverse),
             maps.transition,
             maps.offset,
             None,
@@ -199,7 +198,7 @@ class _Fold:
             return SlotMaps(None, offset)
         transition = transition.contiguous()
         through = self.like.new_zeros(ranges, HV, K, K)
-        steps = _OnCard("transitions", self.reverse)
+        steps = _on_card("transitions", self.reverse)
         self.walk(self.packing, steps, transition, None, transition, through, transposed=False)
         return SlotMaps(through, offset)
 
@@ -212,7 +211,7 @@ class _Fold:
         value = self.like.new_empty(len(self.sinks), HV, K, V)
         self.walk(
             self.packing,
-            _OnCard("entering", self.reverse),
+            _on_card("entering", self.reverse),
             self.maps.transition,
             self.maps.offset,
             states,

@@ -13,9 +13,8 @@ _T = TypeVar("_T")
 
 Columns = Sequence[Sequence[int] | Tensor]
 Build = Callable[[Any], Columns]
-"""Gives a table's columns, of the object that keeps it. It is also the table's name, so it must be
-hashable by what it does: a function of a module, or a frozen dataclass with __call__. (NamedTuples
-of two classes can be equal.)"""
+"""Gives a table's columns, of the object that keeps it. It is also the table's name: a function of
+a module, or one that a function under `functools.cache` made."""
 
 
 def _on_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -32,6 +31,13 @@ def to_device(
     return _on_host(values, dtype, device).to(device, non_blocking=True)
 
 
+def fill(table: Tensor, values: Sequence[int] | Tensor) -> None:
+    """Writes `values`, as many as it has, into a table that exists; the host does not wait."""
+    source = _on_host(values, table.dtype, table.device)
+    assert source.shape == table.shape, (source.shape, table.shape)
+    table.copy_(source, non_blocking=True)
+
+
 class Tabled:
     """Keeps what is derived from it, each made once."""
 
@@ -40,7 +46,7 @@ class Tabled:
         return {}
 
     @cached_property
-    def _on_devices(self) -> dict[tuple[Build, torch.dtype, torch.device], tuple[Tensor, ...]]:
+    def _on_devices(self) -> dict[tuple[Build, torch.device], tuple[Tensor, ...]]:
         return {}
 
     def cached(self, key: Hashable, build: Callable[[], _T]) -> _T:
@@ -51,9 +57,15 @@ class Tabled:
         return found
 
     def table(self, build: Build, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """The columns that `build` gives, on `device`."""
-        key = (build, dtype, device)
+        """The columns that `build` gives, on `device`.
+
+        Raises RuntimeError if they would have to be made while a CUDA graph is captured, which
+        would copy from host memory again at each replay.
+        """
+        key = (build, device)
         if key not in self._on_devices:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("run the same call once before it is captured in a CUDA graph")
             columns = build(self)
             self._on_devices[key] = tuple(to_device(c, dtype, device) for c in columns)
         return self._on_devices[key]
@@ -64,9 +76,7 @@ class Tabled:
         again where it is still used."""
         tables = other._on_devices
         other.__dict__["_on_devices"] = {}
-        for (build, dtype, device), columns in tables.items():
+        for (build, _), columns in tables.items():
             for column, values in zip(columns, build(self), strict=True):
-                source = _on_host(values, dtype, device)
-                assert source.shape == column.shape, (build, source.shape, column.shape)
-                column.copy_(source, non_blocking=True)
+                fill(column, values)
         self.__dict__["_on_devices"] = tables

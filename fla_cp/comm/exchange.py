@@ -22,6 +22,7 @@ slot is passed through (two ranks, or documents shorter than a range).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..affine import Walk, leave, product, walk
+from ..affine import Steps, Walk, leave, product, walk
 from ..tables import Tabled
 from . import collectives
 from .timing import exchange_wait
@@ -131,44 +132,36 @@ class _Waiting:
             return self._finish()
 
 
-@dataclass(frozen=True)
-class _Fold:
-    """The walk through the gathered maps that gives the states entering the `rows` ranges of
-    `rank`: all of them, zero where nothing enters. A map's row is its rank's times slots_per_rank
-    plus its own."""
+_Chain = list[tuple[int, int, int]]
 
-    rank: int
-    rows: int
 
-    def __call__(self, links: Links) -> Walk:
-        chains: list[tuple[int, int, list[tuple[int, int, int]]]] = []
-        steps: list[tuple[int, int, int]] = []  # since the last slot that nothing passes through
-        used, zero = 0, set(range(self.rows))  # steps up to the last slot here; ranges not entered
+@functools.cache
+def _entering(rank: int, rows: int) -> Steps:
+    """The walk through all maps that gives the states entering the `rows` ranges of `rank`: all of
+    them, zero where nothing enters. A map's row is its rank's times slots_per_rank plus its own."""
+
+    def steps(links: Links) -> Walk:
+        found: list[_Chain] = []
+        chain: _Chain = []  # since the last slot that nothing passes through
+        used, zero = 0, set(range(rows))  # steps up to the last slot here; ranges not entered
         for s in range(links.count):
-            if links.owner[s] == self.rank and links.continues[s]:
-                steps[-1] = (*steps[-1][:2], links.row[s])
-                used = len(steps)
+            if links.owner[s] == rank and links.continues[s]:
+                chain[-1] = (*chain[-1][:2], links.row[s])
+                used = len(chain)
                 zero.discard(links.row[s])
             if not links.through[s]:
-                chains += [(-1, -1, steps[:used])] if used else []
-                steps, used = [], 0
+                found, chain, used = found + [chain[:used]] * (used > 0), [], 0
             if links.feeds(s):
                 row = links.owner[s] * links.slots_per_rank + links.row[s]
-                steps.append((row if links.through[s] else -1, row, -1))
-        chains += [(-1, -1, steps[:used])] if used else []
-        chains += [(-1, row, []) for row in sorted(zero)]
-        if links.fixed:
-            chains = [(-1, -1, self._padded(links, chains[0][2]))]
-        return Walk.of(chains)
+                chain.append((row if links.through[s] else -1, row, -1))
+        found += [chain[:used]] * (used > 0)
+        found += [[(-1, -1, row)] for row in sorted(zero)]
+        if links.fixed:  # as many steps as slots before this one, one at least: zeros first
+            least = max(1, links.owner.index(rank))
+            found = [[(-1, -1, -1)] * (least - len(found[0])) + found[0]]
+        return Walk.of([(-1, -1, chain) for chain in found])
 
-    def _padded(
-        self, links: Links, steps: list[tuple[int, int, int]]
-    ) -> list[tuple[int, int, int]]:
-        """As many steps as slots come before the rank's, one at least: zeros first."""
-        least = max(1, links.owner.index(self.rank))
-        if not steps:
-            steps = [(-1, -1, 0)]
-        return [(-1, -1, -1)] * (least - len(steps)) + steps
+    return steps
 
 
 def _fold(
@@ -181,7 +174,8 @@ def _fold(
 ) -> Tensor:
     """States entering the ranges of `rank`, like [J, HV, K, V], from the maps of all."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    return walk(links, _Fold(rank, len(like)), transition, offset, None, out, transposed=False)
+    steps = _entering(rank, len(like))
+    return walk(links, steps, transition, offset, None, out, transposed=False)
 
 
 @dataclass(frozen=True)

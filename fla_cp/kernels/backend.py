@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from ..split import COLUMNS
 from ..split import split as cut_by_rule
 from ..stages.intra import Inputs
 from ..state import AffineMap, States
-from ..tables import Columns
+from ..tables import Build, Columns
 from . import assembler
 from .conv import conv, conv_bwd
 from .gate import GATES
@@ -261,25 +260,21 @@ def scores(rule: DeltaRule, packing: Packing, c: Chunks) -> Chunks:
     return c
 
 
-@dataclass(frozen=True)
-class _Chosen:
+@functools.cache
+def _chosen(*names: str) -> Build:
     """Some of a packing's segments, by the names of its properties."""
-
-    names: tuple[str, ...]
-
-    def __call__(self, packing: Packing) -> Columns:
-        return (sum((getattr(packing, name) for name in self.names), ()),)
+    return lambda packing: (sum((getattr(packing, name) for name in names), ()),)
 
 
-@dataclass(frozen=True)
-class _Rows:
+@functools.cache
+def _places(name: str) -> Build:
     """For each segment its place among those of one property, -1 where it is none."""
 
-    name: str
+    def columns(packing: Packing) -> Columns:
+        place = {i: e for e, i in enumerate(getattr(packing, name))}
+        return ([place.get(i, -1) for i in packing.everything],)
 
-    def __call__(self, packing: Packing) -> Columns:
-        row = {i: e for e, i in enumerate(getattr(packing, self.name))}
-        return ([row.get(i, -1) for i in packing.everything],)
+    return columns
 
 
 def _entries(
@@ -289,7 +284,7 @@ def _entries(
     if states is None:
         return None
     if packing.frame is not None:
-        return packing.table(_Rows(name), torch.int64, device)[0]
+        return packing.table(_places(name), torch.int64, device)[0]
     row = {i: e for e, i in enumerate(states.segments)}
     return packing.index([row.get(i, -1) for i in packing.everything], device)
 
@@ -330,7 +325,7 @@ def _scan(
         None if S0 is None else S0.value.contiguous(),
         S_end,
         transition,
-        packing.table(_Chosen(names), torch.int64, c.v.device)[0],
+        packing.table(_chosen(*names), torch.int64, c.v.device)[0],
         table.seg_start,
         table.seg_stop,
         table.seg_chunk,
@@ -378,13 +373,17 @@ def split(
     return cut_by_rule(packing, value, key, multiprocessors(device))
 
 
-def _chunk_buffers(c: Chunks) -> tuple[Tensor, Tensor]:
+def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
     (NC, HV, K), V = c.decay.shape, c.v.shape[2]
-    return c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
+    buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
+    if packing.frame is not None:  # no scan writes chunks of no tokens, but `intra_bwd` reads them
+        for x in buffers:
+            x[triton.cdiv(packing.tokens, CHUNK) :].zero_()
+    return buffers
 
 
 def scan(packing: Packing, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor, None]:
-    h, v_new = _chunk_buffers(c)
+    h, v_new = _chunk_buffers(packing, c)
     _scan(packing, c, S0, "everything", h=h, v_new=v_new)
     return h, v_new, None
 
@@ -399,7 +398,7 @@ def scan_output(
     want_end: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     o = torch.empty(c.v.shape, dtype=c.v.dtype, device=c.v.device)
-    h, v_new = _chunk_buffers(c) if want_states else (None, None)
+    h, v_new = _chunk_buffers(packing, c) if want_states else (None, None)
     S_end = _states(c, len(packing.segments)) if want_end else None
     _scan(packing, c, S0, "everything", o=o, h=h, v_new=v_new, S_end=S_end)
     return o, h, v_new, S_end
@@ -440,7 +439,7 @@ def _scan_bwd(
         dh,
         None if dS_end is None else dS_end.value.contiguous(),
         dS0,
-        packing.table(_Chosen((which,)), torch.int64, c.v.device)[0],
+        packing.table(_chosen(which), torch.int64, c.v.device)[0],
         table.seg_start,
         table.seg_stop,
         table.seg_chunk,
@@ -471,7 +470,7 @@ def summarize_bwd(
 def scan_bwd(
     packing: Packing, c: Chunks, grads: OutputGrads, dS_end: States | None, *, want_start: bool
 ) -> tuple[ScanGrads, Tensor | None]:
-    dh, y = _chunk_buffers(c)
+    dh, y = _chunk_buffers(packing, c)
     dS0 = _states(c, len(packing.segments)) if want_start else None
     _scan_bwd(packing, c, grads.do, dS_end, "everything", y=y, dh=dh, dS0=dS0)
     return ScanGrads(grads.do, y, dh), dS0

@@ -6,7 +6,7 @@ stands between what is written in one step and read in the next. Products are th
 each, as good as fp32 here: what is rounded stays below 2^-20 of the terms.
 """
 
-from dataclasses import dataclass
+import functools
 
 import torch
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..affine import Steps
-from ..tables import Columns, Tabled
+from ..tables import Build, Columns, Tabled
 from .tiles import dot
 from .tuning import power_of_two
 
@@ -101,13 +101,13 @@ def walk_kernel(
             store_tile(out, acc, i_o, o_r, o_v, K, V)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    steps: Steps
-
-    def __call__(self, owner: Tabled) -> Columns:
-        w = self.steps(owner)
+@functools.cache
+def _columns(steps: Steps) -> Build:
+    def columns(owner: Tabled) -> Columns:
+        w = steps(owner)
         return w.first, w.start, w.entry, (*w.transition, *w.offset, *w.store)
+
+    return columns
 
 
 def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
@@ -131,7 +131,7 @@ def walk(
     *,
     transposed: bool,
 ) -> Tensor:
-    first, starts, entries, rows = owner.table(_Columns(steps), torch.int32, out.device)
+    first, starts, entries, rows = owner.table(_columns(steps), torch.int32, out.device)
     chains = len(starts)
     if not chains or not out.numel():
         return out
