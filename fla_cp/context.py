@@ -212,8 +212,9 @@ class FLACPContext(Tabled):
         cu_seqlens: as for `build_cp_context`, equal on all ranks, of max_sequences sequences at
             most. cu_seqlens_cpu: the same on the host; spares one device synchronisation.
         Every tensor that kernels read keeps its shape and place and is written on the current
-        stream, on which the graph must be replayed next; the host waits for nothing. No graph made
-        under the context may run during a call.
+        stream, on which the graph must be replayed next; the host waits for nothing. It must not be
+        called between a forward and its backward, nor while a graph made under the context runs on
+        another stream.
         Raises ValueError without max_sequences, for another number of tokens, for too many
         sequences, and for offsets that `build_cp_context` refuses.
         """

@@ -48,7 +48,8 @@ class Segment(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Sizes that every packing of one `fixed` context has on this card, and what it may do there.
+    """Sizes that every packing of a context with max_sequences has on this card, and what may
+    happen to it there.
 
     sequences: of the global batch. segments: padded with such without tokens, the last of which,
     the spare, is one always. chunks: padded with such without tokens. enters, leaves: whether

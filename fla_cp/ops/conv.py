@@ -143,14 +143,17 @@ class _CausalConv1d(torch.autograd.Function):
         halo = x.new_empty(0, x.shape[1])
         if place.where.width and context is not None and context.halo is not None:
             halo = context.halo.gather(x, context.group).flatten(0, 1)
-        ctx.save_for_backward(x, halo, weight, bias)
+        fixed = context is not None and context.max_sequences is not None
+        # for autograd to find that `update` has changed it
+        reach = place.where.reach if fixed else None
+        ctx.save_for_backward(x, halo, weight, bias, reach)
         ctx.silu, ctx.place = silu, place
         return place.backend.conv(x, halo, place.where, weight, bias, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (x, halo, weight, bias), place = ctx.saved_tensors, ctx.place
+        (x, halo, weight, bias, _), place = ctx.saved_tensors, ctx.place
         found = place.backend.conv_bwd(x, halo, place.where, weight, bias, ctx.silu, dy)
         dx, dhalo, dweight, dbias = found
         context = place.context
