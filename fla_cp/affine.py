@@ -1,13 +1,19 @@
-"""Products of affine maps, the numbers that travel between segments and ranks.
+"""Affine maps of runs of tokens: their products, and a state's walk through chains of them.
 
-They are never formed in TF32, whatever `torch.set_float32_matmul_precision` allows elsewhere: a
+Products are never formed in TF32, whatever `torch.set_float32_matmul_precision` allows elsewhere: a
 state passes through as many of them as a sequence has segments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+
+from .tables import Tabled
 
 
 def _reduced(x: Tensor) -> bool:
@@ -34,3 +40,77 @@ def leave(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Te
     if transition is None or state is None:
         return offset
     return offset + product(transition, state)
+
+
+class Walk(NamedTuple):
+    """Chains of maps as rows of tensors, host ints; -1 for none.
+
+    first [C+1]: where each chain's steps begin. start, entry [C]: row of the state that enters the
+    chain (-1: zero), and row of the result that receives it. transition, offset, store: of each
+    step, which takes the state through a map: its rows (-1: zero), and row of the result that
+    receives what leaves.
+    """
+
+    first: tuple[int, ...]
+    start: tuple[int, ...]
+    entry: tuple[int, ...]
+    transition: tuple[int, ...]
+    offset: tuple[int, ...]
+    store: tuple[int, ...]
+
+    @classmethod
+    def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> Walk:
+        """(start, entry, steps of (transition, offset, store)) of each chain."""
+        first, steps = [0], []
+        for _, _, walked in chains:
+            steps += walked
+            first.append(len(steps))
+        columns = tuple(zip(*steps, strict=True)) or ((), (), ())
+        starts, entries = tuple(c[0] for c in chains), tuple(c[1] for c in chains)
+        return cls(tuple(first), starts, entries, *columns)
+
+    def __call__(self, owner: Tabled) -> Walk:
+        """Itself, whatever the owner."""
+        return self
+
+
+Steps = Callable[[Any], Walk]
+"""Gives the walk of an object that keeps its tables, and names it, as `tables.Build` does."""
+
+
+def walk(
+    owner: Tabled,
+    steps: Steps,
+    transition: Tensor | None,
+    offset: Tensor | None,
+    start: Tensor | None,
+    out: Tensor,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """out [E, HV, K, V], whose rows named in `steps` are written: the torch stage.
+
+    owner: of which `steps` is the walk. transition [*, HV, K, K] (used as its transpose with
+    `transposed`), offset and start [*, HV, K, V]; the first two may be slices of one tensor, side
+    by side in its last dim.
+    """
+    rows = owner.cached(steps, lambda: steps(owner))
+    for n, (lo, hi) in enumerate(pairwise(rows.first)):
+        state = _row(start, rows.start[n])
+        if rows.entry[n] >= 0:
+            out[rows.entry[n]] = 0 if state is None else state
+        for i in range(lo, hi):
+            M, B = _row(transition, rows.transition[i]), _row(offset, rows.offset[i])
+            if M is not None and transposed:
+                M = M.transpose(-1, -2)
+            if B is not None:
+                state = leave(M, B, state)
+            else:
+                state = None if M is None or state is None else product(M, state)
+            if rows.store[i] >= 0:
+                out[rows.store[i]] = 0 if state is None else state
+    return out
+
+
+def _row(x: Tensor | None, row: int) -> Tensor | None:
+    return None if x is None or row < 0 else x[row]

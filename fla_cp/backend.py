@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .affine import walk
 from .packing import Packing
 from .rule import CHUNK, DeltaRule, accumulator
 from .stages import conv as _conv
@@ -22,7 +23,7 @@ from .stages import intra as _intra
 from .stages import recurrent as _recurrent
 from .stages import scan as _scan
 from .stages.intra import Chunks, Inputs
-from .state import States, walk
+from .state import States
 
 Impl = Literal["auto", "torch", "triton"]
 Stage = Callable[..., Any]
@@ -48,7 +49,7 @@ class Backend:
       scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
 
-      walk(packing, walk, transition, offset, start, out, transposed) -> out     see state.py
+      walk(packing, walk, transition, offset, start, out, transposed) -> out     see affine.py
       split(packing, HV, K, V, dtype, device) -> packing    cut finer where that fills the card
 
     operators of their own

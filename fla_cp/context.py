@@ -1,4 +1,4 @@
-"""FLACPContext: which rank owns which tokens of one batch, and what follows from it.
+"""FLACPContext: which rank owns which tokens of one batch, and all that follows, hence long.
 
 Every rank builds the same table from the GLOBAL cu_seqlens, on the host. Example: sequences
 [0,100) and [100,160) on two ranks, contiguous: rank 0 owns [0,80), rank 1 [80,160); the first
@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -24,15 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import Exchange, Halo, Links, collectives, make_exchange
-from .packing import Packing
+from .packing import Frame, Packing
 from .rule import CHUNK
-from .tables import to_device
+from .tables import Tabled, fill, to_device
 from .validate import (
     check_conv1d_kernel_size,
     check_cu_seqlens,
     check_host_copy,
+    check_max_sequences,
     check_offsets,
     check_token_ranges,
+    check_update,
 )
 
 Ranges = tuple[tuple[int, int], ...]
@@ -133,13 +136,15 @@ def context_of(number: Tensor) -> FLACPContext | None:
 
 
 @dataclass(frozen=True, eq=False)
-class FLACPContext:
+class FLACPContext(Tabled):
     """The sharding of one batch; build it with `build_cp_context`, once for all layers.
 
     group: process group of the ranks that share the batch (None: one rank).
     cu_seqlens: offsets of this rank's pieces of sequences, int32, on the device given.
     cu_seqlens_cpu: the same on the host. global_cu_seqlens: those of the whole batch, host.
     local_tokens: tokens that this rank holds. token_ranges: of all ranks, as given.
+    max_sequences: where it is given, the shape is fixed: offsets are padded with empty sequences,
+    and `update` makes it the context of another packing.
     """
 
     group: dist.ProcessGroup | None
@@ -155,6 +160,7 @@ class FLACPContext:
     links: Links = field(repr=False)
     exchange: Exchange = field(repr=False)
     halo: Halo | None = field(repr=False)
+    max_sequences: int | None = None
     handle: Handle = field(init=False, repr=False)
     crosses: bool = field(init=False, repr=False)
     group_name: str = field(init=False, repr=False)
@@ -183,14 +189,58 @@ class FLACPContext:
         def build() -> FLACPContext:
             return _context(
                 self.group,
-                tuple(n * x for x in self.global_cu_seqlens),
+                _times(n, self.global_cu_seqlens),
                 tuple(tuple((n * a, n * b) for a, b in r) for r in self.token_ranges),
                 None,
                 self.exchange,
                 self.cu_seqlens.device,
+                self.max_sequences,
             )
 
-        return self.packing.cached(("repeated", n), build)
+        if n not in self._repeated:
+            self._repeated[n] = build()
+        return self._repeated[n]
+
+    @cached_property
+    def _repeated(self) -> dict[int, FLACPContext]:
+        return {}
+
+    def update(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None) -> None:
+        """Makes this the context of another packing of as many tokens, for a CUDA graph that was
+        captured under it.
+
+        cu_seqlens: as for `build_cp_context`, equal on all ranks, of max_sequences sequences at
+            most. cu_seqlens_cpu: the same on the host; spares one device synchronisation.
+        Every tensor that kernels read keeps its shape and place and is written on the current
+        stream, on which the graph must be replayed next; the host waits for nothing. It must not be
+        called between a forward and its backward, nor while a graph made under the context runs on
+        another stream.
+        Raises ValueError without max_sequences, for another number of tokens, for too many
+        sequences, and for offsets that `build_cp_context` refuses.
+        """
+        offsets = _read(cu_seqlens, cu_seqlens_cpu)
+        check_update(self, offsets)
+        self._refill(offsets)
+
+    def _refill(self, offsets: tuple[int, ...]) -> None:
+        """Of arguments that were checked."""
+        packing, links = _layout(offsets, self.token_ranges, self.rank, self.packing.frame)
+        packing.take_tables(self.packing)
+        links.take_tables(self.links)
+        links.mirrored().take_tables(self.links.mirrored())
+        cu_local = torch.tensor(packing.offsets, dtype=torch.int32)
+        fill(self.cu_seqlens, cu_local)
+        changed = {
+            "packing": packing,
+            "links": links,
+            "cu_seqlens_cpu": cu_local,
+            "global_cu_seqlens": _padded(offsets, self.packing.frame),
+        }
+        for name, value in changed.items():
+            object.__setattr__(self, name, value)
+        self.take_tables(self)
+        for n, context in self._repeated.items():
+            context._refill(_times(n, offsets))
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a global tensor, in local order.
@@ -265,6 +315,7 @@ def build_cp_context(
     cu_seqlens_cpu: Tensor | None = None,
     token_ranges: Sequence[Sequence[tuple[int, int]]] | None = None,
     exchange: str = "auto",
+    max_sequences: int | None = None,
     check: bool = False,
 ) -> FLACPContext:
     """The sharding of one batch over `group`.
@@ -277,31 +328,64 @@ def build_cp_context(
     token_ranges: for each rank its [start, stop) ranges in local order; together they tile the
         batch once. Default: contiguous, equal up to one token. See `zigzag_token_ranges`.
     exchange: "auto", "all_gather", "ring", "scan" or "heads"; comm/exchange.py has their bytes.
+    max_sequences: makes a context of fixed shape, for CUDA graphs: `FLACPContext.update` fills it
+        with another packing of as many tokens and up to so many sequences. It needs contiguous
+        ranges of a token at least and the all-gather, always exchanges states, cuts no segments
+        inside a card, and takes neither states nor torch.compile.
     check: compare the table across ranks with one small collective.
 
-    Raises ValueError for offsets or ranges that are not as above, and, with check, if ranks
-    differ.
+    Raises ValueError for offsets or ranges that are not as above, for what max_sequences does not
+    support, and, with check, if ranks differ.
     """
-    check_cu_seqlens("cu_seqlens", cu_seqlens)
-    if cu_seqlens_cpu is not None:
-        check_host_copy(cu_seqlens, cu_seqlens_cpu)
-    offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
-    check_offsets("cu_seqlens", offsets)
+    offsets = _read(cu_seqlens, cu_seqlens_cpu)
     check_conv1d_kernel_size(conv1d_kernel_size)
     rank = 0 if group is None else dist.get_rank(group)
     world_size = 1 if group is None else dist.get_world_size(group)
     if rank < 0:
         raise ValueError("group must contain this process, which is not one of its ranks")
+    if max_sequences is not None:
+        check_max_sequences(max_sequences, offsets, world_size, token_ranges, exchange)
+        exchange = "all_gather"
     if token_ranges is None:
         token_ranges = contiguous_token_ranges(offsets[-1], world_size)
     ranges = tuple(tuple((int(lo), int(hi)) for lo, hi in r) for r in token_ranges)
     check_token_ranges(ranges, offsets[-1], world_size)
     if check and group is not None:
-        _check_equal_tables(repr((offsets, ranges, conv1d_kernel_size, exchange)), group)
+        table = (offsets, ranges, conv1d_kernel_size, exchange, max_sequences)
+        _check_equal_tables(repr(table), group)
 
     scheme = make_exchange(exchange, group, world_size)
     device = cu_seqlens.device
-    return _context(group, offsets, ranges, conv1d_kernel_size, scheme, device)
+    return _context(group, offsets, ranges, conv1d_kernel_size, scheme, device, max_sequences)
+
+
+def _read(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> tuple[int, ...]:
+    """The offsets, checked."""
+    check_cu_seqlens("cu_seqlens", cu_seqlens)
+    if cu_seqlens_cpu is not None:
+        check_host_copy(cu_seqlens, cu_seqlens_cpu)
+    offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
+    check_offsets("cu_seqlens", offsets)
+    return offsets
+
+
+def _times(n: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n * x for x in offsets)
+
+
+def _padded(offsets: tuple[int, ...], frame: Frame | None) -> tuple[int, ...]:
+    """With empty sequences at the end."""
+    if frame is None:
+        return offsets
+    return offsets + offsets[-1:] * (frame.sequences + 1 - len(offsets))
+
+
+def _layout(
+    offsets: tuple[int, ...], ranges: tuple[Ranges, ...], rank: int, frame: Frame | None
+) -> tuple[Packing, Links]:
+    offsets = _padded(offsets, frame)
+    packing = Packing.build(offsets, ranges[rank], counts_empty=rank == 0, frame=frame)
+    return packing, _links(offsets, ranges, fixed=frame is not None)
 
 
 def _context(
@@ -311,33 +395,41 @@ def _context(
     conv1d_kernel_size: int | None,
     exchange: Exchange,
     device: torch.device,
+    max_sequences: int | None = None,
 ) -> FLACPContext:
     """Of arguments that were checked."""
-    rank = 0 if group is None else dist.get_rank(group)
-    packing = Packing.build(offsets, ranges[rank], counts_empty=rank == 0)
-    local = [0]
-    for segment in packing.segments:
-        local.append(segment.stop)
-    cu_local = torch.tensor(local, dtype=torch.int32)
+    rank, world_size = 0 if group is None else dist.get_rank(group), len(ranges)
+    frame = None
+    if max_sequences is not None:
+        ((lo, hi),) = ranges[rank]
+        edges = {"enters": rank > 0, "leaves": rank + 1 < world_size}
+        frame = Frame.of(max_sequences, hi - lo, **edges)
+    packing, links = _layout(offsets, ranges, rank, frame)
+    cu_local = torch.tensor(packing.offsets, dtype=torch.int32)
     width = (conv1d_kernel_size or 1) - 1
+    # of one sequence, if fixed: what is sent must not depend on the packing
+    sequences = offsets if frame is None else (0, offsets[-1])
     return FLACPContext(
         group=group,
         rank=rank,
-        world_size=len(ranges),
+        world_size=world_size,
         cu_seqlens=to_device(cu_local, torch.int32, device),
         cu_seqlens_cpu=cu_local,
-        global_cu_seqlens=offsets,
+        global_cu_seqlens=_padded(offsets, frame),
         local_tokens=packing.tokens,
         token_ranges=ranges,
         conv1d_kernel_size=conv1d_kernel_size,
         packing=packing,
-        links=_links(offsets, ranges),
+        links=links,
         exchange=exchange,
-        halo=Halo.build(offsets, ranges, rank, width) if width else None,
+        halo=Halo.build(sequences, ranges, rank, width) if width else None,
+        max_sequences=max_sequences,
     )
 
 
-def _links(cu_seqlens: tuple[int, ...], token_ranges: tuple[Ranges, ...]) -> Links:
+def _links(
+    cu_seqlens: tuple[int, ...], token_ranges: tuple[Ranges, ...], *, fixed: bool = False
+) -> Links:
     """The slot table: non-empty ranges of all ranks in sequence order."""
     slots = sorted(
         (lo, hi, r, row)
@@ -356,6 +448,7 @@ def _links(cu_seqlens: tuple[int, ...], token_ranges: tuple[Ranges, ...]) -> Lin
         continues=tuple(continues),
         through=tuple(a and b and c for a, b, c in zip(continues, feeds, uncut, strict=True)),
         slots_per_rank=max(len(ranges) for ranges in token_ranges),
+        fixed=fixed,
     )
 
 
@@ -372,6 +465,6 @@ def _check_equal_tables(table: str, group: dist.ProcessGroup) -> None:
     odd = [r for r, d in enumerate(digests) if d != digests[0]]
     if odd:
         raise ValueError(
-            "cu_seqlens, token_ranges, conv1d_kernel_size and exchange must be equal on all "
-            f"ranks of the group, but ranks {odd} differ from rank 0"
+            "cu_seqlens, token_ranges, conv1d_kernel_size, exchange and max_sequences must be "
+            f"equal on all ranks of the group, but ranks {odd} differ from rank 0"
         )

@@ -84,8 +84,8 @@ def _entering(
     states = None
     if plan.links.any:
         links = plan.links.mirrored() if reverse else plan.links
-        states = folding[-1].new_zeros(plan.packing.ranges, *folding[2])
-        states = fold_wires(wires, links, context.rank, states)
+        states = folding[-1].new_empty(plan.packing.ranges, *folding[2])
+        states = fold_wires(wires, links, context.rank, states, plan.backend.walk)
     return entering(*folding, states, reverse=reverse, walk=plan.backend.walk)
 
 

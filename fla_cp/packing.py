@@ -11,19 +11,17 @@ tokens, one card, no cutting: segments [0,100) and [100,160) with 2 and 1 chunks
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .rule import CHUNK
-from .tables import to_device
-
-_Table = TypeVar("_Table")
+from .tables import Tabled, to_device
 
 
 class Segment(NamedTuple):
@@ -49,13 +47,39 @@ class Segment(NamedTuple):
         return not self.begins and self.entry < 0
 
 
+class Frame(NamedTuple):
+    """Sizes that every packing of a context with max_sequences has on this card, and what may
+    happen to it there.
+
+    sequences: of the global batch. segments: padded with such without tokens, the last of which,
+    the spare, is one always. chunks: padded with such without tokens. enters, leaves: whether
+    another rank's state may enter or this one's leave.
+    """
+
+    sequences: int
+    segments: int
+    chunks: int
+    enters: bool
+    leaves: bool
+
+    @classmethod
+    def of(cls, sequences: int, tokens: int, *, enters: bool, leaves: bool) -> Frame:
+        """For one range of `tokens` tokens."""
+        parts = min(sequences, tokens)
+        chunks = (tokens + (CHUNK - 1) * parts) // CHUNK
+        return cls(sequences, parts + 1, chunks, enters, leaves)
+
+
 @dataclass(frozen=True)
-class Packing:
+class Packing(Tabled):
     """The segments of one card, in local token order, and the tables derived from them.
 
     tokens: local tokens. sequences: sequences of the global batch (N). ranges: token ranges that
     this card owns. segments: see `Segment`.
     empty: sequences without a token whose final state this card accounts for.
+    frame: the sizes that segments and chunks are padded to. Then exactly one segment is carried
+    where a state may enter, one feeding where one may leave, one middle where both: that of the
+    tokens, or the spare, whose map nobody reads.
     """
 
     tokens: int
@@ -63,7 +87,7 @@ class Packing:
     ranges: int
     segments: tuple[Segment, ...]
     empty: tuple[int, ...] = ()
-    _tables: dict = field(default_factory=dict, repr=False, compare=False)
+    frame: Frame | None = None
 
     @classmethod
     def build(
@@ -73,8 +97,10 @@ class Packing:
         *,
         segment_chunks: int | None = None,
         counts_empty: bool = True,
+        frame: Frame | None = None,
     ) -> Packing:
-        """Segments of the global token `ranges` (default: all tokens), in the given order."""
+        """Segments of the global token `ranges` (default: all tokens), in the given order; with a
+        frame of one range, padded to it."""
         total = cu_seqlens[-1]
         ranges = [(0, total)] if ranges is None else ranges
         segments: list[Segment] = []
@@ -94,6 +120,10 @@ class Packing:
                     )
                 )
             base += hi - lo
+        if frame is not None:
+            last = len(cu_seqlens) - 2
+            none = Segment(base, base, last, begins=True, ends=True)
+            segments += [none] * (frame.segments - len(segments))
         empty = [n for n, (a, b) in enumerate(pairwise(cu_seqlens)) if a == b]
         whole = cls(
             tokens=base,
@@ -101,6 +131,7 @@ class Packing:
             ranges=len(ranges),
             segments=tuple(segments),
             empty=tuple(empty) if counts_empty else (),
+            frame=frame,
         )
         return whole.cut(segment_chunks) if segment_chunks else whole
 
@@ -124,22 +155,33 @@ class Packing:
                         exit=s.exit if last else -1,
                     )
                 )
-        return replace(self, segments=tuple(segments), _tables={})
+        return replace(self, segments=tuple(segments))
 
     @cached_property
     def carried(self) -> tuple[int, ...]:
         """Segments that some segment precedes, on this card or another."""
-        return tuple(i for i, s in enumerate(self.segments) if not s.begins)
+        which = tuple(i for i, s in enumerate(self.segments) if not s.begins)
+        return self._or_spare(which, self.frame is not None and self.frame.enters)
 
     @cached_property
     def feeding(self) -> tuple[int, ...]:
         """Segments that some segment follows, on this card or another."""
-        return tuple(i for i, s in enumerate(self.segments) if not s.ends)
+        which = tuple(i for i, s in enumerate(self.segments) if not s.ends)
+        return self._or_spare(which, self.frame is not None and self.frame.leaves)
 
     @cached_property
     def middle(self) -> tuple[int, ...]:
         """Segments through which a state passes: only these need a transition."""
-        return tuple(i for i, s in enumerate(self.segments) if not s.begins and not s.ends)
+        which = tuple(i for i, s in enumerate(self.segments) if not s.begins and not s.ends)
+        frame = self.frame
+        return self._or_spare(which, frame is not None and frame.enters and frame.leaves)
+
+    def _or_spare(self, which: tuple[int, ...], needed: bool) -> tuple[int, ...]:
+        return (len(self.segments) - 1,) if needed and not which else which
+
+    @cached_property
+    def everything(self) -> tuple[int, ...]:
+        return tuple(range(len(self.segments)))
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
@@ -166,12 +208,16 @@ class Packing:
             if len(run) > 1 or self.segments[run[0]].entry >= 0 or self.segments[run[0]].exit >= 0
         )
 
-    def cached(self, key: Hashable, build: Callable[[], _Table]) -> _Table:
-        """What `build` returns, made once for each key: device tables live as long as this."""
-        if key not in self._tables:
-            self._tables[key] = build()
-        table: _Table = self._tables[key]
-        return table
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Local: where each segment stops, after 0; without the spare."""
+        return (0, *(s.stop for s in (self.segments[:-1] if self.frame else self.segments)))
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether the one range here has one segment at most at either edge: the range's map is
+        the segment's."""
+        return self.ranges == 1 and all(len(chain) == 1 for chain in self.chains)
 
     def index(self, which: Sequence[int], device: torch.device) -> Tensor:
         """`which` as an int64 tensor on `device`, made once."""

@@ -84,7 +84,8 @@ def predicted(packing: Packing, value: int, key: int, processors: int) -> float:
 
 
 def split(packing: Packing, value: int, key: int, processors: int) -> Packing:
-    """`packing`, or the same tokens in shorter segments where that promises to be faster."""
+    """`packing`, or the same tokens in shorter segments where that promises to be faster. In a
+    frame they stay whole."""
 
     def best() -> Packing:
         longest = max(chunks_of(packing, range(len(packing.segments))), default=0)
@@ -98,6 +99,6 @@ def split(packing: Packing, value: int, key: int, processors: int) -> Packing:
             size *= 2
         return chosen
 
-    if packing.segments and processors:
+    if packing.segments and processors and packing.frame is None:
         return packing.cached(("split", value, key, processors), best)
     return packing

@@ -10,6 +10,7 @@ enters each of them, with one exchange between ranks; `carry(reverse=True)` is i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .affine import leave, product
+from .affine import Steps, Walk, walk
 from .comm import Exchange, Links, SlotMaps
 from .packing import Packing
 
@@ -47,73 +48,6 @@ def join(*states: States | None) -> States | None:
     return States(sum((s.segments for s in given), ()), torch.cat([s.value for s in given]))
 
 
-class Walk(NamedTuple):
-    """Chains of segments as rows of tensors, host ints; -1 for none.
-
-    first [C+1]: where each chain's steps begin. start, entry [C]: row of the state that enters the
-    chain, and row of the result that receives it. transition, offset, store: of each step, which
-    takes the state through a segment: rows of its map, and of the result that receives what leaves.
-    """
-
-    first: tuple[int, ...]
-    start: tuple[int, ...]
-    entry: tuple[int, ...]
-    transition: tuple[int, ...]
-    offset: tuple[int, ...]
-    store: tuple[int, ...]
-
-    @classmethod
-    def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> Walk:
-        """(start, entry, steps of (transition, offset, store)) of each chain."""
-        first, steps = [0], []
-        for _, _, walked in chains:
-            steps += walked
-            first.append(len(steps))
-        columns = tuple(zip(*steps, strict=True)) or ((), (), ())
-        starts, entries = tuple(c[0] for c in chains), tuple(c[1] for c in chains)
-        return cls(tuple(first), starts, entries, *columns)
-
-
-def walk(
-    packing: Packing,
-    steps: Walk,
-    transition: Tensor | None,
-    offset: Tensor | None,
-    start: Tensor | None,
-    out: Tensor,
-    *,
-    transposed: bool,
-) -> Tensor:
-    """out [E, HV, K, V], whose rows named in `steps` are written: the torch stage.
-
-    transition [*, HV, K, K] (used as its transpose with `transposed`), offset and start
-    [*, HV, K, V]. A step without an offset is a product alone.
-    """
-    for n, (lo, hi) in enumerate(pairwise(steps.first)):
-        state: Tensor | None = None
-        if steps.start[n] >= 0:
-            assert start is not None
-            state = start[steps.start[n]]
-        if steps.entry[n] >= 0:
-            assert state is not None
-            out[steps.entry[n]] = state
-        for i in range(lo, hi):
-            M = None
-            if steps.transition[i] >= 0:
-                assert transition is not None
-                M = transition[steps.transition[i]]
-                M = M.transpose(-1, -2) if transposed else M
-            if steps.offset[i] >= 0:
-                assert offset is not None
-                state = leave(M, offset[steps.offset[i]], state)
-            else:
-                assert M is not None and state is not None
-                state = product(M, state)
-            if steps.store[i] >= 0:
-                out[steps.store[i]] = state
-    return out
-
-
 def carry(
     maps: AffineMap,
     packing: Packing,
@@ -139,7 +73,7 @@ def carry(
     fold = _Fold(maps, packing, shape, like, reverse, walk)
     pending = None
     if links.any:
-        pending = exchange.start(fold.outgoing(), links)
+        pending = exchange.start(fold.outgoing(), links, walk)
 
     def finish() -> States:
         entering = None if pending is None else pending.wait()
@@ -183,6 +117,47 @@ class _Walks(NamedTuple):
     transitions: Walk
     entering: Walk
 
+    @classmethod
+    def of(cls, packing: Packing, reverse: bool) -> _Walks:
+        sources = packing.carried if reverse else packing.feeding
+        sinks = packing.feeding if reverse else packing.carried
+        offset = {i: row for row, i in enumerate(sources)}
+        transition = {i: row for row, i in enumerate(packing.middle)}
+        sink = {i: row for row, i in enumerate(sinks)}
+        offsets, transitions, entering = [], [], []
+        for chain in packing.chains:
+            chain = chain[::-1] if reverse else chain
+            first, last = packing.segments[chain[0]], packing.segments[chain[-1]]
+            into, out = first.entry, last.exit
+            if reverse:
+                into, out = first.exit, last.entry
+            entry = sink[chain[0]] if into >= 0 else -1
+            steps = [(transition.get(i, -1), offset[i], sink[j]) for i, j in pairwise(chain)]
+            if entry >= 0 or steps:
+                entering.append((into, entry, steps))
+            if out < 0:
+                continue
+            steps = [(transition.get(i, -1), offset[i], -1) for i in chain]
+            offsets.append((-1, -1, [*steps[:-1], (*steps[-1][:2], out)]))
+            if into >= 0 and packing.middle:
+                steps = [(transition[i], -1, -1) for i in chain[1:]]
+                if steps:
+                    steps[-1] = (*steps[-1][:2], out)
+                transitions.append((transition[chain[0]], -1 if steps else out, steps))
+        return cls(*map(Walk.of, (offsets, transitions, entering)))
+
+
+@functools.cache
+def _on_card(name: str, reverse: bool) -> Steps:
+    """One of a packing's `_Walks`."""
+
+    def steps(packing: Packing) -> Walk:
+        walks = packing.cached((_Walks, reverse), lambda: _Walks.of(packing, reverse))
+        found: Walk = getattr(walks, name)
+        return found
+
+    return steps
+
 
 class _Fold:
     """The chains of one card, walked from the first segment (reverse: from the last)."""
@@ -199,65 +174,44 @@ class _Fold:
         self.maps, self.packing, self.reverse = maps, packing, reverse
         self.shape, self.like, self.walk = shape, like, walk
         self.sinks = packing.feeding if reverse else packing.carried
-        self.walks = packing.cached((_Walks, reverse), self._walks)
-
-    def _walks(self) -> _Walks:
-        packing, reverse = self.packing, self.reverse
-        sources = packing.carried if reverse else packing.feeding
-        offset = {i: row for row, i in enumerate(sources)}
-        transition = {i: row for row, i in enumerate(packing.middle)}
-        sink = {i: row for row, i in enumerate(self.sinks)}
-        offsets, transitions, entering = [], [], []
-        for chain in packing.chains:
-            chain = chain[::-1] if reverse else chain
-            first, last = packing.segments[chain[0]], packing.segments[chain[-1]]
-            into, out = first.entry, last.exit
-            if reverse:
-                into, out = first.exit, last.entry
-            entry = sink[chain[0]] if into >= 0 else -1
-            steps = [(transition.get(i, -1), offset[i], sink[j]) for i, j in pairwise(chain)]
-            entering.append((into, entry, steps))
-            if out < 0:
-                continue
-            steps = [(transition.get(i, -1), offset[i], -1) for i in chain]
-            offsets.append((-1, -1, [*steps[:-1], (*steps[-1][:2], out)]))
-            if into >= 0 and packing.middle:
-                steps = [(transition[i], -1, -1) for i in chain[1:]]
-                if steps:
-                    steps[-1] = (*steps[-1][:2], out)
-                transitions.append((transition[chain[0]], -1 if steps else out, steps))
-        return _Walks(*map(Walk.of, (offsets, transitions, entering)))
 
     def outgoing(self) -> SlotMaps:
         """This card's map of each owned range, for the exchange."""
         HV, K, V = self.shape
         ranges, maps = self.packing.ranges, self.maps
+        transition = maps.transition
+        if transition is not None and self.reverse:
+            transition = transition.mT
+        if self.packing.single and maps.offset is not None:
+            return SlotMaps(transition, maps.offset)
         offset = self.like.new_zeros(ranges, HV, K, V)
         self.walk(
             self.packing,
-            self.walks.offsets,
+            _on_card("offsets", self.reverse),
             maps.transition,
             maps.offset,
             None,
             offset,
             transposed=self.reverse,
         )
-        if not self.packing.middle:
+        if transition is None:
             return SlotMaps(None, offset)
-        assert maps.transition is not None
-        transition = maps.transition.mT.contiguous() if self.reverse else maps.transition
+        transition = transition.contiguous()
         through = self.like.new_zeros(ranges, HV, K, K)
-        walks = self.walks.transitions
-        self.walk(self.packing, walks, transition, None, transition, through, transposed=False)
+        steps = _on_card("transitions", self.reverse)
+        self.walk(self.packing, steps, transition, None, transition, through, transposed=False)
         return SlotMaps(through, offset)
 
     def entering(self, states: Tensor | None) -> States:
         """The state entering every sink, given those entering the owned ranges."""
         HV, K, V = self.shape
+        if self.packing.single and self.sinks:
+            assert states is not None
+            return States(self.sinks, states)
         value = self.like.new_empty(len(self.sinks), HV, K, V)
         self.walk(
             self.packing,
-            self.walks.entering,
+            _on_card("entering", self.reverse),
             self.maps.transition,
             self.maps.offset,
             states,

@@ -1,4 +1,4 @@
-"""Every check of caller input, before any kernel or collective runs.
+"""Every check of caller input, before any kernel or collective runs; all of them, hence long.
 
 Each failure is a ValueError that names the argument, the rule and the value.
 """
@@ -97,6 +97,62 @@ def check_token_ranges(
         at = max(at, hi)
     if at != total:
         raise ValueError(f"token_ranges must tile [0, {total}) once, but they end at {at}")
+
+
+def check_max_sequences(
+    most: int, offsets: Sequence[int], world_size: int, token_ranges: object, exchange: str
+) -> None:
+    """What a context of fixed shape can be built from."""
+    if most < 1:
+        raise ValueError(f"max_sequences must be at least 1, or None, got {most}")
+    if token_ranges is not None:
+        raise ValueError(f"token_ranges must be None with max_sequences, got {token_ranges}")
+    if exchange not in ("auto", "all_gather"):
+        raise ValueError(
+            f"exchange must be 'auto' or 'all_gather' with max_sequences, got {exchange!r}"
+        )
+    if offsets[-1] < world_size:
+        raise ValueError(
+            f"cu_seqlens must hold a token a rank with max_sequences, got {offsets[-1]} tokens for "
+            f"{world_size} ranks"
+        )
+    _check_sequences_fit(most, offsets)
+
+
+def _check_sequences_fit(most: int, offsets: Sequence[int]) -> None:
+    if len(offsets) - 1 > most:
+        raise ValueError(
+            f"cu_seqlens must have at most max_sequences={most} sequences, got {len(offsets) - 1}"
+        )
+
+
+def check_update(context: FLACPContext, offsets: Sequence[int]) -> None:
+    """Another packing for a context of fixed shape."""
+    if context.max_sequences is None:
+        raise ValueError("update needs a context built with max_sequences, got max_sequences=None")
+    if offsets[-1] != context.total_tokens:
+        raise ValueError(
+            f"cu_seqlens must end at the context's total_tokens={context.total_tokens}, "
+            f"got {offsets[-1]}"
+        )
+    _check_sequences_fit(context.max_sequences, offsets)
+
+
+def check_fixed_call(context: FLACPContext | None, **unsupported: object) -> None:
+    """A call under a context of fixed shape. unsupported: arguments that must be left out."""
+    if context is None or context.max_sequences is None:
+        return
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "a context with max_sequences cannot be used under torch.compile, where an ordinary "
+            "one may change from call to call"
+        )
+    for name, value in unsupported.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name} must be left out under a context with max_sequences="
+                f"{context.max_sequences}: pass a context without it"
+            )
 
 
 def check_context(context: object) -> None:

@@ -262,10 +262,10 @@ def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Compiled
 
 
 def compile_walk(K: int, V: int) -> list[Compiled]:
-    """A fold with states that enter, in reverse, and of transitions alone."""
+    """A fold with states that enter, in reverse, of transitions alone, and of what ranks sent."""
+    from fla_cp.affine import Walk
     from fla_cp.kernels.walk import walk
     from fla_cp.packing import Packing
-    from fla_cp.state import Walk
 
     steps = Walk((0, 1), (0,), (0,), (0,), (0,), (1,))
     packing, (M, B) = Packing.build((0, 64)), (torch.zeros(2, 2, K, n) for n in (K, V))
@@ -274,6 +274,8 @@ def compile_walk(K: int, V: int) -> list[Compiled]:
             walk(packing, steps, M, B, B, B, transposed=transposed)
             walk(packing, steps, M, B, None, B, transposed=transposed)
         walk(packing, steps, M, None, M, M, transposed=False)
+        wire = torch.zeros(2, 2, K, V + K)
+        walk(packing, steps, wire[..., V:], wire[..., :V], None, B, transposed=False)
     return list(dict.fromkeys(kernels))
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.affine import Walk, walk
 from fla_cp.backend import TORCH
 from fla_cp.packing import Packing
 from fla_cp.split import MARGIN, predicted, split
-from fla_cp.state import Walk, walk
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_exact
 from tests.running import run, run_sharded
@@ -149,7 +149,9 @@ def test_ranks_with_cut_sequences(gloo_pool, ranges):
 
 @pytest.mark.parametrize("K, V", [(16, 16), (13, 7), (100, 40), (192, 24)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_kernel_of_the_fold(K, V, transposed, monkeypatch):
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_kernel_of_the_fold(K, V, transposed, side_by_side, monkeypatch):
+    """side_by_side: transitions and offsets in one tensor, as ranks send them."""
     pytest.importorskip("triton")
     from fla_cp.kernels import walk as kernel
 
@@ -157,17 +159,22 @@ def test_kernel_of_the_fold(K, V, transposed, monkeypatch):
     gen = torch.Generator().manual_seed(0)
     HV = 2
     M, B, start = (
-        torch.randn(n, HV, K, size, generator=gen) / K**0.5 for n, size in ((3, K), (4, V), (2, V))
+        torch.randn(n, HV, K, size, generator=gen) / K**0.5 for n, size in ((4, K), (4, V), (2, V))
     )
+    if side_by_side:
+        wire = torch.cat([B, M], -1)
+        M, B = wire[..., V:], wire[..., :V]
     steps = Walk.of([
         (1, 5, [(2, 0, -1), (0, 3, 1)]),
         (-1, -1, [(-1, 1, 2), (1, 2, 3)]),
         (0, 0, []),
         (0, -1, [(1, -1, 4)]),
+        (-1, 6, [(-1, -1, -1), (-1, 1, -1), (2, 0, 7)]),
+        (0, -1, [(-1, -1, 8)]),
     ])  # fmt: skip
     packing = Packing.build((0, 64))
-    out, exact = torch.zeros(6, HV, K, V), torch.zeros(6, HV, K, V, dtype=torch.float64)
+    out, exact = torch.ones(9, HV, K, V), torch.ones(9, HV, K, V, dtype=torch.float64)
     kernel.walk(packing, steps, M, B, start, out, transposed=transposed)
     walk(packing, steps, M.double(), B.double(), start.double(), exact, transposed=transposed)
-    assert exact.flatten(1).any(1).all()
+    assert exact.flatten(1).any(1).tolist() == [True] * 6 + [False, True, False]
     assert (out - exact).abs().max() <= 1e-5 * exact.abs().max()

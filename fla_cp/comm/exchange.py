@@ -22,6 +22,7 @@ slot is passed through (two ranks, or documents shorter than a range).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..affine import leave, product
+from ..affine import Steps, Walk, leave, product, walk
+from ..tables import Tabled
 from . import collectives
 from .timing import exchange_wait
 
@@ -44,13 +46,18 @@ class SlotMaps(NamedTuple):
     offset: Tensor
 
 
+Stage = Callable[..., Tensor]
+"""The backend's `affine.walk`."""
+
+
 @dataclass(frozen=True)
-class Links:
+class Links(Tabled):
     """Which slot belongs to whom and which continues its predecessor; equal on all ranks.
 
     owner, row: rank of each slot, and its index among that rank's ranges. continues: slot s goes
     on where slot s-1 stopped. through: one sequence enters, fills and leaves slot s.
-    slots_per_rank: largest number of ranges that a rank owns.
+    slots_per_rank: largest number of ranges that a rank owns. fixed: one slot a rank, and what is
+    exchanged does not depend on the rest.
     """
 
     owner: tuple[int, ...]
@@ -58,6 +65,7 @@ class Links:
     continues: tuple[bool, ...]
     through: tuple[bool, ...]
     slots_per_rank: int
+    fixed: bool = False
 
     @property
     def count(self) -> int:
@@ -66,12 +74,12 @@ class Links:
     @cached_property
     def any(self) -> bool:
         """Whether any sequence crosses from one slot to the next."""
-        return any(self.continues)
+        return any(self.continues) or (self.fixed and self.count > 1)
 
     @cached_property
     def any_through(self) -> bool:
         """Whether any transition is needed."""
-        return any(self.through)
+        return any(self.through) or (self.fixed and self.count > 2)
 
     def feeds(self, s: int) -> bool:
         """Whether slot s hands its state to slot s+1."""
@@ -92,6 +100,7 @@ class Links:
             continues=(False, *self.continues[:0:-1]),
             through=self.through[::-1],
             slots_per_rank=self.slots_per_rank,
+            fixed=self.fixed,
         )
 
 
@@ -109,7 +118,7 @@ class Exchange(Protocol):
     @property
     def group(self) -> dist.ProcessGroup | None: ...
 
-    def start(self, maps: SlotMaps, links: Links) -> Pending: ...
+    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending: ...
 
 
 class _Waiting:
@@ -123,29 +132,50 @@ class _Waiting:
             return self._finish()
 
 
-def _entering(
-    links: Links, slot_map: Callable[[int], SlotMaps], slots: range
-) -> Iterator[tuple[int, Tensor]]:
-    """(slot, state that enters it), given every slot's map, for the slots that one enters."""
-    state: Tensor | None = None
-    for s in slots:
-        if not links.continues[s]:
-            state = None
-        elif state is not None:
-            yield s, state
-        if links.feeds(s):
-            transition, offset = slot_map(s)
-            state = leave(transition if links.through[s] else None, offset, state)
+_Chain = list[tuple[int, int, int]]
 
 
-def _fold(links: Links, rank: int, slot_map: Callable[[int], SlotMaps], like: Tensor) -> Tensor:
-    """States entering the slots of `rank`."""
-    entering = torch.zeros_like(like)
-    last = max((s for s in links.slots_of(rank) if links.continues[s]), default=-1)
-    for s, state in _entering(links, slot_map, range(last + 1)):
-        if links.owner[s] == rank:
-            entering[links.row[s]] = state
-    return entering
+@functools.cache
+def _entering(rank: int, rows: int) -> Steps:
+    """The walk through all maps that gives the states entering the `rows` ranges of `rank`: all of
+    them, zero where nothing enters. A map's row is its rank's times slots_per_rank plus its own."""
+
+    def steps(links: Links) -> Walk:
+        found: list[_Chain] = []
+        chain: _Chain = []  # since the last slot that nothing passes through
+        used, zero = 0, set(range(rows))  # steps up to the last slot here; ranges not entered
+        for s in range(links.count):
+            if links.owner[s] == rank and links.continues[s]:
+                chain[-1] = (*chain[-1][:2], links.row[s])
+                used = len(chain)
+                zero.discard(links.row[s])
+            if not links.through[s]:
+                found, chain, used = found + [chain[:used]] * (used > 0), [], 0
+            if links.feeds(s):
+                row = links.owner[s] * links.slots_per_rank + links.row[s]
+                chain.append((row if links.through[s] else -1, row, -1))
+        found += [chain[:used]] * (used > 0)
+        found += [[(-1, -1, row)] for row in sorted(zero)]
+        if links.fixed:  # as many steps as slots before this one, one at least: zeros first
+            least = max(1, links.owner.index(rank))
+            found = [[(-1, -1, -1)] * (least - len(found[0])) + found[0]]
+        return Walk.of([(-1, -1, chain) for chain in found])
+
+    return steps
+
+
+def _fold(
+    transition: Tensor | None,
+    offset: Tensor,
+    links: Links,
+    rank: int,
+    like: Tensor,
+    walk: Stage,
+) -> Tensor:
+    """States entering the ranges of `rank`, like [J, HV, K, V], from the maps of all."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    steps = _entering(rank, len(like))
+    return walk(links, steps, transition, offset, None, out, transposed=False)
 
 
 @dataclass(frozen=True)
@@ -154,12 +184,11 @@ class Local:
 
     group: dist.ProcessGroup | None = None
 
-    def start(self, maps: SlotMaps, links: Links) -> Pending:
-        def slot_map(s: int) -> SlotMaps:
-            row = links.row[s]
-            return SlotMaps(_row(maps.transition, row), maps.offset[row])
+    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
+        def finish() -> Tensor:
+            return _fold(maps.transition, maps.offset, links, 0, maps.offset, walk)
 
-        return _Waiting(lambda: _fold(links, 0, slot_map, maps.offset), maps.offset.device)
+        return _Waiting(finish, maps.offset.device)
 
 
 def _row(x: Tensor | None, row: int) -> Tensor | None:
@@ -172,39 +201,35 @@ class AllGather:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
         rank = dist.get_rank(self.group)
         wire = pack(maps, links)
         gathered, work = collectives.all_gather(wire, self.group)
-        slot_map = _unpacked(gathered, links, maps.offset.shape[-1])
 
         def finish() -> Tensor:
             work.wait()
-            return _fold(links, rank, slot_map, maps.offset)
+            return fold_wires(gathered, links, rank, maps.offset, walk)
 
         return _Waiting(finish, wire.device)
 
 
-def _unpacked(wires: Tensor, links: Links, V: int) -> Callable[[int], SlotMaps]:
-    """The map of a slot, from the wires of all ranks."""
-
-    def slot_map(s: int) -> SlotMaps:
-        x = wires[links.owner[s], links.row[s]]
-        return SlotMaps(x[..., V:] if links.any_through else None, x[..., :V])
-
-    return slot_map
-
-
-def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor) -> Tensor:
+def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, walk: Stage = walk) -> Tensor:
     """States entering the slots of `rank`, like [J, HV, K, V], from the wires of all ranks (`pack`)
     [R, slots_per_rank, ..]."""
-    return _fold(links, rank, _unpacked(wires, links, like.shape[-1]), like)
+    transition, offset = _unpacked(wires.flatten(0, 1), links, like.shape[-1])
+    return _fold(transition, offset, links, rank, like, walk)
+
+
+def _unpacked(wire: Tensor, links: Links, V: int) -> SlotMaps:
+    return SlotMaps(wire[..., V:] if links.any_through else None, wire[..., :V])
 
 
 def pack(maps: SlotMaps, links: Links) -> Tensor:
     """This rank's wire [slots_per_rank, HV, K, V+K], +K only where any transition is needed."""
     J, HV, K, V = maps.offset.shape
-    wire = maps.offset.new_zeros(links.slots_per_rank, HV, K, V + K * links.any_through)
+    full = links.slots_per_rank == J and (maps.transition is not None or not links.any_through)
+    make = maps.offset.new_empty if full else maps.offset.new_zeros
+    wire = make(links.slots_per_rank, HV, K, V + K * links.any_through)
     wire[:J, ..., :V] = maps.offset
     if links.any_through and maps.transition is not None:
         wire[:J, ..., V:] = maps.transition
@@ -222,7 +247,7 @@ class Ring:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
         steps = _RingSteps(self.group, maps, links)
         steps.run(until_state_needed=True)
         return _Waiting(steps.finish, maps.offset.device)
@@ -283,7 +308,7 @@ class Scan:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
         rounds = self._rounds(maps, links)
         next(rounds)  # the first messages leave now
 
@@ -378,7 +403,7 @@ class Heads:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
         wire = pack(maps, links).transpose(0, 1)  # heads first
         _, HV, K, V = maps.offset.shape
         R, rank, J = dist.get_world_size(self.group), dist.get_rank(self.group), wire.shape[1]
@@ -391,9 +416,13 @@ class Heads:
             work.wait()
             wires = got.view(R, shares[rank], J, K, wire.shape[-1]).transpose(1, 2)
             states = wires.new_zeros(R, J, shares[rank], K, V)
-            slot_map = _unpacked(wires, links, V)
-            for s, state in _entering(links, slot_map, range(links.count)):
-                states[links.owner[s], links.row[s]] = state
+            state: Tensor | None = None
+            for s, (owner, row) in enumerate(zip(links.owner, links.row, strict=True)):
+                if state is not None and links.continues[s]:
+                    states[owner, row] = state
+                if links.feeds(s):
+                    M, B = _unpacked(wires[owner, row], links, V)
+                    state = leave(M if links.through[s] else None, B, state)
             back = states.transpose(1, 2).reshape(R * shares[rank], J * K * V)
             heads, work_back = collectives.all_to_all(back, mine, shares, self.group)
             work_back.wait()

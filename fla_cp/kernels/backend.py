@@ -17,7 +17,7 @@ from ..split import COLUMNS
 from ..split import split as cut_by_rule
 from ..stages.intra import Inputs
 from ..state import AffineMap, States
-from ..tables import to_device
+from ..tables import Build, Columns
 from . import assembler
 from .conv import conv, conv_bwd
 from .gate import GATES
@@ -104,26 +104,29 @@ class ScanGrads(NamedTuple):
     dh: Tensor
 
 
-def tables(packing: Packing, device: torch.device) -> Tables:
-    def build() -> Tables:
-        starts: list[int] = []
-        rows: list[int] = []
-        first: list[int] = []
-        for s in packing.segments:
-            first.append(len(starts))
-            for a in range(s.start, s.stop, CHUNK):
-                starts.append(a)
-                rows.append(min(CHUNK, s.stop - a))
-        columns = (
-            starts,
-            rows,
-            [s.start for s in packing.segments],
-            [s.stop for s in packing.segments],
-            first,
-        )
-        return Tables(*(to_device(c, torch.int32, device) for c in columns))
+def _columns(packing: Packing) -> Columns:
+    starts: list[int] = []
+    rows: list[int] = []
+    first: list[int] = []
+    for s in packing.segments:
+        first.append(len(starts))
+        for a in range(s.start, s.stop, CHUNK):
+            starts.append(a)
+            rows.append(min(CHUNK, s.stop - a))
+    if packing.frame is not None:  # chunks of no tokens, at an address that exists
+        more = packing.frame.chunks - len(starts)
+        starts, rows = starts + [0] * more, rows + [0] * more
+    return (
+        starts,
+        rows,
+        [s.start for s in packing.segments],
+        [s.stop for s in packing.segments],
+        first,
+    )
 
-    return packing.cached((Tables, device), build)
+
+def tables(packing: Packing, device: torch.device) -> Tables:
+    return Tables(*packing.table(_columns, torch.int32, device))
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -270,30 +273,52 @@ def scores(rule: DeltaRule, packing: Packing, c: Chunks) -> Chunks:
     return c
 
 
-def _entries(packing: Packing, states: States | None, device: torch.device) -> Tensor | None:
-    """Row of `states` for each segment, -1 where it has none."""
+@functools.cache
+def _chosen(*names: str) -> Build:
+    """Some of a packing's segments, by the names of its properties."""
+    return lambda packing: (sum((getattr(packing, name) for name in names), ()),)
+
+
+@functools.cache
+def _places(name: str) -> Build:
+    """For each segment its place among those of one property, -1 where it is none."""
+
+    def columns(packing: Packing) -> Columns:
+        place = {i: e for e, i in enumerate(getattr(packing, name))}
+        return ([place.get(i, -1) for i in packing.everything],)
+
+    return columns
+
+
+def _entries(
+    packing: Packing, states: States | None, name: str, device: torch.device
+) -> Tensor | None:
+    """Row of `states` for each segment, -1 where it has none; in a frame they are of `name`."""
     if states is None:
         return None
+    if packing.frame is not None:
+        return packing.table(_places(name), torch.int64, device)[0]
     row = {i: e for e, i in enumerate(states.segments)}
-    return packing.index([row.get(i, -1) for i in range(len(packing.segments))], device)
+    return packing.index([row.get(i, -1) for i in packing.everything], device)
 
 
 def _scan(
     packing: Packing,
     c: Chunks,
     S0: States | None,
-    segments: tuple[int, ...],
+    which: str,
     *,
     o: Tensor | None = None,
     h: Tensor | None = None,
     v_new: Tensor | None = None,
     S_end: Tensor | None = None,
-    middle: tuple[int, ...] = (),
     transition: Tensor | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """middle: the segments of `transition`. stream: to run on, which takes what was allocated and
-    launched before on the current one."""
+    """which: segments, a property of the packing; transition: of `Packing.middle`. stream: to run
+    on, which takes what was allocated and launched before on the current one."""
+    middle = () if transition is None else packing.middle
+    segments, names = getattr(packing, which), (which, "middle") if middle else (which,)
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
@@ -319,11 +344,11 @@ def _scan(
         None if S0 is None else S0.value,
         S_end,
         transition,
-        packing.index(segments + middle, c.v.device),
+        packing.table(_chosen(*names), torch.int64, c.v.device)[0],
         table.seg_start,
         table.seg_stop,
         table.seg_chunk,
-        _entries(packing, S0, c.v.device),
+        _entries(packing, S0, "carried", c.v.device),
         v_t=c.v.stride(0),
         v_h=c.v.stride(1),
         **_strides("S0", None if S0 is None else S0.value),
@@ -375,7 +400,7 @@ def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
     feeding, middle = packing.feeding, packing.middle
     offset = _states(c, len(feeding)) if feeding else None
     transition = _states(c, len(middle), square=True) if middle else None
-    _scan(packing, c, seeds, feeding, S_end=offset, middle=middle, transition=transition)
+    _scan(packing, c, seeds, "feeding", S_end=offset, transition=transition)
     return AffineMap(transition, offset)
 
 
@@ -394,13 +419,13 @@ def split(
     return cut_by_rule(packing, value, key, multiprocessors(device))
 
 
-def _everything(packing: Packing) -> tuple[int, ...]:
-    return tuple(range(len(packing.segments)))
-
-
-def _chunk_buffers(c: Chunks) -> tuple[Tensor, Tensor]:
+def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
     (NC, HV, K), V = c.decay.shape, c.v.shape[2]
-    return c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
+    buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
+    if packing.frame is not None:  # no scan writes chunks of no tokens, but `intra_bwd` reads them
+        for x in buffers:
+            x[triton.cdiv(packing.tokens, CHUNK) :].zero_()
+    return buffers
 
 
 @functools.lru_cache
@@ -418,9 +443,9 @@ def _both_fit(packing: Packing, c: Chunks) -> bool:
 
 
 def scan(packing: Packing, c: Chunks, S0: States | None) -> Callable[[], tuple[Tensor, Tensor]]:
-    h, v_new = _chunk_buffers(c)
+    h, v_new = _chunk_buffers(packing, c)
     side = _side_stream(c.v.device) if _both_fit(packing, c) else None
-    _scan(packing, c, S0, _everything(packing), h=h, v_new=v_new, stream=side)
+    _scan(packing, c, S0, "everything", h=h, v_new=v_new, stream=side)
 
     held: tuple | None = (c, S0)  # the side stream reads them until it is waited for
 
@@ -444,11 +469,11 @@ def scan_output(
     want_end: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     o = torch.empty(c.v.shape, dtype=c.v.dtype, device=c.v.device)
-    h, v_new = _chunk_buffers(c) if want_states else (None, None)
+    h, v_new = _chunk_buffers(packing, c) if want_states else (None, None)
     if want_states and not rule.keep_intermediates:  # for the caller only
         h, v_new = _states(c, len(c.decay), outside=True, dtype=c.v.dtype), None
     S_end = _states(c, len(packing.segments), outside=True) if want_end else None
-    _scan(packing, c, S0, _everything(packing), o=o, h=h, v_new=v_new, S_end=S_end)
+    _scan(packing, c, S0, "everything", o=o, h=h, v_new=v_new, S_end=S_end)
     return o, h, v_new, S_end
 
 
@@ -461,12 +486,13 @@ def _scan_bwd(
     c: Chunks,
     do: Tensor,
     dS_end: States | None,
-    segments: tuple[int, ...],
+    which: str,
     *,
     y: Tensor | None = None,
     dh: Tensor | None = None,
     dS0: Tensor | None = None,
 ) -> None:
+    segments = getattr(packing, which)
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
@@ -488,11 +514,11 @@ def _scan_bwd(
         dh,
         None if dS_end is None else dS_end.value,
         dS0,
-        packing.index(segments, c.v.device),
+        packing.table(_chosen(which), torch.int64, c.v.device)[0],
         table.seg_start,
         table.seg_stop,
         table.seg_chunk,
-        _entries(packing, dS_end, c.v.device),
+        _entries(packing, dS_end, "feeding", c.v.device),
         do_t=do.stride(0),
         do_h=do.stride(1),
         **_strides("end", None if dS_end is None else dS_end.value),
@@ -514,16 +540,16 @@ def summarize_bwd(
     if not packing.carried:
         return None
     offset = _states(c, len(packing.carried))
-    _scan_bwd(packing, c, grads.do, seeds, packing.carried, dS0=offset)
+    _scan_bwd(packing, c, grads.do, seeds, "carried", dS0=offset)
     return offset
 
 
 def scan_bwd(
     packing: Packing, c: Chunks, grads: OutputGrads, dS_end: States | None, *, want_start: bool
 ) -> tuple[ScanGrads, Tensor | None]:
-    dh, y = _chunk_buffers(c)
+    dh, y = _chunk_buffers(packing, c)
     dS0 = _states(c, len(packing.segments), outside=True) if want_start else None
-    _scan_bwd(packing, c, grads.do, dS_end, _everything(packing), y=y, dh=dh, dS0=dS0)
+    _scan_bwd(packing, c, grads.do, dS_end, "everything", y=y, dh=dh, dS0=dS0)
     return ScanGrads(grads.do, y, dh), dS0
 
 

@@ -242,7 +242,9 @@ def _launch(x: Tensor, halo: Tensor, where: ConvRows, W: int) -> tuple[Tensor, d
     size = 16
     while size < 128 and 2 * size * 4096 <= T * blocks:
         size *= 2
-    tiles = _tiles(where.lengths, where.width, size, x.device)
+    if size not in where.kept:
+        where.kept[size] = _tiles(where.lengths, where.width, size, x.device)
+    tiles = where.kept[size]
     options = {"D": D, "W": W, "R": ROWS, "BC": CHANNELS, "num_warps": 1}
     return tiles, options, tiles.shape[1] * blocks
 

@@ -6,22 +6,24 @@ stands between what is written in one step and read in the next. Products are th
 each, as good as fp32 here: what is rounded stays below 2^-20 of the terms.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..packing import Packing
-from ..state import Walk
-from ..tables import to_device
+from ..affine import Steps
+from ..tables import Build, Columns, Tabled
 from .tiles import dot
 from .tuning import power_of_two
 
 
 @triton.jit
-def load_tile(ptr, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
-    """[BR, BC] of matrix `row` [R, C] of ptr, zero beyond its edges and for row < 0."""
-    p = ptr + row * R * C + o_r[:, None] * C + o_c[None, :]
+def load_tile(ptr, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.constexpr):
+    """[BR, BC] of matrix `row` [R, C] of ptr, whose rows are STRIDE apart, zero beyond its edges
+    and for row < 0."""
+    p = ptr + row * R * STRIDE + o_r[:, None] * STRIDE + o_c[None, :]
     return tl.load(p, mask=(row >= 0) & (o_r < R)[:, None] & (o_c < C)[None, :], other=0.0)
 
 
@@ -54,10 +56,12 @@ def walk_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    M_ROW: tl.constexpr,
+    B_ROW: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """See `state.walk`; places [2, C, HV, K, V]: of the state. steps: int32 [3, n], rows of M, B
-    and out, -1 for none."""
+    """See `affine.walk`; places [2, C, HV, K, V]: of the state. steps: int32 [3, n], rows of M, B
+    and out, -1 for none. M_ROW, B_ROW: between the rows of a matrix of M and of B."""
     tiles: tl.constexpr = (V + BV - 1) // BV
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     chains = (tl.num_programs(0) // tiles).to(tl.int64)
@@ -69,7 +73,7 @@ def walk_kernel(
         if start is None:
             b_S = tl.zeros([BK, BV], tl.float32)
         else:
-            b_S = load_tile(start, of_head(tl.load(starts + i_c), i_h, HV), o_r, o_v, K, V)
+            b_S = load_tile(start, of_head(tl.load(starts + i_c), i_h, HV), o_r, o_v, K, V, V)
         store_tile(out, b_S, entry, o_r, o_v, K, V)
         store_tile(places, b_S, here, o_r, o_v, K, V)
     lo = tl.load(first + i_c)
@@ -83,23 +87,43 @@ def walk_kernel(
             o_r = r * BK + o_b
             acc = tl.zeros([BK, BV], tl.float32)
             if B is not None:
-                acc = load_tile(B, i_b, o_r, o_v, K, V)
+                acc = load_tile(B, i_b, o_r, o_v, K, V, B_ROW)
             if M is not None:
                 for c in range(tl.cdiv(K, BK)):
                     o_c = c * BK + o_b
-                    b_S = load_tile(places, before, o_c, o_v, K, V)
+                    b_S = load_tile(places, before, o_c, o_v, K, V, V)
                     if TRANSPOSED:
-                        b_M = tl.trans(load_tile(M, i_m, o_c, o_r, K, K))
+                        b_M = tl.trans(load_tile(M, i_m, o_c, o_r, K, K, M_ROW))
                     else:
-                        b_M = load_tile(M, i_m, o_r, o_c, K, K)
+                        b_M = load_tile(M, i_m, o_r, o_c, K, K, M_ROW)
                     acc = dot(b_M, b_S, "tf32x3", acc=acc)
             store_tile(places, acc, after, o_r, o_v, K, V)
             store_tile(out, acc, i_o, o_r, o_v, K, V)
 
 
+@functools.cache
+def _columns(steps: Steps) -> Build:
+    def columns(owner: Tabled) -> Columns:
+        w = steps(owner)
+        return w.first, w.start, w.entry, (*w.transition, *w.offset, *w.store)
+
+    return columns
+
+
+def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """x [*, HV, K, C], or a copy, with all rows of its matrices as far apart; and how far."""
+    if x is None:
+        return None, 0
+    _, heads, rows, _ = x.shape
+    apart = x.stride(2)
+    if x.stride() != (heads * rows * apart, rows * apart, apart, 1):
+        x, apart = x.contiguous(), x.shape[3]
+    return x, apart
+
+
 def walk(
-    packing: Packing,
-    steps: Walk,
+    owner: Tabled,
+    steps: Steps,
     transition: Tensor | None,
     offset: Tensor | None,
     start: Tensor | None,
@@ -107,19 +131,15 @@ def walk(
     *,
     transposed: bool,
 ) -> Tensor:
-    chains = len(steps.start)
+    first, starts, entries, rows = owner.table(_columns(steps), torch.int32, out.device)
+    chains = len(starts)
     if not chains or not out.numel():
         return out
-    device = out.device
-
-    def tables() -> tuple[Tensor, ...]:
-        columns = (steps.first, steps.start, steps.entry, (*steps[3], *steps[4], *steps[5]))
-        return tuple(to_device(c, torch.int32, device) for c in columns)
-
-    first, starts, entries, rows = packing.cached((steps, device), tables)
     HV, K, V = out.shape[1:]
     BV = min(16, power_of_two(V))
     places = out.new_empty(2, chains, HV, K, V)
+    transition, M_row = _rows(transition)
+    offset, B_row = _rows(offset)
     walk_kernel[(chains * triton.cdiv(V, BV), HV)](
         transition,
         offset,
@@ -130,12 +150,14 @@ def walk(
         starts,
         entries,
         rows,
-        len(steps.store),
+        len(rows) // 3,
         HV=HV,
         K=K,
         V=V,
         BK=min(64, power_of_two(K)),
         BV=BV,
+        M_ROW=M_row,
+        B_ROW=B_row,
         TRANSPOSED=transposed,
         num_warps=4,
         num_stages=1,

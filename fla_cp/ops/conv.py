@@ -12,11 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from ..backend import Backend, resolve
 from ..comm.collectives import all_gather_rows
-from ..context import FLACPContext, Handle, Sizes, context_of
+from ..context import FLACPContext, Handle, Ranges, Sizes, context_of
 from ..stages.conv import ConvRows
 from ..validate import (
     check_conv1d,
     check_conv1d_context,
+    check_fixed_call,
     check_offsets,
     check_sequences,
 )
@@ -47,6 +48,7 @@ def causal_conv1d(
     check_sequences(x.shape[1], x.shape[0], cu_seqlens, cp_context)
     if cp_context is not None:
         check_conv1d_context(weight.shape[1], cp_context)
+        check_fixed_call(cp_context)
     B, T, D = x.shape
     flat, silu = x.reshape(B * T, D), activation is not None
     if torch.compiler.is_compiling():
@@ -98,23 +100,38 @@ def _sequence_rows(offsets: tuple[int, ...], device: torch.device) -> ConvRows:
 
 
 def _context_rows(context: FLACPContext, width: int, device: torch.device) -> ConvRows:
-    return _ranges_rows(
-        context.global_cu_seqlens, context.token_ranges[context.rank], width, device
-    )
+    """Kept by the context, for graphs that were captured under it."""
+    ranges = context.token_ranges[context.rank]
+
+    def build() -> ConvRows:
+        if context.max_sequences is None:
+            return _ranges_rows(context.global_cu_seqlens, ranges, width, device)
+        (reach,) = context.table(_context_reach, torch.int32, device)
+        return ConvRows.build(reach, _lengths(ranges), width, device)
+
+    return context.cached((ConvRows, width, device), build)
+
+
+def _context_reach(context: FLACPContext) -> tuple[Tensor]:
+    return (_reach(context.global_cu_seqlens, context.token_ranges[context.rank]),)
+
+
+def _reach(cu_seqlens: tuple[int, ...], ranges: Ranges) -> Tensor:
+    """`ConvRows.reach` of the tokens in `ranges`."""
+    token = torch.cat([torch.arange(lo, hi) for lo, hi in ranges] or [torch.arange(0)])
+    cu = torch.tensor(cu_seqlens)
+    return token - cu[torch.searchsorted(cu, token, right=True) - 1]
+
+
+def _lengths(ranges: Ranges) -> tuple[int, ...]:
+    return tuple(hi - lo for lo, hi in ranges)
 
 
 @lru_cache(maxsize=16)
 def _ranges_rows(
-    cu_seqlens: tuple[int, ...],
-    ranges: tuple[tuple[int, int], ...],
-    width: int,
-    device: torch.device,
+    cu_seqlens: tuple[int, ...], ranges: Ranges, width: int, device: torch.device
 ) -> ConvRows:
-    token = torch.cat([torch.arange(lo, hi) for lo, hi in ranges] or [torch.arange(0)])
-    cu = torch.tensor(cu_seqlens)
-    start = cu[torch.searchsorted(cu, token, right=True) - 1]
-    lengths = tuple(hi - lo for lo, hi in ranges)
-    return ConvRows.build(token - start, lengths, width, device)
+    return ConvRows.build(_reach(cu_seqlens, ranges), _lengths(ranges), width, device)
 
 
 class _CausalConv1d(torch.autograd.Function):
@@ -126,14 +143,17 @@ class _CausalConv1d(torch.autograd.Function):
         halo = x.new_empty(0, x.shape[1])
         if place.where.width and context is not None and context.halo is not None:
             halo = context.halo.gather(x, context.group).flatten(0, 1)
-        ctx.save_for_backward(x, halo, weight, bias)
+        fixed = context is not None and context.max_sequences is not None
+        # for autograd to find that `update` has changed it
+        reach = place.where.reach if fixed else None
+        ctx.save_for_backward(x, halo, weight, bias, reach)
         ctx.silu, ctx.place = silu, place
         return place.backend.conv(x, halo, place.where, weight, bias, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (x, halo, weight, bias), place = ctx.saved_tensors, ctx.place
+        (x, halo, weight, bias, _), place = ctx.saved_tensors, ctx.place
         found = place.backend.conv_bwd(x, halo, place.where, weight, bias, ctx.silu, dy)
         dx, dhalo, dweight, dbias = found
         context = place.context

@@ -25,6 +25,7 @@ from ..rule import DeltaRule, accumulator
 from ..stages.intra import Inputs
 from ..stages.recurrent import Sequences
 from ..validate import (
+    check_fixed_call,
     check_forward_only,
     check_in_place,
     check_inputs,
@@ -82,6 +83,12 @@ def chunk(
     v_first = transpose_state_layout or state_v_first
     check_ndims(q, k, v, g, beta, p, per_head=member.per_head)
     check_sequences(q.shape[1], q.shape[0], cu_seqlens, cp_context, cu_seqlens_cpu)
+    check_fixed_call(
+        cp_context,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        return_intermediate_states=return_intermediate_states,
+    )
     if torch.compiler.is_compiling():  # the op looks the packing up when it runs
         packing, sequences = None, q.shape[0]
         if cp_context is not None:

@@ -22,7 +22,7 @@ class ConvRows(NamedTuple):
 
     reach [T], int32: tokens of its sequence before it. lengths: of the ranges, in order; width:
     halo rows of each, W - 1 or 0. rows [T], halo [ranges * width]: row of each token and of each
-    halo row in x_ext.
+    halo row in x_ext. kept: tables of a backend's own, which live as long.
     """
 
     reach: Tensor
@@ -30,11 +30,13 @@ class ConvRows(NamedTuple):
     width: int
     rows: Tensor
     halo: Tensor
+    kept: dict[int, Tensor]
 
     @classmethod
     def build(
         cls, reach: Tensor, lengths: tuple[int, ...], width: int, device: torch.device
     ) -> ConvRows:
+        """reach: on the host, or as it is to be read."""
         count, total = len(lengths), sum(lengths)
         ranges = torch.repeat_interleave(
             torch.arange(count), torch.tensor(lengths, dtype=torch.int64)
@@ -44,11 +46,12 @@ class ConvRows(NamedTuple):
         is_halo[rows] = False
         halo = is_halo.nonzero()[:, 0]
         return cls(
-            to_device(reach, torch.int32, device),
+            reach if reach.device.type != "cpu" else to_device(reach, torch.int32, device),
             lengths,
             width,
             to_device(rows, torch.int64, device),
             to_device(halo, torch.int64, device),
+            {},
         )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, zigzag_token_ranges
-from fla_cp.nn import KimiDeltaAttention
+from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.running import run as run_alone
 from tests.running import run_sharded
@@ -235,3 +235,76 @@ def test_a_captured_layer_replays(run):
     if torch.cuda.device_count() == 0:
         pytest.skip("captures a CUDA graph, this machine has no GPU")
     run(replay)
+
+
+LAYERS = {
+    "kda": lambda: KimiDeltaAttention(64, 2, 32, gate_lower_bound=-5.0),
+    "gdn": lambda: GatedDeltaNet(64, 2, 32),
+}
+PACKINGS = [
+    (0, 512),
+    (0, 1, 77, 77, 300, 512),  # as many documents as there may be, one of them empty
+    (0, 64, 128, 256, 384, 512),  # ends at the edges of ranks
+    (0, 1, 2, 3, 511, 512),
+    (0, 255, 512),
+]
+
+
+def replay_others(group, rank, name, alone):
+    """Forward and backward of a layer, captured once under a context of fixed shape and replayed
+    for other packings, while the host waits for nothing. alone: without the other ranks."""
+    device = device_of(group)
+    group = None if alone else group
+    torch.manual_seed(0)
+    layer = LAYERS[name]().to(device, torch.bfloat16)
+    offsets = [torch.tensor(cu, dtype=torch.int32) for cu in PACKINGS]
+    given = [(host.to(device), host) for host in offsets]
+
+    def context_of(cu, host, **options):
+        return build_cp_context(cu, group, conv1d_kernel_size=4, cu_seqlens_cpu=host, **options)
+
+    fixed = context_of(*given[0], max_sequences=5)
+    x, dy = torch.randn(2, 1, fixed.local_tokens, 64, device=device, dtype=torch.bfloat16)
+    x.requires_grad_()
+    leaves = [x, *layer.parameters()]
+
+    def step(context):
+        y = layer(x, cp_context=context)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(fixed)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(fixed)
+    for cu, host in (*given[1:], given[0]):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        with warnings.catch_warnings():  # that the mode is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            fixed.update(cu, host)
+            graph.replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for i, (a, b) in enumerate(zip(found, step(context_of(cu, host)), strict=True)):
+            a, b = a.detach().float(), b.detach().float()
+            error, largest = (a - b).abs().max(), b.abs().max()
+            assert error <= 2**-6 * largest, (
+                f"{host.tolist()}, rank {rank}: tensor {i} differs by {error:.1e} of {largest:.1e}"
+            )
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["ranks", "alone"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_captured_layer_replays_other_packings(run, name, alone):
+    if torch.cuda.device_count() == 0:
+        pytest.skip("captures a CUDA graph, this machine has no GPU")
+    run(replay_others, name, alone)
