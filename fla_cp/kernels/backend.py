@@ -30,7 +30,7 @@ from .head import (
     scores_head_bwd_kernel,
 )
 from .intra import intra_kernel
-from .intra_bwd import dk_kernel, dq_kernel, scores_bwd_kernel
+from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
 from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
 from .sums import sums
@@ -258,10 +258,6 @@ def intra(
             **_gate_options(rule, x.q.dtype),
         )
     return Chunks(T, Aqk, decay, rows, qg, kin, kg, x.v, rule)
-
-
-SLAB_BYTES = 64 << 20
-"""Of what one local kernel of the backward leaves for the next: it is still in the cache then."""
 
 
 def _planes(rule: DeltaRule) -> int:
@@ -744,31 +740,19 @@ def _channels_bwd(
     """One decay a channel."""
     table, do = tables(packing, x.q.device), grads.do
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    ts = tile("scores_bwd", K, V, x.q.dtype)
-    tq, tk = (tile(_named(n, rule, x.q.dtype), K, V, x.q.dtype) for n in ("dq", "dk"))
+    t, ts = (
+        tile(name, K, V, x.q.dtype) for name in (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
+    )
     device, tokens = x.q.device, len(x.q)
     per_head = torch.float32 if HV > H else x.q.dtype
-    q_tiles, tiles = triton.cdiv(K, tq.BK), triton.cdiv(K, tk.BK)
+    tiles = triton.cdiv(K, t.BK)
     dq, dk = (torch.empty(tokens, HV, K, dtype=per_head, device=device) for _ in range(2))
     dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
     dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
-    dbeta = torch.empty(1 + q_tiles, tokens, HV, device=device)
+    dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
     dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-    slab = max(1, min(NC, SLAB_BYTES // (HV * CHUNK * K * (4 + dk.element_size()))))
-    row_dgc = torch.empty(slab, HV, CHUNK, K, device=device)
-    row_dk = None
-    if rule.removal != "none":
-        row_dk = torch.empty(slab, HV, CHUNK, K, dtype=dk.dtype, device=device)
-    shape = {
-        "HV": HV,
-        "G": HV // H,
-        "K": K,
-        "V": V,
-        "BT": CHUNK,
-        **_gate_options(rule, x.q.dtype),
-    }
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
     if NC:
         scores_bwd_kernel[(NC, HV)](
@@ -796,28 +780,30 @@ def _channels_bwd(
             PRECISION=_precision(x.q.dtype),
             num_warps=ts.warps,
         )
-    for first in range(0, NC, slab):
-        n = min(slab, NC - first)
-        dq_kernel[(n * q_tiles, HV)](
+        intra_bwd_kernel[(NC * tiles, HV)](
             x.q,
             x.k,
             x.g,
             x.A_log,
             x.dt_bias,
-            sums(x.q.dtype, device),
+            sums(x.q.dtype, x.q.device),
+            c.decay,
             c.rows,
             of_rows,
             do,
             h,
+            grads.dh,
+            v_new,
             grads.y,
             dscores,
             dq,
-            row_dk,
-            row_dgc,
+            dk,
+            dg,
             dbeta,
+            dA_log,
+            ddt_bias,
             table.chunk_start,
             table.chunk_rows,
-            first,
             tokens,
             *x.q.stride()[:2],
             *x.k.stride()[:2],
@@ -825,48 +811,19 @@ def _channels_bwd(
             *do.stride()[:2],
             rule.scale,
             rule.lower_bound or 0.0,
-            BK=tq.BK,
-            BV=tq.BV,
-            num_warps=tq.warps,
-            NS=tq.stages,
-            maxnreg=tq.registers,
-            **shape,
-        )
-        dk_kernel[(n * tiles, HV)](
-            x.q,
-            x.k,
-            x.g,
-            x.A_log,
-            x.dt_bias,
-            sums(x.q.dtype, device),
-            c.decay,
-            c.rows,
-            of_rows,
-            h,
-            grads.dh,
-            v_new,
-            dscores,
-            row_dk,
-            row_dgc,
-            dk,
-            dg,
-            dA_log,
-            ddt_bias,
-            table.chunk_start,
-            table.chunk_rows,
-            first,
-            *x.q.stride()[:2],
-            *x.k.stride()[:2],
-            *x.g.stride()[:2],
-            rule.lower_bound or 0.0,
-            BK=tk.BK,
-            BV=tk.BV,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            V=V,
+            BT=CHUNK,
+            BK=t.BK,
+            BV=t.BV,
             SLOPE=GATES[rule.gate][1],
             RATE_SCALES_RAW=rule.gate == "sigmoid",
-            num_warps=tk.warps,
-            NS=tk.stages,
-            maxnreg=tk.registers,
-            **shape,
+            num_warps=t.warps,
+            NS=t.stages,
+            maxnreg=t.registers,
+            **_gate_options(rule, x.q.dtype),
         )
     if HV > H:
 

@@ -255,8 +255,7 @@ def scores_head_bwd_kernel(
     """weights [NC, HV, 2, C, C], below the diagonal: what the inputs k are weighted with in the
     gradients of q and of beta r. of_rows [NC, HV, 3, C], fp32: the diagonal's weight of k; with
     QNORM q dq and with NORM k dk of each row, summed over channels, as `scores_bwd_kernel` says
-    (with p those of k alone). shares [.., T, HV]: in plane 0 v's share of dbeta, before the
-    sigmoid's slope."""
+    (with p those of k alone). shares [.., T, HV]: in plane 0 v's share of dbeta, before the sigmoid's slope."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)

@@ -151,27 +151,31 @@ def scores_bwd_kernel(
         tl.store(of_rows + (i_ch * 3 + 2) * BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
 
 
-@triton.jit(do_not_specialize=["first"])
-def dq_kernel(
+@triton.jit
+def intra_bwd_kernel(
     q,
     k,
     g,
     A_log,
     dt_bias,
     sums,
+    decay,
     rows,
     of_rows,
     do,
     h,
+    dh,
+    v_new,
     y,
     dscores,
     dq,
-    row_dk,
-    row_dgc,
+    dk,
+    dg,
     dbeta,
+    dA_log,
+    ddt_bias,
     chunk_start,
     chunk_rows,
-    first,
     tokens,
     q_t,
     q_h,
@@ -191,146 +195,6 @@ def dq_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     GATE: tl.constexpr,
-    NORM: tl.constexpr,
-    SAFE: tl.constexpr,
-    REMOVES: tl.constexpr,
-    EXP2: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NS: tl.constexpr,
-):
-    """Row factors q and beta k of chunks from `first` on: dq [T, HV, K]; for `dk_kernel`, chunk by
-    chunk from `first`, [*, HV, C, K]: row_dk, what k gets as a row, and row_dgc, fp32. dbeta: plane
-    1 + tile. Without REMOVES (GLA) k has no row factor."""
-    tiles: tl.constexpr = (K + BK - 1) // BK
-    i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
-    i_n, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i_c, i_h = first + i_n, i_hv // G
-    i = tl.arange(0, BT)
-    n_rows = tl.load(chunk_rows + i_c)
-    m_i = i < n_rows
-    start = tl.load(chunk_start + i_c).to(tl.int64)
-    i_ch = i_c * HV + i_hv
-    q += i_h * q_h + start * q_t
-    k += i_h * k_h + start * k_t
-    g += i_hv * g_h + start * g_t
-    do += i_hv * do_h + start * do_t
-    y += i_ch * BT * V
-    h += i_ch * K * V
-    dscores += i_ch * 2 * BT * BT
-    rows += i_ch * 3 * BT
-    of_rows += i_ch * 3 * BT
-    operand = h.dtype.element_ty
-    o_k = i_k * BK + tl.arange(0, BK)
-
-    b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
-    steps = parts(b_g, operand)
-    b_dq = tl.zeros([BT, BK], tl.float32)
-    b_dr = tl.zeros([BT, BK], tl.float32)
-    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_h = tl.trans(load_block(h, o_k, o_v, K, V))
-        b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
-        b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
-        if REMOVES:
-            b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
-    e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
-    b_dq *= e
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
-    # with the factors as the products saw them, so that pairs of rows and columns cancel in dgc
-    b_dgc = b_q * b_dq
-    b_beta = tl.load(rows + i)[:, None]
-    if REMOVES:
-        b_dr *= -e
-        b_dgc += b_beta * (b_k * b_dr)
-    if SAFE:
-        b_ds = load_scores(dscores, i)
-        b_da = load_scores(dscores + BT * BT, i)
-        d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
-        col = b_k * decay_exp(-d, EXP2)
-        upper = masked(col, (i < BT // 2)[:, None]).to(operand)
-        lower = masked(col, (i >= BT // 2)[:, None]).to(operand)
-        f = decay_exp(d, EXP2)
-        b_r = dot(b_ds, lower, PRECISION)
-        b_dq += f * b_r
-        b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
-        if REMOVES:
-            b_r = dot(b_da, lower, PRECISION)
-            b_dr += f * b_r
-            b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
-        f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
-        b_r = dot(b_ds, upper, PRECISION)
-        b_dq += f * b_r
-        b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
-        if REMOVES:
-            b_r = dot(b_da, upper, PRECISION)
-            b_dr += f * b_r
-            b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
-    else:
-        for level in tl.range(6, num_stages=1):
-            at = again(i, level, BT, 0)  # else loaded once and held
-            f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-            mask = pair_mask(i, 32 >> level)
-            b_kf = (b_k * f).to(operand)
-            b_r = dot(masked(load_scores(dscores, at), mask), b_kf, PRECISION)
-            b_dq += f * b_r
-            b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
-            if REMOVES:
-                b_r = dot(masked(load_scores(dscores + BT * BT, at), mask), b_kf, PRECISION)
-                b_dr += f * b_r
-                b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
-    at = (i_n * HV + i_hv) * BT * K
-    store_block(row_dgc + at, b_dgc, i, o_k, BT, K)
-    if REMOVES:
-        dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
-        tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
-        store_block(row_dk + at, b_beta * b_dr, i, o_k, BT, K)
-    b_dq += tl.load(of_rows + i)[:, None] * b_k
-    if NORM:
-        b_dq -= b_q * (tl.load(of_rows + BT + i) / (scale * scale))[:, None]
-    b_dq *= tl.load(rows + BT + i)[:, None]
-    store_rows(dq + (start * HV + i_hv) * K, b_dq, i, HV * K, m_i, o_k, K)
-
-
-@triton.jit(do_not_specialize=["first"])
-def dk_kernel(
-    q,
-    k,
-    g,
-    A_log,
-    dt_bias,
-    sums,
-    decay,
-    rows,
-    of_rows,
-    h,
-    dh,
-    v_new,
-    dscores,
-    row_dk,
-    row_dgc,
-    dk,
-    dg,
-    dA_log,
-    ddt_bias,
-    chunk_start,
-    chunk_rows,
-    first,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    g_t,
-    g_h,
-    bound,
-    HV: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    GATE: tl.constexpr,
     SLOPE: tl.constexpr,
     RATE_SCALES_RAW: tl.constexpr,
     NORM: tl.constexpr,
@@ -340,85 +204,167 @@ def dk_kernel(
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """Column factor k, and the gate: dk, dg [T, HV, K] from what `dq_kernel` left. dA_log [NC,
-    key tiles, HV] and ddt_bias [NC, HV, K]: one partial sum a program, or None. RATE_SCALES_RAW: g
-    depends on rate * raw (else rate is a factor of g)."""
+    """Without REMOVES (GLA) k has no row factor. dq, dk: [T, HV, K] per value head, of the rows as
+    given. dA_log [NC, key tiles, HV] and
+    ddt_bias [NC, HV, K]: one partial sum a program, or None. dbeta: plane 1 + tile.
+    RATE_SCALES_RAW: g depends on rate * raw (else rate is a factor of g)."""
     tiles: tl.constexpr = (K + BK - 1) // BK
-    i_k = tl.program_id(0) % tiles
-    i_n, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i_c, i_h = first + i_n, i_hv // G
-    i = tl.arange(0, BT)
+    i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
+    i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_h = i_hv // G
     n_rows = tl.load(chunk_rows + i_c)
+    i = tl.arange(0, BT)
     m_i = i < n_rows
     start = tl.load(chunk_start + i_c).to(tl.int64)
     i_ch = i_c * HV + i_hv
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     g += i_hv * g_h + start * g_t
+    do += i_hv * do_h + start * do_t
     v_new += i_ch * BT * V
+    y += i_ch * BT * V
     h += i_ch * K * V
     dh += i_ch * K * V
     dscores += i_ch * 2 * BT * BT
     rows += i_ch * 3 * BT
     of_rows += i_ch * 3 * BT
-    operand = h.dtype.element_ty
+    operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
 
     b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
     steps = parts(b_g, operand)
-    b_dk = tl.zeros([BT, BK], tl.float32)
+
+    # column factor k
+    b_dc = tl.zeros([BT, BK], tl.float32)
+    b_dgc = tl.zeros([BT, BK], tl.float32)
     b_dl = tl.zeros([BK], tl.float32)
-    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_dh = load_block(dh, o_k, o_v, K, V)
-        b_h = load_block(h, o_k, o_v, K, V)
-        b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
-        b_dk = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dk)
-    b_dk *= decay_exp(sum_steps(sums, AFTER, i, steps, PRECISION), EXP2)
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
-    b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
-    b_dl += tl.sum(b_k * b_dk, axis=0)
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
-    b_dgc = load_block(row_dgc + (i_n * HV + i_hv) * BT * K, i, o_k, BT, K) - b_k * b_dk
-    b_beta = tl.load(rows + i)[:, None]
-    if SAFE:
-        b_dst = tl.trans(load_scores(dscores, i))
-        b_dat = tl.trans(load_scores(dscores + BT * BT, i))
-        f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
-        b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
-        if REMOVES:
-            b_c1 = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c1)
-        d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
-        f = decay_exp(d, EXP2)
-        b_c = dot(b_dst, (b_q * f).to(operand), PRECISION)
-        if REMOVES:
-            b_c = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c)
-        b_c = tl.where((i < BT // 2)[:, None], b_c1, b_c)
-        f = decay_exp(-d, EXP2)
-        b_dk += f * b_c
-        b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
-    else:
-        for level in tl.range(6, num_stages=1):
-            at = again(i, level, BT, 0)  # else loaded once and held
-            f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-            mask = pair_mask(i, 32 >> level)
-            b_ds = masked(load_scores(dscores, at), mask)
-            b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
+    if n_rows > 0:
+        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+            o_v = i_v * BV + tl.arange(0, BV)
+            b_h = load_block(h, o_k, o_v, K, V)
+            b_dh = load_block(dh, o_k, o_v, K, V)
+            b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+            b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
+        b_dc *= decay_exp(sum_steps(sums, AFTER, i, steps, PRECISION), EXP2)
+        b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
+        b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
+        b_dl += tl.sum(b_k * b_dc, axis=0)
+        b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
+        # with the factors as the products saw them, so that pairs of rows and columns cancel in dgc
+        b_dgc -= b_k * b_dc
+        b_beta = tl.load(rows + i)[:, None]
+        if SAFE:
+            b_dst = tl.trans(load_scores(dscores, i))
+            b_dat = tl.trans(load_scores(dscores + BT * BT, i))
+            f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
+            b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
             if REMOVES:
-                b_da = masked(load_scores(dscores + BT * BT, at), mask)
-                b_row = (b_beta * (b_k * f)).to(operand)
-                b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
-            b_dk += f * b_c
+                b_c1 = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c1)
+            d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
+            f = decay_exp(d, EXP2)
+            b_c = dot(b_dst, (b_q * f).to(operand), PRECISION)
+            if REMOVES:
+                b_c = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c)
+            b_c = tl.where((i < BT // 2)[:, None], b_c1, b_c)
+            f = decay_exp(-d, EXP2)
+            b_dc += f * b_c
             b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
+        else:
+            for level in tl.range(6, num_stages=1):
+                at = again(i, level, BT, 0)  # else loaded once and held
+                f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
+                mask = pair_mask(i, 32 >> level)
+                b_ds = masked(load_scores(dscores, at), mask)
+                b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
+                if REMOVES:
+                    b_da = masked(load_scores(dscores + BT * BT, at), mask)
+                    b_row = (b_beta * (b_k * f)).to(operand)
+                    b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
+                b_dc += f * b_c
+                b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
+
+    # row factors q and beta k
+    tl.debug_barrier()
+    i = again(i, n_rows, BT, 1)
+    m_i = i < n_rows
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_dr = tl.zeros([BT, BK], tl.float32)
+    if n_rows <= BT:
+        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+            o_v = i_v * BV + tl.arange(0, BV)
+            b_h = tl.trans(load_block(h, o_k, o_v, K, V))
+            b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
+            b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
+            if REMOVES:
+                b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
+        e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
+        b_dq *= e
+        b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
+        b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
+        b_dgc += b_q * b_dq
+        if REMOVES:
+            b_dr *= -e
+            b_beta = tl.load(rows + i)[:, None]
+            b_dgc += b_beta * (b_k * b_dr)
+        if SAFE:
+            b_ds = load_scores(dscores, i)
+            b_da = load_scores(dscores + BT * BT, i)
+            d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
+            col = b_k * decay_exp(-d, EXP2)
+            upper = masked(col, (i < BT // 2)[:, None]).to(operand)
+            lower = masked(col, (i >= BT // 2)[:, None]).to(operand)
+            f = decay_exp(d, EXP2)
+            b_r = dot(b_ds, lower, PRECISION)
+            b_dq += f * b_r
+            b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
+            if REMOVES:
+                b_r = dot(b_da, lower, PRECISION)
+                b_dr += f * b_r
+                b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
+            f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
+            b_r = dot(b_ds, upper, PRECISION)
+            b_dq += f * b_r
+            b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
+            if REMOVES:
+                b_r = dot(b_da, upper, PRECISION)
+                b_dr += f * b_r
+                b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
+        else:
+            for level in tl.range(6, num_stages=1):
+                at = again(i, level, BT, 0)  # else loaded once and held
+                f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
+                mask = pair_mask(i, 32 >> level)
+                b_kf = (b_k * f).to(operand)
+                b_r = dot(masked(load_scores(dscores, at), mask), b_kf, PRECISION)
+                b_dq += f * b_r
+                b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
+                if REMOVES:
+                    b_da = load_scores(dscores + BT * BT, at)
+                    if level < n_rows + BT:
+                        b_r = dot(masked(b_da, mask), b_kf, PRECISION)
+                        b_dr += f * b_r
+                        b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
+
+    tl.debug_barrier()
+    i = again(i, n_rows, BT, 2)
+    m_i = i < n_rows
+    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
+    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
     # the diagonal's row and column cancel in the gate's gradient
-    b_dk += tl.load(of_rows + i)[:, None] * b_q
+    diagonal = tl.load(of_rows + i)[:, None]
+    b_dq += diagonal * b_k
+    b_dc += diagonal * b_q
+    b_dk = b_dc
     if REMOVES:
-        b_dk += load_block(row_dk + (i_n * HV + i_hv) * BT * K, i, o_k, BT, K).to(tl.float32)
+        dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
+        tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
+        b_dk += b_dr * tl.load(rows + i)[:, None]
     if NORM:
+        b_dq -= b_q * (tl.load(of_rows + BT + i) / (scale * scale))[:, None]
         b_dk -= b_k * tl.load(of_rows + 2 * BT + i)[:, None]
-    b_dk *= tl.load(rows + 2 * BT + i)[:, None]
     out = (start * HV + i_hv) * K
-    store_rows(dk + out, b_dk, i, HV * K, m_i, o_k, K)
+    store_rows(dq + out, b_dq * tl.load(rows + BT + i)[:, None], i, HV * K, m_i, o_k, K)
+    store_rows(dk + out, b_dk * tl.load(rows + 2 * BT + i)[:, None], i, HV * K, m_i, o_k, K)
     b_dg = b_dl[None, :] + sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
     raw, rate = load_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K)

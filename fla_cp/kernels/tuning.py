@@ -43,10 +43,8 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scan_bwd_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 64, 4, 1),
     (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
-    (90, "dq", 128, 128, BF16): Tile(32, 128, 4, 1),
-    (90, "dq_any", 128, 128, BF16): Tile(32, 128, 4, 1),
-    (90, "dk", 128, 128, BF16): Tile(32, 128, 4, 1),
-    (90, "dk_any", 128, 128, BF16): Tile(32, 128, 4, 1),
+    (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1),
+    (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_head", 128, 128, BF16): Tile(32, 0, 4, 3),
     (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
     (90, "dk_head", 128, 128, BF16): Tile(64, 128, 4, 1),
@@ -84,7 +82,7 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
         return Tile(0, min(v, 32 if wide else 64), 4, 1)
     if stage in ("dq_head", "dk_head"):
         return Tile(min(k, 32 if wide else 64), min(v, 32 if wide else 64), 4, 1)
-    if stage in ("dq", "dq_any", "dk", "dk_any"):
+    if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(32, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
@@ -149,8 +147,18 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         )
     ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
-    "dq": tuple(Tile(BK, BV, 4, 1) for BK, BV in ((32, 128), (32, 64), (64, 128), (64, 64))),
-    "dk": tuple(Tile(BK, BV, 4, 1) for BK, BV in ((32, 128), (32, 64), (64, 128), (64, 64))),
+    "intra_bwd": tuple(
+        Tile(BK, BV, 4, 1, cap)
+        for BK, BV, cap in (
+            (32, 128, 168),
+            (32, 128, None),
+            (32, 64, 168),
+            (32, 32, None),
+            (64, 64, None),
+            (64, 128, None),
+            (16, 128, 168),
+        )
+    ),
 }
 """What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
 those of the longest name here that it begins with."""
