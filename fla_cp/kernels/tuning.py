@@ -73,7 +73,8 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage == "scores_bwd":
         return Tile(0, min(v, 32 if wide else 64), 4, 1)
     if stage in ("intra_bwd", "intra_bwd_any", "intra_bwd_head"):
-        return Tile(32, min(v, 32 if wide else 128), 4, 1)
+        BK = 16 if k <= 64 and not wide and stage != "intra_bwd_head" else 32
+        return Tile(BK, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     if k > 128:
@@ -107,11 +108,8 @@ SCANS = (
     Tile(0, 128, 8, 2),
 )
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
-    "intra": tuple(
-        Tile(BK, 0, 4, stages, cap)
-        for BK, stages, cap in ((32, 3, None), (32, 2, None), (32, 1, None), (32, 1, 168))
-    )
-    + (Tile(64, 0, 4, 1), Tile(16, 0, 4, 3)),
+    "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
+    "intra_any": (Tile(16, 0, 4, 3), Tile(16, 0, 4, 1), Tile(32, 0, 8, 1)),
     "scan": SCANS,
     "scan_states": (*SCANS, Tile(0, 64, 4, 3)),
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3)),
@@ -136,18 +134,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         )
     ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
-    "intra_bwd": tuple(
-        Tile(BK, BV, 4, 1, cap)
-        for BK, BV, cap in (
-            (32, 128, 168),
-            (32, 128, None),
-            (32, 64, 168),
-            (32, 32, None),
-            (64, 64, None),
-            (64, 128, None),
-            (16, 128, 168),
-        )
-    ),
+    "intra_bwd": (Tile(32, 128, 4, 1), Tile(32, 64, 4, 1), Tile(16, 128, 4, 1)),
 }
 """What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
 those of the longest name here that it begins with."""
