@@ -41,7 +41,7 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scan_bwd_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
     (90, "scan_bwd_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
-    (90, "scores_bwd", 128, 128, BF16): Tile(0, 64, 4, 1),
+    (90, "scores_bwd", 128, 128, BF16): Tile(0, 128, 4, 1),
     (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
@@ -83,7 +83,7 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage in ("dq_head", "dk_head"):
         return Tile(min(k, 32 if wide else 64), min(v, 32 if wide else 64), 4, 1)
     if stage in ("intra_bwd", "intra_bwd_any"):
-        return Tile(32, min(v, 32 if wide else 128), 4, 1)
+        return Tile(16 if k <= 64 and not wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     if k > 128:
@@ -117,11 +117,8 @@ SCANS = (
     Tile(0, 128, 8, 2),
 )
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
-    "intra": tuple(
-        Tile(BK, 0, 4, stages, cap)
-        for BK, stages, cap in ((32, 3, None), (32, 2, None), (32, 1, None), (32, 1, 168))
-    )
-    + (Tile(64, 0, 4, 1), Tile(16, 0, 4, 3)),
+    "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
+    "intra_any": (Tile(16, 0, 4, 3), Tile(16, 0, 4, 1), Tile(32, 0, 8, 1)),
     "scan": SCANS,
     "scan_states": (*SCANS, Tile(0, 64, 4, 3)),
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3)),
@@ -147,18 +144,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         )
     ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
-    "intra_bwd": tuple(
-        Tile(BK, BV, 4, 1, cap)
-        for BK, BV, cap in (
-            (32, 128, 168),
-            (32, 128, None),
-            (32, 64, 168),
-            (32, 32, None),
-            (64, 64, None),
-            (64, 128, None),
-            (16, 128, 168),
-        )
-    ),
+    "intra_bwd": (Tile(32, 128, 4, 1), Tile(32, 64, 4, 1), Tile(16, 128, 4, 1)),
 }
 """What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
 those of the longest name here that it begins with."""
