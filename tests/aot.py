@@ -188,8 +188,11 @@ def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compile
     return [k for k in dict.fromkeys(kernels) if "walk" not in k.kernel]
 
 
-def compile_member(name: str, K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compiled]:
-    """Kernels of a member of the family, forward and backward of a sequence in three segments."""
+def compile_member(
+    name: str, K: int, V: int, dtype: torch.dtype, gate: dict, H: int = 1
+) -> list[Compiled]:
+    """Kernels of a member of the family with two value heads, forward and backward of a sequence in
+    three segments."""
     import fla_cp
     from fla_cp.kernels.measure import cut_into
 
@@ -197,8 +200,8 @@ def compile_member(name: str, K: int, V: int, dtype: torch.dtype, gate: dict) ->
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
 
     channels = (K,) if name == "gla" else ()
-    x = [leaf(1, 192, 1, K), leaf(1, 192, 1, K), leaf(1, 192, 2, V)]
-    x += [leaf(1, 192, 1, K)] if name == "comba" else []
+    x = [leaf(1, 192, H, K), leaf(1, 192, H, K), leaf(1, 192, 2, V)]
+    x += [leaf(1, 192, H, K)] if name == "comba" else []
     x.append(leaf(1, 192, 2, *channels))
     inside = dict(INSIDE)
     if "gla" in name:
@@ -292,6 +295,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
                 yield f"{K}x{V} {name} {gate}", call
 
         call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {})
+        yield f"{K}x{V} {name} head groups", call
+        call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {}, H=2)
         yield f"{K}x{V} {name} head", call
         for layout in ("KV", "VK"):
             call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
@@ -314,13 +319,15 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
 
     def with_tile(stage: str, tile: tuning.Tile) -> list[Compiled]:
         options = {} if stage.endswith("_any") else SAFE
-        with forced({stage: tile}):
-            if "head" in stage:
-                kernels = compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {})
+        of_heads = "head" in stage or stage.endswith("_beside")
+        with forced({stage.removesuffix("_beside"): tile}):
+            if of_heads:
+                kernels = compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=2)
             else:
                 kernels = compile_call(128, 128, torch.bfloat16, options)
-        name = stage.removesuffix("_any").removesuffix("_states").removesuffix("_ends")
-        name = "intra_head_bwd" if name == "intra_bwd_head" else name
+        name = stage.removesuffix("_beside").removesuffix("_any")
+        name = name.removesuffix("_states").removesuffix("_ends")
+        name = "scores_head_bwd" if name == "scores_bwd_head" else name
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 
     for stage in sorted({stage for _, stage, *_ in tuning.TABLE}):
@@ -328,23 +335,18 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
             yield f"{stage} {tuple(tile)}", functools.partial(with_tile, stage, tile)
 
 
-SPILLS = {
-    "intra_head_bwd_kernel": {
-        "128x128 bf16 head": 480,
-        "192x128 bf16 head": 16,  # Triton 3.6 only
-        "comba bf16 any": 400,
-        "simple_gla bf16 any": 16,
-    },
-    "scan_bwd_kernel": {"scan_bwd (128, 128, 8, 2, None)": 16},
+SPILLS: dict[str, dict[str, int]] = {
+    "intra_bwd_kernel": {"128x128 bf16 safe": 400, "intra_bwd (32, 128, 4, 1, 168)": 400},
 }
-"""Bytes a thread may spill, by kernel and configuration. fp32 (for checking) may spill more,
-and so may candidates of the backward with one decay a head."""
+"""Bytes a thread may spill, by kernel and configuration, where that is faster than the tiles that
+spill nothing (docs/log.md). fp32, which is for checking, may spill more."""
 CHUNKED = ("intra_kernel", "intra_bwd_kernel", "scan_kernel", "scan_bwd_kernel")
-CHUNKED += ("scores_bwd_kernel", "intra_head_kernel", "intra_head_bwd_kernel")
+CHUNKED += ("scores_bwd_kernel", "intra_head_kernel", "scores_head_bwd_kernel")
+CHUNKED += ("dq_head_kernel", "dk_head_kernel")
 
 
 def may_spill(name: str, kernel: str) -> float:
-    if (kernel in CHUNKED and " fp32" in name) or name.startswith("intra_bwd_head ("):
+    if kernel in CHUNKED and " fp32" in name:
         return float("inf")
     return SPILLS.get(kernel, {}).get(name, 0)
 

@@ -111,7 +111,7 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
     for name, stage, tile in [*tiles(K, V)][share]:
         cut = cut_into(2) if stage.endswith("_ends") else nullcontext()
         with forced({stage: tile}), cut:
-            if "head" in stage:
+            if "head" in stage or stage.endswith("_beside"):
                 rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name))
                 continue
             gate = {} if stage.endswith("_any") else SAFE

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .gate import LOG2E, sigmoid
-from .intra import unit_lower_inverse
+from .intra import again, unit_lower_inverse
 from .tiles import decay_exp, dot, load_block, load_rows, store_block, store_rows
 
 
@@ -255,7 +255,8 @@ def scores_head_bwd_kernel(
     """weights [NC, HV, 2, C, C], below the diagonal: what the inputs k are weighted with in the
     gradients of q and of beta r. of_rows [NC, HV, 3, C], fp32: the diagonal's weight of k; with
     QNORM q dq and with NORM k dk of each row, summed over channels, as `scores_bwd_kernel` says
-    (with p those of k alone). shares [.., T, HV]: in plane 0 v's share of dbeta, before the sigmoid's slope."""
+    (with p those of k alone). shares [.., T, HV]: in plane 0 v's share of dbeta, before the
+    sigmoid's slope."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)
@@ -365,8 +366,7 @@ def dq_head_kernel(
     HV: tl.constexpr = H * G
     i_k = tl.program_id(0) % tiles
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i = tl.arange(0, BT)
-    m_i = i < tl.load(chunk_rows + i_c)
+    n_rows = tl.load(chunk_rows + i_c)
     start = tl.load(chunk_start + i_c).to(tl.int64)
     chunks = (tl.num_programs(0) // tiles).to(tl.int64)
     operand = h.dtype.element_ty
@@ -377,6 +377,8 @@ def dq_head_kernel(
         partial += (tl.program_id(0).to(tl.int64) * H + i_h) * BT * BK
     b_norm = tl.zeros([BT], tl.float32)  # q dq summed over channels
     for j in tl.range(G, num_stages=1):
+        i = again(tl.arange(0, BT), n_rows + j, BT, G)
+        m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
         row = rows + i_ch * 7 * BT + i
@@ -455,8 +457,7 @@ def dk_head_kernel(
     HV: tl.constexpr = H * G
     i_k = tl.program_id(0) % tiles
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i = tl.arange(0, BT)
-    m_i = i < tl.load(chunk_rows + i_c)
+    n_rows = tl.load(chunk_rows + i_c)
     start = tl.load(chunk_start + i_c).to(tl.int64)
     chunks = (tl.num_programs(0) // tiles).to(tl.int64)
     operand = h.dtype.element_ty
@@ -471,6 +472,8 @@ def dk_head_kernel(
     b_nk = tl.zeros([BT], tl.float32)  # k dk and p dp summed over channels
     b_np = tl.zeros([BT], tl.float32)
     for j in tl.range(G, num_stages=1):
+        i = again(tl.arange(0, BT), n_rows + j, BT, G)
+        m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
         row = rows + i_ch * 7 * BT + i
@@ -492,9 +495,7 @@ def dk_head_kernel(
         b_dgc = -tl.sum(b_k.to(tl.float32) * b_dk, axis=1)
         last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_dgc, axis=0)
         b_dgc += tl.where(i == BT - 1, last, 0.0)
-        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
-        b_q = load_rows(q, i, q_t, m_i, o_k, K)
-        b_c = dot(tl.trans(b_w), b_q, PRECISION)
+        b_c = tl.zeros([BT, BK], tl.float32)
         if REMOVAL != "none":  # row factor beta r
             b_dr = tl.zeros([BT, BK], tl.float32)
             for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
@@ -507,21 +508,21 @@ def dk_head_kernel(
             b_r = load_rows(r, i, r_t, m_i, o_k, K).to(tl.float32)
             b_rb = (b_beta * b_r).to(operand)
             b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
-            b_c = dot(tl.trans(b_w), b_rb, PRECISION, acc=b_c)
-            b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
-            b_dk += b_c
             b_shift = tl.sum(b_beta * b_r * b_dr, axis=1)
             b_c = dot(b_w, b_k, PRECISION)
             b_shift += tl.sum(b_rb.to(tl.float32) * b_c, axis=1)
             b_dgc += b_shift
             b_dr += b_c
+            b_c = dot(tl.trans(b_w), b_rb, PRECISION)
             plane = (1 + i_k).to(tl.int64) * tokens * HV
             b_db = tl.sum(b_r * b_dr, axis=1)
             tl.store(shares + plane + (start + i) * HV + i_hv, b_db, mask=m_i)
             b_dr *= b_beta
-        else:
-            b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
-            b_dk += b_c
+        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_q = load_rows(q, i, q_t, m_i, o_k, K)
+        b_c = dot(tl.trans(b_w), b_q, PRECISION, acc=b_c)
+        b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+        b_dk += b_c
         tl.store(dgc + place, b_dgc)
         b_dk += tl.load(of_row)[:, None] * b_q.to(tl.float32)
         if REMOVAL == "k":

@@ -102,9 +102,15 @@ def stages(
 def measure(
     stage: str, choice: Tile, K: int, V: int, dtype: torch.dtype, tokens: int, heads: int
 ) -> float:
-    """Median ms of `stage` with `choice`; "scores_bwd" is timed inside "intra_bwd"."""
+    """Median ms of `stage` with `choice`; parts of the local backward are timed inside it, scans
+    that run side by side together."""
     path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
-    run = stages(K, V, dtype, tokens, heads, path=path)
+    if stage.endswith("_beside"):
+        path, timed = "_head", "both_scans"
+    elif stage.startswith(("scores_bwd", "dq", "dk")):
+        timed = f"intra_bwd{path}"
+    else:
+        timed = stage
+    run = stages(K, V, dtype, tokens, heads, path=path)[timed]
     with forced({stage: choice}):
-        timed = run[f"intra_bwd{path}" if stage.startswith("scores_bwd") else stage]
-        return triton.testing.do_bench(timed, warmup=5, rep=25, return_mode="median")
+        return triton.testing.do_bench(run, warmup=5, rep=25, return_mode="median")

@@ -33,7 +33,7 @@ def power_of_two(n: int, least: int = 16) -> int:
 BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
-    (90, "intra_any", 128, 128, BF16): Tile(16, 0, 4, 3),
+    (90, "intra_any", 128, 128, BF16): Tile(32, 0, 4, 3),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
@@ -43,7 +43,7 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scan_bwd_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 128, 4, 1),
     (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
-    (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1),
+    (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1, 168),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_head", 128, 128, BF16): Tile(32, 0, 4, 3),
     (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
@@ -72,8 +72,6 @@ of a chain read is then read less often, and the card is full all the same."""
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
     stage = stage.removesuffix("_beside")
-    if stage == "intra_any" and not wide:
-        return Tile(16, 0, 4, 3)
     if stage in ("intra", "intra_any", "intra_head"):
         return Tile(32, 0, 4, 1 if wide else 3)
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
@@ -118,11 +116,13 @@ SCANS = (
 )
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
-    "intra_any": (Tile(16, 0, 4, 3), Tile(16, 0, 4, 1), Tile(32, 0, 8, 1)),
+    "intra_any": (*(Tile(32, 0, 4, stages) for stages in (3, 1)), Tile(16, 0, 4, 3)),
     "scan": SCANS,
     "scan_states": (*SCANS, Tile(0, 64, 4, 3)),
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3)),
     "scan_bwd": SCANS,
+    "scan_states_beside": tuple(Tile(0, 64, 4, stages) for stages in (3, 2)),
+    "scan_bwd_beside": tuple(Tile(0, 64, 4, stages) for stages in (3, 2)),
     "intra_head": (
         Tile(32, 0, 4, 3),
         Tile(32, 0, 4, 1),
@@ -132,19 +132,23 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     ),
     "dq_head": tuple(
         Tile(BK, BV, 4, stages)
-        for BK, BV, stages in ((128, 64, 1), (128, 64, 2), (128, 128, 1), (64, 128, 1), (64, 64, 2))
+        for BK, BV, stages in ((128, 128, 1), (128, 64, 1), (64, 128, 1), (64, 64, 2))
     ),
     "dk_head": tuple(
         Tile(BK, BV, warps, stages)
         for BK, BV, warps, stages in (
-            (64, 64, 4, 1),
-            (64, 64, 4, 2),
             (64, 128, 4, 1),
+            (64, 64, 4, 1),
             (32, 128, 4, 1),
         )
     ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
-    "intra_bwd": (Tile(32, 128, 4, 1), Tile(32, 64, 4, 1), Tile(16, 128, 4, 1)),
+    "intra_bwd": (
+        Tile(32, 128, 4, 1, 168),
+        Tile(32, 128, 4, 1),
+        Tile(32, 64, 4, 1),
+        Tile(16, 128, 4, 1),
+    ),
 }
 """What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
 those of the longest name here that it begins with."""
