@@ -1,7 +1,7 @@
 """KDA over several GPUs: strong and weak scaling, of the operator and of one layer.
 
-    python -m benchmarks.cp_scaling [--ranks 1,2,4] [--tokens 32768,131072] [--local 8192,32768]
-        [--schemes auto,heads] [--summaries 0,0.1] [--peer fla] [--out FILE.json] [--trace TRACE.json]
+    python -m benchmarks.cp_scaling [--ranks 1,2,4] [--tokens 32768,131072] [--local 8192]
+        [--schemes auto,heads] [--summaries 0,0.1] [--peer fla] [--out FILE] [--trace FILE]
 
 Every number of ranks runs in processes of its own over NCCL (gloo on a machine without GPUs, at a
 small size). Strong: `--tokens` in all; weak: `--local` a rank. Times are medians over steps of the

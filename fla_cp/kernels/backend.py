@@ -431,11 +431,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _both_fit(packing: Packing, c: Chunks) -> bool:
     """Whether the scans of a backward, which need nothing of each other, run side by side: where
-    each leaves half the multiprocessors free, and with one decay a head, whose operands fit into
-    shared memory in three stages of 64 columns (with two, they take longer together)."""
+    each leaves half the multiprocessors free, and with one decay a head and no p, whose operands
+    fit into shared memory in three stages of 64 columns (with two, they take longer together)."""
     (HV, _), V = c.decay.shape[1:], c.v.shape[2]
     programs = 2 * HV * len(packing.segments) * triton.cdiv(V, BESIDE)
-    return c.of_heads and not c.rule.keep_intermediates and programs <= multiprocessors(c.v.device)
+    narrow = c.of_heads and c.rule.removal != "p"
+    return narrow and not c.rule.keep_intermediates and programs <= multiprocessors(c.v.device)
 
 
 def scan(packing: Packing, c: Chunks, S0: States | None) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -209,7 +209,7 @@ def intra_kernel(
                 b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
                 if REMOVES:
                     b_kk = dot((b_k * f).to(operand), half, PRECISION, acc=b_kk)
-            elif n_rows > 0:  # always: a branch of its own takes fewer registers
+            else:
                 for level in range(6):
                     f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, PRECISION), EXP2)
                     b_kf = (b_k * f).to(operand)

@@ -270,14 +270,13 @@ def intra_bwd_kernel(
             b_dc += f * b_c
             b_dgc -= (b_k * f).to(operand).to(tl.float32) * b_c
         else:
-            for level in tl.range(6, num_stages=1):
-                at = again(i, level, BT, 0)  # else loaded once and held
+            for level in range(6):
                 f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
                 mask = pair_mask(i, 32 >> level)
-                b_ds = masked(load_scores(dscores, at), mask)
+                b_ds = masked(load_scores(dscores, i), mask)
                 b_c = dot(tl.trans(b_ds), (b_q * f).to(operand), PRECISION)
                 if REMOVES:
-                    b_da = masked(load_scores(dscores + BT * BT, at), mask)
+                    b_da = masked(load_scores(dscores + BT * BT, i), mask)
                     b_row = (b_beta * (b_k * f)).to(operand)
                     b_c = dot(tl.trans(b_da), b_row, PRECISION, acc=b_c)
                 b_dc += f * b_c
@@ -330,20 +329,18 @@ def intra_bwd_kernel(
                 b_dr += f * b_r
                 b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
         else:
-            for level in tl.range(6, num_stages=1):
-                at = again(i, level, BT, 0)  # else loaded once and held
+            for level in range(6):
                 f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
                 mask = pair_mask(i, 32 >> level)
                 b_kf = (b_k * f).to(operand)
-                b_r = dot(masked(load_scores(dscores, at), mask), b_kf, PRECISION)
+                b_r = dot(masked(load_scores(dscores, i), mask), b_kf, PRECISION)
                 b_dq += f * b_r
                 b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r
                 if REMOVES:
-                    b_da = load_scores(dscores + BT * BT, at)
-                    if level < n_rows + BT:
-                        b_r = dot(masked(b_da, mask), b_kf, PRECISION)
-                        b_dr += f * b_r
-                        b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
+                    b_da = masked(load_scores(dscores + BT * BT, i), mask)
+                    b_r = dot(b_da, b_kf, PRECISION)
+                    b_dr += f * b_r
+                    b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
 
     tl.debug_barrier()
     i = again(i, n_rows, BT, 2)

@@ -33,7 +33,7 @@ def power_of_two(n: int, least: int = 16) -> int:
 BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
-    (90, "intra_any", 128, 128, BF16): Tile(32, 0, 4, 3),
+    (90, "intra_any", 128, 128, BF16): Tile(64, 0, 4, 1),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
@@ -116,7 +116,7 @@ SCANS = (
 )
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
-    "intra_any": (*(Tile(32, 0, 4, stages) for stages in (3, 1)), Tile(16, 0, 4, 3)),
+    "intra_any": (Tile(64, 0, 4, 1), Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
     "scan": SCANS,
     "scan_states": (*SCANS, Tile(0, 64, 4, 3)),
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3)),

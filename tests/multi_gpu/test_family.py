@@ -54,7 +54,8 @@ def compare(group, rank, key, ranges):
                 continue
             pick = tokens.get(name[1:]) or (context if name == "o" else None)
             pick = pick.shard if pick else (lambda t: t)
-            assert_close(what, value, pick(exact[name]), pick(one[name]))
+            usual = (one[name].double() - exact[name]).abs().max()
+            assert_close(what, value, pick(exact[name]), pick(one[name]), usual=usual)
 
 
 @pytest.mark.parametrize("ranges", ["contiguous", "uneven"])
