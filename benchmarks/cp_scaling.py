@@ -1,7 +1,7 @@
 """KDA over several GPUs: strong and weak scaling, of the operator and of one layer.
 
-    python -m benchmarks.cp_scaling [--ranks 1,2,4] [--tokens 32768,131072] [--local 8192]
-        [--schemes auto,heads] [--summaries 0,0.1] [--peer fla] [--out FILE] [--trace FILE]
+    python -m benchmarks.cp_scaling [--ranks 1,2,4] [--tokens 32768,131072] [--local 8192,32768]
+        [--schemes auto,heads] [--peer fla] [--out FILE.json] [--trace TRACE.json]
 
 Every number of ranks runs in processes of its own over NCCL (gloo on a machine without GPUs, at a
 small size). Strong: `--tokens` in all; weak: `--local` a rank. Times are medians over steps of the
@@ -17,7 +17,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +195,7 @@ def cases(args: argparse.Namespace, R: int) -> Iterator[tuple[str, int]]:
 
 
 def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
-    from fla_cp import balanced_token_ranges, build_cp_context
+    from fla_cp import build_cp_context
 
     if on_cuda():
         torch.cuda.set_device(rank)
@@ -220,13 +219,12 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
     for kind, T in cases(args, R):
         shape = Shape(f"{kind}-{T}", T, *args.heads, *args.dims)
         cu = torch.tensor([0, T])
-        for scheme, share in product(args.schemes, args.summaries):
+        for scheme in args.schemes:
             context = build_cp_context(
                 cu.to(device),
                 group,
                 conv1d_kernel_size=4,
                 cu_seqlens_cpu=cu,
-                token_ranges=balanced_token_ranges(T, R, share),
                 exchange=scheme,
             )
             for what, make in (("operator", operator), ("layer", layer)):
@@ -237,8 +235,6 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
                     found = {"error": "out of memory"}
                     step = None
                 row = {"op": what, "kind": kind, "T": T, "ranks": R, "scheme": scheme}
-                if share:
-                    row["summaries"] = share
                 keep({**row, **found, "bytes": sent_bytes(shape, R, scheme)})
                 if args.trace and step is not None:
                     path = Path(args.trace).with_suffix(f".{what}.{R}.{T}.json")
@@ -277,18 +273,7 @@ def with_efficiency(rows: list[dict]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    names = (
-        "op",
-        "kind",
-        "T",
-        "ranks",
-        "scheme",
-        "summaries",
-        "ms",
-        "efficiency",
-        "exposed_ms",
-        "peak_gib",
-    )
+    names = ("op", "kind", "T", "ranks", "scheme", "ms", "efficiency", "exposed_ms", "peak_gib")
     lines = [" | ".join(names), " | ".join("---" for _ in names)]
     lines += [" | ".join(str(r.get(n, "")) for n in names) for r in rows]
     return "\n".join(f"| {line} |" for line in lines)
@@ -342,12 +327,6 @@ def main() -> None:
     parser.add_argument("--heads", type=numbers, default=[32, 32] if gpus else [2, 2], help="H,HV")
     parser.add_argument("--dims", type=numbers, default=[128, 128] if gpus else [8, 8], help="K,V")
     parser.add_argument("--schemes", type=lambda s: s.split(","), default=["auto"])
-    parser.add_argument(
-        "--summaries",
-        type=lambda s: [float(n) for n in s.split(",")],
-        default=[0.0],
-        help="shares for balanced_token_ranges; 0: equal ranges",
-    )
     parser.add_argument("--peer", choices=("fla",))
     parser.add_argument("--peer-tokens", type=int, default=131072)
     parser.add_argument("--trace", help="write profiler traces of rank 1's steps here")

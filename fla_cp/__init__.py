@@ -2,7 +2,6 @@
 
 from .context import (
     FLACPContext,
-    balanced_token_ranges,
     build_cp_context,
     contiguous_token_ranges,
     zigzag_token_ranges,
@@ -35,7 +34,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FLACPContext",
-    "balanced_token_ranges",
     "build_cp_context",
     "causal_conv1d",
     "chunk_comba",

@@ -47,29 +47,6 @@ def contiguous_token_ranges(total: int, world_size: int) -> list[list[tuple[int,
     return [[edge] for edge in pairwise(edges)]
 
 
-def balanced_token_ranges(
-    total: int, world_size: int, summaries: float
-) -> list[list[tuple[int, int]]]:
-    """One range a rank, in order, for a document that goes over all ranks: the first and the last
-    get more tokens, because only ranks between them summarise theirs in both directions, with a
-    transition. Edges lie on chunks; fewer than two chunks a rank are shared equally.
-
-    summaries: what a middle rank's summaries take, as a share of its other work; those of the first
-    and last rank are taken as a third of it. docs/design.md has measured shares.
-    """
-    if summaries < 0:
-        raise ValueError(f"summaries must be at least 0, got {summaries}")
-    if world_size < 3 or total < 2 * CHUNK * world_size:
-        return contiguous_token_ranges(total, world_size)
-    ends, middle = 1 / (1 + summaries / 3), 1 / (1 + summaries)
-    whole = 2 * ends + (world_size - 2) * middle
-    edges = [0]
-    for r in range(1, world_size):
-        at = total * (ends + (r - 1) * middle) / whole
-        edges.append(CHUNK * round(at / CHUNK))
-    return [[edge] for edge in pairwise([*edges, total])]
-
-
 def zigzag_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
     """Two ranges a rank, piece r and piece 2R-1-r of 2R equal pieces.
 
@@ -349,8 +326,7 @@ def build_cp_context(
     conv1d_kernel_size: W of the causal convolutions that will run under the context.
     cu_seqlens_cpu: the same values on the host; spares one device synchronisation.
     token_ranges: for each rank its [start, stop) ranges in local order; together they tile the
-        batch once. Default: contiguous, equal up to one token. See `balanced_token_ranges`,
-        `zigzag_token_ranges`.
+        batch once. Default: contiguous, equal up to one token. See `zigzag_token_ranges`.
     exchange: "auto", "all_gather", "ring", "scan" or "heads"; comm/exchange.py has their bytes.
     max_sequences: makes a context of fixed shape, for CUDA graphs: `FLACPContext.update` fills it
         with another packing of as many tokens and up to so many sequences. It needs contiguous

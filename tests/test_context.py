@@ -5,12 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fla_cp import (
-    balanced_token_ranges,
-    build_cp_context,
-    contiguous_token_ranges,
-    zigzag_token_ranges,
-)
+from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
 from fla_cp.context import _links
 from fla_cp.packing import Packing
 from tests.ranks import run_threads
@@ -65,23 +60,6 @@ def test_ranges_tile_the_batch(total, R):
     assert max(lengths) - min(lengths) <= 1
     early, late = zip(*pairs, strict=True)
     assert list(early + late[::-1]) == sorted(early + late)  # piece r and piece 2R-1-r
-
-
-@pytest.mark.parametrize("total", [0, 130, 1000, 131072])
-@pytest.mark.parametrize("R", [1, 2, 3, 8])
-@pytest.mark.parametrize("summaries", [0.0, 0.1, 1.0])
-def test_balanced_ranges(total, R, summaries):
-    ranges = [own for (own,) in balanced_token_ranges(total, R, summaries)]
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == total
-    assert all(a[1] == b[0] for a, b in pairwise(ranges))
-    lengths = [hi - lo for lo, hi in ranges]
-    if R > 2 and total == 131072:
-        assert all(lo % 64 == 0 for lo, _ in ranges)
-        work = [n * (1 + summaries / (1 if 0 < r < R - 1 else 3)) for r, n in enumerate(lengths)]
-        assert max(work) - min(work) <= 2 * 64 * (1 + summaries)
-    with pytest.raises(ValueError, match="summaries must be at least 0, got -1"):
-        balanced_token_ranges(total, R, -1)
 
 
 RANGES = {
