@@ -236,6 +236,7 @@ ON_KERNELS_CALLS = {
     "kept": dataclasses.replace(SMALL, options=(("disable_recompute", True),)),
     "packed": dataclasses.replace(SMALL, T=130, cu=(0, 0, 1, 64, 130)),
     "two key tiles": dataclasses.replace(SMALL, K=40, V=24, HV=1),
+    "groups of three": dataclasses.replace(SMALL, K=40, V=24, HV=3),
     "slow": dataclasses.replace(SMALL, inside=False, decay=1e-3),
     "strong": dataclasses.replace(SMALL, inside=False, decay=40.0),
     "one token": dataclasses.replace(SMALL, T=1),

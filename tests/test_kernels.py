@@ -107,6 +107,63 @@ def test_state_layouts_and_intermediate_states():
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
+@pytest.mark.parametrize("v_first", [False, True])
+def test_kernels_write_states_in_the_callers_layout(v_first):
+    """By strides: what the caller gets is dense without a copy, and what it gives is not copied."""
+    from fla_cp.kernels import backend
+    from fla_cp.packing import Packing
+    from fla_cp.rule import DeltaRule
+    from fla_cp.stages.intra import Inputs
+    from fla_cp.state import States
+
+    T, H, K, V = 100, 2, 16, 32
+    q, k, g = torch.randn(3, T, H, K)
+    x = Inputs(q, k, torch.randn(T, H, V), -g.abs(), torch.rand(T, H), None, None)
+    rule, packing = (
+        DeltaRule(scale=1.0, qk_l2norm=True, state_v_first=v_first),
+        Packing.build((0, T)),
+    )
+    c = backend.intra(rule, packing, x)
+    S0 = torch.randn(1, H, V, K).mT
+    assert not S0.is_contiguous()
+    wanted = {"want_states": True, "want_end": True}
+    o, h, _, S_end = backend.scan_output(rule, packing, c, States((0,), S0), **wanted)
+    dense = backend.scan_output(rule, packing, c, States((0,), S0.contiguous()), **wanted)
+    for a, b in ((o, dense[0]), (h, dense[1]), (S_end, dense[3])):
+        assert torch.equal(a, b)
+    grads = backend.output_bwd(rule, packing, c, torch.randn_like(x.v))
+    dS = States((0,), torch.randn(1, H, V, K).mT)
+    _, dS0 = backend.scan_bwd(packing, c, grads, dS, want_start=True)
+    for state in (h, S_end, dS0):
+        assert state.shape[-2:] == (K, V)
+        assert (state.mT if v_first else state).is_contiguous()
+
+
+def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
+    from fla_cp.kernels import backend
+    from fla_cp.packing import Packing
+    from fla_cp.rule import DeltaRule
+    from fla_cp.stages.intra import Inputs
+
+    monkeypatch.setattr(backend, "multiprocessors", lambda device: 16)
+
+    def fit(HV, T=64, cut=None, **rule):
+        x = Inputs(
+            *torch.randn(2, T, 1, 16), torch.randn(T, HV, 128), -torch.rand(T, HV), None, None, None
+        )
+        rule = DeltaRule(**{"scale": 1.0, "per_head": True, "removal": "none", **rule})
+        if not rule.per_head:
+            x = x._replace(g=-torch.rand(T, HV, 16))
+        packing = Packing.build((0, T), segment_chunks=cut)
+        return backend._both_fit(packing, backend.intra(rule, packing, x))
+
+    assert fit(HV=4)  # 4 chains of 2 value tiles, twice
+    assert not fit(HV=5)
+    assert not fit(HV=4, T=128, cut=1)
+    assert not fit(HV=4, keep_intermediates=True)  # nothing is formed again
+    assert not fit(HV=4, per_head=False)
+
+
 def sharded(group, rank, case, ranges):
     context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
     whole, mine = run(case), run_sharded(case, context, torch.float32, impl="triton")
