@@ -74,6 +74,9 @@ class Walk(NamedTuple):
         return self
 
 
+Fold = Callable[..., Tensor]
+"""A backend's `walk`."""
+
 Steps = Callable[[Any], Walk]
 """Gives the walk of an object that keeps its tables, and names it, as `tables.Build` does."""
 
@@ -96,11 +99,11 @@ def walk(
     """
     rows = owner.cached(steps, lambda: steps(owner))
     for n, (lo, hi) in enumerate(pairwise(rows.first)):
-        state = _row(start, rows.start[n])
+        state = row_of(start, rows.start[n])
         if rows.entry[n] >= 0:
             out[rows.entry[n]] = 0 if state is None else state
         for i in range(lo, hi):
-            M, B = _row(transition, rows.transition[i]), _row(offset, rows.offset[i])
+            M, B = row_of(transition, rows.transition[i]), row_of(offset, rows.offset[i])
             if M is not None and transposed:
                 M = M.transpose(-1, -2)
             if B is not None:
@@ -112,5 +115,6 @@ def walk(
     return out
 
 
-def _row(x: Tensor | None, row: int) -> Tensor | None:
+def row_of(x: Tensor | None, row: int) -> Tensor | None:
+    """x[row]; None without x and for -1."""
     return None if x is None or row < 0 else x[row]

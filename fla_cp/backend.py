@@ -49,7 +49,7 @@ class Backend:
       scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
 
-      walk(packing, walk, transition, offset, start, out, transposed) -> out     see affine.py
+      walk(owner, steps, transition, offset, start, out, transposed) -> out      see affine.py
       split(packing, HV, K, V, dtype, device) -> packing    cut finer where that fills the card
 
     operators of their own

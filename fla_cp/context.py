@@ -405,7 +405,8 @@ def _context(
         edges = {"enters": rank > 0, "leaves": rank + 1 < world_size}
         frame = Frame.of(max_sequences, hi - lo, **edges)
     packing, links = _layout(offsets, ranges, rank, frame)
-    cu_local = torch.tensor(packing.offsets, dtype=torch.int32)
+    with torch.inference_mode(False):
+        cu_local = torch.tensor(packing.offsets, dtype=torch.int32)
     width = (conv1d_kernel_size or 1) - 1
     # of one sequence, if fixed: what is sent must not depend on the packing
     sequences = offsets if frame is None else (0, offsets[-1])
@@ -413,7 +414,7 @@ def _context(
         group=group,
         rank=rank,
         world_size=world_size,
-        cu_seqlens=to_device(cu_local, torch.int32, device),
+        cu_seqlens=to_device(packing.offsets, torch.int32, device),
         cu_seqlens_cpu=cu_local,
         global_cu_seqlens=_padded(offsets, frame),
         local_tokens=packing.tokens,

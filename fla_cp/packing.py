@@ -121,8 +121,7 @@ class Packing(Tabled):
                 )
             base += hi - lo
         if frame is not None:
-            last = len(cu_seqlens) - 2
-            none = Segment(base, base, last, begins=True, ends=True)
+            none = Segment(base, base, len(cu_seqlens) - 2, begins=True, ends=True)
             segments += [none] * (frame.segments - len(segments))
         empty = [n for n, (a, b) in enumerate(pairwise(cu_seqlens)) if a == b]
         whole = cls(
@@ -225,7 +224,17 @@ class Packing(Tabled):
         return self.cached((which, device), lambda: to_device(which, torch.int64, device))
 
     def steps(self, device: torch.device) -> StepTable:
-        """Chunk tables of the torch stages on `device`, made once."""
+        """Chunk tables of the torch stages on `device`, made once.
+
+        Raises RuntimeError while a CUDA graph is captured for several packings: their shapes, and
+        the loops over them, follow the packing.
+        """
+        fixed = self.frame is not None and device.type == "cuda"
+        if fixed and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "under a context with max_sequences only impl='triton' can be captured in a CUDA "
+                "graph, not impl='torch'"
+            )
         return self.cached(device, lambda: StepTable.build(self, device))
 
     def subset(self, which: tuple[int, ...], device: torch.device) -> Subset:

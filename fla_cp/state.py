@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .affine import Steps, Walk, walk
+from .affine import Fold, Steps, Walk, walk
 from .comm import Exchange, Links, SlotMaps
 from .packing import Packing
 
@@ -57,7 +57,7 @@ def carry(
     like: Tensor,
     *,
     reverse: bool = False,
-    walk: Callable[..., Tensor] = walk,
+    walk: Fold = walk,
 ) -> Callable[[], States]:
     """Starts the exchange; the returned function waits and gives the state entering each segment
     of `packing.carried` that is not seeded (reverse: dS leaving each of `packing.feeding`).
@@ -89,7 +89,7 @@ def outgoing(
     like: Tensor,
     *,
     reverse: bool = False,
-    walk: Callable[..., Tensor] = walk,
+    walk: Fold = walk,
 ) -> SlotMaps:
     """This card's map of each owned range, as `carry` would send it."""
     return _Fold(maps, packing, shape, like, reverse, walk).outgoing()
@@ -103,7 +103,7 @@ def entering(
     states: Tensor | None,
     *,
     reverse: bool = False,
-    walk: Callable[..., Tensor] = walk,
+    walk: Fold = walk,
 ) -> States:
     """What `carry` gives at last, from the states that enter the owned ranges."""
     return _Fold(maps, packing, shape, like, reverse, walk).entering(states)
@@ -169,7 +169,7 @@ class _Fold:
         shape: tuple[int, int, int],
         like: Tensor,
         reverse: bool,
-        walk: Callable[..., Tensor],
+        walk: Fold,
     ):
         self.maps, self.packing, self.reverse = maps, packing, reverse
         self.shape, self.like, self.walk = shape, like, walk

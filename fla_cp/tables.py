@@ -28,7 +28,9 @@ def to_device(
 ) -> Tensor:
     """`values` on `device`."""
     device = torch.device(device)
-    return _on_host(values, dtype, device).to(device, non_blocking=True)
+    # also under inference_mode: tables outlive a call, autograd saves them and `fill` writes them
+    with torch.inference_mode(False):
+        return _on_host(values, dtype, device).to(device, non_blocking=True)
 
 
 def fill(table: Tensor, values: Sequence[int] | Tensor) -> None:

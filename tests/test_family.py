@@ -273,6 +273,34 @@ def test_kernels_token_by_token(key, monkeypatch):
         assert_within_budget(name, value, exact[name], plain[name], factor=6.0)
 
 
+@pytest.mark.parametrize("key", ["kda", "gated_delta_rule"])
+def test_kernels_take_states_of_either_layout_through_segments(key, monkeypatch):
+    """Initial and final states and their gradients, of a sequence in three segments; the final
+    state's gradient comes without memory of its own."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from fla_cp.kernels.measure import cut_into
+
+    member, call = BY_NAME[key], dataclasses.replace(SMALL, T=150)
+    x, keywords, _ = draw(member, call, torch.float32)
+    found = []
+    for v_first in (False, True):
+        leaves = {n: t.clone() for n, t in x.items()}
+        if v_first:
+            leaves["initial_state"] = leaves["initial_state"].mT.contiguous()
+        leaves = {n: t.requires_grad_() for n, t in leaves.items()}
+        more = {"impl": "triton", "transpose_state_layout": v_first}
+        with cut_into(1):
+            o, final = operator(member, "chunk", leaves, **keywords, **more)
+            grads = torch.autograd.grad(o.sum() + final.sum(), list(leaves.values()))
+        named = dict(zip(leaves, grads, strict=True)) | {"final": final}
+        if v_first:
+            named = named | {n: named[n].mT for n in ("final", "initial_state")}
+        found.append(named | {"o": o})
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
 def test_comba_reads_before_the_decay():
     """Reading after it would be the gated delta rule for p = k."""
     call = Call(T=20, decay=1.0)

@@ -269,6 +269,32 @@ def test_a_convolution_finds_an_update_before_its_backward():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("most", [None, MOST], ids=["ordinary", "fixed"])
+def test_a_context_may_be_used_in_inference_mode_first(most):
+    """Its tables are then written, and saved by autograd, like any others."""
+    x, weight = torch.randn(1, T, 3), torch.randn(3, 4)
+    with torch.inference_mode():
+        context = build_cp_context(
+            torch.tensor(PACKINGS[0]), None, conv1d_kernel_size=4, max_sequences=most
+        )
+        causal_conv1d(x, weight, cp_context=context)
+    step = operator(torch.float64, "torch")
+    if most:
+        context.update(torch.tensor(PACKINGS[1]))
+    step(context)
+    causal_conv1d(x.requires_grad_(), weight, cp_context=context).sum().backward()
+    alone = build_cp_context(torch.tensor(PACKINGS[1 if most else 0]), None)
+    for a, b in zip(step(context), step(alone), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_torch_stages_are_not_captured_for_several_packings(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    packing = fixed(PACKINGS[0], None).packing
+    with pytest.raises(RuntimeError, match="only impl='triton' can be captured"):
+        packing.steps(torch.device("cuda"))
+
+
 @pytest.mark.parametrize("R", [1, 2, 3, 8])
 def test_frames_have_one_size(R):
     frames = set()

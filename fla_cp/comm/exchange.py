@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..affine import Steps, Walk, leave, product, walk
+from ..affine import Fold, Steps, Walk, leave, product, row_of, walk
 from ..tables import Tabled
 from . import collectives
 from .timing import exchange_wait
@@ -44,10 +44,6 @@ class SlotMaps(NamedTuple):
 
     transition: Tensor | None
     offset: Tensor
-
-
-Stage = Callable[..., Tensor]
-"""The backend's `affine.walk`."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +109,13 @@ class Pending(Protocol):
 
 
 class Exchange(Protocol):
-    """A scheme. `start` returns at once; work that needs no state may run before `wait`."""
+    """A scheme. `start` returns at once; work that needs no state may run before `wait`. walk: the
+    backend's, for schemes that fold gathered maps."""
 
     @property
     def group(self) -> dist.ProcessGroup | None: ...
 
-    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending: ...
+    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending: ...
 
 
 class _Waiting:
@@ -170,7 +167,7 @@ def _fold(
     links: Links,
     rank: int,
     like: Tensor,
-    walk: Stage,
+    walk: Fold,
 ) -> Tensor:
     """States entering the ranges of `rank`, like [J, HV, K, V], from the maps of all."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -184,15 +181,11 @@ class Local:
 
     group: dist.ProcessGroup | None = None
 
-    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
         def finish() -> Tensor:
             return _fold(maps.transition, maps.offset, links, 0, maps.offset, walk)
 
         return _Waiting(finish, maps.offset.device)
-
-
-def _row(x: Tensor | None, row: int) -> Tensor | None:
-    return None if x is None else x[row]
 
 
 @dataclass(frozen=True)
@@ -201,7 +194,7 @@ class AllGather:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
         rank = dist.get_rank(self.group)
         wire = pack(maps, links)
         gathered, work = collectives.all_gather(wire, self.group)
@@ -213,7 +206,7 @@ class AllGather:
         return _Waiting(finish, wire.device)
 
 
-def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, walk: Stage = walk) -> Tensor:
+def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, walk: Fold = walk) -> Tensor:
     """States entering the slots of `rank`, like [J, HV, K, V], from the wires of all ranks (`pack`)
     [R, slots_per_rank, ..]."""
     transition, offset = _unpacked(wires.flatten(0, 1), links, like.shape[-1])
@@ -247,7 +240,7 @@ class Ring:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
         steps = _RingSteps(self.group, maps, links)
         steps.run(until_state_needed=True)
         return _Waiting(steps.finish, maps.offset.device)
@@ -280,7 +273,7 @@ class _RingSteps:
                     if s in self.receives:
                         self.receives.pop(s).wait()
                     out = leave(
-                        _row(self.maps.transition, row), self.maps.offset[row], self.entering[row]
+                        row_of(self.maps.transition, row), self.maps.offset[row], self.entering[row]
                     )
                 else:
                     out = self.maps.offset[row].contiguous()
@@ -308,7 +301,7 @@ class Scan:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
         rounds = self._rounds(maps, links)
         next(rounds)  # the first messages leave now
 
@@ -325,7 +318,7 @@ class Scan:
         own = links.slots_of(rank)
         depth = _chain_depth(links)
         offset = {s: maps.offset[links.row[s]] for s in own}
-        transition = {s: _row(maps.transition, links.row[s]) for s in own if links.through[s]}
+        transition = {s: row_of(maps.transition, links.row[s]) for s in own if links.through[s]}
 
         distance = 1
         while wanted := [s for s, d in enumerate(depth) if d >= distance]:
@@ -403,7 +396,7 @@ class Heads:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Stage = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
         wire = pack(maps, links).transpose(0, 1)  # heads first
         _, HV, K, V = maps.offset.shape
         R, rank, J = dist.get_world_size(self.group), dist.get_rank(self.group), wire.shape[1]

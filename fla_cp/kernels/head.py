@@ -3,11 +3,11 @@
 The decay of a pair of tokens is one number and multiplies their score. No exponent is above zero
 for any gate, so there is one path.
 
-Backward, all in one program per chunk and key head: with W = (gradients of the decayed scores) *
-decay, q and k get W k and W^T q, the latter transposed so that W is used as it comes. The gate's
-gradient is, per row, the sum over channels of row factors times their gradients less column
-factors times theirs, as the products saw the factors: the inputs as they are, with norms and scale
-in W, so that their gradients come out as they are.
+Backward in four kernels: the scores' gradients, weighted with decays, norms and scale (W); dq, with
+W k, and dk, with W^T q, each a program per chunk, key tile and key head that goes through the value
+heads of its group; and the gate's. The gate's gradient is, per row, the sum over channels of row
+factors times their gradients less column factors times theirs, as the products saw the factors: the
+inputs as they are, with norms and scale in W, so that their gradients come out as they are.
 """
 
 import triton
