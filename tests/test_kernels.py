@@ -164,6 +164,63 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     assert not fit(HV=4, per_head=False)
 
 
+def test_order_of_scans_side_by_side(monkeypatch):
+    """What the side stream reads exists before it starts, and what it writes is waited for."""
+    from contextlib import contextmanager
+
+    from fla_cp import chunk_gated_delta_rule
+    from fla_cp.kernels import backend
+
+    events, streams = [], ["main"]
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            events.append(f"{self.name} waits for {other.name}")
+
+    class Logged:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(backend, name)
+
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                events.append(f"{self.name} on {streams[-1]}")
+                return self.kernel[grid](*args, **kwargs)
+
+            return launch
+
+    @contextmanager
+    def on(stream):
+        streams.append(stream.name)
+        yield
+        streams.pop()
+
+    q, k, v = torch.randn(3, 1, 70, 1, 16).requires_grad_()
+    rest = -torch.rand(1, 70, 1), torch.rand(1, 70, 1)
+    o, _ = chunk_gated_delta_rule(q, k, v, *rest, impl="triton")
+    (plain,) = torch.autograd.grad(o.sum(), q)
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr(backend, "_both_fit", lambda packing, c: True)
+    monkeypatch.setattr(backend, "_side_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    for name in ("scan_kernel", "scan_bwd_kernel", "dq_head_kernel"):
+        monkeypatch.setattr(backend, name, Logged(name))
+    o, _ = chunk_gated_delta_rule(q, k, v, *rest, impl="triton")
+    (beside,) = torch.autograd.grad(o.sum(), q)
+    assert torch.equal(plain, beside)
+    assert events == [
+        "scan_kernel on main",
+        "side waits for main",
+        "scan_kernel on side",
+        "scan_bwd_kernel on main",
+        "main waits for side",
+        "dq_head_kernel on main",
+    ]
+
+
 def sharded(group, rank, case, ranges):
     context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
     whole, mine = run(case), run_sharded(case, context, torch.float32, impl="triton")
