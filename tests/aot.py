@@ -342,7 +342,8 @@ SPILLS: dict[str, dict[str, int]] = {
     "dk_head_kernel": {"64x64 bf16 head": 16, "bf16 head groups": 210, "comba bf16 any": 510},
 }
 """Bytes a thread may spill, by kernel and path, where what spills nothing is slower: 5.10 ms for
-4.47 in KDA's local backward, 10.1 for 9.0 with any gate, 2.76 for 2.57 in groups (docs/log.md).
+4.47 in KDA's local backward, 2.76 for 2.57 in groups; with any gate 10.1 and, in another run, 8.2
+(docs/log.md).
 fp32 is for checking, a candidate tile for measuring: these may spill more."""
 CHUNKED = (*SPILLS, "scan_kernel", "scan_bwd_kernel", "scores_bwd_kernel")
 CHUNKED += ("intra_head_kernel", "scores_head_bwd_kernel")

@@ -108,9 +108,25 @@ def test_state_layouts_and_intermediate_states():
 
 
 @pytest.mark.parametrize("v_first", [False, True])
-def test_kernels_write_states_in_the_callers_layout(v_first):
+def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
     """By strides: what the caller gets is dense without a copy, and what it gives is not copied."""
     from fla_cp.kernels import backend
+
+    read = []
+
+    class Seen:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                read.extend(t.data_ptr() for t in args if isinstance(t, torch.Tensor))
+                return self.kernel[grid](*args, **kwargs)
+
+            return launch
+
+    for name in ("scan_kernel", "scan_bwd_kernel"):
+        monkeypatch.setattr(backend, name, Seen(getattr(backend, name)))
     from fla_cp.packing import Packing
     from fla_cp.rule import DeltaRule
     from fla_cp.stages.intra import Inputs
@@ -134,6 +150,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first):
     grads = backend.output_bwd(rule, packing, c, torch.randn_like(x.v))
     dS = States((0,), torch.randn(1, H, V, K).mT)
     _, dS0 = backend.scan_bwd(packing, c, grads, dS, want_start=True)
+    assert {S0.data_ptr(), dS.value.data_ptr()} <= set(read)
     for state in (h, S_end, dS0):
         assert state.shape[-2:] == (K, V)
         assert (state.mT if v_first else state).is_contiguous()

@@ -54,8 +54,10 @@ def compare(group, rank, key, ranges):
                 continue
             pick = tokens.get(name[1:]) or (context if name == "o" else None)
             pick = pick.shard if pick else (lambda t: t)
-            usual = (one[name].double() - exact[name]).abs().max()
-            assert_close(what, value, pick(exact[name]), pick(one[name]), usual=usual)
+            walk = 0.0
+            if dtype == torch.float32 and value.is_cuda:  # the fold: three TF32 products (walk.py)
+                walk = 2**-20 * exact[name].abs().max()
+            assert_close(what, value, pick(exact[name]), pick(one[name]), walk)
 
 
 @pytest.mark.parametrize("ranges", ["contiguous", "uneven"])

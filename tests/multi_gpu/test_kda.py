@@ -57,17 +57,13 @@ def kinds(device):
     return [(torch.float64, "torch"), *kernels]
 
 
-def assert_close(what, actual, exact, one, walk=0.0, usual=None):
-    """actual (many ranks) errs at most twice as much as one rank (anywhere: `usual`), plus six
-    roundings and `walk`; fp64 by nine digits. On kernels, the fold of the ranks' maps adds 2^-20 of
-    fp32 (three TF32 products, fla_cp/kernels/walk.py)."""
+def assert_close(what, actual, exact, one, walk=0.0):
+    """actual (many ranks) errs at most twice as much as one rank, plus six roundings and `walk`;
+    fp64 by nine digits."""
     if not actual.numel():
         return
     unit = 1e-9 if one.dtype == torch.float64 else 3 * torch.finfo(one.dtype).eps
-    if one.dtype == torch.float32 and one.is_cuda:
-        unit += 2**-20
-    error = (actual.double() - exact).abs().max()
-    usual = (one.double() - exact).abs().max() if usual is None else usual
+    error, usual = ((x.double() - exact).abs().max() for x in (actual, one))
     assert error <= 2 * usual + walk + unit * exact.abs().max().clamp(min=1e-3), (
         f"{what}: error {error:.1e}, of one rank {usual:.1e}, largest {exact.abs().max():.1e}"
     )
