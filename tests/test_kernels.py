@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")  # interpreted: conftest.py
 
 import fla_cp.kernels.backend
+import fla_cp.kernels.local
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from tests.aot import undefined
 from tests.cases import INSIDE, PACKED, Case, options
@@ -33,7 +34,7 @@ pytestmark = [
 def interpreted(monkeypatch):
     """Lets the kernels run on CPU tensors, in this module only, and fp32 take bf16's path."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(fla_cp.kernels.backend, "SAFE_DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(fla_cp.kernels.local, "SAFE_DTYPES", (torch.float32, torch.bfloat16))
 
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
@@ -111,6 +112,7 @@ def test_state_layouts_and_intermediate_states():
 def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
     """By strides: what the caller gets is dense without a copy, and what it gives is not copied."""
     from fla_cp.kernels import backend
+    from fla_cp.kernels.local import intra
 
     read = []
 
@@ -139,7 +141,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
         DeltaRule(scale=1.0, qk_l2norm=True, state_v_first=v_first),
         Packing.build((0, T)),
     )
-    c = backend.intra(rule, packing, x)
+    c = intra(rule, packing, x)
     S0 = torch.randn(1, H, V, K).mT
     assert not S0.is_contiguous()
     wanted = {"want_states": True, "want_end": True}
@@ -158,6 +160,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
 
 def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     from fla_cp.kernels import backend
+    from fla_cp.kernels.local import intra
     from fla_cp.packing import Packing
     from fla_cp.rule import DeltaRule
     from fla_cp.stages.intra import Inputs
@@ -165,20 +168,41 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda device: 16)
 
     def fit(HV, T=64, cut=None, **rule):
-        x = Inputs(
-            *torch.randn(2, T, 1, 16), torch.randn(T, HV, 128), -torch.rand(T, HV), None, None, None
-        )
+        qk = torch.randn(2, T, 1, 128, dtype=torch.bfloat16)
+        v, g = torch.randn(T, HV, 128, dtype=torch.bfloat16), -torch.rand(T, HV)
         rule = DeltaRule(**{"scale": 1.0, "per_head": True, "removal": "none", **rule})
         if not rule.per_head:
-            x = x._replace(g=-torch.rand(T, HV, 16))
+            g = -torch.rand(T, HV, 128)
+        p = qk[0] if rule.removal == "p" else None
+        beta = None if rule.removal == "none" else torch.rand(T, HV)
+        x = Inputs(*qk, v, g, beta, None, None, p)
         packing = Packing.build((0, T), segment_chunks=cut)
-        return backend._both_fit(packing, backend.intra(rule, packing, x))
+        return backend._both_fit(packing, intra(rule, packing, x))
 
     assert fit(HV=4)  # 4 chains of 2 value tiles, twice
     assert not fit(HV=5)
     assert not fit(HV=4, T=128, cut=1)
     assert not fit(HV=4, keep_intermediates=True)  # nothing is formed again
-    assert not fit(HV=4, per_head=False)
+    assert fit(HV=4, per_head=False) and fit(HV=4, removal="k")
+    assert not fit(HV=4, removal="p")  # three operands a chunk: too much memory
+    assert not fit(HV=0)
+
+
+@pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
+def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
+    """With 64 columns the state is the left operand: the same numbers but for rounding."""
+    from fla_cp.kernels.measure import cut_into, forced
+    from fla_cp.kernels.tuning import Tile
+
+    case = Case("flip", **{**SMALL, "T": 150, "K": 24, "V": 72})
+    results = []
+    for BV in (32, 64):
+        wide = {name: Tile(32, BV, 4, 1) for name in ("scan_bwd", "scan_bwd_ends")}
+        with forced(wide), cut_into(chunks):
+            results.append(run(case, torch.float32, impl="triton"))
+    narrow, wide = results
+    for name, x in narrow.items():
+        assert (wide[name] - x).abs().max() <= 1e-5 * x.abs().max(), name
 
 
 def test_order_of_scans_side_by_side(monkeypatch):
@@ -186,11 +210,13 @@ def test_order_of_scans_side_by_side(monkeypatch):
     from contextlib import contextmanager
 
     from fla_cp import chunk_gated_delta_rule
-    from fla_cp.kernels import backend
+    from fla_cp.kernels import backend, local
 
     events, streams = [], ["main"]
 
     class Stream:
+        stream_id = 0
+
         def __init__(self, name):
             self.name = name
 
@@ -198,8 +224,8 @@ def test_order_of_scans_side_by_side(monkeypatch):
             events.append(f"{self.name} waits for {other.name}")
 
     class Logged:
-        def __init__(self, name):
-            self.name, self.kernel = name, getattr(backend, name)
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
 
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
@@ -220,11 +246,15 @@ def test_order_of_scans_side_by_side(monkeypatch):
     (plain,) = torch.autograd.grad(o.sum(), q)
     main, side = Stream("main"), Stream("side")
     monkeypatch.setattr(backend, "_both_fit", lambda packing, c: True)
-    monkeypatch.setattr(backend, "_side_stream", lambda device: side)
+    monkeypatch.setattr(backend, "_side_stream", lambda device, beside: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    for name in ("scan_kernel", "scan_bwd_kernel", "dq_head_kernel"):
-        monkeypatch.setattr(backend, name, Logged(name))
+    for module, name in (
+        (backend, "scan_kernel"),
+        (backend, "scan_bwd_kernel"),
+        (local, "dq_head_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Logged(name, getattr(module, name)))
     o, _ = chunk_gated_delta_rule(q, k, v, *rest, impl="triton")
     (beside,) = torch.autograd.grad(o.sum(), q)
     assert torch.equal(plain, beside)

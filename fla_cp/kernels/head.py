@@ -123,13 +123,12 @@ def intra_head_kernel(
     NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     EXP2: tl.constexpr,
-    SCORES: tl.constexpr,
     REMOVAL: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """T and Aqk with SCORES (no T where nothing is removed); decay [NC, HV, K], the same number K
+    """T and Aqk (no T where nothing is removed); decay [NC, HV, K], the same number K
     times; rows [NC, HV, 7, C], fp32: beta; what q, k and r (k or p, which reads the state) are
     multiplied by; and by what in the scans (scan.py): q, r, and k where it writes."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -156,28 +155,25 @@ def intra_head_kernel(
     q_norm = tl.zeros_like(b_beta) + EPS
     k_norm = tl.zeros_like(b_beta) + EPS
     p_norm = tl.zeros_like(b_beta) + EPS
-    if SCORES:
-        b_qk = tl.zeros([BT, BT], tl.float32)
-        b_kk = tl.zeros([BT, BT], tl.float32)
-        diagonal = tl.zeros_like(b_beta)
-    if SCORES or NORM:
-        for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
-            o_k = i_k * BK + tl.arange(0, BK)
-            b_q = load_rows(q, i, q_t, m_i, o_k, K)
-            b_k = load_rows(k, i, k_t, m_i, o_k, K)
+    b_qk = tl.zeros([BT, BT], tl.float32)
+    b_kk = tl.zeros([BT, BT], tl.float32)
+    diagonal = tl.zeros_like(b_beta)
+    for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q = load_rows(q, i, q_t, m_i, o_k, K)
+        b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        if NORM:
+            q_norm += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1)
+            k_norm += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
+        b_r = b_k
+        if REMOVAL == "p":
+            b_r = load_rows(p, i, p_t, m_i, o_k, K)
             if NORM:
-                q_norm += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1)
-                k_norm += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
-            b_r = b_k
-            if REMOVAL == "p":
-                b_r = load_rows(p, i, p_t, m_i, o_k, K)
-                if NORM:
-                    p_norm += tl.sum(b_r.to(tl.float32) * b_r.to(tl.float32), axis=1)
-            if SCORES:
-                diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
-                b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
-                if REMOVAL != "none":
-                    b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
+                p_norm += tl.sum(b_r.to(tl.float32) * b_r.to(tl.float32), axis=1)
+        diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
+        b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
+        if REMOVAL != "none":
+            b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
     r_scale = k_scale
@@ -204,18 +200,17 @@ def intra_head_kernel(
     for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
         tl.store(decay + i_ch * K + o_k, tl.zeros([BK], tl.float32) + whole, mask=o_k < K)
-    if SCORES:
-        scales = q_scale[:, None] * k_scale[None, :]
-        b_qk *= scales * decays(gc, gc, i, EXP2)
-        b_qk += tl.where(i[:, None] == i[None, :], (diagonal * q_scale * k_scale)[:, None], 0.0)
-        store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
-        if REMOVAL != "none":
-            b_kk *= (b_beta * r_scale)[:, None] * k_scale[None, :]
-            b_kk *= decays(before, gc, i, EXP2)
-            same = (i // 16)[:, None] == (i // 16)[None, :]
-            b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
-            b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
-            store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
+    scales = q_scale[:, None] * k_scale[None, :]
+    b_qk *= scales * decays(gc, gc, i, EXP2)
+    b_qk += tl.where(i[:, None] == i[None, :], (diagonal * q_scale * k_scale)[:, None], 0.0)
+    store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
+    if REMOVAL != "none":
+        b_kk *= (b_beta * r_scale)[:, None] * k_scale[None, :]
+        b_kk *= decays(before, gc, i, EXP2)
+        same = (i // 16)[:, None] == (i // 16)[None, :]
+        b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
+        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
+        store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
 
 
 @triton.jit
@@ -322,6 +317,7 @@ def with_heads_before(x, partial, j, G: tl.constexpr):
     if G > 1:
         o_r, o_c = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
         at = partial + o_r[:, None] * x.shape[1] + o_c[None, :]
+        tl.debug_barrier()  # another thread may have stored what this one loads
         x += tl.load(at, mask=(o_r >= 0)[:, None] & (j > 0), other=0.0)
         tl.store(at, x, mask=(o_r >= 0)[:, None] & (j < G - 1))
     return x
@@ -610,7 +606,7 @@ def head_gate_bwd_kernel(
         at = (start + i) * HV + i_hv
         b_db = tl.zeros([BT], tl.float32)
         for n in range(1 + TILES):
-            b_db += tl.load(shares + n * tokens * HV + at, mask=m_i, other=0.0)
+            b_db += tl.load(shares + n * (HV * tokens.to(tl.int64)) + at, mask=m_i, other=0.0)
         if BETA_SIGMOID:
             b_beta = tl.load(beta + (start + i) * beta_t + i_hv, mask=m_i, other=0.0)
             b_beta = sigmoid(b_beta.to(tl.float32))

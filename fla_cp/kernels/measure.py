@@ -13,7 +13,8 @@ import triton
 from ..packing import Packing
 from ..rule import DeltaRule
 from ..stages.intra import Inputs
-from . import backend
+from . import backend, tuning
+from .local import intra, intra_bwd
 from .tuning import Tile, tile
 
 
@@ -24,11 +25,11 @@ def forced(choice: dict[str, Tile]) -> Iterator[None]:
     def choose(stage: str, *shape: Any) -> Tile:
         return choice.get(stage) or tile(stage, *shape)
 
-    setattr(backend, "tile", choose)  # noqa: B010, the name is imported there
+    setattr(tuning, "tile", choose)  # noqa: B010
     try:
         yield
     finally:
-        setattr(backend, "tile", tile)  # noqa: B010
+        setattr(tuning, "tile", tile)  # noqa: B010
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def stages(
     packing, do = Packing.build((0, tokens)), random(tokens, heads, V)
     middle = Packing.build((0, 3 * tokens), [(tokens, 2 * tokens)])
     wanted = {"want_states": False, "want_end": False}
-    c = backend.intra(rule, packing, x)
+    c = intra(rule, packing, x)
     o, *_ = backend.scan_output(rule, packing, c, None, **wanted)
     c = c._replace(o=o)
     h, v_new = backend.scan(packing, c, None)()
@@ -86,14 +87,16 @@ def stages(
         backend.scan_bwd(packing, c, grads, None, want_start=False)
         states()
 
-    return {
-        f"intra{path}": lambda: backend.intra(rule, packing, x),
-        "restore": lambda: backend.intra(rule, packing, x, kept=(c.T, c.Aqk)),
+    def restore() -> None:
+        intra(rule, packing, x, kept=(c.T, c.Aqk))
+
+    return ({} if head else {"restore": restore}) | {
+        f"intra{path}": lambda: intra(rule, packing, x),
         "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
         "scan_states": lambda: backend.scan(packing, kept, None)(),
         "scan_bwd": lambda: backend.scan_bwd(packing, kept, grads, None, want_start=False),
         "both_scans": both_scans,
-        f"intra_bwd{path}": lambda: backend.intra_bwd(rule, packing, x, c, h, v_new, dscan),
+        f"intra_bwd{path}": lambda: intra_bwd(rule, packing, x, c, h, v_new, dscan),
         "scan_ends": lambda: backend.summarize(middle, c, None),
         "scan_bwd_ends": lambda: backend.summarize_bwd(middle, c, grads, None),
     }

@@ -37,6 +37,32 @@ def load_operand(
         return load_block(ptr + i_ch * BT * K, o_i, o_k, BT, K)
 
 
+@triton.jit
+def times(a, x, FLIP: tl.constexpr, PRECISION: tl.constexpr, acc=None):
+    """a @ x; with FLIP x^T -> (a @ x)^T, so that x stays in registers and is stored nowhere."""
+    if FLIP:
+        return dot(x, tl.trans(a), PRECISION, acc=acc)
+    else:
+        return dot(a, x, PRECISION, acc=acc)
+
+
+@triton.jit
+def of_rows(x, FLIP: tl.constexpr):
+    """A number for each row of a product of `times`."""
+    if FLIP:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def flipped(x, FLIP: tl.constexpr):
+    if FLIP:
+        return tl.trans(x)
+    else:
+        return x
+
+
 @triton.jit(do_not_specialize=["states"])
 def scan_kernel(
     qg,
@@ -207,6 +233,7 @@ def scan_bwd_kernel(
     HEAD: tl.constexpr,
     REMOVAL: tl.constexpr,
     PRECISION: tl.constexpr,
+    FLIP: tl.constexpr,
     NS: tl.constexpr,
 ):
     """dh: state gradient at each chunk's end. y = T^T dv_new, so that dv = beta y. Each of y, dh
@@ -221,12 +248,12 @@ def scan_bwd_kernel(
     do += i_h * do_h
     start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
     first = tl.load(seg_chunk + i_s).to(tl.int64)
-    b_dS = tl.zeros([BK, BV], tl.float32)
+    b_dS = flipped(tl.zeros([BK, BV], tl.float32), FLIP)
     if dS_end is not None:
         leaving = tl.load(seg_exit + i_s).to(tl.int64)
         if leaving >= 0:
             dS_end += leaving * end_n + i_h * end_h
-            b_dS += load_state(dS_end, o_k, o_v, end_k, end_v, K, V)
+            b_dS += flipped(load_state(dS_end, o_k, o_v, end_k, end_v, K, V), FLIP)
     operand = T.dtype.element_ty
     PLANES: tl.constexpr = 7 if HEAD else 3
     n = tl.cdiv(stop - start, BT)
@@ -236,35 +263,37 @@ def scan_bwd_kernel(
         t = start + i_c * BT
         m_r = o_i < stop - t
         row = rows + i_ch * PLANES * BT + o_i
-        b_do = load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand)
+        b_do = flipped(load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand), FLIP)
         b_dSb = b_dS.to(operand)
         if dh is not None:
-            store_block(dh + i_ch * K * V, b_dSb, o_k, o_v, K, V)
+            store_block(dh + i_ch * K * V, flipped(b_dSb, FLIP), o_k, o_v, K, V)
         b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
         b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
         if HEAD:
-            b_y = dot(b_kg, b_dSb, PRECISION) * tl.load(row + 6 * BT)[:, None]
-            b_y = dot(tl.trans(b_A), b_do, PRECISION, acc=b_y)
+            b_y = times(b_kg, b_dSb, FLIP, PRECISION) * of_rows(tl.load(row + 6 * BT), FLIP)
+            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
         else:
-            b_y = dot(tl.trans(b_A), b_do, PRECISION)
-            b_y = dot(b_kg, b_dSb, PRECISION, acc=b_y)
+            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION)
+            b_y = times(b_kg, b_dSb, FLIP, PRECISION, acc=b_y)
         if REMOVAL != "none":
             b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
-            b_y = dot(tl.trans(b_T), b_y.to(operand), PRECISION)
+            b_y = times(tl.trans(b_T), b_y.to(operand), FLIP, PRECISION)
         if y is not None:
-            store_block(y + i_ch * BT * V, b_y, o_i, o_v, BT, V)
-        b_d = tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
+            b_yb = flipped(b_y.to(operand), FLIP)
+            store_block(y + i_ch * BT * V, b_yb, o_i, o_v, BT, V)
+        b_d = of_rows(tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0), FLIP)
         b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_k, m_r, K, G, HEAD)
         if HEAD:
-            b_do = (b_do.to(tl.float32) * tl.load(row + 4 * BT)[:, None]).to(operand)
-        b_dS = dot(tl.trans(b_qg), b_do, PRECISION, acc=b_dS * b_d[:, None])
+            b_do = (b_do.to(tl.float32) * of_rows(tl.load(row + 4 * BT), FLIP)).to(operand)
+        b_dS = times(tl.trans(b_qg), b_do, FLIP, PRECISION, acc=b_dS * b_d)
         if REMOVAL != "none":
-            b_x = -b_y * tl.load(row)[:, None]
+            b_x = -b_y * of_rows(tl.load(row), FLIP)
             b_kin = b_kg
             if HEAD:
-                b_x *= tl.load(row + 5 * BT)[:, None]
+                b_x *= of_rows(tl.load(row + 5 * BT), FLIP)
             if not HEAD or REMOVAL == "p":
                 b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_k, m_r, K, G, HEAD)
-            b_dS = dot(tl.trans(b_kin), b_x.to(operand), PRECISION, acc=b_dS)
+            b_dS = times(tl.trans(b_kin), b_x.to(operand), FLIP, PRECISION, acc=b_dS)
     if dS0 is not None:
+        b_dS = flipped(b_dS, FLIP)
         store_state(dS0 + (i_n * HV + i_h) * K * V, b_dS, o_k, o_v, dS0_k, dS0_v, K, V)

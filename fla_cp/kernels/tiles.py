@@ -104,13 +104,3 @@ def pair_mask(i, S):
     """[BT, BT]: rows in the second and columns in the first block of the same pair of S-blocks."""
     same = (i // (2 * S))[:, None] == (i // (2 * S))[None, :]
     return same & (i % (2 * S) >= S)[:, None] & (i % (2 * S) < S)[None, :]
-
-
-@triton.jit
-def unhoisted(ptr, step, steps, SIZE: tl.constexpr):
-    """ptr, in a form that the compiler cannot move out of a loop over `step` of `steps`.
-
-    Tiles loaded from it would otherwise be loaded once before the loop and kept in registers,
-    which then spill: 2.2 kB a thread in intra.py (docs/log.md). SIZE keeps the alignment.
-    """
-    return ptr + step // steps * SIZE

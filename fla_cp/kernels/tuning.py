@@ -50,10 +50,8 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "dk_head", 128, 128, BF16): Tile(64, 128, 4, 1),
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
-without a safe gate; "_states": without o; "_ends": of the summaries. Figures: docs/log.md."""
-
-BESIDE = 64
-"""Value tile of the scans of a backward where they run side by side."""
+without a safe gate; "_head": with one decay a head; "_states": without o; "_ends": of the
+summaries; "_beside": of scans side by side. Figures: docs/log.md."""
 
 FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
     (90, "scan", 128, 128, BF16): ((128, Tile(128, 128, 8, 2)),),

@@ -1,0 +1,465 @@
+"""Launches of the kernels that are local to a chunk; long because a launch is its list of
+arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..packing import Packing
+from ..rule import CHUNK, NORM_EPS, DeltaRule
+from ..stages.intra import Inputs
+from . import tuning
+from .chunks import Chunks, ScanGrads, precision, tables
+from .gate import GATES
+from .head import (
+    dk_head_kernel,
+    dq_head_kernel,
+    head_gate_bwd_kernel,
+    intra_head_kernel,
+    scores_head_bwd_kernel,
+)
+from .intra import intra_kernel
+from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
+from .sums import sums
+from .tiles import unit_rows
+
+SAFE_DTYPES = (torch.bfloat16,)
+"""Take the safe gate's path: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
+
+
+def _safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
+    return rule.safe_gate and dtype in SAFE_DTYPES
+
+
+def _named(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
+    """Name of a stage in the table of tiles."""
+    if rule.per_head:
+        return f"{stage}_head"
+    return stage if _safe(rule, dtype) else f"{stage}_any"
+
+
+def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "GATE": GATES[rule.gate][0],
+        "NORM": rule.qk_l2norm,
+        "SAFE": _safe(rule, dtype),
+        "REMOVES": rule.removal == "k",
+        "EXP2": rule.use_exp2,
+        "PRECISION": precision(dtype),
+    }
+
+
+def intra(
+    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
+) -> Chunks:
+    x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
+    table = tables(packing, x.q.device)
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    t = tuning.tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
+    gated, removes = (NC, HV, CHUNK, K), rule.removal != "none"
+    if rule.per_head:
+        qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
+    else:
+        qg, kin, kg = (x.q.new_empty(s) for s in (gated, gated if removes else (0,), gated))
+    if kept is None:
+        square = (NC, HV, CHUNK, CHUNK)
+        T, Aqk = x.q.new_empty(square if removes else (0,)), x.q.new_empty(square)
+    else:
+        T, Aqk = kept
+    decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
+    rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
+    if NC and rule.per_head:
+        intra_head_kernel[(NC, HV)](
+            x.q,
+            x.k,
+            x.p,
+            x.g,
+            x.beta,
+            x.A_log,
+            x.dt_bias,
+            T,
+            Aqk,
+            decay,
+            rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *((0, 0) if x.p is None else x.p.stride()[:2]),
+            x.g.stride(0),
+            0 if x.beta is None else x.beta.stride(0),
+            rule.scale,
+            rule.lower_bound or 0.0,
+            rule.beta_factor or 1.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            BT=CHUNK,
+            BK=t.BK,
+            GATE=GATES[rule.gate][0],
+            NORM=rule.qk_l2norm,
+            BETA_SIGMOID=rule.beta_factor is not None,
+            EXP2=rule.use_exp2,
+            REMOVAL=rule.removal,
+            EPS=NORM_EPS,
+            PRECISION=precision(x.q.dtype),
+            NS=t.stages,
+            num_warps=t.warps,
+        )
+    elif NC:
+        intra_kernel[(NC, HV)](
+            x.q,
+            x.k,
+            x.g,
+            x.beta,
+            x.A_log,
+            x.dt_bias,
+            sums(x.q.dtype, x.q.device),
+            qg,
+            kin,
+            kg,
+            T,
+            Aqk,
+            decay,
+            rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *x.g.stride()[:2],
+            0 if x.beta is None else x.beta.stride(0),
+            triton.cdiv(K, t.BK),
+            rule.scale,
+            rule.lower_bound or 0.0,
+            rule.beta_factor or 1.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            BT=CHUNK,
+            BK=t.BK,
+            BETA_SIGMOID=rule.beta_factor is not None,
+            EPS=NORM_EPS,
+            SCORES=kept is None,
+            num_warps=t.warps,
+            NS=t.stages,
+            maxnreg=t.registers,
+            **_gate_options(rule, x.q.dtype),
+        )
+    return Chunks(T, Aqk, decay, rows, qg, kin, kg, x.v, rule)
+
+
+def planes(rule: DeltaRule) -> int:
+    """Of `Chunks.rows`."""
+    return 7 if rule.per_head else 3
+
+
+def intra_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
+    grads = grads._replace(do=unit_rows(grads.do))
+    return (_head_bwd if rule.per_head else _channels_bwd)(rule, packing, x, c, h, v_new, grads)
+
+
+def _head_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    """One decay a head."""
+    table, do = tables(packing, x.q.device), grads.do
+    NC, (tokens, H, K), (HV, V) = len(table.chunk_start), x.q.shape, x.v.shape[1:]
+    ts, tq, tk = (
+        tuning.tile(n, K, V, x.q.dtype) for n in ("scores_bwd_head", "dq_head", "dk_head")
+    )
+    device, q_tiles, tiles = x.q.device, triton.cdiv(K, tq.BK), triton.cdiv(K, tk.BK)
+    dq, dk = (torch.empty(x.q.shape, dtype=x.q.dtype, device=device) for _ in range(2))
+    dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
+    dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
+    dgc, dp, shift, dbeta, shares = (
+        torch.empty(q_tiles + tiles, NC, HV, CHUNK, device=device),
+        *[None] * 4,
+    )
+    if x.p is not None:
+        dp, shift = torch.empty_like(dk), torch.empty_like(dgc[:tiles])
+    if x.beta is not None:
+        dbeta = torch.empty(x.beta.shape, dtype=x.beta.dtype, device=device)
+        shares = torch.empty(1 + tiles, tokens, HV, device=device)
+    dA_log = None if x.A_log is None else torch.empty(NC, HV, device=device)
+    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, device=device)
+    partial = None  # memory of programs that go through several heads
+    if HV > H:
+        most = max(q_tiles * tq.BK, 2 * tiles * tk.BK)
+        partial = torch.empty(NC, H, most, CHUNK, device=device)
+    shape = {
+        "H": H,
+        "G": HV // H,
+        "K": K,
+        "V": V,
+        "BT": CHUNK,
+        "NORM": rule.qk_l2norm,
+        "PRECISION": precision(x.q.dtype),
+    }
+    weights = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
+    if NC:
+        scores_head_bwd_kernel[(NC, HV)](
+            x.v,
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            c.rows,
+            do,
+            c.o,
+            v_new,
+            grads.y,
+            dv,
+            shares,
+            weights,
+            of_rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.v.stride()[:2],
+            x.g.stride(0),
+            *do.stride()[:2],
+            rule.lower_bound or 0.0,
+            HV=HV,
+            V=V,
+            BT=CHUNK,
+            BV=ts.BV,
+            GATE=GATES[rule.gate][0],
+            NORM=rule.qk_l2norm,
+            QNORM=rule.qk_l2norm and q_tiles > 1,
+            EXP2=rule.use_exp2,
+            REMOVAL=rule.removal,
+            PRECISION=precision(x.q.dtype),
+            num_warps=ts.warps,
+        )
+        dq_head_kernel[(NC * q_tiles, H)](
+            x.q,
+            x.k,
+            c.rows,
+            of_rows,
+            weights,
+            do,
+            h,
+            dq,
+            dgc,
+            partial,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *do.stride()[:2],
+            rule.scale,
+            BK=tq.BK,
+            BV=tq.BV,
+            NS=tq.stages,
+            num_warps=tq.warps,
+            maxnreg=tq.registers,
+            **shape,
+        )
+        dk_head_kernel[(NC * tiles, H)](
+            x.q,
+            x.k,
+            x.p,
+            c.decay,
+            c.rows,
+            of_rows,
+            weights,
+            h,
+            grads.dh,
+            v_new,
+            grads.y,
+            dk,
+            dp,
+            dgc[q_tiles:],
+            shift,
+            shares,
+            partial,
+            table.chunk_start,
+            table.chunk_rows,
+            tokens,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *((0, 0) if x.p is None else x.p.stride()[:2]),
+            BK=tk.BK,
+            BV=tk.BV,
+            REMOVAL=rule.removal,
+            NS=tk.stages,
+            num_warps=tk.warps,
+            maxnreg=tk.registers,
+            **shape,
+        )
+        head_gate_bwd_kernel[(NC, HV)](
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            dgc,
+            shift,
+            x.beta,
+            shares,
+            dg,
+            dA_log,
+            ddt_bias,
+            dbeta,
+            table.chunk_start,
+            table.chunk_rows,
+            tokens,
+            x.g.stride(0),
+            0 if x.beta is None else x.beta.stride(0),
+            rule.lower_bound or 0.0,
+            rule.beta_factor or 1.0,
+            HV=HV,
+            BT=CHUNK,
+            SHARES=q_tiles + tiles,
+            TILES=tiles,
+            GATE=GATES[rule.gate][0],
+            SLOPE=GATES[rule.gate][1],
+            RATE_SCALES_RAW=rule.gate == "sigmoid",
+            BETA_SIGMOID=rule.beta_factor is not None,
+            num_warps=1,
+        )
+    dA_log, ddt_bias = _reduced(dA_log, x.A_log), _reduced(ddt_bias, x.dt_bias)
+    return Inputs(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dp)
+
+
+def _channels_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    """One decay a channel."""
+    table, do = tables(packing, x.q.device), grads.do
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    t, ts = (
+        tuning.tile(name, K, V, x.q.dtype)
+        for name in (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
+    )
+    device, tokens = x.q.device, len(x.q)
+    per_head = torch.float32 if HV > H else x.q.dtype
+    tiles = triton.cdiv(K, t.BK)
+    dq, dk = (torch.empty(tokens, HV, K, dtype=per_head, device=device) for _ in range(2))
+    dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
+    dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
+    dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
+    dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
+    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
+    dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
+    if NC:
+        scores_bwd_kernel[(NC, HV)](
+            x.v,
+            c.rows,
+            do,
+            c.o,
+            v_new,
+            grads.y,
+            dv,
+            dbeta,
+            dscores,
+            of_rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.v.stride()[:2],
+            *do.stride()[:2],
+            HV=HV,
+            V=V,
+            BT=CHUNK,
+            BV=ts.BV,
+            PLANES=planes(rule),
+            NORM=rule.qk_l2norm,
+            REMOVES=rule.removal != "none",
+            PRECISION=precision(x.q.dtype),
+            num_warps=ts.warps,
+        )
+        intra_bwd_kernel[(NC * tiles, HV)](
+            x.q,
+            x.k,
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            sums(x.q.dtype, x.q.device),
+            c.decay,
+            c.rows,
+            of_rows,
+            do,
+            h,
+            grads.dh,
+            v_new,
+            grads.y,
+            dscores,
+            dq,
+            dk,
+            dg,
+            dbeta,
+            dA_log,
+            ddt_bias,
+            table.chunk_start,
+            table.chunk_rows,
+            tokens,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *x.g.stride()[:2],
+            *do.stride()[:2],
+            rule.scale,
+            rule.lower_bound or 0.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            V=V,
+            BT=CHUNK,
+            BK=t.BK,
+            BV=t.BV,
+            SLOPE=GATES[rule.gate][1],
+            RATE_SCALES_RAW=rule.gate == "sigmoid",
+            num_warps=t.warps,
+            NS=t.stages,
+            maxnreg=t.registers,
+            **_gate_options(rule, x.q.dtype),
+        )
+    if HV > H:
+
+        def of_keys(d: Tensor) -> Tensor:
+            return d.unflatten(1, (H, HV // H)).sum(2).to(x.q.dtype)
+
+        dq, dk = of_keys(dq), of_keys(dk)
+    return Inputs(
+        dq,
+        dk,
+        dv,
+        dg,
+        None if x.beta is None else _beta_bwd(rule, x.beta, dbeta.sum(0)),
+        _reduced(dA_log, x.A_log),
+        _reduced(ddt_bias, x.dt_bias),
+    )
+
+
+def _beta_bwd(rule: DeltaRule, beta: Tensor, dbeta: Tensor) -> Tensor:
+    if rule.beta_factor is not None:
+        b = torch.sigmoid(beta.float())
+        dbeta *= rule.beta_factor * b * (1 - b)
+    return dbeta.to(beta.dtype)
+
+
+def _reduced(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """Sum over chunks, in fp32."""
+    return None if partial is None or like is None else partial.sum(0).view_as(like)
