@@ -44,8 +44,8 @@ class Backend:
       restore(rule, packing, inputs, tensors, o) -> chunks, h, v_new    h None: scan runs again
       output_bwd(rule, packing, chunks, do) -> output gradients
       summarize_bwd(packing, chunks, output gradients, seeds) -> offset
-      scan(packing, chunks, S0) -> a call that gives h, v_new    only if restore gave no h; may run
-                                                                 beside what is called meanwhile
+      beside(packing, chunks) -> bool                            scan runs beside what follows
+      scan(packing, chunks, S0) -> a call that gives h, v_new    only if restore gave no h
       scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
 
@@ -77,6 +77,7 @@ class Backend:
     restore: Stage
     output_bwd: Stage
     summarize_bwd: Stage
+    beside: Stage
     scan: Stage
     scan_bwd: Stage
     intra_bwd: Stage
@@ -160,6 +161,7 @@ TORCH = Backend(
     restore=_restore,
     output_bwd=_scan.output_bwd,
     summarize_bwd=_scan.summarize_bwd,
+    beside=lambda packing, c: False,
     scan=_start_scan,
     scan_bwd=_scan.scan_bwd,
     intra_bwd=_intra.intra_bwd,

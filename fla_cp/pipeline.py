@@ -235,5 +235,8 @@ def backward(
     all ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads
     it."""
     again = restored(plan, x, initial, saved, o, do)
+    if plan.backend.beside(plan.packing, again.chunks):
+        started = again.states()
+        again = again._replace(states=lambda: started)
     wait = carry_maps(plan, x, adjoint_maps(plan, saved, again, dfinal), reverse=True)
     return finish_backward(plan, x, again, wait, dfinal, want_dinitial=want_dinitial)

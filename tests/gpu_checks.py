@@ -109,10 +109,11 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
     rows = []
     shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
     for name, stage, tile in [*tiles(K, V)][share]:
-        cut = cut_into(2) if stage.endswith("_ends") else nullcontext()
+        cut = cut_into(2) if "_ends" in stage else nullcontext()
         with forced({stage: tile}), cut:
             if "head" in stage or stage.endswith("_beside"):
                 rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name))
+            if "head" in stage:
                 continue
             gate = {} if stage.endswith("_any") else SAFE
             case = Case("tile", **shape, options=options(**INSIDE, **gate))

@@ -7,6 +7,7 @@ is checked there by tests/gpu.py.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
         beta = None if rule.removal == "none" else torch.rand(T, HV)
         x = Inputs(*qk, v, g, beta, None, None, p)
         packing = Packing.build((0, T), segment_chunks=cut)
-        return backend._both_fit(packing, intra(rule, packing, x))
+        return backend.beside(packing, intra(rule, packing, x))
 
     assert fit(HV=4)  # 4 chains of 2 value tiles, twice
     assert not fit(HV=5)
@@ -205,12 +206,14 @@ def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
         assert (wide[name] - x).abs().max() <= 1e-5 * x.abs().max(), name
 
 
-def test_order_of_scans_side_by_side(monkeypatch):
+@pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
+def test_order_of_scans_side_by_side(chunks, monkeypatch):
     """What the side stream reads exists before it starts, and what it writes is waited for."""
     from contextlib import contextmanager
 
     from fla_cp import chunk_gated_delta_rule
     from fla_cp.kernels import backend, local
+    from fla_cp.kernels.measure import cut_into
 
     events, streams = [], ["main"]
 
@@ -242,10 +245,16 @@ def test_order_of_scans_side_by_side(monkeypatch):
 
     q, k, v = torch.randn(3, 1, 70, 1, 16).requires_grad_()
     rest = -torch.rand(1, 70, 1), torch.rand(1, 70, 1)
-    o, _ = chunk_gated_delta_rule(q, k, v, *rest, impl="triton")
-    (plain,) = torch.autograd.grad(o.sum(), q)
+
+    def gradient():
+        with cut_into(chunks):
+            o, _ = chunk_gated_delta_rule(q, k, v, *rest, impl="triton")
+            return torch.autograd.grad(o.sum(), q)[0]
+
+    plain = gradient()
     main, side = Stream("main"), Stream("side")
-    monkeypatch.setattr(backend, "_both_fit", lambda packing, c: True)
+    monkeypatch.setattr(backend, "beside", lambda packing, c: True)
+    monkeypatch.setattr(backend, "TRITON", replace(backend.TRITON, beside=backend.beside))
     monkeypatch.setattr(backend, "_side_stream", lambda device, beside: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -255,13 +264,14 @@ def test_order_of_scans_side_by_side(monkeypatch):
         (local, "dq_head_kernel"),
     ):
         monkeypatch.setattr(module, name, Logged(name, getattr(module, name)))
-    o, _ = chunk_gated_delta_rule(q, k, v, *rest, impl="triton")
-    (beside,) = torch.autograd.grad(o.sum(), q)
-    assert torch.equal(plain, beside)
+    assert torch.equal(plain, gradient())
+    summary = chunks == 1
     assert events == [
+        *["scan_kernel on main"] * summary,
         "scan_kernel on main",
         "side waits for main",
         "scan_kernel on side",
+        *["scan_bwd_kernel on main"] * summary,
         "scan_bwd_kernel on main",
         "main waits for side",
         "dq_head_kernel on main",

@@ -195,10 +195,10 @@ def _side_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _both_fit(packing: Packing, c: Chunks) -> bool:
-    """Whether the scans of a backward, which need nothing of each other, run side by side: where
-    all their programs have a multiprocessor of their own. With p they would not: the operands of
-    64 columns fit into shared memory in two stages only (together they then take longer)."""
+def beside(packing: Packing, c: Chunks) -> bool:
+    """Whether the forward's and the reverse scan of a backward, which need nothing of each other,
+    run side by side: where all programs have a multiprocessor of their own. With p they would not:
+    operands of 64 columns fit into shared memory in two stages only (together they take longer)."""
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     if c.rule.removal == "p" or c.rule.keep_intermediates:
         return False
@@ -210,7 +210,7 @@ def _both_fit(packing: Packing, c: Chunks) -> bool:
 def scan(packing: Packing, c: Chunks, S0: States | None) -> Callable[[], tuple[Tensor, Tensor]]:
     h, v_new = _chunk_buffers(packing, c)
     side = None
-    if _both_fit(packing, c):
+    if beside(packing, c):
         side = _side_stream(c.v.device, torch.cuda.current_stream(c.v.device).stream_id)
     _scan(packing, c, S0, "everything", h=h, v_new=v_new, stream=side)
 
@@ -263,7 +263,8 @@ def _scan_bwd(
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
-    if dh is not None and _both_fit(packing, c):
+    # after a summary the scan beside it is nearly done: it then runs alone
+    if beside(packing, c) and (dh is None or not (packing.carried or packing.feeding)):
         stage += "_beside"
     t = tuning.tile(stage, K, V, c.Aqk.dtype, HV * len(segments))
     if not segments:
@@ -383,6 +384,7 @@ TRITON = Backend(
     restore=restore,
     output_bwd=output_bwd,
     summarize_bwd=summarize_bwd,
+    beside=beside,
     scan=scan,
     scan_bwd=scan_bwd,
     intra_bwd=intra_bwd,

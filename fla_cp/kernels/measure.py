@@ -87,6 +87,11 @@ def stages(
         backend.scan_bwd(packing, c, grads, None, want_start=False)
         states()
 
+    def beside_summary() -> None:
+        states = backend.scan(middle, c, None)
+        backend.summarize_bwd(middle, c, grads, None)
+        states()
+
     def restore() -> None:
         intra(rule, packing, x, kept=(c.T, c.Aqk))
 
@@ -96,9 +101,10 @@ def stages(
         "scan_states": lambda: backend.scan(packing, kept, None)(),
         "scan_bwd": lambda: backend.scan_bwd(packing, kept, grads, None, want_start=False),
         "both_scans": both_scans,
+        "beside_summary": beside_summary,
         f"intra_bwd{path}": lambda: intra_bwd(rule, packing, x, c, h, v_new, dscan),
         "scan_ends": lambda: backend.summarize(middle, c, None),
-        "scan_bwd_ends": lambda: backend.summarize_bwd(middle, c, grads, None),
+        "scan_bwd_ends": lambda: backend.summarize_bwd(middle, kept, grads, None),
     }
 
 
@@ -109,7 +115,7 @@ def measure(
     that run side by side together."""
     path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
     if stage.endswith("_beside"):
-        path, timed = "_head", "both_scans"
+        path, timed = "", "beside_summary" if "_ends" in stage else "both_scans"
     elif stage.startswith(("scores_bwd", "dq", "dk")):
         timed = f"intra_bwd{path}"
     else:

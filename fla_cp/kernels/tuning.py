@@ -41,6 +41,7 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scan_bwd_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
     (90, "scan_bwd_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
+    (90, "scan_bwd_ends_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 128, 4, 1),
     (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1, 168),
@@ -121,6 +122,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "scan_bwd": SCANS,
     "scan_states_beside": tuple(Tile(0, 64, 4, stages) for stages in (3, 2)),
     "scan_bwd_beside": tuple(Tile(0, 64, 4, stages) for stages in (3, 2)),
+    "scan_bwd_ends_beside": tuple(Tile(0, 64, 4, stages) for stages in (3, 2)),
     "intra_head": (
         Tile(32, 0, 4, 3),
         Tile(32, 0, 4, 1),
