@@ -43,10 +43,11 @@ class Backend:
     backward
       restore(rule, packing, inputs, tensors, o) -> chunks, h, v_new    h None: scan runs again
       output_bwd(rule, packing, chunks, do) -> output gradients
-      summarize_bwd(packing, chunks, output gradients, seeds) -> offset
       beside(packing, chunks) -> bool                            scan runs beside what follows
       scan(packing, chunks, S0) -> a call that gives h, v_new    only if restore gave no h
-      scan_bwd(packing, chunks, output gradients, dS_end, want_start) -> scan gradients, dS0
+      summarize_bwd(packing, chunks, output gradients, seeds, together) -> offset
+      scan_bwd(packing, chunks, output gradients, dS_end, want_start, together)
+                                             -> scan gradients, dS0; together: while `scan` runs
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
 
       walk(owner, steps, transition, offset, start, out, transposed) -> out      see affine.py

@@ -192,10 +192,19 @@ def restored(
     return Restored(chunks, dout, states)
 
 
-def adjoint_maps(plan: Plan, saved: Saved, again: Restored, dfinal: Tensor | None) -> AffineMap:
-    """Of this card's segments, in reverse; transitions are the forward's."""
+def adjoint_maps(
+    plan: Plan,
+    saved: Saved,
+    again: Restored,
+    dfinal: Tensor | None,
+    *,
+    together: bool = False,
+) -> AffineMap:
+    """Of this card's segments, in reverse; transitions are the forward's. together: the forward's
+    states are formed meanwhile."""
     seeds = _of_sequences(plan, plan.packing.ending, dfinal)
-    offset = plan.backend.summarize_bwd(plan.packing, again.chunks, again.dout, seeds)
+    chunks, dout = again.chunks, again.dout
+    offset = plan.backend.summarize_bwd(plan.packing, chunks, dout, seeds, together=together)
     return AffineMap(saved.transition, offset)
 
 
@@ -207,14 +216,16 @@ def finish_backward(
     dfinal: Tensor | None,
     *,
     want_dinitial: bool,
+    together: bool = True,
 ) -> tuple[Inputs, Tensor | None]:
     """wait: gives the gradients that leave `Packing.feeding`. The forward's states, which need
-    none of them, are formed meanwhile."""
+    none of them, are formed meanwhile. together: and while the reverse scan runs."""
     packing, run = plan.packing, plan.backend
     states = again.states()
     seeds = _of_sequences(plan, packing.ending, dfinal)
     dS_end = join(seeds, wait())
-    dscan, dS0 = run.scan_bwd(packing, again.chunks, again.dout, dS_end, want_start=want_dinitial)
+    wanted = {"want_start": want_dinitial, "together": together}
+    dscan, dS0 = run.scan_bwd(packing, again.chunks, again.dout, dS_end, **wanted)
     grads = run.intra_bwd(plan.rule, packing, x, again.chunks, *states(), dscan)
     dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal) if want_dinitial else None
     return grads, dinitial
@@ -235,8 +246,14 @@ def backward(
     all ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads
     it."""
     again = restored(plan, x, initial, saved, o, do)
-    if plan.backend.beside(plan.packing, again.chunks):
+    early = plan.backend.beside(plan.packing, again.chunks)
+    if early:
         started = again.states()
         again = again._replace(states=lambda: started)
-    wait = carry_maps(plan, x, adjoint_maps(plan, saved, again, dfinal), reverse=True)
-    return finish_backward(plan, x, again, wait, dfinal, want_dinitial=want_dinitial)
+    maps = adjoint_maps(plan, saved, again, dfinal, together=early)
+    wait = carry_maps(plan, x, maps, reverse=True)
+    together = not (early and plan.links.any)  # else the exchange outlasts the forward's scan
+    grads = finish_backward(
+        plan, x, again, wait, dfinal, want_dinitial=want_dinitial, together=together
+    )
+    return grads

@@ -258,13 +258,13 @@ def _scan_bwd(
     y: Tensor | None = None,
     dh: Tensor | None = None,
     dS0: Tensor | None = None,
+    together: bool = False,
 ) -> None:
     segments = getattr(packing, which)
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
-    # after a summary the scan beside it is nearly done: it then runs alone
-    if beside(packing, c) and (dh is None or not (packing.carried or packing.feeding)):
+    if together and beside(packing, c):
         stage += "_beside"
     t = tuning.tile(stage, K, V, c.Aqk.dtype, HV * len(segments))
     if not segments:
@@ -304,21 +304,32 @@ def _scan_bwd(
 
 
 def summarize_bwd(
-    packing: Packing, c: Chunks, grads: OutputGrads, seeds: States | None
+    packing: Packing,
+    c: Chunks,
+    grads: OutputGrads,
+    seeds: States | None,
+    *,
+    together: bool = False,
 ) -> Tensor | None:
     if not packing.carried:
         return None
     offset = _states(c, len(packing.carried))
-    _scan_bwd(packing, c, grads.do, seeds, "carried", dS0=offset)
+    _scan_bwd(packing, c, grads.do, seeds, "carried", dS0=offset, together=together)
     return offset
 
 
 def scan_bwd(
-    packing: Packing, c: Chunks, grads: OutputGrads, dS_end: States | None, *, want_start: bool
+    packing: Packing,
+    c: Chunks,
+    grads: OutputGrads,
+    dS_end: States | None,
+    *,
+    want_start: bool,
+    together: bool = False,
 ) -> tuple[ScanGrads, Tensor | None]:
     dh, y = _chunk_buffers(packing, c)
     dS0 = _states(c, len(packing.segments), outside=True) if want_start else None
-    _scan_bwd(packing, c, grads.do, dS_end, "everything", y=y, dh=dh, dS0=dS0)
+    _scan_bwd(packing, c, grads.do, dS_end, "everything", y=y, dh=dh, dS0=dS0, together=together)
     return ScanGrads(grads.do, y, dh), dS0
 
 

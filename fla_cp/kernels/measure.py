@@ -84,12 +84,12 @@ def stages(
 
     def both_scans() -> None:
         states = backend.scan(packing, c, None)
-        backend.scan_bwd(packing, c, grads, None, want_start=False)
+        backend.scan_bwd(packing, c, grads, None, want_start=False, together=True)
         states()
 
     def beside_summary() -> None:
         states = backend.scan(middle, c, None)
-        backend.summarize_bwd(middle, c, grads, None)
+        backend.summarize_bwd(middle, c, grads, None, together=True)
         states()
 
     def restore() -> None:
@@ -99,12 +99,12 @@ def stages(
         f"intra{path}": lambda: intra(rule, packing, x),
         "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
         "scan_states": lambda: backend.scan(packing, kept, None)(),
-        "scan_bwd": lambda: backend.scan_bwd(packing, kept, grads, None, want_start=False),
+        "scan_bwd": lambda: backend.scan_bwd(packing, c, grads, None, want_start=False),
         "both_scans": both_scans,
         "beside_summary": beside_summary,
         f"intra_bwd{path}": lambda: intra_bwd(rule, packing, x, c, h, v_new, dscan),
         "scan_ends": lambda: backend.summarize(middle, c, None),
-        "scan_bwd_ends": lambda: backend.summarize_bwd(middle, kept, grads, None),
+        "scan_bwd_ends": lambda: backend.summarize_bwd(middle, c, grads, None),
     }
 
 

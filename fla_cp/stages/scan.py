@@ -121,7 +121,12 @@ def _step_bwd(
 
 
 def summarize_bwd(
-    packing: Packing, c: Chunks, grads: OutputGrads, seeds: States | None
+    packing: Packing,
+    c: Chunks,
+    grads: OutputGrads,
+    seeds: States | None,
+    *,
+    together: bool = False,
 ) -> Tensor | None:
     """Adjoint offset of `packing.carried` [., HV, K, V]: the gradient of the segment's entry
     state when its last state's gradient is its seed. The transition is the forward one
@@ -142,6 +147,7 @@ def scan_bwd(
     dS_end: States | None,
     *,
     want_start: bool = True,
+    together: bool = False,
 ) -> tuple[ScanGrads, Tensor]:
     """What `intra_bwd` needs, and the gradient of each segment's entry state [S, HV, K, V]."""
     table = packing.steps(c.w.device)
