@@ -323,7 +323,7 @@ def refused(group, rank):
         ),
         (
             {"max_sequences": 4, "exchange": "ring"},
-            "exchange must be 'auto' or 'all_gather' with max_sequences, got 'ring'",
+            "exchange must be 'auto', 'all_gather' or 'symmetric' with max_sequences, got 'ring'",
         ),
     ):
         with pytest.raises(ValueError, match=message):
