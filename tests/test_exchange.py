@@ -17,10 +17,12 @@ from fla_cp.comm import (
     Ring,
     Scan,
     SlotMaps,
+    Symmetric,
     make_exchange,
     measure_exchange,
 )
-from fla_cp.context import _links
+from fla_cp.context import _links, build_cp_context
+from tests import peers
 from tests.closeness import assert_exact
 from tests.ranks import run_threads
 
@@ -101,6 +103,31 @@ def test_schemes_equal_the_serial_fold_on_many_threads(scheme):
     run_threads(lambda group, rank: body(group, rank, 9, scheme), 9)
 
 
+@pytest.mark.parametrize("R", [2, 3, 4, 9])
+def test_symmetric_equals_the_serial_fold_on_threads(monkeypatch, R):
+    peers.of_threads(monkeypatch)
+    run_threads(lambda group, rank: body(group, rank, R, Symmetric), R)
+
+
+def test_symmetric_is_refused_with_the_reason():
+    def refused(group, rank):
+        with pytest.raises(ValueError, match=r"'symmetric' cannot be used here: .* over nccl"):
+            build_cp_context(torch.tensor([0, 20]), group, exchange="symmetric")
+        one = build_cp_context(torch.tensor([0, 20]), None, exchange="symmetric")
+        assert isinstance(one.exchange, Local)
+
+    run_threads(refused, 2)
+
+
+def test_auto_takes_symmetric_memory_only_where_it_is(monkeypatch):
+    monkeypatch.setattr("fla_cp.comm.exchange.PREFER_SYMMETRIC", True)
+    for reason, scheme in (("", Symmetric), ("no", AllGather)):
+        monkeypatch.setattr("fla_cp.comm.peers.why_not", lambda group, reason=reason: reason)
+        assert isinstance(make_exchange("auto", object(), 4), scheme)
+        assert isinstance(make_exchange("auto", object(), 9, fixed=True), scheme)
+        assert isinstance(make_exchange("auto", object(), 9), Heads)
+
+
 def test_local_folds_without_a_group():
     links = _links((0, 60), (((40, 60), (0, 40)),))
     (maps,) = random_maps(links, 1, 0)
@@ -173,6 +200,7 @@ def test_choice_by_world_size():
     assert isinstance(make_exchange("auto", group, 9), Heads)
     assert isinstance(make_exchange("auto", group, 128), Heads)
     assert isinstance(make_exchange("auto", group, 129), Scan)
+    assert isinstance(make_exchange("auto", group, 9, fixed=True), AllGather)
     assert isinstance(make_exchange("ring", group, 2), Ring)
     with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):
         make_exchange("tree", group, 2)

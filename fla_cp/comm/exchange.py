@@ -294,9 +294,11 @@ def _unpacked(wire: Tensor, links: Links, V: int) -> SlotMaps:
 def pack(maps: SlotMaps, links: Links) -> Tensor:
     """This rank's wire [slots_per_rank, HV, K, V+K], +K only where any transition is needed."""
     J, HV, K, V = maps.offset.shape
-    full = links.slots_per_rank == J and (maps.transition is not None or not links.any_through)
-    make = maps.offset.new_empty if full else maps.offset.new_zeros
-    wire = make(links.slots_per_rank, HV, K, V + K * links.any_through)
+    sent = (maps.offset, maps.transition) if links.any_through else (maps.offset,)
+    parts = [x for x in sent if x is not None]
+    if links.slots_per_rank == J and len(parts) == len(sent):
+        return torch.cat(parts, -1)
+    wire = maps.offset.new_zeros(links.slots_per_rank, HV, K, V + K * links.any_through)
     wire[:J, ..., :V] = maps.offset
     if links.any_through and maps.transition is not None:
         wire[:J, ..., V:] = maps.transition
