@@ -2,9 +2,9 @@
 
 A step reads one transition and one offset. The state lives in memory that only its program touches
 (K rows are too many for registers beside a transition), in two places that take turns; a barrier
-stands between what is written in one step and read in the next. A step's first loads of maps, which
-do not depend on the state, are under way before it. Products are three TF32 products each, as good as
-fp32 here: what is rounded stays below 2^-20 of the terms.
+stands between what is written in one step and read in the next. A step's first maps, which do not
+depend on the state, are loaded before it. Products are three TF32 products each, as good as fp32
+here: what is rounded stays below 2^-20 of the terms.
 """
 
 import functools
@@ -100,7 +100,8 @@ def walk_kernel(
             if r == 0:
                 tl.debug_barrier()
             if M is not None:
-                if i_m >= 0:
+                enters = i_m >= 0
+                if enters:
                     for c in tl.static_range((K + BK - 1) // BK):
                         b_S = load_tile(places, before, c * BK + o_b, o_v, K, V, V)
                         acc = dot(b_M[c], b_S, "tf32x3", acc=acc)
