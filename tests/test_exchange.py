@@ -1,7 +1,9 @@
 """Every exchange scheme against a serial fold, over gloo, and what it leaves unsent."""
 
 import random
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from fla_cp.comm import (
     make_exchange,
     measure_exchange,
 )
+from fla_cp.comm.peers import PeerMemory
 from fla_cp.context import _links, build_cp_context
 from tests import peers
 from tests.closeness import assert_exact
@@ -107,6 +110,36 @@ def test_schemes_equal_the_serial_fold_on_many_threads(scheme):
 def test_symmetric_equals_the_serial_fold_on_threads(monkeypatch, R):
     peers.of_threads(monkeypatch)
     run_threads(lambda group, rank: body(group, rank, R, Symmetric), R)
+
+
+def test_peer_memory_is_read_before_it_is_written_again(monkeypatch):
+    """Between a read of a part and the next write of it lies a barrier; CUDA is a list of calls."""
+    done, captured = [], False
+    call = lambda name: lambda *args, **more: done.append(name)  # noqa: E731
+    stream = SimpleNamespace(
+        wait_stream=call("fork"), record_event=call("end"), wait_event=call("join")
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    memory = object.__new__(PeerMemory)
+    memory.device, memory._turn, memory._stream = None, 0, stream
+    memory._mine, memory._parts = range(3), range(3)
+    memory._handle = SimpleNamespace(barrier=call("barrier"))
+    for captured in (False, False, True, True, False, True, False, False):
+        done.append("graph" if captured else "stream")
+        memory.exchange(lambda part: done.append(("put", part)), lambda p: done.append(("take", p)))
+    read = set()  # since the last barrier
+    for what in done:
+        if what == "barrier":
+            read.clear()
+        elif what[0] == "take":
+            read.add(what[1])
+        elif what[0] == "put":
+            assert what[1] not in read
+    graphs = [n for n, what in enumerate(done) if what == "graph"]
+    assert all(done[n + 1 : n + 4] == ["fork", "barrier", ("put", 2)] for n in graphs)
+    assert [what[1] for what in done if what[0] == "put"] == [0, 1, 2, 2, 0, 2, 1, 0]
 
 
 def test_symmetric_is_refused_with_the_reason():
