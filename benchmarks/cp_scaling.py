@@ -145,6 +145,7 @@ def sent_bytes(shape: Shape, R: int, scheme: str) -> int:
         "ring": S if R > 1 else 0,
         "heads": (R - 1) * (S + M * through) // min(R, shape.HV) + (R - 1) * S // R,
         "scan": (len(distances) + (R > 1)) * S + with_map * M,
+        "symmetric": (R - 1) * S + max(R - 2, 0) * M,
     }
     return 2 * per_direction["all_gather" if scheme == "auto" else scheme]
 
@@ -156,12 +157,18 @@ LATENCY_US, GB_S = (40.0, 50.0), (350.0, 45.0)
 """Of one collective or hop, and received by a GPU: within a host (measured on 4 H200s: 44 us empty,
 66 us with 4 MiB a rank) and, assumed, between hosts (400 Gbit/s a GPU)."""
 
+PEERS_US, PEERS_GB_S = 20.0, 300.0
+"""Symmetric memory within a host, predicted: to put maps, a barrier (10 us), the start of reads; a
+read of 8 MiB took 27 us."""
+
 MESSAGE_US = 1.5
 """Of each further message of an all-to-all, assumed."""
 
 
 def modelled_us(shape: Shape, R: int, scheme: str) -> float:
     """Microseconds of one exchange, of one direction of one layer."""
+    if scheme == "symmetric":
+        return PEERS_US + sent_bytes(shape, R, scheme) / 2 / PEERS_GB_S / 1e3
     far = int(R > HOST)
     rounds = {
         "all_gather": 1,
@@ -178,11 +185,12 @@ def modelled_us(shape: Shape, R: int, scheme: str) -> float:
 
 
 def model_table() -> str:
-    schemes = ("all_gather", "ring", "scan", "heads")
-    lines = [f"| ranks | {' | '.join(schemes)} |", "|---" * 5 + "|"]
+    schemes = ("all_gather", "ring", "scan", "heads", "symmetric")
+    lines = [f"| ranks | {' | '.join(schemes)} |", "|---" * 6 + "|"]
     shape = Shape("model", 0)
     for R in (2, 4, 8, 16, 32, 64, 128, 256):
-        cells = (f"{modelled_us(shape, R, s):.0f}" for s in schemes)
+        found = {s: f"{modelled_us(shape, R, s):.0f}" for s in schemes}
+        cells = (found[s] if s != "symmetric" or R <= HOST else "-" for s in schemes)
         lines.append(f"| {R} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

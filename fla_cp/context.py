@@ -327,15 +327,16 @@ def build_cp_context(
     cu_seqlens_cpu: the same values on the host; spares one device synchronisation.
     token_ranges: for each rank its [start, stop) ranges in local order; together they tile the
         batch once. Default: contiguous, equal up to one token. See `zigzag_token_ranges`.
-    exchange: "auto", "all_gather", "ring", "scan" or "heads"; comm/exchange.py has their bytes.
+    exchange: "auto", "all_gather", "ring", "scan", "heads" or, for GPUs of one host that read each
+        other's memory, "symmetric"; comm/exchange.py has their bytes.
     max_sequences: makes a context of fixed shape, for CUDA graphs: `FLACPContext.update` fills it
         with another packing of as many tokens and up to so many sequences. It needs contiguous
-        ranges of a token at least and the all-gather, always exchanges states, cuts no segments
-        inside a card, and takes neither states nor torch.compile.
+        ranges of a token at least and "auto", "all_gather" or "symmetric", always exchanges states,
+        cuts no segments inside a card, and takes neither states nor torch.compile.
     check: compare the table across ranks with one small collective.
 
     Raises ValueError for offsets or ranges that are not as above, for what max_sequences does not
-    support, and, with check, if ranks differ.
+    support, for "symmetric" where the group cannot have it, and, with check, if ranks differ.
     """
     offsets = _read(cu_seqlens, cu_seqlens_cpu)
     check_conv1d_kernel_size(conv1d_kernel_size)
@@ -345,7 +346,6 @@ def build_cp_context(
         raise ValueError("group must contain this process, which is not one of its ranks")
     if max_sequences is not None:
         check_max_sequences(max_sequences, offsets, world_size, token_ranges, exchange)
-        exchange = "all_gather"
     if token_ranges is None:
         token_ranges = contiguous_token_ranges(offsets[-1], world_size)
     ranges = tuple(tuple((int(lo), int(hi)) for lo, hi in r) for r in token_ranges)
@@ -354,7 +354,7 @@ def build_cp_context(
         table = (offsets, ranges, conv1d_kernel_size, exchange, max_sequences)
         _check_equal_tables(repr(table), group)
 
-    scheme = make_exchange(exchange, group, world_size)
+    scheme = make_exchange(exchange, group, world_size, fixed=max_sequences is not None)
     device = cu_seqlens.device
     return _context(group, offsets, ranges, conv1d_kernel_size, scheme, device, max_sequences)
 

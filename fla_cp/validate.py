@@ -107,9 +107,10 @@ def check_max_sequences(
         raise ValueError(f"max_sequences must be at least 1, or None, got {most}")
     if token_ranges is not None:
         raise ValueError(f"token_ranges must be None with max_sequences, got {token_ranges}")
-    if exchange not in ("auto", "all_gather"):
+    if exchange not in ("auto", "all_gather", "symmetric"):
         raise ValueError(
-            f"exchange must be 'auto' or 'all_gather' with max_sequences, got {exchange!r}"
+            "exchange must be 'auto', 'all_gather' or 'symmetric' with max_sequences, got "
+            f"{exchange!r}"
         )
     if offsets[-1] < world_size:
         raise ValueError(

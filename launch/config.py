@@ -88,7 +88,7 @@ class ParallelConfig:
     layout: Literal["contiguous", "zigzag"] = "contiguous"
     """Which tokens a cp rank owns: one run, or two mirrored ones."""
     exchange: Annotated[
-        Literal["auto", "all_gather", "ring", "scan", "heads"], _short("--exchange")
+        Literal["auto", "all_gather", "ring", "scan", "heads", "symmetric"], _short("--exchange")
     ] = "auto"
     """How states travel between cp ranks; see fla_cp.comm."""
     device: Annotated[Literal["auto", "cpu", "cuda"], _short("--device")] = "auto"

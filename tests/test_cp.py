@@ -10,6 +10,7 @@ import fla_cp.comm.collectives as collectives
 from fla_cp import build_cp_context, chunk_kda, cp_chunk_kda, zigzag_token_ranges
 from fla_cp.packing import Packing
 from fla_cp.reference import recurrence
+from tests import peers
 from tests.cases import INSIDE, PACKED, Case, named, options
 from tests.closeness import assert_exact
 from tests.ranks import run_threads
@@ -119,6 +120,13 @@ def test_threads_equal_one_device(case, R):
 def test_every_exchange(gloo_pool, exchange, ranges):
     case = named("grouped-heads", T=300, cu_seqlens=(0, 250, 300), decay=SLOW)
     gloo_pool.run(check, case, ranges, exchange)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_symmetric_memory(monkeypatch, ranges):
+    peers.of_threads(monkeypatch)
+    case = named("grouped-heads", T=300, cu_seqlens=(0, 250, 300), decay=SLOW)
+    run_threads(check, 4, case, ranges, "symmetric")
 
 
 @pytest.mark.parametrize("ranges", RANGES)

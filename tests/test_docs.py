@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fla_cp import build_cp_context, chunk_kda, cp_chunk_kda
 from fla_cp.comm import collectives
+from tests import peers
 from tests.ranks import run_threads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,10 +211,10 @@ def received_bytes(group, rank, scheme, counters):
     return counters[threading.get_ident()]
 
 
-@pytest.mark.parametrize("scheme", ["all_gather", "ring", "scan", "heads"])
+@pytest.mark.parametrize("scheme", ["all_gather", "ring", "scan", "heads", "symmetric"])
 def test_bytes_of_each_exchange(scheme, monkeypatch):
     header, *rows = tables(DESIGN, "Exchange")[0]
-    counters = {}
+    counters = peers.of_threads(monkeypatch)
     all_gather, receive = collectives.all_gather, collectives.receive
     send_and_receive, all_to_all = collectives.send_and_receive, collectives.all_to_all
 

@@ -1,7 +1,9 @@
 """Every exchange scheme against a serial fold, over gloo, and what it leaves unsent."""
 
 import random
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +19,13 @@ from fla_cp.comm import (
     Ring,
     Scan,
     SlotMaps,
+    Symmetric,
     make_exchange,
     measure_exchange,
 )
-from fla_cp.context import _links
+from fla_cp.comm.peers import PeerMemory
+from fla_cp.context import _links, build_cp_context
+from tests import peers
 from tests.closeness import assert_exact
 from tests.ranks import run_threads
 
@@ -101,6 +106,61 @@ def test_schemes_equal_the_serial_fold_on_many_threads(scheme):
     run_threads(lambda group, rank: body(group, rank, 9, scheme), 9)
 
 
+@pytest.mark.parametrize("R", [2, 3, 4, 9])
+def test_symmetric_equals_the_serial_fold_on_threads(monkeypatch, R):
+    peers.of_threads(monkeypatch)
+    run_threads(lambda group, rank: body(group, rank, R, Symmetric), R)
+
+
+def test_peer_memory_is_read_before_it_is_written_again(monkeypatch):
+    """Between a read of a part and the next write of it lies a barrier; CUDA is a list of calls."""
+    done, captured = [], False
+    call = lambda name: lambda *args, **more: done.append(name)  # noqa: E731
+    stream = SimpleNamespace(
+        wait_stream=call("fork"), record_event=call("end"), wait_event=call("join")
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    memory = object.__new__(PeerMemory)
+    memory.device, memory._turn, memory._stream = None, 0, stream
+    memory._mine, memory._parts = range(3), range(3)
+    memory._handle = SimpleNamespace(barrier=call("barrier"))
+    for captured in (False, False, True, True, False, True, False, False):
+        done.append("graph" if captured else "stream")
+        memory.exchange(lambda part: done.append(("put", part)), lambda p: done.append(("take", p)))
+    read = set()  # since the last barrier
+    for what in done:
+        if what == "barrier":
+            read.clear()
+        elif what[0] == "take":
+            read.add(what[1])
+        elif what[0] == "put":
+            assert what[1] not in read
+    graphs = [n for n, what in enumerate(done) if what == "graph"]
+    assert all(done[n + 1 : n + 4] == ["fork", "barrier", ("put", 2)] for n in graphs)
+    assert [what[1] for what in done if what[0] == "put"] == [0, 1, 2, 2, 0, 2, 1, 0]
+
+
+def test_symmetric_is_refused_with_the_reason():
+    def refused(group, rank):
+        with pytest.raises(ValueError, match=r"'symmetric' cannot be used here: .* over nccl"):
+            build_cp_context(torch.tensor([0, 20]), group, exchange="symmetric")
+        one = build_cp_context(torch.tensor([0, 20]), None, exchange="symmetric")
+        assert isinstance(one.exchange, Local)
+
+    run_threads(refused, 2)
+
+
+def test_auto_takes_symmetric_memory_only_where_it_is(monkeypatch):
+    monkeypatch.setattr("fla_cp.comm.exchange.PREFER_SYMMETRIC", True)
+    for reason, scheme in (("", Symmetric), ("no", AllGather)):
+        monkeypatch.setattr("fla_cp.comm.peers.why_not", lambda group, reason=reason: reason)
+        assert isinstance(make_exchange("auto", object(), 4), scheme)
+        assert isinstance(make_exchange("auto", object(), 9, fixed=True), scheme)
+        assert isinstance(make_exchange("auto", object(), 9), Heads)
+
+
 def test_local_folds_without_a_group():
     links = _links((0, 60), (((40, 60), (0, 40)),))
     (maps,) = random_maps(links, 1, 0)
@@ -173,6 +233,7 @@ def test_choice_by_world_size():
     assert isinstance(make_exchange("auto", group, 9), Heads)
     assert isinstance(make_exchange("auto", group, 128), Heads)
     assert isinstance(make_exchange("auto", group, 129), Scan)
+    assert isinstance(make_exchange("auto", group, 9, fixed=True), AllGather)
     assert isinstance(make_exchange("ring", group, 2), Ring)
     with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):
         make_exchange("tree", group, 2)

@@ -8,6 +8,7 @@ import torch
 from fla_cp import build_cp_context, causal_conv1d, chunk_kda, cp_chunk_gated_delta_product
 from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
 from fla_cp.packing import Frame, Packing
+from tests import peers
 from tests.ranks import run_threads
 
 T, MOST = 200, 5
@@ -88,12 +89,12 @@ CALLS = {
 }
 
 
-def equal_ordinary(group, rank, name, impl, packings):
+def equal_ordinary(group, rank, name, impl, packings, exchange="auto"):
     """Each packing under one fixed context, twice around, and under an ordinary one."""
     dtype = torch.float64 if impl == "torch" else torch.float32
     call = CALLS[name](dtype, impl)
     width = {} if name == "operator" else {"conv1d_kernel_size": 4}
-    context = fixed(packings[0], group, **width)
+    context = fixed(packings[0], group, exchange=exchange, **width)
     kept, exact = None, {}
     for offsets in (*packings, packings[0]):
         context.update(torch.tensor(offsets))
@@ -112,6 +113,12 @@ def equal_ordinary(group, rank, name, impl, packings):
 @pytest.mark.parametrize("name", CALLS)
 def test_stages_equal_an_ordinary_context(gloo_pool, name, ranks):
     gloo_pool.run(equal_ordinary, name, "torch", PACKINGS, world_size=ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_symmetric_memory_equals_an_ordinary_context(monkeypatch, ranks):
+    peers.of_threads(monkeypatch)
+    run_threads(equal_ordinary, ranks, "operator", "torch", PACKINGS, "symmetric")
 
 
 @pytest.mark.parametrize("name, ranks", [("kda", 1), ("gdn", 2), ("operator", 3)])
@@ -323,7 +330,7 @@ def refused(group, rank):
         ),
         (
             {"max_sequences": 4, "exchange": "ring"},
-            "exchange must be 'auto' or 'all_gather' with max_sequences, got 'ring'",
+            "exchange must be 'auto', 'all_gather' or 'symmetric' with max_sequences, got 'ring'",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,6 +1,17 @@
 """Communication between the ranks of a context-parallel group."""
 
-from .exchange import AllGather, Exchange, Heads, Links, Local, Ring, Scan, SlotMaps, make_exchange
+from .exchange import (
+    AllGather,
+    Exchange,
+    Heads,
+    Links,
+    Local,
+    Ring,
+    Scan,
+    SlotMaps,
+    Symmetric,
+    make_exchange,
+)
 from .halo import Halo
 from .timing import ExchangeTimer, measure_exchange
 
@@ -15,6 +26,7 @@ __all__ = [
     "Ring",
     "Scan",
     "SlotMaps",
+    "Symmetric",
     "make_exchange",
     "measure_exchange",
 ]

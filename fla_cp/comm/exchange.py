@@ -15,6 +15,7 @@ direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
     Ring        S                            R-1 steps    fewest bytes, longest chain
     Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 128 ranks
     Heads       (R-1)/R (2 S + M)            2 steps      default from 9 to 128 ranks
+    Symmetric   (R-1) S + (R-2) M            1 step       ranks of one host, GPUs that read peers
 
 With fewer heads than ranks, Heads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent where no
 slot is passed through (two ranks, or documents shorter than a range).
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from ..affine import Fold, Steps, Walk, leave, product, row_of, walk
 from ..tables import Tabled
-from . import collectives
+from . import collectives, peers
 from .timing import exchange_wait
 
 
@@ -206,6 +207,79 @@ class AllGather:
         return _Waiting(finish, wire.device)
 
 
+@dataclass(frozen=True)
+class Symmetric:
+    """Every rank puts its maps where its peers can read them, and reads from theirs those that its
+    fold needs (peers.py).
+
+    Each map is read once, into local memory, while other work may run; the fold would read a
+    transition for every tile of values.
+    """
+
+    group: dist.ProcessGroup
+
+    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+        J, HV, K, V = maps.offset.shape
+        S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
+        rank = dist.get_rank(self.group)
+        transitions, offsets = links.cached((_read, rank, J), lambda: _read(links, rank, J))
+        # room for transitions even where none is sent: another size later would make hosts wait
+        memory = peers.peer_memory(self.group, slots * (S + M), maps.offset.dtype)
+        got = maps.offset.new_empty(len(offsets) * S + len(transitions) * M)
+
+        def put(mine: Tensor) -> None:
+            mine[: J * S].view(J, HV, K, V).copy_(maps.offset)
+            if links.any_through and maps.transition is not None:
+                mine[slots * S :][: J * M].view(J, HV, K, K).copy_(maps.transition)
+
+        def take(parts: tuple[Tensor, ...]) -> None:
+            found = [parts[row // slots].narrow(0, row % slots * S, S) for row in offsets]
+            for row in transitions:
+                found.append(parts[row // slots].narrow(0, slots * S + row % slots * M, M))
+            if len(found) == 1:  # torch would leave one tensor to the driver's copy
+                found = list(found[0].chunk(2))
+            if found:
+                torch.cat(found, out=got)
+
+        arrived = memory.exchange(put, take)
+
+        def finish() -> Tensor:
+            arrived()
+            B = got[: len(offsets) * S].view(-1, HV, K, V) if offsets else None
+            M_ = got[len(offsets) * S :].view(-1, HV, K, K) if transitions else None
+            out = torch.empty_like(maps.offset, memory_format=torch.contiguous_format)
+            return walk(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
+
+        return _Waiting(finish, maps.offset.device)
+
+
+def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows of transitions and of offsets, counted as by `_entering`, that its walk reads."""
+    if links.fixed:  # whatever the packing
+        before = links.owner[: links.owner.index(rank)]
+        return before[1:], before
+    walked = _entering(rank, rows)(links)
+    transitions, offsets = (tuple(sorted({*x} - {-1})) for x in (walked.transition, walked.offset))
+    return transitions, offsets
+
+
+@functools.cache
+def _entering_read(rank: int, rows: int) -> Steps:
+    """The walk of `_entering` through the maps of `_read` alone."""
+
+    def steps(links: Links) -> Walk:
+        walked = _entering(rank, rows)(links)
+        transition, offset = (
+            {row: n for n, row in enumerate((-1, *read), -1)} for read in _read(links, rank, rows)
+        )
+        return walked._replace(
+            transition=tuple(transition[row] for row in walked.transition),
+            offset=tuple(offset[row] for row in walked.offset),
+        )
+
+    return steps
+
+
 def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, walk: Fold = walk) -> Tensor:
     """States entering the slots of `rank`, like [J, HV, K, V], from the wires of all ranks (`pack`)
     [R, slots_per_rank, ..]."""
@@ -220,9 +294,11 @@ def _unpacked(wire: Tensor, links: Links, V: int) -> SlotMaps:
 def pack(maps: SlotMaps, links: Links) -> Tensor:
     """This rank's wire [slots_per_rank, HV, K, V+K], +K only where any transition is needed."""
     J, HV, K, V = maps.offset.shape
-    full = links.slots_per_rank == J and (maps.transition is not None or not links.any_through)
-    make = maps.offset.new_empty if full else maps.offset.new_zeros
-    wire = make(links.slots_per_rank, HV, K, V + K * links.any_through)
+    sent = (maps.offset, maps.transition) if links.any_through else (maps.offset,)
+    parts = [x for x in sent if x is not None]
+    if links.slots_per_rank == J and len(parts) == len(sent):
+        return torch.cat(parts, -1)
+    wire = maps.offset.new_zeros(links.slots_per_rank, HV, K, V + K * links.any_through)
     wire[:J, ..., :V] = maps.offset
     if links.any_through and maps.transition is not None:
         wire[:J, ..., V:] = maps.transition
@@ -438,20 +514,35 @@ SCHEMES: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
     "ring": Ring,
     "scan": Scan,
     "heads": Heads,
+    "symmetric": Symmetric,
 }
 ALL_GATHER_RANKS, HEADS_RANKS = 8, 128
 """Largest world sizes for which "auto" gathers all maps, and for which it deals them by heads;
 beyond them the logarithmic scan. From the model in docs/design.md, with 32 heads."""
 
 
-def make_exchange(scheme: str, group: dist.ProcessGroup | None, world_size: int) -> Exchange:
-    """The exchange object for `scheme` ("auto", or a key of `SCHEMES`)."""
+PREFER_SYMMETRIC = False
+"""Whether "auto" reads peers' memory, where the group can, instead of gathering all maps."""
+
+
+def make_exchange(
+    scheme: str, group: dist.ProcessGroup | None, world_size: int, *, fixed: bool = False
+) -> Exchange:
+    """The exchange object for `scheme` ("auto", or a key of `SCHEMES`). fixed: for links that are,
+    whose maps "auto" gathers whatever the size.
+
+    For "symmetric" a collective at the first call for a group. Raises ValueError for an unknown
+    scheme and, on all ranks, where the group cannot have symmetric memory.
+    """
     if scheme != "auto" and scheme not in SCHEMES:
         raise ValueError(f"exchange must be one of {['auto', *SCHEMES]}, got {scheme!r}")
     if group is None or world_size == 1:
         return Local()
     if scheme == "auto":
         scheme = "heads" if world_size <= HEADS_RANKS else "scan"
-        if world_size <= ALL_GATHER_RANKS:
-            scheme = "all_gather"
+        if world_size <= ALL_GATHER_RANKS or fixed:
+            symmetric = PREFER_SYMMETRIC and not peers.why_not(group)
+            scheme = "symmetric" if symmetric else "all_gather"
+    elif scheme == "symmetric" and (reason := peers.why_not(group)):
+        raise ValueError(f"exchange='symmetric' cannot be used here: {reason}; pass 'auto'")
     return SCHEMES[scheme](group)

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.comm.peers import why_not
 from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.running import run as run_alone
 from tests.running import run_sharded
 
-SCHEMES = ["all_gather", "ring", "scan", "heads"]
+SCHEMES = ["all_gather", "ring", "scan", "heads", "symmetric"]
 SHARED = ("final_state", "dinitial_state")
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
 SHAPE = {"T": 520, "H": 2, "HV": 4, "K": 32, "V": 16, "decay": 0.05}
@@ -115,9 +116,20 @@ def test_ranks_equal_one(run, case, ranges):
     run(compare, case, ranges)
 
 
+def reason(group, rank):
+    return why_not(group)
+
+
+def need(run, exchange):
+    """Skips a test of an exchange that the ranks of `run` cannot have."""
+    if exchange == "symmetric" and (why := run(reason)[0]):
+        pytest.skip(f"no symmetric memory: {why}")
+
+
 @pytest.mark.parametrize("exchange", SCHEMES)
 @pytest.mark.parametrize("ranges", RANGES)
 def test_every_exchange(run, exchange, ranges):
+    need(run, exchange)
     run(compare, CASES[1], ranges, exchange)
 
 
@@ -142,7 +154,8 @@ def random_packings(group, rank, seed):
         T = rng.choice([group.size(), 64, 130, 300])
         cu = (0, *sorted(rng.choices(range(T + 1), k=rng.choice([0, 1, 3]))), T)
         case = Case(f"random {trial}", T=T, H=1, HV=2, K=16, V=16, decay=0.1, cu_seqlens=cu)
-        compare(group, rank, case, rng.choice([*RANGES]), rng.choice(SCHEMES))
+        schemes = SCHEMES[:-1] if why_not(group) else SCHEMES
+        compare(group, rank, case, rng.choice([*RANGES]), rng.choice(schemes))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -184,14 +197,14 @@ def test_a_training_step(run, ranges):
     run(train_a_step, ranges)
 
 
-def count_waits(group, rank):
+def count_waits(group, rank, exchange):
     """Forward and backward of a layer, tables of a new packing included."""
     device = device_of(group)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
     for cu in ((0, 300, 512), (0, 100, 512)):
         host = torch.tensor(cu, dtype=torch.int32)
         context = build_cp_context(
-            host.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=host
+            host.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=host, exchange=exchange
         )
         x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
         with warnings.catch_warnings():  # that the mode is a prototype
@@ -203,19 +216,23 @@ def count_waits(group, rank):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_host_never_waits_for_the_device(run):
+@pytest.mark.parametrize("exchange", ["auto", "symmetric"])
+def test_the_host_never_waits_for_the_device(run, exchange):
     if torch.cuda.device_count() == 0:
         pytest.skip("counts waits for a GPU, this machine has none")
-    run(count_waits)
+    need(run, exchange)
+    run(count_waits, exchange)
 
 
-def replay(group, rank):
+def replay(group, rank, exchange):
     """A layer captured once and replayed on other tokens of the same packing."""
     device = device_of(group)
     torch.manual_seed(0)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
     host = torch.tensor((0, 512), dtype=torch.int32)
-    context = build_cp_context(host.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=host)
+    context = build_cp_context(
+        host.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=host, exchange=exchange
+    )
     x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side), torch.no_grad():
@@ -231,10 +248,12 @@ def replay(group, rank):
         assert torch.equal(y, layer(x, cp_context=context))
 
 
-def test_a_captured_layer_replays(run):
+@pytest.mark.parametrize("exchange", ["auto", "symmetric"])
+def test_a_captured_layer_replays(run, exchange):
     if torch.cuda.device_count() == 0:
         pytest.skip("captures a CUDA graph, this machine has no GPU")
-    run(replay)
+    need(run, exchange)
+    run(replay, exchange)
 
 
 LAYERS = {
@@ -250,7 +269,7 @@ PACKINGS = [
 ]
 
 
-def replay_others(group, rank, name, alone):
+def replay_others(group, rank, name, alone, exchange):
     """Forward and backward of a layer, captured once under a context of fixed shape and replayed
     for other packings, while the host waits for nothing. alone: without the other ranks."""
     device = device_of(group)
@@ -263,7 +282,7 @@ def replay_others(group, rank, name, alone):
     def context_of(cu, host, **options):
         return build_cp_context(cu, group, conv1d_kernel_size=4, cu_seqlens_cpu=host, **options)
 
-    fixed = context_of(*given[0], max_sequences=5)
+    fixed = context_of(*given[0], max_sequences=5, exchange=exchange)
     x, dy = torch.randn(2, 1, fixed.local_tokens, 64, device=device, dtype=torch.bfloat16)
     x.requires_grad_()
     leaves = [x, *layer.parameters()]
@@ -302,9 +321,11 @@ def replay_others(group, rank, name, alone):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["ranks", "alone"])
+@pytest.mark.parametrize("how", ["ranks", "alone", "symmetric"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_captured_layer_replays_other_packings(run, name, alone):
+def test_a_captured_layer_replays_other_packings(run, name, how):
     if torch.cuda.device_count() == 0:
         pytest.skip("captures a CUDA graph, this machine has no GPU")
-    run(replay_others, name, alone)
+    need(run, how)
+    exchange = "symmetric" if how == "symmetric" else "auto"
+    run(replay_others, name, how == "alone", exchange)

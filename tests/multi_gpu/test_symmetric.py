@@ -1,0 +1,198 @@
+"""Symmetric memory: many exchanges in a row, late readers, CUDA graphs between them, all exact.
+
+Offsets are scaled by powers of two: what must come is known to the last bit from one all-gather.
+"""
+
+import gc
+import random
+import warnings
+import weakref
+from collections import deque
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.comm import AllGather, SlotMaps, Symmetric, peers
+from fla_cp.context import _links, contiguous_token_ranges
+from fla_cp.nn import KimiDeltaAttention
+from tests.multi_gpu.test_kda import device_of, need
+
+HV, K, V = 16, 128, 64
+RANGES = {"contiguous": contiguous_token_ranges, "zigzag": zigzag_token_ranges}
+
+
+def scale(n):
+    return 2.0 ** (n % 11 - 5)
+
+
+def drawn(group, rank, ranges):
+    """Links of one document both ways, this rank's maps, and what enters its slots for them."""
+    from fla_cp.kernels.walk import walk
+
+    T, R, device = 40 * group.size(), group.size(), device_of(group)
+    links = _links((0, T), tuple(map(tuple, RANGES[ranges](T, R))))
+    J = links.slots_per_rank
+    gen = torch.Generator(device).manual_seed(rank)
+    M = torch.randn(J, HV, K, K, generator=gen, device=device) / K**0.5
+    maps = SlotMaps(M, torch.randn(J, HV, K, V, generator=gen, device=device))
+    both = links, links.mirrored()
+    exact = [AllGather(group).start(maps, d, walk).wait() for d in both]
+    for d, x in zip(both, exact, strict=True):
+        assert torch.equal(Symmetric(group).start(maps, d, walk).wait(), x)
+    return both, maps, exact, walk
+
+
+def scaled(maps, n):
+    return SlotMaps(maps.transition, maps.offset * scale(n))
+
+
+def sleep(rng):
+    """Up to 0.2 ms on the current stream, now and then."""
+    if rng.random() < 0.3:
+        torch.cuda._sleep(rng.randrange(400_000))
+
+
+@contextmanager
+def late_readers(rng):
+    """Ranks read their peers' parts some time after the barrier."""
+    original = peers.PeerMemory.exchange
+
+    def exchange(self, put, take):
+        def late(parts):
+            sleep(rng)
+            take(parts)
+
+        return original(self, put, late)
+
+    peers.PeerMemory.exchange = exchange
+    try:
+        yield
+    finally:
+        peers.PeerMemory.exchange = original
+
+
+@contextmanager
+def no_waiting():
+    """The host must not wait for the device."""
+    with warnings.catch_warnings():  # that the mode is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check(rank, found, exact):
+    wrong = [n for n, way, x in found if not torch.equal(x, exact[way] * scale(n))]
+    assert not wrong, f"rank {rank}: exchanges {wrong[:9]} of {len(found)}"
+
+
+def many_in_a_row(group, rank, ranges):
+    both, maps, exact, walk = drawn(group, rank, ranges)
+    rng, found, pending = random.Random(rank), [], deque()
+
+    def collect():
+        n, started = pending.popleft()
+        found.append((n, n % 2, started.wait()))
+
+    with late_readers(rng), no_waiting():
+        for n in range(300):
+            sleep(rng)
+            pending.append((n, Symmetric(group).start(scaled(maps, n), both[n % 2], walk)))
+            while len(pending) > rng.randrange(4):
+                collect()
+        while pending:
+            collect()
+    check(rank, found, exact)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_many_exchanges_in_a_row(run, ranges):
+    need(run, "symmetric")
+    run(many_in_a_row, ranges)
+
+
+def replays(group, rank, ranges):
+    both, maps, exact, walk = drawn(group, rank, ranges)
+    rng, found = random.Random(rank), []
+    given = SlotMaps(maps.transition, maps.offset.clone())
+    graph = torch.cuda.CUDAGraph()
+    with late_readers(rng):
+        with torch.cuda.graph(graph):  # an odd number of exchanges
+            out = [Symmetric(group).start(given, both[i % 2], walk).wait() for i in range(3)]
+        with no_waiting():
+            for n in range(100):
+                given.offset.copy_(maps.offset * scale(n))
+                sleep(rng)
+                graph.replay()
+                found += [(n, i % 2, x.clone()) for i, x in enumerate(out)]
+                for i in range(n % 4):  # others between replays
+                    state = Symmetric(group).start(scaled(maps, n + 5), both[i % 2], walk).wait()
+                    found.append((n + 5, i % 2, state))
+    check(rank, found, exact)
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_replays_between_others(run, ranges):
+    need(run, "symmetric")
+    run(replays, ranges)
+
+
+def not_made_while_captured(group, rank):
+    def capture():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=device_of(group))  # torch warns of an empty graph
+            peers.peer_memory(group, 12345, torch.float32)
+
+    with pytest.raises(RuntimeError, match="run the same call once before it is captured"):
+        capture()
+
+
+def test_it_is_not_made_while_a_graph_is_captured(run):
+    need(run, "symmetric")
+    run(not_made_while_captured)
+
+
+def freed(group, rank):
+    other = dist.new_group(list(range(group.size())))
+    assert not peers.why_not(other)
+    made = weakref.ref(peers.peer_memory(other, 1 << 20, torch.float32))
+    assert made() is not None
+    dist.barrier(group=group)
+    dist.destroy_process_group(other)
+    del other
+    gc.collect()
+    assert made() is None
+
+
+def test_it_goes_with_its_group(run):
+    need(run, "symmetric")
+    run(freed)
+
+
+def compiled(group, rank):
+    """A compiled graph gathers all maps, whatever the context's exchange."""
+    device = device_of(group)
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
+    cu = torch.tensor((0, 512), dtype=torch.int32, device=device)
+    context = build_cp_context(cu, group, conv1d_kernel_size=4, exchange="symmetric")
+    x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
+    x.requires_grad_()
+    graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for f in (layer, graph):
+        y = f(x, cp_context=context)
+        results.append((y.detach(), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])))
+    for a, b in zip(*results, strict=True):
+        a, b = a.float(), b.float()
+        assert (a - b).abs().max() <= 2**-6 * a.abs().max()
+
+
+def test_a_compiled_layer(run):
+    need(run, "symmetric")
+    run(compiled)
