@@ -107,10 +107,13 @@ def _lack(device: torch.device) -> int:
     """Which of `_LACKS` this process has."""
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
-    except ImportError:
+
+        backend = _SymmetricMemory.get_backend(device)
+    except (ImportError, AttributeError):
         return 1
-    # NVSHMEM's is freed by a collective, NCCL's may have no addresses
-    return 2 * (_SymmetricMemory.get_backend(device) != "CUDA")
+    return 2 * (
+        backend != "CUDA"
+    )  # NVSHMEM's is freed by a collective, NCCL's may have no addresses
 
 
 def _look(group: dist.ProcessGroup) -> str:
