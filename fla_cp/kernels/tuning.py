@@ -149,6 +149,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         Tile(32, 64, 4, 1),
         Tile(16, 128, 4, 1),
     ),
+    "intra_bwd_any": (Tile(32, 128, 4, 1), Tile(16, 128, 4, 1)),
 }
 """What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
 those of the longest name here that it begins with."""
