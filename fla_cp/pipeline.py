@@ -252,7 +252,8 @@ def backward(
         again = again._replace(states=lambda: started)
     maps = adjoint_maps(plan, saved, again, dfinal, together=early)
     wait = carry_maps(plan, x, maps, reverse=True)
-    together = not (early and plan.links.any)  # else the exchange outlasts the forward's scan
+    # else the forward's scan is nearly done when the reverse one starts
+    together = not (early and (plan.links.any or plan.packing.carried))
     grads = finish_backward(
         plan, x, again, wait, dfinal, want_dinitial=want_dinitial, together=together
     )

@@ -320,11 +320,12 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
     def with_tile(stage: str, tile: tuning.Tile) -> list[Compiled]:
         options = {} if stage.endswith("_any") else SAFE
         of_heads = "head" in stage or stage.endswith("_beside")
+        kernels = []
         with forced({stage.removesuffix("_beside"): tile}):
             if of_heads:
-                kernels = compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=2)
-            else:
-                kernels = compile_call(128, 128, torch.bfloat16, options)
+                kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=2)
+            if "head" not in stage:
+                kernels += compile_call(128, 128, torch.bfloat16, options)
         name = stage.removesuffix("_beside").removesuffix("_any")
         name = name.removesuffix("_states").removesuffix("_ends")
         name = "scores_head_bwd" if name == "scores_bwd_head" else name

@@ -271,7 +271,7 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
         "scan_kernel on main",
         "side waits for main",
         "scan_kernel on side",
-        *["scan_bwd_kernel on main"] * summary,
+        *["scan_bwd_kernel on main"] * summary,  # beside it
         "scan_bwd_kernel on main",
         "main waits for side",
         "dq_head_kernel on main",
