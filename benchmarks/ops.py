@@ -122,12 +122,12 @@ def measure(
 
 def stage_times(member: Member, shape: Shape) -> dict[str, float]:
     """ms of each stage of the Triton backend that a call has at the shape's size, without packing;
-    with one decay a head factors are kept, and the scans of the backward run side by side."""
+    the two scans of the backward as they run, side by side where they fit."""
     from fla_cp.kernels.measure import stages
 
     path = "_head" if member.per_head else "" if shape.safe else "_any"
     run = stages(shape.K, shape.V, torch.bfloat16, shape.T, shape.HV, path=path)
-    left = ("restore", "scan_states", "scan_bwd") if member.per_head else ("both_scans",)
+    left = ("scan_states", "scan_bwd", "beside_summary")
     run = {n: f for n, f in run.items() if n not in left and not n.endswith("_ends")}
     return {name: round(milliseconds(f, "cuda"), 3) for name, f in run.items()}
 
