@@ -342,10 +342,10 @@ SPILLS: dict[str, dict[str, int]] = {
     "dq_head_kernel": {"bf16 head groups": 100, "comba bf16 any": 100, "simple_gla bf16 any": 100},
     "dk_head_kernel": {"64x64 bf16 head": 16, "bf16 head groups": 210, "comba bf16 any": 510},
 }
-"""Bytes a thread may spill, by kernel and path, where what spills nothing is slower, measured in one
-run: 5.24 ms for 4.48 in KDA's local backward, with any gate 11.3 for 8.26 and forward 3.09 for 2.52,
-3.28 for 2.56 in groups (docs/log.md). fp32 is for checking, and its products of three TF32 ones
-hold two parts of an operand; a candidate tile is for measuring: these may spill more."""
+"""Bytes a thread may spill, by kernel and path, where what spills nothing is slower, measured in
+one run: 5.24 ms for 4.48 in KDA's local backward, with any gate 11.3 for 8.26 and forward 3.09 for
+2.52, 3.28 for 2.56 in groups (docs/log.md). fp32 is for checking, and its products of three TF32
+ones hold two parts of an operand; a candidate tile is for measuring: these may spill more."""
 CHUNKED = (*SPILLS, "scan_kernel", "scan_bwd_kernel", "scores_bwd_kernel")
 CHUNKED += ("intra_head_kernel", "scores_head_bwd_kernel")
 
