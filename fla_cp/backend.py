@@ -77,9 +77,9 @@ class Backend:
     keep: Stage
     restore: Stage
     output_bwd: Stage
-    summarize_bwd: Stage
     beside: Stage
     scan: Stage
+    summarize_bwd: Stage
     scan_bwd: Stage
     intra_bwd: Stage
     walk: Stage

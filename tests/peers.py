@@ -11,7 +11,7 @@ from fla_cp.comm import peers
 class ThreadMemory:
     """As `PeerMemory`, with tensors that the threads of a group share; `exchange` waits for all.
 
-    What nobody wrote is NaN. read: bytes that each thread took from others, by its number.
+    What nobody wrote this time is NaN. read: bytes that each thread took from others, by number.
     """
 
     def __init__(self, group, count, dtype, shared, read):
@@ -21,7 +21,7 @@ class ThreadMemory:
 
     def exchange(self, put, take):
         turn, self.turn = self.turn, 1 - self.turn
-        put(self.all[self.rank][turn])
+        put(self.all[self.rank][turn].fill_(torch.nan))
         dist.barrier(group=self.group)
         take(tuple(Part(self, r, self.all[r][turn]) for r in range(len(self.all))))
         return lambda: None

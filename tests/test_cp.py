@@ -136,7 +136,7 @@ def test_several_segments_a_card(ranges, R):
     run_threads(check, R, case, ranges, "auto", 1)
 
 
-def random_batches(group, rank, seed):
+def random_batches(group, rank, seed, schemes):
     """Random documents, ranges, segments and schemes; no two trials alike."""
     rng, R = random.Random(seed), group.size()
     for trial in range(6):
@@ -151,13 +151,19 @@ def random_batches(group, rank, seed):
             cu_seqlens=(0, *cuts, T),
             decay=rng.choice([0, 0.01]),
         )
-        scheme, size = rng.choice(["all_gather", "ring", "scan", "heads"]), rng.choice([None, 1])
+        scheme, size = rng.choice(schemes), rng.choice([None, 1])
         check(group, rank, case, rng.choice([*RANGES]), scheme, size)
 
 
 @pytest.mark.parametrize("R", [2, 3, 4, 6])
 def test_random_batches(R):
-    run_threads(random_batches, R, R)
+    run_threads(random_batches, R, R, ["all_gather", "ring", "scan", "heads"])
+
+
+@pytest.mark.parametrize("R", [2, 4])
+def test_random_batches_through_memory_of_peers(R, monkeypatch):
+    peers.of_threads(monkeypatch)
+    run_threads(random_batches, R, R, ["symmetric"])
 
 
 def transposed(group, rank):

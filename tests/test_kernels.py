@@ -213,8 +213,10 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
 
     from fla_cp import chunk_gated_delta_rule
     from fla_cp.kernels import backend, local
-    from fla_cp.kernels.measure import cut_into
+    from fla_cp.kernels.measure import cut_into, forced
+    from fla_cp.kernels.tuning import Tile
 
+    marked = {name: Tile(16, 32, 4, 2) for name in ("scan_bwd_beside", "scan_bwd_ends_beside")}
     events, streams = [], ["main"]
 
     class Stream:
@@ -232,7 +234,8 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
 
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
-                events.append(f"{self.name} on {streams[-1]}")
+                beside = " beside" * (kwargs.get("NS") == 2)  # by their tiles' stages
+                events.append(f"{self.name} on {streams[-1]}{beside}")
                 return self.kernel[grid](*args, **kwargs)
 
             return launch
@@ -247,7 +250,7 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
     rest = -torch.rand(1, 70, 1), torch.rand(1, 70, 1)
 
     def gradient():
-        with cut_into(chunks):
+        with cut_into(chunks), forced(marked):
             o, _ = chunk_gated_delta_rule(q, k, v, *rest, impl="triton")
             return torch.autograd.grad(o.sum(), q)[0]
 
@@ -271,8 +274,8 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
         "scan_kernel on main",
         "side waits for main",
         "scan_kernel on side",
-        *["scan_bwd_kernel on main"] * summary,  # beside it
-        "scan_bwd_kernel on main",
+        *["scan_bwd_kernel on main beside"] * summary,
+        "scan_bwd_kernel on main" + " beside" * (not summary),
         "main waits for side",
         "dq_head_kernel on main",
     ]

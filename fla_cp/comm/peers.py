@@ -10,6 +10,7 @@ import hashlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,11 +26,11 @@ CAPTURED = 2
 class PeerMemory:
     """Three parts of `count` elements on each rank's GPU, which all ranks of the group read.
 
-    To make one is a collective that the host waits in. Everything runs on a stream of its own, so
-    that what a part holds is read by all before it is written again: exchange n+2 writes where n
-    did, after the barrier of n+1, which each peer enters after its reads of n. A CUDA graph repeats
-    the parts of its capture, so captured exchanges have a part for themselves, and a second
-    barrier, before it is written.
+    To make one is a collective that the host waits in. Eager exchanges run on a stream of their
+    own, so that what a part holds is read by all before it is written again: exchange n+2 writes
+    where n did, after the barrier of n+1, which each peer enters after its reads of n. A CUDA graph
+    repeats the parts of its capture, so captured exchanges have a part for themselves, and a second
+    barrier, before it is written; an exchange under way is waited for before a graph is replayed.
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int, dtype: torch.dtype):
@@ -37,10 +38,7 @@ class PeerMemory:
 
         self.device = torch.device("cuda", torch.cuda.current_device())
         with torch.inference_mode(False):  # it outlives a call
-            # an allocation of its own, unlike symm_mem.empty: it has signals of its own, too
-            self._mine = _SymmetricMemory.empty_strided_p2p(
-                (3, count), (count, 1), dtype, self.device
-            )
+            self._mine = _allocate(count, dtype, self.device)
             self._handle = _SymmetricMemory.rendezvous(self._mine, group.group_name)
             parts = [
                 self._handle.get_buffer(r, (3, count), dtype).unbind()
@@ -68,6 +66,13 @@ class PeerMemory:
             take(self._parts[turn])
             done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
+
+
+def _allocate(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of its own, unlike that of symm_mem.empty, so that its signals are, too."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((3, count), (count, 1), dtype, device)
 
 
 _Key = tuple[int, torch.dtype]
@@ -111,9 +116,8 @@ def _lack(device: torch.device) -> int:
         backend = _SymmetricMemory.get_backend(device)
     except (ImportError, AttributeError):
         return 1
-    return 2 * (
-        backend != "CUDA"
-    )  # NVSHMEM's is freed by a collective, NCCL's may have no addresses
+    # NVSHMEM's is freed by a collective, NCCL's may have no addresses
+    return 2 * (backend != "CUDA")
 
 
 def _look(group: dist.ProcessGroup) -> str:
@@ -141,19 +145,27 @@ def _host() -> int:
 def _try(group: dist.ProcessGroup) -> str:
     """What fails when each rank reads a few numbers of all."""
     world_size, device = dist.get_world_size(group), torch.cuda.current_device()
-    memory, error = None, ""
-    try:
-        memory = PeerMemory(group, 64, torch.int64)
-    except Exception as failed:  # whatever it is: this memory is optional
-        error = f" ({failed})"
-    if _any(memory is None, group):
-        return "symmetric memory cannot be set up on its GPUs" + error
-    assert memory is not None
+    # each rank alone first: one that cannot would leave the others waiting for it
+    alone, why = _made(lambda: _allocate(64, torch.int64, torch.device("cuda", device)), group)
+    if alone is not None:
+        memory, why = _made(lambda: PeerMemory(group, 64, torch.int64), group)
+    if why:
+        return "symmetric memory cannot be set up on its GPUs" + why
     mine = torch.full((64,), dist.get_rank(group), device=device)
     seen = mine.new_empty(world_size, 64)
     memory.exchange(lambda part: part.copy_(mine), lambda parts: torch.stack(parts, out=seen))()
     wrong = seen.T.tolist() != [[*range(world_size)]] * 64
     return "its GPUs do not read what their peers wrote" * _any(wrong, group)
+
+
+def _made(make: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str]:
+    """What it makes and "", or None and a reason if it fails on any rank."""
+    made, why = None, ""
+    try:
+        made = make()
+    except Exception as failed:  # whatever it is: this memory is optional
+        why = f" ({failed})"
+    return (None, why or " of other ranks") if _any(made is None, group) else (made, "")
 
 
 def _any(here: bool, group: dist.ProcessGroup) -> bool:

@@ -1,4 +1,5 @@
-"""The Triton backend, every stage of backend.py: the local ones from local.py, the scans here."""
+"""The Triton backend, every stage of backend.py: the local ones from local.py, the scans here;
+long because a launch is its list of arguments."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
 def intra(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
 ) -> Chunks:
+    """kept: T and Aqk of the forward, with a decay a channel only."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]

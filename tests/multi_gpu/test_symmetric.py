@@ -184,10 +184,22 @@ def compiled(group, rank):
     x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
     x.requires_grad_()
     graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    results = []
-    for f in (layer, graph):
-        y = f(x, cp_context=context)
-        results.append((y.detach(), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])))
+    results, exchanges = [], []
+    exchange = peers.PeerMemory.exchange
+
+    def counted(*args):
+        exchanges.append(args)
+        return exchange(*args)
+
+    peers.PeerMemory.exchange = counted
+    try:
+        for f, expected in ((layer, 2), (graph, 0)):
+            exchanges.clear()
+            y = f(x, cp_context=context)
+            results.append((y.detach(), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])))
+            assert len(exchanges) == expected
+    finally:
+        peers.PeerMemory.exchange = exchange
     for a, b in zip(*results, strict=True):
         a, b = a.float(), b.float()
         assert (a - b).abs().max() <= 2**-6 * a.abs().max()
