@@ -1,8 +1,9 @@
 """What changed between two results of `benchmarks.ops`, as a Markdown table.
 
-    python -m benchmarks.compare BASE.json HEAD.json [--threshold 0.05]
+    python -m benchmarks.compare BASE.json HEAD.json [--threshold 0.05] [--plot PLOT.png]
 
-Exits with 1 if anything is slower by more than the threshold.
+PLOT has a bar for everything that both measured, changed or not. Exits with 1 if anything is slower
+by more than the threshold.
 """
 
 from __future__ import annotations
@@ -45,14 +46,47 @@ def compare(
     return lines, slower
 
 
+def plot(
+    base: dict[tuple[str, str, str], float],
+    head: dict[tuple[str, str, str], float],
+    threshold: float,
+    out: Path,
+) -> None:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit("plots need matplotlib: pip install 'fla_cp[plot]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    keys = sorted(base.keys() & head.keys(), reverse=True)
+    change = [100 * (head[key] / base[key] - 1) for key in keys]
+    color = {True: "C3", False: "C2"}
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.25 * len(keys)))
+    axis.barh(
+        [" ".join(key) for key in keys],
+        change,
+        color=[color[c > 0] if abs(c) > 100 * threshold else "C7" for c in change],
+    )
+    for edge in (-100 * threshold, 100 * threshold):
+        axis.axvline(edge, color="C7", linestyle=":")
+    axis.set_xlabel("change of time, % (red: slower, green: faster)")
+    figure.savefig(out, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("base", type=Path)
     parser.add_argument("head", type=Path)
     parser.add_argument("--threshold", type=float, default=0.05)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    lines, slower = compare(times(args.base), times(args.head), args.threshold)
+    base, head = times(args.base), times(args.head)
+    lines, slower = compare(base, head, args.threshold)
     print("\n".join(lines))
+    if args.plot:
+        plot(base, head, args.threshold, args.plot)
     return 1 if slower else 0
 
 

@@ -86,6 +86,24 @@ def test_compare_names_missing_rows(result, monkeypatch, capsys):
     assert capsys.readouterr().out.count("only in") == 4
 
 
+def test_compare_plots_what_both_measured(result, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import matplotlib.axes
+
+    drawn = []
+    monkeypatch.setattr(
+        matplotlib.axes.Axes,
+        "barh",
+        lambda self, names, change, color: drawn.extend(zip(names, change, color, strict=True)),
+    )
+    head, out = changed(result, 1.1), tmp_path / "change.png"
+    monkeypatch.setattr(sys, "argv", ["compare", str(result), str(head), "--plot", str(out)])
+    assert compare.main() == 1 and out.stat().st_size > 1000
+    both, forward = sorted(drawn)
+    assert both == ("fla_cp cpu both", pytest.approx(10), "C3")
+    assert forward == ("fla_cp cpu forward", 0, "C7")
+
+
 def test_plot(result, tmp_path):
     pytest.importorskip("matplotlib")
     data = json.loads(result.read_text())
