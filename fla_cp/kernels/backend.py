@@ -22,7 +22,7 @@ from . import assembler, tuning
 from .chunks import Chunks, OutputGrads, ScanGrads, tables
 from .conv import conv, conv_bwd
 from .gate_op import gate
-from .local import intra, intra_bwd, planes
+from .local import gate_again, intra, intra_bwd, planes, safe
 from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
 from .tiles import unit_rows
@@ -337,10 +337,15 @@ def scan_bwd(
 def keep(
     rule: DeltaRule, c: Chunks, h: Tensor | None, v_new: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    if not rule.keep_intermediates:  # decay and rows are small where a head has one decay
-        return (c.T, c.Aqk, c.decay, c.rows) if rule.per_head else (c.T, c.Aqk)
+    if not rule.keep_intermediates:
+        return _always(c)
     gated = () if rule.per_head else (c.qg, c.kin, c.kg)
-    return (c.T, c.Aqk, c.decay, c.rows, *gated, h, v_new)
+    return (*_always(c), *gated, h, v_new)
+
+
+def _always(c: Chunks) -> tuple[Tensor, ...]:
+    """What is kept of a forward in any case; all but T and Aqk is small."""
+    return c.T, c.Aqk, c.decay, c.rows, c.anchors
 
 
 def kept_shapes(
@@ -349,16 +354,17 @@ def kept_shapes(
     """Shapes and dtypes of what `keep` returns."""
     square, k, nothing = (NC, HV, CHUNK, CHUNK), (NC, HV, CHUNK, K), (0,)
     T, kin = (nothing, nothing) if rule.removal == "none" else (square, k)
-    triangles = [(T, dtype), (square, dtype)]
-    factors = [
+    always = [
+        (T, dtype),
+        (square, dtype),
         ((NC, HV, K), torch.float32),
         ((NC, HV, planes(rule), CHUNK), torch.float32),
+        ((NC, HV, 3, K) if safe(rule, dtype) else nothing, torch.float32),
     ]
     if not rule.keep_intermediates:
-        return triangles + factors * rule.per_head
+        return always
     return [
-        *triangles,
-        *factors,
+        *always,
         *(() if rule.per_head else ((k, dtype), (kin, dtype), (k, dtype))),
         ((NC, HV, K, V), dtype),
         ((NC, HV, CHUNK, V), dtype),
@@ -368,13 +374,14 @@ def kept_shapes(
 def restore(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...], o: Tensor
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
-    if rule.keep_intermediates or rule.per_head:
-        *tensors, h, v_new = kept if rule.keep_intermediates else (*kept, None, None)
-        if rule.per_head:
-            tensors += [unit_rows(t) for t in (x.q, x.k if x.p is None else x.p, x.k)]
-        return Chunks(*tensors, unit_rows(x.v), rule, o), h, v_new  # type: ignore[arg-type, call-arg]
-    T, Aqk = kept
-    return intra(rule, packing, x, kept=(T, Aqk))._replace(o=o), None, None
+    always, gated, states = kept[:5], kept[5:-2], kept[-2:]
+    if not rule.keep_intermediates:
+        gated, states = (), (None, None)  # type: ignore[assignment]
+    if rule.per_head:
+        gated = tuple(unit_rows(t) for t in (x.q, x.k if x.p is None else x.p, x.k))
+    elif not rule.keep_intermediates:
+        gated = gate_again(rule, packing, x, *always[3:])
+    return Chunks(*always, *gated, unit_rows(x.v), rule, o), *states  # type: ignore[call-arg]
 
 
 def in_token_order(packing: Packing, h: Tensor) -> Tensor:
@@ -384,7 +391,7 @@ def in_token_order(packing: Packing, h: Tensor) -> Tensor:
 TRITON = Backend(
     name="triton",
     reads_output=True,
-    always_kept=lambda rule: (0, 1, 2, 3) if rule.per_head else (0, 1),
+    always_kept=lambda rule: (0, 1, 2, 3, 4),
     kept_shapes=kept_shapes,
     state_dtype=lambda dtype: dtype,
     intra=intra,

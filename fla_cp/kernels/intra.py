@@ -21,6 +21,7 @@ from .sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO
 from .tiles import (
     apply_sums,
     decay_exp,
+    divides,
     dot,
     load_rows,
     load_sums,
@@ -66,6 +67,31 @@ def load_gate(g, A_log, dt_bias, i_h, o_r, stride_r, m_r, o_k, bound, K: tl.cons
 
 
 @triton.jit
+def load_steps(
+    g,
+    A_log,
+    dt_bias,
+    i_hv,
+    o_i,
+    g_t,
+    m_i,
+    o_k,
+    bound,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    EXP2: tl.constexpr,
+):
+    """Log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk and K."""
+    raw, rate = load_gate(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K)
+    b_g = tl.where(m_i[:, None], GATE(raw, rate, bound), 0.0)
+    if not divides(o_k.shape[0], K):
+        b_g = tl.where((o_k < K)[None, :], b_g, 0.0)
+    if EXP2:
+        b_g *= LOG2E
+    return b_g
+
+
+@triton.jit
 def row_rstd(x, o_r, stride_r, m_r, K: tl.constexpr, BK: tl.constexpr, EPS: tl.constexpr):
     """1 / sqrt(sum of squares + EPS) of each row."""
     total = tl.zeros_like(o_r).to(tl.float32)
@@ -103,6 +129,7 @@ def intra_kernel(
     T,
     Aqk,
     decay,
+    anchors,
     rows,
     chunk_start,
     chunk_rows,
@@ -127,7 +154,6 @@ def intra_kernel(
     BETA_SIGMOID: tl.constexpr,
     SAFE: tl.constexpr,
     EXP2: tl.constexpr,
-    SCORES: tl.constexpr,
     REMOVES: tl.constexpr,
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -163,68 +189,67 @@ def intra_kernel(
     tl.store(row + BT, q_scale)
     tl.store(row + 2 * BT, k_scale)
 
-    if SCORES:
-        b_qk = tl.zeros([BT, BT], tl.float32)
-        b_kk = tl.zeros([BT, BT], tl.float32)
-        b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
-        diagonal = tl.zeros_like(b_beta)
+    b_qk = tl.zeros([BT, BT], tl.float32)
+    b_kk = tl.zeros([BT, BT], tl.float32)
+    b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
+    diagonal = tl.zeros_like(b_beta)
     e_upto = load_sums(sums, UP_TO, o_i)
     e_after = load_sums(sums, AFTER, o_i)
-    if SCORES and SAFE:
+    if SAFE:
         e_middle = load_sums(sums, MIDDLE, o_i)
         e_first = load_sums(sums, FIRST, o_i)
     for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
         o_k = i_k * BK + tl.arange(0, BK)
-        raw, rate = load_gate(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K)
-        b_g = tl.where(m_i[:, None], GATE(raw, rate, bound), 0.0)
-        if EXP2:
-            b_g *= LOG2E
+        b_g = load_steps(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K, GATE, EXP2)
         steps = parts(b_g, operand)
         b_q = load_rows(q, o_i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
-        e = decay_exp(apply_sums(e_upto, steps, PRECISION), EXP2)
+        d = apply_sums(e_upto, steps, PRECISION)
+        last = tl.broadcast_to(o_k[None, :], [BT, BK])
+        if SAFE:
+            kept = (o_i == 15) | (o_i == 47) | (o_i == BT - 1)
+            place = (i_ch * 3 + o_i // 32 + o_i // (BT - 1))[:, None] * K + last
+            tl.store(anchors + place, d, mask=kept[:, None] & (o_k < K)[None, :])
+        e = decay_exp(d, EXP2)
         store_block(qg + i_ch * BT * K, b_q * e, o_i, o_k, BT, K)
         if REMOVES:
             store_block(kin + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
-        last = tl.broadcast_to(o_k[None, :], [BT, BK])
         tl.store(decay + i_ch * K + last, e, mask=(o_i == BT - 1)[:, None] & (o_k < K)[None, :])
         e = decay_exp(apply_sums(e_after, steps, PRECISION), EXP2)
         store_block(kg + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
-        if SCORES:
-            diagonal += tl.sum(b_q * b_k, axis=1)
-            if SAFE:
-                d = apply_sums(e_middle, steps, PRECISION)
-                col = b_k * decay_exp(-d, EXP2)
-                f = decay_exp(d, EXP2)
+        diagonal += tl.sum(b_q * b_k, axis=1)
+        if SAFE:
+            d = apply_sums(e_middle, steps, PRECISION)
+            col = b_k * decay_exp(-d, EXP2)
+            f = decay_exp(d, EXP2)
+            b_kf = (b_k * f).to(operand)
+            if REMOVES:
+                near = tl.permute(blocks_of_16(col.to(operand)), (0, 2, 1))
+                b_16 = dot(blocks_of_16(b_kf), near, PRECISION, acc=b_16)
+            half = tl.trans(tl.where((o_i >= BT // 2)[:, None], col, 0.0).to(operand))
+            b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
+            if REMOVES:
+                b_kk = dot(b_kf, half, PRECISION, acc=b_kk)
+            half = tl.trans(tl.where((o_i < BT // 2)[:, None], col, 0.0).to(operand))
+            f = decay_exp(apply_sums(e_first, steps, PRECISION), EXP2)
+            b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
+            if REMOVES:
+                b_kk = dot((b_k * f).to(operand), half, PRECISION, acc=b_kk)
+        else:
+            for level in range(6):
+                f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, PRECISION), EXP2)
                 b_kf = (b_k * f).to(operand)
+                mask = pair_mask(o_i, 32 >> level)
+                b_qf = (b_q * f).to(operand)
+                b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), PRECISION), 0.0)
                 if REMOVES:
-                    near = tl.permute(blocks_of_16(col.to(operand)), (0, 2, 1))
-                    b_16 = dot(blocks_of_16(b_kf), near, PRECISION, acc=b_16)
-                half = tl.trans(tl.where((o_i >= BT // 2)[:, None], col, 0.0).to(operand))
-                b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
-                if REMOVES:
-                    b_kk = dot(b_kf, half, PRECISION, acc=b_kk)
-                half = tl.trans(tl.where((o_i < BT // 2)[:, None], col, 0.0).to(operand))
-                f = decay_exp(apply_sums(e_first, steps, PRECISION), EXP2)
-                b_qk = dot((b_q * f).to(operand), half, PRECISION, acc=b_qk)
-                if REMOVES:
-                    b_kk = dot((b_k * f).to(operand), half, PRECISION, acc=b_kk)
-            else:
-                for level in range(6):
-                    f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, PRECISION), EXP2)
-                    b_kf = (b_k * f).to(operand)
-                    mask = pair_mask(o_i, 32 >> level)
-                    b_qf = (b_q * f).to(operand)
-                    b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), PRECISION), 0.0)
-                    if REMOVES:
-                        b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
+                    b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
     i_ch = again(i_ch, n_rows, BT, 1)
-    if SCORES:
-        below = o_i[:, None] > o_i[None, :]
-        b_qk = tl.where(below, b_qk, 0.0)
-        b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
-        store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
-    if SCORES and REMOVES:
+    below = o_i[:, None] > o_i[None, :]
+    b_qk = tl.where(below, b_qk, 0.0)
+    b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
+    store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
+    if REMOVES:
         tl.debug_barrier()
         b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
         b_kk = tl.where(below, b_kk, 0.0) * b_beta[:, None]
@@ -236,3 +261,66 @@ def intra_kernel(
             b_16 = tl.sum(b_16, axis=2)
         b_T = unit_lower_inverse(b_kk, b_16, BT, PRECISION)
         store_block(T + i_ch * BT * BT, b_T, o_i, o_i, BT, BT)
+
+
+@triton.jit
+def gated_kernel(
+    q,
+    k,
+    g,
+    A_log,
+    dt_bias,
+    sums,
+    qg,
+    kin,
+    kg,
+    anchors,
+    rows,
+    chunk_start,
+    chunk_rows,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    g_t,
+    g_h,
+    bound,
+    HV: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    SAFE: tl.constexpr,
+    EXP2: tl.constexpr,
+    REMOVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """qg, kin and kg again, from the rows and anchors that `intra_kernel` wrote; a program per
+    (chunk, key tile, head)."""
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_h = i_hv // G
+    o_i = tl.arange(0, BT)
+    o_k = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
+    m_i = o_i < tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    i_ch = i_c * HV + i_hv
+    g += i_hv * g_h + start * g_t
+    row = rows + i_ch * 3 * BT + o_i
+    b_g = load_steps(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K, GATE, EXP2)
+    b_q = load_rows(q + i_h * q_h + start * q_t, o_i, q_t, m_i, o_k, K).to(tl.float32)
+    b_k = load_rows(k + i_h * k_h + start * k_t, o_i, k_t, m_i, o_k, K).to(tl.float32)
+    b_q *= tl.load(row + BT)[:, None]
+    b_k *= tl.load(row + 2 * BT)[:, None]
+    steps = parts(b_g, kg.dtype.element_ty)
+    d = sum_steps(sums, UP_TO, o_i, steps, PRECISION)
+    e = decay_exp(d, EXP2)
+    store_block(qg + i_ch * BT * K, b_q * e, o_i, o_k, BT, K)
+    if REMOVES:
+        store_block(kin + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
+    if SAFE:
+        d = tl.load(anchors + (i_ch * 3 + 2) * K + o_k, mask=o_k < K, other=0.0)[None, :] - d
+    else:
+        d = sum_steps(sums, AFTER, o_i, steps, PRECISION)
+    store_block(kg + i_ch * BT * K, b_k * decay_exp(d, EXP2), o_i, o_k, BT, K)

@@ -24,9 +24,8 @@ transposing a product's result into another product is miscompiled on Hopper by 
 import triton
 import triton.language as tl
 
-from .gate import LOG2E
-from .intra import again, load_gate
-from .sums import AFTER, FIRST, FROM_HERE, MIDDLE, PAIR, UP_TO
+from .intra import again, load_gate, load_steps
+from .sums import AFTER, FROM_HERE, PAIR, UP_TO
 from .tiles import (
     decay_exp,
     dot,
@@ -50,29 +49,6 @@ def load_scores(ptr, i):
 @triton.jit
 def masked(x, mask):
     return tl.where(mask, x, tl.zeros_like(x))
-
-
-@triton.jit
-def load_steps(
-    g,
-    A_log,
-    dt_bias,
-    i_hv,
-    o_i,
-    g_t,
-    m_i,
-    o_k,
-    bound,
-    K: tl.constexpr,
-    GATE: tl.constexpr,
-    EXP2: tl.constexpr,
-):
-    """Log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk."""
-    raw, rate = load_gate(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K)
-    b_g = tl.where(m_i[:, None], GATE(raw, rate, bound), 0.0)
-    if EXP2:
-        b_g *= LOG2E
-    return b_g
 
 
 @triton.jit
@@ -160,6 +136,7 @@ def intra_bwd_kernel(
     dt_bias,
     sums,
     decay,
+    anchors,
     rows,
     of_rows,
     do,
@@ -233,6 +210,9 @@ def intra_bwd_kernel(
 
     b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
     steps = parts(b_g, operand)
+    if SAFE:  # differences to the anchors: |gc| is at most 64 * 5 / ln 2
+        b_gc = sum_steps(sums, UP_TO, i, steps, PRECISION)
+        anchors += i_ch * 3 * K + o_k
 
     # column factor k
     b_dc = tl.zeros([BT, BK], tl.float32)
@@ -245,7 +225,11 @@ def intra_bwd_kernel(
             b_dh = load_block(dh, o_k, o_v, K, V)
             b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
             b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
-        b_dc *= decay_exp(sum_steps(sums, AFTER, i, steps, PRECISION), EXP2)
+        if SAFE:
+            d = tl.load(anchors + 2 * K, mask=o_k < K, other=0.0)[None, :] - b_gc
+        else:
+            d = sum_steps(sums, AFTER, i, steps, PRECISION)
+        b_dc *= decay_exp(d, EXP2)
         b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
         b_dl *= tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
         b_dl += tl.sum(b_k * b_dc, axis=0)
@@ -256,11 +240,13 @@ def intra_bwd_kernel(
         if SAFE:
             b_dst = tl.trans(load_scores(dscores, i))
             b_dat = tl.trans(load_scores(dscores + BT * BT, i))
-            f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
+            first = b_gc - tl.load(anchors, mask=o_k < K, other=0.0)[None, :]
+            d = b_gc - tl.load(anchors + K, mask=o_k < K, other=0.0)[None, :]
+            d = tl.where((i < BT // 2)[:, None], first, d)
+            f = decay_exp(first, EXP2)
             b_c1 = dot(b_dst, (b_q * f).to(operand), PRECISION)
             if REMOVES:
                 b_c1 = dot(b_dat, (b_beta * (b_k * f)).to(operand), PRECISION, acc=b_c1)
-            d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
             f = decay_exp(d, EXP2)
             b_c = dot(b_dst, (b_q * f).to(operand), PRECISION)
             if REMOVES:
@@ -296,7 +282,7 @@ def intra_bwd_kernel(
             b_dq = dot(b_do, b_h, PRECISION, acc=b_dq)
             if REMOVES:
                 b_dr = dot(load_block(y, i, o_v, BT, V), b_h, PRECISION, acc=b_dr)
-        e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
+        e = decay_exp(b_gc if SAFE else sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
         b_dq *= e
         b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
         b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
@@ -308,7 +294,9 @@ def intra_bwd_kernel(
         if SAFE:
             b_ds = load_scores(dscores, i)
             b_da = load_scores(dscores + BT * BT, i)
-            d = sum_steps(sums, MIDDLE, i, steps, PRECISION)
+            first = b_gc - tl.load(anchors, mask=o_k < K, other=0.0)[None, :]
+            d = b_gc - tl.load(anchors + K, mask=o_k < K, other=0.0)[None, :]
+            d = tl.where((i < BT // 2)[:, None], first, d)
             col = b_k * decay_exp(-d, EXP2)
             upper = masked(col, (i < BT // 2)[:, None]).to(operand)
             lower = masked(col, (i >= BT // 2)[:, None]).to(operand)
@@ -320,7 +308,7 @@ def intra_bwd_kernel(
                 b_r = dot(b_da, lower, PRECISION)
                 b_dr += f * b_r
                 b_dgc += (b_beta * (b_k * f)).to(operand).to(tl.float32) * b_r
-            f = decay_exp(sum_steps(sums, FIRST, i, steps, PRECISION), EXP2)
+            f = decay_exp(first, EXP2)
             b_r = dot(b_ds, upper, PRECISION)
             b_dq += f * b_r
             b_dgc += (b_q * f).to(operand).to(tl.float32) * b_r

@@ -22,7 +22,7 @@ from .head import (
     intra_head_kernel,
     scores_head_bwd_kernel,
 )
-from .intra import intra_kernel
+from .intra import gated_kernel, intra_kernel
 from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
 from .sums import sums
 from .tiles import unit_rows
@@ -31,48 +31,43 @@ SAFE_DTYPES = (torch.bfloat16,)
 """Take the safe gate's path: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
 
 
-def _safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
-    return rule.safe_gate and dtype in SAFE_DTYPES
+def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
+    """Whether the local kernels take the path of a safe gate."""
+    return rule.safe_gate and not rule.per_head and dtype in SAFE_DTYPES
 
 
 def _named(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
     """Name of a stage in the table of tiles."""
     if rule.per_head:
         return f"{stage}_head"
-    return stage if _safe(rule, dtype) else f"{stage}_any"
+    return stage if safe(rule, dtype) else f"{stage}_any"
 
 
 def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "GATE": GATES[rule.gate][0],
         "NORM": rule.qk_l2norm,
-        "SAFE": _safe(rule, dtype),
+        "SAFE": safe(rule, dtype),
         "REMOVES": rule.removal == "k",
         "EXP2": rule.use_exp2,
         "PRECISION": precision(dtype),
     }
 
 
-def intra(
-    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
-) -> Chunks:
-    """kept: T and Aqk of the forward, with a decay a channel only."""
+def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t = tuning.tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
-    gated, removes = (NC, HV, CHUNK, K), rule.removal != "none"
     if rule.per_head:
         qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
-        qg, kin, kg = (x.q.new_empty(s) for s in (gated, gated if removes else (0,), gated))
-    if kept is None:
-        square = (NC, HV, CHUNK, CHUNK)
-        T, Aqk = x.q.new_empty(square if removes else (0,)), x.q.new_empty(square)
-    else:
-        T, Aqk = kept
+        qg, kin, kg = _gated(rule, NC, x)
+    square = (NC, HV, CHUNK, CHUNK)
+    T, Aqk = x.q.new_empty((0,) if rule.removal == "none" else square), x.q.new_empty(square)
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
+    anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
     if NC and rule.per_head:
         intra_head_kernel[(NC, HV)](
             x.q,
@@ -126,6 +121,7 @@ def intra(
             T,
             Aqk,
             decay,
+            anchors,
             rows,
             table.chunk_start,
             table.chunk_rows,
@@ -144,13 +140,60 @@ def intra(
             BK=t.BK,
             BETA_SIGMOID=rule.beta_factor is not None,
             EPS=NORM_EPS,
-            SCORES=kept is None,
             num_warps=t.warps,
             NS=t.stages,
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
-    return Chunks(T, Aqk, decay, rows, qg, kin, kg, x.v, rule)
+    return Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
+
+
+def _gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for qg, kin and kg."""
+    shape = (NC, x.v.shape[1], CHUNK, x.q.shape[2])
+    kin = (0,) if rule.removal == "none" else shape
+    return x.q.new_empty(shape), x.q.new_empty(kin), x.q.new_empty(shape)
+
+
+def gate_again(
+    rule: DeltaRule, packing: Packing, x: Inputs, rows: Tensor, anchors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qg, kin and kg of the forward, formed again; with a decay a channel."""
+    x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
+    table = tables(packing, x.q.device)
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    t = tuning.tile("gated", K, V, x.q.dtype)
+    qg, kin, kg = _gated(rule, NC, x)
+    options = _gate_options(rule, x.q.dtype)
+    del options["NORM"]
+    if NC:
+        gated_kernel[(NC * triton.cdiv(K, t.BK), HV)](
+            x.q,
+            x.k,
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            sums(x.q.dtype, x.q.device),
+            qg,
+            kin,
+            kg,
+            anchors,
+            rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *x.g.stride()[:2],
+            rule.lower_bound or 0.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            BT=CHUNK,
+            BK=t.BK,
+            num_warps=t.warps,
+            **options,
+        )
+    return qg, kin, kg
 
 
 def planes(rule: DeltaRule) -> int:
@@ -400,6 +443,7 @@ def _channels_bwd(
             x.dt_bias,
             sums(x.q.dtype, x.q.device),
             c.decay,
+            c.anchors,
             c.rows,
             of_rows,
             do,

@@ -14,7 +14,7 @@ from ..packing import Packing
 from ..rule import DeltaRule
 from ..stages.intra import Inputs
 from . import backend, tuning
-from .local import intra, intra_bwd
+from .local import gate_again, intra, intra_bwd
 from .tuning import Tile, tile
 
 
@@ -92,10 +92,10 @@ def stages(
         backend.summarize_bwd(middle, c, grads, None, together=True)
         states()
 
-    def restore() -> None:
-        intra(rule, packing, x, kept=(c.T, c.Aqk))
+    def gated() -> None:
+        gate_again(rule, packing, x, c.rows, c.anchors)
 
-    return ({} if head else {"restore": restore}) | {
+    return ({} if head else {"gated": gated}) | {
         f"intra{path}": lambda: intra(rule, packing, x),
         "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
         "scan_states": lambda: backend.scan(packing, kept, None)(),

@@ -34,6 +34,7 @@ BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
     (90, "intra_any", 128, 128, BF16): Tile(64, 0, 4, 1),
+    (90, "gated", 128, 128, BF16): Tile(64, 0, 4, 1),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
@@ -73,6 +74,8 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     stage = stage.removesuffix("_beside")
     if stage in ("intra", "intra_any", "intra_head"):
         return Tile(32, 0, 4, 1 if wide else 3)
+    if stage == "gated":
+        return Tile(min(k, 32 if wide else 64), 0, 4, 1)
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
         return Tile(k, min(v, 4096 // k), 4, 1)
     if stage.startswith("scores_bwd"):
@@ -115,6 +118,7 @@ SCANS = (
 )
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
+    "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
     "intra_any": (Tile(64, 0, 4, 1), Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
     "scan": SCANS,
     "scan_states": (*SCANS, Tile(0, 64, 4, 3)),
