@@ -23,7 +23,7 @@ from .head import (
     scores_head_bwd_kernel,
 )
 from .intra import gated_kernel, intra_kernel
-from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
+from .intra_bwd import intra_bwd_kernel, safe_bwd_kernel, scores_bwd_kernel
 from .sums import sums
 from .tiles import unit_rows
 
@@ -435,7 +435,11 @@ def _channels_bwd(
             PRECISION=precision(x.q.dtype),
             num_warps=ts.warps,
         )
-        intra_bwd_kernel[(NC * tiles, HV)](
+        kernel, options = intra_bwd_kernel, _gate_options(rule, x.q.dtype)
+        if options["SAFE"]:
+            kernel = safe_bwd_kernel
+            del options["SAFE"]
+        kernel[(NC * tiles, HV)](
             x.q,
             x.k,
             x.g,
@@ -479,7 +483,7 @@ def _channels_bwd(
             num_warps=t.warps,
             NS=t.stages,
             maxnreg=t.registers,
-            **_gate_options(rule, x.q.dtype),
+            **options,
         )
     if HV > H:
 
