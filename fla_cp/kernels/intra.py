@@ -41,15 +41,15 @@ def unit_lower_inverse(A, D, BT: tl.constexpr, PRECISION: tl.constexpr):
     """
     j = tl.arange(0, 16)
     X = tl.where((j[:, None] == j[None, :])[None], 1.0, 0.0)
-    X -= tl.where(pair_mask(j, 1)[None], D, 0.0)
+    X -= tl.where(pair_mask(j, 0)[None], D, 0.0)
     for level in tl.static_range(3):
-        C = tl.where(pair_mask(j, 2 << level)[None], D, 0.0)
+        C = tl.where(pair_mask(j, 1 + level)[None], D, 0.0)
         X -= dot(X, dot(C, X, PRECISION), PRECISION)
     i = tl.arange(0, BT)
     X = tl.broadcast_to(X[:, :, None, :], [BT // 16, 16, BT // 16, 16])
     X = tl.where((i // 16)[:, None] == (i // 16)[None, :], tl.reshape(X, [BT, BT]), 0.0)
     for level in tl.static_range(2):
-        C = tl.where(pair_mask(i, 16 << level), A, 0.0)
+        C = tl.where(pair_mask(i, 4 + level), A, 0.0)
         X -= dot(X, dot(C, X, PRECISION), PRECISION)
     return X
 
@@ -206,17 +206,19 @@ def intra_kernel(
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
         d = apply_sums(e_upto, steps, PRECISION)
         last = tl.broadcast_to(o_k[None, :], [BT, BK])
+        r = again(o_i, n_rows + i_k, BT, 1000)  # no addresses kept from tile to tile
         if SAFE:
-            kept = (o_i == 15) | (o_i == 47) | (o_i == BT - 1)
-            place = (i_ch * 3 + o_i // 32 + o_i // (BT - 1))[:, None] * K + last
-            tl.store(anchors + place, d, mask=kept[:, None] & (o_k < K)[None, :])
+            place = (i_ch * 3 + r // 32 + r // (BT - 1))[:, None] * K + last
+            at = ((r % 32 == 15) | (r == BT - 1))[:, None] & (o_k < K)[None, :]
+            tl.store(anchors + place, d, mask=at)
         e = decay_exp(d, EXP2)
-        store_block(qg + i_ch * BT * K, b_q * e, o_i, o_k, BT, K)
+        store_block(qg + i_ch * BT * K, b_q * e, r, o_k, BT, K)
         if REMOVES:
-            store_block(kin + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
-        tl.store(decay + i_ch * K + last, e, mask=(o_i == BT - 1)[:, None] & (o_k < K)[None, :])
+            store_block(kin + i_ch * BT * K, b_k * e, r, o_k, BT, K)
+        at = (r == BT - 1)[:, None] & (o_k < K)[None, :]
+        tl.store(decay + i_ch * K + last, e, mask=at)
         e = decay_exp(apply_sums(e_after, steps, PRECISION), EXP2)
-        store_block(kg + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
+        store_block(kg + i_ch * BT * K, b_k * e, r, o_k, BT, K)
         diagonal += tl.sum(b_q * b_k, axis=1)
         if SAFE:
             d = apply_sums(e_middle, steps, PRECISION)
@@ -239,7 +241,7 @@ def intra_kernel(
             for level in range(6):
                 f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, PRECISION), EXP2)
                 b_kf = (b_k * f).to(operand)
-                mask = pair_mask(o_i, 32 >> level)
+                mask = pair_mask(o_i, 5 - level)
                 b_qf = (b_q * f).to(operand)
                 b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), PRECISION), 0.0)
                 if REMOVES:

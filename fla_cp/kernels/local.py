@@ -23,7 +23,8 @@ from .head import (
     scores_head_bwd_kernel,
 )
 from .intra import gated_kernel, intra_kernel
-from .intra_bwd import intra_bwd_kernel, safe_bwd_kernel, scores_bwd_kernel
+from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
+from .safe_bwd import safe_bwd_kernel
 from .sums import sums
 from .tiles import unit_rows
 
@@ -435,10 +436,9 @@ def _channels_bwd(
             PRECISION=precision(x.q.dtype),
             num_warps=ts.warps,
         )
-        kernel, options = intra_bwd_kernel, _gate_options(rule, x.q.dtype)
-        if options["SAFE"]:
-            kernel = safe_bwd_kernel
-            del options["SAFE"]
+        options = _gate_options(rule, x.q.dtype)
+        safe_gate = options.pop("SAFE")
+        kernel = safe_bwd_kernel if safe_gate else intra_bwd_kernel
         kernel[(NC * tiles, HV)](
             x.q,
             x.k,
@@ -446,8 +446,7 @@ def _channels_bwd(
             x.A_log,
             x.dt_bias,
             sums(x.q.dtype, x.q.device),
-            c.decay,
-            c.anchors,
+            c.anchors if safe_gate else c.decay,
             c.rows,
             of_rows,
             do,

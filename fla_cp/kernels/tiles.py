@@ -100,7 +100,9 @@ def sum_steps(sums, kind, i, x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def pair_mask(i, S):
-    """[BT, BT]: rows in the second and columns in the first block of the same pair of S-blocks."""
-    same = (i // (2 * S))[:, None] == (i // (2 * S))[None, :]
-    return same & (i % (2 * S) >= S)[:, None] & (i % (2 * S) < S)[None, :]
+def pair_mask(i, n):
+    """[BT, BT]: rows in the second and columns in the first block of the same pair of blocks of
+    2^n."""
+    pair, second = i >> (n + 1), (i >> n) & 1
+    row, column = tl.where(second == 1, pair, -1), tl.where(second == 0, pair, -2)
+    return row[:, None] == column[None, :]
