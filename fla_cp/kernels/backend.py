@@ -374,14 +374,14 @@ def kept_shapes(
 def restore(
     rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, ...], o: Tensor
 ) -> tuple[Chunks, Tensor | None, Tensor | None]:
-    always, gated, states = kept[:5], kept[5:-2], kept[-2:]
-    if not rule.keep_intermediates:
-        gated, states = (), (None, None)  # type: ignore[assignment]
+    h, v_new = kept[-2:] if rule.keep_intermediates else (None, None)
     if rule.per_head:
         gated = tuple(unit_rows(t) for t in (x.q, x.k if x.p is None else x.p, x.k))
-    elif not rule.keep_intermediates:
-        gated = gate_again(rule, packing, x, *always[3:])
-    return Chunks(*always, *gated, unit_rows(x.v), rule, o), *states  # type: ignore[call-arg]
+    elif rule.keep_intermediates:
+        gated = kept[5:-2]
+    else:
+        gated = gate_again(rule, packing, x, rows=kept[3], anchors=kept[4])
+    return Chunks(*kept[:5], *gated, unit_rows(x.v), rule, o), h, v_new  # type: ignore[arg-type, call-arg]
 
 
 def in_token_order(packing: Packing, h: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from ..tables import Columns
 class Chunks(NamedTuple):
     """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, C, C] in the inputs'
     dtype; fp32 decay [NC, HV, K] and rows [NC, HV, planes, C] (beta, what q and k are multiplied
-    by, and more in head.py); anchors [NC, HV, 3, K], gc of rows 15, 47 and 63, for a safe gate in bf16
-    only; qg, kin, kg [NC, HV, C, K], with one decay a head the inputs q, k or
-    p, and k [T, H, K]; v as given. In a backward also o. Where the rule removes nothing, T is
-    empty, and so is kin with a decay a channel."""
+    by, and more in head.py); anchors [NC, HV, 3, K], gc of rows 15, 47 and 63, empty but for a safe
+    gate in bf16; qg, kin, kg [NC, HV, C, K], with one decay a head the inputs q, k or p, and k
+    [T, H, K]; v as given. In a backward also o. Where the rule removes nothing, T is empty, and so
+    is kin with a decay a channel."""
 
     T: Tensor
     Aqk: Tensor

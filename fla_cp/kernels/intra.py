@@ -2,7 +2,8 @@
 
 Per (chunk, value head): gate, norm, cumulative sum, Aqk, Akk and T = (I + Akk)^-1. Writes, in the
 operands' dtype and chunk by chunk, qg = scale q exp(gc), kin = k exp(gc), kg = k exp(gc_C - gc),
-T, Aqk (with scale), and in fp32 decay = exp(gc_C) and the activated beta.
+T, Aqk (with scale), and in fp32 decay = exp(gc_C), the activated beta and what the rows are
+multiplied by; with a safe gate also gc of rows 15, 47 and 63 for the backward (anchors).
 
 Scores. With a safe gate, columns refer to the middle row m of their half of the chunk: k_j
 exp(gc_m - gc_j), whose exponent stays below 16 * 5 / ln 2 = 116 and so in the range of bf16. Rows

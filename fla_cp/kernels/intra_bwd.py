@@ -8,14 +8,12 @@ dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
    k dk = y (2 v_new - beta v), since k enters as k_i v_new_i^T and as a row of (I + Akk) v_new =
    beta (v - kin S).
 2. `intra_bwd_kernel`, a program per (chunk, head, key tile): row and column factors of the scores
-   get their gradients level by level as in intra.py. gc enters as exp(+gc_i) beside row factors
-   and exp(-gc_j) beside column factors, so its gradient is elementwise: row * drow - col * dcol.
+   get their gradients level by level as in intra.py (with a safe gate: safe_bwd.py). gc enters as
+   exp(+gc_i) beside row factors and exp(-gc_j) beside column factors, so its gradient is
+   elementwise: row * drow - col * dcol.
    Summed back along the chunk, a pair (i, j) adds to dg between j and i and must vanish before j:
    row and col are therefore those that the products saw, rounded alike. (With q and k in fp32
    instead, dg was off by 1.9% and ddt_bias by 5 to 9%: docs/log.md.)
-
-Each phase is a branch, always taken: left in one block with the next, sums that are read late are
-also formed late, and their terms are kept and spilled meanwhile.
 
 The gradients of the scores go through memory (`dscores`, two [C, C] tiles a chunk), since
 transposing a product's result into another product is miscompiled on Hopper by Triton 3.4 to 3.7.0.
@@ -24,7 +22,6 @@ transposing a product's result into another product is miscompiled on Hopper by 
 import triton
 import triton.language as tl
 
-from .gate import LOG2E
 from .intra import again, load_gate, load_steps
 from .sums import AFTER, FROM_HERE, PAIR, UP_TO
 from .tiles import (
@@ -224,8 +221,8 @@ def intra_bwd_kernel(
     NS: tl.constexpr,
 ):
     """Without REMOVES (GLA) k has no row factor. dq, dk: [T, HV, K] per value head, of the rows as
-    given. dA_log [NC, key tiles, HV] and
-    ddt_bias [NC, HV, K]: one partial sum a program, or None. dbeta: plane 1 + tile."""
+    given. dA_log [NC, key tiles, HV] and ddt_bias [NC, HV, K]: one partial sum a program, or
+    None. dbeta: plane 1 + tile."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
