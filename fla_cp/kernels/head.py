@@ -5,9 +5,10 @@ for any gate, so there is one path.
 
 Backward in four kernels: the scores' gradients, weighted with decays, norms and scale (W); dq, with
 W k, and dk, with W^T q, each a program per chunk, key tile and key head that goes through the value
-heads of its group; and the gate's. The gate's gradient is, per row, the sum over channels of row
-factors times their gradients less column factors times theirs, as the products saw the factors: the
-inputs as they are, with norms and scale in W, so that their gradients come out as they are.
+heads of its group and sums over them in registers; and the gate's. The gate's gradient is, per row,
+the sum over channels of row factors times their gradients less column factors times theirs, as the
+products saw the factors: the inputs as they are, with norms and scale in W, so that their gradients
+come out as they are.
 """
 
 import triton
@@ -311,19 +312,6 @@ def scores_head_bwd_kernel(
 
 
 @triton.jit
-def with_heads_before(x, partial, j, G: tl.constexpr):
-    """x and what the heads before j of a group gave; kept at `partial`, for this program alone, so
-    that it takes no registers meanwhile."""
-    if G > 1:
-        o_r, o_c = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
-        at = partial + o_r[:, None] * x.shape[1] + o_c[None, :]
-        tl.debug_barrier()  # another thread may have stored what this one loads
-        x += tl.load(at, mask=(o_r >= 0)[:, None] & (j > 0), other=0.0)
-        tl.store(at, x, mask=(o_r >= 0)[:, None] & (j < G - 1))
-    return x
-
-
-@triton.jit
 def dq_head_kernel(
     q,
     k,
@@ -334,7 +322,6 @@ def dq_head_kernel(
     h,
     dq,
     dgc,
-    partial,
     chunk_start,
     chunk_rows,
     q_t,
@@ -356,8 +343,7 @@ def dq_head_kernel(
     NS: tl.constexpr,
 ):
     """dq [T, H, K] of one key tile and key head: a program goes through the value heads of its
-    group. dgc [key tiles, NC, HV, C], fp32: the part of q in the gradient of gc. partial
-    [programs, C, BK], fp32: memory for groups of several heads."""
+    group. dgc [key tiles, NC, HV, C], fp32: the part of q in the gradient of gc."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     HV: tl.constexpr = H * G
     i_k = tl.program_id(0) % tiles
@@ -369,9 +355,8 @@ def dq_head_kernel(
     o_k = i_k * BK + tl.arange(0, BK)
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
-    if G > 1:
-        partial += (tl.program_id(0).to(tl.int64) * H + i_h) * BT * BK
     b_norm = tl.zeros([BT], tl.float32)  # q dq summed over channels
+    b_dq = tl.zeros([BT, BK], tl.float32)
     for j in tl.range(G, num_stages=1):
         i = again(tl.arange(0, BT), n_rows + j, BT, G)
         m_i = i < n_rows
@@ -379,24 +364,30 @@ def dq_head_kernel(
         i_ch = i_c * HV + i_hv
         row = rows + i_ch * 7 * BT + i
         of_row = of_rows + i_ch * 3 * BT + i
-        b_dq = tl.zeros([BT, BK], tl.float32)
+        b_c = tl.zeros([BT, BK], tl.float32)
         for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
             o_v = i_v * BV + tl.arange(0, BV)
             b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
             b_do = load_rows(do + i_hv * do_h + start * do_t, i, do_t, m_i, o_v, V).to(operand)
-            b_dq = dot(b_do, tl.trans(b_h), PRECISION, acc=b_dq)
-        b_dq *= tl.load(row + 4 * BT)[:, None]
+            b_c = dot(b_do, tl.trans(b_h), PRECISION, acc=b_c)
+        b_c *= tl.load(row + 4 * BT)[:, None]
         b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
-        b_dq = dot(b_w, b_k, PRECISION, acc=b_dq)
+        # before the product: else Triton sums below in the layout of the load and moves fp32 there
         b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
-        tl.store(dgc + (i_k * chunks * HV + i_ch) * BT + i, tl.sum(b_q * b_dq, axis=1))
+        b_c = dot(b_w, b_k, PRECISION, acc=b_c)
+        tl.store(dgc + (i_k * chunks * HV + i_ch) * BT + i, tl.sum(b_q * b_c, axis=1))
         # the diagonal's row and column cancel in the gate's gradient
-        b_dq += tl.load(of_row)[:, None] * b_k.to(tl.float32)
-        b_dq = with_heads_before(b_dq, partial, j, G)
+        b_c += tl.load(of_row)[:, None] * b_k.to(tl.float32)
+        b_dq = b_c if G == 1 else b_dq + b_c
         if NORM and tiles > 1:
             b_norm += tl.load(of_row + BT)
         if j == G - 1:
+            if G > 1:  # loaded again, not kept beside the products
+                tl.debug_barrier()
+                i = again(i, n_rows, BT, 1)
+                m_i = i < n_rows
+                b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
             if NORM:
                 if tiles == 1:
                     b_norm = tl.sum(b_q * b_dq, axis=1)
@@ -423,7 +414,6 @@ def dk_head_kernel(
     dgc,
     shift,
     shares,
-    partial,
     chunk_start,
     chunk_rows,
     tokens,
@@ -445,10 +435,13 @@ def dk_head_kernel(
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """dk and dp as `dq_head_kernel` does dq; partial [programs, 2, C, BK]. Per value head and key
-    tile: in plane 1 + tile of shares the tile's part of dbeta; in dgc that of k and p in the
-    gradient of gc, what comes from the chunk's end in the last row; with p in shift, like dgc, what
-    its rows give to the sums up to the token before."""
+    """dk and dp as `dq_head_kernel` does dq. Per value head and key tile: in plane 1 + tile of
+    shares the tile's part of dbeta; in dgc that of k and p in the gradient of gc, what comes from
+    the chunk's end in the last row; with p in shift, like dgc, what its rows give to the sums up to
+    the token before.
+
+    Of groups, each phase is a branch, always taken, or follows one, as in intra_bwd.py, and loads k
+    again: the registers go to the sums over the group. A single head has them to spare."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     HV: tl.constexpr = H * G
     i_k = tl.program_id(0) % tiles
@@ -463,10 +456,10 @@ def dk_head_kernel(
     r, r_t = k, k_t
     if REMOVAL == "p":
         r, r_t = p + i_h * p_h + start * p_t, p_t
-    if G > 1:
-        partial += (tl.program_id(0).to(tl.int64) * H + i_h) * 2 * BT * BK
     b_nk = tl.zeros([BT], tl.float32)  # k dk and p dp summed over channels
     b_np = tl.zeros([BT], tl.float32)
+    b_dk = tl.zeros([BT, BK], tl.float32)
+    b_dp = tl.zeros([BT, BK], tl.float32)
     for j in tl.range(G, num_stages=1):
         i = again(tl.arange(0, BT), n_rows + j, BT, G)
         m_i = i < n_rows
@@ -475,55 +468,75 @@ def dk_head_kernel(
         row = rows + i_ch * 7 * BT + i
         of_row = of_rows + i_ch * 3 * BT + i
         place = (i_k * chunks * HV + i_ch) * BT + i
-        # column factor k
-        b_dk = tl.zeros([BT, BK], tl.float32)
-        b_dl = tl.zeros([BK], tl.float32)
-        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-            o_v = i_v * BV + tl.arange(0, BV)
-            b_dh = load_block(dh + i_ch * K * V, o_k, o_v, K, V)
-            b_vn = load_block(v_new + i_ch * BT * V, i, o_v, BT, V)
-            b_dk = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_dk)
-            b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
-            b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
-        b_dk *= tl.load(row + 6 * BT)[:, None]
-        b_k = load_rows(k, i, k_t, m_i, o_k, K)
-        # by itself, for it cancels what the last row gets of it
-        b_dgc = -tl.sum(b_k.to(tl.float32) * b_dk, axis=1)
-        last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_dgc, axis=0)
-        b_dgc += tl.where(i == BT - 1, last, 0.0)
+        b_dgc = tl.zeros([BT], tl.float32)
+        b_shift = tl.zeros([BT], tl.float32)
+        b_dr = tl.zeros([BT, BK], tl.float32)
         b_c = tl.zeros([BT, BK], tl.float32)
-        if REMOVAL != "none":  # row factor beta r
-            b_dr = tl.zeros([BT, BK], tl.float32)
+        b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        if G == 1 or n_rows > 0:  # column factor k and row factor beta r in the states
+            b_dl = tl.zeros([BK], tl.float32)
             for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
                 o_v = i_v * BV + tl.arange(0, BV)
+                b_dh = load_block(dh + i_ch * K * V, o_k, o_v, K, V)
+                b_vn = load_block(v_new + i_ch * BT * V, i, o_v, BT, V)
+                b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
                 b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
-                b_y = load_block(y + i_ch * BT * V, i, o_v, BT, V)
-                b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
-            b_dr *= -tl.load(row + 5 * BT)[:, None]
-            b_beta = tl.load(row)[:, None]
-            b_r = load_rows(r, i, r_t, m_i, o_k, K).to(tl.float32)
-            b_rb = (b_beta * b_r).to(operand)
+                b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+            b_c *= tl.load(row + 6 * BT)[:, None]
+            # by itself, for it cancels what the last row gets of it
+            b_dgc = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+            last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_dgc, axis=0)
+            b_dgc += tl.where(i == BT - 1, last, 0.0)
+            b_dk = b_c if G == 1 else b_dk + b_c
+            b_c = tl.zeros([BT, BK], tl.float32)
+            if REMOVAL != "none":
+                for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+                    o_v = i_v * BV + tl.arange(0, BV)
+                    b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+                    b_y = load_block(y + i_ch * BT * V, i, o_v, BT, V)
+                    b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
+                b_dr *= -tl.load(row + 5 * BT)[:, None]
+        if REMOVAL != "none" and (G == 1 or n_rows <= BT):  # beta r in the scores
+            if G > 1:
+                tl.debug_barrier()
+                i = again(i, n_rows, BT, 1)
+                m_i = i < n_rows
+                row = rows + i_ch * 7 * BT + i
+                b_k = load_rows(k, i, k_t, m_i, o_k, K)
+            b_beta = tl.load(row)
+            b_r = load_rows(r, i, r_t, m_i, o_k, K)
+            b_rb = (b_beta[:, None] * b_r.to(tl.float32)).to(operand)
             b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
-            b_shift = tl.sum(b_beta * b_r * b_dr, axis=1)
-            b_c = dot(b_w, b_k, PRECISION)
-            b_shift += tl.sum(b_rb.to(tl.float32) * b_c, axis=1)
+            b_db = tl.sum(b_r.to(tl.float32) * b_dr, axis=1)
+            b_shift = b_beta * b_db
+            b_x = dot(b_w, b_k, PRECISION)
+            b_shift += tl.sum(b_rb.to(tl.float32) * b_x, axis=1)
+            b_db += tl.sum(b_r.to(tl.float32) * b_x, axis=1)
             b_dgc += b_shift
-            b_dr += b_c
-            b_c = dot(tl.trans(b_w), b_rb, PRECISION)
             plane = (1 + i_k).to(tl.int64) * tokens * HV
-            b_db = tl.sum(b_r * b_dr, axis=1)
             tl.store(shares + plane + (start + i) * HV + i_hv, b_db, mask=m_i)
-            b_dr *= b_beta
+            b_dr = b_beta[:, None] * (b_dr + b_x)
+            if REMOVAL == "k":
+                b_dk += b_dr
+            else:
+                b_dp = b_dr if G == 1 else b_dp + b_dr
+            b_c = dot(tl.trans(b_w), b_rb, PRECISION)
+        if G > 1:
+            tl.debug_barrier()
+            i = again(i, n_rows, BT, 2)
+            m_i = i < n_rows
+            row = rows + i_ch * 7 * BT + i
+            of_row = of_rows + i_ch * 3 * BT + i
+            place = (i_k * chunks * HV + i_ch) * BT + i
+            b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        # q in the scores
         b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
         b_q = load_rows(q, i, q_t, m_i, o_k, K)
         b_c = dot(tl.trans(b_w), b_q, PRECISION, acc=b_c)
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
-        b_dk += b_c
         tl.store(dgc + place, b_dgc)
+        b_dk += b_c
         b_dk += tl.load(of_row)[:, None] * b_q.to(tl.float32)
-        if REMOVAL == "k":
-            b_dk += b_dr
-        b_dk = with_heads_before(b_dk, partial, j, G)
         if NORM:
             b_nk += tl.load(of_row + 2 * BT)
         if j == G - 1:
@@ -533,15 +546,15 @@ def dk_head_kernel(
             store_rows(dk + (start * H + i_h) * K, b_dk, i, H * K, m_i, o_k, K)
         if REMOVAL == "p":
             tl.store(shift + place, b_shift)
-            b_dr = with_heads_before(b_dr, partial + BT * BK if G > 1 else partial, j, G)
             if NORM:
                 b_vy = tl.load(shares + (start + i) * HV + i_hv, mask=m_i, other=0.0)
                 b_np += tl.load(of_row + 2 * BT) - tl.load(row) * b_vy
             if j == G - 1:
                 if NORM:
                     rstd = tl.load(row + 3 * BT)
-                    b_dr -= b_r * (b_np * rstd * rstd)[:, None]
-                store_rows(dp + (start * H + i_h) * K, b_dr, i, H * K, m_i, o_k, K)
+                    b_r = load_rows(r, i, r_t, m_i, o_k, K)
+                    b_dp -= b_r.to(tl.float32) * (b_np * rstd * rstd)[:, None]
+                store_rows(dp + (start * H + i_h) * K, b_dp, i, H * K, m_i, o_k, K)
 
 
 @triton.jit

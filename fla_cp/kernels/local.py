@@ -228,9 +228,8 @@ def _head_bwd(
     """One decay a head."""
     table, do = tables(packing, x.q.device), grads.do
     NC, (tokens, H, K), (HV, V) = len(table.chunk_start), x.q.shape, x.v.shape[1:]
-    ts, tq, tk = (
-        tuning.tile(n, K, V, x.q.dtype) for n in ("scores_bwd_head", "dq_head", "dk_head")
-    )
+    dk_stage = "dk_head_two" if x.p is not None and HV > H else "dk_head"
+    ts, tq, tk = (tuning.tile(n, K, V, x.q.dtype) for n in ("scores_bwd_head", "dq_head", dk_stage))
     device, q_tiles, tiles = x.q.device, triton.cdiv(K, tq.BK), triton.cdiv(K, tk.BK)
     dq, dk = (torch.empty(x.q.shape, dtype=x.q.dtype, device=device) for _ in range(2))
     dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
@@ -246,10 +245,6 @@ def _head_bwd(
         shares = torch.empty(1 + tiles, tokens, HV, device=device)
     dA_log = None if x.A_log is None else torch.empty(NC, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, device=device)
-    partial = None  # memory of programs that go through several heads
-    if HV > H:
-        most = max(q_tiles * tq.BK, 2 * tiles * tk.BK)
-        partial = torch.empty(NC, H, most, CHUNK, device=device)
     shape = {
         "H": H,
         "G": HV // H,
@@ -304,7 +299,6 @@ def _head_bwd(
             h,
             dq,
             dgc,
-            partial,
             table.chunk_start,
             table.chunk_rows,
             *x.q.stride()[:2],
@@ -335,7 +329,6 @@ def _head_bwd(
             dgc[q_tiles:],
             shift,
             shares,
-            partial,
             table.chunk_start,
             table.chunk_rows,
             tokens,

@@ -53,7 +53,8 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
 without a safe gate; "_head": with one decay a head; "_states": without o; "_ends": of the
-summaries; "_beside": of scans side by side. Figures: docs/log.md."""
+summaries; "_beside": of scans side by side;
+"_two": with two sums over a group, of dk and dp. Figures: docs/log.md."""
 
 FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
     (90, "scan", 128, 128, BF16): ((128, Tile(128, 128, 8, 2)),),
@@ -82,6 +83,8 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
         return Tile(0, min(v, 32 if wide else 64), 4, 1)
     if stage in ("dq_head", "dk_head"):
         return Tile(min(k, 32 if wide else 64), min(v, 32 if wide else 64), 4, 1)
+    if stage == "dk_head_two":
+        return Tile(min(k, 32), min(v, 32 if wide else 64), 4, 1)
     if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(16 if k <= 64 and not wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
