@@ -141,21 +141,21 @@ def safe_bwd_kernel(
     e = tl.where(first, tl.exp2(n0), tl.exp2(n1))
     b_dq *= e
     b_dr *= -e
-    b_dl *= decay_exp(tl.load(anchors + 2 * K, mask=m_k, other=0.0), EXP2)
     b_dc *= tl.where(first, decay_exp(end - n0 * UNIT, EXP2), decay_exp(end - n1 * UNIT, EXP2))
     b_k = b_k.to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
-    b_q = b_q.to(tl.float32) * tl.load(rows + BT + i)[:, None]
     shift = n1 - n0
 
     second = (i >= BT // 2)[:, None]
     b_y = b_k * decay_exp(-d, EXP2)
     near, far = b_y.to(operand), shifted(b_y, shift, first).to(operand)
-    b_dl += tl.sum(near.to(tl.float32) * b_dc, axis=0)
+    last = decay_exp(tl.load(anchors + 2 * K, mask=m_k, other=0.0), EXP2)
+    b_dl = b_dl * last + tl.sum(near.to(tl.float32) * b_dc, axis=0)
 
     # row factor q
     b_r = dot(b_ds, near, PRECISION, acc=b_dq)
     b_dq = dot(b_ds, far, PRECISION, acc=b_dq)
     b_dq = tl.where(first, b_r, b_dq)
+    b_q = b_q.to(tl.float32) * tl.load(rows + BT + i)[:, None]
     f = decay_exp(d, EXP2)
     b_x = b_q * f
     row = b_x.to(operand)

@@ -33,7 +33,7 @@ def power_of_two(n: int, least: int = 16) -> int:
 BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
-    (90, "intra_any", 128, 128, BF16): Tile(32, 0, 4, 3),
+    (90, "intra_any", 128, 128, BF16): Tile(64, 0, 4, 1),
     (90, "gated", 128, 128, BF16): Tile(64, 0, 4, 1),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
@@ -45,7 +45,7 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scan_bwd_ends_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 128, 4, 1),
     (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
-    (90, "intra_bwd", 128, 128, BF16): Tile(32, 128, 4, 1),
+    (90, "intra_bwd", 128, 128, BF16): Tile(32, 64, 4, 3),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_head", 128, 128, BF16): Tile(32, 0, 4, 3),
     (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
