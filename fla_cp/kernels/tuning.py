@@ -80,11 +80,13 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
         return Tile(k, min(v, 4096 // k), 4, 1)
     if stage.startswith("scores_bwd"):
-        return Tile(0, min(v, 32 if wide else 64), 4, 1)
+        return Tile(0, min(v, (32 if stage == "scores_bwd_head" else 16) if wide else 64), 4, 1)
+    if wide and stage.startswith("dk_head"):
+        return Tile(16, 16, 4, 1)
     if stage in ("dq_head", "dk_head"):
         return Tile(min(k, 32 if wide else 64), min(v, 32 if wide else 64), 4, 1)
     if stage == "dk_head_two":
-        return Tile(min(k, 32), min(v, 32 if wide else 64), 4, 1)
+        return Tile(min(k, 32), min(v, 64), 4, 1)
     if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(16 if k <= 64 and not wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
