@@ -194,9 +194,9 @@ def intra_kernel(
     b_kk = tl.zeros([BT, BT], tl.float32)
     b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
     diagonal = tl.zeros_like(b_beta)
-    e_upto = load_sums(sums, UP_TO, o_i)
-    e_after = load_sums(sums, AFTER, o_i)
     if SAFE:
+        e_upto = load_sums(sums, UP_TO, o_i)
+        e_after = load_sums(sums, AFTER, o_i)
         e_middle = load_sums(sums, MIDDLE, o_i)
         e_first = load_sums(sums, FIRST, o_i)
     for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
@@ -205,7 +205,7 @@ def intra_kernel(
         steps = parts(b_g, operand)
         b_q = load_rows(q, o_i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
-        d = apply_sums(e_upto, steps, PRECISION)
+        d = apply_sums(e_upto if SAFE else load_sums(sums, UP_TO, o_i), steps, PRECISION)
         last = tl.broadcast_to(o_k[None, :], [BT, BK])
         r = again(o_i, n_rows + i_k, BT, 1000)  # no addresses kept from tile to tile
         if SAFE:
@@ -218,7 +218,8 @@ def intra_kernel(
             store_block(kin + i_ch * BT * K, b_k * e, r, o_k, BT, K)
         at = (r == BT - 1)[:, None] & (o_k < K)[None, :]
         tl.store(decay + i_ch * K + last, e, mask=at)
-        e = decay_exp(apply_sums(e_after, steps, PRECISION), EXP2)
+        d = apply_sums(e_after if SAFE else load_sums(sums, AFTER, o_i), steps, PRECISION)
+        e = decay_exp(d, EXP2)
         store_block(kg + i_ch * BT * K, b_k * e, r, o_k, BT, K)
         diagonal += tl.sum(b_q * b_k, axis=1)
         if SAFE:
@@ -239,7 +240,7 @@ def intra_kernel(
             if REMOVES:
                 b_kk = dot((b_k * f).to(operand), half, PRECISION, acc=b_kk)
         else:
-            for level in range(6):
+            for level in tl.range(0, 6, disable_licm=True):
                 f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, PRECISION), EXP2)
                 b_kf = (b_k * f).to(operand)
                 mask = pair_mask(o_i, 5 - level)

@@ -276,7 +276,7 @@ def intra_bwd_kernel(
         b_dgc += b_beta * (b_k * b_dr)
 
     # row factor q, column factor k
-    for level in range(6):
+    for level in tl.range(0, 6, disable_licm=True):
         f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
         b_ds = masked(load_scores(dscores, i), pair_mask(i, 5 - level))
         b_x, b_y = (b_q * f).to(operand), (b_k * f).to(operand)
@@ -297,7 +297,7 @@ def intra_bwd_kernel(
 
     # row factor beta k, column factor k
     if REMOVES:
-        for level in range(6):
+        for level in tl.range(0, 6, disable_licm=True):
             f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
             b_da = masked(load_scores(dscores + BT * BT, i), pair_mask(i, 5 - level))
             b_y = b_k * f

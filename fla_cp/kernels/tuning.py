@@ -33,7 +33,7 @@ def power_of_two(n: int, least: int = 16) -> int:
 BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
-    (90, "intra_any", 128, 128, BF16): Tile(64, 0, 4, 1),
+    (90, "intra_any", 128, 128, BF16): Tile(32, 0, 4, 1),
     (90, "gated", 128, 128, BF16): Tile(64, 0, 4, 1),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
@@ -74,7 +74,7 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
     stage = stage.removesuffix("_beside")
     if stage in ("intra", "intra_any", "intra_head"):
-        return Tile(32, 0, 4, 1 if wide else 3)
+        return Tile(16 if wide and stage == "intra_any" else 32, 0, 4, 1 if wide else 3)
     if stage == "gated":
         return Tile(min(k, 32 if wide else 64), 0, 4, 1)
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
@@ -88,7 +88,7 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage == "dk_head_two":
         return Tile(min(k, 32), min(v, 64), 4, 1)
     if stage in ("intra_bwd", "intra_bwd_any"):
-        return Tile(16 if k <= 64 and not wide else 32, min(v, 32 if wide else 128), 4, 1)
+        return Tile(16 if k <= 64 or wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
         return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     if k > 128:
