@@ -69,19 +69,10 @@ def dot(a, b, PRECISION: tl.constexpr, acc=None):
 
 
 @triton.jit
-def short(x):
-    """x cut to the 10 bits of mantissa that TF32 has."""
-    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def parts(x, operand: tl.constexpr):
-    """x as a sum of bf16 tiles, for fp32 of TF32 ones, whose products with small integers are
-    exact."""
+    """x as a sum of bf16 tiles whose products with small integers are exact; x itself for fp32."""
     if operand == tl.float32:
-        high = short(x)
-        middle = short(x - high)
-        return (high, middle, x - high - middle)
+        return (x,)
     else:
         high = x.to(tl.bfloat16)
         return (high, (x - high.to(tl.float32)).to(tl.bfloat16))
@@ -97,9 +88,9 @@ def load_sums(sums, kind, i):
 @triton.jit
 def apply_sums(E, x, PRECISION: tl.constexpr):
     """[BT, BK]: E @ x, exact up to fp32 rounding; x as `parts` gives it."""
-    acc = tl.dot(E, x[0], input_precision="tf32")
+    acc = tl.dot(E, x[0], input_precision=PRECISION)
     for n in tl.static_range(1, len(x)):
-        acc = tl.dot(E, x[n], acc=acc, input_precision="tf32")
+        acc = tl.dot(E, x[n], acc=acc)
     return acc
 
 

@@ -53,8 +53,8 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
 without a safe gate; "_head": with one decay a head; "_states": without o; "_ends": of the
-summaries; "_beside": of scans side by side;
-"_two": with two sums over a group, of dk and dp. Figures: docs/log.md."""
+summaries; "_beside": of scans side by side; "_two": with two sums over a group, of dk and dp.
+Figures: docs/log.md."""
 
 FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
     (90, "scan", 128, 128, BF16): ((128, Tile(128, 128, 8, 2)),),
@@ -90,7 +90,7 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(16 if k <= 64 or wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
-        return Tile(64, 16, 4, 1)  # the state in slices of 64 keys
+        return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
     if k > 128:
         return Tile(k, min(v, 16 if stage.startswith("scan_bwd") else 32), 8, 1)
     return Tile(k, min(v, 32), 4, 3)
