@@ -342,9 +342,9 @@ SPILLS: dict[str, dict[str, float]] = {
     "scan_kernel": {"fp32": 3600},
     "scan_bwd_kernel": {"fp32": 3600},
 }
-"""Bytes a thread may spill, by kernel and what the configuration's name has in it. In bf16 only the
-local backward for any gate: tiles of 16 keys, which spill 28 or none, take 11.3 ms for 7.5, measured
-in one run (docs/log.md); a few bytes of its forward at 64 keys; and one tile that is there to be
+"""Bytes a thread may spill, by kernel and what the configuration's name has in it. In bf16 only
+the local backward for any gate: tiles of 16 keys, which spill 28 or none, take 11.3 ms for 7.5, in
+one run (docs/log.md); a few bytes of its forward at 64 keys; and one tile that is there to be
 measured. In fp32, for checking, products of three TF32 ones hold two parts of an operand."""
 
 
