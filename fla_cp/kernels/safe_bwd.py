@@ -6,7 +6,7 @@ whole power of two, n0 in the first half of the rows and n1 in the second. What 
 differs by a power of two, which is exact in bf16: pairs of a row in the second half and a column in
 the first, exp(n1 - n0); states entering, exp(n) x; states leaving, exp(gc_C - n) y. So all
 gradients of a factor are summed in one accumulator and multiplied by it once, and what a pair adds
-to the gradient of gc at its row is what it takes off at its column, to the last bit.
+to the gradient of gc at its row it takes off at its column, with the same factors.
 """
 
 import triton
@@ -113,7 +113,7 @@ def safe_bwd_kernel(
 
     UNIT: tl.constexpr = 1.0 if EXP2 else 1.0 / LOG2E
 
-    # all loads at once: a program waits for memory twice
+    # nearly all loads at once: to wait for memory again costs more than registers do
     b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
     b_k = load_rows(k, i, k_t, m_i, o_k, K)
     b_q = load_rows(q, i, q_t, m_i, o_k, K)
@@ -170,12 +170,11 @@ def safe_bwd_kernel(
     b_c = dot(b_ds, shifted(b_x, shift, second).to(operand), PRECISION, acc=b_dc)
     b_dc = dot(b_ds, row, PRECISION, acc=b_dc)
 
-    # row factor beta k
-    # d, in a form that the compiler cannot tell to be d: its exponentials are formed again
+    # row factor beta k; exponentials are formed again, of a d that the compiler cannot tell to be d
     d += n_rows // (BT + 1)
     f = decay_exp(d, EXP2)
     if REMOVES:
-        tl.debug_barrier()
+        tl.debug_barrier()  # not loaded earlier, for registers
         b_da = load_scores(dscores + BT * BT, i)
         b_r = dot(b_da, near, PRECISION, acc=b_dr)
         b_dr = dot(b_da, far, PRECISION, acc=b_dr)
