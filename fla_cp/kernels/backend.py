@@ -362,7 +362,7 @@ def kept_shapes(
         ((NC, HV, 3, K) if safe(rule, dtype) else nothing, torch.float32),
     ]
     if not rule.keep_intermediates:
-        return always
+        return always  # type: ignore[return-value]  # tuples of several lengths
     return [
         *always,
         *(() if rule.per_head else ((k, dtype), (kin, dtype), (k, dtype))),
