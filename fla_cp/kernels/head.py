@@ -440,8 +440,9 @@ def dk_head_kernel(
     the chunk's end in the last row; with p in shift, like dgc, what its rows give to the sums up to
     the token before.
 
-    Of groups, each phase is a branch, always taken, or follows one, as in intra_bwd.py, and loads k
-    again: the registers go to the sums over the group. A single head has them to spare."""
+    Of groups, each phase is a branch, always taken, or follows one, and loads k again: left in one
+    block with the next, sums over the group would be added late and their terms kept meanwhile. A
+    single head has registers to spare."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     HV: tl.constexpr = H * G
     i_k = tl.program_id(0) % tiles
