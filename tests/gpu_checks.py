@@ -121,6 +121,30 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
     return rows
 
 
+def check_hopper(key: str, share: slice) -> Rows:
+    """The scans in hopper.py, which calls as small as these would not take; whole and in segments
+    of two chunks. key: of a member."""
+    from fla_cp.kernels import hopper
+    from fla_cp.kernels.measure import cut_into
+
+    least, hopper.LEAST = hopper.LEAST, 0
+    rows = []
+    try:
+        for cut in (False, True):
+            name = " in segments" * cut
+            with cut_into(2) if cut else nullcontext():
+                if key == "kda":
+                    found = [c for c in [*cases(128, 128)][share] if c[2] == BF16]
+                    rows += [one(128, 128, f"hopper {c[0]}{name}", *c[1:]) for c in found]
+                    continue
+                for T in (130, 1000):
+                    name_of = f"hopper {key} T={T}{name}"
+                    rows.append(check_member(key, 128, 128, T, BF16, name=name_of))
+    finally:
+        hopper.LEAST = least
+    return rows
+
+
 def check_recurrent(K: int, V: int) -> Rows:
     rows = []
     for name, case, dtype, v_first in recurrent_cases(K, V):
@@ -376,4 +400,10 @@ def parts() -> dict[str, Callable[[], Rows]]:
         if (K, V) in ((64, 64), (128, 128)):
             for n in range(6):
                 found[f"{K},{V} tiles {n}"] = partial(check_tiles, K, V, slice(n, None, 6))
-    return found | {key: partial(check_family, key) for key in BY_NAME if key != "kda"}
+    for n in range(3):
+        found[f"hopper {n}"] = partial(check_hopper, "kda", slice(n, None, 3))
+    for key in BY_NAME:
+        if key != "kda":
+            found[key] = partial(check_family, key)
+            found[f"hopper {key}"] = partial(check_hopper, key, slice(None))
+    return found

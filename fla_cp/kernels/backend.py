@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +28,11 @@ from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
 from .tiles import unit_rows
 from .walk import walk
+
+try:
+    from . import hopper
+except (ImportError, AttributeError):  # Gluon is experimental: a Triton that has it otherwise
+    hopper = None  # type: ignore[assignment]
 
 assembler.choose()
 
@@ -86,52 +92,62 @@ def _scan(
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
     if stream is not None:
         stage += "_beside"
-    t = tuning.tile(stage, K, V, c.Aqk.dtype, HV * len(segments + middle))
+    if o is not None and h is not None:
+        stage += "_kept"
+    t = _tile(stage, c, HV * len(segments + middle), (h, v_new), c.v)
     if not segments:
         return
     programs = triton.cdiv(V, t.BV) * len(segments) + triton.cdiv(K, t.BV) * len(middle)
-    launch = functools.partial(
-        scan_kernel[(programs, HV)],
-        c.qg,
-        c.kin,
-        c.kg,
-        c.v,
-        c.rows,
-        c.T,
-        c.Aqk,
-        c.decay,
-        o,
-        h,
-        v_new,
-        None if S0 is None else S0.value,
-        S_end,
-        transition,
-        packing.table(_chosen(*names), torch.int64, c.v.device)[0],
-        table.seg_start,
-        table.seg_stop,
-        table.seg_chunk,
-        _entries(packing, S0, "carried", c.v.device),
-        v_t=c.v.stride(0),
-        v_h=c.v.stride(1),
+    arguments: dict[str, Any] = {
+        "S0": None if S0 is None else S0.value,
+        "S_end": S_end,
+        "transition": transition,
+        "segments": packing.table(_chosen(*names), torch.int64, c.v.device)[0],
+        "seg_start": table.seg_start,
+        "seg_stop": table.seg_stop,
+        "seg_chunk": table.seg_chunk,
+        "seg_entry": _entries(packing, S0, "carried", c.v.device),
         **_strides("S0", None if S0 is None else S0.value),
         **_strides("end", S_end, inner=True),
-        **_strides("h", h, inner=True),
-        states=len(segments),
-        K=K,
-        V=V,
-        BT=CHUNK,
-        BK=t.BK,
-        BV=t.BV,
-        NS=t.stages,
-        num_warps=t.warps,
-        **c.launch(),
-    )
+        "states": len(segments),
+        **_compiled(t, K, V),
+    }
+    if t.hopper:
+        kernel = hopper.scan_hopper_kernel
+        arguments |= hopper.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
+        arguments |= {"v_h": c.v.stride(1), "o_rows": o}
+    else:
+        kernel = scan_kernel
+        arguments |= {"v": c.v, "v_t": c.v.stride(0), "v_h": c.v.stride(1)} | c.given()
+        arguments |= {"o": o, "h": h, "v_new": v_new, **_strides("h", h, inner=True), "BK": t.BK}
+    launch = functools.partial(kernel[(programs, HV)], **arguments)
     if stream is None:
         launch()
         return
     stream.wait_stream(torch.cuda.current_stream(c.v.device))
     with torch.cuda.stream(stream):
         launch()
+
+
+def _tile(
+    stage: str, c: Chunks, chains: int, dense: tuple[Tensor | None, ...], rows: Tensor
+) -> tuning.Tile:
+    """Of a scan that reads rows [T, HV, V] and writes what must be dense for hopper.py."""
+    takes = _on_hopper(c, rows) and all(x is None or x.is_contiguous() for x in dense)
+    t = tuning.tile(
+        stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, takes and hopper.enough(c)
+    )
+    if t.hopper and not takes:
+        raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
+    return t
+
+
+def _on_hopper(c: Chunks, *rows: Tensor) -> bool:
+    return bool(hopper) and tuning.architecture() == 90 and hopper.fits(c, *rows)
+
+
+def _compiled(t: tuning.Tile, K: int, V: int) -> dict[str, int]:
+    return {"K": K, "V": V, "BT": CHUNK, "BV": t.BV, "NS": t.stages, "num_warps": t.warps}
 
 
 def _strides(name: str, x: Tensor | None, *, inner: bool = False) -> dict[str, int]:
@@ -203,7 +219,9 @@ def beside(packing: Packing, c: Chunks) -> bool:
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     if c.rule.removal == "p" or c.rule.keep_intermediates:
         return False
-    tiles = (tuning.tile(f"{n}_beside", K, V, c.Aqk.dtype) for n in ("scan_states", "scan_bwd"))
+    takes = _on_hopper(c) and hopper.enough(c)
+    names = ("scan_states_beside", "scan_bwd_beside")
+    tiles = (tuning.tile(n, K, V, c.Aqk.dtype, 0, takes) for n in names)
     programs = HV * len(packing.segments) * sum(triton.cdiv(V, t.BV) for t in tiles)
     return 0 < programs <= multiprocessors(c.v.device)
 
@@ -267,41 +285,29 @@ def _scan_bwd(
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
     if together and beside(packing, c):
         stage += "_beside"
-    t = tuning.tile(stage, K, V, c.Aqk.dtype, HV * len(segments))
+    t = _tile(stage, c, HV * len(segments), (dh, y), do)
     if not segments:
         return
-    scan_bwd_kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](
-        c.qg,
-        c.kin,
-        c.kg,
-        do,
-        c.rows,
-        c.T,
-        c.Aqk,
-        c.decay,
-        y,
-        dh,
-        None if dS_end is None else dS_end.value,
-        dS0,
-        packing.table(_chosen(which), torch.int64, c.v.device)[0],
-        table.seg_start,
-        table.seg_stop,
-        table.seg_chunk,
-        _entries(packing, dS_end, "feeding", c.v.device),
-        do_t=do.stride(0),
-        do_h=do.stride(1),
+    arguments: dict[str, Any] = {
+        "dS_end": None if dS_end is None else dS_end.value,
+        "dS0": dS0,
+        "segments": packing.table(_chosen(which), torch.int64, c.v.device)[0],
+        "seg_start": table.seg_start,
+        "seg_stop": table.seg_stop,
+        "seg_chunk": table.seg_chunk,
+        "seg_exit": _entries(packing, dS_end, "feeding", c.v.device),
         **_strides("end", None if dS_end is None else dS_end.value),
         **_strides("dS0", dS0, inner=True),
-        K=K,
-        V=V,
-        BT=CHUNK,
-        BK=t.BK,
-        BV=t.BV,
-        FLIP=t.BV >= 64 and not c.of_heads,
-        NS=t.stages,
-        num_warps=t.warps,
-        **c.launch(),
-    )
+        **_compiled(t, K, V),
+    }
+    if t.hopper:
+        kernel = hopper.scan_bwd_hopper_kernel
+        arguments |= hopper.described(c, t.BV, do=do, y=y, dh=dh) | {"do_h": do.stride(1)}
+    else:
+        kernel = scan_bwd_kernel
+        arguments |= {"do": do, "do_t": do.stride(0), "do_h": do.stride(1)} | c.given()
+        arguments |= {"y": y, "dh": dh, "BK": t.BK, "FLIP": t.BV >= 64 and not c.of_heads}
+    kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](**arguments)
 
 
 def summarize_bwd(

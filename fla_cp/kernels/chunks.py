@@ -36,21 +36,25 @@ class Chunks(NamedTuple):
     def of_heads(self) -> bool:
         return self.qg.dim() == 3
 
-    def launch(self) -> dict[str, Any]:
-        """What both scans are told of the operands."""
+    def facts(self) -> dict[str, Any]:
+        """What every scan is compiled for."""
         heads = self.decay.shape[1]
-        found: dict[str, int] = {}
-        for name, x in (("q", self.qg), ("r", self.kin), ("k", self.kg)):
-            rows, head, *_ = x.stride() if self.of_heads else (0, 0)
-            found |= {f"{name}_t": rows, f"{name}_h": head}
         return {
-            **found,
             "HV": heads,
             "G": heads // self.kg.shape[1],
             "HEAD": self.of_heads,
             "REMOVAL": self.rule.removal,
-            "PRECISION": precision(self.Aqk.dtype),
         }
+
+    def given(self) -> dict[str, Any]:
+        """The operands as `scan_kernel` takes them."""
+        found: dict[str, Any] = {}
+        for name, x in (("q", self.qg), ("r", self.kin), ("k", self.kg)):
+            rows, head, *_ = x.stride() if self.of_heads else (0, 0)
+            found |= {f"{name}_t": rows, f"{name}_h": head}
+        for name in ("qg", "kin", "kg", "rows", "T", "Aqk", "decay"):
+            found[name] = getattr(self, name)
+        return {**found, **self.facts(), "PRECISION": precision(self.Aqk.dtype)}
 
 
 class Tables(NamedTuple):

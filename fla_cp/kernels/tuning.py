@@ -13,13 +13,14 @@ import torch
 
 class Tile(NamedTuple):
     """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: most that a
-    thread may have, or None."""
+    thread may have, or None. hopper: of a scan, in hopper.py."""
 
     BK: int
     BV: int
     warps: int
     stages: int
     registers: int | None = None
+    hopper: bool = False
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -70,6 +71,23 @@ FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...
 of a chain read is then read less often, and the card is full all the same."""
 
 
+NARROW, DEEP = Tile(128, 64, 4, 2, hopper=True), Tile(128, 64, 4, 3, hopper=True)
+BROAD = Tile(128, 128, 8, 2, hopper=True)
+HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
+    "scan": ((128, BROAD), (0, NARROW)),
+    "scan_kept": ((0, NARROW),),
+    "scan_states": ((0, DEEP),),
+    "scan_ends": ((128, BROAD), (0, DEEP)),
+    "scan_bwd": ((0, NARROW),),
+    "scan_bwd_ends": ((128, BROAD), (0, DEEP)),
+    "scan_states_beside": ((0, NARROW),),
+    "scan_bwd_beside": ((0, NARROW),),
+    "scan_bwd_ends_beside": ((0, NARROW),),
+}
+"""Tiles of the scans in hopper.py, K = V = 128, by the least number of chains, measured. "_kept":
+o, states and v_new at once."""
+
+
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
     stage = stage.removesuffix("_beside")
@@ -106,8 +124,14 @@ def architecture() -> int:
 
 
 @functools.cache
-def tile(stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0) -> Tile:
-    """The tile of a stage for one shape and operand dtype; of a scan, with so many chains."""
+def tile(
+    stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0, hopper: bool = False
+) -> Tile:
+    """The tile of a stage for one shape and operand dtype; of a scan, with so many chains, and
+    whether hopper.py takes it."""
+    if hopper and stage in HOPPER:
+        return next(t for least, t in HOPPER[stage] if chains >= least)
+    stage = stage.removesuffix("_kept")
     k, v = power_of_two(K), power_of_two(V, 32)
     key = (architecture(), stage, k, v, dtype)
     for least, fuller in FULLER.get(key, ()):
@@ -120,18 +144,22 @@ def tile(stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0) -> Til
 SCANS = (
     *(Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))),
     Tile(0, 128, 8, 2),
+    NARROW,
+    BROAD,
 )
+BESIDE = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
     "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
     "intra_any": (Tile(64, 0, 4, 1), Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
     "scan": SCANS,
-    "scan_states": (*SCANS, Tile(0, 64, 4, 3)),
-    "scan_ends": (*SCANS, Tile(0, 64, 4, 3)),
+    "scan_states": (*SCANS, Tile(0, 64, 4, 3), DEEP),
+    "scan_ends": (*SCANS, Tile(0, 64, 4, 3), DEEP),
     "scan_bwd": SCANS,
-    "scan_states_beside": tuple(Tile(0, 64, 4, stages) for stages in (3, 2)),
-    "scan_bwd_beside": tuple(Tile(0, 64, 4, stages) for stages in (3, 2)),
-    "scan_bwd_ends_beside": tuple(Tile(0, 64, 4, stages) for stages in (3, 2)),
+    "scan_bwd_ends": (*SCANS, DEEP),
+    "scan_states_beside": (*BESIDE, DEEP),
+    "scan_bwd_beside": BESIDE,
+    "scan_bwd_ends_beside": (*BESIDE, DEEP),
     "intra_head": (
         Tile(32, 0, 4, 3),
         Tile(32, 0, 4, 1),
@@ -166,6 +194,7 @@ def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
     rows = (
         t._replace(BK=min(t.BK, k) or (k if name.startswith("scan") else 0), BV=min(t.BV, v))
         for t in CANDIDATES[name]
+        if not t.hopper or (k, v) == (128, 128)
     )
     return tuple(dict.fromkeys(rows))
 

@@ -116,6 +116,25 @@ def test_ranks_equal_one(run, case, ranges):
     run(compare, case, ranges)
 
 
+def on_hopper(group, rank, ranges):
+    """The scans of hopper.py, which a call as small as this would not take."""
+    from fla_cp.kernels import hopper
+
+    least, hopper.LEAST = hopper.LEAST, 0
+    try:
+        case = Case("hopper", **SHAPE | {"K": 128, "V": 128}, options=options(**INSIDE, **SAFE))
+        compare(group, rank, case, ranges)
+    finally:
+        hopper.LEAST = least
+
+
+@pytest.mark.parametrize("ranges", RANGES)
+def test_scans_for_hopper(run, ranges):
+    if torch.cuda.device_count() == 0:
+        pytest.skip("runs kernels for a GPU, this machine has none")
+    run(on_hopper, ranges)
+
+
 def reason(group, rank):
     return why_not(group)
 
