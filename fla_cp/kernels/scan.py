@@ -6,8 +6,8 @@ products a chunk: kin S, T r, kg^T v_new (reverse: kg dS, T^T dv, kin^T x). With
 factors (head.py) multiply what the products give or take.
 
 The state is a tuple of slices of BK keys: one in half precision. In fp32, where a product is three
-that hold their left operand in registers, a slice of each operand is loaded at a time, and loaded
-AGAIN wherever it is used.
+that hold their left operand in registers, a slice of each operand is loaded at a time, and AGAIN
+wherever it is used. Each of those products starts from zero: sums over slices are rounded adds.
 """
 
 import triton
@@ -69,8 +69,8 @@ def flipped(x, FLIP: tl.constexpr):
 
 @triton.jit
 def anew(ptr):
-    """A number loaded behind a barrier: addresses that follow from it, and loads, are made anew;
-    those from before need not stay in registers."""
+    """A number loaded behind a barrier: to the compiler another one, so that addresses made of it,
+    and what is loaded from them, are not those from before, kept in registers until here."""
     tl.debug_barrier()
     return tl.load(ptr).to(tl.int64)
 
@@ -164,7 +164,8 @@ def scan_kernel(
         b_S += (b_s,)
     operand = T.dtype.element_ty
     AGAIN: tl.constexpr = operand == tl.float32
-    SHARED: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
+    tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
+    KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
     PLANES: tl.constexpr = 7 if HEAD else 3
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=AGAIN):
         if AGAIN:
@@ -178,14 +179,16 @@ def scan_kernel(
             b_Sb += (b_S[s].to(operand),)
             if h is not None:
                 store_state(h + i_ch * K * V, b_Sb[s], s * BK + o_k, o_v, h_k, h_v, K, V)
-        b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
-        b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
+        if not AGAIN:
+            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
+            b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
         b_r, b_o = None, None
         for s in tl.static_range(SLICES):
             o_s = s * BK + o_k
             if REMOVAL != "none":
-                b_kin = b_kg
-                if not SHARED:
+                if KIN_IS_KG:
+                    b_kin = b_kg
+                else:
                     b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_s, m_r, K, G, HEAD)
                 b_r = dot(b_kin, b_Sb[s], PRECISION, acc=b_r)
             if AGAIN and o is not None:
@@ -213,8 +216,6 @@ def scan_kernel(
             b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
             b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
             store_rows(o + (t * HV + i_h) * V, b_o, o_i, HV * V, m_r, o_v, V)
-        if AGAIN:
-            t = anew(seg_start + i_s) + c * BT
         b_next = ()
         for s in tl.static_range(SLICES):
             o_s = s * BK + o_k
@@ -306,7 +307,8 @@ def scan_bwd_kernel(
         b_dS += (b_s,)
     operand = T.dtype.element_ty
     AGAIN: tl.constexpr = operand == tl.float32
-    SHARED: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
+    tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
+    KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
     PLANES: tl.constexpr = 7 if HEAD else 3
     n = tl.cdiv(stop - start, BT)
     for c in tl.range(0, n, num_stages=NS, disable_licm=AGAIN):
@@ -324,7 +326,8 @@ def scan_bwd_kernel(
             if dh is not None:
                 store_block(dh + i_ch * K * V, flipped(b_dSb[s], FLIP), s * BK + o_k, o_v, K, V)
         b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
-        b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
+        if not AGAIN:
+            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
         b_y = None
         if not HEAD:
             b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION)
@@ -363,8 +366,9 @@ def scan_bwd_kernel(
             b_next = ()
             for s in tl.static_range(SLICES):
                 o_s = s * BK + o_k
-                b_kin = b_kg
-                if not SHARED:
+                if KIN_IS_KG:
+                    b_kin = b_kg
+                else:
                     b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_s, m_r, K, G, HEAD)
                 b_next += (times(tl.trans(b_kin), b_x.to(operand), FLIP, PRECISION, acc=b_dS[s]),)
             b_dS = b_next
