@@ -151,7 +151,7 @@ def scan_kernel(
     start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
     first = tl.load(seg_chunk + i_s).to(tl.int64)
     SLICES: tl.constexpr = (K + BK - 1) // BK
-    b_S = ()
+    b_S: tl.tuple = ()
     for s in tl.static_range(SLICES):
         o_s = s * BK + o_k
         b_s = tl.zeros([BK, BV], tl.float32)
@@ -174,7 +174,7 @@ def scan_kernel(
         t = start + c * BT
         m_r = o_i < stop - t
         row = rows + i_ch * PLANES * BT + o_i
-        b_Sb = ()
+        b_Sb: tl.tuple = ()
         for s in tl.static_range(SLICES):
             b_Sb += (b_S[s].to(operand),)
             if h is not None:
@@ -182,7 +182,8 @@ def scan_kernel(
         if not AGAIN:
             b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
             b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
-        b_r, b_o = None, None
+        b_r: tl.tensor = None
+        b_o: tl.tensor = None
         for s in tl.static_range(SLICES):
             o_s = s * BK + o_k
             if REMOVAL != "none":
@@ -216,7 +217,7 @@ def scan_kernel(
             b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
             b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
             store_rows(o + (t * HV + i_h) * V, b_o, o_i, HV * V, m_r, o_v, V)
-        b_next = ()
+        b_next: tl.tuple = ()
         for s in tl.static_range(SLICES):
             o_s = s * BK + o_k
             b_d = tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0)
@@ -296,7 +297,7 @@ def scan_bwd_kernel(
     start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
     first = tl.load(seg_chunk + i_s).to(tl.int64)
     SLICES: tl.constexpr = (K + BK - 1) // BK
-    b_dS = ()
+    b_dS: tl.tuple = ()
     for s in tl.static_range(SLICES):
         b_s = flipped(tl.zeros([BK, BV], tl.float32), FLIP)
         if dS_end is not None:
@@ -320,7 +321,7 @@ def scan_bwd_kernel(
         m_r = o_i < stop - t
         row = rows + i_ch * PLANES * BT + o_i
         b_do = flipped(load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand), FLIP)
-        b_dSb = ()
+        b_dSb: tl.tuple = ()
         for s in tl.static_range(SLICES):
             b_dSb += (b_dS[s].to(operand),)
             if dh is not None:
@@ -328,7 +329,7 @@ def scan_bwd_kernel(
         b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
         if not AGAIN:
             b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
-        b_y = None
+        b_y: tl.tensor = None
         if not HEAD:
             b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION)
         for s in tl.static_range(SLICES):
@@ -350,7 +351,7 @@ def scan_bwd_kernel(
         if AGAIN:
             t = anew(seg_start + i_s) + i_c * BT
             b_do = flipped(load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand), FLIP)
-        b_next = ()
+        b_next: tl.tuple = ()
         for s in tl.static_range(SLICES):
             o_s = s * BK + o_k
             b_d = of_rows(tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0), FLIP)
