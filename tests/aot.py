@@ -343,8 +343,6 @@ SPILLS: dict[str, dict[str, float]] = {
     "intra_bwd_kernel": {"bf16 any": 320, "fp32 any": 420, "intra_bwd_any": 320},
     "intra_kernel": {"64x64 bf16 any": 12, "intra_any (64": 260},
     "safe_bwd_kernel": {"96x64 bf16": 8, "256x256 bf16": 16},
-    "scan_kernel": {"fp32": 3600},
-    "scan_bwd_kernel": {"fp32": 3600},
 }
 """Bytes a thread may spill, by kernel and what the configuration's name has in it. In bf16 only
 the local backward for any gate: tiles of 16 keys, which spill 28 or none, take 11.3 ms for 7.5, in

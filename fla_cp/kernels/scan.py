@@ -4,6 +4,10 @@ Operands come from intra.py, chunk by chunk and already gated, so that the seria
 products a chunk: kin S, T r, kg^T v_new (reverse: kg dS, T^T dv, kin^T x). With one decay a head
 (HEAD) a gated operand is the input times a number a row, so q, k and p are read as given and their
 factors (head.py) multiply what the products give or take.
+
+The state is a tuple of slices of BK keys: one in half precision. In fp32, where a product is three
+that hold their left operand in registers, a slice of each operand is loaded at a time, and AGAIN
+wherever it is used. Each of those products starts from zero: sums over slices are rounded adds.
 """
 
 import triton
@@ -61,6 +65,14 @@ def flipped(x, FLIP: tl.constexpr):
         return tl.trans(x)
     else:
         return x
+
+
+@triton.jit
+def anew(ptr):
+    """A number loaded behind a barrier: to the compiler another one, so that addresses made of it,
+    and what is loaded from them, are not those from before, kept in registers until here."""
+    tl.debug_barrier()
+    return tl.load(ptr).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["states"])
@@ -138,32 +150,57 @@ def scan_kernel(
     v += i_h * v_h
     start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
     first = tl.load(seg_chunk + i_s).to(tl.int64)
-    b_S = tl.zeros([BK, BV], tl.float32)
-    if transition is not None:
-        b_S = tl.where((o_k[:, None] == o_v[None, :]) & (not value), 1.0, 0.0)
-    if S0 is not None:
-        entry = tl.load(seg_entry + i_s).to(tl.int64)
-        if value & (entry >= 0):
-            b_S += load_state(S0 + entry * S0_n + i_h * S0_h, o_k, o_v, S0_k, S0_v, K, V)
+    SLICES: tl.constexpr = (K + BK - 1) // BK
+    b_S: tl.tuple = ()
+    for s in tl.static_range(SLICES):
+        o_s = s * BK + o_k
+        b_s = tl.zeros([BK, BV], tl.float32)
+        if transition is not None:
+            b_s = tl.where((o_s[:, None] == o_v[None, :]) & (not value), 1.0, 0.0)
+        if S0 is not None:
+            entry = tl.load(seg_entry + i_s).to(tl.int64)
+            if value & (entry >= 0):
+                b_s += load_state(S0 + entry * S0_n + i_h * S0_h, o_s, o_v, S0_k, S0_v, K, V)
+        b_S += (b_s,)
     operand = T.dtype.element_ty
+    AGAIN: tl.constexpr = operand == tl.float32
+    tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
+    KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
     PLANES: tl.constexpr = 7 if HEAD else 3
-    for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS):
+    for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=AGAIN):
+        if AGAIN:
+            start, first = anew(seg_start + i_s), anew(seg_chunk + i_s)
         i_ch = (first + c) * HV + i_h
         t = start + c * BT
         m_r = o_i < stop - t
         row = rows + i_ch * PLANES * BT + o_i
-        b_Sb = b_S.to(operand)
-        if h is not None:
-            store_state(h + i_ch * K * V, b_Sb, o_k, o_v, h_k, h_v, K, V)
-        b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
-        b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
+        b_Sb: tl.tuple = ()
+        for s in tl.static_range(SLICES):
+            b_Sb += (b_S[s].to(operand),)
+            if h is not None:
+                store_state(h + i_ch * K * V, b_Sb[s], s * BK + o_k, o_v, h_k, h_v, K, V)
+        if not AGAIN:
+            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
+            b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
+        b_r: tl.tensor = None
+        b_o: tl.tensor = None
+        for s in tl.static_range(SLICES):
+            o_s = s * BK + o_k
+            if REMOVAL != "none":
+                if KIN_IS_KG:
+                    b_kin = b_kg
+                else:
+                    b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_s, m_r, K, G, HEAD)
+                b_r = dot(b_kin, b_Sb[s], PRECISION, acc=b_r)
+            if AGAIN and o is not None:
+                b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_s, m_r, K, G, HEAD)
+                b_o = dot(b_qg, b_Sb[s], PRECISION, acc=b_o)
+        if AGAIN:
+            t = anew(seg_start + i_s) + c * BT
+            b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
         if REMOVAL == "none":
             b_vn = b_v.to(operand)
         else:
-            b_kin = b_kg
-            if not HEAD or REMOVAL == "p":
-                b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_k, m_r, K, G, HEAD)
-            b_r = dot(b_kin, b_Sb, PRECISION)
             if HEAD:
                 b_r *= tl.load(row + 5 * BT)[:, None]
             b_r = ((b_v.to(tl.float32) - b_r) * tl.load(row)[:, None]).to(operand)
@@ -172,22 +209,33 @@ def scan_kernel(
         if v_new is not None:
             store_block(v_new + i_ch * BT * V, b_vn, o_i, o_v, BT, V)
         if o is not None:
-            b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_k, m_r, K, G, HEAD)
-            b_o = dot(b_qg, b_Sb, PRECISION)
+            if not AGAIN:
+                b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_k, m_r, K, G, HEAD)
+                b_o = dot(b_qg, b_Sb[0], PRECISION)
             if HEAD:
                 b_o *= tl.load(row + 4 * BT)[:, None]
             b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
             b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
             store_rows(o + (t * HV + i_h) * V, b_o, o_i, HV * V, m_r, o_v, V)
-        b_d = tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0)
-        if HEAD:
-            b_vn = (b_vn.to(tl.float32) * tl.load(row + 6 * BT)[:, None]).to(operand)
-        b_S = dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S * b_d[:, None])
-    if value:
-        if S_end is not None:
-            store_state(S_end + (i_n * HV + i_h) * K * V, b_S, o_k, o_v, end_k, end_v, K, V)
-    elif transition is not None:
-        store_block(transition + ((i_n - states) * HV + i_h) * K * K, b_S, o_k, o_v, K, K)
+        b_next: tl.tuple = ()
+        for s in tl.static_range(SLICES):
+            o_s = s * BK + o_k
+            b_d = tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0)
+            if AGAIN:
+                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_s, m_r, K, G, HEAD)
+            if HEAD and s == 0:
+                b_vn = (b_vn.to(tl.float32) * tl.load(row + 6 * BT)[:, None]).to(operand)
+            b_next += (dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S[s] * b_d[:, None]),)
+        b_S = b_next
+    for s in tl.static_range(SLICES):
+        o_s = s * BK + o_k
+        if value:
+            if S_end is not None:
+                to = S_end + (i_n * HV + i_h) * K * V
+                store_state(to, b_S[s], o_s, o_v, end_k, end_v, K, V)
+        elif transition is not None:
+            to = transition + ((i_n - states) * HV + i_h) * K * K
+            store_block(to, b_S[s], o_s, o_v, K, K)
 
 
 @triton.jit
@@ -248,52 +296,85 @@ def scan_bwd_kernel(
     do += i_h * do_h
     start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
     first = tl.load(seg_chunk + i_s).to(tl.int64)
-    b_dS = flipped(tl.zeros([BK, BV], tl.float32), FLIP)
-    if dS_end is not None:
-        leaving = tl.load(seg_exit + i_s).to(tl.int64)
-        if leaving >= 0:
-            dS_end += leaving * end_n + i_h * end_h
-            b_dS += flipped(load_state(dS_end, o_k, o_v, end_k, end_v, K, V), FLIP)
+    SLICES: tl.constexpr = (K + BK - 1) // BK
+    b_dS: tl.tuple = ()
+    for s in tl.static_range(SLICES):
+        b_s = flipped(tl.zeros([BK, BV], tl.float32), FLIP)
+        if dS_end is not None:
+            leaving = tl.load(seg_exit + i_s).to(tl.int64)
+            if leaving >= 0:
+                end = dS_end + leaving * end_n + i_h * end_h
+                b_s += flipped(load_state(end, s * BK + o_k, o_v, end_k, end_v, K, V), FLIP)
+        b_dS += (b_s,)
     operand = T.dtype.element_ty
+    AGAIN: tl.constexpr = operand == tl.float32
+    tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
+    KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
     PLANES: tl.constexpr = 7 if HEAD else 3
     n = tl.cdiv(stop - start, BT)
-    for c in tl.range(0, n, num_stages=NS):
+    for c in tl.range(0, n, num_stages=NS, disable_licm=AGAIN):
+        if AGAIN:
+            start, first = anew(seg_start + i_s), anew(seg_chunk + i_s)
         i_c = n - 1 - c
         i_ch = (first + i_c) * HV + i_h
         t = start + i_c * BT
         m_r = o_i < stop - t
         row = rows + i_ch * PLANES * BT + o_i
         b_do = flipped(load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand), FLIP)
-        b_dSb = b_dS.to(operand)
-        if dh is not None:
-            store_block(dh + i_ch * K * V, flipped(b_dSb, FLIP), o_k, o_v, K, V)
+        b_dSb: tl.tuple = ()
+        for s in tl.static_range(SLICES):
+            b_dSb += (b_dS[s].to(operand),)
+            if dh is not None:
+                store_block(dh + i_ch * K * V, flipped(b_dSb[s], FLIP), s * BK + o_k, o_v, K, V)
         b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
-        b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
-        if HEAD:
-            b_y = times(b_kg, b_dSb, FLIP, PRECISION) * of_rows(tl.load(row + 6 * BT), FLIP)
-            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
-        else:
+        if not AGAIN:
+            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
+        b_y: tl.tensor = None
+        if not HEAD:
             b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION)
-            b_y = times(b_kg, b_dSb, FLIP, PRECISION, acc=b_y)
+        for s in tl.static_range(SLICES):
+            if AGAIN:
+                o_s = s * BK + o_k
+                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_s, m_r, K, G, HEAD)
+            b_y = times(b_kg, b_dSb[s], FLIP, PRECISION, acc=b_y)
+        if HEAD:
+            b_y *= of_rows(tl.load(row + 6 * BT), FLIP)
+            if AGAIN:
+                b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
+            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
         if REMOVAL != "none":
             b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
             b_y = times(tl.trans(b_T), b_y.to(operand), FLIP, PRECISION)
         if y is not None:
             b_yb = flipped(b_y.to(operand), FLIP)
             store_block(y + i_ch * BT * V, b_yb, o_i, o_v, BT, V)
-        b_d = of_rows(tl.load(decay + i_ch * K + o_k, mask=o_k < K, other=0.0), FLIP)
-        b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_k, m_r, K, G, HEAD)
-        if HEAD:
-            b_do = (b_do.to(tl.float32) * of_rows(tl.load(row + 4 * BT), FLIP)).to(operand)
-        b_dS = times(tl.trans(b_qg), b_do, FLIP, PRECISION, acc=b_dS * b_d)
+        if AGAIN:
+            t = anew(seg_start + i_s) + i_c * BT
+            b_do = flipped(load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand), FLIP)
+        b_next: tl.tuple = ()
+        for s in tl.static_range(SLICES):
+            o_s = s * BK + o_k
+            b_d = of_rows(tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0), FLIP)
+            b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_s, m_r, K, G, HEAD)
+            if HEAD and s == 0:
+                b_do = (b_do.to(tl.float32) * of_rows(tl.load(row + 4 * BT), FLIP)).to(operand)
+            b_next += (times(tl.trans(b_qg), b_do, FLIP, PRECISION, acc=b_dS[s] * b_d),)
+        b_dS = b_next
         if REMOVAL != "none":
             b_x = -b_y * of_rows(tl.load(row), FLIP)
-            b_kin = b_kg
             if HEAD:
                 b_x *= of_rows(tl.load(row + 5 * BT), FLIP)
-            if not HEAD or REMOVAL == "p":
-                b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_k, m_r, K, G, HEAD)
-            b_dS = times(tl.trans(b_kin), b_x.to(operand), FLIP, PRECISION, acc=b_dS)
+            b_next = ()
+            for s in tl.static_range(SLICES):
+                o_s = s * BK + o_k
+                if KIN_IS_KG:
+                    b_kin = b_kg
+                else:
+                    b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_s, m_r, K, G, HEAD)
+                b_next += (times(tl.trans(b_kin), b_x.to(operand), FLIP, PRECISION, acc=b_dS[s]),)
+            b_dS = b_next
     if dS0 is not None:
-        b_dS = flipped(b_dS, FLIP)
-        store_state(dS0 + (i_n * HV + i_h) * K * V, b_dS, o_k, o_v, dS0_k, dS0_v, K, V)
+        for s in tl.static_range(SLICES):
+            to = dS0 + (i_n * HV + i_h) * K * V
+            b_s = flipped(b_dS[s], FLIP)
+            store_state(to, b_s, s * BK + o_k, o_v, dS0_k, dS0_v, K, V)

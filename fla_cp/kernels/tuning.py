@@ -108,7 +108,9 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(16 if k <= 64 or wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
-        return Tile(k, min(v, 16 if k > 128 else 32), 4, 1)
+        # A slice of the state, as many keys as wgmma has rows: with mma.sync, for 16 keys, ptxas
+        # miscompiles the reverse scan.
+        return Tile(64, 16, 4, 1)
     if k > 128:
         return Tile(k, min(v, 16 if stage.startswith("scan_bwd") else 32), 8, 1)
     return Tile(k, min(v, 32), 4, 3)
