@@ -116,7 +116,7 @@ def measure(
     path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
     if stage.endswith("_beside"):
         path, timed = "", "beside_summary" if "_ends" in stage else "both_scans"
-    elif stage.startswith(("scores_bwd", "dq", "dk")):
+    elif stage.startswith(("scores_bwd", "dqk")):
         timed = f"intra_bwd{path}"
     else:
         timed = stage
