@@ -3,12 +3,13 @@
 The decay of a pair of tokens is one number and multiplies their score. No exponent is above zero
 for any gate, so there is one path.
 
-Backward in four kernels: the scores' gradients, weighted with decays, norms and scale (W); dq, with
-W k, and dk, with W^T q, each a program per chunk, key tile and key head that goes through the value
-heads of its group and sums over them in registers; and the gate's. The gate's gradient is, per row,
-the sum over channels of row factors times their gradients less column factors times theirs, as the
-products saw the factors: the inputs as they are, with norms and scale in W, so that their gradients
-come out as they are.
+Backward in three kernels: the scores' gradients, weighted with decays, norms and scale (W); dq,
+with W k, and dk, with W^T q, by a program per chunk, key tile and head; and the gate's. Of groups
+dq and dk have a kernel each, in which a program goes through the value heads of its group and sums
+over them in registers: sums of both beside the products would spill. The gate's gradient is, per
+row, the sum over channels of row factors times their gradients less column factors times theirs, as
+the products saw the factors: the inputs as they are, with norms and scale in W, so that their
+gradients come out as they are.
 """
 
 import triton
@@ -344,7 +345,6 @@ def dqk_head_kernel(
     do_h,
     scale,
     H: tl.constexpr,
-    G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -355,13 +355,11 @@ def dqk_head_kernel(
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """dq, dk and dp [T, H, K] of one key tile and key head: a program goes through the value heads
-    of its group. Per value head and key tile: in plane 1 + tile of shares the tile's part of dbeta;
-    in dgc [key tiles, NC, HV, C], fp32, that in the gradient of gc, what comes from the chunk's end
-    in the last row; with p in shift, like dgc, what its rows give to the sums up to the token
-    before."""
+    """dq, dk and dp [T, H, K] of one key tile and head, without groups. In plane 1 + tile of shares
+    the tile's part of dbeta; in dgc [key tiles, NC, H, C], fp32, that in the gradient of gc, what
+    comes from the chunk's end in the last row; with p in shift, like dgc, what its rows give to the
+    sums up to the token before."""
     tiles: tl.constexpr = (K + BK - 1) // BK
-    HV: tl.constexpr = H * G
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     n_rows = tl.load(chunk_rows + i_c)
@@ -373,102 +371,335 @@ def dqk_head_kernel(
     o_k = k0 + o_kt
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
+    do += i_h * do_h + start * do_t
+    if REMOVAL == "p":
+        p += i_h * p_h + start * p_t
+    i = tl.arange(0, BT)
+    m_i = i < n_rows
+    i_ch = i_c * H + i_h
+    row = rows + i_ch * 7 * BT + i
+    of_row = of_rows + i_ch * 3 * BT + i
+    place = (i_k * chunks * H + i_ch) * BT + i
+
+    # all loads at once: to wait for memory again costs more than registers do, which fp32 lacks
+    b_k = load_rows(k, i, k_t, m_i, o_k, K)
+    b_q = load_rows(q, i, q_t, m_i, o_k, K)
+    b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+    if REMOVAL != "none" and operand != tl.float32:
+        b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
+        b_p = b_k if REMOVAL == "k" else load_rows(p, i, p_t, m_i, o_k, K)
+        b_beta = tl.load(row)
+        b_rb = (b_beta[:, None] * b_p.to(tl.float32)).to(operand)
+    b_diagonal = tl.load(of_row)
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_dr = tl.zeros([BT, BK], tl.float32)
+    b_c = tl.zeros([BT, BK], tl.float32)
+    b_dl = tl.zeros([BK], tl.float32)
+    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+        v0 = i_v * BV
+        b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+        b_dh = load_part(dh + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+        b_do = load_rows(do, i, do_t, m_i, v0 + o_vt, V).to(operand)
+        b_dq = dot(b_do, tl.trans(b_h), PRECISION, acc=b_dq)
+        if REMOVAL != "none":
+            b_y = load_part(y + i_ch * BT * V, 0, v0, i, o_vt, BT, V)
+            b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
+        b_vn = load_part(v_new + i_ch * BT * V, 0, v0, i, o_vt, BT, V)
+        b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
+        b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+
+    # row factor q
+    b_dq *= tl.load(row + 4 * BT)[:, None]
+    b_dq = dot(b_w, b_k, PRECISION, acc=b_dq)
+    b_dgc = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
+    # the diagonal's row and column cancel in the gate's gradient
+    b_dq += b_diagonal[:, None] * b_k.to(tl.float32)
+    if NORM:
+        if tiles > 1:
+            b_n = tl.load(of_row + BT)
+        else:
+            b_n = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
+        rstd = tl.load(row + BT) / scale
+        b_dq -= b_q.to(tl.float32) * (b_n * rstd * rstd)[:, None]
+    store_rows(dq + (start * H + i_h) * K, b_dq, i, H * K, m_i, o_k, K)
+
+    # column factor k in the states
+    b_c *= tl.load(row + 6 * BT)[:, None]
+    # by itself, for it cancels what the last row gets of it
+    b_end = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+    last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_end, axis=0)
+    b_dgc += b_end + tl.where(i == BT - 1, last, 0.0)
+    b_dk = b_c + b_diagonal[:, None] * b_q.to(tl.float32)
+
+    # row factor beta r
+    b_c = tl.zeros([BT, BK], tl.float32)
+    if REMOVAL != "none":
+        if operand == tl.float32:
+            b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
+            b_p = b_k if REMOVAL == "k" else load_rows(p, i, p_t, m_i, o_k, K)
+            b_beta = tl.load(row)
+            b_rb = (b_beta[:, None] * b_p.to(tl.float32)).to(operand)
+        b_dr *= -tl.load(row + 5 * BT)[:, None]
+        # in the states r as it is, beside the scores beta r as the product sees it
+        b_db = tl.sum(b_p.to(tl.float32) * b_dr, axis=1)
+        b_shift = b_beta * b_db - tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
+        b_dr = dot(b_a, b_k, PRECISION, acc=b_dr)
+        b_shift += tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
+        b_db = tl.sum(b_p.to(tl.float32) * b_dr, axis=1)
+        b_dgc += b_shift
+        plane = (1 + i_k).to(tl.int64) * tokens * H
+        tl.store(shares + plane + (start + i) * H + i_h, b_db, mask=m_i)
+        b_dr *= b_beta[:, None]
+        if REMOVAL == "k":
+            b_dk += b_dr
+        b_c = dot(tl.trans(b_a), b_rb, PRECISION)
+
+    # column factor k in the scores
+    b_c = dot(tl.trans(b_w), b_q, PRECISION, acc=b_c)
+    b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+    tl.store(dgc + place, b_dgc)
+    b_dk += b_c
+    if NORM:
+        rstd = tl.load(row + 2 * BT)
+        b_dk -= b_k.to(tl.float32) * (tl.load(of_row + 2 * BT) * rstd * rstd)[:, None]
+    store_rows(dk + (start * H + i_h) * K, b_dk, i, H * K, m_i, o_k, K)
+    if REMOVAL == "p":
+        tl.store(shift + place, b_shift)
+        if NORM:
+            b_vy = tl.load(shares + (start + i) * H + i_h, mask=m_i, other=0.0)
+            b_n = tl.load(of_row + 2 * BT) - b_beta * b_vy
+            rstd = tl.load(row + 3 * BT)
+            b_dr -= b_p.to(tl.float32) * (b_n * rstd * rstd)[:, None]
+        store_rows(dp + (start * H + i_h) * K, b_dr, i, H * K, m_i, o_k, K)
+
+
+@triton.jit
+def dq_head_kernel(
+    q,
+    k,
+    rows,
+    of_rows,
+    weights,
+    do,
+    h,
+    dq,
+    dgc,
+    chunk_start,
+    chunk_rows,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    do_t,
+    do_h,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NS: tl.constexpr,
+):
+    """dq [T, H, K] of one key tile and key head: a program goes through the value heads of its
+    group. dgc [key tiles, NC, HV, C], fp32: the part of q in the gradient of gc."""
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    HV: tl.constexpr = H * G
+    i_k = tl.program_id(0) % tiles
+    i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    n_rows = tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    chunks = (tl.num_programs(0) // tiles).to(tl.int64)
+    operand = h.dtype.element_ty
+    o_k = i_k * BK + tl.arange(0, BK)
+    q += i_h * q_h + start * q_t
+    k += i_h * k_h + start * k_t
+    b_norm = tl.zeros([BT], tl.float32)  # q dq summed over channels
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    for j in tl.range(G, num_stages=1):
+        i = again(tl.arange(0, BT), n_rows + j, BT, G)
+        m_i = i < n_rows
+        i_hv = i_h * G + j
+        i_ch = i_c * HV + i_hv
+        row = rows + i_ch * 7 * BT + i
+        of_row = of_rows + i_ch * 3 * BT + i
+        b_c = tl.zeros([BT, BK], tl.float32)
+        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+            o_v = i_v * BV + tl.arange(0, BV)
+            b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+            b_do = load_rows(do + i_hv * do_h + start * do_t, i, do_t, m_i, o_v, V).to(operand)
+            b_c = dot(b_do, tl.trans(b_h), PRECISION, acc=b_c)
+        b_c *= tl.load(row + 4 * BT)[:, None]
+        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        # before the product: else Triton sums below in the layout of the load and moves fp32 there
+        b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
+        b_c = dot(b_w, b_k, PRECISION, acc=b_c)
+        tl.store(dgc + (i_k * chunks * HV + i_ch) * BT + i, tl.sum(b_q * b_c, axis=1))
+        # the diagonal's row and column cancel in the gate's gradient
+        b_c += tl.load(of_row)[:, None] * b_k.to(tl.float32)
+        b_dq = b_c if G == 1 else b_dq + b_c
+        if NORM and tiles > 1:
+            b_norm += tl.load(of_row + BT)
+        if j == G - 1:
+            if G > 1:  # loaded again, not kept beside the products
+                tl.debug_barrier()
+                i = again(i, n_rows, BT, 1)
+                m_i = i < n_rows
+                b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
+            if NORM:
+                if tiles == 1:
+                    b_norm = tl.sum(b_q * b_dq, axis=1)
+                rstd = tl.load(row + BT) / scale
+                b_dq -= b_q * (b_norm * rstd * rstd)[:, None]
+            store_rows(dq + (start * H + i_h) * K, b_dq, i, H * K, m_i, o_k, K)
+
+
+@triton.jit
+def dk_head_kernel(
+    q,
+    k,
+    p,
+    decay,
+    rows,
+    of_rows,
+    weights,
+    h,
+    dh,
+    v_new,
+    y,
+    dk,
+    dp,
+    dgc,
+    shift,
+    shares,
+    chunk_start,
+    chunk_rows,
+    tokens,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    p_t,
+    p_h,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORM: tl.constexpr,
+    REMOVAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NS: tl.constexpr,
+):
+    """dk and dp as `dq_head_kernel` does dq. Per value head and key tile: in plane 1 + tile of
+    shares the tile's part of dbeta; in dgc that of k and p in the gradient of gc, what comes from
+    the chunk's end in the last row; with p in shift, like dgc, what its rows give to the sums up to
+    the token before.
+
+    Of groups, each phase is a branch, always taken, or follows one, and loads k again: left in one
+    block with the next, sums over the group would be added late and their terms kept meanwhile. A
+    single head has registers to spare."""
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    HV: tl.constexpr = H * G
+    i_k = tl.program_id(0) % tiles
+    i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    n_rows = tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    chunks = (tl.num_programs(0) // tiles).to(tl.int64)
+    operand = h.dtype.element_ty
+    o_k = i_k * BK + tl.arange(0, BK)
+    q += i_h * q_h + start * q_t
+    k += i_h * k_h + start * k_t
     r, r_t = k, k_t
     if REMOVAL == "p":
         r, r_t = p + i_h * p_h + start * p_t, p_t
-    b_nq = tl.zeros([BT], tl.float32)  # q dq, k dk and p dp summed over channels
-    b_nk = tl.zeros([BT], tl.float32)
+    b_nk = tl.zeros([BT], tl.float32)  # k dk and p dp summed over channels
     b_np = tl.zeros([BT], tl.float32)
-    b_dq = tl.zeros([BT, BK], tl.float32)
     b_dk = tl.zeros([BT, BK], tl.float32)
     b_dp = tl.zeros([BT, BK], tl.float32)
     for j in tl.range(G, num_stages=1):
-        i = tl.arange(0, BT) if G == 1 else again(tl.arange(0, BT), n_rows + j, BT, G)
+        i = again(tl.arange(0, BT), n_rows + j, BT, G)
         m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
         row = rows + i_ch * 7 * BT + i
         of_row = of_rows + i_ch * 3 * BT + i
         place = (i_k * chunks * HV + i_ch) * BT + i
-
-        # all loads at once: to wait for memory again costs more than registers do
+        b_dgc = tl.zeros([BT], tl.float32)
+        b_shift = tl.zeros([BT], tl.float32)
+        b_dr = tl.zeros([BT, BK], tl.float32)
+        b_c = tl.zeros([BT, BK], tl.float32)
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
-        b_q = load_rows(q, i, q_t, m_i, o_k, K)
-        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
-        if REMOVAL != "none":
-            b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
-            b_p = b_k if REMOVAL == "k" else load_rows(r, i, r_t, m_i, o_k, K)
-            b_beta = tl.load(row)
-            b_rb = (b_beta[:, None] * b_p.to(tl.float32)).to(operand)
-        b_diagonal = tl.load(of_row)
-        b_x = tl.zeros([BT, BK], tl.float32)
-        b_r = tl.zeros([BT, BK], tl.float32)
-        b_c = tl.zeros([BT, BK], tl.float32)
-        b_dl = tl.zeros([BK], tl.float32)
-        for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-            v0 = i_v * BV
-            o_v = v0 + tl.arange(0, BV)
-            b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
-            b_dh = load_part(dh + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
-            b_do = load_rows(do + i_hv * do_h + start * do_t, i, do_t, m_i, o_v, V).to(operand)
-            b_x = dot(b_do, tl.trans(b_h), PRECISION, acc=b_x)
+        if G == 1 or n_rows > 0:  # column factor k and row factor beta r in the states
+            b_dl = tl.zeros([BK], tl.float32)
+            for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+                o_v = i_v * BV + tl.arange(0, BV)
+                b_dh = load_block(dh + i_ch * K * V, o_k, o_v, K, V)
+                b_vn = load_block(v_new + i_ch * BT * V, i, o_v, BT, V)
+                b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
+                b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+                b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+            b_c *= tl.load(row + 6 * BT)[:, None]
+            # by itself, for it cancels what the last row gets of it
+            b_dgc = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+            last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_dgc, axis=0)
+            b_dgc += tl.where(i == BT - 1, last, 0.0)
+            b_dk = b_c if G == 1 else b_dk + b_c
+            b_c = tl.zeros([BT, BK], tl.float32)
             if REMOVAL != "none":
-                b_y = load_part(y + i_ch * BT * V, 0, v0, i, o_vt, BT, V)
-                b_r = dot(b_y, tl.trans(b_h), PRECISION, acc=b_r)
-            b_vn = load_part(v_new + i_ch * BT * V, 0, v0, i, o_vt, BT, V)
-            b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
-            b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
-
-        # row factor q
-        b_x *= tl.load(row + 4 * BT)[:, None]
-        b_x = dot(b_w, b_k, PRECISION, acc=b_x)
-        b_dgc = tl.sum(b_q.to(tl.float32) * b_x, axis=1)
-        # the diagonal's row and column cancel in the gate's gradient
-        b_x += b_diagonal[:, None] * b_k.to(tl.float32)
-        b_dq = b_x if G == 1 else b_dq + b_x
-        if NORM and tiles > 1:
-            b_nq += tl.load(of_row + BT)
-        if j == G - 1:
-            if NORM:
-                if tiles == 1:
-                    b_nq = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
-                rstd = tl.load(row + BT) / scale
-                b_dq -= b_q.to(tl.float32) * (b_nq * rstd * rstd)[:, None]
-            store_rows(dq + (start * H + i_h) * K, b_dq, i, H * K, m_i, o_k, K)
-
-        # column factor k in the states
-        b_c *= tl.load(row + 6 * BT)[:, None]
-        # by itself, for it cancels what the last row gets of it
-        b_end = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
-        last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_end, axis=0)
-        b_dgc += b_end + tl.where(i == BT - 1, last, 0.0)
-        b_c += b_diagonal[:, None] * b_q.to(tl.float32)
-        b_dk = b_c if G == 1 else b_dk + b_c
-
-        # row factor beta r, and its columns k
-        b_c = tl.zeros([BT, BK], tl.float32)
-        if REMOVAL != "none":
-            b_r *= -tl.load(row + 5 * BT)[:, None]
-            # beside the scores, r enters the states as it is
-            b_db = tl.sum(b_p.to(tl.float32) * b_r, axis=1)
-            b_shift = b_beta * b_db - tl.sum(b_rb.to(tl.float32) * b_r, axis=1)
-            b_r = dot(b_a, b_k, PRECISION, acc=b_r)
-            b_shift += tl.sum(b_rb.to(tl.float32) * b_r, axis=1)
-            b_db = tl.sum(b_p.to(tl.float32) * b_r, axis=1)
+                for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+                    o_v = i_v * BV + tl.arange(0, BV)
+                    b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+                    b_y = load_block(y + i_ch * BT * V, i, o_v, BT, V)
+                    b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
+                b_dr *= -tl.load(row + 5 * BT)[:, None]
+        if REMOVAL != "none" and (G == 1 or n_rows <= BT):  # beta r in the scores
+            if G > 1:
+                tl.debug_barrier()
+                i = again(i, n_rows, BT, 1)
+                m_i = i < n_rows
+                row = rows + i_ch * 7 * BT + i
+                b_k = load_rows(k, i, k_t, m_i, o_k, K)
+            b_beta = tl.load(row)
+            b_r = load_rows(r, i, r_t, m_i, o_k, K)
+            b_rb = (b_beta[:, None] * b_r.to(tl.float32)).to(operand)
+            b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
+            b_db = tl.sum(b_r.to(tl.float32) * b_dr, axis=1)
+            b_shift = b_beta * b_db
+            b_x = dot(b_w, b_k, PRECISION)
+            b_shift += tl.sum(b_rb.to(tl.float32) * b_x, axis=1)
+            b_db += tl.sum(b_r.to(tl.float32) * b_x, axis=1)
             b_dgc += b_shift
             plane = (1 + i_k).to(tl.int64) * tokens * HV
             tl.store(shares + plane + (start + i) * HV + i_hv, b_db, mask=m_i)
-            b_r *= b_beta[:, None]
+            b_dr = b_beta[:, None] * (b_dr + b_x)
             if REMOVAL == "k":
-                b_dk += b_r
+                b_dk += b_dr
             else:
-                b_dp = b_r if G == 1 else b_dp + b_r
-            b_c = dot(tl.trans(b_a), b_rb, PRECISION)
-        # column factor k of rows q
+                b_dp = b_dr if G == 1 else b_dp + b_dr
+            b_c = dot(tl.trans(b_w), b_rb, PRECISION)
+        if G > 1:
+            tl.debug_barrier()
+            i = again(i, n_rows, BT, 2)
+            m_i = i < n_rows
+            row = rows + i_ch * 7 * BT + i
+            of_row = of_rows + i_ch * 3 * BT + i
+            place = (i_k * chunks * HV + i_ch) * BT + i
+            b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        # q in the scores
+        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_q = load_rows(q, i, q_t, m_i, o_k, K)
         b_c = dot(tl.trans(b_w), b_q, PRECISION, acc=b_c)
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
         tl.store(dgc + place, b_dgc)
         b_dk += b_c
+        b_dk += tl.load(of_row)[:, None] * b_q.to(tl.float32)
         if NORM:
             b_nk += tl.load(of_row + 2 * BT)
         if j == G - 1:
@@ -480,11 +711,12 @@ def dqk_head_kernel(
             tl.store(shift + place, b_shift)
             if NORM:
                 b_vy = tl.load(shares + (start + i) * HV + i_hv, mask=m_i, other=0.0)
-                b_np += tl.load(of_row + 2 * BT) - b_beta * b_vy
+                b_np += tl.load(of_row + 2 * BT) - tl.load(row) * b_vy
             if j == G - 1:
                 if NORM:
                     rstd = tl.load(row + 3 * BT)
-                    b_dp -= b_p.to(tl.float32) * (b_np * rstd * rstd)[:, None]
+                    b_r = load_rows(r, i, r_t, m_i, o_k, K)
+                    b_dp -= b_r.to(tl.float32) * (b_np * rstd * rstd)[:, None]
                 store_rows(dp + (start * H + i_h) * K, b_dp, i, H * K, m_i, o_k, K)
 
 
@@ -510,14 +742,15 @@ def head_gate_bwd_kernel(
     beta_factor,
     HV: tl.constexpr,
     BT: tl.constexpr,
+    SHARES: tl.constexpr,
     TILES: tl.constexpr,
     GATE: tl.constexpr,
     SLOPE: tl.constexpr,
     RATE_SCALES_RAW: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
 ):
-    """dg [T, HV] from key tiles' shares of dgc and shift, dbeta [T, HV] from v's and theirs;
-    dA_log, ddt_bias [NC, HV]: partial sums."""
+    """dg [T, HV] from the SHARES of dgc and those of key tiles of shift, dbeta [T, HV] from v's
+    share and those of key tiles; dA_log, ddt_bias [NC, HV]: partial sums."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)
@@ -525,7 +758,7 @@ def head_gate_bwd_kernel(
     i_ch = i_c * HV + i_hv
     chunks = tl.num_programs(0).to(tl.int64)
     b_dgc = tl.zeros([BT], tl.float32)
-    for n in range(TILES):
+    for n in range(SHARES):
         b_dgc += tl.load(dgc + (n * chunks * HV + i_ch) * BT + i)
     b_dg = tl.cumsum(b_dgc, axis=0, reverse=True)
     if shift is not None:

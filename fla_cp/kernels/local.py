@@ -16,6 +16,8 @@ from . import tuning
 from .chunks import Chunks, ScanGrads, precision, tables
 from .gate import GATES
 from .head import (
+    dk_head_kernel,
+    dq_head_kernel,
     dqk_head_kernel,
     head_gate_bwd_kernel,
     intra_head_kernel,
@@ -227,23 +229,37 @@ def _head_bwd(
     """One decay a head."""
     table, do = tables(packing, x.q.device), grads.do
     NC, (tokens, H, K), (HV, V) = len(table.chunk_start), x.q.shape, x.v.shape[1:]
-    stage = "dqk_head_two" if x.p is not None and HV > H else "dqk_head"
-    ts, t = (tuning.tile(name, K, V, x.q.dtype) for name in ("scores_bwd_head", stage))
-    device, tiles = x.q.device, triton.cdiv(K, t.BK)
+    groups = HV > H
+    q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
+    k_stage += "_p" * (x.p is not None)
+    q_stage = q_stage if groups else k_stage
+    ts, tq, tk = (
+        tuning.tile(name, K, V, x.q.dtype) for name in ("scores_bwd_head", q_stage, k_stage)
+    )
+    device, q_tiles, tiles = x.q.device, triton.cdiv(K, tq.BK), triton.cdiv(K, tk.BK)
+    parts = q_tiles + tiles if groups else tiles
     dq, dk = (torch.empty(x.q.shape, dtype=x.q.dtype, device=device) for _ in range(2))
     dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
     dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
     dgc, dp, shift, dbeta, shares = (
-        torch.empty(tiles, NC, HV, CHUNK, device=device),
+        torch.empty(parts, NC, HV, CHUNK, device=device),
         *[None] * 4,
     )
     if x.p is not None:
-        dp, shift = torch.empty_like(dk), torch.empty_like(dgc)
+        dp, shift = torch.empty_like(dk), torch.empty_like(dgc[:tiles])
     if x.beta is not None:
         dbeta = torch.empty(x.beta.shape, dtype=x.beta.dtype, device=device)
         shares = torch.empty(1 + tiles, tokens, HV, device=device)
     dA_log = None if x.A_log is None else torch.empty(NC, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, device=device)
+    shape = {
+        "H": H,
+        "K": K,
+        "V": V,
+        "BT": CHUNK,
+        "NORM": rule.qk_l2norm,
+        "PRECISION": precision(x.q.dtype),
+    }
     weights = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
     if NC:
@@ -273,53 +289,105 @@ def _head_bwd(
             BV=ts.BV,
             GATE=GATES[rule.gate][0],
             NORM=rule.qk_l2norm,
-            QNORM=rule.qk_l2norm and tiles > 1,
+            QNORM=rule.qk_l2norm and q_tiles > 1,
             EXP2=rule.use_exp2,
             REMOVAL=rule.removal,
             PRECISION=precision(x.q.dtype),
             num_warps=ts.warps,
         )
-        dqk_head_kernel[(NC * tiles, H)](
-            x.q,
-            x.k,
-            x.p,
-            c.decay,
-            c.rows,
-            of_rows,
-            weights,
-            do,
-            h,
-            grads.dh,
-            v_new,
-            grads.y,
-            dq,
-            dk,
-            dp,
-            dgc,
-            shift,
-            shares,
-            table.chunk_start,
-            table.chunk_rows,
-            tokens,
-            *x.q.stride()[:2],
-            *x.k.stride()[:2],
-            *((0, 0) if x.p is None else x.p.stride()[:2]),
-            *do.stride()[:2],
-            rule.scale,
-            H=H,
-            G=HV // H,
-            K=K,
-            V=V,
-            BT=CHUNK,
-            BK=t.BK,
-            BV=t.BV,
-            NORM=rule.qk_l2norm,
-            REMOVAL=rule.removal,
-            PRECISION=precision(x.q.dtype),
-            NS=t.stages,
-            num_warps=t.warps,
-            maxnreg=t.registers,
-        )
+        if groups:
+            dq_head_kernel[(NC * q_tiles, H)](
+                x.q,
+                x.k,
+                c.rows,
+                of_rows,
+                weights,
+                do,
+                h,
+                dq,
+                dgc,
+                table.chunk_start,
+                table.chunk_rows,
+                *x.q.stride()[:2],
+                *x.k.stride()[:2],
+                *do.stride()[:2],
+                rule.scale,
+                G=HV // H,
+                BK=tq.BK,
+                BV=tq.BV,
+                NS=tq.stages,
+                num_warps=tq.warps,
+                maxnreg=tq.registers,
+                **shape,
+            )
+            dk_head_kernel[(NC * tiles, H)](
+                x.q,
+                x.k,
+                x.p,
+                c.decay,
+                c.rows,
+                of_rows,
+                weights,
+                h,
+                grads.dh,
+                v_new,
+                grads.y,
+                dk,
+                dp,
+                dgc[q_tiles:],
+                shift,
+                shares,
+                table.chunk_start,
+                table.chunk_rows,
+                tokens,
+                *x.q.stride()[:2],
+                *x.k.stride()[:2],
+                *((0, 0) if x.p is None else x.p.stride()[:2]),
+                G=HV // H,
+                BK=tk.BK,
+                BV=tk.BV,
+                REMOVAL=rule.removal,
+                NS=tk.stages,
+                num_warps=tk.warps,
+                maxnreg=tk.registers,
+                **shape,
+            )
+        else:
+            dqk_head_kernel[(NC * tiles, H)](
+                x.q,
+                x.k,
+                x.p,
+                c.decay,
+                c.rows,
+                of_rows,
+                weights,
+                do,
+                h,
+                grads.dh,
+                v_new,
+                grads.y,
+                dq,
+                dk,
+                dp,
+                dgc,
+                shift,
+                shares,
+                table.chunk_start,
+                table.chunk_rows,
+                tokens,
+                *x.q.stride()[:2],
+                *x.k.stride()[:2],
+                *((0, 0) if x.p is None else x.p.stride()[:2]),
+                *do.stride()[:2],
+                rule.scale,
+                BK=tk.BK,
+                BV=tk.BV,
+                REMOVAL=rule.removal,
+                NS=tk.stages,
+                num_warps=tk.warps,
+                maxnreg=tk.registers,
+                **shape,
+            )
         head_gate_bwd_kernel[(NC, HV)](
             x.g,
             x.A_log,
@@ -341,6 +409,7 @@ def _head_bwd(
             rule.beta_factor or 1.0,
             HV=HV,
             BT=CHUNK,
+            SHARES=parts,
             TILES=tiles,
             GATE=GATES[rule.gate][0],
             SLOPE=GATES[rule.gate][1],
