@@ -402,9 +402,9 @@ def dqk_head_kernel(
         b_do = load_rows(do, i, do_t, m_i, v0 + o_vt, V).to(operand)
         b_dq = dot(b_do, tl.trans(b_h), PRECISION, acc=b_dq)
         if REMOVAL != "none":
-            b_y = load_part(y + i_ch * BT * V, 0, v0, i, o_vt, BT, V)
+            b_y = load_part(y + i_ch * BT * V, 0, v0, tl.arange(0, BT), o_vt, BT, V)
             b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
-        b_vn = load_part(v_new + i_ch * BT * V, 0, v0, i, o_vt, BT, V)
+        b_vn = load_part(v_new + i_ch * BT * V, 0, v0, tl.arange(0, BT), o_vt, BT, V)
         b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
 
@@ -514,7 +514,9 @@ def dq_head_kernel(
     start = tl.load(chunk_start + i_c).to(tl.int64)
     chunks = (tl.num_programs(0) // tiles).to(tl.int64)
     operand = h.dtype.element_ty
-    o_k = i_k * BK + tl.arange(0, BK)
+    k0 = i_k * BK
+    o_t, o_kt, o_vt = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
+    o_k = k0 + o_kt
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     b_norm = tl.zeros([BT], tl.float32)  # q dq summed over channels
@@ -528,12 +530,13 @@ def dq_head_kernel(
         of_row = of_rows + i_ch * 3 * BT + i
         b_c = tl.zeros([BT, BK], tl.float32)
         for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-            o_v = i_v * BV + tl.arange(0, BV)
-            b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
-            b_do = load_rows(do + i_hv * do_h + start * do_t, i, do_t, m_i, o_v, V).to(operand)
+            v0 = i_v * BV
+            b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+            p_do = do + i_hv * do_h + start * do_t
+            b_do = load_rows(p_do, i, do_t, m_i, v0 + o_vt, V).to(operand)
             b_c = dot(b_do, tl.trans(b_h), PRECISION, acc=b_c)
         b_c *= tl.load(row + 4 * BT)[:, None]
-        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_w = load_block(weights + i_ch * 2 * BT * BT, o_t, o_t, BT, BT)
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
         # before the product: else Triton sums below in the layout of the load and moves fp32 there
         b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
@@ -613,7 +616,9 @@ def dk_head_kernel(
     start = tl.load(chunk_start + i_c).to(tl.int64)
     chunks = (tl.num_programs(0) // tiles).to(tl.int64)
     operand = h.dtype.element_ty
-    o_k = i_k * BK + tl.arange(0, BK)
+    k0 = i_k * BK
+    o_t, o_kt, o_vt = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
+    o_k = k0 + o_kt
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     r, r_t = k, k_t
@@ -639,11 +644,11 @@ def dk_head_kernel(
         if G == 1 or n_rows > 0:  # column factor k and row factor beta r in the states
             b_dl = tl.zeros([BK], tl.float32)
             for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-                o_v = i_v * BV + tl.arange(0, BV)
-                b_dh = load_block(dh + i_ch * K * V, o_k, o_v, K, V)
-                b_vn = load_block(v_new + i_ch * BT * V, i, o_v, BT, V)
+                v0 = i_v * BV
+                b_dh = load_part(dh + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+                b_vn = load_part(v_new + i_ch * BT * V, 0, v0, o_t, o_vt, BT, V)
                 b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
-                b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+                b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
                 b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
             b_c *= tl.load(row + 6 * BT)[:, None]
             # by itself, for it cancels what the last row gets of it
@@ -654,9 +659,9 @@ def dk_head_kernel(
             b_c = tl.zeros([BT, BK], tl.float32)
             if REMOVAL != "none":
                 for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-                    o_v = i_v * BV + tl.arange(0, BV)
-                    b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
-                    b_y = load_block(y + i_ch * BT * V, i, o_v, BT, V)
+                    v0 = i_v * BV
+                    b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+                    b_y = load_part(y + i_ch * BT * V, 0, v0, o_t, o_vt, BT, V)
                     b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
                 b_dr *= -tl.load(row + 5 * BT)[:, None]
         if REMOVAL != "none" and (G == 1 or n_rows <= BT):  # beta r in the scores
@@ -669,7 +674,7 @@ def dk_head_kernel(
             b_beta = tl.load(row)
             b_r = load_rows(r, i, r_t, m_i, o_k, K)
             b_rb = (b_beta[:, None] * b_r.to(tl.float32)).to(operand)
-            b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
+            b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, o_t, o_t, BT, BT)
             b_db = tl.sum(b_r.to(tl.float32) * b_dr, axis=1)
             b_shift = b_beta * b_db
             b_x = dot(b_w, b_k, PRECISION)
@@ -693,7 +698,7 @@ def dk_head_kernel(
             place = (i_k * chunks * HV + i_ch) * BT + i
             b_k = load_rows(k, i, k_t, m_i, o_k, K)
         # q in the scores
-        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_w = load_block(weights + i_ch * 2 * BT * BT, o_t, o_t, BT, BT)
         b_q = load_rows(q, i, q_t, m_i, o_k, K)
         b_c = dot(tl.trans(b_w), b_q, PRECISION, acc=b_c)
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)

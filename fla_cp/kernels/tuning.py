@@ -146,7 +146,10 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         Tile(BK, BV, 4, stages)
         for BK, BV, stages in ((128, 128, 1), (128, 64, 1), (64, 128, 1), (64, 64, 2))
     ),
-    "dk_head": tuple(Tile(BK, BV, 4, 1) for BK, BV in ((64, 128), (64, 64), (32, 128))),
+    "dk_head": tuple(
+        Tile(BK, BV, 4, stages)
+        for BK, BV, stages in ((64, 128, 1), (64, 64, 3), (64, 64, 1), (32, 128, 1))
+    ),
     "dqk_head": tuple(
         Tile(BK, BV, warps, stages)
         for BK, BV, warps, stages in (
