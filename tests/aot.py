@@ -289,7 +289,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
     """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
     candidate tile at K = V = 128."""
     from fla_cp.kernels import tuning
-    from fla_cp.kernels.measure import forced
+    from fla_cp.kernels.measure import GROUPED, forced
 
     for (K, V), (name, dtype) in product(SIZES, DTYPES.items()):
         for gate, options in (("safe", SAFE), ("any", {})):
@@ -326,7 +326,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
         kernels = []
         with forced({stage.removesuffix("_beside"): tile}):
             if of_heads:
-                kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=2)
+                H = 1 if stage in GROUPED else 2
+                kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=H)
             if "head" not in stage:
                 kernels += compile_call(128, 128, torch.bfloat16, options)
         name = stage.removesuffix("_beside").removesuffix("_any")

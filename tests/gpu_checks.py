@@ -104,7 +104,7 @@ def check_cases(K: int, V: int, share: slice) -> Rows:
 
 def check_tiles(K: int, V: int, share: slice) -> Rows:
     """Every candidate tile; those of summaries on sequences in segments of two chunks."""
-    from fla_cp.kernels.measure import cut_into, forced
+    from fla_cp.kernels.measure import GROUPED, cut_into, forced
 
     rows = []
     shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
@@ -112,7 +112,8 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
         cut = cut_into(2) if "_ends" in stage else nullcontext()
         with forced({stage: tile}), cut:
             if "head" in stage or stage.endswith("_beside"):
-                rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name))
+                H = 2 if stage in GROUPED else 4
+                rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name, H=H))
             if "head" in stage:
                 continue
             gate = {} if stage.endswith("_any") else SAFE
@@ -215,11 +216,12 @@ def added(a: Named, b: Named) -> Named:
 def check_family(key: str) -> Rows:
     """A member but KDA: outputs, states and gradients, and token by token."""
     return [
-        check_member(key, K, V, T, dtype, inside, stepwise)
+        check_member(key, K, V, T, dtype, inside, stepwise, H=H)
         for K, V, T in FAMILY
         for dtype, inside in ((BF16, True), (FP32, True), (FP32, False))
         for stepwise in (False, True)
-        if not stepwise or (T <= 64 and inside)
+        for H in (2, 4)
+        if (not stepwise or (T <= 64 and inside)) and (H == 2 or (inside and not stepwise))
     ]
 
 
@@ -232,11 +234,12 @@ def check_member(
     inside: bool = True,
     stepwise: bool = False,
     name: str = "",
+    H: int = 2,
 ) -> dict:
     from tests.test_family import BY_NAME, Call, collect, draw, operator
 
     member = BY_NAME[key]
-    x, keywords, weights = draw(member, Call(T=T, H=2, HV=4, K=K, V=V, inside=inside))
+    x, keywords, weights = draw(member, Call(T=T, H=H, HV=4, K=K, V=V, inside=inside))
     x = {n: t.to(dtype if n in member.arguments else FP32) for n, t in x.items()}
     weights = [w.to(DEVICE) for w in weights]
 
@@ -247,7 +250,7 @@ def check_member(
             return dict(zip(("o", "final_state"), found, strict=True))
         return collect(lambda y: operator(member, "chunk", y, **keywords, impl=impl), x, weights)
 
-    how = " token by token" * stepwise + " given" * (not inside)
+    how = " token by token" * stepwise + " given" * (not inside) + " no groups" * (H == 4)
     row = {"K": K, "V": V, "case": name or f"{key} T={T}{how}"}
     return row | judged(call, x, dtype, nothing if stepwise or not inside else of_gates)
 

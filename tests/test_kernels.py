@@ -286,7 +286,7 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
     for module, name in (
         (backend, "scan_kernel"),
         (backend, "scan_bwd_kernel"),
-        (local, "dq_head_kernel"),
+        (local, "dqk_head_kernel"),
     ):
         monkeypatch.setattr(module, name, Logged(name, getattr(module, name)))
     assert torch.equal(plain, gradient())
@@ -299,7 +299,7 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
         *["scan_bwd_kernel on main beside"] * summary,
         "scan_bwd_kernel on main" + " beside" * (not summary),
         "main waits for side",
-        "dq_head_kernel on main",
+        "dqk_head_kernel on main",
     ]
 
 

@@ -3,12 +3,13 @@
 The decay of a pair of tokens is one number and multiplies their score. No exponent is above zero
 for any gate, so there is one path.
 
-Backward in four kernels: the scores' gradients, weighted with decays, norms and scale (W); dq, with
-W k, and dk, with W^T q, each a program per chunk, key tile and key head that goes through the value
-heads of its group and sums over them in registers; and the gate's. The gate's gradient is, per row,
-the sum over channels of row factors times their gradients less column factors times theirs, as the
-products saw the factors: the inputs as they are, with norms and scale in W, so that their gradients
-come out as they are.
+Backward in three kernels: the scores' gradients, weighted with decays, norms and scale (W); dq,
+with W k, and dk, with W^T q, by a program per chunk, key tile and head; and the gate's. Of groups
+dq and dk have a kernel each, in which a program goes through the value heads of its group and sums
+over them in registers: sums of both beside the products would spill. The gate's gradient is, per
+row, the sum over channels of row factors times their gradients less column factors times theirs, as
+the products saw the factors: the inputs as they are, with norms and scale in W, so that their
+gradients come out as they are.
 """
 
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from .gate import LOG2E, sigmoid
 from .intra import again, unit_lower_inverse
-from .tiles import decay_exp, dot, load_block, load_rows, store_block, store_rows
+from .tiles import decay_exp, dot, load_block, load_part, load_rows, store_block, store_rows
 
 
 @triton.jit
@@ -312,6 +313,167 @@ def scores_head_bwd_kernel(
 
 
 @triton.jit
+def dqk_head_kernel(
+    q,
+    k,
+    p,
+    decay,
+    rows,
+    of_rows,
+    weights,
+    do,
+    h,
+    dh,
+    v_new,
+    y,
+    dq,
+    dk,
+    dp,
+    dgc,
+    shift,
+    shares,
+    chunk_start,
+    chunk_rows,
+    tokens,
+    q_t,
+    q_h,
+    k_t,
+    k_h,
+    p_t,
+    p_h,
+    do_t,
+    do_h,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NORM: tl.constexpr,
+    REMOVAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NS: tl.constexpr,
+):
+    """dq, dk and dp [T, H, K] of one key tile and head, without groups. In plane 1 + tile of shares
+    the tile's part of dbeta; in dgc [key tiles, NC, H, C], fp32, that in the gradient of gc, what
+    comes from the chunk's end in the last row; with p in shift, like dgc, what its rows give to the
+    sums up to the token before."""
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
+    i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    n_rows = tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    chunks = (tl.num_programs(0) // tiles).to(tl.int64)
+    operand = h.dtype.element_ty
+    k0 = i_k * BK
+    o_kt, o_vt = tl.arange(0, BK), tl.arange(0, BV)
+    o_k = k0 + o_kt
+    q += i_h * q_h + start * q_t
+    k += i_h * k_h + start * k_t
+    do += i_h * do_h + start * do_t
+    if REMOVAL == "p":
+        p += i_h * p_h + start * p_t
+    i = tl.arange(0, BT)
+    m_i = i < n_rows
+    i_ch = i_c * H + i_h
+    row = rows + i_ch * 7 * BT + i
+    of_row = of_rows + i_ch * 3 * BT + i
+    place = (i_k * chunks * H + i_ch) * BT + i
+
+    # all loads at once: to wait for memory again costs more than registers do, which fp32 lacks
+    b_k = load_rows(k, i, k_t, m_i, o_k, K)
+    b_q = load_rows(q, i, q_t, m_i, o_k, K)
+    b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+    if REMOVAL != "none" and operand != tl.float32:
+        b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
+        b_p = b_k if REMOVAL == "k" else load_rows(p, i, p_t, m_i, o_k, K)
+        b_beta = tl.load(row)
+        b_rb = (b_beta[:, None] * b_p.to(tl.float32)).to(operand)
+    b_diagonal = tl.load(of_row)
+    b_dq = tl.zeros([BT, BK], tl.float32)
+    b_dr = tl.zeros([BT, BK], tl.float32)
+    b_c = tl.zeros([BT, BK], tl.float32)
+    b_dl = tl.zeros([BK], tl.float32)
+    for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
+        v0 = i_v * BV
+        b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+        b_dh = load_part(dh + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+        b_do = load_rows(do, i, do_t, m_i, v0 + o_vt, V).to(operand)
+        b_dq = dot(b_do, tl.trans(b_h), PRECISION, acc=b_dq)
+        if REMOVAL != "none":
+            b_y = load_part(y + i_ch * BT * V, 0, v0, tl.arange(0, BT), o_vt, BT, V)
+            b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
+        b_vn = load_part(v_new + i_ch * BT * V, 0, v0, tl.arange(0, BT), o_vt, BT, V)
+        b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
+        b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+
+    # row factor q
+    b_dq *= tl.load(row + 4 * BT)[:, None]
+    b_dq = dot(b_w, b_k, PRECISION, acc=b_dq)
+    b_dgc = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
+    # the diagonal's row and column cancel in the gate's gradient
+    b_dq += b_diagonal[:, None] * b_k.to(tl.float32)
+    if NORM:
+        if tiles > 1:
+            b_n = tl.load(of_row + BT)
+        else:
+            b_n = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
+        rstd = tl.load(row + BT) / scale
+        b_dq -= b_q.to(tl.float32) * (b_n * rstd * rstd)[:, None]
+    store_rows(dq + (start * H + i_h) * K, b_dq, i, H * K, m_i, o_k, K)
+
+    # column factor k in the states
+    b_c *= tl.load(row + 6 * BT)[:, None]
+    # by itself, for it cancels what the last row gets of it
+    b_end = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+    last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_end, axis=0)
+    b_dgc += b_end + tl.where(i == BT - 1, last, 0.0)
+    b_dk = b_c + b_diagonal[:, None] * b_q.to(tl.float32)
+
+    # row factor beta r
+    b_c = tl.zeros([BT, BK], tl.float32)
+    if REMOVAL != "none":
+        if operand == tl.float32:
+            b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
+            b_p = b_k if REMOVAL == "k" else load_rows(p, i, p_t, m_i, o_k, K)
+            b_beta = tl.load(row)
+            b_rb = (b_beta[:, None] * b_p.to(tl.float32)).to(operand)
+        b_dr *= -tl.load(row + 5 * BT)[:, None]
+        # in the states r as it is, beside the scores beta r as the product sees it
+        b_db = tl.sum(b_p.to(tl.float32) * b_dr, axis=1)
+        b_shift = b_beta * b_db - tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
+        b_dr = dot(b_a, b_k, PRECISION, acc=b_dr)
+        b_shift += tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
+        b_db = tl.sum(b_p.to(tl.float32) * b_dr, axis=1)
+        b_dgc += b_shift
+        plane = (1 + i_k).to(tl.int64) * tokens * H
+        tl.store(shares + plane + (start + i) * H + i_h, b_db, mask=m_i)
+        b_dr *= b_beta[:, None]
+        if REMOVAL == "k":
+            b_dk += b_dr
+        b_c = dot(tl.trans(b_a), b_rb, PRECISION)
+
+    # column factor k in the scores
+    b_c = dot(tl.trans(b_w), b_q, PRECISION, acc=b_c)
+    b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
+    tl.store(dgc + place, b_dgc)
+    b_dk += b_c
+    if NORM:
+        rstd = tl.load(row + 2 * BT)
+        b_dk -= b_k.to(tl.float32) * (tl.load(of_row + 2 * BT) * rstd * rstd)[:, None]
+    store_rows(dk + (start * H + i_h) * K, b_dk, i, H * K, m_i, o_k, K)
+    if REMOVAL == "p":
+        tl.store(shift + place, b_shift)
+        if NORM:
+            b_vy = tl.load(shares + (start + i) * H + i_h, mask=m_i, other=0.0)
+            b_n = tl.load(of_row + 2 * BT) - b_beta * b_vy
+            rstd = tl.load(row + 3 * BT)
+            b_dr -= b_p.to(tl.float32) * (b_n * rstd * rstd)[:, None]
+        store_rows(dp + (start * H + i_h) * K, b_dr, i, H * K, m_i, o_k, K)
+
+
+@triton.jit
 def dq_head_kernel(
     q,
     k,
@@ -352,7 +514,9 @@ def dq_head_kernel(
     start = tl.load(chunk_start + i_c).to(tl.int64)
     chunks = (tl.num_programs(0) // tiles).to(tl.int64)
     operand = h.dtype.element_ty
-    o_k = i_k * BK + tl.arange(0, BK)
+    k0 = i_k * BK
+    o_t, o_kt, o_vt = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
+    o_k = k0 + o_kt
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     b_norm = tl.zeros([BT], tl.float32)  # q dq summed over channels
@@ -366,12 +530,13 @@ def dq_head_kernel(
         of_row = of_rows + i_ch * 3 * BT + i
         b_c = tl.zeros([BT, BK], tl.float32)
         for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-            o_v = i_v * BV + tl.arange(0, BV)
-            b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
-            b_do = load_rows(do + i_hv * do_h + start * do_t, i, do_t, m_i, o_v, V).to(operand)
+            v0 = i_v * BV
+            b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+            p_do = do + i_hv * do_h + start * do_t
+            b_do = load_rows(p_do, i, do_t, m_i, v0 + o_vt, V).to(operand)
             b_c = dot(b_do, tl.trans(b_h), PRECISION, acc=b_c)
         b_c *= tl.load(row + 4 * BT)[:, None]
-        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_w = load_block(weights + i_ch * 2 * BT * BT, o_t, o_t, BT, BT)
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
         # before the product: else Triton sums below in the layout of the load and moves fp32 there
         b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
@@ -451,7 +616,9 @@ def dk_head_kernel(
     start = tl.load(chunk_start + i_c).to(tl.int64)
     chunks = (tl.num_programs(0) // tiles).to(tl.int64)
     operand = h.dtype.element_ty
-    o_k = i_k * BK + tl.arange(0, BK)
+    k0 = i_k * BK
+    o_t, o_kt, o_vt = tl.arange(0, BT), tl.arange(0, BK), tl.arange(0, BV)
+    o_k = k0 + o_kt
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     r, r_t = k, k_t
@@ -477,11 +644,11 @@ def dk_head_kernel(
         if G == 1 or n_rows > 0:  # column factor k and row factor beta r in the states
             b_dl = tl.zeros([BK], tl.float32)
             for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-                o_v = i_v * BV + tl.arange(0, BV)
-                b_dh = load_block(dh + i_ch * K * V, o_k, o_v, K, V)
-                b_vn = load_block(v_new + i_ch * BT * V, i, o_v, BT, V)
+                v0 = i_v * BV
+                b_dh = load_part(dh + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+                b_vn = load_part(v_new + i_ch * BT * V, 0, v0, o_t, o_vt, BT, V)
                 b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
-                b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
+                b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
                 b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
             b_c *= tl.load(row + 6 * BT)[:, None]
             # by itself, for it cancels what the last row gets of it
@@ -492,9 +659,9 @@ def dk_head_kernel(
             b_c = tl.zeros([BT, BK], tl.float32)
             if REMOVAL != "none":
                 for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
-                    o_v = i_v * BV + tl.arange(0, BV)
-                    b_h = load_block(h + i_ch * K * V, o_k, o_v, K, V)
-                    b_y = load_block(y + i_ch * BT * V, i, o_v, BT, V)
+                    v0 = i_v * BV
+                    b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
+                    b_y = load_part(y + i_ch * BT * V, 0, v0, o_t, o_vt, BT, V)
                     b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
                 b_dr *= -tl.load(row + 5 * BT)[:, None]
         if REMOVAL != "none" and (G == 1 or n_rows <= BT):  # beta r in the scores
@@ -507,7 +674,7 @@ def dk_head_kernel(
             b_beta = tl.load(row)
             b_r = load_rows(r, i, r_t, m_i, o_k, K)
             b_rb = (b_beta[:, None] * b_r.to(tl.float32)).to(operand)
-            b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
+            b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, o_t, o_t, BT, BT)
             b_db = tl.sum(b_r.to(tl.float32) * b_dr, axis=1)
             b_shift = b_beta * b_db
             b_x = dot(b_w, b_k, PRECISION)
@@ -531,7 +698,7 @@ def dk_head_kernel(
             place = (i_k * chunks * HV + i_ch) * BT + i
             b_k = load_rows(k, i, k_t, m_i, o_k, K)
         # q in the scores
-        b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
+        b_w = load_block(weights + i_ch * 2 * BT * BT, o_t, o_t, BT, BT)
         b_q = load_rows(q, i, q_t, m_i, o_k, K)
         b_c = dot(tl.trans(b_w), b_q, PRECISION, acc=b_c)
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)

@@ -18,6 +18,7 @@ from .gate import GATES
 from .head import (
     dk_head_kernel,
     dq_head_kernel,
+    dqk_head_kernel,
     head_gate_bwd_kernel,
     intra_head_kernel,
     scores_head_bwd_kernel,
@@ -228,14 +229,20 @@ def _head_bwd(
     """One decay a head."""
     table, do = tables(packing, x.q.device), grads.do
     NC, (tokens, H, K), (HV, V) = len(table.chunk_start), x.q.shape, x.v.shape[1:]
-    dk_stage = "dk_head_two" if x.p is not None and HV > H else "dk_head"
-    ts, tq, tk = (tuning.tile(n, K, V, x.q.dtype) for n in ("scores_bwd_head", "dq_head", dk_stage))
+    groups = HV > H
+    q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
+    k_stage += "_p" * (x.p is not None)
+    q_stage = q_stage if groups else k_stage
+    ts, tq, tk = (
+        tuning.tile(name, K, V, x.q.dtype) for name in ("scores_bwd_head", q_stage, k_stage)
+    )
     device, q_tiles, tiles = x.q.device, triton.cdiv(K, tq.BK), triton.cdiv(K, tk.BK)
+    parts = q_tiles + tiles if groups else tiles
     dq, dk = (torch.empty(x.q.shape, dtype=x.q.dtype, device=device) for _ in range(2))
     dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
     dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
     dgc, dp, shift, dbeta, shares = (
-        torch.empty(q_tiles + tiles, NC, HV, CHUNK, device=device),
+        torch.empty(parts, NC, HV, CHUNK, device=device),
         *[None] * 4,
     )
     if x.p is not None:
@@ -247,7 +254,6 @@ def _head_bwd(
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, device=device)
     shape = {
         "H": H,
-        "G": HV // H,
         "K": K,
         "V": V,
         "BT": CHUNK,
@@ -289,60 +295,99 @@ def _head_bwd(
             PRECISION=precision(x.q.dtype),
             num_warps=ts.warps,
         )
-        dq_head_kernel[(NC * q_tiles, H)](
-            x.q,
-            x.k,
-            c.rows,
-            of_rows,
-            weights,
-            do,
-            h,
-            dq,
-            dgc,
-            table.chunk_start,
-            table.chunk_rows,
-            *x.q.stride()[:2],
-            *x.k.stride()[:2],
-            *do.stride()[:2],
-            rule.scale,
-            BK=tq.BK,
-            BV=tq.BV,
-            NS=tq.stages,
-            num_warps=tq.warps,
-            maxnreg=tq.registers,
-            **shape,
-        )
-        dk_head_kernel[(NC * tiles, H)](
-            x.q,
-            x.k,
-            x.p,
-            c.decay,
-            c.rows,
-            of_rows,
-            weights,
-            h,
-            grads.dh,
-            v_new,
-            grads.y,
-            dk,
-            dp,
-            dgc[q_tiles:],
-            shift,
-            shares,
-            table.chunk_start,
-            table.chunk_rows,
-            tokens,
-            *x.q.stride()[:2],
-            *x.k.stride()[:2],
-            *((0, 0) if x.p is None else x.p.stride()[:2]),
-            BK=tk.BK,
-            BV=tk.BV,
-            REMOVAL=rule.removal,
-            NS=tk.stages,
-            num_warps=tk.warps,
-            maxnreg=tk.registers,
-            **shape,
-        )
+        if groups:
+            dq_head_kernel[(NC * q_tiles, H)](
+                x.q,
+                x.k,
+                c.rows,
+                of_rows,
+                weights,
+                do,
+                h,
+                dq,
+                dgc,
+                table.chunk_start,
+                table.chunk_rows,
+                *x.q.stride()[:2],
+                *x.k.stride()[:2],
+                *do.stride()[:2],
+                rule.scale,
+                G=HV // H,
+                BK=tq.BK,
+                BV=tq.BV,
+                NS=tq.stages,
+                num_warps=tq.warps,
+                maxnreg=tq.registers,
+                **shape,
+            )
+            dk_head_kernel[(NC * tiles, H)](
+                x.q,
+                x.k,
+                x.p,
+                c.decay,
+                c.rows,
+                of_rows,
+                weights,
+                h,
+                grads.dh,
+                v_new,
+                grads.y,
+                dk,
+                dp,
+                dgc[q_tiles:],
+                shift,
+                shares,
+                table.chunk_start,
+                table.chunk_rows,
+                tokens,
+                *x.q.stride()[:2],
+                *x.k.stride()[:2],
+                *((0, 0) if x.p is None else x.p.stride()[:2]),
+                G=HV // H,
+                BK=tk.BK,
+                BV=tk.BV,
+                REMOVAL=rule.removal,
+                NS=tk.stages,
+                num_warps=tk.warps,
+                maxnreg=tk.registers,
+                **shape,
+            )
+        else:
+            dqk_head_kernel[(NC * tiles, H)](
+                x.q,
+                x.k,
+                x.p,
+                c.decay,
+                c.rows,
+                of_rows,
+                weights,
+                do,
+                h,
+                grads.dh,
+                v_new,
+                grads.y,
+                dq,
+                dk,
+                dp,
+                dgc,
+                shift,
+                shares,
+                table.chunk_start,
+                table.chunk_rows,
+                tokens,
+                *x.q.stride()[:2],
+                *x.k.stride()[:2],
+                *((0, 0) if x.p is None else x.p.stride()[:2]),
+                *do.stride()[:2],
+                rule.scale,
+                BK=tk.BK,
+                BV=tk.BV,
+                REMOVAL=rule.removal,
+                NS=tk.stages,
+                num_warps=tk.warps,
+                maxnreg=tk.registers,
+                **shape,
+            )
         head_gate_bwd_kernel[(NC, HV)](
             x.g,
             x.A_log,
@@ -364,7 +409,7 @@ def _head_bwd(
             rule.beta_factor or 1.0,
             HV=HV,
             BT=CHUNK,
-            SHARES=q_tiles + tiles,
+            SHARES=parts,
             TILES=tiles,
             GATE=GATES[rule.gate][0],
             SLOPE=GATES[rule.gate][1],

@@ -17,6 +17,9 @@ from . import backend, tuning
 from .local import gate_again, intra, intra_bwd
 from .tuning import Tile, tile
 
+GROUPED = ("dq_head", "dk_head")
+"""Stages of calls with several value heads a key head."""
+
 
 @contextmanager
 def forced(choice: dict[str, Tile]) -> Iterator[None]:
@@ -48,19 +51,19 @@ def cut_into(chunks: int) -> Iterator[None]:
 
 
 def stages(
-    K: int, V: int, dtype: torch.dtype, tokens: int, heads: int, *, path: str = ""
+    K: int, V: int, dtype: torch.dtype, tokens: int, heads: int, *, path: str = "", group: int = 1
 ) -> dict[str, Callable[[], Any]]:
     """Each stage of one call with norm, gate and beta's sigmoid inside, on random inputs, and the
     summaries that a rank in the middle of a document makes besides. path: of KDA with a safe gate
-    "", with any "_any"; of the gated delta rule "_head"."""
+    "", with any "_any"; of the gated delta rule "_head". group: value heads of a key head."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(dtype)
 
     head = path == "_head"
     x = Inputs(
-        random(tokens, heads, K),
-        random(tokens, heads, K),
+        random(tokens, heads // group, K),
+        random(tokens, heads // group, K),
         random(tokens, heads, V),
         random(tokens, heads) if head else random(tokens, heads, K),
         random(tokens, heads),
@@ -116,10 +119,11 @@ def measure(
     path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
     if stage.endswith("_beside"):
         path, timed = "", "beside_summary" if "_ends" in stage else "both_scans"
-    elif stage.startswith(("scores_bwd", "dq", "dk")):
+    elif stage.startswith(("scores_bwd", "dqk", *GROUPED)):
         timed = f"intra_bwd{path}"
     else:
         timed = stage
-    run = stages(K, V, dtype, tokens, heads, path=path)[timed]
+    group = 2 if stage.startswith(GROUPED) else 1
+    run = stages(K, V, dtype, tokens, heads, path=path, group=group)[timed]
     with forced({stage: choice}):
         return triton.testing.do_bench(run, warmup=5, rep=25, return_mode="median")

@@ -45,6 +45,18 @@ def load_block(ptr, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def load_part(ptr, r, c, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
+    """The block at row r and column c of a dense [R, C] one, zero beyond its edges; r and c go into
+    the pointer, so that a thread's addresses differ by constants and one register pair holds all.
+    """
+    p = ptr + (r * C + c) + (o_r[:, None] * C + o_c[None, :])
+    if divides(o_r.shape[0], R) and divides(o_c.shape[0], C):
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=(o_r < R - r)[:, None] & (o_c < C - c)[None, :], other=0.0)
+
+
+@triton.jit
 def store_block(ptr, x, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
     p = ptr + o_r[:, None] * C + o_c[None, :]
     if divides(o_r.shape[0], R) and divides(o_c.shape[0], C):

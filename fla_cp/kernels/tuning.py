@@ -49,12 +49,13 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 64, 4, 3),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
     (90, "intra_head", 128, 128, BF16): Tile(32, 0, 4, 3),
+    (90, "dqk_head", 128, 128, BF16): Tile(64, 64, 4, 2),
     (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
     (90, "dk_head", 128, 128, BF16): Tile(64, 128, 4, 1),
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
 without a safe gate; "_head": with one decay a head; "_states": without o; "_ends": of the
-summaries; "_beside": of scans side by side; "_two": with two sums over a group, of dk and dp.
+summaries; "_beside": of scans side by side; "_p": with p, as Comba has it.
 Figures: docs/log.md."""
 
 FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
@@ -99,12 +100,14 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
         return Tile(k, min(v, 4096 // k), 4, 1)
     if stage.startswith("scores_bwd"):
         return Tile(0, min(v, (32 if stage == "scores_bwd_head" else 16) if wide else 64), 4, 1)
-    if wide and stage.startswith("dk_head"):
+    if wide and stage.startswith(("dk_head", "dqk_head")):
         return Tile(16, 16, 4, 1)
     if stage in ("dq_head", "dk_head"):
         return Tile(min(k, 32 if wide else 64), min(v, 32 if wide else 64), 4, 1)
-    if stage == "dk_head_two":
+    if stage == "dk_head_p":
         return Tile(min(k, 32), min(v, 64), 4, 1)
+    if stage.startswith("dqk_head"):
+        return Tile(min(k, 32), min(v, 64), 4, 2)
     if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(16 if k <= 64 or wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
@@ -174,11 +177,18 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         for BK, BV, stages in ((128, 128, 1), (128, 64, 1), (64, 128, 1), (64, 64, 2))
     ),
     "dk_head": tuple(
+        Tile(BK, BV, 4, stages)
+        for BK, BV, stages in ((64, 128, 1), (64, 64, 3), (64, 64, 1), (32, 128, 1))
+    ),
+    "dqk_head": tuple(
         Tile(BK, BV, warps, stages)
         for BK, BV, warps, stages in (
-            (64, 128, 4, 1),
-            (64, 64, 4, 1),
-            (32, 128, 4, 1),
+            (64, 64, 4, 2),
+            (32, 64, 4, 3),
+            (32, 64, 4, 2),
+            (32, 32, 4, 3),
+            (64, 64, 8, 2),
+            (128, 64, 8, 2),
         )
     ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
