@@ -22,9 +22,10 @@ transposing a product's result into another product is miscompiled on Hopper by 
 import triton
 import triton.language as tl
 
-from .intra import again, load_gate, load_steps
+from .intra import again, blocks_of_16, load_gate, load_steps
 from .sums import AFTER, FROM_HERE, PAIR, UP_TO
 from .tiles import (
+    apply_sums,
     decay_exp,
     dot,
     load_block,
@@ -47,6 +48,54 @@ def load_scores(ptr, i):
 @triton.jit
 def masked(x, mask):
     return tl.where(mask, x, tl.zeros_like(x))
+
+
+@triton.jit
+def tuple_blocks(x):
+    if len(x) == 1:
+        return (blocks_of_16(x[0]),)
+    else:
+        return (blocks_of_16(x[0]), blocks_of_16(x[1]))
+
+
+@triton.jit
+def whole(x):
+    """[BT / 16, 16, BK] as [BT, BK]."""
+    return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
+
+
+@triton.jit
+def level_grads(
+    f,
+    b_q,
+    b_k,
+    b_beta,
+    b_ds,
+    b_da,
+    b_dq,
+    b_dr,
+    b_dc,
+    b_dgc,
+    second,
+    REMOVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    operand: tl.constexpr = b_ds.dtype
+    row = tl.where(second, 1.0, 0.0)
+    b_x = (tl.where(second, b_q, b_k) * f).to(operand)
+    b_r = dot(b_ds, b_x, PRECISION)
+    b_t = b_x.to(tl.float32) * b_r
+    of_rows = f * row
+    b_dq += of_rows * b_r
+    if REMOVES:
+        b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
+        b_c = dot(b_da, b_x, PRECISION)
+        b_t += b_x.to(tl.float32) * b_c
+        b_dr += of_rows * b_c
+        b_r += b_c
+    b_dc += (f - of_rows) * b_r
+    b_dgc += tl.where(second, 1.0, -1.0) * b_t
+    return b_dq, b_dr, b_dc, b_dgc
 
 
 @triton.jit
@@ -74,6 +123,7 @@ def scores_bwd_kernel(
     PLANES: tl.constexpr,
     NORM: tl.constexpr,
     REMOVES: tl.constexpr,
+    MIRRORED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta.
@@ -115,9 +165,14 @@ def scores_bwd_kernel(
     below = o_i[:, None] > o_i[None, :]
     b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_ds, 0.0), axis=1)
     tl.store(of_rows + i_ch * 3 * BT + o_i, b_diagonal)
-    store_block(dscores, tl.where(below, b_ds, 0.0), o_i, o_i, BT, BT)
+    b_ds = tl.where(below, b_ds, 0.0)
+    if MIRRORED:
+        b_ds += tl.trans(b_ds)
+    store_block(dscores, b_ds, o_i, o_i, BT, BT)
     if REMOVES:
         b_da = tl.where(below, -b_da, 0.0)
+        if MIRRORED:
+            b_da += tl.trans(b_da)
         store_block(dscores + BT * BT, b_da, o_i, o_i, BT, BT)
     tl.store(dbeta + (start + o_i) * HV + i_hv, b_dbeta, mask=m_i)
     if NORM:
@@ -275,17 +330,45 @@ def intra_bwd_kernel(
     if REMOVES:
         b_dgc += b_beta * (b_k * b_dr)
 
-    # row factor q, column factor k
-    for level in tl.range(0, 6, disable_licm=True):
-        f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-        b_ds = masked(load_scores(dscores, i), pair_mask(i, 5 - level))
-        b_x, b_y = (b_q * f).to(operand), (b_k * f).to(operand)
-        b_r = dot(b_ds, b_y, PRECISION)
-        b_dq += f * b_r
-        b_dgc += b_x.to(tl.float32) * b_r
-        b_r = dot(tl.trans(b_ds), b_x, PRECISION)
-        b_dc += f * b_r
-        b_dgc -= b_y.to(tl.float32) * b_r
+    for level in tl.range(0, 2, num_stages=1, disable_licm=True):
+        r = again(i, n_rows + level, BT, 1000)
+        near, far = r // 16, r // 32
+        inner, outer = near * level + far * (1 - level), far * level
+        f = decay_exp(sum_steps(sums, PAIR + level, r, steps, PRECISION), EXP2)
+        pairs = (outer[:, None] == outer[None, :]) & (inner[:, None] != inner[None, :])
+        at = r[:, None] * BT + r[None, :]
+        b_ds = tl.load(dscores + at, mask=pairs, other=0.0)
+        b_da = b_ds
+        if REMOVES:
+            b_da = tl.load(dscores + BT * BT + at, mask=pairs, other=0.0)
+        b_dq, b_dr, b_dc, b_dgc = level_grads(
+            f, b_q, b_k, b_beta, b_ds, b_da,
+            b_dq, b_dr, b_dc, b_dgc, ((r >> (5 - level)) & 1 == 1)[:, None], REMOVES, PRECISION)
+    # the others are within blocks of 16
+    b_q, b_k, b_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
+    b_dq, b_dr = blocks_of_16(b_dq), blocks_of_16(b_dr)
+    b_dc, b_dgc = blocks_of_16(b_dc), blocks_of_16(b_dgc)
+    steps = tuple_blocks(steps)
+    j = tl.arange(0, 16)
+    for level in tl.range(2, 6, num_stages=1, disable_licm=True):
+        n = 5 - level
+        o = again(j, n_rows + level, BT, 1000)
+        at16 = tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
+        at16 += (o[:, None] * BT + o[None, :])[None]
+        b_f = decay_exp(apply_sums(tl.load(sums + (PAIR + level) * BT * BT + at16), steps, PRECISION), EXP2)
+        pairs16 = ((o[:, None] ^ o[None, :]) >> n == 1)[None]
+        b_s = masked(tl.load(dscores + at16), pairs16)
+        b_a = b_s
+        if REMOVES:
+            b_a = masked(tl.load(dscores + BT * BT + at16), pairs16)
+        b_dq, b_dr, b_dc, b_dgc = level_grads(
+            b_f, b_q, b_k, b_beta, b_s, b_a,
+            b_dq, b_dr, b_dc, b_dgc, (o >> n & 1 == 1)[None, :, None], REMOVES, PRECISION)
+    b_q, b_k, b_beta = whole(b_q), whole(b_k), whole(b_beta)
+    b_dq, b_dr, b_dc, b_dgc = whole(b_dq), whole(b_dr), whole(b_dc), whole(b_dgc)
+    tl.debug_barrier()
+    i = again(i, n_rows, BT, 1)
+    m_i = i < n_rows
     # the diagonal's row and column cancel in the gate's gradient
     diagonal = tl.load(of_rows + i)[:, None]
     b_dq += diagonal * b_k
@@ -294,20 +377,7 @@ def intra_bwd_kernel(
         b_dq -= b_q * (tl.load(of_rows + BT + i) / (scale * scale))[:, None]
     out = (start * HV + i_hv) * K
     store_rows(dq + out, b_dq * tl.load(rows + BT + i)[:, None], i, HV * K, m_i, o_k, K)
-
-    # row factor beta k, column factor k
     if REMOVES:
-        for level in tl.range(0, 6, disable_licm=True):
-            f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-            b_da = masked(load_scores(dscores + BT * BT, i), pair_mask(i, 5 - level))
-            b_y = b_k * f
-            b_x, b_y = (b_beta * b_y).to(operand), b_y.to(operand)
-            b_r = dot(b_da, b_y, PRECISION)
-            b_dr += f * b_r
-            b_dgc += b_x.to(tl.float32) * b_r
-            b_r = dot(tl.trans(b_da), b_x, PRECISION)
-            b_dc += f * b_r
-            b_dgc -= b_y.to(tl.float32) * b_r
         dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
         tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
         b_dc += b_dr * b_beta
@@ -316,7 +386,7 @@ def intra_bwd_kernel(
     store_rows(dk + out, b_dc * tl.load(rows + 2 * BT + i)[:, None], i, HV * K, m_i, o_k, K)
 
     tl.debug_barrier()
-    i = again(i, n_rows, BT, 1)
+    i = again(i, n_rows, BT, 2)
     m_i = i < n_rows
     store_gate_grads(
         b_dgc,
