@@ -183,7 +183,6 @@ def scores_bwd_kernel(
 @triton.jit
 def store_gate_grads(
     b_dgc,
-    b_dl,
     g,
     A_log,
     dt_bias,
@@ -208,7 +207,7 @@ def store_gate_grads(
     """From the gradients of gc [BT, BK] and of the last row's besides [BK]: those of g, and this
     chunk's shares of dA_log (one number) and ddt_bias [BK]. RATE_SCALES_RAW: g depends on rate *
     raw (else rate is a factor of g)."""
-    b_dg = b_dl[None, :] + sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
+    b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
     raw, rate = load_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K)
     b_draw = b_dg * SLOPE(raw, rate, bound)
@@ -329,7 +328,30 @@ def intra_bwd_kernel(
     b_dgc = b_q * b_dq - b_k * b_dc
     if REMOVES:
         b_dgc += b_beta * (b_k * b_dr)
+    b_dgc += tl.where((i == BT - 1)[:, None], b_dl[None, :], 0.0)
 
+    # the others are within blocks of 16
+    b_q, b_k, b_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
+    b_dq, b_dr = blocks_of_16(b_dq), blocks_of_16(b_dr)
+    b_dc, b_dgc = blocks_of_16(b_dc), blocks_of_16(b_dgc)
+    steps16 = tuple_blocks(steps)
+    j = tl.arange(0, 16)
+    for level in tl.range(2, 6, num_stages=1, disable_licm=True):
+        n = 5 - level
+        o = again(j, n_rows + level, BT, 1000)
+        at16 = tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
+        at16 += (o[:, None] * BT + o[None, :])[None]
+        b_f = decay_exp(apply_sums(tl.load(sums + (PAIR + level) * BT * BT + at16), steps16, PRECISION), EXP2)
+        pairs16 = ((o[:, None] ^ o[None, :]) >> n == 1)[None]
+        b_s = masked(tl.load(dscores + at16), pairs16)
+        b_a = b_s
+        if REMOVES:
+            b_a = masked(tl.load(dscores + BT * BT + at16), pairs16)
+        b_dq, b_dr, b_dc, b_dgc = level_grads(
+            b_f, b_q, b_k, b_beta, b_s, b_a,
+            b_dq, b_dr, b_dc, b_dgc, (o >> n & 1 == 1)[None, :, None], REMOVES, PRECISION)
+    b_q, b_k, b_beta = whole(b_q), whole(b_k), whole(b_beta)
+    b_dq, b_dr, b_dc, b_dgc = whole(b_dq), whole(b_dr), whole(b_dc), whole(b_dgc)
     for level in tl.range(0, 2, num_stages=1, disable_licm=True):
         r = again(i, n_rows + level, BT, 1000)
         near, far = r // 16, r // 32
@@ -344,28 +366,6 @@ def intra_bwd_kernel(
         b_dq, b_dr, b_dc, b_dgc = level_grads(
             f, b_q, b_k, b_beta, b_ds, b_da,
             b_dq, b_dr, b_dc, b_dgc, ((r >> (5 - level)) & 1 == 1)[:, None], REMOVES, PRECISION)
-    # the others are within blocks of 16
-    b_q, b_k, b_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
-    b_dq, b_dr = blocks_of_16(b_dq), blocks_of_16(b_dr)
-    b_dc, b_dgc = blocks_of_16(b_dc), blocks_of_16(b_dgc)
-    steps = tuple_blocks(steps)
-    j = tl.arange(0, 16)
-    for level in tl.range(2, 6, num_stages=1, disable_licm=True):
-        n = 5 - level
-        o = again(j, n_rows + level, BT, 1000)
-        at16 = tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
-        at16 += (o[:, None] * BT + o[None, :])[None]
-        b_f = decay_exp(apply_sums(tl.load(sums + (PAIR + level) * BT * BT + at16), steps, PRECISION), EXP2)
-        pairs16 = ((o[:, None] ^ o[None, :]) >> n == 1)[None]
-        b_s = masked(tl.load(dscores + at16), pairs16)
-        b_a = b_s
-        if REMOVES:
-            b_a = masked(tl.load(dscores + BT * BT + at16), pairs16)
-        b_dq, b_dr, b_dc, b_dgc = level_grads(
-            b_f, b_q, b_k, b_beta, b_s, b_a,
-            b_dq, b_dr, b_dc, b_dgc, (o >> n & 1 == 1)[None, :, None], REMOVES, PRECISION)
-    b_q, b_k, b_beta = whole(b_q), whole(b_k), whole(b_beta)
-    b_dq, b_dr, b_dc, b_dgc = whole(b_dq), whole(b_dr), whole(b_dc), whole(b_dgc)
     tl.debug_barrier()
     i = again(i, n_rows, BT, 1)
     m_i = i < n_rows
@@ -390,7 +390,6 @@ def intra_bwd_kernel(
     m_i = i < n_rows
     store_gate_grads(
         b_dgc,
-        b_dl,
         g,
         A_log,
         dt_bias,
