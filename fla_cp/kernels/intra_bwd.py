@@ -51,49 +51,53 @@ def masked(x, mask):
 
 
 @triton.jit
-def tuple_blocks(x):
-    if len(x) == 1:
-        return (blocks_of_16(x[0]),)
-    else:
-        return (blocks_of_16(x[0]), blocks_of_16(x[1]))
-
-
-@triton.jit
 def whole(x):
     """[BT / 16, 16, BK] as [BT, BK]."""
     return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
 
 
 @triton.jit
+def load_pairs(ptr, at, pairs):
+    """Scores at [64, 64] or [4, 16, 16] offsets, zero but for pairs."""
+    if len(at.shape) == 2:
+        return tl.load(ptr + at, mask=pairs, other=0.0)
+    else:
+        return masked(tl.load(ptr + at), pairs)
+
+
+@triton.jit
 def level_grads(
-    f,
-    b_q,
-    b_k,
-    b_beta,
-    b_ds,
-    b_da,
     b_dq,
     b_dr,
     b_dc,
     b_dgc,
+    f,
+    b_q,
+    b_k,
+    b_beta,
+    dscores,
+    at,
+    pairs,
     second,
+    BT: tl.constexpr,
     REMOVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    operand: tl.constexpr = b_ds.dtype
-    row = tl.where(second, 1.0, 0.0)
+    operand: tl.constexpr = dscores.dtype.element_ty
+    f_row = tl.where(second, f, 0.0)
     b_x = (tl.where(second, b_q, b_k) * f).to(operand)
-    b_r = dot(b_ds, b_x, PRECISION)
+    b_r = dot(load_pairs(dscores, at, pairs), b_x, PRECISION)
+    b_dq += f_row * b_r
     b_t = b_x.to(tl.float32) * b_r
-    of_rows = f * row
-    b_dq += of_rows * b_r
     if REMOVES:
+        if operand == tl.float32:
+            tl.debug_barrier()
         b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
-        b_c = dot(b_da, b_x, PRECISION)
+        b_c = dot(load_pairs(dscores + BT * BT, at, pairs), b_x, PRECISION)
+        b_dr += f_row * b_c
         b_t += b_x.to(tl.float32) * b_c
-        b_dr += of_rows * b_c
         b_r += b_c
-    b_dc += (f - of_rows) * b_r
+    b_dc += (f - f_row) * b_r
     b_dgc += tl.where(second, 1.0, -1.0) * b_t
     return b_dq, b_dr, b_dc, b_dgc
 
@@ -288,19 +292,16 @@ def intra_bwd_kernel(
     i_ch = i_c * HV + i_hv
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
-    g += i_hv * g_h + start * g_t
     do += i_hv * do_h + start * do_t
     v_new += i_ch * BT * V
     y += i_ch * BT * V
     h += i_ch * K * V
     dh += i_ch * K * V
     dscores += i_ch * 2 * BT * BT
-    rows += i_ch * 3 * BT
-    of_rows += i_ch * 3 * BT
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
 
-    b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
+    b_g = load_steps(g + i_hv * g_h + start * g_t, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_dc = tl.zeros([BT, BK], tl.float32)
@@ -316,9 +317,9 @@ def intra_bwd_kernel(
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
     steps = parts(b_g, operand)
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
-    b_beta = tl.load(rows + i)[:, None]
+    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None]
+    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None]
+    b_beta = tl.load(rows + i_ch * 3 * BT + i)[:, None]
     e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
     b_dq *= e
     b_dr *= -e
@@ -330,67 +331,90 @@ def intra_bwd_kernel(
         b_dgc += b_beta * (b_k * b_dr)
     b_dgc += tl.where((i == BT - 1)[:, None], b_dl[None, :], 0.0)
 
-    # the others are within blocks of 16
-    b_q, b_k, b_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
-    b_dq, b_dr = blocks_of_16(b_dq), blocks_of_16(b_dr)
-    b_dc, b_dgc = blocks_of_16(b_dc), blocks_of_16(b_dgc)
-    steps16 = tuple_blocks(steps)
+    # rows and columns of the scores: levels within 16 rows first
+    x_q, x_k, x_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
+    x_dq, x_dr = blocks_of_16(b_dq), blocks_of_16(b_dr)
+    x_dc, x_dgc = blocks_of_16(b_dc), blocks_of_16(b_dgc)
+    x_steps = parts(blocks_of_16(b_g), operand)
     j = tl.arange(0, 16)
     for level in tl.range(2, 6, num_stages=1, disable_licm=True):
-        n = 5 - level
-        o = again(j, n_rows + level, BT, 1000)
-        at16 = tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
-        at16 += (o[:, None] * BT + o[None, :])[None]
-        b_f = decay_exp(apply_sums(tl.load(sums + (PAIR + level) * BT * BT + at16), steps16, PRECISION), EXP2)
-        pairs16 = ((o[:, None] ^ o[None, :]) >> n == 1)[None]
-        b_s = masked(tl.load(dscores + at16), pairs16)
-        b_a = b_s
-        if REMOVES:
-            b_a = masked(tl.load(dscores + BT * BT + at16), pairs16)
+        n = 6 - 1 - level
+        r = again(j, n_rows + level, BT, 1000)
+        at = (r[:, None] * BT + r[None, :])[None]
+        at += tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
+        E = tl.load(sums + (PAIR + level) * BT * BT + at)
+        x_dq, x_dr, x_dc, x_dgc = level_grads(
+            x_dq,
+            x_dr,
+            x_dc,
+            x_dgc,
+            decay_exp(apply_sums(E, x_steps, PRECISION), EXP2),
+            x_q,
+            x_k,
+            x_beta,
+            dscores,
+            at,
+            ((r[:, None] ^ r[None, :]) >> n == 1)[None],
+            ((r >> n) & 1 == 1)[None, :, None],
+            BT,
+            REMOVES,
+            PRECISION,
+        )
+    b_dq, b_dr, b_dc, b_dgc = whole(x_dq), whole(x_dr), whole(x_dc), whole(x_dgc)
+    for top in tl.range(0, 2, num_stages=1, disable_licm=True):
+        o = again(i, n_rows + top, BT, 1000)
+        inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
         b_dq, b_dr, b_dc, b_dgc = level_grads(
-            b_f, b_q, b_k, b_beta, b_s, b_a,
-            b_dq, b_dr, b_dc, b_dgc, (o >> n & 1 == 1)[None, :, None], REMOVES, PRECISION)
-    b_q, b_k, b_beta = whole(b_q), whole(b_k), whole(b_beta)
-    b_dq, b_dr, b_dc, b_dgc = whole(b_dq), whole(b_dr), whole(b_dc), whole(b_dgc)
-    for level in tl.range(0, 2, num_stages=1, disable_licm=True):
-        r = again(i, n_rows + level, BT, 1000)
-        near, far = r // 16, r // 32
-        inner, outer = near * level + far * (1 - level), far * level
-        f = decay_exp(sum_steps(sums, PAIR + level, r, steps, PRECISION), EXP2)
-        pairs = (outer[:, None] == outer[None, :]) & (inner[:, None] != inner[None, :])
-        at = r[:, None] * BT + r[None, :]
-        b_ds = tl.load(dscores + at, mask=pairs, other=0.0)
-        b_da = b_ds
-        if REMOVES:
-            b_da = tl.load(dscores + BT * BT + at, mask=pairs, other=0.0)
-        b_dq, b_dr, b_dc, b_dgc = level_grads(
-            f, b_q, b_k, b_beta, b_ds, b_da,
-            b_dq, b_dr, b_dc, b_dgc, ((r >> (5 - level)) & 1 == 1)[:, None], REMOVES, PRECISION)
+            b_dq,
+            b_dr,
+            b_dc,
+            b_dgc,
+            decay_exp(sum_steps(sums, PAIR + top, o, steps, PRECISION), EXP2),
+            b_q,
+            b_k,
+            b_beta,
+            dscores,
+            o[:, None] * BT + o[None, :],
+            (outer[:, None] == outer[None, :]) & (inner[:, None] != inner[None, :]),
+            (inner % 2 == 1)[:, None],
+            BT,
+            REMOVES,
+            PRECISION,
+        )
     tl.debug_barrier()
-    i = again(i, n_rows, BT, 1)
+    i, i_k = again(i, n_rows, BT, 1), again(i_k, n_rows, BT, 1)
+    i_c, i_hv = again(i_c, n_rows, BT, 1), again(i_hv, n_rows, BT, 1)
+    i_ch = i_c * HV + i_hv
+    start = tl.load(chunk_start + i_c).to(tl.int64)
     m_i = i < n_rows
+    o_k = i_k * BK + tl.arange(0, BK)
     # the diagonal's row and column cancel in the gate's gradient
-    diagonal = tl.load(of_rows + i)[:, None]
+    diagonal = tl.load(of_rows + i_ch * 3 * BT + i)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
     if NORM:
-        b_dq -= b_q * (tl.load(of_rows + BT + i) / (scale * scale))[:, None]
+        b_dq -= b_q * (tl.load(of_rows + (i_ch * 3 + 1) * BT + i) / (scale * scale))[:, None]
     out = (start * HV + i_hv) * K
-    store_rows(dq + out, b_dq * tl.load(rows + BT + i)[:, None], i, HV * K, m_i, o_k, K)
+    store_rows(dq + out, b_dq * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None], i, HV * K, m_i, o_k, K)
     if REMOVES:
         dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
         tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
         b_dc += b_dr * b_beta
     if NORM:
-        b_dc -= b_k * tl.load(of_rows + 2 * BT + i)[:, None]
-    store_rows(dk + out, b_dc * tl.load(rows + 2 * BT + i)[:, None], i, HV * K, m_i, o_k, K)
+        b_dc -= b_k * tl.load(of_rows + (i_ch * 3 + 2) * BT + i)[:, None]
+    store_rows(dk + out, b_dc * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None], i, HV * K, m_i, o_k, K)
 
     tl.debug_barrier()
-    i = again(i, n_rows, BT, 2)
+    i, i_k = again(i, n_rows, BT, 2), again(i_k, n_rows, BT, 2)
+    i_c, i_hv = again(i_c, n_rows, BT, 2), again(i_hv, n_rows, BT, 2)
+    i_ch = i_c * HV + i_hv
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    out = (start * HV + i_hv) * K
     m_i = i < n_rows
+    o_k = i_k * BK + tl.arange(0, BK)
     store_gate_grads(
         b_dgc,
-        g,
+        g + i_hv * g_h + start * g_t,
         A_log,
         dt_bias,
         sums,
