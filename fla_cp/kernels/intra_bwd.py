@@ -382,6 +382,7 @@ def intra_bwd_kernel(
             PRECISION,
         )
     tl.debug_barrier()
+    n_rows = tl.load(chunk_rows + i_c)
     i, i_k = again(i, n_rows, BT, 1), again(i_k, n_rows, BT, 1)
     i_c, i_hv = again(i_c, n_rows, BT, 1), again(i_hv, n_rows, BT, 1)
     i_ch = i_c * HV + i_hv
@@ -405,6 +406,7 @@ def intra_bwd_kernel(
     store_rows(dk + out, b_dc * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None], i, HV * K, m_i, o_k, K)
 
     tl.debug_barrier()
+    n_rows = tl.load(chunk_rows + i_c)
     i, i_k = again(i, n_rows, BT, 2), again(i_k, n_rows, BT, 2)
     i_c, i_hv = again(i_c, n_rows, BT, 2), again(i_hv, n_rows, BT, 2)
     i_ch = i_c * HV + i_hv
