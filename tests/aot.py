@@ -337,16 +337,11 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
 
 
 SPILLS: dict[str, dict[str, float]] = {
-    "intra_bwd_kernel": {"bf16 any": 320, "fp32 any": 420, "intra_bwd_any": 320},
-    "intra_kernel": {"64x64 bf16 any": 12, "intra_any (64": 260},
-    "safe_bwd_kernel": {"96x64 bf16": 8, "256x256 bf16": 16},
     "scan_kernel": {"fp32": 3600},
     "scan_bwd_kernel": {"fp32": 3600},
 }
-"""Bytes a thread may spill, by kernel and what the configuration's name has in it. In bf16 only
-the local backward for any gate: tiles of 16 keys, which spill 28 or none, take 11.3 ms for 7.5, in
-one run (docs/log.md); two to four registers at other sizes; and one tile that is there to be
-measured. In fp32, for checking, products of three TF32 ones hold two parts of an operand."""
+"""Bytes a thread may spill, by kernel and what the configuration's name has in it. In fp32, for
+checking, products of three TF32 ones hold two parts of an operand."""
 
 
 def may_spill(name: str, kernel: str) -> float:

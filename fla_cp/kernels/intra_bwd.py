@@ -30,7 +30,6 @@ from .tiles import (
     dot,
     load_block,
     load_rows,
-    pair_mask,
     parts,
     store_block,
     store_rows,
@@ -51,14 +50,15 @@ def masked(x, mask):
 
 
 @triton.jit
-def whole(x):
+def as_rows(x):
     """[BT / 16, 16, BK] as [BT, BK]."""
     return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
 
 
 @triton.jit
 def load_pairs(ptr, at, pairs):
-    """Scores at [64, 64] or [4, 16, 16] offsets, zero but for pairs."""
+    """Scores at offsets [BT, BT] or [BT / 16, 16, 16], zero but for pairs. Those of [BT, BT] are
+    whole blocks of 16, so what is masked is not even loaded."""
     if len(at.shape) == 2:
         return tl.load(ptr + at, mask=pairs, other=0.0)
     else:
@@ -83,6 +83,9 @@ def level_grads(
     REMOVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Gradients with one level's pairs added; f: each row's factor. At a level a row is either row
+    or column of the scores, which are mirrored: one product with row factors in second blocks and
+    column factors in first blocks gives the gradients of both."""
     operand: tl.constexpr = dscores.dtype.element_ty
     f_row = tl.where(second, f, 0.0)
     b_x = (tl.where(second, b_q, b_k) * f).to(operand)
@@ -91,7 +94,7 @@ def level_grads(
     b_t = b_x.to(tl.float32) * b_r
     if REMOVES:
         if operand == tl.float32:
-            tl.debug_barrier()
+            tl.debug_barrier()  # not loaded earlier, for registers
         b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
         b_c = dot(load_pairs(dscores + BT * BT, at, pairs), b_x, PRECISION)
         b_dr += f_row * b_c
@@ -301,7 +304,9 @@ def intra_bwd_kernel(
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
 
-    b_g = load_steps(g + i_hv * g_h + start * g_t, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
+    b_g = load_steps(
+        g + i_hv * g_h + start * g_t, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2
+    )
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_dc = tl.zeros([BT, BK], tl.float32)
@@ -317,8 +322,14 @@ def intra_bwd_kernel(
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
     steps = parts(b_g, operand)
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None]
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None]
+    b_k = (
+        load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32)
+        * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None]
+    )
+    b_q = (
+        load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
+        * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None]
+    )
     b_beta = tl.load(rows + i_ch * 3 * BT + i)[:, None]
     e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
     b_dq *= e
@@ -331,7 +342,7 @@ def intra_bwd_kernel(
         b_dgc += b_beta * (b_k * b_dr)
     b_dgc += tl.where((i == BT - 1)[:, None], b_dl[None, :], 0.0)
 
-    # rows and columns of the scores: levels within 16 rows first
+    # row factors q and beta k, column factor k; first the levels within blocks of 16
     x_q, x_k, x_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
     x_dq, x_dr = blocks_of_16(b_dq), blocks_of_16(b_dr)
     x_dc, x_dgc = blocks_of_16(b_dc), blocks_of_16(b_dgc)
@@ -360,7 +371,7 @@ def intra_bwd_kernel(
             REMOVES,
             PRECISION,
         )
-    b_dq, b_dr, b_dc, b_dgc = whole(x_dq), whole(x_dr), whole(x_dc), whole(x_dgc)
+    b_dq, b_dr, b_dc, b_dgc = as_rows(x_dq), as_rows(x_dr), as_rows(x_dc), as_rows(x_dgc)
     for top in tl.range(0, 2, num_stages=1, disable_licm=True):
         o = again(i, n_rows + top, BT, 1000)
         inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
@@ -396,14 +407,18 @@ def intra_bwd_kernel(
     if NORM:
         b_dq -= b_q * (tl.load(of_rows + (i_ch * 3 + 1) * BT + i) / (scale * scale))[:, None]
     out = (start * HV + i_hv) * K
-    store_rows(dq + out, b_dq * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None], i, HV * K, m_i, o_k, K)
+    store_rows(
+        dq + out, b_dq * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None], i, HV * K, m_i, o_k, K
+    )
     if REMOVES:
         dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
         tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
         b_dc += b_dr * b_beta
     if NORM:
         b_dc -= b_k * tl.load(of_rows + (i_ch * 3 + 2) * BT + i)[:, None]
-    store_rows(dk + out, b_dc * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None], i, HV * K, m_i, o_k, K)
+    store_rows(
+        dk + out, b_dc * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None], i, HV * K, m_i, o_k, K
+    )
 
     tl.debug_barrier()
     n_rows = tl.load(chunk_rows + i_c)

@@ -113,7 +113,9 @@ def safe_bwd_kernel(
     UNIT: tl.constexpr = 1.0 if EXP2 else 1.0 / LOG2E
 
     # nearly all loads at once: to wait for memory again costs more than registers do
-    b_g = load_steps(g + i_hv * g_h + start * g_t, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
+    b_g = load_steps(
+        g + i_hv * g_h + start * g_t, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2
+    )
     b_k = load_rows(k, i, k_t, m_i, o_k, K)
     b_q = load_rows(q, i, q_t, m_i, o_k, K)
     b_ds = load_scores(dscores, i)
@@ -174,6 +176,8 @@ def safe_bwd_kernel(
     f = decay_exp(d, EXP2)
     if REMOVES:
         tl.debug_barrier()  # not loaded earlier, for registers
+        i = again(i, n_rows, BT, 2)
+        m_i = i < n_rows
         b_da = load_scores(dscores + BT * BT, i)
         b_r = dot(b_da, near, PRECISION, acc=b_dr)
         b_dr = dot(b_da, far, PRECISION, acc=b_dr)
@@ -199,6 +203,7 @@ def safe_bwd_kernel(
     store_rows(dk + out, b_dk * tl.load(rows + 2 * BT + i)[:, None], i, HV * K, m_i, o_k, K)
 
     tl.debug_barrier()
+    n_rows = tl.load(chunk_rows + i_c)
     i, i_k = again(i, n_rows, BT, 1), again(i_k, n_rows, BT, 1)
     i_c, i_hv = again(i_c, n_rows, BT, 1), again(i_hv, n_rows, BT, 1)
     i_ch = i_c * HV + i_hv
