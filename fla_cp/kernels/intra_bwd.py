@@ -10,7 +10,9 @@ dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
 2. `intra_bwd_kernel`, a program per (chunk, head, key tile): row and column factors of the scores
    get their gradients level by level as in intra.py (with a safe gate: safe_bwd.py). gc enters as
    exp(+gc_i) beside row factors and exp(-gc_j) beside column factors, so its gradient is
-   elementwise: row * drow - col * dcol.
+   elementwise: row * drow - col * dcol. A level's rows are second and its columns first blocks of
+   pairs, so each row of the chunk is one or the other, and mirrored scores give both gradients in
+   one product; levels 2 to 5 are products of four blocks of 16, each within a warp.
    Summed back along the chunk, a pair (i, j) adds to dg between j and i and must vanish before j:
    row and col are therefore those that the products saw, rounded alike. (With q and k in fp32
    instead, dg was off by 1.9% and ddt_bias by 5 to 9%: docs/log.md.)
@@ -133,7 +135,8 @@ def scores_bwd_kernel(
     MIRRORED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta.
+    """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta;
+    MIRRORED: above it, too.
     of_rows [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
     summed over channels. dbeta [1 + key tiles, T, HV]: plane 0, before the sigmoid's slope."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -211,9 +214,8 @@ def store_gate_grads(
     PRECISION: tl.constexpr,
     operand: tl.constexpr,
 ):
-    """From the gradients of gc [BT, BK] and of the last row's besides [BK]: those of g, and this
-    chunk's shares of dA_log (one number) and ddt_bias [BK]. RATE_SCALES_RAW: g depends on rate *
-    raw (else rate is a factor of g)."""
+    """From the gradients of gc [BT, BK]: those of g, and this chunk's shares of dA_log (one number)
+    and ddt_bias [BK]. RATE_SCALES_RAW: g depends on rate * raw (else rate is a factor of g)."""
     b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
     raw, rate = load_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K)
@@ -340,7 +342,7 @@ def intra_bwd_kernel(
     b_dgc = b_q * b_dq - b_k * b_dc
     if REMOVES:
         b_dgc += b_beta * (b_k * b_dr)
-    b_dgc += tl.where((i == BT - 1)[:, None], b_dl[None, :], 0.0)
+    b_dgc += tl.where((i == BT - 1)[:, None], b_dl[None, :], 0.0)  # held no longer, for registers
 
     # row factors q and beta k, column factor k; first the levels within blocks of 16
     x_q, x_k, x_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
@@ -349,7 +351,7 @@ def intra_bwd_kernel(
     x_steps = parts(blocks_of_16(b_g), operand)
     j = tl.arange(0, 16)
     for level in tl.range(2, 6, num_stages=1, disable_licm=True):
-        n = 6 - 1 - level
+        n = 5 - level
         r = again(j, n_rows + level, BT, 1000)
         at = (r[:, None] * BT + r[None, :])[None]
         at += tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
