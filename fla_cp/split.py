@@ -9,7 +9,8 @@ where a state passes through), and the maps folded.
 
 in microseconds: `step` a chunk when nothing else runs, `shared` a chunk of one program on a full
 multiprocessor. Forward: offsets and transitions in one launch, then the scan; backward: offsets in
-reverse (transitions are the forward's), states again, the scan in reverse. What crosses ranks is
+reverse (transitions are the forward's), states again, the scan in reverse, the last two at once
+where the card has room. What crosses ranks is
 summarised cut or not. The cut with the least time is taken if it saves a MARGIN.
 """
 
@@ -36,10 +37,14 @@ class Cost(NamedTuple):
 
 MANY = 512
 
-SCAN, STATES, SUMMARY = Cost(1.37, 1.39, 1.31), Cost(1.16, 0.90, 0.90), Cost(0.90, 0.58, 0.55)
-SCAN_BWD, SUMMARY_BWD = Cost(1.48, 1.50, 1.39), Cost(1.23, 1.20, 1.08)
+SCAN, STATES, SUMMARY = Cost(1.39, 0.78, 0.80), Cost(1.15, 0.92, 0.95), Cost(0.80, 0.41, 0.34)
+SCAN_BWD, SUMMARY_BWD = Cost(1.48, 1.07, 1.10), Cost(0.88, 0.64, 0.64)
 """Of the scan, the states again, offsets and transitions, the scan in reverse and its offsets; on
 an H200, K = V = 128, bf16 (docs/log.md). Other shapes change all of them alike."""
+
+BOTH, BESIDE = 1.90, 1.50
+"""A step of the states again beside the scan in reverse, and beside its offsets, where all of their
+programs fit on the card at once."""
 
 FOLD = 5.0
 """Folding in one segment: two products [K, K] x [K, V] after one another."""
@@ -72,12 +77,17 @@ def predicted(packing: Packing, value: int, key: int, processors: int) -> float:
         return max(cost.step * max(chunks, default=0), shared * work / processors)
 
     folds = max((len(c) for c in packing.chains), default=0)
+    backward = time(STATES, everything) + time(SCAN_BWD, everything)
+    if value * len(everything) <= processors:  # two scans in programs twice as wide
+        backward = BOTH * max(everything, default=0)
+        if carried:
+            backward = BESIDE * max(everything) + time(SCAN_BWD, everything)
+    elif carried:
+        backward += time(SUMMARY_BWD, carried)
     return (
         time(SUMMARY, feeding, middle)
         + time(SCAN, everything)
-        + time(SUMMARY_BWD, carried)
-        + time(STATES, everything)
-        + time(SCAN_BWD, everything)
+        + backward
         + 2 * FOLD * folds
         + (EXTRA if folds > 1 else 0.0)
     )

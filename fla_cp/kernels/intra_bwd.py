@@ -10,7 +10,9 @@ dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
 2. `intra_bwd_kernel`, a program per (chunk, head, key tile): row and column factors of the scores
    get their gradients level by level as in intra.py (with a safe gate: safe_bwd.py). gc enters as
    exp(+gc_i) beside row factors and exp(-gc_j) beside column factors, so its gradient is
-   elementwise: row * drow - col * dcol.
+   elementwise: row * drow - col * dcol. A level's rows are second and its columns first blocks of
+   pairs, so each row of the chunk is one or the other, and mirrored scores give both gradients in
+   one product; levels 2 to 5 are products of four blocks of 16, each within a warp.
    Summed back along the chunk, a pair (i, j) adds to dg between j and i and must vanish before j:
    row and col are therefore those that the products saw, rounded alike. (With q and k in fp32
    instead, dg was off by 1.9% and ddt_bias by 5 to 9%: docs/log.md.)
@@ -22,14 +24,14 @@ transposing a product's result into another product is miscompiled on Hopper by 
 import triton
 import triton.language as tl
 
-from .intra import again, load_gate, load_steps
+from .intra import again, blocks_of_16, load_gate, load_steps
 from .sums import AFTER, FROM_HERE, PAIR, UP_TO
 from .tiles import (
+    apply_sums,
     decay_exp,
     dot,
     load_block,
     load_rows,
-    pair_mask,
     parts,
     store_block,
     store_rows,
@@ -47,6 +49,62 @@ def load_scores(ptr, i):
 @triton.jit
 def masked(x, mask):
     return tl.where(mask, x, tl.zeros_like(x))
+
+
+@triton.jit
+def as_rows(x):
+    """[BT / 16, 16, BK] as [BT, BK]."""
+    return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
+
+
+@triton.jit
+def load_pairs(ptr, at, pairs):
+    """Scores at offsets [BT, BT] or [BT / 16, 16, 16], zero but for pairs. Those of [BT, BT] are
+    whole blocks of 16, so what is masked is not even loaded."""
+    if len(at.shape) == 2:
+        return tl.load(ptr + at, mask=pairs, other=0.0)
+    else:
+        return masked(tl.load(ptr + at), pairs)
+
+
+@triton.jit
+def level_grads(
+    b_dq,
+    b_dr,
+    b_dc,
+    b_dgc,
+    f,
+    b_q,
+    b_k,
+    b_beta,
+    dscores,
+    at,
+    pairs,
+    second,
+    BT: tl.constexpr,
+    REMOVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients with one level's pairs added; f: each row's factor. At a level a row is either row
+    or column of the scores, which are mirrored: one product with row factors in second blocks and
+    column factors in first blocks gives the gradients of both."""
+    operand: tl.constexpr = dscores.dtype.element_ty
+    f_row = tl.where(second, f, 0.0)
+    b_x = (tl.where(second, b_q, b_k) * f).to(operand)
+    b_r = dot(load_pairs(dscores, at, pairs), b_x, PRECISION)
+    b_dq += f_row * b_r
+    b_t = b_x.to(tl.float32) * b_r
+    if REMOVES:
+        if operand == tl.float32:
+            tl.debug_barrier()  # not loaded earlier, for registers
+        b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
+        b_c = dot(load_pairs(dscores + BT * BT, at, pairs), b_x, PRECISION)
+        b_dr += f_row * b_c
+        b_t += b_x.to(tl.float32) * b_c
+        b_r += b_c
+    b_dc += (f - f_row) * b_r
+    b_dgc += tl.where(second, 1.0, -1.0) * b_t
+    return b_dq, b_dr, b_dc, b_dgc
 
 
 @triton.jit
@@ -74,9 +132,11 @@ def scores_bwd_kernel(
     PLANES: tl.constexpr,
     NORM: tl.constexpr,
     REMOVES: tl.constexpr,
+    MIRRORED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta.
+    """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta;
+    MIRRORED: above it, too.
     of_rows [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
     summed over channels. dbeta [1 + key tiles, T, HV]: plane 0, before the sigmoid's slope."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -115,9 +175,14 @@ def scores_bwd_kernel(
     below = o_i[:, None] > o_i[None, :]
     b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_ds, 0.0), axis=1)
     tl.store(of_rows + i_ch * 3 * BT + o_i, b_diagonal)
-    store_block(dscores, tl.where(below, b_ds, 0.0), o_i, o_i, BT, BT)
+    b_ds = tl.where(below, b_ds, 0.0)
+    if MIRRORED:
+        b_ds += tl.trans(b_ds)
+    store_block(dscores, b_ds, o_i, o_i, BT, BT)
     if REMOVES:
         b_da = tl.where(below, -b_da, 0.0)
+        if MIRRORED:
+            b_da += tl.trans(b_da)
         store_block(dscores + BT * BT, b_da, o_i, o_i, BT, BT)
     tl.store(dbeta + (start + o_i) * HV + i_hv, b_dbeta, mask=m_i)
     if NORM:
@@ -128,7 +193,6 @@ def scores_bwd_kernel(
 @triton.jit
 def store_gate_grads(
     b_dgc,
-    b_dl,
     g,
     A_log,
     dt_bias,
@@ -150,10 +214,9 @@ def store_gate_grads(
     PRECISION: tl.constexpr,
     operand: tl.constexpr,
 ):
-    """From the gradients of gc [BT, BK] and of the last row's besides [BK]: those of g, and this
-    chunk's shares of dA_log (one number) and ddt_bias [BK]. RATE_SCALES_RAW: g depends on rate *
-    raw (else rate is a factor of g)."""
-    b_dg = b_dl[None, :] + sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
+    """From the gradients of gc [BT, BK]: those of g, and this chunk's shares of dA_log (one number)
+    and ddt_bias [BK]. RATE_SCALES_RAW: g depends on rate * raw (else rate is a factor of g)."""
+    b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
     raw, rate = load_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K)
     b_draw = b_dg * SLOPE(raw, rate, bound)
@@ -234,19 +297,18 @@ def intra_bwd_kernel(
     i_ch = i_c * HV + i_hv
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
-    g += i_hv * g_h + start * g_t
     do += i_hv * do_h + start * do_t
     v_new += i_ch * BT * V
     y += i_ch * BT * V
     h += i_ch * K * V
     dh += i_ch * K * V
     dscores += i_ch * 2 * BT * BT
-    rows += i_ch * 3 * BT
-    of_rows += i_ch * 3 * BT
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
 
-    b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
+    b_g = load_steps(
+        g + i_hv * g_h + start * g_t, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2
+    )
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_dc = tl.zeros([BT, BK], tl.float32)
@@ -262,9 +324,15 @@ def intra_bwd_kernel(
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
     steps = parts(b_g, operand)
-    b_k = load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
-    b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32) * tl.load(rows + BT + i)[:, None]
-    b_beta = tl.load(rows + i)[:, None]
+    b_k = (
+        load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32)
+        * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None]
+    )
+    b_q = (
+        load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
+        * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None]
+    )
+    b_beta = tl.load(rows + i_ch * 3 * BT + i)[:, None]
     e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
     b_dq *= e
     b_dr *= -e
@@ -274,54 +342,98 @@ def intra_bwd_kernel(
     b_dgc = b_q * b_dq - b_k * b_dc
     if REMOVES:
         b_dgc += b_beta * (b_k * b_dr)
+    b_dgc += tl.where((i == BT - 1)[:, None], b_dl[None, :], 0.0)  # held no longer, for registers
 
-    # row factor q, column factor k
-    for level in tl.range(0, 6, disable_licm=True):
-        f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-        b_ds = masked(load_scores(dscores, i), pair_mask(i, 5 - level))
-        b_x, b_y = (b_q * f).to(operand), (b_k * f).to(operand)
-        b_r = dot(b_ds, b_y, PRECISION)
-        b_dq += f * b_r
-        b_dgc += b_x.to(tl.float32) * b_r
-        b_r = dot(tl.trans(b_ds), b_x, PRECISION)
-        b_dc += f * b_r
-        b_dgc -= b_y.to(tl.float32) * b_r
+    # row factors q and beta k, column factor k; first the levels within blocks of 16
+    x_q, x_k, x_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
+    x_dq, x_dr = blocks_of_16(b_dq), blocks_of_16(b_dr)
+    x_dc, x_dgc = blocks_of_16(b_dc), blocks_of_16(b_dgc)
+    x_steps = parts(blocks_of_16(b_g), operand)
+    j = tl.arange(0, 16)
+    for level in tl.range(2, 6, num_stages=1, disable_licm=True):
+        n = 5 - level
+        r = again(j, n_rows + level, BT, 1000)
+        at = (r[:, None] * BT + r[None, :])[None]
+        at += tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
+        E = tl.load(sums + (PAIR + level) * BT * BT + at)
+        x_dq, x_dr, x_dc, x_dgc = level_grads(
+            x_dq,
+            x_dr,
+            x_dc,
+            x_dgc,
+            decay_exp(apply_sums(E, x_steps, PRECISION), EXP2),
+            x_q,
+            x_k,
+            x_beta,
+            dscores,
+            at,
+            ((r[:, None] ^ r[None, :]) >> n == 1)[None],
+            ((r >> n) & 1 == 1)[None, :, None],
+            BT,
+            REMOVES,
+            PRECISION,
+        )
+    b_dq, b_dr, b_dc, b_dgc = as_rows(x_dq), as_rows(x_dr), as_rows(x_dc), as_rows(x_dgc)
+    for top in tl.range(0, 2, num_stages=1, disable_licm=True):
+        o = again(i, n_rows + top, BT, 1000)
+        inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
+        b_dq, b_dr, b_dc, b_dgc = level_grads(
+            b_dq,
+            b_dr,
+            b_dc,
+            b_dgc,
+            decay_exp(sum_steps(sums, PAIR + top, o, steps, PRECISION), EXP2),
+            b_q,
+            b_k,
+            b_beta,
+            dscores,
+            o[:, None] * BT + o[None, :],
+            (outer[:, None] == outer[None, :]) & (inner[:, None] != inner[None, :]),
+            (inner % 2 == 1)[:, None],
+            BT,
+            REMOVES,
+            PRECISION,
+        )
+    tl.debug_barrier()
+    n_rows = tl.load(chunk_rows + i_c)
+    i, i_k = again(i, n_rows, BT, 1), again(i_k, n_rows, BT, 1)
+    i_c, i_hv = again(i_c, n_rows, BT, 1), again(i_hv, n_rows, BT, 1)
+    i_ch = i_c * HV + i_hv
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    m_i = i < n_rows
+    o_k = i_k * BK + tl.arange(0, BK)
     # the diagonal's row and column cancel in the gate's gradient
-    diagonal = tl.load(of_rows + i)[:, None]
+    diagonal = tl.load(of_rows + i_ch * 3 * BT + i)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
     if NORM:
-        b_dq -= b_q * (tl.load(of_rows + BT + i) / (scale * scale))[:, None]
+        b_dq -= b_q * (tl.load(of_rows + (i_ch * 3 + 1) * BT + i) / (scale * scale))[:, None]
     out = (start * HV + i_hv) * K
-    store_rows(dq + out, b_dq * tl.load(rows + BT + i)[:, None], i, HV * K, m_i, o_k, K)
-
-    # row factor beta k, column factor k
+    store_rows(
+        dq + out, b_dq * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None], i, HV * K, m_i, o_k, K
+    )
     if REMOVES:
-        for level in tl.range(0, 6, disable_licm=True):
-            f = decay_exp(sum_steps(sums, PAIR + level, i, steps, PRECISION), EXP2)
-            b_da = masked(load_scores(dscores + BT * BT, i), pair_mask(i, 5 - level))
-            b_y = b_k * f
-            b_x, b_y = (b_beta * b_y).to(operand), b_y.to(operand)
-            b_r = dot(b_da, b_y, PRECISION)
-            b_dr += f * b_r
-            b_dgc += b_x.to(tl.float32) * b_r
-            b_r = dot(tl.trans(b_da), b_x, PRECISION)
-            b_dc += f * b_r
-            b_dgc -= b_y.to(tl.float32) * b_r
         dbeta += (i_k + 1).to(tl.int64) * tokens * HV + start * HV + i_hv
         tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
         b_dc += b_dr * b_beta
     if NORM:
-        b_dc -= b_k * tl.load(of_rows + 2 * BT + i)[:, None]
-    store_rows(dk + out, b_dc * tl.load(rows + 2 * BT + i)[:, None], i, HV * K, m_i, o_k, K)
+        b_dc -= b_k * tl.load(of_rows + (i_ch * 3 + 2) * BT + i)[:, None]
+    store_rows(
+        dk + out, b_dc * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None], i, HV * K, m_i, o_k, K
+    )
 
     tl.debug_barrier()
-    i = again(i, n_rows, BT, 1)
+    n_rows = tl.load(chunk_rows + i_c)
+    i, i_k = again(i, n_rows, BT, 2), again(i_k, n_rows, BT, 2)
+    i_c, i_hv = again(i_c, n_rows, BT, 2), again(i_hv, n_rows, BT, 2)
+    i_ch = i_c * HV + i_hv
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    out = (start * HV + i_hv) * K
     m_i = i < n_rows
+    o_k = i_k * BK + tl.arange(0, BK)
     store_gate_grads(
         b_dgc,
-        b_dl,
-        g,
+        g + i_hv * g_h + start * g_t,
         A_log,
         dt_bias,
         sums,

@@ -449,6 +449,8 @@ def _channels_bwd(
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
     if NC:
+        options = _gate_options(rule, x.q.dtype)
+        safe_gate = options.pop("SAFE")
         scores_bwd_kernel[(NC, HV)](
             x.v,
             c.rows,
@@ -471,11 +473,10 @@ def _channels_bwd(
             PLANES=planes(rule),
             NORM=rule.qk_l2norm,
             REMOVES=rule.removal != "none",
+            MIRRORED=not safe_gate,
             PRECISION=precision(x.q.dtype),
             num_warps=ts.warps,
         )
-        options = _gate_options(rule, x.q.dtype)
-        safe_gate = options.pop("SAFE")
         kernel = safe_bwd_kernel if safe_gate else intra_bwd_kernel
         kernel[(NC * tiles, HV)](
             x.q,

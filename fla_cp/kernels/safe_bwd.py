@@ -97,7 +97,6 @@ def safe_bwd_kernel(
     i_ch = i_c * HV + i_hv
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
-    g += i_hv * g_h + start * g_t
     do += i_hv * do_h + start * do_t
     v_new += i_ch * BT * V
     y += i_ch * BT * V
@@ -114,7 +113,9 @@ def safe_bwd_kernel(
     UNIT: tl.constexpr = 1.0 if EXP2 else 1.0 / LOG2E
 
     # nearly all loads at once: to wait for memory again costs more than registers do
-    b_g = load_steps(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2)
+    b_g = load_steps(
+        g + i_hv * g_h + start * g_t, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K, GATE, EXP2
+    )
     b_k = load_rows(k, i, k_t, m_i, o_k, K)
     b_q = load_rows(q, i, q_t, m_i, o_k, K)
     b_ds = load_scores(dscores, i)
@@ -159,7 +160,7 @@ def safe_bwd_kernel(
     f = decay_exp(d, EXP2)
     b_x = b_q * f
     row = b_x.to(operand)
-    b_dgc = row.to(tl.float32) * b_dq
+    b_dgc = row.to(tl.float32) * b_dq + tl.where((i == BT - 1)[:, None], b_dl[None, :], 0.0)
     b_dq = b_dq * f + tl.load(of_rows + i)[:, None] * b_k  # and the diagonal
     if NORM:
         b_dq -= b_q * (tl.load(of_rows + BT + i) / (scale * scale))[:, None]
@@ -175,6 +176,8 @@ def safe_bwd_kernel(
     f = decay_exp(d, EXP2)
     if REMOVES:
         tl.debug_barrier()  # not loaded earlier, for registers
+        i = again(i, n_rows, BT, 2)
+        m_i = i < n_rows
         b_da = load_scores(dscores + BT * BT, i)
         b_r = dot(b_da, near, PRECISION, acc=b_dr)
         b_dr = dot(b_da, far, PRECISION, acc=b_dr)
@@ -200,12 +203,17 @@ def safe_bwd_kernel(
     store_rows(dk + out, b_dk * tl.load(rows + 2 * BT + i)[:, None], i, HV * K, m_i, o_k, K)
 
     tl.debug_barrier()
-    i = again(i, n_rows, BT, 1)
+    n_rows = tl.load(chunk_rows + i_c)
+    i, i_k = again(i, n_rows, BT, 1), again(i_k, n_rows, BT, 1)
+    i_c, i_hv = again(i_c, n_rows, BT, 1), again(i_hv, n_rows, BT, 1)
+    i_ch = i_c * HV + i_hv
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    out = (start * HV + i_hv) * K
     m_i = i < n_rows
+    o_k = i_k * BK + tl.arange(0, BK)
     store_gate_grads(
         b_dgc,
-        b_dl,
-        g,
+        g + i_hv * g_h + start * g_t,
         A_log,
         dt_bias,
         sums,

@@ -93,7 +93,8 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
     stage = stage.removesuffix("_beside")
     if stage in ("intra", "intra_any", "intra_head"):
-        return Tile(16 if wide and stage == "intra_any" else 32, 0, 4, 1 if wide else 3)
+        narrow = stage == "intra_any" and (wide or k <= 64)
+        return Tile(16 if narrow else 32, 0, 4, 1 if wide else 3)
     if stage == "gated":
         return Tile(min(k, 32 if wide else 64), 0, 4, 1)
     if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
@@ -156,7 +157,7 @@ BESIDE = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
     "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
-    "intra_any": (Tile(64, 0, 4, 1), Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
+    "intra_any": (Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
     "scan": SCANS,
     "scan_states": (*SCANS, Tile(0, 64, 4, 3), DEEP),
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3), DEEP),
