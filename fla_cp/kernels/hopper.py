@@ -31,7 +31,7 @@ from .chunks import Chunks
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-LEAST = 4096
+LEAST = 2048
 """Chunks times heads beyond which the host has time to describe tensors to the copy unit."""
 
 

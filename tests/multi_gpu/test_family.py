@@ -49,7 +49,7 @@ def compare(group, rank, key, ranges):
             if name in ("dA_log", "ddt_bias"):
                 value = value.double()
                 dist.all_reduce(value, group=group)
-                walk = sum_of_errors(one["dg"] - exact["dg"], len(one["dA_log"]))
+                walk = sum_of_errors(one["dg"], exact["dg"], len(one["dA_log"]))
                 assert_close(what, value, exact[name], one[name], walk)
                 continue
             pick = tokens.get(name[1:]) or (context if name == "o" else None)

@@ -1,0 +1,76 @@
+"""Which calls the scans of kernels/hopper.py take; that they are right is shown on a GPU
+(gpu_checks.py), that they compile by tests/aot.py."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fla_cp.kernels import backend, hopper, tuning
+from fla_cp.kernels.chunks import Chunks
+from fla_cp.rule import DeltaRule
+
+BF16 = torch.bfloat16
+
+
+def chunks(NC=3, HV=2, K=128, V=128, dtype=BF16, heads=False, **given):
+    """Operands of so many chunks; heads: with one decay a head, as the inputs are."""
+    tokens = 64 * NC
+    k = (tokens, HV, K) if heads else (NC, HV, 64, K)
+    x = {n: torch.empty(k, dtype=dtype) for n in ("qg", "kin", "kg")}
+    x |= {n: torch.empty(NC, HV, 64, 64, dtype=dtype) for n in ("T", "Aqk")}
+    x |= {"decay": torch.empty(NC, HV, K), "rows": torch.empty(NC, HV, 7 if heads else 3, 64)}
+    x |= {"anchors": torch.empty(0), "v": torch.empty(tokens, HV, V, dtype=dtype)}
+    return Chunks(**x | given, rule=DeltaRule(scale=1.0, per_head=heads))
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_they_take_bf16_at_128(heads):
+    c = chunks(heads=heads)
+    assert hopper.fits(c, c.v)
+    wide = torch.empty(192, 2, 3 * 128, dtype=BF16)  # q, k and v side by side
+    assert hopper.fits(c, wide[..., 128:256])
+
+
+@pytest.mark.parametrize("shape", [{"K": 64}, {"V": 64}, {"K": 256, "V": 256}, {"dtype": torch.float16},
+                                   {"dtype": torch.float32}], ids=str)  # fmt: skip
+def test_other_shapes_and_dtypes_are_left(shape):
+    c = chunks(**shape)
+    assert not hopper.fits(c, c.v)
+
+
+@pytest.mark.parametrize("rows", [
+    torch.empty(192, 2, 129, dtype=BF16)[..., 1:],  # 2 bytes off
+    torch.empty(192, 2, 132, dtype=BF16)[..., :128],  # rows of 264 bytes
+    torch.empty(192, 1, 128, dtype=BF16).expand(-1, 2, -1),
+    torch.empty(192, 2, 256, dtype=BF16)[..., ::2],
+], ids=["address", "stride", "no stride", "columns"])  # fmt: skip
+def test_what_the_copy_unit_cannot_read_is_left(rows):
+    assert not hopper.fits(chunks(), rows)
+    assert not hopper.fits(chunks(heads=True, qg=rows), chunks().v)
+
+
+def test_small_calls_keep_the_other_kernels(monkeypatch):
+    c = chunks()
+    assert not backend._tile("scan", c, 2, (), c.v).hopper
+    monkeypatch.setattr(hopper, "LEAST", 0)
+    assert backend._tile("scan", c, 2, (), c.v).hopper
+    states = torch.empty(3, 2, 128, 128).mT
+    assert not backend._tile("scan", c, 2, (states,), c.v).hopper
+    monkeypatch.setattr(tuning, "architecture", lambda: 100)
+    assert not backend._tile("scan", c, 2, (), c.v).hopper
+
+
+def test_a_tile_that_does_not_fit_is_refused():
+    from fla_cp.kernels.measure import forced
+
+    c = chunks(K=64)
+    with forced({"scan": tuning.NARROW}), pytest.raises(ValueError, match="K = V = 128"):
+        backend._tile("scan", c, 2, (), c.v)
+
+
+def test_every_stage_has_a_tile_for_any_number_of_chains():
+    for stage in tuning.HOPPER:
+        for chains in (0, 1, 127, 128, 10000):
+            assert tuning.tile(stage, 128, 128, BF16, chains, True).hopper
+            assert not tuning.tile(stage, 128, 128, BF16, chains).hopper
