@@ -51,15 +51,21 @@ def make_plan(
     x: Inputs | None = None,
 ) -> Plan:
     """x: for the backend to cut sequences into segments for its shape; else they stay whole."""
+    links, ahead = context.links if context else ONE_SLOT, packing
     if x is not None:
         (HV, V), K = x.v.shape[1:], x.q.shape[-1]
-        packing = backend.split(packing, HV, K, V, x.q.dtype, x.q.device)
+        shape = (HV, K, V, x.q.dtype, x.q.device)
+        whole, packing = packing, backend.split(packing, *shape, True)
+        ahead = packing
+        if packing is whole and not links.any:
+            ahead = backend.split(packing, *shape, False)
     return Plan(
         rule=rule,
         packing=packing,
-        links=context.links if context else ONE_SLOT,
+        links=links,
         exchange=context.exchange if context else Local(),
         backend=backend,
+        ahead=ahead,
     )
 
 

@@ -9,7 +9,7 @@ Without context parallelism and without cut segments nothing is summarised and n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,13 +25,15 @@ from .state import AffineMap, States, carry, join
 
 @dataclass(frozen=True)
 class Plan:
-    """One operator call: what it computes (rule), on which tokens, with whom."""
+    """One operator call: what it computes (rule), on which tokens, with whom. ahead: `packing`, or,
+    where nothing crosses ranks, one cut finer, for the forward alone."""
 
     rule: DeltaRule
     packing: Packing
     links: Links
     exchange: Exchange
     backend: Backend
+    ahead: Packing | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -133,6 +135,10 @@ def forward(
 ) -> Result:
     """One operator call. initial: [N, HV, K, V] ([V, K] with the rule's state_v_first) in the
     accumulator's dtype, or None."""
+    if plan.ahead not in (None, plan.packing):
+        alone = replace(plan, packing=plan.ahead, ahead=None)
+        result = forward(alone, x, initial, want_final=want_final, want_h=want_h)
+        return result._replace(saved=Saved(result.saved.kept, result.saved.carried[:0], None))
     chunks, maps = begin(plan, x, initial)
     wait = carry_maps(plan, x, maps)
     chunks = plan.backend.scores(plan.rule, plan.packing, chunks)

@@ -11,7 +11,8 @@ in microseconds: `step` a chunk when nothing else runs, `shared` a chunk of one 
 multiprocessor. Forward: offsets and transitions in one launch, then the scan; backward: offsets in
 reverse (transitions are the forward's), states again, the scan in reverse, the last two at once
 where the card has room. What crosses ranks is
-summarised cut or not. The cut with the least time is taken if it saves a MARGIN.
+summarised cut or not. The cut with the least time is taken if it saves a MARGIN. Where it does not
+for both directions, and no state crosses ranks, the forward may be cut alone.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ programs fit on the card at once."""
 FOLD = 5.0
 """Folding in one segment: two products [K, K] x [K, V] after one another."""
 
-EXTRA = 40.0
-"""The additional launches of a cut, forward and backward."""
+EXTRA = 20.0
+"""The additional launches of a cut, in one direction."""
 
 MARGIN = 0.95
 """A cut must promise at most this share of the uncut time."""
@@ -63,9 +64,11 @@ def chunks_of(packing: Packing, which: Iterable[int]) -> list[int]:
     return [-(-(packing.segments[i].stop - packing.segments[i].start) // CHUNK) for i in which]
 
 
-def predicted(packing: Packing, value: int, key: int, processors: int) -> float:
-    """Microseconds of a forward and backward. value, key: programs of a segment for its state and
-    for its transition."""
+def predicted(
+    packing: Packing, value: int, key: int, processors: int, backward: bool = True
+) -> float:
+    """Microseconds of a forward and, with it, a backward. value, key: programs of a segment for its
+    state and for its transition."""
     everything, feeding, carried, middle = (
         chunks_of(packing, s)
         for s in (range(len(packing.segments)), packing.feeding, packing.carried, packing.middle)
@@ -77,38 +80,37 @@ def predicted(packing: Packing, value: int, key: int, processors: int) -> float:
         return max(cost.step * max(chunks, default=0), shared * work / processors)
 
     folds = max((len(c) for c in packing.chains), default=0)
-    backward = time(STATES, everything) + time(SCAN_BWD, everything)
-    if value * len(everything) <= processors:  # two scans in programs twice as wide
-        backward = BOTH * max(everything, default=0)
-        if carried:
-            backward = BESIDE * max(everything) + time(SCAN_BWD, everything)
-    elif carried:
-        backward += time(SUMMARY_BWD, carried)
-    return (
-        time(SUMMARY, feeding, middle)
-        + time(SCAN, everything)
-        + backward
-        + 2 * FOLD * folds
-        + (EXTRA if folds > 1 else 0.0)
-    )
+    cut = FOLD * folds + (EXTRA if folds > 1 else 0.0)
+    total = time(SUMMARY, feeding, middle) + time(SCAN, everything) + cut
+    if not backward:
+        return total
+    if value * len(everything) > processors:
+        scans = time(SUMMARY_BWD, carried) + time(STATES, everything) + time(SCAN_BWD, everything)
+    elif carried:  # two scans at once, in programs twice as wide
+        scans = BESIDE * max(everything) + time(SCAN_BWD, everything)
+    else:
+        scans = BOTH * max(everything, default=0)
+    return total + scans + cut
 
 
-def split(packing: Packing, value: int, key: int, processors: int) -> Packing:
+def split(
+    packing: Packing, value: int, key: int, processors: int, backward: bool = True
+) -> Packing:
     """`packing`, or the same tokens in shorter segments where that promises to be faster. In a
     frame they stay whole."""
 
     def best() -> Packing:
         longest = max(chunks_of(packing, range(len(packing.segments))), default=0)
-        chosen, least = packing, MARGIN * predicted(packing, value, key, processors)
+        chosen, least = packing, MARGIN * predicted(packing, value, key, processors, backward)
         size = SMALLEST
         while size < longest:
             cut = packing.cut(size)
-            time = predicted(cut, value, key, processors)
+            time = predicted(cut, value, key, processors, backward)
             if time < least:
                 chosen, least = cut, time
             size *= 2
         return chosen
 
     if packing.segments and processors and packing.frame is None:
-        return packing.cached(("split", value, key, processors), best)
+        return packing.cached(("split", value, key, processors, backward), best)
     return packing

@@ -79,17 +79,30 @@ def test_cut(ranges, chunks):
     assert not left
 
 
-@pytest.fixture
-def always_cut(monkeypatch):
-    """Every segment of both backends in pieces of two chunks."""
+def test_the_forward_alone_is_cut_where_the_card_has_room():
+    """With 32 heads scans of a backward run at once; the forward's leaves half of the card idle."""
+    whole, both = cut((0, 32768), 32)
+    alone = split(whole, programs(32), programs(32), PROCESSORS, False)
+    assert both is whole and len(alone.segments) == 2
+    assert split(alone, programs(32), programs(32), PROCESSORS, False) is alone
+
+
+@pytest.fixture(params=["both", "forward"])
+def always_cut(request, monkeypatch):
+    """Every segment of both backends in pieces of two chunks, or of the kernels in the forward."""
     import dataclasses
 
     import fla_cp.kernels.backend
 
     def pieces(packing, *shape):
+        if request.param == "forward" and shape[-1]:
+            return packing
         return packing.cached("pieces", lambda: packing.cut(2))
 
-    for name, of in (("TORCH", "fla_cp.backend"), ("TRITON", "fla_cp.kernels.backend")):
+    names = {"TRITON": "fla_cp.kernels.backend"}
+    if request.param == "both":
+        names["TORCH"] = "fla_cp.backend"
+    for name, of in names.items():
         monkeypatch.setattr(
             f"{of}.{name}",
             dataclasses.replace(
@@ -107,6 +120,7 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("always_cut", ["both"], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_results_do_not_depend_on_the_cut(case, always_cut, monkeypatch):
     pieces = run(case)
@@ -115,7 +129,7 @@ def test_results_do_not_depend_on_the_cut(case, always_cut, monkeypatch):
         assert_exact(name, pieces[name], exact)
 
 
-@pytest.mark.parametrize("case", [CASES[1]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda c: c.name)
 def test_kernels_with_cut_sequences(case, always_cut, monkeypatch):
     pieces = run(case, torch.float32, impl="triton")
     plain = run(case, torch.float32)

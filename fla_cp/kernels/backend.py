@@ -191,10 +191,16 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def split(
-    packing: Packing, HV: int, K: int, V: int, dtype: torch.dtype, device: torch.device
+    packing: Packing,
+    HV: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backward: bool,
 ) -> Packing:
     value, key = (HV * triton.cdiv(n, COLUMNS) for n in (V, K))
-    return cut_by_rule(packing, value, key, multiprocessors(device))
+    return cut_by_rule(packing, value, key, multiprocessors(device), backward)
 
 
 def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
