@@ -32,8 +32,10 @@ def test_they_take_bf16_at_128(heads):
     assert hopper.fits(c, wide[..., 128:256])
 
 
-@pytest.mark.parametrize("shape", [{"K": 64}, {"V": 64}, {"K": 256, "V": 256}, {"dtype": torch.float16},
-                                   {"dtype": torch.float32}], ids=str)  # fmt: skip
+OTHERS = [{"K": 64}, {"V": 64}, {"K": 256, "V": 256}, {"dtype": torch.float16}]
+
+
+@pytest.mark.parametrize("shape", [*OTHERS, {"dtype": torch.float32}], ids=str)
 def test_other_shapes_and_dtypes_are_left(shape):
     c = chunks(**shape)
     assert not hopper.fits(c, c.v)
