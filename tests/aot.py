@@ -333,6 +333,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
         name = stage.removesuffix("_beside").removesuffix("_any")
         name = name.removesuffix("_states").removesuffix("_ends")
         name = "scores_head_bwd" if name == "scores_bwd_head" else name
+        name += "_hopper" * tile.hopper
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 
     for stage in sorted({stage for _, stage, *_ in tuning.TABLE}):
