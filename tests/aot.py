@@ -308,6 +308,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
         for member in ("comba", "gla", "simple_gla"):
             call = functools.partial(compile_member, member, 128, 128, dtype, {})
             yield f"{member} {name} any", call
+        call = functools.partial(compile_member, "comba", 128, 128, dtype, {}, H=2)
+        yield f"comba {name} head", call
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
     yield "gla bf16 safe", call
     for K, V in SIZES:

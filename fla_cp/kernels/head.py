@@ -316,7 +316,6 @@ def scores_head_bwd_kernel(
 def dqk_head_kernel(
     q,
     k,
-    p,
     decay,
     rows,
     of_rows,
@@ -328,9 +327,7 @@ def dqk_head_kernel(
     y,
     dq,
     dk,
-    dp,
     dgc,
-    shift,
     shares,
     chunk_start,
     chunk_rows,
@@ -339,8 +336,6 @@ def dqk_head_kernel(
     q_h,
     k_t,
     k_h,
-    p_t,
-    p_h,
     do_t,
     do_h,
     scale,
@@ -355,10 +350,9 @@ def dqk_head_kernel(
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
-    """dq, dk and dp [T, H, K] of one key tile and head, without groups. In plane 1 + tile of shares
-    the tile's part of dbeta; in dgc [key tiles, NC, H, C], fp32, that in the gradient of gc, what
-    comes from the chunk's end in the last row; with p in shift, like dgc, what its rows give to the
-    sums up to the token before."""
+    """dq and dk [T, H, K] of one key tile and head, without groups and p. In plane 1 + tile of
+    shares the tile's part of dbeta; in dgc [key tiles, NC, H, C], fp32, that in the gradient of gc,
+    what comes from the chunk's end in the last row."""
     tiles: tl.constexpr = (K + BK - 1) // BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -372,8 +366,6 @@ def dqk_head_kernel(
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
     do += i_h * do_h + start * do_t
-    if REMOVAL == "p":
-        p += i_h * p_h + start * p_t
     i = tl.arange(0, BT)
     m_i = i < n_rows
     i_ch = i_c * H + i_h
@@ -387,9 +379,8 @@ def dqk_head_kernel(
     b_w = load_block(weights + i_ch * 2 * BT * BT, i, i, BT, BT)
     if REMOVAL != "none" and operand != tl.float32:
         b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
-        b_p = b_k if REMOVAL == "k" else load_rows(p, i, p_t, m_i, o_k, K)
         b_beta = tl.load(row)
-        b_rb = (b_beta[:, None] * b_p.to(tl.float32)).to(operand)
+        b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
     b_diagonal = tl.load(of_row)
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
@@ -431,27 +422,24 @@ def dqk_head_kernel(
     b_dgc += b_end + tl.where(i == BT - 1, last, 0.0)
     b_dk = b_c + b_diagonal[:, None] * b_q.to(tl.float32)
 
-    # row factor beta r
+    # row factor beta k
     b_c = tl.zeros([BT, BK], tl.float32)
     if REMOVAL != "none":
         if operand == tl.float32:
             b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
-            b_p = b_k if REMOVAL == "k" else load_rows(p, i, p_t, m_i, o_k, K)
             b_beta = tl.load(row)
-            b_rb = (b_beta[:, None] * b_p.to(tl.float32)).to(operand)
+            b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
         b_dr *= -tl.load(row + 5 * BT)[:, None]
-        # in the states r as it is, beside the scores beta r as the product sees it
-        b_db = tl.sum(b_p.to(tl.float32) * b_dr, axis=1)
+        # in the states k as it is, beside the scores beta k as the product sees it
+        b_db = tl.sum(b_k.to(tl.float32) * b_dr, axis=1)
         b_shift = b_beta * b_db - tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
         b_dr = dot(b_a, b_k, PRECISION, acc=b_dr)
         b_shift += tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
-        b_db = tl.sum(b_p.to(tl.float32) * b_dr, axis=1)
+        b_db = tl.sum(b_k.to(tl.float32) * b_dr, axis=1)
         b_dgc += b_shift
         plane = (1 + i_k).to(tl.int64) * tokens * H
         tl.store(shares + plane + (start + i) * H + i_h, b_db, mask=m_i)
-        b_dr *= b_beta[:, None]
-        if REMOVAL == "k":
-            b_dk += b_dr
+        b_dk += b_dr * b_beta[:, None]
         b_c = dot(tl.trans(b_a), b_rb, PRECISION)
 
     # column factor k in the scores
@@ -463,14 +451,6 @@ def dqk_head_kernel(
         rstd = tl.load(row + 2 * BT)
         b_dk -= b_k.to(tl.float32) * (tl.load(of_row + 2 * BT) * rstd * rstd)[:, None]
     store_rows(dk + (start * H + i_h) * K, b_dk, i, H * K, m_i, o_k, K)
-    if REMOVAL == "p":
-        tl.store(shift + place, b_shift)
-        if NORM:
-            b_vy = tl.load(shares + (start + i) * H + i_h, mask=m_i, other=0.0)
-            b_n = tl.load(of_row + 2 * BT) - b_beta * b_vy
-            rstd = tl.load(row + 3 * BT)
-            b_dr -= b_p.to(tl.float32) * (b_n * rstd * rstd)[:, None]
-        store_rows(dp + (start * H + i_h) * K, b_dr, i, H * K, m_i, o_k, K)
 
 
 @triton.jit

@@ -229,10 +229,9 @@ def _head_bwd(
     """One decay a head."""
     table, do = tables(packing, x.q.device), grads.do
     NC, (tokens, H, K), (HV, V) = len(table.chunk_start), x.q.shape, x.v.shape[1:]
-    groups = HV > H
+    groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
-    k_stage += "_p" * (x.p is not None)
-    q_stage = q_stage if groups else k_stage
+    k_stage += "_two" * (x.p is not None and HV > H)
     ts, tq, tk = (
         tuning.tile(name, K, V, x.q.dtype) for name in ("scores_bwd_head", q_stage, k_stage)
     )
@@ -356,7 +355,6 @@ def _head_bwd(
             dqk_head_kernel[(NC * tiles, H)](
                 x.q,
                 x.k,
-                x.p,
                 c.decay,
                 c.rows,
                 of_rows,
@@ -368,16 +366,13 @@ def _head_bwd(
                 grads.y,
                 dq,
                 dk,
-                dp,
                 dgc,
-                shift,
                 shares,
                 table.chunk_start,
                 table.chunk_rows,
                 tokens,
                 *x.q.stride()[:2],
                 *x.k.stride()[:2],
-                *((0, 0) if x.p is None else x.p.stride()[:2]),
                 *do.stride()[:2],
                 rule.scale,
                 BK=tk.BK,

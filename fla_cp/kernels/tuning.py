@@ -55,7 +55,7 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
 without a safe gate; "_head": with one decay a head; "_states": without o; "_ends": of the
-summaries; "_beside": of scans side by side; "_p": with p, as Comba has it.
+summaries; "_beside": of scans side by side; "_two": with two sums over a group, of dk and dp.
 Figures: docs/log.md."""
 
 FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
@@ -105,7 +105,7 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
         return Tile(16, 16, 4, 1)
     if stage in ("dq_head", "dk_head"):
         return Tile(min(k, 32 if wide else 64), min(v, 32 if wide else 64), 4, 1)
-    if stage == "dk_head_p":
+    if stage == "dk_head_two":
         return Tile(min(k, 32), min(v, 64), 4, 1)
     if stage.startswith("dqk_head"):
         return Tile(min(k, 32), min(v, 64), 4, 2)
