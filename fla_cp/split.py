@@ -50,8 +50,8 @@ programs fit on the card at once."""
 FOLD = 5.0
 """Folding in one segment: two products [K, K] x [K, V] after one another."""
 
-EXTRA = 20.0
-"""The additional launches of a cut, in one direction."""
+EXTRA = 60.0
+"""The additional launches of a cut, in one direction, from Python."""
 
 MARGIN = 0.95
 """A cut must promise at most this share of the uncut time."""
