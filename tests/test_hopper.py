@@ -1,5 +1,7 @@
-"""Which calls the scans of kernels/hopper.py take; that they are right is shown on a GPU
-(gpu_checks.py), that they compile by tests/aot.py."""
+"""Which calls the scans of kernels/hopper.py take, and what they compute, in an interpreter of our
+own; tests/aot.py compiles them, gpu_checks.py runs them."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ pytest.importorskip("triton")
 from fla_cp.kernels import backend, hopper, tuning
 from fla_cp.kernels.chunks import Chunks
 from fla_cp.rule import DeltaRule
+from tests.closeness import assert_within_budget
 
 BF16 = torch.bfloat16
 
@@ -76,3 +79,41 @@ def test_every_stage_has_a_tile_for_any_number_of_chains():
         for chains in (0, 1, 127, 128, 10000):
             assert tuning.tile(stage, 128, 128, BF16, chains, True).hopper
             assert not tuning.tile(stage, 128, 128, BF16, chains).hopper
+
+
+MEMBERS = ["kda", "gated_delta_rule", "comba", "gla", "simple_gla"]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "segments"])
+@pytest.mark.parametrize("key", MEMBERS)
+def test_kernels_err_like_the_torch_stages(key, cut, monkeypatch):
+    """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
+    states; in segments of a chunk with summaries and transitions, too."""
+    from fla_cp.kernels.measure import cut_into
+    from tests.gluon import interpreted
+    from tests.test_family import BY_NAME, Call, collect, draw, operator
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "_on_hopper", lambda *args: True)
+    monkeypatch.setattr(hopper, "enough", lambda c: True)
+    member = BY_NAME[key]
+    call = Call(T=150, H=1, HV=2, K=128, V=128, inside=True)
+    x, keywords, weights = draw(member, call)
+
+    def run(x, impl):
+        return collect(lambda y: operator(member, "chunk", y, **keywords, impl=impl), x, weights)
+
+    exact = run({n: t.double() for n, t in x.items()}, "torch")
+    x = {n: t.float() for n, t in x.items()}
+    plain = run(x, "torch")
+    with interpreted() as launched, cut_into(1) if cut else nullcontext():
+        found = run(x, "triton")
+    assert {"scan_hopper_kernel", "scan_bwd_hopper_kernel"} <= set(launched)
+    for name, value in found.items():
+        if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
+            error = (value.double() - exact[name]).abs().max()
+            assert error <= 64 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
+        else:
+            assert_within_budget(name, value, exact[name], plain[name], factor=4.0)
