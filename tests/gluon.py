@@ -1,9 +1,9 @@
 """An interpreter for the Gluon kernels of fla_cp/kernels/hopper.py on CPU tensors, of any dtype.
 
-Triton's own cannot run Gluon. Inside `interpreted()` a launch runs the kernels' Python once for each
-program: tiles are tensors, layouts nothing, and the partitions of a warp-specialised program threads
-that wait for each other at barriers, which count arrivals and bytes as the hardware does. Copies
-are done at once: what it cannot show is a buffer that is written while a copy still reads it.
+Triton's own cannot run Gluon. Inside `interpreted()` a launch runs the kernels' Python once for
+each program: tiles are tensors, layouts nothing, and the partitions of a warp-specialised program
+threads that wait for each other at barriers, which count arrivals and bytes as the hardware does.
+Copies are done at once: what it cannot show is a buffer written while a copy still reads it.
 """
 
 from __future__ import annotations
