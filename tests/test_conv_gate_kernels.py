@@ -153,7 +153,7 @@ def test_the_gpu_checks_themselves(monkeypatch):
     monkeypatch.setattr(gpu_checks, "BF16", torch.float32)  # products of bf16 are not interpreted
     names = ("comba", "simple_gla", "gated_delta_product2")
     rows = [row for name in names for row in gpu_checks.check_family(name)]
-    assert len(rows) == 3 * 5
+    assert len(rows) == 3 * 7
     assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
     fine = gpu_checks.kda_gate
 

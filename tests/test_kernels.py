@@ -145,7 +145,8 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
 
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
-                read.extend(t.data_ptr() for t in args if isinstance(t, torch.Tensor))
+                given = (*args, *kwargs.values())
+                read.extend(t.data_ptr() for t in given if isinstance(t, torch.Tensor))
                 return self.kernel[grid](*args, **kwargs)
 
             return launch
