@@ -139,6 +139,40 @@ def test_kernels_with_cut_sequences(case, always_cut, monkeypatch):
         assert error <= 10 * usual + 1e-5 * exact.abs().max(), name
 
 
+def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
+    """And not even that where states cross ranks, which the backward needs, too."""
+    import dataclasses
+    from types import SimpleNamespace
+
+    import fla_cp.kernels.backend
+    from fla_cp.library import make_plan
+
+    segments = {}
+    whole = fla_cp.kernels.backend.TRITON
+
+    def noting(name):
+        def stage(*args, **keywords):
+            packing = next(a for a in args if isinstance(a, Packing))
+            segments.setdefault(name, []).append(len(packing.segments))
+            return getattr(whole, name)(*args, **keywords)
+
+        return stage
+
+    stages = {n: noting(n) for n in ("scan_output", "scan", "scan_bwd")}
+    split = lambda packing, *shape: packing if shape[-1] else packing.cut(2)  # noqa: E731
+    cutting = dataclasses.replace(whole, split=split, **stages)
+    monkeypatch.setattr(fla_cp.kernels.backend, "TRITON", cutting)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run(CASES[0], torch.float32, impl="triton")
+    assert segments == {"scan_output": [6], "scan": [1], "scan_bwd": [1]}
+
+    x = SimpleNamespace(q=torch.zeros(700, 1, 8), v=torch.zeros(700, 1, 8))
+    for crosses, count in ((False, 6), (True, 1)):
+        context = SimpleNamespace(links=SimpleNamespace(any=crosses), exchange=None)
+        plan = make_plan(None, Packing.build((0, 700)), context, cutting, x)
+        assert (len(plan.packing.segments), len(plan.ahead.segments)) == (1, count)
+
+
 def on_ranks(group, rank, ranges):
     import dataclasses
 
