@@ -92,6 +92,7 @@ def compiled() -> Iterator[list[Compiled]]:
         return kernel
 
     from fla_cp.kernels import hopper
+    from fla_cp.kernels import launch as launches
     from fla_cp.kernels.backend import TRITON
     from fla_cp.ops import conv, kda, member
 
@@ -99,6 +100,7 @@ def compiled() -> Iterator[list[Compiled]]:
     for module in (conv, kda, member):
         module.resolve = lambda *args: TRITON
     least, hopper.LEAST = hopper.LEAST, 0
+    launches.remembers = False
     active = driver._active  # the property would look for a GPU
     driver.set_active(_Sm90())
     JITFunction.run = compile_only
@@ -107,6 +109,7 @@ def compiled() -> Iterator[list[Compiled]]:
     finally:
         JITFunction.run = run
         hopper.LEAST = least
+        launches.remembers = True
         driver._active = active
         for module in (conv, kda, member):
             module.resolve = resolve

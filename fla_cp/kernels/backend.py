@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..backend import Backend
@@ -23,6 +22,7 @@ from . import assembler, tuning
 from .chunks import Chunks, OutputGrads, ScanGrads, tables
 from .conv import conv, conv_bwd
 from .gate_op import gate
+from .launch import cdiv, launch
 from .local import gate_again, intra, intra_bwd, planes, safe
 from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
@@ -97,7 +97,7 @@ def _scan(
     t = _tile(stage, c, HV * len(segments + middle), (h, v_new), c.v)
     if not segments:
         return
-    programs = triton.cdiv(V, t.BV) * len(segments) + triton.cdiv(K, t.BV) * len(middle)
+    programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
     arguments: dict[str, Any] = {
         "S0": None if S0 is None else S0.value,
         "S_end": S_end,
@@ -120,13 +120,12 @@ def _scan(
         kernel = scan_kernel
         arguments |= {"v": c.v, "v_t": c.v.stride(0), "v_h": c.v.stride(1)} | c.given()
         arguments |= {"o": o, "h": h, "v_new": v_new, **_strides("h", h, inner=True), "BK": t.BK}
-    launch = functools.partial(kernel[(programs, HV)], **arguments)
     if stream is None:
-        launch()
+        launch(kernel, (programs, HV), **arguments)
         return
     stream.wait_stream(torch.cuda.current_stream(c.v.device))
     with torch.cuda.stream(stream):
-        launch()
+        launch(kernel, (programs, HV), **arguments)
 
 
 def _tile(
@@ -199,7 +198,7 @@ def split(
     device: torch.device,
     backward: bool,
 ) -> Packing:
-    value, key = (HV * triton.cdiv(n, COLUMNS) for n in (V, K))
+    value, key = (HV * cdiv(n, COLUMNS) for n in (V, K))
     return cut_by_rule(packing, value, key, multiprocessors(device), backward)
 
 
@@ -208,7 +207,7 @@ def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
     buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
     if packing.frame is not None:  # no scan writes chunks of no tokens, but `intra_bwd` reads them
         for x in buffers:
-            x[triton.cdiv(packing.tokens, CHUNK) :].zero_()
+            x[cdiv(packing.tokens, CHUNK) :].zero_()
     return buffers
 
 
@@ -228,7 +227,7 @@ def beside(packing: Packing, c: Chunks) -> bool:
     takes = _on_hopper(c) and hopper.enough(c)
     names = ("scan_states_beside", "scan_bwd_beside")
     tiles = (tuning.tile(n, K, V, c.Aqk.dtype, 0, takes) for n in names)
-    programs = HV * len(packing.segments) * sum(triton.cdiv(V, t.BV) for t in tiles)
+    programs = HV * len(packing.segments) * sum(cdiv(V, t.BV) for t in tiles)
     return 0 < programs <= multiprocessors(c.v.device)
 
 
@@ -313,7 +312,7 @@ def _scan_bwd(
         kernel = scan_bwd_kernel
         arguments |= {"do": do, "do_t": do.stride(0), "do_h": do.stride(1)} | c.given()
         arguments |= {"y": y, "dh": dh, "BK": t.BK, "FLIP": t.BV >= 64 and not c.of_heads}
-    kernel[(triton.cdiv(V, t.BV) * len(segments), HV)](**arguments)
+    launch(kernel, (cdiv(V, t.BV) * len(segments), HV), **arguments)
 
 
 def summarize_bwd(

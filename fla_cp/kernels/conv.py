@@ -20,6 +20,7 @@ from ..stages import conv as torch_stage
 from ..stages.conv import ConvRows
 from ..tables import to_device
 from .gate import sigmoid
+from .launch import cdiv, launch
 from .tiles import divides, unit_rows
 
 MAX_TAPS = 8
@@ -238,7 +239,7 @@ def _launch(x: Tensor, halo: Tensor, where: ConvRows, W: int) -> tuple[Tensor, d
     """Table of tiles, options of both kernels, programs. Tiles are as long as 4096 programs allow:
     each reads W - 1 rows of its neighbours, and writes a row of partial sums."""
     T, D = x.shape
-    blocks = triton.cdiv(D, CHANNELS)
+    blocks = cdiv(D, CHANNELS)
     size = 16
     while size < 128 and 2 * size * 4096 <= T * blocks:
         size *= 2
@@ -259,7 +260,9 @@ def conv(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles, options, programs = _launch(x, halo, where, W)
     if programs:
-        conv_kernel[(programs,)](
+        launch(
+            conv_kernel,
+            (programs,),
             x,
             halo if len(halo) else None,
             weight.contiguous(),
@@ -294,7 +297,9 @@ def conv_bwd(
     dhalo = torch.zeros(halo.shape, device=x.device)
     partial = torch.empty(n, W + (bias is not None), D, device=x.device)
     if programs:
-        conv_bwd_kernel[(programs,)](
+        launch(
+            conv_bwd_kernel,
+            (programs,),
             x,
             halo if len(halo) else None,
             weight.contiguous(),

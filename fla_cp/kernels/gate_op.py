@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..rule import DeltaRule
 from .gate import GATES
+from .launch import cdiv, launch
 from .tiles import load_rows, store_rows, unit_rows
 from .tuning import power_of_two
 
@@ -129,7 +130,9 @@ def _run(
     out = torch.empty(T, H, K, device=g.device)
     tile = _tile(K)
     if out.numel():
-        gate_kernel[(triton.cdiv(T, tile["BT"]) * H,)](
+        launch(
+            gate_kernel,
+            (cdiv(T, tile["BT"]) * H,),
             g,
             None if A_log is None else A_log.contiguous(),
             None if dt_bias is None else dt_bias.contiguous(),
@@ -156,12 +159,14 @@ def _run_backward(
     T, H, K = g.shape
     tile = _tile(K)
     steps = max(1, TOKENS // tile["BT"])
-    n = triton.cdiv(T, tile["BT"] * steps)
+    n = cdiv(T, tile["BT"] * steps)
     dg = torch.empty(T, H, K, dtype=g.dtype, device=g.device)
     dA_log, ddt_bias = (torch.empty(n, H, *s, device=g.device) for s in ((), (K,)))
     name = _gate_name(lower_bound)
     if dg.numel():
-        gate_bwd_kernel[(n * H,)](
+        launch(
+            gate_bwd_kernel,
+            (n * H,),
             g,
             None if A_log is None else A_log.contiguous(),
             None if dt_bias is None else dt_bias.contiguous(),

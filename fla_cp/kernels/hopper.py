@@ -11,7 +11,8 @@ NS chunks ahead. Products are asynchronous: those off the chain run beside it.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,19 +59,38 @@ def enough(c: Chunks) -> bool:
     return c.decay.shape[0] * c.decay.shape[1] > LEAST
 
 
-def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+class Kind(NamedTuple):
+    """What kernels are compiled for of a descriptor."""
+
+    dtype: torch.dtype
+    block: tuple[int, int]
+    layout: NVMMASharedLayout
+
+
+@functools.cache
+def _kind(dtype: torch.dtype, rows: int, columns: int) -> Kind:
+    single = dtype == torch.float32
+    layout = NVMMASharedLayout(0 if single else 128, 32 if single else 16, 2)
+    return Kind(dtype, (rows, columns), layout)
+
+
+class Described(TensorDescriptor):
+    """A descriptor without the checks of Triton's, which take longer than a small kernel: `fits`
+    has made them."""
+
+    def __init__(self, base: Tensor, shape: list[int], row: int, kind: Kind):
+        self.base, self.shape, self.strides = base, shape, [row, 1]
+        self.kind, self.block_shape, self.layout = kind, list(kind.block), kind.layout
+
+
+def _describe(x: Tensor, rows: int, columns: int) -> Described:
     """Of x in two dims, in blocks: [T, H, N] as [T, columns of all heads], a dense x [.., N] as
     [rows, N]."""
-    if x.dim() == 3 and not x.is_contiguous():
-        shape = [x.shape[0], (x.shape[1] - 1) * x.stride(1) + x.shape[2]]
-        strides = [x.stride(0), 1]
-    elif x.dim() == 3:
-        shape, strides = [x.shape[0], x.shape[1] * x.shape[2]], [x.shape[1] * x.shape[2], 1]
-    else:
-        shape, strides = [x.numel() // x.shape[-1], x.shape[-1]], [x.shape[-1], 1]
-    single = x.dtype == torch.float32
-    layout = NVMMASharedLayout(0 if single else 128, 32 if single else 16, 2)
-    return TensorDescriptor(x, shape, strides, [rows, columns], layout)
+    kind, N = _kind(x.dtype, rows, columns), x.shape[-1]
+    if x.dim() != 3:
+        return Described(x, [x.numel() // N, N], N, kind)
+    row, head, _ = x.stride()
+    return Described(x, [x.shape[0], (x.shape[1] - 1) * head + N], row, kind)
 
 
 def described(c: Chunks, BV: int, **others: Tensor | None) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..packing import Packing
@@ -25,6 +24,7 @@ from .head import (
 )
 from .intra import gated_kernel, intra_kernel
 from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
+from .launch import cdiv, launch
 from .safe_bwd import safe_bwd_kernel
 from .sums import sums
 from .tiles import unit_rows
@@ -71,7 +71,9 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
     anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
     if NC and rule.per_head:
-        intra_head_kernel[(NC, HV)](
+        launch(
+            intra_head_kernel,
+            (NC, HV),
             x.q,
             x.k,
             x.p,
@@ -109,7 +111,9 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
             num_warps=t.warps,
         )
     elif NC:
-        intra_kernel[(NC, HV)](
+        launch(
+            intra_kernel,
+            (NC, HV),
             x.q,
             x.k,
             x.g,
@@ -131,7 +135,7 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
             *x.k.stride()[:2],
             *x.g.stride()[:2],
             0 if x.beta is None else x.beta.stride(0),
-            triton.cdiv(K, t.BK),
+            cdiv(K, t.BK),
             rule.scale,
             rule.lower_bound or 0.0,
             rule.beta_factor or 1.0,
@@ -169,7 +173,9 @@ def gate_again(
     options = _gate_options(rule, x.q.dtype)
     del options["NORM"]
     if NC:
-        gated_kernel[(NC * triton.cdiv(K, t.BK), HV)](
+        launch(
+            gated_kernel,
+            (NC * cdiv(K, t.BK), HV),
             x.q,
             x.k,
             x.g,
@@ -235,7 +241,7 @@ def _head_bwd(
     ts, tq, tk = (
         tuning.tile(name, K, V, x.q.dtype) for name in ("scores_bwd_head", q_stage, k_stage)
     )
-    device, q_tiles, tiles = x.q.device, triton.cdiv(K, tq.BK), triton.cdiv(K, tk.BK)
+    device, q_tiles, tiles = x.q.device, cdiv(K, tq.BK), cdiv(K, tk.BK)
     parts = q_tiles + tiles if groups else tiles
     dq, dk = (torch.empty(x.q.shape, dtype=x.q.dtype, device=device) for _ in range(2))
     dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
@@ -262,7 +268,9 @@ def _head_bwd(
     weights = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
     of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
     if NC:
-        scores_head_bwd_kernel[(NC, HV)](
+        launch(
+            scores_head_bwd_kernel,
+            (NC, HV),
             x.v,
             x.g,
             x.A_log,
@@ -295,7 +303,9 @@ def _head_bwd(
             num_warps=ts.warps,
         )
         if groups:
-            dq_head_kernel[(NC * q_tiles, H)](
+            launch(
+                dq_head_kernel,
+                (NC * q_tiles, H),
                 x.q,
                 x.k,
                 c.rows,
@@ -319,7 +329,9 @@ def _head_bwd(
                 maxnreg=tq.registers,
                 **shape,
             )
-            dk_head_kernel[(NC * tiles, H)](
+            launch(
+                dk_head_kernel,
+                (NC * tiles, H),
                 x.q,
                 x.k,
                 x.p,
@@ -352,7 +364,9 @@ def _head_bwd(
                 **shape,
             )
         else:
-            dqk_head_kernel[(NC * tiles, H)](
+            launch(
+                dqk_head_kernel,
+                (NC * tiles, H),
                 x.q,
                 x.k,
                 c.decay,
@@ -383,7 +397,9 @@ def _head_bwd(
                 maxnreg=tk.registers,
                 **shape,
             )
-        head_gate_bwd_kernel[(NC, HV)](
+        launch(
+            head_gate_bwd_kernel,
+            (NC, HV),
             x.g,
             x.A_log,
             x.dt_bias,
@@ -434,7 +450,7 @@ def _channels_bwd(
     )
     device, tokens = x.q.device, len(x.q)
     per_head = torch.float32 if HV > H else x.q.dtype
-    tiles = triton.cdiv(K, t.BK)
+    tiles = cdiv(K, t.BK)
     dq, dk = (torch.empty(tokens, HV, K, dtype=per_head, device=device) for _ in range(2))
     dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
     dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
@@ -446,7 +462,9 @@ def _channels_bwd(
     if NC:
         options = _gate_options(rule, x.q.dtype)
         safe_gate = options.pop("SAFE")
-        scores_bwd_kernel[(NC, HV)](
+        launch(
+            scores_bwd_kernel,
+            (NC, HV),
             x.v,
             c.rows,
             do,
@@ -473,7 +491,9 @@ def _channels_bwd(
             num_warps=ts.warps,
         )
         kernel = safe_bwd_kernel if safe_gate else intra_bwd_kernel
-        kernel[(NC * tiles, HV)](
+        launch(
+            kernel,
+            (NC * tiles, HV),
             x.q,
             x.k,
             x.g,

@@ -16,6 +16,7 @@ from ..rule import NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from ..stages.recurrent import Sequences
 from .gate import GATES, LOG2E, sigmoid
+from .launch import cdiv, launch
 from .tiles import decay_exp, load_block, store_block, unit_rows
 from .tuning import tile
 
@@ -204,7 +205,9 @@ def recurrent(
     offsets = sequences.offsets
     if offsets is not None:
         offsets = offsets.to(x.q.device).contiguous()
-    recurrent_kernel[(triton.cdiv(V, t.BV) * sequences.number, HV)](
+    launch(
+        recurrent_kernel,
+        (cdiv(V, t.BV) * sequences.number, HV),
         *packed,
         *(None if r is None else r.contiguous() for r in (x.A_log, x.dt_bias)),
         S0,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..affine import Steps
 from ..tables import Build, Columns, Tabled
+from .launch import cdiv, launch
 from .tiles import dot
 from .tuning import power_of_two
 
@@ -148,7 +149,9 @@ def walk(
     places = out.new_empty(2, chains, HV, K, V)
     transition, M_row = _rows(transition)
     offset, B_row = _rows(offset)
-    walk_kernel[(chains * triton.cdiv(V, BV), HV)](
+    launch(
+        walk_kernel,
+        (chains * cdiv(V, BV), HV),
         transition,
         offset,
         start,
