@@ -159,9 +159,9 @@ def test_many_are_forgotten(recorder, monkeypatch):
 def test_a_descriptor_is_told_by_what_is_compiled_of_it():
     x = torch.zeros(64, 2, 128, dtype=torch.bfloat16)
     a, b = (hopper._describe(t, 64, 64) for t in (x, x[:32]))
-    assert launches.compiled_for(a) == launches.compiled_for(b)
+    assert launches.told(a) == launches.told(b)
     others = hopper._describe(x, 64, 128), hopper._describe(x.float(), 64, 64)
-    assert len({launches.compiled_for(t) for t in (a, *others)}) == 3
+    assert len({launches.told(t) for t in (a, *others)}) == 3
 
 
 def test_a_descriptor_says_what_tritons_own_says():

@@ -25,6 +25,7 @@ transposing a product's result into another product is miscompiled on Hopper by 
 import triton
 import triton.language as tl
 
+from .gate import sigmoid
 from .intra import again, blocks_of_16, load_gate, load_steps
 from .sums import AFTER, FROM_HERE, PAIR, UP_TO
 from .tiles import (
@@ -455,3 +456,31 @@ def intra_bwd_kernel(
         PRECISION,
         operand,
     )
+
+
+@triton.jit
+def beta_bwd_kernel(
+    beta,
+    shares,
+    dbeta,
+    n,
+    beta_t,
+    beta_factor,
+    HV: tl.constexpr,
+    SHARES: tl.constexpr,
+    BETA_SIGMOID: tl.constexpr,
+    B: tl.constexpr,
+):
+    """dbeta [T, HV], n elements, from the sum of SHARES of it [SHARES, T, HV], fp32."""
+    i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    m = i < n
+    shares += i
+    b_db = tl.zeros([B], tl.float32)
+    for _ in range(SHARES):
+        b_db += tl.load(shares, mask=m, other=0.0)
+        shares += n
+    if BETA_SIGMOID:
+        b_beta = tl.load(beta + i // HV * beta_t + i % HV, mask=m, other=0.0)
+        b_beta = sigmoid(b_beta.to(tl.float32))
+        b_db *= beta_factor * b_beta * (1 - b_beta)
+    tl.store(dbeta + i, b_db.to(dbeta.dtype.element_ty), mask=m)

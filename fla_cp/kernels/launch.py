@@ -15,6 +15,9 @@ remembers = True
 MOST = 4096
 """Compiled kernels remembered; beyond it all are forgotten."""
 
+PLAIN = frozenset((int, str, bool, tuple, type(None)))
+"""Types of arguments that are compared by value."""
+
 _known: dict[tuple, tuple[Any, tuple[str, ...]]] = {}
 
 
@@ -29,9 +32,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
         kernel[grid](*given, **named)
         return
     device = driver.active.get_current_device()
-    seen = (*map(compiled_for, given), *map(compiled_for, named.values()))
+    values = (*given, *named.values())
     # an id stays taken: what was compiled holds on to its functions
-    key = (id(kernel), device, *named, *seen)
+    key = (id(kernel), device, *named, *[x if x.__class__ in PLAIN else told(x) for x in values])
     found = _known.get(key)
     if found is None:
         compiled = kernel[grid](*given, **named)
@@ -44,15 +47,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
     compiled[(*grid, 1, 1)[:3]](*given, *map(named.__getitem__, rest), stream=stream)
 
 
-def compiled_for(x: Any) -> Any:
-    """Of one argument: two for which this is equal are compiled alike."""
-    kind = x.__class__
-    if kind is int or kind is str or kind is bool or x is None:
-        return x
+def told(x: Any) -> Any:
+    """Of an argument that is not PLAIN: two for which this is equal are compiled alike."""
     if isinstance(x, Tensor):
         return (x.dtype,) if x.data_ptr() % 16 else x.dtype
-    if kind is float:
+    if x.__class__ is float:
         return (x,)  # unlike an int
-    if isinstance(x, JITFunction):
-        return id(x)
-    return x if kind is tuple else x.kind
+    return id(x) if isinstance(x, JITFunction) else x.kind

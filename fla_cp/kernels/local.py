@@ -23,7 +23,7 @@ from .head import (
     scores_head_bwd_kernel,
 )
 from .intra import gated_kernel, intra_kernel
-from .intra_bwd import intra_bwd_kernel, scores_bwd_kernel
+from .intra_bwd import beta_bwd_kernel, intra_bwd_kernel, scores_bwd_kernel
 from .launch import cdiv, launch
 from .safe_bwd import safe_bwd_kernel
 from .sums import sums
@@ -549,17 +549,30 @@ def _channels_bwd(
         dk,
         dv,
         dg,
-        None if x.beta is None else _beta_bwd(rule, x.beta, dbeta.sum(0)),
+        None if x.beta is None else _beta_bwd(rule, x.beta, dbeta),
         _reduced(dA_log, x.A_log),
         _reduced(ddt_bias, x.dt_bias),
     )
 
 
-def _beta_bwd(rule: DeltaRule, beta: Tensor, dbeta: Tensor) -> Tensor:
-    if rule.beta_factor is not None:
-        b = torch.sigmoid(beta.float())
-        dbeta *= rule.beta_factor * b * (1 - b)
-    return dbeta.to(beta.dtype)
+def _beta_bwd(rule: DeltaRule, beta: Tensor, shares: Tensor) -> Tensor:
+    dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
+    if dbeta.numel():
+        launch(
+            beta_bwd_kernel,
+            (cdiv(dbeta.numel(), 1024),),
+            beta,
+            shares,
+            dbeta,
+            dbeta.numel(),
+            beta.stride(0),
+            rule.beta_factor or 1.0,
+            HV=beta.shape[1],
+            SHARES=len(shares),
+            BETA_SIGMOID=rule.beta_factor is not None,
+            B=1024,
+        )
+    return dbeta
 
 
 def _reduced(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
