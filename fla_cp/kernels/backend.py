@@ -175,7 +175,9 @@ def _states(
 
 def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
     feeding, middle = packing.feeding, packing.middle
-    offset = _states(c, len(feeding)) if feeding else None
+    if not feeding:
+        return AffineMap(None, None)
+    offset = _states(c, len(feeding))
     transition = _states(c, len(middle), square=True) if middle else None
     _scan(packing, c, seeds, "feeding", S_end=offset, transition=transition)
     return AffineMap(transition, offset)

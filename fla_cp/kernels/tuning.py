@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -215,6 +217,11 @@ def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
 def main() -> None:
     from .measure import measure
 
+    least = math.inf
+    with suppress(ImportError, AttributeError):
+        from .hopper import LEAST
+
+        least = LEAST
     parser = argparse.ArgumentParser(prog="python -m fla_cp.kernels.tuning", description=__doc__)
     stages = sorted({name for _, name, *_ in TABLE})
     parser.add_argument("--stage", choices=stages, action="append", help="default: all")
@@ -227,7 +234,10 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     for stage in args.stage or stages:
         print(f"{stage}  K={args.K} V={args.V} {args.dtype} T={args.tokens} H={args.heads}")
-        print(f"  now  {tile(stage, args.K, args.V, dtype)}", flush=True)
+        chains = args.heads if stage.startswith("scan") else 0
+        size = -(-args.tokens // 64) * args.heads
+        hopper = (args.K, args.V, dtype) == (128, 128, BF16) and size > least
+        print(f"  now  {tile(stage, args.K, args.V, dtype, chains, hopper)}", flush=True)
         best: tuple[float, Tile | None] = (float("inf"), None)
         for candidate in candidates(stage, args.K, args.V):
             try:
@@ -238,7 +248,8 @@ def main() -> None:
             print(f"  {ms:7.3f} ms  {candidate}", flush=True)
             best = min(best, (ms, candidate))
         key = (architecture(), stage, power_of_two(args.K), power_of_two(args.V, 32), dtype)
-        print(f"    {key}: {best[1]},", flush=True)
+        row = f'HOPPER: "{stage}": ((0, {best[1]}),)' if best[1] and best[1].hopper else None
+        print(f"    {row or f'TABLE: {key}: {best[1]}'},", flush=True)
 
 
 if __name__ == "__main__":
