@@ -1,8 +1,7 @@
 """The scans for Hopper's tensor cores, in Gluon; long because a kernel is its list of arguments.
 
-What they compute is said in scan.py, and the results are the same to the bit but where one decay a
-head lets beta multiply v first. They pay where there is work enough (`enough`), and take bf16 at
-K = V = 128 (`fits`).
+What they compute is said in scan.py, and the results are the same up to rounding. They pay where
+there is work enough (`enough`), and take bf16 at K = V = 128 (`fits`).
 
 The state is held transposed, [BV, K], so that it and all that the serial chain makes of it are left
 operands in registers. Right operands come from shared memory, where a warp of its own copies them
