@@ -68,6 +68,20 @@ def milliseconds(f: Callable, device: str) -> float:
     return statistics.median(times)
 
 
+def host_milliseconds(f: Callable, device: str) -> float | None:
+    """Until a call returns, with nothing queued before it: what small calls wait for."""
+    if device != "cuda":
+        return None
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        f()
+        times.append(1e3 * (time.perf_counter() - started))
+    torch.cuda.synchronize()
+    return round(statistics.median(times), 3)
+
+
 def peak_gib(f: Callable, device: str) -> float | None:
     """Most memory allocated while f runs, its inputs included."""
     if device != "cuda":
@@ -109,6 +123,7 @@ def measure(
         floor = max(size / COPY_TB_S, flops / MATMUL_TFLOP_S) / 1e9
         row[what] = {
             "ms": round(ms, 3),
+            "host_ms": host_milliseconds(f, device),
             "tb_s": round(size / ms / 1e9, 3),
             "tflop_s": round(flops / ms / 1e9, 1),
             "share_of_floor": float(f"{floor / ms:.3g}"),
@@ -159,15 +174,18 @@ def environment() -> dict[str, object]:
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| shape | op | forward ms | forward + backward ms | peak GiB | first call s | vs peer |",
-        "|---|---|---|---|---|---|---|",
+        "| shape | op | forward ms | forward + backward ms | host ms | peak GiB | first call s "
+        "| vs peer |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         peak = "" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}"
+        host = [r[what].get("host_ms") for what in ("forward", "both")]
+        host_ms = "" if None in host else " / ".join(f"{x:.2f}" for x in host)
         ratio = " / ".join(f"{x:.2f}x" for x in r.get("ratio", []))
         lines.append(
             f"| {r['shape']} | {r['op']} | {r['forward']['ms']:.3f} | {r['both']['ms']:.3f} "
-            f"| {peak} | {r['first_call_s']} | {ratio} |"
+            f"| {host_ms} | {peak} | {r['first_call_s']} | {ratio} |"
         )
     return "\n".join(lines)
 
