@@ -1,35 +1,44 @@
 """Compiling the kernels for sm_90 without a GPU, exactly as the package would launch them.
 
 `python -m tests.aot` compiles every kernel and tile configuration. It fails on an error, over the
-shared memory of a block, on spills, on instructions that read what nothing wrote,
+shared memory of a block, on spills (`SPILLED`), on instructions that read what nothing wrote,
 and where registers, spills or shared memory differ from those kept in aot.json for this Triton
 (`--write` keeps new ones).
 
-Inside `compiled()`, Triton targets sm_90 and every launch compiles its kernel and returns, so an
-operator called on CPU tensors goes through the package's own launch code; the numbers it returns
-mean nothing. Each compiled kernel is recorded with its registers, spills and shared memory.
+Inside `launched()`, Triton targets sm_90 and a launch only keeps what Triton would compile for it,
+so an operator called on CPU tensors goes through the package's own launch code; the numbers it
+returns mean nothing. What all configurations launch is then compiled, each kernel once, by a few
+processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import io
 import json
+import multiprocessing
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 SM90_SHARED = 227 * 1024
@@ -39,13 +48,15 @@ SM90_SHARED = 227 * 1024
 @dataclass(frozen=True)
 class Compiled:
     """Resources of one kernel. spills: bytes a thread. shared: bytes of a block. undefined:
-    instructions that read what nothing wrote."""
+    instructions that read what nothing wrote. serial: what ptxas says of asynchronous products
+    that it made wait."""
 
     kernel: str
     registers: int
     spills: int
     shared: int
     undefined: tuple[str, ...]
+    serial: tuple[str, ...]
 
 
 class _Sm90:
@@ -74,22 +85,37 @@ class _Sm90:
         return True
 
 
-_READ: dict[str, Compiled] = {}
-"""By hash of the compiled kernel: the assembler takes seconds to say it again."""
+@dataclass(frozen=True)
+class Launch:
+    """A kernel by name, and what Triton compiles for this launch of it: a key of `_LATER.calls`."""
+
+    kernel: str
+    key: str
+
+
+class _Later:
+    """Stands in for Triton's AsyncCompileMode: keeps what is to be compiled, by key."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Callable[[], CompiledKernel]] = {}
+
+    def submit(self, key: str, compile_fn: Callable[[], CompiledKernel], finalize_fn: Any) -> str:
+        self.calls.setdefault(key, compile_fn)
+        return key
+
+
+_LATER = _Later()
 
 
 @contextmanager
-def compiled() -> Iterator[list[Compiled]]:
-    """Records what each launch in the block compiles to."""
-    results: list[Compiled] = []
+def launched() -> Iterator[list[Launch]]:
+    """Records the launches in the block; nothing is compiled."""
+    results: list[Launch] = []
     run = JITFunction.run
 
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in _READ:
-            _READ[kernel.hash] = resources(kernel)
-        results.append(_READ[kernel.hash])
-        return kernel
+    def keep(self, *args, grid, warmup, **kwargs):
+        key = run(self, *args, grid=grid, warmup=True, **kwargs)
+        results.append(Launch(self.__name__, key))
 
     from fla_cp.kernels import hopper
     from fla_cp.kernels import launch as launches
@@ -103,10 +129,12 @@ def compiled() -> Iterator[list[Compiled]]:
     launches.remembers = False
     active = driver._active  # the property would look for a GPU
     driver.set_active(_Sm90())
-    JITFunction.run = compile_only
+    JITFunction.run = keep
+    before = active_mode.set(_LATER)
     try:
         yield results
     finally:
+        active_mode.reset(before)
         JITFunction.run = run
         hopper.LEAST = least
         launches.remembers = True
@@ -115,29 +143,65 @@ def compiled() -> Iterator[list[Compiled]]:
             module.resolve = resolve
 
 
-def resources(kernel) -> Compiled:
+def start_worker() -> None:
+    driver.set_active(_Sm90())
+    triton.knobs.nvidia.dump_ptxas_log = True
+
+
+def compile_one(where: str, key: str) -> tuple[CompiledKernel, str]:
+    """The kernel, and what ptxas said of it."""
+    try:
+        with redirect_stdout(io.StringIO()) as log:
+            kernel = _LATER.calls[key]()
+            if "registers" not in log.getvalue():  # from Triton's cache
+                data, target = kernel.metadata, kernel.metadata.target
+                make_backend(target).make_cubin(kernel.asm["ptx"], {}, data, target.arch)
+        return kernel, log.getvalue()
+    except Exception:  # Triton's own do not all survive pickling
+        raise RuntimeError(f"{where}\n{traceback.format_exc()}") from None
+
+
+def compile_together(named: list[tuple[str, str]]) -> list[Compiled]:
+    """Compiles what (configuration, key) pairs name, in a worker."""
+    pairs = [compile_one(*pair) for pair in named]
+    sass = disassembled([machine_code(kernel.asm["cubin"]) for kernel, _ in pairs])
+    return [resources(*pair, code) for pair, code in zip(pairs, sass, strict=True)]
+
+
+def resources(kernel: CompiledKernel, log: str, sass: str) -> Compiled:
     """Registers, spills and shared memory of a compiled kernel, and what is miscompiled in it."""
-    ptx = kernel.asm["ptx"]
-    target = re.search(r"\.target (\w+)", ptx)[1]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name", target, file.name]
-        log = subprocess.run(
-            [*command, "-o", "/dev/null"], capture_output=True, text=True, check=True
-        ).stderr
-    with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return Compiled(
         kernel=kernel.metadata.name,
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spills=int(re.search(r"(\d+) bytes spill stores", log)[1]),
         shared=kernel.metadata.shared,
         undefined=tuple(undefined(sass)),
+        serial=tuple(re.findall(r"\(C75\d\d\).*", log)),
     )
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The executable sections of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    sections = (struct.unpack_from("<4Q", cubin, table + n * size + 8) for n in range(count))
+    return b"".join(cubin[at : at + length] for flags, _, at, length in sections if flags & 4)
+
+
+def disassembled(codes: list[bytes]) -> list[str]:
+    """Each machine code in words. Together, because nvdisasm takes half a second to start."""
+    with tempfile.NamedTemporaryFile("wb", suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-ndf", "-b", "SM90a", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    words = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/(.*)", text, re.MULTILINE)
+    if 16 * len(words) != sum(map(len, codes)) or not all(codes):
+        raise ValueError(f"nvdisasm: {len(words)} instructions in {[*map(len, codes)]} bytes")
+    rest = iter(words)
+    return [
+        "\n".join(f"/*{at:04x}*/{next(rest)}" for at in range(0, len(code), 16)) for code in codes
+    ]
 
 
 def undefined(sass: str) -> list[str]:
@@ -175,9 +239,15 @@ SAFE = {"safe_gate": True, "lower_bound": -5.0}
 SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 RECORD = Path(__file__).parent / "aot.json"
+SPILLED = {"3.7.1": 2256}
+"""Bytes that all kernels together may spill, by Triton; none elsewhere, and none more than recorded
+in one kernel. 3.7 has ptxas 13.1 allocate registers as older ones did (--regAllocOptLevel=2), for a
+bug of its own allocator, and spills where 12.9, which Triton 3.6 brings, does not."""
+TOGETHER = 8
+"""Kernels that a worker compiles before it disassembles them."""
 
 
-def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compiled]:
+def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]:
     """Every kernel of one forward and backward of a sequence in three segments, each once."""
     from fla_cp import chunk_kda
     from fla_cp.kernels.measure import cut_into
@@ -188,7 +258,7 @@ def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compile
     packed = [leaf(1, 192, 2, K), leaf(1, 192, 2, K), leaf(1, 192, 2, V), leaf(1, 192, 2, K)]
     rates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * K)}
     rates = {n: t.requires_grad_() for n, t in rates.items()}
-    with cut_into(1), compiled() as kernels:
+    with cut_into(1), launched() as kernels:
         o, _ = chunk_kda(*packed, leaf(1, 192, 2), **rates, **INSIDE, **gate, impl="triton")
         o.float().sum().backward()
     return [k for k in dict.fromkeys(kernels) if "walk" not in k.kernel]
@@ -196,7 +266,7 @@ def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Compile
 
 def compile_member(
     name: str, K: int, V: int, dtype: torch.dtype, gate: dict, H: int = 1
-) -> list[Compiled]:
+) -> list[Launch]:
     """Kernels of a member of the family with two value heads, forward and backward of a sequence in
     three segments."""
     import fla_cp
@@ -216,19 +286,19 @@ def compile_member(
         x.append(leaf(1, 192, 2))
     rates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * (K if channels else 1))}
     rates = {n: t.requires_grad_() for n, t in rates.items()}
-    with cut_into(1), compiled() as kernels:
+    with cut_into(1), launched() as kernels:
         o, _ = getattr(fla_cp, f"chunk_{name}")(*x, **rates, **inside, **gate, impl="triton")
         o.float().sum().backward()
     return [k for k in dict.fromkeys(kernels) if "walk" not in k.kernel]
 
 
-def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Compiled]:
+def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Launch]:
     """A decoding step of a layer."""
     from fla_cp import fused_recurrent_kda
 
     x = [torch.zeros(4, 1, h, d, dtype=dtype) for h, d in ((1, K), (1, K), (2, V), (2, K))]
     state = torch.zeros(4, 2, *((V, K) if v_first else (K, V)))
-    with compiled() as kernels:
+    with launched() as kernels:
         fused_recurrent_kda(
             *x,
             torch.zeros(4, 1, 2, dtype=dtype),
@@ -243,7 +313,7 @@ def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list
     return list(dict.fromkeys(kernels))
 
 
-def compile_conv(dtype: torch.dtype, halo: bool) -> list[Compiled]:
+def compile_conv(dtype: torch.dtype, halo: bool) -> list[Launch]:
     """Forward and backward with four taps, SiLU and a bias; with a halo as under a context."""
     from fla_cp.kernels.conv import conv, conv_bwd
     from fla_cp.stages.conv import ConvRows
@@ -251,26 +321,26 @@ def compile_conv(dtype: torch.dtype, halo: bool) -> list[Compiled]:
     x, weight, bias = (torch.zeros(*s, dtype=dtype) for s in ((256, 1000), (1000, 4), (1000,)))
     where = ConvRows.build(torch.zeros(256), (256,), 3 * halo, x.device)
     front = x.new_empty(len(where.halo), 1000)
-    with compiled() as kernels:
+    with launched() as kernels:
         y = conv(x, front, where, weight, bias, True)
         conv_bwd(x, front, where, weight, bias, True, y)
     return list(dict.fromkeys(kernels))
 
 
-def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Compiled]:
+def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
     from fla_cp import kda_gate
 
     g, A_log, dt_bias = (
         torch.zeros(*s, requires_grad=True) for s in ((256, 2, 128), (2,), (2 * 128,))
     )
-    with compiled() as kernels:
+    with launched() as kernels:
         kda_gate(
             g.to(dtype), A_log, dt_bias, lower_bound=lower_bound, impl="triton"
         ).sum().backward()
     return list(dict.fromkeys(kernels))
 
 
-def compile_walk(K: int, V: int) -> list[Compiled]:
+def compile_walk(K: int, V: int) -> list[Launch]:
     """A fold with states that enter, in reverse, of transitions alone, and of what ranks sent."""
     from fla_cp.affine import Walk
     from fla_cp.kernels.walk import walk
@@ -278,7 +348,7 @@ def compile_walk(K: int, V: int) -> list[Compiled]:
 
     steps = Walk((0, 1), (0,), (0,), (0,), (0,), (1,))
     packing, (M, B) = Packing.build((0, 64)), (torch.zeros(2, 2, K, n) for n in (K, V))
-    with compiled() as kernels:
+    with launched() as kernels:
         for transposed in (False, True):
             walk(packing, steps, M, B, B, B, transposed=transposed)
             walk(packing, steps, M, B, None, B, transposed=transposed)
@@ -288,7 +358,7 @@ def compile_walk(K: int, V: int) -> list[Compiled]:
     return list(dict.fromkeys(kernels))
 
 
-def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
+def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
     candidate tile at K = V = 128."""
     from fla_cp.kernels import tuning
@@ -325,7 +395,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call
 
-    def with_tile(stage: str, tile: tuning.Tile) -> list[Compiled]:
+    def with_tile(stage: str, tile: tuning.Tile) -> list[Launch]:
         options = {} if stage.endswith("_any") else SAFE
         of_heads = "head" in stage or stage.endswith("_beside")
         kernels = []
@@ -337,7 +407,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Compiled]]]]:
                 kernels += compile_call(128, 128, torch.bfloat16, options)
         name = stage.removesuffix("_beside").removesuffix("_any")
         name = name.removesuffix("_states").removesuffix("_ends")
-        name = "scores_head_bwd" if name == "scores_bwd_head" else name
+        name = {"scores_bwd_head": "scores_head_bwd", "intra_bwd": "safe_bwd"}.get(stage, name)
         name += "_hopper" * tile.hopper
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 
@@ -354,7 +424,8 @@ def check(name: str, kernels: list[Compiled]) -> list[str]:
         for problem in (
             f"{k.shared} bytes of shared memory" if k.shared > SM90_SHARED else "",
             f"reads what nothing wrote: {k.undefined[0]}" if k.undefined else "",
-            f"spills {k.spills} bytes" if k.spills else "",
+            f"spills {k.spills} bytes" if k.spills and triton.__version__ not in SPILLED else "",
+            f"waits for all products: {k.serial[0]}" if k.serial and "hopper" in k.kernel else "",
         )
         if problem
     ]
@@ -377,40 +448,37 @@ def changes(kept: dict, now: dict) -> list[str]:
     return lines
 
 
-def compile_share(part: int, parts: int) -> tuple[dict, list[str]]:
-    """Record and problems of every parts-th configuration from `part` on."""
-    rows, problems = {}, []
-    for name, call in list(configurations())[part::parts]:
-        kernels = call()
-        rows[name] = record(name, kernels)
-        problems += check(name, kernels)
-        print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
-    return rows, problems
+def compile_all(
+    calls: Iterable[tuple[str, Callable[[], list[Launch]]]],
+) -> dict[str, list[Compiled]]:
+    """The kernels of configurations, by name."""
+    torch.set_num_threads(1)
+    launches, named = {}, {}
+    for name, call in calls:
+        launches[name] = call()
+        for key in _LATER.calls:
+            named.setdefault(key, (name, key))
+    todo = list(named.values())
+    chunks = [todo[n : n + TOGETHER] for n in range(0, len(todo), TOGETHER)]
+    done: dict[str, Compiled] = {}
+    fork = multiprocessing.get_context("fork")  # what is to be compiled cannot be sent
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), fork, start_worker) as pool:
+        for chunk, kernels in zip(chunks, pool.map(compile_together, chunks), strict=True):
+            done.update(zip((key for _, key in chunk), kernels, strict=True))
+            print(f"{len(done)} of {len(todo)}: {chunk[-1][0]}", file=sys.stderr, flush=True)
+    return {n: list(dict.fromkeys(done[k.key] for k in of)) for n, of in launches.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep what is compiled in aot.json")
-    parser.add_argument("--part", type=int, nargs=2, metavar=("N", "OF"), help="print one share")
     args = parser.parse_args()
-    if args.part:
-        print(json.dumps(compile_share(*args.part)))
-        return 0
-    parts = min(8, os.cpu_count() or 1)
-    command = [sys.executable, "-m", "tests.aot", "--part"]
-    children = [
-        subprocess.Popen([*command, str(n), str(parts)], stdout=subprocess.PIPE, text=True)
-        for n in range(parts)
-    ]
-    rows: dict = {}
-    problems: list[str] = []
-    for child in children:
-        out, _ = child.communicate()
-        if child.returncode:
-            return 1  # its error is on stderr
-        share, wrong = json.loads(out)
-        rows |= share
-        problems += wrong
+    kernels = compile_all(configurations())
+    rows = {name: record(name, of) for name, of in kernels.items()}
+    problems = [problem for name, of in kernels.items() for problem in check(name, of)]
+    spilled = sum(k.spills for k in {k for of in kernels.values() for k in of})
+    if spilled > SPILLED.get(triton.__version__, 0):
+        problems.append(f"all kernels: spill {spilled} bytes")
     kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     key = f"triton {triton.__version__}"
     if args.write:

@@ -5,6 +5,8 @@ is checked there by tests/gpu.py.
 """
 
 import os
+import re
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +24,7 @@ from fla_cp.kernels.local import gate_again, intra
 from fla_cp.packing import Packing
 from fla_cp.rule import DeltaRule
 from fla_cp.stages.intra import Inputs
-from tests.aot import undefined
+from tests.aot import disassembled, machine_code, undefined
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_within_budget
 from tests.gpu_checks import use
@@ -339,7 +341,7 @@ def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
     gloo_pool.run(as_compiled, keep, world_size=2, timeout=200)
 
 
-@pytest.mark.timeout(1800)  # two minutes on eight cores, five on two
+@pytest.mark.timeout(1800)  # ten minutes on two cores
 def test_kernels_compile_for_sm_90(tmp_path):
     """In processes of their own: here the kernels are interpreted."""
     clean = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
@@ -369,6 +371,29 @@ SASS = """
 def test_undefined_registers_are_found(base, stack, found):
     """As ptxas 12.8 wrote them: a descriptor formed from UR12 before it is set, or from R1."""
     assert len(undefined(SASS.format(base=base, stack=stack))) == found
+
+
+def elf(*sections: tuple[int, bytes]) -> bytes:
+    """Sections of (flags, content), as in a cubin."""
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, 64)
+    struct.pack_into("<HH", header, 0x3A, 64, len(sections))
+    table, at = b"", 64 + 64 * len(sections)
+    for flags, content in sections:
+        table += struct.pack("<8x4Q24x", flags, 0, at, len(content))
+        at += len(content)
+    return bytes(header) + table + b"".join(content for _, content in sections)
+
+
+def test_machine_code_is_taken_apart_by_kernel():
+    """Each with addresses of its own; data beside it is no code."""
+    nop = struct.pack("<2Q", 0x7918, 0x000FC00000000000)
+    leave = struct.pack("<2Q", 0x794D, 0x000FEA0003800000)
+    codes = [machine_code(elf((2, b"data"), (6, leave))), machine_code(elf((6, nop), (6, leave)))]
+    words = [re.findall(r"/\*(\w+)\*/ +(\w+)", sass) for sass in disassembled(codes)]
+    assert words == [[("0000", "EXIT")], [("0000", "NOP"), ("0010", "EXIT")]]
+    with pytest.raises(ValueError, match=r"1 instructions in \[16, 0\] bytes"):
+        disassembled([leave, b""])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
