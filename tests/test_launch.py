@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 
 def test_remembered_launches_run_what_triton_runs():
-    """In a process of its own: where a kernel was interpreted, Triton no longer compiles."""
+    """In a process of its own: tests that interpret kernels can leave Triton unable to compile."""
     clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "TRITON_INTERP"))}
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/launches.py"],
