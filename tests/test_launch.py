@@ -21,4 +21,4 @@ def test_remembered_launches_run_what_triton_runs():
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
-    assert "7 passed" in result.stdout
+    assert "passed" in result.stdout and "skipped" not in result.stdout

@@ -1,4 +1,4 @@
-"""Gradients of everything local to a chunk, from the two scans' results, in two launches; long
+"""Gradients of everything local to a chunk, from the two scans' results, in two launches and a small one of beta; long
 because a kernel is its list of arguments.
 
 With y = T^T dv_new (scan.py), the inverse needs no products of its own: dv = beta y and
