@@ -1,5 +1,5 @@
-"""Gradients of everything local to a chunk, from the two scans' results, in two launches and a small
-one of beta; long because a kernel is its list of arguments.
+"""Gradients of everything local to a chunk, from the two scans' results, in two launches and one
+of beta; long because a kernel is its list of arguments.
 
 With y = T^T dv_new (scan.py), the inverse needs no products of its own: dv = beta y and
 dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
