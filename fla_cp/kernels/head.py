@@ -153,6 +153,8 @@ def intra_head_kernel(
     if REMOVAL == "p":
         p += i_h * p_h + start * p_t
 
+    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
+
     # scores of the inputs as they are: the norms and decays multiply them afterwards
     q_norm = tl.zeros_like(b_beta) + EPS
     k_norm = tl.zeros_like(b_beta) + EPS
@@ -169,11 +171,15 @@ def intra_head_kernel(
             k_norm += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
         b_r = b_k
         if REMOVAL == "p":
+            if operand == tl.float32:  # for registers: p not loaded before this product
+                b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
+                tl.debug_barrier()
             b_r = load_rows(p, i, p_t, m_i, o_k, K)
             if NORM:
                 p_norm += tl.sum(b_r.to(tl.float32) * b_r.to(tl.float32), axis=1)
         diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
-        b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
+        if REMOVAL != "p" or operand != tl.float32:
+            b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
         if REMOVAL != "none":
             b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
     q_scale = tl.zeros_like(b_beta) + scale
@@ -186,7 +192,6 @@ def intra_head_kernel(
         if REMOVAL == "p":
             r_scale = tl.rsqrt(p_norm)
 
-    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
     gc = running_sums(b_g, operand)
     before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
     e = decay_of(gc, EXP2)
@@ -382,6 +387,11 @@ def dqk_head_kernel(
         b_beta = tl.load(row)
         b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
     b_diagonal = tl.load(of_row)
+    # a number of each 32 bytes that later phases wait for, for the cache's sake
+    if NS > 1:
+        near = tl.arange(0, 64) * 8
+        touched = tl.load(rows + i_ch * 7 * BT + near, mask=near < 7 * BT, other=0.0)
+        touched += tl.load(of_rows + i_ch * 3 * BT + near, mask=near < 3 * BT, other=0.0)
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_c = tl.zeros([BT, BK], tl.float32)
@@ -398,6 +408,8 @@ def dqk_head_kernel(
         b_vn = load_part(v_new + i_ch * BT * V, 0, v0, tl.arange(0, BT), o_vt, BT, V)
         b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+    if NS > 1:  # a use for them, as far as the compiler can tell: n_rows is never more
+        tl.store(rows + near, touched, mask=near * 0 + n_rows > BT)
 
     # row factor q
     b_dq *= tl.load(row + 4 * BT)[:, None]
@@ -508,6 +520,10 @@ def dq_head_kernel(
         i_ch = i_c * HV + i_hv
         row = rows + i_ch * 7 * BT + i
         of_row = of_rows + i_ch * 3 * BT + i
+        b_w = load_block(weights + i_ch * 2 * BT * BT, o_t, o_t, BT, BT)
+        e_q, b_diagonal = tl.load(row + 4 * BT), tl.load(of_row)
+        if NORM and tiles > 1:
+            b_norm += tl.load(of_row + BT)
         b_c = tl.zeros([BT, BK], tl.float32)
         for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
             v0 = i_v * BV
@@ -515,18 +531,15 @@ def dq_head_kernel(
             p_do = do + i_hv * do_h + start * do_t
             b_do = load_rows(p_do, i, do_t, m_i, v0 + o_vt, V).to(operand)
             b_c = dot(b_do, tl.trans(b_h), PRECISION, acc=b_c)
-        b_c *= tl.load(row + 4 * BT)[:, None]
-        b_w = load_block(weights + i_ch * 2 * BT * BT, o_t, o_t, BT, BT)
+        b_c *= e_q[:, None]
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
         # before the product: else Triton sums below in the layout of the load and moves fp32 there
         b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
         b_c = dot(b_w, b_k, PRECISION, acc=b_c)
         tl.store(dgc + (i_k * chunks * HV + i_ch) * BT + i, tl.sum(b_q * b_c, axis=1))
         # the diagonal's row and column cancel in the gate's gradient
-        b_c += tl.load(of_row)[:, None] * b_k.to(tl.float32)
+        b_c += b_diagonal[:, None] * b_k.to(tl.float32)
         b_dq = b_c if G == 1 else b_dq + b_c
-        if NORM and tiles > 1:
-            b_norm += tl.load(of_row + BT)
         if j == G - 1:
             if G > 1:  # loaded again, not kept beside the products
                 tl.debug_barrier()
@@ -622,6 +635,7 @@ def dk_head_kernel(
         b_c = tl.zeros([BT, BK], tl.float32)
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
         if G == 1 or n_rows > 0:  # column factor k and row factor beta r in the states
+            e_k, end = tl.load(row + 6 * BT), tl.load(decay + i_ch * K)
             b_dl = tl.zeros([BK], tl.float32)
             for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
                 v0 = i_v * BV
@@ -630,20 +644,21 @@ def dk_head_kernel(
                 b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
                 b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
                 b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
-            b_c *= tl.load(row + 6 * BT)[:, None]
+            b_c *= e_k[:, None]
             # by itself, for it cancels what the last row gets of it
             b_dgc = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
-            last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_dgc, axis=0)
+            last = tl.sum(b_dl, axis=0) * end - tl.sum(b_dgc, axis=0)
             b_dgc += tl.where(i == BT - 1, last, 0.0)
             b_dk = b_c if G == 1 else b_dk + b_c
             b_c = tl.zeros([BT, BK], tl.float32)
             if REMOVAL != "none":
+                e_r = tl.load(row + 5 * BT)
                 for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
                     v0 = i_v * BV
                     b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
                     b_y = load_part(y + i_ch * BT * V, 0, v0, o_t, o_vt, BT, V)
                     b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
-                b_dr *= -tl.load(row + 5 * BT)[:, None]
+                b_dr *= -e_r[:, None]
         if REMOVAL != "none" and (G == 1 or n_rows <= BT):  # beta r in the scores
             if G > 1:
                 tl.debug_barrier()
@@ -651,13 +666,19 @@ def dk_head_kernel(
                 m_i = i < n_rows
                 row = rows + i_ch * 7 * BT + i
                 b_k = load_rows(k, i, k_t, m_i, o_k, K)
+            if operand == tl.float32:  # before beta r is loaded, for registers
+                b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, o_t, o_t, BT, BT)
+                b_x = dot(b_w, b_k, PRECISION)
+                tl.debug_barrier()
             b_beta = tl.load(row)
             b_r = load_rows(r, i, r_t, m_i, o_k, K)
             b_rb = (b_beta[:, None] * b_r.to(tl.float32)).to(operand)
-            b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, o_t, o_t, BT, BT)
+            if operand != tl.float32:
+                b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, o_t, o_t, BT, BT)
             b_db = tl.sum(b_r.to(tl.float32) * b_dr, axis=1)
             b_shift = b_beta * b_db
-            b_x = dot(b_w, b_k, PRECISION)
+            if operand != tl.float32:
+                b_x = dot(b_w, b_k, PRECISION)
             b_shift += tl.sum(b_rb.to(tl.float32) * b_x, axis=1)
             b_db += tl.sum(b_r.to(tl.float32) * b_x, axis=1)
             b_dgc += b_shift

@@ -93,13 +93,21 @@ def load_steps(
 
 
 @triton.jit
-def row_rstd(x, o_r, stride_r, m_r, K: tl.constexpr, BK: tl.constexpr, EPS: tl.constexpr):
-    """1 / sqrt(sum of squares + EPS) of each row."""
-    total = tl.zeros_like(o_r).to(tl.float32)
-    for i_k in range((K + BK - 1) // BK):
-        b_x = load_rows(x, o_r, stride_r, m_r, i_k * BK + tl.arange(0, BK), K).to(tl.float32)
-        total += tl.sum(b_x * b_x, axis=1)
-    return tl.rsqrt(total + EPS)
+def row_products(
+    q, k, o_r, q_t, k_t, m_r, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr
+):
+    """Of each row, summed over channels: q k, and with NORM q q and k k."""
+    b_qk = tl.zeros([o_r.shape[0], BK], tl.float32)
+    b_qq, b_kk = b_qk, b_qk
+    for i_k in tl.static_range((K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q = load_rows(q, o_r, q_t, m_r, o_k, K).to(tl.float32)
+        b_k = load_rows(k, o_r, k_t, m_r, o_k, K).to(tl.float32)
+        b_qk += b_q * b_k
+        if NORM:
+            b_qq += b_q * b_q
+            b_kk += b_k * b_k
+    return tl.sum(b_qk, axis=1), tl.sum(b_qq, axis=1), tl.sum(b_kk, axis=1)
 
 
 @triton.jit
@@ -182,9 +190,12 @@ def intra_kernel(
         b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
+    diagonal, qq, kk = row_products(q, k, o_i, q_t, k_t, m_i, K, BK, NORM)
     if NORM:
-        q_scale *= row_rstd(q, o_i, q_t, m_i, K, BK, EPS)
-        k_scale *= row_rstd(k, o_i, k_t, m_i, K, BK, EPS)
+        q_scale *= tl.rsqrt(qq + EPS)
+        k_scale *= tl.rsqrt(kk + EPS)
+    diagonal *= q_scale * k_scale  # in its place until the end, not in registers
+    tl.store(Aqk + (i_ch * BT + o_i) * BT + o_i, diagonal.to(operand))
     row = rows + i_ch * 3 * BT + o_i
     tl.store(row, b_beta)
     tl.store(row + BT, q_scale)
@@ -193,7 +204,6 @@ def intra_kernel(
     b_qk = tl.zeros([BT, BT], tl.float32)
     b_kk = tl.zeros([BT, BT], tl.float32)
     b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
-    diagonal = tl.zeros_like(b_beta)
     if SAFE:
         e_upto = load_sums(sums, UP_TO, o_i)
         e_after = load_sums(sums, AFTER, o_i)
@@ -206,22 +216,23 @@ def intra_kernel(
         b_q = load_rows(q, o_i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
         d = apply_sums(e_upto if SAFE else load_sums(sums, UP_TO, o_i), steps, PRECISION)
-        last = tl.broadcast_to(o_k[None, :], [BT, BK])
-        r = again(o_i, n_rows + i_k, BT, 1000)  # no addresses kept from tile to tile
+        # no addresses kept from tile to tile
+        r, c = again(o_i, n_rows + i_k, BT, 1000), again(o_k, n_rows + i_k, BT, 1000)
+        ch = again(i_ch, n_rows + i_k, BT, 1000)
+        last = tl.broadcast_to(c[None, :], [BT, BK])
         if SAFE:
-            place = (i_ch * 3 + r // 32 + r // (BT - 1))[:, None] * K + last
-            at = ((r % 32 == 15) | (r == BT - 1))[:, None] & (o_k < K)[None, :]
+            place = (ch * 3 + r // 32 + r // (BT - 1))[:, None] * K + last
+            at = ((r % 32 == 15) | (r == BT - 1))[:, None] & (c < K)[None, :]
             tl.store(anchors + place, d, mask=at)
         e = decay_exp(d, EXP2)
-        store_block(qg + i_ch * BT * K, b_q * e, r, o_k, BT, K)
+        store_block(qg + ch * BT * K, b_q * e, r, c, BT, K)
         if REMOVES:
-            store_block(kin + i_ch * BT * K, b_k * e, r, o_k, BT, K)
-        at = (r == BT - 1)[:, None] & (o_k < K)[None, :]
-        tl.store(decay + i_ch * K + last, e, mask=at)
+            store_block(kin + ch * BT * K, b_k * e, r, c, BT, K)
+        at = (r == BT - 1)[:, None] & (c < K)[None, :]
+        tl.store(decay + ch * K + last, e, mask=at)
         d = apply_sums(e_after if SAFE else load_sums(sums, AFTER, o_i), steps, PRECISION)
         e = decay_exp(d, EXP2)
-        store_block(kg + i_ch * BT * K, b_k * e, r, o_k, BT, K)
-        diagonal += tl.sum(b_q * b_k, axis=1)
+        store_block(kg + ch * BT * K, b_k * e, r, c, BT, K)
         if SAFE:
             d = apply_sums(e_middle, steps, PRECISION)
             col = b_k * decay_exp(-d, EXP2)
@@ -248,14 +259,17 @@ def intra_kernel(
                 b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), PRECISION), 0.0)
                 if REMOVES:
                     b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
+    tl.debug_barrier()
     i_ch = again(i_ch, n_rows, BT, 1)
+    if SAFE:
+        o_i = again(o_i, n_rows, BT, 1)
+    b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
+    diagonal = tl.load(Aqk + (i_ch * BT + o_i) * BT + o_i).to(tl.float32)
     below = o_i[:, None] > o_i[None, :]
     b_qk = tl.where(below, b_qk, 0.0)
     b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
     store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
     if REMOVES:
-        tl.debug_barrier()
-        b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
         b_kk = tl.where(below, b_kk, 0.0) * b_beta[:, None]
         if SAFE:
             b_16 *= tl.reshape(b_beta, [BT // 16, 16])[:, :, None]

@@ -60,6 +60,13 @@ def as_rows(x):
 
 
 @triton.jit
+def load_scaled(x, rows, plane, i, x_t, m_i, o_k, K: tl.constexpr):
+    """Rows of q or k in fp32, each times its factor in that plane of rows."""
+    factors = rows + plane * i.shape[0]
+    return load_rows(x, i, x_t, m_i, o_k, K).to(tl.float32) * tl.load(factors + i)[:, None]
+
+
+@triton.jit
 def load_pairs(ptr, at, pairs):
     """Scores at offsets [BT, BT] or [BT / 16, 16, 16], zero but for pairs. Those of [BT, BT] are
     whole blocks of 16, so what is masked is not even loaded."""
@@ -83,6 +90,7 @@ def level_grads(
     at,
     pairs,
     second,
+    n_rows,
     BT: tl.constexpr,
     REMOVES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -97,8 +105,9 @@ def level_grads(
     b_dq += f_row * b_r
     b_t = b_x.to(tl.float32) * b_r
     if REMOVES:
-        if operand == tl.float32:
-            tl.debug_barrier()  # not loaded earlier, for registers
+        if operand == tl.float32:  # for registers: not loaded earlier, no addresses kept
+            dscores = again(dscores, n_rows, BT, 2000)
+            tl.debug_barrier()
         b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
         b_c = dot(load_pairs(dscores + BT * BT, at, pairs), b_x, PRECISION)
         b_dr += f_row * b_c
@@ -306,6 +315,7 @@ def intra_bwd_kernel(
     dh += i_ch * K * V
     dscores += i_ch * 2 * BT * BT
     operand = v_new.dtype.element_ty
+    LEAN: tl.constexpr = REMOVES and operand == tl.float32
     o_k = i_k * BK + tl.arange(0, BK)
 
     b_g = load_steps(
@@ -326,14 +336,8 @@ def intra_bwd_kernel(
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
     steps = parts(b_g, operand)
-    b_k = (
-        load_rows(k, i, k_t, m_i, o_k, K).to(tl.float32)
-        * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None]
-    )
-    b_q = (
-        load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
-        * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None]
-    )
+    b_k = load_scaled(k, rows, i_ch * 3 + 2, i, k_t, m_i, o_k, K)
+    b_q = load_scaled(q, rows, i_ch * 3 + 1, i, q_t, m_i, o_k, K)
     b_beta = tl.load(rows + i_ch * 3 * BT + i)[:, None]
     e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
     b_dq *= e
@@ -352,18 +356,29 @@ def intra_bwd_kernel(
     x_dc, x_dgc = blocks_of_16(b_dc), blocks_of_16(b_dgc)
     x_steps = parts(blocks_of_16(b_g), operand)
     j = tl.arange(0, 16)
-    for level in tl.range(2, 6, num_stages=1, disable_licm=True):
+    # in fp32, for registers: q, k and beta are loaded again at each level, and the compiler cannot
+    # tell that the loops run, so that it keeps nothing that they form for what follows them
+    blocks_end, levels_end = 6, 2
+    if LEAN:
+        blocks_end, levels_end = again(6, n_rows, BT, 1000), again(2, n_rows, BT, 2000)
+    for level in tl.range(2, blocks_end, num_stages=1, disable_licm=True):
         n = 5 - level
         r = again(j, n_rows + level, BT, 1000)
         at = (r[:, None] * BT + r[None, :])[None]
         at += tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
         E = tl.load(sums + (PAIR + level) * BT * BT + at)
+        f = decay_exp(apply_sums(E, x_steps, PRECISION), EXP2)
+        if LEAN:
+            o = again(i, n_rows + level, BT, 1000)
+            x_q = blocks_of_16(load_scaled(q, rows, i_ch * 3 + 1, o, q_t, o < n_rows, o_k, K))
+            x_k = blocks_of_16(load_scaled(k, rows, i_ch * 3 + 2, o, k_t, o < n_rows, o_k, K))
+            x_beta = blocks_of_16(tl.load(rows + i_ch * 3 * BT + o)[:, None])
         x_dq, x_dr, x_dc, x_dgc = level_grads(
             x_dq,
             x_dr,
             x_dc,
             x_dgc,
-            decay_exp(apply_sums(E, x_steps, PRECISION), EXP2),
+            f,
             x_q,
             x_k,
             x_beta,
@@ -371,20 +386,26 @@ def intra_bwd_kernel(
             at,
             ((r[:, None] ^ r[None, :]) >> n == 1)[None],
             ((r >> n) & 1 == 1)[None, :, None],
+            n_rows,
             BT,
             REMOVES,
             PRECISION,
         )
     b_dq, b_dr, b_dc, b_dgc = as_rows(x_dq), as_rows(x_dr), as_rows(x_dc), as_rows(x_dgc)
-    for top in tl.range(0, 2, num_stages=1, disable_licm=True):
+    for top in tl.range(0, levels_end, num_stages=1, disable_licm=True):
         o = again(i, n_rows + top, BT, 1000)
         inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
+        f = decay_exp(sum_steps(sums, PAIR + top, o, steps, PRECISION), EXP2)
+        if LEAN:
+            b_q = load_scaled(q, rows, i_ch * 3 + 1, o, q_t, o < n_rows, o_k, K)
+            b_k = load_scaled(k, rows, i_ch * 3 + 2, o, k_t, o < n_rows, o_k, K)
+            b_beta = tl.load(rows + i_ch * 3 * BT + o)[:, None]
         b_dq, b_dr, b_dc, b_dgc = level_grads(
             b_dq,
             b_dr,
             b_dc,
             b_dgc,
-            decay_exp(sum_steps(sums, PAIR + top, o, steps, PRECISION), EXP2),
+            f,
             b_q,
             b_k,
             b_beta,
@@ -392,6 +413,7 @@ def intra_bwd_kernel(
             o[:, None] * BT + o[None, :],
             (outer[:, None] == outer[None, :]) & (inner[:, None] != inner[None, :]),
             (inner % 2 == 1)[:, None],
+            n_rows,
             BT,
             REMOVES,
             PRECISION,
@@ -404,6 +426,10 @@ def intra_bwd_kernel(
     start = tl.load(chunk_start + i_c).to(tl.int64)
     m_i = i < n_rows
     o_k = i_k * BK + tl.arange(0, BK)
+    if LEAN:
+        b_q = load_scaled(q, rows, i_ch * 3 + 1, i, q_t, m_i, o_k, K)
+        b_k = load_scaled(k, rows, i_ch * 3 + 2, i, k_t, m_i, o_k, K)
+        b_beta = tl.load(rows + i_ch * 3 * BT + i)[:, None]
     # the diagonal's row and column cancel in the gate's gradient
     diagonal = tl.load(of_rows + i_ch * 3 * BT + i)[:, None]
     b_dq += diagonal * b_k

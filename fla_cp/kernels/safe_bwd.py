@@ -108,6 +108,7 @@ def safe_bwd_kernel(
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
     m_k = o_k < K
+    first_anchor = anchors + i_ch * 3 * K
     anchors += i_ch * 3 * K + o_k
 
     UNIT: tl.constexpr = 1.0 if EXP2 else 1.0 / LOG2E
@@ -119,6 +120,16 @@ def safe_bwd_kernel(
     b_k = load_rows(k, i, k_t, m_i, o_k, K)
     b_q = load_rows(q, i, q_t, m_i, o_k, K)
     b_ds = load_scores(dscores, i)
+    # A number of each 32 bytes that later phases wait for, for the cache's sake: loaded in time, and
+    # held by fewer registers than what is there. NS of 1: tiles with no register to spare.
+    if NS > 1:
+        near = tl.arange(0, 32) * 8
+        m_n = near < 3 * BT
+        touched = tl.load(rows + near, mask=m_n, other=0.0)
+        touched += tl.load(of_rows + near, mask=m_n, other=0.0)
+        place = near // BK * K + i_k * BK + near % BK
+        m_n = (near < 3 * BK) & (i_k * BK + near % BK < K)
+        touched += tl.load(first_anchor + place, mask=m_n, other=0.0)
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_dc = tl.zeros([BT, BK], tl.float32)
@@ -133,6 +144,8 @@ def safe_bwd_kernel(
             b_dr = dot(load_block(y, i, o_v, BT, V), tl.trans(b_h), PRECISION, acc=b_dr)
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
         b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+    if NS > 1:  # a use for them, as far as the compiler can tell: n_rows is never more
+        tl.store(rows + near, touched, mask=near * 0 + n_rows > BT)
     b_gc = sum_steps(sums, UP_TO, i, parts(b_g, operand), PRECISION)
     n0 = whole(tl.load(anchors, mask=m_k, other=0.0), UNIT)[None, :]
     n1 = whole(tl.load(anchors + K, mask=m_k, other=0.0), UNIT)[None, :]
@@ -176,7 +189,9 @@ def safe_bwd_kernel(
     f = decay_exp(d, EXP2)
     if REMOVES:
         tl.debug_barrier()  # not loaded earlier, for registers
-        i = again(i, n_rows, BT, 2)
+        i, out = again(i, n_rows, BT, 2), again(out, n_rows, BT, 2)
+        if NS == 1:
+            o_k = again(o_k, n_rows, BT, 2)
         m_i = i < n_rows
         b_da = load_scores(dscores + BT * BT, i)
         b_r = dot(b_da, near, PRECISION, acc=b_dr)

@@ -8,6 +8,9 @@ factors (head.py) multiply what the products give or take.
 The state is a tuple of slices of BK keys: one in half precision. In fp32, where a product is three
 that hold their left operand in registers, a slice of each operand is loaded at a time, and AGAIN
 wherever it is used. Each of those products starts from zero: sums over slices are rounded adds.
+
+LLVM hoists addresses and descriptors of products out of the loop over chunks, some 60 registers:
+LEAN kernels, which would spill or lose half of their warps for it, keep them in the loop.
 """
 
 import triton
@@ -73,6 +76,13 @@ def anew(ptr):
     and what is loaded from them, are not those from before, kept in registers until here."""
     tl.debug_barrier()
     return tl.load(ptr).to(tl.int64)
+
+
+@triton.jit
+def again(i, n):
+    """i, since n >= 0, in a form that the compiler cannot tell to be i: with n from `anew`, what is
+    formed of i (a row's address) is formed where it is used, not kept in registers."""
+    return i + tl.minimum(n, 0).to(i.dtype)
 
 
 @triton.jit(do_not_specialize=["states"])
@@ -167,9 +177,11 @@ def scan_kernel(
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
     PLANES: tl.constexpr = 7 if HEAD else 3
-    for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=AGAIN):
+    LEAN: tl.constexpr = AGAIN or NS == 1 or BV > 64
+    for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=LEAN):
         if AGAIN:
             start, first = anew(seg_start + i_s), anew(seg_chunk + i_s)
+        o_r = again(o_i, start) if AGAIN and HEAD else o_i
         i_ch = (first + c) * HV + i_h
         t = start + c * BT
         m_r = o_i < stop - t
@@ -180,8 +192,8 @@ def scan_kernel(
             if h is not None:
                 store_state(h + i_ch * K * V, b_Sb[s], s * BK + o_k, o_v, h_k, h_v, K, V)
         if not AGAIN:
-            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
-            b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
+            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_k, m_r, K, G, HEAD)
+            b_v = load_rows(v + t * v_t, o_r, v_t, m_r & value, o_v, V)
         b_r: tl.tensor = None
         b_o: tl.tensor = None
         for s in tl.static_range(SLICES):
@@ -190,39 +202,41 @@ def scan_kernel(
                 if KIN_IS_KG:
                     b_kin = b_kg
                 else:
-                    b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_s, m_r, K, G, HEAD)
+                    b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD)
                 b_r = dot(b_kin, b_Sb[s], PRECISION, acc=b_r)
             if AGAIN and o is not None:
-                b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_s, m_r, K, G, HEAD)
+                # beside more slices, addresses of two operands would spill
+                o_q = again(o_i, anew(seg_start + i_s)) if HEAD and SLICES > 2 else o_r
+                b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_q, o_s, m_r, K, G, HEAD)
                 b_o = dot(b_qg, b_Sb[s], PRECISION, acc=b_o)
         if AGAIN:
             t = anew(seg_start + i_s) + c * BT
-            b_v = load_rows(v + t * v_t, o_i, v_t, m_r & value, o_v, V)
+            b_v = load_rows(v + t * v_t, o_r, v_t, m_r & value, o_v, V)
         if REMOVAL == "none":
             b_vn = b_v.to(operand)
         else:
             if HEAD:
                 b_r *= tl.load(row + 5 * BT)[:, None]
             b_r = ((b_v.to(tl.float32) - b_r) * tl.load(row)[:, None]).to(operand)
-            b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
+            b_T = load_block(T + i_ch * BT * BT, o_r, o_i, BT, BT)
             b_vn = dot(b_T, b_r, PRECISION).to(operand)
         if v_new is not None:
             store_block(v_new + i_ch * BT * V, b_vn, o_i, o_v, BT, V)
         if o is not None:
             if not AGAIN:
-                b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_k, m_r, K, G, HEAD)
+                b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_r, o_k, m_r, K, G, HEAD)
                 b_o = dot(b_qg, b_Sb[0], PRECISION)
             if HEAD:
                 b_o *= tl.load(row + 4 * BT)[:, None]
-            b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
+            b_A = load_block(Aqk + i_ch * BT * BT, o_r, o_i, BT, BT)
             b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
-            store_rows(o + (t * HV + i_h) * V, b_o, o_i, HV * V, m_r, o_v, V)
+            store_rows(o + (t * HV + i_h) * V, b_o, o_r, HV * V, m_r, o_v, V)
         b_next: tl.tuple = ()
         for s in tl.static_range(SLICES):
             o_s = s * BK + o_k
             b_d = tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0)
             if AGAIN:
-                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_s, m_r, K, G, HEAD)
+                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_s, m_r, K, G, HEAD)
             if HEAD and s == 0:
                 b_vn = (b_vn.to(tl.float32) * tl.load(row + 6 * BT)[:, None]).to(operand)
             b_next += (dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S[s] * b_d[:, None]),)
@@ -311,51 +325,53 @@ def scan_bwd_kernel(
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
     PLANES: tl.constexpr = 7 if HEAD else 3
+    LEAN: tl.constexpr = AGAIN or NS == 1 or (HEAD and NS == 2)
     n = tl.cdiv(stop - start, BT)
-    for c in tl.range(0, n, num_stages=NS, disable_licm=AGAIN):
+    for c in tl.range(0, n, num_stages=NS, disable_licm=LEAN):
         if AGAIN:
             start, first = anew(seg_start + i_s), anew(seg_chunk + i_s)
+        o_r = again(o_i, start) if AGAIN and HEAD else o_i
         i_c = n - 1 - c
         i_ch = (first + i_c) * HV + i_h
         t = start + i_c * BT
         m_r = o_i < stop - t
         row = rows + i_ch * PLANES * BT + o_i
-        b_do = flipped(load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand), FLIP)
+        b_do = flipped(load_rows(do + t * do_t, o_r, do_t, m_r, o_v, V).to(operand), FLIP)
         b_dSb: tl.tuple = ()
         for s in tl.static_range(SLICES):
             b_dSb += (b_dS[s].to(operand),)
             if dh is not None:
                 store_block(dh + i_ch * K * V, flipped(b_dSb[s], FLIP), s * BK + o_k, o_v, K, V)
-        b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
+        b_A = load_block(Aqk + i_ch * BT * BT, o_r, o_i, BT, BT)
         if not AGAIN:
-            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_k, m_r, K, G, HEAD)
+            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_k, m_r, K, G, HEAD)
         b_y: tl.tensor = None
         if not HEAD:
             b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION)
         for s in tl.static_range(SLICES):
             if AGAIN:
                 o_s = s * BK + o_k
-                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_i, o_s, m_r, K, G, HEAD)
+                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_s, m_r, K, G, HEAD)
             b_y = times(b_kg, b_dSb[s], FLIP, PRECISION, acc=b_y)
         if HEAD:
             b_y *= of_rows(tl.load(row + 6 * BT), FLIP)
             if AGAIN:
-                b_A = load_block(Aqk + i_ch * BT * BT, o_i, o_i, BT, BT)
+                b_A = load_block(Aqk + i_ch * BT * BT, o_r, o_i, BT, BT)
             b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
         if REMOVAL != "none":
-            b_T = load_block(T + i_ch * BT * BT, o_i, o_i, BT, BT)
+            b_T = load_block(T + i_ch * BT * BT, o_r, o_i, BT, BT)
             b_y = times(tl.trans(b_T), b_y.to(operand), FLIP, PRECISION)
         if y is not None:
             b_yb = flipped(b_y.to(operand), FLIP)
             store_block(y + i_ch * BT * V, b_yb, o_i, o_v, BT, V)
         if AGAIN:
             t = anew(seg_start + i_s) + i_c * BT
-            b_do = flipped(load_rows(do + t * do_t, o_i, do_t, m_r, o_v, V).to(operand), FLIP)
+            b_do = flipped(load_rows(do + t * do_t, o_r, do_t, m_r, o_v, V).to(operand), FLIP)
         b_next: tl.tuple = ()
         for s in tl.static_range(SLICES):
             o_s = s * BK + o_k
             b_d = of_rows(tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0), FLIP)
-            b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_i, o_s, m_r, K, G, HEAD)
+            b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_r, o_s, m_r, K, G, HEAD)
             if HEAD and s == 0:
                 b_do = (b_do.to(tl.float32) * of_rows(tl.load(row + 4 * BT), FLIP)).to(operand)
             b_next += (times(tl.trans(b_qg), b_do, FLIP, PRECISION, acc=b_dS[s] * b_d),)
@@ -370,7 +386,7 @@ def scan_bwd_kernel(
                 if KIN_IS_KG:
                     b_kin = b_kg
                 else:
-                    b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_i, o_s, m_r, K, G, HEAD)
+                    b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD)
                 b_next += (times(tl.trans(b_kin), b_x.to(operand), FLIP, PRECISION, acc=b_dS[s]),)
             b_dS = b_next
     if dS0 is not None:

@@ -50,7 +50,7 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 64, 4, 3),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
-    (90, "intra_head", 128, 128, BF16): Tile(32, 0, 4, 3),
+    (90, "intra_head", 128, 128, BF16): Tile(64, 0, 4, 3),
     (90, "dqk_head", 128, 128, BF16): Tile(64, 64, 4, 2),
     (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
     (90, "dk_head", 128, 128, BF16): Tile(64, 128, 4, 1),
@@ -169,6 +169,8 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "scan_bwd_beside": BESIDE,
     "scan_bwd_ends_beside": (*BESIDE, DEEP),
     "intra_head": (
+        Tile(64, 0, 4, 3),
+        Tile(32, 0, 4, 5),
         Tile(32, 0, 4, 3),
         Tile(32, 0, 4, 1),
         Tile(64, 0, 4, 1),

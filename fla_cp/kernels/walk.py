@@ -86,7 +86,7 @@ def walk_kernel(
         i_b = of_head(tl.load(steps + n + lo + j), i_h, HV)
         i_o = of_head(tl.load(steps + 2 * n + lo + j), i_h, HV)
         before, after = here + j % 2 * chains * HV, here + (j + 1) % 2 * chains * HV
-        for r in range(tl.cdiv(K, BR)):
+        for r in tl.range(tl.cdiv(K, BR), disable_licm=True):
             o_r = r * BR + tl.arange(0, BR)
             b_M = ()
             if M is not None:
