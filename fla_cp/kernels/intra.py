@@ -93,9 +93,7 @@ def load_steps(
 
 
 @triton.jit
-def row_products(
-    q, k, o_r, q_t, k_t, m_r, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr
-):
+def row_products(q, k, o_r, q_t, k_t, m_r, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr):
     """Of each row, summed over channels: q k, and with NORM q q and k k."""
     b_qk = tl.zeros([o_r.shape[0], BK], tl.float32)
     b_qq, b_kk = b_qk, b_qk
