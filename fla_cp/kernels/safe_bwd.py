@@ -120,7 +120,7 @@ def safe_bwd_kernel(
     b_k = load_rows(k, i, k_t, m_i, o_k, K)
     b_q = load_rows(q, i, q_t, m_i, o_k, K)
     b_ds = load_scores(dscores, i)
-    # A number of each 32 bytes that later phases wait for, for the cache's sake: early, and in fewer
+    # A number of each 32 bytes that later phases wait for, for the cache's sake: early, in fewer
     # registers than what is there. NS of 1: tiles with no register to spare.
     if NS > 1:
         near = tl.arange(0, 32) * 8
