@@ -1,7 +1,8 @@
 """The members of the family as `benchmarks.ops` calls them, and who else has them.
 
-KDA takes everything inside the operator. The others take g, a log decay, and beta as they act,
-since that is what their peers take; q and k are normalised inside where the peer can.
+KDA takes everything inside the operator, and so does the gated delta rule as "gdn-layer". The
+others take g, a log decay, and beta as they act, since that is what their peers take; q and k are
+normalised inside where the peer can.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ MEMBERS = {
             "fla": "fla.ops.gated_delta_rule:chunk_gated_delta_rule",
         },
     ),
+    "gdn-layer": Member(  # what a layer asks for: FlashQLA's gate and sigmoid in torch around it
+        "chunk_gated_delta_rule",
+        {"flashqla": "benchmarks.members:flashqla_of_a_layer"},
+        inside=True,
+    ),
     "comba": Member(
         "chunk_comba",
         {"fla": "fla.ops.comba:chunk_comba"},
@@ -62,6 +68,23 @@ MEMBERS = {
 }
 
 
+def flashqla_of_a_layer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    **_: object,
+) -> tuple:
+    """FlashQLA on logits of gate and beta: these act in torch, the norm is FlashQLA's own."""
+    from flash_qla import chunk_gated_delta_rule
+
+    g = -A_log.exp() * torch.nn.functional.softplus(g.float() + dt_bias)
+    return chunk_gated_delta_rule(q, k, v, g, beta.sigmoid(), use_qk_l2norm_in_kernel=True)
+
+
 def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor], Tensor]:
     """Inputs by name, and do. Seeded."""
     gen = torch.Generator(device).manual_seed(0)
@@ -76,7 +99,7 @@ def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor],
     x = {n: draw(1, *sizes[n]) for n in member.arguments}
     if member.inside:
         x["A_log"] = draw(HV, dtype=torch.float32)
-        x["dt_bias"] = draw(HV * K, dtype=torch.float32)
+        x["dt_bias"] = draw(HV if member.per_head else HV * K, dtype=torch.float32)
     else:
         x["g"] = torch.nn.functional.logsigmoid(x["g"].float() + 2)
         if member.removes:
@@ -88,10 +111,12 @@ def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor],
 
 def options(member: Member, shape: Shape) -> dict[str, object]:
     found: dict[str, object] = {"use_qk_l2norm_in_kernel": True} if member.norm else {}
-    if member.inside:
+    if member.inside and not member.per_head:
         found |= shape.options
     elif shape.disable_recompute or not shape.safe:
         raise SystemExit(f"shape {shape.name} has options of KDA only")
+    elif member.inside:
+        found |= dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
     if member.steps > 1:
         found["num_householder"] = member.steps
     return found

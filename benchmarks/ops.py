@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     member = MEMBERS[args.op]
-    if args.shapes == default and not member.inside:
+    if args.shapes == default and args.op != "kda":
         args.shapes = ",".join(n for n in default.split(",") if not n.startswith("target-"))
     shapes = [SHAPES[name] for name in args.shapes.split(",")]
 
