@@ -231,6 +231,34 @@ def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
         assert (wide[name] - x).abs().max() <= 1e-5 * x.abs().max(), name
 
 
+@pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
+def test_what_is_touched_early_stays(member):
+    """Tiles of several stages load what later phases wait for once more, for the cache's sake, and
+    give that a use that never comes: the same bits as without."""
+    import fla_cp
+    from fla_cp.kernels.measure import forced
+    from fla_cp.kernels.tuning import Tile
+
+    gen = torch.Generator().manual_seed(0)
+    x = [torch.randn(1, 100, 2, n, generator=gen).requires_grad_() for n in (40, 40, 24)]
+    channels = (40,) if member == "kda" else ()
+    g = torch.randn(1, 100, 2, *channels, generator=gen).requires_grad_()
+    beta = torch.rand(1, 100, 2, generator=gen).requires_grad_()
+    inside = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+    inside |= {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * len(channels) * 40 or 2)}
+    if member == "kda":
+        inside |= {"safe_gate": True, "lower_bound": -5.0}
+    stage = "intra_bwd" if member == "kda" else "dqk_head"
+    results = []
+    for stages in (1, 2):
+        with forced({stage: Tile(32, 32, 4, stages)}):
+            o, _ = getattr(fla_cp, f"chunk_{member}")(*x, g, beta, **inside, impl="triton")
+            results.append(torch.autograd.grad(o.float().square().sum(), [*x, g, beta]))
+    for a, b in zip(*results, strict=True):
+        assert a.abs().sum() > 0
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
 def test_order_of_scans_side_by_side(chunks, monkeypatch):
     """What the side stream reads exists before it starts, and what it writes is waited for."""
