@@ -1,4 +1,4 @@
-"""An interpreter for the Gluon kernels of fla_cp/kernels/hopper.py on CPU tensors, of any dtype.
+"""An interpreter for the Gluon kernels of fla_cp/kernels on CPU tensors, of any dtype.
 
 Triton's own cannot run Gluon. Inside `interpreted()` a launch runs the kernels' Python once for
 each program: tiles are tensors, layouts nothing, and the partitions of a warp-specialised program
@@ -75,6 +75,9 @@ class Shared:
     def permute(self, order: tuple[int, int]) -> Shared:
         return Shared(self.x.permute(*order))
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.x[start : start + length])
+
     def load(self, layout: Any) -> Tensor:
         return self.x.clone()
 
@@ -142,7 +145,8 @@ def _partitions(parts: list[Any], warps: list[int], registers: list[int]) -> Non
 
     def run(fn: Any, args: tuple[Any, ...]) -> None:
         try:
-            fn(*args)
+            with torch.no_grad():  # which threads do not inherit
+                fn(*args)
         except BaseException as error:
             failed.append(error)
 
@@ -178,6 +182,7 @@ class Launcher:
                     arguments[name] = Described(x)
             for program in itertools.product(*map(range, grid)):
                 self.where.program_id = lambda axis, at=program: torch.tensor(at[axis])
+                self.where.num_programs = lambda axis: grid[axis]
                 self.fn(**arguments)
 
         return launch
@@ -185,8 +190,8 @@ class Launcher:
 
 @contextmanager
 def interpreted() -> Iterator[list[str]]:
-    """Lets `hopper.py` run here; gives the kernels' names as they are launched."""
-    from fla_cp.kernels import hopper
+    """Lets them run here; gives the kernels' names as they are launched."""
+    from fla_cp.kernels import hopper, hopper_bwd
 
     nothing = lambda *args, **more: None  # noqa: E731
     gl = SimpleNamespace(
@@ -195,7 +200,9 @@ def interpreted() -> Iterator[list[str]]:
         arange=lambda a, b, layout=None: torch.arange(a, b), convert_layout=lambda x, layout: x,
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype),
         warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
-        DotOperandLayout=nothing, BlockedLayout=nothing,
+        DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
+        sum=lambda x, axis: x.sum(axis), num_warps=nothing,
+        reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=nothing,
@@ -214,19 +221,26 @@ def interpreted() -> Iterator[list[str]]:
         "gl": gl, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait, "fence_async_shared": nothing, "barrier": nothing,
     }  # fmt: skip
-    for name, kernel in vars(hopper).items():
-        if type(kernel).__name__ == "GluonJITFunction":
-            changed[name] = kernel.fn
-            if name.endswith("_kernel"):
-                changed[name] = Launcher(_noted(kernel.fn, name, launched), gl)
-    before = {name: getattr(hopper, name) for name in changed}
-    for name, value in changed.items():
-        setattr(hopper, name, value)
+    changed["range"] = lambda *ends: map(torch.tensor, range(*map(int, ends)))
+    before = []
+    for module in (hopper, hopper_bwd):
+        kernels = {}
+        for name, kernel in vars(module).items():
+            if type(kernel).__name__ == "GluonJITFunction":
+                kernels[name] = kernel.fn
+                if name.endswith("_kernel"):
+                    kernels[name] = Launcher(_noted(kernel.fn, name, launched), gl)
+        for name, value in (changed | kernels).items():
+            before.append((module, name, vars(module).get(name)))
+            setattr(module, name, value)
     try:
         yield launched
     finally:
-        for name, value in before.items():
-            setattr(hopper, name, value)
+        for module, name, value in before:
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
 
 
 def _noted(fn: Any, name: str, launched: list[str]) -> Any:

@@ -123,8 +123,8 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
 
 
 def check_hopper(key: str, share: slice) -> Rows:
-    """The scans in hopper.py, which calls as small as these would not take; whole and in segments
-    of two chunks. key: of a member."""
+    """The kernels in Gluon, which calls as small as these would not take; whole and in segments of
+    two chunks. key: of a member."""
     from fla_cp.kernels import hopper
     from fla_cp.kernels.measure import cut_into
 
@@ -138,9 +138,9 @@ def check_hopper(key: str, share: slice) -> Rows:
                     found = [c for c in [*cases(128, 128)][share] if c[2] == BF16]
                     rows += [one(128, 128, f"hopper {c[0]}{name}", *c[1:]) for c in found]
                     continue
-                for T in (130, 1000):
-                    name_of = f"hopper {key} T={T}{name}"
-                    rows.append(check_member(key, 128, 128, T, BF16, name=name_of))
+                for T, H in ((130, 2), (1000, 2), (130, 4), (1000, 4)):
+                    name_of = f"hopper {key} T={T} H={H}{name}"
+                    rows.append(check_member(key, 128, 128, T, BF16, name=name_of, H=H))
     finally:
         hopper.LEAST = least
     return rows

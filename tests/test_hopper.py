@@ -1,5 +1,5 @@
-"""Which calls the scans of kernels/hopper.py take, and what they compute, in an interpreter of our
-own; tests/aot.py compiles them, gpu_checks.py runs them."""
+"""Which calls the kernels in Gluon take, and what they compute, in an interpreter of our own;
+tests/aot.py compiles them, gpu_checks.py runs them."""
 
 from contextlib import nullcontext
 
@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fla_cp.kernels import backend, hopper, tuning
+from fla_cp.kernels import backend, gluon, hopper, tuning
 from fla_cp.kernels.chunks import Chunks
 from fla_cp.rule import DeltaRule
 from tests.closeness import assert_within_budget
@@ -22,7 +22,7 @@ def chunks(NC=3, HV=2, K=128, V=128, dtype=BF16, heads=False, **given):
     k = (tokens, HV, K) if heads else (NC, HV, 64, K)
     x = {n: torch.empty(k, dtype=dtype) for n in ("qg", "kin", "kg")}
     x |= {n: torch.empty(NC, HV, 64, 64, dtype=dtype) for n in ("T", "Aqk")}
-    x |= {"decay": torch.empty(NC, HV, K), "rows": torch.empty(NC, HV, 7 if heads else 3, 64)}
+    x |= {"decay": torch.empty(NC, HV, K), "rows": torch.empty(NC, HV, 9 if heads else 3, 64)}
     x |= {"anchors": torch.empty(0), "v": torch.empty(tokens, HV, V, dtype=dtype)}
     return Chunks(**x | given, rule=DeltaRule(scale=1.0, per_head=heads))
 
@@ -81,14 +81,15 @@ def test_every_stage_has_a_tile_for_any_number_of_chains():
             assert not tuning.tile(stage, 128, 128, BF16, chains).hopper
 
 
-MEMBERS = ["kda", "gated_delta_rule", "comba", "gla", "simple_gla"]
+MEMBERS = [("kda", 1), ("gated_delta_rule", 1), ("comba", 1), ("gla", 1), ("simple_gla", 1)]
+MEMBERS += [("gated_delta_rule", 2), ("comba", 2), ("simple_gla", 2)]  # no groups
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "segments"])
-@pytest.mark.parametrize("key", MEMBERS)
-def test_kernels_err_like_the_torch_stages(key, cut, monkeypatch):
+@pytest.mark.parametrize(("key", "H"), MEMBERS)
+def test_kernels_err_like_the_torch_stages(key, H, cut, monkeypatch):
     """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
     states; in segments of a chunk with summaries and transitions, too."""
     from fla_cp.kernels.measure import cut_into
@@ -96,10 +97,10 @@ def test_kernels_err_like_the_torch_stages(key, cut, monkeypatch):
     from tests.test_family import BY_NAME, Call, collect, draw, operator
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(backend, "_on_hopper", lambda *args: True)
+    monkeypatch.setattr(gluon, "takes", lambda *args: True)
     monkeypatch.setattr(hopper, "enough", lambda c: True)
     member = BY_NAME[key]
-    call = Call(T=150, H=1, HV=2, K=128, V=128, inside=True)
+    call = Call(T=150, H=H, HV=2, K=128, V=128, inside=True)
     x, keywords, weights = draw(member, call)
 
     def run(x, impl):
@@ -110,10 +111,13 @@ def test_kernels_err_like_the_torch_stages(key, cut, monkeypatch):
     plain = run(x, "torch")
     with interpreted() as launched, cut_into(1) if cut else nullcontext():
         found = run(x, "triton")
-    assert {"scan_hopper_kernel", "scan_bwd_hopper_kernel"} <= set(launched)
+    kernels = {"scan_hopper_kernel", "scan_bwd_hopper_kernel"}
+    if key in ("gated_delta_rule", "simple_gla") or (key, H) == ("comba", 2):
+        kernels.add("head_bwd_hopper_kernel")
+    assert kernels <= set(launched)
     for name, value in found.items():
         if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
             error = (value.double() - exact[name]).abs().max()
-            assert error <= 64 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
+            assert error <= 256 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
         else:
             assert_within_budget(name, value, exact[name], plain[name], factor=4.0)

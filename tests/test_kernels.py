@@ -185,13 +185,13 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
 
 
 def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
-    from fla_cp.kernels import backend
+    from fla_cp.kernels import backend, gluon
     from fla_cp.kernels.local import intra
     from fla_cp.packing import Packing
     from fla_cp.rule import DeltaRule
     from fla_cp.stages.intra import Inputs
 
-    monkeypatch.setattr(backend, "multiprocessors", lambda device: 16)
+    monkeypatch.setattr(gluon, "multiprocessors", lambda device: 16)
 
     def fit(HV, T=64, cut=None, **rule):
         qk = torch.randn(2, T, 1, 128, dtype=torch.bfloat16)

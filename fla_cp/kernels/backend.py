@@ -18,7 +18,7 @@ from ..split import split as cut_by_rule
 from ..stages.intra import Inputs
 from ..state import AffineMap, States
 from ..tables import Build, Columns
-from . import assembler, tuning
+from . import assembler, gluon, tuning
 from .chunks import Chunks, OutputGrads, ScanGrads, tables
 from .conv import conv, conv_bwd
 from .gate_op import gate
@@ -28,11 +28,6 @@ from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
 from .tiles import unit_rows
 from .walk import walk
-
-try:
-    from . import hopper
-except (ImportError, AttributeError):  # Gluon is experimental: a Triton that has it otherwise
-    hopper = None  # type: ignore[assignment]
 
 assembler.choose()
 
@@ -113,8 +108,8 @@ def _scan(
         **_compiled(t, K, V),
     }
     if t.hopper:
-        kernel = hopper.scan_hopper_kernel
-        arguments |= hopper.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
+        kernel = gluon.hopper.scan_hopper_kernel
+        arguments |= gluon.hopper.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
         arguments |= {"v_h": c.v.stride(1), "o_rows": o}
     else:
         kernel = scan_kernel
@@ -131,18 +126,14 @@ def _scan(
 def _tile(
     stage: str, c: Chunks, chains: int, dense: tuple[Tensor | None, ...], rows: Tensor
 ) -> tuning.Tile:
-    """Of a scan that reads rows [T, HV, V] and writes what must be dense for hopper.py."""
-    takes = _on_hopper(c, rows) and all(x is None or x.is_contiguous() for x in dense)
+    """Of a scan that reads rows [T, HV, V] and writes what must be dense for gluon.hopper.py."""
+    takes = gluon.takes(c, rows) and all(x is None or x.is_contiguous() for x in dense)
     t = tuning.tile(
-        stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, takes and hopper.enough(c)
+        stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, takes and gluon.hopper.enough(c)
     )
     if t.hopper and not takes:
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
     return t
-
-
-def _on_hopper(c: Chunks, *rows: Tensor) -> bool:
-    return bool(hopper) and tuning.architecture() == 90 and hopper.fits(c, *rows)
 
 
 def _compiled(t: tuning.Tile, K: int, V: int) -> dict[str, int]:
@@ -183,14 +174,6 @@ def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
     return AffineMap(transition, offset)
 
 
-@functools.lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """0 without a GPU."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def split(
     packing: Packing,
     HV: int,
@@ -201,7 +184,7 @@ def split(
     backward: bool,
 ) -> Packing:
     value, key = (HV * cdiv(n, COLUMNS) for n in (V, K))
-    return cut_by_rule(packing, value, key, multiprocessors(device), backward)
+    return cut_by_rule(packing, value, key, gluon.multiprocessors(device), backward)
 
 
 def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
@@ -226,11 +209,11 @@ def beside(packing: Packing, c: Chunks) -> bool:
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     if c.rule.removal == "p" or c.rule.keep_intermediates:
         return False
-    takes = _on_hopper(c) and hopper.enough(c)
+    takes = gluon.takes(c) and gluon.hopper.enough(c)
     names = ("scan_states_beside", "scan_bwd_beside")
     tiles = (tuning.tile(n, K, V, c.Aqk.dtype, 0, takes) for n in names)
     programs = HV * len(packing.segments) * sum(cdiv(V, t.BV) for t in tiles)
-    return 0 < programs <= multiprocessors(c.v.device)
+    return 0 < programs <= gluon.multiprocessors(c.v.device)
 
 
 def scan(packing: Packing, c: Chunks, S0: States | None) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -308,8 +291,8 @@ def _scan_bwd(
         **_compiled(t, K, V),
     }
     if t.hopper:
-        kernel = hopper.scan_bwd_hopper_kernel
-        arguments |= hopper.described(c, t.BV, do=do, y=y, dh=dh) | {"do_h": do.stride(1)}
+        kernel = gluon.hopper.scan_bwd_hopper_kernel
+        arguments |= gluon.hopper.described(c, t.BV, do=do, y=y, dh=dh) | {"do_h": do.stride(1)}
     else:
         kernel = scan_bwd_kernel
         arguments |= {"do": do, "do_t": do.stride(0), "do_h": do.stride(1)} | c.given()

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .gate import LOG2E, sigmoid
-from .intra import again, unit_lower_inverse
+from .intra import again, blocks_of_16, unit_lower_inverse
 from .tiles import decay_exp, dot, load_block, load_part, load_rows, store_block, store_rows
 
 
@@ -57,12 +57,17 @@ def running_sums(g, operand: tl.constexpr, BEFORE: tl.constexpr = False):
 
 
 @triton.jit
-def decay_of(sums, EXP2: tl.constexpr):
-    """exp(sums) [BT]."""
+def total_of(sums):
     s = sums[0]
     for n in tl.static_range(1, len(sums)):
         s += sums[n]
-    return decay_exp(s, EXP2)
+    return s
+
+
+@triton.jit
+def decay_of(sums, EXP2: tl.constexpr):
+    """exp(sums) [BT]."""
+    return decay_exp(total_of(sums), EXP2)
 
 
 @triton.jit
@@ -87,6 +92,30 @@ def decays(row, col, i, EXP2: tl.constexpr):
     x = row[0][:, None] - col[0][None, :]
     for n in tl.static_range(1, len(row)):
         x += row[n][:, None] - col[n][None, :]
+    return tl.where(keep, decay_exp(tl.where(keep, x, 0.0), EXP2), 0.0)
+
+
+@triton.jit
+def decays_up_to(row, col, EXP2: tl.constexpr):
+    """exp(row_i - col_j) [BT, BT] for i >= j, elsewhere some number up to one."""
+    x = row[0][:, None] - col[0][None, :]
+    for n in tl.static_range(1, len(row)):
+        x += row[n][:, None] - col[n][None, :]
+    return decay_exp(tl.minimum(x, 0.0), EXP2)
+
+
+@triton.jit
+def rows_of_16(x, BT: tl.constexpr):
+    """[BT] as [BT / 16, 16]."""
+    return tl.reshape(x, [BT // 16, 16])
+
+
+@triton.jit
+def decays_of_16(row, col, BT: tl.constexpr, EXP2: tl.constexpr):
+    """The blocks of `decays` on the diagonal [BT / 16, 16, 16]; of a single addend."""
+    j = tl.arange(0, 16)
+    keep = (j[:, None] > j[None, :])[None]
+    x = rows_of_16(row[0], BT)[:, :, None] - rows_of_16(col[0], BT)[:, None, :]
     return tl.where(keep, decay_exp(tl.where(keep, x, 0.0), EXP2), 0.0)
 
 
@@ -131,8 +160,9 @@ def intra_head_kernel(
     NS: tl.constexpr,
 ):
     """T and Aqk (no T where nothing is removed); decay [NC, HV, K], the same number K
-    times; rows [NC, HV, 7, C], fp32: beta; what q, k and r (k or p, which reads the state) are
-    multiplied by; and by what in the scans (scan.py): q, r, and k where it writes."""
+    times; rows [NC, HV, 9, C], fp32: beta; what q, k and r (k or p, which reads the state) are
+    multiplied by; and by what in the scans (scan.py): q, r, and k where it writes; gc, up to each
+    row and up to the one before."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     i = tl.arange(0, BT)
@@ -161,7 +191,7 @@ def intra_head_kernel(
     p_norm = tl.zeros_like(b_beta) + EPS
     b_qk = tl.zeros([BT, BT], tl.float32)
     b_kk = tl.zeros([BT, BT], tl.float32)
-    diagonal = tl.zeros_like(b_beta)
+    b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
     for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
         o_k = i_k * BK + tl.arange(0, BK)
         b_q = load_rows(q, i, q_t, m_i, o_k, K)
@@ -177,11 +207,13 @@ def intra_head_kernel(
             b_r = load_rows(p, i, p_t, m_i, o_k, K)
             if NORM:
                 p_norm += tl.sum(b_r.to(tl.float32) * b_r.to(tl.float32), axis=1)
-        diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
         if REMOVAL != "p" or operand != tl.float32:
             b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
         if REMOVAL != "none":
             b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
+            if operand != tl.float32:
+                near = tl.permute(blocks_of_16(b_k), (0, 2, 1))
+                b_16 = dot(blocks_of_16(b_r), near, PRECISION, acc=b_16)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
     r_scale = k_scale
@@ -195,7 +227,7 @@ def intra_head_kernel(
     gc = running_sums(b_g, operand)
     before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
     e = decay_of(gc, EXP2)
-    rows += i_ch * 7 * BT + i
+    rows += i_ch * 9 * BT + i
     tl.store(rows, b_beta)
     tl.store(rows + BT, q_scale)
     tl.store(rows + 2 * BT, k_scale)
@@ -203,20 +235,29 @@ def intra_head_kernel(
     tl.store(rows + 4 * BT, q_scale * e)
     tl.store(rows + 5 * BT, r_scale * decay_of(before, EXP2))
     tl.store(rows + 6 * BT, k_scale * decay_to_end(gc, i, EXP2))
+    tl.store(rows + 7 * BT, total_of(gc))
+    tl.store(rows + 8 * BT, total_of(before))
     whole = last_of(e, i)
     for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
         tl.store(decay + i_ch * K + o_k, tl.zeros([BK], tl.float32) + whole, mask=o_k < K)
-    scales = q_scale[:, None] * k_scale[None, :]
-    b_qk *= scales * decays(gc, gc, i, EXP2)
-    b_qk += tl.where(i[:, None] == i[None, :], (diagonal * q_scale * k_scale)[:, None], 0.0)
+    e = decays_up_to(gc, gc, EXP2)
+    b_qk *= q_scale[:, None] * k_scale[None, :] * e
+    b_qk = tl.where(i[:, None] >= i[None, :], b_qk, 0.0)
     store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
     if REMOVAL != "none":
-        b_kk *= (b_beta * r_scale)[:, None] * k_scale[None, :]
-        b_kk *= decays(before, gc, i, EXP2)
-        same = (i // 16)[:, None] == (i // 16)[None, :]
-        b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
-        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
+        if REMOVAL == "p":
+            e = decays_up_to(before, gc, EXP2)
+        row = b_beta * r_scale
+        b_kk *= row[:, None] * k_scale[None, :] * e
+        if operand == tl.float32:  # from registers, of which there are too few beside the products
+            same = (i // 16)[:, None] == (i // 16)[None, :]
+            b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
+            b_16 = tl.sum(b_16, axis=2)
+        else:
+            b_16 *= rows_of_16(row, BT)[:, :, None] * rows_of_16(k_scale, BT)[:, None, :]
+            b_16 *= decays_of_16(before, gc, BT, EXP2)
+        b_T = unit_lower_inverse(b_kk, b_16, BT, PRECISION)
         store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
 
 
@@ -268,7 +309,7 @@ def scores_head_bwd_kernel(
     do += i_hv * do_h + start * do_t
     o += (start * HV + i_hv) * V
     dv += (start * HV + i_hv) * V
-    rows += i_ch * 7 * BT + i
+    rows += i_ch * 9 * BT + i
     of_rows += i_ch * 3 * BT + i
     weights += i_ch * 2 * BT * BT
     operand = v_new.dtype.element_ty
@@ -374,7 +415,7 @@ def dqk_head_kernel(
     i = tl.arange(0, BT)
     m_i = i < n_rows
     i_ch = i_c * H + i_h
-    row = rows + i_ch * 7 * BT + i
+    row = rows + i_ch * 9 * BT + i
     of_row = of_rows + i_ch * 3 * BT + i
     place = (i_k * chunks * H + i_ch) * BT + i
 
@@ -390,7 +431,7 @@ def dqk_head_kernel(
     # a number of each 32 bytes that later phases wait for, for the cache's sake
     if NS > 1:
         near = tl.arange(0, 64) * 8
-        touched = tl.load(rows + i_ch * 7 * BT + near, mask=near < 7 * BT, other=0.0)
+        touched = tl.load(rows + i_ch * 9 * BT + near, mask=near < 7 * BT, other=0.0)
         touched += tl.load(of_rows + i_ch * 3 * BT + near, mask=near < 3 * BT, other=0.0)
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
@@ -518,7 +559,7 @@ def dq_head_kernel(
         m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
-        row = rows + i_ch * 7 * BT + i
+        row = rows + i_ch * 9 * BT + i
         of_row = of_rows + i_ch * 3 * BT + i
         b_w = load_block(weights + i_ch * 2 * BT * BT, o_t, o_t, BT, BT)
         e_q, b_diagonal = tl.load(row + 4 * BT), tl.load(of_row)
@@ -626,7 +667,7 @@ def dk_head_kernel(
         m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
-        row = rows + i_ch * 7 * BT + i
+        row = rows + i_ch * 9 * BT + i
         of_row = of_rows + i_ch * 3 * BT + i
         place = (i_k * chunks * HV + i_ch) * BT + i
         b_dgc = tl.zeros([BT], tl.float32)
@@ -664,7 +705,7 @@ def dk_head_kernel(
                 tl.debug_barrier()
                 i = again(i, n_rows, BT, 1)
                 m_i = i < n_rows
-                row = rows + i_ch * 7 * BT + i
+                row = rows + i_ch * 9 * BT + i
                 b_k = load_rows(k, i, k_t, m_i, o_k, K)
             if operand == tl.float32:  # before beta r is loaded, for registers
                 b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, o_t, o_t, BT, BT)
@@ -694,7 +735,7 @@ def dk_head_kernel(
             tl.debug_barrier()
             i = again(i, n_rows, BT, 2)
             m_i = i < n_rows
-            row = rows + i_ch * 7 * BT + i
+            row = rows + i_ch * 9 * BT + i
             of_row = of_rows + i_ch * 3 * BT + i
             place = (i_k * chunks * HV + i_ch) * BT + i
             b_k = load_rows(k, i, k_t, m_i, o_k, K)

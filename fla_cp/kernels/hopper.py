@@ -149,7 +149,7 @@ def copy_chunks(
     qg, kin, kg, v, T, Aqk, rows, decay = operands
     s_qg, s_kin, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     q_h, r_h, k_h, v_h = heads
-    PLANES: gl.constexpr = 7 if HEAD else 3
+    PLANES: gl.constexpr = 9 if HEAD else 3
     FACTORS: gl.constexpr = 4 if HEAD else 1
     for c in range(n):
         s = c % NS

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
-from . import tuning
+from . import gluon, tuning
 from .chunks import Chunks, ScanGrads, precision, tables
 from .gate import GATES
 from .head import (
@@ -109,6 +109,7 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
             PRECISION=precision(x.q.dtype),
             NS=t.stages,
             num_warps=t.warps,
+            maxnreg=t.registers,
         )
     elif NC:
         launch(
@@ -206,7 +207,7 @@ def gate_again(
 
 def planes(rule: DeltaRule) -> int:
     """Of `Chunks.rows`."""
-    return 7 if rule.per_head else 3
+    return 9 if rule.per_head else 3
 
 
 def intra_bwd(
@@ -221,6 +222,20 @@ def intra_bwd(
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     grads = grads._replace(do=unit_rows(grads.do))
     return (_head_bwd if rule.per_head else _channels_bwd)(rule, packing, x, c, h, v_new, grads)
+
+
+def _head_tiles(
+    names: tuple[str, ...], x: Inputs, c: Chunks, grads: ScanGrads
+) -> tuple[tuning.Tile, ...]:
+    """Of stages of `_head_bwd`: all in hopper_bwd.py, or none."""
+    K, V = x.q.shape[2], x.v.shape[2]
+    alone = x.p is None or x.v.shape[1] == x.q.shape[1]
+    takes = alone and gluon.takes(c, x.q, x.k, *(() if x.p is None else (x.p,)), x.v, grads.do)
+    for whole in (takes and gluon.hopper.enough(c), False):
+        tiles = tuple(tuning.tile(name, K, V, x.q.dtype, 0, whole) for name in names)
+        if all(t.hopper for t in tiles):
+            break
+    return tiles
 
 
 def _head_bwd(
@@ -238,11 +253,10 @@ def _head_bwd(
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
     k_stage += "_two" * (x.p is not None and HV > H)
-    ts, tq, tk = (
-        tuning.tile(name, K, V, x.q.dtype) for name in ("scores_bwd_head", q_stage, k_stage)
-    )
+    ts, tq, tk = _head_tiles(("scores_bwd_head", q_stage, k_stage), x, c, grads)
+    whole = tk.hopper
     device, q_tiles, tiles = x.q.device, cdiv(K, tq.BK), cdiv(K, tk.BK)
-    parts = q_tiles + tiles if groups else tiles
+    parts = q_tiles + tiles if groups and not whole else tiles
     dq, dk = (torch.empty(x.q.shape, dtype=x.q.dtype, device=device) for _ in range(2))
     dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
     dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
@@ -265,9 +279,14 @@ def _head_bwd(
         "NORM": rule.qk_l2norm,
         "PRECISION": precision(x.q.dtype),
     }
-    weights = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-    of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
-    if NC:
+    if not whole:
+        weights = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+        of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
+    if NC and whole:
+        out = {"dq": dq, "dk": dk, "dp": dp, "dv": dv, "dgc": dgc, "shift": shift, "shares": shares}
+        programs = gluon.multiprocessors(device) or 1
+        gluon.hopper_bwd.head_bwd(rule, table, x, c, h, v_new, grads, out, programs)
+    elif NC:
         launch(
             scores_head_bwd_kernel,
             (NC, HV),
@@ -397,6 +416,7 @@ def _head_bwd(
                 maxnreg=tk.registers,
                 **shape,
             )
+    if NC:
         launch(
             head_gate_bwd_kernel,
             (NC, HV),

@@ -176,7 +176,7 @@ def scan_kernel(
     AGAIN: tl.constexpr = operand == tl.float32
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = 7 if HEAD else 3
+    PLANES: tl.constexpr = 9 if HEAD else 3
     LEAN: tl.constexpr = AGAIN or NS == 1 or BV > 64
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=LEAN):
         if AGAIN:
@@ -324,7 +324,7 @@ def scan_bwd_kernel(
     AGAIN: tl.constexpr = operand == tl.float32
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = 7 if HEAD else 3
+    PLANES: tl.constexpr = 9 if HEAD else 3
     LEAN: tl.constexpr = AGAIN or NS == 1 or (HEAD and NS == 2)
     n = tl.cdiv(stop - start, BT)
     for c in tl.range(0, n, num_stages=NS, disable_licm=LEAN):

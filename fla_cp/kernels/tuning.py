@@ -15,7 +15,7 @@ import torch
 
 class Tile(NamedTuple):
     """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: most that a
-    thread may have, or None. hopper: of a scan, in hopper.py."""
+    thread may have, or None. hopper: in Gluon."""
 
     BK: int
     BV: int
@@ -76,6 +76,7 @@ of a chain read is then read less often, and the card is full all the same."""
 
 NARROW, DEEP = Tile(128, 64, 4, 2, hopper=True), Tile(128, 64, 4, 3, hopper=True)
 BROAD = Tile(128, 128, 8, 2, hopper=True)
+WHOLE = Tile(128, 128, 8, 1, hopper=True)
 HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),
@@ -86,9 +87,14 @@ HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan_states_beside": ((0, NARROW),),
     "scan_bwd_beside": ((0, NARROW),),
     "scan_bwd_ends_beside": ((0, NARROW),),
+    "scores_bwd_head": ((0, WHOLE),),
+    "dqk_head": ((0, WHOLE),),
+    "dq_head": ((0, WHOLE),),
+    "dk_head": ((0, WHOLE),),
 }
-"""Tiles of the scans in hopper.py, K = V = 128, by the least number of chains, measured. "_kept":
-o, states and v_new at once."""
+"""Tiles in Gluon, K = V = 128. Of the scans in hopper.py by the least number of chains, measured;
+"_kept": o, states and v_new at once. Stages of the local backward that one kernel of hopper_bwd.py
+does together."""
 
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
