@@ -121,3 +121,64 @@ def test_kernels_err_like_the_torch_stages(key, H, cut, monkeypatch):
             assert error <= 256 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
         else:
             assert_within_budget(name, value, exact[name], plain[name], factor=4.0)
+
+
+@pytest.mark.parametrize("key", ["kda", "gated_delta_rule"])
+def test_a_scan_beside_what_forms_its_chunks_gives_the_same_bits(key, monkeypatch):
+    from fla_cp.kernels.chunks import Ahead
+    from tests.gluon import interpreted
+    from tests.test_family import BY_NAME, Call, draw, operator
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gluon, "takes", lambda *args: True)
+    monkeypatch.setattr(hopper, "enough", lambda c: True)
+    flags = []
+
+    def begin(packing, c):
+        NC, HV, _ = c.decay.shape
+        flags.append(torch.zeros(NC, HV, dtype=torch.int32))
+        return Ahead(flags[-1], None, None)
+
+    member = BY_NAME[key]
+    x, keywords, _ = draw(member, Call(T=150, H=1, HV=2, K=128, V=128, inside=True))
+    keywords = keywords | {"initial_state": None, "cu_seqlens": None}
+    x = {n: t.float() for n, t in x.items() if n != "initial_state"}
+    found = []
+    for ahead in (begin, lambda packing, c: None):
+        monkeypatch.setattr(backend, "begin", ahead)
+        monkeypatch.setattr(backend, "_early", lambda device, ahead, run: run())
+        with interpreted(), torch.no_grad():
+            found.append(operator(member, "chunk", x, **keywords, impl="triton"))
+    assert len(flags) == 1
+    assert (flags[0] == 1).all()
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_which_scans_start_early(monkeypatch):
+    """One sequence from a state of zero, of a size that pays, with multiprocessors to spare."""
+    from fla_cp.packing import Packing
+
+    monkeypatch.setattr(gluon, "takes", lambda *args: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+    def starts(NC, HV, cu_seqlens=None, count=132):
+        monkeypatch.setattr(gluon, "multiprocessors", lambda device: count)
+        c = chunks(NC=2, HV=HV)
+        c = c._replace(decay=torch.empty(1).expand(NC, HV, 128))
+        return backend.begin(Packing.build(cu_seqlens or (0, 64 * NC)), c) is not None
+
+    assert starts(512, 32)
+    assert not starts(64, 32)
+    assert not starts(512, 64)  # 128 programs would leave 4
+    assert not starts(512, 32, (0, 64, 512 * 64))
+    assert not starts(512, 32, count=66)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not starts(512, 32)
+
+
+class _Event:
+    def record(self, stream):
+        pass

@@ -3,6 +3,7 @@ arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from . import gluon, tuning
-from .chunks import Chunks, ScanGrads, precision, tables
+from .chunks import Ahead, Chunks, ScanGrads, precision, tables
 from .gate import GATES
 from .head import (
     dk_head_kernel,
@@ -56,7 +57,13 @@ def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
+def intra(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    begin: Callable[[Packing, Chunks], Ahead | None] | None = None,
+) -> Chunks:
+    """begin: whether a scan is to run beside this, asked before the launch."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
@@ -70,10 +77,16 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
     anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
+    c = Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
+    ahead = None if begin is None else begin(packing, c)
+    done, grid = None, (NC, HV)
+    if ahead is not None:  # chunk after chunk
+        done, grid = ahead.done, (HV, NC)
+        c = c._replace(ahead=ahead._replace(held=x))
     if NC and rule.per_head:
         launch(
             intra_head_kernel,
-            (NC, HV),
+            grid,
             x.q,
             x.k,
             x.p,
@@ -85,6 +98,7 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
             Aqk,
             decay,
             rows,
+            done,
             table.chunk_start,
             table.chunk_rows,
             *x.q.stride()[:2],
@@ -114,7 +128,7 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     elif NC:
         launch(
             intra_kernel,
-            (NC, HV),
+            grid,
             x.q,
             x.k,
             x.g,
@@ -130,6 +144,7 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
             decay,
             anchors,
             rows,
+            done,
             table.chunk_start,
             table.chunk_rows,
             *x.q.stride()[:2],
@@ -152,7 +167,7 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
-    return Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
+    return c
 
 
 def _gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
