@@ -19,60 +19,17 @@ from ..stages.intra import Inputs
 from ..state import AffineMap, States
 from ..tables import Build, Columns
 from . import assembler, gluon, tuning
-from .chunks import Ahead, Chunks, OutputGrads, ScanGrads, tables
+from .chunks import Chunks, OutputGrads, ScanGrads, tables
 from .conv import conv, conv_bwd
 from .gate_op import gate
 from .launch import cdiv, launch
-from .local import gate_again, intra_bwd, planes, safe
-from .local import intra as form
+from .local import gate_again, intra, intra_bwd, planes, safe
 from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
 from .tiles import unit_rows
 from .walk import walk
 
 assembler.choose()
-
-
-AHEAD = 8192
-"""Chunks times heads beyond which a scan starts while its chunks are formed: what it saves then is
-more than what an event and a stream cost the host."""
-
-BUSY = 0.75
-"""Share of the multiprocessors that such a scan may fill: it waits for the others."""
-
-
-def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
-    return form(rule, packing, x, begin)
-
-
-def begin(packing: Packing, c: Chunks) -> Ahead | None:
-    """Whether the scan of a forward can run beside what forms its chunks, on a stream that starts
-    with it: it scans one sequence, in the order in which they are formed, from a state of zero
-    (`_scan` sees to that) and leaves multiprocessors to form them. What it reads besides must be
-    there before, tables included."""
-    device, (NC, HV, K), V = c.v.device, c.decay.shape, c.v.shape[2]
-    if len(packing.segments) != 1 or packing.carried or packing.frame is not None:
-        return None
-    if NC * HV < AHEAD or not gluon.takes(c, c.v):
-        return None
-    programs = HV * cdiv(V, tuning.tile("scan", K, V, c.v.dtype, HV, True).BV)
-    if programs > BUSY * gluon.multiprocessors(device) or torch.cuda.is_current_stream_capturing():
-        return None
-    packing.table(_chosen("everything"), torch.int64, device)
-    _entries(packing, None, "carried", device)
-    done, began = torch.zeros(NC, HV, dtype=torch.int32, device=device), torch.cuda.Event()
-    began.record(torch.cuda.current_stream(device))
-    return Ahead(done, began, None)
-
-
-def _early(device: torch.device, ahead: Ahead, run: Callable[[], None]) -> None:
-    """Runs what waits for chunks as they are formed; the current stream waits for it."""
-    current = torch.cuda.current_stream(device)
-    stream = _side_stream(device, current.stream_id, -1)
-    stream.wait_event(ahead.began)
-    with torch.cuda.stream(stream):
-        run()
-    current.wait_stream(stream)
 
 
 def scores(rule: DeltaRule, packing: Packing, c: Chunks) -> Chunks:
@@ -150,18 +107,14 @@ def _scan(
         "states": len(segments),
         **_compiled(t, K, V),
     }
-    ahead = c.ahead if t.hopper and o is not None and S0 is None else None
     if t.hopper:
         kernel = gluon.hopper.scan_hopper_kernel
         arguments |= gluon.hopper.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
-        arguments |= {"v_h": c.v.stride(1), "o_rows": o, "done": ahead and ahead.done}
+        arguments |= {"v_h": c.v.stride(1), "o_rows": o}
     else:
         kernel = scan_kernel
         arguments |= {"v": c.v, "v_t": c.v.stride(0), "v_h": c.v.stride(1)} | c.given()
         arguments |= {"o": o, "h": h, "v_new": v_new, **_strides("h", h, inner=True), "BK": t.BK}
-    if ahead is not None:
-        _early(c.v.device, ahead, lambda: launch(kernel, (programs, HV), **arguments))
-        return
     if stream is None:
         launch(kernel, (programs, HV), **arguments)
         return
@@ -244,9 +197,9 @@ def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache
-def _side_stream(device: torch.device, beside: int, priority: int = 0) -> torch.cuda.Stream:
-    """A stream for what runs beside the stream of that number; -1: before it."""
-    return torch.cuda.Stream(device, priority=priority)
+def _side_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
+    """A stream for what runs beside the stream of that number."""
+    return torch.cuda.Stream(device)
 
 
 def beside(packing: Packing, c: Chunks) -> bool:

@@ -12,15 +12,6 @@ from ..rule import CHUNK, DeltaRule
 from ..tables import Columns
 
 
-class Ahead(NamedTuple):
-    """Of chunks that are still being formed when their scan starts on another stream. done [NC, HV],
-    int32: 1 where one is there; began: an event before the first; held: what forms them."""
-
-    done: Tensor
-    began: torch.cuda.Event
-    held: Any
-
-
 class Chunks(NamedTuple):
     """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, C, C] in the inputs'
     dtype; fp32 decay [NC, HV, K] and rows [NC, HV, planes, C] (beta, what q and k are multiplied
@@ -40,7 +31,6 @@ class Chunks(NamedTuple):
     v: Tensor
     rule: DeltaRule
     o: Tensor | None = None
-    ahead: Ahead | None = None
 
     @property
     def of_heads(self) -> bool:

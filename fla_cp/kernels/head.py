@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .gate import LOG2E, sigmoid
-from .intra import again, blocks_of_16, place_of, tell, unit_lower_inverse
+from .intra import again, blocks_of_16, unit_lower_inverse
 from .tiles import decay_exp, dot, load_block, load_part, load_rows, store_block, store_rows
 
 
@@ -132,7 +132,6 @@ def intra_head_kernel(
     Aqk,
     decay,
     rows,
-    done,
     chunk_start,
     chunk_rows,
     q_t,
@@ -163,8 +162,8 @@ def intra_head_kernel(
     """T and Aqk (no T where nothing is removed); decay [NC, HV, K], the same number K
     times; rows [NC, HV, 9, C], fp32: beta; what q, k and r (k or p, which reads the state) are
     multiplied by; and by what in the scans (scan.py): q, r, and k where it writes; gc, up to each
-    row and up to the one before. done: as of `intra_kernel`."""
-    i_c, i_hv = place_of(done)
+    row and up to the one before."""
+    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)
@@ -260,7 +259,6 @@ def intra_head_kernel(
             b_16 *= decays_of_16(before, gc, BT, EXP2)
         b_T = unit_lower_inverse(b_kk, b_16, BT, PRECISION)
         store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
-    tell(done, i_ch)
 
 
 @triton.jit

@@ -122,32 +122,12 @@ def bytes_of(K, BT, BV, OUT, OWN, REMOVES, FACTORS):
 
 
 @gluon.jit
-def wait_for(flag):
-    """Until *flag is not 0; then what its writer stored before may be copied."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred again;
-        poll: ld.acquire.gpu.global.b32 $0, [$1];
-        setp.eq.b32 again, $0, 0;
-        @again bra poll;
-        fence.proxy.async;
-        }""",
-        "=r,l",
-        [flag],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def copy_chunks(
     operands,
     places,
     ready,
     free,
     heads,
-    done,
     start,
     first,
     n,
@@ -180,8 +160,6 @@ def copy_chunks(
         i_ch = (first + i_c) * HV + i_h
         bar = ready.index(s)
         mbarrier.wait(free.index(s), (c // NS + 1) & 1)
-        if done is not None:
-            wait_for(done + i_ch)
         mbarrier.expect(bar, bytes_of(K, BT, BV, OUT, OWN, REMOVES, FACTORS))
         if HEAD:
             at_q, at_r = [t, (i_h // G) * q_h], [t, (i_h // G) * r_h]
@@ -430,7 +408,6 @@ def scan_hopper_kernel(
     seg_stop,
     seg_chunk,
     seg_entry,
-    done,
     S0_n,
     S0_h,
     S0_k,
@@ -448,8 +425,7 @@ def scan_hopper_kernel(
     REMOVAL: gl.constexpr,
     NS: gl.constexpr,
 ):
-    """`scan_kernel`, of what `described` says; o_rows: o as a pointer. h and v_new are dense. done
-    [NC, HV], or None: each chunk's operands are there once it is not 0."""
+    """`scan_kernel`, of what `described` says; o_rows: o as a pointer. h and v_new are dense."""
     OUT: gl.constexpr = o is not None
     REMOVES: gl.constexpr = REMOVAL != "none"
     OWN: gl.constexpr = REMOVES and ((not HEAD) or REMOVAL == "p")
@@ -482,7 +458,7 @@ def scan_hopper_kernel(
             S0_n, S0_h, S0_k, S0_v, end_k, end_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, NS,
         )),
         (copy_chunks, (
-            operands, places, ready, free, heads, done, start, first, n, i_h, i_v,
+            operands, places, ready, free, heads, start, first, n, i_h, i_v,
             OUT, OWN, REMOVES, HEAD, False, HV, G, K, BT, BV, NS,
         )),
     ], [1], [40])
@@ -667,7 +643,7 @@ def scan_bwd_hopper_kernel(
             end_n, end_h, end_k, end_v, dS0_k, dS0_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, NS,
         )),
         (copy_chunks, (
-            operands, places, ready, free, heads, None, start, first, n, i_h, i_v,
+            operands, places, ready, free, heads, start, first, n, i_h, i_v,
             True, OWN, REMOVES, HEAD, True, HV, G, K, BT, BV, NS,
         )),
     ], [1], [40])

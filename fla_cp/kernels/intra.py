@@ -122,24 +122,6 @@ def again(i, n_rows, BT: tl.constexpr, phase: tl.constexpr):
     return i + n_rows // (BT + phase) * BT
 
 
-@triton.jit
-def place_of(done):
-    """A program's chunk and value head; chunk after chunk where a scan waits for them."""
-    x, y = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    if done is None:
-        return x, y
-    else:
-        return y, x
-
-
-@triton.jit
-def tell(done, i_ch):
-    """What the program has stored is there for who sees done[i_ch]."""
-    if done is not None:
-        tl.debug_barrier()
-        tl.atomic_xchg(done + i_ch, 1, sem="release")
-
-
 @triton.jit(do_not_specialize=["k_blocks"])
 def intra_kernel(
     q,
@@ -157,7 +139,6 @@ def intra_kernel(
     decay,
     anchors,
     rows,
-    done,
     chunk_start,
     chunk_rows,
     q_t,
@@ -187,9 +168,8 @@ def intra_kernel(
     NS: tl.constexpr,
 ):
     """rows [NC, HV, 3, C], fp32: activated beta, and what q and k are multiplied by. Without
-    REMOVES (GLA) neither kin nor T is written. done [NC, HV], int32, or None: set to 1 where a
-    chunk is written, for a scan that runs beside this."""
-    i_c, i_hv = place_of(done)
+    REMOVES (GLA) neither kin nor T is written."""
+    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     o_i = tl.arange(0, BT)
     n_rows = tl.load(chunk_rows + i_c)
@@ -298,7 +278,6 @@ def intra_kernel(
             b_16 = tl.sum(b_16, axis=2)
         b_T = unit_lower_inverse(b_kk, b_16, BT, PRECISION)
         store_block(T + i_ch * BT * BT, b_T, o_i, o_i, BT, BT)
-    tell(done, i_ch)
 
 
 @triton.jit

@@ -3,7 +3,6 @@ arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from . import gluon, tuning
-from .chunks import Ahead, Chunks, ScanGrads, precision, tables
+from .chunks import Chunks, ScanGrads, precision, tables
 from .gate import GATES
 from .head import (
     dk_head_kernel,
@@ -57,13 +56,7 @@ def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def intra(
-    rule: DeltaRule,
-    packing: Packing,
-    x: Inputs,
-    begin: Callable[[Packing, Chunks], Ahead | None] | None = None,
-) -> Chunks:
-    """begin: whether a scan is to run beside this, asked before the launch."""
+def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
@@ -77,16 +70,10 @@ def intra(
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
     anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
-    c = Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
-    ahead = None if begin is None else begin(packing, c)
-    done, grid = None, (NC, HV)
-    if ahead is not None:  # chunk after chunk
-        done, grid = ahead.done, (HV, NC)
-        c = c._replace(ahead=ahead._replace(held=x))
     if NC and rule.per_head:
         launch(
             intra_head_kernel,
-            grid,
+            (NC, HV),
             x.q,
             x.k,
             x.p,
@@ -98,7 +85,6 @@ def intra(
             Aqk,
             decay,
             rows,
-            done,
             table.chunk_start,
             table.chunk_rows,
             *x.q.stride()[:2],
@@ -128,7 +114,7 @@ def intra(
     elif NC:
         launch(
             intra_kernel,
-            grid,
+            (NC, HV),
             x.q,
             x.k,
             x.g,
@@ -144,7 +130,6 @@ def intra(
             decay,
             anchors,
             rows,
-            done,
             table.chunk_start,
             table.chunk_rows,
             *x.q.stride()[:2],
@@ -167,7 +152,7 @@ def intra(
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
-    return c
+    return Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
 
 
 def _gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
