@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .gate import LOG2E, sigmoid
-from .intra import again, blocks_of_16, unit_lower_inverse
+from .intra import again, unit_lower_inverse
 from .tiles import decay_exp, dot, load_block, load_part, load_rows, store_block, store_rows
 
 
@@ -96,30 +96,6 @@ def decays(row, col, i, EXP2: tl.constexpr):
 
 
 @triton.jit
-def decays_up_to(row, col, EXP2: tl.constexpr):
-    """exp(row_i - col_j) [BT, BT] for i >= j, elsewhere some number up to one."""
-    x = row[0][:, None] - col[0][None, :]
-    for n in tl.static_range(1, len(row)):
-        x += row[n][:, None] - col[n][None, :]
-    return decay_exp(tl.minimum(x, 0.0), EXP2)
-
-
-@triton.jit
-def rows_of_16(x, BT: tl.constexpr):
-    """[BT] as [BT / 16, 16]."""
-    return tl.reshape(x, [BT // 16, 16])
-
-
-@triton.jit
-def decays_of_16(row, col, BT: tl.constexpr, EXP2: tl.constexpr):
-    """The blocks of `decays` on the diagonal [BT / 16, 16, 16]; of a single addend."""
-    j = tl.arange(0, 16)
-    keep = (j[:, None] > j[None, :])[None]
-    x = rows_of_16(row[0], BT)[:, :, None] - rows_of_16(col[0], BT)[:, None, :]
-    return tl.where(keep, decay_exp(tl.where(keep, x, 0.0), EXP2), 0.0)
-
-
-@triton.jit
 def intra_head_kernel(
     q,
     k,
@@ -191,7 +167,7 @@ def intra_head_kernel(
     p_norm = tl.zeros_like(b_beta) + EPS
     b_qk = tl.zeros([BT, BT], tl.float32)
     b_kk = tl.zeros([BT, BT], tl.float32)
-    b_16 = tl.zeros([BT // 16, 16, 16], tl.float32)
+    diagonal = tl.zeros_like(b_beta)
     for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
         o_k = i_k * BK + tl.arange(0, BK)
         b_q = load_rows(q, i, q_t, m_i, o_k, K)
@@ -207,13 +183,11 @@ def intra_head_kernel(
             b_r = load_rows(p, i, p_t, m_i, o_k, K)
             if NORM:
                 p_norm += tl.sum(b_r.to(tl.float32) * b_r.to(tl.float32), axis=1)
+        diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
         if REMOVAL != "p" or operand != tl.float32:
             b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
         if REMOVAL != "none":
             b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
-            if operand != tl.float32:
-                near = tl.permute(blocks_of_16(b_k), (0, 2, 1))
-                b_16 = dot(blocks_of_16(b_r), near, PRECISION, acc=b_16)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
     r_scale = k_scale
@@ -241,23 +215,16 @@ def intra_head_kernel(
     for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
         tl.store(decay + i_ch * K + o_k, tl.zeros([BK], tl.float32) + whole, mask=o_k < K)
-    e = decays_up_to(gc, gc, EXP2)
-    b_qk *= q_scale[:, None] * k_scale[None, :] * e
-    b_qk = tl.where(i[:, None] >= i[None, :], b_qk, 0.0)
+    scales = q_scale[:, None] * k_scale[None, :]
+    b_qk *= scales * decays(gc, gc, i, EXP2)
+    b_qk += tl.where(i[:, None] == i[None, :], (diagonal * q_scale * k_scale)[:, None], 0.0)
     store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
     if REMOVAL != "none":
-        if REMOVAL == "p":
-            e = decays_up_to(before, gc, EXP2)
-        row = b_beta * r_scale
-        b_kk *= row[:, None] * k_scale[None, :] * e
-        if operand == tl.float32:  # from registers, of which there are too few beside the products
-            same = (i // 16)[:, None] == (i // 16)[None, :]
-            b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
-            b_16 = tl.sum(b_16, axis=2)
-        else:
-            b_16 *= rows_of_16(row, BT)[:, :, None] * rows_of_16(k_scale, BT)[:, None, :]
-            b_16 *= decays_of_16(before, gc, BT, EXP2)
-        b_T = unit_lower_inverse(b_kk, b_16, BT, PRECISION)
+        b_kk *= (b_beta * r_scale)[:, None] * k_scale[None, :]
+        b_kk *= decays(before, gc, i, EXP2)
+        same = (i // 16)[:, None] == (i // 16)[None, :]
+        b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
+        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
         store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
 
 

@@ -35,8 +35,7 @@ from .tiles import (
 
 @triton.jit
 def unit_lower_inverse(A, D, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 of strictly lower A [BT, BT] with D [BT / 16, 16, 16], its diagonal blocks; what is
-    above the diagonal is not read.
+    """(I + A)^-1 of strictly lower A [BT, BT] with D [BT / 16, 16, 16], its diagonal blocks.
 
     [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]: inverses of S-blocks are joined to
     inverses of 2S-blocks, all pairs at once; up to 16 in D.
