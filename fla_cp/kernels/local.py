@@ -224,14 +224,14 @@ def intra_bwd(
     return (_head_bwd if rule.per_head else _channels_bwd)(rule, packing, x, c, h, v_new, grads)
 
 
-def _head_tiles(
-    names: tuple[str, ...], x: Inputs, c: Chunks, grads: ScanGrads
+def _tiles(
+    names: tuple[str, ...], x: Inputs, c: Chunks, grads: ScanGrads, rows: tuple[Tensor, ...]
 ) -> tuple[tuning.Tile, ...]:
-    """Of stages of `_head_bwd`: all in hopper_bwd.py, or none."""
+    """Of stages that one kernel in Gluon does together: all there, or none. rows: what it reads
+    [T, H, K], none if it does not do this."""
     K, V = x.q.shape[2], x.v.shape[2]
-    alone = x.p is None or x.v.shape[1] == x.q.shape[1]
-    takes = alone and gluon.takes(c, x.q, x.k, *(() if x.p is None else (x.p,)), x.v, grads.do)
-    for whole in (takes and gluon.hopper.enough(c), False):
+    takes = bool(rows) and gluon.takes(c, *rows, x.v, grads.do) and gluon.hopper.enough(c)
+    for whole in (takes, False):
         tiles = tuple(tuning.tile(name, K, V, x.q.dtype, 0, whole) for name in names)
         if all(t.hopper for t in tiles):
             break
@@ -253,7 +253,8 @@ def _head_bwd(
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
     k_stage += "_two" * (x.p is not None and HV > H)
-    ts, tq, tk = _head_tiles(("scores_bwd_head", q_stage, k_stage), x, c, grads)
+    read = (x.q, x.k) if x.p is None else () if HV > H else (x.q, x.k, x.p)
+    ts, tq, tk = _tiles(("scores_bwd_head", q_stage, k_stage), x, c, grads, read)
     whole = tk.hopper
     device, q_tiles, tiles = x.q.device, cdiv(K, tq.BK), cdiv(K, tk.BK)
     parts = q_tiles + tiles if groups and not whole else tiles
@@ -464,10 +465,11 @@ def _channels_bwd(
     """One decay a channel."""
     table, do = tables(packing, x.q.device), grads.do
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    t, ts = (
-        tuning.tile(name, K, V, x.q.dtype)
-        for name in (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
-    )
+    alike = HV == H and x.g.dtype == x.q.dtype and rule.gate != "softplus"
+    read = (x.q, x.k, x.g) if alike and safe(rule, x.q.dtype) else ()
+    names = (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
+    t, ts = _tiles(names, x, c, grads, read)
+    whole = t.hopper
     device, tokens = x.q.device, len(x.q)
     per_head = torch.float32 if HV > H else x.q.dtype
     tiles = cdiv(K, t.BK)
@@ -477,9 +479,15 @@ def _channels_bwd(
     dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
     dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
-    dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-    of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
-    if NC:
+    if not whole:
+        dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+        of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
+    if NC and whole:
+        out = {"dq": dq, "dk": dk, "dg": dg, "dv": dv, "dbeta": dbeta}
+        out |= {"dA_log": dA_log, "ddt_bias": ddt_bias}
+        ones, programs = sums(x.q.dtype, device), gluon.multiprocessors(device) or 1
+        gluon.hopper_safe_bwd.safe_bwd(rule, table, x, c, h, v_new, grads, ones, out, programs)
+    elif NC:
         options = _gate_options(rule, x.q.dtype)
         safe_gate = options.pop("SAFE")
         launch(
