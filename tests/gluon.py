@@ -127,10 +127,6 @@ def _where(condition: Any, x: Any, y: Any) -> Tensor:
     return torch.where(condition, torch.as_tensor(x), torch.as_tensor(y))
 
 
-def _pick(fn: Any) -> Any:
-    return lambda x, y: fn(x, torch.as_tensor(y, dtype=x.dtype))
-
-
 def _product(
     a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
 ) -> Tensor:
@@ -195,7 +191,7 @@ class Launcher:
 @contextmanager
 def interpreted() -> Iterator[list[str]]:
     """Lets them run here; gives the kernels' names as they are launched."""
-    from fla_cp.kernels import hopper, hopper_bwd, hopper_safe_bwd
+    from fla_cp.kernels import hopper, hopper_bwd
 
     nothing = lambda *args, **more: None  # noqa: E731
     gl = SimpleNamespace(
@@ -205,8 +201,6 @@ def interpreted() -> Iterator[list[str]]:
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype),
         warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
-        floor=torch.floor, rsqrt=torch.rsqrt, maximum=_pick(torch.maximum),
-        minimum=_pick(torch.minimum),
         sum=lambda x, axis: x.sum(axis), num_warps=nothing,
         reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
     )  # fmt: skip
@@ -229,11 +223,9 @@ def interpreted() -> Iterator[list[str]]:
     }  # fmt: skip
     changed["range"] = lambda *ends: map(torch.tensor, range(*map(int, ends)))
     before = []
-    for module in (hopper, hopper_bwd, hopper_safe_bwd):
+    for module in (hopper, hopper_bwd):
         kernels = {}
         for name, kernel in vars(module).items():
-            if type(kernel).__name__ == "constexpr":
-                kernels[name] = kernel.value
             if type(kernel).__name__ == "GluonJITFunction":
                 kernels[name] = kernel.fn
                 if name.endswith("_kernel"):

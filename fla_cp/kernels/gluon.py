@@ -11,9 +11,9 @@ from . import tuning
 from .chunks import Chunks
 
 try:
-    from . import hopper, hopper_bwd, hopper_safe_bwd
+    from . import hopper, hopper_bwd
 except (ImportError, AttributeError):  # Gluon is experimental: a Triton that has it otherwise
-    hopper = hopper_bwd = hopper_safe_bwd = None  # type: ignore[assignment]
+    hopper = hopper_bwd = None  # type: ignore[assignment]
 
 
 def takes(c: Chunks, *rows: Tensor) -> bool:

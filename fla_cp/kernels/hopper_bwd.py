@@ -36,7 +36,7 @@ PLANES = 9
 @gluon.jit
 def tiles_of(places, stage, slot):
     """The tiles of operands: do and v_new of a stage, and of the others the one there is."""
-    s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p, _rows, _w, _rb, _dk = places
+    s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p, _rows, _w, _rb = places
     return (
         s_do.index(stage),
         s_vn.index(stage),
@@ -128,9 +128,10 @@ def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT
         flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
         o_d = gl.arange(0, D, gl.SliceLayout(0, flat))
         for part in gl.static_range(BT // 8):  # addresses formed again, see `intra.again`
-            i = part * 8 + again // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
-            to = x_rows + ((t + i).to(gl.int64) * H + i_h)[:, None] * D + o_d[None, :]
-            gl.store(to, block.slice(part * 8, 8).load(flat), mask=(i < n)[:, None])
+            if part * 8 < n:
+                i = part * 8 + again // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
+                to = x_rows + ((t + i).to(gl.int64) * H + i_h)[:, None] * D + o_d[None, :]
+                gl.store(to, block.slice(part * 8, 8).load(flat), mask=(i < n)[:, None])
 
 
 @gluon.jit
@@ -241,7 +242,6 @@ def form_items(
 ):
     REMOVES: gl.constexpr = REMOVAL != "none"
     OWN: gl.constexpr = REMOVAL == "p"
-    HELD: gl.constexpr = G > 1
     R: gl.constexpr = 5 if OWN else 2
     BEFORE: gl.constexpr = 6 if OWN else 4
     HV: gl.constexpr = H * G
@@ -250,7 +250,7 @@ def form_items(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     i = gl.arange(0, BT, gl.SliceLayout(1, square))[:, None]
-    j = gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
+    columns = gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
     r = gl.arange(0, BT, gl.SliceLayout(1, wide))
     none = gl.full([BT, BT], 0.0, gl.float32, square)
     nothing = gl.full([BT, K], 0.0, gl.float32, wide)
@@ -261,8 +261,6 @@ def form_items(
         # sums over the group; diagonal: what k and q are weighted with in dq and dk; past: q dq
         # less k dk, summed over channels, of the heads before
         dq, dk, dp = nothing, nothing, nothing
-        if HELD:  # in shared memory: with both sums there are too few registers
-            places[12].index(n // (BT + 1)).store(dk)
         diagonal = gl.full([BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
         past = diagonal
         f_q = gl.full([BT, 1], 0.0, gl.float32, wide)
@@ -278,7 +276,6 @@ def form_items(
             stage = visits % NS
             s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, slot + stage, slot)
             s_rows, s_w, s_rb = places[9], places[10], places[11].index(slot)
-            s_dk = places[12].index(slot)
             s_hT, s_dhT = s_h.permute((1, 0)), s_dh.permute((1, 0))
 
             # products with v_new, states and their gradients, and dv meanwhile
@@ -292,13 +289,10 @@ def form_items(
             f_q = row_of(s_rows, slot + 1, wide)
             f_k = row_of(s_rows, slot + 2, wide)
             f_r = row_of(s_rows, slot + R, wide)
-            e_k = row_of(s_rows, slot + 3, wide)
-            e_q = f_q * decayed(row_of(s_rows, slot + 4, wide), EXP2)
-            e_r = f_r * decayed(row_of(s_rows, slot + BEFORE, wide), EXP2)
             b_y = s_y.load(wide).to(gl.float32)
             if REMOVES:
                 b_vy = gl.sum(s_v.load(wide).to(gl.float32) * b_y, 1)
-                at = shares + (t + r).to(gl.int64) * HV + i_hv
+                at = shares + (t + slot + r).to(gl.int64) * HV + i_hv
                 gl.store(at, b_vy, mask=r < n)
             s_v.store((b_y * beta).to(half))
             fence_async_shared()
@@ -307,48 +301,65 @@ def form_items(
             mbarrier.wait(ready.index(1), parity)
             b_dq = warpgroup_mma(s_do, s_hT, nothing, use_acc=False, is_async=True)
             b_dr = b_dq
-            if REMOVES:
+            if REMOVES and G == 1:
                 b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
 
             # the scores' gradients, weighted with decays, norms and scale
-            keep = (i > j) & (i < n)
-            w_q = weights(s_rows, slot, 1, 4, keep, EXP2, square)
             if REMOVES:
-                w_r = weights(s_rows, slot, R, BEFORE, keep, EXP2, square)
-                b_ds, b_da = warpgroup_mma_wait(2, deps=(b_ds, b_da))
-                s_w.index(slot + 1).store((b_da * -w_r).to(half))
+                b_ds, b_da = warpgroup_mma_wait(2 if G == 1 else 1, deps=(b_ds, b_da))
             else:
                 b_ds = warpgroup_mma_wait(1, deps=(b_ds,))
-            s_w.index(slot).store((b_ds * w_q).to(half))
+            j = slot + columns
             of_row = gl.sum(gl.where(i == j, b_ds, 0.0), 1)
             of_row = gl.convert_layout(of_row, gl.SliceLayout(1, wide))
             diagonal = diagonal + of_row * rows_of(f_q * f_k)
+            keep = (i > j) & (i < n)
+            if REMOVES:
+                w = weights(s_rows, slot, R, BEFORE, keep, EXP2, square)
+                s_w.index(slot + 1).store((b_da * -w).to(half))
+            w = weights(s_rows, slot, 1, 4, keep, EXP2, square)
+            s_w.index(slot).store((b_ds * w).to(half))
 
+            s_wq, s_wr = s_w.index(slot), s_w.index(slot + 1)
+            if G > 1:
+                fence_async_shared()
+                barrier()
+                if REMOVES:
+                    b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
             mbarrier.wait(ready.index(2), parity)
-            b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
+            if G == 1:
+                b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
             b_l = gl.full([16, V], 0.0, gl.float32, flat)
             for part in gl.static_range(K // 16):
                 b_h = s_h.slice(part * 16, 16).load(flat).to(gl.float32)
                 b_l += b_h * s_dh.slice(part * 16, 16).load(flat).to(gl.float32)
             if REMOVES:
-                b_dq, b_dr = warpgroup_mma_wait(1, deps=(b_dq, b_dr))
+                b_dq, b_dr = warpgroup_mma_wait(1 if G == 1 else 0, deps=(b_dq, b_dr))
             else:
-                b_dq = warpgroup_mma_wait(1, deps=(b_dq,))
+                b_dq = warpgroup_mma_wait(1 if G == 1 else 0, deps=(b_dq,))
+            e_k = row_of(s_rows, slot + 3, wide)
+            e_q = f_q * decayed(row_of(s_rows, slot + 4, wide), EXP2)
+            e_r = f_r * decayed(row_of(s_rows, slot + BEFORE, wide), EXP2)
             mbarrier.arrive(free.index(0), count=1)
-            b_c = warpgroup_mma_wait(0, deps=(b_c,))
+            b_dq = b_dq * e_q
+            if G > 1:  # not before, for registers
+                b_dq = b_dq + dq
+                b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
+                mbarrier.wait(ready.index(3), heads & 1)
+                b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
+            b_c = warpgroup_mma_wait(0 if G == 1 else 1, deps=(b_c,))
             mbarrier.arrive(free.index(1), count=1)
             mbarrier.arrive(free.index(4 + stage), count=1)
             left = end * gl.sum(gl.sum(b_l, 1), 0)
 
             # in the states
-            mbarrier.wait(ready.index(3), heads & 1)
+            if G == 1:
+                mbarrier.wait(ready.index(3), heads & 1)
             b_k = s_k.load(wide).to(gl.float32)
             b_c = b_c * e_k
             b_kc = b_k * b_c
-            b_dq = b_dq * e_q
             if G > 1:
-                b_dq = b_dq + dq
-                b_c = b_c + (s_dk.load(wide) if HELD else dk)
+                b_c = warpgroup_mma(s_wq.permute((1, 0)), s_q, b_c, is_async=True)
             b_shift = gl.full([BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
             if REMOVES:
                 b_r = b_k
@@ -367,16 +378,17 @@ def form_items(
             barrier()
 
             # in the scores
-            s_wq = s_w.index(slot)
-            b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
-            b_c = warpgroup_mma(s_wq.permute((1, 0)), s_q, b_c, is_async=True)
+            if G == 1:
+                b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
+                b_c = warpgroup_mma(s_wq.permute((1, 0)), s_q, b_c, is_async=True)
             if REMOVES:
-                s_wr = s_w.index(slot + 1)
                 b_dr = warpgroup_mma(s_wr, s_k, b_dr, is_async=True)
                 b_c = warpgroup_mma(s_wr.permute((1, 0)), s_rb, b_c, is_async=True)
                 b_dq, b_dr, b_c = warpgroup_mma_wait(0, deps=(b_dq, b_dr, b_c))
             else:
                 b_dq, b_c = warpgroup_mma_wait(0, deps=(b_dq, b_c))
+            if G > 1:
+                b_c = b_c + dk
             b_k = s_k.load(wide).to(gl.float32)
             b_x = s_q.load(wide).to(gl.float32) * b_dq - b_k * b_c
             if not REMOVES:
@@ -390,7 +402,7 @@ def form_items(
                     b_r = s_p.load(wide).to(gl.float32)
                 b_z = (beta * b_r).to(half).to(gl.float32) * b_dr
                 b_db, b_z, b_x = gl.reduce((b_r * b_dr, b_z, b_x), 1, add_three)
-                at = shares + ((tokens + t + r).to(gl.int64) * HV + i_hv)
+                at = shares + ((tokens + t + slot + r).to(gl.int64) * HV + i_hv)
                 gl.store(at, b_db, mask=r < n)
                 b_shift = b_shift + b_z
                 b_dgc = b_x - past + b_shift
@@ -401,8 +413,6 @@ def form_items(
                     past = b_x - rows_of(beta) * b_db
                     dk = b_c + b_dr * beta
             dq = b_dq
-            if HELD:
-                s_dk.store(dk)
             b_dgc = gl.where(r < n, b_dgc, 0.0)
             gl.store(dgc + i_ch * BT + r, b_dgc + gl.where(r == BT - 1, left, 0.0))
             visits += 1
@@ -410,8 +420,6 @@ def form_items(
         # the diagonal's row and column cancel in the gate's gradient
         _do, _vn, _y, _v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, n // (BT + G + 1))
         b_k, b_q = s_k.load(wide).to(gl.float32), s_q.load(wide).to(gl.float32)
-        if HELD:
-            dk = places[12].index(n // (BT + G + 1)).load(wide)
         dq += diagonal[:, None] * b_k
         dk += diagonal[:, None] * b_q
         if NORM:
@@ -483,7 +491,6 @@ def head_bwd_hopper_kernel(
     OWN: gl.constexpr = REMOVAL == "p"
     REMOVES: gl.constexpr = REMOVAL != "none"
     scores: gl.constexpr = NVMMASharedLayout(128, 16, 2)
-    sums: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     places = (
         gl.allocate_shared_memory(half, [NS, BT, V], do.layout),
         gl.allocate_shared_memory(half, [NS, BT, V], v_new.layout),
@@ -497,7 +504,6 @@ def head_bwd_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [7 if OWN else 5, 1, BT], rows.layout),
         gl.allocate_shared_memory(half, [2, BT, BT], scores),
         gl.allocate_shared_memory(half, [1, BT if REMOVES else 16, K], k.layout),
-        gl.allocate_shared_memory(gl.float32, [1, BT if G > 1 else 16, K], sums),
     )
     ready = gl.allocate_shared_memory(gl.int64, [4 + NS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [4 + NS, 1], mbarrier.MBarrierLayout())
@@ -591,6 +597,6 @@ def head_bwd(
         V=V,
         BT=CHUNK,
         PLANES=PLANES,
-        NS=2 if HV == H and x.p is None else 1,
+        NS=2 if x.p is None else 1,
         num_warps=8,
     )

@@ -465,11 +465,10 @@ def _channels_bwd(
     """One decay a channel."""
     table, do = tables(packing, x.q.device), grads.do
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    alike = HV == H and x.g.dtype == x.q.dtype and rule.gate != "softplus"
-    read = (x.q, x.k, x.g) if alike and safe(rule, x.q.dtype) else ()
-    names = (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
-    t, ts = _tiles(names, x, c, grads, read)
-    whole = t.hopper
+    t, ts = (
+        tuning.tile(name, K, V, x.q.dtype)
+        for name in (_named("intra_bwd", rule, x.q.dtype), "scores_bwd")
+    )
     device, tokens = x.q.device, len(x.q)
     per_head = torch.float32 if HV > H else x.q.dtype
     tiles = cdiv(K, t.BK)
@@ -479,15 +478,9 @@ def _channels_bwd(
     dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
     dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
     ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
-    if not whole:
-        dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-        of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
-    if NC and whole:
-        out = {"dq": dq, "dk": dk, "dg": dg, "dv": dv, "dbeta": dbeta}
-        out |= {"dA_log": dA_log, "ddt_bias": ddt_bias}
-        ones, programs = sums(x.q.dtype, device), gluon.multiprocessors(device) or 1
-        gluon.hopper_safe_bwd.safe_bwd(rule, table, x, c, h, v_new, grads, ones, out, programs)
-    elif NC:
+    dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
+    if NC:
         options = _gate_options(rule, x.q.dtype)
         safe_gate = options.pop("SAFE")
         launch(

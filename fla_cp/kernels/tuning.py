@@ -91,12 +91,10 @@ HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
     "dqk_head": ((0, WHOLE),),
     "dq_head": ((0, WHOLE),),
     "dk_head": ((0, WHOLE),),
-    "scores_bwd": ((0, WHOLE),),
-    "intra_bwd": ((0, WHOLE),),
 }
 """Tiles in Gluon, K = V = 128. Of the scans in hopper.py by the least number of chains, measured;
-"_kept": o, states and v_new at once. Stages of the local backward that one kernel
-does together: hopper_bwd.py, hopper_safe_bwd.py."""
+"_kept": o, states and v_new at once. Stages of the local backward that one kernel of hopper_bwd.py
+does together."""
 
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
