@@ -391,6 +391,16 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call
 
+    def head_in_triton(tiles: dict[str, tuning.Tile]) -> list[Launch]:
+        with forced(tiles):
+            return compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=2)
+
+    scans = {k[1]: t for k, t in tuning.TABLE.items() if k[1].startswith("scan")}
+    yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)
+    fuller = {k[1]: n for k, of in tuning.FULLER.items() for c, n in of if c < tuning.WIDEST}
+    call = functools.partial(head_in_triton, scans | fuller)
+    yield "128x128 bf16 head, scans in Triton, more chains", call
+
     def with_tile(stage: str, tile: tuning.Tile) -> list[Launch]:
         options = {} if stage.endswith("_any") else SAFE
         of_heads = "head" in stage or stage.endswith("_beside")

@@ -126,11 +126,12 @@ def _scan(
 def _tile(
     stage: str, c: Chunks, chains: int, dense: tuple[Tensor | None, ...], rows: Tensor
 ) -> tuning.Tile:
-    """Of a scan that reads rows [T, HV, V] and writes what must be dense for gluon.hopper.py."""
+    """Of a scan that reads rows [T, HV, V] and writes what must be dense for hopper.py."""
     takes = gluon.takes(c, rows) and all(x is None or x.is_contiguous() for x in dense)
-    t = tuning.tile(
-        stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, takes and gluon.hopper.enough(c)
-    )
+    whether = takes and gluon.hopper.enough(c)
+    if c.of_heads and not whether:
+        chains = min(chains, tuning.WIDEST - 1)  # with one decay a head those tiles spill
+    t = tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, whether)
     if t.hopper and not takes:
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
     return t

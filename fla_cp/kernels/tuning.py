@@ -60,13 +60,16 @@ without a safe gate; "_head": with one decay a head; "_states": without o; "_end
 summaries; "_beside": of scans side by side; "_two": with two sums over a group, of dk and dp.
 Figures: docs/log.md."""
 
+WIDEST = 128
+"""Chains from which scans take tiles of all values."""
+
 FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
-    (90, "scan", 128, 128, BF16): ((128, Tile(128, 128, 8, 2)),),
+    (90, "scan", 128, 128, BF16): ((WIDEST, Tile(128, 128, 8, 2)),),
     (90, "scan_states", 128, 128, BF16): ((64, Tile(128, 64, 4, 3)),),
-    (90, "scan_ends", 128, 128, BF16): ((128, Tile(128, 64, 4, 2)), (64, Tile(128, 64, 4, 3))),
-    (90, "scan_bwd", 128, 128, BF16): ((128, Tile(128, 128, 8, 2)),),
+    (90, "scan_ends", 128, 128, BF16): ((WIDEST, Tile(128, 64, 4, 2)), (64, Tile(128, 64, 4, 3))),
+    (90, "scan_bwd", 128, 128, BF16): ((WIDEST, Tile(128, 128, 8, 2)),),
     (90, "scan_bwd_ends", 128, 128, BF16): (
-        (128, Tile(128, 128, 8, 2)),
+        (WIDEST, Tile(128, 128, 8, 2)),
         (64, Tile(128, 64, 4, 2)),
     ),
 }
