@@ -188,15 +188,12 @@ def intra_kernel(
         b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
-    FIRST_OF_ALL: tl.constexpr = NORM or REMOVES  # else there are registers to sum q k in the loop
-    diagonal = tl.zeros_like(b_beta)
-    if FIRST_OF_ALL:
-        diagonal, qq, kk = row_products(q, k, o_i, q_t, k_t, m_i, K, BK, NORM)
-        if NORM:
-            q_scale *= tl.rsqrt(qq + EPS)
-            k_scale *= tl.rsqrt(kk + EPS)
-        diagonal *= q_scale * k_scale  # in its place until the end, not in registers
-        tl.store(Aqk + (i_ch * BT + o_i) * BT + o_i, diagonal.to(operand))
+    diagonal, qq, kk = row_products(q, k, o_i, q_t, k_t, m_i, K, BK, NORM)
+    if NORM:
+        q_scale *= tl.rsqrt(qq + EPS)
+        k_scale *= tl.rsqrt(kk + EPS)
+    diagonal *= q_scale * k_scale  # in its place until the end, not in registers
+    tl.store(Aqk + (i_ch * BT + o_i) * BT + o_i, diagonal.to(operand))
     row = rows + i_ch * 3 * BT + o_i
     tl.store(row, b_beta)
     tl.store(row + BT, q_scale)
@@ -216,8 +213,6 @@ def intra_kernel(
         steps = parts(b_g, operand)
         b_q = load_rows(q, o_i, q_t, m_i, o_k, K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
-        if not FIRST_OF_ALL:
-            diagonal += tl.sum(b_q * b_k, axis=1)
         d = apply_sums(e_upto if SAFE else load_sums(sums, UP_TO, o_i), steps, PRECISION)
         # no addresses kept from tile to tile
         r, c = again(o_i, n_rows + i_k, BT, 1000), again(o_k, n_rows + i_k, BT, 1000)
@@ -267,8 +262,7 @@ def intra_kernel(
     if SAFE:
         o_i = again(o_i, n_rows, BT, 1)
     b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
-    if FIRST_OF_ALL:
-        diagonal = tl.load(Aqk + (i_ch * BT + o_i) * BT + o_i).to(tl.float32)
+    diagonal = tl.load(Aqk + (i_ch * BT + o_i) * BT + o_i).to(tl.float32)
     below = o_i[:, None] > o_i[None, :]
     b_qk = tl.where(below, b_qk, 0.0)
     b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
