@@ -1,9 +1,9 @@
 """Compiling the kernels for sm_90 without a GPU, exactly as the package would launch them.
 
 `python -m tests.aot` compiles every kernel and tile configuration. It fails on an error, over the
-shared memory of a block, on spills, on instructions that read what nothing wrote,
-and where registers, spills or shared memory differ from those kept in aot.json for this Triton
-(`--write` keeps new ones).
+shared memory of a block, on spills, on instructions that read what nothing wrote, on pipelines that
+copy over what products still read, and where registers, spills or shared memory differ from those
+kept in aot.json for this Triton (`--write` keeps new ones).
 
 Inside `launched()`, Triton targets sm_90 and a launch only keeps what Triton would compile for it,
 so an operator called on CPU tensors goes through the package's own launch code; the numbers it
@@ -49,7 +49,7 @@ SM90_SHARED = 227 * 1024
 class Compiled:
     """Resources of one kernel. spills: bytes a thread. shared: bytes of a block. undefined:
     instructions that read what nothing wrote. serial: what ptxas says of asynchronous products
-    that it made wait."""
+    that it made wait. overwritten: operands of a pipelined loop (`overwritten`)."""
 
     kernel: str
     registers: int
@@ -57,6 +57,7 @@ class Compiled:
     shared: int
     undefined: tuple[str, ...]
     serial: tuple[str, ...]
+    overwritten: tuple[str, ...]
 
 
 class _Sm90:
@@ -177,7 +178,45 @@ def resources(kernel: CompiledKernel, log: str, sass: str) -> Compiled:
         shared=kernel.metadata.shared,
         undefined=tuple(undefined(sass)),
         serial=tuple(re.findall(r"\(C75\d\d\).*", log)),
+        overwritten=tuple(overwritten(kernel.asm["ttgir"])),
     )
+
+
+def overwritten(ttgir: str) -> list[str]:
+    """Operands in shared memory that a loop copies anew while asynchronous products still read
+    them: Triton (3.6.0, 3.7.1) gives a load that products and other instructions use one buffer too
+    few, and lets the products run on. What lands at once (zeros of rows and tiles beyond the end,
+    data from a cache) is then multiplied in the place of what was there."""
+    of: dict[str, str] = {}
+    buffers: dict[str, int] = {}
+    before: dict[str, int] = {}
+    loops: list[int] = []
+    reading: set[str] = set()
+    found: set[str] = set()
+    for line in ttgir.splitlines():
+        depth = len(line) - len(line.lstrip())
+        while loops and depth <= loops[-1]:
+            loops.pop()
+        name = re.match(r"\s*%(\S+?)(?::\d+)? = ", line)
+        if m := re.search(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", line):
+            of[name[1]], buffers[name[1]] = name[1], int(m[1])
+        elif m := re.search(r"= ttg\.memdesc_\w+ %([\w#]+)", line):
+            of[name[1]] = of.get(m[1], m[1])
+        elif "scf.for" in line:
+            loops.append(depth)
+            reading = set()
+        elif m := re.search(r"async_copy_global_to_local %\S+, %([\w#]+)", line):
+            to = of.get(m[1], m[1])
+            if not loops:
+                before[to] = before.get(to, 0) + 1
+            elif to in reading and before.get(to, 0) >= buffers.get(to, 0):
+                found.add(to)
+        elif "ttng.warp_group_dot " in line and "isAsync = true" in line:
+            operands = re.findall(r"%([\w#]+)", line.split("warp_group_dot ")[1].split("{")[0])
+            reading |= {of[x] for x in operands[:2] if x in of}
+        elif "warp_group_dot_wait" in line and "pendings = 0" in line:
+            reading = set()
+    return sorted(found)
 
 
 def machine_code(cubin: bytes) -> bytes:
@@ -431,6 +470,7 @@ def check(name: str, kernels: list[Compiled]) -> list[str]:
             f"{k.shared} bytes of shared memory" if k.shared > SM90_SHARED else "",
             f"reads what nothing wrote: {k.undefined[0]}" if k.undefined else "",
             f"spills {k.spills} bytes" if k.spills else "",
+            f"copies over what products read: {k.overwritten}" if k.overwritten else "",
             f"waits for all products: {k.serial[0]}" if k.serial and "hopper" in k.kernel else "",
         )
         if problem

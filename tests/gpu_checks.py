@@ -146,6 +146,38 @@ def check_hopper(key: str, share: slice) -> Rows:
     return rows
 
 
+REPEATS = 200
+"""Calls of each stage that must give the same bits, of 16384 chunks each: a race that strikes once
+in a million shows."""
+
+
+def check_repeats(path: str) -> Rows:
+    """Each stage at a size that fills a GPU, again and again, bit by bit. path: as of `stages`."""
+    from fla_cp.kernels.measure import stages
+
+    rows = []
+    for group in (1, 2) if path == "_head" else (1,):
+        for name, stage in stages(128, 128, BF16, 32768, 32, path=path, group=group).items():
+            first = [t.clone() for t in tensors_of(stage())]
+            changed = torch.zeros((), device=DEVICE)
+            for _ in range(REPEATS):
+                found = tensors_of(stage())
+                changed += sum((a != b).any() for a, b in zip(found, first, strict=True))
+            case = f"{name} of {path or 'safe'} x {REPEATS}, group {group}"
+            row = {"K": 128, "V": 128, "case": case, "dtype": "bfloat16"}
+            rows.append(row | {"changed": int(changed), "ok": int(changed) == 0})
+    return rows
+
+
+def tensors_of(x: object) -> list[Tensor]:
+    """Of a stage's result, but for what is empty."""
+    if isinstance(x, Tensor):
+        return [x] if x.numel() else []
+    if isinstance(x, tuple):
+        return [t for item in x for t in tensors_of(item)]
+    return [] if not hasattr(x, "offset") else tensors_of((x.offset, x.transition))
+
+
 def check_recurrent(K: int, V: int) -> Rows:
     rows = []
     for name, case, dtype, v_first in recurrent_cases(K, V):
@@ -403,6 +435,8 @@ def parts() -> dict[str, Callable[[], Rows]]:
         if (K, V) in ((64, 64), (128, 128)):
             for n in range(6):
                 found[f"{K},{V} tiles {n}"] = partial(check_tiles, K, V, slice(n, None, 6))
+    for path in ("", "_any", "_head"):
+        found[f"repeats{path}"] = partial(check_repeats, path)
     for n in range(3):
         found[f"hopper {n}"] = partial(check_hopper, "kda", slice(n, None, 3))
     for key in BY_NAME:

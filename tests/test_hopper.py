@@ -88,7 +88,7 @@ MEMBERS += [("gated_delta_rule", 2), ("comba", 2), ("simple_gla", 2)]  # no grou
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "segments"])
-@pytest.mark.parametrize(("key", "H"), MEMBERS)
+@pytest.mark.parametrize("key,H", MEMBERS)
 def test_kernels_err_like_the_torch_stages(key, H, cut, monkeypatch):
     """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
     states; in segments of a chunk with summaries and transitions, too."""

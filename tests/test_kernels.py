@@ -24,7 +24,7 @@ from fla_cp.kernels.local import gate_again, intra
 from fla_cp.packing import Packing
 from fla_cp.rule import DeltaRule
 from fla_cp.stages.intra import Inputs
-from tests.aot import disassembled, machine_code, undefined
+from tests.aot import disassembled, machine_code, overwritten, undefined
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_within_budget
 from tests.gpu_checks import use
@@ -431,6 +431,27 @@ def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
     for roundings, within in ((1, True), (8, False)):
         actual = exact * (1 + roundings * torch.finfo(dtype).eps)
         assert (use(actual, exact, exact, None, dtype) <= 1) == within
+
+
+LOOP = """
+    %b_k = ttg.local_alloc : () -> !ttg.memdesc<{buffers}x64x64xbf16, #shared, #smem, mutable>
+    %k_0 = ttg.memdesc_index %b_k[%c0] : !ttg.memdesc<64x64xbf16>
+    %t_0 = ttg.async_copy_global_to_local %p, %k_0 mask %m : tensor<64x64x!tt.ptr<bf16>>
+    %x:2 = scf.for %i = %c0 to %n step %c1 iter_args(%acc = %zero) -> (tensor<64x64xf32>) : i32 {{
+      %k_1 = ttg.memdesc_index %b_k[%s] : !ttg.memdesc<64x64xbf16>
+      %k_2 = ttg.memdesc_trans %k_1 {{order = array<i32: 1, 0>}} : !ttg.memdesc<64x64xbf16>
+      %d = ttng.warp_group_dot %q, %k_2, %acc {{inputPrecision = 0 : i32, isAsync = true}} : tensor
+      %w:2 = ttng.warp_group_dot_wait %d, %k_2 {{pendings = {pending} : i32}} : tensor<64x64xf32>
+      %k_3 = ttg.memdesc_index %b_k[%s] : !ttg.memdesc<64x64xbf16>
+      %t_1 = ttg.async_copy_global_to_local %p, %k_3 mask %m : tensor<64x64x!tt.ptr<bf16>>
+      scf.yield %w#0, %t_1 : tensor<64x64xf32>, !ttg.async.token
+    }}
+"""
+
+
+@pytest.mark.parametrize("buffers,pending,found", [(1, 1, ["b_k"]), (2, 1, []), (1, 0, [])])
+def test_pipelines_that_overwrite_operands_are_found(buffers, pending, found):
+    assert overwritten(LOOP.format(buffers=buffers, pending=pending)) == found
 
 
 def test_scans_of_many_chains_take_wider_tiles():

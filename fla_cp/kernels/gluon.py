@@ -10,6 +10,8 @@ from torch import Tensor
 from . import tuning
 from .chunks import Chunks
 
+__all__ = ["hopper", "hopper_bwd", "multiprocessors", "takes"]
+
 try:
     from . import hopper, hopper_bwd
 except (ImportError, AttributeError):  # Gluon is experimental: a Triton that has it otherwise

@@ -16,8 +16,17 @@ import triton
 import triton.language as tl
 
 from .gate import LOG2E, sigmoid
-from .intra import again, unit_lower_inverse
-from .tiles import decay_exp, dot, load_block, load_part, load_rows, store_block, store_rows
+from .intra import again, row_products, unit_lower_inverse
+from .tiles import (
+    decay_exp,
+    dot,
+    load_block,
+    load_part,
+    load_rows,
+    row_sums,
+    store_block,
+    store_rows,
+)
 
 
 @triton.jit
@@ -161,42 +170,33 @@ def intra_head_kernel(
 
     _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
 
-    # scores of the inputs as they are: the norms and decays multiply them afterwards
-    q_norm = tl.zeros_like(b_beta) + EPS
-    k_norm = tl.zeros_like(b_beta) + EPS
-    p_norm = tl.zeros_like(b_beta) + EPS
+    # Scores of the inputs as they are: the norms and decays multiply them afterwards. What the loop
+    # loads is for products alone: see `overwritten` in tests/aot.py.
+    diagonal, qq, kk = row_products(q, k, i, q_t, k_t, m_i, K, BK, NORM)
     b_qk = tl.zeros([BT, BT], tl.float32)
     b_kk = tl.zeros([BT, BT], tl.float32)
-    diagonal = tl.zeros_like(b_beta)
     for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
         o_k = i_k * BK + tl.arange(0, BK)
         b_q = load_rows(q, i, q_t, m_i, o_k, K)
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
-        if NORM:
-            q_norm += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), axis=1)
-            k_norm += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), axis=1)
+        b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
         b_r = b_k
         if REMOVAL == "p":
             if operand == tl.float32:  # for registers: p not loaded before this product
-                b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
                 tl.debug_barrier()
             b_r = load_rows(p, i, p_t, m_i, o_k, K)
-            if NORM:
-                p_norm += tl.sum(b_r.to(tl.float32) * b_r.to(tl.float32), axis=1)
-        diagonal += tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), axis=1)
-        if REMOVAL != "p" or operand != tl.float32:
-            b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
         if REMOVAL != "none":
             b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
     r_scale = k_scale
     if NORM:
-        q_scale *= tl.rsqrt(q_norm)
-        k_scale *= tl.rsqrt(k_norm)
+        q_scale *= tl.rsqrt(qq + EPS)
+        k_scale *= tl.rsqrt(kk + EPS)
         r_scale = k_scale
         if REMOVAL == "p":
-            r_scale = tl.rsqrt(p_norm)
+            _, pp, _ = row_products(p, p, i, p_t, p_t, m_i, K, BK, NORM)
+            r_scale = tl.rsqrt(pp + EPS)
 
     gc = running_sums(b_g, operand)
     before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
@@ -403,7 +403,6 @@ def dqk_head_kernel(
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_c = tl.zeros([BT, BK], tl.float32)
-    b_dl = tl.zeros([BK], tl.float32)
     for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
         v0 = i_v * BV
         b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
@@ -415,7 +414,7 @@ def dqk_head_kernel(
             b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
         b_vn = load_part(v_new + i_ch * BT * V, 0, v0, tl.arange(0, BT), o_vt, BT, V)
         b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
-        b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+    b_dl = row_sums(h + i_ch * K * V, dh + i_ch * K * V, k0, o_kt, o_vt, K, V)
     if NS > 1:  # a use for them, as far as the compiler can tell: n_rows is never more
         tl.store(rows + near, touched, mask=near * 0 + n_rows > BT)
 
@@ -644,14 +643,12 @@ def dk_head_kernel(
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
         if G == 1 or n_rows > 0:  # column factor k and row factor beta r in the states
             e_k, end = tl.load(row + 6 * BT), tl.load(decay + i_ch * K)
-            b_dl = tl.zeros([BK], tl.float32)
             for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
                 v0 = i_v * BV
                 b_dh = load_part(dh + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
                 b_vn = load_part(v_new + i_ch * BT * V, 0, v0, o_t, o_vt, BT, V)
                 b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
-                b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
-                b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+            b_dl = row_sums(h + i_ch * K * V, dh + i_ch * K * V, k0, o_kt, o_vt, K, V)
             b_c *= e_k[:, None]
             # by itself, for it cancels what the last row gets of it
             b_dgc = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)

@@ -85,18 +85,18 @@ def stages(
     dscan, _ = backend.scan_bwd(packing, c, grads, None, want_start=False)
     kept = c._replace(rule=dataclasses.replace(rule, keep_intermediates=True))  # no scan beside
 
-    def both_scans() -> None:
+    def both_scans() -> tuple:
         states = backend.scan(packing, c, None)
-        backend.scan_bwd(packing, c, grads, None, want_start=False, together=True)
-        states()
+        found = backend.scan_bwd(packing, c, grads, None, want_start=False, together=True)
+        return found, states()
 
-    def beside_summary() -> None:
+    def beside_summary() -> tuple:
         states = backend.scan(middle, c, None)
-        backend.summarize_bwd(middle, c, grads, None, together=True)
-        states()
+        found = backend.summarize_bwd(middle, c, grads, None, together=True)
+        return found, states()
 
-    def gated() -> None:
-        gate_again(rule, packing, x, c.rows, c.anchors)
+    def gated() -> tuple:
+        return gate_again(rule, packing, x, c.rows, c.anchors)
 
     return ({} if head else {"gated": gated}) | {
         f"intra{path}": lambda: intra(rule, packing, x),

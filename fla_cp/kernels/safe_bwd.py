@@ -16,7 +16,16 @@ from .gate import LOG2E
 from .intra import again, load_steps
 from .intra_bwd import load_scores, store_gate_grads
 from .sums import UP_TO
-from .tiles import decay_exp, dot, load_block, load_rows, parts, store_rows, sum_steps
+from .tiles import (
+    decay_exp,
+    dot,
+    load_block,
+    load_rows,
+    parts,
+    row_sums,
+    store_rows,
+    sum_steps,
+)
 
 
 @triton.jit
@@ -130,10 +139,10 @@ def safe_bwd_kernel(
         place = near // BK * K + i_k * BK + near % BK
         m_n = (near < 3 * BK) & (i_k * BK + near % BK < K)
         touched += tl.load(first_anchor + place, mask=m_n, other=0.0)
+    b_dl = row_sums(h, dh, i_k * BK, tl.arange(0, BK), tl.arange(0, 32), K, V)
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_dc = tl.zeros([BT, BK], tl.float32)
-    b_dl = tl.zeros([BK], tl.float32)
     for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
         o_v = i_v * BV + tl.arange(0, BV)
         b_h = load_block(h, o_k, o_v, K, V)
@@ -143,7 +152,6 @@ def safe_bwd_kernel(
         if REMOVES:
             b_dr = dot(load_block(y, i, o_v, BT, V), tl.trans(b_h), PRECISION, acc=b_dr)
         b_dc = dot(load_block(v_new, i, o_v, BT, V), tl.trans(b_dh), PRECISION, acc=b_dc)
-        b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
     if NS > 1:  # a use for them, as far as the compiler can tell: n_rows is never more
         tl.store(rows + near, touched, mask=near * 0 + n_rows > BT)
     b_gc = sum_steps(sums, UP_TO, i, parts(b_g, operand), PRECISION)

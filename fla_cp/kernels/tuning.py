@@ -50,8 +50,8 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 64, 4, 3),
     (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
-    (90, "intra_head", 128, 128, BF16): Tile(64, 0, 4, 3),
-    (90, "dqk_head", 128, 128, BF16): Tile(64, 64, 4, 2),
+    (90, "intra_head", 128, 128, BF16): Tile(64, 0, 4, 3, 168),
+    (90, "dqk_head", 128, 128, BF16): Tile(32, 64, 4, 2),
     (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
     (90, "dk_head", 128, 128, BF16): Tile(64, 128, 4, 1),
 }
@@ -178,7 +178,8 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "scan_bwd_beside": BESIDE,
     "scan_bwd_ends_beside": (*BESIDE, DEEP),
     "intra_head": (
-        Tile(64, 0, 4, 3),
+        Tile(64, 0, 4, 3, 168),
+        Tile(64, 0, 4, 2, 168),
         Tile(32, 0, 4, 5),
         Tile(32, 0, 4, 3),
         Tile(32, 0, 4, 1),
@@ -197,12 +198,10 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "dqk_head": tuple(
         Tile(BK, BV, warps, stages)
         for BK, BV, warps, stages in (
-            (64, 64, 4, 2),
-            (32, 64, 4, 3),
             (32, 64, 4, 2),
+            (32, 64, 4, 3),
             (32, 32, 4, 3),
             (64, 64, 8, 2),
-            (128, 64, 8, 2),
         )
     ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
