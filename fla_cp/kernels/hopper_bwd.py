@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -115,7 +114,7 @@ def copy_items(
                 if OWN:
                     tma.async_copy_global_to_shared(p, [t, i_h * p_h], bar, s_p)
             visits += 1
-        heads += 1
+        heads += 1  # noqa: SIM113  # Gluon has no enumerate
 
 
 @gluon.jit
@@ -128,7 +127,7 @@ def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT
         flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
         o_d = gl.arange(0, D, gl.SliceLayout(0, flat))
         for part in gl.static_range(BT // 8):  # addresses formed again, see `intra.again`
-            if part * 8 < n:
+            if part * 8 < n:  # branches, else loads of all parts are begun together
                 i = part * 8 + again // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
                 to = x_rows + ((t + i).to(gl.int64) * H + i_h)[:, None] * D + o_d[None, :]
                 gl.store(to, block.slice(part * 8, 8).load(flat), mask=(i < n)[:, None])
@@ -173,7 +172,7 @@ def store_items(
             store_rows(dp, dp_rows, s_p, t, n, i_h, H, K, BT)
         tma.store_wait(0)
         mbarrier.arrive(free.index(3), count=1)
-        heads += 1
+        heads += 1  # noqa: SIM113  # Gluon has no enumerate
 
 
 @gluon.jit
@@ -250,14 +249,17 @@ def form_items(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     i = gl.arange(0, BT, gl.SliceLayout(1, square))[:, None]
-    columns = gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
+    j = gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
+    # a column in two parts, what differs between a thread's numbers and what between threads: rows
+    # are compared with a constant then, and no register is kept for each column
+    c = j & 25
+    ahead = i - (j & 38)
     r = gl.arange(0, BT, gl.SliceLayout(1, wide))
     none = gl.full([BT, BT], 0.0, gl.float32, square)
     nothing = gl.full([BT, K], 0.0, gl.float32, wide)
     heads, visits = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         i_c, i_h = item // H, item % H
-        n, t = gl.load(chunk_rows + i_c), gl.load(chunk_start + i_c)
         # sums over the group; diagonal: what k and q are weighted with in dq and dk; past: q dq
         # less k dk, summed over channels, of the heads before
         dq, dk, dp = nothing, nothing, nothing
@@ -266,12 +268,14 @@ def form_items(
         f_q = gl.full([BT, 1], 0.0, gl.float32, wide)
         f_k, f_r = f_q, f_q
         for i_g in range(G):
+            # here, else what depends on them is kept through the loop
+            n, t = gl.load(chunk_rows + i_c), gl.load(chunk_start + i_c)
             i_hv = i_h * G + i_g
             i_ch = (i_c * HV + i_hv).to(gl.int64)
-            end = gl.load(decay + i_ch * K)
             parity = visits & 1
             # 0 in a form that the compiler cannot tell to be 0: else what it forms of each tile's
-            # address is kept in more registers than there are
+            # address is kept in more registers than there are; in other forms below for what
+            # comes later, to be formed again
             slot = (n + i_g) // (BT + G)
             stage = visits % NS
             s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, slot + stage, slot)
@@ -286,9 +290,6 @@ def form_items(
             if REMOVES:
                 b_da = warpgroup_mma(s_y, s_vn.permute((1, 0)), none, use_acc=False, is_async=True)
             beta = row_of(s_rows, slot, wide)
-            f_q = row_of(s_rows, slot + 1, wide)
-            f_k = row_of(s_rows, slot + 2, wide)
-            f_r = row_of(s_rows, slot + R, wide)
             b_y = s_y.load(wide).to(gl.float32)
             if REMOVES:
                 b_vy = gl.sum(s_v.load(wide).to(gl.float32) * b_y, 1)
@@ -301,7 +302,7 @@ def form_items(
             mbarrier.wait(ready.index(1), parity)
             b_dq = warpgroup_mma(s_do, s_hT, nothing, use_acc=False, is_async=True)
             b_dr = b_dq
-            if REMOVES and G == 1:
+            if REMOVES and G == 1:  # for groups later: their sums leave no registers
                 b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
 
             # the scores' gradients, weighted with decays, norms and scale
@@ -309,11 +310,10 @@ def form_items(
                 b_ds, b_da = warpgroup_mma_wait(2 if G == 1 else 1, deps=(b_ds, b_da))
             else:
                 b_ds = warpgroup_mma_wait(1, deps=(b_ds,))
-            j = slot + columns
-            of_row = gl.sum(gl.where(i == j, b_ds, 0.0), 1)
+            d = ahead + slot
+            of_row = gl.sum(gl.where(d == c, b_ds, 0.0), 1)
             of_row = gl.convert_layout(of_row, gl.SliceLayout(1, wide))
-            diagonal = diagonal + of_row * rows_of(f_q * f_k)
-            keep = (i > j) & (i < n)
+            keep = (d > c) & (i < n)
             if REMOVES:
                 w = weights(s_rows, slot, R, BEFORE, keep, EXP2, square)
                 s_w.index(slot + 1).store((b_da * -w).to(half))
@@ -321,10 +321,20 @@ def form_items(
             s_w.index(slot).store((b_ds * w).to(half))
 
             s_wq, s_wr = s_w.index(slot), s_w.index(slot + 1)
-            if G > 1:
+            row = (n + i_g) // (BT + G + 4)
+
+            if G > 1:  # begun here, else the sum before is kept beside this head's until then
+                f_q = row_of(s_rows, row + 1, wide)
+                e_q = f_q * decayed(row_of(s_rows, row + 4, wide), EXP2)
+                b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+                b_dq = b_dq * e_q + dq
                 fence_async_shared()
                 barrier()
+                mbarrier.wait(ready.index(3), heads & 1)
+                b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
                 if REMOVES:
+                    later = (n + i_g) // (BT + G + 1)
+                    s_y, s_hT = places[2].index(later), places[4].index(later).permute((1, 0))
                     b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
             mbarrier.wait(ready.index(2), parity)
             if G == 1:
@@ -333,62 +343,70 @@ def form_items(
             for part in gl.static_range(K // 16):
                 b_h = s_h.slice(part * 16, 16).load(flat).to(gl.float32)
                 b_l += b_h * s_dh.slice(part * 16, 16).load(flat).to(gl.float32)
+            left = gl.sum(gl.sum(b_l, 1), 0)
             if REMOVES:
                 b_dq, b_dr = warpgroup_mma_wait(1 if G == 1 else 0, deps=(b_dq, b_dr))
             else:
                 b_dq = warpgroup_mma_wait(1 if G == 1 else 0, deps=(b_dq,))
-            e_k = row_of(s_rows, slot + 3, wide)
-            e_q = f_q * decayed(row_of(s_rows, slot + 4, wide), EXP2)
-            e_r = f_r * decayed(row_of(s_rows, slot + BEFORE, wide), EXP2)
+            f_q = row_of(s_rows, row + 1, wide)
+            f_k = row_of(s_rows, row + 2, wide)
+            f_r = row_of(s_rows, row + R, wide)
+            e_k = row_of(s_rows, row + 3, wide)
+            if G == 1:
+                b_dq = b_dq * (f_q * decayed(row_of(s_rows, row + 4, wide), EXP2))
+            e_r = f_r * decayed(row_of(s_rows, row + BEFORE, wide), EXP2)
+            diagonal = diagonal + of_row * rows_of(f_q * f_k)
             mbarrier.arrive(free.index(0), count=1)
-            b_dq = b_dq * e_q
             if G > 1:  # not before, for registers
-                b_dq = b_dq + dq
                 b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
-                mbarrier.wait(ready.index(3), heads & 1)
-                b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
-            b_c = warpgroup_mma_wait(0 if G == 1 else 1, deps=(b_c,))
+            b_c = warpgroup_mma_wait(0, deps=(b_c,))
             mbarrier.arrive(free.index(1), count=1)
             mbarrier.arrive(free.index(4 + stage), count=1)
-            left = end * gl.sum(gl.sum(b_l, 1), 0)
+            left = gl.load(decay + i_ch * K) * left
+            after = (n + i_g) // (BT + G + 2)
+            s_q, s_k, s_p = places[6].index(after), places[7].index(after), places[8].index(after)
+            s_rb = places[11].index(after)
 
             # in the states
             if G == 1:
                 mbarrier.wait(ready.index(3), heads & 1)
-            b_k = s_k.load(wide).to(gl.float32)
             b_c = b_c * e_k
-            b_kc = b_k * b_c
-            if G > 1:
-                b_c = warpgroup_mma(s_wq.permute((1, 0)), s_q, b_c, is_async=True)
             b_shift = gl.full([BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
             if REMOVES:
-                b_r = b_k
-                if OWN:
-                    b_r = s_p.load(wide).to(gl.float32)
-                b_rb = (beta * b_r).to(half)
-                s_rb.store(b_rb)
-                b_dr = b_dr * -e_r
-                # in the states beta r as it is, beside the scores as the product sees it
-                b_z = (beta * b_r - b_rb.to(gl.float32)) * b_dr
-                b_shift, b_kc = gl.reduce((b_z, b_kc), 1, add_two)
-            else:
-                b_kc = gl.sum(b_kc, 1)
-            left += gl.sum(b_kc, 0)
+                s_r = s_p if OWN else s_k
+                s_rb.store((beta * s_r.load(wide).to(gl.float32)).to(half))
             fence_async_shared()
             barrier()
+            if REMOVES:  # loaded again: not kept over the barrier
+                again = (n + i_g) // (BT + G + 5)
+                s_r = places[8 if OWN else 7].index(again)
+                b_r = s_r.load(wide).to(gl.float32)
+                b_rb = places[11].index(again).load(wide).to(gl.float32)
+                b_dr = b_dr * -e_r
+                # in the states beta r as it is, beside the scores as the product sees it
+                b_z = (beta * b_r - b_rb) * b_dr
+                b_k = places[7].index(again).load(wide).to(gl.float32)
+                if G == 1:
+                    b_shift, b_kc = gl.reduce((b_z, b_k * b_c), 1, add_two)
+                else:  # one after the other, for registers
+                    b_shift = gl.sum(b_z, 1)
+                    b_kc = gl.sum(b_k * b_c, 1)
+            else:
+                b_kc = gl.sum(s_k.load(wide).to(gl.float32) * b_c, 1)
+            left += gl.sum(b_kc, 0)
 
             # in the scores
             if G == 1:
                 b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
-                b_c = warpgroup_mma(s_wq.permute((1, 0)), s_q, b_c, is_async=True)
+            else:
+                b_c = b_c + dk
+            b_c = warpgroup_mma(s_wq.permute((1, 0)), s_q, b_c, is_async=True)
             if REMOVES:
                 b_dr = warpgroup_mma(s_wr, s_k, b_dr, is_async=True)
                 b_c = warpgroup_mma(s_wr.permute((1, 0)), s_rb, b_c, is_async=True)
                 b_dq, b_dr, b_c = warpgroup_mma_wait(0, deps=(b_dq, b_dr, b_c))
             else:
                 b_dq, b_c = warpgroup_mma_wait(0, deps=(b_dq, b_c))
-            if G > 1:
-                b_c = b_c + dk
             b_k = s_k.load(wide).to(gl.float32)
             b_x = s_q.load(wide).to(gl.float32) * b_dq - b_k * b_c
             if not REMOVES:
@@ -418,7 +436,7 @@ def form_items(
             visits += 1
 
         # the diagonal's row and column cancel in the gate's gradient
-        _do, _vn, _y, _v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, n // (BT + G + 1))
+        _do, _vn, _y, _v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, heads // 2**30)
         b_k, b_q = s_k.load(wide).to(gl.float32), s_q.load(wide).to(gl.float32)
         dq += diagonal[:, None] * b_k
         dk += diagonal[:, None] * b_q
@@ -436,7 +454,7 @@ def form_items(
         fence_async_shared()
         barrier()
         mbarrier.arrive(done.index(1), count=1)
-        heads += 1
+        heads += 1  # noqa: SIM113  # Gluon has no enumerate
 
 
 @gluon.jit(do_not_specialize=["items", "tokens"])
