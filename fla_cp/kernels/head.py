@@ -171,20 +171,30 @@ def intra_head_kernel(
     _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
 
     # Scores of the inputs as they are: the norms and decays multiply them afterwards. What the loop
-    # loads is for products alone: see `overwritten` in tests/aot.py.
-    diagonal, qq, kk = row_products(q, k, i, q_t, k_t, m_i, K, BK, NORM)
+    # loads is for products alone: see `overwritten` in tests/aot.py. Those of fp32 are waited for.
+    diagonal = tl.zeros_like(b_beta)
+    qq, kk, pp = diagonal, diagonal, diagonal
+    if operand != tl.float32:
+        diagonal, qq, kk = row_products(q, k, i, q_t, k_t, m_i, K, BK, NORM)
     b_qk = tl.zeros([BT, BT], tl.float32)
     b_kk = tl.zeros([BT, BT], tl.float32)
     for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
         o_k = i_k * BK + tl.arange(0, BK)
         b_q = load_rows(q, i, q_t, m_i, o_k, K)
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        if operand == tl.float32:
+            diagonal += tl.sum(b_q * b_k, axis=1)
+            if NORM:
+                qq += tl.sum(b_q * b_q, axis=1)
+                kk += tl.sum(b_k * b_k, axis=1)
         b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
         b_r = b_k
         if REMOVAL == "p":
             if operand == tl.float32:  # for registers: p not loaded before this product
                 tl.debug_barrier()
             b_r = load_rows(p, i, p_t, m_i, o_k, K)
+            if NORM and operand == tl.float32:
+                pp += tl.sum(b_r * b_r, axis=1)
         if REMOVAL != "none":
             b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
     q_scale = tl.zeros_like(b_beta) + scale
@@ -195,7 +205,8 @@ def intra_head_kernel(
         k_scale *= tl.rsqrt(kk + EPS)
         r_scale = k_scale
         if REMOVAL == "p":
-            _, pp, _ = row_products(p, p, i, p_t, p_t, m_i, K, BK, NORM)
+            if operand != tl.float32:
+                _, pp, _ = row_products(p, p, i, p_t, p_t, m_i, K, BK, NORM)
             r_scale = tl.rsqrt(pp + EPS)
 
     gc = running_sums(b_g, operand)
@@ -286,7 +297,10 @@ def scores_head_bwd_kernel(
     b_vy = tl.zeros_like(b_beta)
     b_nq = tl.zeros_like(b_beta)
     b_nk = tl.zeros_like(b_beta)
-    for i_v in range((V + BV - 1) // BV):
+    # a pipeline would load for sums as well as for products, see `overwritten` in tests/aot.py;
+    # those of fp32 are waited for
+    STAGES: tl.constexpr = None if operand == tl.float32 else 1
+    for i_v in tl.range((V + BV - 1) // BV, num_stages=STAGES):
         o_v = i_v * BV + tl.arange(0, BV)
         b_do = load_rows(do, i, do_t, m_i, o_v, V).to(operand)
         b_vn = load_block(v_new + i_ch * BT * V, i, o_v, BT, V)
@@ -403,6 +417,7 @@ def dqk_head_kernel(
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_c = tl.zeros([BT, BK], tl.float32)
+    b_dl = tl.zeros([BK], tl.float32)
     for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
         v0 = i_v * BV
         b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
@@ -414,7 +429,10 @@ def dqk_head_kernel(
             b_dr = dot(b_y, tl.trans(b_h), PRECISION, acc=b_dr)
         b_vn = load_part(v_new + i_ch * BT * V, 0, v0, tl.arange(0, BT), o_vt, BT, V)
         b_c = dot(b_vn, tl.trans(b_dh), PRECISION, acc=b_c)
-    b_dl = row_sums(h + i_ch * K * V, dh + i_ch * K * V, k0, o_kt, o_vt, K, V)
+        if operand == tl.float32:
+            b_dl += tl.sum(b_h * b_dh, axis=1)
+    if operand != tl.float32:
+        b_dl = row_sums(h + i_ch * K * V, dh + i_ch * K * V, k0, o_kt, o_vt, K, V)
     if NS > 1:  # a use for them, as far as the compiler can tell: n_rows is never more
         tl.store(rows + near, touched, mask=near * 0 + n_rows > BT)
 

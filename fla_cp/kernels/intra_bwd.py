@@ -167,7 +167,8 @@ def scores_bwd_kernel(
     b_dbeta = tl.zeros_like(b_beta)
     b_nq = tl.zeros_like(b_beta)
     b_nk = tl.zeros_like(b_beta)
-    for i_v in range((V + BV - 1) // BV):
+    # in a pipeline loads would serve sums as well as products: see `overwritten` in tests/aot.py
+    for i_v in tl.range((V + BV - 1) // BV, num_stages=1):
         o_v = i_v * BV + tl.arange(0, BV)
         b_do = load_rows(do, o_i, do_t, m_i, o_v, V).to(operand)
         b_vn = load_block(v_new + i_ch * BT * V, o_i, o_v, BT, V)
