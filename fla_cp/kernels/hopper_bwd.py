@@ -1,4 +1,5 @@
-"""Gradients local to a chunk with one decay a head for Hopper's tensor cores, in Gluon.
+"""Gradients local to a chunk with one decay a head for Hopper's tensor cores, in Gluon; long
+because a kernel is its list of arguments.
 
 What is computed is said in head.py, and the results are the same up to rounding; here one program
 does it all for a chunk and a key head, so that nothing is read twice and scores' gradients stay on
