@@ -12,12 +12,15 @@ multiprocessor. Forward: offsets and transitions in one launch, then the scan; b
 reverse (transitions are the forward's), states again, the scan in reverse, the last two at once
 where the card has room. What crosses ranks is
 summarised cut or not. The cut with the least time is taken if it saves a MARGIN. Where it does not
-for both directions, and no state crosses ranks, the forward may be cut alone.
+for both directions, and no state crosses ranks, the forward may be cut alone. Where states cross
+ranks, all wait in each exchange for the slowest: a rank at an end, which has a summary less to make
+and would alone do without a cut, cuts as one that a state passes through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from .packing import Packing
@@ -93,24 +96,37 @@ def predicted(
     return total + scans + cut
 
 
+def passed_through(packing: Packing) -> Packing:
+    """As if a state entered it and another left it."""
+    segments = list(packing.segments)
+    segments[0] = segments[0]._replace(begins=False, entry=max(segments[0].entry, 0))
+    segments[-1] = segments[-1]._replace(ends=False, exit=max(segments[-1].exit, 0))
+    return replace(packing, segments=tuple(segments))
+
+
 def split(
-    packing: Packing, value: int, key: int, processors: int, backward: bool = True
+    packing: Packing,
+    value: int,
+    key: int,
+    processors: int,
+    backward: bool = True,
+    crossed: bool = False,
 ) -> Packing:
     """`packing`, or the same tokens in shorter segments where that promises to be faster. In a
-    frame they stay whole."""
+    frame they stay whole. crossed: whether states cross ranks."""
 
     def best() -> Packing:
+        judged = passed_through(packing) if crossed else packing
         longest = max(chunks_of(packing, range(len(packing.segments))), default=0)
-        chosen, least = packing, MARGIN * predicted(packing, value, key, processors, backward)
+        chosen, least = longest, MARGIN * predicted(judged, value, key, processors, backward)
         size = SMALLEST
         while size < longest:
-            cut = packing.cut(size)
-            time = predicted(cut, value, key, processors, backward)
+            time = predicted(judged.cut(size), value, key, processors, backward)
             if time < least:
-                chosen, least = cut, time
+                chosen, least = size, time
             size *= 2
-        return chosen
+        return packing if chosen == longest else packing.cut(chosen)
 
     if packing.segments and processors and packing.frame is None:
-        return packing.cached(("split", value, key, processors, backward), best)
+        return packing.cached(("split", value, key, processors, backward, crossed), best)
     return packing

@@ -87,6 +87,18 @@ def test_the_forward_alone_is_cut_where_the_card_has_room():
     assert split(alone, programs(32), programs(32), PROCESSORS, False) is alone
 
 
+def test_ranks_at_the_ends_cut_like_those_between():
+    """Alone, the first of four ranks with 131072 tokens and 32 heads would stay whole."""
+    shape = programs(32), programs(32), PROCESSORS
+    ranks = [Packing.build((0, 131072), ((r * 32768, (r + 1) * 32768),)) for r in range(4)]
+    assert [len(split(p, *shape).segments) for p in ranks] == [1, 2, 2, 2]
+    assert [len(split(p, *shape, True, True).segments) for p in ranks] == [2, 2, 2, 2]
+    first = split(ranks[0], *shape, True, True).segments
+    assert (first[0].begins, first[0].entry, first[1].exit) == (True, -1, 0)
+    short = Packing.build((0, 8192 * 4), ((0, 8192),))
+    assert split(short, *shape, True, True) is short
+
+
 @pytest.fixture(params=["both", "forward"])
 def always_cut(request, monkeypatch):
     """Every segment of both backends in pieces of two chunks, or of the kernels in the forward."""
@@ -95,7 +107,7 @@ def always_cut(request, monkeypatch):
     import fla_cp.kernels.backend
 
     def pieces(packing, *shape):
-        if request.param == "forward" and shape[-1]:
+        if request.param == "forward" and shape[-2]:
             return packing
         return packing.cached("pieces", lambda: packing.cut(2))
 
@@ -159,7 +171,7 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
         return stage
 
     stages = {n: noting(n) for n in ("scan_output", "scan", "scan_bwd")}
-    split = lambda packing, *shape: packing if shape[-1] else packing.cut(2)  # noqa: E731
+    split = lambda packing, *shape: packing if shape[-2] else packing.cut(2)  # noqa: E731
     cutting = dataclasses.replace(whole, split=split, **stages)
     monkeypatch.setattr(fla_cp.kernels.backend, "TRITON", cutting)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -183,9 +183,10 @@ def split(
     dtype: torch.dtype,
     device: torch.device,
     backward: bool,
+    crossed: bool,
 ) -> Packing:
     value, key = (HV * cdiv(n, COLUMNS) for n in (V, K))
-    return cut_by_rule(packing, value, key, gluon.multiprocessors(device), backward)
+    return cut_by_rule(packing, value, key, gluon.multiprocessors(device), backward, crossed)
 
 
 def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
