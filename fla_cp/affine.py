@@ -95,11 +95,14 @@ def walk(
 
     owner: of which `steps` is the walk. transition [*, HV, K, K] (used as its transpose with
     `transposed`), offset and start [*, HV, K, V]; the first two may be slices of one tensor, side
-    by side in its last dim.
+    by side in its last dim. out may be [E, HV, K, V+K], where nothing enters: beside a state, the
+    transition of the steps up to it.
     """
     rows = owner.cached(steps, lambda: steps(owner))
+    width = out.shape[-1]
+    V = width if offset is None else offset.shape[-1]
     for n, (lo, hi) in enumerate(pairwise(rows.first)):
-        state = row_of(start, rows.start[n])
+        state, through = row_of(start, rows.start[n]), None
         if rows.entry[n] >= 0:
             out[rows.entry[n]] = 0 if state is None else state
         for i in range(lo, hi):
@@ -110,8 +113,14 @@ def walk(
                 state = leave(M, B, state)
             else:
                 state = None if M is None or state is None else product(M, state)
+            if i == lo:
+                through = M
+            elif width > V:
+                through = None if M is None or through is None else product(M, through)
             if rows.store[i] >= 0:
-                out[rows.store[i]] = 0 if state is None else state
+                out[rows.store[i]][..., :V] = 0 if state is None else state
+                if width > V:
+                    out[rows.store[i]][..., V:] = 0 if through is None else through
     return out
 
 

@@ -69,9 +69,9 @@ def _folding(
 
 
 def _wire(plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False) -> Tensor:
-    walk = plan.backend.walk
-    mine = outgoing(*_folding(plan, x, maps), reverse=reverse, walk=walk)
-    return pack(mine, plan.links.mirrored() if reverse else plan.links)
+    links = plan.links.mirrored() if reverse else plan.links
+    mine = outgoing(*_folding(plan, x, maps), links, reverse=reverse, walk=plan.backend.walk)
+    return pack(mine, links)
 
 
 def _entering(

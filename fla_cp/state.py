@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .affine import Fold, Steps, Walk, walk
 from .comm import Exchange, Links, SlotMaps
+from .comm.exchange import unpacked, wire_shape
 from .packing import Packing
 
 
@@ -73,7 +74,7 @@ def carry(
     fold = _Fold(maps, packing, shape, like, reverse, walk)
     pending = None
     if links.any:
-        pending = exchange.start(fold.outgoing(), links, walk)
+        pending = exchange.start(fold.outgoing(links), links, walk)
 
     def finish() -> States:
         entering = None if pending is None else pending.wait()
@@ -87,12 +88,13 @@ def outgoing(
     packing: Packing,
     shape: tuple[int, int, int],
     like: Tensor,
+    links: Links,
     *,
     reverse: bool = False,
     walk: Fold = walk,
 ) -> SlotMaps:
-    """This card's map of each owned range, as `carry` would send it."""
-    return _Fold(maps, packing, shape, like, reverse, walk).outgoing()
+    """This card's map of each owned range, as `carry` would send it; links: of the direction."""
+    return _Fold(maps, packing, shape, like, reverse, walk).outgoing(links)
 
 
 def entering(
@@ -110,11 +112,10 @@ def entering(
 
 
 class _Walks(NamedTuple):
-    """The walks of one card and direction: that give the maps of its ranges, those that multiply
-    the transitions of ranges passed through, and those that give each segment's entering state."""
+    """The walks of one card and direction: those that give the maps of its ranges, and those that
+    give each segment's entering state."""
 
-    offsets: Walk
-    transitions: Walk
+    outgoing: Walk
     entering: Walk
 
     @classmethod
@@ -124,7 +125,7 @@ class _Walks(NamedTuple):
         offset = {i: row for row, i in enumerate(sources)}
         transition = {i: row for row, i in enumerate(packing.middle)}
         sink = {i: row for row, i in enumerate(sinks)}
-        offsets, transitions, entering = [], [], []
+        outgoing, entering = [], []
         for chain in packing.chains:
             chain = chain[::-1] if reverse else chain
             first, last = packing.segments[chain[0]], packing.segments[chain[-1]]
@@ -138,13 +139,8 @@ class _Walks(NamedTuple):
             if out < 0:
                 continue
             steps = [(transition.get(i, -1), offset[i], -1) for i in chain]
-            offsets.append((-1, -1, [*steps[:-1], (*steps[-1][:2], out)]))
-            if into >= 0 and packing.middle:
-                steps = [(transition[i], -1, -1) for i in chain[1:]]
-                if steps:
-                    steps[-1] = (*steps[-1][:2], out)
-                transitions.append((transition[chain[0]], -1 if steps else out, steps))
-        return cls(*map(Walk.of, (offsets, transitions, entering)))
+            outgoing.append((-1, -1, [*steps[:-1], (*steps[-1][:2], out)]))
+        return cls(Walk.of(outgoing), Walk.of(entering))
 
 
 @functools.cache
@@ -175,32 +171,28 @@ class _Fold:
         self.shape, self.like, self.walk = shape, like, walk
         self.sinks = packing.feeding if reverse else packing.carried
 
-    def outgoing(self) -> SlotMaps:
+    def outgoing(self, links: Links) -> SlotMaps:
         """This card's map of each owned range, for the exchange."""
         HV, K, V = self.shape
-        ranges, maps = self.packing.ranges, self.maps
-        transition = maps.transition
-        if transition is not None and self.reverse:
-            transition = transition.mT
-        if self.packing.single and maps.offset is not None:
+        packing, maps = self.packing, self.maps
+        if packing.single and maps.offset is not None:
+            transition = maps.transition
+            if transition is not None and self.reverse:
+                transition = transition.mT
             return SlotMaps(transition, maps.offset)
-        offset = self.like.new_zeros(ranges, HV, K, V)
+        leaving = sum((s.entry if self.reverse else s.exit) >= 0 for s in packing.segments)
+        new = self.like.new_empty if leaving == links.slots_per_rank else self.like.new_zeros
+        wire = new(wire_shape(links, HV, K, V))
         self.walk(
-            self.packing,
-            _on_card("offsets", self.reverse),
+            packing,
+            _on_card("outgoing", self.reverse),
             maps.transition,
             maps.offset,
             None,
-            offset,
+            wire,
             transposed=self.reverse,
         )
-        if transition is None:
-            return SlotMaps(None, offset)
-        transition = transition.contiguous()
-        through = self.like.new_zeros(ranges, HV, K, K)
-        steps = _on_card("transitions", self.reverse)
-        self.walk(self.packing, steps, transition, None, transition, through, transposed=False)
-        return SlotMaps(through, offset)
+        return unpacked(wire[: packing.ranges], links, V)._replace(wire=wire)
 
     def entering(self, states: Tensor | None) -> States:
         """The state entering every sink, given those entering the owned ranges."""

@@ -376,19 +376,19 @@ def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
 
 
 def compile_walk(K: int, V: int) -> list[Launch]:
-    """A fold with states that enter, in reverse, of transitions alone, and of what ranks sent."""
+    """A fold with states that enter, in reverse, with the transitions, and of what ranks sent."""
     from fla_cp.affine import Walk
     from fla_cp.kernels.walk import walk
     from fla_cp.packing import Packing
 
     steps = Walk((0, 1), (0,), (0,), (0,), (0,), (1,))
     packing, (M, B) = Packing.build((0, 64)), (torch.zeros(2, 2, K, n) for n in (K, V))
+    wire = torch.zeros(2, 2, K, V + K)
     with launched() as kernels:
         for transposed in (False, True):
             walk(packing, steps, M, B, B, B, transposed=transposed)
             walk(packing, steps, M, B, None, B, transposed=transposed)
-        walk(packing, steps, M, None, M, M, transposed=False)
-        wire = torch.zeros(2, 2, K, V + K)
+            walk(packing, steps, M, B, None, wire, transposed=transposed)
         walk(packing, steps, wire[..., V:], wire[..., :V], None, B, transposed=False)
     return list(dict.fromkeys(kernels))
 

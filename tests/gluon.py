@@ -27,6 +27,7 @@ class Pointers:
 
     def __init__(self, base: Tensor, at: Any = 0):
         self.base, self.at = base, at
+        self.dtype = SimpleNamespace(element_ty=base.dtype)
 
     def __add__(self, offset: Any) -> Pointers:
         return Pointers(self.base, self.at + offset)
@@ -77,6 +78,10 @@ class Shared:
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.x.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        """As what was there is not read: other memory."""
+        return _allocate(dtype, shape, layout)
 
     def load(self, layout: Any) -> Tensor:
         return self.x.clone()
@@ -136,6 +141,17 @@ def _product(
     return (acc + found if use_acc else found).to(acc.dtype)
 
 
+def _small_product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str) -> Tensor:
+    return acc + a @ b
+
+
+def _copy_rows(place: Shared, at: Pointers, mask: Tensor) -> None:
+    mask, places = torch.broadcast_tensors(mask, at.places())
+    x = torch.zeros(places.shape, dtype=at.base.dtype)
+    x[mask] = at.memory()[places[mask]]
+    place.store(x)
+
+
 def _wait(pending: int, deps: tuple[Tensor, ...]) -> Any:
     return deps[0] if len(deps) == 1 else deps
 
@@ -191,7 +207,7 @@ class Launcher:
 @contextmanager
 def interpreted() -> Iterator[list[str]]:
     """Lets them run here; gives the kernels' names as they are launched."""
-    from fla_cp.kernels import hopper, hopper_bwd
+    from fla_cp.kernels import hopper, hopper_bwd, hopper_intra
 
     nothing = lambda *args, **more: None  # noqa: E731
     gl = SimpleNamespace(
@@ -202,7 +218,8 @@ def interpreted() -> Iterator[list[str]]:
         warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
         sum=lambda x, axis: x.sum(axis), num_warps=nothing,
-        reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
+        reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles), rsqrt=torch.rsqrt,
+        reshape=torch.reshape, permute=torch.permute, DistributedLinearLayout=nothing,
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=nothing,
@@ -216,14 +233,18 @@ def interpreted() -> Iterator[list[str]]:
         async_copy_shared_to_global=lambda x, at, block: x.store(at, block.x),
         store_wait=nothing,
     )
+    async_copy = SimpleNamespace(
+        async_copy_global_to_shared=_copy_rows, commit_group=nothing, wait_group=nothing
+    )
     launched: list[str] = []
     changed = {
         "gl": gl, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait, "fence_async_shared": nothing, "barrier": nothing,
+        "async_copy": async_copy, "mma_v2": _small_product,
     }  # fmt: skip
     changed["range"] = lambda *ends: map(torch.tensor, range(*map(int, ends)))
     before = []
-    for module in (hopper, hopper_bwd):
+    for module in (hopper, hopper_bwd, hopper_intra):
         kernels = {}
         for name, kernel in vars(module).items():
             if type(kernel).__name__ == "GluonJITFunction":

@@ -23,6 +23,7 @@ from fla_cp.comm import (
     make_exchange,
     measure_exchange,
 )
+from fla_cp.comm.exchange import pack, unpacked
 from fla_cp.comm.peers import PeerMemory
 from fla_cp.context import _links, build_cp_context
 from tests import peers
@@ -61,6 +62,12 @@ def random_maps(links: Links, R: int, seed: int) -> list[SlotMaps]:
     return [SlotMaps(draw(2, HV, K, K), draw(2, HV, K, V)) for _ in range(R)]
 
 
+def sliced(maps: SlotMaps, links: Links) -> SlotMaps:
+    """The same maps, as slices of the wire."""
+    wire = pack(maps, links)
+    return unpacked(wire, links, V)._replace(wire=wire)
+
+
 def body(group, rank, R, scheme):
     rng = random.Random(7)
     exchange = scheme(group)
@@ -69,7 +76,8 @@ def body(group, rank, R, scheme):
         for direction in (links, links.mirrored()):
             maps = random_maps(direction, R, trial)
             expected = serial(direction, maps)[rank]
-            pending = exchange.start(maps[rank], direction)
+            mine = sliced(maps[rank], direction) if trial % 2 else maps[rank]
+            pending = exchange.start(mine, direction)
             torch.ones(10).sum()  # work that needs no state
             assert_exact(f"trial {trial}", pending.wait(), expected)
 

@@ -112,6 +112,8 @@ def test_kernels_err_like_the_torch_stages(key, H, cut, monkeypatch):
     with interpreted() as launched, cut_into(1) if cut else nullcontext():
         found = run(x, "triton")
     kernels = {"scan_hopper_kernel", "scan_bwd_hopper_kernel"}
+    if key in ("gated_delta_rule", "comba", "simple_gla"):
+        kernels.add("intra_head_hopper_kernel")
     if key in ("gated_delta_rule", "simple_gla") or (key, H) == ("comba", 2):
         kernels.add("head_bwd_hopper_kernel")
     assert kernels <= set(launched)

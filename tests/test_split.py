@@ -1,15 +1,20 @@
 """Segments inside a card: the rule, the cut, the fold, and that results do not depend on them."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla_cp import build_cp_context, zigzag_token_ranges
 from fla_cp.affine import Walk, walk
 from fla_cp.backend import TORCH
+from fla_cp.comm.exchange import pack
+from fla_cp.context import _links
 from fla_cp.packing import Packing
 from fla_cp.split import MARGIN, predicted, split
+from fla_cp.state import AffineMap, carry
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_exact
 from tests.running import run, run_sharded
@@ -238,3 +243,99 @@ def test_kernel_of_the_fold(K, V, transposed, side_by_side, monkeypatch):
     walk(packing, steps, M.double(), B.double(), start.double(), exact, transposed=transposed)
     assert exact.flatten(1).any(1).tolist() == [True] * 6 + [False, True, False]
     assert (out - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("K, V", [(16, 16), (13, 7), (100, 40), (192, 24)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_fold_gives_transitions_beside_states(K, V, transposed, monkeypatch):
+    """To the last bit those of a fold for each."""
+    pytest.importorskip("triton")
+    from fla_cp.kernels import walk as kernel
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    gen = torch.Generator().manual_seed(0)
+    M, B = (torch.randn(4, 2, K, n, generator=gen) / K**0.5 for n in (K, V))
+    chains = [[2, 0, 1], [-1, 2, 3], [3], [-1]]  # rows of transitions; -1: a document begins
+    both = Walk.of(
+        [(-1, -1, [(m, n, n if m == c[-1] else -1) for m in c]) for n, c in enumerate(chains)]
+    )
+    alone = [[(m, -1, n if m == c[-1] else -1) for m in c[1:]] for n, c in enumerate(chains)]
+    alone = Walk.of([(c[0], -1 if c[1:] else n, alone[n]) for n, c in enumerate(chains)])
+    packing, first = Packing.build((0, 64)), M.mT.contiguous() if transposed else M
+    for fold in (walk, kernel.walk):
+        wire, offset, through = (torch.full((5, 2, K, n), 7.0) for n in (V + K, V, K))
+        fold(packing, both, M, B, None, wire, transposed=transposed)
+        fold(packing, both, M, B, None, offset, transposed=transposed)
+        fold(packing, alone, first, None, first, through, transposed=False)
+        assert torch.equal(wire, torch.cat([offset, through], -1))
+        assert through.flatten(1).any(1).tolist() == [True, False, True, False, True]
+
+
+class Noting:
+    """An exchange that says when it has its wire; `states` enter."""
+
+    def __init__(self, seen, states):
+        self.seen, self.states, self.group = seen, states, None
+
+    def start(self, maps, links, walk):
+        self.wire = pack(maps, links)
+        self.seen.append("exchange")
+        return SimpleNamespace(wait=lambda: self.states)
+
+
+def carried(ranges, rank, cu, reverse, fold, seen, K=4, V=3):
+    """The wire of a rank with segments of two chunks, and the maps it is made of."""
+    links = _links(cu, ranges)
+    packing = Packing.build(cu, ranges[rank]).cut(2)
+    gen = torch.Generator().manual_seed(0)
+    counts = len(packing.middle), len(packing.carried if reverse else packing.feeding)
+    M, B = (torch.randn(n, 2, K, c, generator=gen) for n, c in zip(counts, (K, V), strict=True))
+    exchange = Noting(seen, torch.zeros(packing.ranges, 2, K, V))
+    maps = AffineMap(M if len(M) else None, B if len(B) else None)
+    args = (maps, packing, links, exchange, (2, K, V), B.new_empty(0))
+    carry(*args, reverse=reverse, walk=fold)()
+    return exchange.wire, packing, M, B
+
+
+WHOLE = ((0, 600),), ((600, 1200),), ((1200, 1800),), ((1800, 2400),)
+ZIGZAG = ((0, 300), (2100, 2400)), ((300, 600), (1800, 2100)), ((600, 900), (900, 1800))
+UNEVEN = ((0, 300), (300, 600)), ((600, 2400),)
+
+
+class Operations(TorchDispatchMode):
+    """Names what torch would launch: all but views and memory without values."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if not (f.is_view or "empty" in f.name()):
+            self.seen.append(f.name())
+        return f(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("ranges, rank, cu, before", [
+    (WHOLE, 1, (0, 2400), []),
+    (WHOLE[:2], 0, (0, 1200), []),
+    (ZIGZAG, 1, (0, 2400), []),
+    (UNEVEN, 1, (0, 2400), ["aten::new_zeros"]),  # one range, of two slots
+    (ZIGZAG, 1, (0, 2000, 2400), []),
+    (WHOLE, 1, (0, 900, 1200, 2400), None),
+], ids=["middle", "two ranks", "zigzag", "uneven", "zigzag packed", "packed"])  # fmt: skip
+def test_one_launch_before_the_exchange_and_one_after(
+    ranges, rank, cu, before, reverse, monkeypatch
+):
+    pytest.importorskip("triton")
+    from triton.runtime.interpreter import GridExecutor
+
+    from fla_cp.kernels.walk import walk as kernel
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    seen = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda f, *a, **kw: seen.append(f.fn.__name__))
+    with Operations(seen):
+        carried(ranges, rank, cu, reverse, kernel, seen)
+    at = seen.index("exchange")
+    print(seen)

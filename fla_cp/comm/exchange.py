@@ -41,10 +41,12 @@ from .timing import exchange_wait
 
 
 class SlotMaps(NamedTuple):
-    """Maps of this rank's slots: transition [J, HV, K, K] (or None) and offset [J, HV, K, V]."""
+    """Maps of this rank's slots: transition [J, HV, K, K] (or None) and offset [J, HV, K, V]. wire:
+    what `pack` would make of them, if they are its slices."""
 
     transition: Tensor | None
     offset: Tensor
+    wire: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -162,18 +164,11 @@ def _entering(rank: int, rows: int) -> Steps:
     return steps
 
 
-def _fold(
-    transition: Tensor | None,
-    offset: Tensor,
-    links: Links,
-    rank: int,
-    like: Tensor,
-    walk: Fold,
-) -> Tensor:
+def _fold(maps: SlotMaps, links: Links, rank: int, like: Tensor, walk: Fold) -> Tensor:
     """States entering the ranges of `rank`, like [J, HV, K, V], from the maps of all."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     steps = _entering(rank, len(like))
-    return walk(links, steps, transition, offset, None, out, transposed=False)
+    return walk(links, steps, maps.transition, maps.offset, None, out, transposed=False)
 
 
 @dataclass(frozen=True)
@@ -184,7 +179,7 @@ class Local:
 
     def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
         def finish() -> Tensor:
-            return _fold(maps.transition, maps.offset, links, 0, maps.offset, walk)
+            return _fold(maps, links, 0, maps.offset, walk)
 
         return _Waiting(finish, maps.offset.device)
 
@@ -283,22 +278,30 @@ def _entering_read(rank: int, rows: int) -> Steps:
 def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, walk: Fold = walk) -> Tensor:
     """States entering the slots of `rank`, like [J, HV, K, V], from the wires of all ranks (`pack`)
     [R, slots_per_rank, ..]."""
-    transition, offset = _unpacked(wires.flatten(0, 1), links, like.shape[-1])
-    return _fold(transition, offset, links, rank, like, walk)
+    maps = unpacked(wires.flatten(0, 1), links, like.shape[-1])
+    return _fold(maps, links, rank, like, walk)
 
 
-def _unpacked(wire: Tensor, links: Links, V: int) -> SlotMaps:
+def unpacked(wire: Tensor, links: Links, V: int) -> SlotMaps:
+    """The maps of some rows of a wire."""
     return SlotMaps(wire[..., V:] if links.any_through else None, wire[..., :V])
+
+
+def wire_shape(links: Links, HV: int, K: int, V: int) -> tuple[int, int, int, int]:
+    """What `pack` returns is of this shape."""
+    return links.slots_per_rank, HV, K, V + K * links.any_through
 
 
 def pack(maps: SlotMaps, links: Links) -> Tensor:
     """This rank's wire [slots_per_rank, HV, K, V+K], +K only where any transition is needed."""
+    if maps.wire is not None:
+        return maps.wire
     J, HV, K, V = maps.offset.shape
     sent = (maps.offset, maps.transition) if links.any_through else (maps.offset,)
     parts = [x for x in sent if x is not None]
     if links.slots_per_rank == J and len(parts) == len(sent):
         return torch.cat(parts, -1)
-    wire = maps.offset.new_zeros(links.slots_per_rank, HV, K, V + K * links.any_through)
+    wire = maps.offset.new_zeros(wire_shape(links, HV, K, V))
     wire[:J, ..., :V] = maps.offset
     if links.any_through and maps.transition is not None:
         wire[:J, ..., V:] = maps.transition
@@ -407,11 +410,10 @@ class Scan:
             for s in own:
                 if s not in got:
                     continue
-                before_transition, before_offset = got[s]
-                M = transition[s]
+                before, M = got[s], transition[s]
                 assert M is not None
-                offset[s] = leave(M, offset[s], before_offset)
-                transition[s] = None if before_transition is None else product(M, before_transition)
+                offset[s] = leave(M, offset[s], before.offset)
+                transition[s] = None if before.transition is None else product(M, before.transition)
             distance *= 2
 
         complete = [True] * links.count
@@ -420,8 +422,8 @@ class Scan:
         yield None
         got = collect()
         entering = torch.zeros_like(maps.offset)
-        for s, (_, state) in got.items():
-            entering[links.row[s]] = state
+        for s, before in got.items():
+            entering[links.row[s]] = before.offset
         yield entering
 
     def _post(
@@ -490,8 +492,9 @@ class Heads:
                 if state is not None and links.continues[s]:
                     states[owner, row] = state
                 if links.feeds(s):
-                    M, B = _unpacked(wires[owner, row], links, V)
-                    state = leave(M if links.through[s] else None, B, state)
+                    one = unpacked(wires[owner, row], links, V)
+                    M = one.transition if links.through[s] else None
+                    state = leave(M, one.offset, state)
             back = states.transpose(1, 2).reshape(R * shares[rank], J * K * V)
             heads, work_back = collectives.all_to_all(back, mine, shares, self.group)
             work_back.wait()

@@ -10,12 +10,12 @@ from torch import Tensor
 from . import tuning
 from .chunks import Chunks
 
-__all__ = ["hopper", "hopper_bwd", "multiprocessors", "takes"]
+__all__ = ["hopper", "hopper_bwd", "hopper_intra", "multiprocessors", "takes"]
 
 try:
-    from . import hopper, hopper_bwd
+    from . import hopper, hopper_bwd, hopper_intra
 except (ImportError, AttributeError):  # Gluon is experimental: a Triton that has it otherwise
-    hopper = hopper_bwd = None  # type: ignore[assignment]
+    hopper = hopper_bwd = hopper_intra = None  # type: ignore[assignment]
 
 
 def takes(c: Chunks, *rows: Tensor) -> bool:

@@ -105,6 +105,53 @@ def decays(row, col, i, EXP2: tl.constexpr):
 
 
 @triton.jit
+def head_rows_kernel(
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    rows,
+    chunk_start,
+    chunk_rows,
+    g_t,
+    beta_t,
+    bound,
+    beta_factor,
+    HV: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    GATE: tl.constexpr,
+    BETA_SIGMOID: tl.constexpr,
+    EXP2: tl.constexpr,
+    REMOVAL: tl.constexpr,
+):
+    """Of the planes of rows [NC, HV, 9, C] those that need neither q nor k: beta, and gc up to each
+    row and up to the one before. A program has all heads of a chunk, BH at a time."""
+    i_c = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BT)[:, None]
+    m_i = i < tl.load(chunk_rows + i_c)
+    start = tl.load(chunk_start + i_c).to(tl.int64)
+    o_h = tl.minimum(tl.program_id(1) * BH + tl.arange(0, BH), HV - 1)  # the last one repeatedly
+    to = rows + ((i_c * HV + o_h) * 9 * BT)[None, :] + i
+    p_g = g + o_h[None, :] + start * g_t
+    _raw, _rate, b_g = load_head_gate(p_g, A_log, dt_bias, o_h, i, g_t, m_i, bound, GATE, EXP2)
+    (gc,) = running_sums(b_g, tl.bfloat16)
+    tl.store(to + 7 * BT, gc)
+    if REMOVAL == "p":
+        (before,) = running_sums(b_g, tl.bfloat16, True)
+        tl.store(to + 8 * BT, before)
+    else:
+        tl.store(to + 8 * BT, gc)
+    b_beta = tl.where(m_i, 1.0, b_g * 0.0)
+    if beta is not None:
+        at = beta + o_h[None, :] + (start + i) * beta_t
+        b_beta = tl.load(at, mask=m_i, other=0.0).to(tl.float32)
+    if BETA_SIGMOID:
+        b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
+    tl.store(to, b_beta)
+
+
+@triton.jit
 def intra_head_kernel(
     q,
     k,

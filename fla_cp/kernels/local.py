@@ -12,13 +12,14 @@ from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from . import gluon, tuning
-from .chunks import Chunks, ScanGrads, precision, tables
+from .chunks import Chunks, ScanGrads, Tables, precision, tables
 from .gate import GATES
 from .head import (
     dk_head_kernel,
     dq_head_kernel,
     dqk_head_kernel,
     head_gate_bwd_kernel,
+    head_rows_kernel,
     intra_head_kernel,
     scores_head_bwd_kernel,
 )
@@ -60,7 +61,6 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    t = tuning.tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
     if rule.per_head:
         qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
@@ -70,48 +70,11 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
     anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
+    c = Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
     if NC and rule.per_head:
-        launch(
-            intra_head_kernel,
-            (NC, HV),
-            x.q,
-            x.k,
-            x.p,
-            x.g,
-            x.beta,
-            x.A_log,
-            x.dt_bias,
-            T,
-            Aqk,
-            decay,
-            rows,
-            table.chunk_start,
-            table.chunk_rows,
-            *x.q.stride()[:2],
-            *x.k.stride()[:2],
-            *((0, 0) if x.p is None else x.p.stride()[:2]),
-            x.g.stride(0),
-            0 if x.beta is None else x.beta.stride(0),
-            rule.scale,
-            rule.lower_bound or 0.0,
-            rule.beta_factor or 1.0,
-            HV=HV,
-            G=HV // H,
-            K=K,
-            BT=CHUNK,
-            BK=t.BK,
-            GATE=GATES[rule.gate][0],
-            NORM=rule.qk_l2norm,
-            BETA_SIGMOID=rule.beta_factor is not None,
-            EXP2=rule.use_exp2,
-            REMOVAL=rule.removal,
-            EPS=NORM_EPS,
-            PRECISION=precision(x.q.dtype),
-            NS=t.stages,
-            num_warps=t.warps,
-            maxnreg=t.registers,
-        )
+        _intra_head(rule, table, x, c)
     elif NC:
+        t = tuning.tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
         launch(
             intra_kernel,
             (NC, HV),
@@ -152,7 +115,76 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
             maxnreg=t.registers,
             **_gate_options(rule, x.q.dtype),
         )
-    return Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
+    return c
+
+
+def _intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks) -> None:
+    """One decay a head."""
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    t = tuning.tile("intra_head", K, V, x.q.dtype, 0, gluon.takes(c) and gluon.hopper.enough(c))
+    of_rows = {
+        "HV": HV,
+        "BT": CHUNK,
+        "GATE": GATES[rule.gate][0],
+        "BETA_SIGMOID": rule.beta_factor is not None,
+        "EXP2": rule.use_exp2,
+        "REMOVAL": rule.removal,
+    }
+    strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
+    if t.hopper:
+        heads = min(32, tuning.power_of_two(HV))
+        launch(
+            head_rows_kernel,
+            (NC, cdiv(HV, heads)),
+            x.g,
+            x.beta,
+            x.A_log,
+            x.dt_bias,
+            c.rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *strides,
+            rule.lower_bound or 0.0,
+            rule.beta_factor or 1.0,
+            BH=heads,
+            **of_rows,
+        )
+        gluon.hopper_intra.intra_head(rule, table, x, c, t.registers)
+        return
+    launch(
+        intra_head_kernel,
+        (NC, HV),
+        x.q,
+        x.k,
+        x.p,
+        x.g,
+        x.beta,
+        x.A_log,
+        x.dt_bias,
+        c.T,
+        c.Aqk,
+        c.decay,
+        c.rows,
+        table.chunk_start,
+        table.chunk_rows,
+        *x.q.stride()[:2],
+        *x.k.stride()[:2],
+        *((0, 0) if x.p is None else x.p.stride()[:2]),
+        *strides,
+        rule.scale,
+        rule.lower_bound or 0.0,
+        rule.beta_factor or 1.0,
+        G=HV // H,
+        K=K,
+        BK=t.BK,
+        NORM=rule.qk_l2norm,
+        EPS=NORM_EPS,
+        PRECISION=precision(x.q.dtype),
+        NS=t.stages,
+        num_warps=t.warps,
+        maxnreg=t.registers,
+        **of_rows,
+    )
 
 
 def _gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,10 +1,11 @@
 """A state through the maps of a chain of segments, one program per chain, head and value tile.
 
-A step reads one transition and one offset. The state lives in memory that only its program touches
-(K rows are too many for registers beside a transition), in two places that take turns; a barrier
-stands between what is written in one step and read in the next. A step's first maps, which do not
-depend on the state, are loaded before it. Products are three TF32 products each, as good as fp32
-here: what is rounded stays below 2^-20 of the terms.
+A step reads one transition and one offset; the first does not multiply a state that is zero. Where
+the transition of the steps is wanted too, it is K further columns of the state. The state lives in
+memory that only its program touches (K rows are too many for registers beside a transition), in two
+places that take turns; a barrier stands between what is written in one step and read in the next. A
+step's first maps, which do not depend on the state, are loaded before it. Products are three TF32
+products each, as good as fp32 here: what is rounded stays below 2^-20 of the terms.
 """
 
 import functools
@@ -26,7 +27,8 @@ def load_tile(ptr, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.c
     """[BR, BC] of matrix `row` [R, C] of ptr, whose rows are STRIDE apart, zero beyond its edges
     and for row < 0."""
     p = ptr + row * R * STRIDE + o_r[:, None] * STRIDE + o_c[None, :]
-    return tl.load(p, mask=(row >= 0) & (o_r < R)[:, None] & (o_c < C)[None, :], other=0.0)
+    m_c = (o_c >= 0) & (o_c < C)
+    return tl.load(p, mask=(row >= 0) & (o_r < R)[:, None] & m_c[None, :], other=0.0)
 
 
 @triton.jit
@@ -56,6 +58,7 @@ def walk_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    W: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
@@ -63,10 +66,10 @@ def walk_kernel(
     B_ROW: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """See `affine.walk`; places [2, C, HV, K, V]: of the state. steps: int32 [3, n], rows of M, B
-    and out, -1 for none. M_ROW, B_ROW: between the rows of a matrix of M and of B. BR, BK: rows and
-    columns of a transition's tile."""
-    tiles: tl.constexpr = (V + BV - 1) // BV
+    """See `affine.walk`; places [2, C, HV, K, W]: of the state. steps: int32 [3, n], rows of M, B
+    and out, -1 for none. W: columns of out, V or V + K. M_ROW, B_ROW: between the rows of a matrix
+    of M and of B. BR, BK: rows and columns of a transition's tile."""
+    tiles: tl.constexpr = (W + BV - 1) // BV
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     chains = (tl.num_programs(0) // tiles).to(tl.int64)
     o_b, o_v = tl.arange(0, BK), tl.program_id(0) % tiles * BV + tl.arange(0, BV)
@@ -78,13 +81,16 @@ def walk_kernel(
             b_S = tl.zeros([BK, BV], tl.float32)
         else:
             b_S = load_tile(start, of_head(tl.load(starts + i_c), i_h, HV), o_r, o_v, K, V, V)
-        store_tile(out, b_S, entry, o_r, o_v, K, V)
-        store_tile(places, b_S, here, o_r, o_v, K, V)
+            store_tile(places, b_S, here, o_r, o_v, K, W)
+        store_tile(out, b_S, entry, o_r, o_v, K, W)
     lo = tl.load(first + i_c)
     for j in range(tl.load(first + i_c + 1) - lo):
         i_m = of_head(tl.load(steps + lo + j), i_h, HV)
         i_b = of_head(tl.load(steps + n + lo + j), i_h, HV)
         i_o = of_head(tl.load(steps + 2 * n + lo + j), i_h, HV)
+        i_t = tl.where(j == 0, i_m, -1)
+        if start is None:
+            i_m = tl.where(j == 0, -1, i_m)
         before, after = here + j % 2 * chains * HV, here + (j + 1) % 2 * chains * HV
         for r in tl.range(tl.cdiv(K, BR), disable_licm=True):
             o_r = r * BR + tl.arange(0, BR)
@@ -98,16 +104,21 @@ def walk_kernel(
             acc = tl.zeros([BR, BV], tl.float32)
             if B is not None:
                 acc = load_tile(B, i_b, o_r, o_v, K, V, B_ROW)
+            if M is not None and W > V:
+                if TRANSPOSED:
+                    acc += tl.trans(load_tile(M, i_t, o_v - V, o_r, K, K, M_ROW))
+                else:
+                    acc += load_tile(M, i_t, o_r, o_v - V, K, K, M_ROW)
             if r == 0:
                 tl.debug_barrier()
             if M is not None:
                 enters = i_m >= 0
                 if enters:
                     for c in tl.static_range((K + BK - 1) // BK):
-                        b_S = load_tile(places, before, c * BK + o_b, o_v, K, V, V)
+                        b_S = load_tile(places, before, c * BK + o_b, o_v, K, W, W)
                         acc = dot(b_M[c], b_S, "tf32x3", acc=acc)
-            store_tile(places, acc, after, o_r, o_v, K, V)
-            store_tile(out, acc, i_o, o_r, o_v, K, V)
+            store_tile(places, acc, after, o_r, o_v, K, W)
+            store_tile(out, acc, i_o, o_r, o_v, K, W)
 
 
 @functools.cache
@@ -144,14 +155,15 @@ def walk(
     chains = len(starts)
     if not chains or not out.numel():
         return out
-    HV, K, V = out.shape[1:]
-    BR, BV = min(128, power_of_two(K)), min(32, power_of_two(V))
-    places = out.new_empty(2, chains, HV, K, V)
+    HV, K, W = out.shape[1:]
+    V = W if offset is None else offset.shape[-1]
+    BR, BV = min(128, power_of_two(K)), min(32, power_of_two(W))
+    places = out.new_empty(2, chains, HV, K, W)
     transition, M_row = _rows(transition)
     offset, B_row = _rows(offset)
     launch(
         walk_kernel,
-        (chains * cdiv(V, BV), HV),
+        (chains * cdiv(W, BV), HV),
         transition,
         offset,
         start,
@@ -165,6 +177,7 @@ def walk(
         HV=HV,
         K=K,
         V=V,
+        W=W,
         BR=BR,
         BK=min(64, BR),
         BV=BV,
