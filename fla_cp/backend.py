@@ -1,7 +1,7 @@
 """Backend: one set of stage functions that the pipeline runs, and how one is chosen.
 
-A backend is replaced piece by piece: `dataclasses.replace(TORCH, scan=my_scan)`. What `intra`
-returns ("chunks") is the backend's own; the pipeline only hands it on.
+A backend is replaced piece by piece: `dataclasses.replace(TORCH, scan=my_scan)`. The chunks that
+`begin` returns are the backend's own; the pipeline only hands them on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .stages import intra as _intra
 from .stages import recurrent as _recurrent
 from .stages import scan as _scan
 from .stages.intra import Chunks, Inputs
-from .state import States
+from .state import AffineMap, States
 
 Impl = Literal["auto", "torch", "triton"]
 Stage = Callable[..., Any]
@@ -34,8 +34,8 @@ class Backend:
     """Stage functions, in the order in which the pipeline calls them.
 
     forward
-      intra(rule, packing, inputs) -> chunks                     all that the scan needs
-      summarize(packing, chunks, seeds) -> AffineMap             per segment
+      begin(rule, packing, inputs, seeds) -> chunks, AffineMap   all that the scan needs, and maps
+                                             of the segments
       scores(rule, packing, chunks) -> chunks                    what only the output needs
       scan_output(rule, packing, chunks, S0, want_states, want_end) -> o, h, v_new, S_end
       in_token_order(packing, h) -> h                            one state a chunk
@@ -71,8 +71,7 @@ class Backend:
     always_kept: Callable[[DeltaRule], tuple[int, ...]]
     kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
     state_dtype: Callable[[torch.dtype], torch.dtype]
-    intra: Stage
-    summarize: Stage
+    begin: Stage
     scores: Stage
     scan_output: Stage
     in_token_order: Stage
@@ -90,6 +89,13 @@ class Backend:
     conv_bwd: Stage
     gate: Stage
     recurrent: Stage
+
+
+def _begin(
+    rule: DeltaRule, packing: Packing, x: Inputs, seeds: States | None
+) -> tuple[Chunks, AffineMap]:
+    c = _intra.intra(rule, packing, x)
+    return c, _scan.summarize(packing, c, seeds)
 
 
 def _scan_output(
@@ -155,8 +161,7 @@ TORCH = Backend(
     always_kept=lambda rule: tuple(map(_intra.Chunks._fields.index, ("T", "Aqk"))),
     kept_shapes=_kept_shapes,
     state_dtype=accumulator,
-    intra=_intra.intra,
-    summarize=_scan.summarize,
+    begin=_begin,
     scores=_intra.scores,
     scan_output=_scan_output,
     in_token_order=_in_token_order,

@@ -95,8 +95,8 @@ def _per_sequence(
 def begin(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
     """The chunks and the maps of this card's segments: what needs no state."""
     seeds = _of_sequences(plan, plan.packing.beginning, initial)
-    chunks = plan.backend.intra(plan.rule, plan.packing, x)
-    return chunks, plan.backend.summarize(plan.packing, chunks, seeds)
+    found: tuple[Any, AffineMap] = plan.backend.begin(plan.rule, plan.packing, x, seeds)
+    return found
 
 
 def finish(

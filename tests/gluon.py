@@ -190,7 +190,8 @@ class Launcher:
 
     def __getitem__(self, grid: tuple[int, int]) -> Any:
         def launch(**arguments: Any) -> None:
-            del arguments["num_warps"]
+            for option in ("num_warps", "maxnreg"):
+                arguments.pop(option, None)
             for name, x in arguments.items():
                 if isinstance(x, Tensor):
                     arguments[name] = Pointers(x)
@@ -218,8 +219,9 @@ def interpreted() -> Iterator[list[str]]:
         warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
         sum=lambda x, axis: x.sum(axis), num_warps=nothing,
-        reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles), rsqrt=torch.rsqrt,
-        reshape=torch.reshape, permute=torch.permute, DistributedLinearLayout=nothing,
+        reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
+        rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
+        permute=torch.permute, DistributedLinearLayout=nothing,
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=nothing,

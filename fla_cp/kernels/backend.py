@@ -85,7 +85,7 @@ def _scan(
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
-    if stream is not None:
+    if stream is not None and h is not None:
         stage += "_beside"
     if o is not None and h is not None:
         stage += "_kept"
@@ -165,13 +165,55 @@ def _states(
     return x.mT if v_first else x
 
 
-def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
+LATER, LEAST = 4, 2048
+"""The chunks that no summary reads are formed after the others, while these are summarised, where
+they are more than one in LATER and, times heads, more than LEAST."""
+
+
+def first_chunks(packing: Packing, HV: int) -> int:
+    """The number of chunks up to the last that a summary reads, rounded up to what keeps addresses
+    aligned; 0 where all are formed at once."""
+    if not packing.feeding or packing.frame is not None:
+        return 0
+    chunks = [cdiv(s.stop - s.start, CHUNK) for s in packing.segments]
+    first = 4 * cdiv(sum(chunks[: packing.feeding[-1] + 1]), 4)
+    left = sum(chunks) - first
+    return first if LATER * left > sum(chunks) and left * HV > LEAST else 0
+
+
+def begin(
+    rule: DeltaRule, packing: Packing, x: Inputs, seeds: States | None
+) -> tuple[Chunks, AffineMap]:
+    device, HV = x.q.device, x.v.shape[1]
+    first = packing.cached(("first chunks", HV), lambda: first_chunks(packing, HV))
+    if not first:
+        c = intra(rule, packing, x)
+        return c, summarize(packing, c, seeds)
+    side = None
+    if device.type == "cuda":
+        side = _side_stream(device, torch.cuda.current_stream(device).stream_id)
+    found = []
+    c = intra(
+        rule,
+        packing,
+        x,
+        first,
+        lambda c: found.append(summarize(packing, c, seeds, stream=side)),
+    )
+    if side is not None:
+        torch.cuda.current_stream(device).wait_stream(side)
+    return c, found[0]
+
+
+def summarize(
+    packing: Packing, c: Chunks, seeds: States | None, *, stream: torch.cuda.Stream | None = None
+) -> AffineMap:
     feeding, middle = packing.feeding, packing.middle
     if not feeding:
         return AffineMap(None, None)
     offset = _states(c, len(feeding))
     transition = _states(c, len(middle), square=True) if middle else None
-    _scan(packing, c, seeds, "feeding", S_end=offset, transition=transition)
+    _scan(packing, c, seeds, "feeding", S_end=offset, transition=transition, stream=stream)
     return AffineMap(transition, offset)
 
 
@@ -392,8 +434,7 @@ TRITON = Backend(
     always_kept=lambda rule: (0, 1, 2, 3, 4),
     kept_shapes=kept_shapes,
     state_dtype=lambda dtype: dtype,
-    intra=intra,
-    summarize=summarize,
+    begin=begin,
     scores=scores,
     scan_output=scan_output,
     in_token_order=in_token_order,

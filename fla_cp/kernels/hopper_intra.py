@@ -61,15 +61,13 @@ def result(N):
 
 
 @gluon.jit
-def indices(none, layout: gl.constexpr, A: gl.constexpr, B: gl.constexpr):
-    """Of each number of a tensor [64, A, B]: row, block and column. none: 0."""
+def indices(none, layout: gl.constexpr, A: gl.constexpr):
+    """Of each number of a tensor [64, A, ..] its row and its block of columns. none: 0."""
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
     i = none + gl.arange(0, 64, rows)[:, None][:, :, None]
     a = gl.arange(0, A, blocks)[None, :][:, :, None]
-    b = gl.arange(0, B, columns)[None, :][:, None, :]
-    return i, a, b
+    return i, a
 
 
 @gluon.jit
@@ -114,8 +112,8 @@ def small_product(a, b, layout: gl.constexpr):
 
 @gluon.jit
 def unit_lower_inverse(x, s_16, s_32, none):
-    """(I + x)^-1 [64, 2, 32] of strictly lower x [64, 64]; s_16 [2, 16, 64], s_32 [2, 32, 64]:
-    shared memory. As in intra.py, but inverses of blocks are kept as the rows that they have.
+    """(I + x)^-1 [64, 2, 32], of x [64, 64] what is below the diagonal; s_16 [2, 16, 64], s_32 [2,
+    32, 64]: shared memory. As in intra.py, but inverses of blocks are kept as the rows they have.
     none: 0, in a form that the compiler cannot tell to be 0, else it keeps masks from call to
     call."""
     four: gl.constexpr = stripes(4, 16)
@@ -125,7 +123,7 @@ def unit_lower_inverse(x, s_16, s_32, none):
     square: gl.constexpr = stripes(64)
 
     # blocks of 16, one a warp
-    i, a, b = indices(none, four, 4, 16)
+    i, a = indices(none, four, 4)
     own = gl.convert_layout(gl.reshape(x, [64, 4, 16]), four)
     D = gl.sum(gl.where(i // 16 == a, own, 0.0), 1)
     D = gl.convert_layout(gl.reshape(D, [4, 16, 16]), small)
@@ -146,7 +144,7 @@ def unit_lower_inverse(x, s_16, s_32, none):
     P = product(C, turned(X, s_16.index(0), 16), 16)
     C = left(gl.reshape(gl.where(i // 16 == a, X[:, None, :], 0.0), [64, 64]))
     P = product(C, turned(P, s_16.index(1), 16), 16)
-    i, a, b = indices(none, two, 2, 16)
+    i, a = indices(none, two, 2)
     P = gl.convert_layout(P, gl.SliceLayout(1, two))[:, None, :]
     X = gl.convert_layout(X, gl.SliceLayout(1, two))[:, None, :]
     own = (i // 16) % 2 == a
@@ -156,7 +154,7 @@ def unit_lower_inverse(x, s_16, s_32, none):
     X = gl.reshape(X, [64, 32])
     C = left(gl.where(pair(i_s, j_s, 5), x, 0.0))
     P = product(C, turned(X, s_32.index(0), 32), 32)
-    i, a, b = indices(none, half, 2, 32)
+    i, a = indices(none, half, 2)
     X = gl.convert_layout(X, gl.SliceLayout(1, half))[:, None, :]
     own = i // 32 == a
     C = left(gl.reshape(gl.where(own, X, 0.0), [64, 64]))
@@ -193,21 +191,24 @@ def store_square(x, to, place, flat: gl.constexpr):
 
 
 @gluon.jit
-def decays(sums, of_columns, i, j, EXP2: gl.constexpr):
-    """exp(sums_i - of_columns_j) [BT, BT] for i >= j, zero elsewhere; of_columns: where they are."""
-    keep = i >= j[None, :]
-    x = gl.where(keep, sums[:, None] - gl.load(of_columns + j)[None, :], 0.0)
-    return gl.where(keep, decayed(x, EXP2), 0.0)
+def logarithm(x, EXP2: gl.constexpr):
+    if EXP2:
+        return gl.log2(x)
+    else:
+        return gl.log(x)
 
 
 @gluon.jit
-def store_inverse(x, e, beta, to, places, none, flat: gl.constexpr):
-    """T of the scores x, decays e and beta, which is where it is said."""
+def weights(sums, of_columns, i, j, EXP2: gl.constexpr):
+    """exp(sums_i - of_columns_j) [BT, BT] for i >= j, zero elsewhere."""
+    x = decayed(sums[:, None] - of_columns[None, :], EXP2)
+    return gl.where(i[:, None] >= j[None, :], x, 0.0)
+
+
+@gluon.jit
+def store_inverse(x, to, places, none, flat: gl.constexpr):
     s_out, s_16, s_32 = places
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    i = none + gl.arange(0, 64, gl.SliceLayout(1, acc))
-    j = gl.arange(0, 64, gl.SliceLayout(0, acc))
-    x = gl.where(i[:, None] > j[None, :], x * (e * gl.load(beta + i)[:, None]), 0.0)
     x = gl.reshape(unit_lower_inverse(x, s_16, s_32, none), [64, 64])
     store_square(gl.convert_layout(x, acc).to(s_out.dtype), to, s_out, flat)
 
@@ -264,6 +265,8 @@ def intra_head_hopper_kernel(
     i = gl.arange(0, BT, gl.SliceLayout(1, acc))
     j = gl.arange(0, BT, gl.SliceLayout(0, acc))
     zero = gl.full([BT, BT], 0.0, gl.float32, acc)
+    at = rows + (i_c * HV + i_h * G) * PLANES * BT
+    gc, end, beta = gl.load(at + 7 * BT + i), gl.load(at + (8 * BT - 1)), gl.load(at + i)
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -277,31 +280,33 @@ def intra_head_hopper_kernel(
     r_scale = k_scale
     if NORM:
         q_scale *= gl.rsqrt(squares(s_q, acc) + EPS)
-        k_scale = gl.rsqrt(squares(s_k, acc) + EPS)
-        r_scale = k_scale
         if OWN:
             r_scale = gl.rsqrt(squares(s_p, acc) + EPS)
+        if REMOVAL != "k":
+            k_scale = gl.rsqrt(squares(s_k, acc) + EPS)
     if REMOVES:
         b_qk, b_rk = warpgroup_mma_wait(0, deps=(b_qk, b_rk))
     else:
         b_qk = warpgroup_mma_wait(0, deps=(b_qk,))
-    of_columns = gl.convert_layout(k_scale, gl.SliceLayout(0, acc))[None, :]
-    # what is stored by way of shared memory, and the inverse's right operands, take the inputs' place
+    if NORM and REMOVAL == "k":
+        k_scale = gl.rsqrt(gl.sum(gl.where(i[:, None] == j[None, :], b_rk, 0.0), 1) + EPS)
+        r_scale = k_scale
+    # what is stored by way of shared memory and the inverse's operands take the inputs' place
     s_out = s_q._reinterpret(half, [2, BT, BT], wide)
     s_16 = s_out.index(1)._reinterpret(gl.float32, [2, 16, BT], single)
     s_out = s_out.index(0)
     places = (s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, BT], single))
     barrier()
-    b_qk = b_qk * (q_scale[:, None] * of_columns)
-    if REMOVES:
-        b_rk = b_rk * (r_scale[:, None] * of_columns)
     for i_g in range(G):
         i_ch = i_c * HV + i_h * G + i_g
         at = rows + i_ch * PLANES * BT
         none = (n + i_g) // (BT + G)
-        gc, end = gl.load(at + 7 * BT + i), gl.load(at + 7 * BT + (BT - 1))
-        e = decays(gc, at + 7 * BT, i[:, None] + none, j, EXP2)
-        store_square((b_qk * e).to(half), Aqk + i_ch * BT * BT, s_out, flat)
+        if G > 1:
+            gc, end = gl.load(at + 7 * BT + i), gl.load(at + (8 * BT - 1))
+        # k's scale is part of the decay
+        of_columns = gl.convert_layout(gc - logarithm(k_scale, EXP2), gl.SliceLayout(0, acc))
+        w = weights(gc, of_columns, i + none, j, EXP2)
+        store_square((b_qk * w * q_scale[:, None]).to(half), Aqk + i_ch * BT * BT, s_out, flat)
         gl.store(at + BT + i, q_scale)
         gl.store(at + 2 * BT + i, k_scale)
         gl.store(at + 3 * BT + i, r_scale)
@@ -316,21 +321,29 @@ def intra_head_hopper_kernel(
         gl.store(decay + i_ch * K + gl.arange(0, K, spread), whole)
         if REMOVES and G == 1:
             if OWN:
-                e = decays(before, at + 7 * BT, i[:, None] + none, j, EXP2)
-            store_inverse(b_rk, e, at, T + i_ch * BT * BT, places, none, flat)
+                w = weights(before, of_columns, i + none, j, EXP2)
+            x = b_rk * w * (beta * r_scale)[:, None]
+            store_inverse(x, T + i_ch * BT * BT, places, none, flat)
     if REMOVES and G > 1:  # by themselves, without q k in registers
         for i_g in range(G):
             i_ch = i_c * HV + i_h * G + i_g
             at = rows + i_ch * PLANES * BT
             none = (n + i_g) // (BT + G)
-            before = gl.load(at + (8 if OWN else 7) * BT + i)
-            e = decays(before, at + 7 * BT, i[:, None] + none, j, EXP2)
-            store_inverse(b_rk, e, at, T + i_ch * BT * BT, places, none, flat)
+            gc = gl.load(at + 7 * BT + i)
+            of_columns = gl.convert_layout(gc - logarithm(k_scale, EXP2), gl.SliceLayout(0, acc))
+            if OWN:
+                gc = gl.load(at + 8 * BT + i)
+            w = weights(gc, of_columns, i + none, j, EXP2)
+            x = b_rk * w * (gl.load(at + i) * r_scale)[:, None]
+            store_inverse(x, T + i_ch * BT * BT, places, none, flat)
 
 
-def intra_head(
-    rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, registers: int | None
-) -> None:
+def _registers(groups: bool, own: bool) -> int:
+    """Most a thread may have: four programs a multiprocessor, with groups three, with p two."""
+    return 128 if not groups else 240 if own else 168
+
+
+def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks) -> None:
     """Fills T, Aqk, decay and what `head_rows_kernel` left of rows."""
     NC, (H, K), HV = len(table.chunk_start), x.q.shape[1:], x.v.shape[1]
     p: Tensor = x.k if x.p is None else x.p
@@ -363,5 +376,5 @@ def intra_head(
         EPS=NORM_EPS,
         PLANES=PLANES,
         num_warps=4,
-        maxnreg=registers,
+        maxnreg=_registers(HV > H, x.p is not None),
     )

@@ -3,6 +3,7 @@ arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,10 +58,17 @@ def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
+def intra(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    first: int = 0,
+    between: Callable[[Chunks], None] | None = None,
+) -> Chunks:
+    """between: called once so many chunks are formed (launched), before the others."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
-    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    NC, K, HV = len(table.chunk_start), x.q.shape[2], x.v.shape[1]
     if rule.per_head:
         qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
@@ -71,56 +79,78 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
     anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
     c = Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
-    if NC and rule.per_head:
-        _intra_head(rule, table, x, c)
-    elif NC:
-        t = tuning.tile(_named("intra", rule, x.q.dtype), K, V, x.q.dtype)
-        launch(
-            intra_kernel,
-            (NC, HV),
-            x.q,
-            x.k,
-            x.g,
-            x.beta,
-            x.A_log,
-            x.dt_bias,
-            sums(x.q.dtype, x.q.device),
-            qg,
-            kin,
-            kg,
-            T,
-            Aqk,
-            decay,
-            anchors,
-            rows,
-            table.chunk_start,
-            table.chunk_rows,
-            *x.q.stride()[:2],
-            *x.k.stride()[:2],
-            *x.g.stride()[:2],
-            0 if x.beta is None else x.beta.stride(0),
-            cdiv(K, t.BK),
-            rule.scale,
-            rule.lower_bound or 0.0,
-            rule.beta_factor or 1.0,
-            HV=HV,
-            G=HV // H,
-            K=K,
-            BT=CHUNK,
-            BK=t.BK,
-            BETA_SIGMOID=rule.beta_factor is not None,
-            EPS=NORM_EPS,
-            num_warps=t.warps,
-            NS=t.stages,
-            maxnreg=t.registers,
-            **_gate_options(rule, x.q.dtype),
-        )
+    form = _intra_head if rule.per_head else _intra_channels
+    if between is None:
+        form(rule, table, c, x)
+        return c
+    for part in (slice(0, first), slice(first, NC)):
+        if part.start:
+            between(c)
+        form(rule, *_some(part, table, c), x)
     return c
 
 
-def _intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks) -> None:
+def _some(part: slice, table: Tables, c: Chunks) -> tuple[Tables, Chunks]:
+    """Of some chunks."""
+    names = ["T", "Aqk", "decay", "rows", "anchors"]
+    names += [] if c.of_heads else ["qg", "kin", "kg"]
+    starts = {"chunk_start": table.chunk_start[part], "chunk_rows": table.chunk_rows[part]}
+    return table._replace(**starts), c._replace(**{name: getattr(c, name)[part] for name in names})
+
+
+def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
+    """A decay a channel."""
+    NC, (H, K), HV = len(table.chunk_start), x.q.shape[1:], x.v.shape[1]
+    if not NC:
+        return
+    t = tuning.tile(_named("intra", rule, x.q.dtype), K, x.v.shape[2], x.q.dtype)
+    launch(
+        intra_kernel,
+        (NC, HV),
+        x.q,
+        x.k,
+        x.g,
+        x.beta,
+        x.A_log,
+        x.dt_bias,
+        sums(x.q.dtype, x.q.device),
+        c.qg,
+        c.kin,
+        c.kg,
+        c.T,
+        c.Aqk,
+        c.decay,
+        c.anchors,
+        c.rows,
+        table.chunk_start,
+        table.chunk_rows,
+        *x.q.stride()[:2],
+        *x.k.stride()[:2],
+        *x.g.stride()[:2],
+        0 if x.beta is None else x.beta.stride(0),
+        cdiv(K, t.BK),
+        rule.scale,
+        rule.lower_bound or 0.0,
+        rule.beta_factor or 1.0,
+        HV=HV,
+        G=HV // H,
+        K=K,
+        BT=CHUNK,
+        BK=t.BK,
+        BETA_SIGMOID=rule.beta_factor is not None,
+        EPS=NORM_EPS,
+        num_warps=t.warps,
+        NS=t.stages,
+        maxnreg=t.registers,
+        **_gate_options(rule, x.q.dtype),
+    )
+
+
+def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
     """One decay a head."""
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    if not NC:
+        return
     t = tuning.tile("intra_head", K, V, x.q.dtype, 0, gluon.takes(c) and gluon.hopper.enough(c))
     of_rows = {
         "HV": HV,
@@ -149,7 +179,7 @@ def _intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks) -> None:
             BH=heads,
             **of_rows,
         )
-        gluon.hopper_intra.intra_head(rule, table, x, c, t.registers)
+        gluon.hopper_intra.intra_head(rule, table, x, c)
         return
     launch(
         intra_head_kernel,

@@ -80,7 +80,6 @@ of a chain read is then read less often, and the card is full all the same."""
 NARROW, DEEP = Tile(128, 64, 4, 2, hopper=True), Tile(128, 64, 4, 3, hopper=True)
 BROAD = Tile(128, 128, 8, 2, hopper=True)
 WHOLE = Tile(128, 128, 8, 1, hopper=True)
-CHUNKWISE = Tile(128, 128, 4, 1, 168, hopper=True)
 HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),
@@ -91,7 +90,7 @@ HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan_states_beside": ((0, NARROW),),
     "scan_bwd_beside": ((0, NARROW),),
     "scan_bwd_ends_beside": ((0, NARROW),),
-    "intra_head": ((0, CHUNKWISE),),
+    "intra_head": ((0, Tile(128, 0, 4, 1, hopper=True)),),
     "scores_bwd_head": ((0, WHOLE),),
     "dqk_head": ((0, WHOLE),),
     "dq_head": ((0, WHOLE),),
