@@ -171,12 +171,12 @@ they are more than one in LATER and, times heads, more than LEAST."""
 
 
 def first_chunks(packing: Packing, HV: int) -> int:
-    """The number of chunks up to the last that a summary reads, rounded up to what keeps addresses
-    aligned; 0 where all are formed at once."""
+    """The number of chunks up to the last that a summary reads, rounded up to one that kernels are
+    not compiled for anew; 0 where all are formed at once."""
     if not packing.feeding or packing.frame is not None:
         return 0
     chunks = [cdiv(s.stop - s.start, CHUNK) for s in packing.segments]
-    first = 4 * cdiv(sum(chunks[: packing.feeding[-1] + 1]), 4)
+    first = 16 * cdiv(sum(chunks[: packing.feeding[-1] + 1]), 16)
     left = sum(chunks) - first
     return first if LATER * left > sum(chunks) and left * HV > LEAST else 0
 
@@ -185,7 +185,9 @@ def begin(
     rule: DeltaRule, packing: Packing, x: Inputs, seeds: States | None
 ) -> tuple[Chunks, AffineMap]:
     device, HV = x.q.device, x.v.shape[1]
-    first = packing.cached(("first chunks", HV), lambda: first_chunks(packing, HV))
+    first = 0
+    if rule.per_head:  # with a decay a channel a summary takes from the other as much as it gains
+        first = packing.cached(("first chunks", HV), lambda: first_chunks(packing, HV))
     if not first:
         c = intra(rule, packing, x)
         return c, summarize(packing, c, seeds)

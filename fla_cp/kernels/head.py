@@ -126,7 +126,7 @@ def head_rows_kernel(
     REMOVAL: tl.constexpr,
 ):
     """Of the planes of rows [NC, HV, 9, C] those that need neither q nor k: beta, and gc up to each
-    row and up to the one before. A program has all heads of a chunk, BH at a time."""
+    row and up to the one before. A program has BH heads of a chunk."""
     i_c = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BT)[:, None]
     m_i = i < tl.load(chunk_rows + i_c)
@@ -166,6 +166,7 @@ def intra_head_kernel(
     rows,
     chunk_start,
     chunk_rows,
+    first,
     q_t,
     q_h,
     k_t,
@@ -194,8 +195,8 @@ def intra_head_kernel(
     """T and Aqk (no T where nothing is removed); decay [NC, HV, K], the same number K
     times; rows [NC, HV, 9, C], fp32: beta; what q, k and r (k or p, which reads the state) are
     multiplied by; and by what in the scans (scan.py): q, r, and k where it writes; gc, up to each
-    row and up to the one before."""
-    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row and up to the one before. Of chunks from the first."""
+    i_c, i_hv = (first + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // G
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)

@@ -224,6 +224,7 @@ def intra_head_hopper_kernel(
     rows,
     chunk_start,
     chunk_rows,
+    first,
     q_t,
     q_h,
     k_t,
@@ -242,7 +243,7 @@ def intra_head_hopper_kernel(
     PLANES: gl.constexpr,
 ):
     """`intra_head_kernel` of a chunk and a key head, after `head_rows_kernel`."""
-    i_c, i_h = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
+    i_c, i_h = (first + gl.program_id(0)).to(gl.int64), gl.program_id(1).to(gl.int64)
     n = gl.load(chunk_rows + i_c)
     start = gl.load(chunk_start + i_c).to(gl.int64)
     half: gl.constexpr = k.dtype.element_ty
@@ -343,13 +344,13 @@ def _registers(groups: bool, own: bool) -> int:
     return 128 if not groups else 240 if own else 168
 
 
-def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks) -> None:
-    """Fills T, Aqk, decay and what `head_rows_kernel` left of rows."""
-    NC, (H, K), HV = len(table.chunk_start), x.q.shape[1:], x.v.shape[1]
+def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int, stop: int) -> None:
+    """Fills T, Aqk, decay and what `head_rows_kernel` left of rows, of some chunks."""
+    (H, K), HV = x.q.shape[1:], x.v.shape[1]
     p: Tensor = x.k if x.p is None else x.p
     launch(
         intra_head_hopper_kernel,
-        (NC, H),
+        (stop - first, H),
         q=x.q,
         k=x.k,
         p=p,
@@ -359,6 +360,7 @@ def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks) -> None:
         rows=c.rows,
         chunk_start=table.chunk_start,
         chunk_rows=table.chunk_rows,
+        first=first,
         q_t=x.q.stride(0),
         q_h=x.q.stride(1),
         k_t=x.k.stride(0),

@@ -3,6 +3,7 @@ arguments."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,8 @@ def intra(
     first: int = 0,
     between: Callable[[Chunks], None] | None = None,
 ) -> Chunks:
-    """between: called once so many chunks are formed (launched), before the others."""
+    """between: with one decay a head, called when the first of so many chunks are launched, before
+    the others."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, K, HV = len(table.chunk_start), x.q.shape[2], x.v.shape[1]
@@ -79,30 +81,24 @@ def intra(
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
     anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
     c = Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
-    form = _intra_head if rule.per_head else _intra_channels
-    if between is None:
-        form(rule, table, c, x)
+    if not NC:
         return c
-    for part in (slice(0, first), slice(first, NC)):
-        if part.start:
-            between(c)
-        form(rule, *_some(part, table, c), x)
+    if not rule.per_head:
+        _intra_channels(rule, table, c, x)
+        return c
+    form = _intra_head(rule, table, c, x)
+    if between is None:
+        form(0, NC)
+    else:
+        form(0, first)
+        between(c)
+        form(first, NC)
     return c
-
-
-def _some(part: slice, table: Tables, c: Chunks) -> tuple[Tables, Chunks]:
-    """Of some chunks."""
-    names = ["T", "Aqk", "decay", "rows", "anchors"]
-    names += [] if c.of_heads else ["qg", "kin", "kg"]
-    starts = {"chunk_start": table.chunk_start[part], "chunk_rows": table.chunk_rows[part]}
-    return table._replace(**starts), c._replace(**{name: getattr(c, name)[part] for name in names})
 
 
 def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
     """A decay a channel."""
     NC, (H, K), HV = len(table.chunk_start), x.q.shape[1:], x.v.shape[1]
-    if not NC:
-        return
     t = tuning.tile(_named("intra", rule, x.q.dtype), K, x.v.shape[2], x.q.dtype)
     launch(
         intra_kernel,
@@ -146,12 +142,14 @@ def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Non
     )
 
 
-def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
-    """One decay a head."""
+def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Callable[[int, int], None]:
+    """One decay a head. Returns a call that forms the chunks from a first to before another."""
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    if not NC:
-        return
     t = tuning.tile("intra_head", K, V, x.q.dtype, 0, gluon.takes(c) and gluon.hopper.enough(c))
+    p_strides = (0, 0) if x.p is None else x.p.stride()[:2]
+    strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
+    bounds = rule.lower_bound or 0.0, rule.beta_factor or 1.0
+    given = x.A_log, x.dt_bias
     of_rows = {
         "HV": HV,
         "BT": CHUNK,
@@ -160,61 +158,49 @@ def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
         "EXP2": rule.use_exp2,
         "REMOVAL": rule.removal,
     }
-    strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
+    where = table.chunk_start, table.chunk_rows
     if t.hopper:
-        heads = min(32, tuning.power_of_two(HV))
+        BH = min(32, tuning.power_of_two(HV))
+        grid = NC, cdiv(HV, BH)
+        some = x.g, x.beta, *given, c.rows, *where, *strides, *bounds
+        launch(head_rows_kernel, grid, *some, BH=BH, **of_rows)
+        return functools.partial(gluon.hopper_intra.intra_head, rule, table, x, c)
+
+    def form(first: int, stop: int) -> None:
         launch(
-            head_rows_kernel,
-            (NC, cdiv(HV, heads)),
+            intra_head_kernel,
+            (stop - first, HV),
+            x.q,
+            x.k,
+            x.p,
             x.g,
             x.beta,
-            x.A_log,
-            x.dt_bias,
+            *given,
+            c.T,
+            c.Aqk,
+            c.decay,
             c.rows,
-            table.chunk_start,
-            table.chunk_rows,
+            *where,
+            first,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *p_strides,
             *strides,
-            rule.lower_bound or 0.0,
-            rule.beta_factor or 1.0,
-            BH=heads,
+            rule.scale,
+            *bounds,
+            G=HV // H,
+            K=K,
+            BK=t.BK,
+            NORM=rule.qk_l2norm,
+            EPS=NORM_EPS,
+            PRECISION=precision(x.q.dtype),
+            NS=t.stages,
+            num_warps=t.warps,
+            maxnreg=t.registers,
             **of_rows,
         )
-        gluon.hopper_intra.intra_head(rule, table, x, c)
-        return
-    launch(
-        intra_head_kernel,
-        (NC, HV),
-        x.q,
-        x.k,
-        x.p,
-        x.g,
-        x.beta,
-        x.A_log,
-        x.dt_bias,
-        c.T,
-        c.Aqk,
-        c.decay,
-        c.rows,
-        table.chunk_start,
-        table.chunk_rows,
-        *x.q.stride()[:2],
-        *x.k.stride()[:2],
-        *((0, 0) if x.p is None else x.p.stride()[:2]),
-        *strides,
-        rule.scale,
-        rule.lower_bound or 0.0,
-        rule.beta_factor or 1.0,
-        G=HV // H,
-        K=K,
-        BK=t.BK,
-        NORM=rule.qk_l2norm,
-        EPS=NORM_EPS,
-        PRECISION=precision(x.q.dtype),
-        NS=t.stages,
-        num_warps=t.warps,
-        maxnreg=t.registers,
-        **of_rows,
-    )
+
+    return form
 
 
 def _gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
