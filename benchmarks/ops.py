@@ -37,22 +37,22 @@ Call = Callable[..., tuple]
 
 def runner(
     op: Call, member: Member, shape: Shape, device: str, **more: object
-) -> tuple[Callable, Callable]:
-    """(forward, forward and backward), each returning its tensors."""
+) -> dict[str, Callable]:
+    """The forward, and both directions, each returning a tuple of its tensors."""
     x, do = draws(member, shape, device)
     keywords = options(member, shape) | more
     if shape.cu_seqlens is not None:
         host = torch.tensor(shape.cu_seqlens)
         keywords |= {"cu_seqlens": host.to(device), "cu_seqlens_cpu": host}
 
-    def forward() -> Tensor:
-        return op(**x, **keywords)[0]
+    def forward() -> tuple[Tensor, ...]:
+        return (op(**x, **keywords)[0],)
 
     def both() -> tuple[Tensor, ...]:
-        o = forward()
+        (o,) = forward()
         return (o, *torch.autograd.grad(o, list(x.values()), do))
 
-    return forward, both
+    return {"forward": forward, "both": both}
 
 
 def milliseconds(f: Callable, device: str) -> float:
@@ -93,9 +93,9 @@ def peak_gib(f: Callable, device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def first_call(forward_and_backward: Callable, device: str) -> float:
+def first_call(f: Callable, device: str) -> float:
     started = time.perf_counter()
-    forward_and_backward()
+    f()
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
@@ -110,15 +110,25 @@ def compare(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
 
 
 def measure(
-    who: str, op: Call, member: Member, shape: Shape, device: str, **more: object
+    who: str,
+    op: Call,
+    member: Member,
+    shape: Shape,
+    device: str,
+    directions: tuple[str, ...] = ("forward", "both"),
+    **more: object,
 ) -> tuple[dict, tuple]:
+    """A row of the table, and what the last of the directions gave."""
     gc.collect()
     before = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else 0.0
-    forward, both = runner(op, member, shape, device, **more)
-    row: dict = {"op": who, "shape": shape.name, "first_call_s": round(first_call(both, device), 2)}
-    result = both()  # warm
+    run = runner(op, member, shape, device, **more)
+    whole = run[directions[-1]]
+    row: dict = {"op": who, "shape": shape.name}
+    row["first_call_s"] = round(first_call(whole, device), 2)
+    result = whole()  # warm
     work = zip(io_bytes(member, shape), products(member, shape), strict=True)
-    for (what, f), (size, flops) in zip((("forward", forward), ("both", both)), work, strict=True):
+    for what, (size, flops) in zip(directions, work, strict=False):
+        f = run[what]
         ms = milliseconds(f, device)
         floor = max(size / COPY_TB_S, flops / MATMUL_TFLOP_S) / 1e9
         row[what] = {
@@ -129,10 +139,10 @@ def measure(
             "share_of_floor": float(f"{floor / ms:.3g}"),
         }
     del result
-    peak = peak_gib(both, device)
+    peak = peak_gib(whole, device)
     row["peak_gib"] = None if peak is None else round(peak - before, 2)
     print(f"{who} {shape.name}: {row}", flush=True)
-    return row, both()
+    return row, whole()
 
 
 def stage_times(member: Member, shape: Shape) -> dict[str, float]:
@@ -180,11 +190,13 @@ def table(rows: list[dict]) -> str:
     ]
     for r in rows:
         peak = "" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}"
-        host = [r[what].get("host_ms") for what in ("forward", "both")]
+        found = [r[what] for what in ("forward", "both") if what in r]
+        host = [x.get("host_ms") for x in found]
         host_ms = "" if None in host else " / ".join(f"{x:.2f}" for x in host)
         ratio = " / ".join(f"{x:.2f}x" for x in r.get("ratio", []))
         lines.append(
-            f"| {r['shape']} | {r['op']} | {r['forward']['ms']:.3f} | {r['both']['ms']:.3f} "
+            f"| {r['shape']} | {r['op']} | {found[0]['ms']:.3f} "
+            f"| {'' if len(found) == 1 else format(found[1]['ms'], '.3f')} "
             f"| {host_ms} | {peak} | {r['first_call_s']} | {ratio} |"
         )
     return "\n".join(lines)
@@ -198,10 +210,14 @@ def main() -> None:
     parser.add_argument("--op", choices=MEMBERS, default="kda")
     parser.add_argument("--peer", choices=("fla", "flashqla"))
     parser.add_argument("--peer-shapes", help="default: those of --shapes")
+    parser.add_argument(
+        "--forward-only", action="store_true", help="for a peer that refuses its backward"
+    )
     parser.add_argument("--stages", action="store_true", help="time each stage, too (KDA, GDN)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     member = MEMBERS[args.op]
+    directions = ("forward",) if args.forward_only else ("forward", "both")
     if args.shapes == default and args.op != "kda":
         args.shapes = ",".join(n for n in default.split(",") if not n.startswith("target-"))
     shapes = [SHAPES[name] for name in args.shapes.split(",")]
@@ -217,7 +233,8 @@ def main() -> None:
 
     beside = [SHAPES[name] for name in (args.peer_shapes or args.shapes).split(",")]
     for shape in beside if args.peer else ():
-        row, result = measure(args.peer, peer(member, args.peer), member, shape, device)
+        op = peer(member, args.peer)
+        row, result = measure(args.peer, op, member, shape, device, directions)
         if shape.T <= CHECKED_TOKENS:  # kept on the host, out of the way of the peak memory
             theirs[shape.name] = tuple(t.cpu() for t in result)
         del result
@@ -226,10 +243,11 @@ def main() -> None:
     import fla_cp
 
     for shape in shapes:
-        row, result = measure("fla_cp", getattr(fla_cp, member.ours), member, shape, device)
+        op = getattr(fla_cp, member.ours)
+        row, result = measure("fla_cp", op, member, shape, device, directions)
         other = next((r for r in rows if r["shape"] == shape.name), None)
         if other is not None:
-            row["ratio"] = [round(other[w]["ms"] / row[w]["ms"], 3) for w in ("forward", "both")]
+            row["ratio"] = [round(other[w]["ms"] / row[w]["ms"], 3) for w in directions]
         if shape.name in theirs:
             # o and gradients of two bf16 implementations: apart by their roundings
             pair = (tuple(t.cpu() for t in result), theirs.pop(shape.name))

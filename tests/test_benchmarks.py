@@ -52,6 +52,24 @@ def test_every_member_runs(name):
     assert all(t.isfinite().all() and t.abs().sum() > 0 for t in result)
 
 
+def test_forward_alone():
+    """For a peer whose backward does not run: it is never called."""
+    member, shape = members.MEMBERS["simple_gla"], shapes.Shape("s", T=40, H=2, HV=2, K=16, V=16)
+
+    def op(*args, **keywords):
+        o, state = fla_cp.chunk_simple_gla(*args, **keywords)
+        return o.detach(), state
+
+    row, result = ops.measure("peer", op, member, shape, "cpu", ("forward",))
+    assert row["forward"]["ms"] > 0 and "both" not in row
+    assert len(result) == 1
+    other = row | {"op": "fla_cp", "ratio": [1.25]}
+    cells = [line.split("|") for line in ops.table([row, other]).splitlines()[2:]]
+    assert [len(line) for line in cells] == [10, 10]
+    assert [line[4].strip() for line in cells] == ["", ""]
+    assert [line[8].strip() for line in cells] == ["", "1.25x"]
+
+
 def test_documents_tile_the_row():
     offsets = shapes.SHAPES["packed16k"].cu_seqlens
     lengths = [b - a for a, b in pairwise(offsets)]
