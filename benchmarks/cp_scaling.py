@@ -28,7 +28,10 @@ from .ops import environment
 from .shapes import Shape
 
 HIDDEN = 4096
-STEPS, REPEATS, WARM = 5, 3, 3
+REPEATS, WARM = 3, 3
+STEPS, SPAN_MS = (5, 20), 200.0
+"""Least and most steps that are timed together, and about how long they should take: the host's
+start and the ranks' are in it once."""
 
 
 def on_cuda() -> bool:
@@ -109,6 +112,13 @@ def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
     for _ in range(WARM):
         step()
     synchronize()
+    started = time.perf_counter()
+    step()
+    synchronize()
+    device = "cuda" if on_cuda() else "cpu"
+    alone = torch.tensor(1e3 * (time.perf_counter() - started), device=device)
+    dist.all_reduce(alone, dist.ReduceOp.MAX, group=group)  # as many steps on all ranks
+    steps = min(max(STEPS[0], int(SPAN_MS / alone.item())), STEPS[1])
     if on_cuda():
         torch.cuda.reset_peak_memory_stats()
     times, waits = [], []
@@ -116,17 +126,16 @@ def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
         dist.barrier(group)
         synchronize()
         started = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
         synchronize()
-        times.append(1e3 * (time.perf_counter() - started) / STEPS)
+        times.append(1e3 * (time.perf_counter() - started) / steps)
         with measure_exchange() as timer:
-            for _ in range(STEPS):
+            for _ in range(steps):
                 step()
             synchronize()
-            waits.append(timer.elapsed_ms() / STEPS)
+            waits.append(timer.elapsed_ms() / steps)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda() else 0.0
-    device = "cuda" if on_cuda() else "cpu"
     worst = torch.tensor([statistics.median(times), statistics.median(waits), peak], device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     ms, exposed, peak = worst.tolist()

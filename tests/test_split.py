@@ -8,13 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla_cp import build_cp_context, zigzag_token_ranges
-from fla_cp.affine import Walk, walk
+from fla_cp.affine import Walk, leave, product, walk
 from fla_cp.backend import TORCH
 from fla_cp.comm.exchange import pack
 from fla_cp.context import _links
 from fla_cp.packing import Packing
 from fla_cp.split import MARGIN, predicted, split
-from fla_cp.state import AffineMap, carry
+from fla_cp.state import AffineMap, carry, outgoing
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_exact
 from tests.running import run, run_sharded
@@ -271,35 +271,21 @@ def test_a_fold_gives_transitions_beside_states(K, V, transposed, monkeypatch):
         assert through.flatten(1).any(1).tolist() == [True, False, True, False, True]
 
 
-class Noting:
-    """An exchange that says when it has its wire; `states` enter."""
-
-    def __init__(self, seen, states):
-        self.seen, self.states, self.group = seen, states, None
-
-    def start(self, maps, links, walk):
-        self.wire = pack(maps, links)
-        self.seen.append("exchange")
-        return SimpleNamespace(wait=lambda: self.states)
-
-
-def carried(ranges, rank, cu, reverse, fold, seen, K=4, V=3):
-    """The wire of a rank with segments of two chunks, and the maps it is made of."""
-    links = _links(cu, ranges)
-    packing = Packing.build(cu, ranges[rank]).cut(2)
-    gen = torch.Generator().manual_seed(0)
-    counts = len(packing.middle), len(packing.carried if reverse else packing.feeding)
-    M, B = (torch.randn(n, 2, K, c, generator=gen) for n, c in zip(counts, (K, V), strict=True))
-    exchange = Noting(seen, torch.zeros(packing.ranges, 2, K, V))
-    maps = AffineMap(M if len(M) else None, B if len(B) else None)
-    args = (maps, packing, links, exchange, (2, K, V), B.new_empty(0))
-    carry(*args, reverse=reverse, walk=fold)()
-    return exchange.wire, packing, M, B
-
-
 WHOLE = ((0, 600),), ((600, 1200),), ((1200, 1800),), ((1800, 2400),)
 ZIGZAG = ((0, 300), (2100, 2400)), ((300, 600), (1800, 2100)), ((600, 900), (900, 1800))
-UNEVEN = ((0, 300), (300, 600)), ((600, 2400),)
+UNEVEN = ((0, 300), (1500, 2400)), ((300, 1500),)
+OUTGOING = 4, 3  # K, V
+
+
+def of_rank(ranges, rank, cu, reverse):
+    """What `outgoing` takes of a rank whose segments have two chunks at most."""
+    (K, V), links = OUTGOING, _links(cu, ranges)
+    packing = Packing.build(cu, ranges[rank]).cut(2)
+    counts = len(packing.middle), len(packing.carried if reverse else packing.feeding)
+    gen = torch.Generator().manual_seed(0)
+    M, B = (torch.randn(n, 2, K, c, generator=gen) for n, c in zip(counts, (K, V), strict=True))
+    maps = AffineMap(M if len(M) else None, B if len(B) else None)
+    return maps, packing, (2, K, V), B.new_empty(0), links.mirrored() if reverse else links
 
 
 class Operations(TorchDispatchMode):
@@ -316,17 +302,10 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("ranges, rank, cu, before", [
-    (WHOLE, 1, (0, 2400), []),
-    (WHOLE[:2], 0, (0, 1200), []),
-    (ZIGZAG, 1, (0, 2400), []),
-    (UNEVEN, 1, (0, 2400), ["aten::new_zeros"]),  # one range, of two slots
-    (ZIGZAG, 1, (0, 2000, 2400), []),
-    (WHOLE, 1, (0, 900, 1200, 2400), None),
-], ids=["middle", "two ranks", "zigzag", "uneven", "zigzag packed", "packed"])  # fmt: skip
-def test_one_launch_before_the_exchange_and_one_after(
-    ranges, rank, cu, before, reverse, monkeypatch
-):
+@pytest.mark.parametrize("ranges, zeros", [
+    (WHOLE, []), (ZIGZAG, []), (UNEVEN, ["aten::new_zeros"])
+], ids=["whole", "zigzag", "a range for two slots"])  # fmt: skip
+def test_one_launch_before_what_is_sent_and_one_after(ranges, zeros, reverse, monkeypatch):
     pytest.importorskip("triton")
     from triton.runtime.interpreter import GridExecutor
 
@@ -335,7 +314,52 @@ def test_one_launch_before_the_exchange_and_one_after(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     seen = []
     monkeypatch.setattr(GridExecutor, "__call__", lambda f, *a, **kw: seen.append(f.fn.__name__))
+    maps, packing, shape, like, links = of_rank(ranges, 1, (0, 2400), reverse)
+    states = like.new_zeros(packing.ranges, *shape)
+
+    def start(sent, links, walk):
+        pack(sent, links)
+        seen.append("sent")
+        return SimpleNamespace(wait=lambda: states)
+
+    exchange, links = SimpleNamespace(start=start), links.mirrored() if reverse else links
     with Operations(seen):
-        carried(ranges, rank, cu, reverse, kernel, seen)
-    at = seen.index("exchange")
-    print(seen)
+        carry(maps, packing, links, exchange, shape, like, reverse=reverse, walk=kernel)()
+    assert seen == [*zeros, "walk_kernel", "sent", "walk_kernel"]
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("cu", [(0, 2400), (0, 700, 800, 2400), (0, 300, 1200, 1900, 2400)])
+@pytest.mark.parametrize("ranges", [WHOLE, ZIGZAG, UNEVEN, (((0, 900),), ((900, 2400),))])
+def test_what_is_sent_is_the_maps_of_the_ranges(ranges, cu, reverse, unwritten_is_nan):
+    K, V = OUTGOING
+    for rank in range(len(ranges)):
+        maps, packing, shape, like, links = of_rank(ranges, rank, cu, reverse)
+        wire = pack(outgoing(maps, packing, shape, like, links, reverse=reverse), links)
+        exact = torch.zeros(links.slots_per_rank, 2, K, V + K * links.any_through)
+        sources = packing.carried if reverse else packing.feeding
+        for chain in packing.chains:
+            chain = chain[::-1] if reverse else chain
+            last = packing.segments[chain[-1]]
+            out = last.entry if reverse else last.exit
+            state = through = None
+            for i in chain if out >= 0 else ():
+                M = maps.transition[packing.middle.index(i)] if i in packing.middle else None
+                M = M.mT if M is not None and reverse else M
+                state = leave(M, maps.offset[sources.index(i)], state)
+                if i == chain[0]:
+                    through = M
+                else:
+                    through = None if through is None else product(M, through)
+            if out >= 0:
+                exact[out, ..., :V] = state
+            if through is not None and links.any_through:
+                exact[out, ..., V:] = through
+        assert torch.equal(wire, exact), rank

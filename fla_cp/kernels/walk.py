@@ -1,11 +1,11 @@
 """A state through the maps of a chain of segments, one program per chain, head and value tile.
 
-A step reads one transition and one offset; the first does not multiply a state that is zero. Where
-the transition of the steps is wanted too, it is K further columns of the state. The state lives in
-memory that only its program touches (K rows are too many for registers beside a transition), in two
-places that take turns; a barrier stands between what is written in one step and read in the next. A
-step's first maps, which do not depend on the state, are loaded before it. Products are three TF32
-products each, as good as fp32 here: what is rounded stays below 2^-20 of the terms.
+A step reads one transition and one offset; the first does not multiply a state that is zero. The
+state lives in memory that only its program touches (K rows are too many for registers beside a
+transition), in two places that take turns; a barrier stands between what is written in one step and
+read in the next. Products are three TF32 products each, as good as fp32 here: what is rounded stays
+below 2^-20 of the terms. Where the transition of the steps is wanted as well, it is K further
+columns of the state, the first step's at first.
 """
 
 import functools
@@ -27,8 +27,17 @@ def load_tile(ptr, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.c
     """[BR, BC] of matrix `row` [R, C] of ptr, whose rows are STRIDE apart, zero beyond its edges
     and for row < 0."""
     p = ptr + row * R * STRIDE + o_r[:, None] * STRIDE + o_c[None, :]
-    m_c = (o_c >= 0) & (o_c < C)
-    return tl.load(p, mask=(row >= 0) & (o_r < R)[:, None] & m_c[None, :], other=0.0)
+    m_r, m_c = (o_r >= 0) & (o_r < R), (o_c >= 0) & (o_c < C)
+    return tl.load(p, mask=(row >= 0) & m_r[:, None] & m_c[None, :], other=0.0)
+
+
+@triton.jit
+def load_transition(M, row, o_r, o_c, K: tl.constexpr, STRIDE: tl.constexpr, T: tl.constexpr):
+    """Of matrix `row` [K, K] of M, or with T of its transpose."""
+    if T:
+        return tl.trans(load_tile(M, row, o_c, o_r, K, K, STRIDE))
+    else:
+        return load_tile(M, row, o_r, o_c, K, K, STRIDE)
 
 
 @triton.jit
@@ -89,34 +98,25 @@ def walk_kernel(
         i_b = of_head(tl.load(steps + n + lo + j), i_h, HV)
         i_o = of_head(tl.load(steps + 2 * n + lo + j), i_h, HV)
         i_t = tl.where(j == 0, i_m, -1)
-        if start is None:
+        if start is None:  # then the state is zero
             i_m = tl.where(j == 0, -1, i_m)
         before, after = here + j % 2 * chains * HV, here + (j + 1) % 2 * chains * HV
         for r in tl.range(tl.cdiv(K, BR), disable_licm=True):
             o_r = r * BR + tl.arange(0, BR)
-            b_M = ()
-            if M is not None:
-                for c in tl.static_range((K + BK - 1) // BK):
-                    if TRANSPOSED:
-                        b_M += (tl.trans(load_tile(M, i_m, c * BK + o_b, o_r, K, K, M_ROW)),)
-                    else:
-                        b_M += (load_tile(M, i_m, o_r, c * BK + o_b, K, K, M_ROW),)
             acc = tl.zeros([BR, BV], tl.float32)
             if B is not None:
                 acc = load_tile(B, i_b, o_r, o_v, K, V, B_ROW)
             if M is not None and W > V:
-                if TRANSPOSED:
-                    acc += tl.trans(load_tile(M, i_t, o_v - V, o_r, K, K, M_ROW))
-                else:
-                    acc += load_tile(M, i_t, o_r, o_v - V, K, K, M_ROW)
+                acc += load_transition(M, i_t, o_r, o_v - V, K, M_ROW, TRANSPOSED)
             if r == 0:
                 tl.debug_barrier()
             if M is not None:
                 enters = i_m >= 0
                 if enters:
                     for c in tl.static_range((K + BK - 1) // BK):
+                        b_M = load_transition(M, i_m, o_r, c * BK + o_b, K, M_ROW, TRANSPOSED)
                         b_S = load_tile(places, before, c * BK + o_b, o_v, K, W, W)
-                        acc = dot(b_M[c], b_S, "tf32x3", acc=acc)
+                        acc = dot(b_M, b_S, "tf32x3", acc=acc)
             store_tile(places, acc, after, o_r, o_v, K, W)
             store_tile(out, acc, i_o, o_r, o_v, K, W)
 
