@@ -55,6 +55,20 @@ def test_what_the_copy_unit_cannot_read_is_left(rows):
     assert not hopper.fits(chunks(heads=True, qg=rows), chunks().v)
 
 
+def test_rows_that_are_not_copied_16_bytes_at_a_time_are_left():
+    from fla_cp.kernels import hopper_intra
+    from fla_cp.stages.intra import Inputs
+
+    def rows(width):
+        return torch.empty(192, 2, width, dtype=BF16)[..., :128]
+
+    rest = (torch.empty(192, 2, 128), torch.empty(192, 2), None, None, None)
+    assert hopper_intra.reads(Inputs(rows(128), rows(144), *rest))
+    assert not hopper_intra.reads(Inputs(rows(128), rows(136), *rest))
+    assert not hopper_intra.reads(Inputs(rows(136), rows(128), *rest))
+    assert not hopper_intra.reads(Inputs(rows(128), rows(128), *rest, rows(136)))
+
+
 def test_small_calls_keep_the_other_kernels(monkeypatch):
     c = chunks()
     assert not backend._tile("scan", c, 2, (), c.v).hopper

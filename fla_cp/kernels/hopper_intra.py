@@ -339,6 +339,12 @@ def intra_head_hopper_kernel(
             store_inverse(x, T + i_ch * BT * BT, places, none, flat)
 
 
+def reads(x: Inputs) -> bool:
+    """Whether rows are where copies of 16 bytes can be known to read them."""
+    given = (t for t in (x.q, x.k, x.p) if t is not None)
+    return all(n % 16 == 0 for t in given for n in t.stride()[:2])
+
+
 def _registers(groups: bool, own: bool) -> int:
     """Most a thread may have: four programs a multiprocessor, with groups three, with p two."""
     return 128 if not groups else 240 if own else 168

@@ -145,7 +145,8 @@ def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Non
 def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Callable[[int, int], None]:
     """One decay a head. Returns a call that forms the chunks from a first to before another."""
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    t = tuning.tile("intra_head", K, V, x.q.dtype, 0, gluon.takes(c) and gluon.hopper.enough(c))
+    whole = gluon.takes(c) and gluon.hopper.enough(c) and gluon.hopper_intra.reads(x)
+    t = tuning.tile("intra_head", K, V, x.q.dtype, 0, whole)
     p_strides = (0, 0) if x.p is None else x.p.stride()[:2]
     strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
     bounds = rule.lower_bound or 0.0, rule.beta_factor or 1.0
