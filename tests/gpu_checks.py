@@ -157,6 +157,7 @@ def check_repeats(path: str) -> Rows:
 
     rows = []
     for group in (1, 2) if path == "_head" else (1,):
+        kept = {}
         for name, stage in stages(128, 128, BF16, 32768, 32, path=path, group=group).items():
             first = [t.clone() for t in tensors_of(stage())]
             changed = torch.zeros((), device=DEVICE)
@@ -166,6 +167,13 @@ def check_repeats(path: str) -> Rows:
             case = f"{name} of {path or 'safe'} x {REPEATS}, group {group}"
             row = {"K": 128, "V": 128, "case": case, "dtype": "bfloat16"}
             rows.append(row | {"changed": int(changed), "ok": int(changed) == 0})
+            if name in ("begin", f"intra{path}"):
+                kept[name] = first
+        # chunks on two streams are those on one
+        pairs = zip(kept[f"intra{path}"], kept["begin"], strict=False)
+        apart = sum(int((a != b).any()) for a, b in pairs)
+        row |= {"case": f"begin of {path or 'safe'} as intra, group {group}", "changed": apart}
+        rows.append(row | {"ok": apart == 0})
     return rows
 
 

@@ -23,7 +23,7 @@ from .chunks import Chunks, OutputGrads, ScanGrads, tables
 from .conv import conv, conv_bwd
 from .gate_op import gate
 from .launch import cdiv, launch
-from .local import gate_again, intra, intra_bwd, planes, safe
+from .local import gate_again, intra, intra_bwd, intra_in_two, planes, safe
 from .recurrent import recurrent
 from .scan import scan_bwd_kernel, scan_kernel
 from .tiles import unit_rows
@@ -85,7 +85,7 @@ def _scan(
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
-    if stream is not None and h is not None:
+    if stream is not None:
         stage += "_beside"
     if o is not None and h is not None:
         stage += "_kept"
@@ -191,31 +191,30 @@ def begin(
     if not first:
         c = intra(rule, packing, x)
         return c, summarize(packing, c, seeds)
-    side = None
-    if device.type == "cuda":
-        side = _side_stream(device, torch.cuda.current_stream(device).stream_id)
-    found = []
-    c = intra(
-        rule,
-        packing,
-        x,
-        first,
-        lambda c: found.append(summarize(packing, c, seeds, stream=side)),
-    )
-    if side is not None:
-        torch.cuda.current_stream(device).wait_stream(side)
-    return c, found[0]
+    c, rest = intra_in_two(rule, packing, x, first)
+    if device.type != "cuda":
+        maps = summarize(packing, c, seeds)
+        rest()
+        return c, maps
+    # the many short programs of the rest on the other stream: they start a little later, and the
+    # few long ones of the summary find multiprocessors
+    stream = torch.cuda.current_stream(device)
+    side = _side_stream(device, stream.stream_id)
+    side.wait_stream(stream)
+    maps = summarize(packing, c, seeds)
+    with torch.cuda.stream(side):
+        rest()
+    stream.wait_stream(side)
+    return c, maps
 
 
-def summarize(
-    packing: Packing, c: Chunks, seeds: States | None, *, stream: torch.cuda.Stream | None = None
-) -> AffineMap:
+def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
     feeding, middle = packing.feeding, packing.middle
     if not feeding:
         return AffineMap(None, None)
     offset = _states(c, len(feeding))
     transition = _states(c, len(middle), square=True) if middle else None
-    _scan(packing, c, seeds, "feeding", S_end=offset, transition=transition, stream=stream)
+    _scan(packing, c, seeds, "feeding", S_end=offset, transition=transition)
     return AffineMap(transition, offset)
 
 

@@ -59,15 +59,29 @@ def _gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def intra(
-    rule: DeltaRule,
-    packing: Packing,
-    x: Inputs,
-    first: int = 0,
-    between: Callable[[Chunks], None] | None = None,
-) -> Chunks:
-    """between: with one decay a head, called when the first of so many chunks are launched, before
-    the others."""
+def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
+    table, x, c = _unformed(rule, packing, x)
+    NC = len(table.chunk_start)
+    if NC and rule.per_head:
+        _intra_head(rule, table, c, x)(0, NC)
+    elif NC:
+        _intra_channels(rule, table, c, x)
+    return c
+
+
+def intra_in_two(
+    rule: DeltaRule, packing: Packing, x: Inputs, first: int
+) -> tuple[Chunks, Callable[[], None]]:
+    """With one decay a head: the chunks, of which the first are formed, and a call that forms the
+    others. It allocates nothing: another stream may run it."""
+    table, x, c = _unformed(rule, packing, x)
+    form = _intra_head(rule, table, c, x)
+    form(0, first)
+    return c, functools.partial(form, first, len(table.chunk_start))
+
+
+def _unformed(rule: DeltaRule, packing: Packing, x: Inputs) -> tuple[Tables, Inputs, Chunks]:
+    """The packing's tables, the inputs as kernels take them, and memory for the chunks."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, K, HV = len(table.chunk_start), x.q.shape[2], x.v.shape[1]
@@ -80,20 +94,7 @@ def intra(
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
     anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
-    c = Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
-    if not NC:
-        return c
-    if not rule.per_head:
-        _intra_channels(rule, table, c, x)
-        return c
-    form = _intra_head(rule, table, c, x)
-    if between is None:
-        form(0, NC)
-    else:
-        form(0, first)
-        between(c)
-        form(first, NC)
-    return c
+    return table, x, Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
 
 
 def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:

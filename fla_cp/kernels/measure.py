@@ -11,7 +11,7 @@ import torch
 import triton
 
 from ..packing import Packing
-from ..rule import DeltaRule
+from ..rule import CHUNK, DeltaRule
 from ..stages.intra import Inputs
 from . import backend, tuning
 from .local import gate_again, intra, intra_bwd
@@ -54,8 +54,10 @@ def stages(
     K: int, V: int, dtype: torch.dtype, tokens: int, heads: int, *, path: str = "", group: int = 1
 ) -> dict[str, Callable[[], Any]]:
     """Each stage of one call with norm, gate and beta's sigmoid inside, on random inputs, and the
-    summaries that a rank in the middle of a document makes besides. path: of KDA with a safe gate
-    "", with any "_any"; of the gated delta rule "_head". group: value heads of a key head."""
+    summaries that a rank in the middle of a document makes besides. "begin": the chunks of two
+    segments and the first one's summary, with one decay a head on two streams. path: of KDA with a
+    safe gate "", with any "_any"; of the gated delta rule "_head". group: value heads of a key
+    head."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(dtype)
@@ -76,6 +78,7 @@ def stages(
     rule = DeltaRule(scale=K**-0.5, qk_l2norm=True, beta_factor=1.0, **gate)
     packing, do = Packing.build((0, tokens)), random(tokens, heads, V)
     middle = Packing.build((0, 3 * tokens), [(tokens, 2 * tokens)])
+    halves = packing.cut(tokens // CHUNK // 2)
     wanted = {"want_states": False, "want_end": False}
     c = intra(rule, packing, x)
     o, *_ = backend.scan_output(rule, packing, c, None, **wanted)
@@ -100,6 +103,7 @@ def stages(
 
     return ({} if head else {"gated": gated}) | {
         f"intra{path}": lambda: intra(rule, packing, x),
+        "begin": lambda: backend.begin(rule, halves, x, None),
         "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
         "scan_states": lambda: backend.scan(packing, kept, None)(),
         "scan_bwd": lambda: backend.scan_bwd(packing, c, grads, None, want_start=False),
