@@ -17,7 +17,8 @@ from pathlib import Path
 def times(path: Path) -> dict[tuple[str, str, str], float]:
     """ms by (op, shape, what)."""
     rows = json.loads(path.read_text())["rows"]
-    found = {(r["op"], r["shape"], w): r[w]["ms"] for r in rows for w in ("forward", "both")}
+    both = ("forward", "both")
+    found = {(r["op"], r["shape"], w): r[w]["ms"] for r in rows for w in both if w in r}
     for r in rows:
         for stage, ms in r.get("stages", {}).items():
             found[r["op"], r["shape"], stage] = ms

@@ -22,10 +22,12 @@ def plot(result: dict, out: Path) -> None:
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
     ops = list(dict.fromkeys(r["op"] for r in rows))
     staged = [r for r in rows if r.get("stages")]
-    figure, axes = plt.subplots(1, 3 if staged else 2, figsize=(16 if staged else 11, 4))
-    for axis, what in zip(axes, ("forward", "both"), strict=False):
+    timed = [w for w in ("forward", "both") if any(w in r for r in rows)]
+    panels = len(timed) + bool(staged)
+    figure, ((*axes,),) = plt.subplots(1, panels, figsize=(0.5 + 5.2 * panels, 4), squeeze=False)
+    for axis, what in zip(axes, timed, strict=False):
         for n, op in enumerate(ops):
-            ms = {r["shape"]: r[what]["ms"] for r in rows if r["op"] == op}
+            ms = {r["shape"]: r[what]["ms"] for r in rows if r["op"] == op and what in r}
             here = [i + 0.8 * n / len(ops) for i, s in enumerate(shapes) if s in ms]
             axis.bar(here, list(ms.values()), 0.8 / len(ops), align="edge", label=op)
         axis.set_xticks([i + 0.4 for i in range(len(shapes))], shapes, rotation=30, ha="right")
@@ -37,15 +39,15 @@ def plot(result: dict, out: Path) -> None:
         at = 0.0
         for m, (stage, ms) in enumerate(r["stages"].items()):
             label = stage.removesuffix("_any").removesuffix("_head") if n == 0 else None
-            axes[2].bar(n, ms, bottom=at, color=f"C{m}", label=label)
+            axes[-1].bar(n, ms, bottom=at, color=f"C{m}", label=label)
             at += ms
     if staged:
-        axes[2].set_xticks(
+        axes[-1].set_xticks(
             range(len(staged)), [r["shape"] for r in staged], rotation=30, ha="right"
         )
-        axes[2].set_ylabel("ms")
-        axes[2].set_title("stages")
-        axes[2].legend(fontsize="small")
+        axes[-1].set_ylabel("ms")
+        axes[-1].set_title("stages")
+        axes[-1].legend(fontsize="small")
     figure.suptitle(
         f"{result.get('operator', 'kda')}, bf16, {result.get('gpu', 'CPU')}, {result['date']}"
     )

@@ -9,6 +9,7 @@ Copies are done at once: what it cannot show is a buffer written while a copy st
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,8 +81,9 @@ class Shared:
         return Shared(self.x.narrow(dim, start, length))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        """As what was there is not read: other memory."""
-        return _allocate(dtype, shape, layout)
+        """The same memory, of which halves that are fp32 here have more than they need."""
+        flat = self.x.view(-1).view(dtype)[: math.prod(shape)]
+        return Shared(flat.view(*shape))
 
     def load(self, layout: Any) -> Tensor:
         return self.x.clone()

@@ -52,7 +52,7 @@ def test_every_member_runs(name):
     assert all(t.isfinite().all() and t.abs().sum() > 0 for t in result)
 
 
-def test_forward_alone():
+def test_forward_alone(tmp_path):
     """For a peer whose backward does not run: it is never called."""
     member, shape = members.MEMBERS["simple_gla"], shapes.Shape("s", T=40, H=2, HV=2, K=16, V=16)
 
@@ -68,6 +68,10 @@ def test_forward_alone():
     assert [len(line) for line in cells] == [10, 10]
     assert [line[4].strip() for line in cells] == ["", ""]
     assert [line[8].strip() for line in cells] == ["", "1.25x"]
+    path = tmp_path / "alone.json"
+    path.write_text(json.dumps({"date": "today", "rows": [row, other]}))
+    assert set(compare.times(path)) == {(r["op"], "s", "forward") for r in (row, other)}
+    plot.plot(json.loads(path.read_text()), tmp_path / "alone.png")
 
 
 def test_documents_tile_the_row():

@@ -137,3 +137,31 @@ def test_kernels_err_like_the_torch_stages(key, H, cut, monkeypatch):
             assert error <= 256 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
         else:
             assert_within_budget(name, value, exact[name], plain[name], factor=4.0)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
+@pytest.mark.parametrize("in_gluon", [True, False])
+def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatch):
+    """Of sums of decays: those of other tokens, and of k's norm."""
+    import fla_cp
+    from tests.gluon import interpreted
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gluon, "takes", lambda *args: in_gluon)
+    monkeypatch.setattr(hopper, "enough", lambda c: True)
+    torch.manual_seed(0)
+    dtype = torch.float32 if in_gluon else torch.float16  # fp32 has sums of its own elsewhere
+    q, k, v = torch.randn(3, 1, 128, 1, 128)
+    g, beta = -0.05 * torch.ones(1, 128, 1), torch.rand(1, 128, 1)
+    g[:, [5, 70]] = -size
+
+    def run(dtype, **options):
+        x = (t.to(dtype) for t in (q, k, v))
+        gates = g.to(torch.promote_types(dtype, torch.float32)), beta.to(dtype)
+        return fla_cp.chunk_gated_delta_rule(*x, *gates, use_qk_l2norm_in_kernel=True, **options)[0]
+
+    exact = run(torch.float64, impl="torch")
+    with interpreted():
+        found = run(dtype, impl="triton").double()
+    limit = 1e-3 if dtype == torch.float16 else 1e-4
+    assert (found - exact).norm() <= limit * exact.norm()

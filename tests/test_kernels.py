@@ -506,11 +506,11 @@ def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     noting(local, "intra_head_kernel")
     noting(backend, "scan_kernel")
     name, summary = "intra_head_kernel", ("scan_kernel", (1, H))
-    monkeypatch.setattr(backend, "LEAST", 0)
-    monkeypatch.setattr(backend, "LATER", 20)
+    monkeypatch.setattr(backend, "LATER_LEAST", 0)
+    monkeypatch.setattr(backend, "LATER_SHARE", 20)
     c, maps = backend.begin(rule, whole.cut(11), x, None)
     assert launched == [(name, (16, H)), summary, (name, (5, H))]  # 11 of 21 rounded up
-    monkeypatch.setattr(backend, "LATER", 4)
+    monkeypatch.setattr(backend, "LATER_SHARE", 4)
     launched.clear()
     d, others = backend.begin(rule, whole.cut(11), x, None)
     assert launched == [(name, (21, H)), summary]

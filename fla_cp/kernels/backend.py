@@ -165,9 +165,9 @@ def _states(
     return x.mT if v_first else x
 
 
-LATER, LEAST = 4, 2048
+LATER_SHARE, LATER_LEAST = 4, 2048
 """The chunks that no summary reads are formed after the others, while these are summarised, where
-they are more than one in LATER and, times heads, more than LEAST."""
+they are more than one in LATER_SHARE and, times heads, more than LATER_LEAST."""
 
 
 def first_chunks(packing: Packing, HV: int) -> int:
@@ -178,7 +178,7 @@ def first_chunks(packing: Packing, HV: int) -> int:
     chunks = [cdiv(s.stop - s.start, CHUNK) for s in packing.segments]
     first = 16 * cdiv(sum(chunks[: packing.feeding[-1] + 1]), 16)
     left = sum(chunks) - first
-    return first if LATER * left > sum(chunks) and left * HV > LEAST else 0
+    return first if LATER_SHARE * left > sum(chunks) and left * HV > LATER_LEAST else 0
 
 
 def begin(

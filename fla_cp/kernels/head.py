@@ -34,7 +34,8 @@ def load_head_gate(
     g, A_log, dt_bias, i_h, o_i, g_t, m_i, bound, GATE: tl.constexpr, EXP2: tl.constexpr
 ):
     """raw = g + dt_bias [BT], rate = exp(A_log), and the log decay in the unit of gc, zero beyond
-    the chunk."""
+    the chunk. Below -256 its exponential is zero whatever it multiplies; sums of what is less would
+    lose the digits of the rest."""
     raw = tl.load(g + o_i * g_t, mask=m_i, other=0.0).to(tl.float32)
     rate = 1.0
     if dt_bias is not None:
@@ -44,7 +45,7 @@ def load_head_gate(
     b_g = tl.where(m_i, GATE(raw, rate, bound), 0.0)
     if EXP2:
         b_g *= LOG2E
-    return raw, rate, b_g
+    return raw, rate, tl.maximum(b_g, -256.0)
 
 
 @triton.jit
@@ -142,7 +143,7 @@ def head_rows_kernel(
         tl.store(to + 8 * BT, before)
     else:
         tl.store(to + 8 * BT, gc)
-    b_beta = tl.where(m_i, 1.0, b_g * 0.0)
+    b_beta = tl.where(m_i, 1.0, tl.zeros_like(b_g))
     if beta is not None:
         at = beta + o_h[None, :] + (start + i) * beta_t
         b_beta = tl.load(at, mask=m_i, other=0.0).to(tl.float32)

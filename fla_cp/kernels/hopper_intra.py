@@ -1,5 +1,4 @@
-"""What is local to a chunk with one decay a head, for Hopper's tensor cores, in Gluon; long because
-a kernel is its list of arguments.
+"""What is local to a chunk with one decay a head, for Hopper's tensor cores, in Gluon.
 
 What is computed is said in head.py, and the results are the same up to rounding. Scores are formed
 once a key head; the decays of each of its value heads multiply them afterwards. The inverse of a
@@ -141,9 +140,9 @@ def unit_lower_inverse(x, s_16, s_32, none):
     x = gl.convert_layout(x, square)
     X = gl.convert_layout(X, gl.SliceLayout(1, four))
     C = left(gl.where(pair(i_s, j_s, 4), x, 0.0))
-    P = product(C, turned(X, s_16.index(0), 16), 16)
+    P = product(C, turned(X, s_16.index(none), 16), 16)
     C = left(gl.reshape(gl.where(i // 16 == a, X[:, None, :], 0.0), [64, 64]))
-    P = product(C, turned(P, s_16.index(1), 16), 16)
+    P = product(C, turned(P, s_16.index(none + 1), 16), 16)
     i, a = indices(none, two, 2)
     P = gl.convert_layout(P, gl.SliceLayout(1, two))[:, None, :]
     X = gl.convert_layout(X, gl.SliceLayout(1, two))[:, None, :]
@@ -153,12 +152,12 @@ def unit_lower_inverse(x, s_16, s_32, none):
     # joined to the whole
     X = gl.reshape(X, [64, 32])
     C = left(gl.where(pair(i_s, j_s, 5), x, 0.0))
-    P = product(C, turned(X, s_32.index(0), 32), 32)
+    P = product(C, turned(X, s_32.index(none), 32), 32)
     i, a = indices(none, half, 2)
     X = gl.convert_layout(X, gl.SliceLayout(1, half))[:, None, :]
     own = i // 32 == a
     C = left(gl.reshape(gl.where(own, X, 0.0), [64, 64]))
-    P = product(C, turned(P, s_32.index(1), 32), 32)
+    P = product(C, turned(P, s_32.index(none + 1), 32), 32)
     P = gl.convert_layout(P, gl.SliceLayout(1, half))[:, None, :]
     return gl.where(own, X, gl.where(a == 0, -P, 0.0))
 
@@ -210,7 +209,7 @@ def store_inverse(x, to, places, none, flat: gl.constexpr):
     s_out, s_16, s_32 = places
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     x = gl.reshape(unit_lower_inverse(x, s_16, s_32, none), [64, 64])
-    store_square(gl.convert_layout(x, acc).to(s_out.dtype), to, s_out, flat)
+    store_square(gl.convert_layout(x, acc).to(s_out.dtype), to, s_out.index(none), flat)
 
 
 @gluon.jit
@@ -295,47 +294,56 @@ def intra_head_hopper_kernel(
     # what is stored by way of shared memory and the inverse's operands take the inputs' place
     s_out = s_q._reinterpret(half, [2, BT, BT], wide)
     s_16 = s_out.index(1)._reinterpret(gl.float32, [2, 16, BT], single)
-    s_out = s_out.index(0)
     places = (s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, BT], single))
     barrier()
+    LATER: gl.constexpr = OWN or (REMOVES and G > 1)
+    if LATER:  # kept there: in registers it would be beside each head's inverse
+        s_rk = gl.allocate_shared_memory(gl.float32, [BT, BT], single)
+        s_rk.store(b_rk)
     for i_g in range(G):
         i_ch = i_c * HV + i_h * G + i_g
         at = rows + i_ch * PLANES * BT
         none = (n + i_g) // (BT + G)
+        r = i + none
         if G > 1:
-            gc, end = gl.load(at + 7 * BT + i), gl.load(at + (8 * BT - 1))
+            gc, end = gl.load(at + 7 * BT + r), gl.load(at + (8 * BT - 1))
         # k's scale is part of the decay
         of_columns = gl.convert_layout(gc - logarithm(k_scale, EXP2), gl.SliceLayout(0, acc))
-        w = weights(gc, of_columns, i + none, j, EXP2)
-        store_square((b_qk * w * q_scale[:, None]).to(half), Aqk + i_ch * BT * BT, s_out, flat)
-        gl.store(at + BT + i, q_scale)
-        gl.store(at + 2 * BT + i, k_scale)
-        gl.store(at + 3 * BT + i, r_scale)
-        gl.store(at + 4 * BT + i, q_scale * decayed(gc, EXP2))
-        before = gc
-        if OWN:
-            before = gl.load(at + 8 * BT + i)
-        gl.store(at + 5 * BT + i, r_scale * decayed(before, EXP2))
-        gl.store(at + 6 * BT + i, k_scale * decayed(end - gc, EXP2))
+        w = weights(gc, of_columns, r, j, EXP2)
+        b_out = (b_qk * w * q_scale[:, None]).to(half)
+        if REMOVES and not LATER:
+            b_rk = b_rk * w * (beta * r_scale)[:, None]
+        store_square(b_out, Aqk + i_ch * BT * BT, s_out.index(none), flat)
+        gl.store(at + BT + r, q_scale)
+        gl.store(at + 2 * BT + r, k_scale)
+        if REMOVES:
+            gl.store(at + 3 * BT + r, r_scale)
+        gl.store(at + 4 * BT + r, q_scale * decayed(gc, EXP2))
+        if REMOVES:
+            before = gc
+            if OWN:
+                before = gl.load(at + 8 * BT + r)
+            gl.store(at + 5 * BT + r, r_scale * decayed(before, EXP2))
+        gl.store(at + 6 * BT + r, k_scale * decayed(end - gc, EXP2))
         spread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         whole = decayed(gl.full([K], 0.0, gl.float32, spread) + end, EXP2)
         gl.store(decay + i_ch * K + gl.arange(0, K, spread), whole)
-        if REMOVES and G == 1:
-            if OWN:
-                w = weights(before, of_columns, i + none, j, EXP2)
-            x = b_rk * w * (beta * r_scale)[:, None]
-            store_inverse(x, T + i_ch * BT * BT, places, none, flat)
-    if REMOVES and G > 1:  # by themselves, without q k in registers
+        if REMOVES and not LATER:
+            store_inverse(b_rk, T + i_ch * BT * BT, places, none, flat)
+    if LATER:  # by themselves, without q k in registers
+        barrier()
         for i_g in range(G):
             i_ch = i_c * HV + i_h * G + i_g
             at = rows + i_ch * PLANES * BT
             none = (n + i_g) // (BT + G)
-            gc = gl.load(at + 7 * BT + i)
-            of_columns = gl.convert_layout(gc - logarithm(k_scale, EXP2), gl.SliceLayout(0, acc))
+            r = i + none
+            gc = gl.load(at + 7 * BT + r)
+            of_columns = gc - logarithm(gl.load(at + 2 * BT + r), EXP2)
+            of_columns = gl.convert_layout(of_columns, gl.SliceLayout(0, acc))
             if OWN:
-                gc = gl.load(at + 8 * BT + i)
-            w = weights(gc, of_columns, i + none, j, EXP2)
-            x = b_rk * w * (gl.load(at + i) * r_scale)[:, None]
+                gc = gl.load(at + 8 * BT + r)
+            w = weights(gc, of_columns, r, j, EXP2)
+            x = s_rk.load(acc) * w * (gl.load(at + r) * gl.load(at + 3 * BT + r))[:, None]
             store_inverse(x, T + i_ch * BT * BT, places, none, flat)
 
 
@@ -343,11 +351,6 @@ def reads(x: Inputs) -> bool:
     """Whether rows are where copies of 16 bytes can be known to read them."""
     given = (t for t in (x.q, x.k, x.p) if t is not None)
     return all(n % 16 == 0 for t in given for n in t.stride()[:2])
-
-
-def _registers(groups: bool, own: bool) -> int:
-    """Most a thread may have: four programs a multiprocessor, with groups three, with p two."""
-    return 128 if not groups else 240 if own else 168
 
 
 def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int, stop: int) -> None:
@@ -384,5 +387,5 @@ def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int,
         EPS=NORM_EPS,
         PLANES=PLANES,
         num_warps=4,
-        maxnreg=_registers(HV > H, x.p is not None),
+        maxnreg=128 if x.p is None else 168,  # four programs a multiprocessor, with p three
     )

@@ -97,8 +97,8 @@ HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
     "dk_head": ((0, WHOLE),),
 }
 """Tiles in Gluon, K = V = 128. Of the scans in hopper.py by the least number of chains, measured;
-"_kept": o, states and v_new at once. Stages of the local backward that one kernel of hopper_bwd.py
-does together."""
+"_kept": o, states and v_new at once. Of what is local to a chunk only whether: hopper_intra.py does
+the forward, one kernel of hopper_bwd.py the stages of the backward together."""
 
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
@@ -146,7 +146,7 @@ def tile(
     stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0, hopper: bool = False
 ) -> Tile:
     """The tile of a stage for one shape and operand dtype; of a scan, with so many chains, and
-    whether hopper.py takes it."""
+    whether the kernels in Gluon take it."""
     if hopper and stage in HOPPER:
         return next(t for least, t in HOPPER[stage] if chains >= least)
     stage = stage.removesuffix("_kept")
