@@ -516,3 +516,59 @@ def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     assert launched == [(name, (21, H)), summary]
     for a, b in zip((*c[:5], maps.offset), (*d[:5], others.offset), strict=True):
         assert torch.equal(a, b)
+
+
+def test_two_streams_wait_for_each_other(monkeypatch):
+    """What the other stream forms starts after the first chunks, and nothing reads it before it is
+    joined; the summary is queued first. On the host's side: the streams are stand-ins."""
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    from fla_cp.kernels import backend
+    from fla_cp.packing import Packing
+    from fla_cp.rule import DeltaRule
+
+    said, current = [], ["main"]
+
+    class Stream:
+        stream_id = 0
+
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            said.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def on(stream):
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    def does(what):
+        said.append(f"{what} on {current[-1]}")
+
+    def in_two(*args):
+        does("first chunks")
+        return "chunks", lambda: does("rest")
+
+    def summarize(*args):
+        does("summary")
+        return "maps"
+
+    monkeypatch.setattr(backend, "intra_in_two", in_two)
+    monkeypatch.setattr(backend, "summarize", summarize)
+    monkeypatch.setattr(backend, "_side_stream", lambda *args: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    tensor = SimpleNamespace(device=torch.device("cuda"), shape=(32768, 32, 128))
+    x, packing = SimpleNamespace(q=tensor, v=tensor), Packing.build((0, 32768)).cut(256)
+    found = backend.begin(DeltaRule(scale=1.0, per_head=True), packing, x, None)
+    assert found == ("chunks", "maps")
+    assert said == [
+        "first chunks on main",
+        "side waits for main",
+        "summary on main",
+        "rest on side",
+        "main waits for side",
+    ]
