@@ -32,6 +32,8 @@ REPEATS, WARM = 3, 3
 STEPS, SPAN_MS = (5, 20), 200.0
 """Least and most steps that are timed together, and about how long they should take: the host's
 start and the ranks' are in it once."""
+TRACED = 5
+"""Steps of a trace."""
 
 
 def on_cuda() -> bool:
@@ -266,12 +268,16 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def trace(step: Callable[[], object], path: Path | None) -> None:
-    """A profiler trace of one step, for chrome://tracing or Perfetto; None only takes part."""
+    """A profiler trace of steps back to back, for chrome://tracing, Perfetto or
+    benchmarks.timeline; None only takes part. On a GPU without the host's operators, whose
+    recording would hold it up."""
     from torch.profiler import ProfilerActivity, profile
 
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda()
-    with profile(activities=kinds) as recorded:
-        step()
+    kind = ProfilerActivity.CUDA if on_cuda() else ProfilerActivity.CPU
+    with profile(activities=[kind]) as recorded:
+        recorded.add_metadata_json("steps", str(TRACED))
+        for _ in range(TRACED):
+            step()
         synchronize()
     if path is not None:
         recorded.export_chrome_trace(str(path))

@@ -1,4 +1,4 @@
-"""A picture of the kernels of one profiler trace, stream by stream.
+"""A picture of the kernels of a profiler trace, stream by stream: of the middle one of its steps.
 
     python -m benchmarks.timeline TRACE.json --out PLOT.png [--title TEXT]
 
@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 
 KINDS = {
-    "nccl": "exchange (NCCL)",
+    "nccl": "exchange",
+    "symmetric_memory": "exchange",
     "scan": "scans, folds",
     "walk": "scans, folds",
     "intra": "local to a chunk",
@@ -33,10 +34,25 @@ def kernels(trace: dict) -> list[tuple[int, float, float, str]]:
     found = [e for e in trace["traceEvents"] if e.get("cat") == "kernel"]
     if not found:
         raise SystemExit("the trace has no GPU kernels")
+    found.sort(key=lambda e: e["args"]["correlation"])  # as they were launched
+    steps = int(trace.get("steps", 1))
+    each = len(found) // steps
+    found = found[steps // 2 * each : (steps // 2 + 1) * each]
     first = min(e["ts"] for e in found)
     return sorted(
         (e["args"]["stream"], (e["ts"] - first) / 1e3, e["dur"] / 1e3, e["name"]) for e in found
     )
+
+
+def hidden(rows: list[tuple[int, float, float, str]]) -> tuple[float, float]:
+    """ms of the exchange's kernels, and of those the part beside others."""
+    exchange = [(a, a + d) for _, a, d, name in rows if kind(name) == KINDS["nccl"]]
+    others = sorted((a, a + d) for _, a, d, name in rows if kind(name) != KINDS["nccl"])
+    beside, end = 0.0, 0.0
+    for a, b in others:  # each moment once, however many kernels run in it
+        a, end = max(a, end), max(b, end)
+        beside += sum(max(0.0, min(b, y) - max(a, x)) for x, y in exchange)
+    return sum(b - a for a, b in exchange), beside
 
 
 def plot(rows: list[tuple[int, float, float, str]], out: Path, title: str) -> None:
@@ -66,7 +82,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--title", default="")
     args = parser.parse_args()
-    plot(kernels(json.loads(args.trace.read_text())), args.out, args.title)
+    rows = kernels(json.loads(args.trace.read_text()))
+    print("exchange {:.3f} ms, {:.3f} beside other kernels".format(*hidden(rows)))
+    plot(rows, args.out, args.title)
 
 
 if __name__ == "__main__":

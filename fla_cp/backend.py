@@ -51,9 +51,9 @@ class Backend:
       intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
 
       walk(owner, steps, transition, offset, start, out, transposed) -> out      see affine.py
-      split(packing, HV, K, V, dtype, device, backward, crossed) -> packing
-                                             cut finer where that fills the card; backward: for
-                                             both directions; crossed: states cross ranks
+      split(packing, HV, K, V, dtype, device, backward) -> packing
+                                             cut finer where that fills the cards, on all ranks
+                                             alike; backward: for both directions
 
     operators of their own
       conv(x, halo, where, weight, bias, silu) -> y

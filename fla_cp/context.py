@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import Exchange, Halo, Links, collectives, make_exchange
+from .load import Counts, Load
 from .packing import Frame, Packing
 from .rule import CHUNK
 from .tables import Tabled, fill, to_device
@@ -354,7 +355,9 @@ def build_cp_context(
         table = (offsets, ranges, conv1d_kernel_size, exchange, max_sequences)
         _check_equal_tables(repr(table), group)
 
-    scheme = make_exchange(exchange, group, world_size, fixed=max_sequences is not None)
+    tokens = max(sum(hi - lo for lo, hi in r) for r in ranges)
+    fixed = max_sequences is not None
+    scheme = make_exchange(exchange, group, world_size, fixed=fixed, tokens=tokens)
     device = cu_seqlens.device
     return _context(group, offsets, ranges, conv1d_kernel_size, scheme, device, max_sequences)
 
@@ -384,8 +387,18 @@ def _layout(
     offsets: tuple[int, ...], ranges: tuple[Ranges, ...], rank: int, frame: Frame | None
 ) -> tuple[Packing, Links]:
     offsets = _padded(offsets, frame)
-    packing = Packing.build(offsets, ranges[rank], counts_empty=rank == 0, frame=frame)
+    loads = () if frame else tuple(Load.of(offsets, own) for own in ranges)
+    first = rank == 0
+    packing = Packing.build(offsets, ranges[rank], counts_empty=first, frame=frame, loads=loads)
     return packing, _links(offsets, ranges, fixed=frame is not None)
+
+
+def _frame(max_sequences: int, ranges: tuple[Ranges, ...], rank: int) -> Frame:
+    frames = [
+        Frame.of(max_sequences, hi - lo, enters=r > 0, leaves=r + 1 < len(ranges))
+        for r, ((lo, hi),) in enumerate(ranges)
+    ]
+    return frames[rank]._replace(largest=Counts.largest(frame.counts for frame in frames))
 
 
 def _context(
@@ -399,11 +412,7 @@ def _context(
 ) -> FLACPContext:
     """Of arguments that were checked."""
     rank, world_size = 0 if group is None else dist.get_rank(group), len(ranges)
-    frame = None
-    if max_sequences is not None:
-        ((lo, hi),) = ranges[rank]
-        edges = {"enters": rank > 0, "leaves": rank + 1 < world_size}
-        frame = Frame.of(max_sequences, hi - lo, **edges)
+    frame = None if max_sequences is None else _frame(max_sequences, ranges, rank)
     packing, links = _layout(offsets, ranges, rank, frame)
     with torch.inference_mode(False):
         cu_local = torch.tensor(packing.offsets, dtype=torch.int32)

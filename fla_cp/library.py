@@ -55,10 +55,10 @@ def make_plan(
     if x is not None:
         (HV, V), K = x.v.shape[1:], x.q.shape[-1]
         shape = (HV, K, V, x.q.dtype, x.q.device)
-        whole, packing = packing, backend.split(packing, *shape, True, links.any)
+        whole, packing = packing, backend.split(packing, *shape, True)
         ahead = packing
         if packing is whole and not links.any:
-            ahead = backend.split(packing, *shape, False, False)
+            ahead = backend.split(packing, *shape, False)
     return Plan(
         rule=rule,
         packing=packing,

@@ -10,7 +10,7 @@ tokens, one card, no cutting: segments [0,100) and [100,160) with 2 and 1 chunks
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .load import Counts, Load, Part, pieces
 from .rule import CHUNK
 from .tables import Tabled, to_device
 
@@ -53,7 +54,8 @@ class Frame(NamedTuple):
 
     sequences: of the global batch. segments: padded with such without tokens, the last of which,
     the spare, is one always. chunks: padded with such without tokens. enters, leaves: whether
-    another rank's state may enter or this one's leave.
+    another rank's state may enter or this one's leave. largest: see `Packing.largest`, None for one
+    rank.
     """
 
     sequences: int
@@ -61,6 +63,7 @@ class Frame(NamedTuple):
     chunks: int
     enters: bool
     leaves: bool
+    largest: Counts | None = None
 
     @classmethod
     def of(cls, sequences: int, tokens: int, *, enters: bool, leaves: bool) -> Frame:
@@ -68,6 +71,11 @@ class Frame(NamedTuple):
         parts = min(sequences, tokens)
         chunks = (tokens + (CHUNK - 1) * parts) // CHUNK
         return cls(sequences, parts + 1, chunks, enters, leaves)
+
+    @property
+    def counts(self) -> Counts:
+        through = self.enters and self.leaves
+        return Counts(self.segments, int(self.leaves), int(self.enters), int(through), self.chunks)
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class Packing(Tabled):
     frame: the sizes that segments and chunks are padded to. Then exactly one segment is carried
     where a state may enter, one feeding where one may leave, one middle where both: that of the
     tokens, or the spare, whose map nobody reads.
+    loads: of all ranks, cut like this card's; none: it is alone, or has a frame.
     """
 
     tokens: int
@@ -88,6 +97,7 @@ class Packing(Tabled):
     segments: tuple[Segment, ...]
     empty: tuple[int, ...] = ()
     frame: Frame | None = None
+    loads: tuple[Load, ...] = ()
 
     @classmethod
     def build(
@@ -98,9 +108,10 @@ class Packing(Tabled):
         segment_chunks: int | None = None,
         counts_empty: bool = True,
         frame: Frame | None = None,
+        loads: tuple[Load, ...] = (),
     ) -> Packing:
         """Segments of the global token `ranges` (default: all tokens), in the given order; with a
-        frame of one range, padded to it."""
+        frame of one range, padded to it. loads: of all ranks, uncut."""
         total = cu_seqlens[-1]
         ranges = [(0, total)] if ranges is None else ranges
         segments: list[Segment] = []
@@ -131,6 +142,7 @@ class Packing(Tabled):
             segments=tuple(segments),
             empty=tuple(empty) if counts_empty else (),
             frame=frame,
+            loads=loads,
         )
         return whole.cut(segment_chunks) if segment_chunks else whole
 
@@ -139,10 +151,12 @@ class Packing(Tabled):
         segments: list[Segment] = []
         for s in self.segments:
             count = -(-(s.stop - s.start) // CHUNK)
-            pieces = -(-count // chunks)
-            size = -(-count // pieces) * CHUNK
-            for a in range(s.start, s.stop, size):
-                b, first = min(a + size, s.stop), a == s.start
+            if count <= chunks:
+                segments.append(s)
+                continue
+            _, length = pieces(count, chunks)
+            for a in range(s.start, s.stop, length * CHUNK):
+                b, first = min(a + length * CHUNK, s.stop), a == s.start
                 last = b == s.stop
                 segments.append(
                     s._replace(
@@ -154,7 +168,24 @@ class Packing(Tabled):
                         exit=s.exit if last else -1,
                     )
                 )
-        return replace(self, segments=tuple(segments))
+        loads = tuple(load.cut(chunks) for load in self.loads)
+        return replace(self, segments=tuple(segments), loads=loads)
+
+    @cached_property
+    def on_ranks(self) -> tuple[Load, ...]:
+        """Loads of all ranks, or of this card where it is alone."""
+        if self.loads:
+            return self.loads
+        chunks = ((-(-(s.stop - s.start) // CHUNK), s) for s in self.segments)
+        return (Load.of_parts(Part(n, s.begins, s.ends) for n, s in chunks),)
+
+    @cached_property
+    def largest(self) -> Counts:
+        """The most that any rank has, equal on all: what may decide which kernel a launch takes. In
+        a frame that of all packings."""
+        if self.frame is not None:
+            return self.frame.largest or self.frame.counts
+        return Counts.largest(load.counts for load in self.on_ranks)
 
     @cached_property
     def carried(self) -> tuple[int, ...]:
@@ -247,7 +278,8 @@ class Packing(Tabled):
 
 def _parts(cu_seqlens: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
     """(sequence, start, stop) of every non-empty piece of a sequence in [lo, hi)."""
-    for n, (a, b) in enumerate(pairwise(cu_seqlens)):
+    first, stop = max(bisect_right(cu_seqlens, lo) - 1, 0), bisect_left(cu_seqlens, hi)
+    for n, (a, b) in enumerate(pairwise(cu_seqlens[first : stop + 1]), first):
         if max(a, lo) < min(b, hi):
             yield n, max(a, lo), min(b, hi)
 

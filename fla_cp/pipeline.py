@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backend import Backend
-from .comm import Exchange, Links, collectives
+from .comm import Exchange, Links, collectives, run_meanwhile
 from .packing import Packing
 from .rule import DeltaRule, accumulator
 from .stages.intra import Inputs
@@ -142,7 +142,7 @@ def forward(
     chunks, maps = begin(plan, x, initial)
     wait = carry_maps(plan, x, maps)
     chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
-    carried = wait()
+    carried = run_meanwhile(wait) if plan.links.any else wait()
     return finish(plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h)
 
 
@@ -252,14 +252,15 @@ def backward(
     all ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads
     it."""
     again = restored(plan, x, initial, saved, o, do)
-    early = plan.backend.beside(plan.packing, again.chunks)
+    # beside the summary; but where an exchange follows, beside that and the reverse scan
+    early = not plan.links.any and plan.backend.beside(plan.packing, again.chunks)
     if early:
         started = again.states()
         again = again._replace(states=lambda: started)
     maps = adjoint_maps(plan, saved, again, dfinal, together=early)
     wait = carry_maps(plan, x, maps, reverse=True)
     # else the forward's scan is nearly done when the reverse one starts
-    together = not (early and (plan.links.any or plan.packing.carried))
+    together = not (early and plan.packing.largest.carried)
     grads = finish_backward(
         plan, x, again, wait, dfinal, want_dinitial=want_dinitial, together=together
     )

@@ -9,22 +9,23 @@ where a state passes through), and the maps folded.
 
 in microseconds: `step` a chunk when nothing else runs, `shared` a chunk of one program on a full
 multiprocessor. Forward: offsets and transitions in one launch, then the scan; backward: offsets in
-reverse (transitions are the forward's), states again, the scan in reverse, the last two at once
-where the card has room. What crosses ranks is
-summarised cut or not. The cut with the least time is taken if it saves a MARGIN. Where it does not
-for both directions, and no state crosses ranks, the forward may be cut alone. Where states cross
-ranks, all wait in each exchange for the slowest: a rank at an end, which has a summary less to make
-and would alone do without a cut, cuts as one that a state passes through.
+reverse (transitions are the forward's), states again, the scan in reverse. Where the card has room
+the states run beside another of these: the scan and the exchange before it, or, where nothing is
+exchanged, the offsets. What crosses ranks is summarised cut or not. The cut with the least time is
+taken if it saves a MARGIN. Where it does not for both directions, and no state crosses ranks, the
+forward may be cut alone.
+
+Ranks of one batch are cut at one length, chosen from what all of them hold. Where states cross
+ranks, all wait in each exchange for the slowest: of each step that rank counts that takes longest.
+Where none do, the rank that takes longest in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
+from .load import Counts, Load
 from .packing import Packing
-from .rule import CHUNK
 
 COLUMNS = 32
 """Of the state, that a program of the costs below has."""
@@ -63,70 +64,89 @@ SMALLEST = 8
 """Chunks below which a segment is not cut: its maps would weigh more than its tokens."""
 
 
-def chunks_of(packing: Packing, which: Iterable[int]) -> list[int]:
-    return [-(-(packing.segments[i].stop - packing.segments[i].start) // CHUNK) for i in which]
+class Steps(NamedTuple):
+    """Microseconds of a rank. fold: in one direction, with the launches that it needs."""
+
+    summary: float
+    scan: float
+    fold: float
+    summary_bwd: float = 0.0
+    states: float = 0.0
+    scan_bwd: float = 0.0
+
+    def sum(self) -> float:
+        forward = self.summary + self.scan + self.fold
+        scans = self.summary_bwd + self.states + self.scan_bwd
+        return forward + scans + self.fold if scans else forward
 
 
 def predicted(
-    packing: Packing, value: int, key: int, processors: int, backward: bool = True
-) -> float:
-    """Microseconds of a forward and, with it, a backward. value, key: programs of a segment for its
-    state and for its transition."""
-    everything, feeding, carried, middle = (
-        chunks_of(packing, s)
-        for s in (range(len(packing.segments)), packing.feeding, packing.carried, packing.middle)
-    )
-
-    def time(cost: Cost, chunks: list[int], through: list[int] = []) -> float:  # noqa: B006
-        shared = cost.many if value * len(chunks) + key * len(through) >= MANY else cost.shared
-        work = value * sum(chunks) + key * sum(through)
-        return max(cost.step * max(chunks, default=0), shared * work / processors)
-
-    folds = max((len(c) for c in packing.chains), default=0)
-    cut = FOLD * folds + (EXTRA if folds > 1 else 0.0)
-    total = time(SUMMARY, feeding, middle) + time(SCAN, everything) + cut
-    if not backward:
-        return total
-    if value * len(everything) > processors:
-        scans = time(SUMMARY_BWD, carried) + time(STATES, everything) + time(SCAN_BWD, everything)
-    elif carried:  # two scans at once, in programs twice as wide
-        scans = BESIDE * max(everything) + time(SCAN_BWD, everything)
-    else:
-        scans = BOTH * max(everything, default=0)
-    return total + scans + cut
-
-
-def passed_through(packing: Packing) -> Packing:
-    """As if a state entered it and another left it."""
-    segments = list(packing.segments)
-    segments[0] = segments[0]._replace(begins=False, entry=max(segments[0].entry, 0))
-    segments[-1] = segments[-1]._replace(ends=False, exit=max(segments[-1].exit, 0))
-    return replace(packing, segments=tuple(segments))
-
-
-def split(
-    packing: Packing,
+    loads: tuple[Load, ...],
+    most: int,
     value: int,
     key: int,
     processors: int,
     backward: bool = True,
-    crossed: bool = False,
+) -> float:
+    """Microseconds of a forward and, with it, a backward, of all ranks' loads in segments of at
+    most so many chunks. value, key: programs of a segment for its state and for its transition."""
+    cut = [load.cut(most) for load in loads]
+    counts = Counts.largest(load.counts for load in cut)
+    crosses = any(load.counts.carried for load in loads)
+
+    def steps(whole: Load, load: Load) -> Steps:
+        of = load.amounts
+
+        def time(cost: Cost, which: str, through: int = 0) -> float:
+            programs = value * getattr(counts, which) + through * counts.middle
+            work = value * of[which].chunks + through * of["middle"].chunks
+            shared = cost.many if programs >= MANY else cost.shared
+            return max(cost.step * of[which].longest, shared * work / processors)
+
+        folds, longest = whole.folds(most), of["everything"].longest
+        forward = Steps(
+            summary=time(SUMMARY, "feeding", key),
+            scan=time(SCAN, "everything"),
+            fold=FOLD * folds + (EXTRA if folds > 1 else 0.0),
+        )
+        if not backward:
+            return forward
+        states, scan_bwd = time(STATES, "everything"), time(SCAN_BWD, "everything")
+        summary = time(SUMMARY_BWD, "carried")
+        if value * counts.everything > processors:
+            return forward._replace(summary_bwd=summary, states=states, scan_bwd=scan_bwd)
+        if crosses:
+            return forward._replace(summary_bwd=summary, scan_bwd=BOTH * longest)
+        if counts.carried:  # two scans at once, in programs twice as wide
+            both = BESIDE * longest if of["carried"].segments else states
+            return forward._replace(summary_bwd=both, scan_bwd=scan_bwd)
+        return forward._replace(scan_bwd=BOTH * longest)
+
+    ranks = [steps(*both) for both in zip(loads, cut, strict=True)]
+    if crosses:
+        return Steps(*map(max, zip(*ranks, strict=True))).sum()
+    return max(rank.sum() for rank in ranks)
+
+
+def split(
+    packing: Packing, value: int, key: int, processors: int, backward: bool = True
 ) -> Packing:
-    """`packing`, or the same tokens in shorter segments where that promises to be faster. In a
-    frame they stay whole. crossed: whether states cross ranks."""
+    """`packing`, or the same tokens in shorter segments where that promises to be faster: on all
+    ranks, or on none. In a frame they stay whole."""
 
     def best() -> Packing:
-        judged = passed_through(packing) if crossed else packing
-        longest = max(chunks_of(packing, range(len(packing.segments))), default=0)
-        chosen, least = longest, MARGIN * predicted(judged, value, key, processors, backward)
-        size = SMALLEST
-        while size < longest:
-            time = predicted(judged.cut(size), value, key, processors, backward)
+        loads = packing.on_ranks
+        longest = max(load.amounts["everything"].longest for load in loads)
+        shape = value, key, processors, backward
+        chosen, least = longest, MARGIN * predicted(loads, longest, *shape)
+        most = SMALLEST
+        while most < longest:
+            time = predicted(loads, most, *shape)
             if time < least:
-                chosen, least = size, time
-            size *= 2
+                chosen, least = most, time
+            most *= 2
         return packing if chosen == longest else packing.cut(chosen)
 
-    if packing.segments and processors and packing.frame is None:
-        return packing.cached(("split", value, key, processors, backward, crossed), best)
+    if processors and packing.frame is None:
+        return packing.cached(("split", value, key, processors, backward), best)
     return packing

@@ -180,14 +180,29 @@ def test_the_modelled_exchanges_are_those_of_the_design():
 
 
 def test_timeline(tmp_path):
+    """Of the middle one of three steps, which stand in the order of their launches."""
     pytest.importorskip("matplotlib")
+    names = {"scan_kernel": (7, 5.0, 2.0), "ncclDevKernel": (9, 6.0, 4.0), "gemm": (7, 8.0, 1.0)}
     events = [
-        {"cat": "kernel", "ts": 5.0, "dur": 2.0, "name": "scan_kernel", "args": {"stream": 7}},
-        {"cat": "kernel", "ts": 6.0, "dur": 4.0, "name": "ncclDevKernel", "args": {"stream": 9}},
-        {"cat": "cpu_op", "ts": 0.0, "dur": 9.0, "name": "aten::mm"},
+        {
+            "cat": "kernel",
+            "ts": 100.0 * step + start,
+            "dur": duration,
+            "name": name,
+            "args": {"stream": stream, "correlation": 10 * step + n},
+        }
+        for step in (2, 0, 1)
+        for n, (name, (stream, start, duration)) in enumerate(names.items())
     ]
-    rows = timeline.kernels({"traceEvents": events})
-    assert rows == [(7, 0.0, 0.002, "scan_kernel"), (9, 0.001, 0.004, "ncclDevKernel")]
-    assert [timeline.kind(name) for *_, name in rows] == ["scans, folds", "exchange (NCCL)"]
+    events.append({"cat": "cpu_op", "ts": 0.0, "dur": 9.0, "name": "aten::mm"})
+    rows = timeline.kernels({"traceEvents": events, "steps": 3})
+    assert rows == [
+        (7, 0.0, 0.002, "scan_kernel"),
+        (7, 0.003, 0.001, "gemm"),
+        (9, 0.001, 0.004, "ncclDevKernel"),
+    ]
+    kinds = [timeline.kind(name) for *_, name in rows]
+    assert kinds == ["scans, folds", "projections", "exchange"]
+    assert timeline.hidden(rows) == pytest.approx((0.004, 0.002))
     timeline.plot(rows, tmp_path / "t.png", "title")
     assert (tmp_path / "t.png").stat().st_size > 1000

@@ -16,6 +16,7 @@ from fla_cp.comm import (
     Heads,
     Links,
     Local,
+    Nearest,
     Ring,
     Scan,
     SlotMaps,
@@ -160,13 +161,28 @@ def test_symmetric_is_refused_with_the_reason():
     run_threads(refused, 2)
 
 
-def test_auto_takes_symmetric_memory_only_where_it_is(monkeypatch):
-    monkeypatch.setattr("fla_cp.comm.exchange.PREFER_SYMMETRIC", True)
-    for reason, scheme in (("", Symmetric), ("no", AllGather)):
+def test_nearest_reads_peers_memory_only_where_it_can(monkeypatch):
+    """Found out in the first exchange, and not while a CUDA graph is captured."""
+
+    def started(scheme):
+        return lambda self, maps, links, walk: scheme
+
+    for scheme in (Symmetric, AllGather):
+        monkeypatch.setattr(scheme, "start", started(scheme))
+    for reason, found in (("", Symmetric), ("no", AllGather)):
         monkeypatch.setattr("fla_cp.comm.peers.why_not", lambda group, reason=reason: reason)
-        assert isinstance(make_exchange("auto", object(), 4), scheme)
-        assert isinstance(make_exchange("auto", object(), 9, fixed=True), scheme)
-        assert isinstance(make_exchange("auto", object(), 9), Heads)
+        for asked in (True, False):
+            monkeypatch.setattr("fla_cp.comm.peers.known", lambda group, asked=asked: asked)
+            for capturing in (True, False):
+                capture = lambda capturing=capturing: capturing  # noqa: E731
+                monkeypatch.setattr("torch.cuda.is_current_stream_capturing", capture)
+                unknown = capturing and not asked
+                assert Nearest(object()).start(None, None) is (AllGather if unknown else found)
+
+
+def test_nearest_gathers_over_gloo(gloo_pool):
+    S, M = HV * K * V * 8, HV * K * K * 8
+    assert [b for b, _ in gloo_pool.run(traffic, Nearest, 4)] == [3 * (S + M)] * 4
 
 
 def test_local_folds_without_a_group():
@@ -242,6 +258,10 @@ def test_choice_by_world_size():
     assert isinstance(make_exchange("auto", group, 128), Heads)
     assert isinstance(make_exchange("auto", group, 129), Scan)
     assert isinstance(make_exchange("auto", group, 9, fixed=True), AllGather)
+    assert isinstance(make_exchange("auto", group, 8, tokens=16383), AllGather)
+    assert isinstance(make_exchange("auto", group, 8, tokens=16384), Nearest)
+    assert isinstance(make_exchange("auto", group, 9, fixed=True, tokens=16384), Nearest)
+    assert isinstance(make_exchange("auto", group, 9, tokens=16384), Heads)
     assert isinstance(make_exchange("ring", group, 2), Ring)
     with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):
         make_exchange("tree", group, 2)

@@ -319,6 +319,27 @@ def test_frames_have_one_size(R):
     assert len(frames) == R
 
 
+def counted(group, rank):
+    """What kernels are chosen by, of each packing, and of one with two rows a token."""
+    context = fixed(PACKINGS[0], group)
+    twice, found = context.repeated(2), []
+    for offsets in PACKINGS:
+        context.update(torch.tensor(offsets))
+        found.append((context.packing.largest, twice.packing.largest))
+    counts = context.packing.frame.counts
+    assert all(n <= most for n, most in zip(counts, context.packing.largest, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("ranks, crossing", [(1, (0, 0, 0)), (2, (1, 1, 0)), (3, (1, 1, 1))])
+def test_choices_of_kernels_depend_on_neither_packing_nor_rank(ranks, crossing):
+    (found,) = {both for rank in run_threads(counted, ranks) for both in rank}
+    tokens = -(-T // ranks)
+    for n, counts in enumerate(found, 1):
+        frame = Frame.of(MOST, n * tokens, enters=True, leaves=True)
+        assert counts == (frame.segments, *crossing, frame.chunks)
+
+
 def refused(group, rank):
     cu = torch.tensor([0, 5, 20])
     for options, message in (

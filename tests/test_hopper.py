@@ -2,6 +2,7 @@
 tests/aot.py compiles them, gpu_checks.py runs them."""
 
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ pytest.importorskip("triton")
 
 from fla_cp.kernels import backend, gluon, hopper, tuning
 from fla_cp.kernels.chunks import Chunks
+from fla_cp.load import Load
+from fla_cp.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.closeness import assert_within_budget
 
@@ -69,23 +72,37 @@ def test_rows_that_are_not_copied_16_bytes_at_a_time_are_left():
     assert not hopper_intra.reads(Inputs(rows(128), rows(128), *rest, rows(136)))
 
 
+def tile(c, dense=(), packing=None):
+    """Of a scan of one segment."""
+    packing = packing or Packing.build((0, len(c.v)))
+    return backend._tile("scan", packing, c, 1, dense, c.v)
+
+
 def test_small_calls_keep_the_other_kernels(monkeypatch):
     c = chunks()
-    assert not backend._tile("scan", c, 2, (), c.v).hopper
+    assert not tile(c).hopper
     monkeypatch.setattr(hopper, "LEAST", 0)
-    assert backend._tile("scan", c, 2, (), c.v).hopper
+    assert tile(c).hopper
     states = torch.empty(3, 2, 128, 128).mT
-    assert not backend._tile("scan", c, 2, (states,), c.v).hopper
+    assert not tile(c, (states,)).hopper
     monkeypatch.setattr(tuning, "architecture", lambda: 100)
-    assert not backend._tile("scan", c, 2, (), c.v).hopper
+    assert not tile(c).hopper
+
+
+@pytest.mark.parametrize("most, takes", [(1024, False), (1025, True), (2**23, False)])
+def test_the_rank_with_most_chunks_decides(most, takes):
+    """A call is small, or too large, for all of them."""
+    cu = (0, 192, 192 + 64 * most)
+    loads = tuple(Load.of(cu, [own]) for own in pairwise(cu))
+    packing = Packing.build(cu, [(0, 192)], loads=loads)
+    assert tile(chunks(), packing=packing).hopper == takes
 
 
 def test_a_tile_that_does_not_fit_is_refused():
     from fla_cp.kernels.measure import forced
 
-    c = chunks(K=64)
     with forced({"scan": tuning.NARROW}), pytest.raises(ValueError, match="K = V = 128"):
-        backend._tile("scan", c, 2, (), c.v)
+        tile(chunks(K=64))
 
 
 def test_every_stage_has_a_tile_for_any_number_of_chains():
@@ -112,7 +129,7 @@ def test_kernels_err_like_the_torch_stages(key, H, cut, monkeypatch):
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(gluon, "takes", lambda *args: True)
-    monkeypatch.setattr(hopper, "enough", lambda c: True)
+    monkeypatch.setattr(hopper, "enough", lambda packing, c: True)
     member = BY_NAME[key]
     call = Call(T=150, H=H, HV=2, K=128, V=128, inside=True)
     x, keywords, weights = draw(member, call)
@@ -148,7 +165,7 @@ def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatc
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(gluon, "takes", lambda *args: in_gluon)
-    monkeypatch.setattr(hopper, "enough", lambda c: True)
+    monkeypatch.setattr(hopper, "enough", lambda packing, c: True)
     torch.manual_seed(0)
     dtype = torch.float32 if in_gluon else torch.float16  # fp32 has sums of its own elsewhere
     q, k, v = torch.randn(3, 1, 128, 1, 128)

@@ -519,8 +519,8 @@ def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
 
 
 def test_two_streams_wait_for_each_other(monkeypatch):
-    """What the other stream forms starts after the first chunks, and nothing reads it before it is
-    joined; the summary is queued first. On the host's side: the streams are stand-ins."""
+    """The summary starts after the first chunks, the rest of them a wait later, and nothing reads
+    maps before they are joined. On the host's side: the streams are stand-ins."""
     from contextlib import contextmanager
     from types import SimpleNamespace
 
@@ -558,7 +558,8 @@ def test_two_streams_wait_for_each_other(monkeypatch):
 
     monkeypatch.setattr(backend, "intra_in_two", in_two)
     monkeypatch.setattr(backend, "summarize", summarize)
-    monkeypatch.setattr(backend, "_side_stream", lambda *args: Stream("side"))
+    urgent = {-1: Stream("urgent")}
+    monkeypatch.setattr(backend, "_side_stream", lambda *args: urgent[args[2]])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", on)
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(32768, 32, 128))
@@ -567,8 +568,9 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     assert found == ("chunks", "maps")
     assert said == [
         "first chunks on main",
-        "side waits for main",
-        "summary on main",
-        "rest on side",
-        "main waits for side",
+        "urgent waits for main",
+        "main waits for urgent",
+        "summary on urgent",
+        "rest on main",
+        "main waits for urgent",
     ]

@@ -12,6 +12,7 @@ from fla_cp.affine import Walk, leave, product, walk
 from fla_cp.backend import TORCH
 from fla_cp.comm.exchange import pack
 from fla_cp.context import _links
+from fla_cp.load import Load
 from fla_cp.packing import Packing
 from fla_cp.split import MARGIN, predicted, split
 from fla_cp.state import AffineMap, carry, outgoing
@@ -31,13 +32,16 @@ def cut(offsets, heads, ranges=None):
     return packing, split(packing, programs(heads), programs(heads), PROCESSORS)
 
 
+def time_of(packing, most, heads):
+    return predicted(packing.on_ranks, most, *[programs(heads)] * 2, PROCESSORS)
+
+
 @pytest.mark.parametrize("T, heads, least", [(131072, 4, 8), (32768, 8, 4), (8192, 1, 4)])
 def test_few_heads_and_long_sequences_are_cut(T, heads, least):
     whole, pieces = cut((0, T), heads)
     assert len(pieces.segments) >= least
-    assert predicted(pieces, *[programs(heads)] * 2, PROCESSORS) <= MARGIN * predicted(
-        whole, *[programs(heads)] * 2, PROCESSORS
-    )
+    most = pieces.on_ranks[0].amounts["everything"].longest
+    assert time_of(whole, most, heads) <= MARGIN * time_of(whole, T // 64, heads)
 
 
 @pytest.mark.parametrize("offsets, heads", [
@@ -92,16 +96,47 @@ def test_the_forward_alone_is_cut_where_the_card_has_room():
     assert split(alone, programs(32), programs(32), PROCESSORS, False) is alone
 
 
+def on_ranks(cu, ranges, rank=0):
+    """The packing of a rank that knows what the others hold."""
+    loads = tuple(Load.of(cu, own) for own in ranges)
+    return Packing.build(cu, ranges[rank], loads=loads)
+
+
 def test_ranks_at_the_ends_cut_like_those_between():
-    """Alone, the first of four ranks with 131072 tokens and 32 heads would stay whole."""
+    """Alone, the first and the last of four ranks with 131072 tokens and 32 heads would stay
+    whole."""
     shape = programs(32), programs(32), PROCESSORS
-    ranks = [Packing.build((0, 131072), ((r * 32768, (r + 1) * 32768),)) for r in range(4)]
-    assert [len(split(p, *shape).segments) for p in ranks] == [1, 2, 2, 2]
-    assert [len(split(p, *shape, True, True).segments) for p in ranks] == [2, 2, 2, 2]
-    first = split(ranks[0], *shape, True, True).segments
+    cu, ranges = (0, 131072), [((r * 32768, (r + 1) * 32768),) for r in range(4)]
+    assert [len(cut(cu, 32, own)[1].segments) for own in ranges] == [1, 2, 2, 1]
+    ranks = [split(on_ranks(cu, ranges, r), *shape) for r in range(4)]
+    assert [len(p.segments) for p in ranks] == [2, 2, 2, 2]
+    first = ranks[0].segments
     assert (first[0].begins, first[0].entry, first[1].exit) == (True, -1, 0)
-    short = Packing.build((0, 8192 * 4), ((0, 8192),))
-    assert split(short, *shape, True, True) is short
+    short = on_ranks((0, 8192 * 4), [((r * 8192, (r + 1) * 8192),) for r in range(4)])
+    assert split(short, *shape) is short
+
+
+def test_the_rank_that_is_waited_for_decides():
+    """What is long on one rank only, in the batch or in its part of a document."""
+    shape = programs(8), programs(8), PROCESSORS
+    ranges = [((0, 600),), ((600, 33368),)]
+    for cu in ((0, 600, 33368), (0, 33368)):
+        ranks = [on_ranks(cu, ranges, r) for r in range(2)]
+        pieces = [split(p, *shape) for p in ranks]
+        assert [len(p.segments) for p in pieces] == [1, 8]
+        assert pieces[0] is not ranks[0]  # or the first would cut its forward alone
+        assert pieces[0].largest == pieces[1].largest
+
+
+def test_each_step_takes_as_long_as_on_the_slowest_rank():
+    """Where states cross ranks; else the whole call does."""
+    shape = 512, 512, 128
+    scans = Load.of((0, 6400), [(0, 6400)])
+    summaries = Load.of((0, 6400), [(64, 3200)])
+    alone = [predicted((load,), 100, *shape) for load in (scans, summaries)]
+    assert max(alone) < predicted((scans, summaries), 100, *shape) < sum(alone)
+    short = Load.of((0, 640), [(0, 640)])
+    assert predicted((scans, short), 100, *shape) == alone[0]
 
 
 @pytest.fixture(params=["both", "forward"])
@@ -112,7 +147,7 @@ def always_cut(request, monkeypatch):
     import fla_cp.kernels.backend
 
     def pieces(packing, *shape):
-        if request.param == "forward" and shape[-2]:
+        if request.param == "forward" and shape[-1]:
             return packing
         return packing.cached("pieces", lambda: packing.cut(2))
 
@@ -176,7 +211,7 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
         return stage
 
     stages = {n: noting(n) for n in ("scan_output", "scan", "scan_bwd")}
-    split = lambda packing, *shape: packing if shape[-2] else packing.cut(2)  # noqa: E731
+    split = lambda packing, *shape: packing if shape[-1] else packing.cut(2)  # noqa: E731
     cutting = dataclasses.replace(whole, split=split, **stages)
     monkeypatch.setattr(fla_cp.kernels.backend, "TRITON", cutting)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -190,7 +225,7 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
         assert (len(plan.packing.segments), len(plan.ahead.segments)) == (1, count)
 
 
-def on_ranks(group, rank, ranges):
+def cut_on_ranks(group, rank, ranges):
     import dataclasses
 
     import fla_cp.ops.member
@@ -209,7 +244,7 @@ def on_ranks(group, rank, ranges):
 
 @pytest.mark.parametrize("ranges", [None, zigzag_token_ranges(700, 3)], ids=["plain", "zigzag"])
 def test_ranks_with_cut_sequences(gloo_pool, ranges):
-    gloo_pool.run(on_ranks, ranges, world_size=3, timeout=200)
+    gloo_pool.run(cut_on_ranks, ranges, world_size=3, timeout=200)
 
 
 @pytest.mark.parametrize("K, V", [(16, 16), (13, 7), (100, 40), (192, 24)])

@@ -6,6 +6,7 @@ from .exchange import (
     Heads,
     Links,
     Local,
+    Nearest,
     Ring,
     Scan,
     SlotMaps,
@@ -13,6 +14,7 @@ from .exchange import (
     make_exchange,
 )
 from .halo import Halo
+from .meanwhile import Meanwhile, run_meanwhile
 from .timing import ExchangeTimer, measure_exchange
 
 __all__ = [
@@ -23,10 +25,13 @@ __all__ = [
     "Heads",
     "Links",
     "Local",
+    "Meanwhile",
+    "Nearest",
     "Ring",
     "Scan",
     "SlotMaps",
     "Symmetric",
     "make_exchange",
     "measure_exchange",
+    "run_meanwhile",
 ]

@@ -15,7 +15,8 @@ direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
     Ring        S                            R-1 steps    fewest bytes, longest chain
     Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 128 ranks
     Heads       (R-1)/R (2 S + M)            2 steps      default from 9 to 128 ranks
-    Symmetric   (R-1) S + (R-2) M            1 step       ranks of one host, GPUs that read peers
+    Symmetric   (R-1) S + (R-2) M            1 step       ranks of one host, GPUs that read peers;
+                                                          default for them from 16384 tokens a rank
 
 With fewer heads than ranks, Heads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent where no
 slot is passed through (two ranks, or documents shorter than a range).
@@ -246,6 +247,20 @@ class Symmetric:
             return walk(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
 
         return _Waiting(finish, maps.offset.device)
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Symmetric where the group can have it, else AllGather. It finds out in the first exchange,
+    which all ranks start alike, not in a context's making, which may run on a thread of its own."""
+
+    group: dist.ProcessGroup
+
+    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+        known = peers.known(self.group) or not torch.cuda.is_current_stream_capturing()
+        able = known and not peers.why_not(self.group)
+        scheme = Symmetric(self.group) if able else AllGather(self.group)
+        return scheme.start(maps, links, walk)
 
 
 def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -524,15 +539,22 @@ ALL_GATHER_RANKS, HEADS_RANKS = 8, 128
 beyond them the logarithmic scan. From the model in docs/design.md, with 32 heads."""
 
 
-PREFER_SYMMETRIC = False
-"""Whether "auto" reads peers' memory, where the group can, instead of gathering all maps."""
+SYMMETRIC_TOKENS = 16384
+"""Tokens of the largest rank from which "auto" reads peers' memory, where the group can. Its small
+kernels find room beside scans that fill the card, where a collective waits for their end; with
+fewer tokens that gains nothing, and a collective costs the host less."""
 
 
 def make_exchange(
-    scheme: str, group: dist.ProcessGroup | None, world_size: int, *, fixed: bool = False
+    scheme: str,
+    group: dist.ProcessGroup | None,
+    world_size: int,
+    *,
+    fixed: bool = False,
+    tokens: int = 0,
 ) -> Exchange:
     """The exchange object for `scheme` ("auto", or a key of `SCHEMES`). fixed: for links that are,
-    whose maps "auto" gathers whatever the size.
+    whose maps "auto" gathers whatever the size. tokens: of the largest rank.
 
     For "symmetric" a collective at the first call for a group. Raises ValueError for an unknown
     scheme and, on all ranks, where the group cannot have symmetric memory.
@@ -542,10 +564,9 @@ def make_exchange(
     if group is None or world_size == 1:
         return Local()
     if scheme == "auto":
-        scheme = "heads" if world_size <= HEADS_RANKS else "scan"
         if world_size <= ALL_GATHER_RANKS or fixed:
-            symmetric = PREFER_SYMMETRIC and not peers.why_not(group)
-            scheme = "symmetric" if symmetric else "all_gather"
+            return Nearest(group) if tokens >= SYMMETRIC_TOKENS else AllGather(group)
+        scheme = "heads" if world_size <= HEADS_RANKS else "scan"
     elif scheme == "symmetric" and (reason := peers.why_not(group)):
         raise ValueError(f"exchange='symmetric' cannot be used here: {reason}; pass 'auto'")
     return SCHEMES[scheme](group)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..tables import to_device
 from . import collectives
+from .meanwhile import run_meanwhile
 from .timing import exchange_wait
 
 
@@ -140,9 +141,13 @@ class Halo:
         if group is None:
             return rows
         out, work = collectives.all_to_all(rows, list(send), list(receive), group)
-        with exchange_wait(rows.device):
-            work.wait()
-        return out
+
+        def wait() -> Tensor:
+            with exchange_wait(rows.device):
+                work.wait()
+            return out
+
+        return run_meanwhile(wait)
 
     def _index(self, rows: tuple[int, ...], like: Tensor) -> Tensor:
         key = (rows, like.device)

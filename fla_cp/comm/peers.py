@@ -93,6 +93,11 @@ def peer_memory(group: dist.ProcessGroup, count: int, dtype: torch.dtype) -> Pee
     return made[count, dtype]
 
 
+def known(group: dist.ProcessGroup) -> bool:
+    """Whether `why_not` answers without a collective."""
+    return group in _REASONS or dist.get_backend(group) != "nccl"
+
+
 def why_not(group: dist.ProcessGroup) -> str:
     """Why the ranks of `group` cannot read each other's memory; "" on all of them if they can.
 

@@ -89,7 +89,7 @@ def _scan(
         stage += "_beside"
     if o is not None and h is not None:
         stage += "_kept"
-    t = _tile(stage, c, HV * len(segments + middle), (h, v_new), c.v)
+    t = _tile(stage, packing, c, _chains(packing, which), (h, v_new), c.v)
     if not segments:
         return
     programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
@@ -123,12 +123,25 @@ def _scan(
         launch(kernel, (programs, HV), **arguments)
 
 
+def _chains(packing: Packing, which: str) -> int:
+    """Segments of a scan on the rank that has most, and of the transitions that a summary forms
+    besides."""
+    counts = packing.largest
+    return int(getattr(counts, which)) + (counts.middle if which == "feeding" else 0)
+
+
 def _tile(
-    stage: str, c: Chunks, chains: int, dense: tuple[Tensor | None, ...], rows: Tensor
+    stage: str,
+    packing: Packing,
+    c: Chunks,
+    segments: int,
+    dense: tuple[Tensor | None, ...],
+    rows: Tensor,
 ) -> tuning.Tile:
-    """Of a scan that reads rows [T, HV, V] and writes what must be dense for hopper.py."""
+    """Of a scan that reads rows [T, HV, V] and writes what must be dense for hopper.py. segments:
+    on the rank that has most, so that ranks take the same tile, as everywhere here."""
     takes = gluon.takes(c, rows) and all(x is None or x.is_contiguous() for x in dense)
-    whether = takes and gluon.hopper.enough(c)
+    whether, chains = takes and gluon.hopper.enough(packing, c), segments * c.decay.shape[1]
     if c.of_heads and not whether:
         chains = min(chains, tuning.WIDEST - 1)  # with one decay a head those tiles spill
     t = tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, whether)
@@ -196,15 +209,16 @@ def begin(
         maps = summarize(packing, c, seeds)
         rest()
         return c, maps
-    # the many short programs of the rest on the other stream: they start a little later, and the
-    # few long ones of the summary find multiprocessors
+    # the few long programs of the summary find multiprocessors before the many short ones of the
+    # rest: theirs is the urgent stream, which the current one waits for, up to the summary, first
     stream = torch.cuda.current_stream(device)
-    side = _side_stream(device, stream.stream_id)
-    side.wait_stream(stream)
-    maps = summarize(packing, c, seeds)
-    with torch.cuda.stream(side):
-        rest()
-    stream.wait_stream(side)
+    urgent = _side_stream(device, stream.stream_id, -1)
+    urgent.wait_stream(stream)
+    stream.wait_stream(urgent)
+    with torch.cuda.stream(urgent):
+        maps = summarize(packing, c, seeds)
+    rest()
+    stream.wait_stream(urgent)
     return c, maps
 
 
@@ -226,10 +240,9 @@ def split(
     dtype: torch.dtype,
     device: torch.device,
     backward: bool,
-    crossed: bool,
 ) -> Packing:
     value, key = (HV * cdiv(n, COLUMNS) for n in (V, K))
-    return cut_by_rule(packing, value, key, gluon.multiprocessors(device), backward, crossed)
+    return cut_by_rule(packing, value, key, gluon.multiprocessors(device), backward)
 
 
 def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
@@ -242,22 +255,24 @@ def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache
-def _side_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
-    """A stream for what runs beside the stream of that number."""
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device, beside: int, priority: int = 0) -> torch.cuda.Stream:
+    """A stream for what runs beside the stream of that number. What it allocates may be freed there
+    while it is in use: it waits for that stream before it writes anything."""
+    return torch.cuda.Stream(device, priority)
 
 
 def beside(packing: Packing, c: Chunks) -> bool:
     """Whether the forward's and the reverse scan of a backward, which need nothing of each other,
-    run side by side: where all programs have a multiprocessor of their own. With p they would not:
-    operands of 64 columns fit into shared memory in two stages only (together they take longer)."""
+    run side by side: where all programs have a multiprocessor of their own, on every rank. With p
+    they would not: operands of 64 columns fit into shared memory in two stages only (together they
+    take longer)."""
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     if c.rule.removal == "p" or c.rule.keep_intermediates:
         return False
-    takes = gluon.takes(c) and gluon.hopper.enough(c)
+    takes = gluon.takes(c) and gluon.hopper.enough(packing, c)
     names = ("scan_states_beside", "scan_bwd_beside")
     tiles = (tuning.tile(n, K, V, c.Aqk.dtype, 0, takes) for n in names)
-    programs = HV * len(packing.segments) * sum(cdiv(V, t.BV) for t in tiles)
+    programs = HV * packing.largest.everything * sum(cdiv(V, t.BV) for t in tiles)
     return 0 < programs <= gluon.multiprocessors(c.v.device)
 
 
@@ -320,7 +335,7 @@ def _scan_bwd(
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
     if together and beside(packing, c):
         stage += "_beside"
-    t = _tile(stage, c, HV * len(segments), (dh, y), do)
+    t = _tile(stage, packing, c, _chains(packing, which), (dh, y), do)
     if not segments:
         return
     arguments: dict[str, Any] = {

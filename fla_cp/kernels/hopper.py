@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..packing import Packing
 from ..rule import CHUNK
 from .chunks import Chunks
 
@@ -35,6 +36,9 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LEAST = 2048
 """Chunks times heads beyond which the host has time to describe tensors to the copy unit."""
 
+MOST = 2**24
+"""Of them, that are not too many to be numbered."""
+
 
 def fits(c: Chunks, *tensors: Tensor) -> bool:
     """Whether these kernels take the chunks and what comes with them [T, HV, V]."""
@@ -42,7 +46,7 @@ def fits(c: Chunks, *tensors: Tensor) -> bool:
     given = (*tensors, *((c.qg, c.kin, c.kg) if c.of_heads else ()))
     return (
         K == c.v.shape[2] == 128
-        and NC * HV < 2**24
+        and NC * HV < MOST
         and c.v.dtype == torch.bfloat16
         and all(
             x.stride(-1) == 1
@@ -53,9 +57,9 @@ def fits(c: Chunks, *tensors: Tensor) -> bool:
     )
 
 
-def enough(c: Chunks) -> bool:
-    """Whether they pay."""
-    return c.decay.shape[0] * c.decay.shape[1] > LEAST
+def enough(packing: Packing, c: Chunks) -> bool:
+    """Whether they pay, for the rank that has most chunks: ranks take the same kernels."""
+    return LEAST < packing.largest.chunks * c.decay.shape[1] < MOST
 
 
 class Kind(NamedTuple):

@@ -63,7 +63,7 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs) -> Chunks:
     table, x, c = _unformed(rule, packing, x)
     NC = len(table.chunk_start)
     if NC and rule.per_head:
-        _intra_head(rule, table, c, x)(0, NC)
+        _intra_head(rule, packing, c, x)(0, NC)
     elif NC:
         _intra_channels(rule, table, c, x)
     return c
@@ -75,7 +75,7 @@ def intra_in_two(
     """With one decay a head: the chunks, of which the first are formed, and a call that forms the
     others. It allocates nothing: another stream may run it."""
     table, x, c = _unformed(rule, packing, x)
-    form = _intra_head(rule, table, c, x)
+    form = _intra_head(rule, packing, c, x)
     form(0, first)
     return c, functools.partial(form, first, len(table.chunk_start))
 
@@ -143,10 +143,13 @@ def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Non
     )
 
 
-def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Callable[[int, int], None]:
+def _intra_head(
+    rule: DeltaRule, packing: Packing, c: Chunks, x: Inputs
+) -> Callable[[int, int], None]:
     """One decay a head. Returns a call that forms the chunks from a first to before another."""
+    table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-    whole = gluon.takes(c) and gluon.hopper.enough(c) and gluon.hopper_intra.reads(x)
+    whole = gluon.takes(c) and gluon.hopper.enough(packing, c) and gluon.hopper_intra.reads(x)
     t = tuning.tile("intra_head", K, V, x.q.dtype, 0, whole)
     p_strides = (0, 0) if x.p is None else x.p.stride()[:2]
     strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
@@ -168,10 +171,13 @@ def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Callabl
         launch(head_rows_kernel, grid, *some, BH=BH, **of_rows)
         return functools.partial(gluon.hopper_intra.intra_head, rule, table, x, c)
 
+    alone = x.q.dtype == torch.float32  # which has no registers for a group
+    heads = 1 if alone else max(HV // H, 1)
+
     def form(first: int, stop: int) -> None:
         launch(
             intra_head_kernel,
-            (stop - first, HV),
+            (stop - first, HV // heads),
             x.q,
             x.k,
             x.p,
@@ -191,6 +197,7 @@ def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Callabl
             rule.scale,
             *bounds,
             G=HV // H,
+            HEADS=heads,
             K=K,
             BK=t.BK,
             NORM=rule.qk_l2norm,
@@ -198,7 +205,7 @@ def _intra_head(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Callabl
             PRECISION=precision(x.q.dtype),
             NS=t.stages,
             num_warps=t.warps,
-            maxnreg=t.registers,
+            maxnreg=t.registers if heads == 1 else None,
             **of_rows,
         )
 
@@ -275,12 +282,18 @@ def intra_bwd(
 
 
 def _tiles(
-    names: tuple[str, ...], x: Inputs, c: Chunks, grads: ScanGrads, rows: tuple[Tensor, ...]
+    names: tuple[str, ...],
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    grads: ScanGrads,
+    rows: tuple[Tensor, ...],
 ) -> tuple[tuning.Tile, ...]:
     """Of stages that one kernel in Gluon does together: all there, or none. rows: what it reads
     [T, H, K], none if it does not do this."""
     K, V = x.q.shape[2], x.v.shape[2]
-    takes = bool(rows) and gluon.takes(c, *rows, x.v, grads.do) and gluon.hopper.enough(c)
+    takes = bool(rows) and gluon.takes(c, *rows, x.v, grads.do)
+    takes = takes and gluon.hopper.enough(packing, c)
     for whole in (takes, False):
         tiles = tuple(tuning.tile(name, K, V, x.q.dtype, 0, whole) for name in names)
         if all(t.hopper for t in tiles):
@@ -304,7 +317,7 @@ def _head_bwd(
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
     k_stage += "_two" * (x.p is not None and HV > H)
     read = (x.q, x.k) if x.p is None else () if HV > H else (x.q, x.k, x.p)
-    ts, tq, tk = _tiles(("scores_bwd_head", q_stage, k_stage), x, c, grads, read)
+    ts, tq, tk = _tiles(("scores_bwd_head", q_stage, k_stage), packing, x, c, grads, read)
     whole = tk.hopper
     device, q_tiles, tiles = x.q.device, cdiv(K, tq.BK), cdiv(K, tk.BK)
     parts = q_tiles + tiles if groups and not whole else tiles

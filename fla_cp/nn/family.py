@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..comm import Meanwhile
 from ..context import FLACPContext
 from ..rule import NORM_EPS, accumulator
 from .modules import RMSNorm, ShortConvolution, at_least_fp32
@@ -180,15 +181,18 @@ class LinearAttention(nn.Module):
         )
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         sizes = [H * K, n * H * K, n * HV * V]
-        q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(sizes, -1)
+        with Meanwhile(
+            lambda: (self.a_proj(x), self.b_proj(x) if self.has_beta else None)
+        ) as rates:
+            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(sizes, -1)
         q = q.unflatten(-1, (H, K))
         k = k.unflatten(-1, (n, H, K)).flatten(1, 2)  # n rows a token
         v = v.unflatten(-1, (n, HV, V)).flatten(1, 2)
-        g = self.a_proj(x)
+        g, beta = rates()
         inputs: list[Any] = [q, k, v, g if self.per_head else g.unflatten(-1, (HV, K))]
         options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
-        if self.has_beta:
-            inputs.append(self.b_proj(x).unflatten(-1, (n, HV)).flatten(1, 2))
+        if beta is not None:
+            inputs.append(beta.unflatten(-1, (n, HV)).flatten(1, 2))
             options["use_beta_sigmoid_in_kernel"] = True
             options["allow_neg_eigval"] = self.allow_neg_eigval
         if self.operator == "gated_delta_product":

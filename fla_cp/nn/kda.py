@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm import Meanwhile
 from ..context import FLACPContext
 from ..ops import chunk_kda, fused_recurrent_kda
 from .family import takes_recurrent_form
@@ -155,17 +156,19 @@ class KimiDeltaAttention(nn.Module):
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         key = self.num_heads * self.head_dim
         # one convolution, hence one halo exchange, for all three
-        q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(
-            [key, key, self.num_v_heads * self.head_v_dim], -1
-        )
-        o = self.core(
-            q.unflatten(-1, (self.num_heads, self.head_dim)),
-            k.unflatten(-1, (self.num_heads, self.head_dim)),
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            self.f_proj(x).unflatten(-1, (self.num_v_heads, self.head_dim)),
-            self.b_proj(x),
-            cu_seqlens,
-            cp_context,
-        )
-        gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        return self.o_proj(self.o_norm(o, gate).flatten(-2))
+        with Meanwhile(lambda: (self.f_proj(x), self.b_proj(x))) as rates:
+            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(
+                [key, key, self.num_v_heads * self.head_v_dim], -1
+            )
+        g, beta = rates()
+        with Meanwhile(lambda: self.g_proj(x)) as gate:
+            o = self.core(
+                q.unflatten(-1, (self.num_heads, self.head_dim)),
+                k.unflatten(-1, (self.num_heads, self.head_dim)),
+                v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+                g.unflatten(-1, (self.num_v_heads, self.head_dim)),
+                beta,
+                cu_seqlens,
+                cp_context,
+            )
+        return self.o_proj(self.o_norm(o, gate().unflatten(-1, o.shape[-2:])).flatten(-2))

@@ -1,0 +1,78 @@
+"""Work of a layer for the time in which an exchange is under way.
+
+A convolution or an operator starts its exchange and waits for it inside one call. What its caller
+could do meanwhile is handed over before:
+
+    with Meanwhile(lambda: self.g_proj(x)) as gate:
+        o = self.core(...)
+    y = self.o_norm(o, gate())
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Generic, TypeVar
+
+import torch
+
+Found = TypeVar("Found")
+
+
+class _Handed(threading.local):
+    """What the next exchange of this thread may run."""
+
+    def __init__(self) -> None:
+        self.work: list[Meanwhile] = []
+
+
+_handed = _Handed()
+
+
+class Meanwhile(Generic[Found]):
+    """Runs f once: in the block's first exchange after its start, or when the result is asked for.
+    There, gradients and autocast are what they were before the block."""
+
+    def __init__(self, f: Callable[[], Found]):
+        self._f = f
+        self._found: list[Found] = []
+
+    def __enter__(self) -> Meanwhile[Found]:
+        if not torch.compiler.is_compiling():  # a compiler moves work by itself
+            self._grad = torch.is_grad_enabled()
+            self._autocast = [
+                (device, torch.get_autocast_dtype(device))
+                for device in ("cpu", "cuda")
+                if torch.is_autocast_enabled(device)
+            ]
+            _handed.work.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and self in _handed.work:
+            _handed.work.remove(self)
+
+    def __call__(self) -> Found:
+        if not self._found:
+            self._found.append(self._f())
+        return self._found[0]
+
+    def run(self) -> None:
+        with ExitStack() as modes:
+            modes.enter_context(torch.set_grad_enabled(self._grad))
+            for device, dtype in self._autocast:
+                modes.enter_context(torch.autocast(device, dtype))
+            self()
+
+
+def run_meanwhile(wait: Callable[[], Found]) -> Found:
+    """What `wait` returns, once the work handed over has been queued. Should that fail, the
+    exchange is waited for all the same: it still writes to its memory."""
+    work, _handed.work = _handed.work, []
+    try:
+        for one in work:
+            one.run()
+    finally:
+        found = wait()
+    return found
