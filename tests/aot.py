@@ -431,18 +431,15 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call
 
     def head_in_triton(
-        tiles: dict[str, tuning.Tile], member: str = "gated_delta_rule", H: int = 2
+        tiles: dict[str, tuning.Tile], member: str = "gated_delta_rule"
     ) -> list[Launch]:
         with forced(tiles):
-            return compile_member(member, 128, 128, torch.bfloat16, {}, H=H)
+            return compile_member(member, 128, 128, torch.bfloat16, {}, H=2)
 
     chunks = {k[1]: t for k, t in tuning.TABLE.items() if k[1] == "intra_head"}
     for member in ("gated_delta_rule", "comba", "simple_gla"):
         call = functools.partial(head_in_triton, chunks, member)
         yield f"{member} bf16, chunks in Triton", call
-        if member != "simple_gla":
-            call = functools.partial(head_in_triton, chunks, member, 1)
-            yield f"{member} bf16 groups, chunks in Triton", call
 
     scans = {k[1]: t for k, t in tuning.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)

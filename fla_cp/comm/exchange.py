@@ -16,7 +16,7 @@ direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
     Scan        ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 128 ranks
     Heads       (R-1)/R (2 S + M)            2 steps      default from 9 to 128 ranks
     Symmetric   (R-1) S + (R-2) M            1 step       ranks of one host, GPUs that read peers;
-                                                          default for them from 16384 tokens a rank
+                                                          default for them from 8192 tokens a rank
 
 With fewer heads than ranks, Heads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent where no
 slot is passed through (two ranks, or documents shorter than a range).
@@ -539,7 +539,7 @@ ALL_GATHER_RANKS, HEADS_RANKS = 8, 128
 beyond them the logarithmic scan. From the model in docs/design.md, with 32 heads."""
 
 
-SYMMETRIC_TOKENS = 16384
+SYMMETRIC_TOKENS = 8192
 """Tokens of the largest rank from which "auto" reads peers' memory, where the group can. Its small
 kernels find room beside scans that fill the card, where a collective waits for their end; with
 fewer tokens that gains nothing, and a collective costs the host less."""

@@ -153,53 +153,6 @@ def head_rows_kernel(
 
 
 @triton.jit
-def head_rates(
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    i_hv,
-    start,
-    i,
-    m_i,
-    g_t,
-    beta_t,
-    bound,
-    beta_factor,
-    operand: tl.constexpr,
-    GATE: tl.constexpr,
-    BETA_SIGMOID: tl.constexpr,
-    EXP2: tl.constexpr,
-    BEFORE: tl.constexpr,
-):
-    """Of a value head: beta [BT], one without; the running sums gc, and those BEFORE each row."""
-    b_beta = tl.where(m_i, 1.0, 0.0)
-    if beta is not None:
-        at = beta + i_hv + (start + i) * beta_t
-        b_beta = tl.load(at, mask=m_i, other=0.0).to(tl.float32)
-    if BETA_SIGMOID:
-        b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
-    p_g = g + i_hv + start * g_t
-    _raw, _rate, b_g = load_head_gate(p_g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
-    gc = running_sums(b_g, operand)
-    return b_beta, gc, (running_sums(b_g, operand, True) if BEFORE else gc)
-
-
-@triton.jit
-def store_inverse(
-    to, b_kk, row, k_scale, before, gc, i, EXP2: tl.constexpr, PRECISION: tl.constexpr
-):
-    """T [BT, BT] of a value head from its key head's products; row: beta and the scale of r."""
-    BT: tl.constexpr = i.shape[0]
-    b_A = b_kk * (row[:, None] * k_scale[None, :])
-    b_A *= decays(before, gc, i, EXP2)
-    same = (i // 16)[:, None] == (i // 16)[None, :]
-    b_16 = tl.reshape(tl.where(same, b_A, 0.0), [BT // 16, 16, BT // 16, 16])
-    b_T = unit_lower_inverse(b_A, tl.sum(b_16, axis=2), BT, PRECISION)
-    store_block(to, b_T, i, i, BT, BT)
-
-
-@triton.jit
 def intra_head_kernel(
     q,
     k,
@@ -228,7 +181,6 @@ def intra_head_kernel(
     beta_factor,
     HV: tl.constexpr,
     G: tl.constexpr,
-    HEADS: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -244,24 +196,32 @@ def intra_head_kernel(
     """T and Aqk (no T where nothing is removed); decay [NC, HV, K], the same number K
     times; rows [NC, HV, 9, C], fp32: beta; what q, k and r (k or p, which reads the state) are
     multiplied by; and by what in the scans (scan.py): q, r, and k where it writes; gc, up to each
-    row and up to the one before. Of chunks from the first. A program has a chunk and HEADS value
-    heads of one key head, which share its products; those of T come after Aqk, for registers."""
-    i_c, i_hv0 = (first + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64) * HEADS
-    i_h = i_hv0 // G
+    row and up to the one before. Of chunks from the first."""
+    i_c, i_hv = (first + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_h = i_hv // G
     i = tl.arange(0, BT)
     m_i = i < tl.load(chunk_rows + i_c)
     start = tl.load(chunk_start + i_c).to(tl.int64)
     q += i_h * q_h + start * q_t
     k += i_h * k_h + start * k_t
+    g += i_hv + start * g_t
+    i_ch = i_c * HV + i_hv
     operand = T.dtype.element_ty
+
+    b_beta = tl.where(m_i, 1.0, 0.0)
+    if beta is not None:
+        beta += i_hv + start * beta_t
+        b_beta = tl.load(beta + i * beta_t, mask=m_i, other=0.0).to(tl.float32)
+    if BETA_SIGMOID:
+        b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
     if REMOVAL == "p":
         p += i_h * p_h + start * p_t
-    TOGETHER: tl.constexpr = HEADS == 1 and REMOVAL != "none"
-    BEFORE: tl.constexpr = REMOVAL == "p"
+
+    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
 
     # Scores of the inputs as they are: the norms and decays multiply them afterwards. What the loop
     # loads is for products alone: see `overwritten` in tests/aot.py. Those of fp32 are waited for.
-    diagonal = tl.zeros([BT], tl.float32)
+    diagonal = tl.zeros_like(b_beta)
     qq, kk, pp = diagonal, diagonal, diagonal
     if operand != tl.float32:
         diagonal, qq, kk = row_products(q, k, i, q_t, k_t, m_i, K, BK, NORM)
@@ -278,16 +238,16 @@ def intra_head_kernel(
                 kk += tl.sum(b_k * b_k, axis=1)
         b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
         b_r = b_k
-        if REMOVAL == "p" and (TOGETHER or (NORM and operand == tl.float32)):
+        if REMOVAL == "p":
             if operand == tl.float32:  # for registers: p not loaded before this product
                 tl.debug_barrier()
             b_r = load_rows(p, i, p_t, m_i, o_k, K)
             if NORM and operand == tl.float32:
                 pp += tl.sum(b_r * b_r, axis=1)
-        if TOGETHER:
+        if REMOVAL != "none":
             b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
-    q_scale = tl.zeros([BT], tl.float32) + scale
-    k_scale = tl.zeros([BT], tl.float32) + 1.0
+    q_scale = tl.zeros_like(b_beta) + scale
+    k_scale = tl.zeros_like(b_beta) + 1.0
     r_scale = k_scale
     if NORM:
         q_scale *= tl.rsqrt(qq + EPS)
@@ -297,53 +257,35 @@ def intra_head_kernel(
             if operand != tl.float32:
                 _, pp, _ = row_products(p, p, i, p_t, p_t, m_i, K, BK, NORM)
             r_scale = tl.rsqrt(pp + EPS)
-    diagonal *= q_scale * k_scale
 
-    for j in range(HEADS):
-        i_hv = i_hv0 + j
-        i_ch = i_c * HV + i_hv
-        b_beta, gc, before = head_rates(
-            g, beta, A_log, dt_bias, i_hv, start, i, m_i, g_t, beta_t, bound, beta_factor,
-            operand, GATE, BETA_SIGMOID, EXP2, BEFORE,
-        )  # fmt: skip
-        e = decay_of(gc, EXP2)
-        to = rows + i_ch * 9 * BT + i
-        tl.store(to, b_beta)
-        tl.store(to + BT, q_scale)
-        tl.store(to + 2 * BT, k_scale)
-        tl.store(to + 3 * BT, r_scale)
-        tl.store(to + 4 * BT, q_scale * e)
-        tl.store(to + 5 * BT, r_scale * decay_of(before, EXP2))
-        tl.store(to + 6 * BT, k_scale * decay_to_end(gc, i, EXP2))
-        tl.store(to + 7 * BT, total_of(gc))
-        tl.store(to + 8 * BT, total_of(before))
-        whole = last_of(e, i)
-        for i_k in range((K + BK - 1) // BK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            tl.store(decay + i_ch * K + o_k, tl.zeros([BK], tl.float32) + whole, mask=o_k < K)
-        b_A = b_qk * decays(gc, gc, i, EXP2)
-        b_A *= q_scale[:, None] * k_scale[None, :]
-        b_A += tl.where(i[:, None] == i[None, :], diagonal[:, None], 0.0)
-        store_block(Aqk + i_ch * BT * BT, b_A, i, i, BT, BT)
-        if TOGETHER:
-            to_T = T + i_ch * BT * BT
-            store_inverse(to_T, b_kk, b_beta * r_scale, k_scale, before, gc, i, EXP2, PRECISION)
-    if HEADS > 1 and REMOVAL != "none":
-        for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
-            o_k = i_k * BK + tl.arange(0, BK)
-            b_k = load_rows(k, i, k_t, m_i, o_k, K)
-            b_r = b_k
-            if REMOVAL == "p":
-                b_r = load_rows(p, i, p_t, m_i, o_k, K)
-            b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
-        for j in range(HEADS):
-            i_hv = i_hv0 + j
-            b_beta, gc, before = head_rates(
-                g, beta, A_log, dt_bias, i_hv, start, i, m_i, g_t, beta_t, bound, beta_factor,
-                operand, GATE, BETA_SIGMOID, EXP2, BEFORE,
-            )  # fmt: skip
-            to_T = T + (i_c * HV + i_hv) * BT * BT
-            store_inverse(to_T, b_kk, b_beta * r_scale, k_scale, before, gc, i, EXP2, PRECISION)
+    gc = running_sums(b_g, operand)
+    before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
+    e = decay_of(gc, EXP2)
+    rows += i_ch * 9 * BT + i
+    tl.store(rows, b_beta)
+    tl.store(rows + BT, q_scale)
+    tl.store(rows + 2 * BT, k_scale)
+    tl.store(rows + 3 * BT, r_scale)
+    tl.store(rows + 4 * BT, q_scale * e)
+    tl.store(rows + 5 * BT, r_scale * decay_of(before, EXP2))
+    tl.store(rows + 6 * BT, k_scale * decay_to_end(gc, i, EXP2))
+    tl.store(rows + 7 * BT, total_of(gc))
+    tl.store(rows + 8 * BT, total_of(before))
+    whole = last_of(e, i)
+    for i_k in range((K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        tl.store(decay + i_ch * K + o_k, tl.zeros([BK], tl.float32) + whole, mask=o_k < K)
+    scales = q_scale[:, None] * k_scale[None, :]
+    b_qk *= scales * decays(gc, gc, i, EXP2)
+    b_qk += tl.where(i[:, None] == i[None, :], (diagonal * q_scale * k_scale)[:, None], 0.0)
+    store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
+    if REMOVAL != "none":
+        b_kk *= (b_beta * r_scale)[:, None] * k_scale[None, :]
+        b_kk *= decays(before, gc, i, EXP2)
+        same = (i // 16)[:, None] == (i // 16)[None, :]
+        b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
+        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
+        store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
 
 
 @triton.jit

@@ -171,13 +171,10 @@ def _intra_head(
         launch(head_rows_kernel, grid, *some, BH=BH, **of_rows)
         return functools.partial(gluon.hopper_intra.intra_head, rule, table, x, c)
 
-    alone = x.q.dtype == torch.float32  # which has no registers for a group
-    heads = 1 if alone else max(HV // H, 1)
-
     def form(first: int, stop: int) -> None:
         launch(
             intra_head_kernel,
-            (stop - first, HV // heads),
+            (stop - first, HV),
             x.q,
             x.k,
             x.p,
@@ -197,7 +194,6 @@ def _intra_head(
             rule.scale,
             *bounds,
             G=HV // H,
-            HEADS=heads,
             K=K,
             BK=t.BK,
             NORM=rule.qk_l2norm,
@@ -205,7 +201,7 @@ def _intra_head(
             PRECISION=precision(x.q.dtype),
             NS=t.stages,
             num_warps=t.warps,
-            maxnreg=t.registers if heads == 1 else None,
+            maxnreg=t.registers,
             **of_rows,
         )
 
