@@ -210,3 +210,42 @@ def compiled(group, rank):
 def test_a_compiled_layer(run):
     need(run, "symmetric")
     run(compiled)
+
+
+def chosen_by_itself(group, rank):
+    """From 8192 tokens a rank, at the first exchange; the same numbers as the all-gather's."""
+    device, made = device_of(group), []
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
+    exchange = peers.PeerMemory.exchange
+
+    def counted(*args):
+        made.append(args)
+        return exchange(*args)
+
+    peers.PeerMemory.exchange = counted
+    results = []
+    try:
+        for tokens, scheme, expected in (
+            (8191, "auto", 0),
+            (8192, "all_gather", 0),
+            (8192, "auto", 2),
+        ):
+            cu = torch.tensor((0, tokens * group.size()), device=device)
+            context = build_cp_context(cu, group, conv1d_kernel_size=4, exchange=scheme)
+            made.clear()
+            gen = torch.Generator(device).manual_seed(rank)
+            x = torch.randn(1, tokens, 64, device=device, generator=gen).to(torch.bfloat16)
+            x.requires_grad_()
+            y = layer(x, cp_context=context)
+            results.append((y.detach(), *torch.autograd.grad(y.sum(), x)))
+            assert len(made) == expected, (tokens, scheme)
+    finally:
+        peers.PeerMemory.exchange = exchange
+    for a, b in zip(*results[1:], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_auto_takes_it_with_many_tokens(run):
+    need(run, "symmetric")
+    run(chosen_by_itself)
