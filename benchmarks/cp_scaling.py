@@ -158,7 +158,7 @@ def sent_bytes(shape: Shape, R: int, scheme: str) -> int:
         "scan": (len(distances) + (R > 1)) * S + with_map * M,
         "symmetric": (R - 1) * S + max(R - 2, 0) * M,
     }
-    return 2 * per_direction["all_gather" if scheme == "auto" else scheme]
+    return 2 * per_direction[scheme]
 
 
 HOST = 8
@@ -204,6 +204,16 @@ def model_table() -> str:
         cells = (found[s] if s != "symmetric" or R <= HOST else "-" for s in schemes)
         lines.append(f"| {R} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def taken(context: Any) -> str:
+    """What "auto" is here."""
+    from fla_cp.comm import Nearest, exchange, peers
+
+    if isinstance(context.exchange, Nearest):
+        return "all_gather" if peers.why_not(context.group) else "symmetric"
+    names = {scheme: name for name, scheme in exchange.SCHEMES.items()}
+    return names.get(type(context.exchange), "all_gather")
 
 
 def cases(args: argparse.Namespace, R: int) -> Iterator[tuple[str, int]]:
@@ -254,10 +264,10 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
                     found = {"error": "out of memory"}
                     step = None
                 row = {"op": what, "kind": kind, "T": T, "ranks": R, "scheme": scheme}
-                keep({**row, **found, "bytes": sent_bytes(shape, R, scheme)})
+                used = taken(context) if scheme == "auto" else scheme
+                keep({**row, **found, "used": used, "bytes": sent_bytes(shape, R, used)})
                 if args.trace and step is not None:
-                    path = Path(args.trace).with_suffix(f".{what}.{R}.{T}.json")
-                    trace(step, path if rank == min(1, R - 1) else None)
+                    trace(step, Path(args.trace).with_suffix(f".{what}.{R}.{T}.{rank}.json"))
                 del step
             if R == 1:
                 break  # nothing is exchanged
@@ -267,10 +277,9 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def trace(step: Callable[[], object], path: Path | None) -> None:
+def trace(step: Callable[[], object], path: Path) -> None:
     """A profiler trace of steps back to back, for chrome://tracing, Perfetto or
-    benchmarks.timeline; None only takes part. On a GPU without the host's operators, whose
-    recording would hold it up."""
+    benchmarks.timeline. On a GPU without the host's operators, whose recording would hold it up."""
     from torch.profiler import ProfilerActivity, profile
 
     kind = ProfilerActivity.CUDA if on_cuda() else ProfilerActivity.CPU
@@ -279,8 +288,7 @@ def trace(step: Callable[[], object], path: Path | None) -> None:
         for _ in range(TRACED):
             step()
         synchronize()
-    if path is not None:
-        recorded.export_chrome_trace(str(path))
+    recorded.export_chrome_trace(str(path))
 
 
 def with_efficiency(rows: list[dict]) -> list[dict]:
@@ -296,7 +304,18 @@ def with_efficiency(rows: list[dict]) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    names = ("op", "kind", "T", "ranks", "scheme", "ms", "efficiency", "exposed_ms", "peak_gib")
+    names = (
+        "op",
+        "kind",
+        "T",
+        "ranks",
+        "scheme",
+        "used",
+        "ms",
+        "efficiency",
+        "exposed_ms",
+        "peak_gib",
+    )
     lines = [" | ".join(names), " | ".join("---" for _ in names)]
     lines += [" | ".join(str(r.get(n, "")) for n in names) for r in rows]
     return "\n".join(f"| {line} |" for line in lines)
@@ -352,7 +371,7 @@ def main() -> None:
     parser.add_argument("--schemes", type=lambda s: s.split(","), default=["auto"])
     parser.add_argument("--peer", choices=("fla",))
     parser.add_argument("--peer-tokens", type=int, default=131072)
-    parser.add_argument("--trace", help="write profiler traces of rank 1's steps here")
+    parser.add_argument("--trace", help="write profiler traces of all ranks' steps here")
     parser.add_argument("--model", action="store_true", help="print modelled exchanges and exit")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""A picture of the kernels of a profiler trace, stream by stream: of the middle one of its steps.
+"""A picture of the kernels of profiler traces, stream by stream: of the middle one of their steps.
 
-    python -m benchmarks.timeline TRACE.json --out PLOT.png [--title TEXT]
+    python -m benchmarks.timeline RANK0.json [RANK1.json ..] --out PLOT.png [--title TEXT]
 
-TRACE is what `python -m benchmarks.cp_scaling --trace` writes.
+Traces are what `python -m benchmarks.cp_scaling --trace` writes.
 """
 
 from __future__ import annotations
@@ -55,36 +55,51 @@ def hidden(rows: list[tuple[int, float, float, str]]) -> tuple[float, float]:
     return sum(b - a for a, b in exchange), beside
 
 
-def plot(rows: list[tuple[int, float, float, str]], out: Path, title: str) -> None:
+def plot(traces: dict[str, list[tuple[int, float, float, str]]], out: Path, title: str) -> None:
+    """Rows of kernels by the name of their trace, one below the other."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    streams = sorted({stream for stream, *_ in rows})
+    sizes = [len({stream for stream, *_ in rows}) for rows in traces.values()]
+    figure, axes = plt.subplots(
+        len(traces),
+        figsize=(13, sum(0.6 + 0.6 * n for n in sizes)),
+        height_ratios=sizes,
+        sharex=True,
+        squeeze=False,
+    )
     shown = list(dict.fromkeys([*KINDS.values(), OTHER]))
-    figure, axis = plt.subplots(figsize=(13, 1.0 + 0.7 * len(streams)))
-    for n, name in enumerate(shown):
-        of = [(streams.index(s), a, d) for s, a, d, kernel in rows if kind(kernel) == name]
-        for lane, start, duration in of:
-            axis.broken_barh([(start, duration)], (lane - 0.4, 0.8), color=f"C{n}")
-        axis.broken_barh([], (0, 0), color=f"C{n}", label=name)
-    axis.set_yticks(range(len(streams)), [f"stream {s}" for s in streams])
-    axis.set_xlabel("ms")
-    axis.set_title(title)
-    axis.legend(ncols=len(shown), fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    for axis, (name, rows) in zip(axes[:, 0], traces.items(), strict=True):
+        streams = sorted({stream for stream, *_ in rows})
+        for n, what in enumerate(shown):
+            of = [(streams.index(s), a, d) for s, a, d, kernel in rows if kind(kernel) == what]
+            for lane, start, duration in of:
+                axis.broken_barh([(start, duration)], (lane - 0.4, 0.8), color=f"C{n}")
+            axis.broken_barh([], (0, 0), color=f"C{n}", label=what)
+        axis.set_yticks(range(len(streams)), [f"stream {s}" for s in streams])
+        axis.set_ylabel(name)
+    axes[0, 0].set_title(title)
+    axes[-1, 0].set_xlabel("ms")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(shown), fontsize="small", loc="lower center")
+    figure.subplots_adjust(bottom=0.2)
     figure.savefig(out, dpi=110, bbox_inches="tight")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("traces", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--title", default="")
     args = parser.parse_args()
-    rows = kernels(json.loads(args.trace.read_text()))
-    print("exchange {:.3f} ms, {:.3f} beside other kernels".format(*hidden(rows)))
-    plot(rows, args.out, args.title)
+    traces = {}
+    for n, path in enumerate(args.traces):
+        traces[f"rank {n}"] = kernels(json.loads(path.read_text()))
+        found = hidden(traces[f"rank {n}"])
+        print("{}: exchange {:.3f} ms, {:.3f} beside other kernels".format(path.name, *found))
+    plot(traces, args.out, args.title)
 
 
 if __name__ == "__main__":
