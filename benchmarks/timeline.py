@@ -11,9 +11,10 @@ import argparse
 import json
 from pathlib import Path
 
+EXCHANGE, OTHER = "exchange", "elementwise, norms"
 KINDS = {
-    "nccl": "exchange",
-    "symmetric_memory": "exchange",
+    "nccl": EXCHANGE,
+    "symmetric_memory": EXCHANGE,
     "scan": "scans, folds",
     "walk": "scans, folds",
     "intra": "local to a chunk",
@@ -22,40 +23,60 @@ KINDS = {
     "nvjet": "projections",
     "gemm": "projections",
 }
-OTHER = "elementwise, norms"
 
 
 def kind(name: str) -> str:
     return next((shown for part, shown in KINDS.items() if part in name.lower()), OTHER)
 
 
-def kernels(trace: dict) -> list[tuple[int, float, float, str]]:
-    """(stream, start, duration, name) of each kernel, in ms from the first."""
-    found = [e for e in trace["traceEvents"] if e.get("cat") == "kernel"]
-    if not found:
-        raise SystemExit("the trace has no GPU kernels")
-    found.sort(key=lambda e: e["args"]["correlation"])  # as they were launched
+Row = tuple[int, float, float, str]
+"""Stream, start and duration in ms, what it is: one of KINDS or OTHER."""
+
+
+def kernels(trace: dict) -> list[Row]:
+    """Of the middle step, from its first kernel on. What an exchange's stream does besides (copies
+    to and from peers' memory) is exchange, too."""
+    found = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
     steps = int(trace.get("steps", 1))
+    if not found or len(found) % steps:
+        raise SystemExit(
+            f"the trace's {len(found)} GPU kernels are not those of {steps} equal steps"
+        )
+    found.sort(key=lambda e: e["args"]["correlation"])  # as they were launched
     each = len(found) // steps
     found = found[steps // 2 * each : (steps // 2 + 1) * each]
+    kinds: dict[int, set[str]] = {}
+    for e in found:
+        kinds.setdefault(e["args"]["stream"], set()).add(kind(e["name"]))
+    of_exchange = {n for n, of in kinds.items() if EXCHANGE in of and of <= {EXCHANGE, OTHER}}
+
+    def what(e: dict) -> str:
+        return EXCHANGE if e["args"]["stream"] in of_exchange else kind(e["name"])
+
     first = min(e["ts"] for e in found)
     return sorted(
-        (e["args"]["stream"], (e["ts"] - first) / 1e3, e["dur"] / 1e3, e["name"]) for e in found
+        (e["args"]["stream"], (e["ts"] - first) / 1e3, e["dur"] / 1e3, what(e)) for e in found
     )
 
 
-def hidden(rows: list[tuple[int, float, float, str]]) -> tuple[float, float]:
-    """ms of the exchange's kernels, and of those the part beside others."""
-    exchange = [(a, a + d) for _, a, d, name in rows if kind(name) == KINDS["nccl"]]
-    others = sorted((a, a + d) for _, a, d, name in rows if kind(name) != KINDS["nccl"])
-    beside, end = 0.0, 0.0
-    for a, b in others:  # each moment once, however many kernels run in it
-        a, end = max(a, end), max(b, end)
-        beside += sum(max(0.0, min(b, y) - max(a, x)) for x, y in exchange)
+def union(rows: list[Row], exchange: bool) -> list[tuple[float, float]]:
+    """When some of it, or some of the rest, runs: intervals that do not meet."""
+    found: list[tuple[float, float]] = []
+    for a, b in sorted((a, a + d) for _, a, d, what in rows if (what == EXCHANGE) == exchange):
+        if found and a <= found[-1][1]:
+            a, b = found[-1][0], max(b, found.pop()[1])
+        found.append((a, b))
+    return found
+
+
+def hidden(rows: list[Row]) -> tuple[float, float]:
+    """ms in which an exchange runs, waits for other ranks included, and of those beside others."""
+    exchange, others = union(rows, True), union(rows, False)
+    beside = sum(max(0.0, min(b, d) - max(a, c)) for a, b in exchange for c, d in others)
     return sum(b - a for a, b in exchange), beside
 
 
-def plot(traces: dict[str, list[tuple[int, float, float, str]]], out: Path, title: str) -> None:
+def plot(traces: dict[str, list[Row]], out: Path, title: str) -> None:
     """Rows of kernels by the name of their trace, one below the other."""
     import matplotlib
 
@@ -74,7 +95,7 @@ def plot(traces: dict[str, list[tuple[int, float, float, str]]], out: Path, titl
     for axis, (name, rows) in zip(axes[:, 0], traces.items(), strict=True):
         streams = sorted({stream for stream, *_ in rows})
         for n, what in enumerate(shown):
-            of = [(streams.index(s), a, d) for s, a, d, kernel in rows if kind(kernel) == what]
+            of = [(streams.index(s), a, d) for s, a, d, found in rows if found == what]
             for lane, start, duration in of:
                 axis.broken_barh([(start, duration)], (lane - 0.4, 0.8), color=f"C{n}")
             axis.broken_barh([], (0, 0), color=f"C{n}", label=what)

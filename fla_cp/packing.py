@@ -54,8 +54,8 @@ class Frame(NamedTuple):
 
     sequences: of the global batch. segments: padded with such without tokens, the last of which,
     the spare, is one always. chunks: padded with such without tokens. enters, leaves: whether
-    another rank's state may enter or this one's leave. largest: see `Packing.largest`, None for one
-    rank.
+    another rank's state may enter or this one's leave. largest: see `Packing.largest`; None: its
+    own counts.
     """
 
     sequences: int

@@ -142,7 +142,7 @@ def forward(
     chunks, maps = begin(plan, x, initial)
     wait = carry_maps(plan, x, maps)
     chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
-    carried = run_meanwhile(wait) if plan.links.any else wait()
+    carried = wait() if plan.group is None else run_meanwhile(wait)
     return finish(plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h)
 
 

@@ -218,3 +218,14 @@ def test_one_card_chooses_as_before(cu, HV, per_head, segments, scans, chosen):
     tiles = {name: choices[name] for name in sorted(choices["scans"])}
     found = (f"{name} {t.BV}{' triton' * (not t.hopper)}" for name, t in tiles.items())
     assert "; ".join(found) == scans
+
+
+def test_a_rank_without_tokens_waits_for_no_stream(chosen, monkeypatch):
+    """That the side stream was never joined to: a CUDA graph could not be captured."""
+    waits = []
+    stream = SimpleNamespace(stream_id=0, wait_stream=waits.append)
+    monkeypatch.setattr(backend, "_side_stream", lambda *args: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    for _ in ranks(chosen, (0, 4096), [[(0, 4096)], []], 4, False):
+        pass
+    assert len(waits) == 2  # of the first rank: to start the side stream, and for what it did

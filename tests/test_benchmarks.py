@@ -182,10 +182,16 @@ def test_the_modelled_exchanges_are_those_of_the_design():
 def test_timeline(tmp_path):
     """Of the middle one of three steps, which stand in the order of their launches."""
     pytest.importorskip("matplotlib")
-    names = {"scan_kernel": (7, 5.0, 2.0), "ncclDevKernel": (9, 6.0, 4.0), "gemm": (7, 8.0, 1.0)}
+    names = {
+        "scan_kernel": (7, 5.0, 2.0),
+        "ncclDevKernel": (9, 6.0, 4.0),
+        "Memcpy DtoD": (9, 10.0, 1.0),  # on a stream of an exchange
+        "gemm": (7, 8.0, 1.0),
+        "cat": (7, 9.0, 1.0),
+    }
     events = [
         {
-            "cat": "kernel",
+            "cat": "gpu_memcpy" if name.startswith("Mem") else "kernel",
             "ts": 100.0 * step + start,
             "dur": duration,
             "name": name,
@@ -197,12 +203,14 @@ def test_timeline(tmp_path):
     events.append({"cat": "cpu_op", "ts": 0.0, "dur": 9.0, "name": "aten::mm"})
     rows = timeline.kernels({"traceEvents": events, "steps": 3})
     assert rows == [
-        (7, 0.0, 0.002, "scan_kernel"),
-        (7, 0.003, 0.001, "gemm"),
-        (9, 0.001, 0.004, "ncclDevKernel"),
+        (7, 0.0, 0.002, "scans, folds"),
+        (7, 0.003, 0.001, "projections"),
+        (7, 0.004, 0.001, "elementwise, norms"),
+        (9, 0.001, 0.004, "exchange"),
+        (9, 0.005, 0.001, "exchange"),
     ]
-    kinds = [timeline.kind(name) for *_, name in rows]
-    assert kinds == ["scans, folds", "projections", "exchange"]
-    assert timeline.hidden(rows) == pytest.approx((0.004, 0.002))
+    assert timeline.hidden(rows) == pytest.approx((0.005, 0.003))
     timeline.plot({"rank 0": rows, "rank 1": rows[:2]}, tmp_path / "t.png", "title")
     assert (tmp_path / "t.png").stat().st_size > 1000
+    with pytest.raises(SystemExit, match="not those of 3 equal steps"):
+        timeline.kernels({"traceEvents": events[1:], "steps": 3})

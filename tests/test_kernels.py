@@ -539,6 +539,12 @@ def test_two_streams_wait_for_each_other(monkeypatch):
         def wait_stream(self, other):
             said.append(f"{self.name} waits for {other.name}")
 
+        def record_event(self):
+            return f"the start of {self.name}"
+
+        def wait_event(self, event):
+            said.append(f"{self.name} waits for {event}")
+
     @contextmanager
     def on(stream):
         current.append(stream.name)
@@ -552,12 +558,11 @@ def test_two_streams_wait_for_each_other(monkeypatch):
         does("first chunks")
         return "chunks", lambda: does("rest")
 
-    def summarize(*args):
-        does("summary")
-        return "maps"
+    def summary(*args):
+        return "maps", lambda: does("summary")
 
     monkeypatch.setattr(backend, "intra_in_two", in_two)
-    monkeypatch.setattr(backend, "summarize", summarize)
+    monkeypatch.setattr(backend, "_summary", summary)
     urgent = {-1: Stream("urgent")}
     monkeypatch.setattr(backend, "_side_stream", lambda *args: urgent[args[2]])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
@@ -569,8 +574,8 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     assert said == [
         "first chunks on main",
         "urgent waits for main",
-        "main waits for urgent",
         "summary on urgent",
+        "main waits for the start of urgent",
         "rest on main",
         "main waits for urgent",
     ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fla_cp import build_cp_context
+from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
 from fla_cp.comm import Meanwhile, collectives, exchange, halo, run_meanwhile
 from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.closeness import assert_exact
@@ -36,9 +36,10 @@ def test_runs_as_before_the_block():
             run_meanwhile(lambda: None)
         assert product().dtype == torch.bfloat16
     assert torch.autograd.grad(product().float().sum(), w)[0].shape == w.shape
-    with torch.no_grad(), Meanwhile(lambda: x @ w) as product, torch.enable_grad():
+    inside = torch.enable_grad(), torch.autocast("cpu", torch.bfloat16)
+    with torch.no_grad(), Meanwhile(lambda: x @ w) as product, inside[0], inside[1]:
         run_meanwhile(lambda: None)
-    assert not product().requires_grad
+    assert not product().requires_grad and product().dtype == torch.float32
 
 
 def test_a_failure_still_waits_and_leaves_nothing_behind():
@@ -89,26 +90,59 @@ ORDER = {
 
 
 def order(group, rank, kind):
+    """Of a batch that crosses ranks and of one that does not: what a call does, and in what order
+    its modules' gradients come, which is that of FSDP's collectives."""
     torch.manual_seed(0)
     layer = kind(24, 2, 8).double()
     x = torch.randn(1, 96, 24, dtype=torch.float64)
     found = []
+    names = {module: name for name, module in layer.named_children()}
     for cu in ((0, 96), (0, 48, 96)):
         context = build_cp_context(torch.tensor(cu), group, conv1d_kernel_size=4)
+        backward: list[str] = []
+
+        def noted(module, _, out, to=backward, names=names):
+            out.register_hook(lambda _: to.append(names[module]))
+
+        hooks = [m.register_forward_hook(noted) for m in layer.children()]
         with recorded(layer) as log:
-            layer(context.shard(x), cp_context=context)
-        found.append(" ".join(log))
+            y = layer(context.shard(x), cp_context=context)
+        y.sum().backward()
+        for hook in hooks:
+            hook.remove()
+        found += [" ".join(log), backward]
     return found
 
 
 @pytest.mark.parametrize("kind", ORDER, ids=lambda kind: kind.__name__)
 def test_projections_run_between_start_and_wait(gloo_pool, kind):
-    for crossing, apart in gloo_pool.run(order, kind, world_size=2):
+    """And in the same order where nothing crosses: ranks of other context-parallel groups have
+    other documents, and FSDP its collectives in the modules' order."""
+    for crossing, backward, apart, backward_apart in gloo_pool.run(order, kind, world_size=2):
         assert crossing == ORDER[kind]
         assert apart == " ".join(w for w in ORDER[kind].split() if w not in ("start", "wait"))
+        assert backward == backward_apart
 
 
-def recomputed(group, rank):
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's, by itself
+@pytest.mark.parametrize("ranges", [contiguous_token_ranges, zigzag_token_ranges])
+def test_a_compiled_core_in_an_eager_layer(ranges):
+    """Inside a compiled operator autograd would not see the layer's work."""
+    torch.manual_seed(0)
+    layer, x = KimiDeltaAttention(24, 2, 8).double(), torch.randn(1, 96, 24, dtype=torch.float64)
+    context = build_cp_context(
+        torch.tensor([0, 96]), None, conv1d_kernel_size=4, token_ranges=ranges(96, 1)
+    )
+    found = []
+    for _ in range(2):
+        y = layer(context.shard(x), cp_context=context)
+        found.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
+        layer.core.compile(backend="aot_eager")
+    for plain, compiled in zip(*found, strict=True):
+        assert_exact("gradient", compiled, plain)
+
+
+def recomputed(group, rank, reentrant):
     """Gradients with the layer's forward formed again in the backward, and without."""
     torch.manual_seed(0)
     layer = KimiDeltaAttention(24, 2, 8).double()
@@ -116,11 +150,15 @@ def recomputed(group, rank):
     x = context.shard(torch.randn(1, 96, 24, dtype=torch.float64)).requires_grad_()
     call = lambda x: layer(x, cp_context=context)  # noqa: E731
     leaves, found = [x, *layer.parameters()], []
-    for y in (call(x), checkpoint(call, x, use_reentrant=False)):
-        found.append(torch.autograd.grad(y.square().sum(), leaves))
+    for y in (call(x), checkpoint(call, x, use_reentrant=reentrant)):
+        y.square().sum().backward()  # what a reentrant checkpoint supports
+        found.append([leaf.grad.clone() for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
     for plain, again in zip(*found, strict=True):
         assert_exact("gradient", again, plain)
 
 
-def test_activation_checkpointing_recomputes_it(gloo_pool):
-    gloo_pool.run(recomputed, world_size=2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_recomputes_it(gloo_pool, reentrant):
+    gloo_pool.run(recomputed, reentrant, world_size=2)

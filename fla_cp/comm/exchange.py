@@ -252,7 +252,8 @@ class Symmetric:
 @dataclass(frozen=True)
 class Nearest:
     """Symmetric where the group can have it, else AllGather. It finds out in the first exchange,
-    which all ranks start alike, not in a context's making, which may run on a thread of its own."""
+    which all ranks start alike, not in a context's making, which may run on a thread of its own. A
+    first exchange that a CUDA graph captures gathers."""
 
     group: dist.ProcessGroup
 

@@ -31,8 +31,9 @@ _handed = _Handed()
 
 
 class Meanwhile(Generic[Found]):
-    """Runs f once: in the block's first exchange after its start, or when the result is asked for.
-    There, gradients and autocast are what they were before the block."""
+    """Runs f once: in the block, where an exchange is under way or, in a batch that needs none,
+    would be (so that ranks of several context-parallel groups run their modules in one order), or
+    when the result is asked for. There, gradients (of a backward) and autocast are as before."""
 
     def __init__(self, f: Callable[[], Found]):
         self._f = f
@@ -42,9 +43,8 @@ class Meanwhile(Generic[Found]):
         if not torch.compiler.is_compiling():  # a compiler moves work by itself
             self._grad = torch.is_grad_enabled()
             self._autocast = [
-                (device, torch.get_autocast_dtype(device))
+                (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
                 for device in ("cpu", "cuda")
-                if torch.is_autocast_enabled(device)
             ]
             _handed.work.append(self)
         return self
@@ -61,8 +61,9 @@ class Meanwhile(Generic[Found]):
     def run(self) -> None:
         with ExitStack() as modes:
             modes.enter_context(torch.set_grad_enabled(self._grad))
-            for device, dtype in self._autocast:
-                modes.enter_context(torch.autocast(device, dtype))
+            for device, dtype, enabled in self._autocast:
+                if enabled or torch.is_autocast_enabled(device):
+                    modes.enter_context(torch.autocast(device, dtype, enabled))
             self()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -76,22 +77,23 @@ def _scan(
     v_new: Tensor | None = None,
     S_end: Tensor | None = None,
     transition: Tensor | None = None,
-    stream: torch.cuda.Stream | None = None,
-) -> None:
-    """which: segments, a property of the packing; transition: of `Packing.middle`. stream: to run
-    on, which takes what was allocated and launched before on the current one."""
+    beside: bool = False,
+) -> Callable[[], None]:
+    """Returns a call that launches it and allocates nothing: another stream may run it. which:
+    segments, a property of the packing; transition: of `Packing.middle`. beside: the reverse scan
+    runs meanwhile."""
     middle = () if transition is None else packing.middle
     segments, names = getattr(packing, which), (which, "middle") if middle else (which,)
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
-    if stream is not None:
+    if beside:
         stage += "_beside"
     if o is not None and h is not None:
         stage += "_kept"
     t = _tile(stage, packing, c, _chains(packing, which), (h, v_new), c.v)
     if not segments:
-        return
+        return lambda: None
     programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
     arguments: dict[str, Any] = {
         "S0": None if S0 is None else S0.value,
@@ -115,12 +117,7 @@ def _scan(
         kernel = scan_kernel
         arguments |= {"v": c.v, "v_t": c.v.stride(0), "v_h": c.v.stride(1)} | c.given()
         arguments |= {"o": o, "h": h, "v_new": v_new, **_strides("h", h, inner=True), "BK": t.BK}
-    if stream is None:
-        launch(kernel, (programs, HV), **arguments)
-        return
-    stream.wait_stream(torch.cuda.current_stream(c.v.device))
-    with torch.cuda.stream(stream):
-        launch(kernel, (programs, HV), **arguments)
+    return functools.partial(launch, kernel, (programs, HV), **arguments)
 
 
 def _chains(packing: Packing, which: str) -> int:
@@ -205,31 +202,42 @@ def begin(
         c = intra(rule, packing, x)
         return c, summarize(packing, c, seeds)
     c, rest = intra_in_two(rule, packing, x, first)
+    maps, summary = _summary(packing, c, seeds)
     if device.type != "cuda":
-        maps = summarize(packing, c, seeds)
+        summary()
         rest()
         return c, maps
     # the few long programs of the summary find multiprocessors before the many short ones of the
-    # rest: theirs is the urgent stream, which the current one waits for, up to the summary, first
+    # rest: theirs is the urgent stream, whose start the current one waits for, a little longer
     stream = torch.cuda.current_stream(device)
     urgent = _side_stream(device, stream.stream_id, -1)
     urgent.wait_stream(stream)
-    stream.wait_stream(urgent)
+    ready = urgent.record_event()
     with torch.cuda.stream(urgent):
-        maps = summarize(packing, c, seeds)
+        summary()
+    stream.wait_event(ready)
     rest()
     stream.wait_stream(urgent)
     return c, maps
 
 
 def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
+    maps, start = _summary(packing, c, seeds)
+    start()
+    return maps
+
+
+def _summary(
+    packing: Packing, c: Chunks, seeds: States | None
+) -> tuple[AffineMap, Callable[[], None]]:
+    """The maps, and a call that launches what forms them."""
     feeding, middle = packing.feeding, packing.middle
     if not feeding:
-        return AffineMap(None, None)
+        return AffineMap(None, None), lambda: None
     offset = _states(c, len(feeding))
     transition = _states(c, len(middle), square=True) if middle else None
-    _scan(packing, c, seeds, "feeding", S_end=offset, transition=transition)
-    return AffineMap(transition, offset)
+    start = _scan(packing, c, seeds, "feeding", S_end=offset, transition=transition)
+    return AffineMap(transition, offset), start
 
 
 def split(
@@ -256,8 +264,7 @@ def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache
 def _side_stream(device: torch.device, beside: int, priority: int = 0) -> torch.cuda.Stream:
-    """A stream for what runs beside the stream of that number. What it allocates may be freed there
-    while it is in use: it waits for that stream before it writes anything."""
+    """A stream for what runs beside the stream of that number. It allocates nothing."""
     return torch.cuda.Stream(device, priority)
 
 
@@ -278,10 +285,14 @@ def beside(packing: Packing, c: Chunks) -> bool:
 
 def scan(packing: Packing, c: Chunks, S0: States | None) -> Callable[[], tuple[Tensor, Tensor]]:
     h, v_new = _chunk_buffers(packing, c)
-    side = None
-    if beside(packing, c):
-        side = _side_stream(c.v.device, torch.cuda.current_stream(c.v.device).stream_id)
-    _scan(packing, c, S0, "everything", h=h, v_new=v_new, stream=side)
+    side, both = None, beside(packing, c)
+    start = _scan(packing, c, S0, "everything", h=h, v_new=v_new, beside=both)
+    if both and packing.segments:
+        stream = torch.cuda.current_stream(c.v.device)
+        side = _side_stream(c.v.device, stream.stream_id)
+        side.wait_stream(stream)
+    with nullcontext() if side is None else torch.cuda.stream(side):
+        start()
 
     held: tuple | None = (c, S0)  # the side stream reads them until it is waited for
 
@@ -309,7 +320,7 @@ def scan_output(
     if want_states and not rule.keep_intermediates:  # for the caller only
         h, v_new = _states(c, len(c.decay), outside=True, dtype=c.v.dtype), None
     S_end = _states(c, len(packing.segments), outside=True) if want_end else None
-    _scan(packing, c, S0, "everything", o=o, h=h, v_new=v_new, S_end=S_end)
+    _scan(packing, c, S0, "everything", o=o, h=h, v_new=v_new, S_end=S_end)()
     return o, h, v_new, S_end
 
 

@@ -171,4 +171,5 @@ class KimiDeltaAttention(nn.Module):
                 cu_seqlens,
                 cp_context,
             )
+        del rates, g, beta
         return self.o_proj(self.o_norm(o, gate().unflatten(-1, o.shape[-2:])).flatten(-2))
