@@ -540,7 +540,8 @@ def test_two_streams_wait_for_each_other(monkeypatch):
             said.append(f"{self.name} waits for {other.name}")
 
         def record_event(self):
-            return f"the start of {self.name}"
+            said.append(f"{self.name} is marked")
+            return f"the mark of {self.name}"
 
         def wait_event(self, event):
             said.append(f"{self.name} waits for {event}")
@@ -574,8 +575,9 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     assert said == [
         "first chunks on main",
         "urgent waits for main",
+        "urgent is marked",
         "summary on urgent",
-        "main waits for the start of urgent",
+        "main waits for the mark of urgent",
         "rest on main",
         "main waits for urgent",
     ]

@@ -542,8 +542,8 @@ beyond them the logarithmic scan. From the model in docs/design.md, with 32 head
 
 SYMMETRIC_TOKENS = 8192
 """Tokens of the largest rank from which "auto" reads peers' memory, where the group can. Its small
-kernels find room beside scans that fill the card, where a collective waits for their end; with
-fewer tokens that gains nothing, and a collective costs the host less."""
+kernels find room beside scans that fill the card, where a collective waits for their end; that is
+no matter with few tokens, and fewer were not measured (docs/design.md has the figures)."""
 
 
 def make_exchange(
