@@ -28,9 +28,9 @@ from fla_cp.comm import measure_exchange
 from launch import checkpoint
 from launch.config import TrainConfig, UserError, parse, to_toml
 from launch.data import PackedDataset, build_dataset
-from launch.distributed import Ranks, compute_dtype, describe, joined, launch, shard_model
+from launch.distributed import Ranks, compute_dtype, describe, joined, launch
 from launch.metrics import Metrics, RunLog, peak_memory, plot_losses, read_metrics
-from launch.model import build_model
+from launch.model import build_sharded
 from launch.parity import compare, write_report
 from launch.step import (
     HeldOut,
@@ -146,9 +146,9 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     data = load_data(config, "train")
     valid = load_data(config, "valid") if config.run.eval_every else None
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
-    model = build_model(config.model, data.vocab_size, config.run.seed).to(ranks.device)
+    seed = config.run.seed if found is None else None  # a checkpoint fills the weights
+    model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype)
     parameters = sum(p.numel() for p in model.parameters())
-    shard_model(model, ranks, dtype)
     optimizer = build_optimizer(model, config.optim)
 
     notes = [
