@@ -109,7 +109,7 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
         elastic_launch(launcher, sys.executable)(str(TRAIN), *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode not in (1, 2):  # such ranks have said why
+        if failure.exitcode not in (1, 2, 3):  # such ranks have said why
             print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
