@@ -12,11 +12,12 @@ import dataclasses
 import difflib
 import io
 import json
+import math
 import os
 import tomllib
 import types
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -175,6 +176,8 @@ class RunConfig:
     """Run folder, on a file system that all hosts share. None: runs/<date>-<time>-<model>."""
     log_every: Annotated[int, _short("--log-every")] = 10
     """Steps between printed lines where there is no terminal for a progress bar."""
+    max_skips: Annotated[int, _short("--max-skips")] = 10
+    """Steps in a row whose loss or gradient is not finite, all skipped, that end the run."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
 
@@ -334,6 +337,18 @@ def _check_texts(config: TrainConfig) -> None:
                 raise UserError(f"--out must be a folder, not a file, got {config.run.out}{below}")
 
 
+def _numbers(config: TrainConfig) -> Iterator[tuple[str, float]]:
+    """Every floating number that is set, with the flag that users know it by."""
+    for section in dataclasses.fields(config):
+        hints = get_type_hints(type(getattr(config, section.name)), include_extras=True)
+        for name, hint in hints.items():
+            value = getattr(getattr(config, section.name), name)
+            if isinstance(value, float):
+                full = f"--{section.name}.{name}".replace("_", "-")
+                short = hint.__metadata__[0].aliases if get_origin(hint) is Annotated else ()
+                yield (short or (full,))[0], value
+
+
 def validate(config: TrainConfig) -> None:
     """Raises UserError with the flag, the rule and the value of the first broken rule."""
 
@@ -346,6 +361,8 @@ def validate(config: TrainConfig) -> None:
             if value is not None:
                 need(value >= low, "--" + name.replace("_", "-"), f"at least {low}", value)
 
+    for flag, value in _numbers(config):
+        need(math.isfinite(value), flag, "finite", value)
     model, data, parallel = config.model, config.data, config.parallel
     optim, run, parity = config.optim, config.run, config.parity
     at_least(1, cp=parallel.cp, dp_shard=parallel.dp_shard, dp_replicate=parallel.dp_replicate)
@@ -355,6 +372,8 @@ def validate(config: TrainConfig) -> None:
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
     _check_texts(config)
+    at_least(1, max_steps=run.max_steps, log_every=run.log_every, max_skips=run.max_skips)
+    at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every, seed=run.seed)
     at_least(0, warmup_steps=optim.warmup_steps, clip_norm=optim.clip_norm)
     need(run.keep_checkpoints >= 1, "--run.keep-checkpoints", "at least 1", run.keep_checkpoints)
     need(parity.steps >= 1, "--parity.steps", "at least 1", parity.steps)

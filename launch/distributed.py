@@ -109,7 +109,7 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
         elastic_launch(launcher, sys.executable)(str(TRAIN), *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode not in (1, 2):  # such ranks have said why
+        if failure.exitcode not in (1, 2, 3):  # such ranks have said why
             print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
@@ -267,11 +267,12 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
     """The model with FSDP2 applied in place: one group a block, one for the rest.
 
-    model: full float32 parameters, the same on every rank (float64 for dtype float64, which only
-    the parity check's reference uses). Parameters stay float32 and are cast to `dtype` for
-    compute, except those of a block's `mixer.core`: decay rates lose their meaning in bfloat16, so
-    they have a group of their own that stays float32. Gradients are sums over ranks (not means) in
-    float32: the loss is already divided by the global number of targets.
+    model: float32 parameters on the meta device, or full ones that are the same on every rank
+    (float64 for dtype float64, which only the parity check's reference uses). They stay
+    float32 and are cast to `dtype` for compute, except those of a block's `mixer.core`: decay rates
+    lose their meaning in bfloat16, so they have a group of their own that stays float32. Gradients
+    are sums over ranks (not means) in float32: the loss is already divided by the global number of
+    targets.
     """
     widest = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=widest)

@@ -12,7 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fla_cp import FLACPContext
 from fla_cp import nn as layers
+from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
 from launch.config import ModelConfig
+from launch.distributed import Ranks, shard_model
+from launch.weights import give_memory, initialise
 
 CONV_SIZE = 4
 INIT_STD = 0.02
@@ -68,6 +71,19 @@ MIXERS = {
 }
 
 
+def _initial_values(module: nn.Module, std: float) -> dict[str, Initial]:
+    """How the parameters of this one module start. std: of a matrix of a linear layer."""
+    if isinstance(module, nn.Linear):
+        bound = 1 / math.sqrt(module.in_features)  # of a bias, as torch draws it
+        return {"weight": Normal(std), "bias": Uniform(-bound, bound)}
+    if isinstance(module, nn.Embedding):
+        return {"weight": Normal(INIT_STD)}
+    if isinstance(module, nn.RMSNorm):
+        return {"weight": Constant(1.0)}
+    own = getattr(module, "initial_values", dict)
+    return own() if not isinstance(module, Decoder) else {}
+
+
 class SwiGLU(nn.Module):
     """x [..., hidden] -> down(silu(gate(x)) * up(x))."""
 
@@ -108,7 +124,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A language model over the tokens that this rank owns.
 
-    config: sizes and options. vocab_size: number of token ids.
+    config: sizes and options. vocab_size: number of token ids. `build_model` and `build_sharded`
+    give it its weights.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -121,26 +138,29 @@ class Decoder(nn.Module):
         )
         self.norm = nn.RMSNorm(self.shape.hidden_size, eps=1e-5)
         self.head = nn.Linear(self.shape.hidden_size, vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes the head's weight the embedding's where the shape says so.
+
+        To be called again after `to_empty`, which makes two of them.
+        """
         if self.shape.tie_embeddings:
             self.head.weight = self.embedding.weight
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Draws every weight from the default generator: same seed, same model on every rank.
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter starts, by its full name.
 
         Matrices have std 0.02; those that write into the residual stream are divided by
         sqrt(2 * layers), so that its variance does not grow with depth.
         """
         residual = 1 / math.sqrt(2 * self.shape.layers)
-        nn.init.normal_(self.embedding.weight, std=INIT_STD)
-        if not self.shape.tie_embeddings:
-            nn.init.normal_(self.head.weight, std=INIT_STD)
-        for block in self.blocks:
-            block.mixer.reset_parameters()
-            for name, linear in block.named_modules():
-                if isinstance(linear, nn.Linear):
-                    writes = name in ("mixer.o_proj", "ffn.down")
-                    nn.init.normal_(linear.weight, std=INIT_STD * (residual if writes else 1.0))
+        values = {}
+        for name, module in self.named_modules():
+            std = INIT_STD * (residual if name.endswith(("mixer.o_proj", "ffn.down")) else 1.0)
+            for parameter, value in _initial_values(module, std).items():
+                values[f"{name}.{parameter}"] = value
+        return values
 
     def forward(
         self, tokens: Tensor, context: FLACPContext, labels: Tensor | None = None
@@ -180,10 +200,31 @@ def _cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Decoder:
-    """A decoder in float32 on the CPU whose weights depend on the seed and the sizes alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Decoder(config, vocab_size)
+    """A whole decoder in float32 on the CPU, with the weights of `seed`."""
+    with torch.device("meta"):
+        model = Decoder(config, vocab_size)
+    give_memory(model, torch.device("cpu"))
+    initialise(model, seed)
+    return model
+
+
+def build_sharded(
+    config: ModelConfig, vocab_size: int, seed: int | None, ranks: Ranks, dtype: torch.dtype
+) -> Decoder:
+    """A decoder of which this rank holds its shard alone, on its device.
+
+    seed: of the weights; None leaves them zero, for a checkpoint to fill. dtype: of compute, see
+    `shard_model`; float64 makes the parameters float64 too, with the same values.
+    """
+    with torch.device("meta"):
+        model = Decoder(config, vocab_size)
+    if dtype == torch.float64:
+        model.double()
+    shard_model(model, ranks, dtype)
+    give_memory(model, ranks.device)
+    if seed is not None:
+        initialise(model, seed)
+    return model
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from launch.config import TrainConfig
 from launch.data import PackedDataset
-from launch.distributed import Ranks, compute_dtype, shard_model
-from launch.model import build_model
+from launch.distributed import Ranks, compute_dtype
+from launch.model import build_sharded
 from launch.step import (
     agree,
     build_optimizer,
@@ -111,10 +111,7 @@ def _steps(
     config: TrainConfig, dataset: PackedDataset, ranks: Ranks, dtype: torch.dtype
 ) -> Iterator[tuple[float, nn.Module]]:
     """After the backward of each step: the global loss, and the model with its gradients."""
-    model = build_model(config.model, dataset.vocab_size, config.run.seed).to(ranks.device)
-    if dtype == torch.float64:
-        model.double()
-    shard_model(model, ranks, dtype)
+    model = build_sharded(config.model, dataset.vocab_size, config.run.seed, ranks, dtype)
     optimizer = build_optimizer(model, config.optim)
     batches = micro_batches(config, dataset, ranks, 0)
     for step in range(1, config.parity.steps + 1):

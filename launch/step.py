@@ -14,7 +14,6 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from fla_cp import FLACPContext, build_cp_context, zigzag_token_ranges
@@ -22,6 +21,7 @@ from launch.config import OptimConfig, TrainConfig
 from launch.data import IGNORE, Batch, PackedDataset, StepBatchSampler, batch_hash, collate
 from launch.distributed import Ranks
 from launch.model import CONV_SIZE, parameter_groups
+from launch.weights import local_tensor
 
 
 class _GlobalBatches(BatchSampler):
@@ -138,11 +138,6 @@ def forward_backward(
         loss.backward()
         share += loss.detach()
     return share
-
-
-def local_tensor(x: Tensor) -> Tensor:
-    """The part of a parameter or gradient that this rank holds."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float, float]:

@@ -26,12 +26,12 @@ from accelerate.utils import set_seed
 
 from fla_cp.backend import resolve
 from fla_cp.comm import measure_exchange
-from launch import checkpoint
+from launch import checkpoint, divergence
 from launch.config import TrainConfig, UserError, parse, to_toml
 from launch.data import PackedDataset, build_dataset
-from launch.distributed import Ranks, compute_dtype, describe, joined, launch, shard_model
+from launch.distributed import Ranks, compute_dtype, describe, joined, launch
 from launch.metrics import Metrics, RunLog, peak_memory, plot_losses, read_metrics
-from launch.model import build_model
+from launch.model import build_sharded
 from launch.parity import compare, write_report
 from launch.step import (
     HeldOut,
@@ -46,7 +46,11 @@ from launch.step import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses flags and trains; the exit code. 2 is a user's mistake, 1 a failed parity check."""
+    """Parses flags and trains; the exit code.
+
+    1 is a failed parity check, 2 a user's mistake, 3 a run that diverged: starting it again from
+    its last checkpoint would end in the same way.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -178,9 +182,9 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     run, found = open_run(config, ranks)
     set_seed(config.run.seed)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
-    model = build_model(config.model, data.vocab_size, config.run.seed).to(ranks.device)
+    seed = config.run.seed if found is None else None  # a checkpoint fills the weights
+    model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype)
     parameters = sum(p.numel() for p in model.parameters())
-    shard_model(model, ranks, dtype)
     optimizer = build_optimizer(model, config.optim)
 
     notes = [
@@ -210,14 +214,21 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     for note in notes:
         log.print(note)
     held_out = HeldOut(config, valid, ranks) if valid is not None else None
+    diverged, stopped = "", False
     try:
         loop = Loop(config, ranks, run, data, held_out, model, optimizer, progress, log)
         stopped = loop.run_all()
+    except divergence.Diverged as error:
+        diverged = str(error)
     finally:
         log.close()
-    if ranks.rank == 0:
+    if ranks.rank == 0 and diverged:
+        kept = checkpoint.checkpoints(run)
+        last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint"
+        print(f"error: {diverged}; {last}", file=sys.stderr, flush=True)
+    elif ranks.rank == 0:
         summarise(config, run, log.rows, stopped)
-    return 0
+    return divergence.EXIT_CODE if diverged else 0
 
 
 def tokens_per_step(config: TrainConfig) -> int:
@@ -253,10 +264,14 @@ class Loop:
         self.model, self.optimizer = model, optimizer
         self.progress, self.log = progress, log
         self.saved_step = progress.step
+        self.skips = divergence.Skips(config.run.max_skips)
         self.checked = False  # contexts are compared across ranks once
 
     def run_all(self) -> bool:
-        """Takes the steps that are left; True if it was asked to stop before the last."""
+        """Takes the steps that are left; True if it was asked to stop before the last.
+
+        Raises Diverged, on all ranks, if it ends with steps that were skipped.
+        """
         last = self.config.run.max_steps
         start = self.progress.step
         if start == 0 and self.held_out:
@@ -267,7 +282,9 @@ class Loop:
         with stop_on_signal() as received:
             while self.progress.step < last and not stopped:
                 stopped = self._step(batches, received)
-            if self.progress.step > self.saved_step:
+            if self.skips.count and not stopped:
+                raise divergence.Diverged(f"the last steps are missing: {self.skips.report()}")
+            if self.progress.step > self.saved_step and self._may_save():
                 self._save()
         return stopped
 
@@ -286,8 +303,9 @@ class Loop:
         finite = torch.tensor([loss, norm]).isfinite().all().item()  # equal on all ranks
         if finite:
             update(self.model, self.optimizer, rate, norm, config.optim.clip_norm)
+            self.skips.end()
         else:
-            self.log.print(f"step {step}: skipped, loss {loss} and gradient norm {norm}")
+            self.log.print(self.skips.add(step, loss, norm, self.model, ranks))
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - begin
         skipped = self.progress.skipped + (not finite)
@@ -302,9 +320,19 @@ class Loop:
             exchange_ms=timer.elapsed_ms(),
             evaluate=bool(every) and (step % every == 0 or step == config.run.max_steps),
         )
-        if config.run.checkpoint_every and step % config.run.checkpoint_every == 0:
+        self.skips.check()
+        every = config.run.checkpoint_every
+        if every and step % every == 0 and self._may_save():
             self._save()
         return agreed.stop
+
+    def _may_save(self) -> bool:
+        """Whether the last step was taken. Raises Diverged for weights that are not finite."""
+        if self.skips.count:
+            self.log.print(f"no checkpoint at step {self.progress.step}: {self.skips}")
+            return False
+        divergence.check_weights(self.model, self.ranks, self.progress.step)
+        return True
 
     def _record(
         self,

@@ -7,7 +7,6 @@ Source: Gated Delta Networks, arXiv 2412.06464, fig. 1, and the papers named at 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from .. import ops
 from ..comm import Meanwhile
 from ..context import FLACPContext
 from ..rule import NORM_EPS, accumulator
+from .initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, reset
 from .modules import RMSNorm, ShortConvolution, at_least_fp32
 
 RECURRENT_TOKENS = 64
@@ -42,12 +42,13 @@ class Core(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(num_v_heads * gates, dtype=torch.float32))
         self.reset_parameters()
 
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter of its own starts."""
+        return {"A_log": LOG_DECAY_RATE, "dt_bias": STEP_BIAS}
+
     def reset_parameters(self) -> None:
         """A uniform in [1, 16); step sizes log-uniform in [1e-3, 0.1], as in Mamba-2."""
-        with torch.no_grad():
-            self.A_log.uniform_(1.0, 16.0).log_()
-            step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_()
-            self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus^-1(step)
+        reset(self)
 
     def forward(self, *inputs: Any, recurrent: bool = False, **options: Any) -> Tensor:
         """Raw projections -> o [B, T, HV, V]; inputs as the operator's."""
@@ -69,11 +70,8 @@ class CombaCore(Core):
         self.b_logit = nn.Parameter(torch.full((num_heads,), 2.0))
         self.d = nn.Parameter(torch.full((num_heads,), 0.02))
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if hasattr(self, "d"):  # not yet when the base class draws its own
-            nn.init.constant_(self.b_logit, 2.0)
-            nn.init.constant_(self.d, 0.02)
+    def initial_values(self) -> dict[str, Initial]:
+        return super().initial_values() | {"b_logit": Constant(2.0), "d": Constant(0.02)}
 
     def forward(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any

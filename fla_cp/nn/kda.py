@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from ..comm import Meanwhile
 from ..context import FLACPContext
 from ..ops import chunk_kda, fused_recurrent_kda
 from .family import takes_recurrent_form
+from .initial import LOG_DECAY_RATE, STEP_BIAS, Initial, reset
 from .modules import GatedRMSNorm, ShortConvolution, at_least_fp32
 
 
@@ -40,12 +40,13 @@ class KDACore(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(num_v_heads * head_dim, dtype=torch.float32))
         self.reset_parameters()
 
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter of its own starts."""
+        return {"A_log": LOG_DECAY_RATE, "dt_bias": STEP_BIAS}
+
     def reset_parameters(self) -> None:
         """A uniform in [1, 16); step sizes log-uniform in [1e-3, 0.1], as in Mamba-2."""
-        with torch.no_grad():
-            self.A_log.uniform_(1.0, 16.0).log_()
-            step = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_()
-            self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus^-1(step)
+        reset(self)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..context import FLACPContext
 from ..ops import causal_conv1d
+from .initial import Constant, Initial, Uniform, reset
 
 
 class RMSNorm(nn.Module):
@@ -19,8 +20,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
 
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter of its own starts."""
+        return {"weight": Constant(1.0)}
+
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
+        reset(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., size] -> [.., size], x's dtype."""
@@ -47,11 +52,13 @@ class ShortConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter of its own starts."""
         bound = 1 / math.sqrt(self.kernel_size)
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        return {"weight": Uniform(-bound, bound), "bias": Constant(0.0)}
+
+    def reset_parameters(self) -> None:
+        reset(self)
 
     def forward(
         self,

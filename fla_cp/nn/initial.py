@@ -1,0 +1,100 @@
+"""How parameters start: one distribution for each, drawn whole or a few rows at a time.
+
+A module says in `initial_values` how each parameter of its own starts. `reset` draws them from
+torch's generator, as `reset_parameters` does everywhere. A trainer that shards its weights calls
+`rows` instead, for the rows that a rank holds: elements are independent, so any rows can be drawn
+by themselves. `rows` draws with NumPy, whose normal numbers have the same bits on every processor;
+those of `torch.Tensor.normal_` depend on its vector instructions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class Initial(Protocol):
+    """The distribution of every element of one parameter."""
+
+    def fill_(self, x: Tensor) -> None:
+        """Draws x in place, from torch's default generator of its device."""
+
+    def rows(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+        """New values of this shape, on the CPU, in fp32."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+    def fill_(self, x: Tensor) -> None:
+        nn.init.constant_(x, self.value)
+
+    def rows(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+        return torch.full(shape, self.value, dtype=torch.float32, device="cpu")
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Mean 0, standard deviation `std`."""
+
+    std: float
+
+    def fill_(self, x: Tensor) -> None:
+        nn.init.normal_(x, std=self.std)
+
+    def rows(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+        values = generator.standard_normal(shape, dtype=np.float32)
+        np.multiply(values, np.float32(self.std), out=values)
+        return torch.from_numpy(values)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """`then` of a number in [low, high)."""
+
+    low: float
+    high: float
+    then: Callable[[Tensor], Tensor] | None = None
+
+    def fill_(self, x: Tensor) -> None:
+        nn.init.uniform_(x, self.low, self.high)
+        if self.then is not None:
+            with torch.no_grad():
+                x.copy_(self.then(x))
+
+    def rows(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
+        # fp64 before the rounding, so that logarithms that differ in their last bit do not show
+        draws = generator.random(shape, dtype=np.float32).astype(np.float64)
+        values = torch.from_numpy(self.low + (self.high - self.low) * draws)
+        return (values if self.then is None else self.then(values)).float()
+
+
+def _bias_of_log_step(log_step: Tensor) -> Tensor:
+    step = log_step.exp()
+    return step + torch.log(-torch.expm1(-step))  # softplus^-1(step)
+
+
+LOG_DECAY_RATE = Uniform(1.0, 16.0, torch.log)
+"""A_log as in Mamba-2: the rate uniform in [1, 16)."""
+
+STEP_BIAS = Uniform(math.log(1e-3), math.log(0.1), _bias_of_log_step)
+"""dt_bias as in Mamba-2: step sizes log-uniform in [1e-3, 0.1)."""
+
+
+def reset(module: nn.Module) -> None:
+    """Draws the module's own parameters, in the order in which they were made.
+
+    It takes those that exist, so a constructor may call it before a subclass adds its own.
+    """
+    values = module.initial_values()  # type: ignore[operator]
+    for name, parameter in module.named_parameters(recurse=False):
+        values[name].fill_(parameter)

@@ -1,0 +1,101 @@
+"""Weights: made without memory, sharded, and only then drawn, each rank its own rows.
+
+A parameter's values are a function of (seed, its full name, its shape). They are drawn in blocks of
+rows, each from a generator of its own, so a rank draws only the blocks that its rows touch, and
+every split and every device starts from the same bits. Drawing is the host's work on every device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fla_cp.nn.initial import Initial
+
+# Elements that one generator draws; few, since a rank that holds part of a block draws all of it.
+# Another size draws other weights.
+BLOCK = 2**16
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Gives the parameters of a decoder on the meta device memory, of zeros."""
+    assert not list(model.buffers()), "a buffer has no initial value"
+    model.to_empty(device=device)
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_tensor(parameter).zero_()
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The part of a parameter or gradient that this rank holds."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def owned_rows(x: Tensor) -> range:
+    """The rows of a parameter that this rank holds; FSDP2 cuts rows as `torch.chunk` does."""
+    if not isinstance(x, DTensor):
+        return range(x.shape[0])
+    rows = range(x.shape[0])
+    for axis, placement in enumerate(x.placements):
+        if placement.is_shard():
+            assert placement.is_shard(0) and rows == range(x.shape[0]), x.placements
+            size = math.ceil(len(rows) / x.device_mesh.size(axis))
+            rows = rows[x.device_mesh.get_local_rank(axis) * size :][:size]
+    assert len(rows) == local_tensor(x).shape[0], (rows, local_tensor(x).shape)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows of a parameter that one generator draws. rows: of the whole parameter. held: of those
+    that this rank has memory for, and `target` is that memory, [len(held), ...]."""
+
+    initial: Initial
+    key: str
+    rows: range
+    held: range
+    target: Tensor
+
+    def draw(self) -> None:
+        digest = hashlib.blake2b(self.key.encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
+        values = self.initial.rows(generator, (len(self.rows), *self.target.shape[1:]))
+        first = self.held.start - self.rows.start
+        with torch.no_grad():
+            self.target.copy_(values[first : first + len(self.held)])
+
+
+def _blocks(initial: Initial, parameter: Tensor, key: str) -> Iterator[_Block]:
+    """The blocks that this rank has a part in."""
+    owned, local = owned_rows(parameter), local_tensor(parameter.detach())
+    size = max(1, BLOCK // max(1, math.prod(parameter.shape[1:])))
+    for first in range(owned.start - owned.start % size, owned.stop, size):
+        rows = range(first, min(first + size, parameter.shape[0]))
+        held = range(max(rows.start, owned.start), min(rows.stop, owned.stop))
+        target = local[held.start - owned.start :][: len(held)]
+        yield _Block(initial, f"{key}/{first // size}", rows, held, target)
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Draws this rank's part of every weight of a decoder, which says how each starts.
+
+    torch's generators stay where they are.
+    """
+    values = model.initial_values()
+    blocks = [
+        block
+        for name, parameter in model.named_parameters()
+        for block in _blocks(values[name], parameter, f"{seed}/{name}/{tuple(parameter.shape)}")
+    ]
+    # NumPy draws without the interpreter's lock
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(_Block.draw, blocks))
