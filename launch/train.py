@@ -25,13 +25,14 @@ import torch
 from accelerate.utils import set_seed
 
 from fla_cp.comm import measure_exchange
-from launch import checkpoint
+from launch import checkpoint, restart
 from launch.config import TrainConfig, UserError, parse, to_toml
 from launch.data import PackedDataset, build_dataset
 from launch.distributed import Ranks, compute_dtype, describe, joined, launch, shard_model
 from launch.metrics import Metrics, RunLog, peak_memory, plot_losses, read_metrics
 from launch.model import build_model
 from launch.parity import compare, write_report
+from launch.progress import announced, mark
 from launch.step import (
     HeldOut,
     agree,
@@ -45,7 +46,8 @@ from launch.step import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses flags and trains; the exit code. 2 is a user's mistake, 1 a failed parity check."""
+    """Parses flags and trains; the exit code. 2 is a user's mistake, 1 a failed parity check or an
+    exception, 4 a hung run or a lost rank (launch/watch.py)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -92,11 +94,14 @@ def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
     --resume path without a checkpoint or a folder that holds another run.
     """
     answer = {"run": "", "found": "", "problem": ""}
+    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
     if ranks.rank == 0:
         try:
-            run = Path(_run_folder(config))
-            found = checkpoint.find(config.run.resume, run)
-            continues = config.run.resume == "auto" or (found and run in found.parents)
+            run = Path(_run_folder(config, launchers))
+            again = restart.restarted() and restart.claimed(run, launchers)
+            found = checkpoint.find("auto", run) if again else None
+            found = found or checkpoint.find(config.run.resume, run)
+            continues = config.run.resume == "auto" or (found and run in found.parents) or again
             if read_metrics(run) and not continues and not config.parity.check:
                 raise UserError(
                     f"--out {run} already holds a run; continue it with --resume auto, or name "
@@ -106,6 +111,7 @@ def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
             resolved = dataclasses.replace(config.run, out=str(run))
             text = to_toml(dataclasses.replace(config, run=resolved))
             (run / "config.toml").write_text(text)
+            restart.claim(run, launchers)
             answer |= {"run": str(run), "found": str(found or "")}
         except (UserError, OSError) as error:
             answer["problem"] = str(error)
@@ -115,10 +121,14 @@ def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
     return Path(answer["run"]), Path(answer["found"]) if answer["found"] else None
 
 
-def _run_folder(config: TrainConfig) -> str:
+def _run_folder(config: TrainConfig, launchers: Sequence[int]) -> str:
     if config.run.out is not None:
         return config.run.out
     suffix = config.model.size + ("-parity" if config.parity.check else "")
+    if restart.restarted():
+        newest_first = sorted(Path("runs").glob(f"*-{suffix}"), reverse=True)
+        if found := restart.find(launchers, newest_first):
+            return str(found)
     if config.run.resume == "auto":
         runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.checkpoints(run)]
         if runs:
@@ -227,12 +237,14 @@ class Loop:
         config, ranks = self.config, self.ranks
         step = self.progress.step + 1
         begin = time.perf_counter()
+        mark("data", step=step)
         batch = next(batches)
         agreed = agree(batch, ranks, stop=bool(received))
         with measure_exchange() as timer:
             check, self.checked = not self.checked, True
             share = forward_backward(self.model, batch, agreed.targets, config, ranks, check)
         loss, norm = reduce_metrics(share, self.model, ranks)
+        mark("update", first=check)
         rate = learning_rate(config.optim, step, config.run.max_steps)
         finite = torch.tensor([loss, norm]).isfinite().all().item()  # equal on all ranks
         if finite:
@@ -268,6 +280,7 @@ class Loop:
         evaluate: bool,
     ) -> None:
         held_out = self.held_out.loss(self.model) if evaluate and self.held_out else None
+        mark("metrics")
         exchange_ms, memory = self.ranks.host_max([exchange_ms, peak_memory(self.ranks.device)])
         speed, world = tokens_per_second, self.ranks.world_size
         self.log.write(
@@ -285,6 +298,7 @@ class Loop:
             )
         )
 
+    @announced("checkpoint")
     def _save(self) -> None:
         checkpoint.save(
             self.run,
@@ -298,6 +312,7 @@ class Loop:
         self.saved_step = self.progress.step
 
 
+@announced("summary")
 def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -> None:
     """Prints how the run ended and draws its plot; for rank 0. rows: those of metrics.jsonl."""
     done = f"{rows[-1]['step'] if rows else 0} of {config.run.max_steps} steps"
