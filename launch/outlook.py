@@ -66,7 +66,7 @@ class Limits:
     @classmethod
     def of(cls, notice: float, timeout: float) -> Limits:
         beat = min(max(notice / 12, 1.0), 5.0)
-        return cls(notice, timeout, beat, max(4 * beat, 10.0))
+        return cls(notice, timeout, beat, max(4 * beat, min(10.0, 2 * notice)))
 
     @property
     def look(self) -> float:

@@ -119,9 +119,9 @@ class Watch:
             self._exit()
         if isinstance(error, RuntimeError) and (lost := _LOST.search(str(error))):
             record = self.record()
-            where = f"step {record.step}, {record.phase}" + f", in {record.wait}" * bool(record.wait)
             _say(
-                f"error: rank {self.rank} (host {self.host}) has lost another rank in {where}: "
+                f"error: rank {self.rank} (host {self.host}) has lost another rank in "
+                f"{_where(record)}: "
                 f"{str(error).splitlines()[0][lost.start() :]}"
             )
             self._exit()
@@ -155,8 +155,7 @@ class Watch:
                 f"no answer for {deaf:.0f} s from the store of the rendezvous at "
                 f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, held by the "
                 "launcher or, without one, by rank 0: that process is stopped, or its host cannot "
-                f"be reached. Rank {self.rank} (host {self.host}) stands in step {doing.step}, "
-                f"{doing.phase}" + f", in {doing.wait or waits.now}" * bool(doing.wait or waits.now)
+                f"be reached. Rank {self.rank} (host {self.host}) stands in {_where(self.record())}"
             )
             slack = self.limits.look + 2 * self.limits.beat
             if self.idle >= self.limits.timeout and deaf >= self.limits.timeout - slack:
@@ -186,7 +185,7 @@ class Watch:
             return self._obey()
         if own.idle < limits.look:
             if self.said:
-                _say(f"going on: {_where(own)}")
+                _say(f"going on: step {own.step}, {own.phase}")
             self.said, self.due, self.table = False, limits.notice, {}
             return None
         for lower in range(self.rank):
@@ -253,7 +252,7 @@ def _stack() -> tuple[str, str]:
 
 
 def _where(record: Record) -> str:
-    return f"step {record.step}, {record.phase}"
+    return f"step {record.step}, {record.phase}" + f", in {record.wait}" * bool(record.wait)
 
 
 def _say(text: str) -> None:
