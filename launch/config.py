@@ -122,6 +122,18 @@ class ParallelConfig:
     """auto: cuda where every local rank has a GPU, else cpu."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _short("--dtype")] = "auto"
     """Compute dtype; parameters and optimiser stay float32. auto: bfloat16 on cuda."""
+    notice_seconds: float = 60.0
+    """Without progress for so long, rank 0 (or the lowest that lives) says who waits for whom."""
+    timeout_seconds: float = 600.0
+    """Without progress on any rank for so long, the run ends with exit code 4. A rank makes
+    progress with each micro-batch and each exchange of states; raise this where the forward or
+    backward of one takes longer. The first step, checkpoints and --check-parity may take longer
+    while their process lives."""
+    rendezvous_seconds: float = 120.0
+    """How long ranks wait for each other at the start."""
+    max_restarts: Annotated[int, _short("--max-restarts")] = 0
+    """How often ranks that this process launched are started again after a failure, from the newest
+    checkpoint; not after a mistake (exit code 2) or a diverged run (3). torchrun has its own."""
 
     @property
     def world_size(self) -> int:
@@ -396,6 +408,14 @@ def validate(config: TrainConfig) -> None:
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every, seed=run.seed)
     at_least(0, warmup_steps=optim.warmup_steps, clip_norm=optim.clip_norm)
     need(run.keep_checkpoints >= 1, "--run.keep-checkpoints", "at least 1", run.keep_checkpoints)
+    for name in ("notice_seconds", "timeout_seconds", "rendezvous_seconds"):
+        seconds = getattr(parallel, name)
+        flag = f"--parallel.{name.replace('_', '-')}"
+        # the upper end is where clocks and timeouts still take it
+        need(1 <= seconds <= 1e6, flag, "in [1, 1000000]", seconds)
+    at_least(0, max_restarts=parallel.max_restarts)
+    twice = parity.check and parallel.max_restarts
+    need(not twice, "--max-restarts", "0 with --check-parity", parallel.max_restarts)
     need(parity.steps >= 1, "--parity.steps", "at least 1", parity.steps)
     for name in ("layers", "hidden_size", "num_heads", "head_dim"):
         value = getattr(model, name)

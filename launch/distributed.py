@@ -25,11 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from launch import loopback, parent
+from launch import loopback, parent, restart
 from launch.config import ParallelConfig, UserError
+from launch.meeting import meet
+from launch.progress import mark, waiting
+from launch.watch import HUNG, watched
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
-# Longer than any wait inside a step: ranks also wait for rank 0 in --check-parity and at plots.
+# Longer than any wait: ranks also wait for rank 0 in --check-parity and at plots. What ends a hung
+# run is launch/watch.py, which knows such phases; a collective knows only when it began.
 HOST_TIMEOUT = datetime.timedelta(hours=2)
 
 
@@ -55,14 +59,15 @@ def launch(config: ParallelConfig, argv: Sequence[str]) -> int | None:
     launcher with another number of ranks than the flags multiply to.
     """
     needed, started = config.world_size, int(os.environ.get("WORLD_SIZE", "1"))
-    if started == needed:
+    alone = "RANK" not in os.environ
+    if started == needed and not (config.max_restarts and alone):
         return None
     if started > 1:
         raise UserError(_mismatch(config, started, argv))
     choose_device(config.device, needed)
     print(f"started as 1 process: launching {needed} ranks on this host ({config_product(config)})")
     sys.stdout.flush()
-    return _run_elastic(needed, argv)
+    return restart.repeat(lambda: _run_elastic(needed, argv), config.max_restarts)
 
 
 def config_product(config: ParallelConfig) -> str:
@@ -114,7 +119,10 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
         elastic_launch(launcher, sys.executable)(str(TRAIN), *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode not in (1, 2, 3):  # such ranks have said why
+        # one that a signal ended explains the others, which have lost it
+        killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0]
+        rank, failure = killed[0] if killed else (rank, failure)
+        if failure.exitcode not in (1, 2, restart.DIVERGED, HUNG):  # such ranks have said why
             print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
@@ -150,7 +158,9 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all ranks, in place, on the device."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            on_gpu = self.device.type == "cuda"
+            with waiting("sum (all-reduce over all ranks)", until_mark=on_gpu):
+                dist.all_reduce(values)
         return values
 
     def host_gather(self, values: Sequence[int]) -> Tensor:
@@ -159,33 +169,38 @@ class Ranks:
         if self.world_size == 1:
             return mine
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine, group=self.host_group)
+        with waiting("host_gather (all-gather over all ranks)"):
+            dist.all_gather(rows, mine, group=self.host_group)
         return torch.cat(rows)
 
     def host_max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over all ranks."""
         mine = torch.tensor(list(values), dtype=torch.float64)
         if self.world_size > 1:
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.host_group)
+            with waiting("host_max (all-reduce over all ranks)"):
+                dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.host_group)
         return mine.tolist()
 
     def barrier(self) -> None:
         """Waits for all ranks, on the host."""
         if self.world_size > 1:
-            dist.barrier(group=self.host_group)
+            with waiting("barrier of all ranks"):
+                dist.barrier(group=self.host_group)
 
     def broadcast(self, value: str) -> str:
         """Rank 0's value."""
         box = [value]
         if self.world_size > 1:
-            dist.broadcast_object_list(box, src=0, group=self.host_group)
+            with waiting("broadcast from rank 0"):
+                dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
     def gather(self, value: str) -> list[str]:
         """Every rank's value, rank 0's first."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value, group=self.host_group)
+            with waiting("gather (all-gather over all ranks)"):
+                dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def alone(self) -> Ranks:
@@ -221,14 +236,39 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
         torch.set_num_threads(threads_per_rank(local_ranks()))
     if world == local_ranks():
         loopback.stay_local()
+    mark("start", step=0, first=True)
     # One process needs no address to meet at, so it takes no port either.
-    single = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        device_id=device if kind == "cuda" else None,
-        timeout=None if kind == "cuda" else HOST_TIMEOUT,
-        **single,
-    )
+    store = dist.HashStore() if world == 1 else meet(rank, world, config.rendezvous_seconds)
+    limits = (config.notice_seconds, config.timeout_seconds)
+    with watched(store, rank, world, *limits) as watch:
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            device_id=device if kind == "cuda" else None,
+            timeout=HOST_TIMEOUT,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+        )
+        del store
+        try:
+            yield _with_groups(config, rank, world, device)
+        except UserError:
+            dist.destroy_process_group()  # every rank found the same mistake
+            raise
+        except BaseException as error:
+            if watch is not None:
+                watch.settle(error)
+            # Over gloo this tells the others at once; over NCCL it could wait for them.
+            if kind == "cpu":
+                dist.destroy_process_group()
+            raise
+        if watch is not None:
+            watch.close()
+        dist.destroy_process_group()
+
+
+def _with_groups(config: ParallelConfig, rank: int, world: int, device: torch.device) -> Ranks:
+    kind = device.type
     sizes = (config.dp_replicate, config.dp_shard, config.cp)
     mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
     fsdp_mesh = init_device_mesh(
@@ -236,7 +276,8 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
         (config.dp_replicate, config.dp_shard * config.cp),
         mesh_dim_names=("dp_replicate", "fsdp"),
     )
-    ranks = Ranks(
+    _lengthen(mesh, fsdp_mesh)
+    return Ranks(
         rank=rank,
         world_size=world,
         device=device,
@@ -251,17 +292,17 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
         dp=config.dp,
         dp_replicate=config.dp_replicate,
     )
-    try:
-        yield ranks
-    except UserError:
-        dist.destroy_process_group()  # every rank found the same mistake
-        raise
-    except BaseException:
-        # Over gloo this tells the others at once; over NCCL it could wait for them.
-        if kind == "cpu":
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+
+
+def _lengthen(*meshes: DeviceMesh) -> None:
+    """Gives the groups of the meshes HOST_TIMEOUT too; init_device_mesh takes none (torch 2.13).
+
+    Theirs, 10 minutes over NCCL and 30 over gloo, count from the start of a collective, so a first
+    step that compiles for longer on one rank would end the run.
+    """
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(HOST_TIMEOUT, group)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

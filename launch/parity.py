@@ -29,6 +29,7 @@ from launch.config import TrainConfig
 from launch.data import PackedDataset
 from launch.distributed import Ranks, compute_dtype
 from launch.model import build_sharded
+from launch.progress import announced
 from launch.step import (
     agree,
     build_optimizer,
@@ -163,11 +164,12 @@ def compare(config: TrainConfig, dataset: PackedDataset, ranks: Ranks) -> Report
     budgets: list[dict[str, float]] = []
     if ranks.rank == 0:
         exact: Steps = []
-        if config.parity.grad_budget is None:
-            torch_stages = replace(config, model=replace(config.model, impl="torch"))
-            exact = _alone(torch_stages, dataset, alone, torch.float64)
-        single = _alone(config, dataset, alone, dtype)
-        budgets = _budgets(config, exact, single)
+        with announced("steps on rank 0 alone, for --check-parity"):
+            if config.parity.grad_budget is None:
+                torch_stages = replace(config, model=replace(config.model, impl="torch"))
+                exact = _alone(torch_stages, dataset, alone, torch.float64)
+            single = _alone(config, dataset, alone, dtype)
+            budgets = _budgets(config, exact, single)
     ranks.barrier()
 
     losses: list[tuple[float, float]] = []

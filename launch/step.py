@@ -21,6 +21,7 @@ from launch.config import OptimConfig, TrainConfig
 from launch.data import IGNORE, Batch, PackedDataset, StepBatchSampler, batch_hash, collate
 from launch.distributed import Ranks
 from launch.model import CONV_SIZE, parameter_groups
+from launch.progress import mark
 from launch.weights import local_tensor
 
 
@@ -133,8 +134,10 @@ def forward_backward(
     """
     share = torch.zeros((), device=ranks.device)
     for batch in batches:
+        mark("forward", first=check)
         tokens, labels, context = place(batch, config, ranks, check)
         loss = model(tokens, context, labels) / max(targets, 1)
+        mark("backward", first=check)
         loss.backward()
         share += loss.detach()
     return share
@@ -142,6 +145,7 @@ def forward_backward(
 
 def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float, float]:
     """Global loss and gradient norm, equal on all ranks: the step's one read from the device."""
+    mark("sum of losses and gradients")
     grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     square = nn.utils.get_total_norm(grads).double().square()
     # Each of the dp_replicate replicas holds the whole reduced gradient.
@@ -191,6 +195,7 @@ class HeldOut:
 
     def __init__(self, config: TrainConfig, dataset: PackedDataset, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
+        self.warm = False  # whether it ran before
         batch = config.data.global_batch_size
         self.packs = min(config.data.eval_batches * batch, len(dataset))
         rounds = math.ceil(self.packs / ranks.dp)
@@ -210,7 +215,9 @@ class HeldOut:
         """Mean loss in nats per target; equal on all ranks. Collective."""
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        first, self.warm = not self.warm, True
         for batch in self.batches:
+            mark("evaluation", first=first)
             tokens, labels, context = place(batch, self.config, self.ranks)
             total[0] += model(tokens, context, labels)
             total[1] += (labels != IGNORE).sum()

@@ -31,7 +31,7 @@ from accelerate.utils import set_seed
 
 from fla_cp.backend import resolve
 from fla_cp.comm import measure_exchange
-from launch import checkpoint, divergence
+from launch import checkpoint, divergence, restart
 from launch.config import TrainConfig, UserError, parse, to_toml
 from launch.data import PackedDataset, build_dataset
 from launch.distributed import Ranks, compute_dtype, describe, joined, launch
@@ -39,6 +39,7 @@ from launch.lock import RunLock
 from launch.metrics import Metrics, RunLog, peak_memory, plot_losses, read_metrics
 from launch.model import build_sharded
 from launch.parity import compare, write_report
+from launch.progress import announced, mark
 from launch.step import (
     HeldOut,
     agree,
@@ -54,8 +55,9 @@ from launch.step import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses flags and trains; the exit code.
 
-    1 is a failed parity check, 2 a user's mistake, 3 a run that diverged: starting it again from
-    its last checkpoint would end in the same way.
+    1 is a failed parity check or an exception, 2 a user's mistake, 3 a run that diverged: starting
+    it again from its last checkpoint would end in the same way. 4 is a hung run or a lost rank
+    (launch/watch.py).
     """
     if argv is None:  # this process is ours
         end_with_launcher()
@@ -128,13 +130,16 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> tuple[Path, Pa
     another run uses, or that cannot be written.
     """
     answer = {"run": "", "found": "", "problem": ""}
+    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
     if ranks.rank == 0:
         try:
-            run = Path(_run_folder(config))
+            run = Path(_run_folder(config, launchers))
             if run.is_dir():  # else first see whether it is worth making
                 lock.take(run)
-            found = checkpoint.find(config.run.resume, run)
-            continues = config.run.resume == "auto" or (found and run in found.parents)
+            again = restart.restarted() and restart.claimed(run, launchers)
+            found = checkpoint.find("auto", run) if again else None
+            found = found or checkpoint.find(config.run.resume, run)
+            continues = config.run.resume == "auto" or (found and run in found.parents) or again
             if read_metrics(run) and not continues and not config.parity.check:
                 raise UserError(
                     f"--out {run} already holds a run; continue it with --resume auto, or name "
@@ -152,6 +157,7 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> tuple[Path, Pa
             resolved = dataclasses.replace(config.run, out=str(run))
             text = to_toml(dataclasses.replace(config, run=resolved))
             (run / "config.toml").write_text(text, encoding="utf-8")
+            restart.claim(run, launchers)
             answer |= {"run": str(run), "found": str(found or "")}
         except UserError as error:
             answer["problem"] = str(error)
@@ -163,10 +169,14 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> tuple[Path, Pa
     return Path(answer["run"]), Path(answer["found"]) if answer["found"] else None
 
 
-def _run_folder(config: TrainConfig) -> str:
+def _run_folder(config: TrainConfig, launchers: Sequence[int]) -> str:
     if config.run.out is not None:
         return config.run.out
     suffix = config.model.size + ("-parity" if config.parity.check else "")
+    if restart.restarted():
+        newest_first = sorted(Path("runs").glob(f"*-{suffix}"), reverse=True)
+        if found := restart.find(launchers, newest_first):
+            return str(found)
     if config.run.resume == "auto":
         runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.checkpoints(run)]
         if runs:
@@ -306,12 +316,14 @@ class Loop:
         config, ranks = self.config, self.ranks
         step = self.progress.step + 1
         begin = time.perf_counter()
+        mark("data", step=step)
         batch = next(batches)
         agreed = agree(batch, ranks, stop=bool(received))
         with measure_exchange() as timer:
             check, self.checked = not self.checked, True
             share = forward_backward(self.model, batch, agreed.targets, config, ranks, check)
         loss, norm = reduce_metrics(share, self.model, ranks)
+        mark("update", first=check)
         rate = learning_rate(config.optim, step, config.run.max_steps)
         finite = torch.tensor([loss, norm]).isfinite().all().item()  # equal on all ranks
         if finite:
@@ -358,6 +370,7 @@ class Loop:
         evaluate: bool,
     ) -> None:
         held_out = self.held_out.loss(self.model) if evaluate and self.held_out else None
+        mark("metrics")
         exchange_ms, memory = self.ranks.host_max([exchange_ms, peak_memory(self.ranks.device)])
         speed, world = tokens_per_second, self.ranks.world_size
         self.log.write(
@@ -375,6 +388,7 @@ class Loop:
             )
         )
 
+    @announced("checkpoint")
     def _save(self) -> None:
         checkpoint.save(
             self.run,
@@ -388,6 +402,7 @@ class Loop:
         self.saved_step = self.progress.step
 
 
+@announced("summary")
 def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -> None:
     """Prints how the run ended and draws its plot; for rank 0. rows: those of metrics.jsonl."""
     done = f"{rows[-1]['step'] if rows else 0} of {config.run.max_steps} steps"

@@ -145,7 +145,7 @@ class Halo:
         out, work = collectives.all_to_all(rows, list(send), list(receive), group)
 
         def wait() -> Tensor:
-            with exchange_wait(rows.device):
+            with exchange_wait(rows.device, "exchange of a convolution's halo"):
                 work.wait()
             return out
 

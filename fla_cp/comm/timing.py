@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -39,6 +40,20 @@ class ExchangeTimer:
             self._host_ms += 1e3 * (time.perf_counter() - start)
 
 
+@dataclass
+class Waits:
+    """The exchanges that this process has waited for, for another thread to read.
+
+    count: how many so far. now: what the one under way moves, "" between them. On CUDA only the
+    stream waits, so the host is hardly ever inside one, and `count` says how many it has queued.
+    """
+
+    count: int = 0
+    now: str = ""
+
+
+waits = Waits()
+
 _timer: ExchangeTimer | None = None
 
 
@@ -58,11 +73,14 @@ def measure_exchange() -> Iterator[ExchangeTimer]:
 
 
 @contextmanager
-def exchange_wait(device: torch.device) -> Iterator[None]:
-    """Marks a wait for other ranks, for `measure_exchange` and the profiler's timeline."""
+def exchange_wait(device: torch.device, what: str = "exchange of states") -> Iterator[None]:
+    """Marks a wait for other ranks, for `measure_exchange`, the profiler's timeline and `waits`."""
+    waits.count += 1
+    waits.now = what  # after an error it stays: it says where
     with torch.profiler.record_function("fla_cp.exchange"):
         if _timer is None:
             yield
         else:
             with _timer.interval(device):
                 yield
+    waits.now = ""
