@@ -177,7 +177,9 @@ def test_damaged_newest_gives_way_to_the_one_before(kind, run, ranks):
 def test_nothing_whole_is_an_error_and_no_fresh_start(run, ranks):
     for path in steps(run):
         (path / SHARD).write_bytes(b"")
-    with pytest.raises(UserError, match=r"step-00000001 is damaged: .* \(to start afresh: --resume"):
+    with pytest.raises(
+        UserError, match=r"step-00000001 is damaged: .* \(to start afresh: --resume"
+    ):
         newest(run, ranks)
     # and again, since nothing was set aside
     with pytest.raises(UserError, match="to start afresh"):
