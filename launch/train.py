@@ -7,15 +7,12 @@ fla-cp-train --config runs/x/config.toml --resume auto
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import datetime
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 if __package__ in (None, ""):  # run by path from a clone: this folder is on sys.path, not the root
@@ -31,15 +28,17 @@ from accelerate.utils import set_seed
 
 from fla_cp.backend import resolve
 from fla_cp.comm import measure_exchange
-from launch import checkpoint, divergence, restart
-from launch.config import TrainConfig, UserError, parse, to_toml
+from launch import checkpoint, divergence
+from launch.config import TrainConfig, UserError, parse
 from launch.data import PackedDataset, build_dataset
 from launch.distributed import Ranks, compute_dtype, describe, joined, launch
 from launch.lock import RunLock
-from launch.metrics import Metrics, RunLog, peak_memory, plot_losses, read_metrics
+from launch.metrics import Metrics, RunLog, peak_memory, plot_losses
 from launch.model import build_sharded
 from launch.parity import compare, write_report
 from launch.progress import announced, mark
+from launch.run_folder import begin_run, open_run
+from launch.saver import Saver
 from launch.step import (
     HeldOut,
     agree,
@@ -81,7 +80,8 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     """Runs --check-parity; 0 if it holds, 1 if it fails."""
     check_impl(config, ranks)
     dataset = load_data(config, "train", ranks)
-    run, _ = open_run(config, ranks, lock)
+    run = open_run(config, ranks, lock).path
+    begin_run(config, run, ranks, lock)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     if ranks.rank == 0:
         print(f"{describe(ranks, dtype)}; comparing {config.parity.steps} steps with one rank")
@@ -121,69 +121,6 @@ def load_data(config: TrainConfig, split: str, ranks: Ranks) -> PackedDataset:
     return dataset
 
 
-def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> tuple[Path, Path | None]:
-    """The run folder and the checkpoint to resume from, the same on all ranks.
-
-    Rank 0 looks, makes the folder, locks it before it changes anything there and writes
-    config.toml. Raises UserError, on all ranks, for a --resume path without a checkpoint, for a
-    checkpoint of a later step than --max-steps, and for a folder that holds another run, that
-    another run uses, or that cannot be written.
-    """
-    answer = {"run": "", "found": "", "problem": ""}
-    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
-    if ranks.rank == 0:
-        try:
-            run = Path(_run_folder(config, launchers))
-            if run.is_dir():  # else first see whether it is worth making
-                lock.take(run)
-            again = restart.restarted() and restart.claimed(run, launchers)
-            found = checkpoint.find("auto", run) if again else None
-            found = found or checkpoint.find(config.run.resume, run)
-            continues = config.run.resume == "auto" or (found and run in found.parents) or again
-            if read_metrics(run) and not continues and not config.parity.check:
-                raise UserError(
-                    f"--out {run} already holds a run; continue it with --resume auto, or name "
-                    "another folder"
-                )
-            if found is not None and not config.parity.check:
-                done = checkpoint.step_of(found)
-                if done > config.run.max_steps:
-                    raise UserError(
-                        f"--max-steps must be at least {done}, the step of the resumed checkpoint "
-                        f"{found}, got {config.run.max_steps}"
-                    )
-            run.mkdir(parents=True, exist_ok=True)
-            lock.take(run)
-            resolved = dataclasses.replace(config.run, out=str(run))
-            text = to_toml(dataclasses.replace(config, run=resolved))
-            (run / "config.toml").write_text(text, encoding="utf-8")
-            restart.claim(run, launchers)
-            answer |= {"run": str(run), "found": str(found or "")}
-        except UserError as error:
-            answer["problem"] = str(error)
-        except OSError as error:
-            answer["problem"] = f"--out: {error}"
-    answer = json.loads(ranks.broadcast(json.dumps(answer)))
-    if answer["problem"]:
-        raise UserError(answer["problem"])
-    return Path(answer["run"]), Path(answer["found"]) if answer["found"] else None
-
-
-def _run_folder(config: TrainConfig, launchers: Sequence[int]) -> str:
-    if config.run.out is not None:
-        return config.run.out
-    suffix = config.model.size + ("-parity" if config.parity.check else "")
-    if restart.restarted():
-        newest_first = sorted(Path("runs").glob(f"*-{suffix}"), reverse=True)
-        if found := restart.find(launchers, newest_first):
-            return str(found)
-    if config.run.resume == "auto":
-        runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.checkpoints(run)]
-        if runs:
-            return str(max(runs, key=lambda run: run.name))
-    return f"runs/{datetime.now():%Y%m%d-%H%M%S}-{suffix}"
-
-
 @contextmanager
 def stop_on_signal() -> Iterator[list[int]]:
     """The SIGTERM and SIGINT received inside the block, which no longer end the process."""
@@ -202,9 +139,13 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     check_impl(config, ranks)
     data = load_data(config, "train", ranks)
     valid = load_data(config, "valid", ranks) if config.run.eval_every else None
-    run, found = open_run(config, ranks, lock)
+    folder = open_run(config, ranks, lock)
+    run, found = folder.path, folder.found
     set_seed(config.run.seed)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
+    facts = checkpoint.facts(config, data.vocab_size, len(data), dtype)
+    differences = checkpoint.check_matches(found, facts) if found is not None else []
+    begin_run(config, run, ranks, lock)
     seed = config.run.seed if found is None else None  # a checkpoint fills the weights
     model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype)
     parameters = sum(p.numel() for p in model.parameters())
@@ -226,20 +167,19 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         )
     progress = checkpoint.Progress()
     if found is not None:
-        differences = checkpoint.check_matches(found, config, data.vocab_size)
-        progress = checkpoint.load(found, model, optimizer, ranks)
+        progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)
         notes.append(f"resumed from {found} at step {progress.step}")
-        notes += [f"note: the resumed run's data differ: {d}" for d in differences]
+        notes += [f"note: {difference}" for difference in differences]
     if ranks.rank == 0:
-        dropped = checkpoint.clean(run, after=progress.step)
-        notes += [f"removed {old}: later than the resumed step" for old in dropped]
+        notes += checkpoint.clean(run, after=progress.step)
     log = RunLog(run, config.run, ranks, progress.step if found else None)
     for note in notes:
         log.print(note)
     held_out = HeldOut(config, valid, ranks) if valid is not None else None
+    saver = Saver(run, facts, config.run.keep_checkpoints, ranks, log.print, progress.step)
     diverged, stopped = "", False
     try:
-        loop = Loop(config, ranks, run, data, held_out, model, optimizer, progress, log)
+        loop = Loop(config, ranks, data, held_out, model, optimizer, progress, log, saver)
         stopped = loop.run_all()
     except divergence.Diverged as error:
         diverged = str(error)
@@ -274,19 +214,18 @@ class Loop:
         self,
         config: TrainConfig,
         ranks: Ranks,
-        run: Path,
         data: PackedDataset,
         held_out: HeldOut | None,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         progress: checkpoint.Progress,
         log: RunLog,
+        saver: Saver,
     ) -> None:
-        self.config, self.ranks, self.run = config, ranks, run
+        self.config, self.ranks = config, ranks
         self.data, self.held_out = data, held_out
         self.model, self.optimizer = model, optimizer
-        self.progress, self.log = progress, log
-        self.saved_step = progress.step
+        self.progress, self.log, self.saver = progress, log, saver
         self.skips = divergence.Skips(config.run.max_skips)
         self.checked = False  # contexts are compared across ranks once
 
@@ -302,13 +241,18 @@ class Loop:
             self._record(**nothing, lr=0.0, exchange_ms=0.0, evaluate=True)
         batches = micro_batches(self.config, self.data, self.ranks, start)
         stopped = False
-        with stop_on_signal() as received:
+        with stop_on_signal() as received, closing(self.saver):
             while self.progress.step < last and not stopped:
                 stopped = self._step(batches, received)
+                self.saver.poll()
+            with announced("checkpoint"):
+                self.saver.wait()
             if self.skips.count and not stopped:
                 raise divergence.Diverged(f"the last steps are missing: {self.skips.report()}")
-            if self.progress.step > self.saved_step and self._may_save():
-                self._save()
+            # also where the periodic one failed
+            if self.progress.step > self.saver.step and self._may_save():
+                with announced("checkpoint"):
+                    self.saver.write(self.model, self.optimizer, self.progress)
         return stopped
 
     def _step(self, batches: Iterator, received: list[int]) -> bool:
@@ -390,16 +334,7 @@ class Loop:
 
     @announced("checkpoint")
     def _save(self) -> None:
-        checkpoint.save(
-            self.run,
-            self.config,
-            self.data.vocab_size,
-            self.model,
-            self.optimizer,
-            self.progress,
-            self.ranks,
-        )
-        self.saved_step = self.progress.step
+        self.saver.start(self.model, self.optimizer, self.progress)
 
 
 @announced("summary")
