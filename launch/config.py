@@ -107,7 +107,8 @@ class ParallelConfig:
     cp: Annotated[int, _short("--cp")] = 1
     """Ranks that share one sequence (context parallelism)."""
     dp_shard: Annotated[int, _short("--dp-shard")] = 1
-    """Data-parallel ranks that shard the parameters (FSDP, together with the cp ranks)."""
+    """Data-parallel ranks that shard the parameters (FSDP, together with the cp ranks). -1: those
+    that were started and that cp and dp_replicate leave; 1 for a single process."""
     dp_replicate: Annotated[int, _short("--dp-replicate")] = 1
     """Data-parallel replicas of the sharded parameters (HSDP)."""
     layout: Literal["contiguous", "zigzag"] = "contiguous"
@@ -128,6 +129,22 @@ class ParallelConfig:
     @property
     def dp(self) -> int:
         return self.dp_shard * self.dp_replicate
+
+    def resolved(self, ranks: int) -> ParallelConfig:
+        """The same with a number for dp_shard -1. ranks: those that were started.
+
+        A single process launches the ranks that the flags multiply to, so it leaves 1. Raises
+        UserError if the ranks cannot be divided.
+        """
+        others = self.cp * self.dp_replicate
+        if self.dp_shard != -1 or others < 1:
+            return self
+        if ranks > 1 and ranks % others:
+            raise UserError(
+                "--dp-shard -1 needs a multiple of cp * dp-replicate = "
+                f"{self.cp} * {self.dp_replicate} ranks, but {ranks} were started"
+            )
+        return dataclasses.replace(self, dp_shard=max(1, ranks // others))
 
 
 @dataclass(frozen=True)
@@ -227,7 +244,8 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
             default=default,
             console_outputs=not quiet,
         )
-    config = with_recipe(dataclasses.replace(config, config=None))
+    parallel = config.parallel.resolved(int(os.environ.get("WORLD_SIZE", "1")))
+    config = with_recipe(dataclasses.replace(config, parallel=parallel, config=None))
     validate(config)
     return config
 
@@ -348,7 +366,9 @@ def validate(config: TrainConfig) -> None:
 
     model, data, parallel = config.model, config.data, config.parallel
     optim, run, parity = config.optim, config.run, config.parity
-    at_least(1, cp=parallel.cp, dp_shard=parallel.dp_shard, dp_replicate=parallel.dp_replicate)
+    at_least(1, cp=parallel.cp, dp_replicate=parallel.dp_replicate)
+    shards = parallel.dp_shard
+    need(shards >= 1, "--dp-shard", "at least 1, or -1 for what is left", shards)
     at_least(1, seq_len=data.seq_len, global_batch_size=data.global_batch_size)
     at_least(1, micro_batch_size=data.micro_batch_size, eval_batches=data.eval_batches)
     at_least(1, max_steps=run.max_steps, log_every=run.log_every)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from launch import loopback, parent
 from launch.config import ParallelConfig, UserError
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
@@ -69,16 +70,20 @@ def config_product(config: ParallelConfig) -> str:
 
 
 def _mismatch(config: ParallelConfig, started: int, argv: Sequence[str]) -> str:
+    needed, times = config.world_size, started // config.world_size
+    counts = f"{needed} rank{'s' * (needed > 1)}, but {started} were started"
+    if started == needed * times:
+        return (
+            f"{config_product(config)} needs {counts}; to use them all, give "
+            f"--cp {config.cp * times} (together they share a sequence) or "
+            f"--dp-shard {config.dp_shard * times} (each takes its own packs)"
+        )
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    needed = config.world_size
     spread = hosts > 1 and needed % hosts == 0
     nodes = f"--nnodes {hosts} " if spread else ""
     script = os.path.relpath(TRAIN)
     command = f"torchrun {nodes}--nproc-per-node {needed // hosts if spread else needed} {script}"
-    return (
-        f"{config_product(config)} needs {needed} ranks, but {started} were started; run:\n"
-        f"  {command} {shlex.join(argv)}".rstrip()
-    )
+    return f"{config_product(config)} needs {counts}; run:\n  {command} {shlex.join(argv)}".rstrip()
 
 
 def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
@@ -92,6 +97,8 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
         if name in stale or name.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")):
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(ranks))
+    os.environ[parent.LAUNCHER] = str(os.getpid())
+    loopback.register()
     # A failing rank prints its own traceback; the agent's table of ranks says nothing more.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launcher = LaunchConfig(
@@ -99,9 +106,7 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        rdzv_backend=loopback.BACKEND,
         max_restarts=0,
         monitor_interval=0.2,
     )
@@ -214,6 +219,8 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
     else:
         os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(local_ranks()))
         torch.set_num_threads(threads_per_rank(local_ranks()))
+    if world == local_ranks():
+        loopback.stay_local()
     # One process needs no address to meet at, so it takes no port either.
     single = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if world == 1 else {}
     dist.init_process_group(

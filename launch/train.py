@@ -21,6 +21,11 @@ from pathlib import Path
 if __package__ in (None, ""):  # run by path from a clone: this folder is on sys.path, not the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from launch.parent import end_with_launcher
+
+if __name__ == "__main__":  # before the seconds that the other imports take
+    end_with_launcher()
+
 import torch
 from accelerate.utils import set_seed
 
@@ -30,6 +35,7 @@ from launch import checkpoint
 from launch.config import TrainConfig, UserError, parse, to_toml
 from launch.data import PackedDataset, build_dataset
 from launch.distributed import Ranks, compute_dtype, describe, joined, launch, shard_model
+from launch.lock import RunLock
 from launch.metrics import Metrics, RunLog, peak_memory, plot_losses, read_metrics
 from launch.model import build_model
 from launch.parity import compare, write_report
@@ -47,14 +53,17 @@ from launch.step import (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses flags and trains; the exit code. 2 is a user's mistake, 1 a failed parity check."""
+    if argv is None:  # this process is ours
+        end_with_launcher()
     argv = list(sys.argv[1:] if argv is None else argv)
     first = os.environ.get("RANK", "0") == "0"
     try:
         config = parse(argv, quiet=not first)
         code = launch(config.parallel, argv)
         if code is None:
-            with joined(config.parallel) as ranks:
-                code = check_parity(config, ranks) if config.parity.check else train(config, ranks)
+            with joined(config.parallel) as ranks, RunLock() as lock:
+                task = check_parity if config.parity.check else train
+                code = task(config, ranks, lock)
     except UserError as error:
         if first:
             print(f"error: {error}", file=sys.stderr)
@@ -62,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def check_parity(config: TrainConfig, ranks: Ranks) -> int:
+def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     """Runs --check-parity; 0 if it holds, 1 if it fails."""
     check_impl(config, ranks)
     dataset = load_data(config, "train", ranks)
-    run, _ = open_run(config, ranks)
+    run, _ = open_run(config, ranks, lock)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     if ranks.rank == 0:
         print(f"{describe(ranks, dtype)}; comparing {config.parity.steps} steps with one rank")
@@ -106,17 +115,20 @@ def load_data(config: TrainConfig, split: str, ranks: Ranks) -> PackedDataset:
     return dataset
 
 
-def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
+def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> tuple[Path, Path | None]:
     """The run folder and the checkpoint to resume from, the same on all ranks.
 
-    Rank 0 looks, makes the folder and writes config.toml. Raises UserError, on all ranks, for a
-    --resume path without a checkpoint, for one of a later step than --max-steps, or for a folder
-    that holds another run or cannot be written.
+    Rank 0 looks, makes the folder, locks it before it changes anything there and writes
+    config.toml. Raises UserError, on all ranks, for a --resume path without a checkpoint, for one
+    of a later step than --max-steps, or for a folder that holds another run, that another run uses
+    or that cannot be written.
     """
     answer = {"run": "", "found": "", "problem": ""}
     if ranks.rank == 0:
         try:
             run = Path(_run_folder(config))
+            if run.is_dir():  # else first see whether it is worth making
+                lock.take(run)
             found = checkpoint.find(config.run.resume, run)
             continues = config.run.resume == "auto" or (found and run in found.parents)
             if read_metrics(run) and not continues and not config.parity.check:
@@ -132,6 +144,7 @@ def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
                         f"{found}, got {config.run.max_steps}"
                     )
             run.mkdir(parents=True, exist_ok=True)
+            lock.take(run)
             resolved = dataclasses.replace(config.run, out=str(run))
             text = to_toml(dataclasses.replace(config, run=resolved))
             (run / "config.toml").write_text(text, encoding="utf-8")
@@ -170,12 +183,12 @@ def stop_on_signal() -> Iterator[list[int]]:
             signal.signal(s, handler)
 
 
-def train(config: TrainConfig, ranks: Ranks) -> int:
+def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     """Trains to --max-steps or until asked to stop; writes everything into the run folder."""
     check_impl(config, ranks)
     data = load_data(config, "train", ranks)
     valid = load_data(config, "valid", ranks) if config.run.eval_every else None
-    run, found = open_run(config, ranks)
+    run, found = open_run(config, ranks, lock)
     set_seed(config.run.seed)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     model = build_model(config.model, data.vocab_size, config.run.seed).to(ranks.device)
