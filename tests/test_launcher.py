@@ -12,6 +12,7 @@ import pytest
 import launch.train
 from launch.checkpoint import checkpoints, step_of
 from launch.config import UserError, load_toml, parse, to_toml
+from launch.distributed import joined
 from launch.distributed import launch as launch_ranks
 from launch.loopback import LoopbackRendezvous
 from launch.metrics import read_metrics
@@ -138,6 +139,24 @@ def test_each_start_of_ranks_meets_at_a_new_store_on_the_loopback():
     assert not second.store.check(["key"])
     del first, second, places
     assert listening(os.getpid()) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback has another name")
+def test_ranks_of_one_host_talk_over_the_loopback_unless_told_otherwise(monkeypatch):
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    parallel = parse(["--device", "cpu"]).parallel
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    with joined(parallel):
+        assert [os.environ[name] for name in names] == ["lo", "lo"]
+    monkeypatch.setenv(names[1], "ib0")
+    with joined(parallel):
+        assert [os.environ[name] for name in names] == ["lo", "ib0"]
+    # a host of several: its ranks must reach the others
+    monkeypatch.delenv(names[0])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with joined(parallel):
+        assert names[0] not in os.environ
 
 
 def test_rank_dies_with_its_launcher_in_c_code_and_stopped(tmp_path):
