@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 150  # seconds; a busy machine takes 60 to import torch in two ranks
+PATIENCE = 240  # seconds; a busy machine takes 60 to import torch in two ranks
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout: float = PATIENCE) -> Any:

@@ -227,6 +227,7 @@ def test_ranks_end_with_a_killed_torchrun(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_is_alone_unreachable_and_ends_with_its_launcher(tmp_path, capsys):
     run = tmp_path / "run"
     flags = [*FLAGS, "--out", str(run)]
