@@ -9,14 +9,14 @@ tokens 77, 78 and 79.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import Exchange, Halo, Links, collectives, make_exchange
+from .comm import Agreement, Exchange, Halo, Links, collectives, make_exchange
 from .load import Counts, Load
 from .packing import Frame, Packing
 from .rule import CHUNK
@@ -32,11 +32,14 @@ from .tables import Tabled, fill, to_device
 from .validate import (
     check_conv1d_kernel_size,
     check_cu_seqlens,
+    check_exchange,
+    check_group,
     check_host_copy,
     check_max_sequences,
     check_offsets,
     check_token_ranges,
     check_update,
+    token_ranges_of,
 )
 
 Ranges = tuple[tuple[int, int], ...]
@@ -117,7 +120,10 @@ class Handle(NamedTuple):
     @classmethod
     def make(cls, number: int, sizes: Sizes) -> Handle:
         shape = [n + 2 for n in sizes]
-        return cls(torch.full((1,), number, dtype=torch.int64), torch.empty(*shape, 0))
+        return cls(
+            torch.full((1,), number, dtype=torch.int64, device="cpu"),
+            torch.empty(*shape, 0, dtype=torch.float32, device="cpu"),
+        )
 
     @staticmethod
     def read(sizes: Tensor) -> Sizes:
@@ -162,22 +168,46 @@ class FLACPContext(Tabled):
     exchange: Exchange = field(repr=False)
     halo: Halo | None = field(repr=False)
     max_sequences: int | None = None
+    agreement: Agreement | None = field(default=None, repr=False)
     handle: Handle = field(init=False, repr=False)
     crosses: bool = field(init=False, repr=False)
     group_name: str = field(init=False, repr=False)
+    process: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
-        handle = Handle.of(number, self.packing, self.links, self.halo)
+        with torch.inference_mode(False):  # compiled graphs save it for their backward
+            handle = Handle.of(number, self.packing, self.links, self.halo)
         object.__setattr__(self, "handle", handle)
         object.__setattr__(self, "crosses", self.links.any)
         name = "" if self.group is None else self.group.group_name
         object.__setattr__(self, "group_name", name)
+        # where this process stands in the whole job, to ask whether the group is alive
+        process = 0 if self.group is None else dist.get_global_rank(self.group, self.rank)
+        object.__setattr__(self, "process", process)
         _BY_NUMBER[number] = self
 
     @property
     def total_tokens(self) -> int:
         return self.global_cu_seqlens[-1]
+
+    def check_alive(self) -> None:
+        """Raises ValueError if the context's group was destroyed."""
+        if self.group is not None and not torch.compiler.is_compiling():
+            try:
+                dist.get_group_rank(self.group, self.process)
+            except ValueError:
+                raise ValueError(
+                    "the process group of cp_context must be alive, but it was destroyed: build "
+                    "the context again with build_cp_context"
+                ) from None
+
+    def before(self, call: str, **facts: object) -> None:
+        """Compares the ranks where that is due; see comm/agreement.py."""
+        if self.agreement is None or torch.compiler.is_compiling():
+            return
+        if self.agreement.due:
+            self.agreement.before(call, **facts)
 
     def repeated(self, n: int) -> FLACPContext:
         """The same sharding of a batch with n rows for each of its tokens; made once."""
@@ -196,6 +226,7 @@ class FLACPContext(Tabled):
                 self.exchange,
                 self.cu_seqlens.device,
                 self.max_sequences,
+                checked=self.agreement is not None,
             )
 
         if n not in self._repeated:
@@ -216,10 +247,17 @@ class FLACPContext(Tabled):
         stream, on which the graph must be replayed next; the host waits for nothing. It must not be
         called between a forward and its backward, nor while a graph made under the context runs on
         another stream.
+        Ranks are compared, as at the first call under a context: all must call it. Over NCCL a
+        difference is raised by a later call over the group.
         Raises ValueError without max_sequences, for another number of tokens, for too many
-        sequences, and for offsets that `build_cp_context` refuses.
+        sequences, for offsets that `build_cp_context` refuses, and if ranks differ; then, and for a
+        group that was destroyed, the context stays as it was.
         """
+        self.check_alive()
         offsets = _read(cu_seqlens, cu_seqlens_cpu)
+        if self.agreement is not None and self.max_sequences is not None:
+            names = self.token_ranges, self.conv1d_kernel_size, self.exchange, self.max_sequences
+            self.agreement.changed(_facts(offsets, *names))
         check_update(self, offsets)
         self._refill(offsets)
 
@@ -229,7 +267,7 @@ class FLACPContext(Tabled):
         packing.take_tables(self.packing)
         links.take_tables(self.links)
         links.mirrored().take_tables(self.links.mirrored())
-        cu_local = torch.tensor(packing.offsets, dtype=torch.int32)
+        cu_local = to_device(packing.offsets, torch.int32, "cpu")
         fill(self.cu_seqlens, cu_local)
         changed = {
             "packing": packing,
@@ -249,7 +287,9 @@ class FLACPContext(Tabled):
         x: `dim` of length total_tokens; or [B, T, ...] with dim=1 and B*T == total_tokens, whose
         rows are folded into one, so that the result is [1, local_tokens, ...]. Differentiable:
         the gradient of x holds this rank's tokens and zeros elsewhere.
+        Raises ValueError for another shape and for a group that was destroyed.
         """
+        self.check_alive()
         folds = dim == 1 and x.ndim > 1 and x.shape[0] * x.shape[1] == self.total_tokens
         if folds and x.shape[0] > 1:
             x = x.flatten(0, 1).unsqueeze(0)
@@ -266,14 +306,50 @@ class FLACPContext(Tabled):
 
         A collective. Differentiable: every rank is taken to compute the same from the result, so
         the gradient of x is this rank's part of the result's gradient.
+        Raises ValueError for another shape, for a group that was destroyed, and if ranks differ.
         """
+        self.check_alive()
         if x.shape[dim] != self.local_tokens:
             raise ValueError(
                 f"x must have local_tokens={self.local_tokens} tokens in dim {dim}, "
                 f"got shape {tuple(x.shape)}"
             )
+        others = [n for d, n in enumerate(x.shape) if d != dim % x.ndim]
+        self.before("unshard", size=math.prod(others), dtype=x.dtype)
         result: Tensor = _Unshard.apply(x, self, dim)
         return result
+
+
+_NAMES = {
+    (False, "k"): "chunk_kda",
+    (True, "k"): "chunk_gated_delta_rule",
+    (True, "p"): "chunk_comba",
+    (False, "none"): "chunk_gla",
+    (True, "none"): "chunk_simple_gla",
+}
+
+
+def compare_ranks(
+    context: FLACPContext,
+    per_head: bool,
+    removal: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    initial: Tensor | None,
+    want_final: bool = False,
+) -> None:
+    """Before a call of an operator: what decides how much it sends. shape: (HV, K, V)."""
+    if context.agreement is not None and context.agreement.due:
+        HV, K, V = shape
+        context.agreement.before(
+            _NAMES[per_head, removal],
+            HV=HV,
+            K=K,
+            V=V,
+            dtype=dtype,
+            initial_state=initial is not None,
+            output_final_state=want_final,
+        )
 
 
 # FSDP2 copies every dataclass among a module's arguments, with all that it holds, at every call
@@ -317,7 +393,7 @@ def build_cp_context(
     token_ranges: Sequence[Sequence[tuple[int, int]]] | None = None,
     exchange: str = "auto",
     max_sequences: int | None = None,
-    check: bool = False,
+    check: bool | None = None,
 ) -> FLACPContext:
     """The sharding of one batch over `group`.
 
@@ -334,32 +410,39 @@ def build_cp_context(
         with another packing of as many tokens and up to so many sequences. It needs contiguous
         ranges of a token at least and "auto", "all_gather" or "symmetric", always exchanges states,
         cuts no segments inside a card, and takes neither states nor torch.compile.
-    check: compare the table across ranks with one small collective.
+    check: whether ranks compare their tables, by one small collective: with the first call under
+        the context (None), in the build (True) or never (False). Equal on all ranks. With None and
+        True the first calls over a group are compared as well (comm/agreement.py).
 
-    Raises ValueError for offsets or ranges that are not as above, for what max_sequences does not
-    support, for "symmetric" where the group cannot have it, and, with check, if ranks differ.
+    Raises ValueError for arguments that are not as above, for a group that was destroyed or does
+    not contain this process, for what max_sequences does not support, for "symmetric" where the
+    group cannot have it, and, with check=True, if ranks differ.
     """
     offsets = _read(cu_seqlens, cu_seqlens_cpu)
     check_conv1d_kernel_size(conv1d_kernel_size)
-    rank = 0 if group is None else dist.get_rank(group)
-    world_size = 1 if group is None else dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError("group must contain this process, which is not one of its ranks")
+    world_size = check_group(group)
+    check_exchange(exchange)
     if max_sequences is not None:
         check_max_sequences(max_sequences, offsets, world_size, token_ranges, exchange)
+        max_sequences = int(max_sequences)
+    if conv1d_kernel_size is not None:
+        conv1d_kernel_size = int(conv1d_kernel_size)
     if token_ranges is None:
         token_ranges = contiguous_token_ranges(offsets[-1], world_size)
-    ranges = tuple(tuple((int(lo), int(hi)) for lo, hi in r) for r in token_ranges)
+    ranges = token_ranges_of(token_ranges)
     check_token_ranges(ranges, offsets[-1], world_size)
-    if check and group is not None:
-        table = (offsets, ranges, conv1d_kernel_size, exchange, max_sequences)
-        _check_equal_tables(repr(table), group)
 
     tokens = max(sum(hi - lo for lo, hi in r) for r in ranges)
     fixed = max_sequences is not None
     scheme = make_exchange(exchange, group, world_size, fixed=fixed, tokens=tokens)
     device = cu_seqlens.device
-    return _context(group, offsets, ranges, conv1d_kernel_size, scheme, device, max_sequences)
+    checked = check is None or bool(check)
+    context = _context(
+        group, offsets, ranges, conv1d_kernel_size, scheme, device, max_sequences, checked=checked
+    )
+    if check and context.agreement is not None:
+        context.agreement.built()
+    return context
 
 
 def _read(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None) -> tuple[int, ...]:
@@ -409,22 +492,27 @@ def _context(
     exchange: Exchange,
     device: torch.device,
     max_sequences: int | None = None,
+    *,
+    checked: bool = False,
 ) -> FLACPContext:
-    """Of arguments that were checked."""
+    """Of arguments that were checked. checked: ranks compare it."""
     rank, world_size = 0 if group is None else dist.get_rank(group), len(ranges)
     frame = None if max_sequences is None else _frame(max_sequences, ranges, rank)
     packing, links = _layout(offsets, ranges, rank, frame)
-    with torch.inference_mode(False):
-        cu_local = torch.tensor(packing.offsets, dtype=torch.int32)
     width = (conv1d_kernel_size or 1) - 1
     # of one sequence, if fixed: what is sent must not depend on the packing
     sequences = offsets if frame is None else (0, offsets[-1])
+    agreement = None
+    if checked and group is not None and world_size > 1:
+        agreement = Agreement(
+            group, _facts(offsets, ranges, conv1d_kernel_size, exchange, max_sequences)
+        )
     return FLACPContext(
         group=group,
         rank=rank,
         world_size=world_size,
         cu_seqlens=to_device(packing.offsets, torch.int32, device),
-        cu_seqlens_cpu=cu_local,
+        cu_seqlens_cpu=to_device(packing.offsets, torch.int32, "cpu"),
         global_cu_seqlens=_padded(offsets, frame),
         local_tokens=packing.tokens,
         token_ranges=ranges,
@@ -434,7 +522,25 @@ def _context(
         exchange=exchange,
         halo=Halo.build(sequences, ranges, rank, width) if width else None,
         max_sequences=max_sequences,
+        agreement=agreement,
     )
+
+
+def _facts(
+    offsets: tuple[int, ...],
+    ranges: tuple[Ranges, ...],
+    conv1d_kernel_size: int | None,
+    exchange: Exchange,
+    max_sequences: int | None,
+) -> dict[str, object]:
+    """What ranks compare of a context."""
+    return {
+        "cu_seqlens": offsets,
+        "token_ranges": tuple(n for r in ranges for n in (len(r), *chain(*r))),
+        "conv1d_kernel_size": conv1d_kernel_size or 0,
+        "exchange": type(exchange).__name__.lower(),
+        "max_sequences": max_sequences or 0,
+    }
 
 
 def _links(
@@ -464,17 +570,3 @@ def _links(
 
 def _any_between(sorted_values: list[int], lo: int, hi: int) -> bool:
     return bisect_right(sorted_values, lo) < bisect_left(sorted_values, hi)
-
-
-def _check_equal_tables(table: str, group: dist.ProcessGroup) -> None:
-    digest = int.from_bytes(hashlib.sha256(table.encode()).digest()[:7], "big")
-    mine = torch.tensor([digest], device=collectives.wire_device(group, torch.device("cpu")))
-    gathered, work = collectives.all_gather(mine, group)
-    work.wait()
-    digests = gathered.flatten().tolist()
-    odd = [r for r, d in enumerate(digests) if d != digests[0]]
-    if odd:
-        raise ValueError(
-            "cu_seqlens, token_ranges, conv1d_kernel_size, exchange and max_sequences must be "
-            f"equal on all ranks of the group, but ranks {odd} differ from rank 0"
-        )

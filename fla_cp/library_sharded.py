@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from .backend import resolve
 from .comm.collectives import traced_all_gather, traced_all_reduce
 from .comm.exchange import Local, fold_wires, pack
-from .context import FLACPContext, Handle, context_of
+from .context import FLACPContext, Handle, compare_ranks, context_of
 from .library import _CONSTANTS, _INPUTS, _RULE_FIELDS, _X
 from .packing import Packing
 from .pipeline import (
@@ -121,10 +121,14 @@ def _begin(*args: Any) -> list[Tensor]:
     """[wire, offset, transition, *chunks]."""
     x, initial, fixed = Inputs(*args[:_X]), args[_X], args[_X + 1 :]
     plan = _plan(x, fixed)
+    context = context_of(fixed[_RULE_FIELDS + 1])
+    assert context is not None
+    context.check_alive()
+    (HV, V), K, rule = x.v.shape[1:], x.q.shape[-1], plan.rule
+    compare_ranks(context, rule.per_head, rule.removal, (HV, K, V), x.q.dtype, initial)
     chunks, maps = begin(plan, x, initial)
     wire = _wire(plan, x, maps)
     chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
-    (HV, V), K = x.v.shape[1:], x.q.shape[-1]
     offset, transition = _rows(maps.offset, x.q, HV, K, V), _rows(maps.transition, x.q, HV, K, K)
     return [wire, offset, transition, *_tensors(plan, chunks)]
 

@@ -306,28 +306,28 @@ class StepTable(NamedTuple):
 
     @classmethod
     def build(cls, packing: Packing, device: torch.device) -> StepTable:
-        start = torch.tensor([s.start for s in packing.segments], dtype=torch.int64)
-        stop = torch.tensor([s.stop for s in packing.segments], dtype=torch.int64)
+        start = torch.tensor([s.start for s in packing.segments], dtype=torch.int64, device="cpu")
+        stop = torch.tensor([s.stop for s in packing.segments], dtype=torch.int64, device="cpu")
         chunks = (stop - start + CHUNK - 1) // CHUNK
         order = torch.argsort(chunks, descending=True, stable=True)
         position = torch.empty_like(order)
-        position[order] = torch.arange(len(order))
+        position[order] = torch.arange(len(order), device="cpu")
 
-        segment = torch.repeat_interleave(torch.arange(len(chunks)), chunks)
-        step = torch.arange(len(segment)) - (chunks.cumsum(0) - chunks)[segment]
+        segment = torch.repeat_interleave(torch.arange(len(chunks), device="cpu"), chunks)
+        step = torch.arange(len(segment), device="cpu") - (chunks.cumsum(0) - chunks)[segment]
         alive = torch.bincount(step) if len(step) else step
         edges = [0, *alive.cumsum(0).tolist()]
-        edge = torch.tensor(edges[:-1], dtype=torch.int64)
+        edge = torch.tensor(edges[:-1], dtype=torch.int64, device="cpu")
         natural = edge[step] + position[segment]
 
-        rows = torch.empty(len(segment), CHUNK, dtype=torch.int64)
-        rows[natural] = (start[segment] + step * CHUNK)[:, None] + torch.arange(CHUNK)
-        limit = torch.empty(len(segment), 1, dtype=torch.int64)
+        rows = torch.empty(len(segment), CHUNK, dtype=torch.int64, device="cpu")
+        rows[natural] = (start[segment] + step * CHUNK)[:, None] + torch.arange(CHUNK, device="cpu")
+        limit = torch.empty(len(segment), 1, dtype=torch.int64, device="cpu")
         limit[natural] = stop[segment][:, None]
         padded = (rows >= limit).flatten()
         gather = rows.flatten().masked_fill(padded, 0)
-        scatter = torch.empty(packing.tokens, dtype=torch.int64)
-        scatter[gather[~padded]] = torch.arange(len(gather))[~padded]
+        scatter = torch.empty(packing.tokens, dtype=torch.int64, device="cpu")
+        scatter[gather[~padded]] = torch.arange(len(gather), device="cpu")[~padded]
         return cls(
             gather=to_device(gather, torch.int64, device),
             padded=to_device(padded, torch.bool, device) if padded.any() else None,

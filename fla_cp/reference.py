@@ -67,7 +67,7 @@ def recurrence(
     rows = [(b, 0, T) for b in range(B)]
     if cu_seqlens is not None:
         rows = [(0, lo, hi) for lo, hi in pairwise(cu_seqlens)]
-    head = torch.arange(HV) // (HV // H)
+    head = torch.arange(HV, device=q.device) // (HV // H)
     outputs, finals = [], []
     for n, (b, lo, hi) in enumerate(rows):
         S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n]

@@ -19,7 +19,9 @@ a module, or one that a function under `functools.cache` made."""
 
 def _on_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values`, pinned if they go to CUDA, so that the host does not wait."""
-    table = torch.as_tensor(values, dtype=dtype)
+    table = torch.as_tensor(values, dtype=dtype, device="cpu")
+    if table.is_inference() and not torch.is_inference_mode_enabled():
+        table = table.clone()
     return table.pin_memory() if device.type == "cuda" else table
 
 

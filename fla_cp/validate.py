@@ -5,11 +5,14 @@ Each failure is a ValueError that names the argument, the rule and the value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -40,6 +43,8 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, tokens: int | None = None) -
     """
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.layout != torch.strided:
+        raise ValueError(f"{name} must be dense, got {cu_seqlens.layout}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
@@ -76,10 +81,45 @@ def check_offsets(name: str, offsets: Sequence[int], tokens: int | None = None) 
         raise ValueError(f"{name} must end at T={tokens}, got {offsets[-1]}")
 
 
+def token_ranges_of(token_ranges: object) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The ranges as they were given, with Python's integers. Raises ValueError for what is no list
+    of a rank's lists of pairs of integers; numpy's and torch's integers are."""
+
+    def refuse(rule: str, what: object) -> NoReturn:
+        raise ValueError(f"token_ranges must {rule}, got {what!r}") from None
+
+    def listed(x: object, rule: str) -> Sequence[Any]:
+        if isinstance(x, str | bytes | Mapping | Set):
+            refuse(rule, x)
+        try:
+            return list(x)  # type: ignore[call-overload]
+        except TypeError:
+            refuse(rule, x)
+
+    def integer(x: object, pair: object) -> int:
+        try:
+            if isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool):
+                raise TypeError
+            return operator.index(x)  # type: ignore[arg-type]
+        except (TypeError, RuntimeError):
+            refuse("hold [start, stop) of two integers", pair)
+
+    ranges = []
+    for own in listed(token_ranges, "have one list of [start, stop) per rank"):
+        pairs = []
+        for pair in listed(own, "have one list of [start, stop) per rank"):
+            ends = listed(pair, "hold [start, stop) of two integers")
+            if len(ends) != 2:
+                refuse("hold [start, stop) of two integers", pair)
+            pairs.append((integer(ends[0], pair), integer(ends[1], pair)))
+        ranges.append(tuple(pairs))
+    return tuple(ranges)
+
+
 def check_token_ranges(
     ranges: Sequence[Sequence[tuple[int, int]]], total: int, world_size: int
 ) -> None:
-    """One list per rank of [start, stop) that together tile [0, total) once."""
+    """One list per rank of [start, stop), of integers, that together tile [0, total) once."""
     if len(ranges) != world_size:
         raise ValueError(
             f"token_ranges must have one list per rank, got {len(ranges)} for {world_size} ranks"
@@ -103,6 +143,8 @@ def check_max_sequences(
     most: int, offsets: Sequence[int], world_size: int, token_ranges: object, exchange: str
 ) -> None:
     """What a context of fixed shape can be built from."""
+    if not _is_integer(most):
+        raise ValueError(f"max_sequences must be an integer, or None, got {most!r}")
     if most < 1:
         raise ValueError(f"max_sequences must be at least 1, or None, got {most}")
     if token_ranges is not None:
@@ -186,6 +228,7 @@ def check_sequences(
                 f"under cp_context B must be 1 (context.shard folds rows), got {batch}"
             )
         if not torch.compiler.is_compiling():  # else the op checks when it runs
+            context.check_alive()
             check_local_tokens(tokens, context)
     elif cu_seqlens is not None:
         if torch.compiler.is_compiling():
@@ -390,8 +433,43 @@ def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
             raise ValueError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}")
 
 
+def _is_integer(x: object) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def check_exchange(exchange: object) -> None:
+    """The name of a scheme; `make_exchange` knows which there are."""
+    if not isinstance(exchange, str):
+        raise ValueError(
+            f"exchange must be the name of a scheme, such as 'auto', got {type(exchange).__name__}"
+        )
+
+
+def check_group(group: Any) -> int:
+    """The number of ranks of a context's group; 1 for None."""
+    if group is None:
+        return 1
+    try:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    except (ValueError, TypeError, AttributeError):
+        if isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"group must be alive, got {group}, which was destroyed: make it again"
+            ) from None
+        hint = ": pass mesh.get_group()" if hasattr(group, "get_group") else ""
+        raise ValueError(
+            "group must be a torch.distributed.ProcessGroup, or None for one rank, got "
+            f"{type(group).__name__}{hint}"
+        ) from None
+    if rank < 0:  # torch gives processes outside a number instead of a group
+        raise ValueError("group must contain this process, which is not one of its ranks")
+    return world_size
+
+
 def check_conv1d_kernel_size(width: int | None) -> None:
     """W of a context's convolutions."""
+    if width is not None and not _is_integer(width):
+        raise ValueError(f"conv1d_kernel_size must be an integer, or None, got {width!r}")
     if width is not None and width < 1:
         raise ValueError(f"conv1d_kernel_size must be at least 1, or None, got {width}")
 

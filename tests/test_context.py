@@ -2,10 +2,12 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
+from fla_cp import build_cp_context, contiguous_token_ranges, ops, zigzag_token_ranges
 from fla_cp.context import _links
 from fla_cp.packing import Packing
 from tests.ranks import run_threads
@@ -146,3 +148,130 @@ def test_fsdp_passes_a_context_on_as_it_is():
     context = build_cp_context(torch.tensor([0, 5, 9]), None)
     kept = _apply_to_tensors(lambda t: t.double(), {"cp_context": context})
     assert kept["cp_context"] is context
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (np.int64(0), np.int32(10)),
+        (torch.tensor(0), torch.tensor(10)),
+        [0, 10],
+        np.array([0, 10]),
+        torch.tensor([0, 10]),
+    ],
+    ids=["numpy ints", "torch ints", "list", "array", "tensor"],
+)
+def test_token_ranges_of_integers(pair):
+    context = build_cp_context(torch.tensor([0, 10]), None, token_ranges=[[pair]])
+    assert context.token_ranges == (((0, 10),),)
+    assert all(type(n) is int for n in context.token_ranges[0][0])
+
+
+PAIR = r"token_ranges must hold \[start, stop\) of two integers, got "
+LISTS = r"token_ranges must have one list of \[start, stop\) per rank, got "
+
+
+@pytest.mark.parametrize(
+    "ranges, message",
+    [
+        ([[(0, 9.6)]], PAIR + r"\(0, 9.6\)"),  # int() made it 9
+        ([[(0.0, 10.0)]], PAIR + r"\(0.0, 10.0\)"),
+        ([[(0, torch.tensor(10.5))]], PAIR),
+        ([[(0, torch.tensor([10, 11]))]], PAIR),
+        ([[(0, np.float64(10))]], PAIR),
+        ([[(False, 10)]], PAIR + r"\(False, 10\)"),
+        ([[(0, None)]], PAIR + r"\(0, None\)"),
+        ([[("0", "10")]], PAIR),
+        ([["01"]], PAIR + "'01'"),
+        ([[(0, 5, 10)]], PAIR + r"\(0, 5, 10\)"),
+        ([[(0,)]], PAIR + r"\(0,\)"),
+        ([[0, 10]], PAIR + "0"),
+        ([[None]], PAIR + "None"),
+        ([None], LISTS + "None"),
+        ([(0, 10)], PAIR + "0"),
+        (10, LISTS + "10"),
+        ("0:10", LISTS + "'0:10'"),
+        ({0: (0, 10)}, LISTS + r"\{0: \(0, 10\)\}"),
+        ([{(0, 10)}], LISTS),
+        ([], "one list per rank, got 0 for 1 ranks"),
+    ],
+)
+def test_token_ranges_of_anything_else(ranges, message):
+    with pytest.raises(ValueError, match=message):
+        build_cp_context(torch.tensor([0, 10]), None, token_ranges=ranges)
+
+
+@pytest.mark.parametrize("value", [4.0, "4", True, torch.tensor(4.0), [4]])
+@pytest.mark.parametrize("name", ["max_sequences", "conv1d_kernel_size"])
+def test_numbers_that_are_no_integers(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be an integer, or None, got "):
+        build_cp_context(torch.tensor([0, 10]), None, **{name: value})
+
+
+def test_numpy_integers_are_numbers():
+    options = {"max_sequences": np.int64(3), "conv1d_kernel_size": np.int32(4)}
+    context = build_cp_context(torch.tensor([0, 10]), None, **options)
+    assert (context.max_sequences, context.conv1d_kernel_size) == (3, 4)
+    assert type(context.max_sequences) is type(context.conv1d_kernel_size) is int
+
+
+class Mesh:
+    def get_group(self):
+        return None
+
+
+@pytest.mark.parametrize("group", ["cp", 2, [0, 1], torch.tensor(1), Mesh()])
+def test_groups_that_are_none(group):
+    hint = r"Mesh: pass mesh.get_group\(\)" if isinstance(group, Mesh) else type(group).__name__
+    message = f"group must be a torch.distributed.ProcessGroup, or None for one rank, got {hint}$"
+    with pytest.raises(ValueError, match=message):
+        build_cp_context(torch.tensor([0, 10]), group)
+
+
+@pytest.mark.parametrize("exchange", [None, 3, ["ring"]])
+def test_exchanges_that_are_no_names(exchange):
+    with pytest.raises(ValueError, match=f"'auto', got {type(exchange).__name__}"):
+        build_cp_context(torch.tensor([0, 10]), None, exchange=exchange)
+
+
+@pytest.mark.parametrize("name", ["causal_conv1d", "chunk_kda", "cp_chunk_gla"])
+@pytest.mark.parametrize("context", ["context", 0, torch.tensor([0, 10]), (None, 0, 1)])
+def test_contexts_that_are_none(name, context):
+    q, v, g = torch.ones(1, 10, 1, 4), torch.ones(1, 10, 1, 4), -torch.ones(1, 10, 1, 4)
+    inputs = {
+        "causal_conv1d": [torch.ones(1, 10, 3), torch.ones(3, 4)],
+        "chunk_kda": [q, q, v, g, torch.ones(1, 10, 1)],
+        "cp_chunk_gla": [q, q, v, g],
+    }[name]
+    message = (
+        rf"cp_context must be a FLACPContext \(build_cp_context\), got {type(context).__name__}"
+    )
+    with pytest.raises(ValueError, match=message):
+        getattr(ops, name)(*inputs, cp_context=context)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens, message",
+    [
+        (None, "cu_seqlens must be a tensor, got NoneType"),
+        ([0, 10], "cu_seqlens must be a tensor, got list"),
+        (torch.tensor([0, 10]).to_sparse(), "cu_seqlens must be dense, got torch.sparse_coo"),
+        (torch.tensor([[0, 10]]), "cu_seqlens must be 1-d"),
+        (torch.tensor([False, True]), "cu_seqlens must be int32 or int64, got torch.bool"),
+    ],
+)
+def test_offsets_that_are_none(cu_seqlens, message):
+    with pytest.raises(ValueError, match=message):
+        build_cp_context(cu_seqlens, None)
+
+
+def no_rank(group, rank):
+    pair = dist.new_group([0, 1])
+    if rank == 2:
+        for outside in (pair, dist.GroupMember.NON_GROUP_MEMBER):
+            with pytest.raises(ValueError, match="group must contain this process"):
+                build_cp_context(torch.tensor([0, 10]), outside)
+
+
+def test_a_process_outside_the_group():
+    run_threads(no_rank, 3)

@@ -1,5 +1,6 @@
 """Communication between the ranks of a context-parallel group."""
 
+from .agreement import Agreement
 from .exchange import (
     AllGather,
     Exchange,
@@ -18,6 +19,7 @@ from .meanwhile import Meanwhile, run_meanwhile
 from .timing import ExchangeTimer, measure_exchange
 
 __all__ = [
+    "Agreement",
     "AllGather",
     "Exchange",
     "ExchangeTimer",

@@ -15,6 +15,15 @@ class Waitable(Protocol):
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
     """[R, *x.shape] from all ranks, and the work to wait for before reading it."""
+    return _all_gather(x, group)
+
+
+def gather_numbers(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
+    """The same, of what ranks compare (agreement.py): apart, so that exchanges can be counted."""
+    return _all_gather(x, group)
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     # torch 2.13 renames the call and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

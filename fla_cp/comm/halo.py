@@ -130,7 +130,7 @@ class Halo:
 
     def gather_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """rows and take of `Gathered`, int64."""
-        like = torch.empty(0, device=device)
+        like = torch.empty(0, dtype=torch.int64, device=device)
         return self._index(self.gathered.rows, like), self._index(self.gathered.take, like)
 
     def _exchange(

@@ -156,7 +156,7 @@ def _try(group: dist.ProcessGroup) -> str:
         memory, why = _made(lambda: PeerMemory(group, 64, torch.int64), group)
     if why:
         return "symmetric memory cannot be set up on its GPUs" + why
-    mine = torch.full((64,), dist.get_rank(group), device=device)
+    mine = torch.full((64,), dist.get_rank(group), dtype=torch.int64, device=device)
     seen = mine.new_empty(world_size, 64)
     memory.exchange(lambda part: part.copy_(mine), lambda parts: torch.stack(parts, out=seen))()
     wrong = seen.T.tolist() != [[*range(world_size)]] * 64

@@ -231,7 +231,7 @@ def _tiles(lengths: tuple[int, ...], width: int, size: int, device: torch.device
             stop = min(at + size, length)
             columns.append((base + at, base + stop, base + length, first))
         base += length
-    table = torch.tensor(columns, dtype=torch.int32).view(-1, 4)
+    table = torch.tensor(columns, dtype=torch.int32, device="cpu").view(-1, 4)
     return to_device(table.T.contiguous(), torch.int32, device)
 
 
@@ -294,8 +294,8 @@ def conv_bwd(
     tiles, options, programs = _launch(x, halo, where, W)
     n = tiles.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dhalo = torch.zeros(halo.shape, device=x.device)
-    partial = torch.empty(n, W + (bias is not None), D, device=x.device)
+    dhalo = torch.zeros(halo.shape, dtype=torch.float32, device=x.device)
+    partial = torch.empty(n, W + (bias is not None), D, dtype=torch.float32, device=x.device)
     if programs:
         launch(
             conv_bwd_kernel,

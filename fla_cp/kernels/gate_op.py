@@ -127,7 +127,7 @@ def _run(
 ) -> Tensor:
     g = unit_rows(g)
     T, H, K = g.shape
-    out = torch.empty(T, H, K, device=g.device)
+    out = torch.empty(T, H, K, dtype=torch.float32, device=g.device)
     tile = _tile(K)
     if out.numel():
         launch(
@@ -161,7 +161,9 @@ def _run_backward(
     steps = max(1, TOKENS // tile["BT"])
     n = cdiv(T, tile["BT"] * steps)
     dg = torch.empty(T, H, K, dtype=g.dtype, device=g.device)
-    dA_log, ddt_bias = (torch.empty(n, H, *s, device=g.device) for s in ((), (K,)))
+    dA_log, ddt_bias = (
+        torch.empty(n, H, *s, dtype=torch.float32, device=g.device) for s in ((), (K,))
+    )
     name = _gate_name(lower_bound)
     if dg.numel():
         launch(

@@ -321,16 +321,18 @@ def _head_bwd(
     dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
     dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
     dgc, dp, shift, dbeta, shares = (
-        torch.empty(parts, NC, HV, CHUNK, device=device),
+        torch.empty(parts, NC, HV, CHUNK, dtype=torch.float32, device=device),
         *[None] * 4,
     )
     if x.p is not None:
         dp, shift = torch.empty_like(dk), torch.empty_like(dgc[:tiles])
     if x.beta is not None:
         dbeta = torch.empty(x.beta.shape, dtype=x.beta.dtype, device=device)
-        shares = torch.empty(1 + tiles, tokens, HV, device=device)
-    dA_log = None if x.A_log is None else torch.empty(NC, HV, device=device)
-    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, device=device)
+        shares = torch.empty(1 + tiles, tokens, HV, dtype=torch.float32, device=device)
+    dA_log = None if x.A_log is None else torch.empty(NC, HV, dtype=torch.float32, device=device)
+    ddt_bias = (
+        None if x.dt_bias is None else torch.empty(NC, HV, dtype=torch.float32, device=device)
+    )
     shape = {
         "H": H,
         "K": K,
@@ -341,7 +343,7 @@ def _head_bwd(
     }
     if not whole:
         weights = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-        of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
+        of_rows = torch.empty(NC, HV, 3, CHUNK, dtype=torch.float32, device=device)
     if NC and whole:
         out = {"dq": dq, "dk": dk, "dp": dp, "dv": dv, "dgc": dgc, "shift": shift, "shares": shares}
         programs = gluon.multiprocessors(device) or 1
@@ -534,11 +536,15 @@ def _channels_bwd(
     dq, dk = (torch.empty(tokens, HV, K, dtype=per_head, device=device) for _ in range(2))
     dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
     dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
-    dbeta = torch.empty(1 + tiles, tokens, HV, device=device)
-    dA_log = None if x.A_log is None else torch.empty(NC * tiles, HV, device=device)
-    ddt_bias = None if x.dt_bias is None else torch.empty(NC, HV, K, device=device)
+    dbeta = torch.empty(1 + tiles, tokens, HV, dtype=torch.float32, device=device)
+    dA_log = (
+        None if x.A_log is None else torch.empty(NC * tiles, HV, dtype=torch.float32, device=device)
+    )
+    ddt_bias = (
+        None if x.dt_bias is None else torch.empty(NC, HV, K, dtype=torch.float32, device=device)
+    )
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-    of_rows = torch.empty(NC, HV, 3, CHUNK, device=device)
+    of_rows = torch.empty(NC, HV, 3, CHUNK, dtype=torch.float32, device=device)
     if NC:
         options = _gate_options(rule, x.q.dtype)
         safe_gate = options.pop("SAFE")

@@ -33,7 +33,8 @@ LEVELS = 6
 @functools.cache
 def sums(dtype: torch.dtype, device: torch.device) -> Tensor:
     """[5 + LEVELS, C, C] of -1, 0 and 1, indexed by the names above; bf16, or fp32 for fp32."""
-    i, j = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)[None]
+    row = torch.arange(CHUNK, device="cpu")
+    i, j = row[:, None], row[None]
 
     def since(m: Tensor) -> Tensor:
         return ((j > m) & (j <= i)).int() - ((j <= m) & (j > i)).int()

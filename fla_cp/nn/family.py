@@ -67,8 +67,8 @@ class CombaCore(Core):
         self, name: str, num_heads: int, num_v_heads: int, gates: int = 1, impl: str = "auto"
     ) -> None:
         super().__init__(name, num_heads, num_v_heads, gates, impl)
-        self.b_logit = nn.Parameter(torch.full((num_heads,), 2.0))
-        self.d = nn.Parameter(torch.full((num_heads,), 0.02))
+        self.b_logit = nn.Parameter(torch.full((num_heads,), 2.0, dtype=torch.float32))
+        self.d = nn.Parameter(torch.full((num_heads,), 0.02, dtype=torch.float32))
 
     def initial_values(self) -> dict[str, Initial]:
         return super().initial_values() | {"b_logit": Constant(2.0), "d": Constant(0.02)}

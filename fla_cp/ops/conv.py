@@ -61,6 +61,8 @@ def causal_conv1d(
             offsets = tuple(cu_seqlens.tolist())
             check_offsets("cu_seqlens", offsets, T)
         place = _Place.of(impl, flat, weight, cp_context, B, offsets)
+        if cp_context is not None:
+            cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype)
         y = _CausalConv1d.apply(flat, weight, bias, silu, place)
     return y.view(B, T, D)
 
@@ -92,9 +94,9 @@ class _Place(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _sequence_rows(offsets: tuple[int, ...], device: torch.device) -> ConvRows:
-    at = torch.arange(offsets[-1])
-    start = torch.tensor(offsets[:-1])
-    lengths = torch.tensor(offsets).diff()
+    at = torch.arange(offsets[-1], device="cpu")
+    bounds = torch.tensor(offsets, device="cpu")
+    start, lengths = bounds[:-1], bounds.diff()
     reach = at - torch.repeat_interleave(start, lengths)
     return ConvRows.build(reach, offsets[-1:], 0, device)
 
@@ -118,8 +120,8 @@ def _context_reach(context: FLACPContext) -> tuple[Tensor]:
 
 def _reach(cu_seqlens: tuple[int, ...], ranges: Ranges) -> Tensor:
     """`ConvRows.reach` of the tokens in `ranges`."""
-    token = torch.cat([torch.arange(lo, hi) for lo, hi in ranges] or [torch.arange(0)])
-    cu = torch.tensor(cu_seqlens)
+    cu = torch.tensor(cu_seqlens, device="cpu")
+    token = torch.cat([torch.arange(lo, hi, device="cpu") for lo, hi in ranges or [(0, 0)]])
     return token - cu[torch.searchsorted(cu, token, right=True) - 1]
 
 
@@ -184,6 +186,8 @@ def _compiled_halo(x: Tensor, width: int, context: FLACPContext | None) -> Tenso
 def _halo_tables(x: Tensor, context: Tensor, sizes: Tensor, width: int) -> tuple[Tensor, Tensor]:
     found = context_of(context)
     assert found is not None and found.halo is not None
+    found.check_alive()
+    found.before("causal_conv1d", D=x.shape[1], W=width + 1, dtype=x.dtype)
     rows, take = found.halo.gather_tables(x.device)
     return rows.clone(), take.clone()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import library, library_sharded
 from ..autograd import DeltaRuleFunction
 from ..backend import resolve
-from ..context import FLACPContext, Handle
+from ..context import FLACPContext, Handle, compare_ranks
 from ..packing import Packing
 from ..rule import DeltaRule, accumulator
 from ..stages.intra import Inputs
@@ -117,6 +117,8 @@ def chunk(
     )
     backend = resolve(impl, q.device, q.dtype)
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    if cp_context is not None and not torch.compiler.is_compiling():  # else the op does
+        compare_ranks(cp_context, *member, (HV, K, V), q.dtype, initial_state, output_final_state)
     rule = _rule_fields(
         member,
         K,

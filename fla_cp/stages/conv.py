@@ -39,10 +39,11 @@ class ConvRows(NamedTuple):
         """reach: on the host, or as it is to be read."""
         count, total = len(lengths), sum(lengths)
         ranges = torch.repeat_interleave(
-            torch.arange(count), torch.tensor(lengths, dtype=torch.int64)
+            torch.arange(count, device="cpu"),
+            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
         )
-        is_halo = torch.ones(total + count * width, dtype=torch.bool)
-        rows = torch.arange(total) + (ranges + 1) * width
+        is_halo = torch.ones(total + count * width, dtype=torch.bool, device="cpu")
+        rows = torch.arange(total, device="cpu") + (ranges + 1) * width
         is_halo[rows] = False
         halo = is_halo.nonzero()[:, 0]
         return cls(
