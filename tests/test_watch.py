@@ -339,8 +339,9 @@ class Lines:
         self.thread.start()
 
     def read(self, stream):
-        for line in stream:
-            self.lines.append(line.rstrip())
+        with stream:
+            for line in stream:
+                self.lines.append(line.rstrip())
 
     def wait_for(self, pattern, process, start=0, timeout=240):
         """The line that matches, among those from number `start` on."""
@@ -388,8 +389,8 @@ def test_stopped_ranks_are_named_and_end_the_run(tmp_path):
         text=True,
         start_new_session=True,
     )
+    lines = Lines(process)
     try:
-        lines = Lines(process)
         lines.wait_for(r"step +1/", process)
         ranks = rank_pids(process.pid)
         start = len(lines.lines)
@@ -408,3 +409,4 @@ def test_stopped_ranks_are_named_and_end_the_run(tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        lines.thread.join(WAIT)
