@@ -12,8 +12,10 @@ import dataclasses
 import difflib
 import io
 import json
+import os
 import tomllib
 import types
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,29 @@ class UserError(ValueError):
 
 def _short(*flags: str) -> Any:
     return tyro.conf.arg(aliases=flags)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how fast a named size trains where the user does not say otherwise.
+
+    The recipes of 340M and 1.3B are for batches of about 0.5 million tokens and AdamW, as models of
+    these sizes are commonly trained; tiny's is for the bytes of `stdlib` on a CPU.
+    """
+
+    lr: float
+    warmup_steps: int
+    max_steps: int
+
+
+RECIPES = {
+    "tiny": Recipe(lr=4e-3, warmup_steps=20, max_steps=150),
+    "340M": Recipe(lr=1e-3, warmup_steps=1024, max_steps=20480),
+    "1.3B": Recipe(lr=4e-4, warmup_steps=2000, max_steps=100_000),
+}
+
+SEEDS = 2**32
+"""Seeds are below this: NumPy's global generator, which accelerate seeds, takes no larger one."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +146,13 @@ class ParallelConfig:
 class OptimConfig:
     """AdamW with linear warm-up and a cosine decay over run.max_steps."""
 
-    lr: Annotated[float, _short("--lr")] = 4e-3
-    """Peak learning rate."""
+    lr: Annotated[float | None, _short("--lr")] = None
+    """Peak learning rate. None: by model size, 4e-3, 1e-3 or 4e-4."""
     min_lr_ratio: float = 0.1
     """Last learning rate, as a share of the peak."""
-    warmup_steps: Annotated[int, _short("--warmup-steps")] = 20
-    """Steps of linear warm-up."""
+    warmup_steps: Annotated[int | None, _short("--warmup-steps")] = None
+    """Steps of linear warm-up. None: by model size, 20, 1024 or 2000, but at most a fifth of
+    run.max_steps."""
     weight_decay: float = 0.1
     """Decay of matrices; norms, biases, A_log and dt_bias have none."""
     beta1: float = 0.9
@@ -143,10 +169,11 @@ class OptimConfig:
 class RunConfig:
     """How long to train, and what is written where."""
 
-    max_steps: Annotated[int, _short("--max-steps")] = 150
-    """Optimiser steps of the whole run, those before a resume included."""
+    max_steps: Annotated[int | None, _short("--max-steps")] = None
+    """Optimiser steps of the whole run, those before a resume included. None: by model size, 150,
+    20480 or 100000."""
     seed: Annotated[int, _short("--seed")] = 0
-    """Seed of the weights and of the order of the data."""
+    """Seed of the weights and of the order of the data, below 2^32."""
     eval_every: Annotated[int, _short("--eval-every")] = 25
     """Steps between held-out losses; also before the first and after the last. 0: never."""
     checkpoint_every: Annotated[int, _short("--checkpoint-every")] = 0
@@ -212,15 +239,28 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
             default=default,
             console_outputs=not quiet,
         )
-    config = dataclasses.replace(config, config=None)
+    config = with_recipe(dataclasses.replace(config, config=None))
     validate(config)
     return config
+
+
+def with_recipe(config: TrainConfig) -> TrainConfig:
+    """The configuration with what was left to the model's size filled in from `RECIPES`."""
+    recipe, optim, run = RECIPES[config.model.size], config.optim, config.run
+    if run.max_steps is None:
+        run = dataclasses.replace(run, max_steps=recipe.max_steps)
+    if optim.lr is None:
+        optim = dataclasses.replace(optim, lr=recipe.lr)
+    if optim.warmup_steps is None:
+        steps = min(recipe.warmup_steps, max(run.max_steps, 0) // 5)
+        optim = dataclasses.replace(optim, warmup_steps=steps)
+    return dataclasses.replace(config, optim=optim, run=run)
 
 
 def load_toml(path: Path) -> TrainConfig:
     """The configuration in a TOML file: the defaults with the file's values. Raises UserError."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--config: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -239,8 +279,9 @@ def to_toml(config: TrainConfig) -> str:
         for item in dataclasses.fields(value):
             entry = getattr(value, item.name)
             if entry is not None:
-                # a JSON string, number or boolean is the same in TOML
-                lines.append(f"{item.name} = {json.dumps(entry, ensure_ascii=False)}")
+                # a JSON string, number or boolean is the same in TOML, but for DEL
+                value_text = json.dumps(entry, ensure_ascii=False).replace("\x7f", "\\u007f")
+                lines.append(f"{item.name} = {value_text}")
         lines.append("")
     return "\n".join(lines)
 
@@ -283,6 +324,28 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
     raise UserError(f"{where} must be {' or '.join(wanted)}, got {value!r}")
 
 
+def _check_texts(config: TrainConfig) -> None:
+    """Paths and names that a file system and config.toml can hold. Raises UserError."""
+    texts = (("--data", config.data.source), ("--resume", config.run.resume))
+    for flag, text in (*texts, ("--out", config.run.out)):
+        if text is None:
+            continue
+        if not text:
+            raise UserError(f"{flag} must not be empty, got {text!r}")
+        if any(unicodedata.category(letter) == "Cc" for letter in text):
+            raise UserError(f"{flag} must not hold control characters, got {text!r}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{flag} must be valid UTF-8, got {text!r}") from None
+    if config.run.out is not None:
+        folder = Path(config.run.out)
+        for path in (folder, *folder.parents):
+            if os.path.exists(path) and not os.path.isdir(path):
+                below = "" if path == folder else f": {path} is one"
+                raise UserError(f"--out must be a folder, not a file, got {config.run.out}{below}")
+
+
 def validate(config: TrainConfig) -> None:
     """Raises UserError with the flag, the rule and the value of the first broken rule."""
 
@@ -301,7 +364,9 @@ def validate(config: TrainConfig) -> None:
     at_least(1, seq_len=data.seq_len, global_batch_size=data.global_batch_size)
     at_least(1, micro_batch_size=data.micro_batch_size, eval_batches=data.eval_batches)
     at_least(1, max_steps=run.max_steps, log_every=run.log_every)
-    at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every, seed=run.seed)
+    at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
+    need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
+    _check_texts(config)
     at_least(0, warmup_steps=optim.warmup_steps, clip_norm=optim.clip_norm)
     need(run.keep_checkpoints >= 1, "--run.keep-checkpoints", "at least 1", run.keep_checkpoints)
     for name in ("notice_seconds", "timeout_seconds", "rendezvous_seconds"):

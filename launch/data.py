@@ -31,6 +31,7 @@ Batch = dict[str, Tensor]
 IGNORE = -100  # cross_entropy's own ignore_index
 HELD_OUT = 0.03
 MAX_TEXT_BYTES = 1 << 30
+SNIFFED_BYTES = 8192
 SPECS = ("stdlib", "text:PATH", "memmap:PATH", "synthetic")
 
 # Left out of `stdlib`: tests (repetitive), code tables and one file of prose (not code), installed
@@ -80,12 +81,20 @@ class PackedDataset(Dataset[Batch]):
 
     `dataset[i]` is a dict of CPU tensors: tokens int64 [T]; labels int64 [T], the next token of
     the same document or -100 where there is none in this split; cu_seqlens int32 [n+1] from 0 to
-    T, without empty documents. The last `< seq_len` tokens of the stream are left out.
+    T, without empty documents. The last `< seq_len` tokens of the stream are left out. notes: what
+    a user should know of how the data were read.
     Raises ValueError if `seq_len` < 1 or the stream does not fill one pack.
     """
 
     def __init__(
-        self, source: TokenSource, seq_len: int, *, first: int = 0, stop: int | None = None, name=""
+        self,
+        source: TokenSource,
+        seq_len: int,
+        *,
+        first: int = 0,
+        stop: int | None = None,
+        name: str = "",
+        notes: Sequence[str] = (),
     ):
         if seq_len < 1:
             raise ValueError(f"seq_len must be at least 1, got {seq_len}")
@@ -94,6 +103,7 @@ class PackedDataset(Dataset[Batch]):
         self.first = first
         self.stop = len(source) if stop is None else stop
         self.vocab_size = source.vocab_size
+        self.notes = tuple(notes)
         if self.stop - self.first < seq_len:
             raise ValueError(
                 f"{name or 'the data set'} has {self.stop - self.first} tokens, fewer than one "
@@ -125,8 +135,9 @@ def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDat
     """The packed data set that `spec` names.
 
     spec: `stdlib`, the bytes of the running Python's standard library, a document a file;
-    `text:PATH`, the bytes of a file or of each file below a folder; `memmap:PATH`, tokens written
-    by `write_memmap`; `synthetic`, generated from `seed`. Bytes are tokens 0..255.
+    `text:PATH`, the bytes of a file or of each text file below a folder, where binary files (with a
+    NUL in their first 8 KiB) and files that cannot be read are skipped with a note; `memmap:PATH`,
+    tokens written by `write_memmap`; `synthetic`, generated from `seed`. Bytes are tokens 0..255.
     split: whole files are held out for `valid` by a hash of their relative path (about 3%), or
     the last 3% of the stream where there are too few files and for `memmap`. Only `synthetic`
     depends on `seed`.
@@ -136,6 +147,7 @@ def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDat
         raise ValueError(f"split must be 'train' or 'valid', got {split!r}")
     kind, _, path = spec.partition(":")
     name = f"the {split} split of {spec!r}"
+    notes: list[str] = []
     if spec == "stdlib":
         source = _byte_source(_held_out_split(_stdlib_files(), split))
         return PackedDataset(source, seq_len, name=name)
@@ -143,10 +155,12 @@ def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDat
         tokens, offsets, vocab_size = synthetic_source(seed, split)
         return PackedDataset(ArraySource(tokens, offsets, vocab_size), seq_len, name=name)
     if kind == "text" and path:
-        files = _text_files(Path(path))
+        files, skipped = _text_files(Path(path))
+        if skipped and split == "train":  # once: both splits skip the same
+            notes.append(_skipped_note(path, skipped))
         chosen = _held_out_split(files, split)
         if 0 < len(chosen) < len(files):
-            return PackedDataset(_byte_source(chosen), seq_len, name=name)
+            return PackedDataset(_byte_source(chosen), seq_len, name=name, notes=notes)
         source = _byte_source(files)
     elif kind == "memmap" and path:
         source = MemmapSource(Path(path))
@@ -154,7 +168,7 @@ def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDat
         raise ValueError(f"unknown data {spec!r}: expected one of {', '.join(SPECS)}")
     cut = len(source) - int(len(source) * HELD_OUT)
     first, stop = (0, cut) if split == "train" else (cut, len(source))
-    return PackedDataset(source, seq_len, first=first, stop=stop, name=name)
+    return PackedDataset(source, seq_len, first=first, stop=stop, name=name, notes=notes)
 
 
 class StepBatchSampler(Sampler[list[int]]):
@@ -261,15 +275,42 @@ def _stdlib_files() -> list[File]:
     return files
 
 
-def _text_files(path: Path) -> list[File]:
+def _text_files(path: Path) -> tuple[list[File], list[str]]:
+    """The files to read, and the names of those in the folder that are skipped. A file that is
+    named itself is taken whatever it holds."""
     if path.is_file():
-        return [(path.name, path)]
+        return [(path.name, path)], []
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"text: {path} must be a file or a folder, not a device, pipe or socket")
     if not path.is_dir():
         raise ValueError(f"text: no file or folder at {path}")
-    files = _walk(path, lambda name: not name.startswith("."))
-    if not files:
+    found = _walk(path, lambda name: not name.startswith("."))
+    if not found:
         raise ValueError(f"text: no files below {path} (hidden ones are left out)")
-    return files
+    files = [file for file in found if _is_text(file[1])]
+    kept = set(files)
+    skipped = [name for name, file in found if (name, file) not in kept]
+    if not files:
+        raise ValueError(
+            f"text: all {len(found)} files below {path} are binary or cannot be read, "
+            f"{skipped[0]!r} among them; name a single file to train on its bytes all the same"
+        )
+    return files, skipped
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file can be read and has no NUL where text would show one, as grep decides."""
+    try:
+        with open(path, "rb") as file:
+            return b"\0" not in file.read(SNIFFED_BYTES)
+    except OSError:
+        return False
+
+
+def _skipped_note(path: str, skipped: Sequence[str]) -> str:
+    names = ", ".join(map(repr, skipped[:3])) + (", .." if len(skipped) > 3 else "")
+    files = f"{len(skipped)} file{'s' * (len(skipped) > 1)}"
+    return f"note: skipped {files} below {path} that are binary or cannot be read: {names}"
 
 
 def _walk(root: Path, keep: Callable[[str], bool]) -> list[File]:

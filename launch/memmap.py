@@ -20,6 +20,7 @@ import numpy as np
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET = np.dtype("<i8")
+OFFSETS_BLOCK = 1 << 20
 
 
 def write_memmap(
@@ -55,7 +56,8 @@ class MemmapSource:
     """The token source of a file written by `write_memmap`, or of any with such a sidecar.
 
     Raises ValueError that names the file and the rule it breaks: on opening for sizes, dtype,
-    vocabulary and the ends of the offsets; on reading for a token outside the vocabulary.
+    vocabulary, the sidecar's types and the offsets, which are read through once; on reading for a
+    token outside the vocabulary.
     """
 
     def __init__(self, path: Path):
@@ -64,14 +66,9 @@ class MemmapSource:
         for file in (self.bin, sidecar):
             if not file.is_file():
                 raise ValueError(f"memmap: no file at {file}")
-        try:
-            meta = json.loads(sidecar.read_text())
-            dtype, self.vocab_size = meta["dtype"], meta["vocab_size"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{sidecar} must hold dtype and vocab_size: {error!r}") from error
+        meta = _sidecar(sidecar)
+        dtype, self.vocab_size = meta["dtype"], meta["vocab_size"]
         _check_vocab(self.vocab_size, dtype, str(sidecar))
-        if unknown := set(meta) - {"dtype", "vocab_size", "eos_id", "offsets"}:
-            raise ValueError(f"{sidecar}: unknown keys {sorted(unknown)}")
         self.dtype = DTYPES[dtype]
         size, remainder = divmod(self.bin.stat().st_size, self.dtype.itemsize)
         if remainder or not size:
@@ -81,7 +78,8 @@ class MemmapSource:
             )
         self.size = size
         self.eos_id = meta.get("eos_id")
-        self.offsets_file = base.parent / meta["offsets"] if "offsets" in meta else None
+        offsets = meta.get("offsets")
+        self.offsets_file = None if offsets is None else base.parent / offsets
         if self.eos_id is not None and self.offsets_file is not None:
             raise ValueError(f"{sidecar}: give eos_id or offsets, not both")
         if self.eos_id is not None and not 0 <= self.eos_id < self.vocab_size:
@@ -102,6 +100,15 @@ class MemmapSource:
                 f"{file}: must go from 0 to the {self.size} tokens of {self.bin.name}, "
                 f"got {self._offsets[0]} to {self._offsets[-1]}"
             )
+        for start in range(0, length - 1, OFFSETS_BLOCK):
+            block = self._offsets[start : start + OFFSETS_BLOCK + 1]
+            falls = np.flatnonzero(block[1:] < block[:-1])
+            if falls.size:
+                at = int(falls[0])
+                raise ValueError(
+                    f"{file}: offsets must not decrease, got {block[at]} then {block[at + 1]} at "
+                    f"index {start + at}"
+                )
 
     # Opened on first use, and dropped by pickling: a data loader's worker process maps the file
     # itself instead of receiving a copy of its contents.
@@ -136,10 +143,32 @@ class MemmapSource:
         if self.offsets_file is None:
             return np.empty(0, dtype=np.int64)
         first, last = np.searchsorted(self._offsets, [start, stop], side="right")
-        found = np.asarray(self._offsets[first:last])
-        if np.any(np.diff(found) < 0):
-            raise ValueError(f"{self.offsets_file}: offsets decrease between {first} and {last}")
-        return np.unique(found)
+        return np.unique(np.asarray(self._offsets[first:last]))
+
+
+def _sidecar(file: Path) -> dict[str, Any]:
+    """The contents of PATH.json, each of its type. Raises ValueError."""
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} must be JSON that holds dtype and vocab_size: {error}") from error
+    if not isinstance(meta, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(meta).__name__}")
+    kinds: dict[str, type] = {"dtype": str, "vocab_size": int, "eos_id": int, "offsets": str}
+    if unknown := set(meta) - set(kinds):
+        raise ValueError(f"{file}: unknown keys {sorted(unknown)}")
+    meta = {name: value for name, value in meta.items() if value is not None}
+    for name in ("dtype", "vocab_size"):
+        if name not in meta:
+            raise ValueError(f"{file} must hold dtype and vocab_size, but has no {name}")
+    for name, value in meta.items():
+        # JSON's true is an int in Python
+        if type(value) is not kinds[name]:
+            wanted = {str: "a string", int: "an integer"}[kinds[name]]
+            raise ValueError(f"{file}: {name} must be {wanted}, got {value!r}")
+    if meta.get("offsets") == "" or "\0" in meta.get("offsets", ""):
+        raise ValueError(f"{file}: offsets must name a file, got {meta['offsets']!r}")
+    return meta
 
 
 def _check_vocab(vocab_size: int, dtype: str, where: str = "memmap") -> None:

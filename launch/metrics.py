@@ -79,7 +79,7 @@ class RunLog:
 
     def __init__(self, run: Path, config: RunConfig, ranks: Ranks, start_step: int | None) -> None:
         self.run, self.config = run, config
-        self.main = ranks.rank == 0
+        self.main, self.sharded = ranks.rank == 0, ranks.cp > 1
         self.tracker = _tensorboard(run, ranks) if config.tensorboard else None
         self.bar = None
         self.rows: list[dict[str, Any]] = []
@@ -120,14 +120,14 @@ class RunLog:
 
     def _show(self, m: Metrics) -> None:
         if self.bar is not None and m.step > 0:
-            self.bar.set_postfix_str(_brief(m), refresh=False)
+            self.bar.set_postfix_str(_brief(m, self.sharded), refresh=False)
             self.bar.update()
         held_out = m.eval_loss is not None
         turn = m.step % self.config.log_every == 0 or m.step in (1, self.config.max_steps)
         if held_out or (self.bar is None and turn):
             text = f"step {m.step:>5}/{self.config.max_steps}"
             if m.step > 0:
-                text += f"  {_brief(m)}"
+                text += f"  {_brief(m, self.sharded)}"
             self.print(text + (f"  held-out {m.eval_loss:.4f}" if held_out else ""))
 
     def close(self) -> None:
@@ -141,7 +141,8 @@ class RunLog:
             self.tracker.get_tracker("tensorboard").finish()
 
 
-def _brief(m: Metrics) -> str:
+def _brief(m: Metrics, sharded: bool) -> str:
+    """One line; with the time of exchanges where sequences are sharded."""
     parts = [
         f"loss {m.loss:.4f}",
         f"norm {m.grad_norm:.2f}",
@@ -149,8 +150,9 @@ def _brief(m: Metrics) -> str:
         f"{_thousands(m.tokens_per_second)} tokens/s",
         f"({_thousands(m.tokens_per_second_per_gpu)} a rank)",
         f"{m.peak_memory_bytes / 2**30:.2f} GiB",
-        f"exchange {m.exchange_ms:.1f} ms",
     ]
+    if sharded:
+        parts.append(f"exchange {m.exchange_ms:.1f} ms")
     if m.skipped:
         parts.append(f"skipped {m.skipped}")
     return "  ".join(parts)

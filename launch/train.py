@@ -24,6 +24,7 @@ if __package__ in (None, ""):  # run by path from a clone: this folder is on sys
 import torch
 from accelerate.utils import set_seed
 
+from fla_cp.backend import resolve
 from fla_cp.comm import measure_exchange
 from launch import checkpoint, restart
 from launch.config import TrainConfig, UserError, parse, to_toml
@@ -65,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_parity(config: TrainConfig, ranks: Ranks) -> int:
     """Runs --check-parity; 0 if it holds, 1 if it fails."""
+    check_impl(config, ranks)
+    dataset = load_data(config, "train", ranks)
     run, _ = open_run(config, ranks)
-    dataset = load_data(config, "train")
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     if ranks.rank == 0:
         print(f"{describe(ranks, dtype)}; comparing {config.parity.steps} steps with one rank")
@@ -79,19 +81,39 @@ def check_parity(config: TrainConfig, ranks: Ranks) -> int:
     return int(ranks.host_max([failed])[0])
 
 
-def load_data(config: TrainConfig, split: str) -> PackedDataset:
-    """The packs of one split. Raises UserError where the data set cannot be had."""
+def check_impl(config: TrainConfig, ranks: Ranks) -> None:
+    """Raises UserError where this device cannot run --impl."""
     try:
-        return build_dataset(config.data.source, config.data.seq_len, split, config.run.seed)
+        resolve(config.model.impl, ranks.device, compute_dtype(config.parallel.dtype, ranks.device))
+    except ValueError as error:
+        raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
+
+
+def load_data(config: TrainConfig, split: str, ranks: Ranks) -> PackedDataset:
+    """The packs of one split. Raises UserError, on all ranks, where one of them cannot have it.
+
+    Called before a run folder is made, so that a mistake leaves none behind. Collective.
+    """
+    dataset, problem = None, ""
+    try:
+        dataset = build_dataset(config.data.source, config.data.seq_len, split, config.run.seed)
     except (ValueError, OSError) as error:
-        raise UserError(f"--data: {error}") from error
+        problem = str(error)
+    problems = ranks.gather(problem)
+    for rank, text in enumerate(problems):
+        if text:
+            everywhere = len(set(problems)) == 1
+            raise UserError(f"--data: {text}" + ("" if everywhere else f" (on rank {rank})"))
+    assert dataset is not None
+    return dataset
 
 
 def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
     """The run folder and the checkpoint to resume from, the same on all ranks.
 
     Rank 0 looks, makes the folder and writes config.toml. Raises UserError, on all ranks, for a
-    --resume path without a checkpoint or a folder that holds another run.
+    --resume path without a checkpoint, for one of a later step than --max-steps, or for a folder
+    that holds another run or cannot be written.
     """
     answer = {"run": "", "found": "", "problem": ""}
     launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
@@ -107,14 +129,23 @@ def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
                     f"--out {run} already holds a run; continue it with --resume auto, or name "
                     "another folder"
                 )
+            if found is not None and not config.parity.check:
+                done = checkpoint.step_of(found)
+                if done > config.run.max_steps:
+                    raise UserError(
+                        f"--max-steps must be at least {done}, the step of the resumed checkpoint "
+                        f"{found}, got {config.run.max_steps}"
+                    )
             run.mkdir(parents=True, exist_ok=True)
             resolved = dataclasses.replace(config.run, out=str(run))
             text = to_toml(dataclasses.replace(config, run=resolved))
-            (run / "config.toml").write_text(text)
+            (run / "config.toml").write_text(text, encoding="utf-8")
             restart.claim(run, launchers)
             answer |= {"run": str(run), "found": str(found or "")}
-        except (UserError, OSError) as error:
+        except UserError as error:
             answer["problem"] = str(error)
+        except OSError as error:
+            answer["problem"] = f"--out: {error}"
     answer = json.loads(ranks.broadcast(json.dumps(answer)))
     if answer["problem"]:
         raise UserError(answer["problem"])
@@ -151,10 +182,11 @@ def stop_on_signal() -> Iterator[list[int]]:
 
 def train(config: TrainConfig, ranks: Ranks) -> int:
     """Trains to --max-steps or until asked to stop; writes everything into the run folder."""
+    check_impl(config, ranks)
+    data = load_data(config, "train", ranks)
+    valid = load_data(config, "valid", ranks) if config.run.eval_every else None
     run, found = open_run(config, ranks)
     set_seed(config.run.seed)
-    data = load_data(config, "train")
-    valid = load_data(config, "valid") if config.run.eval_every else None
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     model = build_model(config.model, data.vocab_size, config.run.seed).to(ranks.device)
     parameters = sum(p.numel() for p in model.parameters())
@@ -166,7 +198,15 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
         f"model {config.model.size}: {parameters / 1e6:.2f} M parameters, {model.shape}",
         f"data {config.data.source}: {len(data)} packs of {config.data.seq_len} tokens, "
         f"vocabulary {data.vocab_size}; {tokens_per_step(config)} tokens a step",
+        *data.notes,
+        *(valid.notes if valid is not None else ()),
     ]
+    if whole_packs(config):
+        notes.append(
+            f"note: each of the {config.parallel.cp} cp ranks holds whole packs, so no state "
+            "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
+            "(--micro-batch-size 1) would be sharded"
+        )
     progress = checkpoint.Progress()
     if found is not None:
         differences = checkpoint.check_matches(found, config, data.vocab_size)
@@ -192,6 +232,15 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
 
 def tokens_per_step(config: TrainConfig) -> int:
     return config.data.global_batch_size * config.data.seq_len
+
+
+def whole_packs(config: TrainConfig) -> bool:
+    """Whether the ranks of a cp group cut a micro-batch between packs only: they then hold whole
+    documents, and exchange no states."""
+    cp, data = config.parallel.cp, config.data
+    packs = data.micro_batch_size or data.global_batch_size // config.parallel.dp
+    pieces = 2 * cp if config.parallel.layout == "zigzag" else cp
+    return cp > 1 and packs % pieces == 0
 
 
 class Loop:

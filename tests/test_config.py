@@ -6,6 +6,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from launch.config import (
+    RECIPES,
     ModelConfig,
     OptimConfig,
     TrainConfig,
@@ -48,7 +49,7 @@ OTHER = [
 def test_short_names_are_the_long_ones(short):
     config = parse(short.split())
     assert config == parse(SHORT[short].split())
-    assert config != TrainConfig()
+    assert config != parse([])
 
 
 def test_toml_round_trip(tmp_path):
@@ -115,12 +116,56 @@ def test_missing_toml():
             "--global-batch-size 8 --dp-shard 2 --micro-batch-size 3",
             "--micro-batch-size must be a divisor of the 4 packs of a data-parallel rank, got 3",
         ),
+        ("--seed 4294967296", r"--seed must be at least 0 and below 2\^32, got 4294967296"),
+        ("--seed -1", r"--seed must be at least 0 and below 2\^32, got -1"),
         ("--cp 64 --seq-len 16", "--cp must be at most the 32 tokens of a micro-batch"),
     ],
 )
 def test_broken_rules_name_flag_rule_and_value(flags, message):
     with pytest.raises(UserError, match=message):
         parse(flags.split())
+
+
+@pytest.mark.parametrize(
+    "flag,text,message",
+    [
+        ("--out", "", "--out must not be empty, got ''"),
+        ("--out", "a\nb", r"--out must not hold control characters, got 'a\\nb'"),
+        ("--out", "a\x00b", r"--out must not hold control characters, got 'a\\x00b'"),
+        ("--out", "a\udcff", r"--out must be valid UTF-8, got 'a\\udcff'"),
+        ("--out", "FILE", "--out must be a folder, not a file, got .*file$"),
+        ("--out", "FILE/run", r"--out must be a folder, not a file, got .*run: .*file is one"),
+        ("--data", "text:a\tb", "--data must not hold control characters"),
+        ("--resume", "", "--resume must not be empty"),
+    ],
+)
+def test_paths_that_no_run_can_have(tmp_path, flag, text, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=message):
+        parse([flag, text.replace("FILE", str(tmp_path / "file"))])
+
+
+def test_odd_paths_survive_toml(tmp_path):
+    for name in ('a "b" c', "back\\slash", "ümlaut", "tail ", "#no comment"):
+        config = parse(["--out", str(tmp_path / name), "--data", f"text:{name}"])
+        (tmp_path / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        assert load_toml(tmp_path / "config.toml") == config
+
+
+def test_rates_and_steps_follow_the_model_size(tmp_path):
+    for size, recipe in RECIPES.items():
+        config = parse(["--model", size])
+        found = (config.optim.lr, config.optim.warmup_steps, config.run.max_steps)
+        assert found == dataclasses.astuple(recipe)
+    assert len({recipe.lr for recipe in RECIPES.values()}) == len(RECIPES)
+    # a flag or a file wins, and a short run has a short warm-up
+    config = parse(["--model", "340M", "--max-steps", "24", "--lr", "0.5"])
+    assert (config.optim.lr, config.optim.warmup_steps, config.run.max_steps) == (0.5, 4, 24)
+    assert parse(["--max-steps", "3", "--warmup-steps", "9"]).optim.warmup_steps == 9
+    path = tmp_path / "config.toml"
+    path.write_text("[model]\nsize = '1.3B'\n[optim]\nlr = 0.25\n")
+    config = parse(["--config", str(path)])
+    assert (config.optim.lr, config.run.max_steps) == (0.25, RECIPES["1.3B"].max_steps)
 
 
 @pytest.mark.parametrize("flags", ["--cpp 4", "--model 7B", "--cp x", "--config"])
@@ -150,7 +195,7 @@ def test_help_says_what_each_field_is(capsys):
 
 
 def test_sizes_and_overrides():
-    assert tuple(SHAPES) == get_args(get_type_hints(ModelConfig)["size"])
+    assert tuple(SHAPES) == get_args(get_type_hints(ModelConfig)["size"]) == tuple(RECIPES)
     shape = shape_of(ModelConfig(size="340M", layers=2, tie_embeddings=True))
     assert shape == dataclasses.replace(SHAPES["340M"], layers=2, tie_embeddings=True)
 

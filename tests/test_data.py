@@ -1,5 +1,6 @@
 """launch/data.py: packing, splits, sources, the step sampler, collation and the batch hash."""
 
+import os
 import pickle
 import time
 from itertools import chain, islice, pairwise
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+import launch.data
+import launch.memmap
 from launch.data import (
     ArraySource,
     PackedDataset,
@@ -38,7 +41,7 @@ def write_text_folder(root, files=200, size=300):
     for i in range(files):
         path = root / f"part{i % 7}" / f"file{i}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes((i + j) % 251 for j in range(size + i)))
+        path.write_bytes(bytes(1 + (i + j) % 251 for j in range(size + i)))  # NUL is for binaries
     return root
 
 
@@ -133,6 +136,36 @@ def test_text_splits_share_no_file_and_cover_all(tmp_path):
     assert 1 <= len(lengths[1]) <= 20
 
 
+def test_binary_and_unreadable_files_of_a_folder_are_skipped_with_a_note(tmp_path, monkeypatch):
+    root = write_text_folder(tmp_path)
+    kept = len(build_dataset(f"text:{root}", 64, "train", seed=0).source)
+    assert build_dataset(f"text:{root}", 64, "train", seed=0).notes == ()
+    for i in range(4):
+        (root / f"image{i}.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00" * 100)
+    (root / "dangling").symlink_to(root / "nowhere")
+    os.mkfifo(root / "pipe")  # reading it would wait for ever
+    late = root / "late.bin"
+    late.write_bytes(b"x" * 8192 + b"\x00")  # as for grep, what comes first decides
+    held_out = launch.data._held_out_split([("late.bin", late)], "valid")
+    train = build_dataset(f"text:{root}", 64, "train", seed=0)
+    assert len(train.source) == kept + (0 if held_out else 8193)
+    (note,) = train.notes
+    assert note == (
+        f"note: skipped 4 files below {root} that are binary or cannot be read: "
+        "'image0.png', 'image1.png', 'image2.png', .."
+    )
+    assert build_dataset(f"text:{root}", 64, "valid", seed=0).notes == ()
+
+    def refuse(path, *args):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(ValueError, match=r"all 205 files below .* are binary or cannot be read"):
+        build_dataset(f"text:{root}", 64, "train", seed=0)
+    with pytest.raises(ValueError, match="pipe must be a file or a folder, not a device, pipe"):
+        build_dataset(f"text:{root / 'pipe'}", 64, "train", seed=0)
+
+
 def test_single_text_file_holds_out_its_tail(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes(bytes(i % 256 for i in range(1000)))
@@ -207,8 +240,18 @@ def test_memmap_is_not_read_ahead_and_pickles_small(tmp_path):
 @pytest.mark.parametrize(
     "meta, message",
     [
-        ("not json", "must hold dtype and vocab_size"),
-        ('{"dtype": "uint16"}', "must hold dtype and vocab_size"),
+        ("not json", "must be JSON that holds dtype and vocab_size"),
+        ("\udcff", "must be JSON that holds dtype and vocab_size"),
+        ("[" * 100_000, "must be JSON that holds dtype and vocab_size"),
+        ('{"dtype": "uint16"}', "must hold dtype and vocab_size, but has no vocab_size"),
+        ('["uint16", 8]', "must hold a JSON object, got list"),
+        ('{"dtype": ["uint16"], "vocab_size": 8}', r"dtype must be a string, got \['uint16'\]"),
+        ('{"dtype": "uint16", "vocab_size": "8"}', "vocab_size must be an integer, got '8'"),
+        ('{"dtype": "uint16", "vocab_size": true}', "vocab_size must be an integer, got True"),
+        ('{"dtype": "uint16", "vocab_size": 8, "eos_id": 1.5}', "eos_id must be an integer"),
+        ('{"dtype": "uint16", "vocab_size": 8, "eos_id": true}', "eos_id must be an integer"),
+        ('{"dtype": "uint16", "vocab_size": 8, "offsets": 3}', "offsets must be a string, got 3"),
+        ('{"dtype": "uint16", "vocab_size": 8, "offsets": ""}', "offsets must name a file"),
         ('{"dtype": "int8", "vocab_size": 8}', "dtype must be one of uint16, uint32, got 'int8'"),
         ('{"dtype": "uint16", "vocab_size": 70000}', r"vocab_size must lie in \[1, 65536\]"),
         ('{"dtype": "uint32", "vocab_size": 8}', "must be a positive multiple of 4 bytes, got 6"),
@@ -225,21 +268,37 @@ def test_memmap_is_not_read_ahead_and_pickles_small(tmp_path):
 def test_malformed_memmaps_are_named(meta, message, tmp_path):
     np.array([1, 2, 3], dtype=np.uint16).tofile(tmp_path / "t.bin")
     np.array([0, 4], dtype=np.int64).tofile(tmp_path / "o")
-    (tmp_path / "t.json").write_text(meta)
+    (tmp_path / "t.json").write_bytes(meta.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=message):
         MemmapSource(tmp_path / "t")
 
 
-def test_memmap_tokens_and_offsets_are_checked_where_they_are_read(tmp_path):
+def test_memmap_tokens_are_checked_where_they_are_read(tmp_path):
     np.array([1, 9, 3, 4], dtype=np.uint16).tofile(tmp_path / "t.bin")
-    np.array([0, 3, 1, 4], dtype=np.int64).tofile(tmp_path / "t.offsets")
-    meta = '{"dtype": "uint16", "vocab_size": 8, "offsets": "t.offsets"}'
-    (tmp_path / "t.json").write_text(meta)
+    (tmp_path / "t.json").write_text('{"dtype": "uint16", "vocab_size": 8}')
     source = MemmapSource(tmp_path / "t")
     with pytest.raises(ValueError, match="token 9 at position 1 is outside the vocabulary of 8"):
         source.read(0, 4)
-    with pytest.raises(ValueError, match="offsets decrease"):
-        source.starts(0, 4)
+
+
+@pytest.mark.parametrize("block", [1 << 20, 2])
+@pytest.mark.parametrize(
+    "offsets, message",
+    [
+        ([0, 3, 1, 4], r"offsets must not decrease, got 3 then 1 at index 1"),
+        ([0, 9, 4], r"offsets must not decrease, got 9 then 4 at index 1"),  # leaves the file
+        ([0, 1, -5, 4], r"offsets must not decrease, got 1 then -5 at index 1"),
+        ([0, 1, 9], r"must go from 0 to the 4 tokens of t.bin, got 0 to 9"),
+    ],
+)
+def test_memmap_offsets_are_checked_on_opening(offsets, message, block, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.memmap, "OFFSETS_BLOCK", block)
+    np.array([1, 2, 3, 4], dtype=np.uint16).tofile(tmp_path / "t.bin")
+    np.array(offsets, dtype=np.int64).tofile(tmp_path / "t.offsets")
+    meta = '{"dtype": "uint16", "vocab_size": 8, "offsets": "t.offsets", "eos_id": null}'
+    (tmp_path / "t.json").write_text(meta)
+    with pytest.raises(ValueError, match=message):
+        MemmapSource(tmp_path / "t")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch
 
 import launch.parity
 import launch.train
+from fla_cp import contiguous_token_ranges, zigzag_token_ranges
 from launch.config import UserError, load_toml, parse
 from launch.distributed import launch as launch_ranks
 from launch.metrics import read_metrics
@@ -339,6 +340,57 @@ def test_wrong_number_of_ranks_names_the_command(monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"torchrun --nnodes 2 --nproc-per-node 2 launch/train\.py"):
         launch_ranks(parallel, argv)
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ("--data nothing", "--data: unknown data 'nothing': expected one of "),
+        ("--data text:EMPTY", "--data: text: no files below "),
+        ("--impl triton", "--impl with --device cpu: impl='triton' runs on CUDA devices, got cpu"),
+    ],
+)
+@pytest.mark.parametrize("parity", [[], ["--check-parity"]])
+def test_mistakes_leave_no_folder(flags, message, parity, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (tmp_path / "empty").mkdir()
+    flags = flags.replace("EMPTY", str(tmp_path / "empty")).split()
+    assert run_here(*text, *flags, *parity) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
+    assert run_here(*text, *flags, *parity, "--out", "named") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_fewer_steps_than_the_resumed_ones_are_refused(reference, text, tmp_path, capsys):
+    before = (reference / "config.toml").read_text()
+    flags = ["--resume", "auto", "--out", str(reference), "--max-steps", "19"]
+    assert run_here(*text, *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --max-steps must be at least 20, the step of the resumed")
+    assert line.endswith("step-00000020, got 19")
+    assert (reference / "config.toml").read_text() == before
+
+
+def test_whole_packs_say_why_nothing_is_exchanged():
+    """Such a run exchanges nothing; any other split of packs says nothing."""
+
+    def told(flags):
+        config = parse([*BASE, *flags.split()])
+        total = (config.data.micro_batch_size or 2) * config.data.seq_len
+        cut = zigzag_token_ranges if config.parallel.layout == "zigzag" else contiguous_token_ranges
+        ranges = cut(total, config.parallel.cp)
+        at_packs = all(edge % 150 == 0 for r in ranges for lo_hi in r for edge in lo_hi)
+        assert launch.train.whole_packs(config) == (at_packs and config.parallel.cp > 1)
+        return at_packs
+
+    assert told("--cp 2")
+    assert not told("--cp 2 --micro-batch-size 1")
+    assert not told("--cp 4")
+    assert not told("--cp 2 --parallel.layout zigzag")
+    assert told("--cp 2 --parallel.layout zigzag --global-batch-size 4 --micro-batch-size 4")
+    assert told("--cp 1")
 
 
 @pytest.mark.slow
