@@ -11,6 +11,7 @@ import datetime
 import logging
 import os
 import shlex
+import signal
 import socket
 import sys
 import uuid
@@ -119,9 +120,10 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
         elastic_launch(launcher, sys.executable)(str(TRAIN), *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # one that a signal ended explains the others, which have lost it
-        killed = [(r, f) for r, f in error.failures.items() if f.exitcode < 0]
-        rank, failure = killed[0] if killed else (rank, failure)
+        if failure.exitcode == HUNG:  # it has lost another, which a signal may have ended
+            ended = {r: f for r, f in error.failures.items() if f.exitcode < 0}
+            others = [r for r, f in ended.items() if f.exitcode != -signal.SIGTERM]  # not ours
+            rank, failure = (others[0], ended[others[0]]) if others else (rank, failure)
         if failure.exitcode not in (1, 2, restart.DIVERGED, HUNG):  # such ranks have said why
             print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Trains on several hosts: sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 8 --dp-shard 2
 # One torchrun agent a host; --out must be on a file system that all hosts share.
+# MAX_RESTARTS: how often failed ranks start again from the newest checkpoint (default 0).
+# RDZV_TIMEOUT: seconds for which hosts wait for each other (default 120).
 #SBATCH --job-name=fla-cp-train
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:TERM@300
@@ -11,12 +13,15 @@ cd "${SLURM_SUBMIT_DIR:?run this with sbatch, from the root of the clone}"
 ranks_per_host="${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}"
 first_host="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
-srun torchrun \
+# A host whose only rank is stopped cannot end by itself when the others do.
+srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_JOB_NUM_NODES" \
   --nproc-per-node "$ranks_per_host" \
   --rdzv-id "$SLURM_JOB_ID" \
   --rdzv-backend c10d \
   --rdzv-endpoint "$first_host:${RDZV_PORT:-29400}" \
+  --rdzv-conf "join_timeout=${RDZV_TIMEOUT:-120}" \
+  --max-restarts "${MAX_RESTARTS:-0}" \
   launch/train.py --out "runs/slurm-$SLURM_JOB_ID" --resume auto "$@" &
 job=$!
 

@@ -200,7 +200,8 @@ class Watch:
             self.store.set(_VERDICT, "\n".join(record.to_json() for record in stopped) or "{}")
             _say(
                 f"error: the run is hung: no rank has made progress for {limits.timeout:.0f} s "
-                f"(--parallel.timeout-seconds): {explain(table, now, limits)}"
+                f"(--parallel.timeout-seconds): {explain(table, now, limits)}; all ranks end now, "
+                "stopped ones by SIGKILL"
             )
         elif own.idle >= self.due:
             self.due = 2 * own.idle

@@ -35,7 +35,7 @@ def losses(run):
 
 
 @pytest.mark.parametrize(
-    ("codes", "restarts", "calls", "code"),
+    "codes, restarts, calls, code",
     [
         ([0], 3, 1, 0),
         ([1, 4, 0], 3, 3, 0),
@@ -46,7 +46,7 @@ def losses(run):
         ([128 + signal.SIGTERM], 3, 1, 128 + signal.SIGTERM),
     ],
 )
-def test_only_failures_that_may_pass_are_repeated(codes, restarts, calls, code, monkeypatch, capsys):
+def test_failures_that_may_pass_are_repeated(codes, restarts, calls, code, monkeypatch, capsys):
     monkeypatch.setenv(restart.COUNT, "0")
     counts = []
 
@@ -100,7 +100,7 @@ def crash_in_call(number, monkeypatch):
 
 
 @pytest.mark.parametrize(  # before and after the first checkpoint
-    ("count", "step"), [(restart.COUNT, 7), ("TORCHELASTIC_RESTART_COUNT", 3)]
+    "count, step", [(restart.COUNT, 7), ("TORCHELASTIC_RESTART_COUNT", 3)]
 )
 def test_restarted_rank_finds_its_run(count, step, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

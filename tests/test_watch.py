@@ -339,8 +339,9 @@ class Lines:
         self.thread.start()
 
     def read(self, stream):
-        for line in stream:
-            self.lines.append(line.rstrip())
+        with stream:
+            for line in stream:
+                self.lines.append(line.rstrip())
 
     def wait_for(self, pattern, process, start=0, timeout=240):
         """The line that matches, among those from number `start` on."""
@@ -371,12 +372,16 @@ def rank_pids(launcher):
     return found
 
 
+NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
 @pytest.mark.slow
-def test_stopped_ranks_are_named_and_end_the_run(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPUS)])
+def test_stopped_ranks_are_named_and_end_the_run(device, tmp_path):
     """One run: rank 1 is stopped and goes on; then rank 0 is stopped and stays so."""
     flags = [
         *("--model.layers", "1", "--model.hidden-size", "16", "--model.num-heads", "1"),
-        *("--model.head-dim", "16", "--device", "cpu", "--data", "synthetic", "--seq-len", "64"),
+        *("--model.head-dim", "16", "--device", device, "--data", "synthetic", "--seq-len", "64"),
         *("--cp", "2", "--max-steps", "1000000", "--eval-every", "0", "--log-every", "1000000"),
         *("--parallel.notice-seconds", "3", "--parallel.timeout-seconds", "10"),
         *("--run.no-tensorboard", "--out", str(tmp_path / "run")),
@@ -388,8 +393,8 @@ def test_stopped_ranks_are_named_and_end_the_run(tmp_path):
         text=True,
         start_new_session=True,
     )
+    lines = Lines(process)
     try:
-        lines = Lines(process)
         lines.wait_for(r"step +1/", process)
         ranks = rank_pids(process.pid)
         start = len(lines.lines)
@@ -408,3 +413,4 @@ def test_stopped_ranks_are_named_and_end_the_run(tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        lines.thread.join(WAIT)
