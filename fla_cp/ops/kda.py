@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..arguments import check_lower_bound, check_tensors
 from ..backend import resolve
 from ..context import FLACPContext
 from ..rule import DeltaRule
 from ..validate import check_context, check_gate_only
-from .member import KDA, chunk, gate_of, recurrent
+from .member import KDA, chunk, gate_of, one_dim, recurrent
 
 
 def chunk_kda(
@@ -40,8 +41,8 @@ def chunk_kda(
     disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     use_exp2: bool = True,
-    transpose_state_layout: bool = False,
-    state_v_first: bool = False,
+    transpose_state_layout: bool | None = None,
+    state_v_first: bool | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: FLACPContext | None = None,
@@ -138,8 +139,8 @@ def fused_recurrent_kda(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     use_exp2: bool = True,
-    transpose_state_layout: bool = False,
-    state_v_first: bool = False,
+    transpose_state_layout: bool | None = None,
+    state_v_first: bool | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     impl: str = "auto",
@@ -201,6 +202,9 @@ def kda_gate(
     lower_bound. A_log [HV] and dt_bias [HV*K], fp32 or None. Differentiable. impl: as in
     `chunk_kda`.
     """
+    check_tensors(("g", "A_log", "dt_bias"), (g, A_log, dt_bias), 1)
+    lower_bound = check_lower_bound(lower_bound)
     check_gate_only(g, A_log, dt_bias, lower_bound)
+    backend = resolve(impl, g.device, g.dtype)
     rule = DeltaRule(scale=1.0, gate=gate_of(True, lower_bound), lower_bound=lower_bound)
-    return resolve(impl, g.device, g.dtype).gate(rule, g, A_log, dt_bias)
+    return backend.gate(rule, g, one_dim(A_log), one_dim(dt_bias))
