@@ -43,7 +43,8 @@ def causal_conv1d(
     cp_context: built with conv1d_kernel_size=W; the W-1 tokens before the rank's ranges come
         from as many earlier ranks as it takes, and their gradients go back.
     impl: "auto" (by device), "torch" or "triton".
-    Returns y like x. Sums in fp32 (fp64 for fp64). Raises ValueError as in arguments.py and validate.py.
+    Returns y like x. Sums in fp32 (fp64 for fp64).
+    Raises ValueError as in arguments.py and validate.py.
     """
     names = ("x", "weight", "bias", "cu_seqlens")
     check_tensors(names, (x, weight, bias, cu_seqlens), 2)

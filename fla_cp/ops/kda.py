@@ -162,8 +162,8 @@ def fused_recurrent_kda(
     CUDA graph, once the same call has compiled its kernel.
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None).
-    Raises ValueError as listed in arguments.py and validate.py, and if an input requires a gradient, unless
-    gradients are off.
+    Raises ValueError as listed in arguments.py and validate.py, and if an input requires a
+    gradient, unless gradients are off.
     """
     return recurrent(
         KDA,
@@ -204,8 +204,8 @@ def kda_gate(
     """The gate alone: raw projection g [.., HV, K] -> log decay, natural log, fp32 (fp64).
 
     -exp(A_log) softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) (g + dt_bias)) with a
-    lower_bound. g: bf16, fp16, fp32 or fp64. A_log and dt_bias as in `chunk_kda`. Differentiable. impl: as in
-    `chunk_kda`.
+    lower_bound. g: bf16, fp16, fp32 or fp64. A_log, dt_bias and impl: as in `chunk_kda`.
+    Differentiable.
     """
     check_tensors(("g", "A_log", "dt_bias"), (g, A_log, dt_bias), 1)
     lower_bound = check_lower_bound(lower_bound)
