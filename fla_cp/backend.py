@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .affine import walk
+from .arguments import check_choice
 from .packing import Packing
 from .rule import CHUNK, DeltaRule, accumulator
 from .stages import conv as _conv
@@ -63,14 +64,13 @@ class Backend:
 
     reads_output: restore needs o. For torch.compile: kept_shapes(rule, dtype, NC, HV, K, V) gives
     (shape, dtype) of what `keep` returns, always_kept(rule) the places in it, where all is kept, of
-    what it returns otherwise; state_dtype(dtype) the dtype of h.
+    what it returns otherwise.
     """
 
     name: str
     reads_output: bool
     always_kept: Callable[[DeltaRule], tuple[int, ...]]
     kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
-    state_dtype: Callable[[torch.dtype], torch.dtype]
     begin: Stage
     scores: Stage
     scan_output: Stage
@@ -160,7 +160,6 @@ TORCH = Backend(
     reads_output=False,
     always_kept=lambda rule: tuple(map(_intra.Chunks._fields.index, ("T", "Aqk"))),
     kept_shapes=_kept_shapes,
-    state_dtype=accumulator,
     begin=_begin,
     scores=_intra.scores,
     scan_output=_scan_output,
@@ -189,8 +188,7 @@ def resolve(impl: str, device: torch.device, dtype: torch.dtype) -> Backend:
     Raises ValueError for an unknown name and for a backend that is not there or cannot run the
     input: an explicit choice is never replaced by another.
     """
-    if impl not in ("auto", "torch", "triton"):
-        raise ValueError(f"impl must be 'auto', 'torch' or 'triton', got {impl!r}")
+    check_choice("impl", impl, ("auto", "torch", "triton"))
     if impl == "auto":
         impl = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
     if impl == "torch":

@@ -140,7 +140,7 @@ def _run_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     return [
         torch.empty(v.shape, dtype=v.dtype, device=v.device),
         states(size.sequences, *outside) if want_final else none(),
-        states(size.chunks, *outside, dtype=backend.state_dtype(q.dtype)) if want_h else none(),
+        states(size.chunks, *outside, dtype=q.dtype) if want_h else none(),
         states(size.carried, K, V),
         states(size.middle, K, K),
         *(q.new_empty(shape, dtype=dtype) for shape, dtype in kept),

@@ -180,12 +180,11 @@ def _finish_fake(*args: Any) -> list[Tensor]:
     *_, want_final, want_h = args
     sizes, states, _, kept, (K, V), keep = _fake(args[:_X], fixed)
     q, v = args[0], args[2]
-    dtype = kept[0].dtype
     outside = (V, K) if DeltaRule(*fixed[:_RULE_FIELDS]).state_v_first else (K, V)
     return [
         torch.empty(v.shape, dtype=v.dtype, device=v.device),
         states(sizes.sequences, *outside) if want_final else q.new_empty(0),
-        states(sizes.chunks, *outside).to(dtype) if want_h else q.new_empty(0),
+        states(sizes.chunks, *outside).to(v.dtype) if want_h else q.new_empty(0),
         states(sizes.carried, K, V),
         *(kept if keep else ()),
     ]

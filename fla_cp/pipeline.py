@@ -50,8 +50,9 @@ class Saved(NamedTuple):
 
 
 class Result(NamedTuple):
-    """o [T, HV, V]; final states [N, HV, K, V] and the states at the start of each chunk, in token
-    order, [NC, HV, K, V]: None unless wanted. Both [.., V, K] with the rule's state_v_first."""
+    """o [T, HV, V]; final states [N, HV, K, V], fp32 (fp64), and the states at the start of each
+    chunk, in token order, [NC, HV, K, V], in v's dtype: None unless wanted. Both are
+    [.., V, K] with the rule's state_v_first."""
 
     o: Tensor
     final: Tensor | None
@@ -125,7 +126,7 @@ def finish(
     saved = Saved(run.keep(rule, chunks, h, v_new), carried.value, maps.transition)
     if not want_h:
         return Result(o.to(x.v.dtype), final, None, saved)
-    h = run.in_token_order(packing, h)
+    h = run.in_token_order(packing, h).to(x.v.dtype)
     h = h.mT.contiguous() if rule.state_v_first else h
     return Result(o.to(x.v.dtype), final, h, saved)
 

@@ -1,4 +1,5 @@
-"""Every check of caller input, before any kernel or collective runs; all of them, hence long.
+"""How the caller's arguments must fit each other, before any kernel or collective runs; all of it,
+hence long. What kind of thing each must be is checked first, in arguments.py.
 
 Each failure is a ValueError that names the argument, the rule and the value.
 """
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .arguments import check_choice
 
 if TYPE_CHECKING:
     from .context import FLACPContext
@@ -291,12 +294,17 @@ def check_inputs(
     state_v_first: bool,
     sequences: int,
     per_head: bool,
+    rows: int = 1,
 ) -> None:
-    """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`."""
+    """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`. rows: of k,
+    v and beta for each token of q and g (num_householder)."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    _check_shape("k", k, (B, T, H, K), "[B, T, H, K] like q")
-    _check_shape("v", v, (B, T, HV, V), "[B, T, HV, V]")
+    if rows > 1:
+        _check_rows(rows, q, k=k, v=v, beta=beta)
+    of_k = "[B, T, H, K] like q" if rows == 1 else f"[B, {rows}*T, H, K]"
+    _check_shape("k", k, (B, T * rows, H, K), of_k)
+    _check_shape("v", v, (B, T * rows, HV, V), "[B, T, HV, V]")
     if H < 1 or HV < 1 or HV % H:
         raise ValueError(f"value heads must be a multiple of q heads, got HV={HV}, H={H}")
     for letter, size in (("K", K), ("V", V)):
@@ -307,27 +315,28 @@ def check_inputs(
     else:
         _check_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
     if beta is not None:
-        _check_shape("beta", beta, (B, T, HV), "[B, T, HV]")
+        _check_shape("beta", beta, (B, T * rows, HV), "[B, T, HV]")
     if p is not None:
         _check_shape("p", p, (B, T, H, K), "[B, T, H, K] like q")
     _check_dtypes(q, k, v, g, beta, p)
 
-    state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     channels = 1 if per_head else K
     _check_gate(use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, HV, channels)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel=True, got False")
     if initial_state is not None:
         check_state("initial_state", initial_state, (sequences, HV, K, V), state_v_first)
-        if initial_state.dtype != state_dtype:
+        widest = FLOATS if q.dtype == torch.float64 else FLOATS[:-1]
+        if initial_state.dtype not in widest:
             raise ValueError(
-                f"initial_state must be {state_dtype} with q of {q.dtype}, "
-                f"got {initial_state.dtype}"
+                f"initial_state must be bf16, fp16 or fp32 (fp64 with q of fp64), got "
+                f"{initial_state.dtype} with q of {q.dtype}"
             )
-    named = {"k": k, "v": v, "g": g, "beta": beta, "p": p, "A_log": A_log, "dt_bias": dt_bias}
-    for name, t in {**named, "initial_state": initial_state}.items():
-        if t is not None and t.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {t.device}")
+    others, device = (k, v, g, beta, p, A_log, dt_bias, initial_state), q.device
+    for i, t in enumerate(others):
+        if t is not None and t.device != device:
+            name = ("k", "v", "g", "beta", "p", "A_log", "dt_bias", "initial_state")[i]
+            raise ValueError(f"{name} must be on q's device {device}, got {t.device}")
 
 
 def _check_dtypes(
@@ -352,26 +361,34 @@ def _check_gate(
     HV: int,
     K: int,
 ) -> None:
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound must be below 0, got {lower_bound}")
     if safe_gate and (lower_bound is None or not lower_bound >= SAFE_GATE_BOUND):
         raise ValueError(
             f"safe_gate needs lower_bound in [{SAFE_GATE_BOUND:g}, 0), got {lower_bound}"
         )
     if in_kernel and A_log is None and lower_bound is None:
         raise ValueError("use_gate_in_kernel needs A_log, or a lower_bound, got neither")
-    for name, x, size, letters in (
-        ("A_log", A_log, HV, "[HV]"),
-        ("dt_bias", dt_bias, HV * K, "[HV]" if K == 1 else "[HV*K]"),
+    shapes = ((HV,),) if K == 1 else ((HV * K,), (HV, K))
+    letters = "[HV]" if K == 1 else "[HV*K] or [HV, K]"
+    for name, x, allowed, as_named in (
+        ("A_log", A_log, ((HV,),), "[HV]"),
+        ("dt_bias", dt_bias, shapes, letters),
     ):
         if x is None:
             continue
         if not in_kernel:
             raise ValueError(f"{name} is read only with use_gate_in_kernel=True, got False")
-        if x.numel() != size or x.ndim > 2:
-            raise ValueError(f"{name} must have {letters} = {size} elements, got {_shape(x)}")
+        if x.shape != allowed[0] and _without_ones(x.shape) not in map(_without_ones, allowed):
+            listed = " or ".join(map(str, allowed))
+            raise ValueError(
+                f"{name} must have shape {as_named} = {listed}, apart from dims of size 1, "
+                f"got {_shape(x)}"
+            )
         if x.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{name} must be fp32 (or fp64), got {x.dtype}")
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
 
 
 def check_state(name: str, x: Tensor, kv_shape: tuple[int, ...], state_v_first: bool) -> None:
@@ -388,11 +405,13 @@ def check_state(name: str, x: Tensor, kv_shape: tuple[int, ...], state_v_first: 
     raise ValueError(f"{name} must have shape {letters} = {expected}, got {_shape(x)}{hint}")
 
 
-def check_forward_only(operator: str, instead: str, **inputs: Tensor | None) -> None:
+def check_forward_only(
+    operator: str, instead: str, names: tuple[str, ...], inputs: tuple[Tensor | None, ...]
+) -> None:
     """No input asks for a gradient that the operator does not give."""
     if not torch.is_grad_enabled():
         return
-    for name, x in inputs.items():
+    for name, x in zip(names, inputs, strict=True):
         if x is not None and x.requires_grad:
             raise ValueError(
                 f"{operator} is forward only, got {name} with requires_grad=True: use {instead}, "
@@ -400,10 +419,13 @@ def check_forward_only(operator: str, instead: str, **inputs: Tensor | None) -> 
             )
 
 
-def check_in_place(name: str, x: Tensor | None) -> None:
-    """A state [N, HV, ., .] that kernels can overwrite: each matrix dense, none over another."""
+def check_in_place(name: str, x: Tensor | None, dtype: torch.dtype) -> None:
+    """A state [N, HV, ., .] that kernels can overwrite: each matrix dense, none over another, of
+    the dtype that states are computed in."""
     if x is None:
         raise ValueError(f"inplace_final_state needs {name}, got None")
+    if x.dtype != dtype:
+        raise ValueError(f"inplace_final_state needs {name} of {dtype}, got {x.dtype}")
     dims = sorted((s, n) for s, n in zip(x.stride()[:2], x.shape[:2], strict=True) if n > 1)
     size = x.shape[2] * x.shape[3]
     apart = all(s >= size for s, _ in dims[:1]) and all(
@@ -424,8 +446,10 @@ def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
         raise ValueError(f"weight must be [D, W] with D={x.shape[2]}, got {_shape(weight)}")
     if bias is not None:
         _check_shape("bias", bias, (x.shape[2],), "[D]")
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"activation must be None, 'silu' or 'swish', got {activation!r}")
+    if activation is not None:
+        check_choice("activation", activation, ("silu", "swish"), or_none=True)
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x must be bf16, fp16, fp32 or fp64, got {x.dtype}")
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.device != x.device:
             raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
@@ -489,30 +513,34 @@ def check_gate_only(
     """Arguments of `kda_gate`."""
     if g.ndim < 2:
         raise ValueError(f"g must be [.., HV, K], got shape {_shape(g)}")
+    if A_log is None and lower_bound is None:
+        raise ValueError("kda_gate needs A_log, or a lower_bound, got neither")
     _check_gate(True, A_log, dt_bias, False, lower_bound, g.shape[-2], g.shape[-1])
+    _check_raw_gate(g, A_log, dt_bias)
 
 
-def check_head_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+def check_head_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> None:
     """Arguments of `gdn_gate`."""
     if g.ndim < 1:
         raise ValueError(f"g must be [.., HV], got shape {_shape(g)}")
     _check_gate(True, A_log, dt_bias, False, None, g.shape[-1], 1)
+    _check_raw_gate(g, A_log, dt_bias)
 
 
-def check_householder(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int
-) -> None:
-    """Rows of `chunk_gated_delta_product`; the rest is checked as for the gated delta rule."""
-    if num_householder != int(num_householder) or num_householder < 1:
-        raise ValueError(f"num_householder must be an integer from 1, got {num_householder!r}")
-    if q.ndim != 4 or g.ndim != 3 or q.shape[:2] != g.shape[:2]:
-        raise ValueError(
-            f"q must be [B, T, H, K] and g [B, T, HV], got {_shape(q)} and {_shape(g)}"
-        )
-    B, rows = q.shape[0], q.shape[1] * num_householder
-    for name, x in (("k", k), ("v", v), ("beta", beta)):
-        if x.ndim < 3 or x.shape[:2] != (B, rows):
+def _check_raw_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+    if g.dtype not in FLOATS:
+        raise ValueError(f"g must be bf16, fp16, fp32 or fp64, got {g.dtype}")
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None and x.device != g.device:
+            raise ValueError(f"{name} must be on g's device {g.device}, got {x.device}")
+
+
+def _check_rows(rows: int, q: Tensor, **inputs: Tensor | None) -> None:
+    """Rows of `chunk_gated_delta_product`."""
+    of_all = (q.shape[0], q.shape[1] * rows)
+    for name, x in inputs.items():
+        if x is not None and x.shape[:2] != of_all:
             raise ValueError(
-                f"{name} must have {num_householder} rows for each of q's {q.shape[1]} tokens, "
-                f"[{B}, {rows}, ..], got {_shape(x)}"
+                f"{name} must have {rows} rows for each of q's {q.shape[1]} tokens, "
+                f"[{of_all[0]}, {of_all[1]}, ..], got {_shape(x)}"
             )

@@ -94,11 +94,11 @@ MISTAKES = {
         r"\[N, HV, V, K\] = \(1, 4, 6, 8\).*pass transpose_state_layout=False",
     ),
     "state dtype": (
-        shaped("initial_state", 1, 4, 8, 6, dtype=torch.bfloat16),
-        r"initial_state must be torch.float32 with q of torch.float32, got torch.bfloat16",
+        shaped("initial_state", 1, 4, 8, 6, dtype=torch.float64),
+        r"initial_state must be bf16, fp16 or fp32 .*got torch.float64 with q of torch.float32",
     ),
     "safe without bound": (
-        {"safe_gate": True},
+        {**shaped("A_log", 4), "use_gate_in_kernel": True, "safe_gate": True},
         r"safe_gate needs lower_bound in \[-5, 0\), got None",
     ),
     "safe bound": ({"safe_gate": True, "lower_bound": -6.0}, r"lower_bound in \[-5, 0\), got -6"),
@@ -108,11 +108,31 @@ MISTAKES = {
     "A_log unread": (shaped("A_log", 4), r"A_log is read only with use_gate_in_kernel=True"),
     "A_log size": (
         {**shaped("A_log", 3), "use_gate_in_kernel": True},
-        r"A_log must have \[HV\] = 4 elements, got \(3,\)",
+        r"A_log must have shape \[HV\] = \(4,\), apart from dims of size 1, got \(3,\)",
+    ),
+    "A_log square": (
+        {**shaped("A_log", 2, 2), "use_gate_in_kernel": True},
+        r"A_log must have shape \[HV\] = \(4,\), .* got \(2, 2\)",
     ),
     "dt_bias size": (
         {**shaped("dt_bias", 4), "use_gate_in_kernel": True, "lower_bound": -5.0},
-        r"dt_bias must have \[HV\*K\] = 32 elements, got \(4,\)",
+        r"dt_bias must have shape \[HV\*K\] or \[HV, K\] = \(32,\) or \(4, 8\), .* got \(4,\)",
+    ),
+    "dt_bias transposed": (
+        {**shaped("dt_bias", 8, 4), "use_gate_in_kernel": True, "lower_bound": -5.0},
+        r"dt_bias must have shape .* got \(8, 4\)",
+    ),
+    "dt_bias folded": (
+        {**shaped("dt_bias", 2, 16), "use_gate_in_kernel": True, "lower_bound": -5.0},
+        r"dt_bias must have shape .* got \(2, 16\)",
+    ),
+    "two names": (
+        {"transpose_state_layout": True, "state_v_first": True},
+        r"transpose_state_layout and state_v_first are two names of one option: .* True and True",
+    ),
+    "two names, one off": (
+        {"transpose_state_layout": False, "state_v_first": True},
+        r"two names of one option: give one, got False and True",
     ),
     "A_log dtype": (
         {**shaped("A_log", 4, dtype=torch.bfloat16), "use_gate_in_kernel": True},
@@ -138,7 +158,7 @@ def test_the_unchanged_call_is_valid():
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_named(name, monkeypatch):
     changes, message = MISTAKES[name]
-    monkeypatch.setattr("fla_cp.pipeline.forward", lambda *a, **k: pytest.fail("it ran"))
+    monkeypatch.setattr("fla_cp.autograd.forward", lambda *a, **k: pytest.fail("it ran"))
     with pytest.raises(ValueError, match=message):
         call(**changes)
 
@@ -261,7 +281,7 @@ def test_convolution(changes, message):
 
 
 def test_gate_alone():
-    with pytest.raises(ValueError, match="use_gate_in_kernel needs A_log, or a lower_bound"):
+    with pytest.raises(ValueError, match="kda_gate needs A_log, or a lower_bound, got neither"):
         kda_gate(torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"g must be \[.., HV, K\]"):
         kda_gate(torch.zeros(3), torch.zeros(1))

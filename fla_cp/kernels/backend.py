@@ -194,6 +194,11 @@ def first_chunks(packing: Packing, HV: int) -> int:
 def begin(
     rule: DeltaRule, packing: Packing, x: Inputs, seeds: States | None
 ) -> tuple[Chunks, AffineMap]:
+    if rule.removal == "p" and not rule.per_head:
+        raise ValueError(
+            "impl='triton' computes removal='p' with one decay a head only, got per_head=False: "
+            "use impl='torch'"
+        )
     device, HV = x.q.device, x.v.shape[1]
     first = 0
     if rule.per_head:  # with a decay a channel a summary takes from the other as much as it gains
@@ -460,7 +465,6 @@ TRITON = Backend(
     reads_output=True,
     always_kept=lambda rule: (0, 1, 2, 3, 4),
     kept_shapes=kept_shapes,
-    state_dtype=lambda dtype: dtype,
     begin=begin,
     scores=scores,
     scan_output=scan_output,

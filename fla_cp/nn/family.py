@@ -17,7 +17,7 @@ from ..comm import Meanwhile
 from ..context import FLACPContext
 from ..rule import NORM_EPS, accumulator
 from .initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, reset
-from .modules import RMSNorm, ShortConvolution, at_least_fp32
+from .modules import RMSNorm, ShortConvolution, at_least_fp32, check_hidden, check_layer
 
 RECURRENT_TOKENS = 64
 """Longest input that a layer in evaluation mode, without gradients, takes token by token."""
@@ -95,7 +95,8 @@ class LinearAttention(nn.Module):
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
     num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
     allow_neg_eigval: beta in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
-    Raises ValueError for head counts that do not fit.
+    Raises ValueError for sizes that are no integers from 1, for head counts that do not fit, and
+    when called with what is no x, cu_seqlens or cp_context, before a projection runs.
     """
 
     operator = ""
@@ -121,11 +122,18 @@ class LinearAttention(nn.Module):
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         head_v_dim = head_dim if head_v_dim is None else head_v_dim
-        if num_v_heads < num_heads or num_v_heads % num_heads:
-            raise ValueError(
-                "num_v_heads must be a multiple of num_heads, "
-                f"got num_v_heads={num_v_heads}, num_heads={num_heads}"
-            )
+        check_layer(
+            impl,
+            allow_neg_eigval=allow_neg_eigval,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            hidden_size=hidden_size,
+            head_dim=head_dim,
+            head_v_dim=head_v_dim,
+            conv_size=conv_size,
+            num_householder=rows,
+        )
+        self.hidden_size = hidden_size
         self.num_heads, self.num_v_heads = num_heads, num_v_heads
         self.head_dim, self.head_v_dim = head_dim, head_v_dim
         self.allow_neg_eigval, self.layer_idx, self.rows = allow_neg_eigval, layer_idx, rows
@@ -170,6 +178,7 @@ class LinearAttention(nn.Module):
 
         The context must be built with conv1d_kernel_size=conv_size.
         """
+        check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
         H, HV, K, V, n = (
             self.num_heads,
             self.num_v_heads,

@@ -7,12 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_lower_bound
 from ..comm import Meanwhile
 from ..context import FLACPContext
 from ..ops import chunk_kda, fused_recurrent_kda
+from ..validate import SAFE_GATE_BOUND
 from .family import takes_recurrent_form
 from .initial import LOG_DECAY_RATE, STEP_BIAS, Initial, reset
-from .modules import GatedRMSNorm, ShortConvolution, at_least_fp32
+from .modules import (
+    GatedRMSNorm,
+    ShortConvolution,
+    at_least_fp32,
+    check_hidden,
+    check_layer,
+)
 
 
 class KDACore(nn.Module):
@@ -32,8 +40,13 @@ class KDACore(nn.Module):
         impl: str = "auto",
     ) -> None:
         super().__init__()
+        bound = check_lower_bound(gate_lower_bound, "gate_lower_bound")
+        if bound is not None and bound < SAFE_GATE_BOUND:
+            raise ValueError(
+                f"gate_lower_bound must be in [{SAFE_GATE_BOUND:g}, 0), got {gate_lower_bound}"
+            )
         self.num_v_heads, self.head_dim = num_v_heads, head_dim
-        self.gate_lower_bound = gate_lower_bound
+        self.gate_lower_bound = bound
         self.allow_neg_eigval = allow_neg_eigval
         self.impl = impl
         self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
@@ -83,7 +96,9 @@ class KimiDeltaAttention(nn.Module):
     num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
     gate_lower_bound: None for the softplus gate; a value in [-5, 0) bounds the log decay of a
     step and selects the safe gate. allow_neg_eigval: beta in (0, 2) instead of (0, 1).
-    impl: "auto", "torch" or "triton". Raises ValueError for head counts that do not fit.
+    impl: "auto", "torch" or "triton". Raises ValueError for sizes that are no integers from 1, for
+    head counts that do not fit, and when called with what is no x, cu_seqlens or cp_context, before
+    a projection runs.
     """
 
     def __init__(
@@ -104,11 +119,17 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         head_v_dim = head_dim if head_v_dim is None else head_v_dim
-        if num_v_heads < num_heads or num_v_heads % num_heads:
-            raise ValueError(
-                "num_v_heads must be a multiple of num_heads, "
-                f"got num_v_heads={num_v_heads}, num_heads={num_heads}"
-            )
+        check_layer(
+            impl,
+            allow_neg_eigval=allow_neg_eigval,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            hidden_size=hidden_size,
+            head_dim=head_dim,
+            head_v_dim=head_v_dim,
+            conv_size=conv_size,
+        )
+        self.hidden_size = hidden_size
         self.num_heads, self.num_v_heads = num_heads, num_v_heads
         self.head_dim, self.head_v_dim = head_dim, head_v_dim
         self.layer_idx = layer_idx
@@ -154,6 +175,7 @@ class KimiDeltaAttention(nn.Module):
 
         The context must be built with conv1d_kernel_size=conv_size.
         """
+        check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         key = self.num_heads * self.head_dim
         # one convolution, hence one halo exchange, for all three

@@ -7,9 +7,40 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_choice, check_count, check_flags, check_tensors, described
 from ..context import FLACPContext
 from ..ops import causal_conv1d
+from ..validate import check_context
 from .initial import Constant, Initial, Uniform, reset
+
+
+def check_layer(
+    impl: object, *, allow_neg_eigval: object, num_heads: int, num_v_heads: int, **sizes: int
+) -> None:
+    """Arguments of a layer, when it is built."""
+    for name, size in {"num_heads": num_heads, "num_v_heads": num_v_heads, **sizes}.items():
+        check_count(name, size)
+    if num_v_heads % num_heads:
+        raise ValueError(
+            "num_v_heads must be a multiple of num_heads, "
+            f"got num_v_heads={num_v_heads}, num_heads={num_heads}"
+        )
+    check_flags(("allow_neg_eigval",), (allow_neg_eigval,))
+    check_choice("impl", impl, ("auto", "torch", "triton"))
+
+
+def check_hidden(
+    x: object, size: int, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
+) -> None:
+    """What a layer is called with, before its projections run. x may be a DTensor here, which a
+    projection under tensor parallelism turns into a local one."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, got {described(x)}")
+    if x.ndim != 3 or x.shape[2] != size:
+        raise ValueError(f"x must be [B, T, hidden_size={size}], got shape {tuple(x.shape)}")
+    check_tensors(("cu_seqlens",), (cu_seqlens,), 0)
+    if cp_context is not None:
+        check_context(cp_context)
 
 
 class RMSNorm(nn.Module):
@@ -47,6 +78,8 @@ class ShortConvolution(nn.Module):
         self, size: int, kernel_size: int = 4, bias: bool = False, impl: str = "auto"
     ) -> None:
         super().__init__()
+        check_count("size", size)
+        check_count("kernel_size", kernel_size)
         self.kernel_size, self.impl = kernel_size, impl
         self.weight = nn.Parameter(torch.empty(size, kernel_size))
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
@@ -68,6 +101,7 @@ class ShortConvolution(nn.Module):
     ) -> Tensor:
         """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
         `causal_conv1d`."""
+        check_tensors(("x",), (x,), 1)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         weight = self.weight.to(x.dtype)
         return causal_conv1d(x, weight, bias, "silu", cu_seqlens, cp_context, impl=self.impl)

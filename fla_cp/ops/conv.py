@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..arguments import check_tensors
 from ..backend import Backend, resolve
 from ..comm.collectives import all_gather_rows
 from ..context import FLACPContext, Handle, Ranges, Sizes, context_of
@@ -42,8 +43,11 @@ def causal_conv1d(
     cp_context: built with conv1d_kernel_size=W; the W-1 tokens before the rank's ranges come
         from as many earlier ranks as it takes, and their gradients go back.
     impl: "auto" (by device), "torch" or "triton".
-    Returns y like x. Sums in fp32 (fp64 for fp64). Raises ValueError as in validate.py.
+    Returns y like x. Sums in fp32 (fp64 for fp64).
+    Raises ValueError as in arguments.py and validate.py.
     """
+    names = ("x", "weight", "bias", "cu_seqlens")
+    check_tensors(names, (x, weight, bias, cu_seqlens), 2)
     check_conv1d(x, weight, bias, activation)
     check_sequences(x.shape[1], x.shape[0], cu_seqlens, cp_context)
     if cp_context is not None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..arguments import check_tensors
 from ..backend import resolve
 from ..context import FLACPContext
-from ..rule import DeltaRule
 from ..validate import check_context, check_head_gate
-from .member import GATED_DELTA_RULE, chunk, recurrent, refuse
+from .member import GATED_DELTA_RULE, chunk, head_gate, recurrent, refuse
 
 
 def chunk_gated_delta_rule(
@@ -58,8 +58,6 @@ def gdn_gate(
 ) -> Tensor:
     """The gate alone: raw projection g [.., HV] -> log decay -exp(A_log) softplus(g + dt_bias),
     natural log, fp32 (fp64). A_log [HV] and dt_bias [HV], fp32. Differentiable."""
+    check_tensors(("g", "A_log", "dt_bias"), (g, A_log, dt_bias), 2)
     check_head_gate(g, A_log, dt_bias)
-    rule = DeltaRule(scale=1.0, gate="softplus", per_head=True)
-    backend = resolve(impl, g.device, g.dtype)
-    log_decay: Tensor = backend.gate(rule, g[..., None], A_log, dt_bias)[..., 0]
-    return log_decay
+    return head_gate(resolve(impl, g.device, g.dtype), g, A_log, dt_bias)

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ..arguments import check_lower_bound, check_tensors
 from ..backend import resolve
 from ..context import FLACPContext
 from ..rule import DeltaRule
 from ..validate import check_context, check_gate_only
-from .member import KDA, chunk, gate_of, recurrent
+from .member import KDA, chunk, gate_of, one_dim, recurrent
 
 
 def chunk_kda(
@@ -40,8 +41,8 @@ def chunk_kda(
     disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     use_exp2: bool = True,
-    transpose_state_layout: bool = False,
-    state_v_first: bool = False,
+    transpose_state_layout: bool | None = None,
+    state_v_first: bool | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: FLACPContext | None = None,
@@ -55,12 +56,16 @@ def chunk_kda(
         g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)). q's dtype or fp32.
     beta: [B, T, HV]; with use_beta_sigmoid_in_kernel before its sigmoid (times two with
         allow_neg_eigval). q's dtype or fp32.
-    A_log: [HV], dt_bias: [HV*K], fp32 or None. scale: factor on o, default K**-0.5.
-    initial_state: [N, HV, K, V], fp32 (fp64 for fp64); [N, HV, V, K] with
-        transpose_state_layout (or its synonym state_v_first). N = B, or the sequences of
-        cu_seqlens, or those of the context's global batch.
+    A_log: [HV], dt_bias: [HV*K] or [HV, K], fp32 or None; further dims of size 1, as in [1, 1, HV,
+        1], do no harm. Gradients have the shape that was given.
+    scale: factor on o, default K**-0.5. A tensor without dims is read on the host, which waits for
+        its device; one that requires a gradient is refused.
+    initial_state: [N, HV, K, V], fp32 (fp64 for fp64), or narrower, which is widened first;
+        [N, HV, V, K] with transpose_state_layout (or its synonym state_v_first; both at once are
+        refused). N = B, or the sequences of cu_seqlens, or those of the context's global batch.
     use_qk_l2norm_in_kernel: q and k divided by sqrt(sum of squares + 1e-6) first.
-    safe_gate: promises g >= lower_bound, in [-5, 0), for each step.
+    safe_gate: promises g >= lower_bound, in [-5, 0), for each step; lower_bound may be left out
+        (-5) where g is given, but not with use_gate_in_kernel, whose gate it changes.
     disable_recompute: keeps forward intermediates: faster backward, more memory, same result.
     use_exp2: decays through exp2 (False: exp); equal within rounding.
     cu_seqlens: int32 or int64 [N+1] offsets of packed sequences, B = 1. cu_seqlens_cpu: the same
@@ -68,12 +73,12 @@ def chunk_kda(
     cp_context: the tensors are this rank's tokens [1, T_local, ..]; see build_cp_context.
     impl: "auto" (by device), "torch" or "triton".
 
-    Returns (o [B, T, HV, V] in v's dtype, final_state like initial_state or None), and with
-    return_intermediate_states also the state at the start of each chunk of 64 tokens,
-    [B, NC, HV, K, V], without gradient.
+    Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None), and
+    with return_intermediate_states also the state at the start of each chunk of 64 tokens,
+    [B, NC, HV, K, V], in v's dtype whatever the impl, without gradient.
     Under a context initial_state, final_state and their gradients are equal on all ranks;
     gradients of A_log and dt_bias are this rank's share, to be summed like any weight's.
-    Raises ValueError as listed in validate.py.
+    Raises ValueError as listed in arguments.py and validate.py.
     """
     return chunk(
         KDA,
@@ -138,8 +143,8 @@ def fused_recurrent_kda(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     use_exp2: bool = True,
-    transpose_state_layout: bool = False,
-    state_v_first: bool = False,
+    transpose_state_layout: bool | None = None,
+    state_v_first: bool | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     impl: str = "auto",
@@ -148,16 +153,17 @@ def fused_recurrent_kda(
 
     q, k, v, g, beta and all keywords that `chunk_kda` has too: as there.
     inplace_final_state: the final states are written to initial_state's own memory, and that
-        tensor is returned. It must be dense in its last two dims, without overlap.
+        tensor is returned. It must be fp32 (fp64 for fp64), dense in its last two dims, without
+        overlap.
     cu_seqlens: on the device, impl="triton" does not read its values on the host, so that
         nothing waits for the device: without cu_seqlens_cpu they are not checked, and tokens that
         belong to no sequence have undefined outputs. impl="torch" reads and checks them.
     A sequence without tokens passes its state on. On impl="triton" a call may be captured in a
     CUDA graph, once the same call has compiled its kernel.
 
-    Returns (o [B, T, HV, V] in v's dtype, final_state like initial_state or None).
-    Raises ValueError as listed in validate.py, and if an input requires a gradient, unless
-    gradients are off.
+    Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None).
+    Raises ValueError as listed in arguments.py and validate.py, and if an input requires a
+    gradient, unless gradients are off.
     """
     return recurrent(
         KDA,
@@ -198,9 +204,12 @@ def kda_gate(
     """The gate alone: raw projection g [.., HV, K] -> log decay, natural log, fp32 (fp64).
 
     -exp(A_log) softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) (g + dt_bias)) with a
-    lower_bound. A_log [HV] and dt_bias [HV*K], fp32 or None. Differentiable. impl: as in
-    `chunk_kda`.
+    lower_bound. g: bf16, fp16, fp32 or fp64. A_log, dt_bias and impl: as in `chunk_kda`.
+    Differentiable.
     """
+    check_tensors(("g", "A_log", "dt_bias"), (g, A_log, dt_bias), 1)
+    lower_bound = check_lower_bound(lower_bound)
     check_gate_only(g, A_log, dt_bias, lower_bound)
+    backend = resolve(impl, g.device, g.dtype)
     rule = DeltaRule(scale=1.0, gate=gate_of(True, lower_bound), lower_bound=lower_bound)
-    return resolve(impl, g.device, g.dtype).gate(rule, g, A_log, dt_bias)
+    return backend.gate(rule, g, one_dim(A_log), one_dim(dt_bias))

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..arguments import check_count
 from ..context import FLACPContext
-from ..validate import check_context, check_householder
-from .gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gdn_gate
-from .member import refuse
+from ..validate import check_context
+from .member import GATED_DELTA_RULE, chunk, recurrent, refuse
+
+_NO_BOUND = ("safe_gate", "lower_bound")
 
 
 def chunk_gated_delta_product(
@@ -29,11 +30,9 @@ def chunk_gated_delta_product(
     in order: [B, T*n, ..]. cu_seqlens and cp_context count tokens. Everything else as in
     `chunk_gated_delta_rule`, without return_intermediate_states.
     """
-    refuse("chunk_gated_delta_product", options, "return_intermediate_states")
-    n = num_householder
-    q, g, options = _rows(q, k, v, g, beta, n, options)
-    o, final = chunk_gated_delta_rule(q, k, v, g, beta, **options)
-    return o[:, n - 1 :: n], final
+    refuse("chunk_gated_delta_product", options, "return_intermediate_states", *_NO_BOUND)
+    n = check_count("num_householder", num_householder)
+    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, None, n, **options)
 
 
 def cp_chunk_gated_delta_product(
@@ -56,29 +55,7 @@ def fused_recurrent_gated_delta_product(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_product` token by token, without gradients; see `fused_recurrent_kda`."""
-    n = num_householder
-    q, g, options = _rows(q, k, v, g, beta, n, options)
-    o, final = fused_recurrent_gated_delta_rule(q, k, v, g, beta, **options)
-    return o[:, n - 1 :: n], final
-
-
-def _rows(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, n: int, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """q, g and options for n rows a token: g in the first row, q in the last, zeros elsewhere."""
-    options = dict(options)
-    check_householder(q, k, v, g, beta, n)
-    if options.pop("use_gate_in_kernel", False):  # rows without a decay have no raw projection
-        rates = options.pop("A_log", None), options.pop("dt_bias", None)
-        g = gdn_gate(g, *rates, impl=options.get("impl", "auto"))
-    if n > 1:
-        zeros = g.new_zeros(*g.shape[:2], n - 1, *g.shape[2:])
-        g = torch.cat((g[:, :, None], zeros), 2).flatten(1, 2)
-        zeros = q.new_zeros(*q.shape[:2], n - 1, *q.shape[2:])
-        q = torch.cat((zeros, q[:, :, None]), 2).flatten(1, 2)
-        for name in ("cu_seqlens", "cu_seqlens_cpu"):
-            if options.get(name) is not None:
-                options[name] = n * options[name]
-        if options.get("cp_context") is not None:
-            options["cp_context"] = options["cp_context"].repeated(n)
-    return q, g, options
+    refuse("fused_recurrent_gated_delta_product", options, *_NO_BOUND)
+    n = check_count("num_householder", num_householder)
+    name = "gated_delta_product"
+    return recurrent(GATED_DELTA_RULE, name, q, k, v, g, beta, None, n, **options)
