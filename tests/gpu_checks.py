@@ -354,7 +354,7 @@ def check_conv_and_gate() -> Rows:
                     y = kda_gate(**x, lower_bound=bound, impl=impl)
                     return with_gradients(y, x, dout)
 
-                row = judged(gate, x, dtype)
+                row = judged(gate, x, dtype, partial(of_gate, dout=dout, bound=bound))
                 rows.append({"case": f"gate T={T} H={H} K={K} bound={bound}"} | row)
     return rows
 
@@ -363,6 +363,32 @@ def of_sums(x: Named, actual: Named, exact: Named) -> Named:
     """What dweight and dbias of a convolution may be off: they add up T terms before they round."""
     unit = torch.finfo(FP32).eps * exact["dx"].shape[-2]
     return {n: torch.full_like(t, unit) for n, t in exact.items() if n in ("dweight", "dbias")}
+
+
+def of_gate(x: Named, actual: Named, exact: Named, *, dout: Tensor, bound: float | None) -> Named:
+    """What the gradients of a gate may be off in fp32: six standard deviations of their terms'
+    roundings.
+
+    dA_log and ddt_bias add up terms of both signs, so the terms count, not the sum: its error does
+    not shrink where they happen to cancel. A term is a product with a sigmoid of z, which is off by
+    four units and by |z| more, since z is rounded first. The bounded gate's also has 1 - sigmoid,
+    which rounds like 1 however small it is itself (`sigmoid_slope` in fla_cp/kernels/gate.py).
+    """
+    H, K = x["g"].shape[-2:]
+    raw = x["g"] + x["dt_bias"].view(H, K)
+    rate = x["A_log"].exp()[:, None]
+    if bound is None:
+        weight = torch.nn.functional.softplus(raw) / raw.sigmoid()
+        off = rate * raw.sigmoid() * (4 + raw.abs())
+    else:
+        z = rate * raw
+        s = z.sigmoid()
+        off = (bound * s * (4 * s + (4 + z.abs()) * (1 - s))).abs()
+        weight, off = raw, rate * off
+    to_raw = 6 * torch.finfo(FP32).eps / 2 * off * dout.to(off).abs()
+    to_log = to_raw * weight.abs()
+    sums = {"dA_log": to_log.square().sum((0, 2)), "ddt_bias": to_raw.square().sum(0).flatten()}
+    return {"dg": to_raw} | {n: t.sqrt() for n, t in sums.items()}
 
 
 def conv_stage(x: Named, impl: str) -> Named:

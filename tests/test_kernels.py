@@ -125,12 +125,14 @@ def test_state_layouts_and_intermediate_states():
     packed, S = [x[n] for n in PACKED], x["initial_state"]
     more = {"output_final_state": True, "return_intermediate_states": True}
     plain = chunk_kda(*packed, initial_state=S, impl="triton", **more)
+    wide = [t.double() for t in packed]
+    exact = chunk_kda(*wide, initial_state=S.double(), impl="torch", **more)
     torch_ = chunk_kda(*packed, initial_state=S, impl="torch", **more)
     flipped = chunk_kda(*packed, initial_state=S.mT, impl="triton", state_v_first=True, **more)
-    assert torch.equal(plain[1], flipped[1].mT)
-    assert torch.equal(plain[2], flipped[2].mT)
-    for a, b in zip(plain, torch_, strict=True):
-        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+    flipped = flipped[0], flipped[1].mT, flipped[2].mT
+    for found, factor, baseline in ((plain, 4.0, torch_), (flipped, 2.0, plain)):
+        for name, *values in zip(("o", "final_state", "h"), found, exact, baseline, strict=True):
+            assert_within_budget(name, *values, factor)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -174,7 +176,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
     o, h, _, S_end = backend.scan_output(rule, packing, c, States((0,), S0), **wanted)
     dense = backend.scan_output(rule, packing, c, States((0,), S0.contiguous()), **wanted)
     for a, b in ((o, dense[0]), (h, dense[1]), (S_end, dense[3])):
-        assert torch.equal(a, b)
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
     grads = backend.output_bwd(rule, packing, c, torch.randn_like(x.v))
     dS = States((0,), torch.randn(1, H, V, K).mT)
     _, dS0 = backend.scan_bwd(packing, c, grads, dS, want_start=True)
@@ -231,10 +233,11 @@ def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
         assert (wide[name] - x).abs().max() <= 1e-5 * x.abs().max(), name
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
 def test_what_is_touched_early_stays(member):
     """Tiles of several stages load what later phases wait for once more, for the cache's sake, and
-    give that a use that never comes: the same bits as without."""
+    give that a use that never comes: the same products as without, and so the same bits."""
     import fla_cp
     from fla_cp.kernels.measure import forced
     from fla_cp.kernels.tuning import Tile
@@ -259,6 +262,7 @@ def test_what_is_touched_early_stays(member):
         assert torch.equal(a, b)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
 def test_order_of_scans_side_by_side(chunks, monkeypatch):
     """What the side stream reads exists before it starts, and what it writes is waited for."""
@@ -479,6 +483,7 @@ def test_hash_of_a_kernel_file_is_of_its_code():
     assert said(code) != said(code.replace("    return", "        return"))
 
 
+@pytest.mark.bits
 def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     """Of a sequence cut in two on one card, with one decay a head; nothing else changes, to the
     bit."""

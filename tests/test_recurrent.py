@@ -81,6 +81,7 @@ def test_decoding_goes_on_where_a_prefix_ended(impl, v_first):
     assert (cache[[0, 4]] == 7.0).all()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_sequence_without_tokens_passes_its_state_on(impl):
     case = Case("empty", T=5, cu_seqlens=(0, 3, 3, 5))
@@ -110,6 +111,7 @@ def test_inputs_may_be_views(impl):
         assert (a - b).abs().max() <= 1e-6 * a.abs().max()
 
 
+@pytest.mark.bits
 def test_offsets_beyond_the_tokens_are_cut_by_the_kernel(monkeypatch):
     """On a device nobody has read them; on the CPU they are checked first."""
     packed, _ = inputs(Case("far", T=6, states=False))
