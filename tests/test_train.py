@@ -305,13 +305,6 @@ def test_parity_of_a_split(text, tmp_path):
         assert name in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["gdn", "comba", "gdp", "gla", "simple_gla"])
-def test_every_mixer_trains_like_one_rank(text, tmp_path, mixer):
-    flags = ["--cp", "4", "--model.mixer", mixer, "--check-parity", "--parity.steps", "2"]
-    assert "parity holds" in run_ranks(*text, *flags, "--out", str(tmp_path / "run"))
-
-
 def test_parity_fails_on_a_wrong_gradient(text, tmp_path, monkeypatch, capsys):
     def wrong(model, batches, targets, config, ranks, check=False):
         share = original(model, batches, targets, config, ranks, check)
