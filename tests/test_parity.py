@@ -80,7 +80,10 @@ def wrong_gradient(patch, rank, name):
 
 
 def lost_state(patch, rank, where):
-    """One rank gets an empty state from one exchange of the split's run. where: (rank, exchange)."""
+    """One rank gets an empty state from one exchange of the split's run.
+
+    where: (rank, number of the exchange).
+    """
     original, calls = AllGather.start, []
 
     def start(self, *args):
