@@ -22,6 +22,7 @@ from fla_cp.ops import conv
 from fla_cp.rule import DeltaRule
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_exact
+from tests.sweeps import crossed
 
 # Dynamo makes an instance of each autograd.Function that it traces (torch 2.13)
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -250,23 +251,23 @@ def sharded(group, rank, cu, T, ranges=None, keep=False):
     return names
 
 
-CROSSING = [
-    ([0, 90, 200], None),
-    ([0, 250], zigzag_token_ranges(250, 3)),
-    ([0, 7, 7, 200, 201], [[(100, 201)], [], [(0, 100)]]),
-]
+CROSSING = {
+    "one rank without": ([0, 7, 7, 200, 201], [[(100, 201)], [], [(0, 100)]]),
+    "zigzag": ([0, 250], zigzag_token_ranges(250, 3)),
+    "plain": ([0, 90, 200], None),
+}
 
 
-@pytest.mark.parametrize("cu, ranges", CROSSING, ids=["plain", "zigzag", "one rank without"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_ranks_exchange_in_the_graph(gloo_pool, cu, ranges, keep):
+@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True]))
+def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
+    cu, ranges = CROSSING[where]
     size = 2 if ranges is None else 3
-    for names in gloo_pool.run(sharded, cu, cu[-1], ranges, keep, world_size=size, timeout=200):
+    for names in gloo_pool.run(sharded, cu, cu[-1], ranges, keep, world_size=size):
         # states and the convolution's rows, forward; states, backward, and the rows' gradients
         assert sum("all_gather_into_tensor" in n for n in names) == 3, names
         assert sum("reduce_scatter_tensor" in n for n in names) == 1
 
 
 def test_no_collective_in_the_graph_where_nothing_crosses(gloo_pool):
-    for names in gloo_pool.run(sharded, [0, 100, 200], 200, world_size=2, timeout=200):
+    for names in gloo_pool.run(sharded, [0, 100, 200], 200, world_size=2):
         assert not any("c10d" in n for n in names)

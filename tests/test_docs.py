@@ -54,7 +54,7 @@ def run_example(example, *launcher):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("RANK", None)
     command = [sys.executable, *launcher, str(example)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return re.findall(r"rank (\d): (\d+) of 300 tokens, \|o\| ([\d.]+)", done.stdout)
 

@@ -10,6 +10,7 @@ import fla_cp
 from fla_cp import build_cp_context, gdn_gate, zigzag_token_ranges
 from fla_cp.reference import recurrence
 from tests.closeness import assert_exact, assert_within_budget
+from tests.sweeps import crossed
 
 F64 = torch.float64
 
@@ -245,14 +246,13 @@ ON_KERNELS_CALLS = {
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("call", ON_KERNELS_CALLS.values(), ids=list(ON_KERNELS_CALLS))
-@pytest.mark.parametrize(
-    "key", ["gated_delta_rule", "gated_delta_product2", "comba", "gla", "simple_gla"]
-)
+@pytest.mark.parametrize("call, key", crossed(
+    ON_KERNELS_CALLS, ["gated_delta_rule", "gated_delta_product2", "comba", "gla", "simple_gla"]
+))  # fmt: skip
 def test_kernels(key, call, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    member = BY_NAME[key]
+    member, call = BY_NAME[key], ON_KERNELS_CALLS[call]
     exact, plain = oracle(member, call, torch.float32), run(member, call, torch.float32)
     for name, value in run(member, call, torch.float32, "triton").items():
         if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result

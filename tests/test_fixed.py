@@ -123,11 +123,14 @@ def test_symmetric_memory_equals_an_ordinary_context(monkeypatch, ranks):
     run_threads(equal_ordinary, ranks, "operator", "torch", PACKINGS, "symmetric")
 
 
-@pytest.mark.parametrize("name, ranks", [("kda", 1), ("gdn", 2), ("operator", 3)])
+@pytest.mark.parametrize("name, ranks", [
+    pytest.param("kda", 1, marks=pytest.mark.wide), ("gdn", 2),
+    pytest.param("operator", 3, marks=pytest.mark.wide),
+])  # fmt: skip
 def test_kernels_equal_an_ordinary_context(gloo_pool, name, ranks):
     pytest.importorskip("triton")
     packings = [PACKINGS[2], *PACKINGS[:2]]  # tables are made where nothing crosses
-    gloo_pool.run(equal_ordinary, name, "triton", packings, world_size=ranks, timeout=300)
+    gloo_pool.run(equal_ordinary, name, "triton", packings, world_size=ranks)
 
 
 def one_token_documents(group, rank, impl):

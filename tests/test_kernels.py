@@ -29,6 +29,7 @@ from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_within_budget
 from tests.gpu_checks import use
 from tests.running import oracle, run, run_sharded
+from tests.sweeps import crossed, some
 
 # products of pairs that are masked away later may overflow; numpy warns of it
 pytestmark = [
@@ -78,7 +79,10 @@ def compare(case, actual, exact, baseline):
             assert_within_budget(name, value, exact[name], baseline[name], factor=4.0, shift=shift)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+FAST = "bounded", "safe-exp", "kept", "strong-decay", "one-token", "packed", "rows", "odd-dims"
+
+
+@pytest.mark.parametrize("case", some(CASES, FAST), ids=lambda c: c.name)
 def test_kernels_err_like_the_torch_stages(case):
     rounded = {n: t.double() for n, t in case.inputs(dtype=torch.float32).items()}
     exact, baseline = oracle(case, rounded), run(case, torch.float32)
@@ -101,8 +105,7 @@ def test_gated_operands_formed_again_are_the_forwards(gate):
         assert (again - kept).abs().max() <= 3e-5 * kept.abs().max()
 
 
-@pytest.mark.parametrize("g", [0.0, -5.0, "mixed"])
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("g, safe", crossed([0.0, -5.0, "mixed"], [True, False]))
 def test_extreme_gates_stay_finite(g, safe):
     case = Case("extreme", **SMALL, states=False)
     x = case.inputs(dtype=torch.float32)
@@ -216,7 +219,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     assert not fit(HV=0)
 
 
-@pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
+@pytest.mark.parametrize("chunks", [1, pytest.param(8, marks=pytest.mark.wide)])
 def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
     """With 64 columns the state is the left operand: the same numbers but for rounding."""
     from fla_cp.kernels.measure import cut_into, forced
@@ -351,7 +354,7 @@ def sharded(group, rank, case, ranges):
 def test_ranks(gloo_pool, ranges):
     case = Case("ranks", **{**SMALL, "T": 200}, cu_seqlens=(0, 180, 200))
     # fp64 inputs are not rounded to fp32 here, hence the wider factor
-    gloo_pool.run(sharded, case, ranges, world_size=3, timeout=200)
+    gloo_pool.run(sharded, case, ranges, world_size=3)
 
 
 def as_compiled(group, rank, keep):
@@ -368,17 +371,20 @@ def as_compiled(group, rank, keep):
         assert (ops[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
-    gloo_pool.run(as_compiled, keep, world_size=2, timeout=200)
+    gloo_pool.run(as_compiled, keep, world_size=2)
 
 
-@pytest.mark.timeout(1800)  # ten minutes on two cores
-def test_kernels_compile_for_sm_90(tmp_path):
+@pytest.mark.timeout(7200)  # all: ten minutes on two idle cores
+@pytest.mark.parametrize(
+    "only", [["--only", "16x16 bf16 safe"], pytest.param([], marks=pytest.mark.wide)], ids=len
+)
+def test_kernels_compile_for_sm_90(only, tmp_path):
     """In processes of their own: here the kernels are interpreted."""
     clean = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.aot"],
+        [sys.executable, "-m", "tests.aot", *only],
         env={**clean, "TRITON_CACHE_DIR": str(tmp_path)},
         cwd=Path(__file__).parent.parent,
         capture_output=True,
