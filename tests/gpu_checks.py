@@ -369,7 +369,7 @@ def of_sums(x: Named, actual: Named, exact: Named, *, dy: Tensor) -> Named:
     products = 1.1 * dy.abs().max().item() * x["weight"].abs().sum(1).max().item()
     for n in ("dx", "dhalo"):
         if n in exact:
-            off[n] = torch.full_like(exact[n], eps / 2 * products)
+            off[n] = torch.full_like(exact[n], eps * products)
     return off
 
 
