@@ -13,10 +13,10 @@ PYTHON      ?=
 ARGS        ?=
 PYTEST_ARGS ?=
 
-.PHONY: help venv train test lint format types clean
+.PHONY: help venv train test test-rest test-all test-processors lint format types clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## build .venv with the package and its extras
 
@@ -45,9 +45,22 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## train the default model on 4 context-parallel ranks; ARGS="..." adds flags
 	$(BIN)/torchrun launch/train.py --cp 4 $(ARGS)
 
-test: lint types  ## lint, type checks, then every test; PYTEST_ARGS="..." selects
+# A worker that has nothing left takes tests from the other: the dear ones stand side by side.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test: lint types  ## lint, type checks, then the fast tests; PYTEST_ARGS="..." selects
 	@$(BIN)/python -m tests.gpu --stale
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(PYTEST) -m "not wide" $(PYTEST_ARGS)
+
+test-rest: $(STAMP)  ## the tests that `make test` leaves out: wide sweeps, all kernels compiled
+	$(PYTEST) -m wide $(PYTEST_ARGS)
+
+test-all: lint types  ## `make test` and `make test-rest` in one run
+	@$(BIN)/python -m tests.gpu --stale
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-processors: $(STAMP)  ## what compares bits or rounding, as other processors would compute it
+	$(BIN)/python -m tests.processors $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -30,8 +30,8 @@ CONVOLUTIONS = (
 """T, D, W, cu_seqlens."""
 FAMILY = ((16, 16, 65), (64, 64, 64), (96, 64, 1000), (128, 128, 1000), (256, 256, 65))
 """K, V, T of the members."""
-RANGES = (700, 33)
-"""Tokens of a rank's two ranges."""
+RANGES, CHANNELS = (700, 33), 300
+"""Tokens of a rank's two ranges, and what the convolution over ranks has of them."""
 GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
 """T, H, K of the gate alone."""
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
@@ -334,14 +334,15 @@ def check_conv_and_gate() -> Rows:
                     y = causal_conv1d(**x, activation=silu, cu_seqlens=offsets, impl=impl)
                     return with_gradients(y, x, dy)
 
-                row = judged(conv, x, dtype, of_sums)
+                row = judged(conv, x, dtype, partial(of_sums, dy=dy))
                 rows.append({"case": f"conv T={T} D={D} W={W} {silu} cu={cu}"} | row)
         for halo in (False, True):
             T = sum(RANGES)
-            shapes = {"x": (T, 300), "halo": (6 * halo, 300), "weight": (300, 4)}
-            shapes |= {"bias": (300,), "dy": (T, 300)}
+            D = CHANNELS
+            shapes = {"x": (T, D), "halo": (6 * halo, D), "weight": (D, 4)}
+            shapes |= {"bias": (D,), "dy": (T, D)}
             x = {n: draw(*shape, dtype=dtype) for n, shape in shapes.items()}
-            row = judged(conv_stage, x, dtype, of_sums)
+            row = judged(conv_stage, x, dtype, partial(of_sums, dy=x["dy"]))
             rows.append({"case": f"conv two ranges{' halo' * halo}"} | row)
         for T, H, K in GATES:
             for bound in (None, -5.0):
@@ -354,15 +355,48 @@ def check_conv_and_gate() -> Rows:
                     y = kda_gate(**x, lower_bound=bound, impl=impl)
                     return with_gradients(y, x, dout)
 
-                row = judged(gate, x, dtype)
+                row = judged(gate, x, dtype, partial(of_gate, dout=dout, bound=bound))
                 rows.append({"case": f"gate T={T} H={H} K={K} bound={bound}"} | row)
     return rows
 
 
-def of_sums(x: Named, actual: Named, exact: Named) -> Named:
-    """What dweight and dbias of a convolution may be off: they add up T terms before they round."""
-    unit = torch.finfo(FP32).eps * exact["dx"].shape[-2]
-    return {n: torch.full_like(t, unit) for n, t in exact.items() if n in ("dweight", "dbias")}
+def of_sums(x: Named, actual: Named, exact: Named, *, dy: Tensor) -> Named:
+    """What the gradients of a convolution may be off: dweight and dbias add up T terms before they
+    round, dx and dhalo W products with a slope of the activation, which is at most 1.1."""
+    eps = torch.finfo(FP32).eps
+    unit = eps * exact["dx"].shape[-2]
+    off = {n: torch.full_like(t, unit) for n, t in exact.items() if n in ("dweight", "dbias")}
+    products = 1.1 * dy.abs().max().item() * x["weight"].abs().sum(1).max().item()
+    for n in ("dx", "dhalo"):
+        if n in exact:
+            off[n] = torch.full_like(exact[n], eps * products)
+    return off
+
+
+def of_gate(x: Named, actual: Named, exact: Named, *, dout: Tensor, bound: float | None) -> Named:
+    """What the gradients of a gate may be off in fp32: six standard deviations of their terms'
+    roundings.
+
+    dA_log and ddt_bias add up terms of both signs, so the terms count, not the sum: its error does
+    not shrink where they happen to cancel. A term is a product with a sigmoid of z, which is off by
+    four units and by |z| more, since z is rounded first. The bounded gate's also has 1 - sigmoid,
+    which rounds like 1 however small it is itself (`sigmoid_slope` in fla_cp/kernels/gate.py).
+    """
+    H, K = x["g"].shape[-2:]
+    raw = x["g"] + x["dt_bias"].view(H, K)
+    rate = x["A_log"].exp()[:, None]
+    if bound is None:
+        weight = torch.nn.functional.softplus(raw) / raw.sigmoid()
+        off = rate * raw.sigmoid() * (4 + raw.abs())
+    else:
+        z = rate * raw
+        s = z.sigmoid()
+        off = (bound * s * (4 * s + (4 + z.abs()) * (1 - s))).abs()
+        weight, off = raw, rate * off
+    to_raw = 6 * torch.finfo(FP32).eps / 2 * off * dout.to(off).abs()
+    to_log = to_raw * weight.abs()
+    sums = {"dA_log": to_log.square().sum((0, 2)), "ddt_bias": to_raw.square().sum(0).flatten()}
+    return {"dg": to_raw} | {n: t.sqrt() for n, t in sums.items()}
 
 
 def conv_stage(x: Named, impl: str) -> Named:

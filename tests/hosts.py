@@ -19,7 +19,7 @@ class NoNamespaces(RuntimeError):
 
 
 def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=20)
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=120)
 
 
 @contextlib.contextmanager

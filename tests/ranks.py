@@ -32,8 +32,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-START_SECONDS = 120  # four interpreters import torch at once
-GRACE_SECONDS = 5  # what the other ranks get to fail by themselves once one has failed
+# Generous, since a machine may be busy with other things; only what fails takes so long.
+START_SECONDS = 600  # four interpreters import torch at once
+RUN_SECONDS = 600  # a call of `run` or `run_threads`
+GRACE_SECONDS = 20  # what the other ranks get to fail by themselves once one has failed
 
 
 class RankTraceback(Exception):
@@ -63,7 +65,11 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 60
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        timeout: float = RUN_SECONDS,
     ) -> list[Any]:
         """Results of `fn(group, rank, *args)` on ranks 0..world_size-1 (default: all), in order.
 
@@ -221,7 +227,7 @@ def _call(task: bytes, group: Any, rank: int, filters: list[Any]) -> tuple[bool,
 
 
 def run_threads(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = RUN_SECONDS
 ) -> list[Any]:
     """Results of `fn(group, rank, *args)` on ranks that are threads of this process, in order.
 

@@ -147,6 +147,7 @@ def test_bandwidth_rows(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("decode") == 2
 
 
+@pytest.mark.wide
 def test_cp_scaling(tmp_path, monkeypatch, capsys):
     """One rank and two over gloo; efficiency is one rank's time for the local tokens."""
     pytest.importorskip("matplotlib")

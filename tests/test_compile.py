@@ -1,5 +1,7 @@
 """torch.compile(fullgraph=True) of operators and layers, and the ops that it sees."""
 
+from functools import partial
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -19,6 +21,8 @@ from fla_cp.nn import KimiDeltaAttention
 from fla_cp.ops import conv
 from fla_cp.rule import DeltaRule
 from tests.cases import INSIDE, PACKED, Case, options
+from tests.closeness import assert_exact
+from tests.sweeps import crossed
 
 # Dynamo makes an instance of each autograd.Function that it traces (torch 2.13)
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -59,7 +63,7 @@ def call(case, **more):
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_compiled_operator_equals_eager(case, v_first):
-    x = {n: t.requires_grad_() for n, t in case.inputs(dtype=torch.float32).items()}
+    x = {n: t.requires_grad_() for n, t in case.inputs().items()}
     if v_first:
         x["initial_state"] = x["initial_state"].detach().mT.contiguous().requires_grad_()
     f = call(case, state_v_first=v_first, return_intermediate_states=True)
@@ -68,36 +72,36 @@ def test_compiled_operator_equals_eager(case, v_first):
         o, final, h = run(x)
         grads = torch.autograd.grad(o.sin().sum() + final.cos().sum(), list(x.values()))
         both.append((o, final, h, *grads))
-    for a, b in zip(*both, strict=True):
-        assert torch.equal(a, b)
+    for i, (a, b) in enumerate(zip(*both, strict=True)):
+        assert_exact(f"result {i}", b, a)
 
 
 def test_one_graph_serves_every_packing():
     """Compiled anew for the second shape, and then no more: sizes and context are data."""
-    layer = KimiDeltaAttention(16, 2, 8, num_v_heads=4)
+    layer = KimiDeltaAttention(16, 2, 8, num_v_heads=4).double()
     run = compiled(layer)
     gen = torch.Generator().manual_seed(0)
     for n, (T, documents) in enumerate([(100, 1), (131, 4), (90, 2), (300, 7), (65, 1), (257, 3)]):
         inner = torch.randperm(T - 1, generator=gen)[: documents - 1].sort().values + 1
         cu = torch.tensor([0, *inner.tolist(), T])
         context = build_cp_context(cu, None, conv1d_kernel_size=4)
-        x = torch.randn(1, T, 16, generator=gen)
+        x = torch.randn(1, T, 16, generator=gen, dtype=torch.float64)
         results = []
         for f in (layer, run):
             y = f(x, cp_context=context)
             results.append((y, *torch.autograd.grad(y.sum(), list(layer.parameters()))))
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
+        for i, (a, b) in enumerate(zip(*results, strict=True)):
+            assert_exact(f"result {i} of packing {n}", b, a)
         graphs = counters["stats"]["unique_graphs"]
         assert graphs <= min(n + 1, 3), f"{graphs} graphs after packing {n}"
 
 
 def test_rows_without_context_compile_too():
-    layer = KimiDeltaAttention(16, 2, 8)
+    layer = KimiDeltaAttention(16, 2, 8).double()
     run = compiled(layer)
     for B, T in ((2, 70), (2, 90), (3, 64)):
-        x = torch.randn(B, T, 16)
-        assert torch.equal(layer(x), run(x))
+        x = torch.randn(B, T, 16, dtype=torch.float64)
+        assert_exact("y", run(x), layer(x))
 
 
 def test_cu_seqlens_under_compile_names_the_way_out():
@@ -143,7 +147,7 @@ def test_opcheck(keep, initial):
 def test_opcheck_of_the_halves(keep, initial):
     """One rank whose two ranges hand states to each other, in the ops that several ranks take."""
     T, H, HV, K, V = 90, 1, 2, 4, 6
-    draw = torch.randn
+    draw = partial(torch.randn, dtype=torch.float64)
     ranges = [[(50, 90), (0, 50)]]
     context = build_cp_context(torch.tensor([0, 20, 90]), None, token_ranges=ranges)
     packed = [draw(T, H, K), draw(T, H, K), draw(T, HV, V), -draw(T, HV, K).abs(), draw(T, HV)]
@@ -158,8 +162,8 @@ def test_opcheck_of_the_halves(keep, initial):
     check(ops.finish_op, args)
     o, final, _, carried, *kept = ops.finish_op(*args)
     whole = library.delta_rule(*inputs, *fixed, True, True)
-    assert torch.equal(o, whole[0])
-    assert torch.equal(final, whole[1])
+    assert_exact("o", o, whole[0])
+    assert_exact("final_state", final, whole[1])
     saved = [
         carried,
         transition,
@@ -172,8 +176,8 @@ def test_opcheck_of_the_halves(keep, initial):
     args = (*grads, *inputs, *fixed, o, saved, wire[None], offset, chunks, initial)
     check(ops.finish_backward_op, args)
     exact = library.delta_rule_backward(*grads, *inputs, *fixed, o, whole[3:], initial)
-    for a, b in zip(ops.finish_backward_op(*args), exact, strict=True):
-        assert torch.equal(a, b)
+    for i, (a, b) in enumerate(zip(ops.finish_backward_op(*args), exact, strict=True)):
+        assert_exact(f"gradient {i}", a, b)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -247,23 +251,23 @@ def sharded(group, rank, cu, T, ranges=None, keep=False):
     return names
 
 
-CROSSING = [
-    ([0, 90, 200], None),
-    ([0, 250], zigzag_token_ranges(250, 3)),
-    ([0, 7, 7, 200, 201], [[(100, 201)], [], [(0, 100)]]),
-]
+CROSSING = {
+    "one rank without": ([0, 7, 7, 200, 201], [[(100, 201)], [], [(0, 100)]]),
+    "zigzag": ([0, 250], zigzag_token_ranges(250, 3)),
+    "plain": ([0, 90, 200], None),
+}
 
 
-@pytest.mark.parametrize("cu, ranges", CROSSING, ids=["plain", "zigzag", "one rank without"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_ranks_exchange_in_the_graph(gloo_pool, cu, ranges, keep):
+@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True]))
+def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
+    cu, ranges = CROSSING[where]
     size = 2 if ranges is None else 3
-    for names in gloo_pool.run(sharded, cu, cu[-1], ranges, keep, world_size=size, timeout=200):
+    for names in gloo_pool.run(sharded, cu, cu[-1], ranges, keep, world_size=size):
         # states and the convolution's rows, forward; states, backward, and the rows' gradients
         assert sum("all_gather_into_tensor" in n for n in names) == 3, names
         assert sum("reduce_scatter_tensor" in n for n in names) == 1
 
 
 def test_no_collective_in_the_graph_where_nothing_crosses(gloo_pool):
-    for names in gloo_pool.run(sharded, [0, 100, 200], 200, world_size=2, timeout=200):
+    for names in gloo_pool.run(sharded, [0, 100, 200], 200, world_size=2):
         assert not any("c10d" in n for n in names)

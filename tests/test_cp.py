@@ -186,8 +186,8 @@ def transposed(group, rank):
         grads = torch.autograd.grad([o, final], leaves, [context.shard(do), dS])
         flip = (lambda t: t.mT) if v_first else (lambda t: t)
         results.append((o, flip(final), flip(h), *grads[:5], flip(grads[5])))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert_exact(f"result {i}", b, a)
 
 
 def test_both_state_layouts(gloo_pool):

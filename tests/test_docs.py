@@ -17,6 +17,7 @@ from torch import Tensor
 from fla_cp import build_cp_context, chunk_kda, cp_chunk_kda
 from fla_cp.comm import collectives
 from tests import peers
+from tests.closeness import assert_exact
 from tests.ranks import run_threads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +54,7 @@ def run_example(example, *launcher):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("RANK", None)
     command = [sys.executable, *launcher, str(example)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return re.findall(r"rank (\d): (\d+) of 300 tokens, \|o\| ([\d.]+)", done.stdout)
 
@@ -143,15 +144,15 @@ def test_worked_example_maps_and_their_composition():
     for t in tokens:
         k = t.k[:, None]
         M = (torch.eye(2, dtype=torch.float64) - t.b * k @ k.T) @ torch.diag(t.a)
-        assert torch.equal(t.M, M)
-        assert torch.equal(t.B, t.b * k * t.v)
+        assert_exact("M", t.M, M)
+        assert_exact("B", t.B, t.b * k * t.v)
     maps = [(t.M, t.B) for t in tokens]
     composed = {"rank 0": compose(*maps[:2]), "rank 1": compose(*maps[2:])}
     composed["both"] = compose(composed["rank 0"], composed["rank 1"])
     assert composed.keys() == runs.keys()
     for name, (M, B) in composed.items():
-        assert torch.equal(M, runs[name][0]), name
-        assert torch.equal(B, runs[name][1]), name
+        assert_exact(f"M of {name}", M, runs[name][0])
+        assert_exact(f"B of {name}", B, runs[name][1])
 
 
 def column(pattern):
@@ -187,9 +188,10 @@ def test_worked_example_is_what_two_ranks_compute():
     runs = worked_runs()
     transition, entering = runs["rank 1"][0], runs["rank 0"][1]
     passed_on = transition.T @ column(r"has the gradient (.*) with")
-    assert torch.equal(passed_on, column(r"passes on its M\^T times that, (.*),"))
-    assert torch.equal(runs["rank 0"][0].T @ passed_on, column(r"initial state is (.*)\."))
-    assert torch.equal(transition @ entering + runs["rank 1"][1], runs["both"][1])
+    assert_exact("passed on", passed_on, column(r"passes on its M\^T times that, (.*),"))
+    first = column(r"initial state is (.*)\.")
+    assert_exact("gradient of the initial state", runs["rank 0"][0].T @ passed_on, first)
+    assert_exact("B", transition @ entering + runs["rank 1"][1], runs["both"][1])
     for empty, seeded, gradient in run_threads(run_worked_tokens, 2):
         torch.testing.assert_close(empty, runs["both"][1])
         torch.testing.assert_close(seeded, column(r"the whole leaves (.*)\."))

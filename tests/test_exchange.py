@@ -107,7 +107,7 @@ def start_before_the_others(group, rank, scheme):
 
 @pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, Heads])
 def test_start_waits_for_nobody(gloo_pool, scheme):
-    gloo_pool.run(start_before_the_others, scheme, world_size=3, timeout=20)
+    gloo_pool.run(start_before_the_others, scheme, world_size=3, timeout=120)
 
 
 @pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, Heads])

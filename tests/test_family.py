@@ -10,6 +10,7 @@ import fla_cp
 from fla_cp import build_cp_context, gdn_gate, zigzag_token_ranges
 from fla_cp.reference import recurrence
 from tests.closeness import assert_exact, assert_within_budget
+from tests.sweeps import crossed
 
 F64 = torch.float64
 
@@ -190,12 +191,13 @@ def test_half_precision_and_layouts(member):
     x, keywords, _ = draw(member, CALLS["inside"], torch.bfloat16)
     for name in ("A_log", "dt_bias", "initial_state"):
         x[name] = x[name].float()
+    exact = operator(member, "chunk", {n: t.double() for n, t in x.items()}, **keywords)
     o, final = operator(member, "chunk", x, **keywords)
     assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
     x["initial_state"] = x["initial_state"].mT.contiguous()
     o2, final2 = operator(member, "chunk", x, **keywords, transpose_state_layout=True)
-    assert torch.equal(o, o2)
-    assert torch.equal(final, final2.mT)
+    assert_within_budget("o", o2, exact[0], o)
+    assert_within_budget("final_state", final2.mT, exact[1], final)
 
 
 def on_ranks(group, rank, key, ranges, exchange):
@@ -244,14 +246,13 @@ ON_KERNELS_CALLS = {
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("call", ON_KERNELS_CALLS.values(), ids=list(ON_KERNELS_CALLS))
-@pytest.mark.parametrize(
-    "key", ["gated_delta_rule", "gated_delta_product2", "comba", "gla", "simple_gla"]
-)
+@pytest.mark.parametrize("call, key", crossed(
+    ON_KERNELS_CALLS, ["gated_delta_rule", "gated_delta_product2", "comba", "gla", "simple_gla"]
+))  # fmt: skip
 def test_kernels(key, call, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    member = BY_NAME[key]
+    member, call = BY_NAME[key], ON_KERNELS_CALLS[call]
     exact, plain = oracle(member, call, torch.float32), run(member, call, torch.float32)
     for name, value in run(member, call, torch.float32, "triton").items():
         if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
@@ -284,12 +285,12 @@ def test_kernels_take_states_of_either_layout_through_segments(key, monkeypatch)
     member, call = BY_NAME[key], dataclasses.replace(SMALL, T=150)
     x, keywords, _ = draw(member, call, torch.float32)
     found = []
-    for v_first in (False, True):
-        leaves = {n: t.clone() for n, t in x.items()}
+    for impl, v_first in (("torch", False), ("triton", False), ("triton", True)):
+        leaves = {n: t.double() if impl == "torch" else t.clone() for n, t in x.items()}
         if v_first:
             leaves["initial_state"] = leaves["initial_state"].mT.contiguous()
         leaves = {n: t.requires_grad_() for n, t in leaves.items()}
-        more = {"impl": "triton", "transpose_state_layout": v_first}
+        more = {"impl": impl, "transpose_state_layout": v_first}
         with cut_into(1):
             o, final = operator(member, "chunk", leaves, **keywords, **more)
             grads = torch.autograd.grad(o.sum() + final.sum(), list(leaves.values()))
@@ -297,8 +298,9 @@ def test_kernels_take_states_of_either_layout_through_segments(key, monkeypatch)
         if v_first:
             named = named | {n: named[n].mT for n in ("final", "initial_state")}
         found.append(named | {"o": o})
-    for name, value in found[0].items():
-        assert torch.equal(value, found[1][name]), name
+    exact, plain, flipped = found
+    for name, value in flipped.items():
+        assert_within_budget(name, value, exact[name], plain[name])
 
 
 def test_comba_reads_before_the_decay():
@@ -378,6 +380,7 @@ def test_compiled(key, keep):
         assert_exact(name, graph[name], value)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("key", ["kda", "gated_delta_rule"])
 def test_compiled_on_kernels(key, monkeypatch):
     """The choice of the backend survives the trace."""

@@ -15,6 +15,7 @@ from fla_cp.load import Load
 from fla_cp.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.closeness import assert_within_budget
+from tests.sweeps import crossed
 
 BF16 = torch.bfloat16
 
@@ -118,9 +119,8 @@ MEMBERS += [("gated_delta_rule", 2), ("comba", 2), ("simple_gla", 2)]  # no grou
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "segments"])
-@pytest.mark.parametrize("key,H", MEMBERS)
-def test_kernels_err_like_the_torch_stages(key, H, cut, monkeypatch):
+@pytest.mark.parametrize("which, cut", crossed(MEMBERS, [True, False]), ids=str)
+def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
     """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
     states; in segments of a chunk with summaries and transitions, too."""
     from fla_cp.kernels.measure import cut_into
@@ -130,6 +130,7 @@ def test_kernels_err_like_the_torch_stages(key, H, cut, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(gluon, "takes", lambda *args: True)
     monkeypatch.setattr(hopper, "enough", lambda packing, c: True)
+    key, H = which
     member = BY_NAME[key]
     call = Call(T=150, H=H, HV=2, K=128, V=128, inside=True)
     x, keywords, weights = draw(member, call)

@@ -29,6 +29,7 @@ from tests.cases import INSIDE, PACKED, Case, options
 from tests.closeness import assert_within_budget
 from tests.gpu_checks import use
 from tests.running import oracle, run, run_sharded
+from tests.sweeps import crossed, some
 
 # products of pairs that are masked away later may overflow; numpy warns of it
 pytestmark = [
@@ -78,7 +79,10 @@ def compare(case, actual, exact, baseline):
             assert_within_budget(name, value, exact[name], baseline[name], factor=4.0, shift=shift)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+FAST = "bounded", "safe-exp", "kept", "strong-decay", "one-token", "packed", "rows", "odd-dims"
+
+
+@pytest.mark.parametrize("case", some(CASES, FAST), ids=lambda c: c.name)
 def test_kernels_err_like_the_torch_stages(case):
     rounded = {n: t.double() for n, t in case.inputs(dtype=torch.float32).items()}
     exact, baseline = oracle(case, rounded), run(case, torch.float32)
@@ -101,8 +105,7 @@ def test_gated_operands_formed_again_are_the_forwards(gate):
         assert (again - kept).abs().max() <= 3e-5 * kept.abs().max()
 
 
-@pytest.mark.parametrize("g", [0.0, -5.0, "mixed"])
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("g, safe", crossed([0.0, -5.0, "mixed"], [True, False]))
 def test_extreme_gates_stay_finite(g, safe):
     case = Case("extreme", **SMALL, states=False)
     x = case.inputs(dtype=torch.float32)
@@ -125,12 +128,14 @@ def test_state_layouts_and_intermediate_states():
     packed, S = [x[n] for n in PACKED], x["initial_state"]
     more = {"output_final_state": True, "return_intermediate_states": True}
     plain = chunk_kda(*packed, initial_state=S, impl="triton", **more)
+    wide = [t.double() for t in packed]
+    exact = chunk_kda(*wide, initial_state=S.double(), impl="torch", **more)
     torch_ = chunk_kda(*packed, initial_state=S, impl="torch", **more)
     flipped = chunk_kda(*packed, initial_state=S.mT, impl="triton", state_v_first=True, **more)
-    assert torch.equal(plain[1], flipped[1].mT)
-    assert torch.equal(plain[2], flipped[2].mT)
-    for a, b in zip(plain, torch_, strict=True):
-        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+    flipped = flipped[0], flipped[1].mT, flipped[2].mT
+    for found, factor, baseline in ((plain, 4.0, torch_), (flipped, 2.0, plain)):
+        for name, *values in zip(("o", "final_state", "h"), found, exact, baseline, strict=True):
+            assert_within_budget(name, *values, factor)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -174,7 +179,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
     o, h, _, S_end = backend.scan_output(rule, packing, c, States((0,), S0), **wanted)
     dense = backend.scan_output(rule, packing, c, States((0,), S0.contiguous()), **wanted)
     for a, b in ((o, dense[0]), (h, dense[1]), (S_end, dense[3])):
-        assert torch.equal(a, b)
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
     grads = backend.output_bwd(rule, packing, c, torch.randn_like(x.v))
     dS = States((0,), torch.randn(1, H, V, K).mT)
     _, dS0 = backend.scan_bwd(packing, c, grads, dS, want_start=True)
@@ -214,7 +219,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     assert not fit(HV=0)
 
 
-@pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
+@pytest.mark.parametrize("chunks", [1, pytest.param(8, marks=pytest.mark.wide)])
 def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
     """With 64 columns the state is the left operand: the same numbers but for rounding."""
     from fla_cp.kernels.measure import cut_into, forced
@@ -231,10 +236,11 @@ def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
         assert (wide[name] - x).abs().max() <= 1e-5 * x.abs().max(), name
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
 def test_what_is_touched_early_stays(member):
     """Tiles of several stages load what later phases wait for once more, for the cache's sake, and
-    give that a use that never comes: the same bits as without."""
+    give that a use that never comes: the same products as without, and so the same bits."""
     import fla_cp
     from fla_cp.kernels.measure import forced
     from fla_cp.kernels.tuning import Tile
@@ -259,6 +265,7 @@ def test_what_is_touched_early_stays(member):
         assert torch.equal(a, b)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
 def test_order_of_scans_side_by_side(chunks, monkeypatch):
     """What the side stream reads exists before it starts, and what it writes is waited for."""
@@ -347,7 +354,7 @@ def sharded(group, rank, case, ranges):
 def test_ranks(gloo_pool, ranges):
     case = Case("ranks", **{**SMALL, "T": 200}, cu_seqlens=(0, 180, 200))
     # fp64 inputs are not rounded to fp32 here, hence the wider factor
-    gloo_pool.run(sharded, case, ranges, world_size=3, timeout=200)
+    gloo_pool.run(sharded, case, ranges, world_size=3)
 
 
 def as_compiled(group, rank, keep):
@@ -364,17 +371,20 @@ def as_compiled(group, rank, keep):
         assert (ops[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
-    gloo_pool.run(as_compiled, keep, world_size=2, timeout=200)
+    gloo_pool.run(as_compiled, keep, world_size=2)
 
 
-@pytest.mark.timeout(1800)  # ten minutes on two cores
-def test_kernels_compile_for_sm_90(tmp_path):
+@pytest.mark.timeout(7200)  # all: ten minutes on two idle cores
+@pytest.mark.parametrize(
+    "only", [["--only", "16x16 bf16 safe"], pytest.param([], marks=pytest.mark.wide)], ids=len
+)
+def test_kernels_compile_for_sm_90(only, tmp_path):
     """In processes of their own: here the kernels are interpreted."""
     clean = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.aot"],
+        [sys.executable, "-m", "tests.aot", *only],
         env={**clean, "TRITON_CACHE_DIR": str(tmp_path)},
         cwd=Path(__file__).parent.parent,
         capture_output=True,
@@ -479,6 +489,7 @@ def test_hash_of_a_kernel_file_is_of_its_code():
     assert said(code) != said(code.replace("    return", "        return"))
 
 
+@pytest.mark.bits
 def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     """Of a sequence cut in two on one card, with one decay a head; nothing else changes, to the
     bit."""

@@ -163,7 +163,13 @@ def test_failure_on_every_rank_is_raised_and_keeps_the_processes(gloo_pool):
     assert gloo_pool.run(process_id) == before
 
 
-def test_failure_that_leaves_others_waiting_replaces_the_processes():
+@pytest.fixture
+def impatient(monkeypatch):
+    """Where some ranks wait for others that have failed: for as long as it is given to them."""
+    monkeypatch.setattr("tests.ranks.GRACE_SECONDS", 2)
+
+
+def test_failure_that_leaves_others_waiting_replaces_the_processes(impatient):
     pool = RankPool(2)
     try:
         with pytest.raises(KeyError, match="rank 1 says no") as caught:
@@ -176,7 +182,7 @@ def test_failure_that_leaves_others_waiting_replaces_the_processes():
         pool.close()
 
 
-def test_hang_and_death_are_named_and_survived():
+def test_hang_and_death_are_named_and_survived(impatient):
     pool = RankPool(3)
     try:
         with pytest.raises(TimeoutError, match=r"(?s)hang: no answer from ranks .*in hang"):
@@ -210,7 +216,7 @@ def test_unused_pool_starts_nothing():
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_thread_failure_names_its_rank_and_leaves_the_next_run_whole(waits):
+def test_thread_failure_names_its_rank_and_leaves_the_next_run_whole(waits, impatient):
     with pytest.raises(KeyError, match="rank 2 says no") as caught:
         run_threads(fail_on, 4, [2], waits)
     assert caught.value.__notes__ == ["raised on rank 2 of 4 (threads)"]
@@ -219,7 +225,7 @@ def test_thread_failure_names_its_rank_and_leaves_the_next_run_whole(waits):
 
 def test_thread_deadlock_times_out():
     with pytest.raises(TimeoutError, match=r"(?s)deadlock: ranks \[0, 2\] still run.*all_reduce"):
-        run_threads(deadlock, 3, timeout=2)
+        run_threads(deadlock, 3, timeout=5)
     assert run_threads(fail_on, 3, [], True) == [0, 1, 2]
 
 

@@ -9,6 +9,7 @@ from fla_cp import chunk_kda, fused_recurrent_kda
 from tests.cases import BY_NAME, INSIDE, PACKED, Case, named, options
 from tests.closeness import assert_exact, assert_within_budget
 from tests.running import oracle, run_recurrent
+from tests.sweeps import crossed
 
 IMPLS = ["torch", "triton"]
 SMALL = [
@@ -28,6 +29,10 @@ SMALL = [
 ]
 
 
+def label(x):
+    return x.name if isinstance(x, Case) else "VK" if x else "KV"
+
+
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     pytest.importorskip("triton")
@@ -42,8 +47,7 @@ def test_equals_the_recurrence(case, v_first):
         assert_exact(name, value, exact[name])
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
-@pytest.mark.parametrize("v_first", [False, True], ids=["KV", "VK"])
+@pytest.mark.parametrize("case, v_first", crossed(SMALL, [True, False]), ids=label)
 def test_kernel_errs_like_the_torch_stage(case, v_first):
     rounded = {n: t.double() for n, t in case.inputs(dtype=torch.float32).items()}
     exact = oracle(case, rounded)
@@ -81,6 +85,7 @@ def test_decoding_goes_on_where_a_prefix_ended(impl, v_first):
     assert (cache[[0, 4]] == 7.0).all()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_sequence_without_tokens_passes_its_state_on(impl):
     case = Case("empty", T=5, cu_seqlens=(0, 3, 3, 5))
@@ -110,6 +115,7 @@ def test_inputs_may_be_views(impl):
         assert (a - b).abs().max() <= 1e-6 * a.abs().max()
 
 
+@pytest.mark.bits
 def test_offsets_beyond_the_tokens_are_cut_by_the_kernel(monkeypatch):
     """On a device nobody has read them; on the CPU they are checked first."""
     packed, _ = inputs(Case("far", T=6, states=False))

@@ -94,6 +94,7 @@ def test_cut_cross_entropy_is_the_whole_one(monkeypatch):
     assert model(batch["tokens"], context).shape == (1, 150, 64)
 
 
+@pytest.mark.bits
 def test_weights_depend_on_the_seed_alone():
     config = parse(MODEL).model
     torch.manual_seed(5)

@@ -30,7 +30,7 @@ dist.destroy_process_group()
 """
 
 
-def run_or_skip(command, folder, timeout=120):
+def run_or_skip(command, folder, timeout=900):
     try:
         return run_on_two_hosts(command, 2, folder, timeout)
     except NoNamespaces as error:
@@ -64,25 +64,28 @@ def test_hosts_have_one_address_each_and_vanish():
 
 def test_ranks_of_two_hosts_reduce_together(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    output = run_or_skip(["rank.py"], tmp_path, timeout=60)
+    output = run_or_skip(["rank.py"], tmp_path, timeout=600)
     assert output.count(f"sum [6.0, 6.0, 6.0] of 4 at {ADDRESSES[0]}") == 4
 
 
+@pytest.mark.wide
 def test_failing_rank_ends_both_hosts_with_its_output(tmp_path):
     (tmp_path / "rank.py").write_text(RANK + "raise SystemExit('rank gave up')")
     try:
         with pytest.raises(RuntimeError, match=r"(?s)two hosts: exit codes.*rank gave up"):
-            run_on_two_hosts(["rank.py"], 2, tmp_path, timeout=60)
+            run_on_two_hosts(["rank.py"], 2, tmp_path, timeout=600)
     except NoNamespaces as error:
         pytest.skip(str(error))
     assert f"-{os.getpid()}" not in namespaces()
 
 
+@pytest.mark.slow
+@pytest.mark.wide
 def test_two_hosts_train_like_one_rank(tmp_path):
     script = str(ROOT / "launch" / "train.py")
     run_or_skip([script, "--cp", "4", "--out", "two", *FLAGS], tmp_path)
     single = [sys.executable, script, "--cp", "1", "--out", "one", *FLAGS]
-    subprocess.run(single, cwd=tmp_path, check=True, timeout=120)
+    subprocess.run(single, cwd=tmp_path, check=True, timeout=900)
     expected, actual = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert list(actual) == list(expected) == list(range(1, STEPS + 1))
     for step, row in expected.items():

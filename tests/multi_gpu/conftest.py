@@ -20,12 +20,12 @@ def run(request, gloo_pool) -> Callable[..., list[Any]]:
     if gpus == 0:
         if size not in ON_CPU:
             pytest.skip(f"{size} ranks need {size} GPUs, this machine has none")
-        yield partial(gloo_pool.run, world_size=size, timeout=200)
+        yield partial(gloo_pool.run, world_size=size)
         return
     if gpus < size:
         pytest.skip(f"{size} ranks need {size} GPUs, this machine has {gpus}")
     pool = RankPool(size, "cuda")
     try:
-        yield partial(pool.run, timeout=200)
+        yield pool.run
     finally:
         pool.close()

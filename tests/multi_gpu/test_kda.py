@@ -276,6 +276,7 @@ def replay(group, rank, exchange):
         assert torch.equal(y, layer(x, cp_context=context))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("exchange", ["auto", "symmetric"])
 def test_a_captured_layer_replays(run, exchange):
     if torch.cuda.device_count() == 0:

@@ -110,6 +110,7 @@ def many_in_a_row(group, rank, ranges):
     check(rank, found, exact)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("ranges", RANGES)
 def test_many_exchanges_in_a_row(run, ranges):
     need(run, "symmetric")
@@ -136,6 +137,7 @@ def replays(group, rank, ranges):
     check(rank, found, exact)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("ranges", RANGES)
 def test_replays_between_others(run, ranges):
     need(run, "symmetric")
@@ -246,6 +248,7 @@ def chosen_by_itself(group, rank):
         assert torch.equal(a, b)
 
 
+@pytest.mark.bits
 def test_auto_takes_it_with_many_tokens(run):
     need(run, "symmetric")
     run(chosen_by_itself)
