@@ -142,8 +142,10 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
     resume: Annotated[str, _short("--resume")] = "none"
-    """none; auto: newest complete checkpoint of --out, if any; or a run's or a checkpoint's path.
+    """none; auto: newest whole checkpoint of --out, if any; or a run's or a checkpoint's path.
     auto without --out looks in the newest runs/ folder of this model that has a checkpoint."""
+    trust_checkpoint: bool = False
+    """Load a checkpoint whose pickles hold what torch's own do not; they may run any code."""
     out: Annotated[str | None, _short("--out")] = None
     """Run folder, on a file system that all hosts share. None: runs/<date>-<time>-<model>."""
     log_every: Annotated[int, _short("--log-every")] = 10

@@ -176,6 +176,13 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
+    def gather(self, value: str) -> list[str]:
+        """Every rank's value, rank 0's first."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
     def alone(self) -> Ranks:
         """The same device as a world of one rank. Collective: every rank must call it."""
         kind = self.device.type

@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,26 @@ def peak_memory(device: torch.device) -> int:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of RUN/metrics.jsonl; a last line that a crash cut short is left out."""
+    """The lines of RUN/metrics.jsonl; those that hold no metrics are left out, as a last one that
+    a crash cut short."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    rows = (_row(line) for line in path.read_bytes().splitlines())
+    return [row for row in rows if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The metrics in a line, None for a column that is not there; None for any other bytes."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    row = {**{field.name: None for field in fields(Metrics)}, **row}
+    values = [row[field.name] for field in fields(Metrics)]
+    return row if all(type(value) in (int, float, type(None)) for value in values) else None
 
 
 class RunLog:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from launch.distributed import Ranks, compute_dtype, describe, joined, launch, s
 from launch.metrics import Metrics, RunLog, peak_memory, plot_losses, read_metrics
 from launch.model import build_model
 from launch.parity import compare, write_report
+from launch.saver import Saver
 from launch.step import (
     HeldOut,
     agree,
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_parity(config: TrainConfig, ranks: Ranks) -> int:
     """Runs --check-parity; 0 if it holds, 1 if it fails."""
     run, _ = open_run(config, ranks)
+    write_config(config, run, ranks)
     dataset = load_data(config, "train")
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     if ranks.rank == 0:
@@ -88,31 +90,55 @@ def load_data(config: TrainConfig, split: str) -> PackedDataset:
 def open_run(config: TrainConfig, ranks: Ranks) -> tuple[Path, Path | None]:
     """The run folder and the checkpoint to resume from, the same on all ranks.
 
-    Rank 0 looks, makes the folder and writes config.toml. Raises UserError, on all ranks, for a
-    --resume path without a checkpoint or a folder that holds another run.
+    Rank 0 looks and makes the folder; all ranks verify the checkpoint. Raises UserError, on all
+    ranks, for a --resume path without a whole checkpoint or a folder that holds another run.
     """
-    answer = {"run": "", "found": "", "problem": ""}
+    answer = {"run": "", "found": [], "problem": ""}
     if ranks.rank == 0:
         try:
             run = Path(_run_folder(config))
             found = checkpoint.find(config.run.resume, run)
-            continues = config.run.resume == "auto" or (found and run in found.parents)
+            inside = found and run.resolve() in found[0].resolve().parents
+            continues = config.run.resume == "auto" or inside
             if read_metrics(run) and not continues and not config.parity.check:
                 raise UserError(
                     f"--out {run} already holds a run; continue it with --resume auto, or name "
                     "another folder"
                 )
             run.mkdir(parents=True, exist_ok=True)
-            resolved = dataclasses.replace(config.run, out=str(run))
-            text = to_toml(dataclasses.replace(config, run=resolved))
-            (run / "config.toml").write_text(text)
-            answer |= {"run": str(run), "found": str(found or "")}
+            answer |= {"run": str(run), "found": [str(path) for path in found]}
         except (UserError, OSError) as error:
             answer["problem"] = str(error)
     answer = json.loads(ranks.broadcast(json.dumps(answer)))
     if answer["problem"]:
         raise UserError(answer["problem"])
-    return Path(answer["run"]), Path(answer["found"]) if answer["found"] else None
+
+    def say(line: str) -> None:
+        if ranks.rank == 0:
+            print(line, flush=True)
+
+    run, found = Path(answer["run"]), [Path(path) for path in answer["found"]]
+    trust = config.run.trust_checkpoint
+    whole, damaged = checkpoint.newest_whole(found, config.run.resume, trust, ranks, say)
+    if ranks.rank == 0:
+        for note in checkpoint.set_aside(run, damaged):
+            say(note)
+    return run, whole
+
+
+def write_config(config: TrainConfig, run: Path, ranks: Ranks) -> None:
+    """Writes RUN/config.toml on rank 0, once it is sure that this configuration will run: until
+    then, it is the one with which a refused resume can go on. Raises UserError on all ranks."""
+    problem = ""
+    if ranks.rank == 0:
+        resolved = dataclasses.replace(config.run, out=str(run))
+        try:
+            text = to_toml(dataclasses.replace(config, run=resolved))
+            (run / "config.toml").write_text(text)
+        except OSError as error:
+            problem = f"--out: {error}"
+    if problem := ranks.broadcast(problem):
+        raise UserError(problem)
 
 
 def _run_folder(config: TrainConfig) -> str:
@@ -120,7 +146,8 @@ def _run_folder(config: TrainConfig) -> str:
         return config.run.out
     suffix = config.model.size + ("-parity" if config.parity.check else "")
     if config.run.resume == "auto":
-        runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.checkpoints(run)]
+        # one whose checkpoints are all damaged counts, too: an older run must not take its place
+        runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.find("auto", run)]
         if runs:
             return str(max(runs, key=lambda run: run.name))
     return f"runs/{datetime.now():%Y%m%d-%H%M%S}-{suffix}"
@@ -146,6 +173,9 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     data = load_data(config, "train")
     valid = load_data(config, "valid") if config.run.eval_every else None
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
+    facts = checkpoint.facts(config, data.vocab_size, len(data), dtype)
+    differences = checkpoint.check_matches(found, facts) if found is not None else []
+    write_config(config, run, ranks)
     model = build_model(config.model, data.vocab_size, config.run.seed).to(ranks.device)
     parameters = sum(p.numel() for p in model.parameters())
     shard_model(model, ranks, dtype)
@@ -159,20 +189,20 @@ def train(config: TrainConfig, ranks: Ranks) -> int:
     ]
     progress = checkpoint.Progress()
     if found is not None:
-        differences = checkpoint.check_matches(found, config, data.vocab_size)
-        progress = checkpoint.load(found, model, optimizer, ranks)
+        progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)
         notes.append(f"resumed from {found} at step {progress.step}")
-        notes += [f"note: the resumed run's data differ: {d}" for d in differences]
+        notes += [f"note: {difference}" for difference in differences]
     if ranks.rank == 0:
-        dropped = checkpoint.clean(run, after=progress.step)
-        notes += [f"removed {old}: later than the resumed step" for old in dropped]
+        notes += checkpoint.clean(run, after=progress.step)
     log = RunLog(run, config.run, ranks, progress.step if found else None)
     for note in notes:
         log.print(note)
     held_out = HeldOut(config, valid, ranks) if valid is not None else None
     try:
-        loop = Loop(config, ranks, run, data, held_out, model, optimizer, progress, log)
-        stopped = loop.run_all()
+        keep = config.run.keep_checkpoints
+        with closing(Saver(run, facts, keep, ranks, log.print, progress.step)) as saver:
+            loop = Loop(config, ranks, data, held_out, model, optimizer, progress, log, saver)
+            stopped = loop.run_all()
     finally:
         log.close()
     if ranks.rank == 0:
@@ -191,19 +221,18 @@ class Loop:
         self,
         config: TrainConfig,
         ranks: Ranks,
-        run: Path,
         data: PackedDataset,
         held_out: HeldOut | None,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         progress: checkpoint.Progress,
         log: RunLog,
+        saver: Saver,
     ) -> None:
-        self.config, self.ranks, self.run = config, ranks, run
+        self.config, self.ranks = config, ranks
         self.data, self.held_out = data, held_out
         self.model, self.optimizer = model, optimizer
-        self.progress, self.log = progress, log
-        self.saved_step = progress.step
+        self.progress, self.log, self.saver = progress, log, saver
         self.checked = False  # contexts are compared across ranks once
 
     def run_all(self) -> bool:
@@ -218,8 +247,10 @@ class Loop:
         with stop_on_signal() as received:
             while self.progress.step < last and not stopped:
                 stopped = self._step(batches, received)
-            if self.progress.step > self.saved_step:
-                self._save()
+                self.saver.poll()
+            self.saver.wait()
+            if self.progress.step > self.saver.step:  # also where the periodic one failed
+                self.saver.write(self.model, self.optimizer, self.progress)
         return stopped
 
     def _step(self, batches: Iterator, received: list[int]) -> bool:
@@ -286,16 +317,7 @@ class Loop:
         )
 
     def _save(self) -> None:
-        checkpoint.save(
-            self.run,
-            self.config,
-            self.data.vocab_size,
-            self.model,
-            self.optimizer,
-            self.progress,
-            self.ranks,
-        )
-        self.saved_step = self.progress.step
+        self.saver.start(self.model, self.optimizer, self.progress)
 
 
 def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -> None:
