@@ -74,9 +74,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None
-    if any(value is not None and type(value) not in (int, float) for value in row.values()):
-        return None
-    return {**{field.name: None for field in fields(Metrics)}, **row}
+    row = {**{field.name: None for field in fields(Metrics)}, **row}
+    values = [row[field.name] for field in fields(Metrics)]
+    return row if all(type(value) in (int, float, type(None)) for value in values) else None
 
 
 class RunLog:

@@ -60,7 +60,7 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
     trust = config.run.trust_checkpoint
     whole, damaged = checkpoint.newest_whole(candidates, config.run.resume, trust, ranks, say)
     if whole is not None and not config.parity.check:
-        done = checkpoint.step_of(whole)
+        done = checkpoint.read_record(whole)[0]["step"]
         if done > config.run.max_steps:
             raise UserError(
                 f"--max-steps must be at least {done}, the step of the resumed checkpoint {whole}, "

@@ -101,7 +101,7 @@ class Saver:
         try:
             partial = self._prepare(progress)
         except SaveFailed as error:
-            self.say(f"warning: {error}; training goes on")
+            self.say(f"warning: {error}")
             return
         future = dcp.async_save(
             self._state(model, optimizer, progress),
@@ -137,7 +137,7 @@ class Saver:
             )
         else:
             self._drop(pending.partial)
-            self.say(f"warning: {self._failure(pending.step, error)}; training goes on")
+            self.say(f"warning: {self._failure(pending.step, error)}")
         while self.notes:
             self.say(self.notes.pop(0))
 

@@ -176,11 +176,12 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     for note in notes:
         log.print(note)
     held_out = HeldOut(config, valid, ranks) if valid is not None else None
-    saver = Saver(run, facts, config.run.keep_checkpoints, ranks, log.print, progress.step)
     diverged, stopped = "", False
     try:
-        loop = Loop(config, ranks, data, held_out, model, optimizer, progress, log, saver)
-        stopped = loop.run_all()
+        keep = config.run.keep_checkpoints
+        with closing(Saver(run, facts, keep, ranks, log.print, progress.step)) as saver:
+            loop = Loop(config, ranks, data, held_out, model, optimizer, progress, log, saver)
+            stopped = loop.run_all()
     except divergence.Diverged as error:
         diverged = str(error)
     finally:
@@ -241,7 +242,7 @@ class Loop:
             self._record(**nothing, lr=0.0, exchange_ms=0.0, evaluate=True)
         batches = micro_batches(self.config, self.data, self.ranks, start)
         stopped = False
-        with stop_on_signal() as received, closing(self.saver):
+        with stop_on_signal() as received:
             while self.progress.step < last and not stopped:
                 stopped = self._step(batches, received)
                 self.saver.poll()

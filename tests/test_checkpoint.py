@@ -1,7 +1,7 @@
 """Checkpoints: whole or absent, what they hold, and what `--resume` finds."""
 
 import contextlib
-import json
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,10 @@ import torch
 
 from launch import checkpoint
 from launch.checkpoint import Progress, checkpoints, complete, find
-from launch.config import UserError, parse
+from launch.config import DataConfig, ModelConfig, UserError, parse
 from launch.distributed import joined, shard_model
-from launch.integrity import seal
 from launch.model import build_model
-from launch.saver import SaveFailed, Saver
+from launch.saver import Saver
 from launch.step import build_optimizer
 
 FLAGS = (
@@ -159,6 +158,21 @@ def test_clean_drops_later_steps(tmp_path, ranks):
     later = tmp_path / "checkpoints" / "step-00000010"
     assert checkpoint.clean(tmp_path, after=5) == [f"removed {later}: later than the resumed step"]
     assert names(tmp_path) == ["step-00000005"]
+
+
+def test_every_option_of_the_model_counts_unless_named(ranks):
+    one = OneRank(ranks)
+
+    @dataclasses.dataclass(frozen=True)
+    class Grown(ModelConfig):
+        dropout: float = 0.5
+
+    grown = dataclasses.replace(one.config, model=Grown(**dataclasses.asdict(one.config.model)))
+    assert checkpoint.facts(grown, VOCAB, 10, torch.float32)["model"]["dropout"] == 0.5
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert names - one.facts()["model"].keys() == set(checkpoint.MODEL_NEUTRAL)
+    names = {field.name for field in dataclasses.fields(DataConfig)}
+    assert names - one.facts()["data"].keys() == set(checkpoint.DATA_NEUTRAL)
 
 
 def test_another_model_is_refused_and_other_data_noted(tmp_path, ranks):

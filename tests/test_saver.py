@@ -1,4 +1,4 @@
-"""Checkpoints in the background: whole, of the step that asked, and no fault of a disk ends a run."""
+"""Checkpoints in the background hold the step that asked; faults of a disk are said, not fatal."""
 
 import contextlib
 import os
@@ -37,46 +37,39 @@ def disk_of(size):
 
 
 def test_training_goes_on_while_the_state_of_the_step_is_written(tmp_path, ranks, monkeypatch):
-    one, lines, gate = OneRank(ranks), [], threading.Event()
-    one.update()
-    expected, drawn = one.tensors(), torch.get_rng_state()
-    original = os.fsync
+    one, other, lines, gate = OneRank(ranks), OneRank(ranks, seed=1), [], threading.Event()
+    original, expected = os.fsync, {}
 
-    def held(handle):
+    def held(handle):  # the disk is as slow as the test wants
         assert gate.wait(60)
         original(handle)
 
     monkeypatch.setattr(os, "fsync", held)
     with contextlib.closing(one.saver(tmp_path, lines.append)) as saver:
-        for number in range(2):  # the second time into the same buffers
-            saver.start(one.model, one.optimizer, Progress(4 + number))
-            saver.poll()
-            assert lines == [] and checkpoint.checkpoints(tmp_path) == []
-            torch.rand(3)
+        for step in (4, 5):  # the second time into the same buffers
             one.update()
-            if number == 0:
-                gate.set()
+            expected[step] = one.tensors(), torch.get_rng_state()
+            saver.start(one.model, one.optimizer, Progress(step))
+            one.update()
+            torch.rand(3)
+            saver.poll()
+            assert len(lines) == step - 4 == len(checkpoint.checkpoints(tmp_path))
+            gate.set()
+            if step == 4:
                 saver.wait()
-                (line,) = lines
-                assert line.startswith("checkpoint step 4: paused the step for 0.")
-                assert "written in" in line and saver.step == 4
                 gate.clear()
-                lines.clear()
-                shutil_path = tmp_path / "checkpoints" / "step-00000004"
-                loaded, torch_state = OneRank(ranks, seed=1), torch.get_rng_state()
-                assert loaded.load(shutil_path) == Progress(4)
-                torch.testing.assert_close(loaded.tensors(), expected, rtol=0, atol=0)
-                assert torch.equal(torch.get_rng_state(), drawn)
-                torch.set_rng_state(torch_state)
-                checkpoint.remove(shutil_path)
-                expected, drawn = one.tensors(), torch.get_rng_state()
-        gate.set()
         saver.start(one.model, one.optimizer, Progress(6))  # after the one before
-        assert names(tmp_path)[-1] == "step-00000005"
+        assert {"step-00000004", "step-00000005"} <= set(names(tmp_path))
     # closing waits, too
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
-    loaded.load(tmp_path / "checkpoints" / "step-00000005")
-    torch.testing.assert_close(loaded.tensors(), expected, rtol=0, atol=0)
+    assert saver.step == 6
+    lines = [line for line in lines if "waited" not in line]  # said where the disk is slow
+    assert [line.split(":")[0] for line in lines] == [f"checkpoint step {n}" for n in (4, 5, 6)]
+    assert "paused the step for 0." in lines[0] and "s, written in " in lines[0]
+    assert other.load(tmp_path / "checkpoints" / "step-00000005") == Progress(5)
+    tensors, drawn = expected[5]
+    torch.testing.assert_close(other.tensors(), tensors, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_full_disk_costs_a_line_and_the_last_one_an_error(tmp_path, ranks):
@@ -91,7 +84,7 @@ def test_full_disk_costs_a_line_and_the_last_one_an_error(tmp_path, ranks):
             saver.wait()
             (line,) = lines
             assert line.startswith("warning: the checkpoint of step 2 could not be written: ")
-            assert line.endswith("; the last whole one is of step 1; training goes on")
+            assert line.endswith("; the last whole one is of step 1")
             for part in ("File too large", "bytes to write", "bytes free", f"'{partial}/__0_0"):
                 assert part in line
             assert "\n" not in line
@@ -187,7 +180,7 @@ def test_ranks_agree_where_the_disk_of_one_is_full(gloo_pool, tmp_path):
         assert left == []
         failed, written, damaged = lines
         assert "of step 1 could not be written: [Errno 27] File too large (" in failed
-        assert "__2_0.distcp' (rank 2); there is none yet; training goes on" in failed
+        assert "__2_0.distcp' (rank 2); there is none yet" in failed
         assert written.startswith("checkpoint step 3: ")
         assert len(errors) == 1 and "of step 2 could not be written" in errors[0]
         assert taken == four
