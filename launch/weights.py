@@ -44,12 +44,13 @@ def owned_rows(x: Tensor) -> range:
     """The rows of a parameter that this rank holds; FSDP2 cuts rows as `torch.chunk` does."""
     if not isinstance(x, DTensor):
         return range(x.shape[0])
-    rows = range(x.shape[0])
+    rows, coordinate = range(x.shape[0]), x.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the mesh"
     for axis, placement in enumerate(x.placements):
         if placement.is_shard():
             assert placement.is_shard(0) and rows == range(x.shape[0]), x.placements
             size = math.ceil(len(rows) / x.device_mesh.size(axis))
-            rows = rows[x.device_mesh.get_local_rank(axis) * size :][:size]
+            rows = rows[coordinate[axis] * size :][:size]
     assert len(rows) == local_tensor(x).shape[0], (rows, local_tensor(x).shape)
     return rows
 
