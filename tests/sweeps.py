@@ -19,14 +19,16 @@ def some(cases: Iterable[Any], fast: Collection[str]) -> list[Any]:
     return [_parameter((case,), case.name in fast) for case in cases]
 
 
-def crossed(*axes: Collection[Any]) -> list[Any]:
+def crossed(*axes: Collection[Any], fast: int | None = None) -> list[Any]:
     """Every combination as parameters; all but a diagonal is wide.
 
     The diagonal goes through the longest axis once, and through the shorter ones again and again:
-    crossed("abc", (0, 1)) keeps a-0, b-1 and c-0.
+    crossed("abc", (0, 1)) keeps a-0, b-1 and c-0. fast: keep so many of it, from its start, where
+    the rest differ from them by a value that other tests have.
     """
     lists = [list(axis) for axis in axes]
-    kept = [tuple(n % len(values) for values in lists) for n in range(max(len(v) for v in lists))]
+    length = max(len(v) for v in lists) if fast is None else fast
+    kept = [tuple(n % len(values) for values in lists) for n in range(length)]
     places = product(*(range(len(values)) for values in lists))
     return [
         _parameter([values[i] for i, values in zip(place, lists, strict=True)], place in kept)

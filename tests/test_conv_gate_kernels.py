@@ -157,6 +157,7 @@ def gpu_checks(monkeypatch):
 
 
 @pytest.mark.bits
+@pytest.mark.wide
 def test_the_gpu_checks_themselves(gpu_checks, monkeypatch):
     """Each check runs, passes, and fails on a wrong result."""
     rows = gpu_checks.check_conv_and_gate()

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.wide
 def test_remembered_launches_run_what_triton_runs():
     """In a process of its own: tests that interpret kernels can leave Triton unable to compile."""
     clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "TRITON_INTERP"))}

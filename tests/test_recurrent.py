@@ -61,8 +61,7 @@ def inputs(case, dtype=torch.float32):
     return [x.pop(n) for n in PACKED], x
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("v_first", [False, True], ids=["KV", "VK"])
+@pytest.mark.parametrize("impl, v_first", crossed(IMPLS, [False, True]))
 def test_decoding_goes_on_where_a_prefix_ended(impl, v_first):
     """A prefix by chunk_kda, then token by token in place, in slots of a larger cache."""
     case = named("inside-grouped", B=3, T=70, states=False)

@@ -293,7 +293,7 @@ def test_kernel_of_the_fold(size, transposed, side_by_side, monkeypatch):
     assert (out - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
-@pytest.mark.parametrize("size, transposed", crossed(SIZES, [True, False]))
+@pytest.mark.parametrize("size, transposed", crossed(SIZES, [True, False], fast=3))
 def test_a_fold_gives_transitions_beside_states(size, transposed, monkeypatch):
     """Those of a fold for each; a product of other widths may round otherwise."""
     pytest.importorskip("triton")
