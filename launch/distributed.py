@@ -66,7 +66,8 @@ def launch(config: ParallelConfig, argv: Sequence[str]) -> int | None:
     if started > 1:
         raise UserError(_mismatch(config, started, argv))
     choose_device(config.device, needed)
-    print(f"started as 1 process: launching {needed} ranks on this host ({config_product(config)})")
+    count = f"{needed} rank{'s' * (needed > 1)}"
+    print(f"started as 1 process: launching {count} on this host ({config_product(config)})")
     sys.stdout.flush()
     return restart.repeat(lambda: _run_elastic(needed, argv), config.max_restarts)
 
