@@ -28,9 +28,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from launch import loopback, parent, restart
 from launch.config import ParallelConfig, UserError
+from launch.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
 from launch.meeting import meet
 from launch.progress import mark, waiting
-from launch.watch import HUNG, watched
+from launch.watch import watched
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 # Longer than any wait: ranks also wait for rank 0 in --check-parity and at plots. What ends a hung
@@ -125,7 +126,7 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
             ended = {r: f for r, f in error.failures.items() if f.exitcode < 0}
             others = [r for r, f in ended.items() if f.exitcode != -signal.SIGTERM]  # not ours
             rank, failure = (others[0], ended[others[0]]) if others else (rank, failure)
-        if failure.exitcode not in (1, 2, restart.DIVERGED, HUNG):  # such ranks have said why
+        if failure.exitcode not in (FAILED, MISTAKE, DIVERGED, HUNG):  # such ranks have said why
             print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:

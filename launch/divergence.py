@@ -16,8 +16,6 @@ from torch import nn
 from launch.distributed import Ranks
 from launch.weights import local_tensor
 
-EXIT_CODE = 3
-
 
 class Diverged(RuntimeError):
     """The training cannot go on; the same on all ranks. The message is one line."""

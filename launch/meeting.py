@@ -11,8 +11,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from launch.config import UserError
+from launch.exit_codes import HUNG
 from launch.outlook import Record
-from launch.watch import HUNG
 
 
 def meet(rank: int, world: int, seconds: float) -> dist.Store:

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-DIVERGED = 3
-"""Exit code of a run that diverged."""
+from launch.exit_codes import DIVERGED, MISTAKE
 
 COUNT = "FLA_CP_RESTART_COUNT"
 _FILE = "launcher.json"
@@ -24,13 +23,13 @@ _FILE = "launcher.json"
 def repeat(run: Callable[[], int], restarts: int) -> int:
     """The exit code of `run`, called again after a failure, at most `restarts` times more.
 
-    Not after a mistake of the user's (2) or a diverged run, which would end the same way, nor
+    Not after a mistake of the user's or a diverged run, which would end the same way, nor
     where a signal ended the launcher (128 and more).
     """
     for attempt in range(restarts + 1):
         os.environ[COUNT] = str(attempt)
         code = run()
-        if code in (0, 2, DIVERGED) or code >= 128 or attempt == restarts:
+        if code in (0, MISTAKE, DIVERGED) or code >= 128 or attempt == restarts:
             break
         print(
             f"the ranks failed (exit code {code}): restart {attempt + 1} of {restarts}",

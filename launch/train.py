@@ -32,6 +32,7 @@ from launch import checkpoint, divergence
 from launch.config import TrainConfig, UserError, parse
 from launch.data import PackedDataset, build_dataset
 from launch.distributed import Ranks, compute_dtype, describe, joined, launch
+from launch.exit_codes import DIVERGED, FAILED, MISTAKE
 from launch.lock import RunLock
 from launch.metrics import Metrics, RunLog, peak_memory, plot_losses
 from launch.model import build_sharded
@@ -52,12 +53,7 @@ from launch.step import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses flags and trains; the exit code.
-
-    1 is a failed parity check or an exception, 2 a user's mistake, 3 a run that diverged: starting
-    it again from its last checkpoint would end in the same way. 4 is a hung run or a lost rank
-    (launch/watch.py).
-    """
+    """Parses flags and trains; the exit code, one of launch/exit_codes.py."""
     if argv is None:  # this process is ours
         end_with_launcher()
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -72,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if first:
             print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = MISTAKE
     return code
 
 
 def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
-    """Runs --check-parity; 0 if it holds, 1 if it fails."""
+    """Runs --check-parity; 0 if it holds, FAILED if not."""
     check_impl(config, ranks)
     dataset = load_data(config, "train", ranks)
     run = open_run(config, ranks, lock).path
@@ -91,7 +87,7 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         print(report.table())
         print(f"report: {write_report(report, run)}", flush=True)
         failed = float(not report.passed)
-    return int(ranks.host_max([failed])[0])
+    return FAILED if ranks.host_max([failed])[0] else 0
 
 
 def check_impl(config: TrainConfig, ranks: Ranks) -> None:
@@ -192,7 +188,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         print(f"error: {diverged}; {last}", file=sys.stderr, flush=True)
     elif ranks.rank == 0:
         summarise(config, run, log.rows, stopped)
-    return divergence.EXIT_CODE if diverged else 0
+    return DIVERGED if diverged else 0
 
 
 def tokens_per_step(config: TrainConfig) -> int:
@@ -233,7 +229,9 @@ class Loop:
     def run_all(self) -> bool:
         """Takes the steps that are left; True if it was asked to stop before the last.
 
-        Raises Diverged, on all ranks, if it ends with steps that were skipped.
+        Raises Diverged, on all ranks, if its last steps were skipped. A run that is asked to stop
+        among skipped steps saves its weights, which are those before them, and drops no checkpoint
+        for it.
         """
         last = self.config.run.max_steps
         start = self.progress.step
@@ -251,7 +249,10 @@ class Loop:
             if self.skips.count and not stopped:
                 raise divergence.Diverged(f"the last steps are missing: {self.skips.report()}")
             # also where the periodic one failed
-            if self.progress.step > self.saver.step and self._may_save():
+            if self.skips.count:
+                self.saver.keep += 1
+            if self.progress.step > self.saver.step:
+                divergence.check_weights(self.model, self.ranks, self.progress.step)
                 with announced("checkpoint"):
                     self.saver.write(self.model, self.optimizer, self.progress)
         return stopped

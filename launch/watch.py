@@ -27,11 +27,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fla_cp.comm.timing import waits
+from launch.exit_codes import HUNG
 from launch.outlook import Limits, Record, Seen, explain, hung, silent
 from launch.progress import doing
-
-HUNG = 4
-"""Exit code of a rank whose run is hung, or that has lost another rank."""
 
 _VERDICT = "verdict"
 _LOST = re.compile(r"Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting", re.I)

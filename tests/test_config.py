@@ -103,7 +103,7 @@ def test_missing_toml():
         ("--eval-every -1", "--eval-every must be at least 0, got -1"),
         ("--run.keep-checkpoints 0", "--run.keep-checkpoints must be at least 1, got 0"),
         ("--lr 0", "--lr must be positive, got 0.0"),
-        ("--lr nan", "--lr must be positive, got nan"),
+        ("--lr nan", "--lr must be finite, got nan"),
         ("--optim.beta2 1", r"--optim.beta2 must be in \[0, 1\), got 1.0"),
         ("--optim.min-lr-ratio 2", r"--optim.min-lr-ratio must be in \[0, 1\], got 2.0"),
         ("--model.head-dim 512", "--model.head-dim must be at most 256, got 512"),

@@ -12,6 +12,7 @@ import pytest
 import launch.train
 from launch import restart
 from launch.config import UserError, parse
+from launch.exit_codes import DIVERGED
 from launch.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +43,7 @@ def losses(run):
         ([1, 1, 1, 1], 2, 3, 1),
         ([4], 0, 1, 4),
         ([2], 3, 1, 2),
-        ([1, restart.DIVERGED], 3, 2, restart.DIVERGED),
+        ([1, DIVERGED], 3, 2, DIVERGED),
         ([128 + signal.SIGTERM], 3, 1, 128 + signal.SIGTERM),
     ],
 )

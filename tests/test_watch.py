@@ -20,9 +20,10 @@ import torch.distributed as dist
 from fla_cp.comm.timing import exchange_wait, waits
 from launch import progress
 from launch.config import UserError, parse
+from launch.exit_codes import HUNG
 from launch.meeting import meet
 from launch.outlook import Limits, Record, Seen, blamed, explain, hung
-from launch.watch import HUNG, Own, Watch, watched
+from launch.watch import Own, Watch, watched
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = Limits(notice=60, timeout=600, beat=5, silent=20)
