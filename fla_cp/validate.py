@@ -21,6 +21,9 @@ MAX_DIM = 256
 SAFE_GATE_BOUND = -5.0
 """Lowest lower_bound of a safe gate: 16 steps of it stay inside bf16 (docs/design.md)."""
 
+PRECISIONS = ("default", "high")
+"""Of a call: what its kernels hold in two terms, see `DeltaRule.precise`."""
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -210,6 +213,11 @@ def check_local_tokens(tokens: int, context: FLACPContext) -> None:
             f"under cp_context the local length must be context.local_tokens="
             f"{context.local_tokens}, got T={tokens}"
         )
+
+
+def check_precision(precision: object) -> None:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
 
 
 def check_ndims(

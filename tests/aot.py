@@ -275,6 +275,7 @@ INSIDE = {
     "use_beta_sigmoid_in_kernel": True,
 }
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
+HIGH = {"precision": "high"}
 SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 RECORD = Path(__file__).parent / "aot.json"
@@ -409,6 +410,12 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         yield f"{K}x{V} {name} head groups", call
         call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {}, H=2)
         yield f"{K}x{V} {name} head", call
+        if name == "bf16":  # fp32 has one term
+            for gate, options in (("safe", SAFE | HIGH), ("any", HIGH)):
+                call = functools.partial(compile_call, K, V, dtype, options)
+                yield f"{K}x{V} {name} {gate} high", call
+            call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, HIGH)
+            yield f"{K}x{V} {name} head high", call
         for layout in ("KV", "VK"):
             call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
             yield f"recurrent {K}x{V} {name} {layout}", call
@@ -416,6 +423,9 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for member in ("comba", "gla", "simple_gla"):
             call = functools.partial(compile_member, member, 128, 128, dtype, {})
             yield f"{member} {name} any", call
+            if name == "bf16":
+                call = functools.partial(compile_member, member, 128, 128, dtype, HIGH)
+                yield f"{member} {name} any high", call
         call = functools.partial(compile_member, "comba", 128, 128, dtype, {}, H=2)
         yield f"comba {name} head", call
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
@@ -446,6 +456,19 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     fuller = {k[1]: n for k, of in tuning.FULLER.items() for c, n in of if c < tuning.WIDEST}
     call = functools.partial(head_in_triton, scans | fuller)
     yield "128x128 bf16 head, scans in Triton, more chains", call
+
+    def high_with(tiles: dict[str, tuning.Tile], of_heads: bool) -> list[Launch]:
+        with forced(tiles):
+            if of_heads:
+                return compile_member("gated_delta_rule", 128, 128, torch.bfloat16, HIGH, H=2)
+            return compile_call(128, 128, torch.bfloat16, SAFE | HIGH)
+
+    for some in (tuning.WIDEST, tuning.WIDEST - 1):
+        wide = {k[1]: t for k, of in tuning.FULLER.items() for c, t in reversed(of) if c <= some}
+        for of_heads in (False, True):
+            if some < tuning.WIDEST or not of_heads:  # with one decay a head: `_tile`
+                call = functools.partial(high_with, wide, of_heads)
+                yield f"128x128 bf16{' head' * of_heads} high, {some} chains", call
 
     def with_tile(stage: str, tile: tuning.Tile) -> list[Launch]:
         options = {} if stage.endswith("_any") else SAFE

@@ -14,7 +14,7 @@ from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from . import gluon, tuning
-from .chunks import Chunks, ScanGrads, Tables, precision, tables
+from .chunks import Chunks, ScanGrads, Tables, precision, tables, terms
 from .gate import GATES
 from .head import (
     dk_head_kernel,
@@ -89,7 +89,7 @@ def _unformed(rule: DeltaRule, packing: Packing, x: Inputs) -> tuple[Tables, Inp
         qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
         qg, kin, kg = _gated(rule, NC, x)
-    square = (NC, HV, CHUNK, CHUNK)
+    square = (NC, HV, terms(rule, x.q.dtype) * CHUNK, CHUNK)
     T, Aqk = x.q.new_empty((0,) if rule.removal == "none" else square), x.q.new_empty(square)
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
@@ -139,6 +139,7 @@ def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Non
         num_warps=t.warps,
         NS=t.stages,
         maxnreg=t.registers,
+        TERMS=c.terms,
         **_gate_options(rule, x.q.dtype),
     )
 
@@ -198,6 +199,7 @@ def _intra_head(
             BK=t.BK,
             NORM=rule.qk_l2norm,
             EPS=NORM_EPS,
+            TERMS=c.terms,
             PRECISION=precision(x.q.dtype),
             NS=t.stages,
             num_warps=t.warps,
@@ -288,7 +290,7 @@ def _tiles(
     """Of stages that one kernel in Gluon does together: all there, or none. rows: what it reads
     [T, H, K], none if it does not do this."""
     K, V = x.q.shape[2], x.v.shape[2]
-    takes = bool(rows) and gluon.takes(c, *rows, x.v, grads.do)
+    takes = bool(rows) and gluon.takes(c, *rows, x.v, grads.do, squares=False)
     takes = takes and gluon.hopper.enough(packing, c)
     for whole in (takes, False):
         tiles = tuple(tuning.tile(name, K, V, x.q.dtype, 0, whole) for name in names)

@@ -159,6 +159,14 @@ def tile(
     return rule(stage, k, v, dtype == torch.float32) if row is None else row
 
 
+def in_two_terms(stage: str, t: Tile, of_heads: bool) -> Tile:
+    """A scan's tile where T and Aqk have two terms. These would not fit into the shared memory of
+    three stages, and wider tiles spill."""
+    most = 32 if of_heads and stage.startswith("scan_bwd_ends") else 64
+    warps = 4 if t.BV > 64 else t.warps
+    return Tile(t.BK, min(t.BV, most), warps, min(t.stages, 2))
+
+
 SCANS = (
     *(Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))),
     Tile(0, 128, 8, 2),

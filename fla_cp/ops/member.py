@@ -31,6 +31,7 @@ from ..validate import (
     check_inputs,
     check_ndims,
     check_offsets,
+    check_precision,
     check_sequences,
 )
 
@@ -77,10 +78,12 @@ def chunk(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: FLACPContext | None = None,
+    precision: str = "default",
     impl: str = "auto",
 ) -> tuple[Tensor, ...]:
     """One call over whole sequences, in chunks; see `chunk_kda` for the keywords."""
     v_first = transpose_state_layout or state_v_first
+    check_precision(precision)
     check_ndims(q, k, v, g, beta, p, per_head=member.per_head)
     check_sequences(q.shape[1], q.shape[0], cu_seqlens, cp_context, cu_seqlens_cpu)
     check_fixed_call(
@@ -130,6 +133,7 @@ def chunk(
         use_exp2=use_exp2,
         state_v_first=v_first,
         keep_intermediates=disable_recompute,
+        precise=precision == "high",
     )
     x = _token_rows(q, k, v, g, beta, A_log, dt_bias, p)
     tensors = (*x, initial_state)
@@ -262,6 +266,7 @@ def _rule_fields(
     state_v_first: bool,
     safe_gate: bool = False,
     keep_intermediates: bool = False,
+    precise: bool = False,
 ) -> tuple[Any, ...]:
     """The fields of `DeltaRule`, in order."""
     return (
@@ -275,6 +280,7 @@ def _rule_fields(
         state_v_first,
         keep_intermediates,
         *member,
+        precise,
     )
 
 
