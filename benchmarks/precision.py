@@ -1,7 +1,7 @@
 """Errors where o is a small difference, by precision and beside FLA's, and what precision="high"
 costs.
 
-    python -m benchmarks.precision [--peer fla] [--tokens 4096] [--heads 8] [--shape target] [--out FILE]
+    python -m benchmarks.precision [--peer fla] [--tokens 4096] [--heads 8] [--out FILE]
 
 Errors are |x - exact| / |exact| of o, the final state and the gradients, against fp64 on the same
 bf16 inputs, the case "cancelling" of tests/cases.py. "rounding" is what rounding the operands as
@@ -13,38 +13,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tests.cases import PACKED, Case, named
+from tests.rounded import Rounding, inputs, relative, results, rounded
 
 from .members import MEMBERS
 from .ops import environment, measure
 from .shapes import SHAPES
 
 Named = dict[str, Tensor]
-
-
-def results(op: Callable, x: Named, do: Tensor, keywords: dict) -> Named:
-    """o, the final state and the gradients that follow from do, by name."""
-    leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
-    o, final = op(**leaves, **keywords, output_final_state=True)[:2]
-    grads = torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype), allow_unused=True)
-    found = {f"d{n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
-    return {"o": o.detach(), "final_state": final.detach(), **found}
-
-
-def inputs(case: Case, per_head: bool, device: str) -> tuple[Named, dict]:
-    """Of the operator in bf16; with one decay a head that of the first channel, without a bound."""
-    x = {n: t.to(device) for n, t in case.inputs(dtype=torch.bfloat16).items()}
-    keywords = case.keywords
-    if per_head:
-        x["g"], x["dt_bias"] = x["g"][..., 0].contiguous(), x["dt_bias"][:: case.K].contiguous()
-        keywords = {n: k for n, k in keywords.items() if n not in ("safe_gate", "lower_bound")}
-    return x, keywords
 
 
 def fla(name: str, x: Named, do: Tensor, keywords: dict) -> Named | str:
@@ -83,7 +64,6 @@ def errors(name: str, case: Case, device: str, peer: str | None) -> dict[str, di
         found["FLA"] = fla(name, x, do, keywords)
 
     import fla_cp
-    from tests.rounded import Rounding, relative, rounded
 
     op = getattr(fla_cp, name)
     wide = {n: t.double() for n, t in x.items()}
@@ -93,10 +73,9 @@ def errors(name: str, case: Case, device: str, peer: str | None) -> dict[str, di
         if device == "cuda":
             more = {"impl": "triton", "precision": precision}
             found[f"ours, {precision}"] = results(op, x, do, keywords | more)
-        if not per_head:
-            into = do.float(), torch.zeros_like(exact["final_state"])
-            r = Rounding(torch.bfloat16, precision == "high")
-            found[f"rounding, {precision}"] = rounded(case, wide, r, into)
+        into = do.float(), torch.zeros_like(exact["final_state"])
+        r = Rounding(torch.bfloat16, precision == "high", per_head)
+        found[f"rounding, {precision}"] = rounded(case, wide, r, into)
     rows: dict[str, dict | str] = {}
     for who, of in found.items():
         known = of if isinstance(of, str) else {n: t for n, t in exact.items() if n in of}

@@ -217,7 +217,8 @@ def check_local_tokens(tokens: int, context: FLACPContext) -> None:
 
 def check_precision(precision: object) -> None:
     if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+        rule = " or ".join(map(repr, PRECISIONS))
+        raise ValueError(f"precision must be {rule}, got {precision!r}")
 
 
 def check_ndims(

@@ -328,6 +328,11 @@ def compile_member(
     return [k for k in dict.fromkeys(kernels) if "walk" not in k.kernel]
 
 
+def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
+    """Of the launches those of kernels that write or read T and Aqk, which two terms change."""
+    return [k for k in call() if k.kernel.startswith(("scan", "intra_kernel", "intra_head"))]
+
+
 def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Launch]:
     """A decoding step of a layer."""
     from fla_cp import fused_recurrent_kda
@@ -410,12 +415,6 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         yield f"{K}x{V} {name} head groups", call
         call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {}, H=2)
         yield f"{K}x{V} {name} head", call
-        if name == "bf16":  # fp32 has one term
-            for gate, options in (("safe", SAFE | HIGH), ("any", HIGH)):
-                call = functools.partial(compile_call, K, V, dtype, options)
-                yield f"{K}x{V} {name} {gate} high", call
-            call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, HIGH)
-            yield f"{K}x{V} {name} head high", call
         for layout in ("KV", "VK"):
             call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
             yield f"recurrent {K}x{V} {name} {layout}", call
@@ -425,9 +424,17 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"{member} {name} any", call
             if name == "bf16":
                 call = functools.partial(compile_member, member, 128, 128, dtype, HIGH)
-                yield f"{member} {name} any high", call
+                yield f"{member} {name} any high", functools.partial(of_squares, call)
         call = functools.partial(compile_member, "comba", 128, 128, dtype, {}, H=2)
         yield f"comba {name} head", call
+    for K, V in ((96, 64), (128, 128), (256, 256)):
+        for gate, options in (("safe", SAFE | HIGH), ("any", HIGH)):
+            call = functools.partial(compile_call, K, V, torch.bfloat16, options)
+            yield f"{K}x{V} bf16 {gate} high", functools.partial(of_squares, call)
+        for H, groups in ((1, " groups"), (2, "")):
+            options = (K, V, torch.bfloat16, HIGH, H)
+            call = functools.partial(compile_member, "gated_delta_rule", *options)
+            yield f"{K}x{V} bf16 head{groups} high", functools.partial(of_squares, call)
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
     yield "gla bf16 safe", call
     for K, V in SIZES:
@@ -468,7 +475,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for of_heads in (False, True):
             if some < tuning.WIDEST or not of_heads:  # with one decay a head: `_tile`
                 call = functools.partial(high_with, wide, of_heads)
-                yield f"128x128 bf16{' head' * of_heads} high, {some} chains", call
+                name = f"128x128 bf16{' head' * of_heads} high, {some} chains"
+                yield name, functools.partial(of_squares, call)
 
     def with_tile(stage: str, tile: tuning.Tile) -> list[Launch]:
         options = {} if stage.endswith("_any") else SAFE

@@ -121,7 +121,11 @@ CASES = [
     ),
     Case("exp", options=options(**INSIDE, use_exp2=False)),
     Case("kept", options=options(**INSIDE, disable_recompute=True)),
-    Case("cancelling", cancelling=True, options=options(**INSIDE, lower_bound=-5.0, safe_gate=True)),
+    Case(
+        "cancelling",
+        cancelling=True,
+        options=options(**INSIDE, lower_bound=-5.0, safe_gate=True),
+    ),
     Case("given-safe", decay=5.0, options=options(safe_gate=True, lower_bound=-5.0)),
 ]
 BY_NAME = {case.name: case for case in CASES}

@@ -144,7 +144,7 @@ def _tile(
     t = tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, whether)
     if t.hopper and not takes:
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
-    return t if c.terms == 1 else tuning.in_two_terms(stage, t, c.of_heads)
+    return t if c.terms == 1 else tuning.in_two_terms(stage, t)
 
 
 def _compiled(t: tuning.Tile, K: int, V: int) -> dict[str, int]:

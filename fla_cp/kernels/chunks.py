@@ -14,11 +14,12 @@ from ..tables import Columns
 
 class Chunks(NamedTuple):
     """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, terms * C, C] in the
-    inputs' dtype, as one or two [C, C] terms, of which the second is what the first rounds off; fp32 decay [NC, HV, K] and rows [NC, HV, planes, C] (beta, what q and k are multiplied
-    by, and more in head.py); anchors [NC, HV, 3, K], gc of rows 15, 47 and 63, empty but for a safe
-    gate in bf16; qg, kin, kg [NC, HV, C, K], with one decay a head the inputs q, k or p, and k
-    [T, H, K]; v as given. In a backward also o. Where the rule removes nothing, T is empty, and so
-    is kin with a decay a channel."""
+    inputs' dtype, one or two [C, C] terms that add up to it; fp32 decay [NC, HV, K] and rows
+    [NC, HV, planes, C] (beta, what q and k are multiplied by, and more in head.py); anchors
+    [NC, HV, 3, K], gc of rows 15, 47 and 63, empty but for a safe gate in bf16; qg, kin, kg
+    [NC, HV, C, K], with one decay a head the inputs q, k or p, and k [T, H, K]; v as given. In a
+    backward also o. Where the rule removes nothing, T is empty, and so is kin with a decay a
+    channel."""
 
     T: Tensor
     Aqk: Tensor

@@ -18,11 +18,8 @@ except (ImportError, AttributeError):  # Gluon is experimental: a Triton that ha
     hopper = hopper_bwd = hopper_intra = None  # type: ignore[assignment]
 
 
-def takes(c: Chunks, *rows: Tensor, squares: bool = True) -> bool:
-    """Whether they can; rows [T, HV, V] or [T, H, K] are what is read besides. squares: whether T
-    and Aqk are read or written: they know these in one term."""
-    if squares and c.terms > 1:
-        return False
+def takes(c: Chunks, *rows: Tensor) -> bool:
+    """Whether they can; rows [T, HV, V] or [T, H, K] are what is read besides."""
     return bool(hopper) and tuning.architecture() == 90 and hopper.fits(c, *rows)
 
 

@@ -25,8 +25,8 @@ from .tiles import (
     load_rows,
     row_sums,
     store_block,
-    store_square,
     store_rows,
+    store_square,
 )
 
 

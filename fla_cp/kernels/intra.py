@@ -37,11 +37,11 @@ from .tiles import (
 
 @triton.jit
 def nearest(x, TERMS: tl.constexpr):
-    """x in fp32; where two terms are kept, as the nearest number of TF32's ten bits, since products
-    drop the others: they would err three times as much, all in one direction."""
+    """x in fp32; where two terms are kept, as the nearest number of TF32's eleven bits, since
+    products drop the others: they would err three times as much, all in one direction."""
     if TERMS > 1:
-        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-        return bits.to(tl.float32, bitcast=True)
+        bits = tl.cast(x, tl.int32, bitcast=True)
+        return tl.cast((bits + 0x1000) & -0x2000, tl.float32, bitcast=True)
     else:
         return x
 

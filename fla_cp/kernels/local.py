@@ -152,6 +152,8 @@ def _intra_head(
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     whole = gluon.takes(c) and gluon.hopper.enough(packing, c) and gluon.hopper_intra.reads(x)
     t = tuning.tile("intra_head", K, V, x.q.dtype, 0, whole)
+    if c.terms > 1:
+        t = t._replace(registers=None)  # would spill
     p_strides = (0, 0) if x.p is None else x.p.stride()[:2]
     strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
     bounds = rule.lower_bound or 0.0, rule.beta_factor or 1.0
@@ -290,7 +292,7 @@ def _tiles(
     """Of stages that one kernel in Gluon does together: all there, or none. rows: what it reads
     [T, H, K], none if it does not do this."""
     K, V = x.q.shape[2], x.v.shape[2]
-    takes = bool(rows) and gluon.takes(c, *rows, x.v, grads.do, squares=False)
+    takes = bool(rows) and gluon.takes(c, *rows, x.v, grads.do)
     takes = takes and gluon.hopper.enough(packing, c)
     for whole in (takes, False):
         tiles = tuple(tuning.tile(name, K, V, x.q.dtype, 0, whole) for name in names)
