@@ -541,6 +541,7 @@ def walk_chunks_back(
     s_qg, s_kin, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
     FACTORS: gl.constexpr = 4 if HEAD else 1
     WRITES: gl.constexpr = (dh is not None) or (y is not None)
+    LATER: gl.constexpr = HEAD and TERMS > 1  # for registers
     half: gl.constexpr = s_kg.dtype
     W: gl.constexpr = BV // 16
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BT, 16])
@@ -568,14 +569,16 @@ def walk_chunks_back(
         a_S = gl.convert_layout(b_dSb, left)
         mbarrier.wait(ready.index(s), (c // NS) & 1)
         b_dS = b_dS * s_decay.index(s).load(state)  # first: see `walk_chunks`
-        b_beta = s_rows.index(s * FACTORS).load(acc)
+        if not LATER:
+            b_beta = s_rows.index(s * FACTORS).load(acc)
         s_o = s_do.index(s).permute((1, 0))
         s_k = s_kg.index(s).permute((1, 0))
         if HEAD:
             m = gl.arange(0, BT, gl.SliceLayout(0, acc)) < stop - start - i_c * BT
             f_q = gl.where(m[None, :], s_rows.index(s * FACTORS + 1).load(acc), 0.0)
             f_k = s_rows.index(s * FACTORS + 3).load(acc)
-            b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
+            if not LATER:
+                b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
             b_do = (s_o.load(acc).to(gl.float32) * f_q).to(half)
             a_o = gl.convert_layout(b_do, left_of_state)
             b_y = warpgroup_mma(a_S, s_k, zero, use_acc=False, is_async=True)
@@ -606,6 +609,9 @@ def walk_chunks_back(
                 s_t = term(s_T.index(s), 1, TERMS, BT)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
                 b_y, b_dS, a_y, a_low = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y, a_low))
+                if LATER:
+                    b_beta = s_rows.index(s * FACTORS).load(acc)
+                    b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
             else:
                 b_y = warpgroup_mma(a_y, s_t, zero, use_acc=False, is_async=True)
                 b_y, b_dS, a_y = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y))

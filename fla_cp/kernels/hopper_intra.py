@@ -378,6 +378,7 @@ def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int,
     """Fills T, Aqk, decay and what `head_rows_kernel` left of rows, of some chunks."""
     (H, K), HV = x.q.shape[1:], x.v.shape[1]
     p: Tensor = x.k if x.p is None else x.p
+    fewer = x.p is not None or (c.terms > 1 and (HV > H or rule.removal == "none"))
     launch(
         intra_head_hopper_kernel,
         (stop - first, H),
@@ -409,5 +410,5 @@ def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int,
         TERMS=c.terms,
         PLANES=PLANES,
         num_warps=4,
-        maxnreg=128 if x.p is None else 168,  # four programs a multiprocessor, with p three
+        maxnreg=168 if fewer else 128,  # three programs a multiprocessor, or four
     )
