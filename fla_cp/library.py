@@ -30,9 +30,9 @@ _INPUTS = (
 _CONSTANTS = (
     "float scale, str gate, float? lower_bound, bool safe_gate, bool qk_l2norm, "
     "float? beta_factor, bool use_exp2, bool state_v_first, bool keep_intermediates, "
-    "bool per_head, str removal, str impl, Tensor context, Tensor sizes, SymInt rows"
+    "bool per_head, str removal, bool precise, str impl, Tensor context, Tensor sizes, SymInt rows"
 )
-_RULE_FIELDS = 11
+_RULE_FIELDS = 12
 _X = len(Inputs._fields)
 
 ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)

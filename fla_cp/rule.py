@@ -32,6 +32,8 @@ class DeltaRule:
     per_head: one decay per value head, g [.., HV], instead of one per key channel.
     removal: what is read from the state before v is added: "k" after the decay (delta rule), "p"
         with a tensor of its own before the decay (Comba), "none" (gated linear attention).
+    precise: kernels in half precision hold in two terms what rounds most (docs/design.md, "Two
+        terms"): T, Aqk, and what these multiply inside a chunk.
     """
 
     scale: float
@@ -45,6 +47,7 @@ class DeltaRule:
     keep_intermediates: bool = False
     per_head: bool = False
     removal: str = "k"
+    precise: bool = False
 
     @property
     def gate_unit(self) -> float:

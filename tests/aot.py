@@ -275,6 +275,7 @@ INSIDE = {
     "use_beta_sigmoid_in_kernel": True,
 }
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
+HIGH = {"precision": "high"}
 SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 RECORD = Path(__file__).parent / "aot.json"
@@ -325,6 +326,11 @@ def compile_member(
         o, _ = getattr(fla_cp, f"chunk_{name}")(*x, **rates, **inside, **gate, impl="triton")
         o.float().sum().backward()
     return [k for k in dict.fromkeys(kernels) if "walk" not in k.kernel]
+
+
+def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
+    """Of the launches those of kernels that write or read T and Aqk, which two terms change."""
+    return [k for k in call() if k.kernel.startswith(("scan", "intra_kernel", "intra_head"))]
 
 
 def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Launch]:
@@ -416,8 +422,19 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for member in ("comba", "gla", "simple_gla"):
             call = functools.partial(compile_member, member, 128, 128, dtype, {})
             yield f"{member} {name} any", call
+            if name == "bf16":
+                call = functools.partial(compile_member, member, 128, 128, dtype, HIGH)
+                yield f"{member} {name} any high", functools.partial(of_squares, call)
         call = functools.partial(compile_member, "comba", 128, 128, dtype, {}, H=2)
         yield f"comba {name} head", call
+    for K, V in ((96, 64), (128, 128), (256, 256)):
+        for gate, options in (("safe", SAFE | HIGH), ("any", HIGH)):
+            call = functools.partial(compile_call, K, V, torch.bfloat16, options)
+            yield f"{K}x{V} bf16 {gate} high", functools.partial(of_squares, call)
+        for H, groups in ((1, " groups"), (2, "")):
+            options = (K, V, torch.bfloat16, HIGH, H)
+            call = functools.partial(compile_member, "gated_delta_rule", *options)
+            yield f"{K}x{V} bf16 head{groups} high", functools.partial(of_squares, call)
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
     yield "gla bf16 safe", call
     for K, V in SIZES:
@@ -446,6 +463,20 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     fuller = {k[1]: n for k, of in tuning.FULLER.items() for c, n in of if c < tuning.WIDEST}
     call = functools.partial(head_in_triton, scans | fuller)
     yield "128x128 bf16 head, scans in Triton, more chains", call
+
+    def high_with(tiles: dict[str, tuning.Tile], of_heads: bool) -> list[Launch]:
+        with forced(tiles):
+            if of_heads:
+                return compile_member("gated_delta_rule", 128, 128, torch.bfloat16, HIGH, H=2)
+            return compile_call(128, 128, torch.bfloat16, SAFE | HIGH)
+
+    for some in (tuning.WIDEST, tuning.WIDEST - 1):
+        wide = {k[1]: t for k, of in tuning.FULLER.items() for c, t in reversed(of) if c <= some}
+        for of_heads in (False, True):
+            if some < tuning.WIDEST or not of_heads:  # with one decay a head: `_tile`
+                call = functools.partial(high_with, wide, of_heads)
+                name = f"128x128 bf16{' head' * of_heads} high, {some} chains"
+                yield name, functools.partial(of_squares, call)
 
     def with_tile(stage: str, tile: tuning.Tile) -> list[Launch]:
         options = {} if stage.endswith("_any") else SAFE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,8 @@ class Case:
     """Shape, packing and options of one KDA call. cu_seqlens: None for B rows of T tokens.
 
     decay: size of a given log decay per step. beta_spread: factor on beta before its sigmoid; 30
-    puts it at the ends of its range. options: keywords of `chunk_kda`.
+    puts it at the ends of its range. cancelling: keys nearly parallel, queries near them and slow
+    decays, so that o is a small difference of large terms. options: keywords of `chunk_kda`.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Case:
     decay: float = 0.3
     beta_spread: float = 1.0
     states: bool = True
+    cancelling: bool = False
     options: tuple[tuple[str, object], ...] = ()
 
     @property
@@ -59,10 +62,16 @@ class Case:
             "g": draw(B, T, HV, K),
             "beta": draw(B, T, HV) * self.beta_spread,
         }
+        if self.cancelling:
+            x["q"], x["k"] = x["q"] + 1, 10 * x["k"] - 50
         if not o.get("use_qk_l2norm_in_kernel"):
             x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
         if o.get("use_gate_in_kernel"):
             x["A_log"], x["dt_bias"] = draw(HV) * 0.5, draw(HV * K)
+            if self.cancelling:  # dt_bias: softplus gives 1e-3 to 1e-1
+                x["A_log"] = torch.linspace(1, 8, HV, dtype=torch.float64).log()
+                dt = torch.rand(HV * K, generator=gen, dtype=torch.float64)
+                x["dt_bias"] = torch.exp(dt * math.log(100) + math.log(1e-3)).expm1().log()
         else:
             x["g"] = -x["g"].abs() * self.decay
             if o.get("safe_gate"):
@@ -112,6 +121,11 @@ CASES = [
     ),
     Case("exp", options=options(**INSIDE, use_exp2=False)),
     Case("kept", options=options(**INSIDE, disable_recompute=True)),
+    Case(
+        "cancelling",
+        cancelling=True,
+        options=options(**INSIDE, lower_bound=-5.0, safe_gate=True),
+    ),
     Case("given-safe", decay=5.0, options=options(safe_gate=True, lower_bound=-5.0)),
 ]
 BY_NAME = {case.name: case for case in CASES}

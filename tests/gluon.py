@@ -224,6 +224,7 @@ def interpreted() -> Iterator[list[str]]:
         reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
         rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
         permute=torch.permute, DistributedLinearLayout=nothing,
+        cast=lambda x, dtype, bitcast: x.view(dtype),
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=nothing,

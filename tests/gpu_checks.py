@@ -6,16 +6,19 @@ inputs; and the kernels once more, for the same bits.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fla_cp import causal_conv1d, kda_gate
-from tests.cases import INSIDE, Case, options
+from tests.cases import INSIDE, Case, named, options
 from tests.running import run, run_recurrent
 
 SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
@@ -30,6 +33,10 @@ CONVOLUTIONS = (
 """T, D, W, cu_seqlens."""
 FAMILY = ((16, 16, 65), (64, 64, 64), (96, 64, 1000), (128, 128, 1000), (256, 256, 65))
 """K, V, T of the members."""
+CANCELLING = (
+    Path(__file__).parents[1] / "benchmarks/results/2026-11-22-h200-cancelling/precision.json"
+)
+"""As `benchmarks.precision --peer fla` wrote it."""
 RANGES, CHANNELS = (700, 33), 300
 """Tokens of a rank's two ranges, and what the convolution over ranks has of them."""
 GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
@@ -68,6 +75,16 @@ def cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype]]:
     yield "kept", Case("k", T=300, **shape, options=keep), BF16
     more = options(**INSIDE, **SAFE, allow_neg_eigval=True, scale=0.5)
     yield "neg eigval", Case("n", T=300, **shape, options=more), BF16
+    high = {"precision": "high"}
+    for T in (1, 65, 1000):
+        yield (
+            f"safe high T={T}",
+            Case("h", T=T, **shape, options=options(**INSIDE, **SAFE, **high)),
+            BF16,
+        )
+    yield "any high fp16", Case("h", T=300, **shape, options=options(**INSIDE, **high)), FP16
+    keep = options(**INSIDE, disable_recompute=True, **high)
+    yield "any high kept", Case("h", T=1000, **grouped, cu_seqlens=cu, options=keep), BF16
     yield "exp", Case("e", T=300, **shape, options=options(**INSIDE, use_exp2=False)), BF16
 
 
@@ -174,6 +191,40 @@ def check_repeats(path: str) -> Rows:
         apart = sum(int((a != b).any()) for a, b in pairs)
         row |= {"case": f"begin of {path or 'safe'} as intra, group {group}", "changed": apart}
         rows.append(row | {"ok": apart == 0})
+    return rows
+
+
+def check_cancelling() -> Rows:
+    """Where o is a small difference: each precision, and both kinds of kernels, against what
+    rounding their operands costs by itself (rounded.py); beside FLA's errors as last measured."""
+    from fla_cp import chunk_gated_delta_rule, chunk_kda
+    from fla_cp.kernels import hopper
+    from tests import rounded
+
+    theirs = json.loads(CANCELLING.read_text())["errors"] if CANCELLING.exists() else {}
+    rows, least = [], hopper.LEAST
+    case = named("cancelling", T=4096, H=8, HV=8, K=128, V=128, states=False)
+    do = torch.randn(1, 4096, 8, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE, BF16)
+    for op in (chunk_kda, chunk_gated_delta_rule):
+        per_head = op is not chunk_kda
+        x, keywords = rounded.inputs(case, per_head, DEVICE)
+        wide = {n: t.double() for n, t in x.items()}
+        exact = rounded.results(op, wide, do, keywords | {"impl": "torch"})
+        into = do, torch.zeros_like(exact["final_state"])
+        for precision, hopper.LEAST in product(("default", "high"), (0, 2**30)):
+            more = {"impl": "triton", "precision": precision}
+            found = rounded.results(op, x, do, keywords | more)
+            r = rounded.Rounding(BF16, precision == "high", per_head)
+            expected = rounded.relative(rounded.rounded(case, wide, r, into), exact)
+            errors = rounded.relative(found, exact)
+            names = rounded.LINEAR if per_head else rounded.NAMES
+            use, worst = max((errors[n] / expected[n] / rounded.BUDGET, n) for n in names)
+            kernels = "Triton" if hopper.LEAST else "Gluon"
+            row = {"K": 128, "V": 128, "dtype": "bfloat16", "use": use, "worst": worst}
+            row["case"] = f"cancelling {op.__name__}, {precision}, scans in {kernels}"
+            peers = {"of FLA": theirs.get(op.__name__, {}).get("FLA")}
+            rows.append(row | {"errors": errors, "ok": use <= 1.0} | peers)
+        hopper.LEAST = least
     return rows
 
 
@@ -470,6 +521,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.test_family import BY_NAME
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
+    found["cancelling"] = check_cancelling
     for K, V in SIZES:
         for n in range(3):
             found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))

@@ -20,7 +20,7 @@ from ..stages.intra import Inputs
 from ..state import AffineMap, States
 from ..tables import Build, Columns
 from . import assembler, gluon, tuning
-from .chunks import Chunks, OutputGrads, ScanGrads, tables
+from .chunks import Chunks, OutputGrads, ScanGrads, tables, terms
 from .conv import conv, conv_bwd
 from .gate_op import gate
 from .launch import cdiv, launch
@@ -144,7 +144,7 @@ def _tile(
     t = tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, whether)
     if t.hopper and not takes:
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
-    return t
+    return t if c.terms == 1 else tuning.in_two_terms(stage, t)
 
 
 def _compiled(t: tuning.Tile, K: int, V: int) -> dict[str, int]:
@@ -424,7 +424,8 @@ def kept_shapes(
     rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what `keep` returns."""
-    square, k, nothing = (NC, HV, CHUNK, CHUNK), (NC, HV, CHUNK, K), (0,)
+    k, nothing = (NC, HV, CHUNK, K), (0,)
+    square = (NC, HV, terms(rule, dtype) * CHUNK, CHUNK)
     T, kin = (nothing, nothing) if rule.removal == "none" else (square, k)
     always = [
         (T, dtype),

@@ -13,12 +13,13 @@ from ..tables import Columns
 
 
 class Chunks(NamedTuple):
-    """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, C, C] in the inputs'
-    dtype; fp32 decay [NC, HV, K] and rows [NC, HV, planes, C] (beta, what q and k are multiplied
-    by, and more in head.py); anchors [NC, HV, 3, K], gc of rows 15, 47 and 63, empty but for a safe
-    gate in bf16; qg, kin, kg [NC, HV, C, K], with one decay a head the inputs q, k or p, and k
-    [T, H, K]; v as given. In a backward also o. Where the rule removes nothing, T is empty, and so
-    is kin with a decay a channel."""
+    """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, terms * C, C] in the
+    inputs' dtype, one or two [C, C] terms that add up to it; fp32 decay [NC, HV, K] and rows
+    [NC, HV, planes, C] (beta, what q and k are multiplied by, and more in head.py); anchors
+    [NC, HV, 3, K], gc of rows 15, 47 and 63, empty but for a safe gate in bf16; qg, kin, kg
+    [NC, HV, C, K], with one decay a head the inputs q, k or p, and k [T, H, K]; v as given. In a
+    backward also o. Where the rule removes nothing, T is empty, and so is kin with a decay a
+    channel."""
 
     T: Tensor
     Aqk: Tensor
@@ -35,6 +36,10 @@ class Chunks(NamedTuple):
     @property
     def of_heads(self) -> bool:
         return self.qg.dim() == 3
+
+    @property
+    def terms(self) -> int:
+        return terms(self.rule, self.v.dtype)
 
     def facts(self) -> dict[str, Any]:
         """What every scan is compiled for."""
@@ -54,7 +59,8 @@ class Chunks(NamedTuple):
             found |= {f"{name}_t": rows, f"{name}_h": head}
         for name in ("qg", "kin", "kg", "rows", "T", "Aqk", "decay"):
             found[name] = getattr(self, name)
-        return {**found, **self.facts(), "PRECISION": precision(self.Aqk.dtype)}
+        more = {"TERMS": self.terms, "PRECISION": precision(self.Aqk.dtype)}
+        return {**found, **self.facts(), **more}
 
 
 class Tables(NamedTuple):
@@ -104,6 +110,11 @@ def _columns(packing: Packing) -> Columns:
 
 def tables(packing: Packing, device: torch.device) -> Tables:
     return Tables(*packing.table(_columns, torch.int32, device))
+
+
+def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
+    """Of T and Aqk. Those of fp32 inputs are in fp32."""
+    return 2 if rule.precise and dtype.itemsize == 2 else 1
 
 
 def precision(dtype: torch.dtype) -> str:

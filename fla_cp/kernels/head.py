@@ -26,6 +26,7 @@ from .tiles import (
     row_sums,
     store_block,
     store_rows,
+    store_square,
 )
 
 
@@ -190,6 +191,7 @@ def intra_head_kernel(
     EXP2: tl.constexpr,
     REMOVAL: tl.constexpr,
     EPS: tl.constexpr,
+    TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
@@ -278,14 +280,14 @@ def intra_head_kernel(
     scales = q_scale[:, None] * k_scale[None, :]
     b_qk *= scales * decays(gc, gc, i, EXP2)
     b_qk += tl.where(i[:, None] == i[None, :], (diagonal * q_scale * k_scale)[:, None], 0.0)
-    store_block(Aqk + i_ch * BT * BT, b_qk, i, i, BT, BT)
+    store_square(Aqk, i_ch, b_qk, i, TERMS)
     if REMOVAL != "none":
         b_kk *= (b_beta * r_scale)[:, None] * k_scale[None, :]
         b_kk *= decays(before, gc, i, EXP2)
         same = (i // 16)[:, None] == (i // 16)[None, :]
         b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
-        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, PRECISION)
-        store_block(T + i_ch * BT * BT, b_T, i, i, BT, BT)
+        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, TERMS, PRECISION)
+        store_square(T, i_ch, b_T, i, TERMS)
 
 
 @triton.jit

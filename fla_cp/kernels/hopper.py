@@ -100,12 +100,13 @@ def described(c: Chunks, BV: int, **others: Tensor | None) -> dict[str, Any]:
     """The arguments that are made of the chunks, and of what else is read or written, by name:
     tensors [T, HV, V] and blocks of a chunk [NC, HV, rows, V]."""
     K = c.decay.shape[2]
-    square = _describe(c.Aqk, CHUNK, CHUNK)
+    square = _describe(c.Aqk, c.terms * CHUNK, CHUNK)
     found: dict[str, Any] = {
         "Aqk": square,
-        "T": _describe(c.T, CHUNK, CHUNK) if c.T.numel() else square,
+        "T": _describe(c.T, c.terms * CHUNK, CHUNK) if c.T.numel() else square,
         "rows": _describe(c.rows, 1, CHUNK),
         "decay": _describe(c.decay.unsqueeze(1), 1, K),
+        "TERMS": c.terms,
         **c.facts(),
     }
     for name, x in (("qg", c.qg), ("kin", c.kin), ("kg", c.kg)):
@@ -120,9 +121,25 @@ def described(c: Chunks, BV: int, **others: Tensor | None) -> dict[str, Any]:
 
 
 @gluon.constexpr_function
-def bytes_of(K, BT, BV, OUT, OWN, REMOVES, FACTORS):
+def bytes_of(K, BT, BV, OUT, OWN, REMOVES, FACTORS, TERMS):
     """Of all that is copied for a chunk."""
-    return 2 * BT * ((1 + OWN + OUT) * K + BV + (REMOVES + OUT) * BT) + 4 * (FACTORS * BT + K)
+    squares = (REMOVES + OUT) * TERMS * BT
+    return 2 * BT * ((1 + OWN + OUT) * K + BV + squares) + 4 * (FACTORS * BT + K)
+
+
+@gluon.jit
+def term(square, n: gl.constexpr, TERMS: gl.constexpr, BT: gl.constexpr):
+    """The first or second [BT, BT] of the TERMS of T or Aqk in shared memory."""
+    if TERMS == 1:
+        return square
+    else:
+        return square.slice(n * BT, BT, 0)
+
+
+@gluon.jit
+def rounded_off(x, half: gl.constexpr):
+    """What x loses as `half`: the second of its two terms."""
+    return (x - x.to(half).to(gl.float32)).to(half)
 
 
 @gluon.jit
@@ -147,6 +164,7 @@ def copy_chunks(
     K: gl.constexpr,
     BT: gl.constexpr,
     BV: gl.constexpr,
+    TERMS: gl.constexpr,
     NS: gl.constexpr,
 ):
     """A warp's work: each chunk's operands to their places as soon as these are free."""
@@ -164,7 +182,7 @@ def copy_chunks(
         i_ch = (first + i_c) * HV + i_h
         bar = ready.index(s)
         mbarrier.wait(free.index(s), (c // NS + 1) & 1)
-        mbarrier.expect(bar, bytes_of(K, BT, BV, OUT, OWN, REMOVES, FACTORS))
+        mbarrier.expect(bar, bytes_of(K, BT, BV, OUT, OWN, REMOVES, FACTORS, TERMS))
         if HEAD:
             at_q, at_r = [t, (i_h // G) * q_h], [t, (i_h // G) * r_h]
             at_k = [t, (i_h // G) * k_h]
@@ -182,10 +200,10 @@ def copy_chunks(
                 to = s_rows.index(s * FACTORS + 1 + f)
                 tma.async_copy_global_to_shared(rows, [i_ch * PLANES + 4 + f, 0], bar, to)
         if REMOVES:
-            tma.async_copy_global_to_shared(T, [i_ch * BT, 0], bar, s_T.index(s))
+            tma.async_copy_global_to_shared(T, [i_ch * (TERMS * BT), 0], bar, s_T.index(s))
         if OUT:
             tma.async_copy_global_to_shared(qg, at_q, bar, s_qg.index(s))
-            tma.async_copy_global_to_shared(Aqk, [i_ch * BT, 0], bar, s_A.index(s))
+            tma.async_copy_global_to_shared(Aqk, [i_ch * (TERMS * BT), 0], bar, s_A.index(s))
 
 
 @gluon.jit
@@ -198,6 +216,7 @@ def places_of(
     K: gl.constexpr,
     BT: gl.constexpr,
     BV: gl.constexpr,
+    TERMS: gl.constexpr,
     NS: gl.constexpr,
 ):
     """Shared memory for NS chunks' operands, and for each two barriers: filled, and free again."""
@@ -209,8 +228,8 @@ def places_of(
         gl.allocate_shared_memory(half, [NS if OWN else 1, BT, K if OWN else BT], kin.layout),
         gl.allocate_shared_memory(half, [NS, BT, K], kg.layout),
         gl.allocate_shared_memory(half, [NS, BT, BV], v.layout),
-        gl.allocate_shared_memory(half, [NS if REMOVES else 1, BT, BT], T.layout),
-        gl.allocate_shared_memory(half, [NS if OUT else 1, BT, BT], Aqk.layout),
+        gl.allocate_shared_memory(half, [NS if REMOVES else 1, TERMS * BT, BT], T.layout),
+        gl.allocate_shared_memory(half, [NS if OUT else 1, TERMS * BT, BT], Aqk.layout),
         gl.allocate_shared_memory(gl.float32, [NS * FACTORS, 1, BT], rows.layout),
         gl.allocate_shared_memory(gl.float32, [NS, 1, K], decay.layout),
     )
@@ -258,6 +277,7 @@ def walk_chunks(
     V: gl.constexpr,
     BT: gl.constexpr,
     BV: gl.constexpr,
+    TERMS: gl.constexpr,
     NS: gl.constexpr,
 ):
     s_qg, s_kin, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
@@ -323,12 +343,17 @@ def walk_chunks(
             else:
                 b_r, a_S = warpgroup_mma_wait(0, deps=(b_r, a_S))
             a_r = gl.convert_layout((b_v - b_r * b_beta).to(half), left)
-            s_t = s_T.index(s).permute((1, 0))
+            s_t = term(s_T.index(s), 0, TERMS, BT).permute((1, 0))
             b_n = warpgroup_mma(a_r, s_t, zero, use_acc=False, is_async=True)
+            if TERMS > 1:
+                s_t = term(s_T.index(s), 1, TERMS, BT).permute((1, 0))
+                b_n = warpgroup_mma(a_r, s_t, b_n, is_async=True)
             if OUT:
                 b_n, b_o, a_r = warpgroup_mma_wait(0, deps=(b_n, b_o, a_r))
             else:
                 b_n, a_r = warpgroup_mma_wait(0, deps=(b_n, a_r))
+            if TERMS > 1 and OUT:
+                a_low = gl.convert_layout(rounded_off(b_n, half), left)
             b_n = b_n.to(half)
         else:
             m = gl.arange(0, BT, gl.SliceLayout(0, acc)) < stop - t
@@ -345,13 +370,22 @@ def walk_chunks(
         b_S = warpgroup_mma(a_w, s_kg.index(s), b_S, is_async=True)
         if OUT:
             a_n = gl.convert_layout(b_n, left)
-            b_o = warpgroup_mma(a_n, s_A.index(s).permute((1, 0)), b_o, is_async=True)
+            s_a = term(s_A.index(s), 0, TERMS, BT).permute((1, 0))
+            b_o = warpgroup_mma(a_n, s_a, b_o, is_async=True)
+            if TERMS > 1:
+                if REMOVES:
+                    b_o = warpgroup_mma(a_low, s_a, b_o, is_async=True)
+                s_a = term(s_A.index(s), 1, TERMS, BT).permute((1, 0))
+                b_o = warpgroup_mma(a_n, s_a, b_o, is_async=True)
         if v_new is not None:
             if h is None:
                 tma.store_wait(0)
                 barrier()
             s_n.permute((1, 0)).store(b_n)
-        if OUT:
+        if OUT and REMOVES and TERMS > 1:
+            deps = (b_S, b_o, a_w, a_n, a_low)
+            b_S, b_o, a_w, a_n, a_low = warpgroup_mma_wait(0, deps=deps)
+        elif OUT:
             b_S, b_o, a_w, a_n = warpgroup_mma_wait(0, deps=(b_S, b_o, a_w, a_n))
         else:
             b_S, a_w = warpgroup_mma_wait(0, deps=(b_S, a_w))
@@ -427,6 +461,7 @@ def scan_hopper_kernel(
     BV: gl.constexpr,
     HEAD: gl.constexpr,
     REMOVAL: gl.constexpr,
+    TERMS: gl.constexpr,
     NS: gl.constexpr,
 ):
     """`scan_kernel`, of what `described` says; o_rows: o as a pointer. h and v_new are dense."""
@@ -453,17 +488,17 @@ def scan_hopper_kernel(
     n = (stop - start + BT - 1) // BT
     operands = (qg, kin, kg, v, T, Aqk, rows, decay)
     heads = (q_h, r_h, k_h, v_h)
-    places, ready, free = places_of(operands, OUT, OWN, REMOVES, HEAD, K, BT, BV, NS)
+    places, ready, free = places_of(operands, OUT, OWN, REMOVES, HEAD, K, BT, BV, TERMS, NS)
     # fmt: off
     gl.warp_specialize([
         (walk_chunks, (
             places, ready, free, o, o_rows, h, v_new, S0, S_end, transition,
             entry, start, stop, first, n, i_n, i_h, i_v, value, states,
-            S0_n, S0_h, S0_k, S0_v, end_k, end_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, NS,
+            S0_n, S0_h, S0_k, S0_v, end_k, end_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, TERMS, NS,
         )),
         (copy_chunks, (
             operands, places, ready, free, heads, start, first, n, i_h, i_v,
-            OUT, OWN, REMOVES, HEAD, False, HV, G, K, BT, BV, NS,
+            OUT, OWN, REMOVES, HEAD, False, HV, G, K, BT, BV, TERMS, NS,
         )),
     ], [1], [40])
     # fmt: on
@@ -500,11 +535,13 @@ def walk_chunks_back(
     V: gl.constexpr,
     BT: gl.constexpr,
     BV: gl.constexpr,
+    TERMS: gl.constexpr,
     NS: gl.constexpr,
 ):
     s_qg, s_kin, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
     FACTORS: gl.constexpr = 4 if HEAD else 1
     WRITES: gl.constexpr = (dh is not None) or (y is not None)
+    LATER: gl.constexpr = HEAD and TERMS > 1  # for registers
     half: gl.constexpr = s_kg.dtype
     W: gl.constexpr = BV // 16
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BT, 16])
@@ -532,30 +569,52 @@ def walk_chunks_back(
         a_S = gl.convert_layout(b_dSb, left)
         mbarrier.wait(ready.index(s), (c // NS) & 1)
         b_dS = b_dS * s_decay.index(s).load(state)  # first: see `walk_chunks`
-        b_beta = s_rows.index(s * FACTORS).load(acc)
+        if not LATER:
+            b_beta = s_rows.index(s * FACTORS).load(acc)
         s_o = s_do.index(s).permute((1, 0))
         s_k = s_kg.index(s).permute((1, 0))
         if HEAD:
             m = gl.arange(0, BT, gl.SliceLayout(0, acc)) < stop - start - i_c * BT
             f_q = gl.where(m[None, :], s_rows.index(s * FACTORS + 1).load(acc), 0.0)
             f_k = s_rows.index(s * FACTORS + 3).load(acc)
-            b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
+            if not LATER:
+                b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
             b_do = (s_o.load(acc).to(gl.float32) * f_q).to(half)
             a_o = gl.convert_layout(b_do, left_of_state)
             b_y = warpgroup_mma(a_S, s_k, zero, use_acc=False, is_async=True)
-            b_x = warpgroup_mma(s_o, s_A.index(s), zero, use_acc=False, is_async=True)
+            s_a = term(s_A.index(s), 0, TERMS, BT)
+            b_x = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
+            if TERMS > 1:
+                s_a = term(s_A.index(s), 1, TERMS, BT)
+                b_x = warpgroup_mma(s_o, s_a, b_x, is_async=True)
             b_dS = warpgroup_mma(a_o, s_qg.index(s), b_dS, is_async=True)
             b_y, b_x, a_S = warpgroup_mma_wait(1, deps=(b_y, b_x, a_S))
             b_y = b_y * f_k + b_x
         else:
-            b_y = warpgroup_mma(s_o, s_A.index(s), zero, use_acc=False, is_async=True)
+            s_a = term(s_A.index(s), 0, TERMS, BT)
+            b_y = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
+            if TERMS > 1:
+                s_a = term(s_A.index(s), 1, TERMS, BT)
+                b_y = warpgroup_mma(s_o, s_a, b_y, is_async=True)
             b_y = warpgroup_mma(a_S, s_k, b_y, is_async=True)
             b_dS = warpgroup_mma(s_o, s_qg.index(s), b_dS, is_async=True)
             b_y, a_S = warpgroup_mma_wait(1, deps=(b_y, a_S))
         if REMOVES:
             a_y = gl.convert_layout(b_y.to(half), left)
-            b_y = warpgroup_mma(a_y, s_T.index(s), zero, use_acc=False, is_async=True)
-            b_y, b_dS, a_y = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y))
+            s_t = term(s_T.index(s), 0, TERMS, BT)
+            if TERMS > 1:
+                a_low = gl.convert_layout(rounded_off(b_y, half), left)
+                b_y = warpgroup_mma(a_low, s_t, zero, use_acc=False, is_async=True)
+                b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
+                s_t = term(s_T.index(s), 1, TERMS, BT)
+                b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
+                b_y, b_dS, a_y, a_low = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y, a_low))
+                if LATER:
+                    b_beta = s_rows.index(s * FACTORS).load(acc)
+                    b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
+            else:
+                b_y = warpgroup_mma(a_y, s_t, zero, use_acc=False, is_async=True)
+                b_y, b_dS, a_y = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y))
             a_x = gl.convert_layout((-b_y * b_beta).to(half), left_of_state)
             s_r = s_kg.index(s)
             if OWN:
@@ -623,6 +682,7 @@ def scan_bwd_hopper_kernel(
     BV: gl.constexpr,
     HEAD: gl.constexpr,
     REMOVAL: gl.constexpr,
+    TERMS: gl.constexpr,
     NS: gl.constexpr,
 ):
     """`scan_bwd_kernel`, of what `described` says."""
@@ -639,16 +699,17 @@ def scan_bwd_hopper_kernel(
     n = (stop - start + BT - 1) // BT
     operands = (qg, kin, kg, do, T, Aqk, rows, decay)
     heads = (q_h, r_h, k_h, do_h)
-    places, ready, free = places_of(operands, True, OWN, REMOVES, HEAD, K, BT, BV, NS)
+    places, ready, free = places_of(operands, True, OWN, REMOVES, HEAD, K, BT, BV, TERMS, NS)
     # fmt: off
     gl.warp_specialize([
         (walk_chunks_back, (
             places, ready, free, y, dh, dS_end, dS0, leaving, start, stop, first, n, i_n, i_h, i_v,
-            end_n, end_h, end_k, end_v, dS0_k, dS0_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, NS,
+            end_n, end_h, end_k, end_v, dS0_k, dS0_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, TERMS,
+            NS,
         )),
         (copy_chunks, (
             operands, places, ready, free, heads, start, first, n, i_h, i_v,
-            True, OWN, REMOVES, HEAD, True, HV, G, K, BT, BV, NS,
+            True, OWN, REMOVES, HEAD, True, HV, G, K, BT, BV, TERMS, NS,
         )),
     ], [1], [40])
     # fmt: on

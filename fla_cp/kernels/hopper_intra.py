@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from .chunks import Chunks, Tables
-from .hopper import barrier
+from .hopper import barrier, rounded_off
 from .hopper_bwd import PLANES, decayed
 from .launch import launch
 
@@ -89,6 +89,16 @@ def turned(x, place, N: gl.constexpr):
 
 
 @gluon.jit
+def nearest(x, TERMS: gl.constexpr):
+    """As in intra.py."""
+    if TERMS > 1:
+        bits = gl.cast(x, gl.int32, bitcast=True)
+        return gl.cast((bits + 0x1000) & -0x2000, gl.float32, bitcast=True)
+    else:
+        return x
+
+
+@gluon.jit
 def product(a, b, N: gl.constexpr):
     """[64, N], in TF32 as is the default."""
     zero = gl.full([64, N], 0.0, gl.float32, result(N))
@@ -110,7 +120,7 @@ def small_product(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
-def unit_lower_inverse(x, s_16, s_32, none):
+def unit_lower_inverse(x, s_16, s_32, none, TERMS: gl.constexpr):
     """(I + x)^-1 [64, 2, 32], of x [64, 64] what is below the diagonal; s_16 [2, 16, 64], s_32 [2,
     32, 64]: shared memory. As in intra.py, but inverses of blocks are kept as the rows they have.
     none: 0, in a form that the compiler cannot tell to be 0, else it keeps masks from call to
@@ -130,19 +140,20 @@ def unit_lower_inverse(x, s_16, s_32, none):
     c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, :][:, None, :]
     X = gl.where(r == c, 1.0, 0.0) - gl.where(pair(r, c, 0), D, 0.0)
     for level in gl.static_range(1, 4):
-        C = gl.where(pair(r, c, level), D, 0.0)
-        X = X - small_product(X, small_product(C, X, small), small)
+        C = nearest(gl.where(pair(r, c, level), D, 0.0), TERMS)
+        N = nearest(X, TERMS)
+        X = X - small_product(N, nearest(small_product(C, N, small), TERMS), small)
     X = gl.reshape(X, [64, 16])
 
     # joined to blocks of 32, [own or first, second]
     i_s = none + gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]
     j_s = gl.arange(0, 64, gl.SliceLayout(0, square))[None, :]
-    x = gl.convert_layout(x, square)
-    X = gl.convert_layout(X, gl.SliceLayout(1, four))
+    x = nearest(gl.convert_layout(x, square), TERMS)
+    X = nearest(gl.convert_layout(X, gl.SliceLayout(1, four)), TERMS)
     C = left(gl.where(pair(i_s, j_s, 4), x, 0.0))
     P = product(C, turned(X, s_16.index(none), 16), 16)
     C = left(gl.reshape(gl.where(i // 16 == a, X[:, None, :], 0.0), [64, 64]))
-    P = product(C, turned(P, s_16.index(none + 1), 16), 16)
+    P = nearest(product(C, turned(nearest(P, TERMS), s_16.index(none + 1), 16), 16), TERMS)
     i, a = indices(none, two, 2)
     P = gl.convert_layout(P, gl.SliceLayout(1, two))[:, None, :]
     X = gl.convert_layout(X, gl.SliceLayout(1, two))[:, None, :]
@@ -157,7 +168,7 @@ def unit_lower_inverse(x, s_16, s_32, none):
     X = gl.convert_layout(X, gl.SliceLayout(1, half))[:, None, :]
     own = i // 32 == a
     C = left(gl.reshape(gl.where(own, X, 0.0), [64, 64]))
-    P = product(C, turned(P, s_32.index(none + 1), 32), 32)
+    P = product(C, turned(nearest(P, TERMS), s_32.index(none + 1), 32), 32)
     P = gl.convert_layout(P, gl.SliceLayout(1, half))[:, None, :]
     return gl.where(own, X, gl.where(a == 0, -P, 0.0))
 
@@ -205,11 +216,20 @@ def weights(sums, of_columns, i, j, EXP2: gl.constexpr):
 
 
 @gluon.jit
-def store_inverse(x, to, places, none, flat: gl.constexpr):
+def store_terms(x, to, place, flat: gl.constexpr, TERMS: gl.constexpr):
+    """x [64, 64] in fp32 as TERMS squares that add up to it."""
+    store_square(x.to(place.dtype), to, place, flat)
+    if TERMS > 1:
+        barrier()  # the first is read
+        store_square(rounded_off(x, place.dtype), to + 64 * 64, place, flat)
+
+
+@gluon.jit
+def store_inverse(x, to, places, none, flat: gl.constexpr, TERMS: gl.constexpr):
     s_out, s_16, s_32 = places
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    x = gl.reshape(unit_lower_inverse(x, s_16, s_32, none), [64, 64])
-    store_square(gl.convert_layout(x, acc).to(s_out.dtype), to, s_out.index(none), flat)
+    x = gl.reshape(unit_lower_inverse(x, s_16, s_32, none, TERMS), [64, 64])
+    store_terms(gl.convert_layout(x, acc), to, s_out.index(none), flat, TERMS)
 
 
 @gluon.jit
@@ -239,6 +259,7 @@ def intra_head_hopper_kernel(
     EXP2: gl.constexpr,
     REMOVAL: gl.constexpr,
     EPS: gl.constexpr,
+    TERMS: gl.constexpr,
     PLANES: gl.constexpr,
 ):
     """`intra_head_kernel` of a chunk and a key head, after `head_rows_kernel`."""
@@ -296,7 +317,7 @@ def intra_head_hopper_kernel(
     s_16 = s_out.index(1)._reinterpret(gl.float32, [2, 16, BT], single)
     places = (s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, BT], single))
     barrier()
-    LATER: gl.constexpr = OWN or (REMOVES and G > 1)
+    LATER: gl.constexpr = OWN or (REMOVES and (G > 1 or TERMS > 1))
     if LATER:  # kept there: in registers it would be beside each head's inverse
         s_rk = gl.allocate_shared_memory(gl.float32, [BT, BT], single)
         s_rk.store(b_rk)
@@ -310,10 +331,10 @@ def intra_head_hopper_kernel(
         # k's scale is part of the decay
         of_columns = gl.convert_layout(gc - logarithm(k_scale, EXP2), gl.SliceLayout(0, acc))
         w = weights(gc, of_columns, r, j, EXP2)
-        b_out = (b_qk * w * q_scale[:, None]).to(half)
+        b_out = b_qk * w * q_scale[:, None]
         if REMOVES and not LATER:
             b_rk = b_rk * w * (beta * r_scale)[:, None]
-        store_square(b_out, Aqk + i_ch * BT * BT, s_out.index(none), flat)
+        store_terms(b_out, Aqk + i_ch * (TERMS * BT * BT), s_out.index(none), flat, TERMS)
         gl.store(at + BT + r, q_scale)
         gl.store(at + 2 * BT + r, k_scale)
         if REMOVES:
@@ -329,7 +350,7 @@ def intra_head_hopper_kernel(
         whole = decayed(gl.full([K], 0.0, gl.float32, spread) + end, EXP2)
         gl.store(decay + i_ch * K + gl.arange(0, K, spread), whole)
         if REMOVES and not LATER:
-            store_inverse(b_rk, T + i_ch * BT * BT, places, none, flat)
+            store_inverse(b_rk, T + i_ch * (TERMS * BT * BT), places, none, flat, TERMS)
     if LATER:  # by themselves, without q k in registers
         barrier()
         for i_g in range(G):
@@ -344,7 +365,7 @@ def intra_head_hopper_kernel(
                 gc = gl.load(at + 8 * BT + r)
             w = weights(gc, of_columns, r, j, EXP2)
             x = s_rk.load(acc) * w * (gl.load(at + r) * gl.load(at + 3 * BT + r))[:, None]
-            store_inverse(x, T + i_ch * BT * BT, places, none, flat)
+            store_inverse(x, T + i_ch * (TERMS * BT * BT), places, none, flat, TERMS)
 
 
 def reads(x: Inputs) -> bool:
@@ -357,6 +378,7 @@ def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int,
     """Fills T, Aqk, decay and what `head_rows_kernel` left of rows, of some chunks."""
     (H, K), HV = x.q.shape[1:], x.v.shape[1]
     p: Tensor = x.k if x.p is None else x.p
+    fewer = x.p is not None or (c.terms > 1 and (HV > H or rule.removal == "none"))
     launch(
         intra_head_hopper_kernel,
         (stop - first, H),
@@ -385,7 +407,8 @@ def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int,
         EXP2=rule.use_exp2,
         REMOVAL=rule.removal,
         EPS=NORM_EPS,
+        TERMS=c.terms,
         PLANES=PLANES,
         num_warps=4,
-        maxnreg=128 if x.p is None else 168,  # four programs a multiprocessor, with p three
+        maxnreg=168 if fewer else 128,  # three programs a multiprocessor, or four
     )

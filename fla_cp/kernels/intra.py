@@ -28,13 +28,26 @@ from .tiles import (
     load_sums,
     pair_mask,
     parts,
+    rounded_off,
     store_block,
+    store_square,
     sum_steps,
 )
 
 
 @triton.jit
-def unit_lower_inverse(A, D, BT: tl.constexpr, PRECISION: tl.constexpr):
+def nearest(x, TERMS: tl.constexpr):
+    """x in fp32; where two terms are kept, as the nearest number of TF32's eleven bits, since
+    products drop the others: they would err three times as much, all in one direction."""
+    if TERMS > 1:
+        bits = tl.cast(x, tl.int32, bitcast=True)
+        return tl.cast((bits + 0x1000) & -0x2000, tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def unit_lower_inverse(A, D, BT: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 of strictly lower A [BT, BT] with D [BT / 16, 16, 16], its diagonal blocks.
 
     [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]: inverses of S-blocks are joined to
@@ -44,14 +57,16 @@ def unit_lower_inverse(A, D, BT: tl.constexpr, PRECISION: tl.constexpr):
     X = tl.where((j[:, None] == j[None, :])[None], 1.0, 0.0)
     X -= tl.where(pair_mask(j, 0)[None], D, 0.0)
     for level in tl.static_range(3):
-        C = tl.where(pair_mask(j, 1 + level)[None], D, 0.0)
-        X -= dot(X, dot(C, X, PRECISION), PRECISION)
+        C = nearest(tl.where(pair_mask(j, 1 + level)[None], D, 0.0), TERMS)
+        N = nearest(X, TERMS)
+        X -= dot(N, nearest(dot(C, N, PRECISION), TERMS), PRECISION)
     i = tl.arange(0, BT)
     X = tl.broadcast_to(X[:, :, None, :], [BT // 16, 16, BT // 16, 16])
     X = tl.where((i // 16)[:, None] == (i // 16)[None, :], tl.reshape(X, [BT, BT]), 0.0)
     for level in tl.static_range(2):
-        C = tl.where(pair_mask(i, 4 + level), A, 0.0)
-        X -= dot(X, dot(C, X, PRECISION), PRECISION)
+        C = nearest(tl.where(pair_mask(i, 4 + level), A, 0.0), TERMS)
+        N = nearest(X, TERMS)
+        X -= dot(N, nearest(dot(C, N, PRECISION), TERMS), PRECISION)
     return X
 
 
@@ -163,6 +178,7 @@ def intra_kernel(
     EXP2: tl.constexpr,
     REMOVES: tl.constexpr,
     EPS: tl.constexpr,
+    TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
@@ -193,7 +209,10 @@ def intra_kernel(
         q_scale *= tl.rsqrt(qq + EPS)
         k_scale *= tl.rsqrt(kk + EPS)
     diagonal *= q_scale * k_scale  # in its place until the end, not in registers
-    tl.store(Aqk + (i_ch * BT + o_i) * BT + o_i, diagonal.to(operand))
+    p_diagonal = Aqk + (i_ch * (TERMS * BT) + o_i) * BT + o_i
+    tl.store(p_diagonal, diagonal.to(operand))
+    if TERMS > 1:
+        tl.store(p_diagonal + BT * BT, rounded_off(diagonal, operand))
     row = rows + i_ch * 3 * BT + o_i
     tl.store(row, b_beta)
     tl.store(row + BT, q_scale)
@@ -262,11 +281,14 @@ def intra_kernel(
     if SAFE:
         o_i = again(o_i, n_rows, BT, 1)
     b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
-    diagonal = tl.load(Aqk + (i_ch * BT + o_i) * BT + o_i).to(tl.float32)
+    p_diagonal = Aqk + (i_ch * (TERMS * BT) + o_i) * BT + o_i
+    diagonal = tl.load(p_diagonal).to(tl.float32)
+    if TERMS > 1:
+        diagonal += tl.load(p_diagonal + BT * BT).to(tl.float32)
     below = o_i[:, None] > o_i[None, :]
     b_qk = tl.where(below, b_qk, 0.0)
     b_qk = tl.where(o_i[:, None] == o_i[None, :], diagonal[:, None], b_qk)
-    store_block(Aqk + i_ch * BT * BT, b_qk, o_i, o_i, BT, BT)
+    store_square(Aqk, i_ch, b_qk, o_i, TERMS)
     if REMOVES:
         b_kk = tl.where(below, b_kk, 0.0) * b_beta[:, None]
         if SAFE:
@@ -275,8 +297,8 @@ def intra_kernel(
             same = (o_i // 16)[:, None] == (o_i // 16)[None, :]
             b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
             b_16 = tl.sum(b_16, axis=2)
-        b_T = unit_lower_inverse(b_kk, b_16, BT, PRECISION)
-        store_block(T + i_ch * BT * BT, b_T, o_i, o_i, BT, BT)
+        b_T = unit_lower_inverse(b_kk, b_16, BT, TERMS, PRECISION)
+        store_square(T, i_ch, b_T, o_i, TERMS)
 
 
 @triton.jit

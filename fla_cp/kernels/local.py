@@ -14,7 +14,7 @@ from ..packing import Packing
 from ..rule import CHUNK, NORM_EPS, DeltaRule
 from ..stages.intra import Inputs
 from . import gluon, tuning
-from .chunks import Chunks, ScanGrads, Tables, precision, tables
+from .chunks import Chunks, ScanGrads, Tables, precision, tables, terms
 from .gate import GATES
 from .head import (
     dk_head_kernel,
@@ -89,7 +89,7 @@ def _unformed(rule: DeltaRule, packing: Packing, x: Inputs) -> tuple[Tables, Inp
         qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
         qg, kin, kg = _gated(rule, NC, x)
-    square = (NC, HV, CHUNK, CHUNK)
+    square = (NC, HV, terms(rule, x.q.dtype) * CHUNK, CHUNK)
     T, Aqk = x.q.new_empty((0,) if rule.removal == "none" else square), x.q.new_empty(square)
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
@@ -139,6 +139,7 @@ def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Non
         num_warps=t.warps,
         NS=t.stages,
         maxnreg=t.registers,
+        TERMS=c.terms,
         **_gate_options(rule, x.q.dtype),
     )
 
@@ -151,6 +152,8 @@ def _intra_head(
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     whole = gluon.takes(c) and gluon.hopper.enough(packing, c) and gluon.hopper_intra.reads(x)
     t = tuning.tile("intra_head", K, V, x.q.dtype, 0, whole)
+    if c.terms > 1:
+        t = t._replace(registers=None)  # would spill
     p_strides = (0, 0) if x.p is None else x.p.stride()[:2]
     strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
     bounds = rule.lower_bound or 0.0, rule.beta_factor or 1.0
@@ -198,6 +201,7 @@ def _intra_head(
             BK=t.BK,
             NORM=rule.qk_l2norm,
             EPS=NORM_EPS,
+            TERMS=c.terms,
             PRECISION=precision(x.q.dtype),
             NS=t.stages,
             num_warps=t.warps,

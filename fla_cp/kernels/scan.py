@@ -16,7 +16,7 @@ LEAN kernels, which would spill or lose half of their warps for it, keep them in
 import triton
 import triton.language as tl
 
-from .tiles import dot, load_block, load_rows, store_block, store_rows
+from .tiles import dot, load_block, load_rows, rounded_off, store_block, store_rows
 
 
 @triton.jit
@@ -132,6 +132,7 @@ def scan_kernel(
     BV: tl.constexpr,
     HEAD: tl.constexpr,
     REMOVAL: tl.constexpr,
+    TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
     NS: tl.constexpr,
 ):
@@ -177,6 +178,7 @@ def scan_kernel(
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
     PLANES: tl.constexpr = 9 if HEAD else 3
+    SQUARE: tl.constexpr = TERMS * BT * BT
     LEAN: tl.constexpr = AGAIN or NS == 1 or BV > 64
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=LEAN):
         if AGAIN:
@@ -218,8 +220,12 @@ def scan_kernel(
             if HEAD:
                 b_r *= tl.load(row + 5 * BT)[:, None]
             b_r = ((b_v.to(tl.float32) - b_r) * tl.load(row)[:, None]).to(operand)
-            b_T = load_block(T + i_ch * BT * BT, o_r, o_i, BT, BT)
-            b_vn = dot(b_T, b_r, PRECISION).to(operand)
+            b_T = load_block(T + i_ch * SQUARE, o_r, o_i, BT, BT)
+            b_vf = dot(b_T, b_r, PRECISION)
+            if TERMS > 1:
+                b_T = load_block(T + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
+                b_vf = dot(b_T, b_r, PRECISION, acc=b_vf)
+            b_vn = b_vf.to(operand)
         if v_new is not None:
             store_block(v_new + i_ch * BT * V, b_vn, o_i, o_v, BT, V)
         if o is not None:
@@ -228,8 +234,13 @@ def scan_kernel(
                 b_o = dot(b_qg, b_Sb[0], PRECISION)
             if HEAD:
                 b_o *= tl.load(row + 4 * BT)[:, None]
-            b_A = load_block(Aqk + i_ch * BT * BT, o_r, o_i, BT, BT)
+            b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
             b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
+            if TERMS > 1:
+                if REMOVAL != "none":
+                    b_o = dot(b_A, rounded_off(b_vf, operand), PRECISION, acc=b_o)
+                b_A = load_block(Aqk + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
+                b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
             store_rows(o + (t * HV + i_h) * V, b_o, o_r, HV * V, m_r, o_v, V)
         b_next: tl.tuple = ()
         for s in tl.static_range(SLICES):
@@ -294,6 +305,7 @@ def scan_bwd_kernel(
     BV: tl.constexpr,
     HEAD: tl.constexpr,
     REMOVAL: tl.constexpr,
+    TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
     FLIP: tl.constexpr,
     NS: tl.constexpr,
@@ -325,6 +337,7 @@ def scan_bwd_kernel(
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
     PLANES: tl.constexpr = 9 if HEAD else 3
+    SQUARE: tl.constexpr = TERMS * BT * BT
     LEAN: tl.constexpr = AGAIN or NS == 1 or (HEAD and NS == 2)
     n = tl.cdiv(stop - start, BT)
     for c in tl.range(0, n, num_stages=NS, disable_licm=LEAN):
@@ -342,7 +355,7 @@ def scan_bwd_kernel(
             b_dSb += (b_dS[s].to(operand),)
             if dh is not None:
                 store_block(dh + i_ch * K * V, flipped(b_dSb[s], FLIP), s * BK + o_k, o_v, K, V)
-        b_A = load_block(Aqk + i_ch * BT * BT, o_r, o_i, BT, BT)
+        b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
         if not AGAIN:
             b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_k, m_r, K, G, HEAD)
         b_y: tl.tensor = None
@@ -356,11 +369,19 @@ def scan_bwd_kernel(
         if HEAD:
             b_y *= of_rows(tl.load(row + 6 * BT), FLIP)
             if AGAIN:
-                b_A = load_block(Aqk + i_ch * BT * BT, o_r, o_i, BT, BT)
+                b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
+            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
+        if TERMS > 1:
+            b_A = load_block(Aqk + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
             b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
         if REMOVAL != "none":
-            b_T = load_block(T + i_ch * BT * BT, o_r, o_i, BT, BT)
-            b_y = times(tl.trans(b_T), b_y.to(operand), FLIP, PRECISION)
+            b_T = load_block(T + i_ch * SQUARE, o_r, o_i, BT, BT)
+            b_x = b_y
+            b_y = times(tl.trans(b_T), b_x.to(operand), FLIP, PRECISION)
+            if TERMS > 1:
+                b_y = times(tl.trans(b_T), rounded_off(b_x, operand), FLIP, PRECISION, acc=b_y)
+                b_T = load_block(T + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
+                b_y = times(tl.trans(b_T), b_x.to(operand), FLIP, PRECISION, acc=b_y)
         if y is not None:
             b_yb = flipped(b_y.to(operand), FLIP)
             store_block(y + i_ch * BT * V, b_yb, o_i, o_v, BT, V)

@@ -78,6 +78,22 @@ def store_block(ptr, x, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def rounded_off(x, operand: tl.constexpr):
+    """What x loses as `operand`, as `operand`: the second of its two terms."""
+    return (x - x.to(operand).to(tl.float32)).to(operand)
+
+
+@triton.jit
+def store_square(ptr, i_ch, x, i, TERMS: tl.constexpr):
+    """T or Aqk of a chunk, x [C, C] in fp32, as TERMS tiles that add up to it."""
+    C: tl.constexpr = i.shape[0]
+    store_block(ptr + i_ch * (TERMS * C * C), x, i, i, C, C)
+    if TERMS > 1:
+        low = rounded_off(x, ptr.dtype.element_ty)
+        store_block(ptr + i_ch * (TERMS * C * C) + C * C, low, i, i, C, C)
+
+
+@triton.jit
 def decay_exp(x, EXP2: tl.constexpr):
     """Decay factor of a difference of gc, in log2 units with EXP2, else natural."""
     if EXP2:

@@ -159,6 +159,16 @@ def tile(
     return rule(stage, k, v, dtype == torch.float32) if row is None else row
 
 
+def in_two_terms(stage: str, t: Tile) -> Tile:
+    """A scan's tile where T and Aqk have two terms. These would not fit into the shared memory of
+    three stages (in Gluon only the reverse scan's would not), and wider tiles spill."""
+    back = stage.startswith("scan_bwd")
+    if t.hopper:
+        return NARROW if back and t == DEEP else t
+    most, warps = 32 if back else 64, 4 if t.BV > 64 else t.warps
+    return Tile(t.BK, min(t.BV, most), warps, min(t.stages, 2))
+
+
 SCANS = (
     *(Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))),
     Tile(0, 128, 8, 2),

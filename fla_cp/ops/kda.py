@@ -46,6 +46,7 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: FLACPContext | None = None,
+    precision: str = "default",
     impl: str = "auto",
 ) -> tuple[Tensor, ...]:
     """KDA over whole sequences, in chunks, differentiable in every floating input.
@@ -71,6 +72,10 @@ def chunk_kda(
     cu_seqlens: int32 or int64 [N+1] offsets of packed sequences, B = 1. cu_seqlens_cpu: the same
         on the host, spares a synchronisation.
     cp_context: the tensors are this rank's tokens [1, T_local, ..]; see build_cp_context.
+    precision: "default" or "high". In bf16 and fp16 the kernels then hold in two terms what rounds
+        most where o is a small difference, as with keys that are nearly parallel: o, dv and dbeta
+        err several times less there, for more time and memory (docs/design.md, "Two terms"). In
+        fp32, fp64 and with impl="torch" both are the same.
     impl: "auto" (by device), "torch" or "triton".
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None), and
@@ -106,6 +111,7 @@ def chunk_kda(
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
         cp_context=cp_context,
+        precision=precision,
         impl=impl,
     )
 

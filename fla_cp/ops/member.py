@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import library, library_sharded
 from ..arguments import (
+    check_choice,
     check_flags,
     check_lower_bound,
     check_scale,
@@ -116,6 +117,7 @@ def chunk(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: FLACPContext | None = None,
+    precision: str = "default",
     impl: str = "auto",
 ) -> tuple[Tensor, ...]:
     """One call over whole sequences, in chunks; see `chunk_kda` for the keywords. rows: of k, v and
@@ -140,6 +142,7 @@ def chunk(
     scale, lower_bound = check_scale(scale), check_lower_bound(lower_bound)
     if safe_gate and lower_bound is None and not use_gate_in_kernel:
         lower_bound = SAFE_GATE_BOUND
+    check_choice("precision", precision, ("default", "high"))
     check_ndims(q, k, v, g, beta, p, per_head=member.per_head)
     check_sequences(q.shape[1], q.shape[0], cu_seqlens, cp_context, cu_seqlens_cpu)
     check_fixed_call(
@@ -200,6 +203,7 @@ def chunk(
         use_exp2=use_exp2,
         state_v_first=v_first,
         keep_intermediates=disable_recompute,
+        precise=precision == "high",
     )
     x = _token_rows(q, k, v, g, beta, A_log, dt_bias, p)
     tensors = (*x, _accumulated(initial_state, q))
@@ -357,6 +361,7 @@ def _rule_fields(
     state_v_first: bool,
     safe_gate: bool = False,
     keep_intermediates: bool = False,
+    precise: bool = False,
 ) -> tuple[Any, ...]:
     """The fields of `DeltaRule`, in order."""
     return (
@@ -370,6 +375,7 @@ def _rule_fields(
         state_v_first,
         keep_intermediates,
         *member,
+        precise,
     )
 
 
