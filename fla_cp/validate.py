@@ -27,9 +27,6 @@ MAX_DIM = 256
 SAFE_GATE_BOUND = -5.0
 """Lowest lower_bound of a safe gate: 16 steps of it stay inside bf16 (docs/design.md)."""
 
-PRECISIONS = ("default", "high")
-"""Of a call: what its kernels hold in two terms, see `DeltaRule.precise`."""
-
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
