@@ -142,8 +142,7 @@ def test_opcheck(keep, initial):
     torch.library.opcheck(library.delta_rule_backward, backward)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize("keep, initial", crossed([False, True], [False, True]))
 def test_opcheck_of_the_halves(keep, initial):
     """One rank whose two ranges hand states to each other, in the ops that several ranks take."""
     T, H, HV, K, V = 90, 1, 2, 4, 6
@@ -258,7 +257,7 @@ CROSSING = {
 }
 
 
-@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True]))
+@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True], fast=2))
 def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
     cu, ranges = CROSSING[where]
     size = 2 if ranges is None else 3

@@ -274,7 +274,7 @@ def test_kernels_token_by_token(key, monkeypatch):
         assert_within_budget(name, value, exact[name], plain[name], factor=6.0)
 
 
-@pytest.mark.parametrize("key", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("key", ["kda", pytest.param("gated_delta_rule", marks=pytest.mark.wide)])
 def test_kernels_take_states_of_either_layout_through_segments(key, monkeypatch):
     """Initial and final states and their gradients, of a sequence in three segments; the final
     state's gradient comes without memory of its own."""

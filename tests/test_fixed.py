@@ -124,7 +124,7 @@ def test_symmetric_memory_equals_an_ordinary_context(monkeypatch, ranks):
 
 
 @pytest.mark.parametrize("name, ranks", [
-    pytest.param("kda", 1, marks=pytest.mark.wide), ("gdn", 2),
+    pytest.param("kda", 1, marks=pytest.mark.wide), pytest.param("gdn", 2, marks=pytest.mark.wide),
     pytest.param("operator", 3, marks=pytest.mark.wide),
 ])  # fmt: skip
 def test_kernels_equal_an_ordinary_context(gloo_pool, name, ranks):

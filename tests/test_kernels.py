@@ -219,7 +219,8 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     assert not fit(HV=0)
 
 
-@pytest.mark.parametrize("chunks", [1, pytest.param(8, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("chunks", [1, 8])
 def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
     """With 64 columns the state is the left operand: the same numbers but for rounding."""
     from fla_cp.kernels.measure import cut_into, forced
@@ -350,7 +351,13 @@ def sharded(group, rank, case, ranges):
         assert_within_budget(name, mine[name], pick(whole[name]), pick(one[name]), factor=10.0)
 
 
-@pytest.mark.parametrize("ranges", [None, zigzag_token_ranges(200, 3)], ids=["plain", "zigzag"])
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        pytest.param(None, marks=pytest.mark.wide, id="plain"),
+        pytest.param(zigzag_token_ranges(200, 3), id="zigzag"),
+    ],
+)
 def test_ranks(gloo_pool, ranges):
     case = Case("ranks", **{**SMALL, "T": 200}, cu_seqlens=(0, 180, 200))
     # fp64 inputs are not rounded to fp32 here, hence the wider factor
@@ -371,7 +378,8 @@ def as_compiled(group, rank, keep):
         assert (ops[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("keep", [False, True])
 def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
     gloo_pool.run(as_compiled, keep, world_size=2)
 

@@ -153,7 +153,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("mixer", ["kda", "gdn"])
+@pytest.mark.parametrize("mixer", ["kda", pytest.param("gdn", marks=pytest.mark.wide)])
 def test_small_faults_are_found(gloo_pool, text, mixer):
     found = gloo_pool.run(reports, SPLITS["cp"], text, mixer, 0, list(FAULTS.values()))[0]
     for (name, (fault, what)), report in zip(FAULTS.items(), found, strict=True):

@@ -78,6 +78,7 @@ def test_kernels_with_a_decay_a_head_err_as_rounding_says(precision, in_gluon, m
         assert relative(found, exact)[name] < (0.5 if in_gluon else 0.75) * coarse[name]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("in_gluon", [True, False])
 def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch):
     """In fp32, the only dtype in which the interpreter sums their gates: the second terms are zero,

@@ -169,6 +169,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr("tests.ranks.GRACE_SECONDS", 2)
 
 
+@pytest.mark.wide
 def test_failure_that_leaves_others_waiting_replaces_the_processes(impatient):
     pool = RankPool(2)
     try:
@@ -182,6 +183,7 @@ def test_failure_that_leaves_others_waiting_replaces_the_processes(impatient):
         pool.close()
 
 
+@pytest.mark.wide
 def test_hang_and_death_are_named_and_survived(impatient):
     pool = RankPool(3)
     try:
@@ -223,6 +225,7 @@ def test_thread_failure_names_its_rank_and_leaves_the_next_run_whole(waits, impa
     assert run_threads(fail_on, 4, [], True) == [0, 1, 2, 3]
 
 
+@pytest.mark.wide
 def test_thread_deadlock_times_out():
     with pytest.raises(TimeoutError, match=r"(?s)deadlock: ranks \[0, 2\] still run.*all_reduce"):
         run_threads(deadlock, 3, timeout=5)

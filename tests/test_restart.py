@@ -146,7 +146,7 @@ def test_restart_flag_is_checked():
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import launch.distributed, launch.train as train
 launch.distributed.TRAIN = Path(__file__)  # what our own launcher starts as ranks
@@ -157,6 +157,9 @@ original, calls = train.forward_backward, []
 def killed(*args, **kwargs):
     calls.append(1)
     if len(calls) == 6 and victim in ("all", os.environ["RANK"]):
+        due = f"*/checkpoints/step-{4 * (1 + max(map(int, counts))):08d}"  # written meanwhile
+        while not list(Path("runs").glob(due)):
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*args, **kwargs)
 train.forward_backward = killed
@@ -185,6 +188,7 @@ def run_killed(folder, victims, *flags, launcher=()):
     return done.stdout, run
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_killed_ranks_come_back_with_the_losses_of_an_uninterrupted_run(tmp_path):
     _, run = run_killed(tmp_path / "whole", "nobody")

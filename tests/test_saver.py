@@ -155,6 +155,7 @@ def _one_rank_has_no_space(group, rank, run):
             saver.wait()
             dist.barrier(group)
             left = os.listdir(run / "checkpoints")
+            dist.barrier(group)
             try:
                 saver.write(model, optimizer, Progress(2))
             except SaveFailed as error:

@@ -137,7 +137,9 @@ def test_one_rank_learns_and_writes_what_it_promises(reference, text):
         pytest.param("--cp 2 --micro-batch-size 1", marks=pytest.mark.wide),
         pytest.param("--cp 4", marks=pytest.mark.wide),
         pytest.param("--cp 2 --dp-shard 2", marks=pytest.mark.wide),
-        "--cp 2 --dp-replicate 2 --parallel.layout zigzag --remat",
+        pytest.param(
+            "--cp 2 --dp-replicate 2 --parallel.layout zigzag --remat", marks=pytest.mark.wide
+        ),
     ],
 )
 def test_losses_are_those_of_one_rank(split, reference, text, tmp_path):
@@ -173,6 +175,7 @@ def test_resumed_run_continues_as_if_uninterrupted(reference, text, tmp_path, mo
     assert [row["step"] for row in read_metrics(run)] == list(range(STEPS + 1))
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_resumes_on_another_split(reference, text, tmp_path):
     middle = reference / "checkpoints" / "step-00000010"
@@ -245,6 +248,7 @@ def test_step_that_is_not_finite_is_skipped(poison, text, tmp_path, monkeypatch,
     assert "skipped steps: 1" in out
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_ranks_skip_alike_where_one_has_a_nan(text, tmp_path):
     script = tmp_path / "poisoned.py"
@@ -388,6 +392,7 @@ def test_whole_packs_say_why_nothing_is_exchanged():
     assert told("--cp 1")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_mistakes_end_in_one_line_on_any_number_of_ranks():
     code, _, err = finish(start("--cp", "2", "--data", "nothing"))

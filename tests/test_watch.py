@@ -376,6 +376,7 @@ def rank_pids(launcher):
 NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPUS)])
 def test_stopped_ranks_are_named_and_end_the_run(device, tmp_path):
