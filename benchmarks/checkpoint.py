@@ -26,8 +26,8 @@ import torch
 from launch import checkpoint
 from launch.checkpoint import Progress
 from launch.config import parse
-from launch.distributed import Ranks, joined, local_ranks, shard_model, threads_per_rank
-from launch.model import build_model
+from launch.distributed import Ranks, joined, local_ranks, threads_per_rank
+from launch.model import build_sharded
 from launch.saver import Saver
 from launch.step import build_optimizer
 
@@ -65,8 +65,7 @@ def measure(config: Any, ranks: Ranks, run: Path) -> dict[str, Any]:
         call()
         return round(ranks.host_max([time.perf_counter() - begin])[0], 4)
 
-    model = build_model(config.model, VOCABULARY, 0).to(ranks.device)
-    shard_model(model, ranks, torch.float32)
+    model = build_sharded(config.model, VOCABULARY, 0, ranks, torch.float32)
     optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

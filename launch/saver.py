@@ -10,6 +10,7 @@ and gives the folder its name. So the ranks agree on every checkpoint without a 
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -42,6 +43,21 @@ from launch.integrity import FileSums, SummedWriter, pack_sums, seal
 
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
 """Ranks wait this long for the slowest one's disk; training goes on meanwhile."""
+
+
+@functools.cache
+def stagers_can_be_used_again() -> bool:
+    """Whether a stager copies a second state. That of torch 2.11 closes itself after the first, and
+    then fails with KeyError: <class 'type'>; see test_stagers_that_copy_once."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        for _ in range(2):
+            stager.stage({"x": torch.zeros(1)})
+    except KeyError:
+        return False
+    finally:
+        stager.close()
+    return True
 
 
 class SaveFailed(UserError):
@@ -80,16 +96,7 @@ class Saver:
         self.run, self.facts, self.keep = run, facts, keep
         self.ranks, self.say, self.step = ranks, say, step
         self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
-        # Its buffers are kept from one checkpoint to the next: pinning memory takes seconds.
-        cuda = ranks.device.type == "cuda"
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=cuda,
-            )
-        )
+        self.stager = self._new_stager()
         self.pending: _Pending | None = None
         self.notes: list[str] = []  # of the thread that writes
 
@@ -103,6 +110,8 @@ class Saver:
         except SaveFailed as error:
             self.say(f"warning: {error}")
             return
+        if not stagers_can_be_used_again():
+            self.stager = self._new_stager()
         future = dcp.async_save(
             self._state(model, optimizer, progress),
             storage_writer=self._writer(partial, progress),
@@ -115,6 +124,19 @@ class Saver:
         self.pending = pending
         if waited > 0.1:
             self.say(f"step {progress.step}: waited {waited:.1f} s for the checkpoint before")
+
+    def _new_stager(self) -> DefaultStager:
+        """One whose buffers are kept from one checkpoint to the next, where torch can do that:
+        pinning memory takes seconds."""
+        cuda = self.ranks.device.type == "cuda"
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=cuda,
+            )
+        )
 
     def poll(self) -> None:
         """Says how the checkpoint under way went, if it is done."""

@@ -96,6 +96,7 @@ def test_one_graph_serves_every_packing():
         assert graphs <= min(n + 1, 3), f"{graphs} graphs after packing {n}"
 
 
+@pytest.mark.wide
 def test_rows_without_context_compile_too():
     layer = KimiDeltaAttention(16, 2, 8).double()
     run = compiled(layer)
@@ -257,7 +258,7 @@ CROSSING = {
 }
 
 
-@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True], fast=2))
+@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True], fast=1))
 def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
     cu, ranges = CROSSING[where]
     size = 2 if ranges is None else 3

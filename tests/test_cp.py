@@ -15,6 +15,7 @@ from tests.cases import INSIDE, PACKED, Case, named, options
 from tests.closeness import assert_exact
 from tests.ranks import run_threads
 from tests.running import oracle, run, run_sharded, weights
+from tests.sweeps import crossed
 
 SHARED = ("final_state", "dinitial_state")
 PARAMETERS = ("dA_log", "ddt_bias")
@@ -103,20 +104,19 @@ def test_one_device_equals_the_recurrence(case):
         assert_exact(name, actual[name], value)
 
 
-@pytest.mark.parametrize("ranges", RANGES)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case, ranges", crossed(CASES, RANGES))
 def test_four_processes_equal_one_device(gloo_pool, case, ranges):
     compare_parameters(case, gloo_pool.run(check, case, ranges, "auto"))
 
 
-@pytest.mark.parametrize("R", [2, 3, 5, 9])
-@pytest.mark.parametrize("case", CASES[:5], ids=lambda c: c.name)
+@pytest.mark.parametrize("case, R", crossed(CASES[:5], [2, 3, 5, 9]))
 def test_threads_equal_one_device(case, R):
     run_threads(check, R, case, "contiguous")
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "ring", "scan", "heads"])
-@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize(
+    "exchange, ranges", crossed(["all_gather", "ring", "scan", "heads"], RANGES)
+)
 def test_every_exchange(gloo_pool, exchange, ranges):
     case = named("grouped-heads", T=300, cu_seqlens=(0, 250, 300), decay=SLOW)
     gloo_pool.run(check, case, ranges, exchange)

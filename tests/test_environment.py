@@ -219,7 +219,9 @@ def test_an_entry_point_gives_the_same(name):
         assert_same(found, plain)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.wide if "chunk" in name else ()) for name in KERNELS
+])  # fmt: skip
 def test_a_kernel_gives_the_same(name, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

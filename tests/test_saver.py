@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager
 
+import launch.saver
 from launch import checkpoint
 from launch.checkpoint import Progress
 from launch.config import parse
 from launch.distributed import Ranks, joined
-from launch.saver import SaveFailed, Saver
+from launch.saver import SaveFailed, Saver, stagers_can_be_used_again
 from tests.test_checkpoint import OneRank, names
 
 
@@ -188,6 +190,32 @@ def test_ranks_agree_where_the_disk_of_one_is_full(gloo_pool, tmp_path):
         assert again == three
         assert "__3_0.distcp differs from its checksum" in damaged
     assert len({lines[2] for _, lines, *_ in results}) == 1
+
+
+def test_stagers_that_copy_once(tmp_path, ranks, monkeypatch):
+    """As torch 2.11 has them."""
+
+    class Once(DefaultStager):
+        def stage(self, *args, **kwargs):
+            try:
+                return super().stage(*args, **kwargs)
+            finally:
+                self.close()
+
+    monkeypatch.setattr(launch.saver, "DefaultStager", Once)
+    stagers_can_be_used_again.cache_clear()
+    assert not stagers_can_be_used_again()
+    model, lines = nn.Linear(3, 3), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    saver = Saver(tmp_path, {"model": {}, "data": {}}, 9, ranks, lines.append)
+    try:
+        with contextlib.closing(saver):
+            for step in (1, 2, 3):
+                saver.start(model, optimizer, Progress(step))
+                saver.wait()
+    finally:
+        stagers_can_be_used_again.cache_clear()
+    assert [line.split(":")[0] for line in lines] == [f"checkpoint step {n}" for n in (1, 2, 3)]
 
 
 def test_saver_leaves_no_group_behind(tmp_path, ranks):

@@ -276,6 +276,7 @@ def test_ranks_skip_alike_where_one_has_a_nan(text, tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_sigterm_writes_a_checkpoint(text, tmp_path):
     run = tmp_path / "run"
@@ -294,6 +295,7 @@ def test_sigterm_writes_a_checkpoint(text, tmp_path):
     assert read_metrics(run)[-1]["step"] == last + 1
 
 
+@pytest.mark.wide
 @pytest.mark.slow
 def test_parity_of_a_split(text, tmp_path):
     flags = ["--cp", "2", "--check-parity", "--parity.steps", "2"]  # more: test_parity.py

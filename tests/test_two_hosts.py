@@ -62,6 +62,7 @@ def test_hosts_have_one_address_each_and_vanish():
     assert not any(name in namespaces() for name in names)
 
 
+@pytest.mark.wide
 def test_ranks_of_two_hosts_reduce_together(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     output = run_or_skip(["rank.py"], tmp_path, timeout=600)

@@ -13,7 +13,11 @@ ON_CPU = (2, 4)
 """Sizes that run without GPUs."""
 
 
-@pytest.fixture(scope="session", params=[2, 4, 8], ids=lambda n: f"{n}-ranks")
+@pytest.fixture(
+    scope="session",
+    params=[2, pytest.param(4, marks=pytest.mark.wide), pytest.param(8, marks=pytest.mark.wide)],
+    ids=lambda n: f"{n}-ranks",
+)
 def run(request, gloo_pool) -> Callable[..., list[Any]]:
     """`RankPool.run` of a pool of this many ranks; see tests/ranks.py."""
     size, gpus = request.param, torch.cuda.device_count()
