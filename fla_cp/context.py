@@ -495,7 +495,7 @@ def _context(
     *,
     checked: bool = False,
 ) -> FLACPContext:
-    """Of arguments that were checked. checked: ranks compare it."""
+    """The context, from arguments that were checked. checked: ranks compare it."""
     rank, world_size = 0 if group is None else dist.get_rank(group), len(ranges)
     frame = None if max_sequences is None else _frame(max_sequences, ranges, rank)
     packing, links = _layout(offsets, ranges, rank, frame)

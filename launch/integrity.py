@@ -133,7 +133,7 @@ class _SummedFile:
         self.crc = 0
 
     def sums(self, name: str) -> FileSums:
-        """Of what was written so far."""
+        """The sums of what was written so far."""
         last = (self.crc,) if self.size % BLOCK else ()
         return FileSums(name, self.size, (*self.blocks, *last))
 

@@ -66,7 +66,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
 
 class Agreement:
-    """Of one context. table: what its ranks must agree on beside the calls under it. known: whether
+    """What the ranks of one context compare. table: what its ranks must agree on beside the calls under it. known: whether
     it was compared."""
 
     def __init__(self, group: dist.ProcessGroup, table: Facts) -> None:

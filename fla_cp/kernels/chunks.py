@@ -113,7 +113,7 @@ def tables(packing: Packing, device: torch.device) -> Tables:
 
 
 def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
-    """Of T and Aqk. Those of fp32 inputs are in fp32."""
+    """How many terms T and Aqk are kept in. Those of fp32 inputs are in fp32, so one is enough."""
     return 2 if rule.precise and dtype.itemsize == 2 else 1
 
 

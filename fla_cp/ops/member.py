@@ -73,7 +73,7 @@ _TENSORS = (
     "cu_seqlens_cpu",
 )
 _REQUIRED = {"none": 4, "k": 5, "p": 6}
-"""Of `_TENSORS`, by what is removed from the state."""
+"""How many of `_TENSORS` must be given, by what is removed from the state."""
 
 _FLAGS = (
     "output_final_state",
