@@ -66,8 +66,8 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
 
 class Agreement:
-    """What the ranks of one context compare. table: what its ranks must agree on beside the calls under it. known: whether
-    it was compared."""
+    """What the ranks of one context compare. table: what they must agree on beside the calls under
+    it. known: whether it was compared."""
 
     def __init__(self, group: dist.ProcessGroup, table: Facts) -> None:
         self._group = group
