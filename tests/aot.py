@@ -41,6 +41,8 @@ from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
+from tests.gpu import kernel_hashes
+
 SM90_SHARED = 227 * 1024
 """Bytes of shared memory that one block may use."""
 
@@ -557,19 +559,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep what is compiled in aot.json")
     parser.add_argument("--only", help="compile one configuration, by its name in aot.json")
+    parser.add_argument(
+        "--changed",
+        action="store_true",
+        help="compile all if a kernel file changed since --write, else every fourth configuration",
+    )
     args = parser.parse_args()
-    if args.write and args.only:
-        parser.error("--write keeps all configurations: leave --only out")
-    every = configurations()
+    if args.write and (args.only or args.changed):
+        parser.error("--write keeps all configurations: leave --only and --changed out")
+    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    key = f"triton {triton.__version__}"
+    written_for = f"kernels of {key}"
+    every = list(configurations())
+    if args.changed and kept.get(written_for) == kernel_hashes():
+        every = every[::4]  # the same source and compiler give the same code
     kernels = compile_all(c for c in every if args.only in (None, c[0]))
     if not kernels:
         parser.error(f"--only must name a configuration of aot.json, got {args.only!r}")
     rows = {name: record(name, of) for name, of in kernels.items()}
     problems = [problem for name, of in kernels.items() for problem in check(name, of)]
-    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    key = f"triton {triton.__version__}"
     if args.write:
-        kept[key] = dict(sorted(rows.items()))
+        kept[key], kept[written_for] = dict(sorted(rows.items())), kernel_hashes()
         lines = (
             f" {json.dumps(v)}: {{\n"
             + ",\n".join(f"  {json.dumps(n)}: {json.dumps(r)}" for n, r in kept[v].items())
@@ -579,7 +589,7 @@ def main() -> int:
         RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     elif key in kept:
         known = kept[key]
-        if args.only:
+        if args.only or args.changed:
             known = {name: known[name] for name in rows if name in known}
         problems += changes(known, rows)
     print("\n".join(problems))

@@ -386,7 +386,9 @@ def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
 
 @pytest.mark.timeout(7200)  # all: ten minutes on two idle cores
 @pytest.mark.parametrize(
-    "only", [["--only", "16x16 bf16 safe"], pytest.param([], marks=pytest.mark.wide)], ids=len
+    "only",
+    [["--only", "16x16 bf16 safe"], pytest.param(["--changed"], marks=pytest.mark.wide)],
+    ids=["one", "changed"],
 )
 def test_kernels_compile_for_sm_90(only, tmp_path):
     """In processes of their own: here the kernels are interpreted."""
