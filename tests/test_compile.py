@@ -76,6 +76,7 @@ def test_compiled_operator_equals_eager(case, v_first):
         assert_exact(f"result {i}", b, a)
 
 
+@pytest.mark.wide
 def test_one_graph_serves_every_packing():
     """Compiled anew for the second shape, and then no more: sizes and context are data."""
     layer = KimiDeltaAttention(16, 2, 8, num_v_heads=4).double()
@@ -258,7 +259,7 @@ CROSSING = {
 }
 
 
-@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True], fast=1))
+@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True], fast=0))
 def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
     cu, ranges = CROSSING[where]
     size = 2 if ranges is None else 3
@@ -268,6 +269,7 @@ def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
         assert sum("reduce_scatter_tensor" in n for n in names) == 1
 
 
+@pytest.mark.wide
 def test_no_collective_in_the_graph_where_nothing_crosses(gloo_pool):
     for names in gloo_pool.run(sharded, [0, 100, 200], 200, world_size=2):
         assert not any("c10d" in n for n in names)

@@ -119,7 +119,7 @@ MEMBERS += [("gated_delta_rule", 2), ("comba", 2), ("simple_gla", 2)]  # no grou
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("which, cut", crossed(MEMBERS, [True, False], fast=2), ids=str)
+@pytest.mark.parametrize("which, cut", crossed(MEMBERS, [True, False], fast=1), ids=str)
 def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
     """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
     states; in segments of a chunk with summaries and transitions, too."""

@@ -144,6 +144,7 @@ def test_gradients_flow_from_either_output_alone():
         assert_exact(name, a + b, total)
 
 
+@pytest.mark.wide
 def test_gradcheck():
     case = Case("tiny", T=5, H=1, HV=2, K=3, V=2, options=options(**INSIDE))
     x = {n: t.requires_grad_() for n, t in case.inputs().items()}

@@ -385,9 +385,10 @@ def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
 
 
 @pytest.mark.timeout(7200)  # all: ten minutes on two idle cores
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "only",
-    [["--only", "16x16 bf16 safe"], pytest.param(["--changed"], marks=pytest.mark.wide)],
+    [["--only", "16x16 bf16 safe"], ["--changed"]],
     ids=["one", "changed"],
 )
 def test_kernels_compile_for_sm_90(only, tmp_path):
