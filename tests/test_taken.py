@@ -14,6 +14,7 @@ from fla_cp.rule import DeltaRule
 from fla_cp.stages.intra import Inputs
 from tests.cases import INSIDE, PACKED, Case, options
 from tests.ranks import run_threads
+from tests.sweeps import crossed
 
 IMPLS = ["torch", "triton"]
 HALVES = [torch.bfloat16, torch.float16]
@@ -120,12 +121,9 @@ def test_shapes_of_the_gates_parameters_in_the_family():
             assert_alike(both[1], both[0])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype, impl", crossed(HALVES, IMPLS))
 def test_states_in_half_precision(impl, dtype):
     """Computed in fp32: as if the caller had widened them, with a gradient in their dtype."""
-    if impl == "triton" and dtype == torch.float16:
-        pytest.skip("one dtype is enough for the slow interpreter")
     x = CASE.inputs(dtype=torch.float32)
     half = x["initial_state"].to(dtype)
     exact = run({**x, "initial_state": half.float()}, impl=impl)
