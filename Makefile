@@ -75,4 +75,4 @@ types: $(STAMP)  ## mypy on the public package
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find fla_cp launch tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find fla_cp launch tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

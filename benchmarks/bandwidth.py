@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import environment, milliseconds
+from benchmarks.ops import environment, milliseconds
 
 INSIDE = {
     "use_qk_l2norm_in_kernel": True,

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from launch import checkpoint
-from launch.checkpoint import Progress
-from launch.config import parse
-from launch.distributed import Ranks, joined, local_ranks, threads_per_rank
-from launch.model import build_sharded
-from launch.saver import Saver
-from launch.step import build_optimizer
+from fla_cp.train import checkpoint
+from fla_cp.train.checkpoint import Progress
+from fla_cp.train.config import parse
+from fla_cp.train.distributed import Ranks, joined, local_ranks, threads_per_rank
+from fla_cp.train.model import build_sharded
+from fla_cp.train.saver import Saver
+from fla_cp.train.step import build_optimizer
 
 VOCABULARY = 32_000
 

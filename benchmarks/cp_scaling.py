@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .ops import environment
-from .shapes import Shape
+from benchmarks.ops import environment
+from benchmarks.shapes import Shape
 
 HIDDEN = 4096
 REPEATS, WARM = 3, 3
@@ -208,10 +208,10 @@ def model_table() -> str:
 
 def taken(context: Any) -> str:
     """What "auto" is here."""
-    from fla_cp.comm import Nearest, exchange, peers
+    from fla_cp.comm import Nearest, exchange, peer_memory
 
     if isinstance(context.exchange, Nearest):
-        return "all_gather" if peers.why_not(context.group) else "symmetric"
+        return "all_gather" if peer_memory.why_not(context.group) else "symmetric"
     names = {scheme: name for name, scheme in exchange.SCHEMES.items()}
     return names.get(type(context.exchange), "all_gather")
 
@@ -380,7 +380,7 @@ def main() -> None:
         return
     rows: list[dict] = []
     if gpus:
-        import fla_cp.kernels.backend  # noqa: F401, chooses the assembler that the result names
+        import fla_cp.kernels.triton.backend  # noqa: F401, chooses the assembler that the result names
     for R in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(work, (R, args, folder), nprocs=R)

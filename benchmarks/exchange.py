@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from .ops import environment
+from benchmarks.ops import environment
 
 HV, K, V = 32, 128, 128
 
@@ -43,10 +43,10 @@ def microseconds(f: Callable[[], object], count: int = 60) -> float:
 
 
 def measure(rank: int, R: int) -> dict[str, Any]:
-    import fla_cp.kernels.backend  # noqa: F401, chooses the assembler
-    from fla_cp.comm import SlotMaps, collectives, exchange, peers
+    import fla_cp.kernels.triton.backend  # noqa: F401, chooses the assembler
+    from fla_cp.comm import SlotMaps, collectives, exchange, peer_memory
     from fla_cp.context import _links
-    from fla_cp.kernels.walk import walk
+    from fla_cp.kernels.triton.fold import walk
 
     group = dist.group.WORLD
     links = _links((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
@@ -63,7 +63,7 @@ def measure(rank: int, R: int) -> dict[str, Any]:
         "all_gather alone": microseconds(lambda: collectives.all_gather(wire, group)[1].wait()),
     }
     schemes = {"all_gather": exchange.AllGather(group)}
-    if reason := peers.why_not(group):
+    if reason := peer_memory.why_not(group):
         found["no symmetric"] = reason
     else:
         schemes["symmetric"] = exchange.Symmetric(group)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .shapes import Shape
+from benchmarks.shapes import Shape
 
 
 class Member(NamedTuple):

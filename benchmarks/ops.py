@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .members import MEMBERS, Member, draws, io_bytes, options, peer, products
-from .shapes import SHAPES, Shape
+from benchmarks.members import MEMBERS, Member, draws, io_bytes, options, peer, products
+from benchmarks.shapes import SHAPES, Shape
 
 CHECKED_TOKENS = 32768
 """Longest shape whose results are compared with the peer's."""
@@ -172,7 +172,7 @@ def measure(
 def stage_times(member: Member, shape: Shape) -> dict[str, float]:
     """ms of each stage of the Triton backend that a call has at the shape's size, without packing;
     the two scans of the backward as they run, side by side where they fit."""
-    from fla_cp.kernels.measure import stages
+    from benchmarks.stages import stages
 
     path = "_head" if member.per_head else "" if shape.safe else "_any"
     run = stages(shape.K, shape.V, torch.bfloat16, shape.T, shape.HV, path=path)

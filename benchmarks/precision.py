@@ -4,8 +4,9 @@ costs.
     python -m benchmarks.precision [--peer fla] [--tokens 4096] [--heads 8] [--out FILE]
 
 Errors are |x - exact| / |exact| of o, the final state and the gradients, against fp64 on the same
-bf16 inputs, the case "cancelling" of tests/cases.py. "rounding" is what rounding the operands as
-the kernels do costs by itself (tests/rounded.py). Without a GPU only the torch stages run.
+bf16 inputs, the case "cancelling" of tests/support/cases.py. "rounding" is what rounding the
+operands as the kernels do costs by itself (tests/support/rounded.py). Without a GPU only the
+torch stages run.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.cases import PACKED, Case, named
-from tests.rounded import Rounding, inputs, relative, results, rounded
-
-from .members import MEMBERS
-from .ops import environment, measure
-from .shapes import SHAPES
+from benchmarks.members import MEMBERS
+from benchmarks.ops import environment, measure
+from benchmarks.shapes import SHAPES
+from tests.support.cases import PACKED, Case, named
+from tests.support.rounded import Rounding, inputs, relative, results, rounded
 
 Named = dict[str, Tensor]
 

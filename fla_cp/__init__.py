@@ -1,12 +1,12 @@
 """Context parallelism for linear attention: long sequences over many GPUs, exchanging states."""
 
-from .context import (
+from fla_cp.context import (
     FLACPContext,
     build_cp_context,
     contiguous_token_ranges,
     zigzag_token_ranges,
 )
-from .ops import (
+from fla_cp.ops import (
     causal_conv1d,
     chunk_comba,
     chunk_gated_delta_product,

@@ -1,5 +1,5 @@
 """What kind of thing each argument is: tensor, number, flag. Checked before anything is read of it;
-how the tensors fit each other is validate.py's affair.
+how the tensors fit each other is ops/checks.py's affair.
 
 Each failure is a ValueError that names the argument, the rule and what was given. Nothing is
 launched, and no value of a tensor is read but that of a scale without dims. These checks run at

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .pipeline import Plan, Saved, backward, forward
-from .stages.intra import Inputs
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.pipeline import Plan, Saved, backward, forward
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

@@ -24,12 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import Agreement, Exchange, Halo, Links, collectives, make_exchange
-from .load import Counts, Load
-from .packing import Frame, Packing
-from .rule import CHUNK
-from .tables import Tabled, fill, to_device
-from .validate import (
+from fla_cp.comm import Agreement, Exchange, Halo, Links, collectives, make_exchange
+from fla_cp.partition.checks import (
     check_conv1d_kernel_size,
     check_cu_seqlens,
     check_exchange,
@@ -37,10 +33,14 @@ from .validate import (
     check_host_copy,
     check_max_sequences,
     check_offsets,
+    check_sequences_fit,
     check_token_ranges,
-    check_update,
     token_ranges_of,
 )
+from fla_cp.partition.device_tables import Tabled, fill, to_device
+from fla_cp.partition.packing import Frame, Packing
+from fla_cp.partition.workload import Counts, Load
+from fla_cp.rule import CHUNK
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -202,6 +202,14 @@ class FLACPContext(Tabled):
                     "the context again with build_cp_context"
                 ) from None
 
+    def check_local_tokens(self, tokens: int) -> None:
+        """Raises ValueError unless this rank holds so many tokens."""
+        if tokens != self.local_tokens:
+            raise ValueError(
+                f"under cp_context the local length must be context.local_tokens="
+                f"{self.local_tokens}, got T={tokens}"
+            )
+
     def before(self, call: str, **facts: object) -> None:
         """Compares the ranks where that is due; see comm/agreement.py."""
         if self.agreement is None or torch.compiler.is_compiling():
@@ -258,7 +266,7 @@ class FLACPContext(Tabled):
         if self.agreement is not None and self.max_sequences is not None:
             names = self.token_ranges, self.conv1d_kernel_size, self.exchange, self.max_sequences
             self.agreement.changed(_facts(offsets, *names))
-        check_update(self, offsets)
+        _check_update(self, offsets)
         self._refill(offsets)
 
     def _refill(self, offsets: tuple[int, ...]) -> None:
@@ -570,3 +578,15 @@ def _links(
 
 def _any_between(sorted_values: list[int], lo: int, hi: int) -> bool:
     return bisect_right(sorted_values, lo) < bisect_left(sorted_values, hi)
+
+
+def _check_update(context: FLACPContext, offsets: Sequence[int]) -> None:
+    """Another packing for a context of fixed shape."""
+    if context.max_sequences is None:
+        raise ValueError("update needs a context built with max_sequences, got max_sequences=None")
+    if offsets[-1] != context.total_tokens:
+        raise ValueError(
+            f"cu_seqlens must end at the context's total_tokens={context.total_tokens}, "
+            f"got {offsets[-1]}"
+        )
+    check_sequences_fit(context.max_sequences, offsets)

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import Backend
-from .comm import Exchange, Links, collectives, run_meanwhile
-from .packing import Packing
-from .rule import DeltaRule, accumulator
-from .stages.intra import Inputs
-from .state import AffineMap, States, carry, join
+from fla_cp.comm import Exchange, Links, collectives, run_meanwhile
+from fla_cp.comm.carry import AffineMap, States, carry, join
+from fla_cp.kernels.backend import Backend
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import DeltaRule, accumulator
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .rule import NORM_EPS
+from fla_cp.rule import NORM_EPS
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -120,15 +120,15 @@ def launched() -> Iterator[list[Launch]]:
         key = run(self, *args, grid=grid, warmup=True, **kwargs)
         results.append(Launch(self.__name__, key))
 
-    from fla_cp.kernels import hopper
-    from fla_cp.kernels import launch as launches
-    from fla_cp.kernels.backend import TRITON
-    from fla_cp.ops import conv, kda, member
+    from fla_cp.kernels.sm90 import scan as sm90_scan
+    from fla_cp.kernels.triton import launch as launches
+    from fla_cp.kernels.triton.backend import TRITON
+    from fla_cp.ops import family, kda, short_conv
 
     resolve = kda.resolve  # would refuse tensors on the CPU
-    for module in (conv, kda, member):
+    for module in (short_conv, kda, family):
         module.resolve = lambda *args: TRITON
-    least, hopper.LEAST = hopper.LEAST, 0
+    least, sm90_scan.LEAST = sm90_scan.LEAST, 0
     launches.remembers = False
     active = driver._active  # the property would look for a GPU
     driver.set_active(_Sm90())
@@ -139,10 +139,10 @@ def launched() -> Iterator[list[Launch]]:
     finally:
         active_mode.reset(before)
         JITFunction.run = run
-        hopper.LEAST = least
+        sm90_scan.LEAST = least
         launches.remembers = True
         driver._active = active
-        for module in (conv, kda, member):
+        for module in (short_conv, kda, family):
             module.resolve = resolve
 
 
@@ -287,8 +287,8 @@ TOGETHER = 8
 
 def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]:
     """Every kernel of one forward and backward of a sequence in three segments, each once."""
+    from benchmarks.stages import cut_into
     from fla_cp import chunk_kda
-    from fla_cp.kernels.measure import cut_into
 
     def leaf(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
@@ -308,7 +308,7 @@ def compile_member(
     """Kernels of a member of the family with two value heads, forward and backward of a sequence in
     three segments."""
     import fla_cp
-    from fla_cp.kernels.measure import cut_into
+    from benchmarks.stages import cut_into
 
     def leaf(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
@@ -358,8 +358,8 @@ def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list
 
 def compile_conv(dtype: torch.dtype, halo: bool) -> list[Launch]:
     """Forward and backward with four taps, SiLU and a bias; with a halo as under a context."""
-    from fla_cp.kernels.conv import conv, conv_bwd
-    from fla_cp.stages.conv import ConvRows
+    from fla_cp.kernels.torch.conv import ConvRows
+    from fla_cp.kernels.triton.conv import conv, conv_bwd
 
     x, weight, bias = (torch.zeros(*s, dtype=dtype) for s in ((256, 1000), (1000, 4), (1000,)))
     where = ConvRows.build(torch.zeros(256), (256,), 3 * halo, x.device)
@@ -385,9 +385,9 @@ def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
 
 def compile_walk(K: int, V: int) -> list[Launch]:
     """A fold with states that enter, in reverse, with the transitions, and of what ranks sent."""
-    from fla_cp.affine import Walk
-    from fla_cp.kernels.walk import walk
-    from fla_cp.packing import Packing
+    from fla_cp.comm.affine import Walk
+    from fla_cp.kernels.triton.fold import walk
+    from fla_cp.partition.packing import Packing
 
     steps = Walk((0, 1), (0,), (0,), (0,), (0,), (1,))
     packing, (M, B) = Packing.build((0, 64)), (torch.zeros(2, 2, K, n) for n in (K, V))
@@ -404,8 +404,8 @@ def compile_walk(K: int, V: int) -> list[Launch]:
 def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
     candidate tile at K = V = 128."""
-    from fla_cp.kernels import tuning
-    from fla_cp.kernels.measure import GROUPED, forced
+    from benchmarks.stages import GROUPED, forced
+    from fla_cp.kernels.triton import tile_table
 
     for (K, V), (name, dtype) in product(SIZES, DTYPES.items()):
         for gate, options in (("safe", SAFE), ("any", {})):
@@ -421,12 +421,12 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
             yield f"recurrent {K}x{V} {name} {layout}", call
     for name, dtype in DTYPES.items():
-        for member in ("comba", "gla", "simple_gla"):
-            call = functools.partial(compile_member, member, 128, 128, dtype, {})
-            yield f"{member} {name} any", call
+        for family in ("comba", "gla", "simple_gla"):
+            call = functools.partial(compile_member, family, 128, 128, dtype, {})
+            yield f"{family} {name} any", call
             if name == "bf16":
-                call = functools.partial(compile_member, member, 128, 128, dtype, HIGH)
-                yield f"{member} {name} any high", functools.partial(of_squares, call)
+                call = functools.partial(compile_member, family, 128, 128, dtype, HIGH)
+                yield f"{family} {name} any high", functools.partial(of_squares, call)
         call = functools.partial(compile_member, "comba", 128, 128, dtype, {}, H=2)
         yield f"comba {name} head", call
     for K, V in ((96, 64), (128, 128), (256, 256)):
@@ -450,37 +450,41 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call
 
     def head_in_triton(
-        tiles: dict[str, tuning.Tile], member: str = "gated_delta_rule"
+        tiles: dict[str, tile_table.Tile], family: str = "gated_delta_rule"
     ) -> list[Launch]:
         with forced(tiles):
-            return compile_member(member, 128, 128, torch.bfloat16, {}, H=2)
+            return compile_member(family, 128, 128, torch.bfloat16, {}, H=2)
 
-    chunks = {k[1]: t for k, t in tuning.TABLE.items() if k[1] == "intra_head"}
-    for member in ("gated_delta_rule", "comba", "simple_gla"):
-        call = functools.partial(head_in_triton, chunks, member)
-        yield f"{member} bf16, chunks in Triton", call
+    chunks = {k[1]: t for k, t in tile_table.TABLE.items() if k[1] == "intra_head"}
+    for family in ("gated_delta_rule", "comba", "simple_gla"):
+        call = functools.partial(head_in_triton, chunks, family)
+        yield f"{family} bf16, chunks in Triton", call
 
-    scans = {k[1]: t for k, t in tuning.TABLE.items() if k[1].startswith("scan")}
+    scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)
-    fuller = {k[1]: n for k, of in tuning.FULLER.items() for c, n in of if c < tuning.WIDEST}
+    fuller = {
+        k[1]: n for k, of in tile_table.FULLER.items() for c, n in of if c < tile_table.WIDEST
+    }
     call = functools.partial(head_in_triton, scans | fuller)
     yield "128x128 bf16 head, scans in Triton, more chains", call
 
-    def high_with(tiles: dict[str, tuning.Tile], of_heads: bool) -> list[Launch]:
+    def high_with(tiles: dict[str, tile_table.Tile], of_heads: bool) -> list[Launch]:
         with forced(tiles):
             if of_heads:
                 return compile_member("gated_delta_rule", 128, 128, torch.bfloat16, HIGH, H=2)
             return compile_call(128, 128, torch.bfloat16, SAFE | HIGH)
 
-    for some in (tuning.WIDEST, tuning.WIDEST - 1):
-        wide = {k[1]: t for k, of in tuning.FULLER.items() for c, t in reversed(of) if c <= some}
+    for some in (tile_table.WIDEST, tile_table.WIDEST - 1):
+        wide = {
+            k[1]: t for k, of in tile_table.FULLER.items() for c, t in reversed(of) if c <= some
+        }
         for of_heads in (False, True):
-            if some < tuning.WIDEST or not of_heads:  # with one decay a head: `_tile`
+            if some < tile_table.WIDEST or not of_heads:  # with one decay a head: `_tile`
                 call = functools.partial(high_with, wide, of_heads)
                 name = f"128x128 bf16{' head' * of_heads} high, {some} chains"
                 yield name, functools.partial(of_squares, call)
 
-    def with_tile(stage: str, tile: tuning.Tile) -> list[Launch]:
+    def with_tile(stage: str, tile: tile_table.Tile) -> list[Launch]:
         options = {} if stage.endswith("_any") else SAFE
         of_heads = "head" in stage or stage.endswith("_beside")
         kernels = []
@@ -496,8 +500,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         name += "_hopper" * tile.hopper
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 
-    for stage in sorted({stage for _, stage, *_ in tuning.TABLE}):
-        for tile in tuning.candidates(stage, 128, 128):
+    for stage in sorted({stage for _, stage, *_ in tile_table.TABLE}):
+        for tile in tile_table.candidates(stage, 128, 128):
             yield f"{stage} {tuple(tile)}", functools.partial(with_tile, stage, tile)
 
 

@@ -7,9 +7,9 @@ import pytest
 with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
     # read when Triton is imported, which torch.compile does too: decided here for every test
     patch.setenv("TRITON_INTERPRET", "1")
-    import fla_cp.kernels.backend  # noqa: F401
+    import fla_cp.kernels.triton.backend  # noqa: F401
 
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Communication between the ranks of a context-parallel group."""
 
-from .agreement import Agreement
-from .exchange import (
+from fla_cp.comm.agreement import Agreement
+from fla_cp.comm.exchange import (
     AllGather,
     Exchange,
     Heads,
@@ -14,9 +14,9 @@ from .exchange import (
     Symmetric,
     make_exchange,
 )
-from .halo import Halo
-from .meanwhile import Meanwhile, run_meanwhile
-from .timing import ExchangeTimer, measure_exchange
+from fla_cp.comm.halo import Halo
+from fla_cp.comm.overlap import Meanwhile, run_meanwhile
+from fla_cp.comm.timing import ExchangeTimer, measure_exchange
 
 __all__ = [
     "Agreement",

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import collectives
+from fla_cp.comm import collectives
 
 WATCHED = 64
 """Calls over a group that are compared each: ranks of one program differ in one of the first, if at

@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..affine import Fold, Steps, Walk, leave, product, row_of, walk
-from ..tables import Tabled
-from . import collectives, peers
-from .timing import exchange_wait
+from fla_cp.comm import collectives, peer_memory
+from fla_cp.comm.affine import Fold, Steps, Walk, leave, product, row_of, walk
+from fla_cp.comm.timing import exchange_wait
+from fla_cp.partition.device_tables import Tabled
 
 
 class SlotMaps(NamedTuple):
@@ -220,7 +220,7 @@ class Symmetric:
         rank = dist.get_rank(self.group)
         transitions, offsets = links.cached((_read, rank, J), lambda: _read(links, rank, J))
         # room for transitions even where none is sent: another size later would make hosts wait
-        memory = peers.peer_memory(self.group, slots * (S + M), maps.offset.dtype)
+        memory = peer_memory.peer_memory(self.group, slots * (S + M), maps.offset.dtype)
         got = maps.offset.new_empty(len(offsets) * S + len(transitions) * M)
 
         def put(mine: Tensor) -> None:
@@ -258,8 +258,8 @@ class Nearest:
     group: dist.ProcessGroup
 
     def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
-        known = peers.known(self.group) or not torch.cuda.is_current_stream_capturing()
-        able = known and not peers.why_not(self.group)
+        known = peer_memory.known(self.group) or not torch.cuda.is_current_stream_capturing()
+        able = known and not peer_memory.why_not(self.group)
         scheme = Symmetric(self.group) if able else AllGather(self.group)
         return scheme.start(maps, links, walk)
 
@@ -568,6 +568,6 @@ def make_exchange(
         if world_size <= ALL_GATHER_RANKS or fixed:
             return Nearest(group) if tokens >= SYMMETRIC_TOKENS else AllGather(group)
         scheme = "heads" if world_size <= HEADS_RANKS else "scan"
-    elif scheme == "symmetric" and (reason := peers.why_not(group)):
+    elif scheme == "symmetric" and (reason := peer_memory.why_not(group)):
         raise ValueError(f"exchange='symmetric' cannot be used here: {reason}; pass 'auto'")
     return SCHEMES[scheme](group)

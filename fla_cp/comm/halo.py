@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..tables import to_device
-from . import collectives
-from .meanwhile import run_meanwhile
-from .timing import exchange_wait
+from fla_cp.comm import collectives
+from fla_cp.comm.overlap import run_meanwhile
+from fla_cp.comm.timing import exchange_wait
+from fla_cp.partition.device_tables import to_device
 
 
 class Gathered(NamedTuple):

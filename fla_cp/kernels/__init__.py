@@ -1,1 +1,42 @@
-"""Triton kernels. Importing this package needs Triton; `fla_cp` itself does not."""
+"""Kernels, a folder for each backend, and which backend a call takes."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+from fla_cp.arguments import check_choice
+from fla_cp.kernels.backend import Backend
+from fla_cp.kernels.torch.backend import TORCH
+
+__all__ = ["TORCH", "Backend", "Impl", "resolve"]
+
+Impl = Literal["auto", "torch", "triton"]
+
+
+def resolve(impl: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend for `impl`; "auto" takes the fastest that this version has for the device and
+    dtype: Triton on CUDA, but torch for fp64, which only it computes.
+
+    Raises ValueError for an unknown name and for a backend that is not there or cannot run the
+    input: an explicit choice is never replaced by another.
+    """
+    check_choice("impl", impl, ("auto", "torch", "triton"))
+    if impl == "auto":
+        impl = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
+    if impl == "torch":
+        return TORCH
+    if dtype == torch.float64:
+        raise ValueError(f"impl='triton' computes bf16, fp16 and fp32, got {dtype}")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"impl='triton' runs on CUDA devices, got {device}; pass impl='torch'")
+    try:
+        from fla_cp.kernels.triton.backend import TRITON
+    except ImportError as error:
+        raise ValueError(
+            f"impl='triton' on {device} needs Triton >= 3.6 ({error}); pass impl='torch' for the "
+            "slow PyTorch stages"
+        ) from error
+    return TRITON

@@ -1,14 +1,14 @@
 """Layers."""
 
-from .family import (
+from fla_cp.nn.kda import KDACore, KimiDeltaAttention
+from fla_cp.nn.linear_attention import (
     Comba,
     GatedDeltaNet,
     GatedDeltaProduct,
     GatedLinearAttention,
     SimpleGatedLinearAttention,
 )
-from .kda import KDACore, KimiDeltaAttention
-from .modules import GatedRMSNorm, RMSNorm, ShortConvolution
+from fla_cp.nn.modules import GatedRMSNorm, RMSNorm, ShortConvolution
 
 __all__ = [
     "Comba",

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_lower_bound
-from ..comm import Meanwhile
-from ..context import FLACPContext
-from ..ops import chunk_kda, fused_recurrent_kda
-from ..validate import SAFE_GATE_BOUND
-from .family import takes_recurrent_form
-from .initial import LOG_DECAY_RATE, STEP_BIAS, Initial, reset
-from .modules import (
+from fla_cp.arguments import check_lower_bound
+from fla_cp.comm import Meanwhile
+from fla_cp.context import FLACPContext
+from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Initial, reset
+from fla_cp.nn.linear_attention import takes_recurrent_form
+from fla_cp.nn.modules import (
     GatedRMSNorm,
     ShortConvolution,
     at_least_fp32,
     check_hidden,
     check_layer,
 )
+from fla_cp.ops import chunk_kda, fused_recurrent_kda
+from fla_cp.ops.checks import SAFE_GATE_BOUND
 
 
 class KDACore(nn.Module):

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_choice, check_count, check_flags, check_tensors, described
-from ..context import FLACPContext
-from ..ops import causal_conv1d
-from ..validate import check_context
-from .initial import Constant, Initial, Uniform, reset
+from fla_cp.arguments import check_choice, check_count, check_flags, check_tensors, described
+from fla_cp.context import FLACPContext
+from fla_cp.nn.initial import Constant, Initial, Uniform, reset
+from fla_cp.ops import causal_conv1d
+from fla_cp.ops.checks import check_context
 
 
 def check_layer(

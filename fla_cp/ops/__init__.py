@@ -1,14 +1,18 @@
 """Operators."""
 
-from .comba import chunk_comba, cp_chunk_comba, fused_recurrent_comba
-from .conv import causal_conv1d
-from .gdn import (
+from fla_cp.ops.comba import chunk_comba, cp_chunk_comba, fused_recurrent_comba
+from fla_cp.ops.gated_delta_product import (
+    chunk_gated_delta_product,
+    cp_chunk_gated_delta_product,
+    fused_recurrent_gated_delta_product,
+)
+from fla_cp.ops.gated_delta_rule import (
     chunk_gated_delta_rule,
     cp_chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
     gdn_gate,
 )
-from .gla import (
+from fla_cp.ops.gla import (
     chunk_gla,
     chunk_simple_gla,
     cp_chunk_gla,
@@ -16,12 +20,8 @@ from .gla import (
     fused_recurrent_gla,
     fused_recurrent_simple_gla,
 )
-from .kda import chunk_kda, cp_chunk_kda, fused_recurrent_kda, kda_gate
-from .product import (
-    chunk_gated_delta_product,
-    cp_chunk_gated_delta_product,
-    fused_recurrent_gated_delta_product,
-)
+from fla_cp.ops.kda import chunk_kda, cp_chunk_kda, fused_recurrent_kda, kda_gate
+from fla_cp.ops.short_conv import causal_conv1d
 
 __all__ = [
     "causal_conv1d",

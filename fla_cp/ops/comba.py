@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..context import FLACPContext
-from ..validate import check_context
-from .member import COMBA, chunk, recurrent, refuse
+from fla_cp.context import FLACPContext
+from fla_cp.ops.checks import check_context
+from fla_cp.ops.family import COMBA, chunk, recurrent, refuse
 
 
 def chunk_comba(

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..context import FLACPContext
-from ..validate import check_context
-from .member import GLA, SIMPLE_GLA, chunk, recurrent, refuse
+from fla_cp.context import FLACPContext
+from fla_cp.ops.checks import check_context
+from fla_cp.ops.family import GLA, SIMPLE_GLA, chunk, recurrent, refuse
 
 _NO_BETA = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 

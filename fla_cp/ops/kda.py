@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..arguments import check_lower_bound, check_tensors
-from ..backend import resolve
-from ..context import FLACPContext
-from ..rule import DeltaRule
-from ..validate import check_context, check_gate_only
-from .member import KDA, chunk, gate_of, one_dim, recurrent
+from fla_cp.arguments import check_lower_bound, check_tensors
+from fla_cp.context import FLACPContext
+from fla_cp.kernels import resolve
+from fla_cp.ops.checks import check_context, check_gate_only
+from fla_cp.ops.family import KDA, chunk, gate_of, one_dim, recurrent
+from fla_cp.rule import DeltaRule
 
 
 def chunk_kda(
@@ -83,7 +83,7 @@ def chunk_kda(
     [B, NC, HV, K, V], in v's dtype whatever the impl, without gradient.
     Under a context initial_state, final_state and their gradients are equal on all ranks;
     gradients of A_log and dt_bias are this rank's share, to be summed like any weight's.
-    Raises ValueError as listed in arguments.py and validate.py.
+    Raises ValueError as listed in arguments.py and ops/checks.py.
     """
     return chunk(
         KDA,
@@ -168,7 +168,7 @@ def fused_recurrent_kda(
     CUDA graph, once the same call has compiled its kernel.
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None).
-    Raises ValueError as listed in arguments.py and validate.py, and if an input requires a
+    Raises ValueError as listed in arguments.py and ops/checks.py, and if an input requires a
     gradient, unless gradients are off.
     """
     return recurrent(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 ON_CPU = (2, 4)
 """Sizes that run without GPUs."""
@@ -19,7 +19,7 @@ ON_CPU = (2, 4)
     ids=lambda n: f"{n}-ranks",
 )
 def run(request, gloo_pool) -> Callable[..., list[Any]]:
-    """`RankPool.run` of a pool of this many ranks; see tests/ranks.py."""
+    """`RankPool.run` of a pool of this many ranks; see tests/support/ranks.py."""
     size, gpus = request.param, torch.cuda.device_count()
     if gpus == 0:
         if size not in ON_CPU:

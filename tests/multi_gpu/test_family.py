@@ -16,7 +16,7 @@ from tests.multi_gpu.test_kda import (
     same_step,
     sum_of_errors,
 )
-from tests.test_family import BY_NAME, CALLS, collect, draw, operator
+from tests.ops.test_family import BY_NAME, CALLS, collect, draw, operator
 
 MEMBERS = [key for key in BY_NAME if key not in ("kda", "gated_delta_product1")]
 CALL = dataclasses.replace(CALLS["inside"], T=200, K=16, V=16)

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, zigzag_token_ranges
-from fla_cp.comm.peers import why_not
+from fla_cp.comm.peer_memory import why_not
 from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
-from tests.cases import INSIDE, PACKED, Case, options
-from tests.running import run as run_alone
-from tests.running import run_sharded
+from tests.support.cases import INSIDE, PACKED, Case, options
+from tests.support.running import run as run_alone
+from tests.support.running import run_sharded
 
 SCHEMES = ["all_gather", "ring", "scan", "heads", "symmetric"]
 SHARED = ("final_state", "dinitial_state")
@@ -81,7 +81,7 @@ def device_of(group):
 
 def sum_of_errors(dg, exact, heads):
     """What a head's sum over dg may be off: six standard deviations of a sum of errors like dg's,
-    equal within a chunk; in fp32 also 32 roundings of each term, as tests/test_kernels.py has it,
+    equal within a chunk; in fp32 also 32 roundings of each term, as test_kernels.py has it,
     since ranks cut the chunks, and so their errors, otherwise."""
     error = dg.double() - exact
     walk = 6 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
@@ -127,14 +127,14 @@ def test_ranks_equal_one(run, case, ranges):
 
 def on_hopper(group, rank, ranges):
     """The scans of hopper.py, which a call as small as this would not take."""
-    from fla_cp.kernels import hopper
+    from fla_cp.kernels.sm90 import scan as sm90_scan
 
-    least, hopper.LEAST = hopper.LEAST, 0
+    least, sm90_scan.LEAST = sm90_scan.LEAST, 0
     try:
         case = Case("hopper", **SHAPE | {"K": 128, "V": 128}, options=options(**INSIDE, **SAFE))
         compare(group, rank, case, ranges)
     finally:
-        hopper.LEAST = least
+        sm90_scan.LEAST = least
 
 
 @pytest.mark.parametrize("ranges", RANGES)

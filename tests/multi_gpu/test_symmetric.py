@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, zigzag_token_ranges
-from fla_cp.comm import AllGather, SlotMaps, Symmetric, peers
+from fla_cp.comm import AllGather, SlotMaps, Symmetric, peer_memory
 from fla_cp.context import _links, contiguous_token_ranges
 from fla_cp.nn import KimiDeltaAttention
 from tests.multi_gpu.test_kda import device_of, need
@@ -30,7 +30,7 @@ def scale(n):
 
 def drawn(group, rank, ranges):
     """Links of one document both ways, this rank's maps, and what enters its slots for them."""
-    from fla_cp.kernels.walk import walk
+    from fla_cp.kernels.triton.fold import walk
 
     T, R, device = 40 * group.size(), group.size(), device_of(group)
     links = _links((0, T), tuple(map(tuple, RANGES[ranges](T, R))))
@@ -58,7 +58,7 @@ def sleep(rng):
 @contextmanager
 def late_readers(rng):
     """Ranks read their peers' parts some time after the barrier."""
-    original = peers.PeerMemory.exchange
+    original = peer_memory.PeerMemory.exchange
 
     def exchange(self, put, take):
         def late(parts):
@@ -67,11 +67,11 @@ def late_readers(rng):
 
         return original(self, put, late)
 
-    peers.PeerMemory.exchange = exchange
+    peer_memory.PeerMemory.exchange = exchange
     try:
         yield
     finally:
-        peers.PeerMemory.exchange = original
+        peer_memory.PeerMemory.exchange = original
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def not_made_while_captured(group, rank):
     def capture():
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=device_of(group))  # torch warns of an empty graph
-            peers.peer_memory(group, 12345, torch.float32)
+            peer_memory.peer_memory(group, 12345, torch.float32)
 
     with pytest.raises(RuntimeError, match="run the same call once before it is captured"):
         capture()
@@ -161,8 +161,8 @@ def test_it_is_not_made_while_a_graph_is_captured(run):
 
 def freed(group, rank):
     other = dist.new_group(list(range(group.size())))
-    assert not peers.why_not(other)
-    made = weakref.ref(peers.peer_memory(other, 1 << 20, torch.float32))
+    assert not peer_memory.why_not(other)
+    made = weakref.ref(peer_memory.peer_memory(other, 1 << 20, torch.float32))
     assert made() is not None
     dist.barrier(group=group)
     dist.destroy_process_group(other)
@@ -189,13 +189,13 @@ def compiled(group, rank):
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
     graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results, exchanges = [], []
-    exchange = peers.PeerMemory.exchange
+    exchange = peer_memory.PeerMemory.exchange
 
     def counted(*args):
         exchanges.append(args)
         return exchange(*args)
 
-    peers.PeerMemory.exchange = counted
+    peer_memory.PeerMemory.exchange = counted
     try:
         for f, expected in ((layer, 2), (graph, 0)):
             exchanges.clear()
@@ -203,7 +203,7 @@ def compiled(group, rank):
             results.append((y.detach(), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])))
             assert len(exchanges) == expected
     finally:
-        peers.PeerMemory.exchange = exchange
+        peer_memory.PeerMemory.exchange = exchange
     for a, b in zip(*results, strict=True):
         a, b = a.float(), b.float()
         assert (a - b).abs().max() <= 2**-6 * a.abs().max()
@@ -219,13 +219,13 @@ def chosen_by_itself(group, rank):
     device, made = device_of(group), []
     torch.manual_seed(0)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
-    exchange = peers.PeerMemory.exchange
+    exchange = peer_memory.PeerMemory.exchange
 
     def counted(*args):
         made.append(args)
         return exchange(*args)
 
-    peers.PeerMemory.exchange = counted
+    peer_memory.PeerMemory.exchange = counted
     results = []
     try:
         for tokens, scheme, expected in (
@@ -243,7 +243,7 @@ def chosen_by_itself(group, rank):
             results.append((y.detach(), *torch.autograd.grad(y.sum(), x)))
             assert len(made) == expected, (tokens, scheme)
     finally:
-        peers.PeerMemory.exchange = exchange
+        peer_memory.PeerMemory.exchange = exchange
     for a, b in zip(*results[1:], strict=True):
         assert torch.equal(a, b)
 

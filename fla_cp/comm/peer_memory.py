@@ -1,0 +1,179 @@
+"""Memory that the ranks of one host read from each other, over torch's symmetric memory.
+
+Optional: `why_not` finds out whether a group can have it. Reads are plain loads through the peers'
+addresses; multicast is not used, nor is anything global set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fla_cp.comm import collectives
+
+CAPTURED = 2
+"""The part that captured exchanges write; others write parts 0 and 1 in turn."""
+
+
+class PeerMemory:
+    """Three parts of `count` elements on each rank's GPU, which all ranks of the group read.
+
+    To make one is a collective that the host waits in. Eager exchanges run on a stream of their
+    own, so that what a part holds is read by all before it is written again: exchange n+2 writes
+    where n did, after the barrier of n+1, which each peer enters after its reads of n. A CUDA graph
+    repeats the parts of its capture, so captured exchanges have a part for themselves, and a second
+    barrier, before it is written; an exchange under way is waited for before a graph is replayed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, count: int, dtype: torch.dtype):
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        with torch.inference_mode(False):  # it outlives a call
+            self._mine = _allocate(count, dtype, self.device)
+            self._handle = _SymmetricMemory.rendezvous(self._mine, group.group_name)
+            parts = [
+                self._handle.get_buffer(r, (3, count), dtype).unbind()
+                for r in range(dist.get_world_size(group))
+            ]
+        self._parts = list(zip(*parts, strict=True))
+        self._stream = torch.cuda.Stream(self.device, priority=-1)
+        self._turn = 0
+
+    def exchange(
+        self, put: Callable[[Tensor], object], take: Callable[[tuple[Tensor, ...]], object]
+    ) -> Callable[[], None]:
+        """Starts put(this rank's part) and, once all ranks have, take(the parts of all); both only
+        launch, and allocate nothing. The current stream waits for it in the call returned; until
+        then the caller keeps the tensors that they use."""
+        captured = torch.cuda.is_current_stream_capturing()
+        turn = CAPTURED if captured else self._turn
+        self._turn ^= not captured
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            if captured:
+                self._handle.barrier(channel=0)
+            put(self._mine[turn])
+            self._handle.barrier(channel=0)
+            take(self._parts[turn])
+            done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(done)
+
+
+def _allocate(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of its own, unlike that of symm_mem.empty, so that its signals are, too."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((3, count), (count, 1), dtype, device)
+
+
+_Key = tuple[int, torch.dtype]
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, PeerMemory]] = WeakKeyDictionary()
+_REASONS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def peer_memory(group: dist.ProcessGroup, count: int, dtype: torch.dtype) -> PeerMemory:
+    """The group's memory for `count` elements, made at the first call, by all ranks at once.
+
+    Raises RuntimeError if it would have to be made while a CUDA graph is captured.
+    """
+    made = _MADE.setdefault(group, {})
+    if (count, dtype) not in made:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("run the same call once before it is captured in a CUDA graph")
+        made[count, dtype] = PeerMemory(group, count, dtype)
+    return made[count, dtype]
+
+
+def known(group: dist.ProcessGroup) -> bool:
+    """Whether `why_not` answers without a collective."""
+    return group in _REASONS or dist.get_backend(group) != "nccl"
+
+
+def why_not(group: dist.ProcessGroup) -> str:
+    """Why the ranks of `group` cannot read each other's memory; "" on all of them if they can.
+
+    A collective at the first call for a group, which tries it.
+    """
+    if dist.get_backend(group) != "nccl":
+        return f"it needs a group over nccl, this one is over {dist.get_backend(group)}"
+    if group not in _REASONS:
+        _REASONS[group] = _look(group) or _try(group)
+    return _REASONS[group]
+
+
+_LACKS = ("", "this torch has no symmetric memory", "TORCH_SYMMMEM chose another kind of memory")
+
+
+def _lack(device: torch.device) -> int:
+    """Which of `_LACKS` this process has."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        backend = _SymmetricMemory.get_backend(device)
+    except (ImportError, AttributeError):
+        return 1
+    # NVSHMEM's is freed by a collective, NCCL's may have no addresses
+    return 2 * (backend != "CUDA")
+
+
+def _look(group: dist.ProcessGroup) -> str:
+    """What speaks against it, from what each rank says of itself."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    said = torch.tensor([_lack(device), _host(), device.index], device=device)
+    gathered, work = collectives.all_gather(said, group)
+    work.wait()
+    lacks, hosts, gpus = gathered.T.tolist()
+    if any(lacks):
+        return _LACKS[max(lacks)]
+    if len(set(hosts)) > 1:
+        return "its ranks are on several hosts"
+    if len(set(gpus)) < len(gpus):
+        return "its ranks do not see GPUs of different numbers"
+    return ""
+
+
+def _host() -> int:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+
+
+def _try(group: dist.ProcessGroup) -> str:
+    """What fails when each rank reads a few numbers of all."""
+    world_size, device = dist.get_world_size(group), torch.cuda.current_device()
+    # each rank alone first: one that cannot would leave the others waiting for it
+    alone, why = _made(lambda: _allocate(64, torch.int64, torch.device("cuda", device)), group)
+    if alone is not None:
+        memory, why = _made(lambda: PeerMemory(group, 64, torch.int64), group)
+    if why:
+        return "symmetric memory cannot be set up on its GPUs" + why
+    mine = torch.full((64,), dist.get_rank(group), dtype=torch.int64, device=device)
+    seen = mine.new_empty(world_size, 64)
+    memory.exchange(lambda part: part.copy_(mine), lambda parts: torch.stack(parts, out=seen))()
+    wrong = seen.T.tolist() != [[*range(world_size)]] * 64
+    return "its GPUs do not read what their peers wrote" * _any(wrong, group)
+
+
+def _made(make: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str]:
+    """What it makes and "", or None and a reason if it fails on any rank."""
+    made, why = None, ""
+    try:
+        made = make()
+    except Exception as failed:  # whatever it is: this memory is optional
+        why = f" ({failed})"
+    return (None, why or " of other ranks") if _any(made is None, group) else (made, "")
+
+
+def _any(here: bool, group: dist.ProcessGroup) -> bool:
+    """Whether it is so on any rank."""
+    flag = torch.tensor([int(here)], device=torch.cuda.current_device())
+    return bool(collectives.all_reduce(flag, group).item())

@@ -1,0 +1,621 @@
+"""Gradients local to a chunk with one decay a head for Hopper's tensor cores, in Gluon; long
+because a kernel is its list of arguments.
+
+What is computed is said in head.py, and the results are the same up to rounding; here one program
+does it all for a chunk and a key head, so that nothing is read twice and scores' gradients stay on
+chip. A multiprocessor keeps one program, which goes through its share of chunks: while eight warps
+compute, a warp copies what the next chunk needs and another stores what the last one gave.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fla_cp.kernels.sm90.scan import _describe, barrier
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.launch import launch
+from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables
+from fla_cp.rule import CHUNK, DeltaRule
+
+PLANES = 9
+"""Of `Chunks.rows`."""
+
+
+@gluon.jit
+def tiles_of(places, stage, slot):
+    """The tiles of operands: do and v_new of a stage, and of the others the one there is."""
+    s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p, _rows, _w, _rb = places
+    return (
+        s_do.index(stage),
+        s_vn.index(stage),
+        s_y.index(slot),
+        s_v.index(slot),
+        s_h.index(slot),
+        s_dh.index(slot),
+        s_q.index(slot),
+        s_k.index(slot),
+        s_p.index(slot),
+    )
+
+
+@gluon.jit
+def copy_items(
+    tensors,
+    places,
+    ready,
+    free,
+    chunk_start,
+    items,
+    strides,
+    REMOVAL: gl.constexpr,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    PLANES: gl.constexpr,
+    NS: gl.constexpr,
+):
+    """A warp's work: what is read of each chunk and head, to its place as soon as this is free."""
+    do, v_new, y, v, h, dh, q, k, p, rows = tensors
+    _do, _vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
+    s_rows = places[9]
+    do_h, v_h, q_h, k_h, p_h = strides
+    OWN: gl.constexpr = REMOVAL == "p"
+    of_values: gl.constexpr = 2 * BT * V
+    heads, visits = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        i_c, i_h = item // H, item % H
+        t = gl.load(chunk_start + i_c)
+        for i_g in range(G):
+            i_hv = i_h * G + i_g
+            i_ch = i_c * (H * G) + i_hv
+            past = (visits + 1) & 1
+            stage = visits % NS
+            mbarrier.wait(free.index(4 + stage), (visits // NS + 1) & 1)
+            bar = ready.index(4 + stage)
+            mbarrier.expect(bar, 2 * of_values)
+            tma.async_copy_global_to_shared(do, [t, i_hv * do_h], bar, places[0].index(stage))
+            tma.async_copy_global_to_shared(v_new, [i_ch * BT, 0], bar, places[1].index(stage))
+            mbarrier.wait(free.index(0), past)
+            bar = ready.index(0)
+            mbarrier.expect(bar, 2 * of_values + 4 * (7 if OWN else 5) * BT)
+            for i_p in gl.static_range(7 if OWN else 5):
+                plane = i_p if i_p < 3 else (3 + i_p if i_p < 5 else 3 + 5 * (i_p - 5))
+                at = [i_ch * PLANES + plane, 0]
+                tma.async_copy_global_to_shared(rows, at, bar, s_rows.index(i_p))
+            tma.async_copy_global_to_shared(y, [i_ch * BT, 0], bar, s_y)
+            mbarrier.wait(free.index(2), past)
+            tma.async_copy_global_to_shared(v, [t, i_hv * v_h], bar, s_v)
+            bar = ready.index(1)
+            mbarrier.expect(bar, 2 * K * V)
+            tma.async_copy_global_to_shared(h, [i_ch * K, 0], bar, s_h)
+            mbarrier.wait(free.index(1), past)
+            bar = ready.index(2)
+            mbarrier.expect(bar, 2 * K * V)
+            tma.async_copy_global_to_shared(dh, [i_ch * K, 0], bar, s_dh)
+            if i_g == 0:
+                mbarrier.wait(free.index(3), (heads + 1) & 1)
+                bar = ready.index(3)
+                mbarrier.expect(bar, 2 * BT * K * (3 if OWN else 2))
+                tma.async_copy_global_to_shared(q, [t, i_h * q_h], bar, s_q)
+                tma.async_copy_global_to_shared(k, [t, i_h * k_h], bar, s_k)
+                if OWN:
+                    tma.async_copy_global_to_shared(p, [t, i_h * p_h], bar, s_p)
+            visits += 1
+        heads += 1  # noqa: SIM113  # Gluon has no enumerate
+
+
+@gluon.jit
+def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT: gl.constexpr):
+    """A block of x [T, H, D], also given as a pointer, of which n rows count."""
+    again = n + i_h % 2
+    if n == BT:
+        tma.async_copy_shared_to_global(x, [t, i_h * D], block)
+    else:  # rows of another sequence follow
+        flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+        o_d = gl.arange(0, D, gl.SliceLayout(0, flat))
+        for part in gl.static_range(BT // 8):  # addresses formed again, see `intra.again`
+            if part * 8 < n:  # branches, else loads of all parts are begun together
+                i = part * 8 + again // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
+                to = x_rows + ((t + i).to(gl.int64) * H + i_h)[:, None] * D + o_d[None, :]
+                gl.store(to, block.slice(part * 8, 8).load(flat), mask=(i < n)[:, None])
+
+
+@gluon.jit
+def store_items(
+    tensors,
+    pointers,
+    places,
+    free,
+    done,
+    chunk_start,
+    chunk_rows,
+    items,
+    REMOVAL: gl.constexpr,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+):
+    """A warp's work: dv takes the place of v, dq, dk and dp those of q, k and p, which are free
+    once it has stored them."""
+    dq, dk, dp, dv = tensors
+    dq_rows, dk_rows, dp_rows, dv_rows = pointers
+    _do, _vn, _y, s_v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
+    heads, visits = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        i_c, i_h = item // H, item % H
+        t, n = gl.load(chunk_start + i_c), gl.load(chunk_rows + i_c)
+        for i_g in range(G):
+            mbarrier.wait(done.index(0), visits & 1)
+            store_rows(dv, dv_rows, s_v, t, n, i_h * G + i_g, H * G, V, BT)
+            tma.store_wait(0)
+            mbarrier.arrive(free.index(2), count=1)
+            visits += 1
+        mbarrier.wait(done.index(1), heads & 1)
+        store_rows(dq, dq_rows, s_q, t, n, i_h, H, K, BT)
+        store_rows(dk, dk_rows, s_k, t, n, i_h, H, K, BT)
+        if REMOVAL == "p":
+            store_rows(dp, dp_rows, s_p, t, n, i_h, H, K, BT)
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(3), count=1)
+        heads += 1  # noqa: SIM113  # Gluon has no enumerate
+
+
+@gluon.jit
+def decayed(x, EXP2: gl.constexpr):
+    if EXP2:
+        return gl.exp2(x)
+    else:
+        return gl.exp(x)
+
+
+@gluon.jit
+def row_of(s_rows, plane, layout: gl.constexpr):
+    """[BT, 1] of what `copy_items` copied of `Chunks.rows`."""
+    return s_rows.index(plane).permute((1, 0)).load(layout)
+
+
+@gluon.jit
+def weights(s_rows, slot, scale, sums, keep, EXP2: gl.constexpr, layout: gl.constexpr):
+    """What scores are multiplied by [BT, BT]: of row i the plane `scale` and exp of the plane
+    `sums` less gc_j, of column j k's; zero where not kept."""
+    x = row_of(s_rows, slot + sums, layout) - s_rows.index(slot + 4).load(layout)
+    x = gl.where(keep, decayed(gl.where(keep, x, 0.0), EXP2), 0.0)
+    return x * (row_of(s_rows, slot + scale, layout) * s_rows.index(slot + 2).load(layout))
+
+
+@gluon.jit
+def add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit
+def add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@gluon.jit
+def rows_of(x):
+    """[BT] of [BT, 1]."""
+    return gl.sum(x, 1)
+
+
+@gluon.jit
+def form_items(
+    places,
+    ready,
+    free,
+    done,
+    chunk_start,
+    chunk_rows,
+    items,
+    decay,
+    dgc,
+    shift,
+    shares,
+    tokens,
+    scale,
+    NORM: gl.constexpr,
+    REMOVAL: gl.constexpr,
+    EXP2: gl.constexpr,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    NS: gl.constexpr,
+):
+    REMOVES: gl.constexpr = REMOVAL != "none"
+    OWN: gl.constexpr = REMOVAL == "p"
+    R: gl.constexpr = 5 if OWN else 2
+    BEFORE: gl.constexpr = 6 if OWN else 4
+    HV: gl.constexpr = H * G
+    half: gl.constexpr = places[7].dtype
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BT // 2, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    i = gl.arange(0, BT, gl.SliceLayout(1, square))[:, None]
+    j = gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
+    # a column in two parts, what differs between a thread's numbers and what between threads: rows
+    # are compared with a constant then, and no register is kept for each column
+    c = j & 25
+    ahead = i - (j & 38)
+    r = gl.arange(0, BT, gl.SliceLayout(1, wide))
+    none = gl.full([BT, BT], 0.0, gl.float32, square)
+    nothing = gl.full([BT, K], 0.0, gl.float32, wide)
+    heads, visits = 0, 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        i_c, i_h = item // H, item % H
+        # sums over the group; diagonal: what k and q are weighted with in dq and dk; past: q dq
+        # less k dk, summed over channels, of the heads before
+        dq, dk, dp = nothing, nothing, nothing
+        diagonal = gl.full([BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
+        past = diagonal
+        f_q = gl.full([BT, 1], 0.0, gl.float32, wide)
+        f_k, f_r = f_q, f_q
+        for i_g in range(G):
+            # here, else what depends on them is kept through the loop
+            n, t = gl.load(chunk_rows + i_c), gl.load(chunk_start + i_c)
+            i_hv = i_h * G + i_g
+            i_ch = (i_c * HV + i_hv).to(gl.int64)
+            parity = visits & 1
+            # 0 in a form that the compiler cannot tell to be 0: else what it forms of each tile's
+            # address is kept in more registers than there are; in other forms below for what
+            # comes later, to be formed again
+            slot = (n + i_g) // (BT + G)
+            stage = visits % NS
+            s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, slot + stage, slot)
+            s_rows, s_w, s_rb = places[9], places[10], places[11].index(slot)
+            s_hT, s_dhT = s_h.permute((1, 0)), s_dh.permute((1, 0))
+
+            # products with v_new, states and their gradients, and dv meanwhile
+            mbarrier.wait(ready.index(4 + stage), (visits // NS) & 1)
+            b_ds = warpgroup_mma(s_do, s_vn.permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(ready.index(0), parity)
+            b_da = b_ds
+            if REMOVES:
+                b_da = warpgroup_mma(s_y, s_vn.permute((1, 0)), none, use_acc=False, is_async=True)
+            beta = row_of(s_rows, slot, wide)
+            b_y = s_y.load(wide).to(gl.float32)
+            if REMOVES:
+                b_vy = gl.sum(s_v.load(wide).to(gl.float32) * b_y, 1)
+                at = shares + (t + slot + r).to(gl.int64) * HV + i_hv
+                gl.store(at, b_vy, mask=r < n)
+            s_v.store((b_y * beta).to(half))
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(done.index(0), count=1)
+            mbarrier.wait(ready.index(1), parity)
+            b_dq = warpgroup_mma(s_do, s_hT, nothing, use_acc=False, is_async=True)
+            b_dr = b_dq
+            if REMOVES and G == 1:  # for groups later: their sums leave no registers
+                b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
+
+            # the scores' gradients, weighted with decays, norms and scale
+            if REMOVES:
+                b_ds, b_da = warpgroup_mma_wait(2 if G == 1 else 1, deps=(b_ds, b_da))
+            else:
+                b_ds = warpgroup_mma_wait(1, deps=(b_ds,))
+            d = ahead + slot
+            of_row = gl.sum(gl.where(d == c, b_ds, 0.0), 1)
+            of_row = gl.convert_layout(of_row, gl.SliceLayout(1, wide))
+            keep = (d > c) & (i < n)
+            if REMOVES:
+                w = weights(s_rows, slot, R, BEFORE, keep, EXP2, square)
+                s_w.index(slot + 1).store((b_da * -w).to(half))
+            w = weights(s_rows, slot, 1, 4, keep, EXP2, square)
+            s_w.index(slot).store((b_ds * w).to(half))
+
+            s_wq, s_wr = s_w.index(slot), s_w.index(slot + 1)
+            row = (n + i_g) // (BT + G + 4)
+
+            if G > 1:  # begun here, else the sum before is kept beside this head's until then
+                f_q = row_of(s_rows, row + 1, wide)
+                e_q = f_q * decayed(row_of(s_rows, row + 4, wide), EXP2)
+                b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+                b_dq = b_dq * e_q + dq
+                fence_async_shared()
+                barrier()
+                mbarrier.wait(ready.index(3), heads & 1)
+                b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
+                if REMOVES:
+                    later = (n + i_g) // (BT + G + 1)
+                    s_y, s_hT = places[2].index(later), places[4].index(later).permute((1, 0))
+                    b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
+            mbarrier.wait(ready.index(2), parity)
+            if G == 1:
+                b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
+            b_l = gl.full([16, V], 0.0, gl.float32, flat)
+            for part in gl.static_range(K // 16):
+                b_h = s_h.slice(part * 16, 16).load(flat).to(gl.float32)
+                b_l += b_h * s_dh.slice(part * 16, 16).load(flat).to(gl.float32)
+            left = gl.sum(gl.sum(b_l, 1), 0)
+            if REMOVES:
+                b_dq, b_dr = warpgroup_mma_wait(1 if G == 1 else 0, deps=(b_dq, b_dr))
+            else:
+                b_dq = warpgroup_mma_wait(1 if G == 1 else 0, deps=(b_dq,))
+            f_q = row_of(s_rows, row + 1, wide)
+            f_k = row_of(s_rows, row + 2, wide)
+            f_r = row_of(s_rows, row + R, wide)
+            e_k = row_of(s_rows, row + 3, wide)
+            if G == 1:
+                b_dq = b_dq * (f_q * decayed(row_of(s_rows, row + 4, wide), EXP2))
+            e_r = f_r * decayed(row_of(s_rows, row + BEFORE, wide), EXP2)
+            diagonal = diagonal + of_row * rows_of(f_q * f_k)
+            mbarrier.arrive(free.index(0), count=1)
+            if G > 1:  # not before, for registers
+                b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
+            b_c = warpgroup_mma_wait(0, deps=(b_c,))
+            mbarrier.arrive(free.index(1), count=1)
+            mbarrier.arrive(free.index(4 + stage), count=1)
+            left = gl.load(decay + i_ch * K) * left
+            after = (n + i_g) // (BT + G + 2)
+            s_q, s_k, s_p = places[6].index(after), places[7].index(after), places[8].index(after)
+            s_rb = places[11].index(after)
+
+            # in the states
+            if G == 1:
+                mbarrier.wait(ready.index(3), heads & 1)
+            b_c = b_c * e_k
+            b_shift = gl.full([BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
+            if REMOVES:
+                s_r = s_p if OWN else s_k
+                s_rb.store((beta * s_r.load(wide).to(gl.float32)).to(half))
+            fence_async_shared()
+            barrier()
+            if REMOVES:  # loaded again: not kept over the barrier
+                again = (n + i_g) // (BT + G + 5)
+                s_r = places[8 if OWN else 7].index(again)
+                b_r = s_r.load(wide).to(gl.float32)
+                b_rb = places[11].index(again).load(wide).to(gl.float32)
+                b_dr = b_dr * -e_r
+                # in the states beta r as it is, beside the scores as the product sees it
+                b_z = (beta * b_r - b_rb) * b_dr
+                b_k = places[7].index(again).load(wide).to(gl.float32)
+                if G == 1:
+                    b_shift, b_kc = gl.reduce((b_z, b_k * b_c), 1, add_two)
+                else:  # one after the other, for registers
+                    b_shift = gl.sum(b_z, 1)
+                    b_kc = gl.sum(b_k * b_c, 1)
+            else:
+                b_kc = gl.sum(s_k.load(wide).to(gl.float32) * b_c, 1)
+            left += gl.sum(b_kc, 0)
+
+            # in the scores
+            if G == 1:
+                b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
+            else:
+                b_c = b_c + dk
+            b_c = warpgroup_mma(s_wq.permute((1, 0)), s_q, b_c, is_async=True)
+            if REMOVES:
+                b_dr = warpgroup_mma(s_wr, s_k, b_dr, is_async=True)
+                b_c = warpgroup_mma(s_wr.permute((1, 0)), s_rb, b_c, is_async=True)
+                b_dq, b_dr, b_c = warpgroup_mma_wait(0, deps=(b_dq, b_dr, b_c))
+            else:
+                b_dq, b_c = warpgroup_mma_wait(0, deps=(b_dq, b_c))
+            b_k = s_k.load(wide).to(gl.float32)
+            b_x = s_q.load(wide).to(gl.float32) * b_dq - b_k * b_c
+            if not REMOVES:
+                b_x = gl.sum(b_x, 1)
+                b_dgc = b_x - past
+                past = b_x
+                dk = b_c
+            else:
+                b_r = b_k
+                if OWN:
+                    b_r = s_p.load(wide).to(gl.float32)
+                b_z = (beta * b_r).to(half).to(gl.float32) * b_dr
+                b_db, b_z, b_x = gl.reduce((b_r * b_dr, b_z, b_x), 1, add_three)
+                at = shares + ((tokens + t + slot + r).to(gl.int64) * HV + i_hv)
+                gl.store(at, b_db, mask=r < n)
+                b_shift = b_shift + b_z
+                b_dgc = b_x - past + b_shift
+                if OWN:
+                    gl.store(shift + i_ch * BT + r, gl.where(r < n, b_shift, 0.0))
+                    dk, dp = b_c, b_dr * beta
+                else:
+                    past = b_x - rows_of(beta) * b_db
+                    dk = b_c + b_dr * beta
+            dq = b_dq
+            b_dgc = gl.where(r < n, b_dgc, 0.0)
+            gl.store(dgc + i_ch * BT + r, b_dgc + gl.where(r == BT - 1, left, 0.0))
+            visits += 1
+
+        # the diagonal's row and column cancel in the gate's gradient
+        _do, _vn, _y, _v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, heads // 2**30)
+        b_k, b_q = s_k.load(wide).to(gl.float32), s_q.load(wide).to(gl.float32)
+        dq += diagonal[:, None] * b_k
+        dk += diagonal[:, None] * b_q
+        if NORM:
+            f_q = f_q * (1.0 / scale)
+            dq -= b_q * (gl.sum(b_q * dq, 1)[:, None] * f_q * f_q)
+            dk -= b_k * (gl.sum(b_k * dk, 1)[:, None] * f_k * f_k)
+        s_q.store(dq.to(half))
+        s_k.store(dk.to(half))
+        if OWN:
+            if NORM:
+                b_p = s_p.load(wide).to(gl.float32)
+                dp -= b_p * (gl.sum(b_p * dp, 1)[:, None] * f_r * f_r)
+            s_p.store(dp.to(half))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(done.index(1), count=1)
+        heads += 1  # noqa: SIM113  # Gluon has no enumerate
+
+
+@gluon.jit(do_not_specialize=["items", "tokens"])
+def head_bwd_hopper_kernel(
+    do,
+    v_new,
+    y,
+    v,
+    h,
+    dh,
+    q,
+    k,
+    p,
+    rows,
+    dq,
+    dk,
+    dp,
+    dv,
+    dq_rows,
+    dk_rows,
+    dp_rows,
+    dv_rows,
+    decay,
+    dgc,
+    shift,
+    shares,
+    chunk_start,
+    chunk_rows,
+    do_h,
+    v_h,
+    q_h,
+    k_h,
+    p_h,
+    items,
+    tokens,
+    scale,
+    NORM: gl.constexpr,
+    REMOVAL: gl.constexpr,
+    EXP2: gl.constexpr,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BT: gl.constexpr,
+    PLANES: gl.constexpr,
+    NS: gl.constexpr,
+):
+    """dq, dk, dp [T, H, K] and dv [T, HV, V]; shares [2, T, HV], fp32: v's part of dbeta and the
+    other, before the sigmoid's slope; dgc [NC, HV, C], fp32: the gradient of gc, what comes from
+    the chunk's end in the last row, and shift, of the sums up to the token before (with p)."""
+    half: gl.constexpr = k.dtype
+    OWN: gl.constexpr = REMOVAL == "p"
+    REMOVES: gl.constexpr = REMOVAL != "none"
+    scores: gl.constexpr = NVMMASharedLayout(128, 16, 2)
+    places = (
+        gl.allocate_shared_memory(half, [NS, BT, V], do.layout),
+        gl.allocate_shared_memory(half, [NS, BT, V], v_new.layout),
+        gl.allocate_shared_memory(half, [1, BT, V], y.layout),
+        gl.allocate_shared_memory(half, [1, BT, V], v.layout),
+        gl.allocate_shared_memory(half, [1, K, V], h.layout),
+        gl.allocate_shared_memory(half, [1, K, V], dh.layout),
+        gl.allocate_shared_memory(half, [1, BT, K], q.layout),
+        gl.allocate_shared_memory(half, [1, BT, K], k.layout),
+        gl.allocate_shared_memory(half, [1, BT if OWN else 16, K], p.layout),
+        gl.allocate_shared_memory(gl.float32, [7 if OWN else 5, 1, BT], rows.layout),
+        gl.allocate_shared_memory(half, [2, BT, BT], scores),
+        gl.allocate_shared_memory(half, [1, BT if REMOVES else 16, K], k.layout),
+    )
+    ready = gl.allocate_shared_memory(gl.int64, [4 + NS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [4 + NS, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(4 + NS):
+        mbarrier.init(ready.index(n), count=1)
+        mbarrier.init(free.index(n), count=1)
+    for n in gl.static_range(2):
+        mbarrier.init(done.index(n), count=1)
+    # fmt: off
+    gl.warp_specialize([
+        (form_items, (
+            places, ready, free, done, chunk_start, chunk_rows, items, decay, dgc, shift, shares,
+            tokens, scale, NORM, REMOVAL, EXP2, H, G, K, V, BT, NS,
+        )),
+        (copy_items, (
+            (do, v_new, y, v, h, dh, q, k, p, rows), places, ready, free, chunk_start, items,
+            (do_h, v_h, q_h, k_h, p_h), REMOVAL, H, G, K, V, BT, PLANES, NS,
+        )),
+        (store_items, (
+            (dq, dk, dp, dv), (dq_rows, dk_rows, dp_rows, dv_rows), places, free, done,
+            chunk_start, chunk_rows, items, REMOVAL, H, G, K, V, BT,
+        )),
+    ], [1, 2], [40, 40])
+    # fmt: on
+
+
+def head_bwd(
+    rule: DeltaRule,
+    table: Tables,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+    out: dict[str, Any],
+    programs: int,
+) -> None:
+    """out: dq, dk, dp, dv, dgc, shift, shares. programs: at most so many, one a multiprocessor."""
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+
+    def rows_of(t: Tensor) -> Any:
+        return _describe(t, CHUNK, t.shape[-1])
+
+    def states_of(t: Tensor) -> Any:
+        return _describe(t, t.shape[-2], t.shape[-1])
+
+    dq, dk, dv = (out[name] for name in ("dq", "dk", "dv"))
+    p, dp = (x.k, dk) if x.p is None else (x.p, out["dp"])
+    launch(
+        head_bwd_hopper_kernel,
+        (min(programs, NC * H),),
+        do=rows_of(grads.do),
+        v_new=rows_of(v_new),
+        y=rows_of(grads.y),
+        v=rows_of(x.v),
+        h=states_of(h),
+        dh=states_of(grads.dh),
+        q=rows_of(x.q),
+        k=rows_of(x.k),
+        p=rows_of(p),
+        rows=_describe(c.rows, 1, CHUNK),
+        dq=rows_of(dq),
+        dk=rows_of(dk),
+        dp=rows_of(dp),
+        dv=rows_of(dv),
+        dq_rows=dq,
+        dk_rows=dk,
+        dp_rows=dp,
+        dv_rows=dv,
+        decay=c.decay,
+        dgc=out["dgc"],
+        shift=out["shift"],
+        shares=out["shares"],
+        chunk_start=table.chunk_start,
+        chunk_rows=table.chunk_rows,
+        do_h=grads.do.stride(1),
+        v_h=x.v.stride(1),
+        q_h=x.q.stride(1),
+        k_h=x.k.stride(1),
+        p_h=p.stride(1),
+        items=NC * H,
+        tokens=len(x.q),
+        scale=rule.scale,
+        NORM=rule.qk_l2norm,
+        REMOVAL=rule.removal,
+        EXP2=rule.use_exp2,
+        H=H,
+        G=HV // H,
+        K=K,
+        V=V,
+        BT=CHUNK,
+        PLANES=PLANES,
+        NS=2 if x.p is None else 1,
+        num_warps=8,
+    )

@@ -1,0 +1,119 @@
+"""Depthwise causal convolution over packed tokens, in plain torch, and its adjoint.
+
+    y[t] = act(bias + sum_s weight[:, W-1-s] x[t-s])        s = 0 .. W-1, within t's sequence
+
+Tokens may stand in several ranges, each behind a halo of W-1 tokens from elsewhere. Here they are
+brought into one matrix `x_ext`, each range behind its halo.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fla_cp.partition.device_tables import to_device
+from fla_cp.rule import accumulator
+
+
+class ConvRows(NamedTuple):
+    """Where each token's predecessors are.
+
+    reach [T], int32: tokens of its sequence before it. lengths: of the ranges, in order; width:
+    halo rows of each, W - 1 or 0. rows [T], halo [ranges * width]: row of each token and of each
+    halo row in x_ext. kept: tables of a backend's own, which live as long.
+    """
+
+    reach: Tensor
+    lengths: tuple[int, ...]
+    width: int
+    rows: Tensor
+    halo: Tensor
+    kept: dict[int, Tensor]
+
+    @classmethod
+    def build(
+        cls, reach: Tensor, lengths: tuple[int, ...], width: int, device: torch.device
+    ) -> ConvRows:
+        """reach: on the host, or as it is to be read."""
+        count, total = len(lengths), sum(lengths)
+        ranges = torch.repeat_interleave(
+            torch.arange(count, device="cpu"),
+            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
+        )
+        is_halo = torch.ones(total + count * width, dtype=torch.bool, device="cpu")
+        rows = torch.arange(total, device="cpu") + (ranges + 1) * width
+        is_halo[rows] = False
+        halo = is_halo.nonzero()[:, 0]
+        return cls(
+            reach if reach.device.type != "cpu" else to_device(reach, torch.int32, device),
+            lengths,
+            width,
+            to_device(rows, torch.int64, device),
+            to_device(halo, torch.int64, device),
+            {},
+        )
+
+
+def _extend(x: Tensor, halo: Tensor, where: ConvRows) -> Tensor:
+    if not len(halo):
+        return x
+    x_ext = x.new_empty(len(x) + len(halo), x.shape[1])
+    x_ext[where.rows], x_ext[where.halo] = x, halo
+    return x_ext
+
+
+def _tap(x_ext: Tensor, where: ConvRows, shift: int) -> Tensor:
+    """x[t - shift] for every token, zero where that is another sequence's."""
+    if shift == 0:
+        return x_ext[where.rows]
+    taken = x_ext[(where.rows - shift).clamp(min=0)]
+    return taken.masked_fill((where.reach < shift)[:, None], 0)
+
+
+def conv(
+    x: Tensor, halo: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None, silu: bool
+) -> Tensor:
+    """y [T, D] in x's dtype; halo [ranges * width, D], weight [D, W], bias [D] or None."""
+    y = _linear(_extend(x, halo, where), where, weight, bias)
+    return (torch.nn.functional.silu(y) if silu else y).to(x.dtype)
+
+
+def _linear(x_ext: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None) -> Tensor:
+    dtype = accumulator(x_ext.dtype)
+    W = weight.shape[1]
+    w = weight.to(dtype)
+    y = _tap(x_ext, where, 0).to(dtype) * w[:, W - 1]
+    for shift in range(1, W):
+        y += _tap(x_ext, where, shift) * w[:, W - 1 - shift]
+    return y if bias is None else y + bias.to(dtype)
+
+
+def conv_bwd(
+    x: Tensor,
+    halo: Tensor,
+    where: ConvRows,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    dy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dx [T, D], dhalo, dweight [D, W], dbias [D], in the accumulator's dtype (dx: or x's)."""
+    dtype = accumulator(x.dtype)
+    W = weight.shape[1]
+    x_ext, dy = _extend(x, halo, where), dy.to(dtype)
+    if silu:
+        y = _linear(x_ext, where, weight, bias)
+        s = torch.sigmoid(y)
+        dy = dy * s * (1 + y * (1 - s))
+    dx_ext = x_ext.new_zeros(x_ext.shape, dtype=dtype)
+    dweight = torch.empty_like(weight, dtype=dtype)
+    for shift in range(W):
+        dweight[:, W - 1 - shift] = (dy * _tap(x_ext, where, shift)).sum(0)
+        d = dy * weight[:, W - 1 - shift].to(dtype)
+        if shift:
+            d = d.masked_fill((where.reach < shift)[:, None], 0)
+        dx_ext.index_add_(0, (where.rows - shift).clamp(min=0), d)
+    dx, dhalo = (dx_ext[where.rows], dx_ext[where.halo]) if len(halo) else (dx_ext, halo)
+    return dx, dhalo, dweight, None if bias is None else dy.sum(0)

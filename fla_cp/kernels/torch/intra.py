@@ -1,0 +1,282 @@
+"""What is local to a chunk: inputs -> the operands of the scan and of the output, and back.
+
+Per chunk, with rows i, j, decay e = exp(gc) from the chunk's start, and b = beta:
+
+    Akk = b k k^T (decayed, strictly lower)   T = (I + Akk)^-1   Aqk = q k^T (decayed, lower)
+    u = T (b v)      w = T (b k e)      qg = q e      kg = k exp(gc_C - gc)
+
+Source: docs/design.md "Chunk form"; Kimi Linear report, arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fla_cp.kernels.torch.gate import (
+    activate,
+    activate_beta,
+    activate_beta_bwd,
+    activate_bwd,
+    l2norm,
+    l2norm_bwd,
+)
+from fla_cp.kernels.torch.scores import gram, gram_bwd
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import CHUNK, DeltaRule, accumulator
+
+
+class Inputs(NamedTuple):
+    """What the caller gave, packed: q, k [T, H, K], v [T, HV, V], g [T, HV, K] ([T, HV] with one
+    gate a head), beta [T, HV] or None, A_log [HV] or None, dt_bias [HV*K] ([HV]) or None, p like k
+    or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    p: Tensor | None = None
+
+
+class Chunks(NamedTuple):
+    """Chunk-local tensors [NC, HV, C, .] in the accumulator's dtype; None where not formed.
+
+    q, k, p (normalised, repeated per value head), v, beta [.., 1], gc [.., K or 1]; T and Aqk
+    [.., C, C]; kg, w, u: operands of the scan; decay [NC, HV, K or 1]: exp(gc) of the last row; qg:
+    of the output.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    gc: Tensor
+    T: Tensor
+    Aqk: Tensor | None
+    kg: Tensor
+    w: Tensor
+    u: Tensor
+    decay: Tensor
+    qg: Tensor | None = None
+    p: Tensor | None = None
+
+
+def to_chunks(x: Tensor, packing: Packing) -> Tensor:
+    """[T, HV, D] -> [NC, HV, C, D], rows beyond a segment's end zero."""
+    table = packing.steps(x.device)
+    rows = x[table.gather] if len(x) else x.new_zeros(0, *x.shape[1:])
+    if table.padded is not None:
+        rows.masked_fill_(table.padded.view(-1, 1, 1), 0)
+    return rows.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+
+
+def to_tokens(x: Tensor, packing: Packing) -> Tensor:
+    """[NC, HV, C, D] -> [T, HV, D]: the adjoint of `to_chunks`."""
+    return x.transpose(1, 2).flatten(0, 1)[packing.steps(x.device).scatter]
+
+
+class Prepared(NamedTuple):
+    """Inputs after gate, norm and beta, per token, in the accumulator's dtype; g [.., K or 1]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g_raw: Tensor
+    g: Tensor
+    beta: Tensor
+    p: Tensor | None
+    q_rstd: Tensor | None
+    k_rstd: Tensor | None
+    p_rstd: Tensor | None
+
+
+def prepare(rule: DeltaRule, x: Inputs) -> Prepared:
+    dtype = accumulator(x.q.dtype)
+    q, k, v, g_raw = (t.to(dtype) for t in (x.q, x.k, x.v, x.g))
+    p = None if x.p is None else x.p.to(dtype)
+    q_rstd = k_rstd = p_rstd = None
+    if rule.qk_l2norm:
+        q, q_rstd = l2norm(q)
+        k, k_rstd = l2norm(k)
+        if p is not None:
+            p, p_rstd = l2norm(p)
+    g_raw = g_raw[..., None] if rule.per_head else g_raw
+    g = activate(rule, g_raw, x.A_log, x.dt_bias)
+    beta = v.new_ones(v.shape[:2]) if x.beta is None else activate_beta(rule, x.beta.to(dtype))
+    return Prepared(q, k, v, g_raw, g, beta, p, q_rstd, k_rstd, p_rstd)
+
+
+def _removed(k: Tensor, p: Tensor | None, gc: Tensor) -> tuple[Tensor, Tensor]:
+    """What is read from the state, and the sum of decays that it sees: all up to its own token, or,
+    for p, up to the one before."""
+    if p is None:
+        return k, gc
+    return p, torch.nn.functional.pad(gc[..., :-1, :], (0, 0, 1, 0))
+
+
+def intra(
+    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
+) -> Chunks:
+    """The scan's operands; with `kept` = (T, Aqk) (in a backward) the output's as well."""
+    t = prepare(rule, x)
+    group = t.v.shape[1] // t.q.shape[1]
+    q, k, p = (
+        None if d is None else to_chunks(d, packing).repeat_interleave(group, 1)
+        for d in (t.q, t.k, t.p)
+    )
+    assert q is not None and k is not None
+    v, beta = to_chunks(t.v, packing), to_chunks(t.beta[..., None], packing)
+    gc = to_chunks(t.g, packing).cumsum(-2) * rule.gate_unit
+    eye = torch.eye(CHUNK, dtype=gc.dtype, device=gc.device).expand(*gc.shape[:-1], CHUNK)
+    if rule.removal == "none":
+        T, w, u = eye.contiguous(), torch.zeros_like(k), beta * v
+    else:
+        removed, before = _removed(k, p, gc)
+        row = beta * removed
+        if kept is None:
+            T = gram(row, k, before, gc, rule.exp, diagonal=False)
+            T.diagonal(dim1=-2, dim2=-1).fill_(1)
+            T = torch.linalg.solve_triangular(T, eye, upper=False, unitriangular=True)
+        else:
+            T = kept[0]
+        w, u = T @ (row * rule.exp(before)), T @ (beta * v)
+    last = gc[..., -1:, :]
+    return Chunks(
+        q=q,
+        k=k,
+        v=v,
+        beta=beta,
+        gc=gc,
+        T=T,
+        Aqk=None if kept is None else kept[1],
+        kg=k * rule.exp(last - gc),
+        w=w,
+        u=u,
+        decay=rule.exp(last[..., 0, :]),
+        qg=None if kept is None else q * rule.exp(gc),
+        p=p,
+    )
+
+
+def scores(rule: DeltaRule, packing: Packing, c: Chunks) -> Chunks:
+    """Adds what only the output needs, Aqk and qg: work that can run during an exchange."""
+    Aqk = gram(c.q, c.k, c.gc, c.gc, rule.exp, diagonal=True)
+    return c._replace(Aqk=Aqk, qg=c.q * rule.exp(c.gc))
+
+
+class ScanGrads(NamedTuple):
+    """What the adjoint of scan and output leaves for `intra_bwd`.
+
+    do: scale * gradient of o [NC, HV, C, V]. dv: gradient of v_new [NC, HV, C, V].
+    dh: gradient of the state at each chunk's end [NC, HV, K, V].
+    """
+
+    do: Tensor
+    dv: Tensor
+    dh: Tensor
+
+
+def intra_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    """Gradients of every input, in the inputs' dtypes (A_log and dt_bias reduced in fp32).
+
+    The gate's gradient needs no product of its own: gc enters only as exp(+gc_i) beside row
+    factors x_i and exp(-gc_j) beside column factors y_j, so dgc = sum x dx - sum y dy.
+    """
+    assert c.Aqk is not None and c.qg is not None
+    do, dv_new, dh = grads
+    e, to_end = rule.exp(c.gc), rule.exp(c.gc[..., -1:, :] - c.gc)
+
+    dAqk = do @ v_new.transpose(-1, -2)
+    dq, dk = gram_bwd(dAqk, c.q, c.k, c.gc, c.gc, rule.exp, diagonal=True)
+    dq += e * (do @ h.transpose(-1, -2))
+    dkg = v_new @ dh.transpose(-1, -2)
+    dk += to_end * dkg
+    dgc = c.q * dq
+
+    dp = dbeta = None
+    if rule.removal == "none":
+        dv = c.beta * dv_new
+        dgc -= c.k * dk
+        shift = None
+    else:
+        # v_new = T (b v - b r e h), so that the inverse needs no product but y v_new^T
+        removed, before = _removed(c.k, c.p, c.gc)
+        y = c.T.transpose(-1, -2) @ dv_new
+        dAkk = -(y @ v_new.transpose(-1, -2))
+        row = c.beta * removed
+        drow, dk_kk = gram_bwd(dAkk, row, c.k, before, c.gc, rule.exp, diagonal=False)
+        drow -= rule.exp(before) * (y @ h.transpose(-1, -2))
+        dk += dk_kk
+        dgc -= c.k * dk
+        dbeta = (removed * drow).sum(-1, keepdim=True) + (c.v * y).sum(-1, keepdim=True)
+        dv = c.beta * y
+        shift = row * drow
+        dgc += shift
+        if c.p is None:
+            dk += c.beta * drow
+        else:
+            dp = c.beta * drow
+
+    dgc[..., -1, :] += (c.kg * dkg).sum(-2) + c.decay * (h * dh).sum(-1)
+    dg = dgc.flip(-2).cumsum(-2).flip(-2)
+    if c.p is not None and shift is not None:  # p does not see its own token's decay
+        dg -= shift
+    if rule.per_head:
+        dg = dg.sum(-1, keepdim=True)
+    return _prepare_bwd(rule, packing, x, dq, dk, dv, dg, dbeta, dp)
+
+
+def _prepare_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dg: Tensor,
+    dbeta: Tensor | None,
+    dp: Tensor | None,
+) -> Inputs:
+    t = prepare(rule, x)
+    H, group = t.q.shape[1], t.v.shape[1] // t.q.shape[1]
+
+    def of_keys(d: Tensor, y: Tensor, rstd: Tensor | None) -> Tensor:
+        d = to_tokens(d, packing).unflatten(1, (H, group)).sum(2)
+        return d if rstd is None else l2norm_bwd(y, rstd, d)
+
+    dq, dk = of_keys(dq, t.q, t.q_rstd), of_keys(dk, t.k, t.k_rstd)
+    dv, dg = to_tokens(dv, packing), to_tokens(dg, packing)
+    dg, dA_log, ddt_bias = activate_bwd(rule, t.g_raw, x.A_log, x.dt_bias, dg)
+    dg = dg[..., 0] if rule.per_head else dg
+    beta = p = None
+    if x.beta is not None and dbeta is not None:
+        beta = activate_beta_bwd(rule, t.beta, to_tokens(dbeta, packing)[..., 0]).to(x.beta.dtype)
+    if x.p is not None and dp is not None and t.p is not None:
+        p = of_keys(dp, t.p, t.p_rstd).to(x.p.dtype)
+    dA_log, ddt_bias = (
+        None if given is None or d is None else d.view_as(given).to(given.dtype)
+        for given, d in ((x.A_log, dA_log), (x.dt_bias, ddt_bias))
+    )
+    return Inputs(
+        dq.to(x.q.dtype),
+        dk.to(x.k.dtype),
+        dv.to(x.v.dtype),
+        dg.to(x.g.dtype),
+        beta,
+        dA_log,
+        ddt_bias,
+        p,
+    )

@@ -1,0 +1,190 @@
+"""A state through the maps of a chain of segments, one program per chain, head and value tile.
+
+A step reads one transition and one offset; the first does not multiply a state that is zero. The
+state lives in memory that only its program touches (K rows are too many for registers beside a
+transition), in two places that take turns; a barrier stands between what is written in one step and
+read in the next. Products are three TF32 products each, as good as fp32 here: what is rounded stays
+below 2^-20 of the terms. Where the transition of the steps is wanted as well, it is K further
+columns of the state, the first step's at first.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fla_cp.comm.affine import Steps
+from fla_cp.kernels.triton.device.blocks import dot
+from fla_cp.kernels.triton.launch import cdiv, launch
+from fla_cp.kernels.triton.tile_table import power_of_two
+from fla_cp.partition.device_tables import Build, Columns, Tabled
+
+
+@triton.jit
+def load_tile(ptr, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.constexpr):
+    """[BR, BC] of matrix `row` [R, C] of ptr, whose rows are STRIDE apart, zero beyond its edges
+    and for row < 0."""
+    p = ptr + row * R * STRIDE + o_r[:, None] * STRIDE + o_c[None, :]
+    m_r, m_c = (o_r >= 0) & (o_r < R), (o_c >= 0) & (o_c < C)
+    return tl.load(p, mask=(row >= 0) & m_r[:, None] & m_c[None, :], other=0.0)
+
+
+@triton.jit
+def load_transition(M, row, o_r, o_c, K: tl.constexpr, STRIDE: tl.constexpr, T: tl.constexpr):
+    """Of matrix `row` [K, K] of M, or with T of its transpose."""
+    if T:
+        return tl.trans(load_tile(M, row, o_c, o_r, K, K, STRIDE))
+    else:
+        return load_tile(M, row, o_r, o_c, K, K, STRIDE)
+
+
+@triton.jit
+def store_tile(ptr, x, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
+    p = ptr + row * R * C + o_r[:, None] * C + o_c[None, :]
+    tl.store(p, x, mask=(row >= 0) & (o_r < R)[:, None] & (o_c < C)[None, :])
+
+
+@triton.jit
+def of_head(row, i_h, HV: tl.constexpr):
+    """Row of a head's matrix in [*, HV, ., .]; -1 stays below zero."""
+    return row.to(tl.int64) * HV + tl.where(row < 0, 0, i_h)
+
+
+@triton.jit
+def walk_kernel(
+    M,
+    B,
+    start,
+    out,
+    places,
+    first,
+    starts,
+    entries,
+    steps,
+    n,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    M_ROW: tl.constexpr,
+    B_ROW: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """See `affine.walk`; places [2, C, HV, K, W]: of the state. steps: int32 [3, n], rows of M, B
+    and out, -1 for none. W: columns of out, V or V + K. M_ROW, B_ROW: between the rows of a matrix
+    of M and of B. BR, BK: rows and columns of a transition's tile."""
+    tiles: tl.constexpr = (W + BV - 1) // BV
+    i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    chains = (tl.num_programs(0) // tiles).to(tl.int64)
+    o_b, o_v = tl.arange(0, BK), tl.program_id(0) % tiles * BV + tl.arange(0, BV)
+    here = i_c * HV + i_h
+    entry = of_head(tl.load(entries + i_c), i_h, HV)
+    for r in range(tl.cdiv(K, BK)):
+        o_r = r * BK + o_b
+        if start is None:
+            b_S = tl.zeros([BK, BV], tl.float32)
+        else:
+            b_S = load_tile(start, of_head(tl.load(starts + i_c), i_h, HV), o_r, o_v, K, V, V)
+            store_tile(places, b_S, here, o_r, o_v, K, W)
+        store_tile(out, b_S, entry, o_r, o_v, K, W)
+    lo = tl.load(first + i_c)
+    for j in range(tl.load(first + i_c + 1) - lo):
+        i_m = of_head(tl.load(steps + lo + j), i_h, HV)
+        i_b = of_head(tl.load(steps + n + lo + j), i_h, HV)
+        i_o = of_head(tl.load(steps + 2 * n + lo + j), i_h, HV)
+        i_t = tl.where(j == 0, i_m, -1)
+        if start is None:  # then the state is zero
+            i_m = tl.where(j == 0, -1, i_m)
+        before, after = here + j % 2 * chains * HV, here + (j + 1) % 2 * chains * HV
+        for r in tl.range(tl.cdiv(K, BR), disable_licm=True):
+            o_r = r * BR + tl.arange(0, BR)
+            acc = tl.zeros([BR, BV], tl.float32)
+            if B is not None:
+                acc = load_tile(B, i_b, o_r, o_v, K, V, B_ROW)
+            if M is not None and W > V:
+                acc += load_transition(M, i_t, o_r, o_v - V, K, M_ROW, TRANSPOSED)
+            if r == 0:
+                tl.debug_barrier()
+            if M is not None:
+                enters = i_m >= 0
+                if enters:
+                    for c in tl.static_range((K + BK - 1) // BK):
+                        b_M = load_transition(M, i_m, o_r, c * BK + o_b, K, M_ROW, TRANSPOSED)
+                        b_S = load_tile(places, before, c * BK + o_b, o_v, K, W, W)
+                        acc = dot(b_M, b_S, "tf32x3", acc=acc)
+            store_tile(places, acc, after, o_r, o_v, K, W)
+            store_tile(out, acc, i_o, o_r, o_v, K, W)
+
+
+@functools.cache
+def _columns(steps: Steps) -> Build:
+    def columns(owner: Tabled) -> Columns:
+        w = steps(owner)
+        return w.first, w.start, w.entry, (*w.transition, *w.offset, *w.store)
+
+    return columns
+
+
+def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """x [*, HV, K, C], or a copy, with all rows of its matrices as far apart; and how far."""
+    if x is None:
+        return None, 0
+    _, heads, rows, _ = x.shape
+    apart = x.stride(2)
+    if x.stride() != (heads * rows * apart, rows * apart, apart, 1):
+        x, apart = x.contiguous(), x.shape[3]
+    return x, apart
+
+
+def walk(
+    owner: Tabled,
+    steps: Steps,
+    transition: Tensor | None,
+    offset: Tensor | None,
+    start: Tensor | None,
+    out: Tensor,
+    *,
+    transposed: bool,
+) -> Tensor:
+    first, starts, entries, rows = owner.table(_columns(steps), torch.int32, out.device)
+    chains = len(starts)
+    if not chains or not out.numel():
+        return out
+    HV, K, W = out.shape[1:]
+    V = W if offset is None else offset.shape[-1]
+    BR, BV = min(128, power_of_two(K)), min(32, power_of_two(W))
+    places = out.new_empty(2, chains, HV, K, W)
+    transition, M_row = _rows(transition)
+    offset, B_row = _rows(offset)
+    launch(
+        walk_kernel,
+        (chains * cdiv(W, BV), HV),
+        transition,
+        offset,
+        start,
+        out,
+        places,
+        first,
+        starts,
+        entries,
+        rows,
+        len(rows) // 3,
+        HV=HV,
+        K=K,
+        V=V,
+        W=W,
+        BR=BR,
+        BK=min(64, BR),
+        BV=BV,
+        M_ROW=M_row,
+        B_ROW=B_row,
+        TRANSPOSED=transposed,
+        num_warps=max(4, BR // 16),
+        num_stages=1,
+    )
+    return out

@@ -1,0 +1,122 @@
+"""What launches of kernels hand each other: operands chunk by chunk, tables of a packing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fla_cp.partition.device_tables import Columns
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import CHUNK, DeltaRule
+
+
+class Chunks(NamedTuple):
+    """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, terms * C, C] in the
+    inputs' dtype, one or two [C, C] terms that add up to it; fp32 decay [NC, HV, K] and rows
+    [NC, HV, planes, C] (beta, what q and k are multiplied by, and more in head.py); anchors
+    [NC, HV, 3, K], gc of rows 15, 47 and 63, empty but for a safe gate in bf16; qg, kin, kg
+    [NC, HV, C, K], with one decay a head the inputs q, k or p, and k [T, H, K]; v as given. In a
+    backward also o. Where the rule removes nothing, T is empty, and so is kin with a decay a
+    channel."""
+
+    T: Tensor
+    Aqk: Tensor
+    decay: Tensor
+    rows: Tensor
+    anchors: Tensor
+    qg: Tensor
+    kin: Tensor
+    kg: Tensor
+    v: Tensor
+    rule: DeltaRule
+    o: Tensor | None = None
+
+    @property
+    def of_heads(self) -> bool:
+        return self.qg.dim() == 3
+
+    @property
+    def terms(self) -> int:
+        return terms(self.rule, self.v.dtype)
+
+    def facts(self) -> dict[str, Any]:
+        """What every scan is compiled for."""
+        heads = self.decay.shape[1]
+        return {
+            "HV": heads,
+            "G": heads // self.kg.shape[1],
+            "HEAD": self.of_heads,
+            "REMOVAL": self.rule.removal,
+        }
+
+    def given(self) -> dict[str, Any]:
+        """The operands as `scan_kernel` takes them."""
+        found: dict[str, Any] = {}
+        for name, x in (("q", self.qg), ("r", self.kin), ("k", self.kg)):
+            rows, head, *_ = x.stride() if self.of_heads else (0, 0)
+            found |= {f"{name}_t": rows, f"{name}_h": head}
+        for name in ("qg", "kin", "kg", "rows", "T", "Aqk", "decay"):
+            found[name] = getattr(self, name)
+        more = {"TERMS": self.terms, "PRECISION": precision(self.Aqk.dtype)}
+        return {**found, **self.facts(), **more}
+
+
+class Tables(NamedTuple):
+    """Packing on the device, int32: of chunks [NC] and of segments [S]."""
+
+    chunk_start: Tensor
+    chunk_rows: Tensor
+    seg_start: Tensor
+    seg_stop: Tensor
+    seg_chunk: Tensor
+
+
+class OutputGrads(NamedTuple):
+    """do as given; the reverse scan forms what it needs of it."""
+
+    do: Tensor
+
+
+class ScanGrads(NamedTuple):
+    """do as given, y [NC, HV, C, V] and dh [NC, HV, K, V]."""
+
+    do: Tensor
+    y: Tensor
+    dh: Tensor
+
+
+def _columns(packing: Packing) -> Columns:
+    starts: list[int] = []
+    rows: list[int] = []
+    first: list[int] = []
+    for s in packing.segments:
+        first.append(len(starts))
+        for a in range(s.start, s.stop, CHUNK):
+            starts.append(a)
+            rows.append(min(CHUNK, s.stop - a))
+    if packing.frame is not None:  # chunks of no tokens, at an address that exists
+        more = packing.frame.chunks - len(starts)
+        starts, rows = starts + [0] * more, rows + [0] * more
+    return (
+        starts,
+        rows,
+        [s.start for s in packing.segments],
+        [s.stop for s in packing.segments],
+        first,
+    )
+
+
+def tables(packing: Packing, device: torch.device) -> Tables:
+    return Tables(*packing.table(_columns, torch.int32, device))
+
+
+def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
+    """How many terms T and Aqk are kept in. Those of fp32 inputs are in fp32, so one is enough."""
+    return 2 if rule.precise and dtype.itemsize == 2 else 1
+
+
+def precision(dtype: torch.dtype) -> str:
+    # three TF32 products are as good as fp32 here; half-precision operands ignore this
+    return "tf32x3" if dtype == torch.float32 else "tf32"

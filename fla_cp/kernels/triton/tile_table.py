@@ -1,0 +1,280 @@
+"""Tile choices: a table of measured rows, rules for what was not measured; nothing is tuned at run
+time. `python -m fla_cp.kernels.triton.tile_table` measures a row's candidates
+again and prints them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: most that a
+    thread may have, or None. hopper: in Gluon."""
+
+    BK: int
+    BV: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    hopper: bool = False
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The smallest power of two that holds n, at least `least` (the smallest dot)."""
+    size = least
+    while size < n:
+        size *= 2
+    return size
+
+
+BF16 = torch.bfloat16
+TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
+    (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
+    (90, "intra_any", 128, 128, BF16): Tile(32, 0, 4, 1),
+    (90, "gated", 128, 128, BF16): Tile(64, 0, 4, 1),
+    (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_bwd", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_bwd_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
+    (90, "scan_states_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
+    (90, "scan_bwd_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
+    (90, "scan_bwd_ends_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
+    (90, "scores_bwd", 128, 128, BF16): Tile(0, 128, 4, 1),
+    (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
+    (90, "intra_bwd", 128, 128, BF16): Tile(32, 64, 4, 3),
+    (90, "intra_bwd_any", 128, 128, BF16): Tile(32, 128, 4, 1),
+    (90, "intra_head", 128, 128, BF16): Tile(64, 0, 4, 3, 168),
+    (90, "dqk_head", 128, 128, BF16): Tile(32, 64, 4, 2),
+    (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
+    (90, "dk_head", 128, 128, BF16): Tile(64, 128, 4, 1),
+}
+"""Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
+without a safe gate; "_head": with one decay a head; "_states": without o; "_ends": of the
+summaries; "_beside": of scans side by side; "_two": with two sums over a group, of dk and dp.
+Figures: docs/log.md."""
+
+WIDEST = 128
+"""Chains from which scans take tiles of all values."""
+
+FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
+    (90, "scan", 128, 128, BF16): ((WIDEST, Tile(128, 128, 8, 2)),),
+    (90, "scan_states", 128, 128, BF16): ((64, Tile(128, 64, 4, 3)),),
+    (90, "scan_ends", 128, 128, BF16): ((WIDEST, Tile(128, 64, 4, 2)), (64, Tile(128, 64, 4, 3))),
+    (90, "scan_bwd", 128, 128, BF16): ((WIDEST, Tile(128, 128, 8, 2)),),
+    (90, "scan_bwd_ends", 128, 128, BF16): (
+        (WIDEST, Tile(128, 128, 8, 2)),
+        (64, Tile(128, 64, 4, 2)),
+    ),
+}
+"""Wider tiles for scans with at least so many chains (heads times segments): what all value tiles
+of a chain read is then read less often, and the card is full all the same."""
+
+
+NARROW, DEEP = Tile(128, 64, 4, 2, hopper=True), Tile(128, 64, 4, 3, hopper=True)
+BROAD = Tile(128, 128, 8, 2, hopper=True)
+WHOLE = Tile(128, 128, 8, 1, hopper=True)
+HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
+    "scan": ((128, BROAD), (0, NARROW)),
+    "scan_kept": ((0, NARROW),),
+    "scan_states": ((0, DEEP),),
+    "scan_ends": ((128, BROAD), (0, DEEP)),
+    "scan_bwd": ((0, NARROW),),
+    "scan_bwd_ends": ((128, BROAD), (0, DEEP)),
+    "scan_states_beside": ((0, NARROW),),
+    "scan_bwd_beside": ((0, NARROW),),
+    "scan_bwd_ends_beside": ((0, NARROW),),
+    "intra_head": ((0, Tile(128, 0, 4, 1, hopper=True)),),
+    "scores_bwd_head": ((0, WHOLE),),
+    "dqk_head": ((0, WHOLE),),
+    "dq_head": ((0, WHOLE),),
+    "dk_head": ((0, WHOLE),),
+}
+"""Tiles in Gluon, K = V = 128. Of the scans in hopper.py by the least number of chains, measured;
+"_kept": o, states and v_new at once. Of what is local to a chunk only whether: hopper_intra.py does
+the forward, one kernel of hopper_bwd.py the stages of the backward together."""
+
+
+def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
+    """For shapes without a row: compiles within the registers and shared memory of sm_90."""
+    stage = stage.removesuffix("_beside")
+    if stage in ("intra", "intra_any", "intra_head"):
+        narrow = stage == "intra_any" and (wide or k <= 64)
+        return Tile(16 if narrow else 32, 0, 4, 1 if wide else 3)
+    if stage == "gated":
+        return Tile(min(k, 32 if wide else 64), 0, 4, 1)
+    if stage == "recurrent":  # 32 elements of the fp32 state a thread: 8 loads of 16 bytes
+        return Tile(k, min(v, 4096 // k), 4, 1)
+    if stage.startswith("scores_bwd"):
+        return Tile(0, min(v, (32 if stage == "scores_bwd_head" else 16) if wide else 64), 4, 1)
+    if wide and stage.startswith(("dk_head", "dqk_head")):
+        return Tile(16, 16, 4, 1)
+    if stage in ("dq_head", "dk_head"):
+        return Tile(min(k, 32 if wide else 64), min(v, 32 if wide else 64), 4, 1)
+    if stage == "dk_head_two":
+        return Tile(min(k, 32), min(v, 64), 4, 1)
+    if stage.startswith("dqk_head"):
+        return Tile(min(k, 32), min(v, 64), 4, 2)
+    if stage in ("intra_bwd", "intra_bwd_any"):
+        return Tile(16 if k <= 64 or wide else 32, min(v, 32 if wide else 128), 4, 1)
+    if wide:
+        # A slice of the state, as many keys as wgmma has rows: with mma.sync, for 16 keys, ptxas
+        # miscompiles the reverse scan.
+        return Tile(64, 16, 4, 1)
+    if k > 128:
+        return Tile(k, min(v, 16 if stage.startswith("scan_bwd") else 32), 8, 1)
+    return Tile(k, min(v, 32), 4, 3)
+
+
+@functools.cache
+def architecture() -> int:
+    """Compute capability of the first GPU as 10 * major + minor; 90 without one."""
+    if not torch.cuda.is_available():
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+@functools.cache
+def tile(
+    stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0, hopper: bool = False
+) -> Tile:
+    """The tile of a stage for one shape and operand dtype; of a scan, with so many chains, and
+    whether the kernels in Gluon take it."""
+    if hopper and stage in HOPPER:
+        return next(t for least, t in HOPPER[stage] if chains >= least)
+    stage = stage.removesuffix("_kept")
+    k, v = power_of_two(K), power_of_two(V, 32)
+    key = (architecture(), stage, k, v, dtype)
+    for least, fuller in FULLER.get(key, ()):
+        if chains >= least:
+            return fuller
+    row = TABLE.get(key)
+    return rule(stage, k, v, dtype == torch.float32) if row is None else row
+
+
+def in_two_terms(stage: str, t: Tile) -> Tile:
+    """A scan's tile where T and Aqk have two terms. These would not fit into the shared memory of
+    three stages (in Gluon only the reverse scan's would not), and wider tiles spill."""
+    back = stage.startswith("scan_bwd")
+    if t.hopper:
+        return NARROW if back and t == DEEP else t
+    most, warps = 32 if back else 64, 4 if t.BV > 64 else t.warps
+    return Tile(t.BK, min(t.BV, most), warps, min(t.stages, 2))
+
+
+SCANS = (
+    *(Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))),
+    Tile(0, 128, 8, 2),
+    NARROW,
+    BROAD,
+)
+BESIDE = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
+CANDIDATES: dict[str, tuple[Tile, ...]] = {
+    "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
+    "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
+    "intra_any": (Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
+    "scan": SCANS,
+    "scan_states": (*SCANS, Tile(0, 64, 4, 3), DEEP),
+    "scan_ends": (*SCANS, Tile(0, 64, 4, 3), DEEP),
+    "scan_bwd": SCANS,
+    "scan_bwd_ends": (*SCANS, DEEP),
+    "scan_states_beside": (*BESIDE, DEEP),
+    "scan_bwd_beside": BESIDE,
+    "scan_bwd_ends_beside": (*BESIDE, DEEP),
+    "intra_head": (
+        Tile(64, 0, 4, 3, 168),
+        Tile(64, 0, 4, 2, 168),
+        Tile(32, 0, 4, 5),
+        Tile(32, 0, 4, 3),
+        Tile(32, 0, 4, 1),
+        Tile(64, 0, 4, 1),
+        Tile(64, 0, 4, 2),
+        Tile(128, 0, 4, 1),
+    ),
+    "dq_head": tuple(
+        Tile(BK, BV, 4, stages)
+        for BK, BV, stages in ((128, 128, 1), (128, 64, 1), (64, 128, 1), (64, 64, 2))
+    ),
+    "dk_head": tuple(
+        Tile(BK, BV, 4, stages)
+        for BK, BV, stages in ((64, 128, 1), (64, 64, 3), (64, 64, 1), (32, 128, 1))
+    ),
+    "dqk_head": tuple(
+        Tile(BK, BV, warps, stages)
+        for BK, BV, warps, stages in (
+            (32, 64, 4, 2),
+            (32, 64, 4, 3),
+            (32, 32, 4, 3),
+            (64, 64, 8, 2),
+        )
+    ),
+    "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
+    "intra_bwd": (Tile(32, 128, 4, 1), Tile(32, 64, 4, 3), Tile(16, 128, 4, 1)),
+    "intra_bwd_any": (Tile(32, 128, 4, 1), Tile(16, 128, 4, 1)),
+}
+"""What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
+those of the longest name here that it begins with."""
+
+
+def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
+    """Tiles for one stage and shape, none wider than the shape."""
+    name = max((n for n in CANDIDATES if stage.startswith(n)), key=len)
+    k, v = power_of_two(K), power_of_two(V, 32)
+    rows = (
+        t._replace(BK=min(t.BK, k) or (k if name.startswith("scan") else 0), BV=min(t.BV, v))
+        for t in CANDIDATES[name]
+        if not t.hopper or (k, v) == (128, 128)
+    )
+    return tuple(dict.fromkeys(rows))
+
+
+def main() -> None:
+    from benchmarks.stages import measure
+
+    least = math.inf
+    with suppress(ImportError, AttributeError):
+        from fla_cp.kernels.sm90.scan import LEAST
+
+        least = LEAST
+    parser = argparse.ArgumentParser(
+        prog="python -m fla_cp.kernels.triton.tile_table", description=__doc__
+    )
+    stages = sorted({name for _, name, *_ in TABLE})
+    parser.add_argument("--stage", choices=stages, action="append", help="default: all")
+    parser.add_argument("--K", type=int, default=128)
+    parser.add_argument("--V", type=int, default=128)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--heads", type=int, default=32)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    for stage in args.stage or stages:
+        print(f"{stage}  K={args.K} V={args.V} {args.dtype} T={args.tokens} H={args.heads}")
+        chains = args.heads if stage.startswith("scan") else 0
+        size = -(-args.tokens // 64) * args.heads
+        hopper = (args.K, args.V, dtype) == (128, 128, BF16) and size > least
+        print(f"  now  {tile(stage, args.K, args.V, dtype, chains, hopper)}", flush=True)
+        best: tuple[float, Tile | None] = (float("inf"), None)
+        for candidate in candidates(stage, args.K, args.V):
+            try:
+                ms = measure(stage, candidate, args.K, args.V, dtype, args.tokens, args.heads)
+            except Exception as error:  # does not fit: reported, and the next is tried
+                print(f"       {candidate}: {str(error).splitlines()[0][:80]}", flush=True)
+                continue
+            print(f"  {ms:7.3f} ms  {candidate}", flush=True)
+            best = min(best, (ms, candidate))
+        key = (architecture(), stage, power_of_two(args.K), power_of_two(args.V, 32), dtype)
+        row = f'HOPPER: "{stage}": ((0, {best[1]}),)' if best[1] and best[1].hopper else None
+        print(f"    {row or f'TABLE: {key}: {best[1]}'},", flush=True)
+
+
+if __name__ == "__main__":
+    main()

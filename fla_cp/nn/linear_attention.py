@@ -1,0 +1,249 @@
+"""Layers of the family beside Kimi Delta Attention: one body, whose facts a member sets.
+
+Projections of q, k, v; a short convolution over all of them (one halo exchange); the operator with
+its gate inside; RMSNorm times the SiLU of an output gate; the output projection.
+Source: Gated Delta Networks, arXiv 2412.06464, fig. 1, and the papers named at each member.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fla_cp import ops
+from fla_cp.comm import Meanwhile
+from fla_cp.context import FLACPContext
+from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, reset
+from fla_cp.nn.modules import RMSNorm, ShortConvolution, at_least_fp32, check_hidden, check_layer
+from fla_cp.rule import NORM_EPS, accumulator
+
+RECURRENT_TOKENS = 64
+"""Longest input that a layer in evaluation mode, without gradients, takes token by token."""
+
+
+def takes_recurrent_form(module: nn.Module, x: Tensor, context: FLACPContext | None) -> bool:
+    """Whether an input [B, T, hidden] is a short prefix to evaluate."""
+    idle = not module.training and not torch.is_grad_enabled() and context is None
+    return idle and x.shape[1] <= RECURRENT_TOKENS
+
+
+class Core(nn.Module):
+    """The operator with the parameters that stay fp32 in a bf16 model: A_log [HV] and dt_bias
+    ([HV], or [HV*K] with `gates` = K). name: of the operator."""
+
+    def __init__(
+        self, name: str, num_heads: int, num_v_heads: int, gates: int = 1, impl: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.name, self.num_heads, self.impl = name, num_heads, impl
+        self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(num_v_heads * gates, dtype=torch.float32))
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter of its own starts."""
+        return {"A_log": LOG_DECAY_RATE, "dt_bias": STEP_BIAS}
+
+    def reset_parameters(self) -> None:
+        """A uniform in [1, 16); step sizes log-uniform in [1e-3, 0.1], as in Mamba-2."""
+        reset(self)
+
+    def forward(self, *inputs: Any, recurrent: bool = False, **options: Any) -> Tensor:
+        """Raw projections -> o [B, T, HV, V]; inputs as the operator's."""
+        form = "fused_recurrent" if recurrent else "chunk"
+        op = getattr(ops, f"{form}_{self.name}")
+        rates = {"A_log": at_least_fp32(self.A_log), "dt_bias": at_least_fp32(self.dt_bias)}
+        o: Tensor = op(*inputs, **rates, use_gate_in_kernel=True, impl=self.impl, **options)[0]
+        return o
+
+
+class CombaCore(Core):
+    """p = b k reads the state before the decay, and q - d k reads it out; b = sigmoid(b_logit) and
+    d are learnt for each head [H], fp32."""
+
+    def __init__(
+        self, name: str, num_heads: int, num_v_heads: int, gates: int = 1, impl: str = "auto"
+    ) -> None:
+        super().__init__(name, num_heads, num_v_heads, gates, impl)
+        self.b_logit = nn.Parameter(torch.full((num_heads,), 2.0, dtype=torch.float32))
+        self.d = nn.Parameter(torch.full((num_heads,), 0.02, dtype=torch.float32))
+
+    def initial_values(self) -> dict[str, Initial]:
+        return super().initial_values() | {"b_logit": Constant(2.0), "d": Constant(0.02)}
+
+    def forward(  # type: ignore[override]
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> Tensor:
+        # normalised here, not in the operator: p = b k must keep its b
+        q, k = (
+            x
+            * torch.rsqrt(x.to(accumulator(x.dtype)).square().sum(-1, keepdim=True) + NORM_EPS).to(
+                x.dtype
+            )
+            for x in (q, k)
+        )
+        b, d = (x.to(k.dtype)[:, None] for x in (torch.sigmoid(self.b_logit), self.d))
+        options["use_qk_l2norm_in_kernel"] = False
+        return super().forward(q - d * k, k, v, b * k, g, beta, **options)
+
+
+class LinearAttention(nn.Module):
+    """What the layers share; the members below say which operator it is.
+
+    hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
+    num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
+    allow_neg_eigval: beta in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
+    Raises ValueError for sizes that are no integers from 1, for head counts that do not fit, and
+    when called with what is no x, cu_seqlens or cp_context, before a projection runs.
+    """
+
+    operator = ""
+    per_head = True
+    has_beta = True
+    core_class: type[Core] = Core
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int = 128,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+        allow_neg_eigval: bool = False,
+        impl: str = "auto",
+        layer_idx: int | None = None,
+        rows: int = 1,
+    ) -> None:
+        super().__init__()
+        num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        head_v_dim = head_dim if head_v_dim is None else head_v_dim
+        check_layer(
+            impl,
+            allow_neg_eigval=allow_neg_eigval,
+            num_heads=num_heads,
+            num_v_heads=num_v_heads,
+            hidden_size=hidden_size,
+            head_dim=head_dim,
+            head_v_dim=head_v_dim,
+            conv_size=conv_size,
+            num_householder=rows,
+        )
+        self.hidden_size = hidden_size
+        self.num_heads, self.num_v_heads = num_heads, num_v_heads
+        self.head_dim, self.head_v_dim = head_dim, head_v_dim
+        self.allow_neg_eigval, self.layer_idx, self.rows = allow_neg_eigval, layer_idx, rows
+        key, value = num_heads * head_dim, num_v_heads * head_v_dim
+
+        def linear(size: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(hidden_size, size, bias=bias)
+
+        self.q_proj, self.k_proj, self.v_proj = (
+            linear(key),
+            linear(rows * key),
+            linear(rows * value),
+        )
+        self.qkv_conv = ShortConvolution(key + rows * (key + value), conv_size, impl=impl)
+        self.a_proj: nn.Module = linear(num_v_heads)
+        if not self.per_head:  # of low rank, as in GLA and KDA
+            up = nn.Linear(head_v_dim, num_v_heads * head_dim, bias=False)
+            self.a_proj = nn.Sequential(linear(head_v_dim), up)
+        if self.has_beta:
+            self.b_proj = linear(rows * num_v_heads)
+        self.g_proj = linear(value)
+        gates = 1 if self.per_head else head_dim
+        self.core = self.core_class(self.operator, num_heads, num_v_heads, gates, impl=impl)
+        self.o_norm = RMSNorm(head_v_dim, norm_eps)
+        self.o_proj = nn.Linear(value, hidden_size, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter again, linear ones as torch does."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+    ) -> Tensor:
+        """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
+
+        The context must be built with conv1d_kernel_size=conv_size.
+        """
+        check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
+        H, HV, K, V, n = (
+            self.num_heads,
+            self.num_v_heads,
+            self.head_dim,
+            self.head_v_dim,
+            self.rows,
+        )
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        sizes = [H * K, n * H * K, n * HV * V]
+        with Meanwhile(
+            lambda: (self.a_proj(x), self.b_proj(x) if self.has_beta else None)
+        ) as rates:
+            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(sizes, -1)
+        q = q.unflatten(-1, (H, K))
+        k = k.unflatten(-1, (n, H, K)).flatten(1, 2)  # n rows a token
+        v = v.unflatten(-1, (n, HV, V)).flatten(1, 2)
+        g, beta = rates()
+        inputs: list[Any] = [q, k, v, g if self.per_head else g.unflatten(-1, (HV, K))]
+        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
+        if beta is not None:
+            inputs.append(beta.unflatten(-1, (n, HV)).flatten(1, 2))
+            options["use_beta_sigmoid_in_kernel"] = True
+            options["allow_neg_eigval"] = self.allow_neg_eigval
+        if self.operator == "gated_delta_product":
+            inputs.append(n)
+        recurrent = takes_recurrent_form(self, x, cp_context)
+        if not recurrent:
+            options["cp_context"] = cp_context
+        o = self.core(*inputs, cu_seqlens=cu_seqlens, recurrent=recurrent, **options)
+        gate = nn.functional.silu(self.g_proj(x)).unflatten(-1, (HV, V))
+        return self.o_proj((self.o_norm(o) * gate).flatten(-2))
+
+
+class GatedDeltaNet(LinearAttention):
+    """Gated DeltaNet, arXiv 2412.06464: the gated delta rule."""
+
+    operator = "gated_delta_rule"
+
+
+class Comba(LinearAttention):
+    """Comba, arXiv 2506.02475."""
+
+    operator = "comba"
+    core_class = CombaCore
+
+
+class GatedDeltaProduct(LinearAttention):
+    """Gated DeltaProduct, arXiv 2502.10297: num_householder steps of the delta rule a token."""
+
+    operator = "gated_delta_product"
+
+    def __init__(self, *sizes: int, num_householder: int = 2, **options: Any) -> None:
+        super().__init__(*sizes, rows=num_householder, **options)
+
+
+class GatedLinearAttention(LinearAttention):
+    """GLA, arXiv 2312.06635, with the gate of KDA: a decay per key channel, nothing removed."""
+
+    operator = "gla"
+    per_head = False
+    has_beta = False
+
+
+class SimpleGatedLinearAttention(LinearAttention):
+    """Simple GLA (Mamba-2's recurrence, arXiv 2405.21060): a decay per head, nothing removed."""
+
+    operator = "simple_gla"
+    has_beta = False

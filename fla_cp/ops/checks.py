@@ -1,0 +1,345 @@
+"""How the caller's arguments must fit each other, before any kernel or collective runs; all of it,
+hence long. What kind of thing each must be is checked first, in arguments.py.
+
+Each failure is a ValueError that names the argument, the rule and the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fla_cp.arguments import check_choice
+from fla_cp.context import FLACPContext
+from fla_cp.partition.checks import check_cu_seqlens, check_host_copy
+
+MAX_DIM = 256
+"""Largest K and V."""
+
+SAFE_GATE_BOUND = -5.0
+"""Lowest lower_bound of a safe gate: 16 steps of it stay inside bf16 (docs/design.md)."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _check_shape(name: str, x: Tensor, expected: tuple[int, ...], letters: str) -> None:
+    if x.shape != expected:
+        raise ValueError(f"{name} must have shape {letters} = {expected}, got {_shape(x)}")
+
+
+def check_fixed_call(context: FLACPContext | None, **unsupported: object) -> None:
+    """A call under a context of fixed shape. unsupported: arguments that must be left out."""
+    if context is None or context.max_sequences is None:
+        return
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "a context with max_sequences cannot be used under torch.compile, where an ordinary "
+            "one may change from call to call"
+        )
+    for name, value in unsupported.items():
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name} must be left out under a context with max_sequences="
+                f"{context.max_sequences}: pass a context without it"
+            )
+
+
+def check_context(context: object) -> None:
+    """A context, not the group that it is built from."""
+    if not isinstance(context, FLACPContext):
+        raise ValueError(
+            f"cp_context must be a FLACPContext (build_cp_context), got {type(context).__name__}"
+        )
+
+
+def check_sequences(
+    tokens: int,
+    batch: int,
+    cu_seqlens: Tensor | None,
+    context: FLACPContext | None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> None:
+    """How the tokens are divided: rows, cu_seqlens, or a context."""
+    if context is not None:
+        check_context(context)
+        for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+            if x is not None:
+                raise ValueError(
+                    f"{name} must not be passed beside cp_context, which holds the global one"
+                )
+        if batch != 1:
+            raise ValueError(
+                f"under cp_context B must be 1 (context.shard folds rows), got {batch}"
+            )
+        if not torch.compiler.is_compiling():  # else the op checks when it runs
+            context.check_alive()
+            context.check_local_tokens(tokens)
+    elif cu_seqlens is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "cu_seqlens cannot be read under torch.compile: build a context of one rank "
+                "outside, build_cp_context(cu_seqlens, None), and pass cp_context"
+            )
+        if batch != 1:
+            raise ValueError(f"with cu_seqlens B must be 1, got B={batch}")
+        check_cu_seqlens("cu_seqlens", cu_seqlens, tokens)
+        if cu_seqlens_cpu is not None:
+            check_host_copy(cu_seqlens, cu_seqlens_cpu, tokens)
+    elif cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu is the host's copy of cu_seqlens, which is missing")
+    elif tokens < 1 or batch < 1:
+        raise ValueError(f"there must be at least one row and one token, got B={batch}, T={tokens}")
+
+
+def check_ndims(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    p: Tensor | None = None,
+    *,
+    per_head: bool = False,
+) -> None:
+    """Numbers of dimensions, before any of them is read."""
+    expected = [("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3 if per_head else 4)]
+    for name, x, ndim in (*expected, ("beta", beta, 3), ("p", p, 4)):
+        if x is not None and x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(x)}")
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    p: Tensor | None,
+    *,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    state_v_first: bool,
+    sequences: int,
+    per_head: bool,
+    rows: int = 1,
+) -> None:
+    """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`. rows: of k,
+    v and beta for each token of q and g (num_householder)."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    if rows > 1:
+        _check_rows(rows, q, k=k, v=v, beta=beta)
+    of_k = "[B, T, H, K] like q" if rows == 1 else f"[B, {rows}*T, H, K]"
+    _check_shape("k", k, (B, T * rows, H, K), of_k)
+    _check_shape("v", v, (B, T * rows, HV, V), "[B, T, HV, V]")
+    if H < 1 or HV < 1 or HV % H:
+        raise ValueError(f"value heads must be a multiple of q heads, got HV={HV}, H={H}")
+    for letter, size in (("K", K), ("V", V)):
+        if not 1 <= size <= MAX_DIM:
+            raise ValueError(f"{letter} must be from 1 to {MAX_DIM}, got {letter}={size}")
+    if per_head:
+        _check_shape("g", g, (B, T, HV), "[B, T, HV]")
+    else:
+        _check_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
+    if beta is not None:
+        _check_shape("beta", beta, (B, T * rows, HV), "[B, T, HV]")
+    if p is not None:
+        _check_shape("p", p, (B, T, H, K), "[B, T, H, K] like q")
+    _check_dtypes(q, k, v, g, beta, p)
+
+    channels = 1 if per_head else K
+    _check_gate(use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, HV, channels)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel=True, got False")
+    if initial_state is not None:
+        check_state("initial_state", initial_state, (sequences, HV, K, V), state_v_first)
+        widest = FLOATS if q.dtype == torch.float64 else FLOATS[:-1]
+        if initial_state.dtype not in widest:
+            raise ValueError(
+                f"initial_state must be bf16, fp16 or fp32 (fp64 with q of fp64), got "
+                f"{initial_state.dtype} with q of {q.dtype}"
+            )
+    others, device = (k, v, g, beta, p, A_log, dt_bias, initial_state), q.device
+    for i, t in enumerate(others):
+        if t is not None and t.device != device:
+            name = ("k", "v", "g", "beta", "p", "A_log", "dt_bias", "initial_state")[i]
+            raise ValueError(f"{name} must be on q's device {device}, got {t.device}")
+
+
+def _check_dtypes(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, p: Tensor | None
+) -> None:
+    if q.dtype not in FLOATS:
+        raise ValueError(f"q must be bf16, fp16, fp32 or fp64, got {q.dtype}")
+    for name, x in (("k", k), ("v", v), ("p", p)):
+        if x is not None and x.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    for name, x in (("g", g), ("beta", beta)):
+        if x is not None and x.dtype not in (q.dtype, torch.float32):
+            raise ValueError(f"{name} must have q's dtype {q.dtype} or fp32, got {x.dtype}")
+
+
+def _check_gate(
+    in_kernel: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    safe_gate: bool,
+    lower_bound: float | None,
+    HV: int,
+    K: int,
+) -> None:
+    if safe_gate and (lower_bound is None or not lower_bound >= SAFE_GATE_BOUND):
+        raise ValueError(
+            f"safe_gate needs lower_bound in [{SAFE_GATE_BOUND:g}, 0), got {lower_bound}"
+        )
+    if in_kernel and A_log is None and lower_bound is None:
+        raise ValueError("use_gate_in_kernel needs A_log, or a lower_bound, got neither")
+    shapes = ((HV,),) if K == 1 else ((HV * K,), (HV, K))
+    letters = "[HV]" if K == 1 else "[HV*K] or [HV, K]"
+    for name, x, allowed, as_named in (
+        ("A_log", A_log, ((HV,),), "[HV]"),
+        ("dt_bias", dt_bias, shapes, letters),
+    ):
+        if x is None:
+            continue
+        if not in_kernel:
+            raise ValueError(f"{name} is read only with use_gate_in_kernel=True, got False")
+        if x.shape != allowed[0] and _without_ones(x.shape) not in map(_without_ones, allowed):
+            listed = " or ".join(map(str, allowed))
+            raise ValueError(
+                f"{name} must have shape {as_named} = {listed}, apart from dims of size 1, "
+                f"got {_shape(x)}"
+            )
+        if x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} must be fp32 (or fp64), got {x.dtype}")
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
+def check_state(name: str, x: Tensor, kv_shape: tuple[int, ...], state_v_first: bool) -> None:
+    """A per-sequence state tensor, [N, HV, K, V], or [N, HV, V, K] with state_v_first."""
+    N, HV, K, V = kv_shape
+    kv, vk = (N, HV, K, V), (N, HV, V, K)
+    expected, other = (vk, kv) if state_v_first else (kv, vk)
+    if x.shape == expected:
+        return
+    letters = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
+    hint = ""
+    if x.shape == other:
+        hint = f"; this is the other layout: pass transpose_state_layout={not state_v_first}"
+    raise ValueError(f"{name} must have shape {letters} = {expected}, got {_shape(x)}{hint}")
+
+
+def check_forward_only(
+    operator: str, instead: str, names: tuple[str, ...], inputs: tuple[Tensor | None, ...]
+) -> None:
+    """No input asks for a gradient that the operator does not give."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in zip(names, inputs, strict=True):
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"{operator} is forward only, got {name} with requires_grad=True: use {instead}, "
+                "or call it under torch.no_grad()"
+            )
+
+
+def check_in_place(name: str, x: Tensor | None, dtype: torch.dtype) -> None:
+    """A state [N, HV, ., .] that kernels can overwrite: each matrix dense, none over another, of
+    the dtype that states are computed in."""
+    if x is None:
+        raise ValueError(f"inplace_final_state needs {name}, got None")
+    if x.dtype != dtype:
+        raise ValueError(f"inplace_final_state needs {name} of {dtype}, got {x.dtype}")
+    dims = sorted((s, n) for s, n in zip(x.stride()[:2], x.shape[:2], strict=True) if n > 1)
+    size = x.shape[2] * x.shape[3]
+    apart = all(s >= size for s, _ in dims[:1]) and all(
+        outer >= inner * n for (inner, n), (outer, _) in pairwise(dims)
+    )
+    if not (x[0, 0].is_contiguous() and apart):
+        raise ValueError(
+            f"inplace_final_state needs {name} dense in its last two dims and without overlap, "
+            f"got strides {x.stride()} for shape {_shape(x)}"
+        )
+
+
+def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    """Arguments of `causal_conv1d`."""
+    if x.ndim != 3:
+        raise ValueError(f"x must be [B, T, D], got shape {_shape(x)}")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
+        raise ValueError(f"weight must be [D, W] with D={x.shape[2]}, got {_shape(weight)}")
+    if bias is not None:
+        _check_shape("bias", bias, (x.shape[2],), "[D]")
+    if activation is not None:
+        check_choice("activation", activation, ("silu", "swish"), or_none=True)
+    if x.dtype not in FLOATS:
+        raise ValueError(f"x must be bf16, fp16, fp32 or fp64, got {x.dtype}")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
+        if t is not None and t.dtype != x.dtype:
+            raise ValueError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}")
+
+
+def check_conv1d_context(width: int, context: FLACPContext) -> None:
+    """The context must have a halo table for this convolution."""
+    if width > 1 and (context.halo is None or context.halo.width != width - 1):
+        raise ValueError(
+            f"cp_context was built with conv1d_kernel_size={context.conv1d_kernel_size}, but "
+            f"weight has W={width}: pass conv1d_kernel_size={width} to build_cp_context"
+        )
+
+
+def check_gate_only(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> None:
+    """Arguments of `kda_gate`."""
+    if g.ndim < 2:
+        raise ValueError(f"g must be [.., HV, K], got shape {_shape(g)}")
+    if A_log is None and lower_bound is None:
+        raise ValueError("kda_gate needs A_log, or a lower_bound, got neither")
+    _check_gate(True, A_log, dt_bias, False, lower_bound, g.shape[-2], g.shape[-1])
+    _check_raw_gate(g, A_log, dt_bias)
+
+
+def check_head_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> None:
+    """Arguments of `gdn_gate`."""
+    if g.ndim < 1:
+        raise ValueError(f"g must be [.., HV], got shape {_shape(g)}")
+    _check_gate(True, A_log, dt_bias, False, None, g.shape[-1], 1)
+    _check_raw_gate(g, A_log, dt_bias)
+
+
+def _check_raw_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+    if g.dtype not in FLOATS:
+        raise ValueError(f"g must be bf16, fp16, fp32 or fp64, got {g.dtype}")
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None and x.device != g.device:
+            raise ValueError(f"{name} must be on g's device {g.device}, got {x.device}")
+
+
+def _check_rows(rows: int, q: Tensor, **inputs: Tensor | None) -> None:
+    """Rows of `chunk_gated_delta_product`."""
+    of_all = (q.shape[0], q.shape[1] * rows)
+    for name, x in inputs.items():
+        if x is not None and x.shape[:2] != of_all:
+            raise ValueError(
+                f"{name} must have {rows} rows for each of q's {q.shape[1]} tokens, "
+                f"[{of_all[0]}, {of_all[1]}, ..], got {_shape(x)}"
+            )

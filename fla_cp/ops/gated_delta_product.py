@@ -1,0 +1,61 @@
+"""Gated delta product: n steps of the delta rule a token, after one decay.
+
+    S = a_t S_{t-1};   n times: S += b_j k_j (v_j - S^T k_j)^T;   o_t = scale * S^T q_t
+
+It is the gated delta rule over n rows a token, of which the first decays and the last is read.
+
+Source: DeltaProduct, arXiv 2502.10297.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fla_cp.arguments import check_count
+from fla_cp.context import FLACPContext
+from fla_cp.ops.checks import check_context
+from fla_cp.ops.family import GATED_DELTA_RULE, chunk, recurrent, refuse
+
+_NO_BOUND = ("safe_gate", "lower_bound")
+
+
+def chunk_gated_delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **options: Any
+) -> tuple[Tensor, ...]:
+    """Over whole sequences, in chunks, differentiable in every floating input.
+
+    q [B, T, H, K], g [B, T, HV] and o have a row a token; k, v, beta have num_householder rows,
+    in order: [B, T*n, ..]. cu_seqlens and cp_context count tokens. Everything else as in
+    `chunk_gated_delta_rule`, without return_intermediate_states.
+    """
+    refuse("chunk_gated_delta_product", options, "return_intermediate_states", *_NO_BOUND)
+    n = check_count("num_householder", num_householder)
+    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, None, n, **options)
+
+
+def cp_chunk_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    num_householder: int,
+    cp_context: FLACPContext,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """`chunk_gated_delta_product` of this rank's tokens under a context."""
+    check_context(cp_context)
+    options["cp_context"] = cp_context
+    return chunk_gated_delta_product(q, k, v, g, beta, num_householder, **options)
+
+
+def fused_recurrent_gated_delta_product(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gated_delta_product` token by token, without gradients; see `fused_recurrent_kda`."""
+    refuse("fused_recurrent_gated_delta_product", options, *_NO_BOUND)
+    n = check_count("num_householder", num_householder)
+    name = "gated_delta_product"
+    return recurrent(GATED_DELTA_RULE, name, q, k, v, g, beta, None, n, **options)

@@ -1,0 +1,63 @@
+"""Gated delta rule (Gated DeltaNet): the delta rule with one decay per value head.
+
+    S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T          a_t = exp(g_t)
+
+Source: Gated Delta Networks, arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fla_cp.arguments import check_tensors
+from fla_cp.context import FLACPContext
+from fla_cp.kernels import resolve
+from fla_cp.ops.checks import check_context, check_head_gate
+from fla_cp.ops.family import GATED_DELTA_RULE, chunk, head_gate, recurrent, refuse
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """Over whole sequences, in chunks, differentiable in every floating input.
+
+    g: [B, T, HV], natural-log decay <= 0; with use_gate_in_kernel the raw projection, and
+        g = -exp(A_log) softplus(g + dt_bias), A_log and dt_bias [HV], fp32.
+    Everything else as in `chunk_kda`, without safe_gate and lower_bound.
+    """
+    refuse("chunk_gated_delta_rule", options, "safe_gate", "lower_bound")
+    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, **options)
+
+
+def cp_chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cp_context: FLACPContext,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """`chunk_gated_delta_rule` of this rank's tokens under a context."""
+    check_context(cp_context)
+    return chunk_gated_delta_rule(q, k, v, g, beta, cp_context=cp_context, **options)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gated_delta_rule` token by token, without gradients; see `fused_recurrent_kda`."""
+    refuse("fused_recurrent_gated_delta_rule", options, "lower_bound")
+    return recurrent(GATED_DELTA_RULE, "gated_delta_rule", q, k, v, g, beta, **options)
+
+
+def gdn_gate(
+    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, *, impl: str = "auto"
+) -> Tensor:
+    """The gate alone: raw projection g [.., HV] -> log decay -exp(A_log) softplus(g + dt_bias),
+    natural log, fp32 (fp64). A_log [HV] and dt_bias [HV], fp32. Differentiable."""
+    check_tensors(("g", "A_log", "dt_bias"), (g, A_log, dt_bias), 2)
+    check_head_gate(g, A_log, dt_bias)
+    return head_gate(resolve(impl, g.device, g.dtype), g, A_log, dt_bias)

@@ -1,0 +1,297 @@
+"""Short causal convolution, the tokens' mixer in front of every linear-attention layer."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_cp.arguments import check_tensors
+from fla_cp.comm.collectives import all_gather_rows
+from fla_cp.context import FLACPContext, Handle, Ranges, Sizes, context_of
+from fla_cp.kernels import Backend, resolve
+from fla_cp.kernels.torch.conv import ConvRows
+from fla_cp.ops.checks import (
+    check_conv1d,
+    check_conv1d_context,
+    check_fixed_call,
+    check_sequences,
+)
+from fla_cp.partition.checks import check_offsets
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_context: FLACPContext | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Depthwise causal convolution, y[t] = act(bias + sum_s weight[:, W-1-s] * x[t-s]).
+
+    x: [B, T, D], bf16, fp16, fp32 or fp64; under a context the rank's local tokens
+        [1, T_local, D].
+    weight: [D, W] and bias: [D], x's dtype. activation: None or "silu" ("swish").
+    cu_seqlens: [N+1] offsets of packed sequences (B = 1); nothing crosses from one to the next.
+    cp_context: built with conv1d_kernel_size=W; the W-1 tokens before the rank's ranges come
+        from as many earlier ranks as it takes, and their gradients go back.
+    impl: "auto" (by device), "torch" or "triton".
+    Returns y like x. Sums in fp32 (fp64 for fp64).
+    Raises ValueError as in arguments.py and ops/checks.py.
+    """
+    names = ("x", "weight", "bias", "cu_seqlens")
+    check_tensors(names, (x, weight, bias, cu_seqlens), 2)
+    check_conv1d(x, weight, bias, activation)
+    check_sequences(x.shape[1], x.shape[0], cu_seqlens, cp_context)
+    if cp_context is not None:
+        check_conv1d_context(weight.shape[1], cp_context)
+        check_fixed_call(cp_context)
+    B, T, D = x.shape
+    flat, silu = x.reshape(B * T, D), activation is not None
+    if torch.compiler.is_compiling():
+        handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
+        halo = _compiled_halo(flat, weight.shape[1] - 1, cp_context)
+        y = conv_op(flat, halo, weight, bias, silu, impl, *handle, B)
+    else:
+        offsets = None
+        if cu_seqlens is not None:
+            offsets = tuple(cu_seqlens.tolist())
+            check_offsets("cu_seqlens", offsets, T)
+        place = _Place.of(impl, flat, weight, cp_context, B, offsets)
+        if cp_context is not None:
+            cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype)
+        y = _CausalConv1d.apply(flat, weight, bias, silu, place)
+    return y.view(B, T, D)
+
+
+class _Place(NamedTuple):
+    """Where each token's predecessors are, and what computes."""
+
+    backend: Backend
+    where: ConvRows
+    context: FLACPContext | None
+
+    @classmethod
+    def of(
+        cls,
+        impl: str,
+        x: Tensor,
+        weight: Tensor,
+        context: FLACPContext | None,
+        rows: int,
+        offsets: tuple[int, ...] | None = None,
+    ) -> _Place:
+        backend = resolve(impl, x.device, x.dtype)
+        if context is not None:
+            return cls(backend, _context_rows(context, weight.shape[1] - 1, x.device), context)
+        if offsets is None:
+            offsets = tuple(range(0, len(x) + 1, len(x) // rows))
+        return cls(backend, _sequence_rows(offsets, x.device), None)
+
+
+@lru_cache(maxsize=16)
+def _sequence_rows(offsets: tuple[int, ...], device: torch.device) -> ConvRows:
+    at = torch.arange(offsets[-1], device="cpu")
+    bounds = torch.tensor(offsets, device="cpu")
+    start, lengths = bounds[:-1], bounds.diff()
+    reach = at - torch.repeat_interleave(start, lengths)
+    return ConvRows.build(reach, offsets[-1:], 0, device)
+
+
+def _context_rows(context: FLACPContext, width: int, device: torch.device) -> ConvRows:
+    """Kept by the context, for graphs that were captured under it."""
+    ranges = context.token_ranges[context.rank]
+
+    def build() -> ConvRows:
+        if context.max_sequences is None:
+            return _ranges_rows(context.global_cu_seqlens, ranges, width, device)
+        (reach,) = context.table(_context_reach, torch.int32, device)
+        return ConvRows.build(reach, _lengths(ranges), width, device)
+
+    return context.cached((ConvRows, width, device), build)
+
+
+def _context_reach(context: FLACPContext) -> tuple[Tensor]:
+    return (_reach(context.global_cu_seqlens, context.token_ranges[context.rank]),)
+
+
+def _reach(cu_seqlens: tuple[int, ...], ranges: Ranges) -> Tensor:
+    """`ConvRows.reach` of the tokens in `ranges`."""
+    cu = torch.tensor(cu_seqlens, device="cpu")
+    token = torch.cat([torch.arange(lo, hi, device="cpu") for lo, hi in ranges or [(0, 0)]])
+    return token - cu[torch.searchsorted(cu, token, right=True) - 1]
+
+
+def _lengths(ranges: Ranges) -> tuple[int, ...]:
+    return tuple(hi - lo for lo, hi in ranges)
+
+
+@lru_cache(maxsize=16)
+def _ranges_rows(
+    cu_seqlens: tuple[int, ...], ranges: Ranges, width: int, device: torch.device
+) -> ConvRows:
+    return ConvRows.build(_reach(cu_seqlens, ranges), _lengths(ranges), width, device)
+
+
+class _CausalConv1d(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: _Place
+    ) -> Tensor:
+        context = place.context
+        halo = x.new_empty(0, x.shape[1])
+        if place.where.width and context is not None and context.halo is not None:
+            halo = context.halo.gather(x, context.group).flatten(0, 1)
+        fixed = context is not None and context.max_sequences is not None
+        # for autograd to find that `update` has changed it
+        reach = place.where.reach if fixed else None
+        ctx.save_for_backward(x, halo, weight, bias, reach)
+        ctx.silu, ctx.place = silu, place
+        return place.backend.conv(x, halo, place.where, weight, bias, silu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (x, halo, weight, bias, _), place = ctx.saved_tensors, ctx.place
+        found = place.backend.conv_bwd(x, halo, place.where, weight, bias, ctx.silu, dy)
+        dx, dhalo, dweight, dbias = found
+        context = place.context
+        if place.where.width and context is not None and context.halo is not None:
+            context.halo.scatter_add(dx, dhalo, context.group)
+        dbias = None if bias is None else dbias.to(bias.dtype)
+        return dx.to(x.dtype), dweight.to(weight.dtype), dbias, None, None
+
+
+# For torch.compile (see library.py): an op that is given the halo, and the halo by an all-gather
+# in the graph, whose shapes do not depend on who needs what.
+
+
+def _compiled_halo(x: Tensor, width: int, context: FLACPContext | None) -> Tensor:
+    """[ranges * width, D] as `Halo.gather` gives it; differentiable."""
+    if width == 0 or context is None or context.halo is None:
+        return x.new_empty(0, x.shape[1])
+    sizes = Handle.read(context.handle.sizes)
+    if not context.halo.needed:
+        return x.new_zeros(sizes.ranges * width, x.shape[1])
+    rows, take = halo_tables(x, *context.handle, width)
+    wires = F.pad(x.index_select(0, rows), (0, 0, 0, sizes.padded - sizes.sent))
+    if context.world_size > 1:
+        wires = all_gather_rows(wires, context.world_size, context.group_name)
+    return F.pad(wires, (0, 0, 0, 1)).index_select(0, take)
+
+
+def _halo_tables(x: Tensor, context: Tensor, sizes: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    found = context_of(context)
+    assert found is not None and found.halo is not None
+    found.check_alive()
+    found.before("causal_conv1d", D=x.shape[1], W=width + 1, dtype=x.dtype)
+    rows, take = found.halo.gather_tables(x.device)
+    return rows.clone(), take.clone()
+
+
+halo_tables = torch.library.custom_op(
+    "fla_cp::halo_tables",
+    _halo_tables,
+    mutates_args=(),
+    schema="(Tensor x, Tensor context, Tensor sizes, int width) -> (Tensor, Tensor)",
+)
+
+
+@halo_tables.register_fake
+def _halo_tables_fake(
+    x: Tensor, context: Tensor, sizes: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    size = Handle.read(sizes)
+    return (
+        x.new_empty(size.sent, dtype=torch.int64),
+        x.new_empty(size.ranges * width, dtype=torch.int64),
+    )
+
+
+def _conv_run(
+    x: Tensor,
+    halo: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    impl: str,
+    context: Tensor,
+    sizes: Tensor,
+    rows: int,
+) -> Tensor:
+    place = _Place.of(impl, x, weight, context_of(context), rows)
+    return place.backend.conv(x, halo, place.where, weight, bias, silu)
+
+
+def _conv_fake(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _conv_backward_run(
+    dy: Tensor,
+    x: Tensor,
+    halo: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    impl: str,
+    context: Tensor,
+    sizes: Tensor,
+    rows: int,
+) -> list[Tensor]:
+    place = _Place.of(impl, x, weight, context_of(context), rows)
+    grads = place.backend.conv_bwd(x, halo, place.where, weight, bias, silu, dy)
+    return [
+        x.new_empty(0) if t is None else _fresh(d, t)
+        for d, t in zip(grads, (x, halo, weight, bias), strict=True)
+    ]
+
+
+def _fresh(d: Tensor, like: Tensor) -> Tensor:
+    """d in the dtype of `like`, and never `like` itself, which an op may not return."""
+    return d.clone() if d is like else d.to(like.dtype)
+
+
+def _conv_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
+    return [
+        dy.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in rest[:4]
+    ]
+
+
+_COMMON = (
+    "Tensor x, Tensor halo, Tensor weight, Tensor? bias, bool silu, str impl, Tensor context, "
+    "Tensor sizes, SymInt rows"
+)
+conv_op = torch.library.custom_op(
+    "fla_cp::causal_conv1d", _conv_run, mutates_args=(), schema=f"({_COMMON}) -> Tensor"
+)
+conv_op.register_fake(_conv_fake)
+conv_backward_op = torch.library.custom_op(
+    "fla_cp::causal_conv1d_backward",
+    _conv_backward_run,
+    mutates_args=(),
+    schema=f"(Tensor dy, {_COMMON}) -> Tensor[]",
+)
+conv_backward_op.register_fake(_conv_backward_fake)
+
+
+def _conv_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.fixed = inputs[4:]
+
+
+def _conv_autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    grads = conv_backward_op(dy, *ctx.saved_tensors, *ctx.fixed)
+    given = zip(grads, ctx.saved_tensors, strict=True)
+    return (*(None if t is None else d for d, t in given), *[None] * 5)
+
+
+torch.library.register_autograd("fla_cp::causal_conv1d", _conv_autograd, setup_context=_conv_setup)

@@ -1,0 +1,143 @@
+"""Load: what a rank holds, as counts; every rank knows those of all, and so chooses as they do.
+
+A part is what a range holds of one sequence (packing.py). Thousands of short documents are a few
+kinds of parts: of so many chunks, with the sequence's first token or not, and its last. Example:
+sequences of 100 and 60 tokens cut after 80: the first rank has a part of 2 chunks that begins, the
+second one of 1 chunk that ends and one of 1 chunk that does both.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from fla_cp.rule import CHUNK
+
+
+class Part(NamedTuple):
+    """Of a sequence, or a segment of it. begins, ends: with its first / last token."""
+
+    chunks: int
+    begins: bool
+    ends: bool
+
+
+class Amount(NamedTuple):
+    """Of some segments: how many, their chunks together, and those of the longest."""
+
+    segments: int
+    chunks: int
+    longest: int
+
+
+class Counts(NamedTuple):
+    """Segments by the properties of `Packing`, and chunks."""
+
+    everything: int
+    feeding: int
+    carried: int
+    middle: int
+    chunks: int
+
+    @classmethod
+    def largest(cls, counts: Iterable[Counts]) -> Counts:
+        """Of each the most."""
+        return cls(*map(max, zip(*counts, strict=True)))
+
+
+def pieces(chunks: int, most: int) -> tuple[int, int]:
+    """How many segments of equal length, at most `most` chunks, a part is cut into, and the chunks
+    of each but the last."""
+    length = _ceil(chunks, _ceil(chunks, most))
+    return _ceil(chunks, length), length
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The parts that a rank holds, or the segments that they are cut into: how many of each kind,
+    of a token at least."""
+
+    kinds: tuple[tuple[Part, int], ...]
+
+    @classmethod
+    def of(cls, cu_seqlens: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Load:
+        """Of global token `ranges`."""
+        kinds: Counter[Part] = Counter()
+        for lo, hi in ranges:
+            bounds = cu_seqlens[bisect_left(cu_seqlens, lo) : bisect_right(cu_seqlens, hi)]
+            if not bounds:
+                kinds[Part(_ceil(hi - lo, CHUNK), False, False)] += 1
+                continue
+            kinds[Part(_ceil(bounds[0] - lo, CHUNK), False, True)] += 1
+            kinds[Part(_ceil(hi - bounds[-1], CHUNK), True, False)] += 1
+            lengths = Counter([(b - a + CHUNK - 1) // CHUNK for a, b in pairwise(bounds)])
+            for chunks, n in lengths.items():
+                kinds[Part(chunks, True, True)] += n
+        return cls._of(kinds)
+
+    @classmethod
+    def _of(cls, kinds: Counter[Part]) -> Load:
+        return cls(tuple((part, n) for part, n in kinds.items() if n and part.chunks))
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[Part]) -> Load:
+        return cls._of(Counter(parts))
+
+    def cut(self, most: int) -> Load:
+        """The same as `Packing.cut` leaves it."""
+        kinds: Counter[Part] = Counter()
+        for part, n in self.kinds:
+            if part.chunks <= most:
+                kinds[part] += n
+                continue
+            count, length = pieces(part.chunks, most)
+            kinds[Part(length, part.begins, False)] += n
+            kinds[Part(length, False, False)] += n * (count - 2)
+            kinds[Part(part.chunks - (count - 1) * length, False, part.ends)] += n
+        return self._of(kinds)
+
+    def folds(self, most: int) -> int:
+        """The most segments that are folded after one another when it is cut."""
+        crossing_or_cut = (
+            pieces(chunks, most)[0]
+            for (chunks, begins, ends), _ in self.kinds
+            if chunks > most or not (begins and ends)
+        )
+        return max(crossing_or_cut, default=0)
+
+    @cached_property
+    def amounts(self) -> dict[str, Amount]:
+        """By properties of `Packing`."""
+
+        def of(entered: bool, left: bool) -> Amount:
+            some = [
+                (chunks, n)
+                for (chunks, begins, ends), n in self.kinds
+                if not ((entered and begins) or (left and ends))
+            ]
+            return Amount(
+                segments=sum(n for _, n in some),
+                chunks=sum(chunks * n for chunks, n in some),
+                longest=max((chunks for chunks, _ in some), default=0),
+            )
+
+        return {
+            "everything": of(False, False),
+            "feeding": of(False, True),
+            "carried": of(True, False),
+            "middle": of(True, True),
+        }
+
+    @property
+    def counts(self) -> Counts:
+        segments = {name: amount.segments for name, amount in self.amounts.items()}
+        return Counts(**segments, chunks=self.amounts["everything"].chunks)

@@ -1,0 +1,370 @@
+"""Checkpoints: found, verified, compared with the configuration and loaded, on any split.
+
+RUN/checkpoints/step-00000020/ holds what torch.distributed.checkpoint writes (model, optimiser,
+step, skipped steps, random number generators) and trainer.json, which says what was trained and
+keeps checksums of all files. saver.py writes it as .partial-step-00000020, and it gets its name
+once it is on disk; a folder under another name than step-* never counts. The learning-rate schedule
+and the sampler are functions of the step, so the step is all that they need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from fla_cp.train.config import TrainConfig, UserError
+from fla_cp.train.distributed import Ranks, local_ranks, threads_per_rank
+from fla_cp.train.integrity import Damaged, FileSums, check_sizes, unpack_sums, unseal, verify
+from fla_cp.train.model import shape_of
+from fla_cp.train.untrusted import CheckedReader, check_places, reading
+
+FORMAT = 2
+"""1 had neither checksums nor any of the model's options but its shape."""
+RECORD = "trainer.json"
+PARTIAL = ".partial-"
+ASIDE = "damaged-"
+_NAME = re.compile(r"step-(\d{8,})")
+
+MODEL_NEUTRAL = ("size", "impl", "remat")
+"""Fields of ModelConfig that leave the model as it is: `size` only fills in the shape."""
+DATA_NEUTRAL = ("micro_batch_size",)
+"""Fields of DataConfig that leave the batches as they are."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. step: optimiser steps taken or skipped, so also batches consumed."""
+
+    step: int = 0
+    skipped: int = 0
+
+
+def complete(folder: Path) -> bool:
+    """Whether this looks like a checkpoint that was written to its end."""
+    files = (".metadata", RECORD)
+    return bool(_NAME.fullmatch(folder.name)) and all((folder / f).is_file() for f in files)
+
+
+def step_of(folder: Path) -> int:
+    match = _NAME.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1])
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run folder, oldest first."""
+    return [folder for folder in _named(run) if complete(folder)]
+
+
+def _named(run: Path) -> list[Path]:
+    """Whatever has a checkpoint's name, whole or not, oldest first."""
+    folder = run / "checkpoints"
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=step_of)
+
+
+def find(resume: str, run: Path) -> list[Path]:
+    """What `--resume` may start from, the best first; nothing has been verified.
+
+    Empty for none, and for auto where there is no checkpoint. Raises UserError if a path has none.
+    """
+    if resume == "none":
+        return []
+    if resume == "auto":
+        return _named(run)[::-1]
+    path = Path(resume)
+    if _NAME.fullmatch(path.name) or (path / ".metadata").exists() or (path / RECORD).exists():
+        if path.exists():
+            return [path]
+    elif found := _named(path):
+        return found[::-1]
+    raise UserError(
+        f"--resume must be none, auto, or the path of a run or checkpoint; {resume} holds no "
+        "complete checkpoint"
+    )
+
+
+def newest_whole(
+    found: Sequence[Path], resume: str, trust: bool, ranks: Ranks, say: Callable[[str], None]
+) -> tuple[Path | None, list[Path]]:
+    """The first of these checkpoints that is whole, and the damaged ones before it.
+
+    None where there are no checkpoints at all. found: what `find` returned, the same on all ranks.
+    trust: let .metadata run code. say: shows a line, on rank 0. Every rank reads a part of the
+    files. Raises UserError if all are damaged. Collective.
+    """
+    problem = ""
+    for i, path in enumerate(found):
+        problem = _problem(path, trust, ranks)
+        if not problem:
+            return path, list(found[:i])
+        if i + 1 < len(found):
+            say(f"{path} is damaged: {problem}; trying the one before")
+    if not found:
+        return None, []
+    message = f"--resume: {found[-1]} is damaged: {problem}"
+    if Path(resume) != found[-1]:
+        message += "; no checkpoint here is whole (to start afresh: --resume none, another --out)"
+    raise UserError(message)
+
+
+def _problem(path: Path, trust: bool, ranks: Ranks) -> str:
+    """What is wrong with a checkpoint, the same on all ranks; "" if nothing. Collective."""
+    answer: dict[str, Any] = {"refused": "", "problem": "", "files": {}}
+    if ranks.rank == 0:
+        try:
+            record, files = read_record(path)
+            check_sizes(path, files)
+            check_places(path, read_metadata(path, files, trust))
+            answer["files"] = record.get("files", {})
+        except UserError as error:
+            answer["refused"] = str(error)
+        except Damaged as error:
+            answer["problem"] = str(error)
+        except OSError as error:
+            answer["problem"] = f"{error.filename or path} cannot be read: {error.strerror}"
+    answer = json.loads(ranks.broadcast(json.dumps(answer)))
+    if answer["refused"]:
+        raise UserError(answer["refused"])
+    if answer["problem"]:
+        return answer["problem"]
+    files = unpack_sums(answer["files"])
+    threads = threads_per_rank(local_ranks())
+    problem = verify(path, files, ranks.rank, ranks.world_size, threads)
+    if problem and ranks.world_size > 1:
+        problem += f" (seen by rank {ranks.rank} on {socket.gethostname()})"
+    return next((p for p in ranks.gather(problem) if p), "")
+
+
+def set_aside(run: Path, damaged: Sequence[Path]) -> list[str]:
+    """Renames damaged checkpoints of this run, which may be worth a rescue, so that the run can
+    write these steps again. Returns a line for each. For one rank."""
+    notes = []
+    for path in damaged:
+        aside = path.with_name(ASIDE + path.name)
+        if path.parent.resolve() != (run / "checkpoints").resolve():
+            continue  # of another run, which is not ours to change
+        try:
+            remove(aside)
+            path.rename(aside)
+            notes.append(f"{path.name} is set aside as {aside}")
+        except OSError as error:
+            notes.append(f"could not set {path} aside: {error}")
+    return notes
+
+
+def read_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
+    """trainer.json of a checkpoint, and the checksums in it: none in format 1.
+
+    Raises Damaged, and UserError for a format of a later version.
+    """
+    if not path.is_dir():
+        raise Damaged("it is no folder")
+    try:
+        record = unseal((path / RECORD).read_bytes())
+    except OSError as error:
+        raise Damaged(f"{RECORD} cannot be read: {error.strerror}") from None
+    format = record.get("format")
+    if type(format) is int and format > FORMAT and "checksum" in record:
+        raise UserError(f"--resume: {path} has format {format}; this version reads 1 and 2")
+    if (format == FORMAT) != ("files" in record) or format not in (1, FORMAT):
+        raise Damaged(f"{RECORD} has format {format!r}; this version reads 1 and 2")
+    for name, kind in (("step", int), ("skipped", int), ("model", dict), ("data", dict)):
+        if type(record.get(name)) is not kind:
+            raise Damaged(f"{RECORD} must hold {name}, of type {kind.__name__}")
+    files = unpack_sums(record["files"]) if format == FORMAT else []
+    if format == FORMAT and ".metadata" not in [file.name for file in files]:
+        raise Damaged(f"{RECORD} has no checksum of .metadata")
+    return record, files
+
+
+def read_metadata(path: Path, files: Sequence[FileSums], trust: bool) -> dcp.Metadata:
+    """The metadata of a checkpoint. Raises Damaged.
+
+    files: their checksums are compared first, where there are any: a damaged pickle is not opened.
+    """
+    problem = verify(path, [file for file in files if file.name == ".metadata"], 0, 1, 1)
+    if problem:
+        raise Damaged(problem)
+    try:
+        text = (path / ".metadata").read_bytes()
+    except OSError as error:
+        raise Damaged(f".metadata cannot be read: {error.strerror}") from None
+    return reading(trust)[0](text)
+
+
+def facts(config: TrainConfig, vocab_size: int, packs: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What a resumed run should have in common with the one before, as JSON can hold it.
+
+    Every option counts that is not named as neutral, so a new one is compared without being added.
+    """
+    model = {**asdict(config.model), **asdict(shape_of(config.model)), "vocab_size": vocab_size}
+    data = {**asdict(config.data), "seed": config.run.seed, "packs": packs}
+    data["dtype"] = str(dtype).removeprefix("torch.")
+    return json.loads(
+        json.dumps(
+            {
+                "model": {k: v for k, v in model.items() if k not in MODEL_NEUTRAL},
+                "data": {k: v for k, v in data.items() if k not in DATA_NEUTRAL},
+            }
+        )
+    )
+
+
+_OTHER_FLAGS = {"seed": "--seed", "dtype": "--dtype", "packs": "packs in --data"}
+
+
+def _shown(section: str, name: str, value: Any) -> str:
+    if name == "vocab_size":
+        return f"a vocabulary of {value} tokens (--data)"
+    flag = f"--{section}.{name.replace('_', '-')}"
+    return f"no {flag}" if value is None else f"{flag} {value}"
+
+
+def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
+    """Notes on what differs in the data, or cannot be compared. Raises UserError if the model
+    differs: one line with every flag, both values, and how to take over the run's configuration.
+
+    now: the `facts` of this run. Data may change on purpose, as between stages of a training; with
+    another model the weights would not fit, or would mean something else.
+    """
+    try:
+        record, _ = read_record(path)
+    except Damaged as error:
+        raise UserError(f"--resume: {path} is damaged: {error}") from None
+    saved, new = record["model"], now["model"]
+    changed = [name for name in new if name in saved and saved[name] != new[name]]
+    if changed:
+        before = " and ".join(_shown("model", name, saved[name]) for name in changed)
+        after = " and ".join(_shown("model", name, new[name]) for name in changed)
+        config = path.parent.parent / "config.toml"
+        advice = f"; to continue it, use --config {config} instead" if config.is_file() else ""
+        raise UserError(
+            f"--resume: {path} was trained with {before}, but this run has {after}{advice}"
+        )
+    notes = []
+    for name, value in now["data"].items():
+        if name in record["data"] and record["data"][name] != value:
+            flag = _OTHER_FLAGS.get(name, f"--data.{name.replace('_', '-')}")
+            was = record["data"][name]
+            notes.append(f"the resumed run's data differ: {flag} is {value}, was {was}")
+    if record["format"] == 1:
+        unknown = ", ".join(name for name in new if name not in saved)
+        notes.append(
+            f"{path} is of format 1: it has no checksums, so damage to it is not found, and does "
+            f"not say what its {unknown} were"
+        )
+    return notes
+
+
+def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The state of this rank's generators, under names of its own."""
+    state = {f"cpu-{ranks.rank}": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        state[f"cuda-{ranks.rank}"] = torch.cuda.get_rng_state(ranks.device)
+    return state
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    trust: bool = False,
+) -> Progress:
+    """Fills model and optimiser from a checkpoint of any split; returns where the run stood.
+
+    Hyper-parameters of the optimiser stay as they are configured now. A rank whose generators
+    were not saved (there were fewer ranks) keeps its own. trust: run the code that the
+    checkpoint's pickles ask for. Raises UserError, on all ranks, for a checkpoint that does not
+    fit the model or cannot be read. Collective.
+    """
+    metadata, problem = None, ""
+    try:
+        metadata = read_metadata(path, read_record(path)[1], trust)
+    except Damaged as error:
+        problem = str(error)
+    problem = next((p for p in ranks.gather(problem) if p), "")
+    if metadata is None or problem:
+        raise UserError(f"--resume: {path} is damaged: {problem}")
+    hyper = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    parameters, moments = get_state_dict(model, optimizer)
+    names = metadata.state_dict_metadata
+    random = {k: v for k, v in random_state(ranks).items() if f"random.{k}" in names}
+    state = {
+        "model": parameters,
+        "optimizer": moments,
+        "progress": {name: torch.tensor(0) for name in asdict(Progress())},
+        "random": random,
+    }
+    try:
+        dcp.load(
+            state,
+            storage_reader=CheckedReader(path, metadata),
+            planner=reading(trust)[1](),
+            process_group=ranks.host_group,
+        )
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+    except (CheckpointException, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--resume: {path} cannot be loaded: {first_cause(error)}") from error
+    for group, values in zip(optimizer.param_groups, hyper, strict=True):
+        group.update(values)
+    if f"cpu-{ranks.rank}" in random:
+        torch.set_rng_state(random[f"cpu-{ranks.rank}"])
+    if f"cuda-{ranks.rank}" in random:
+        torch.cuda.set_rng_state(random[f"cuda-{ranks.rank}"], ranks.device)
+    return Progress(**{name: int(value) for name, value in state["progress"].items()})
+
+
+def first_cause(error: BaseException) -> str:
+    """What went wrong in DCP, in one line: of the first rank that failed, if several ranks ran."""
+    rank = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        number = min(error.failures)
+        rank = f" (rank {number})" if len(error.failures) > 1 or number > 0 else ""
+        error = error.failures[number][0]
+    lines = str(error).strip().splitlines()
+    text = lines[0].rstrip(" :.") if lines else type(error).__name__
+    if not isinstance(error, (OSError, Damaged)):
+        text = f"{type(error).__name__}: {text}" if lines else text
+    return text + rank
+
+
+def remove(path: Path) -> None:
+    """Deletes a folder, or a file or link of that name; what a link points to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def clean(run: Path, after: int | None = None) -> list[str]:
+    """Deletes what a crash left behind and, with `after`, checkpoints of later steps.
+
+    Returns a line for each checkpoint, and for what could not be deleted. For one rank.
+    """
+    root, notes = run / "checkpoints", []
+    later = [] if after is None else [f for f in _named(run) if step_of(f) > after]
+    for path in [*root.glob(PARTIAL + "*"), *later]:
+        try:
+            remove(path)
+            if path in later:
+                notes.append(f"removed {path}: later than the resumed step")
+        except OSError as error:
+            notes.append(f"could not remove {path}: {error}")
+    return notes

@@ -1,0 +1,358 @@
+"""Ranks: starting them, their device mesh, the collectives of a step, and FSDP2.
+
+The mesh has the axes (dp_replicate, dp_shard, cp); cp is innermost, so that a cp group lies on one
+host where it can. A second mesh over the same ranks in the same order, (dp_replicate, fsdp), joins
+dp_shard and cp into the one axis that FSDP2 shards parameters over.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fla_cp.train import loopback, parent, restart
+from fla_cp.train.config import ParallelConfig, UserError
+from fla_cp.train.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
+from fla_cp.train.meeting import meet
+from fla_cp.train.progress import mark, waiting
+from fla_cp.train.watch import watched
+
+TRAIN = Path(__file__).resolve().with_name("main.py")
+SCRIPT = TRAIN.parents[2] / "launch" / "train.py"  # in a clone
+# Longer than any wait: ranks also wait for rank 0 in --check-parity and at plots. What ends a hung
+# run is fla_cp/train/watch.py, which knows such phases; a collective knows only when it began.
+HOST_TIMEOUT = datetime.timedelta(hours=2)
+
+
+def local_ranks() -> int:
+    """Ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def choose_device(wanted: str, ranks: int) -> str:
+    """cpu or cuda for `ranks` ranks of this host. Raises UserError where cuda cannot be had."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and gpus < ranks:
+        raise UserError(f"--device cuda needs a GPU per local rank: {ranks} ranks, {gpus} GPUs")
+    if wanted == "auto":
+        return "cuda" if gpus >= ranks else "cpu"
+    return wanted
+
+
+def launch(config: ParallelConfig, argv: Sequence[str]) -> int | None:
+    """Starts the local ranks if this process is too few; None if this process is one of them.
+
+    Returns the exit code of the ranks that it ran. Raises UserError if it was started by a
+    launcher with another number of ranks than the flags multiply to.
+    """
+    needed, started = config.world_size, int(os.environ.get("WORLD_SIZE", "1"))
+    alone = "RANK" not in os.environ
+    if started == needed and not (config.max_restarts and alone):
+        return None
+    if started > 1:
+        raise UserError(_mismatch(config, started, argv))
+    choose_device(config.device, needed)
+    count = f"{needed} rank{'s' * (needed > 1)}"
+    print(f"started as 1 process: launching {count} on this host ({config_product(config)})")
+    sys.stdout.flush()
+    return restart.repeat(lambda: _run_elastic(needed, argv), config.max_restarts)
+
+
+def config_product(config: ParallelConfig) -> str:
+    return f"cp {config.cp} x dp-shard {config.dp_shard} x dp-replicate {config.dp_replicate}"
+
+
+def _mismatch(config: ParallelConfig, started: int, argv: Sequence[str]) -> str:
+    needed, times = config.world_size, started // config.world_size
+    counts = f"{needed} rank{'s' * (needed > 1)}, but {started} were started"
+    if started == needed * times:
+        return (
+            f"{config_product(config)} needs {counts}; to use them all, give "
+            f"--cp {config.cp * times} (together they share a sequence) or "
+            f"--dp-shard {config.dp_shard * times} (each takes its own packs)"
+        )
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    spread = hosts > 1 and needed % hosts == 0
+    nodes = f"--nnodes {hosts} " if spread else ""
+    script = os.path.relpath(SCRIPT) if SCRIPT.exists() else "-m fla_cp.train.main"
+    command = f"torchrun {nodes}--nproc-per-node {needed // hosts if spread else needed} {script}"
+    return f"{config_product(config)} needs {counts}; run:\n  {command} {shlex.join(argv)}".rstrip()
+
+
+def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # What an outer launcher says about its own ranks would mislead ours.
+    stale = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
+    for name in list(os.environ):
+        if name in stale or name.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")):
+            del os.environ[name]
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(ranks))
+    os.environ[parent.LAUNCHER] = str(os.getpid())
+    loopback.register()
+    # A failing rank prints its own traceback; the agent's table of ranks says nothing more.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    launcher = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=loopback.BACKEND,
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(launcher, sys.executable)(str(TRAIN), *argv)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == HUNG:  # it has lost another, which a signal may have ended
+            ended = {r: f for r, f in error.failures.items() if f.exitcode < 0}
+            others = [r for r, f in ended.items() if f.exitcode != -signal.SIGTERM]  # not ours
+            rank, failure = (others[0], ended[others[0]]) if others else (rank, failure)
+        if failure.exitcode not in (FAILED, MISTAKE, DIVERGED, HUNG):  # such ranks have said why
+            print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def threads_per_rank(ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands, and the collectives that a step needs.
+
+    mesh: axes (dp_replicate, dp_shard, cp). fsdp_mesh: (dp_replicate, fsdp), or (fsdp,) without
+    replicas. cp_group: None for one rank. host_group: the whole world, for CPU tensors, so that
+    agreeing on a number never waits for the GPU.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    fsdp_mesh: DeviceMesh
+    cp_group: dist.ProcessGroup | None
+    host_group: dist.ProcessGroup | None
+    cp: int
+    dp_rank: int
+    dp: int
+    dp_replicate: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all ranks, in place, on the device."""
+        if self.world_size > 1:
+            on_gpu = self.device.type == "cuda"
+            with waiting("sum (all-reduce over all ranks)", until_mark=on_gpu):
+                dist.all_reduce(values)
+        return values
+
+    def host_gather(self, values: Sequence[int]) -> Tensor:
+        """[world, len(values)] int64: what each rank gave."""
+        mine = torch.tensor([list(values)], dtype=torch.int64)
+        if self.world_size == 1:
+            return mine
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with waiting("host_gather (all-gather over all ranks)"):
+            dist.all_gather(rows, mine, group=self.host_group)
+        return torch.cat(rows)
+
+    def host_max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over all ranks."""
+        mine = torch.tensor(list(values), dtype=torch.float64)
+        if self.world_size > 1:
+            with waiting("host_max (all-reduce over all ranks)"):
+                dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.host_group)
+        return mine.tolist()
+
+    def barrier(self) -> None:
+        """Waits for all ranks, on the host."""
+        if self.world_size > 1:
+            with waiting("barrier of all ranks"):
+                dist.barrier(group=self.host_group)
+
+    def broadcast(self, value: str) -> str:
+        """Rank 0's value."""
+        box = [value]
+        if self.world_size > 1:
+            with waiting("broadcast from rank 0"):
+                dist.broadcast_object_list(box, src=0, group=self.host_group)
+        return box[0]
+
+    def gather(self, value: str) -> list[str]:
+        """Every rank's value, rank 0's first."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            with waiting("gather (all-gather over all ranks)"):
+                dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def alone(self) -> Ranks:
+        """The same device as a world of one rank. Collective: every rank must call it."""
+        kind = self.device.type
+        own = init_device_mesh(kind, (self.world_size, 1), mesh_dim_names=("rank", "fsdp"))["fsdp"]
+        return Ranks(
+            rank=0,
+            world_size=1,
+            device=self.device,
+            mesh=own,
+            fsdp_mesh=own,
+            cp_group=None,
+            host_group=None,
+            cp=1,
+            dp_rank=0,
+            dp=1,
+            dp_replicate=1,
+        )
+
+
+@contextmanager
+def joined(config: ParallelConfig) -> Iterator[Ranks]:
+    """The ranks of this run; the process group lives as long as the block."""
+    kind = choose_device(config.device, local_ranks())
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(local_ranks()))
+        torch.set_num_threads(threads_per_rank(local_ranks()))
+    if world == local_ranks():
+        loopback.stay_local()
+    mark("start", step=0, first=True)
+    # One process needs no address to meet at, so it takes no port either.
+    store = dist.HashStore() if world == 1 else meet(rank, world, config.rendezvous_seconds)
+    limits = (config.notice_seconds, config.timeout_seconds)
+    with watched(store, rank, world, *limits) as watch:
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            device_id=device if kind == "cuda" else None,
+            timeout=HOST_TIMEOUT,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+        )
+        del store
+        try:
+            yield _with_groups(config, rank, world, device)
+        except UserError:
+            dist.destroy_process_group()  # every rank found the same mistake
+            raise
+        except BaseException as error:
+            if watch is not None:
+                watch.settle(error)
+            # Over gloo this tells the others at once; over NCCL it could wait for them.
+            if kind == "cpu":
+                dist.destroy_process_group()
+            raise
+        if watch is not None:
+            watch.close()
+        dist.destroy_process_group()
+
+
+def _with_groups(config: ParallelConfig, rank: int, world: int, device: torch.device) -> Ranks:
+    kind = device.type
+    sizes = (config.dp_replicate, config.dp_shard, config.cp)
+    mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+    fsdp_mesh = init_device_mesh(
+        kind,
+        (config.dp_replicate, config.dp_shard * config.cp),
+        mesh_dim_names=("dp_replicate", "fsdp"),
+    )
+    _lengthen(mesh, fsdp_mesh)
+    return Ranks(
+        rank=rank,
+        world_size=world,
+        device=device,
+        mesh=mesh,
+        fsdp_mesh=fsdp_mesh if config.dp_replicate > 1 else fsdp_mesh["fsdp"],
+        cp_group=mesh.get_group("cp") if config.cp > 1 else None,
+        host_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        if kind == "cuda"
+        else dist.group.WORLD,
+        cp=config.cp,
+        dp_rank=rank // config.cp,
+        dp=config.dp,
+        dp_replicate=config.dp_replicate,
+    )
+
+
+def _lengthen(*meshes: DeviceMesh) -> None:
+    """Gives the groups of the meshes HOST_TIMEOUT too; init_device_mesh takes none (torch 2.13).
+
+    Theirs, 10 minutes over NCCL and 30 over gloo, count from the start of a collective, so a first
+    step that compiles for longer on one rank would end the run.
+    """
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(HOST_TIMEOUT, group)
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype that --dtype asks for on this device."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, name)
+
+
+def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
+    """The model with FSDP2 applied in place: one group a block, one for the rest.
+
+    model: float32 parameters on the meta device, or full ones that are the same on every rank
+    (float64 for dtype float64, which only the parity check's reference uses). They stay
+    float32 and are cast to `dtype` for compute, except those of a block's `mixer.core`: decay rates
+    lose their meaning in bfloat16, so they have a group of their own that stays float32. Gradients
+    are sums over ranks (not means) in float32: the loss is already divided by the global number of
+    targets.
+    """
+    widest = torch.promote_types(dtype, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=widest)
+    exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        if dtype != widest:
+            fully_shard(block.mixer.core, mesh=ranks.fsdp_mesh, mp_policy=exact)
+        fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
+    fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A factor of 1 alone asks for a pre-multiplied sum, which gloo does not have.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def describe(ranks: Ranks, dtype: torch.dtype) -> str:
+    """One line: how many ranks, on what, split how."""
+    if ranks.device.type == "cuda":
+        what = f"{torch.cuda.get_device_name(ranks.device)}, NCCL"
+    else:
+        what = f"CPU, gloo, {torch.get_num_threads()} threads a rank"
+    shape = dict(zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True))
+    axes = " x ".join(f"{name} {size}" for name, size in shape.items())
+    hosts = max(1, ranks.world_size // local_ranks())
+    where = socket.gethostname() if hosts == 1 else f"{hosts} hosts"
+    precision = str(dtype).removeprefix("torch.")
+    count = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}"
+    return f"{count} on {where} ({what}), mesh {axes}, compute in {precision}"

@@ -1,0 +1,360 @@
+"""Trains a KDA language model with the sequence sharded over ranks.
+
+torchrun --nproc-per-node 4 launch/train.py --cp 4
+torchrun launch/train.py --cp 4          # launches its four ranks itself
+fla-cp-train --config runs/x/config.toml --resume auto
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+if __package__ in (None, ""):  # run by path from a clone: this folder is on sys.path, not the root
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from fla_cp.train.parent import end_with_launcher
+
+if __name__ == "__main__":  # before the seconds that the other imports take
+    end_with_launcher()
+
+import torch
+from accelerate.utils import set_seed
+
+from fla_cp.comm import measure_exchange
+from fla_cp.kernels import resolve
+from fla_cp.train import checkpoint, divergence
+from fla_cp.train.config import TrainConfig, UserError, parse
+from fla_cp.train.data import PackedDataset, build_dataset
+from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
+from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
+from fla_cp.train.lock import RunLock
+from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
+from fla_cp.train.model import build_sharded
+from fla_cp.train.parity import compare, write_report
+from fla_cp.train.progress import announced, mark
+from fla_cp.train.run_folder import begin_run, open_run
+from fla_cp.train.saver import Saver
+from fla_cp.train.step import (
+    HeldOut,
+    agree,
+    build_optimizer,
+    forward_backward,
+    learning_rate,
+    micro_batches,
+    reduce_metrics,
+    update,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses flags and trains; the exit code, one of fla_cp/train/exit_codes.py."""
+    if argv is None:  # this process is ours
+        end_with_launcher()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        config = parse(argv, quiet=not first)
+        code = launch(config.parallel, argv)
+        if code is None:
+            with joined(config.parallel) as ranks, RunLock() as lock:
+                task = check_parity if config.parity.check else train
+                code = task(config, ranks, lock)
+    except UserError as error:
+        if first:
+            print(f"error: {error}", file=sys.stderr)
+        code = MISTAKE
+    return code
+
+
+def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
+    """Runs --check-parity; 0 if it holds, FAILED if not."""
+    check_impl(config, ranks)
+    dataset = load_data(config, "train", ranks)
+    run = open_run(config, ranks, lock).path
+    begin_run(config, run, ranks, lock)
+    dtype = compute_dtype(config.parallel.dtype, ranks.device)
+    if ranks.rank == 0:
+        print(f"{describe(ranks, dtype)}; comparing {config.parity.steps} steps with one rank")
+    report = compare(config, dataset, ranks)
+    failed = 0.0
+    if report is not None:
+        print(report.table())
+        print(f"report: {write_report(report, run)}", flush=True)
+        failed = float(not report.passed)
+    return FAILED if ranks.host_max([failed])[0] else 0
+
+
+def check_impl(config: TrainConfig, ranks: Ranks) -> None:
+    """Raises UserError where this device cannot run --impl."""
+    try:
+        resolve(config.model.impl, ranks.device, compute_dtype(config.parallel.dtype, ranks.device))
+    except ValueError as error:
+        raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
+
+
+def load_data(config: TrainConfig, split: str, ranks: Ranks) -> PackedDataset:
+    """The packs of one split. Raises UserError, on all ranks, where one of them cannot have it.
+
+    Called before a run folder is made, so that a mistake leaves none behind. Collective.
+    """
+    dataset, problem = None, ""
+    try:
+        dataset = build_dataset(config.data.source, config.data.seq_len, split, config.run.seed)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    problems = ranks.gather(problem)
+    for rank, text in enumerate(problems):
+        if text:
+            everywhere = len(set(problems)) == 1
+            raise UserError(f"--data: {text}" + ("" if everywhere else f" (on rank {rank})"))
+    assert dataset is not None
+    return dataset
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[list[int]]:
+    """The SIGTERM and SIGINT received inside the block, which no longer end the process."""
+    received: list[int] = []
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(s, lambda number, _: received.append(number)) for s in signals]
+    try:
+        yield received
+    finally:
+        for s, handler in zip(signals, before, strict=True):
+            signal.signal(s, handler)
+
+
+def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
+    """Trains to --max-steps or until asked to stop; writes everything into the run folder."""
+    check_impl(config, ranks)
+    data = load_data(config, "train", ranks)
+    valid = load_data(config, "valid", ranks) if config.run.eval_every else None
+    folder = open_run(config, ranks, lock)
+    run, found = folder.path, folder.found
+    set_seed(config.run.seed)
+    dtype = compute_dtype(config.parallel.dtype, ranks.device)
+    facts = checkpoint.facts(config, data.vocab_size, len(data), dtype)
+    differences = checkpoint.check_matches(found, facts) if found is not None else []
+    begin_run(config, run, ranks, lock)
+    seed = config.run.seed if found is None else None  # a checkpoint fills the weights
+    model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = build_optimizer(model, config.optim)
+
+    notes = [
+        describe(ranks, dtype),
+        f"model {config.model.size}: {parameters / 1e6:.2f} M parameters, {model.shape}",
+        f"data {config.data.source}: {len(data)} packs of {config.data.seq_len} tokens, "
+        f"vocabulary {data.vocab_size}; {tokens_per_step(config)} tokens a step",
+        *data.notes,
+        *(valid.notes if valid is not None else ()),
+    ]
+    if whole_packs(config):
+        notes.append(
+            f"note: each of the {config.parallel.cp} cp ranks holds whole packs, so no state "
+            "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
+            "(--micro-batch-size 1) would be sharded"
+        )
+    progress = checkpoint.Progress()
+    if found is not None:
+        progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)
+        notes.append(f"resumed from {found} at step {progress.step}")
+        notes += [f"note: {difference}" for difference in differences]
+    if ranks.rank == 0:
+        notes += checkpoint.clean(run, after=progress.step)
+    log = RunLog(run, config.run, ranks, progress.step if found else None)
+    for note in notes:
+        log.print(note)
+    held_out = HeldOut(config, valid, ranks) if valid is not None else None
+    diverged, stopped = "", False
+    try:
+        keep = config.run.keep_checkpoints
+        with closing(Saver(run, facts, keep, ranks, log.print, progress.step)) as saver:
+            loop = Loop(config, ranks, data, held_out, model, optimizer, progress, log, saver)
+            stopped = loop.run_all()
+    except divergence.Diverged as error:
+        diverged = str(error)
+    finally:
+        log.close()
+    if ranks.rank == 0 and diverged:
+        kept = checkpoint.checkpoints(run)
+        last = f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint"
+        print(f"error: {diverged}; {last}", file=sys.stderr, flush=True)
+    elif ranks.rank == 0:
+        summarise(config, run, log.rows, stopped)
+    return DIVERGED if diverged else 0
+
+
+def tokens_per_step(config: TrainConfig) -> int:
+    return config.data.global_batch_size * config.data.seq_len
+
+
+def whole_packs(config: TrainConfig) -> bool:
+    """Whether the ranks of a cp group cut a micro-batch between packs only: they then hold whole
+    documents, and exchange no states."""
+    cp, data = config.parallel.cp, config.data
+    packs = data.micro_batch_size or data.global_batch_size // config.parallel.dp
+    pieces = 2 * cp if config.parallel.layout == "zigzag" else cp
+    return cp > 1 and packs % pieces == 0
+
+
+class Loop:
+    """The training loop over a prepared model; `run_all` is its only entry."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        data: PackedDataset,
+        held_out: HeldOut | None,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: checkpoint.Progress,
+        log: RunLog,
+        saver: Saver,
+    ) -> None:
+        self.config, self.ranks = config, ranks
+        self.data, self.held_out = data, held_out
+        self.model, self.optimizer = model, optimizer
+        self.progress, self.log, self.saver = progress, log, saver
+        self.skips = divergence.Skips(config.run.max_skips)
+        self.checked = False  # contexts are compared across ranks once
+
+    def run_all(self) -> bool:
+        """Takes the steps that are left; True if it was asked to stop before the last.
+
+        Raises Diverged, on all ranks, if its last steps were skipped. A run that is asked to stop
+        among skipped steps saves its weights, which are those before them, and drops no checkpoint
+        for it.
+        """
+        last = self.config.run.max_steps
+        start = self.progress.step
+        if start == 0 and self.held_out:
+            nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
+            self._record(**nothing, lr=0.0, exchange_ms=0.0, evaluate=True)
+        batches = micro_batches(self.config, self.data, self.ranks, start)
+        stopped = False
+        with stop_on_signal() as received:
+            while self.progress.step < last and not stopped:
+                stopped = self._step(batches, received)
+                self.saver.poll()
+            with announced("checkpoint"):
+                self.saver.wait()
+            if self.skips.count and not stopped:
+                raise divergence.Diverged(f"the last steps are missing: {self.skips.report()}")
+            # also where the periodic one failed
+            if self.skips.count:
+                self.saver.keep += 1
+            if self.progress.step > self.saver.step:
+                divergence.check_weights(self.model, self.ranks, self.progress.step)
+                with announced("checkpoint"):
+                    self.saver.write(self.model, self.optimizer, self.progress)
+        return stopped
+
+    def _step(self, batches: Iterator, received: list[int]) -> bool:
+        """One step and what is due after it. True if a rank was asked to stop."""
+        config, ranks = self.config, self.ranks
+        step = self.progress.step + 1
+        begin = time.perf_counter()
+        mark("data", step=step)
+        batch = next(batches)
+        agreed = agree(batch, ranks, stop=bool(received))
+        with measure_exchange() as timer:
+            check, self.checked = not self.checked, True
+            share = forward_backward(self.model, batch, agreed.targets, config, ranks, check)
+        loss, norm = reduce_metrics(share, self.model, ranks)
+        mark("update", first=check)
+        rate = learning_rate(config.optim, step, config.run.max_steps)
+        finite = torch.tensor([loss, norm]).isfinite().all().item()  # equal on all ranks
+        if finite:
+            update(self.model, self.optimizer, rate, norm, config.optim.clip_norm)
+            self.skips.end()
+        else:
+            self.log.print(self.skips.add(step, loss, norm, self.model, ranks))
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - begin
+        skipped = self.progress.skipped + (not finite)
+        self.progress = checkpoint.Progress(step, skipped)
+
+        every = config.run.eval_every
+        self._record(
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            tokens_per_second=tokens_per_step(config) / seconds,
+            exchange_ms=timer.elapsed_ms(),
+            evaluate=bool(every) and (step % every == 0 or step == config.run.max_steps),
+        )
+        self.skips.check()
+        every = config.run.checkpoint_every
+        if every and step % every == 0 and self._may_save():
+            self._save()
+        return agreed.stop
+
+    def _may_save(self) -> bool:
+        """Whether the last step was taken. Raises Diverged for weights that are not finite."""
+        if self.skips.count:
+            self.log.print(f"no checkpoint at step {self.progress.step}: {self.skips}")
+            return False
+        divergence.check_weights(self.model, self.ranks, self.progress.step)
+        return True
+
+    def _record(
+        self,
+        *,
+        loss: float | None,
+        grad_norm: float | None,
+        lr: float,
+        tokens_per_second: float | None,
+        exchange_ms: float,
+        evaluate: bool,
+    ) -> None:
+        held_out = self.held_out.loss(self.model) if evaluate and self.held_out else None
+        mark("metrics")
+        exchange_ms, memory = self.ranks.host_max([exchange_ms, peak_memory(self.ranks.device)])
+        speed, world = tokens_per_second, self.ranks.world_size
+        self.log.write(
+            Metrics(
+                step=self.progress.step,
+                loss=loss,
+                eval_loss=held_out,
+                grad_norm=grad_norm,
+                lr=lr,
+                tokens_per_second=speed,
+                tokens_per_second_per_gpu=speed / world if speed is not None else None,
+                peak_memory_bytes=int(memory),
+                exchange_ms=exchange_ms,
+                skipped=self.progress.skipped,
+            )
+        )
+
+    @announced("checkpoint")
+    def _save(self) -> None:
+        self.saver.start(self.model, self.optimizer, self.progress)
+
+
+@announced("summary")
+def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -> None:
+    """Prints how the run ended and draws its plot; for rank 0. rows: those of metrics.jsonl."""
+    done = f"{rows[-1]['step'] if rows else 0} of {config.run.max_steps} steps"
+    print(f"stopped on request after {done}" if stopped else f"finished: {done}")
+    for name, label in (("loss", "train"), ("eval_loss", "held-out")):
+        values = [(row["step"], row[name]) for row in rows if row[name] is not None]
+        if values:
+            (a, first), (b, last) = values[0], values[-1]
+            print(f"{label} loss: {first:.4f} (step {a}) -> {last:.4f} (step {b})")
+    if rows and rows[-1]["skipped"]:
+        print(f"skipped steps: {rows[-1]['skipped']}")
+    title = f"{config.model.size} on {config.data.source}, cp {config.parallel.cp}"
+    print(plot_losses(run, rows, title))
+    print(f"results: {run}/ (metrics.jsonl, config.toml, checkpoints)", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

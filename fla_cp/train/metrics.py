@@ -1,0 +1,214 @@
+"""What a run reports: JSON lines, a progress bar or printed lines, TensorBoard, and a loss plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fla_cp.train.config import RunConfig
+from fla_cp.train.distributed import Ranks
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One line of metrics.jsonl; None (null) is what was not measured or is not finite.
+
+    step: 1 for the first update; line 0 has the held-out loss of the initial weights and no more.
+    loss: global mean, nats per target, before this step's update. eval_loss: held-out, after it.
+    grad_norm: global, before clipping. lr: of this update. tokens_per_second: of all ranks.
+    peak_memory_bytes: most over ranks, of the GPU's allocator or, on CPU, of the process.
+    exchange_ms: most over ranks, waiting for other ranks' states in forward and backward.
+    skipped: steps skipped so far for a loss or gradient that was not finite.
+    """
+
+    step: int
+    loss: float | None
+    eval_loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens_per_second: float | None
+    tokens_per_second_per_gpu: float | None
+    peak_memory_bytes: int
+    exchange_ms: float
+    skipped: int
+
+    def finite(self) -> dict[str, Any]:
+        """As a dict that JSON can hold: NaN and infinities become None."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes so far: of the CUDA allocator, or of this process's resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of RUN/metrics.jsonl; those that hold no metrics are left out, as a last one that
+    a crash cut short."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = (_row(line) for line in path.read_bytes().splitlines())
+    return [row for row in rows if row is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The metrics in a line, None for a column that is not there; None for any other bytes."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    row = {**{field.name: None for field in fields(Metrics)}, **row}
+    values = [row[field.name] for field in fields(Metrics)]
+    return row if all(type(value) in (int, float, type(None)) for value in values) else None
+
+
+class RunLog:
+    """Writes and shows one run's metrics on rank 0; does nothing on the others.
+
+    run: the run folder. start_step: later lines of an earlier run are dropped, and without a
+    checkpoint (None) all of them.
+    """
+
+    def __init__(self, run: Path, config: RunConfig, ranks: Ranks, start_step: int | None) -> None:
+        self.run, self.config = run, config
+        self.main, self.sharded = ranks.rank == 0, ranks.cp > 1
+        self.tracker = _tensorboard(run, ranks) if config.tensorboard else None
+        self.bar = None
+        self.rows: list[dict[str, Any]] = []
+        if not self.main:
+            return
+        kept = [r for r in read_metrics(run) if start_step is not None and r["step"] <= start_step]
+        partial = run / "metrics.jsonl.tmp"
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(partial, run / "metrics.jsonl")
+        self.rows = kept
+        self.file = open(run / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(
+                total=config.max_steps, initial=start_step or 0, unit="step", dynamic_ncols=True
+            )
+
+    def print(self, text: str) -> None:
+        """Shows a line, above the bar if there is one."""
+        if self.main:
+            if self.bar is not None:
+                self.bar.write(text)
+            else:
+                print(text, flush=True)
+
+    def write(self, metrics: Metrics) -> None:
+        """Records one step everywhere."""
+        if not self.main:
+            return
+        row = metrics.finite()
+        self.rows.append(row)
+        self.file.write(json.dumps(row) + "\n")
+        if self.tracker is not None:
+            values = {k: v for k, v in row.items() if k != "step" and v is not None}
+            self.tracker.log(values, step=metrics.step)
+        self._show(metrics)
+
+    def _show(self, m: Metrics) -> None:
+        if self.bar is not None and m.step > 0:
+            self.bar.set_postfix_str(_brief(m, self.sharded), refresh=False)
+            self.bar.update()
+        held_out = m.eval_loss is not None
+        turn = m.step % self.config.log_every == 0 or m.step in (1, self.config.max_steps)
+        if held_out or (self.bar is None and turn):
+            text = f"step {m.step:>5}/{self.config.max_steps}"
+            if m.step > 0:
+                text += f"  {_brief(m, self.sharded)}"
+            self.print(text + (f"  held-out {m.eval_loss:.4f}" if held_out else ""))
+
+    def close(self) -> None:
+        if not self.main:
+            return
+        if self.bar is not None:
+            self.bar.close()
+        self.file.close()
+        if self.tracker is not None:
+            # end_training would also destroy the process group, on this rank alone
+            self.tracker.get_tracker("tensorboard").finish()
+
+
+def _brief(m: Metrics, sharded: bool) -> str:
+    """One line; with the time of exchanges where sequences are sharded."""
+    parts = [
+        f"loss {m.loss:.4f}",
+        f"norm {m.grad_norm:.2f}",
+        f"lr {m.lr:.1e}",
+        f"{_thousands(m.tokens_per_second)} tokens/s",
+        f"({_thousands(m.tokens_per_second_per_gpu)} a rank)",
+        f"{m.peak_memory_bytes / 2**30:.2f} GiB",
+    ]
+    if sharded:
+        parts.append(f"exchange {m.exchange_ms:.1f} ms")
+    if m.skipped:
+        parts.append(f"skipped {m.skipped}")
+    return "  ".join(parts)
+
+
+def _thousands(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+
+
+def _tensorboard(run: Path, ranks: Ranks) -> Any:
+    """An Accelerator whose tracker writes into RUN/tensorboard, or None without TensorBoard."""
+    from accelerate import Accelerator
+
+    try:
+        import tensorboard  # noqa: F401
+    except ModuleNotFoundError:
+        if ranks.rank == 0:
+            print("TensorBoard is not installed (extra `train`): no events are written")
+        return None
+    accelerator = Accelerator(
+        cpu=ranks.device.type == "cpu", log_with="tensorboard", project_dir=run
+    )
+    accelerator.init_trackers("tensorboard")
+    return accelerator
+
+
+def plot_losses(run: Path, rows: list[dict[str, Any]], title: str) -> str:
+    """Draws RUN/loss.png, train and held-out loss by step; returns a line that says what it did."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return "no loss plot: matplotlib is not installed (extra `plot`)"
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    def series(name: str) -> tuple[list[int], list[float]]:
+        points = [(row["step"], row[name]) for row in rows if row[name] is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*series("loss"), color="tab:blue", linewidth=1, label="train")
+    axes.plot(*series("eval_loss"), "o-", color="tab:orange", label="held-out")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(run / "loss.png", dpi=120)
+    return f"loss plot: {run / 'loss.png'}"

@@ -1,0 +1,240 @@
+"""A small decoder language model: embedding, blocks of a token mixer and SwiGLU, output head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fla_cp import FLACPContext
+from fla_cp import nn as layers
+from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
+from fla_cp.train.config import ModelConfig
+from fla_cp.train.distributed import Ranks, shard_model
+from fla_cp.train.weights import give_memory, initialise
+
+CONV_SIZE = 4
+INIT_STD = 0.02
+# Logits that one cross-entropy holds in float32: 2^25 elements are 128 MiB, and its gradient
+# as much again.
+MAX_LOGITS = 2**25
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of a decoder."""
+
+    layers: int
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    tie_embeddings: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers of width {self.hidden_size}, "
+            f"{self.num_heads} heads of {self.head_dim}, "
+            f"{'tied' if self.tie_embeddings else 'untied'} head"
+        )
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of SwiGLU: 8/3, so that its three matrices cost what two of 4x would."""
+        return 64 * math.ceil(self.hidden_size * 8 / 3 / 64)
+
+
+SHAPES = {
+    "tiny": Shape(layers=2, hidden_size=128, num_heads=2, head_dim=64, tie_embeddings=True),
+    "340M": Shape(layers=24, hidden_size=1024, num_heads=8, head_dim=128, tie_embeddings=False),
+    "1.3B": Shape(layers=24, hidden_size=2048, num_heads=16, head_dim=128, tie_embeddings=False),
+}
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """The named size with the overrides that the configuration sets."""
+    names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings")
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    return replace(SHAPES[config.size], **given)
+
+
+MIXERS = {
+    "kda": layers.KimiDeltaAttention,
+    "gdn": layers.GatedDeltaNet,
+    "comba": layers.Comba,
+    "gdp": layers.GatedDeltaProduct,
+    "gla": layers.GatedLinearAttention,
+    "simple_gla": layers.SimpleGatedLinearAttention,
+}
+
+
+def _initial_values(module: nn.Module, std: float) -> dict[str, Initial]:
+    """How the parameters of this one module start. std: of a matrix of a linear layer."""
+    if isinstance(module, nn.Linear):
+        bound = 1 / math.sqrt(module.in_features)  # of a bias, as torch draws it
+        return {"weight": Normal(std), "bias": Uniform(-bound, bound)}
+    if isinstance(module, nn.Embedding):
+        return {"weight": Normal(INIT_STD)}
+    if isinstance(module, nn.RMSNorm):
+        return {"weight": Constant(1.0)}
+    own = getattr(module, "initial_values", dict)
+    return own() if not isinstance(module, Decoder) else {}
+
+
+class SwiGLU(nn.Module):
+    """x [..., hidden] -> down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.up = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: token mixer, then SwiGLU."""
+
+    def __init__(self, config: ModelConfig, shape: Shape, layer_idx: int) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
+        bound = {"gate_lower_bound": config.gate_lower_bound} if config.mixer == "kda" else {}
+        self.mixer = MIXERS[config.mixer](
+            shape.hidden_size,
+            shape.num_heads,
+            shape.head_dim,
+            conv_size=CONV_SIZE,
+            impl=config.impl,
+            layer_idx=layer_idx,
+            **bound,
+        )
+        self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
+        self.ffn = SwiGLU(shape.hidden_size, shape.ffn_size)
+
+    def forward(self, x: Tensor, context: FLACPContext) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), cp_context=context)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    """A language model over the tokens that this rank owns.
+
+    config: sizes and options. vocab_size: number of token ids. `build_model` and `build_sharded`
+    give it its weights.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.shape = shape_of(config)
+        self.remat = config.remat
+        self.embedding = nn.Embedding(vocab_size, self.shape.hidden_size)
+        self.blocks = nn.ModuleList(
+            Block(config, self.shape, layer_idx) for layer_idx in range(self.shape.layers)
+        )
+        self.norm = nn.RMSNorm(self.shape.hidden_size, eps=1e-5)
+        self.head = nn.Linear(self.shape.hidden_size, vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes the head's weight the embedding's where the shape says so.
+
+        To be called again after `to_empty`, which makes two of them.
+        """
+        if self.shape.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter starts, by its full name.
+
+        Matrices have std 0.02; those that write into the residual stream are divided by
+        sqrt(2 * layers), so that its variance does not grow with depth.
+        """
+        residual = 1 / math.sqrt(2 * self.shape.layers)
+        values = {}
+        for name, module in self.named_modules():
+            std = INIT_STD * (residual if name.endswith(("mixer.o_proj", "ffn.down")) else 1.0)
+            for parameter, value in _initial_values(module, std).items():
+                values[f"{name}.{parameter}"] = value
+        return values
+
+    def forward(
+        self, tokens: Tensor, context: FLACPContext, labels: Tensor | None = None
+    ) -> Tensor:
+        """Summed cross-entropy of the labels, or logits without labels.
+
+        tokens, labels: [1, T_local] int64, this rank's part under `context`; -100 is no target.
+        Returns a float32 scalar (nats, summed over this rank's targets), or [1, T_local, vocab].
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.remat and torch.is_grad_enabled():
+                x = checkpoint(block, x, context, use_reentrant=False)
+            else:
+                x = block(x, context)
+        x = self.norm(x)
+        if labels is None:
+            return self.head(x)
+        return self._loss(x.flatten(0, 1), labels.flatten())
+
+    def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        rows = max(1, MAX_LOGITS // self.head.out_features)
+        if len(labels) <= rows:
+            return _cross_entropy(x, self.head.weight, labels)
+        parts = [
+            # recomputes its logits in the backward: no more than one part of them exists at a time
+            checkpoint(_cross_entropy, a, self.head.weight, b, use_reentrant=False)
+            for a, b in zip(x.split(rows), labels.split(rows), strict=True)
+        ]
+        return torch.stack(parts).sum()
+
+
+def _cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Sum over rows, in float32. x: [T, hidden]; weight: [vocab, hidden]; labels: [T]."""
+    logits = F.linear(x, weight).float()
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+
+def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Decoder:
+    """A whole decoder in float32 on the CPU, with the weights of `seed`."""
+    with torch.device("meta"):
+        model = Decoder(config, vocab_size)
+    give_memory(model, torch.device("cpu"))
+    initialise(model, seed)
+    return model
+
+
+def build_sharded(
+    config: ModelConfig, vocab_size: int, seed: int | None, ranks: Ranks, dtype: torch.dtype
+) -> Decoder:
+    """A decoder of which this rank holds its shard alone, on its device.
+
+    seed: of the weights; None leaves them zero, for a checkpoint to fill. dtype: of compute, see
+    `shard_model`; float64 makes the parameters float64 too, with the same values.
+    """
+    with torch.device("meta"):
+        model = Decoder(config, vocab_size)
+    if dtype == torch.float64:
+        model.double()
+    shard_model(model, ranks, dtype)
+    give_memory(model, ranks.device)
+    if seed is not None:
+        initialise(model, seed)
+    return model
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Optimiser groups: matrices decay, vectors and per-head constants do not."""
+    decayed, kept = [], []
+    for name, parameter in model.named_parameters():
+        constant = parameter.ndim < 2 or name.endswith(("A_log", "dt_bias", "bias"))
+        (kept if constant else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

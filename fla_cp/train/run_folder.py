@@ -1,0 +1,130 @@
+"""The run folder: which one, what to resume from, and that no other run uses it.
+
+`open_run` looks and changes nothing but damaged checkpoints, which it sets aside; `begin_run` makes
+the folder. What can be wrong with a configuration is found out between the two, so a mistake leaves
+no folder behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from fla_cp.train import checkpoint, restart
+from fla_cp.train.config import TrainConfig, UserError, to_toml
+from fla_cp.train.distributed import Ranks
+from fla_cp.train.lock import RunLock
+from fla_cp.train.metrics import read_metrics
+from fla_cp.train.progress import announced
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """path: of the run. found: the checkpoint to resume from. Equal on all ranks."""
+
+    path: Path
+    found: Path | None
+
+
+@announced("search for a checkpoint")
+def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
+    """The run folder and the newest whole checkpoint that --resume names, the same on all ranks.
+
+    Rank 0 looks, and locks the folder if it exists; all ranks verify the checkpoint. Raises
+    UserError, on all ranks, for a --resume path without a whole checkpoint, for a checkpoint of a
+    later step than --max-steps, and for a folder that holds another run or that another run uses.
+    """
+    answer = {"run": "", "found": [], "problem": ""}
+    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
+    if ranks.rank == 0:
+        try:
+            run, found = _look(config, launchers, lock)
+            answer |= {"run": str(run), "found": [str(path) for path in found]}
+        except UserError as error:
+            answer["problem"] = str(error)
+        except OSError as error:
+            answer["problem"] = f"--out: {error}"
+    answer = json.loads(ranks.broadcast(json.dumps(answer)))
+    if answer["problem"]:
+        raise UserError(answer["problem"])
+
+    def say(line: str) -> None:
+        if ranks.rank == 0:
+            print(line, flush=True)
+
+    run, candidates = Path(answer["run"]), [Path(path) for path in answer["found"]]
+    trust = config.run.trust_checkpoint
+    whole, damaged = checkpoint.newest_whole(candidates, config.run.resume, trust, ranks, say)
+    if whole is not None and not config.parity.check:
+        done = checkpoint.read_record(whole)[0]["step"]
+        if done > config.run.max_steps:
+            raise UserError(
+                f"--max-steps must be at least {done}, the step of the resumed checkpoint {whole}, "
+                f"got {config.run.max_steps}"
+            )
+    if ranks.rank == 0:
+        for note in checkpoint.set_aside(run, damaged):
+            say(note)
+    return RunFolder(run, whole)
+
+
+def _look(
+    config: TrainConfig, launchers: Sequence[int], lock: RunLock
+) -> tuple[Path, Sequence[Path]]:
+    """The run folder and what to resume from, the best first, not verified. For rank 0."""
+    run = Path(_name(config, launchers))
+    if run.is_dir():
+        lock.take(run)
+    again = restart.restarted() and restart.claimed(run, launchers)
+    found = checkpoint.find("auto", run) if again else []
+    found = found or checkpoint.find(config.run.resume, run)
+    inside = bool(found) and run.resolve() in found[0].resolve().parents
+    continues = config.run.resume == "auto" or inside or again
+    if read_metrics(run) and not continues and not config.parity.check:
+        raise UserError(
+            f"--out {run} already holds a run; continue it with --resume auto, or name another "
+            "folder"
+        )
+    return run, found
+
+
+def _name(config: TrainConfig, launchers: Sequence[int]) -> str:
+    if config.run.out is not None:
+        return config.run.out
+    suffix = config.model.size + ("-parity" if config.parity.check else "")
+    if restart.restarted():
+        newest_first = sorted(Path("runs").glob(f"*-{suffix}"), reverse=True)
+        if found := restart.find(launchers, newest_first):
+            return str(found)
+    if config.run.resume == "auto":
+        # one whose checkpoints are all damaged counts, too: an older run must not take its place
+        runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.find("auto", run)]
+        if runs:
+            return str(max(runs, key=lambda run: run.name))
+    return f"runs/{datetime.now():%Y%m%d-%H%M%S}-{suffix}"
+
+
+def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> None:
+    """Makes and locks the folder and writes config.toml, on rank 0, once it is sure that this
+    configuration will run: until then, config.toml is the one with which a refused resume can go
+    on. Raises UserError on all ranks."""
+    problem = ""
+    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
+    if ranks.rank == 0:
+        resolved = dataclasses.replace(config.run, out=str(run))
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            lock.take(run)
+            text = to_toml(dataclasses.replace(config, run=resolved))
+            (run / "config.toml").write_text(text, encoding="utf-8")
+            restart.claim(run, launchers)
+        except UserError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"--out: {error}"
+    if problem := ranks.broadcast(problem):
+        raise UserError(problem)

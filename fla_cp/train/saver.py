@@ -1,0 +1,270 @@
+"""Writes checkpoints: whole or not at all, and in the background while training goes on.
+
+A periodic checkpoint pauses training only while the state is copied to the host's memory; a thread
+of torch.distributed.checkpoint writes the copy. Its collectives run on a gloo group of their own,
+so that they cannot mix with those of the training. DCP gathers every rank's results on rank 0 and
+tells all ranks the outcome: there, between the two, rank 0 writes trainer.json with the checksums
+and gives the folder its name. So the ranks agree on every checkpoint without a collective of ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from fla_cp.train.checkpoint import (
+    FORMAT,
+    PARTIAL,
+    RECORD,
+    Progress,
+    checkpoints,
+    first_cause,
+    random_state,
+    remove,
+)
+from fla_cp.train.config import UserError
+from fla_cp.train.distributed import Ranks
+from fla_cp.train.integrity import FileSums, SummedWriter, pack_sums, seal
+
+WRITE_TIMEOUT = datetime.timedelta(hours=2)
+"""Ranks wait this long for the slowest one's disk; training goes on meanwhile."""
+
+
+@functools.cache
+def stagers_can_be_used_again() -> bool:
+    """Whether a stager copies a second state. That of torch 2.11 closes itself after the first, and
+    then fails with KeyError: <class 'type'>; see test_stagers_that_copy_once."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        for _ in range(2):
+            stager.stage({"x": torch.zeros(1)})
+    except KeyError:
+        return False
+    finally:
+        stager.close()
+    return True
+
+
+class SaveFailed(UserError):
+    """A checkpoint that had to be written could not be: one line with the path and the reason."""
+
+
+@dataclass
+class _Pending:
+    """A checkpoint under way. paused, begin, end: seconds; end is set when it is written."""
+
+    step: int
+    partial: Path
+    future: Future
+    paused: float
+    begin: float
+    end: float = 0.0
+
+
+class Saver:
+    """Writes one run's checkpoints, one at a time, keeping the newest `keep`.
+
+    facts: what a resumed run will be compared with (checkpoint.facts). step: of the last whole
+    checkpoint, 0 for none. say: shows a line, on rank 0. `poll` is local; the rest is collective.
+    Close it before the process group is destroyed.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        facts: dict[str, Any],
+        keep: int,
+        ranks: Ranks,
+        say: Callable[[str], None],
+        step: int = 0,
+    ) -> None:
+        self.run, self.facts, self.keep = run, facts, keep
+        self.ranks, self.say, self.step = ranks, say, step
+        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self.stager = self._new_stager()
+        self.pending: _Pending | None = None
+        self.notes: list[str] = []  # of the thread that writes
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Begins to write in the background, after the one before. A failure costs one line."""
+        begin = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter() - begin
+        try:
+            partial = self._prepare(progress)
+        except SaveFailed as error:
+            self.say(f"warning: {error}")
+            return
+        if not stagers_can_be_used_again():
+            self.stager = self._new_stager()
+        future = dcp.async_save(
+            self._state(model, optimizer, progress),
+            storage_writer=self._writer(partial, progress),
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+        assert isinstance(future, Future)
+        pending = _Pending(progress.step, partial, future, time.perf_counter() - begin, begin)
+        future.add_done_callback(lambda _: setattr(pending, "end", time.perf_counter()))
+        self.pending = pending
+        if waited > 0.1:
+            self.say(f"step {progress.step}: waited {waited:.1f} s for the checkpoint before")
+
+    def _new_stager(self) -> DefaultStager:
+        """One whose buffers are kept from one checkpoint to the next, where torch can do that:
+        pinning memory takes seconds."""
+        cuda = self.ranks.device.type == "cuda"
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=cuda,
+            )
+        )
+
+    def poll(self) -> None:
+        """Says how the checkpoint under way went, if it is done."""
+        if self.pending is not None and self.pending.future.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the checkpoint under way, if any, and says how it went."""
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        error = pending.future.exception()
+        while not pending.end:  # callbacks run just after those who wait are woken
+            time.sleep(1e-3)
+        if error is None:
+            self.step = pending.step
+            self.say(
+                f"checkpoint step {pending.step}: paused the step for {pending.paused:.3f} s, "
+                f"written in {pending.end - pending.begin:.3f} s"
+            )
+        else:
+            self._drop(pending.partial)
+            self.say(f"warning: {self._failure(pending.step, error)}")
+        while self.notes:
+            self.say(self.notes.pop(0))
+
+    def write(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
+        """Writes a checkpoint now, after the one under way; its folder. Raises SaveFailed."""
+        self.wait()
+        partial = self._prepare(progress)
+        try:
+            dcp.save(
+                self._state(model, optimizer, progress),
+                storage_writer=self._writer(partial, progress),
+                process_group=self.group,
+            )
+        except (CheckpointException, RuntimeError, OSError) as error:
+            self._drop(partial)
+            raise SaveFailed(self._failure(progress.step, error)) from error
+        self.step = progress.step
+        while self.notes:
+            self.say(self.notes.pop(0))
+        return self._final(progress.step)
+
+    def close(self) -> None:
+        """Waits for the checkpoint under way and lets go of the group and the buffers."""
+        self.wait()
+        self.stager.close()
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+    def _final(self, step: int) -> Path:
+        return self.run / "checkpoints" / f"step-{step:08d}"
+
+    def _prepare(self, progress: Progress) -> Path:
+        """An empty folder to write into. Raises SaveFailed, on all ranks. Collective."""
+        final = self._final(progress.step)
+        partial, problem = final.with_name(PARTIAL + final.name), ""
+        if self.ranks.rank == 0:
+            try:
+                remove(partial)
+                partial.mkdir(parents=True)
+            except OSError as error:
+                problem = str(error)
+        if problem := self.ranks.broadcast(problem):
+            raise SaveFailed(self._failure(progress.step, OSError(problem)))
+        return partial
+
+    def _state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+    ) -> dict[str, Any]:
+        parameters, moments = get_state_dict(model, optimizer)
+        return {
+            "model": parameters,
+            "optimizer": moments,
+            "progress": {name: torch.tensor(value) for name, value in asdict(progress).items()},
+            "random": random_state(self.ranks),
+        }
+
+    def _writer(self, partial: Path, progress: Progress) -> SummedWriter:
+        record = {"format": FORMAT, **asdict(progress), **self.facts}
+        final = self._final(progress.step)
+
+        def commit(files: list[FileSums]) -> None:
+            self._commit(partial, final, {**record, "files": pack_sums(files)})
+
+        return SummedWriter(partial, commit)
+
+    def _commit(self, partial: Path, final: Path, record: dict[str, Any]) -> None:
+        """Gives a written checkpoint its name and deletes the oldest. On rank 0, in any thread."""
+        with open(partial / RECORD, "wb") as file:
+            file.write(seal(record))
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(partial)
+        old = final.with_name(f"{PARTIAL}old-{final.name}")
+        if os.path.lexists(final):  # a run that was resumed from an earlier step gets here again
+            remove(old)
+            final.rename(old)
+        partial.rename(final)
+        _sync_folder(final.parent)
+        stale = [old, *checkpoints(self.run)[: -self.keep]]
+        for path in stale:
+            try:
+                if path != old:
+                    # renamed first: a crash in the middle leaves no half checkpoint by that name
+                    path = path.rename(path.with_name(f"{PARTIAL}old-{path.name}"))
+                remove(path)
+            except OSError as error:
+                self.notes.append(f"warning: an old checkpoint could not be removed: {error}")
+
+    def _drop(self, partial: Path) -> None:
+        """Removes what a failed save left. No rank writes any more: DCP has heard them all."""
+        if self.ranks.rank == 0:
+            try:
+                remove(partial)
+            except OSError as error:
+                self.notes.append(f"warning: could not remove {partial}: {error}")
+
+    def _failure(self, step: int, error: BaseException) -> str:
+        last = f"the last whole one is of step {self.step}" if self.step else "there is none yet"
+        return f"the checkpoint of step {step} could not be written: {first_cause(error)}; {last}"
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

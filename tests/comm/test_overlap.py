@@ -1,0 +1,164 @@
+"""Work that a layer does while an exchange is under way."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
+from fla_cp.comm import Meanwhile, collectives, exchange, halo, run_meanwhile
+from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
+from tests.support.closeness import assert_exact
+
+
+def test_runs_once_in_the_first_exchange_or_when_asked():
+    log = []
+    with Meanwhile(lambda: log.append("work")) as work:
+        run_meanwhile(lambda: log.append("wait"))
+        run_meanwhile(lambda: log.append("wait"))
+    work()
+    assert log == ["work", "wait", "wait"]
+    with Meanwhile(lambda: log.append("late")) as work:
+        pass
+    run_meanwhile(lambda: log.append("wait"))
+    assert log[3:] == ["wait"]
+    work(), work()
+    assert log[4:] == ["late"]
+
+
+def test_runs_as_before_the_block():
+    """Gradients and autocast, although an operator turns both off inside."""
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    inside = torch.no_grad(), torch.autocast("cpu", enabled=False)
+    with torch.autocast("cpu", torch.bfloat16), Meanwhile(lambda: x @ w) as product:
+        with inside[0], inside[1]:
+            run_meanwhile(lambda: None)
+        assert product().dtype == torch.bfloat16
+    assert torch.autograd.grad(product().float().sum(), w)[0].shape == w.shape
+    inside = torch.enable_grad(), torch.autocast("cpu", torch.bfloat16)
+    with torch.no_grad(), Meanwhile(lambda: x @ w) as product, inside[0], inside[1]:
+        run_meanwhile(lambda: None)
+    assert not product().requires_grad and product().dtype == torch.float32
+
+
+def test_a_failure_still_waits_and_leaves_nothing_behind():
+    waited = []
+
+    def fail():
+        raise ArithmeticError("work")
+
+    with pytest.raises(ArithmeticError, match="work"), Meanwhile(fail):
+        run_meanwhile(lambda: waited.append(1))
+    with pytest.raises(KeyError), Meanwhile(fail):
+        raise KeyError
+    run_meanwhile(lambda: waited.append(2))
+    assert waited == [1, 2]
+
+
+@contextmanager
+def recorded(layer):
+    """What a call of the layer does, in order."""
+    log: list[str] = []
+    patch = pytest.MonkeyPatch()
+    for name in ("all_to_all", "all_gather"):
+        real = getattr(collectives, name)
+        start = lambda *a, real=real: (log.append("start"), real(*a))[1]  # noqa: E731
+        patch.setattr(collectives, name, start)
+    for module in (halo, exchange):
+        real = module.exchange_wait
+        wait = lambda *a, real=real: (log.append("wait"), real(*a))[1]  # noqa: E731
+        patch.setattr(module, "exchange_wait", wait)
+    hooks = [
+        getattr(layer, name).register_forward_hook(lambda *_, name=name: log.append(name))
+        for name in ("a_proj", "b_proj", "f_proj", "g_proj", "o_proj")
+        if hasattr(layer, name)
+    ]
+    try:
+        yield log
+    finally:
+        patch.undo()
+        for hook in hooks:
+            hook.remove()
+
+
+ORDER = {
+    KimiDeltaAttention: "start f_proj b_proj wait start g_proj wait o_proj",
+    # the output gate is a whole projection, which would hold the card while others wait
+    GatedDeltaNet: "start a_proj b_proj wait start wait g_proj o_proj",
+}
+
+
+def order(group, rank, kind):
+    """Of a batch that crosses ranks and of one that does not: what a call does, and in what order
+    its modules' gradients come, which is that of FSDP's collectives."""
+    torch.manual_seed(0)
+    layer = kind(24, 2, 8).double()
+    x = torch.randn(1, 96, 24, dtype=torch.float64)
+    found = []
+    names = {module: name for name, module in layer.named_children()}
+    for cu in ((0, 96), (0, 48, 96)):
+        context = build_cp_context(torch.tensor(cu), group, conv1d_kernel_size=4)
+        backward: list[str] = []
+
+        def noted(module, _, out, to=backward, names=names):
+            out.register_hook(lambda _: to.append(names[module]))
+
+        hooks = [m.register_forward_hook(noted) for m in layer.children()]
+        with recorded(layer) as log:
+            y = layer(context.shard(x), cp_context=context)
+        y.sum().backward()
+        for hook in hooks:
+            hook.remove()
+        found += [" ".join(log), backward]
+    return found
+
+
+@pytest.mark.parametrize("kind", ORDER, ids=lambda kind: kind.__name__)
+def test_projections_run_between_start_and_wait(gloo_pool, kind):
+    """And in the same order where nothing crosses: ranks of other context-parallel groups have
+    other documents, and FSDP its collectives in the modules' order."""
+    for crossing, backward, apart, backward_apart in gloo_pool.run(order, kind, world_size=2):
+        assert crossing == ORDER[kind]
+        assert apart == " ".join(w for w in ORDER[kind].split() if w not in ("start", "wait"))
+        assert backward == backward_apart
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's, by itself
+@pytest.mark.parametrize("ranges", [contiguous_token_ranges, zigzag_token_ranges])
+def test_a_compiled_core_in_an_eager_layer(ranges):
+    """Inside a compiled operator autograd would not see the layer's work."""
+    torch.manual_seed(0)
+    layer, x = KimiDeltaAttention(24, 2, 8).double(), torch.randn(1, 96, 24, dtype=torch.float64)
+    context = build_cp_context(
+        torch.tensor([0, 96]), None, conv1d_kernel_size=4, token_ranges=ranges(96, 1)
+    )
+    found = []
+    for _ in range(2):
+        y = layer(context.shard(x), cp_context=context)
+        found.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
+        layer.core.compile(backend="aot_eager")
+    for plain, compiled in zip(*found, strict=True):
+        assert_exact("gradient", compiled, plain)
+
+
+def recomputed(group, rank, reentrant):
+    """Gradients with the layer's forward formed again in the backward, and without."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(24, 2, 8).double()
+    context = build_cp_context(torch.tensor([0, 70, 96]), group, conv1d_kernel_size=4)
+    x = context.shard(torch.randn(1, 96, 24, dtype=torch.float64)).requires_grad_()
+    call = lambda x: layer(x, cp_context=context)  # noqa: E731
+    leaves, found = [x, *layer.parameters()], []
+    for y in (call(x), checkpoint(call, x, use_reentrant=reentrant)):
+        y.square().sum().backward()  # what a reentrant checkpoint supports
+        found.append([leaf.grad.clone() for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
+    for plain, again in zip(*found, strict=True):
+        assert_exact("gradient", again, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_recomputes_it(gloo_pool, reentrant):
+    gloo_pool.run(recomputed, reentrant, world_size=2)

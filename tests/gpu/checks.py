@@ -1,0 +1,540 @@
+"""What tests/gpu.py runs on a GPU and how it is judged: against fp64, by an error budget.
+
+A check is run three times: the kernels, the torch stages, and those in fp64 on the same (rounded)
+inputs; and the kernels once more, for the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fla_cp import causal_conv1d, kda_gate
+from tests.support.cases import INSIDE, Case, named, options
+from tests.support.running import run, run_recurrent
+
+SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
+LENGTHS = (1, 63, 64, 65, 1000, 8192)
+CONVOLUTIONS = (
+    (1, 96, 4, None),
+    (1000, 200, 2, (0, 1, 65, 65, 1000)),
+    (8192, 1000, 4, (0, 3000, 8192)),
+    (70000, 512, 4, None),
+    (300, 96, 8, None),
+)
+"""T, D, W, cu_seqlens."""
+FAMILY = ((16, 16, 65), (64, 64, 64), (96, 64, 1000), (128, 128, 1000), (256, 256, 65))
+"""K, V, T of the members."""
+CANCELLING = (
+    Path(__file__).parents[2] / "benchmarks/results/2026-11-22-h200-cancelling/precision.json"
+)
+"""As `benchmarks.precision --peer fla` wrote it."""
+RANGES, CHANNELS = (700, 33), 300
+"""Tokens of a rank's two ranges, and what the convolution over ranks has of them."""
+GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
+"""T, H, K of the gate alone."""
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""The CPU serves to try a check in Triton's interpreter."""
+
+Named = dict[str, Tensor]
+Rows = list[dict]
+
+
+def cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype]]:
+    """Of `chunk_kda`, for one size."""
+    inside, safe = options(**INSIDE), options(**INSIDE, **SAFE)
+    shape = {"H": 2, "HV": 2, "K": K, "V": V}
+    grouped = {**shape, "HV": 4}
+    cu = (0, 1, 65, 65, 700, 1000)
+    for T in LENGTHS:
+        yield f"safe T={T}", Case("safe", T=T, **shape, options=safe), BF16
+        yield f"any T={T}", Case("any", T=T, **shape, options=inside), BF16
+        yield f"any fp32 T={T}", Case("any", T=T, **shape, options=inside), FP32
+    yield "safe fp32", Case("safe", T=300, **shape, options=safe), FP32
+    yield "safe fp16", Case("safe", T=300, **shape, options=safe), FP16
+    yield "grouped packed", Case("p", T=1000, **grouped, cu_seqlens=cu, options=safe), BF16
+    yield "grouped packed any", Case("p", T=1000, **grouped, cu_seqlens=cu, options=inside), BF16
+    yield "grouped packed fp32", Case("p", T=1000, **grouped, cu_seqlens=cu, options=inside), FP32
+    yield "given slow", Case("g", T=1000, **shape, decay=1e-3), BF16
+    yield "given strong", Case("g", T=300, **shape, decay=40.0), BF16
+    yield "given safe", Case("g", T=300, **shape, decay=5.0, options=options(**SAFE)), BF16
+    yield "none", Case("g", T=300, **shape, decay=0.0), BF16
+    yield "rows", Case("r", T=130, B=3, **shape, options=safe), BF16
+    keep = options(**INSIDE, **SAFE, disable_recompute=True)
+    yield "kept", Case("k", T=300, **shape, options=keep), BF16
+    more = options(**INSIDE, **SAFE, allow_neg_eigval=True, scale=0.5)
+    yield "neg eigval", Case("n", T=300, **shape, options=more), BF16
+    high = {"precision": "high"}
+    for T in (1, 65, 1000):
+        yield (
+            f"safe high T={T}",
+            Case("h", T=T, **shape, options=options(**INSIDE, **SAFE, **high)),
+            BF16,
+        )
+    yield "any high fp16", Case("h", T=300, **shape, options=options(**INSIDE, **high)), FP16
+    keep = options(**INSIDE, disable_recompute=True, **high)
+    yield "any high kept", Case("h", T=1000, **grouped, cu_seqlens=cu, options=keep), BF16
+    yield "exp", Case("e", T=300, **shape, options=options(**INSIDE, use_exp2=False)), BF16
+
+
+def tiles(K: int, V: int) -> Iterator[tuple[str, str, object]]:
+    """(name, stage, tile) of every candidate of every stage."""
+    from fla_cp.kernels.triton import tile_table
+
+    for stage in sorted({stage for _, stage, *_ in tile_table.TABLE}):
+        for tile in tile_table.candidates(stage, K, V):
+            yield f"{stage} {tuple(tile)}", stage, tile
+
+
+def recurrent_cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype, bool]]:
+    """Of `fused_recurrent_kda`: name, case, dtype, whether states are [V, K]."""
+    shape = {"H": 2, "HV": 4, "K": K, "V": V, "options": options(**INSIDE)}
+    bounded = options(**INSIDE, lower_bound=-5.0, use_exp2=False, allow_neg_eigval=True)
+    for layout, v_first in (("KV", False), ("VK", True)):
+        for T in (1, 5, 64):
+            yield f"recurrent {layout} T={T}", Case("r", B=3, T=T, **shape), BF16, v_first
+        cu = (0, 1, 1, 7, 30)
+        yield f"recurrent {layout} packed", Case("p", T=30, cu_seqlens=cu, **shape), BF16, v_first
+        yield f"recurrent {layout} fp32", Case("f", B=3, T=5, **shape), FP32, v_first
+        yield f"recurrent {layout} fp16", Case("f", B=3, T=5, **shape), FP16, v_first
+        plain = {**shape, "options": bounded}
+        yield f"recurrent {layout} bounded", Case("b", B=3, T=5, **plain), BF16, v_first
+        given = {**shape, "options": ()}
+        yield f"recurrent {layout} given", Case("g", B=3, T=5, **given), BF16, v_first
+
+
+def check_cases(K: int, V: int, share: slice) -> Rows:
+    """Largest use of the error budget over outputs and gradients, per case of one size."""
+    return [one(K, V, *case) for case in [*cases(K, V)][share]]
+
+
+def check_tiles(K: int, V: int, share: slice) -> Rows:
+    """Every candidate tile; those of summaries on sequences in segments of two chunks."""
+    from benchmarks.stages import GROUPED, cut_into, forced
+
+    rows = []
+    shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
+    for name, stage, tile in [*tiles(K, V)][share]:
+        cut = cut_into(2) if "_ends" in stage else nullcontext()
+        with forced({stage: tile}), cut:
+            if "head" in stage or stage.endswith("_beside"):
+                H = 2 if stage in GROUPED else 4
+                rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name, H=H))
+            if "head" in stage:
+                continue
+            gate = {} if stage.endswith("_any") else SAFE
+            case = Case("tile", **shape, options=options(**INSIDE, **gate))
+            rows.append(one(K, V, name, case, BF16))
+    return rows
+
+
+def check_hopper(key: str, share: slice) -> Rows:
+    """The kernels in Gluon, which calls as small as these would not take; whole and in segments of
+    two chunks. key: of a member."""
+    from benchmarks.stages import cut_into
+    from fla_cp.kernels.sm90 import scan as sm90_scan
+
+    least, sm90_scan.LEAST = sm90_scan.LEAST, 0
+    rows = []
+    try:
+        for cut in (False, True):
+            name = " in segments" * cut
+            with cut_into(2) if cut else nullcontext():
+                if key == "kda":
+                    found = [c for c in [*cases(128, 128)][share] if c[2] == BF16]
+                    rows += [one(128, 128, f"hopper {c[0]}{name}", *c[1:]) for c in found]
+                    continue
+                for T, H in ((130, 2), (1000, 2), (130, 4), (1000, 4)):
+                    name_of = f"hopper {key} T={T} H={H}{name}"
+                    rows.append(check_member(key, 128, 128, T, BF16, name=name_of, H=H))
+    finally:
+        sm90_scan.LEAST = least
+    return rows
+
+
+REPEATS = 200
+"""Calls of each stage that must give the same bits, of 16384 chunks each: a race that strikes once
+in a million shows."""
+
+
+def check_repeats(path: str) -> Rows:
+    """Each stage at a size that fills a GPU, again and again, bit by bit. path: as of `stages`."""
+    from benchmarks.stages import stages
+
+    rows = []
+    for group in (1, 2) if path == "_head" else (1,):
+        kept = {}
+        for name, stage in stages(128, 128, BF16, 32768, 32, path=path, group=group).items():
+            first = [t.clone() for t in tensors_of(stage())]
+            changed = torch.zeros((), device=DEVICE)
+            for _ in range(REPEATS):
+                found = tensors_of(stage())
+                changed += sum((a != b).any() for a, b in zip(found, first, strict=True))
+            case = f"{name} of {path or 'safe'} x {REPEATS}, group {group}"
+            row = {"K": 128, "V": 128, "case": case, "dtype": "bfloat16"}
+            rows.append(row | {"changed": int(changed), "ok": int(changed) == 0})
+            if name in ("begin", f"intra{path}"):
+                kept[name] = first
+        # chunks on two streams are those on one
+        pairs = zip(kept[f"intra{path}"], kept["begin"], strict=False)
+        apart = sum(int((a != b).any()) for a, b in pairs)
+        row |= {"case": f"begin of {path or 'safe'} as intra, group {group}", "changed": apart}
+        rows.append(row | {"ok": apart == 0})
+    return rows
+
+
+def check_cancelling() -> Rows:
+    """Where o is a small difference: each precision, and both kinds of kernels, against what
+    rounding their operands costs by itself (rounded.py); beside FLA's errors as last measured."""
+    from fla_cp import chunk_gated_delta_rule, chunk_kda
+    from fla_cp.kernels.sm90 import scan as sm90_scan
+    from tests.support import rounded
+
+    theirs = json.loads(CANCELLING.read_text())["errors"] if CANCELLING.exists() else {}
+    rows, least = [], sm90_scan.LEAST
+    case = named("cancelling", T=4096, H=8, HV=8, K=128, V=128, states=False)
+    do = torch.randn(1, 4096, 8, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE, BF16)
+    for op in (chunk_kda, chunk_gated_delta_rule):
+        per_head = op is not chunk_kda
+        x, keywords = rounded.inputs(case, per_head, DEVICE)
+        wide = {n: t.double() for n, t in x.items()}
+        exact = rounded.results(op, wide, do, keywords | {"impl": "torch"})
+        into = do, torch.zeros_like(exact["final_state"])
+        for precision, sm90_scan.LEAST in product(("default", "high"), (0, 2**30)):
+            more = {"impl": "triton", "precision": precision}
+            found = rounded.results(op, x, do, keywords | more)
+            r = rounded.Rounding(BF16, precision == "high", per_head)
+            expected = rounded.relative(rounded.rounded(case, wide, r, into), exact)
+            errors = rounded.relative(found, exact)
+            names = rounded.LINEAR if per_head else rounded.NAMES
+            use, worst = max((errors[n] / expected[n] / rounded.BUDGET, n) for n in names)
+            kernels = "Triton" if sm90_scan.LEAST else "Gluon"
+            row = {"K": 128, "V": 128, "dtype": "bfloat16", "use": use, "worst": worst}
+            row["case"] = f"cancelling {op.__name__}, {precision}, scans in {kernels}"
+            peers = {"of FLA": theirs.get(op.__name__, {}).get("FLA")}
+            rows.append(row | {"errors": errors, "ok": use <= 1.0} | peers)
+        sm90_scan.LEAST = least
+    return rows
+
+
+def tensors_of(x: object) -> list[Tensor]:
+    """Of a stage's result, but for what is empty."""
+    if isinstance(x, Tensor):
+        return [x] if x.numel() else []
+    if isinstance(x, tuple):
+        return [t for item in x for t in tensors_of(item)]
+    return [] if not hasattr(x, "offset") else tensors_of((x.offset, x.transition))
+
+
+def check_recurrent(K: int, V: int) -> Rows:
+    rows = []
+    for name, case, dtype, v_first in recurrent_cases(K, V):
+
+        def call(x: Named, impl: str, case: Case = case, v_first: bool = v_first) -> Named:
+            return run_recurrent(case, impl=impl, device=DEVICE, inputs=x, v_first=v_first)
+
+        rows.append({"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype))
+    return rows
+
+
+def one(K: int, V: int, name: str, case: Case, dtype: torch.dtype) -> dict:
+    """A case of `chunk_kda`."""
+
+    def call(x: Named, impl: str) -> Named:
+        return run(case, impl=impl, device=DEVICE, inputs=x)
+
+    def walk(x: Named, actual: Named, exact: Named) -> Named:
+        return walks(case, x, actual["dg"].double() - exact["dg"]) if "dA_log" in exact else {}
+
+    return {"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype, walk)
+
+
+def nothing(x: Named, actual: Named, exact: Named) -> Named:
+    return {}
+
+
+def judged(
+    call: Callable[[Named, str], Named],
+    x: Named,
+    dtype: torch.dtype,
+    walk: Callable[[Named, Named, Named], Named] = nothing,
+) -> dict:
+    """One row of the report. call(inputs, impl) gives the results by name; walk(fp64 inputs,
+    actual, exact) what some may be off besides (`walks`)."""
+    row: dict = {"dtype": str(dtype).removeprefix("torch.")}
+    try:
+        started = time.perf_counter()
+        actual = call(x, "triton")
+        row["first_call_s"] = round(time.perf_counter() - started, 2)
+        again = call(x, "triton")
+        rounded = {n: t.double() for n, t in x.items()}
+        exact, plain = call(rounded, "torch"), call(x, "torch")
+        row["same_bits"] = all(torch.equal(actual[n], again[n]) for n in actual)
+        more = walk(rounded, actual, exact)
+        if dtype == FP32 and {"q", "A_log"} <= x.keys():
+            more = added(more, of_approximations(call, rounded, exact))
+        row["use"], row["worst"] = max(
+            (use(actual[n], exact[n], plain[n], more.get(n), dtype), n) for n in actual
+        )
+        row["ok"] = row["same_bits"] and row["use"] <= 1.0
+    except Exception as error:  # reported, and the process goes on or dies with the GPU context
+        row.update(ok=False, error=repr(error)[:200])
+    return row
+
+
+def of_approximations(call: Callable[[Named, str], Named], x: Named, exact: Named) -> Named:
+    """What the results move by when every log decay does by 2^-21 of itself: ex2.approx,
+    lg2.approx and rsqrt.approx are off by two units each, alike for all tokens of a chunk."""
+    moved = call(x | {"A_log": x["A_log"] + 2**-21}, "torch")
+    return {n: (moved[n] - exact[n]).abs() for n in exact}
+
+
+def added(a: Named, b: Named) -> Named:
+    return {n: a[n] + b[n] if n in a and n in b else a.get(n, b.get(n)) for n in a | b}
+
+
+def check_family(key: str) -> Rows:
+    """A member but KDA: outputs, states and gradients, and token by token."""
+    return [
+        check_member(key, K, V, T, dtype, inside, stepwise, H=H)
+        for K, V, T in FAMILY
+        for dtype, inside in ((BF16, True), (FP32, True), (FP32, False))
+        for stepwise in (False, True)
+        for H in (2, 4)
+        if (not stepwise or (T <= 64 and inside)) and (H == 2 or (inside and not stepwise))
+    ]
+
+
+def check_member(
+    key: str,
+    K: int,
+    V: int,
+    T: int,
+    dtype: torch.dtype,
+    inside: bool = True,
+    stepwise: bool = False,
+    name: str = "",
+    H: int = 2,
+) -> dict:
+    from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
+
+    member = BY_NAME[key]
+    x, keywords, weights = draw(member, Call(T=T, H=H, HV=4, K=K, V=V, inside=inside))
+    x = {n: t.to(dtype if n in member.arguments else FP32) for n, t in x.items()}
+    weights = [w.to(DEVICE) for w in weights]
+
+    def call(x: Named, impl: str) -> Named:
+        x = {n: t.to(DEVICE) for n, t in x.items()}
+        if stepwise:
+            found = operator(member, "fused_recurrent", x, **keywords, impl=impl)
+            return dict(zip(("o", "final_state"), found, strict=True))
+        return collect(lambda y: operator(member, "chunk", y, **keywords, impl=impl), x, weights)
+
+    how = " token by token" * stepwise + " given" * (not inside) + " no groups" * (H == 4)
+    row = {"K": K, "V": V, "case": name or f"{key} T={T}{how}"}
+    return row | judged(call, x, dtype, nothing if stepwise or not inside else of_gates)
+
+
+def of_gates(x: Named, actual: Named, exact: Named) -> Named:
+    """What dA_log and ddt_bias may be off: six standard deviations of a sum over tokens (and
+    channels) of errors like those of dg, equal within a chunk, each weighted by up to three."""
+    error = actual["dg"].double() - exact["dg"]
+    heads = exact["dA_log"].numel()
+    size = 18 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
+    return {n: size * torch.ones_like(exact[n]) for n in ("dA_log", "ddt_bias")}
+
+
+def with_gradients(y: Tensor, leaves: Named, dy: Tensor) -> Named:
+    grads = torch.autograd.grad(y, list(leaves.values()), dy.to(y))
+    return {"y": y.detach()} | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def on_gpu(x: Named) -> Named:
+    return {n: t.detach().to(DEVICE).requires_grad_() for n, t in x.items()}
+
+
+def check_conv_and_gate() -> Rows:
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(*shape, generator=gen).to(dtype)
+
+    rows = []
+    for dtype in (BF16, FP16, FP32):
+        for T, D, W, cu in CONVOLUTIONS:
+            for silu in ("silu", None):
+                x = {"x": draw(1, T, D, dtype=dtype), "weight": draw(D, W, dtype=dtype)}
+                if silu:
+                    x["bias"] = draw(D, dtype=dtype)
+                dy = draw(1, T, D)
+                offsets = None if cu is None else torch.tensor(cu, device=DEVICE)
+
+                def conv(x: Named, impl: str, dy=dy, silu=silu, offsets=offsets) -> Named:
+                    x = on_gpu(x)
+                    y = causal_conv1d(**x, activation=silu, cu_seqlens=offsets, impl=impl)
+                    return with_gradients(y, x, dy)
+
+                row = judged(conv, x, dtype, partial(of_sums, dy=dy))
+                rows.append({"case": f"conv T={T} D={D} W={W} {silu} cu={cu}"} | row)
+        for halo in (False, True):
+            T = sum(RANGES)
+            D = CHANNELS
+            shapes = {"x": (T, D), "halo": (6 * halo, D), "weight": (D, 4)}
+            shapes |= {"bias": (D,), "dy": (T, D)}
+            x = {n: draw(*shape, dtype=dtype) for n, shape in shapes.items()}
+            row = judged(conv_stage, x, dtype, partial(of_sums, dy=x["dy"]))
+            rows.append({"case": f"conv two ranges{' halo' * halo}"} | row)
+        for T, H, K in GATES:
+            for bound in (None, -5.0):
+                x = {"g": 4 * draw(T, H, K, dtype=dtype)}
+                x |= {"A_log": draw(H, dtype=FP32), "dt_bias": draw(H * K, dtype=FP32)}
+                dout = draw(T, H, K)
+
+                def gate(x: Named, impl: str, bound=bound, dout=dout) -> Named:
+                    x = on_gpu(x)
+                    y = kda_gate(**x, lower_bound=bound, impl=impl)
+                    return with_gradients(y, x, dout)
+
+                row = judged(gate, x, dtype, partial(of_gate, dout=dout, bound=bound))
+                rows.append({"case": f"gate T={T} H={H} K={K} bound={bound}"} | row)
+    return rows
+
+
+def of_sums(x: Named, actual: Named, exact: Named, *, dy: Tensor) -> Named:
+    """What the gradients of a convolution may be off: dweight and dbias add up T terms before they
+    round, dx and dhalo W products with a slope of the activation, which is at most 1.1."""
+    eps = torch.finfo(FP32).eps
+    unit = eps * exact["dx"].shape[-2]
+    off = {n: torch.full_like(t, unit) for n, t in exact.items() if n in ("dweight", "dbias")}
+    products = 1.1 * dy.abs().max().item() * x["weight"].abs().sum(1).max().item()
+    for n in ("dx", "dhalo"):
+        if n in exact:
+            off[n] = torch.full_like(exact[n], eps * products)
+    return off
+
+
+def of_gate(x: Named, actual: Named, exact: Named, *, dout: Tensor, bound: float | None) -> Named:
+    """What the gradients of a gate may be off in fp32: six standard deviations of their terms'
+    roundings.
+
+    dA_log and ddt_bias add up terms of both signs, so the terms count, not the sum: its error does
+    not shrink where they happen to cancel. A term is a product with a sigmoid of z, which is off by
+    four units and by |z| more, since z is rounded first. The bounded gate's also has 1 - sigmoid,
+    which rounds like 1 however small it is itself (`sigmoid_slope` in device/gates.py).
+    """
+    H, K = x["g"].shape[-2:]
+    raw = x["g"] + x["dt_bias"].view(H, K)
+    rate = x["A_log"].exp()[:, None]
+    if bound is None:
+        weight = torch.nn.functional.softplus(raw) / raw.sigmoid()
+        off = rate * raw.sigmoid() * (4 + raw.abs())
+    else:
+        z = rate * raw
+        s = z.sigmoid()
+        off = (bound * s * (4 * s + (4 + z.abs()) * (1 - s))).abs()
+        weight, off = raw, rate * off
+    to_raw = 6 * torch.finfo(FP32).eps / 2 * off * dout.to(off).abs()
+    to_log = to_raw * weight.abs()
+    sums = {"dA_log": to_log.square().sum((0, 2)), "ddt_bias": to_raw.square().sum(0).flatten()}
+    return {"dg": to_raw} | {n: t.sqrt() for n, t in sums.items()}
+
+
+def conv_stage(x: Named, impl: str) -> Named:
+    """Both stages of the convolution for a rank with two ranges, whose halo is there or empty."""
+    from fla_cp.kernels import resolve
+    from fla_cp.kernels.torch.conv import ConvRows
+
+    x = {n: t.to(DEVICE) for n, t in x.items()}
+    halo, W = len(x["halo"]) > 0, x["weight"].shape[1]
+    reach = torch.cat([torch.arange(n) + 100 * halo for n in RANGES])
+    where = ConvRows.build(reach, RANGES, (W - 1) * halo, x["x"].device)
+    backend = resolve(impl, x["x"].device, x["x"].dtype)
+    operands = (x["x"], x["halo"], where, x["weight"], x["bias"], True)
+    dx, dhalo, dweight, dbias = backend.conv_bwd(*operands, x["dy"])
+    found = {"y": backend.conv(*operands), "dx": dx, "dweight": dweight, "dbias": dbias}
+    return found | ({"dhalo": dhalo} if halo else {})
+
+
+def walks(case: Case, x: Named, error: Tensor) -> Named:
+    """How far the gate's sums over tokens may be off, given the error of dg [B, T, HV, K].
+
+    dA_log and ddt_bias add up weight * dg before dg is rounded: six standard deviations of a sum
+    of errors as large as those of dg, equal within a chunk (dg is a sum along it) and independent
+    between chunks and channels.
+    """
+    raw = x["g"].to(error.device)
+    if "dt_bias" in x:
+        raw = raw + x["dt_bias"].to(error.device).view(raw.shape[-2:])
+    if dict(case.options).get("lower_bound") is None:  # weight: (dg / dA_log) / (dg / draw)
+        weight = torch.nn.functional.softplus(raw) / raw.sigmoid()
+    else:
+        weight = raw
+    size = error.square().mean((0, 1), keepdim=True).sqrt()
+
+    def walk(w: Tensor) -> Tensor:
+        terms = (w.abs() * size).flatten(0, 1)
+        terms = torch.nn.functional.pad(terms, (0, 0, 0, 0, 0, -len(terms) % 64))
+        return terms.unflatten(0, (-1, 64)).sum(1).square().sum(0)
+
+    return {
+        "dA_log": 6 * walk(weight).sum(-1).sqrt(),
+        "ddt_bias": 6 * walk(torch.ones_like(weight)).sqrt().flatten(),
+    }
+
+
+def use(
+    actual: Tensor, exact: Tensor, baseline: Tensor, walk: Tensor | None, dtype: torch.dtype
+) -> float:
+    """Share of the error budget: twice the torch stages' error plus six roundings to the inputs'
+    dtype, of half a unit each. Six, since that many rounded operands follow one another on the
+    longest way to a gradient: kg, T, r, v_new, h (or dh) and the gradient of the scores; the torch
+    stages round none. As maximum they may all point one way; as rms of many elements of a
+    half-precision dtype they are independent. walk: what a sum over all tokens may be off besides.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    many = dtype.itemsize == 2 and exact.numel() >= 256
+    shares = []
+    for size, roundings in (
+        (lambda e: e.abs().max(), 6),
+        (lambda e: e.square().mean().sqrt(), 6**0.5 if many else 6),
+    ):
+        budget = 2 * size(baseline.double() - exact) + roundings * unit * size(exact)
+        if walk is not None:
+            budget = budget + size(walk)
+        shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
+    return max(shares)
+
+
+def parts() -> dict[str, Callable[[], Rows]]:
+    """What runs in a process of its own, by name."""
+    from tests.ops.test_family import BY_NAME
+
+    found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
+    found["cancelling"] = check_cancelling
+    for K, V in SIZES:
+        for n in range(3):
+            found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))
+        found[f"{K},{V} recurrent"] = partial(check_recurrent, K, V)
+        if (K, V) in ((64, 64), (128, 128)):
+            for n in range(6):
+                found[f"{K},{V} tiles {n}"] = partial(check_tiles, K, V, slice(n, None, 6))
+    for path in ("", "_any", "_head"):
+        found[f"repeats{path}"] = partial(check_repeats, path)
+    for n in range(3):
+        found[f"hopper {n}"] = partial(check_hopper, "kda", slice(n, None, 3))
+    for key in BY_NAME:
+        if key != "kda":
+            found[key] = partial(check_family, key)
+            found[f"hopper {key}"] = partial(check_hopper, key, slice(None))
+    return found

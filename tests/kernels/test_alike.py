@@ -1,0 +1,240 @@
+"""All ranks of a batch cut at one length and take the same tiles and kernels, whatever each holds:
+the operator on tensors without memory, with every launch left out and every choice written down."""
+
+import random
+from contextlib import nullcontext
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fla_cp import zigzag_token_ranges
+from fla_cp.context import _layout, contiguous_token_ranges
+from fla_cp.custom_op import make_plan
+from fla_cp.kernels.sm90 import (
+    eligible,
+)
+from fla_cp.kernels.sm90 import (
+    intra_headwise as sm90_intra,
+)
+from fla_cp.kernels.sm90 import (
+    intra_headwise_bwd as sm90_intra_bwd,
+)
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton import backend, fold, local, tile_table
+from fla_cp.partition.packing import Packing
+from fla_cp.partition.workload import Counts, Load
+from fla_cp.pipeline import backward, forward
+from fla_cp.rule import DeltaRule
+
+META, BF16 = torch.device("meta"), torch.bfloat16
+STREAM = SimpleNamespace(stream_id=0, wait_stream=lambda other: None)
+
+
+class Zeros:
+    """An exchange in which every rank gets states."""
+
+    group = None
+
+    def __init__(self, *shape):
+        self.shape = shape
+
+    def start(self, maps, links, fold):
+        return SimpleNamespace(wait=lambda: torch.zeros(self.shape, device=META))
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Filled by `run`: the longest segment of each cut, the tile of each stage, and the scans."""
+    found = {}
+    cut, tile, of_scan = Packing.cut, tile_table.tile, backend._tile
+
+    def noting_cut(packing, most):
+        found.setdefault("cut", []).append(most)
+        return cut(packing, most)
+
+    def noting_tile(stage, *shape):
+        t = tile(stage, *shape)
+        assert found.setdefault(stage, t) == t
+        return t
+
+    def noting_scan(stage, *rest):
+        found.setdefault("scans", set()).add(stage)
+        return of_scan(stage, *rest)
+
+    monkeypatch.setattr(Packing, "cut", noting_cut)
+    monkeypatch.setattr(tile_table, "tile", noting_tile)
+    monkeypatch.setattr(backend, "_tile", noting_scan)
+    monkeypatch.setattr(eligible, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(backend, "_side_stream", lambda *args: STREAM)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for module in (backend, sm90_intra_bwd, sm90_intra, local, fold):
+        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
+    return found
+
+
+def run(chosen, packing, links, HV, per_head):
+    """Both directions of a rank, KDA or the gated delta rule: its choices and its plan."""
+    chosen.clear()
+    T = packing.tokens
+    q, k, v = (torch.empty(T, HV, 128, dtype=BF16, device=META) for _ in range(3))
+    g = torch.empty(T, HV, *[128] * (not per_head), device=META)
+    x = Inputs(q, k, v, g, torch.empty(T, HV, device=META), None, None)
+    context = None
+    if links is not None:
+        context = SimpleNamespace(links=links, exchange=Zeros(packing.ranges, HV, 128, 128))
+    plan = make_plan(DeltaRule(scale=1.0, per_head=per_head), packing, context, backend.TRITON, x)
+    result = forward(plan, x, None, want_final=False, want_h=False)
+    backward(plan, x, None, result.saved, result.o, v, None, want_dinitial=False)
+    return dict(chosen), plan
+
+
+def ranks(chosen, cu, ranges, HV, per_head):
+    ranges = tuple(tuple(map(tuple, own)) for own in ranges)
+    layouts = [_layout(cu, ranges, rank, None) for rank in range(len(ranges))]
+    return [run(chosen, *layout, HV, per_head) for layout in layouts]
+
+
+def assert_alike(found):
+    """Of ranks, some of which lack a stage: a rank without a summary asks for no tile of it."""
+    every, scans = {}, set()
+    first, plan = found[0]
+    for choices, other in found:
+        assert choices.get("cut") == first.get("cut")
+        scans |= choices.pop("scans")
+        for stage, tile in choices.items():
+            assert every.setdefault(stage, tile) == tile, stage
+        for a, b in ((plan.packing, other.packing), (plan.ahead, other.ahead)):
+            assert a.largest == b.largest and a.loads == b.loads
+    for name in scans:
+        assert f"{name}_beside" not in scans
+
+
+def batch(seed):
+    """Offsets of documents, and ranges of 2 to 8 ranks, equal or not."""
+    rng = random.Random(seed)
+    R, T = rng.randint(2, 8), rng.choice([4000, 40000, 131072, 300001])
+    mean, cu = rng.choice([60, 700, 5000, 40000, 10**9]), [0]
+    while cu[-1] < T:
+        cu.append(min(T, cu[-1] + int(rng.expovariate(1 / mean))))
+    kind = rng.choice(["equal", "zigzag", "uneven", "documents"])
+    if kind == "equal":
+        ranges = contiguous_token_ranges(T, R)
+    elif kind == "zigzag":
+        ranges = zigzag_token_ranges(T, R)
+    elif kind == "uneven":
+        edges = [0, *sorted(rng.choices(range(T + 1), k=2 * R - 1)), T]
+        pieces = list(pairwise(edges))
+        rng.shuffle(pieces)
+        ranges = [pieces[r::R] for r in range(R)]
+    else:  # no state crosses
+        edges = [0, *sorted(rng.choices(cu, k=R - 1)), T]
+        ranges = [[edge] for edge in pairwise(edges)]
+    return tuple(cu), ranges, rng.choice([1, 4, 8, 32, 64])
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["channel", "head"])
+@pytest.mark.parametrize("seed", range(60))
+def test_ranks_choose_alike(seed, per_head, chosen):
+    cu, ranges, HV = batch(seed)
+    assert_alike(ranks(chosen, cu, ranges, HV, per_head))
+
+
+@pytest.mark.parametrize("cu, ranges, HV", [
+    ((0, 20000, 60000, 61000, 65536), contiguous_token_ranges(65536, 2), 32),
+    ((0, 8192, 40000), [[(0, 8192)], [(8192, 40000)]], 4),  # no state crosses
+    ((0, 256, 33024), [[(0, 256)], [(256, 33024)]], 4),
+    ((0, 131072), [[(0, 2000)], [(2000, 131072)]], 8),
+    (tuple(range(0, 65537, 512)), [[(0, 65000)], [(65000, 65536)]], 8),
+    ((0, 131072), [[(0, 131072)], [], [(131072, 131072)]], 8),  # ranks without tokens
+], ids=str)  # fmt: skip
+def test_ranks_that_hold_other_things_choose_alike(cu, ranges, HV, chosen):
+    for per_head in (False, True):
+        assert_alike(ranks(chosen, cu, ranges, HV, per_head))
+
+
+def test_uneven_ranks_cut_at_one_length(chosen):
+    """Alone, the first would be cut in 2 and the second in 4."""
+    cu = (0, 20000, 60000, 61000, 65536)
+    found = ranks(chosen, cu, contiguous_token_ranges(65536, 2), 32, False)
+    assert [choices["cut"] for choices, _ in found] == [[256], [256]]
+    assert [len(plan.packing.segments) for _, plan in found] == [3, 4]
+    assert found[0][1].packing.largest == Counts(4, 2, 2, 1, 513)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_loads_are_those_of_the_packings(seed):
+    cu, ranges, _ = batch(seed)
+    packings = [Packing.build(cu, own) for own in ranges]
+    loads = tuple(Load.of(cu, own) for own in ranges)
+    for most in (10**9, 40, 8, 3):
+        own = [p.cut(most) for p in packings]
+        counted = [load.cut(most) for load in loads]
+        for packing, load in zip(own, counted, strict=True):
+            assert dict(load.kinds) == dict(packing.on_ranks[0].kinds)
+            assert packing.largest == load.counts
+            chunks = [-(-(s.stop - s.start) // 64) for s in packing.segments]
+            names = ("everything", "feeding", "carried", "middle")
+            segments = (getattr(packing, name) for name in names)
+            assert load.counts == (*map(len, segments), sum(chunks))
+        for load, packing in zip(loads, own, strict=True):
+            assert load.folds(most) == max(map(len, packing.chains), default=0)
+        together = Packing.build(cu, ranges[0], loads=loads).cut(most)
+        assert together.largest == Counts.largest(load.counts for load in counted)
+
+
+PACKED = (0, 20000, 60000, 61000, 65536)
+SHORT = tuple(range(0, 65537, 1024))
+SMALL = (
+    "scan 32 triton; scan_bwd 32 triton; "
+    "scan_bwd_ends_beside 64 triton; scan_ends 32 triton; scan_states_beside 64 triton"
+)
+WHOLE = "scan 64; scan_bwd_beside 64; scan_states_beside 64"
+AHEAD = "scan 64; scan_bwd_beside 64; scan_ends 64; scan_states_beside 64"
+CUT = "scan 64; scan_bwd 64; scan_bwd_ends 64; scan_ends 64; scan_states 64"
+MANY = "scan 64; scan_bwd 64; scan_states 64"
+WIDE = "scan 128; scan_bwd 64; scan_states 64"
+TINY = "scan 32 triton; scan_bwd_beside 64 triton; scan_states_beside 64 triton"
+ONE_CARD = [
+    ((0, 8192), 4, False, (8, 8), SMALL),
+    ((0, 8192), 32, False, (1, 1), WHOLE),
+    ((0, 32768), 32, False, (1, 2), AHEAD),
+    ((0, 32768), 8, False, (8, 8), CUT),
+    ((0, 131072), 4, False, (16, 16), CUT),
+    ((0, 131072), 16, False, (4, 4), CUT),
+    ((0, 131072), 64, False, (1, 1), MANY),
+    (PACKED, 32, False, (4, 4), WIDE),
+    (SHORT, 4, False, (64, 64), WIDE),
+    (SHORT, 32, False, (64, 64), WIDE),
+    ((0, 400), 2, False, (1, 1), TINY),
+    ((0, 32768), 4, True, (8, 8), SMALL),
+    ((0, 65536), 32, True, (1, 2), AHEAD),
+    (PACKED, 8, True, (10, 10), CUT),
+    (SHORT, 32, True, (64, 64), WIDE),
+]
+
+
+@pytest.mark.parametrize("cu, HV, per_head, segments, scans", ONE_CARD)
+def test_one_card_chooses_as_before(cu, HV, per_head, segments, scans, chosen):
+    """Segments of both directions and of the forward, and the scans' tiles, from before ranks
+    chose alike."""
+    choices, plan = run(chosen, Packing.build(cu), None, HV, per_head)
+    assert (len(plan.packing.segments), len(plan.ahead.segments)) == segments
+    tiles = {name: choices[name] for name in sorted(choices["scans"])}
+    found = (f"{name} {t.BV}{' triton' * (not t.hopper)}" for name, t in tiles.items())
+    assert "; ".join(found) == scans
+
+
+def test_a_rank_without_tokens_waits_for_no_stream(chosen, monkeypatch):
+    """That the side stream was never joined to: a CUDA graph could not be captured."""
+    waits = []
+    stream = SimpleNamespace(stream_id=0, wait_stream=waits.append)
+    monkeypatch.setattr(backend, "_side_stream", lambda *args: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    for _ in ranks(chosen, (0, 4096), [[(0, 4096)], []], 4, False):
+        pass
+    assert len(waits) == 2  # of the first rank: to start the side stream, and for what it did

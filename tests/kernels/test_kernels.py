@@ -1,0 +1,606 @@
+"""The Triton kernels in Triton's interpreter, on CPU: every option against fp64.
+
+Inputs are fp32: the interpreter's bf16 arithmetic is not the hardware's. What only a GPU can show
+is checked there by tests/gpu.py.
+"""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")  # interpreted: conftest.py
+
+import fla_cp.kernels.triton.backend
+import fla_cp.kernels.triton.local
+from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.local import gate_again, intra
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import DeltaRule
+from tests.aot import disassembled, machine_code, overwritten, undefined
+from tests.gpu.checks import use
+from tests.support.cases import INSIDE, PACKED, Case, options
+from tests.support.closeness import assert_within_budget
+from tests.support.running import oracle, run, run_sharded
+from tests.support.sweeps import crossed, some
+
+# products of pairs that are masked away later may overflow; numpy warns of it
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{what}:RuntimeWarning")
+    for what in ("overflow encountered", "invalid value encountered")
+]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Lets the kernels run on CPU tensors, in this module only, and fp32 take bf16's path."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(fla_cp.kernels.triton.local, "SAFE_DTYPES", (torch.float32, torch.bfloat16))
+
+
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+SMALL = {"T": 70, "H": 1, "HV": 2, "K": 16, "V": 16}
+
+CASES = [
+    Case("given", **SMALL),
+    Case("inside", **SMALL, options=options(**INSIDE)),
+    Case("bounded", **SMALL, options=options(**INSIDE, lower_bound=-5.0)),
+    Case("safe", **SMALL, options=options(**INSIDE, **SAFE)),
+    Case("safe-exp", **SMALL, options=options(**INSIDE, **SAFE, use_exp2=False)),
+    Case("given-safe", **SMALL, decay=5.0, options=options(**SAFE)),
+    Case("kept", **SMALL, options=options(**INSIDE, disable_recompute=True)),
+    Case("neg-eigval", **SMALL, options=options(**INSIDE, allow_neg_eigval=True, scale=0.5)),
+    Case("strong-decay", **SMALL, decay=40.0),
+    Case("no-decay", **SMALL, decay=0.0),
+    Case("one-token", **{**SMALL, "T": 1}),
+    Case("packed", **{**SMALL, "T": 130}, cu_seqlens=(0, 0, 1, 64, 130)),
+    Case("rows", **SMALL, B=2, states=False),
+    Case("odd-dims", T=65, H=2, HV=2, K=24, V=40, options=options(**INSIDE)),
+    Case("two-key-tiles", T=65, H=1, HV=1, K=96, V=16, options=options(**INSIDE)),
+    Case("wide", T=33, H=1, HV=1, K=192, V=16, options=options(**INSIDE, **SAFE)),
+]
+
+
+def compare(case, actual, exact, baseline):
+    # bf16's path takes decays from differences of gc, at most 64 * 5 / ln 2, in fp32
+    shift = 462 * 2**-24 if case.keywords.get("safe_gate") else 0.0
+    for name, value in actual.items():
+        if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
+            error = (value.double() - exact[name]).abs().max()
+            assert error <= 32 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
+        else:
+            assert_within_budget(name, value, exact[name], baseline[name], factor=4.0, shift=shift)
+
+
+FAST = "bounded", "safe-exp", "kept", "strong-decay", "one-token", "packed", "rows", "odd-dims"
+
+
+@pytest.mark.parametrize("case", some(CASES, FAST), ids=lambda c: c.name)
+def test_kernels_err_like_the_torch_stages(case):
+    rounded = {n: t.double() for n, t in case.inputs(dtype=torch.float32).items()}
+    exact, baseline = oracle(case, rounded), run(case, torch.float32)
+    compare(case, run(case, torch.float32, impl="triton"), exact, baseline)
+
+
+@pytest.mark.parametrize("gate", [{}, SAFE], ids=["any", "safe"])
+def test_gated_operands_formed_again_are_the_forwards(gate):
+    case = Case("again", T=70, H=1, HV=2, K=24, V=16, cu_seqlens=(0, 66, 70))
+    x = case.inputs(dtype=torch.float32)
+    rates = {"A_log": torch.randn(2), "dt_bias": torch.randn(2 * 24)}
+    x = Inputs(*(x[n][0] for n in PACKED), **rates)
+    bounded = {"gate": "sigmoid", **gate} if gate else {"gate": "softplus"}
+    rule = DeltaRule(scale=0.3, qk_l2norm=True, beta_factor=1.0, **bounded)
+    packing = Packing.build(case.cu_seqlens)
+    c = intra(rule, packing, x)
+    for again, kept in zip(
+        gate_again(rule, packing, x, c.rows, c.anchors), (c.qg, c.kin, c.kg), strict=True
+    ):
+        assert (again - kept).abs().max() <= 3e-5 * kept.abs().max()
+
+
+@pytest.mark.parametrize("g, safe", crossed([0.0, -5.0, "mixed"], [True, False]))
+def test_extreme_gates_stay_finite(g, safe):
+    case = Case("extreme", **SMALL, states=False)
+    x = case.inputs(dtype=torch.float32)
+    steps = torch.arange(case.T) % 2 * -5.0 if g == "mixed" else torch.full((case.T,), g)
+    x["g"] = steps[None, :, None, None].expand_as(x["g"]).contiguous()
+    leaves = [x[n].requires_grad_() for n in PACKED]
+    bound = SAFE if safe else {}
+    both = []
+    for impl in ("torch", "triton"):
+        o, final = chunk_kda(*leaves, output_final_state=True, impl=impl, **bound)
+        both.append((o, final, *torch.autograd.grad(o.sum() + final.sum(), leaves)))
+    for a, b in zip(*both, strict=True):
+        assert b.isfinite().all()
+        assert (a - b).abs().max() <= 1e-4 * a.abs().max().clamp(min=1e-3)
+
+
+def test_state_layouts_and_intermediate_states():
+    case = Case("states", **{**SMALL, "T": 130})
+    x = case.inputs(dtype=torch.float32)
+    packed, S = [x[n] for n in PACKED], x["initial_state"]
+    more = {"output_final_state": True, "return_intermediate_states": True}
+    plain = chunk_kda(*packed, initial_state=S, impl="triton", **more)
+    wide = [t.double() for t in packed]
+    exact = chunk_kda(*wide, initial_state=S.double(), impl="torch", **more)
+    torch_ = chunk_kda(*packed, initial_state=S, impl="torch", **more)
+    flipped = chunk_kda(*packed, initial_state=S.mT, impl="triton", state_v_first=True, **more)
+    flipped = flipped[0], flipped[1].mT, flipped[2].mT
+    for found, factor, baseline in ((plain, 4.0, torch_), (flipped, 2.0, plain)):
+        for name, *values in zip(("o", "final_state", "h"), found, exact, baseline, strict=True):
+            assert_within_budget(name, *values, factor)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
+    """By strides: what the caller gets is dense without a copy, and what it gives is not copied."""
+    from fla_cp.kernels.triton import backend
+    from fla_cp.kernels.triton.local import intra
+
+    read = []
+
+    class Seen:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                given = (*args, *kwargs.values())
+                read.extend(t.data_ptr() for t in given if isinstance(t, torch.Tensor))
+                return self.kernel[grid](*args, **kwargs)
+
+            return launch
+
+    for name in ("scan_kernel", "scan_bwd_kernel"):
+        monkeypatch.setattr(backend, name, Seen(getattr(backend, name)))
+    from fla_cp.comm.carry import States
+    from fla_cp.kernels.torch.intra import Inputs
+    from fla_cp.partition.packing import Packing
+    from fla_cp.rule import DeltaRule
+
+    T, H, K, V = 100, 2, 16, 32
+    q, k, g = torch.randn(3, T, H, K)
+    x = Inputs(q, k, torch.randn(T, H, V), -g.abs(), torch.rand(T, H), None, None)
+    rule, packing = (
+        DeltaRule(scale=1.0, qk_l2norm=True, state_v_first=v_first),
+        Packing.build((0, T)),
+    )
+    c = intra(rule, packing, x)
+    S0 = torch.randn(1, H, V, K).mT
+    assert not S0.is_contiguous()
+    wanted = {"want_states": True, "want_end": True}
+    o, h, _, S_end = backend.scan_output(rule, packing, c, States((0,), S0), **wanted)
+    dense = backend.scan_output(rule, packing, c, States((0,), S0.contiguous()), **wanted)
+    for a, b in ((o, dense[0]), (h, dense[1]), (S_end, dense[3])):
+        assert (a - b).abs().max() <= 1e-6 * b.abs().max()
+    grads = backend.output_bwd(rule, packing, c, torch.randn_like(x.v))
+    dS = States((0,), torch.randn(1, H, V, K).mT)
+    _, dS0 = backend.scan_bwd(packing, c, grads, dS, want_start=True)
+    assert {S0.data_ptr(), dS.value.data_ptr()} <= set(read)
+    for state in (h, S_end, dS0):
+        assert state.shape[-2:] == (K, V)
+        assert (state.mT if v_first else state).is_contiguous()
+
+
+def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
+    from fla_cp.kernels.sm90 import eligible
+    from fla_cp.kernels.torch.intra import Inputs
+    from fla_cp.kernels.triton import backend
+    from fla_cp.kernels.triton.local import intra
+    from fla_cp.partition.packing import Packing
+    from fla_cp.rule import DeltaRule
+
+    monkeypatch.setattr(eligible, "multiprocessors", lambda device: 16)
+
+    def fit(HV, T=64, cut=None, **rule):
+        qk = torch.randn(2, T, 1, 128, dtype=torch.bfloat16)
+        v, g = torch.randn(T, HV, 128, dtype=torch.bfloat16), -torch.rand(T, HV)
+        rule = DeltaRule(**{"scale": 1.0, "per_head": True, "removal": "none", **rule})
+        if not rule.per_head:
+            g = -torch.rand(T, HV, 128)
+        p = qk[0] if rule.removal == "p" else None
+        beta = None if rule.removal == "none" else torch.rand(T, HV)
+        x = Inputs(*qk, v, g, beta, None, None, p)
+        packing = Packing.build((0, T), segment_chunks=cut)
+        return backend.beside(packing, intra(rule, packing, x))
+
+    assert fit(HV=4)  # 4 chains of 2 value tiles, twice
+    assert not fit(HV=5)
+    assert not fit(HV=4, T=128, cut=1)
+    assert not fit(HV=4, keep_intermediates=True)  # nothing is formed again
+    assert fit(HV=4, per_head=False) and fit(HV=4, removal="k")
+    assert not fit(HV=4, removal="p")  # three operands a chunk: too much memory
+    assert not fit(HV=0)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
+    """With 64 columns the state is the left operand: the same numbers but for rounding."""
+    from benchmarks.stages import cut_into, forced
+    from fla_cp.kernels.triton.tile_table import Tile
+
+    case = Case("flip", **{**SMALL, "T": 150, "K": 24, "V": 72})
+    results = []
+    for BV in (32, 64):
+        wide = {name: Tile(32, BV, 4, 1) for name in ("scan_bwd", "scan_bwd_ends")}
+        with forced(wide), cut_into(chunks):
+            results.append(run(case, torch.float32, impl="triton"))
+    narrow, wide = results
+    for name, x in narrow.items():
+        assert (wide[name] - x).abs().max() <= 1e-5 * x.abs().max(), name
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
+def test_what_is_touched_early_stays(member):
+    """Tiles of several stages load what later phases wait for once more, for the cache's sake, and
+    give that a use that never comes: the same products as without, and so the same bits."""
+    import fla_cp
+    from benchmarks.stages import forced
+    from fla_cp.kernels.triton.tile_table import Tile
+
+    gen = torch.Generator().manual_seed(0)
+    x = [torch.randn(1, 100, 2, n, generator=gen).requires_grad_() for n in (40, 40, 24)]
+    channels = (40,) if member == "kda" else ()
+    g = torch.randn(1, 100, 2, *channels, generator=gen).requires_grad_()
+    beta = torch.rand(1, 100, 2, generator=gen).requires_grad_()
+    inside = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+    inside |= {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * len(channels) * 40 or 2)}
+    if member == "kda":
+        inside |= {"safe_gate": True, "lower_bound": -5.0}
+    stage = "intra_bwd" if member == "kda" else "dqk_head"
+    results = []
+    for stages in (1, 2):
+        with forced({stage: Tile(32, 32, 4, stages)}):
+            o, _ = getattr(fla_cp, f"chunk_{member}")(*x, g, beta, **inside, impl="triton")
+            results.append(torch.autograd.grad(o.float().square().sum(), [*x, g, beta]))
+    for a, b in zip(*results, strict=True):
+        assert a.abs().sum() > 0
+        assert torch.equal(a, b)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
+def test_order_of_scans_side_by_side(chunks, monkeypatch):
+    """What the side stream reads exists before it starts, and what it writes is waited for."""
+    from contextlib import contextmanager
+
+    from benchmarks.stages import cut_into, forced
+    from fla_cp import chunk_gated_delta_rule
+    from fla_cp.kernels.triton import backend, local
+    from fla_cp.kernels.triton.tile_table import Tile
+
+    marked = {name: Tile(16, 32, 4, 2) for name in ("scan_bwd_beside", "scan_bwd_ends_beside")}
+    events, streams = [], ["main"]
+
+    class Stream:
+        stream_id = 0
+
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            events.append(f"{self.name} waits for {other.name}")
+
+    class Logged:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                beside = " beside" * (kwargs.get("NS") == 2)  # by their tiles' stages
+                events.append(f"{self.name} on {streams[-1]}{beside}")
+                return self.kernel[grid](*args, **kwargs)
+
+            return launch
+
+    @contextmanager
+    def on(stream):
+        streams.append(stream.name)
+        yield
+        streams.pop()
+
+    q, k, v = torch.randn(3, 1, 70, 1, 16).requires_grad_()
+    rest = -torch.rand(1, 70, 1), torch.rand(1, 70, 1)
+
+    def gradient():
+        with cut_into(chunks), forced(marked):
+            o, _ = chunk_gated_delta_rule(q, k, v, *rest, impl="triton")
+            return torch.autograd.grad(o.sum(), q)[0]
+
+    plain = gradient()
+    main, side = Stream("main"), Stream("side")
+    monkeypatch.setattr(backend, "beside", lambda packing, c: True)
+    monkeypatch.setattr(backend, "TRITON", replace(backend.TRITON, beside=backend.beside))
+    monkeypatch.setattr(backend, "_side_stream", lambda device, beside: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    for module, name in (
+        (backend, "scan_kernel"),
+        (backend, "scan_bwd_kernel"),
+        (local, "dqk_head_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Logged(name, getattr(module, name)))
+    assert torch.equal(plain, gradient())
+    summary = chunks == 1
+    assert events == [
+        *["scan_kernel on main"] * summary,
+        "scan_kernel on main",
+        "side waits for main",
+        "scan_kernel on side",
+        *["scan_bwd_kernel on main beside"] * summary,
+        "scan_bwd_kernel on main" + " beside" * (not summary),
+        "main waits for side",
+        "dqk_head_kernel on main",
+    ]
+
+
+def sharded(group, rank, case, ranges):
+    context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
+    whole, mine = run(case), run_sharded(case, context, torch.float32, impl="triton")
+    one = run(case, torch.float32)
+    for name in ("o", "final_state", "dinitial_state", *(f"d{n}" for n in PACKED)):
+        pick = (lambda t: t) if "state" in name else context.shard
+        assert_within_budget(name, mine[name], pick(whole[name]), pick(one[name]), factor=10.0)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        pytest.param(None, marks=pytest.mark.wide, id="plain"),
+        pytest.param(zigzag_token_ranges(200, 3), id="zigzag"),
+    ],
+)
+def test_ranks(gloo_pool, ranges):
+    case = Case("ranks", **{**SMALL, "T": 200}, cu_seqlens=(0, 180, 200))
+    # fp64 inputs are not rounded to fp32 here, hence the wider factor
+    gloo_pool.run(sharded, case, ranges, world_size=3)
+
+
+def as_compiled(group, rank, keep):
+    """The ops that torch.compile takes with several ranks, called one after another."""
+    case = Case("ops", **{**SMALL, "T": 140}, options=options(**INSIDE, disable_recompute=keep))
+    context = build_cp_context(torch.tensor(case.offsets()), group)
+    plain = run_sharded(case, context, torch.float32, impl="triton")
+    # Dynamo lists the functions that it knows at its first use: with the patched one, for good
+    torch.compile(torch.neg, backend="eager")(torch.zeros(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.compiler.is_compiling", lambda: True)
+        ops = run_sharded(case, context, torch.float32, impl="triton")
+    for name, value in plain.items():
+        assert (ops[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("keep", [False, True])
+def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
+    gloo_pool.run(as_compiled, keep, world_size=2)
+
+
+@pytest.mark.timeout(7200)  # all: ten minutes on two idle cores
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "only",
+    [["--only", "16x16 bf16 safe"], ["--changed"]],
+    ids=["one", "changed"],
+)
+def test_kernels_compile_for_sm_90(only, tmp_path):
+    """In processes of their own: here the kernels are interpreted."""
+    clean = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.aot", *only],
+        env={**clean, "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+
+
+SASS = """
+ /*0610*/ UIADD3 UR26, UP2, {base}, 0x40, URZ ;
+ /*0620*/ ULDC.64 UR12, c[0x0][0x208] ;
+ /*0630*/ UIADD3.64 UR14, UR12, 0x4, URZ ;
+ /*0640*/ HGMMA.64x32x16.F32.BF16 R40, gdesc[UR12].tnspB, R40 ;
+ /*0650*/ IADD3 R34, P1, {stack}, 0x40, RZ ;
+ /*0660*/ STL [R1+0x24], R231 ;
+"""
+
+
+@pytest.mark.parametrize("base, stack, found", [
+    ("URZ", "R2", 0), ("UR12", "R2", 1), ("URZ", "R1", 1), ("UR12", "R1", 2),
+])  # fmt: skip
+def test_undefined_registers_are_found(base, stack, found):
+    """As ptxas 12.8 wrote them: a descriptor formed from UR12 before it is set, or from R1."""
+    assert len(undefined(SASS.format(base=base, stack=stack))) == found
+
+
+def elf(*sections: tuple[int, bytes]) -> bytes:
+    """Sections of (flags, content), as in a cubin."""
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, 64)
+    struct.pack_into("<HH", header, 0x3A, 64, len(sections))
+    table, at = b"", 64 + 64 * len(sections)
+    for flags, content in sections:
+        table += struct.pack("<8x4Q24x", flags, 0, at, len(content))
+        at += len(content)
+    return bytes(header) + table + b"".join(content for _, content in sections)
+
+
+def test_machine_code_is_taken_apart_by_kernel():
+    """Each with addresses of its own; data beside it is no code."""
+    nop = struct.pack("<2Q", 0x7918, 0x000FC00000000000)
+    leave = struct.pack("<2Q", 0x794D, 0x000FEA0003800000)
+    codes = [machine_code(elf((2, b"data"), (6, leave))), machine_code(elf((6, nop), (6, leave)))]
+    words = [re.findall(r"/\*(\w+)\*/ +(\w+)", sass) for sass in disassembled(codes)]
+    assert words == [[("0000", "EXIT")], [("0000", "NOP"), ("0010", "EXIT")]]
+    with pytest.raises(ValueError, match=r"1 instructions in \[16, 0\] bytes"):
+        disassembled([leave, b""])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
+    """tests/gpu.py: an error of eight roundings is over it, one of a rounding is within."""
+    exact = torch.linspace(1, 2, 100, dtype=torch.float64)
+    for roundings, within in ((1, True), (8, False)):
+        actual = exact * (1 + roundings * torch.finfo(dtype).eps)
+        assert (use(actual, exact, exact, None, dtype) <= 1) == within
+
+
+LOOP = """
+    %b_k = ttg.local_alloc : () -> !ttg.memdesc<{buffers}x64x64xbf16, #shared, #smem, mutable>
+    %k_0 = ttg.memdesc_index %b_k[%c0] : !ttg.memdesc<64x64xbf16>
+    %t_0 = ttg.async_copy_global_to_local %p, %k_0 mask %m : tensor<64x64x!tt.ptr<bf16>>
+    %x:2 = scf.for %i = %c0 to %n step %c1 iter_args(%acc = %zero) -> (tensor<64x64xf32>) : i32 {{
+      %k_1 = ttg.memdesc_index %b_k[%s] : !ttg.memdesc<64x64xbf16>
+      %k_2 = ttg.memdesc_trans %k_1 {{order = array<i32: 1, 0>}} : !ttg.memdesc<64x64xbf16>
+      %d = ttng.warp_group_dot %q, %k_2, %acc {{inputPrecision = 0 : i32, isAsync = true}} : tensor
+      %w:2 = ttng.warp_group_dot_wait %d, %k_2 {{pendings = {pending} : i32}} : tensor<64x64xf32>
+      %k_3 = ttg.memdesc_index %b_k[%s] : !ttg.memdesc<64x64xbf16>
+      %t_1 = ttg.async_copy_global_to_local %p, %k_3 mask %m : tensor<64x64x!tt.ptr<bf16>>
+      scf.yield %w#0, %t_1 : tensor<64x64xf32>, !ttg.async.token
+    }}
+"""
+
+
+@pytest.mark.parametrize("buffers,pending,found", [(1, 1, ["b_k"]), (2, 1, []), (1, 0, [])])
+def test_pipelines_that_overwrite_operands_are_found(buffers, pending, found):
+    assert overwritten(LOOP.format(buffers=buffers, pending=pending)) == found
+
+
+def test_scans_of_many_chains_take_wider_tiles():
+    """Each is a candidate, so that tests/gpu.py checks it, and the widest that applies is taken."""
+    from fla_cp.kernels.triton import tile_table
+
+    for (arch, stage, k, v, dtype), fuller in tile_table.FULLER.items():
+        if arch != tile_table.architecture():
+            continue
+        assert list(fuller) == sorted(fuller, reverse=True)
+        for least, tile in fuller:
+            assert tile in tile_table.candidates(stage, k, v), (stage, tile)
+            assert tile_table.tile(stage, k, v, dtype, least) == tile
+        least, narrowest = min(fuller)
+        assert tile_table.tile(stage, k, v, dtype, least - 1).BV < narrowest.BV
+
+
+def test_hash_of_a_kernel_file_is_of_its_code():
+    from tests.gpu import said
+
+    code = 'def f(x):\n    """Doc."""\n    if x:\n        y = 1\n    return f"{x}"\n'
+    other = "# why\ndef f( x ):\n\n  if x:\n    y = 1  # one\n  return f'{x}'\n".replace("'", '"')
+    assert said(code) == said(other)
+    assert said(code) != said(code.replace("y = 1", "y = 2"))
+    assert said(code) != said(code.replace("    return", "        return"))
+
+
+@pytest.mark.bits
+def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
+    """Of a sequence cut in two on one card, with one decay a head; nothing else changes, to the
+    bit."""
+    from fla_cp.kernels.torch.intra import Inputs
+    from fla_cp.kernels.triton import backend, local
+    from fla_cp.partition.packing import Packing
+    from fla_cp.rule import DeltaRule
+
+    T, H, K, V = 64 * 20 + 5, 2, 16, 16
+    q, k = torch.randn(2, T, H, K)
+    x = Inputs(q, k, torch.randn(T, H, V), -torch.rand(T, H), torch.rand(T, H), None, None)
+    rule = DeltaRule(scale=1.0, per_head=True)
+    whole = Packing.build((0, T))
+    launched = []
+
+    def noting(module, *names):
+        def noted(kernel, *args, **options):
+            if kernel.fn.__name__ in names:
+                launched.append((kernel.fn.__name__, args[0]))
+            launch(kernel, *args, **options)
+
+        launch = module.launch
+        monkeypatch.setattr(module, "launch", noted)
+
+    noting(local, "intra_head_kernel")
+    noting(backend, "scan_kernel")
+    name, summary = "intra_head_kernel", ("scan_kernel", (1, H))
+    monkeypatch.setattr(backend, "LATER_LEAST", 0)
+    monkeypatch.setattr(backend, "LATER_SHARE", 20)
+    c, maps = backend.begin(rule, whole.cut(11), x, None)
+    assert launched == [(name, (16, H)), summary, (name, (5, H))]  # 11 of 21 rounded up
+    monkeypatch.setattr(backend, "LATER_SHARE", 4)
+    launched.clear()
+    d, others = backend.begin(rule, whole.cut(11), x, None)
+    assert launched == [(name, (21, H)), summary]
+    for a, b in zip((*c[:5], maps.offset), (*d[:5], others.offset), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_streams_wait_for_each_other(monkeypatch):
+    """The summary starts after the first chunks, the rest of them a wait later, and nothing reads
+    maps before they are joined. On the host's side: the streams are stand-ins."""
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    from fla_cp.kernels.triton import backend
+    from fla_cp.partition.packing import Packing
+    from fla_cp.rule import DeltaRule
+
+    said, current = [], ["main"]
+
+    class Stream:
+        stream_id = 0
+
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            said.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self):
+            said.append(f"{self.name} is marked")
+            return f"the mark of {self.name}"
+
+        def wait_event(self, event):
+            said.append(f"{self.name} waits for {event}")
+
+    @contextmanager
+    def on(stream):
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    def does(what):
+        said.append(f"{what} on {current[-1]}")
+
+    def in_two(*args):
+        does("first chunks")
+        return "chunks", lambda: does("rest")
+
+    def summary(*args):
+        return "maps", lambda: does("summary")
+
+    monkeypatch.setattr(backend, "intra_in_two", in_two)
+    monkeypatch.setattr(backend, "_summary", summary)
+    urgent = {-1: Stream("urgent")}
+    monkeypatch.setattr(backend, "_side_stream", lambda *args: urgent[args[2]])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    tensor = SimpleNamespace(device=torch.device("cuda"), shape=(32768, 32, 128))
+    x, packing = SimpleNamespace(q=tensor, v=tensor), Packing.build((0, 32768)).cut(256)
+    found = backend.begin(DeltaRule(scale=1.0, per_head=True), packing, x, None)
+    assert found == ("chunks", "maps")
+    assert said == [
+        "first chunks on main",
+        "urgent waits for main",
+        "urgent is marked",
+        "summary on urgent",
+        "main waits for the mark of urgent",
+        "rest on main",
+        "main waits for urgent",
+    ]

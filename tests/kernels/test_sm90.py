@@ -1,0 +1,187 @@
+"""Which calls the kernels in Gluon take, and what they compute, in an interpreter of our own;
+tests/aot.py compiles them, gpu_checks.py runs them."""
+
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fla_cp.kernels.sm90 import eligible
+from fla_cp.kernels.sm90 import scan as sm90_scan
+from fla_cp.kernels.triton import backend, tile_table
+from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.partition.packing import Packing
+from fla_cp.partition.workload import Load
+from fla_cp.rule import DeltaRule
+from tests.support.closeness import assert_within_budget
+from tests.support.sweeps import crossed
+
+BF16 = torch.bfloat16
+
+
+def chunks(NC=3, HV=2, K=128, V=128, dtype=BF16, heads=False, **given):
+    """Operands of so many chunks; heads: with one decay a head, as the inputs are."""
+    tokens = 64 * NC
+    k = (tokens, HV, K) if heads else (NC, HV, 64, K)
+    x = {n: torch.empty(k, dtype=dtype) for n in ("qg", "kin", "kg")}
+    x |= {n: torch.empty(NC, HV, 64, 64, dtype=dtype) for n in ("T", "Aqk")}
+    x |= {"decay": torch.empty(NC, HV, K), "rows": torch.empty(NC, HV, 9 if heads else 3, 64)}
+    x |= {"anchors": torch.empty(0), "v": torch.empty(tokens, HV, V, dtype=dtype)}
+    return Chunks(**x | given, rule=DeltaRule(scale=1.0, per_head=heads))
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_they_take_bf16_at_128(heads):
+    c = chunks(heads=heads)
+    assert sm90_scan.fits(c, c.v)
+    wide = torch.empty(192, 2, 3 * 128, dtype=BF16)  # q, k and v side by side
+    assert sm90_scan.fits(c, wide[..., 128:256])
+
+
+OTHERS = [{"K": 64}, {"V": 64}, {"K": 256, "V": 256}, {"dtype": torch.float16}]
+
+
+@pytest.mark.parametrize("shape", [*OTHERS, {"dtype": torch.float32}], ids=str)
+def test_other_shapes_and_dtypes_are_left(shape):
+    c = chunks(**shape)
+    assert not sm90_scan.fits(c, c.v)
+
+
+@pytest.mark.parametrize("rows", [
+    torch.empty(192, 2, 129, dtype=BF16)[..., 1:],  # 2 bytes off
+    torch.empty(192, 2, 132, dtype=BF16)[..., :128],  # rows of 264 bytes
+    torch.empty(192, 1, 128, dtype=BF16).expand(-1, 2, -1),
+    torch.empty(192, 2, 256, dtype=BF16)[..., ::2],
+], ids=["address", "stride", "no stride", "columns"])  # fmt: skip
+def test_what_the_copy_unit_cannot_read_is_left(rows):
+    assert not sm90_scan.fits(chunks(), rows)
+    assert not sm90_scan.fits(chunks(heads=True, qg=rows), chunks().v)
+
+
+def test_rows_that_are_not_copied_16_bytes_at_a_time_are_left():
+    from fla_cp.kernels.sm90 import intra_headwise as sm90_intra
+    from fla_cp.kernels.torch.intra import Inputs
+
+    def rows(width):
+        return torch.empty(192, 2, width, dtype=BF16)[..., :128]
+
+    rest = (torch.empty(192, 2, 128), torch.empty(192, 2), None, None, None)
+    assert sm90_intra.reads(Inputs(rows(128), rows(144), *rest))
+    assert not sm90_intra.reads(Inputs(rows(128), rows(136), *rest))
+    assert not sm90_intra.reads(Inputs(rows(136), rows(128), *rest))
+    assert not sm90_intra.reads(Inputs(rows(128), rows(128), *rest, rows(136)))
+
+
+def tile(c, dense=(), packing=None):
+    """Of a scan of one segment."""
+    packing = packing or Packing.build((0, len(c.v)))
+    return backend._tile("scan", packing, c, 1, dense, c.v)
+
+
+def test_small_calls_keep_the_other_kernels(monkeypatch):
+    c = chunks()
+    assert not tile(c).hopper
+    monkeypatch.setattr(sm90_scan, "LEAST", 0)
+    assert tile(c).hopper
+    states = torch.empty(3, 2, 128, 128).mT
+    assert not tile(c, (states,)).hopper
+    monkeypatch.setattr(tile_table, "architecture", lambda: 100)
+    assert not tile(c).hopper
+
+
+@pytest.mark.parametrize("most, takes", [(1024, False), (1025, True), (2**23, False)])
+def test_the_rank_with_most_chunks_decides(most, takes):
+    """A call is small, or too large, for all of them."""
+    cu = (0, 192, 192 + 64 * most)
+    loads = tuple(Load.of(cu, [own]) for own in pairwise(cu))
+    packing = Packing.build(cu, [(0, 192)], loads=loads)
+    assert tile(chunks(), packing=packing).hopper == takes
+
+
+def test_a_tile_that_does_not_fit_is_refused():
+    from benchmarks.stages import forced
+
+    with forced({"scan": tile_table.NARROW}), pytest.raises(ValueError, match="K = V = 128"):
+        tile(chunks(K=64))
+
+
+def test_every_stage_has_a_tile_for_any_number_of_chains():
+    for stage in tile_table.HOPPER:
+        for chains in (0, 1, 127, 128, 10000):
+            assert tile_table.tile(stage, 128, 128, BF16, chains, True).hopper
+            assert not tile_table.tile(stage, 128, 128, BF16, chains).hopper
+
+
+MEMBERS = [("gated_delta_rule", 1), ("gla", 1), ("comba", 1), ("kda", 1), ("simple_gla", 1)]
+MEMBERS += [("gated_delta_rule", 2), ("comba", 2), ("simple_gla", 2)]  # no groups
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("which, cut", crossed(MEMBERS, [True, False], fast=1), ids=str)
+def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
+    """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
+    states; in segments of a chunk with summaries and transitions, too."""
+    from benchmarks.stages import cut_into
+    from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
+    from tests.support.gluon_interpreter import interpreted
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(eligible, "takes", lambda *args: True)
+    monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
+    key, H = which
+    member = BY_NAME[key]
+    call = Call(T=150, H=H, HV=2, K=128, V=128, inside=True)
+    x, keywords, weights = draw(member, call)
+
+    def run(x, impl):
+        return collect(lambda y: operator(member, "chunk", y, **keywords, impl=impl), x, weights)
+
+    exact = run({n: t.double() for n, t in x.items()}, "torch")
+    x = {n: t.float() for n, t in x.items()}
+    plain = run(x, "torch")
+    with interpreted() as launched, cut_into(1) if cut else nullcontext():
+        found = run(x, "triton")
+    kernels = {"scan_hopper_kernel", "scan_bwd_hopper_kernel"}
+    if key in ("gated_delta_rule", "comba", "simple_gla"):
+        kernels.add("intra_head_hopper_kernel")
+    if key in ("gated_delta_rule", "simple_gla") or (key, H) == ("comba", 2):
+        kernels.add("head_bwd_hopper_kernel")
+    assert kernels <= set(launched)
+    for name, value in found.items():
+        if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
+            error = (value.double() - exact[name]).abs().max()
+            assert error <= 256 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
+        else:
+            assert_within_budget(name, value, exact[name], plain[name], factor=4.0)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
+@pytest.mark.parametrize("in_gluon", [True, False])
+def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatch):
+    """Of sums of decays: those of other tokens, and of k's norm."""
+    import fla_cp
+    from tests.support.gluon_interpreter import interpreted
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(eligible, "takes", lambda *args: in_gluon)
+    monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
+    torch.manual_seed(0)
+    dtype = torch.float32 if in_gluon else torch.float16  # fp32 has sums of its own elsewhere
+    q, k, v = torch.randn(3, 1, 128, 1, 128)
+    g, beta = -0.05 * torch.ones(1, 128, 1), torch.rand(1, 128, 1)
+    g[:, [5, 70]] = -size
+
+    def run(dtype, **options):
+        x = (t.to(dtype) for t in (q, k, v))
+        gates = g.to(torch.promote_types(dtype, torch.float32)), beta.to(dtype)
+        return fla_cp.chunk_gated_delta_rule(*x, *gates, use_qk_l2norm_in_kernel=True, **options)[0]
+
+    exact = run(torch.float64, impl="torch")
+    with interpreted():
+        found = run(dtype, impl="triton").double()
+    limit = 1e-3 if dtype == torch.float16 else 1e-4
+    assert (found - exact).norm() <= limit * exact.norm()

@@ -1,0 +1,275 @@
+"""torch.compile(fullgraph=True) of operators and layers, and the ops that it sees."""
+
+from functools import partial
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+from fla_cp import (
+    build_cp_context,
+    causal_conv1d,
+    chunk_kda,
+    custom_op,
+    custom_op_cp,
+    zigzag_token_ranges,
+)
+from fla_cp.kernels import TORCH
+from fla_cp.nn import KimiDeltaAttention
+from fla_cp.ops import short_conv
+from fla_cp.rule import DeltaRule
+from tests.support.cases import INSIDE, PACKED, Case, options
+from tests.support.closeness import assert_exact
+from tests.support.sweeps import crossed
+
+# Dynamo makes an instance of each autograd.Function that it traces (torch 2.13)
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+CASES = [
+    Case("plain", T=70, K=8, V=16),
+    Case("inside", T=70, K=8, V=16, HV=4, options=options(**INSIDE)),
+    Case("kept", T=65, B=2, K=8, V=16, options=options(**INSIDE, disable_recompute=True)),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def compiled(f):
+    return torch.compile(f, fullgraph=True, backend="aot_eager")
+
+
+def call(case, **more):
+    def f(x):
+        o, *states = chunk_kda(
+            *(x[n] for n in PACKED),
+            A_log=x.get("A_log"),
+            dt_bias=x.get("dt_bias"),
+            initial_state=x["initial_state"],
+            output_final_state=True,
+            **case.keywords,
+            **more,
+        )
+        return (o, *states)
+
+    return f
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_compiled_operator_equals_eager(case, v_first):
+    x = {n: t.requires_grad_() for n, t in case.inputs().items()}
+    if v_first:
+        x["initial_state"] = x["initial_state"].detach().mT.contiguous().requires_grad_()
+    f = call(case, state_v_first=v_first, return_intermediate_states=True)
+    both = []
+    for run in (f, compiled(f)):
+        o, final, h = run(x)
+        grads = torch.autograd.grad(o.sin().sum() + final.cos().sum(), list(x.values()))
+        both.append((o, final, h, *grads))
+    for i, (a, b) in enumerate(zip(*both, strict=True)):
+        assert_exact(f"result {i}", b, a)
+
+
+@pytest.mark.wide
+def test_one_graph_serves_every_packing():
+    """Compiled anew for the second shape, and then no more: sizes and context are data."""
+    layer = KimiDeltaAttention(16, 2, 8, num_v_heads=4).double()
+    run = compiled(layer)
+    gen = torch.Generator().manual_seed(0)
+    for n, (T, documents) in enumerate([(100, 1), (131, 4), (90, 2), (300, 7), (65, 1), (257, 3)]):
+        inner = torch.randperm(T - 1, generator=gen)[: documents - 1].sort().values + 1
+        cu = torch.tensor([0, *inner.tolist(), T])
+        context = build_cp_context(cu, None, conv1d_kernel_size=4)
+        x = torch.randn(1, T, 16, generator=gen, dtype=torch.float64)
+        results = []
+        for f in (layer, run):
+            y = f(x, cp_context=context)
+            results.append((y, *torch.autograd.grad(y.sum(), list(layer.parameters()))))
+        for i, (a, b) in enumerate(zip(*results, strict=True)):
+            assert_exact(f"result {i} of packing {n}", b, a)
+        graphs = counters["stats"]["unique_graphs"]
+        assert graphs <= min(n + 1, 3), f"{graphs} graphs after packing {n}"
+
+
+@pytest.mark.wide
+def test_rows_without_context_compile_too():
+    layer = KimiDeltaAttention(16, 2, 8).double()
+    run = compiled(layer)
+    for B, T in ((2, 70), (2, 90), (3, 64)):
+        x = torch.randn(B, T, 16, dtype=torch.float64)
+        assert_exact("y", run(x), layer(x))
+
+
+def test_cu_seqlens_under_compile_names_the_way_out():
+    x = torch.randn(1, 10, 4)
+    f = compiled(lambda x, cu: causal_conv1d(x, torch.randn(4, 2), cu_seqlens=cu))
+    with pytest.raises(Exception, match="build_cp_context"):
+        f(x, torch.tensor([0, 4, 10]))
+
+
+def test_wrong_local_length_is_caught_at_run_time():
+    context = build_cp_context(torch.tensor([0, 70]), None)
+    case = Case("short", T=64, K=8, V=8, states=False)
+    packed = [case.inputs(dtype=torch.float32)[n] for n in PACKED]
+    with pytest.raises(ValueError, match="local_tokens=70, got T=64"):
+        compiled(lambda *x: chunk_kda(*x, cp_context=context)[0])(*packed)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("initial", [False, True])
+def test_opcheck(keep, initial):
+    T, H, HV, K, V = 70, 1, 2, 4, 6
+    draw = torch.randn
+    packed = [draw(T, H, K), draw(T, H, K), draw(T, HV, V), -draw(T, HV, K).abs(), draw(T, HV)]
+    inputs = [t.requires_grad_() for t in packed]
+    rates = [draw(HV).requires_grad_(), draw(HV * K).requires_grad_(), None]
+    state = draw(2, HV, K, V).requires_grad_() if initial else None
+    rule = DeltaRule(scale=0.5, gate="softplus", qk_l2norm=True, keep_intermediates=keep)
+    fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
+    fixed = custom_op.constants(fields, "torch", None, 2, T // 2)
+    args = (*inputs, *rates, state, *fixed, True, True)
+    torch.library.opcheck(custom_op.delta_rule, args)
+    o, final, _, *saved = custom_op.delta_rule(*(args))
+    assert len(fields) == custom_op._RULE_FIELDS
+    plain = [None if t is None else t.detach() for t in (*inputs, *rates)]
+    first = None if state is None else state.detach()
+    saved = [t.detach() for t in saved]
+    backward = (o.detach(), final.detach(), *plain, first, *fixed, o.detach(), saved, initial)
+    torch.library.opcheck(custom_op.delta_rule_backward, backward)
+
+
+@pytest.mark.parametrize("keep, initial", crossed([False, True], [False, True]))
+def test_opcheck_of_the_halves(keep, initial):
+    """One rank whose two ranges hand states to each other, in the ops that several ranks take."""
+    T, H, HV, K, V = 90, 1, 2, 4, 6
+    draw = partial(torch.randn, dtype=torch.float64)
+    ranges = [[(50, 90), (0, 50)]]
+    context = build_cp_context(torch.tensor([0, 20, 90]), None, token_ranges=ranges)
+    packed = [draw(T, H, K), draw(T, H, K), draw(T, HV, V), -draw(T, HV, K).abs(), draw(T, HV)]
+    inputs = [*packed, draw(HV), draw(HV * K), None, draw(2, HV, K, V) if initial else None]
+    rule = DeltaRule(scale=0.5, gate="softplus", qk_l2norm=True, keep_intermediates=keep)
+    fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
+    fixed = (*fields, "torch", *context.handle, 1)
+    check, ops = torch.library.opcheck, custom_op_cp
+    check(ops.begin_op, (*inputs, *fixed))
+    wire, offset, transition, *chunks = ops.begin_op(*inputs, *fixed)
+    args = (*inputs, *fixed, wire[None], offset, transition, chunks, True, True)
+    check(ops.finish_op, args)
+    o, final, _, carried, *kept = ops.finish_op(*args)
+    whole = custom_op.delta_rule(*inputs, *fixed, True, True)
+    assert_exact("o", o, whole[0])
+    assert_exact("final_state", final, whole[1])
+    saved = [
+        carried,
+        transition,
+        *(chunks if keep else (chunks[i] for i in TORCH.always_kept(rule))),
+        *kept,
+    ]
+    grads = (o, final)
+    check(ops.begin_backward_op, (*grads, *inputs, *fixed, o, saved))
+    wire, offset, *chunks = ops.begin_backward_op(*grads, *inputs, *fixed, o, saved)
+    args = (*grads, *inputs, *fixed, o, saved, wire[None], offset, chunks, initial)
+    check(ops.finish_backward_op, args)
+    exact = custom_op.delta_rule_backward(*grads, *inputs, *fixed, o, whole[3:], initial)
+    for i, (a, b) in enumerate(zip(ops.finish_backward_op(*args), exact, strict=True)):
+        assert_exact(f"gradient {i}", a, b)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck_conv(bias):
+    x, weight = torch.randn(20, 3, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    b = torch.randn(3, requires_grad=True) if bias else None
+    context = build_cp_context(torch.tensor([0, 5, 20]), None, conv1d_kernel_size=4)
+    halo = torch.randn(3, 3, requires_grad=True)
+    args = (True, "torch", *context.handle, 1)
+    torch.library.opcheck(short_conv.conv_op, (x, halo, weight, b, *args))
+    y = short_conv.conv_op(x, halo, weight, b, *args)
+    plain = [None if t is None else t.detach() for t in (y, x, halo, weight, b)]
+    torch.library.opcheck(short_conv.conv_backward_op, (*plain, *args))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_kept_shapes_are_those_of_the_stages(keep):
+    rule = DeltaRule(scale=1.0, keep_intermediates=keep)
+    x = [torch.randn(70, 2, 4), torch.randn(70, 2, 4), torch.randn(70, 2, 6)]
+    x += [-torch.rand(70, 2, 4), torch.rand(70, 2), None, None, None, None]
+    fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
+    fixed = custom_op.constants(fields, "torch", None, 1, 70)
+    kept = custom_op.delta_rule(*x, *fixed, False, False)[5:]
+    shapes = TORCH.kept_shapes(rule, torch.float32, 2, 2, 4, 6)
+    assert [(tuple(t.shape), t.dtype) for t in kept] == shapes
+
+
+def sharded(group, rank, cu, T, ranges=None, keep=False):
+    """Layer and operator with states, compiled, against eager and against one rank."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(16, 2, 8)
+    whole = torch.randn(1, T, 16)
+    context = build_cp_context(torch.tensor(cu), group, conv1d_kernel_size=4, token_ranges=ranges)
+    x = context.shard(whole).requires_grad_()
+    graphs = []
+
+    def inspect(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    both = aot_autograd(fw_compiler=inspect, bw_compiler=inspect)
+    results = []
+    for f in (layer, torch.compile(layer, fullgraph=True, backend=both)):
+        y = f(x, cp_context=context)
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * a.abs().max().clamp(min=1e-3) if a.numel() else True
+    alone = layer(whole, cp_context=build_cp_context(torch.tensor(cu), None, conv1d_kernel_size=4))
+    difference = (results[1][0] - context.shard(alone)).abs()
+    assert not difference.numel() or difference.max() < 1e-5
+    names = [str(n.target) for g in graphs for n in g.graph.nodes if n.op == "call_function"]
+    case = Case(
+        "sharded",
+        T=T,
+        K=8,
+        V=16,
+        cu_seqlens=tuple(cu),
+        options=options(**INSIDE, disable_recompute=keep),
+    )
+    inputs = case.inputs(dtype=torch.float32)
+    inputs = {n: context.shard(t) if n in PACKED else t for n, t in inputs.items()}
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
+    f = call(case, cp_context=context, return_intermediate_states=True)
+    found = []
+    for run in (f, compiled(f)):
+        o, final, h = run(leaves)
+        loss = o.sin().sum() + final.cos().sum()
+        found.append((o, final, h, *torch.autograd.grad(loss, list(leaves.values()))))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * a.abs().max().clamp(min=1e-3) if a.numel() else True
+    return names
+
+
+CROSSING = {
+    "one rank without": ([0, 7, 7, 200, 201], [[(100, 201)], [], [(0, 100)]]),
+    "zigzag": ([0, 250], zigzag_token_ranges(250, 3)),
+    "plain": ([0, 90, 200], None),
+}
+
+
+@pytest.mark.parametrize("where, keep", crossed(CROSSING, [False, True], fast=0))
+def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
+    cu, ranges = CROSSING[where]
+    size = 2 if ranges is None else 3
+    for names in gloo_pool.run(sharded, cu, cu[-1], ranges, keep, world_size=size):
+        # states and the convolution's rows, forward; states, backward, and the rows' gradients
+        assert sum("all_gather_into_tensor" in n for n in names) == 3, names
+        assert sum("reduce_scatter_tensor" in n for n in names) == 1
+
+
+@pytest.mark.wide
+def test_no_collective_in_the_graph_where_nothing_crosses(gloo_pool):
+    for names in gloo_pool.run(sharded, [0, 100, 200], 200, world_size=2):
+        assert not any("c10d" in n for n in names)

@@ -1,0 +1,410 @@
+"""Every member of the family, one module: operators, gradients, states, ranks, decoding."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fla_cp
+from fla_cp import build_cp_context, gdn_gate, zigzag_token_ranges
+from fla_cp.reference import recurrence
+from tests.support.closeness import assert_exact, assert_within_budget
+from tests.support.sweeps import crossed
+
+F64 = torch.float64
+
+
+class Member(NamedTuple):
+    """name of its operators; gate's grain; whether it has beta and p; householder steps."""
+
+    name: str
+    per_head: bool = True
+    beta: bool = True
+    p: bool = False
+    steps: int = 1
+
+    @property
+    def arguments(self):
+        found = ["q", "k", "v", *(["p"] if self.p else []), "g"]
+        return found + (["beta"] if self.beta else [])
+
+    @property
+    def extra(self):
+        return (self.steps,) if "product" in self.name else ()
+
+
+MEMBERS = [
+    Member("kda", per_head=False),
+    Member("gated_delta_rule"),
+    Member("comba", p=True),
+    Member("gla", per_head=False, beta=False),
+    Member("simple_gla", beta=False),
+    *(Member("gated_delta_product", steps=n) for n in (1, 2, 3, 4)),
+]
+BY_NAME = {f"{m.name}{m.steps if 'product' in m.name else ''}": m for m in MEMBERS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Shapes and options of one call. cu: packed sequences, or None for B rows."""
+
+    T: int = 150
+    B: int = 1
+    H: int = 2
+    HV: int = 4
+    K: int = 8
+    V: int = 6
+    cu: tuple[int, ...] | None = None
+    inside: bool = False
+    decay: float = 0.2
+    states: bool = True
+    options: tuple = ()
+
+    @property
+    def sequences(self):
+        return self.B if self.cu is None else len(self.cu) - 1
+
+    def offsets(self):
+        return self.cu or tuple(range(0, self.B * self.T + 1, self.T))
+
+
+CALLS = {
+    "plain": Call(),
+    "packed": Call(T=200, cu=(0, 1, 65, 65, 130, 200)),
+    "rows": Call(T=70, B=3, HV=2),
+    "one-token": Call(T=1),
+    "slow": Call(T=200, decay=1e-3),
+    "strong": Call(T=100, decay=30.0),
+    "no-states": Call(T=66, states=False),
+    "inside": Call(inside=True),
+    "kept": Call(inside=True, options=(("disable_recompute", True),)),
+    "exp": Call(inside=True, options=(("use_exp2", False), ("scale", 0.7))),
+}
+
+
+def draw(member, call, dtype=F64):
+    """Inputs by name, the keywords, and the weights of the loss."""
+    gen = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=gen, dtype=F64)
+
+    B, T, H, HV, K, V = call.B, call.T, call.H, call.HV, call.K, call.V
+    rows = T * member.steps
+    x = {"q": randn(B, T, H, K), "k": randn(B, rows, H, K), "v": randn(B, rows, HV, V)}
+    x["g"] = randn(B, T, HV) if member.per_head else randn(B, T, HV, K)
+    if member.p:
+        x["p"] = randn(B, rows, H, K)
+    if member.beta:
+        x["beta"] = randn(B, rows, HV)
+    keywords = dict(call.options)
+    if call.inside:
+        keywords |= {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+        x["A_log"] = 0.5 * randn(HV)
+        x["dt_bias"] = randn(HV if member.per_head else HV * K)
+        if member.beta:
+            keywords |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    else:
+        x["g"] = -x["g"].abs() * call.decay
+        for name in ("k", "p"):
+            if name in x:
+                x[name] = torch.nn.functional.normalize(x[name], dim=-1)
+        if member.beta:
+            x["beta"] = x["beta"].sigmoid()
+    if call.states:
+        x["initial_state"] = randn(call.sequences, HV, K, V)
+    weights = randn(B, T, HV, V), randn(call.sequences, HV, K, V)
+    return {n: t.to(dtype) for n, t in x.items()}, keywords, weights
+
+
+def collect(call, x, weights):
+    """Outputs and gradients, by name."""
+    leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
+    o, final = call(leaves)
+    torch.autograd.backward([o, final], [w.to(o.dtype) for w in weights])
+    grads = {f"d{n}": t.grad for n, t in leaves.items()}
+    return {"o": o.detach(), "final_state": final.detach(), **grads}
+
+
+def operator(member, form, leaves, **keywords):
+    packed = [leaves[n] for n in member.arguments]
+    rest = {n: t for n, t in leaves.items() if n not in member.arguments}
+    op = getattr(fla_cp, f"{form}_{member.name}")
+    return op(*packed, *member.extra, **rest, output_final_state=True, **keywords)
+
+
+def run(member, call, dtype=F64, impl="torch", form="chunk", **more):
+    x, keywords, weights = draw(member, call, dtype)
+    cu = None if call.cu is None else torch.tensor(call.cu)
+
+    def f(leaves):
+        return operator(member, form, leaves, **keywords, **more, cu_seqlens=cu, impl=impl)
+
+    if form == "chunk":
+        return collect(f, x, weights)
+    with torch.no_grad():
+        return dict(zip(("o", "final_state"), f(x), strict=True))
+
+
+def oracle(member, call, dtype=F64):
+    """The recurrence in fp64, of the inputs as `dtype` holds them."""
+    x, keywords, weights = draw(member, call, dtype)
+    ignored = ("disable_recompute", "use_exp2", "safe_gate")
+    keywords = {n: v for n, v in keywords.items() if n not in ignored}
+    cu = None if call.cu is None else list(call.cu)
+
+    def f(leaves):
+        return recurrence(
+            **leaves,
+            **keywords,
+            cu_seqlens=cu,
+            num_householder=member.steps,
+            removal=member.beta,
+        )
+
+    return collect(f, {n: t.double() for n, t in x.items()}, weights)
+
+
+@pytest.fixture(params=BY_NAME)
+def member(request):
+    return BY_NAME[request.param]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_equals_the_recurrence(member, call):
+    actual = run(member, call)
+    for name, exact in oracle(member, call).items():
+        assert_exact(name, actual[name], exact)
+
+
+@pytest.mark.parametrize("call", [CALLS["packed"], CALLS["inside"]], ids=["packed", "inside"])
+def test_token_by_token(member, call):
+    short = dataclasses.replace(call, T=20, cu=call.cu and (0, 1, 8, 8, 20))
+    exact = oracle(member, short)
+    for name, value in run(member, short, form="fused_recurrent").items():
+        assert_exact(name, value, exact[name])
+
+
+def test_half_precision_and_layouts(member):
+    """bf16 inputs give bf16 outputs and fp32 states, and states [V, K] are those [K, V] turned."""
+    x, keywords, _ = draw(member, CALLS["inside"], torch.bfloat16)
+    for name in ("A_log", "dt_bias", "initial_state"):
+        x[name] = x[name].float()
+    exact = operator(member, "chunk", {n: t.double() for n, t in x.items()}, **keywords)
+    o, final = operator(member, "chunk", x, **keywords)
+    assert (o.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    x["initial_state"] = x["initial_state"].mT.contiguous()
+    o2, final2 = operator(member, "chunk", x, **keywords, transpose_state_layout=True)
+    assert_within_budget("o", o2, exact[0], o)
+    assert_within_budget("final_state", final2.mT, exact[1], final)
+
+
+def on_ranks(group, rank, key, ranges, exchange):
+    member, call = BY_NAME[key], CALLS["packed"] if exchange == "ring" else CALLS["inside"]
+    call = dataclasses.replace(call, T=200, B=1)
+    exact = run(member, call)
+    x, keywords, weights = draw(member, call)
+    context = build_cp_context(
+        torch.tensor(call.offsets()), group, token_ranges=ranges, exchange=exchange
+    )
+    rows = context.repeated(member.steps)
+    tokens = {"q": context, "g": context} | dict.fromkeys(("k", "v", "p", "beta"), rows)
+    local = {n: tokens[n].shard(t) if n in tokens else t for n, t in x.items()}
+
+    def f(leaves):
+        return operator(member, "chunk", leaves, **keywords, cp_context=context)
+
+    mine = collect(f, local, (context.shard(weights[0]), weights[1]))
+    for name, value in mine.items():
+        if name in ("dA_log", "ddt_bias"):
+            torch.distributed.all_reduce(value, group=group)
+        pick = tokens.get(name[1:]) or (context if name == "o" else None)
+        assert_exact(name, value, exact[name] if pick is None else pick.shard(exact[name]))
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize("ranges", [None, zigzag_token_ranges(200, 3)], ids=["plain", "zigzag"])
+@pytest.mark.parametrize("key", BY_NAME)
+def test_ranks(gloo_pool, key, ranges, exchange):
+    gloo_pool.run(on_ranks, key, ranges, exchange, world_size=3)
+
+
+SMALL = Call(T=66, H=1, HV=2, K=16, V=16, inside=True)
+ON_KERNELS_CALLS = {
+    "inside": SMALL,
+    "given": dataclasses.replace(SMALL, inside=False),
+    "exp": dataclasses.replace(SMALL, options=(("use_exp2", False), ("scale", 0.5))),
+    "kept": dataclasses.replace(SMALL, options=(("disable_recompute", True),)),
+    "packed": dataclasses.replace(SMALL, T=130, cu=(0, 0, 1, 64, 130)),
+    "two key tiles": dataclasses.replace(SMALL, K=40, V=24, HV=1),
+    "groups of three": dataclasses.replace(SMALL, K=40, V=24, HV=3),
+    "slow": dataclasses.replace(SMALL, inside=False, decay=1e-3),
+    "strong": dataclasses.replace(SMALL, inside=False, decay=40.0),
+    "one token": dataclasses.replace(SMALL, T=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("call, key", crossed(
+    ON_KERNELS_CALLS, ["gated_delta_rule", "gated_delta_product2", "comba", "gla", "simple_gla"]
+))  # fmt: skip
+def test_kernels(key, call, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    member, call = BY_NAME[key], ON_KERNELS_CALLS[call]
+    exact, plain = oracle(member, call, torch.float32), run(member, call, torch.float32)
+    for name, value in run(member, call, torch.float32, "triton").items():
+        if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
+            error = (value.double() - exact[name]).abs().max()
+            # softplus / sigmoid, the weight of dg in dA_log, is up to three here
+            assert error <= 64 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
+        else:
+            assert_within_budget(name, value, exact[name], plain[name], factor=6.0)
+
+
+@pytest.mark.parametrize("key", BY_NAME)
+def test_kernels_token_by_token(key, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    member, short = BY_NAME[key], dataclasses.replace(SMALL, T=5)
+    exact = oracle(member, short, torch.float32)
+    plain = run(member, short, torch.float32, form="fused_recurrent")
+    for name, value in run(member, short, torch.float32, "triton", "fused_recurrent").items():
+        assert_within_budget(name, value, exact[name], plain[name], factor=6.0)
+
+
+@pytest.mark.parametrize("key", ["kda", pytest.param("gated_delta_rule", marks=pytest.mark.wide)])
+def test_kernels_take_states_of_either_layout_through_segments(key, monkeypatch):
+    """Initial and final states and their gradients, of a sequence in three segments; the final
+    state's gradient comes without memory of its own."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from benchmarks.stages import cut_into
+
+    member, call = BY_NAME[key], dataclasses.replace(SMALL, T=150)
+    x, keywords, _ = draw(member, call, torch.float32)
+    found = []
+    for impl, v_first in (("torch", False), ("triton", False), ("triton", True)):
+        leaves = {n: t.double() if impl == "torch" else t.clone() for n, t in x.items()}
+        if v_first:
+            leaves["initial_state"] = leaves["initial_state"].mT.contiguous()
+        leaves = {n: t.requires_grad_() for n, t in leaves.items()}
+        more = {"impl": impl, "transpose_state_layout": v_first}
+        with cut_into(1):
+            o, final = operator(member, "chunk", leaves, **keywords, **more)
+            grads = torch.autograd.grad(o.sum() + final.sum(), list(leaves.values()))
+        named = dict(zip(leaves, grads, strict=True)) | {"final": final}
+        if v_first:
+            named = named | {n: named[n].mT for n in ("final", "initial_state")}
+        found.append(named | {"o": o})
+    exact, plain, flipped = found
+    for name, value in flipped.items():
+        assert_within_budget(name, value, exact[name], plain[name])
+
+
+def test_comba_reads_before_the_decay():
+    """Reading after it would be the gated delta rule for p = k."""
+    call = Call(T=20, decay=1.0)
+    x, _, _ = draw(BY_NAME["comba"], call)
+    x["p"] = x["k"]
+    before, _ = operator(BY_NAME["comba"], "chunk", x)
+    del x["p"]
+    after, _ = operator(BY_NAME["gated_delta_rule"], "chunk", x)
+    assert (before - after).abs().max() > 0.1 * after.abs().max()
+
+
+def test_gate_of_a_head():
+    g, A_log, dt_bias = (
+        torch.randn(*s, dtype=F64).requires_grad_() for s in ((2, 7, 3), (3,), (3,))
+    )
+    exact = -A_log.exp() * torch.log1p((g + dt_bias).exp())
+    actual = gdn_gate(g, A_log, dt_bias)
+    assert_exact("gate", actual, exact)
+    pairs = (torch.autograd.grad(t.sin().sum(), (g, A_log, dt_bias)) for t in (actual, exact))
+    for a, b in zip(*pairs, strict=True):
+        assert_exact("gradient", a, b)
+
+
+@pytest.mark.parametrize("key, refused", [
+    ("gated_delta_rule", "safe_gate"), ("comba", "lower_bound"), ("gla", "allow_neg_eigval"),
+    ("simple_gla", "safe_gate"), ("gated_delta_product2", "return_intermediate_states"),
+])  # fmt: skip
+def test_keywords_that_a_member_lacks(key, refused):
+    member = BY_NAME[key]
+    x, _, _ = draw(member, Call(T=3))
+    with pytest.raises(
+        TypeError, match=rf"chunk_{member.name}\(\) got an unexpected .*'{refused}'"
+    ):
+        operator(member, "chunk", x, **{refused: True})
+
+
+def test_rows_of_the_product():
+    member = BY_NAME["gated_delta_product2"]
+    x, _, _ = draw(member, Call(T=4))
+    x["k"] = x["k"][:, 1:]
+    with pytest.raises(ValueError, match=r"k must have 2 rows for each of q's 4 tokens, .* got"):
+        operator(member, "chunk", x)
+    with pytest.raises(ValueError, match="num_householder must be an integer from 1, got 0"):
+        fla_cp.chunk_gated_delta_product(*(x[n] for n in member.arguments), 0)
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"g": torch.zeros(1, 3, 4, 8)}, r"g must have 3 dimensions"),
+    ({"g": torch.zeros(1, 3, 2, dtype=F64)}, r"g must have shape \[B, T, HV\] = \(1, 3, 4\)"),
+    ({"p": torch.zeros(1, 3, 4, 8, dtype=F64)}, r"p must have shape \[B, T, H, K\] like q"),
+    ({"p": torch.zeros(1, 3, 2, 8)}, r"p must have q's dtype torch.float64"),
+    ({"dt_bias": torch.zeros(8)}, r"dt_bias is read only with use_gate_in_kernel=True"),
+])  # fmt: skip
+def test_bad_inputs(changes, message):
+    x, _, _ = draw(BY_NAME["comba"], Call(T=3, states=False))
+    with pytest.raises(ValueError, match=message):
+        operator(BY_NAME["comba"], "chunk", x | changes)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("key", BY_NAME)
+def test_compiled(key, keep):
+    """One graph, equal to eager; shapes of what is kept are those that the fake op says."""
+    torch._dynamo.reset()
+    member = BY_NAME[key]
+    call = Call(T=70, inside=True, options=(("disable_recompute", keep),))
+    x, keywords, weights = draw(member, call)
+
+    def f(leaves):
+        return operator(member, "chunk", leaves, **keywords, impl="torch")
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    eager, graph = collect(f, x, weights), collect(compiled, x, weights)
+    for name, value in eager.items():
+        assert_exact(name, graph[name], value)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("key", ["kda", "gated_delta_rule"])
+def test_compiled_on_kernels(key, monkeypatch):
+    """The choice of the backend survives the trace."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch._dynamo.reset()
+    member = BY_NAME[key]
+    x, keywords, _ = draw(member, Call(T=20, H=1, HV=1, K=16, V=16, inside=True), torch.float32)
+
+    def f(leaves):
+        return operator(member, "chunk", leaves, **keywords, impl="triton")
+
+    for a, b in zip(f(x), torch.compile(f, fullgraph=True, backend="aot_eager")(x), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_kernels_forget_without_losing_what_follows(monkeypatch):
+    """After a token that forgets all, running sums are large and their differences small."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    member, call = BY_NAME["gated_delta_rule"], dataclasses.replace(SMALL, T=64, inside=False)
+    x, keywords, _ = draw(member, call, torch.float32)
+    x["g"] = x["g"] * 0.01
+    x["g"][:, 0] = -3000.0
+    exact, _ = operator(member, "chunk", {n: t.double() for n, t in x.items()}, **keywords)
+    actual, _ = operator(member, "chunk", x, **keywords, impl="triton")
+    assert (actual - exact).abs().max() <= 5e-6 * exact.abs().max()

@@ -1,0 +1,275 @@
+"""The layers: equations, dtypes, short inputs, and that ranks share their gradients."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fla_cp.kernels
+from fla_cp import build_cp_context
+from fla_cp.nn import (
+    Comba,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    GatedRMSNorm,
+    KDACore,
+    KimiDeltaAttention,
+    ShortConvolution,
+    SimpleGatedLinearAttention,
+)
+from fla_cp.reference import recurrence
+from tests.support.closeness import assert_exact
+
+CU = (0, 30, 90, 150)
+
+
+def layer(**options):
+    torch.manual_seed(0)
+    return KimiDeltaAttention(24, 2, 8, conv_size=4, **options).double()
+
+
+def test_shapes_and_parameters():
+    mixer = layer(num_v_heads=4, head_v_dim=6)
+    x = torch.randn(2, 70, 24, dtype=torch.float64)
+    assert mixer(x).shape == x.shape
+    assert mixer.core.A_log.shape == (4,)
+    assert mixer.core.dt_bias.shape == (4 * 8,)
+    owners = {n.rsplit(".", 1)[0] for n, _ in mixer.named_parameters() if "core" in n}
+    assert owners == {"core"}
+
+
+def plain(mixer, x, factor, bound):
+    """The layer as the report writes it, from torch's functions and the token recurrence."""
+    W, H, HV, K, V = 4, mixer.num_heads, mixer.num_v_heads, mixer.head_dim, mixer.head_v_dim
+    qkv = torch.cat([x @ p.weight.T for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], -1)
+    weight = mixer.qkv_conv.weight[:, None]
+    mixed = F.conv1d(F.pad(qkv.mT, (W - 1, 0)), weight, groups=len(weight)).mT
+    q, k, v = F.silu(mixed).split([H * K, H * K, HV * V], -1)
+    q, k = (t.unflatten(-1, (H, K)) for t in (q, k))
+    raw = mixer.f_proj(x).unflatten(-1, (HV, K)) + mixer.core.dt_bias.view(HV, K)
+    rate = mixer.core.A_log.exp()[:, None]
+    g = -rate * F.softplus(raw) if bound is None else bound * torch.sigmoid(rate * raw)
+    beta = factor * torch.sigmoid(x @ mixer.b_proj.weight.T)
+    o, _ = recurrence(q, k, v.unflatten(-1, (HV, V)), g, beta, use_qk_l2norm_in_kernel=True)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.o_norm.weight
+    return mixer.o_proj((o * torch.sigmoid(mixer.g_proj(x).unflatten(-1, (HV, V)))).flatten(-2))
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_equals_the_report(factor, bound):
+    mixer = layer(num_v_heads=4, head_v_dim=6, allow_neg_eigval=factor == 2, gate_lower_bound=bound)
+    torch.nn.init.normal_(mixer.o_norm.weight)
+    x = torch.randn(2, 70, 24, dtype=torch.float64)
+    with torch.no_grad():
+        assert_exact("y", mixer(x), plain(mixer, x, factor, bound))
+
+
+def test_rows_equal_packed_sequences():
+    mixer = layer()
+    x = torch.randn(2, 70, 24, dtype=torch.float64)
+    packed = mixer(x.view(1, 140, 24), cu_seqlens=torch.tensor([0, 70, 140]))
+    assert_exact("y", mixer(x).view(1, 140, 24).detach(), packed.detach())
+
+
+def test_causal():
+    mixer = layer(gate_lower_bound=-5.0)
+    x = torch.randn(1, 100, 24, dtype=torch.float64)
+    changed = x.clone()
+    changed[:, 50:] += 1
+    a, b = mixer(x), mixer(changed)
+    assert_exact("y before the change", b[:, :50], a[:, :50])
+    assert not torch.allclose(a[:, 50:], b[:, 50:])
+
+
+def test_gate_starts_where_the_report_puts_it():
+    core = KDACore(64, 16)
+    assert core.A_log.exp().min() >= 1
+    assert core.A_log.exp().max() <= 16
+    step = torch.nn.functional.softplus(core.dt_bias)
+    assert step.min() >= 0.99e-3
+    assert step.max() <= 0.101
+
+
+def test_bf16_model_keeps_fp32_gate_parameters():
+    mixer = KimiDeltaAttention(24, 2, 8).bfloat16()
+    mixer.core.float()
+    y = mixer(torch.randn(1, 70, 24).bfloat16())
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert mixer.core.A_log.grad.dtype == torch.float32
+
+
+def test_autocast_runs_in_bf16_with_fp32_weights():
+    mixer = layer(num_v_heads=4).float()
+    x = torch.randn(1, 70, 24, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mixer(x)
+    exact = mixer(x)
+    assert y.dtype == torch.bfloat16
+    # each of the layer's dozen products rounds to eight bits
+    assert (y - exact).norm() <= 12 * 2**-8 * exact.norm()
+    y.float().sum().backward()
+    assert {p.grad.dtype for p in mixer.parameters()} == {torch.float32}
+
+
+def test_convolution_with_a_bias():
+    conv = ShortConvolution(6, 3, bias=True).double()
+    assert torch.equal(conv.bias, torch.zeros_like(conv.bias))
+    torch.nn.init.normal_(conv.bias)
+    x = torch.randn(1, 9, 6, dtype=torch.float64)
+    padded = torch.nn.functional.pad(x.mT, (2, 0))
+    exact = torch.nn.functional.conv1d(padded, conv.weight[:, None], conv.bias, groups=6).mT
+    assert_exact("y", conv(x).detach(), torch.nn.functional.silu(exact).detach())
+
+
+def test_reset_draws_everything_again():
+    mixer = layer()
+    before = {n: p.clone() for n, p in mixer.named_parameters()}
+    torch.manual_seed(1)
+    mixer.reset_parameters()
+    same = {n for n, p in mixer.named_parameters() if torch.equal(p, before[n])}
+    assert same == {"o_norm.weight"}
+
+
+def test_gated_norm():
+    norm = GatedRMSNorm(8, 0.0).double()
+    x, gate = torch.randn(2, 3, 8, dtype=torch.float64)
+    exact = x / x.square().mean(-1, keepdim=True).sqrt() * torch.sigmoid(gate)
+    assert_exact("y", norm(x, gate).detach(), exact)
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (2, 3)])
+def test_value_heads_must_be_a_multiple(heads):
+    with pytest.raises(ValueError, match=f"num_v_heads={heads[1]}, num_heads={heads[0]}"):
+        KimiDeltaAttention(24, heads[0], 8, num_v_heads=heads[1])
+
+
+def sharded(group, rank):
+    mixer = layer(num_v_heads=4)
+    torch.manual_seed(1)
+    x, dy = torch.randn(2, 1, 150, 24, dtype=torch.float64)
+    whole = mixer(x.requires_grad_(), cu_seqlens=torch.tensor(CU))
+    exact = torch.autograd.grad(whole, [x, *mixer.parameters()], dy)
+    context = build_cp_context(torch.tensor(CU), group, conv1d_kernel_size=4)
+    local = context.shard(x).detach().requires_grad_()
+    y = mixer(local, cp_context=context)
+    assert_exact("y", y.detach(), context.shard(whole).detach())
+    grads = torch.autograd.grad(y, [local, *mixer.parameters()], context.shard(dy))
+    assert_exact("dx", grads[0], context.shard(exact[0]))
+    return grads[1:], exact[1:]
+
+
+def test_ranks_share_the_parameters_gradients(gloo_pool):
+    results = gloo_pool.run(sharded, world_size=3)
+    for i, exact in enumerate(results[0][1]):
+        assert_exact("parameter", sum(grads[i] for grads, _ in results), exact)
+
+
+LAYERS = [Comba, GatedDeltaNet, GatedDeltaProduct, GatedLinearAttention, SimpleGatedLinearAttention]
+EVERY = [KimiDeltaAttention, *LAYERS]
+
+
+def reference_operator(mixer, q, k, v, g, beta):
+    """What a layer's core computes, by the token recurrence."""
+    core, p = mixer.core, None
+    rates = {"A_log": core.A_log, "dt_bias": core.dt_bias, "use_gate_in_kernel": True}
+    inside = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    if isinstance(mixer, Comba):
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        p = torch.sigmoid(core.b_logit)[:, None] * k
+        q, inside["use_qk_l2norm_in_kernel"] = q - core.d[:, None] * k, False
+    rows = getattr(mixer, "rows", 1)
+    return recurrence(
+        q, k, v, g, beta, p, **rates, **inside, num_householder=rows, removal=beta is not None
+    )[0]
+
+
+@pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: kind.__name__)
+def test_layer_equals_its_equations(kind):
+    mixer = kind(24, 2, 8, num_v_heads=4, head_v_dim=6).double()
+    torch.nn.init.normal_(mixer.o_norm.weight)
+    H, HV, K, V, n = 2, 4, 8, 6, mixer.rows
+    x = torch.randn(2, 70, 24, dtype=torch.float64)
+    qkv = torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
+    padded = torch.nn.functional.pad(qkv.mT, (3, 0))
+    weight = mixer.qkv_conv.weight[:, None]
+    qkv = torch.nn.functional.conv1d(padded, weight, groups=len(weight)).mT
+    qkv = torch.nn.functional.silu(qkv)
+    q, k, v = qkv.split([H * K, n * H * K, n * HV * V], -1)
+    k, v = k.reshape(2, 70 * n, H, K), v.reshape(2, 70 * n, HV, V)
+    g = mixer.a_proj(x).unflatten(-1, (HV, -1))
+    g = g[..., 0] if mixer.per_head else g
+    beta = mixer.b_proj(x).reshape(2, 70 * n, HV) if mixer.has_beta else None
+    o = reference_operator(mixer, q.unflatten(-1, (H, K)), k, v, g, beta)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.o_norm.weight
+    o = o * torch.nn.functional.silu(mixer.g_proj(x)).unflatten(-1, (HV, V))
+    assert_exact("y", mixer(x).detach(), mixer.o_proj(o.flatten(-2)).detach())
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_short_inputs_are_evaluated_token_by_token(kind, monkeypatch):
+    mixer = kind(24, 2, 8, num_v_heads=4).double()
+    x = torch.randn(2, 64, 24, dtype=torch.float64)
+    chunked = mixer(x).detach()
+    calls = []
+    run = fla_cp.kernels.TORCH.recurrent
+    counting = dataclasses.replace(
+        fla_cp.kernels.TORCH, recurrent=lambda *args: calls.append(1) or run(*args)
+    )
+    monkeypatch.setattr(fla_cp.kernels, "TORCH", counting)
+    mixer.eval()
+    mixer(x)  # with gradients: chunked
+    assert not calls
+    with torch.no_grad():
+        assert_exact("y", mixer(x), chunked)
+        assert len(calls) == 1
+        packed = mixer(x[:, :60].reshape(1, -1, 24)[:, :60], cu_seqlens=torch.tensor([0, 20, 60]))
+        assert len(calls) == 2
+        mixer(torch.cat([x, x], 1))  # longer than 64
+        assert len(calls) == 2
+    assert packed.shape == (1, 60, 24)
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_value_heads_are_a_multiple_of_heads(kind, heads):
+    with pytest.raises(ValueError, match=f"num_v_heads={heads}, num_heads=2"):
+        kind(24, 2, 8, num_v_heads=heads)
+
+
+def whole_and_sharded(group, rank, index):
+    torch.manual_seed(0)
+    mixer = EVERY[index](24, 2, 8, num_v_heads=4).double()
+    x = torch.randn(1, 130, 24, dtype=torch.float64)
+    cu = torch.tensor([0, 2, 100, 130])
+    alone = build_cp_context(cu, None, conv1d_kernel_size=4)
+    context = build_cp_context(cu, group, conv1d_kernel_size=4)
+    found = []
+    for c in (alone, context):
+        y = mixer(c.shard(x), cp_context=c)
+        grads = torch.autograd.grad(y.square().sum(), list(mixer.parameters()))
+        for g in grads if c is context else ():
+            torch.distributed.all_reduce(g, group=group)
+        found.append((context.shard(y) if c is alone else y, *grads))
+    for a, b in zip(*found, strict=True):
+        assert_exact("layer", b.detach(), a.detach())
+
+
+@pytest.mark.parametrize("index", range(len(EVERY)), ids=[k.__name__ for k in EVERY])
+def test_layers_over_ranks(gloo_pool, index):
+    gloo_pool.run(whole_and_sharded, index, world_size=3)
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_a_layer_cast_to_bf16_still_runs(kind):
+    """Its A_log and dt_bias, which the operators want in fp32, are then bf16."""
+    layer = kind(32, 2, 16).to(torch.bfloat16)
+    assert all(p.dtype == torch.bfloat16 for p in layer.parameters())
+    x = torch.randn(1, 70, 32, dtype=torch.bfloat16)
+    layer(x).float().square().sum().backward()
+    for name, p in layer.named_parameters():
+        assert p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all(), name
+    assert any(p.grad.abs().max() > 0 for n, p in layer.named_parameters() if "A_log" in n)

@@ -1,0 +1,424 @@
+"""Segments inside a card: the rule, the cut, the fold, and that results do not depend on them."""
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.comm.affine import Walk, leave, product, walk
+from fla_cp.comm.carry import AffineMap, carry, outgoing
+from fla_cp.comm.exchange import pack
+from fla_cp.context import _links
+from fla_cp.kernels import TORCH
+from fla_cp.partition.packing import Packing
+from fla_cp.partition.segmentation import MARGIN, predicted, split
+from fla_cp.partition.workload import Load
+from tests.support.cases import INSIDE, PACKED, Case, options
+from tests.support.closeness import assert_exact, assert_within_budget
+from tests.support.running import run, run_sharded
+from tests.support.sweeps import crossed
+
+PROCESSORS = 132
+
+
+def programs(heads):
+    return 4 * heads  # value tiles of 32 at V = 128
+
+
+def cut(offsets, heads, ranges=None):
+    packing = Packing.build(offsets, ranges)
+    return packing, split(packing, programs(heads), programs(heads), PROCESSORS)
+
+
+def time_of(packing, most, heads):
+    return predicted(packing.on_ranks, most, *[programs(heads)] * 2, PROCESSORS)
+
+
+@pytest.mark.parametrize("T, heads, least", [(131072, 4, 8), (32768, 8, 4), (8192, 1, 4)])
+def test_few_heads_and_long_sequences_are_cut(T, heads, least):
+    whole, pieces = cut((0, T), heads)
+    assert len(pieces.segments) >= least
+    most = pieces.on_ranks[0].amounts["everything"].longest
+    assert time_of(whole, most, heads) <= MARGIN * time_of(whole, T // 64, heads)
+
+
+@pytest.mark.parametrize("offsets, heads", [
+    ((0, 32768), 32), ((0, 32768), 64), ((0, 131072), 128), ((0, 400), 1), ((0,), 4),
+    (tuple(range(0, 65537, 1024)), 8),
+], ids=str)  # fmt: skip
+def test_a_full_card_and_short_sequences_stay_whole(offsets, heads):
+    whole, pieces = cut(offsets, heads)
+    assert pieces is whole
+
+
+def test_what_crosses_ranks_is_cut_for_its_summary():
+    """With 32 heads a rank in the middle has three scans to make, one after the other."""
+    _, pieces = cut((0, 131072), 32, [(32768, 65536)])
+    assert len(pieces.segments) > 1
+
+
+def test_the_rule_is_asked_once():
+    packing, pieces = cut((0, 131072), 4)
+    assert split(packing, programs(4), programs(4), PROCESSORS) is pieces
+
+
+@pytest.mark.parametrize("ranges", [None, [(100, 700), (20, 90)]], ids=["whole", "two ranges"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_cut(ranges, chunks):
+    """The pieces tile the segments on the chunks' grid, and only ends keep what ends have."""
+    offsets = (0, 30, 30, 650, 700)
+    whole = Packing.build(offsets, ranges)
+    pieces = whole.cut(chunks)
+    assert (pieces.tokens, pieces.ranges, pieces.empty) == (whole.tokens, whole.ranges, whole.empty)
+    left = list(pieces.segments)
+    for s in whole.segments:
+        mine = [left.pop(0)]
+        while mine[-1].stop < s.stop:
+            mine.append(left.pop(0))
+        assert (mine[0].start, mine[-1].stop) == (s.start, s.stop)
+        assert all(a.stop == b.start for a, b in pairwise(mine))
+        assert all((m.start - s.start) % 64 == 0 for m in mine)
+        assert all(m.stop - m.start <= 64 * chunks for m in mine)
+        assert [m.begins for m in mine] == [s.begins] + [False] * (len(mine) - 1)
+        assert [m.ends for m in mine] == [False] * (len(mine) - 1) + [s.ends]
+        assert (mine[0].entry, mine[-1].exit) == (s.entry, s.exit)
+        assert all(m.entry == -1 for m in mine[1:]) and all(m.exit == -1 for m in mine[:-1])
+    assert not left
+
+
+def test_the_forward_alone_is_cut_where_the_card_has_room():
+    """With 32 heads scans of a backward run at once; the forward's leaves half of the card idle."""
+    whole, both = cut((0, 32768), 32)
+    alone = split(whole, programs(32), programs(32), PROCESSORS, False)
+    assert both is whole and len(alone.segments) == 2
+    assert split(alone, programs(32), programs(32), PROCESSORS, False) is alone
+
+
+def on_ranks(cu, ranges, rank=0):
+    """The packing of a rank that knows what the others hold."""
+    loads = tuple(Load.of(cu, own) for own in ranges)
+    return Packing.build(cu, ranges[rank], loads=loads)
+
+
+def test_ranks_at_the_ends_cut_like_those_between():
+    """Alone, the first and the last of four ranks with 131072 tokens and 32 heads would stay
+    whole."""
+    shape = programs(32), programs(32), PROCESSORS
+    cu, ranges = (0, 131072), [((r * 32768, (r + 1) * 32768),) for r in range(4)]
+    assert [len(cut(cu, 32, own)[1].segments) for own in ranges] == [1, 2, 2, 1]
+    ranks = [split(on_ranks(cu, ranges, r), *shape) for r in range(4)]
+    assert [len(p.segments) for p in ranks] == [2, 2, 2, 2]
+    first = ranks[0].segments
+    assert (first[0].begins, first[0].entry, first[1].exit) == (True, -1, 0)
+    short = on_ranks((0, 8192 * 4), [((r * 8192, (r + 1) * 8192),) for r in range(4)])
+    assert split(short, *shape) is short
+
+
+def test_the_rank_that_is_waited_for_decides():
+    """What is long on one rank only, in the batch or in its part of a document."""
+    shape = programs(8), programs(8), PROCESSORS
+    ranges = [((0, 600),), ((600, 33368),)]
+    for cu in ((0, 600, 33368), (0, 33368)):
+        ranks = [on_ranks(cu, ranges, r) for r in range(2)]
+        pieces = [split(p, *shape) for p in ranks]
+        assert [len(p.segments) for p in pieces] == [1, 8]
+        assert pieces[0] is not ranks[0]  # or the first would cut its forward alone
+        assert pieces[0].largest == pieces[1].largest
+
+
+def test_each_step_takes_as_long_as_on_the_slowest_rank():
+    """Where states cross ranks; else the whole call does."""
+    shape = 512, 512, 128
+    scans = Load.of((0, 6400), [(0, 6400)])
+    summaries = Load.of((0, 6400), [(64, 3200)])
+    alone = [predicted((load,), 100, *shape) for load in (scans, summaries)]
+    assert max(alone) < predicted((scans, summaries), 100, *shape) < sum(alone)
+    short = Load.of((0, 640), [(0, 640)])
+    assert predicted((scans, short), 100, *shape) == alone[0]
+
+
+@pytest.fixture(params=["both", "forward"])
+def always_cut(request, monkeypatch):
+    """Every segment of both backends in pieces of two chunks, or of the kernels in the forward."""
+    import dataclasses
+
+    import fla_cp.kernels.triton.backend
+
+    def pieces(packing, *shape):
+        if request.param == "forward" and shape[-1]:
+            return packing
+        return packing.cached("pieces", lambda: packing.cut(2))
+
+    names = {"TRITON": "fla_cp.kernels.triton.backend"}
+    if request.param == "both":
+        names["TORCH"] = "fla_cp.kernels"
+    for name, of in names.items():
+        monkeypatch.setattr(
+            f"{of}.{name}",
+            dataclasses.replace(
+                TORCH if name == "TORCH" else fla_cp.kernels.triton.backend.TRITON, split=pieces
+            ),
+        )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+CU = (0, 30, 30, 650, 700)
+CASES = [
+    Case("long", T=700, K=8, V=6),
+    Case("packed", T=700, HV=4, K=8, V=6, cu_seqlens=CU, options=options(**INSIDE)),
+    Case("kept", T=400, K=8, V=6, options=options(disable_recompute=True)),
+]
+
+
+@pytest.mark.parametrize("always_cut", ["both"], indirect=True)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_results_do_not_depend_on_the_cut(case, always_cut, monkeypatch):
+    pieces = run(case)
+    monkeypatch.undo()
+    for name, exact in run(case).items():
+        assert_exact(name, pieces[name], exact)
+
+
+ON_KERNELS = {
+    "packed": replace(CASES[1], T=300, HV=2, cu_seqlens=(0, 30, 30, 280, 300)),
+    "kept": replace(CASES[2], T=300),
+}
+
+
+@pytest.mark.parametrize(
+    "always_cut, name", crossed(["forward", "both"], ON_KERNELS, fast=1), indirect=["always_cut"]
+)
+def test_kernels_with_cut_sequences(name, always_cut, monkeypatch):
+    case = ON_KERNELS[name]
+    pieces = run(case, torch.float32, impl="triton")
+    plain = run(case, torch.float32)
+    monkeypatch.undo()
+    for name, exact in run(case).items():
+        error, usual = ((x.double() - exact).abs().max() for x in (pieces[name], plain[name]))
+        assert error <= 10 * usual + 1e-5 * exact.abs().max(), name
+
+
+def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
+    """And not even that where states cross ranks, which the backward needs, too."""
+    import dataclasses
+    from types import SimpleNamespace
+
+    import fla_cp.kernels.triton.backend
+    from fla_cp.custom_op import make_plan
+
+    segments = {}
+    whole = fla_cp.kernels.triton.backend.TRITON
+
+    def noting(name):
+        def stage(*args, **keywords):
+            packing = next(a for a in args if isinstance(a, Packing))
+            segments.setdefault(name, []).append(len(packing.segments))
+            return getattr(whole, name)(*args, **keywords)
+
+        return stage
+
+    stages = {n: noting(n) for n in ("scan_output", "scan", "scan_bwd")}
+    split = lambda packing, *shape: packing if shape[-1] else packing.cut(2)  # noqa: E731
+    cutting = dataclasses.replace(whole, split=split, **stages)
+    monkeypatch.setattr(fla_cp.kernels.triton.backend, "TRITON", cutting)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    run(replace(CASES[0], T=300), torch.float32, impl="triton")
+    assert segments == {"scan_output": [3], "scan": [1], "scan_bwd": [1]}
+
+    x = SimpleNamespace(q=torch.zeros(700, 1, 8), v=torch.zeros(700, 1, 8))
+    for crosses, count in ((False, 6), (True, 1)):
+        context = SimpleNamespace(links=SimpleNamespace(any=crosses), exchange=None)
+        plan = make_plan(None, Packing.build((0, 700)), context, cutting, x)
+        assert (len(plan.packing.segments), len(plan.ahead.segments)) == (1, count)
+
+
+def cut_on_ranks(group, rank, ranges):
+    import dataclasses
+
+    import fla_cp.ops.family
+
+    case = CASES[1]
+    context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
+    exact = run(case)
+    with pytest.MonkeyPatch.context() as patch:
+        cutting = dataclasses.replace(TORCH, split=lambda packing, *shape: packing.cut(2))
+        patch.setattr(fla_cp.ops.family, "resolve", lambda *args: cutting)
+        mine = run_sharded(case, context)
+    for name in ("o", "final_state", "dinitial_state", *(f"d{n}" for n in PACKED)):
+        pick = (lambda t: t) if "state" in name else context.shard
+        assert_exact(name, mine[name], pick(exact[name]))
+
+
+@pytest.mark.parametrize("ranges", [None, zigzag_token_ranges(700, 3)], ids=["plain", "zigzag"])
+def test_ranks_with_cut_sequences(gloo_pool, ranges):
+    gloo_pool.run(cut_on_ranks, ranges, world_size=3)
+
+
+SIZES = (16, 16), (13, 7), (100, 40), (192, 24)
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("size, transposed", crossed(SIZES, [False, True]))
+def test_kernel_of_the_fold(size, transposed, side_by_side, monkeypatch):
+    """side_by_side: transitions and offsets in one tensor, as ranks send them."""
+    pytest.importorskip("triton")
+    from fla_cp.kernels.triton import fold as kernel
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    gen = torch.Generator().manual_seed(0)
+    HV, (K, V) = 2, size
+    M, B, start = (
+        torch.randn(n, HV, K, size, generator=gen) / K**0.5 for n, size in ((4, K), (4, V), (2, V))
+    )
+    if side_by_side:
+        wire = torch.cat([B, M], -1)
+        M, B = wire[..., V:], wire[..., :V]
+    steps = Walk.of([
+        (1, 5, [(2, 0, -1), (0, 3, 1)]),
+        (-1, -1, [(-1, 1, 2), (1, 2, 3)]),
+        (0, 0, []),
+        (0, -1, [(1, -1, 4)]),
+        (-1, 6, [(-1, -1, -1), (-1, 1, -1), (2, 0, 7)]),
+        (0, -1, [(-1, -1, 8)]),
+    ])  # fmt: skip
+    packing = Packing.build((0, 64))
+    out, exact = torch.ones(9, HV, K, V), torch.ones(9, HV, K, V, dtype=torch.float64)
+    kernel.walk(packing, steps, M, B, start, out, transposed=transposed)
+    walk(packing, steps, M.double(), B.double(), start.double(), exact, transposed=transposed)
+    assert exact.flatten(1).any(1).tolist() == [True] * 6 + [False, True, False]
+    assert (out - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("size, transposed", crossed(SIZES, [True, False], fast=3))
+def test_a_fold_gives_transitions_beside_states(size, transposed, monkeypatch):
+    """Those of a fold for each; a product of other widths may round otherwise."""
+    pytest.importorskip("triton")
+    from fla_cp.kernels.triton import fold as kernel
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    gen, (K, V) = torch.Generator().manual_seed(0), size
+    M, B = (torch.randn(4, 2, K, n, generator=gen) / K**0.5 for n in (K, V))
+    chains = [[2, 0, 1], [-1, 2, 3], [3], [-1]]  # rows of transitions; -1: a document begins
+    both = Walk.of(
+        [(-1, -1, [(m, n, n if m == c[-1] else -1) for m in c]) for n, c in enumerate(chains)]
+    )
+    alone = [[(m, -1, n if m == c[-1] else -1) for m in c[1:]] for n, c in enumerate(chains)]
+    alone = Walk.of([(c[0], -1 if c[1:] else n, alone[n]) for n, c in enumerate(chains)])
+    packing, first = Packing.build((0, 64)), M.mT.contiguous() if transposed else M
+
+    def folded(fold, M, B, first):
+        wire, offset, through = (M.new_full((5, 2, K, n), 7.0) for n in (V + K, V, K))
+        fold(packing, both, M, B, None, wire, transposed=transposed)
+        fold(packing, both, M, B, None, offset, transposed=transposed)
+        fold(packing, alone, first, None, first, through, transposed=False)
+        return wire, torch.cat([offset, through], -1), through
+
+    in_one, exact, through = folded(walk, M.double(), B.double(), first.double())
+    assert_exact("one fold", in_one, exact)
+    assert through.flatten(1).any(1).tolist() == [True, False, True, False, True]
+    for fold in (walk, kernel.walk):
+        wire, apart, _ = folded(fold, M, B, first)
+        for columns in (slice(V), slice(V, None)):
+            parts = (t[..., columns] for t in (wire, exact, apart))
+            assert_within_budget("columns of one fold", *parts)
+
+
+WHOLE = ((0, 600),), ((600, 1200),), ((1200, 1800),), ((1800, 2400),)
+ZIGZAG = ((0, 300), (2100, 2400)), ((300, 600), (1800, 2100)), ((600, 900), (900, 1800))
+UNEVEN = ((0, 300), (1500, 2400)), ((300, 1500),)
+OUTGOING = 4, 3  # K, V
+
+
+def of_rank(ranges, rank, cu, reverse):
+    """What `outgoing` takes of a rank whose segments have two chunks at most."""
+    (K, V), links = OUTGOING, _links(cu, ranges)
+    packing = Packing.build(cu, ranges[rank]).cut(2)
+    counts = len(packing.middle), len(packing.carried if reverse else packing.feeding)
+    gen = torch.Generator().manual_seed(0)
+    M, B = (
+        torch.randn(n, 2, K, c, generator=gen, dtype=torch.float64)
+        for n, c in zip(counts, (K, V), strict=True)
+    )
+    maps = AffineMap(M if len(M) else None, B if len(B) else None)
+    return maps, packing, (2, K, V), B.new_empty(0), links.mirrored() if reverse else links
+
+
+class Operations(TorchDispatchMode):
+    """Names what torch would launch: all but views and memory without values."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        if not (f.is_view or "empty" in f.name()):
+            self.seen.append(f.name())
+        return f(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("ranges, zeros", [
+    (WHOLE, []), (ZIGZAG, []), (UNEVEN, ["aten::new_zeros"])
+], ids=["whole", "zigzag", "a range for two slots"])  # fmt: skip
+def test_one_launch_before_what_is_sent_and_one_after(ranges, zeros, reverse, monkeypatch):
+    pytest.importorskip("triton")
+    from triton.runtime.interpreter import GridExecutor
+
+    from fla_cp.kernels.triton.fold import walk as kernel
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    seen = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda f, *a, **kw: seen.append(f.fn.__name__))
+    maps, packing, shape, like, links = of_rank(ranges, 1, (0, 2400), reverse)
+    states = like.new_zeros(packing.ranges, *shape)
+
+    def start(sent, links, walk):
+        pack(sent, links)
+        seen.append("sent")
+        return SimpleNamespace(wait=lambda: states)
+
+    exchange, links = SimpleNamespace(start=start), links.mirrored() if reverse else links
+    with Operations(seen):
+        carry(maps, packing, links, exchange, shape, like, reverse=reverse, walk=kernel)()
+    assert seen == [*zeros, "walk_kernel", "sent", "walk_kernel"]
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("cu", [(0, 2400), (0, 700, 800, 2400), (0, 300, 1200, 1900, 2400)])
+@pytest.mark.parametrize("ranges", [WHOLE, ZIGZAG, UNEVEN, (((0, 900),), ((900, 2400),))])
+def test_what_is_sent_is_the_maps_of_the_ranges(ranges, cu, reverse, unwritten_is_nan):
+    K, V = OUTGOING
+    for rank in range(len(ranges)):
+        maps, packing, shape, like, links = of_rank(ranges, rank, cu, reverse)
+        wire = pack(outgoing(maps, packing, shape, like, links, reverse=reverse), links)
+        exact = wire.new_zeros(links.slots_per_rank, 2, K, V + K * links.any_through)
+        sources = packing.carried if reverse else packing.feeding
+        for chain in packing.chains:
+            chain = chain[::-1] if reverse else chain
+            last = packing.segments[chain[-1]]
+            out = last.entry if reverse else last.exit
+            state = through = None
+            for i in chain if out >= 0 else ():
+                M = maps.transition[packing.middle.index(i)] if i in packing.middle else None
+                M = M.mT if M is not None and reverse else M
+                state = leave(M, maps.offset[sources.index(i)], state)
+                if i == chain[0]:
+                    through = M
+                else:
+                    through = None if through is None else product(M, through)
+            if out >= 0:
+                exact[out, ..., :V] = state
+            if through is not None and links.any_through:
+                exact[out, ..., V:] = through
+        assert_exact(f"sent by rank {rank}", wire, exact)

@@ -1,0 +1,285 @@
+"""An interpreter for the Gluon kernels of fla_cp/kernels on CPU tensors, of any dtype.
+
+Triton's own cannot run Gluon. Inside `interpreted()` a launch runs the kernels' Python once for
+each program: tiles are tensors, layouts nothing, and the partitions of a warp-specialised program
+threads that wait for each other at barriers, which count arrivals and bytes as the hardware does.
+Copies are done at once: what it cannot show is a buffer written while a copy still reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SECONDS = 20
+"""After which a wait is a deadlock."""
+
+
+class Pointers:
+    """Addresses of elements of a tensor's memory."""
+
+    def __init__(self, base: Tensor, at: Any = 0):
+        self.base, self.at = base, at
+        self.dtype = SimpleNamespace(element_ty=base.dtype)
+
+    def __add__(self, offset: Any) -> Pointers:
+        return Pointers(self.base, self.at + offset)
+
+    def memory(self) -> Tensor:
+        size = self.base.untyped_storage().nbytes() // self.base.element_size()
+        return torch.as_strided(self.base, (size,), (1,), 0)
+
+    def places(self) -> Tensor:
+        return torch.as_tensor(self.at) + self.base.storage_offset()
+
+
+class Described:
+    """A tensor descriptor: blocks of a tensor in two dims, zero beyond its edges."""
+
+    def __init__(self, x: Any):
+        self.base, self.block, self.dtype, self.layout = x.base, x.block_shape, x.base.dtype, None
+        self.shape, self.strides = x.shape, x.strides
+
+    def _window(self, at: list[Any]) -> tuple[Tensor, tuple[slice, slice]]:
+        whole = torch.as_strided(self.base, self.shape, self.strides, self.base.storage_offset())
+        ends = [min(int(a) + n, size) for a, n, size in zip(at, self.block, self.shape)]  # noqa: B905
+        window = whole[int(at[0]) : ends[0], int(at[1]) : ends[1]]
+        return window, (slice(0, window.shape[0]), slice(0, window.shape[1]))
+
+    def load(self, at: list[Any]) -> Tensor:
+        window, places = self._window(at)
+        block = torch.zeros(*self.block, dtype=self.dtype)
+        block[places] = window
+        return block
+
+    def store(self, at: list[Any], block: Tensor) -> None:
+        window, places = self._window(at)
+        window.copy_(block[places])
+
+
+class Shared:
+    """Shared memory; of int64 each row is a barrier."""
+
+    def __init__(self, x: Tensor, barriers: list[Barrier] | None = None):
+        self.x, self.barriers, self.dtype = x, barriers, x.dtype
+
+    def index(self, i: Any) -> Any:
+        return Shared(self.x[int(i)]) if self.barriers is None else self.barriers[int(i)]
+
+    def permute(self, order: tuple[int, int]) -> Shared:
+        return Shared(self.x.permute(*order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.x.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        """The same memory, of which halves that are fp32 here have more than they need."""
+        flat = self.x.view(-1).view(dtype)[: math.prod(shape)]
+        return Shared(flat.view(*shape))
+
+    def load(self, layout: Any) -> Tensor:
+        return self.x.clone()
+
+    def store(self, x: Tensor) -> None:
+        assert x.shape == self.x.shape and x.dtype == self.x.dtype
+        self.x.copy_(x)
+
+
+class Barrier:
+    """mbarrier: a phase ends once all have arrived and all bytes that were announced are there."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.arrived = self.bytes = self.phases = 0
+
+    def step(self, *, arrived: int = 0, size: int = 0) -> None:
+        with self.changed:
+            self.arrived, self.bytes = self.arrived + arrived, self.bytes + size
+            if self.arrived == self.count and self.bytes == 0:
+                self.arrived, self.phases = 0, self.phases + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            ended = self.changed.wait_for(lambda: self.phases % 2 != int(parity), SECONDS)
+        assert ended, "deadlock at a barrier"
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    memory = torch.full(shape, 10**6 if dtype == torch.int64 else float("nan"), dtype=dtype)
+    barriers = [Barrier() for _ in range(shape[0])] if dtype == torch.int64 else None
+    return Shared(memory, barriers)
+
+
+def _load(p: Pointers) -> Tensor:
+    return p.memory()[p.places()]
+
+
+def _store(p: Pointers, x: Tensor, mask: Tensor | None = None) -> None:
+    places, x = torch.broadcast_tensors(p.places(), x.to(p.base.dtype))
+    keep = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.expand_as(places)
+    p.memory()[places[keep]] = x[keep]
+
+
+def _where(condition: Any, x: Any, y: Any) -> Tensor:
+    condition = torch.as_tensor(condition)
+    return torch.where(condition, torch.as_tensor(x), torch.as_tensor(y))
+
+
+def _product(
+    a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
+) -> Tensor:
+    a = a.x if isinstance(a, Shared) else a
+    wide = torch.promote_types(a.dtype, torch.float32)
+    found = a.to(wide) @ b.x.to(wide)
+    return (acc + found if use_acc else found).to(acc.dtype)
+
+
+def _small_product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str) -> Tensor:
+    return acc + a @ b
+
+
+def _copy_rows(place: Shared, at: Pointers, mask: Tensor) -> None:
+    mask, places = torch.broadcast_tensors(mask, at.places())
+    x = torch.zeros(places.shape, dtype=at.base.dtype)
+    x[mask] = at.memory()[places[mask]]
+    place.store(x)
+
+
+def _wait(pending: int, deps: tuple[Tensor, ...]) -> Any:
+    return deps[0] if len(deps) == 1 else deps
+
+
+def _partitions(parts: list[Any], warps: list[int], registers: list[int]) -> None:
+    failed: list[BaseException] = []
+
+    def run(fn: Any, args: tuple[Any, ...]) -> None:
+        try:
+            with torch.no_grad():  # which threads do not inherit
+                fn(*args)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=part, daemon=True) for part in parts]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(2 * SECONDS)
+    if failed:
+        raise failed[0]
+
+
+def _copy_in(x: Described, at: list[Any], bar: Barrier, to: Shared) -> None:
+    block = x.load(at)
+    to.store(block)
+    width = 4 if len(block) == 1 else 2  # vectors are fp32; tiles count as halves in any dtype
+    bar.step(size=-block.numel() * width)
+
+
+class Launcher:
+    """kernel[grid](**arguments) of a Gluon kernel."""
+
+    def __init__(self, fn: Any, where: SimpleNamespace):
+        self.fn, self.where = fn, where
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        def launch(**arguments: Any) -> None:
+            for option in ("num_warps", "maxnreg"):
+                arguments.pop(option, None)
+            for name, x in arguments.items():
+                if isinstance(x, Tensor):
+                    arguments[name] = Pointers(x)
+                elif hasattr(x, "block_shape"):
+                    arguments[name] = Described(x)
+            for program in itertools.product(*map(range, grid)):
+                self.where.program_id = lambda axis, at=program: torch.tensor(at[axis])
+                self.where.num_programs = lambda axis: grid[axis]
+                self.fn(**arguments)
+
+        return launch
+
+
+@contextmanager
+def interpreted() -> Iterator[list[str]]:
+    """Lets them run here; gives the kernels' names as they are launched."""
+    from fla_cp.kernels.sm90 import (
+        intra_headwise as sm90_intra,
+    )
+    from fla_cp.kernels.sm90 import (
+        intra_headwise_bwd as sm90_intra_bwd,
+    )
+    from fla_cp.kernels.sm90 import (
+        scan as sm90_scan,
+    )
+
+    nothing = lambda *args, **more: None  # noqa: E731
+    gl = SimpleNamespace(
+        int32=torch.int32, int64=torch.int64, float32=torch.float32, static_range=range,
+        allocate_shared_memory=_allocate, load=_load, store=_store, where=_where,
+        arange=lambda a, b, layout=None: torch.arange(a, b), convert_layout=lambda x, layout: x,
+        full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype),
+        warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
+        DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
+        sum=lambda x, axis: x.sum(axis), num_warps=nothing,
+        reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
+        rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
+        permute=torch.permute, DistributedLinearLayout=nothing,
+        cast=lambda x, dtype, bitcast: x.view(dtype),
+    )  # fmt: skip
+    mbarrier = SimpleNamespace(
+        MBarrierLayout=nothing,
+        init=lambda bar, count: setattr(bar, "count", count),
+        wait=Barrier.wait,
+        expect=lambda bar, size: bar.step(arrived=1, size=size),
+        arrive=lambda bar, count: bar.step(arrived=count),
+    )
+    tma = SimpleNamespace(
+        async_copy_global_to_shared=_copy_in,
+        async_copy_shared_to_global=lambda x, at, block: x.store(at, block.x),
+        store_wait=nothing,
+    )
+    async_copy = SimpleNamespace(
+        async_copy_global_to_shared=_copy_rows, commit_group=nothing, wait_group=nothing
+    )
+    launched: list[str] = []
+    changed = {
+        "gl": gl, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": _product,
+        "warpgroup_mma_wait": _wait, "fence_async_shared": nothing, "barrier": nothing,
+        "async_copy": async_copy, "mma_v2": _small_product,
+    }  # fmt: skip
+    changed["range"] = lambda *ends: map(torch.tensor, range(*map(int, ends)))
+    before = []
+    for module in (sm90_scan, sm90_intra_bwd, sm90_intra):
+        kernels = {}
+        for name, kernel in vars(module).items():
+            if type(kernel).__name__ == "GluonJITFunction":
+                kernels[name] = kernel.fn
+                if name.endswith("_kernel"):
+                    kernels[name] = Launcher(_noted(kernel.fn, name, launched), gl)
+        for name, value in (changed | kernels).items():
+            before.append((module, name, vars(module).get(name)))
+            setattr(module, name, value)
+    try:
+        yield launched
+    finally:
+        for module, name, value in before:
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+
+def _noted(fn: Any, name: str, launched: list[str]) -> Any:
+    def run(**arguments: Any) -> None:
+        launched.append(name)
+        fn(**arguments)
+
+    return run

@@ -1,0 +1,181 @@
+"""Remembered launches run what Triton would run, with the same arguments: on a driver that records
+them instead of a GPU."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+from fla_cp.kernels.sm90 import scan as sm90_scan
+from fla_cp.kernels.triton import launch as launches
+from fla_cp.kernels.triton.launch import launch
+from tests.aot import _Sm90
+
+
+@triton.jit
+def twice(x):
+    return x * 2
+
+
+@triton.jit
+def thrice(x):
+    return x * 3
+
+
+@triton.jit
+def kernel(x, y, n, scale, pair, B: tl.constexpr, F: tl.constexpr, WHAT: tl.constexpr):
+    i = tl.arange(0, B) * n + pair[0] + pair[1]
+    a = F(tl.load(x + i)).to(tl.float32) * scale
+    if WHAT == "sum":
+        a += 1
+    if y is not None:
+        tl.store(y + i, a)
+    tl.store(x + i, a.to(x.dtype.element_ty))
+
+
+class Recorder(_Sm90):
+    """Stands in for the CUDA driver and its launcher."""
+
+    def __init__(self):
+        self.device, self.runs = 0, []
+        recorder = self
+
+        class Launcher:
+            def __init__(self, src, metadata):
+                self.hash = metadata.hash
+
+            def __call__(self, x, y, z, stream, function, *args):
+                launched = self.hash, (x, y, z), stream, function
+                recorder.runs.append((launched, args[-recorder.count :]))
+
+        class Utils:
+            def load_binary(self, name, kernel, shared, device):
+                return 1, 2 + device, 32, 0, 1024
+
+            def get_device_properties(self, device):
+                return {"max_shared_mem": 232448}
+
+        self.launcher_cls, self.utils, self.count = Launcher, Utils(), 0
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, device=None):
+        return 7 + self.device
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    active = driver._active
+    found = Recorder()
+    driver.set_active(found)
+    yield found
+    driver._active = active
+    launches._known.clear()
+
+
+@contextmanager
+def as_triton():
+    launches.remembers = False
+    try:
+        yield
+    finally:
+        launches.remembers = True
+
+
+def same(recorder, kernel, grid, *given, **named):
+    """Launches thrice, the last time as Triton does; the runs were equal, and the second was not
+    looked up."""
+    recorder.runs.clear()
+    recorder.count = len(kernel.arg_names)
+    launch(kernel, grid, *given, **named)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches.JITFunction, "run", None)
+        launch(kernel, grid, *given, **named)
+    with as_triton():
+        launch(kernel, grid, *given, **named)
+    first, second, plain = recorder.runs
+    for run in (first, second):
+        assert run[0] == plain[0]
+        assert all(a is b or a == b for a, b in zip(run[1], plain[1], strict=True))
+    return second[0][0]
+
+
+VALUES = {
+    "x": [torch.zeros(64), torch.zeros(65)[1:], torch.zeros(64, dtype=torch.bfloat16)],
+    "y": [None, torch.zeros(64), torch.nn.Parameter(torch.zeros(65))[1:]],
+    "n": [0, 1, 2, 16, 17, -16, 2**33, 2**33 + 1],
+    "scale": [1.0, 0.5, 1, 2, 16],
+    "pair": [(1, 2), (16, 1), (1, 16), (2**40, 3)],
+    "B": [16, 32],
+    "F": [twice, thrice],
+    "WHAT": ["sum", "none"],
+}
+
+
+@pytest.mark.parametrize("given", [0, 3])
+def test_any_arguments_run_what_triton_runs(recorder, given):
+    """Each value of an argument with the same others, so that nothing else tells it apart."""
+    hashes = set()
+    for base in (0, -1):
+        usual = {name: values[base] for name, values in VALUES.items()}
+        for name, values in VALUES.items():
+            for value in values:
+                named = usual | {name: value}
+                first = [named.pop(n) for n in list(VALUES)[:given]]
+                hashes.add(same(recorder, kernel, (3, 2), *first, **named, num_warps=4))
+    assert len(hashes) > 20
+
+
+def test_names_in_another_order_and_options_are_told_apart(recorder):
+    x = torch.zeros(64)
+    fixed = {"x": x, "y": None, "pair": (2, 3), "B": 16, "F": twice, "WHAT": "sum"}
+    a = same(recorder, kernel, (1,), **fixed, n=1, scale=2, num_warps=4)
+    b = same(recorder, kernel, (1,), **fixed, scale=1, n=2, num_warps=4)
+    c = same(recorder, kernel, (1,), **fixed, n=1, scale=2, num_warps=8)
+    assert len({a, b, c}) == 3
+
+
+def test_a_device_has_its_own(recorder):
+    named = {"x": torch.zeros(64), "y": None, "n": 1, "scale": 0.5, "pair": (1, 1), "B": 16}
+    named |= {"F": twice, "WHAT": "sum"}
+    for recorder.device in (0, 1):
+        same(recorder, kernel, (1,), **named)
+        assert {launched[2] for launched, _ in recorder.runs} == {7 + recorder.device}
+    recorder.device = 0
+
+
+def test_many_are_forgotten(recorder, monkeypatch):
+    monkeypatch.setattr(launches, "MOST", 3)
+    launches._known.clear()
+    named = {"x": torch.zeros(64), "y": None, "scale": 0.5, "pair": (1, 1), "B": 16}
+    for n in range(8):
+        same(recorder, kernel, (1,), **named, n=n, F=twice, WHAT="sum")
+        assert len(launches._known) <= 3
+
+
+def test_a_descriptor_is_told_by_what_is_compiled_of_it():
+    x = torch.zeros(64, 2, 128, dtype=torch.bfloat16)
+    a, b = (sm90_scan._describe(t, 64, 64) for t in (x, x[:32]))
+    assert launches.told(a) == launches.told(b)
+    others = sm90_scan._describe(x, 64, 128), sm90_scan._describe(x.float(), 64, 64)
+    assert len({launches.told(t) for t in (a, *others)}) == 3
+
+
+def test_a_descriptor_says_what_tritons_own_says():
+    """And what it refuses, ours, made without a check, is not."""
+    wide = torch.zeros(64, 2, 3, 128, dtype=torch.bfloat16)[:, :, 1]
+    for x in (wide, wide.contiguous(), torch.zeros(3, 2, 7, 64), torch.zeros(5, 1, 128)):
+        ours = sm90_scan._describe(x, 1, 64)
+        checked = sm90_scan.TensorDescriptor(
+            ours.base, ours.shape, ours.strides, ours.block_shape, ours.layout, ours.padding
+        )
+        for name, value in vars(checked).items():
+            assert getattr(ours, name) is value or getattr(ours, name) == value
+        reach = sum((n - 1) * s for n, s in zip(ours.shape, ours.strides, strict=True))
+        assert reach == sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

@@ -1,0 +1,60 @@
+"""Stands in for the GPUs of one host that read each other's memory: ranks that are threads."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+
+from fla_cp.comm import peer_memory as peers
+
+
+class ThreadMemory:
+    """As `PeerMemory`, with tensors that the threads of a group share; `exchange` waits for all.
+
+    What nobody wrote this time is NaN. read: bytes that each thread took from others, by number.
+    """
+
+    def __init__(self, group, count, dtype, shared, read):
+        self.group, self.rank, self.read, self.turn = group, dist.get_rank(group), read, 0
+        self.all = shared
+        self.all[self.rank] = torch.full((2, count), torch.nan, dtype=dtype)
+
+    def exchange(self, put, take):
+        turn, self.turn = self.turn, 1 - self.turn
+        put(self.all[self.rank][turn].fill_(torch.nan))
+        dist.barrier(group=self.group)
+        take(tuple(Part(self, r, self.all[r][turn]) for r in range(len(self.all))))
+        return lambda: None
+
+
+class Part:
+    """One rank's part, as one other sees it."""
+
+    def __init__(self, memory, rank, held):
+        self.memory, self.rank, self.held = memory, rank, held
+
+    def narrow(self, dim, start, length):
+        found = self.held.narrow(dim, start, length)
+        if self.rank != self.memory.rank:
+            here = threading.get_ident()
+            self.memory.read[here] = self.memory.read.get(here, 0) + found.nbytes
+        return found
+
+
+def of_threads(patch) -> dict[int, int]:
+    """Gives threads peer memory, by a pytest MonkeyPatch; returns the bytes that each has read."""
+    shared: dict = {}
+    made: dict = {}
+    read: dict[int, int] = {}
+
+    def peer_memory(group, count, dtype):
+        key = (group.size(), count, dtype)
+        mine = (threading.get_ident(), *key)
+        if mine not in made:
+            tensors = shared.setdefault(key, {})
+            made[mine] = ThreadMemory(group, count, dtype, tensors, read)
+        return made[mine]
+
+    patch.setattr(peers, "peer_memory", peer_memory)
+    patch.setattr(peers, "why_not", lambda group: "")
+    return read

@@ -1,0 +1,188 @@
+"""Checkpoints: whole or absent, what they hold, and what `--resume` finds."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from fla_cp.train import checkpoint
+from fla_cp.train.checkpoint import Progress, checkpoints, complete, find
+from fla_cp.train.config import DataConfig, ModelConfig, UserError, parse
+from fla_cp.train.distributed import joined, shard_model
+from fla_cp.train.model import build_model
+from fla_cp.train.saver import Saver
+from fla_cp.train.step import build_optimizer
+
+FLAGS = (
+    "--device cpu --model.layers 1 --model.hidden-size 32 --model.num-heads 2 --model.head-dim 16 "
+    "--run.keep-checkpoints 2"
+)
+VOCAB = 64
+
+
+class OneRank:
+    """A model of one rank with its optimiser, on a world of one."""
+
+    def __init__(self, ranks, flags="", seed=0):
+        self.config = parse(f"{FLAGS} {flags}".split())
+        self.ranks = ranks
+        self.model = build_model(self.config.model, VOCAB, seed)
+        shard_model(self.model, ranks, torch.float32)
+        self.optimizer = build_optimizer(self.model, self.config.optim)
+
+    def update(self):
+        for p in self.model.parameters():
+            p.grad = p.detach().cos()
+        self.optimizer.step()
+
+    def facts(self, vocab_size=VOCAB, packs=10):
+        return checkpoint.facts(self.config, vocab_size, packs, torch.float32)
+
+    def saver(self, run, say=lambda line: None):
+        return Saver(run, self.facts(), self.config.run.keep_checkpoints, self.ranks, say)
+
+    def save(self, run, step, skipped=0):
+        with contextlib.closing(self.saver(run)) as saver:
+            return saver.write(self.model, self.optimizer, Progress(step, skipped))
+
+    def load(self, path):
+        return checkpoint.load(path, self.model, self.optimizer, self.ranks)
+
+    def tensors(self):
+        """Parameters and moments by name."""
+        found = {}
+        for name, p in self.model.named_parameters():
+            found[name] = p.full_tensor().clone()
+            for key, value in self.optimizer.state[p].items():
+                found[f"{name}.{key}"] = getattr(value, "full_tensor", lambda v=value: v)().clone()
+        return found
+
+
+@pytest.fixture
+def ranks():
+    with joined(parse(["--device", "cpu"]).parallel) as ranks:
+        yield ranks
+
+
+def names(run):
+    return sorted(f.name for f in (run / "checkpoints").iterdir())
+
+
+def test_load_restores_weights_moments_progress_and_generators(tmp_path, ranks):
+    first, second = OneRank(ranks), OneRank(ranks, "--lr 0.5 --optim.beta2 0.5", seed=1)
+    first.update()
+    path = first.save(tmp_path, 7, skipped=2)
+    assert path == tmp_path / "checkpoints" / "step-00000007"
+    drawn = torch.rand(3)
+    first_tensors = first.tensors()
+
+    assert second.load(path) == Progress(step=7, skipped=2)
+    torch.testing.assert_close(second.tensors(), first_tensors, rtol=0, atol=0)
+    assert torch.equal(torch.rand(3), drawn)
+    # what the flags say now wins over what they said then
+    assert second.optimizer.param_groups[0]["lr"] == 0.5
+    assert second.optimizer.param_groups[0]["betas"] == (0.9, 0.5)
+    assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_newest_are_kept_and_found(tmp_path, ranks):
+    one = OneRank(ranks)
+    assert find("auto", tmp_path) == []
+    one.update()
+    for step in (2, 10, 100):
+        one.save(tmp_path, step)
+    assert names(tmp_path) == ["step-00000010", "step-00000100"]
+    assert find("none", tmp_path) == []
+    newest = tmp_path / "checkpoints" / "step-00000100"
+    older = newest.with_name("step-00000010")
+    assert find("auto", tmp_path) == [newest, older]
+    assert find(str(tmp_path), tmp_path / "other") == [newest, older]
+    assert find(str(older), tmp_path) == [older]
+    with pytest.raises(UserError, match=r"--resume must be none, auto, or the path .* no complete"):
+        find(str(tmp_path / "other"), tmp_path)
+
+
+def test_crash_while_writing_leaves_the_last_good_one(tmp_path, ranks, monkeypatch):
+    one = OneRank(ranks)
+    one.update()
+    good = one.save(tmp_path, 5)
+
+    class PowerCut(BaseException):
+        pass
+
+    def crash(path, new):
+        raise PowerCut
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", crash)
+        with pytest.raises(BaseException, match="PowerCut"):
+            one.save(tmp_path, 6)
+    assert find("auto", tmp_path) == [good]
+    one.load(good)
+    one.save(tmp_path, 7)
+    assert names(tmp_path)[-2:] == ["step-00000005", "step-00000007"]
+
+
+@pytest.mark.parametrize("missing", [".metadata", "trainer.json"])
+def test_folder_without_its_last_files_does_not_count(tmp_path, missing):
+    folder = tmp_path / "checkpoints" / "step-00000004"
+    folder.mkdir(parents=True)
+    for name in (".metadata", "trainer.json"):
+        (folder / name).write_text("{}")
+    assert complete(folder)
+    (folder / missing).unlink()
+    assert not complete(folder)
+    assert checkpoints(tmp_path) == []
+
+
+def test_writing_a_step_again_replaces_it(tmp_path, ranks):
+    one = OneRank(ranks)
+    one.update()
+    one.save(tmp_path, 5)
+    one.update()
+    path = one.save(tmp_path, 5, skipped=1)
+    tensors = one.tensors()
+    assert names(tmp_path) == ["step-00000005"]
+    other = OneRank(ranks, seed=1)
+    assert other.load(path).skipped == 1
+    torch.testing.assert_close(other.tensors(), tensors, rtol=0, atol=0)
+
+
+def test_clean_drops_later_steps(tmp_path, ranks):
+    one = OneRank(ranks)
+    one.update()
+    for step in (5, 10):
+        one.save(tmp_path, step)
+    later = tmp_path / "checkpoints" / "step-00000010"
+    assert checkpoint.clean(tmp_path, after=5) == [f"removed {later}: later than the resumed step"]
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_every_option_of_the_model_counts_unless_named(ranks):
+    one = OneRank(ranks)
+
+    @dataclasses.dataclass(frozen=True)
+    class Grown(ModelConfig):
+        dropout: float = 0.5
+
+    grown = dataclasses.replace(one.config, model=Grown(**dataclasses.asdict(one.config.model)))
+    assert checkpoint.facts(grown, VOCAB, 10, torch.float32)["model"]["dropout"] == 0.5
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert names - one.facts()["model"].keys() == set(checkpoint.MODEL_NEUTRAL)
+    names = {field.name for field in dataclasses.fields(DataConfig)}
+    assert names - one.facts()["data"].keys() == set(checkpoint.DATA_NEUTRAL)
+
+
+def test_another_model_is_refused_and_other_data_noted(tmp_path, ranks):
+    one = OneRank(ranks)
+    path = one.save(tmp_path, 1)
+    assert checkpoint.check_matches(path, one.facts()) == []
+    assert checkpoint.check_matches(path, OneRank(ranks, "--impl torch --remat").facts()) == []
+    other = OneRank(ranks, "--seq-len 128 --seed 3")
+    assert checkpoint.check_matches(path, other.facts(packs=9)) == [
+        "the resumed run's data differ: --data.seq-len is 128, was 4096",
+        "the resumed run's data differ: --seed is 3, was 0",
+        "the resumed run's data differ: packs in --data is 9, was 10",
+    ]

@@ -1,0 +1,165 @@
+"""--check-parity: it holds for what is right, on any processor, and finds small faults.
+
+The ranks are those of the session's pool, which the trainer's own functions run on: a launcher for
+every case would take ten times as long. tests/train/test_train.py starts one as a user does.
+"""
+
+import functools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fla_cp.train.parity
+from fla_cp.comm.exchange import AllGather
+from fla_cp.train.config import parse
+from fla_cp.train.data import build_dataset
+from fla_cp.train.distributed import Ranks
+
+SPLITS = {
+    "cp": "--cp 4",
+    "cp and shards": "--cp 2 --dp-shard 2",
+    "zigzag and replicas": "--cp 2 --dp-replicate 2 --parallel.layout zigzag --remat",
+}
+FLAGS = [
+    *("--model.layers", "2", "--model.hidden-size", "32", "--device", "cpu"),
+    *("--model.num-heads", "2", "--model.head-dim", "16"),
+    *("--seq-len", "150", "--global-batch-size", "2", "--lr", "0.01", "--warmup-steps", "5"),
+    *("--check-parity", "--parity.steps", "2"),
+]
+FAULT = 1.0001
+"""A gradient times this is off by 1e-4."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Documents of 5 to 60 bytes, so that some cross every rank's end."""
+    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
+    for i in range(240):
+        (folder / f"{i}.txt").write_text("".join(rng.choices("abcdefgh ", k=rng.randint(5, 60))))
+    return f"text:{folder}"
+
+
+@functools.cache
+def ranks_of(split, rank):
+    """What `joined` gives to a rank, on the process group that the pool has already."""
+    p = parse(split.split()).parallel
+    sizes = (p.dp_replicate, p.dp_shard, p.cp)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+    names = ("dp_replicate", "fsdp")
+    fsdp = init_device_mesh("cpu", (p.dp_replicate, p.dp_shard * p.cp), mesh_dim_names=names)
+    return Ranks(
+        rank=rank,
+        world_size=p.world_size,
+        device=torch.device("cpu"),
+        mesh=mesh,
+        fsdp_mesh=fsdp if p.dp_replicate > 1 else fsdp["fsdp"],
+        cp_group=mesh.get_group("cp"),
+        host_group=dist.group.WORLD,
+        cp=p.cp,
+        dp_rank=rank // p.cp,
+        dp=p.dp,
+        dp_replicate=p.dp_replicate,
+    )
+
+
+def wrong_gradient(patch, rank, name):
+    """Of the split's run, of one parameter: what a missing factor or a lost term would do."""
+    original = fla_cp.train.parity.forward_backward
+
+    def scaled(model, batch, targets, config, ranks, check=False):
+        share = original(model, batch, targets, config, ranks, check)
+        if ranks.world_size > 1:
+            model.get_parameter(name).grad.mul_(FAULT)
+        return share
+
+    patch.setattr(fla_cp.train.parity, "forward_backward", scaled)
+
+
+def lost_state(patch, rank, where):
+    """One rank gets an empty state from one exchange of the split's run.
+
+    where: (rank, number of the exchange).
+    """
+    original, calls = AllGather.start, []
+
+    def start(self, *args):
+        started = original(self, *args)
+        calls.append(1)
+        if (rank, len(calls)) != where:
+            return started
+        return SimpleNamespace(wait=lambda: torch.zeros_like(started.wait()))
+
+    patch.setattr(AllGather, "start", start)
+
+
+def late_step(patch, rank, _):
+    """The split's optimiser takes its first step at twice the rate."""
+    original = fla_cp.train.parity.update
+
+    def doubled(model, optimizer, rate, *rest):
+        alone = next(model.parameters()).device_mesh.size() == 1
+        original(model, optimizer, rate if alone else 2 * rate, *rest)
+
+    patch.setattr(fla_cp.train.parity, "update", doubled)
+
+
+def reports(group, rank, split, data, mixer, seed, faults):
+    """The report of every fault, on rank 0."""
+    flags = ["--mixer", mixer, "--seed", str(seed), "--data", data]
+    config = parse([*FLAGS, *split.split(), *flags])
+    dataset = build_dataset(config.data.source, config.data.seq_len, "train", config.run.seed)
+    found = []
+    for fault, what in faults:
+        with pytest.MonkeyPatch.context() as patch:
+            if fault is not None:
+                fault(patch, rank, what)
+            found.append(fla_cp.train.parity.compare(config, dataset, ranks_of(split, rank)))
+    return found
+
+
+MIXERS = ["kda", "gdn", "comba", "gdp", "gla", "simple_gla"]
+
+
+@pytest.mark.parametrize("split, mixer", [
+    ("zigzag and replicas", "kda"),
+    ("cp", "gdn"),
+    ("cp and shards", "comba"),
+    ("cp", "gdp"),
+    ("zigzag and replicas", "gla"),
+    ("cp and shards", "simple_gla"),
+])  # fmt: skip
+def test_every_mixer_trains_like_one_rank(gloo_pool, text, split, mixer):
+    (report,), *_ = gloo_pool.run(reports, SPLITS[split], text, mixer, 1, [(None, None)])
+    assert report.passed, report.table()
+    for row in report.rows:
+        # a decay rate has two elements, whose terms nearly cancel: its rounding may be larger
+        limit = 1e-3 if row.parameter.endswith(("A_log", "dt_bias")) else 1e-4
+        assert row.budget < limit, f"{row.parameter}\n{report.table()}"
+
+
+FAULTS = {
+    "embedding": (wrong_gradient, "embedding.weight"),
+    "norm": (wrong_gradient, "blocks.0.mixer_norm.weight"),
+    "convolution": (wrong_gradient, "blocks.1.mixer.qkv_conv.weight"),
+    "decay rate": (wrong_gradient, "blocks.0.mixer.core.A_log"),
+    "step bias": (wrong_gradient, "blocks.1.mixer.core.dt_bias"),
+    "a state, forward": (lost_state, (1, 2)),  # the first layer is the first exchange
+    "a state, backward": (lost_state, (0, 4)),
+    "the optimiser": (late_step, None),
+}
+
+
+@pytest.mark.parametrize("mixer", ["kda", pytest.param("gdn", marks=pytest.mark.wide)])
+def test_small_faults_are_found(gloo_pool, text, mixer):
+    found = gloo_pool.run(reports, SPLITS["cp"], text, mixer, 0, list(FAULTS.values()))[0]
+    for (name, (fault, what)), report in zip(FAULTS.items(), found, strict=True):
+        assert not report.passed, f"{name}\n{report.table()}"
+        over = [row.parameter for row in report.rows if not row.within]
+        if fault is wrong_gradient:
+            assert over == [what], f"{name}\n{report.table()}"
+        if fault is late_step:
+            assert not over and max(report.updates) > 0.9

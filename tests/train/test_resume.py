@@ -1,0 +1,201 @@
+"""Runs that resume or save under faults, end to end on one rank of this process."""
+
+import os
+import pickle
+import resource
+import shutil
+import signal
+import threading
+
+import pytest
+
+import fla_cp.train.main
+from fla_cp.train.checkpoint import checkpoints
+from fla_cp.train.metrics import read_metrics
+from fla_cp.train.untrusted import trusted_metadata
+from tests.train.test_checkpoint import names
+from tests.train.test_damage import Evil, as_format_1
+from tests.train.test_saver import disk_of
+
+FLAGS = [
+    *("--model.layers", "1", "--model.hidden-size", "32", "--model.num-heads", "2"),
+    *("--model.head-dim", "16", "--device", "cpu", "--seq-len", "64", "--data", "synthetic"),
+    *("--global-batch-size", "1", "--eval-every", "0", "--checkpoint-every", "2"),
+    *("--warmup-steps", "1", "--lr", "0.01", "--run.no-tensorboard"),
+]
+
+
+def train(run, steps, *flags):
+    return fla_cp.train.main.main([*FLAGS, "--out", str(run), "--max-steps", str(steps), *flags])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 4 steps with checkpoints of steps 2 and 4."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    assert train(run, 4) == 0
+    return run
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "flags, before, after",
+    [
+        (["--mixer", "gdn"], "--model.mixer kda", "--model.mixer gdn"),
+        (
+            ["--model.gate-lower-bound", "-5"],
+            "no --model.gate-lower-bound",
+            "--model.gate-lower-bound -5.0",
+        ),
+        (
+            ["--model.layers", "2", "--model.head-dim", "8"],
+            "--model.layers 1 and --model.head-dim 16",
+            "--model.layers 2 and --model.head-dim 8",
+        ),
+        (["--data", "stdlib"], "a vocabulary of 64 tokens (--data)", "a vocabulary of 256 tokens"),
+    ],
+)
+def test_another_model_ends_in_one_line(flags, before, after, run, capsys):
+    config = (run / "config.toml").read_text()
+    assert train(run, 5, "--resume", "auto", *flags) == 2
+    path = run / "checkpoints" / "step-00000004"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --resume: {path} was trained with {before}, but this run has")
+    assert after in line
+    assert line.endswith(f"; to continue it, use --config {run}/config.toml instead")
+    # what it advises is still what the run was trained with
+    assert (run / "config.toml").read_text() == config
+    assert names(run) == ["step-00000002", "step-00000004"]
+    if flags[0] == "--mixer":
+        flags = ["--config", f"{run}/config.toml", "--resume", "auto", "--max-steps", "5"]
+        assert fla_cp.train.main.main([*flags, "--out", str(run)]) == 0
+        assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5]
+
+
+def test_resumes_past_damage_and_strays(run, trained, capsys):
+    root = run / "checkpoints"
+    shard = root / "step-00000004" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 4
+    shard.write_bytes(data)
+    (root / ".partial-step-00000006").write_text("a file")
+    (root / ".partial-step-00000008").symlink_to(run)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    junk = [b"\xff\xfe\x00\n", b"[]\n", b'{"step": "one"}\n', b'{"step": 2, "loss": [1]}\n', b"\n"]
+    (run / "metrics.jsonl").write_bytes(b"".join([lines[0], *junk, *lines[1:], b'{"step": 3, "l']))
+    assert train(run, 4, "--resume", "auto") == 0
+    out = capsys.readouterr().out
+    assert f"{shard.parent} is damaged: {shard.name} differs from its checksum" in out
+    assert "; trying the one before" in out
+    assert f"resumed from {root / 'step-00000002'} at step 2" in out
+    assert names(run) == ["damaged-step-00000004", "step-00000002", "step-00000004"]
+    losses = [row["loss"] for row in read_metrics(trained)]
+    assert [row["loss"] for row in read_metrics(run)] == losses
+
+
+def test_foreign_checkpoint_is_refused_unless_trusted(run, tmp_path, capsys):
+    path, marker = run / "checkpoints" / "step-00000004", tmp_path / "marker"
+    metadata = trusted_metadata((path / ".metadata").read_bytes())
+    metadata.planner_data = Evil(marker)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    as_format_1(path)
+    flags = ["--resume", str(path)]
+    assert train(tmp_path / "mine", 5, *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "asks for os.makedirs" in line and "--run.trust-checkpoint loads it" in line
+    assert not marker.exists()
+    assert train(tmp_path / "mine", 5, *flags, "--run.trust-checkpoint") == 0
+    assert marker.exists()
+    assert "is of format 1: it has no checksums" in capsys.readouterr().out
+
+
+def test_damage_everywhere_ends_in_one_line(run, capsys):
+    for path in checkpoints(run):
+        (path / "trainer.json").write_bytes(b"")
+    for _ in range(2):
+        assert train(run, 5, "--resume", "auto") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "step-00000002 is damaged: trainer.json is not valid JSON" in line
+        assert "to start afresh: --resume none" in line
+    assert train(run, 5, "--resume", str(run / "checkpoints" / "step-00000004")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step-00000004 is damaged: trainer.json is not valid JSON" in line
+    assert len(read_metrics(run)) == 4
+
+
+def test_full_disk_costs_periodic_checkpoints_only(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def freed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
+        return original(*args, **kwargs)
+
+    original = fla_cp.train.main.forward_backward
+    monkeypatch.setattr(fla_cp.train.main, "forward_backward", freed)
+    with disk_of(100_000):
+        assert train(tmp_path / "run", 5) == 0
+    out = capsys.readouterr().out
+    (warning,) = [line for line in out.splitlines() if line.startswith("warning: ")]
+    assert "the checkpoint of step 2 could not be written: [Errno 27]" in warning
+    assert names(tmp_path / "run") == ["step-00000004", "step-00000005"]
+
+
+def test_last_checkpoint_that_fails_is_an_error(run, capsys):
+    with disk_of(100_000):
+        assert train(run, 5, "--resume", "auto") == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: the checkpoint of step 5 could not be written: [Errno 27]")
+    assert line.endswith("; the last whole one is of step 4")
+    assert "finished" not in captured.out
+    assert len(read_metrics(run)) == 5
+    # the same where the last step's is a periodic one
+    with disk_of(100_000):
+        assert train(run, 6, "--resume", "auto") == 2
+    assert "the checkpoint of step 6 could not be written" in capsys.readouterr().err
+    assert names(run) == ["step-00000002", "step-00000004"]
+
+
+def test_stop_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    def held(handle):  # the checkpoint of step 2 is written once step 3 was asked to stop
+        if threading.current_thread() is not threading.main_thread():
+            assert asked.wait(60)
+        fsync(handle)
+
+    def stopping(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            asked.set()
+        return original(*args, **kwargs)
+
+    calls, fsync, asked = [], os.fsync, threading.Event()
+    original = fla_cp.train.main.forward_backward
+    monkeypatch.setattr(fla_cp.train.main, "forward_backward", stopping)
+    monkeypatch.setattr(os, "fsync", held)
+    assert train(tmp_path / "run", 9) == 0
+    # a signal in step 3 is agreed on in step 4, whose checkpoint is due in any case
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+    assert names(tmp_path / "run") == ["step-00000002", "step-00000004"]
+
+
+def test_crash_keeps_the_checkpoint_under_way(tmp_path, monkeypatch):
+    def crash(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("power cut")
+        return original(*args, **kwargs)
+
+    calls, original = [], fla_cp.train.main.forward_backward
+    monkeypatch.setattr(fla_cp.train.main, "forward_backward", crash)
+    with pytest.raises(KeyError, match="power cut"):
+        train(tmp_path / "run", 9)
+    assert names(tmp_path / "run") == ["step-00000002"]

@@ -1,0 +1,147 @@
+"""The pieces of a training step on one rank: agreement, held-out loss, model, reports."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+import fla_cp.train.model
+from fla_cp import build_cp_context
+from fla_cp.train.config import parse
+from fla_cp.train.data import collate
+from fla_cp.train.distributed import Ranks, joined, shard_model
+from fla_cp.train.metrics import Metrics, plot_losses
+from fla_cp.train.model import build_model, parameter_groups
+from fla_cp.train.step import HeldOut, agree
+
+MODEL = [
+    *("--model.layers", "2", "--model.hidden-size", "32"),
+    *("--model.num-heads", "2", "--model.head-dim", "16"),
+]
+
+
+class FakeRanks(Ranks):
+    """Ranks whose host_gather returns what a test wants the others to have said."""
+
+    def host_gather(self, values):
+        return self.answer(list(values))
+
+
+def pack(seed, size=150, targets=100):
+    tokens = torch.randint(64, (size,), generator=torch.Generator().manual_seed(seed))
+    labels = tokens.clone()
+    labels[targets:] = -100
+    return {"tokens": tokens, "labels": labels, "cu_seqlens": torch.tensor([0, size]).int()}
+
+
+def test_ranks_agree_on_targets_and_stops_and_refuse_different_batches():
+    ranks = object.__new__(FakeRanks)
+    for name, value in {"dp": 2, "cp": 2}.items():
+        object.__setattr__(ranks, name, value)
+
+    def answer(rows):
+        object.__setattr__(ranks, "answer", rows)
+
+    batch = [collate([pack(1)]), collate([pack(2)])]
+    answer(lambda mine: torch.tensor([mine, mine, [5, 7, 1], [5, 7, 0]]))
+    agreed = agree(batch, ranks)
+    assert (agreed.targets, agreed.stop) == (207, True)
+    answer(lambda mine: torch.tensor([mine, [mine[0] + 1, *mine[1:]], [5, 7, 0], [6, 7, 0]]))
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] differ"):
+        agree(batch, ranks)
+
+
+@pytest.fixture
+def one_rank():
+    with joined(parse(["--device", "cpu"]).parallel) as ranks:
+        yield ranks
+
+
+def test_held_out_loss_is_exact_for_every_split(one_rank):
+    """Three packs over two data-parallel ranks: the fourth turn has no targets."""
+    config = parse([*MODEL, "--seq-len", "150", "--global-batch-size", "4", "--eval-batches", "1"])
+    packs = [pack(i, targets=40 * i + 10) for i in range(3)]
+
+    model = build_model(config.model, 64, 0)
+    whole = HeldOut(config, packs, one_rank).loss(model)
+    totals = torch.zeros(2, dtype=torch.float64)
+    for dp_rank in range(2):
+        ranks = object.__new__(Ranks)
+        values = {**one_rank.__dict__, "dp": 2, "dp_rank": dp_rank}
+        for name, value in values.items():
+            object.__setattr__(ranks, name, value)
+        part = HeldOut(config, packs, ranks)
+        assert sum(len(batch["tokens"][0]) for batch in part.batches) == 300
+        count = sum(int((batch["labels"] != -100).sum()) for batch in part.batches)
+        totals += torch.tensor([part.loss(model) * count, count], dtype=torch.float64)
+    assert totals[1] == 10 + 50 + 90
+    assert whole == pytest.approx(float(totals[0] / totals[1]), rel=1e-6)
+
+
+def test_cut_cross_entropy_is_the_whole_one(monkeypatch):
+    batch = collate([pack(0)])
+    context = build_cp_context(batch["cu_seqlens"], None, conv1d_kernel_size=4)
+    results = []
+    for limit in (fla_cp.train.model.MAX_LOGITS, 64 * 40):
+        monkeypatch.setattr(fla_cp.train.model, "MAX_LOGITS", limit)
+        model = build_model(parse(MODEL).model, 64, 0)
+        loss = model(batch["tokens"], context, batch["labels"])
+        loss.backward()
+        results.append((loss.detach(), [p.grad for p in model.parameters()]))
+    assert results[0][0] / 100 == pytest.approx(math.log(64), rel=0.2)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    assert model(batch["tokens"], context).shape == (1, 150, 64)
+
+
+@pytest.mark.bits
+def test_weights_depend_on_the_seed_alone():
+    config = parse(MODEL).model
+    torch.manual_seed(5)
+    first = build_model(config, 64, 3).state_dict()
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(1), drawn), "building a model moved the global generator"
+    second, other = (build_model(config, 64, seed).state_dict() for seed in (3, 4))
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    assert not torch.equal(other["embedding.weight"], first["embedding.weight"])
+    residual = first["blocks.0.ffn.down.weight"].std() / first["blocks.0.ffn.up.weight"].std()
+    assert residual == pytest.approx(0.5, rel=0.1)
+
+
+# the core's output is only read, so it may be a view
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_decay_rates_stay_float32_and_undecayed(one_rank):
+    model = build_model(parse(MODEL).model, 64, 0)
+    decayed, kept = parameter_groups(model, 0.1)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {"blocks.0.mixer.core.A_log", "blocks.1.mixer.core.dt_bias", "norm.weight"} <= {
+        names[p] for p in kept["params"]
+    }
+    assert all(p.ndim >= 2 for p in decayed["params"])
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+
+    shard_model(model, one_rank, torch.bfloat16)
+    seen = {}
+
+    def note(module, args):
+        seen.update({name: p.dtype for name, p in module.named_parameters(recurse=False)})
+        seen["input"] = args[0].dtype
+
+    core = model.blocks[0].mixer.core
+    core.register_forward_pre_hook(note)
+    batch = collate([pack(0)])
+    context = build_cp_context(batch["cu_seqlens"], None, conv1d_kernel_size=4)
+    model(batch["tokens"], context, batch["labels"]).backward()
+    assert seen == {"A_log": torch.float32, "dt_bias": torch.float32, "input": torch.bfloat16}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_numbers_that_are_not_finite_become_null():
+    row = Metrics(1, math.nan, None, math.inf, 0.1, 1.0, 1.0, 1, 0.0, 1).finite()
+    assert (row["loss"], row["grad_norm"], row["lr"]) == (None, None, 0.1)
+
+
+def test_plot_without_matplotlib_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "matplotlib is not installed (extra `plot`)" in plot_losses(tmp_path, [], "title")
