@@ -46,7 +46,7 @@ def measure(rank: int, R: int) -> dict[str, Any]:
     import fla_cp.kernels.triton.backend  # noqa: F401, chooses the assembler
     from fla_cp.comm import SlotMaps, collectives, exchange, peer_memory
     from fla_cp.context import _links
-    from fla_cp.kernels.triton.fold import walk
+    from fla_cp.kernels.triton.fold import fold
 
     group = dist.group.WORLD
     links = _links((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
@@ -59,7 +59,7 @@ def measure(rank: int, R: int) -> dict[str, Any]:
         "ranks": R,
         "rank": rank,
         "pack": microseconds(lambda: exchange.pack(maps, links)),
-        "fold": microseconds(lambda: exchange.fold_wires(wires, links, rank, maps.offset, walk)),
+        "fold": microseconds(lambda: exchange.fold_wires(wires, links, rank, maps.offset, fold)),
         "all_gather alone": microseconds(lambda: collectives.all_gather(wire, group)[1].wait()),
     }
     schemes = {"all_gather": exchange.AllGather(group)}
@@ -71,7 +71,7 @@ def measure(rank: int, R: int) -> dict[str, Any]:
     for name, scheme in schemes.items():
 
         def call(scheme: exchange.Exchange = scheme) -> torch.Tensor:
-            return scheme.start(maps, links, walk).wait()
+            return scheme.start(maps, links, fold).wait()
 
         found[name] = microseconds(call)
         graph = torch.cuda.CUDAGraph()

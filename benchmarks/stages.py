@@ -12,7 +12,7 @@ import triton
 
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import backend, tile_table
-from fla_cp.kernels.triton.local import gate_again, intra, intra_bwd
+from fla_cp.kernels.triton.local import gated_operands, intra, intra_bwd
 from fla_cp.kernels.triton.tile_table import Tile, tile
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
@@ -90,20 +90,20 @@ def stages(
 
     def both_scans() -> tuple:
         states = backend.scan(packing, c, None)
-        found = backend.scan_bwd(packing, c, grads, None, want_start=False, together=True)
+        found = backend.scan_bwd(packing, c, grads, None, want_start=False, concurrent=True)
         return found, states()
 
     def beside_summary() -> tuple:
         states = backend.scan(middle, c, None)
-        found = backend.summarize_bwd(middle, c, grads, None, together=True)
+        found = backend.summarize_bwd(middle, c, grads, None, concurrent=True)
         return found, states()
 
     def gated() -> tuple:
-        return gate_again(rule, packing, x, c.rows, c.anchors)
+        return gated_operands(rule, packing, x, c.rows, c.anchors)
 
     return ({} if head else {"gated": gated}) | {
         f"intra{path}": lambda: intra(rule, packing, x),
-        "begin": lambda: backend.begin(rule, halves, x, None),
+        "begin": lambda: backend.prepare_chunks(rule, halves, x, None),
         "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
         "scan_states": lambda: backend.scan(packing, kept, None)(),
         "scan_bwd": lambda: backend.scan_bwd(packing, c, grads, None, want_start=False),
@@ -121,7 +121,7 @@ def measure(
     """Median ms of `stage` with `choice`; parts of the local backward are timed inside it, scans
     that run side by side together."""
     path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
-    if stage.endswith("_beside"):
+    if stage.endswith("_concurrent"):
         path, timed = "", "beside_summary" if "_ends" in stage else "both_scans"
     elif stage.startswith(("scores_bwd", "dqk", *GROUPED)):
         timed = f"intra_bwd{path}"

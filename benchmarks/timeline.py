@@ -16,7 +16,7 @@ KINDS = {
     "nccl": EXCHANGE,
     "symmetric_memory": EXCHANGE,
     "scan": "scans, folds",
-    "walk": "scans, folds",
+    "fold": "scans, folds",
     "intra": "local to a chunk",
     "scores": "local to a chunk",
     "conv": "convolution",

@@ -39,7 +39,7 @@ from fla_cp.partition.checks import (
 )
 from fla_cp.partition.device_tables import Tabled, fill, to_device
 from fla_cp.partition.packing import Frame, Packing
-from fla_cp.partition.workload import Counts, Load
+from fla_cp.partition.workload import Counts, Workload
 from fla_cp.rule import CHUNK
 
 Ranges = tuple[tuple[int, int], ...]
@@ -478,7 +478,7 @@ def _layout(
     offsets: tuple[int, ...], ranges: tuple[Ranges, ...], rank: int, frame: Frame | None
 ) -> tuple[Packing, Links]:
     offsets = _padded(offsets, frame)
-    loads = () if frame else tuple(Load.of(offsets, own) for own in ranges)
+    loads = () if frame else tuple(Workload.of(offsets, own) for own in ranges)
     first = rank == 0
     packing = Packing.build(offsets, ranges[rank], counts_empty=first, frame=frame, loads=loads)
     return packing, _links(offsets, ranges, fixed=frame is not None)

@@ -27,14 +27,14 @@ from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.partition.packing import Packing
 from fla_cp.pipeline import (
     Plan,
-    Restored,
+    Recomputed,
     Saved,
     adjoint_maps,
-    begin,
-    finish,
-    finish_backward,
-    restored,
-    states_again,
+    prepare_chunks,
+    recompute,
+    recompute_states,
+    run_segments,
+    run_segments_backward,
 )
 from fla_cp.rule import DeltaRule, accumulator
 
@@ -69,7 +69,7 @@ def _folding(
 
 def _wire(plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False) -> Tensor:
     links = plan.links.mirrored() if reverse else plan.links
-    mine = outgoing(*_folding(plan, x, maps), links, reverse=reverse, walk=plan.backend.walk)
+    mine = outgoing(*_folding(plan, x, maps), links, reverse=reverse, fold=plan.backend.fold)
     return pack(mine, links)
 
 
@@ -84,8 +84,8 @@ def _entering(
     if plan.links.any:
         links = plan.links.mirrored() if reverse else plan.links
         states = folding[-1].new_empty(plan.packing.ranges, *folding[2])
-        states = fold_wires(wires, links, context.rank, states, plan.backend.walk)
-    return entering(*folding, states, reverse=reverse, walk=plan.backend.walk)
+        states = fold_wires(wires, links, context.rank, states, plan.backend.fold)
+    return entering(*folding, states, reverse=reverse, fold=plan.backend.fold)
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _begin(*args: Any) -> list[Tensor]:
     context.check_alive()
     (HV, V), K, rule = x.v.shape[1:], x.q.shape[-1], plan.rule
     compare_ranks(context, rule.per_head, rule.removal, (HV, K, V), x.q.dtype, initial)
-    chunks, maps = begin(plan, x, initial)
+    chunks, maps = prepare_chunks(plan, x, initial)
     wire = _wire(plan, x, maps)
     chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
     offset, transition = _rows(maps.offset, x.q, HV, K, V), _rows(maps.transition, x.q, HV, K, K)
@@ -161,7 +161,9 @@ def _finish(*args: Any) -> list[Tensor]:
     maps = AffineMap(_given(transition), _given(offset))
     chunks = _chunks(plan, x, tensors, None)
     carried = _entering(plan, x, fixed, maps, wires)
-    found = finish(plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h)
+    found = run_segments(
+        plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h
+    )
     kept = found.saved.kept[-2:] if plan.rule.keep_intermediates else ()
     h = found.h.clone() if found.h is not None else None  # may be one of `kept`
     final = _or_empty(found.final, x.q)
@@ -200,14 +202,14 @@ def _begin_backward(*args: Any) -> list[Tensor]:
     fixed = args[_B : _B + _FIXED]
     o, tensors = args[_B + _FIXED :]
     plan, saved = _plan(x, fixed), _saved(tensors)
-    again = restored(plan, x, initial, saved, o, do)
-    maps = adjoint_maps(plan, saved, again, dfinal)
+    recomputed = recompute(plan, x, initial, saved, o, do)
+    maps = adjoint_maps(plan, saved, recomputed, dfinal)
     wire = _wire(plan, x, maps, reverse=True)
     offset = _rows(maps.offset, x.q, x.v.shape[1], x.q.shape[-1], x.v.shape[-1])
     if plan.rule.keep_intermediates:
         return [wire, offset]
     kept = plan.backend.always_kept(plan.rule)
-    return [wire, offset, *_without(kept, _tensors(plan, again.chunks))]
+    return [wire, offset, *_without(kept, _tensors(plan, recomputed.chunks))]
 
 
 def _begin_backward_fake(*args: Any) -> list[Tensor]:
@@ -225,19 +227,21 @@ def _finish_backward(*args: Any) -> list[Tensor]:
     o, tensors, wires, offset, chunks, want_dinitial = args[_B + _FIXED :]
     plan, saved = _plan(x, fixed), _saved(tensors)
     if plan.rule.keep_intermediates:
-        again = restored(plan, x, initial, saved, o, do)
+        recomputed = recompute(plan, x, initial, saved, o, do)
     else:
         for at, t in sorted(zip(plan.backend.always_kept(plan.rule), saved.kept, strict=True)):
             chunks.insert(at, t)
         formed = _chunks(plan, x, chunks, o)
         dout = plan.backend.output_bwd(plan.rule, plan.packing, formed, do)
-        again = Restored(formed, dout, states_again(plan, initial, saved, formed))
+        recomputed = Recomputed(formed, dout, recompute_states(plan, initial, saved, formed))
     maps = AffineMap(saved.transition, _given(offset))
 
     def wait() -> States:
         return _entering(plan, x, fixed, maps, wires, reverse=True)
 
-    grads, dinitial = finish_backward(plan, x, again, wait, dfinal, want_dinitial=want_dinitial)
+    grads, dinitial = run_segments_backward(
+        plan, x, recomputed, wait, dfinal, want_dinitial=want_dinitial
+    )
     return [_or_empty(t, x.q) for t in (*grads, dinitial)]
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm import Exchange, Links, collectives, run_meanwhile
+from fla_cp.comm import Exchange, Links, collectives, run_overlap
 from fla_cp.comm.carry import AffineMap, States, carry, join
 from fla_cp.kernels.backend import Backend
 from fla_cp.kernels.torch.intra import Inputs
@@ -93,14 +93,14 @@ def _per_sequence(
     return out if plan.group is None else collectives.all_reduce(out, plan.group)
 
 
-def begin(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
+def prepare_chunks(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
     """The chunks and the maps of this card's segments: what needs no state."""
     seeds = _of_sequences(plan, plan.packing.beginning, initial)
-    found: tuple[Any, AffineMap] = plan.backend.begin(plan.rule, plan.packing, x, seeds)
+    found: tuple[Any, AffineMap] = plan.backend.prepare_chunks(plan.rule, plan.packing, x, seeds)
     return found
 
 
-def finish(
+def run_segments(
     plan: Plan,
     x: Inputs,
     initial: Tensor | None,
@@ -140,11 +140,13 @@ def forward(
         alone = replace(plan, packing=plan.ahead, ahead=None)
         result = forward(alone, x, initial, want_final=want_final, want_h=want_h)
         return result._replace(saved=Saved(result.saved.kept, result.saved.carried[:0], None))
-    chunks, maps = begin(plan, x, initial)
+    chunks, maps = prepare_chunks(plan, x, initial)
     wait = carry_maps(plan, x, maps)
     chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
-    carried = wait() if plan.group is None else run_meanwhile(wait)
-    return finish(plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h)
+    carried = wait() if plan.group is None else run_overlap(wait)
+    return run_segments(
+        plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h
+    )
 
 
 def carry_maps(
@@ -160,11 +162,11 @@ def carry_maps(
         _shape(x),
         like,
         reverse=reverse,
-        walk=plan.backend.walk,
+        fold=plan.backend.fold,
     )
 
 
-class Restored(NamedTuple):
+class Recomputed(NamedTuple):
     """What a backward forms again: the chunks, the gradients at the outputs, and a call that starts
     to form h and v_new and returns one that gives them."""
 
@@ -173,7 +175,7 @@ class Restored(NamedTuple):
     states: Callable[[], Callable[[], tuple[Tensor, Tensor]]]
 
 
-def states_again(
+def recompute_states(
     plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any
 ) -> Callable[[], Callable[[], tuple[Tensor, Tensor]]]:
     """The forward's scan once more, when it is asked for."""
@@ -188,52 +190,52 @@ def states_again(
     return start
 
 
-def restored(
+def recompute(
     plan: Plan, x: Inputs, initial: Tensor | None, saved: Saved, o: Tensor | None, do: Tensor
-) -> Restored:
+) -> Recomputed:
     chunks, h, v_new = plan.backend.restore(plan.rule, plan.packing, x, saved.kept, o)
     states = lambda: lambda: (h, v_new)  # noqa: E731
     if h is None:
-        states = states_again(plan, initial, saved, chunks)
+        states = recompute_states(plan, initial, saved, chunks)
     dout = plan.backend.output_bwd(plan.rule, plan.packing, chunks, do)
-    return Restored(chunks, dout, states)
+    return Recomputed(chunks, dout, states)
 
 
 def adjoint_maps(
     plan: Plan,
     saved: Saved,
-    again: Restored,
+    recomputed: Recomputed,
     dfinal: Tensor | None,
     *,
-    together: bool = False,
+    concurrent: bool = False,
 ) -> AffineMap:
     """Of this card's segments, in reverse; transitions are the forward's. together: the forward's
     states are formed meanwhile."""
     seeds = _of_sequences(plan, plan.packing.ending, dfinal)
-    chunks, dout = again.chunks, again.dout
-    offset = plan.backend.summarize_bwd(plan.packing, chunks, dout, seeds, together=together)
+    chunks, dout = recomputed.chunks, recomputed.dout
+    offset = plan.backend.summarize_bwd(plan.packing, chunks, dout, seeds, concurrent=concurrent)
     return AffineMap(saved.transition, offset)
 
 
-def finish_backward(
+def run_segments_backward(
     plan: Plan,
     x: Inputs,
-    again: Restored,
+    recomputed: Recomputed,
     wait: Callable[[], States],
     dfinal: Tensor | None,
     *,
     want_dinitial: bool,
-    together: bool = True,
+    concurrent: bool = True,
 ) -> tuple[Inputs, Tensor | None]:
     """wait: gives the gradients that leave `Packing.feeding`. The forward's states, which need
     none of them, are formed meanwhile. together: and while the reverse scan runs."""
     packing, run = plan.packing, plan.backend
-    states = again.states()
+    states = recomputed.states()
     seeds = _of_sequences(plan, packing.ending, dfinal)
     dS_end = join(seeds, wait())
-    wanted = {"want_start": want_dinitial, "together": together}
-    dscan, dS0 = run.scan_bwd(packing, again.chunks, again.dout, dS_end, **wanted)
-    grads = run.intra_bwd(plan.rule, packing, x, again.chunks, *states(), dscan)
+    wanted = {"want_start": want_dinitial, "concurrent": concurrent}
+    dscan, dS0 = run.scan_bwd(packing, recomputed.chunks, recomputed.dout, dS_end, **wanted)
+    grads = run.intra_bwd(plan.rule, packing, x, recomputed.chunks, *states(), dscan)
     dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal) if want_dinitial else None
     return grads, dinitial
 
@@ -252,17 +254,17 @@ def backward(
     """Gradients of the inputs and of the initial states. dfinal: like the final states, equal on
     all ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads
     it."""
-    again = restored(plan, x, initial, saved, o, do)
+    recomputed = recompute(plan, x, initial, saved, o, do)
     # beside the summary; but where an exchange follows, beside that and the reverse scan
-    early = not plan.links.any and plan.backend.beside(plan.packing, again.chunks)
+    early = not plan.links.any and plan.backend.runs_concurrently(plan.packing, recomputed.chunks)
     if early:
-        started = again.states()
-        again = again._replace(states=lambda: started)
-    maps = adjoint_maps(plan, saved, again, dfinal, together=early)
+        started = recomputed.states()
+        recomputed = recomputed._replace(states=lambda: started)
+    maps = adjoint_maps(plan, saved, recomputed, dfinal, concurrent=early)
     wait = carry_maps(plan, x, maps, reverse=True)
     # else the forward's scan is nearly done when the reverse one starts
-    together = not (early and plan.packing.largest.carried)
-    grads = finish_backward(
-        plan, x, again, wait, dfinal, want_dinitial=want_dinitial, together=together
+    concurrent = not (early and plan.packing.largest.carried)
+    grads = run_segments_backward(
+        plan, x, recomputed, wait, dfinal, want_dinitial=want_dinitial, concurrent=concurrent
     )
     return grads

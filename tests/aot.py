@@ -128,7 +128,7 @@ def launched() -> Iterator[list[Launch]]:
     resolve = kda.resolve  # would refuse tensors on the CPU
     for module in (short_conv, kda, family):
         module.resolve = lambda *args: TRITON
-    least, sm90_scan.LEAST = sm90_scan.LEAST, 0
+    least, sm90_scan.MIN_CHUNK_HEADS = sm90_scan.MIN_CHUNK_HEADS, 0
     launches.remembers = False
     active = driver._active  # the property would look for a GPU
     driver.set_active(_Sm90())
@@ -139,7 +139,7 @@ def launched() -> Iterator[list[Launch]]:
     finally:
         active_mode.reset(before)
         JITFunction.run = run
-        sm90_scan.LEAST = least
+        sm90_scan.MIN_CHUNK_HEADS = least
         launches.remembers = True
         driver._active = active
         for module in (short_conv, kda, family):
@@ -299,7 +299,7 @@ def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]
     with cut_into(1), launched() as kernels:
         o, _ = chunk_kda(*packed, leaf(1, 192, 2), **rates, **INSIDE, **gate, impl="triton")
         o.float().sum().backward()
-    return [k for k in dict.fromkeys(kernels) if "walk" not in k.kernel]
+    return [k for k in dict.fromkeys(kernels) if "fold" not in k.kernel]
 
 
 def compile_member(
@@ -327,7 +327,7 @@ def compile_member(
     with cut_into(1), launched() as kernels:
         o, _ = getattr(fla_cp, f"chunk_{name}")(*x, **rates, **inside, **gate, impl="triton")
         o.float().sum().backward()
-    return [k for k in dict.fromkeys(kernels) if "walk" not in k.kernel]
+    return [k for k in dict.fromkeys(kernels) if "fold" not in k.kernel]
 
 
 def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
@@ -385,19 +385,19 @@ def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
 
 def compile_walk(K: int, V: int) -> list[Launch]:
     """A fold with states that enter, in reverse, with the transitions, and of what ranks sent."""
-    from fla_cp.comm.affine import Walk
-    from fla_cp.kernels.triton.fold import walk
+    from fla_cp.comm.affine import FoldTable
+    from fla_cp.kernels.triton.fold import fold
     from fla_cp.partition.packing import Packing
 
-    steps = Walk((0, 1), (0,), (0,), (0,), (0,), (1,))
+    steps = FoldTable((0, 1), (0,), (0,), (0,), (0,), (1,))
     packing, (M, B) = Packing.build((0, 64)), (torch.zeros(2, 2, K, n) for n in (K, V))
     wire = torch.zeros(2, 2, K, V + K)
     with launched() as kernels:
         for transposed in (False, True):
-            walk(packing, steps, M, B, B, B, transposed=transposed)
-            walk(packing, steps, M, B, None, B, transposed=transposed)
-            walk(packing, steps, M, B, None, wire, transposed=transposed)
-        walk(packing, steps, wire[..., V:], wire[..., :V], None, B, transposed=False)
+            fold(packing, steps, M, B, B, B, transposed=transposed)
+            fold(packing, steps, M, B, None, B, transposed=transposed)
+            fold(packing, steps, M, B, None, wire, transposed=transposed)
+        fold(packing, steps, wire[..., V:], wire[..., :V], None, B, transposed=False)
     return list(dict.fromkeys(kernels))
 
 
@@ -463,7 +463,10 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)
     fuller = {
-        k[1]: n for k, of in tile_table.FULLER.items() for c, n in of if c < tile_table.WIDEST
+        k[1]: n
+        for k, of in tile_table.TILES_BY_CHAINS.items()
+        for c, n in of
+        if c < tile_table.FULL_V_MIN_CHAINS
     }
     call = functools.partial(head_in_triton, scans | fuller)
     yield "128x128 bf16 head, scans in Triton, more chains", call
@@ -474,27 +477,32 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 return compile_member("gated_delta_rule", 128, 128, torch.bfloat16, HIGH, H=2)
             return compile_call(128, 128, torch.bfloat16, SAFE | HIGH)
 
-    for some in (tile_table.WIDEST, tile_table.WIDEST - 1):
+    for some in (tile_table.FULL_V_MIN_CHAINS, tile_table.FULL_V_MIN_CHAINS - 1):
         wide = {
-            k[1]: t for k, of in tile_table.FULLER.items() for c, t in reversed(of) if c <= some
+            k[1]: t
+            for k, of in tile_table.TILES_BY_CHAINS.items()
+            for c, t in reversed(of)
+            if c <= some
         }
         for of_heads in (False, True):
-            if some < tile_table.WIDEST or not of_heads:  # with one decay a head: `_tile`
+            if (
+                some < tile_table.FULL_V_MIN_CHAINS or not of_heads
+            ):  # with one decay a head: `_tile`
                 call = functools.partial(high_with, wide, of_heads)
                 name = f"128x128 bf16{' head' * of_heads} high, {some} chains"
                 yield name, functools.partial(of_squares, call)
 
     def with_tile(stage: str, tile: tile_table.Tile) -> list[Launch]:
         options = {} if stage.endswith("_any") else SAFE
-        of_heads = "head" in stage or stage.endswith("_beside")
+        of_heads = "head" in stage or stage.endswith("_concurrent")
         kernels = []
-        with forced({stage.removesuffix("_beside"): tile}):
+        with forced({stage.removesuffix("_concurrent"): tile}):
             if of_heads:
                 H = 1 if stage in GROUPED else 2
                 kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=H)
             if "head" not in stage:
                 kernels += compile_call(128, 128, torch.bfloat16, options)
-        name = stage.removesuffix("_beside").removesuffix("_any")
+        name = stage.removesuffix("_concurrent").removesuffix("_any")
         name = name.removesuffix("_states").removesuffix("_ends")
         name = {"scores_bwd_head": "scores_head_bwd", "intra_bwd": "safe_bwd"}.get(stage, name)
         name += "_hopper" * tile.hopper

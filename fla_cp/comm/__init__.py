@@ -3,37 +3,37 @@
 from fla_cp.comm.agreement import Agreement
 from fla_cp.comm.exchange import (
     AllGather,
+    ByHeads,
     Exchange,
-    Heads,
     Links,
     Local,
     Nearest,
+    PrefixScan,
     Ring,
-    Scan,
     SlotMaps,
     Symmetric,
     make_exchange,
 )
 from fla_cp.comm.halo import Halo
-from fla_cp.comm.overlap import Meanwhile, run_meanwhile
+from fla_cp.comm.overlap import Overlap, run_overlap
 from fla_cp.comm.timing import ExchangeTimer, measure_exchange
 
 __all__ = [
     "Agreement",
     "AllGather",
+    "ByHeads",
     "Exchange",
     "ExchangeTimer",
     "Halo",
-    "Heads",
     "Links",
     "Local",
-    "Meanwhile",
     "Nearest",
+    "Overlap",
+    "PrefixScan",
     "Ring",
-    "Scan",
     "SlotMaps",
     "Symmetric",
     "make_exchange",
     "measure_exchange",
-    "run_meanwhile",
+    "run_overlap",
 ]

@@ -42,7 +42,7 @@ def leave(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Te
     return offset + product(transition, state)
 
 
-class Walk(NamedTuple):
+class FoldTable(NamedTuple):
     """Chains of maps as rows of tensors, host ints; -1 for none.
 
     first [C+1]: where each chain's steps begin. start, entry [C]: row of the state that enters the
@@ -59,7 +59,7 @@ class Walk(NamedTuple):
     store: tuple[int, ...]
 
     @classmethod
-    def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> Walk:
+    def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> FoldTable:
         """(start, entry, steps of (transition, offset, store)) of each chain."""
         first, steps = [0], []
         for _, _, walked in chains:
@@ -69,7 +69,7 @@ class Walk(NamedTuple):
         starts, entries = tuple(c[0] for c in chains), tuple(c[1] for c in chains)
         return cls(tuple(first), starts, entries, *columns)
 
-    def __call__(self, owner: Tabled) -> Walk:
+    def __call__(self, owner: Tabled) -> FoldTable:
         """Itself, whatever the owner."""
         return self
 
@@ -77,11 +77,11 @@ class Walk(NamedTuple):
 Fold = Callable[..., Tensor]
 """A backend's `walk`."""
 
-Steps = Callable[[Any], Walk]
+Steps = Callable[[Any], FoldTable]
 """Gives the walk of an object that keeps its tables, and names it, as `tables.Build` does."""
 
 
-def walk(
+def fold(
     owner: Tabled,
     steps: Steps,
     transition: Tensor | None,

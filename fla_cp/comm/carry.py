@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.comm import Exchange, Links, SlotMaps
-from fla_cp.comm.affine import Fold, Steps, Walk, walk
+from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
 from fla_cp.comm.exchange import unpacked, wire_shape
 from fla_cp.partition.packing import Packing
 
@@ -58,7 +58,7 @@ def carry(
     like: Tensor,
     *,
     reverse: bool = False,
-    walk: Fold = walk,
+    fold: Fold = fold,
 ) -> Callable[[], States]:
     """Starts the exchange; the returned function waits and gives the state entering each segment
     of `packing.carried` that is not seeded (reverse: dS leaving each of `packing.feeding`).
@@ -71,14 +71,14 @@ def carry(
     """
     if reverse:
         links = links.mirrored()
-    fold = _Fold(maps, packing, shape, like, reverse, walk)
+    local = _Fold(maps, packing, shape, like, reverse, fold)
     pending = None
     if links.any:
-        pending = exchange.start(fold.outgoing(links), links, walk)
+        pending = exchange.start(local.outgoing(links), links, fold)
 
     def finish() -> States:
         entering = None if pending is None else pending.wait()
-        return fold.entering(entering)
+        return local.entering(entering)
 
     return finish
 
@@ -91,10 +91,10 @@ def outgoing(
     links: Links,
     *,
     reverse: bool = False,
-    walk: Fold = walk,
+    fold: Fold = fold,
 ) -> SlotMaps:
     """This card's map of each owned range, as `carry` would send it; links: of the direction."""
-    return _Fold(maps, packing, shape, like, reverse, walk).outgoing(links)
+    return _Fold(maps, packing, shape, like, reverse, fold).outgoing(links)
 
 
 def entering(
@@ -105,21 +105,21 @@ def entering(
     states: Tensor | None,
     *,
     reverse: bool = False,
-    walk: Fold = walk,
+    fold: Fold = fold,
 ) -> States:
     """What `carry` gives at last, from the states that enter the owned ranges."""
-    return _Fold(maps, packing, shape, like, reverse, walk).entering(states)
+    return _Fold(maps, packing, shape, like, reverse, fold).entering(states)
 
 
-class _Walks(NamedTuple):
+class _FoldTables(NamedTuple):
     """The walks of one card and direction: those that give the maps of its ranges, and those that
     give each segment's entering state."""
 
-    outgoing: Walk
-    entering: Walk
+    outgoing: FoldTable
+    entering: FoldTable
 
     @classmethod
-    def of(cls, packing: Packing, reverse: bool) -> _Walks:
+    def of(cls, packing: Packing, reverse: bool) -> _FoldTables:
         sources = packing.carried if reverse else packing.feeding
         sinks = packing.feeding if reverse else packing.carried
         offset = {i: row for row, i in enumerate(sources)}
@@ -140,16 +140,16 @@ class _Walks(NamedTuple):
                 continue
             steps = [(transition.get(i, -1), offset[i], -1) for i in chain]
             outgoing.append((-1, -1, [*steps[:-1], (*steps[-1][:2], out)]))
-        return cls(Walk.of(outgoing), Walk.of(entering))
+        return cls(FoldTable.of(outgoing), FoldTable.of(entering))
 
 
 @functools.cache
 def _on_card(name: str, reverse: bool) -> Steps:
     """One of a packing's `_Walks`."""
 
-    def steps(packing: Packing) -> Walk:
-        walks = packing.cached((_Walks, reverse), lambda: _Walks.of(packing, reverse))
-        found: Walk = getattr(walks, name)
+    def steps(packing: Packing) -> FoldTable:
+        walks = packing.cached((_FoldTables, reverse), lambda: _FoldTables.of(packing, reverse))
+        found: FoldTable = getattr(walks, name)
         return found
 
     return steps
@@ -165,10 +165,10 @@ class _Fold:
         shape: tuple[int, int, int],
         like: Tensor,
         reverse: bool,
-        walk: Fold,
+        fold: Fold,
     ):
         self.maps, self.packing, self.reverse = maps, packing, reverse
-        self.shape, self.like, self.walk = shape, like, walk
+        self.shape, self.like, self.fold = shape, like, fold
         self.sinks = packing.feeding if reverse else packing.carried
 
     def outgoing(self, links: Links) -> SlotMaps:
@@ -183,7 +183,7 @@ class _Fold:
         leaving = sum((s.entry if self.reverse else s.exit) >= 0 for s in packing.segments)
         new = self.like.new_empty if leaving == links.slots_per_rank else self.like.new_zeros
         wire = new(wire_shape(links, HV, K, V))
-        self.walk(
+        self.fold(
             packing,
             _on_card("outgoing", self.reverse),
             maps.transition,
@@ -201,7 +201,7 @@ class _Fold:
             assert states is not None
             return States(self.sinks, states)
         value = self.like.new_empty(len(self.sinks), HV, K, V)
-        self.walk(
+        self.fold(
             self.packing,
             _on_card("entering", self.reverse),
             self.maps.transition,

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import collectives, peer_memory
-from fla_cp.comm.affine import Fold, Steps, Walk, leave, product, row_of, walk
+from fla_cp.comm.affine import Fold, FoldTable, Steps, fold, leave, product, row_of
 from fla_cp.comm.timing import exchange_wait
 from fla_cp.partition.device_tables import Tabled
 
@@ -119,7 +119,7 @@ class Exchange(Protocol):
     @property
     def group(self) -> dist.ProcessGroup | None: ...
 
-    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending: ...
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending: ...
 
 
 class _Waiting:
@@ -141,7 +141,7 @@ def _entering(rank: int, rows: int) -> Steps:
     """The walk through all maps that gives the states entering the `rows` ranges of `rank`: all of
     them, zero where nothing enters. A map's row is its rank's times slots_per_rank plus its own."""
 
-    def steps(links: Links) -> Walk:
+    def steps(links: Links) -> FoldTable:
         found: list[_Chain] = []
         chain: _Chain = []  # since the last slot that nothing passes through
         used, zero = 0, set(range(rows))  # steps up to the last slot here; ranges not entered
@@ -160,16 +160,16 @@ def _entering(rank: int, rows: int) -> Steps:
         if links.fixed:  # as many steps as slots before this one, one at least: zeros first
             least = max(1, links.owner.index(rank))
             found = [[(-1, -1, -1)] * (least - len(found[0])) + found[0]]
-        return Walk.of([(-1, -1, chain) for chain in found])
+        return FoldTable.of([(-1, -1, chain) for chain in found])
 
     return steps
 
 
-def _fold(maps: SlotMaps, links: Links, rank: int, like: Tensor, walk: Fold) -> Tensor:
+def _fold(maps: SlotMaps, links: Links, rank: int, like: Tensor, fold: Fold) -> Tensor:
     """States entering the ranges of `rank`, like [J, HV, K, V], from the maps of all."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     steps = _entering(rank, len(like))
-    return walk(links, steps, maps.transition, maps.offset, None, out, transposed=False)
+    return fold(links, steps, maps.transition, maps.offset, None, out, transposed=False)
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,9 @@ class Local:
 
     group: dist.ProcessGroup | None = None
 
-    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         def finish() -> Tensor:
-            return _fold(maps, links, 0, maps.offset, walk)
+            return _fold(maps, links, 0, maps.offset, fold)
 
         return _Waiting(finish, maps.offset.device)
 
@@ -191,14 +191,14 @@ class AllGather:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         rank = dist.get_rank(self.group)
         wire = pack(maps, links)
         gathered, work = collectives.all_gather(wire, self.group)
 
         def finish() -> Tensor:
             work.wait()
-            return fold_wires(gathered, links, rank, maps.offset, walk)
+            return fold_wires(gathered, links, rank, maps.offset, fold)
 
         return _Waiting(finish, wire.device)
 
@@ -214,7 +214,7 @@ class Symmetric:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         J, HV, K, V = maps.offset.shape
         S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
         rank = dist.get_rank(self.group)
@@ -244,7 +244,7 @@ class Symmetric:
             B = got[: len(offsets) * S].view(-1, HV, K, V) if offsets else None
             M_ = got[len(offsets) * S :].view(-1, HV, K, K) if transitions else None
             out = torch.empty_like(maps.offset, memory_format=torch.contiguous_format)
-            return walk(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
+            return fold(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
 
         return _Waiting(finish, maps.offset.device)
 
@@ -257,11 +257,11 @@ class Nearest:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         known = peer_memory.known(self.group) or not torch.cuda.is_current_stream_capturing()
         able = known and not peer_memory.why_not(self.group)
         scheme = Symmetric(self.group) if able else AllGather(self.group)
-        return scheme.start(maps, links, walk)
+        return scheme.start(maps, links, fold)
 
 
 def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -278,7 +278,7 @@ def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[in
 def _entering_read(rank: int, rows: int) -> Steps:
     """The walk of `_entering` through the maps of `_read` alone."""
 
-    def steps(links: Links) -> Walk:
+    def steps(links: Links) -> FoldTable:
         walked = _entering(rank, rows)(links)
         transition, offset = (
             {row: n for n, row in enumerate((-1, *read), -1)} for read in _read(links, rank, rows)
@@ -291,11 +291,11 @@ def _entering_read(rank: int, rows: int) -> Steps:
     return steps
 
 
-def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, walk: Fold = walk) -> Tensor:
+def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, fold: Fold = fold) -> Tensor:
     """States entering the slots of `rank`, like [J, HV, K, V], from the wires of all ranks (`pack`)
     [R, slots_per_rank, ..]."""
     maps = unpacked(wires.flatten(0, 1), links, like.shape[-1])
-    return _fold(maps, links, rank, like, walk)
+    return _fold(maps, links, rank, like, fold)
 
 
 def unpacked(wire: Tensor, links: Links, V: int) -> SlotMaps:
@@ -335,7 +335,7 @@ class Ring:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         steps = _RingSteps(self.group, maps, links)
         steps.run(until_state_needed=True)
         return _Waiting(steps.finish, maps.offset.device)
@@ -387,7 +387,7 @@ class _RingSteps:
 
 
 @dataclass(frozen=True)
-class Scan:
+class PrefixScan:
     """Prefix composition in ceil(log2 n) rounds (Hillis and Steele), for many ranks.
 
     After round d every slot's map spans the 2^d slots up to it, or all back to where its
@@ -396,7 +396,7 @@ class Scan:
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         rounds = self._rounds(maps, links)
         next(rounds)  # the first messages leave now
 
@@ -484,13 +484,13 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Heads:
+class ByHeads:
     """Each rank folds the maps of all ranks for its share of the heads, and sends every rank the
     states that enter its slots: two all-to-alls."""
 
     group: dist.ProcessGroup
 
-    def start(self, maps: SlotMaps, links: Links, walk: Fold = walk) -> Pending:
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         wire = pack(maps, links).transpose(0, 1)  # heads first
         _, HV, K, V = maps.offset.shape
         R, rank, J = dist.get_world_size(self.group), dist.get_rank(self.group), wire.shape[1]
@@ -531,8 +531,8 @@ def _chain_depth(links: Links) -> list[int]:
 SCHEMES: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
     "all_gather": AllGather,
     "ring": Ring,
-    "scan": Scan,
-    "heads": Heads,
+    "scan": PrefixScan,
+    "heads": ByHeads,
     "symmetric": Symmetric,
 }
 ALL_GATHER_RANKS, HEADS_RANKS = 8, 128

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import collectives
-from fla_cp.comm.overlap import run_meanwhile
+from fla_cp.comm.overlap import run_overlap
 from fla_cp.comm.timing import exchange_wait
 from fla_cp.partition.device_tables import to_device
 
@@ -112,7 +112,7 @@ class Halo:
             )
             halo[self._index(self.place, x)] = got
         elif group is not None:
-            run_meanwhile(lambda: None)
+            run_overlap(lambda: None)
         return halo.view(self.ranges, self.width, x.shape[-1])
 
     def scatter_add(self, dx: Tensor, dhalo: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -149,7 +149,7 @@ class Halo:
                 work.wait()
             return out
 
-        return run_meanwhile(wait)
+        return run_overlap(wait)
 
     def _index(self, rows: tuple[int, ...], like: Tensor) -> Tensor:
         key = (rows, like.device)

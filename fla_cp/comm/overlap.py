@@ -24,13 +24,13 @@ class _Handed(threading.local):
     """What the next exchange of this thread may run."""
 
     def __init__(self) -> None:
-        self.work: list[Meanwhile] = []
+        self.work: list[Overlap] = []
 
 
 _handed = _Handed()
 
 
-class Meanwhile(Generic[Found]):
+class Overlap(Generic[Found]):
     """Runs f once: in the block, where an exchange is under way or, in a batch that needs none,
     would be (so that ranks of several context-parallel groups run their modules in one order), or
     when the result is asked for. There, gradients (of a backward) and autocast are as before."""
@@ -39,7 +39,7 @@ class Meanwhile(Generic[Found]):
         self._f = f
         self._found: list[Found] = []
 
-    def __enter__(self) -> Meanwhile[Found]:
+    def __enter__(self) -> Overlap[Found]:
         if not torch.compiler.is_compiling():  # a compiler moves work by itself
             self._grad = torch.is_grad_enabled()
             self._autocast = [
@@ -67,7 +67,7 @@ class Meanwhile(Generic[Found]):
             self()
 
 
-def run_meanwhile(wait: Callable[[], Found]) -> Found:
+def run_overlap(wait: Callable[[], Found]) -> Found:
     """What `wait` returns, once the work handed over has been queued. Should that fail, the
     exchange is waited for all the same: it still writes to its memory."""
     work, _handed.work = _handed.work, []

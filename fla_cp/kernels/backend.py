@@ -58,19 +58,19 @@ class Backend:
     reads_output: bool
     always_kept: Callable[[DeltaRule], tuple[int, ...]]
     kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
-    begin: Stage
+    prepare_chunks: Stage
     scores: Stage
     scan_output: Stage
     in_token_order: Stage
     keep: Stage
     restore: Stage
     output_bwd: Stage
-    beside: Stage
+    runs_concurrently: Stage
     scan: Stage
     summarize_bwd: Stage
     scan_bwd: Stage
     intra_bwd: Stage
-    walk: Stage
+    fold: Stage
     split: Stage
     conv: Stage
     conv_bwd: Stage

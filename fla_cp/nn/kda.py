@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fla_cp.arguments import check_lower_bound
-from fla_cp.comm import Meanwhile
+from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Initial, reset
 from fla_cp.nn.linear_attention import takes_recurrent_form
@@ -179,12 +179,12 @@ class KimiDeltaAttention(nn.Module):
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         key = self.num_heads * self.head_dim
         # one convolution, hence one halo exchange, for all three
-        with Meanwhile(lambda: (self.f_proj(x), self.b_proj(x))) as rates:
+        with Overlap(lambda: (self.f_proj(x), self.b_proj(x))) as rates:
             q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(
                 [key, key, self.num_v_heads * self.head_v_dim], -1
             )
         g, beta = rates()
-        with Meanwhile(lambda: self.g_proj(x)) as gate:
+        with Overlap(lambda: self.g_proj(x)) as gate:
             o = self.core(
                 q.unflatten(-1, (self.num_heads, self.head_dim)),
                 k.unflatten(-1, (self.num_heads, self.head_dim)),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fla_cp import ops
-from fla_cp.comm import Meanwhile
+from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, reset
 from fla_cp.nn.modules import RMSNorm, ShortConvolution, at_least_fp32, check_hidden, check_layer
@@ -188,9 +188,7 @@ class LinearAttention(nn.Module):
         )
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         sizes = [H * K, n * H * K, n * HV * V]
-        with Meanwhile(
-            lambda: (self.a_proj(x), self.b_proj(x) if self.has_beta else None)
-        ) as rates:
+        with Overlap(lambda: (self.a_proj(x), self.b_proj(x) if self.has_beta else None)) as rates:
             q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(sizes, -1)
         q = q.unflatten(-1, (H, K))
         k = k.unflatten(-1, (n, H, K)).flatten(1, 2)  # n rows a token

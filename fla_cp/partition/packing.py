@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.partition.device_tables import Tabled, to_device
-from fla_cp.partition.workload import Counts, Load, Part, pieces
+from fla_cp.partition.workload import Counts, Part, Workload, pieces
 from fla_cp.rule import CHUNK
 
 
@@ -97,7 +97,7 @@ class Packing(Tabled):
     segments: tuple[Segment, ...]
     empty: tuple[int, ...] = ()
     frame: Frame | None = None
-    loads: tuple[Load, ...] = ()
+    loads: tuple[Workload, ...] = ()
 
     @classmethod
     def build(
@@ -108,7 +108,7 @@ class Packing(Tabled):
         segment_chunks: int | None = None,
         counts_empty: bool = True,
         frame: Frame | None = None,
-        loads: tuple[Load, ...] = (),
+        loads: tuple[Workload, ...] = (),
     ) -> Packing:
         """Segments of the global token `ranges` (default: all tokens), in the given order; with a
         frame of one range, padded to it. loads: of all ranks, uncut."""
@@ -172,12 +172,12 @@ class Packing(Tabled):
         return replace(self, segments=tuple(segments), loads=loads)
 
     @cached_property
-    def on_ranks(self) -> tuple[Load, ...]:
+    def on_ranks(self) -> tuple[Workload, ...]:
         """Loads of all ranks, or of this card where it is alone."""
         if self.loads:
             return self.loads
         chunks = ((-(-(s.stop - s.start) // CHUNK), s) for s in self.segments)
-        return (Load.of_parts(Part(n, s.begins, s.ends) for n, s in chunks),)
+        return (Workload.of_parts(Part(n, s.begins, s.ends) for n, s in chunks),)
 
     @cached_property
     def largest(self) -> Counts:
@@ -338,7 +338,7 @@ class StepTable(NamedTuple):
             natural=to_device(natural, torch.int64, device),
         )
 
-    def walk(
+    def fold(
         self, subset: Subset | None = None, reverse: bool = False
     ) -> Iterator[tuple[slice, slice | Tensor]]:
         """(states, chunks) of each step: rows of a state tensor and the chunks they meet.

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fla_cp.partition.packing import Packing
-from fla_cp.partition.workload import Counts, Load
+from fla_cp.partition.workload import Counts, Workload
 
 COLUMNS = 32
 """Of the state, that a program of the costs below has."""
@@ -47,7 +47,7 @@ SCAN_BWD, SUMMARY_BWD = Cost(1.48, 1.07, 1.10), Cost(0.88, 0.64, 0.64)
 """Of the scan, the states again, offsets and transitions, the scan in reverse and its offsets; on
 an H200, K = V = 128, bf16 (docs/log.md). Other shapes change all of them alike."""
 
-BOTH, BESIDE = 1.90, 1.50
+BOTH, CONCURRENT = 1.90, 1.50
 """A step of the states again beside the scan in reverse, and beside its offsets, where all of their
 programs fit on the card at once."""
 
@@ -81,7 +81,7 @@ class Steps(NamedTuple):
 
 
 def predicted(
-    loads: tuple[Load, ...],
+    loads: tuple[Workload, ...],
     most: int,
     value: int,
     key: int,
@@ -94,7 +94,7 @@ def predicted(
     counts = Counts.largest(load.counts for load in cut)
     crosses = any(load.counts.carried for load in loads)
 
-    def steps(whole: Load, load: Load) -> Steps:
+    def steps(whole: Workload, load: Workload) -> Steps:
         of = load.amounts
 
         def time(cost: Cost, which: str, through: int = 0) -> float:
@@ -118,7 +118,7 @@ def predicted(
         if crosses:
             return forward._replace(summary_bwd=summary, scan_bwd=BOTH * longest)
         if counts.carried:  # two scans at once, in programs twice as wide
-            both = BESIDE * longest if of["carried"].segments else states
+            both = CONCURRENT * longest if of["carried"].segments else states
             return forward._replace(summary_bwd=both, scan_bwd=scan_bwd)
         return forward._replace(scan_bwd=BOTH * longest)
 

@@ -62,14 +62,14 @@ def _ceil(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """The parts that a rank holds, or the segments that they are cut into: how many of each kind,
     of a token at least."""
 
     kinds: tuple[tuple[Part, int], ...]
 
     @classmethod
-    def of(cls, cu_seqlens: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Load:
+    def of(cls, cu_seqlens: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Workload:
         """Of global token `ranges`."""
         kinds: Counter[Part] = Counter()
         for lo, hi in ranges:
@@ -85,14 +85,14 @@ class Load:
         return cls._of(kinds)
 
     @classmethod
-    def _of(cls, kinds: Counter[Part]) -> Load:
+    def _of(cls, kinds: Counter[Part]) -> Workload:
         return cls(tuple((part, n) for part, n in kinds.items() if n and part.chunks))
 
     @classmethod
-    def of_parts(cls, parts: Iterable[Part]) -> Load:
+    def of_parts(cls, parts: Iterable[Part]) -> Workload:
         return cls._of(Counter(parts))
 
-    def cut(self, most: int) -> Load:
+    def cut(self, most: int) -> Workload:
         """The same as `Packing.cut` leaves it."""
         kinds: Counter[Part] = Counter()
         for part, n in self.kinds:

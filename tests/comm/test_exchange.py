@@ -12,7 +12,7 @@ import torch.distributed as dist
 import fla_cp.comm.collectives as collectives
 from fla_cp.comm import (
     AllGather,
-    Heads,
+    ByHeads,
     Links,
     Local,
     Nearest,
@@ -84,7 +84,7 @@ def body(group, rank, R, scheme):
 
 
 @pytest.mark.parametrize("R", [2, 3, 4])
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, Heads])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, ByHeads])
 def test_schemes_equal_the_serial_fold_on_processes(gloo_pool, scheme, R):
     gloo_pool.run(body, R, scheme, world_size=R)
 
@@ -105,12 +105,12 @@ def start_before_the_others(group, rank, scheme):
         dist.barrier(group=group)
 
 
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, Heads])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, ByHeads])
 def test_start_waits_for_nobody(gloo_pool, scheme):
     gloo_pool.run(start_before_the_others, scheme, world_size=3, timeout=120)
 
 
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, Heads])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, ByHeads])
 def test_schemes_equal_the_serial_fold_on_many_threads(scheme):
     run_threads(lambda group, rank: body(group, rank, 9, scheme), 9)
 
@@ -165,7 +165,7 @@ def test_nearest_reads_peers_memory_only_where_it_can(monkeypatch):
     """Found out in the first exchange, and not while a CUDA graph is captured."""
 
     def started(scheme):
-        return lambda self, maps, links, walk: scheme
+        return lambda self, maps, links, fold: scheme
 
     for scheme in (Symmetric, AllGather):
         monkeypatch.setattr(scheme, "start", started(scheme))
@@ -254,14 +254,14 @@ def test_choice_by_world_size():
     group = object()
     assert isinstance(make_exchange("auto", None, 1), Local)
     assert isinstance(make_exchange("auto", group, 8), AllGather)
-    assert isinstance(make_exchange("auto", group, 9), Heads)
-    assert isinstance(make_exchange("auto", group, 128), Heads)
+    assert isinstance(make_exchange("auto", group, 9), ByHeads)
+    assert isinstance(make_exchange("auto", group, 128), ByHeads)
     assert isinstance(make_exchange("auto", group, 129), Scan)
     assert isinstance(make_exchange("auto", group, 9, fixed=True), AllGather)
     assert isinstance(make_exchange("auto", group, 8, tokens=8191), AllGather)
     assert isinstance(make_exchange("auto", group, 8, tokens=8192), Nearest)
     assert isinstance(make_exchange("auto", group, 9, fixed=True, tokens=8192), Nearest)
-    assert isinstance(make_exchange("auto", group, 9, tokens=8192), Heads)
+    assert isinstance(make_exchange("auto", group, 9, tokens=8192), ByHeads)
     assert isinstance(make_exchange("ring", group, 2), Ring)
     with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):
         make_exchange("tree", group, 2)

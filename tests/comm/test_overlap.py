@@ -7,21 +7,21 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
-from fla_cp.comm import Meanwhile, collectives, exchange, halo, run_meanwhile
+from fla_cp.comm import Overlap, collectives, exchange, halo, run_overlap
 from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.support.closeness import assert_exact
 
 
 def test_runs_once_in_the_first_exchange_or_when_asked():
     log = []
-    with Meanwhile(lambda: log.append("work")) as work:
-        run_meanwhile(lambda: log.append("wait"))
-        run_meanwhile(lambda: log.append("wait"))
+    with Overlap(lambda: log.append("work")) as work:
+        run_overlap(lambda: log.append("wait"))
+        run_overlap(lambda: log.append("wait"))
     work()
     assert log == ["work", "wait", "wait"]
-    with Meanwhile(lambda: log.append("late")) as work:
+    with Overlap(lambda: log.append("late")) as work:
         pass
-    run_meanwhile(lambda: log.append("wait"))
+    run_overlap(lambda: log.append("wait"))
     assert log[3:] == ["wait"]
     work(), work()
     assert log[4:] == ["late"]
@@ -31,14 +31,14 @@ def test_runs_as_before_the_block():
     """Gradients and autocast, although an operator turns both off inside."""
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     inside = torch.no_grad(), torch.autocast("cpu", enabled=False)
-    with torch.autocast("cpu", torch.bfloat16), Meanwhile(lambda: x @ w) as product:
+    with torch.autocast("cpu", torch.bfloat16), Overlap(lambda: x @ w) as product:
         with inside[0], inside[1]:
-            run_meanwhile(lambda: None)
+            run_overlap(lambda: None)
         assert product().dtype == torch.bfloat16
     assert torch.autograd.grad(product().float().sum(), w)[0].shape == w.shape
     inside = torch.enable_grad(), torch.autocast("cpu", torch.bfloat16)
-    with torch.no_grad(), Meanwhile(lambda: x @ w) as product, inside[0], inside[1]:
-        run_meanwhile(lambda: None)
+    with torch.no_grad(), Overlap(lambda: x @ w) as product, inside[0], inside[1]:
+        run_overlap(lambda: None)
     assert not product().requires_grad and product().dtype == torch.float32
 
 
@@ -48,11 +48,11 @@ def test_a_failure_still_waits_and_leaves_nothing_behind():
     def fail():
         raise ArithmeticError("work")
 
-    with pytest.raises(ArithmeticError, match="work"), Meanwhile(fail):
-        run_meanwhile(lambda: waited.append(1))
-    with pytest.raises(KeyError), Meanwhile(fail):
+    with pytest.raises(ArithmeticError, match="work"), Overlap(fail):
+        run_overlap(lambda: waited.append(1))
+    with pytest.raises(KeyError), Overlap(fail):
         raise KeyError
-    run_meanwhile(lambda: waited.append(2))
+    run_overlap(lambda: waited.append(2))
     assert waited == [1, 2]
 
 

@@ -128,7 +128,7 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
     for name, stage, tile in [*tiles(K, V)][share]:
         cut = cut_into(2) if "_ends" in stage else nullcontext()
         with forced({stage: tile}), cut:
-            if "head" in stage or stage.endswith("_beside"):
+            if "head" in stage or stage.endswith("_concurrent"):
                 H = 2 if stage in GROUPED else 4
                 rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name, H=H))
             if "head" in stage:
@@ -145,7 +145,7 @@ def check_hopper(key: str, share: slice) -> Rows:
     from benchmarks.stages import cut_into
     from fla_cp.kernels.sm90 import scan as sm90_scan
 
-    least, sm90_scan.LEAST = sm90_scan.LEAST, 0
+    least, sm90_scan.MIN_CHUNK_HEADS = sm90_scan.MIN_CHUNK_HEADS, 0
     rows = []
     try:
         for cut in (False, True):
@@ -159,7 +159,7 @@ def check_hopper(key: str, share: slice) -> Rows:
                     name_of = f"hopper {key} T={T} H={H}{name}"
                     rows.append(check_member(key, 128, 128, T, BF16, name=name_of, H=H))
     finally:
-        sm90_scan.LEAST = least
+        sm90_scan.MIN_CHUNK_HEADS = least
     return rows
 
 
@@ -202,7 +202,7 @@ def check_cancelling() -> Rows:
     from tests.support import rounded
 
     theirs = json.loads(CANCELLING.read_text())["errors"] if CANCELLING.exists() else {}
-    rows, least = [], sm90_scan.LEAST
+    rows, least = [], sm90_scan.MIN_CHUNK_HEADS
     case = named("cancelling", T=4096, H=8, HV=8, K=128, V=128, states=False)
     do = torch.randn(1, 4096, 8, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE, BF16)
     for op in (chunk_kda, chunk_gated_delta_rule):
@@ -211,7 +211,7 @@ def check_cancelling() -> Rows:
         wide = {n: t.double() for n, t in x.items()}
         exact = rounded.results(op, wide, do, keywords | {"impl": "torch"})
         into = do, torch.zeros_like(exact["final_state"])
-        for precision, sm90_scan.LEAST in product(("default", "high"), (0, 2**30)):
+        for precision, sm90_scan.MIN_CHUNK_HEADS in product(("default", "high"), (0, 2**30)):
             more = {"impl": "triton", "precision": precision}
             found = rounded.results(op, x, do, keywords | more)
             r = rounded.Rounding(BF16, precision == "high", per_head)
@@ -219,12 +219,12 @@ def check_cancelling() -> Rows:
             errors = rounded.relative(found, exact)
             names = rounded.LINEAR if per_head else rounded.NAMES
             use, worst = max((errors[n] / expected[n] / rounded.BUDGET, n) for n in names)
-            kernels = "Triton" if sm90_scan.LEAST else "Gluon"
+            kernels = "Triton" if sm90_scan.MIN_CHUNK_HEADS else "Gluon"
             row = {"K": 128, "V": 128, "dtype": "bfloat16", "use": use, "worst": worst}
             row["case"] = f"cancelling {op.__name__}, {precision}, scans in {kernels}"
             peers = {"of FLA": theirs.get(op.__name__, {}).get("FLA")}
             rows.append(row | {"errors": errors, "ok": use <= 1.0} | peers)
-        sm90_scan.LEAST = least
+        sm90_scan.MIN_CHUNK_HEADS = least
     return rows
 
 
@@ -254,10 +254,10 @@ def one(K: int, V: int, name: str, case: Case, dtype: torch.dtype) -> dict:
     def call(x: Named, impl: str) -> Named:
         return run(case, impl=impl, device=DEVICE, inputs=x)
 
-    def walk(x: Named, actual: Named, exact: Named) -> Named:
+    def fold(x: Named, actual: Named, exact: Named) -> Named:
         return walks(case, x, actual["dg"].double() - exact["dg"]) if "dA_log" in exact else {}
 
-    return {"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype, walk)
+    return {"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype, fold)
 
 
 def nothing(x: Named, actual: Named, exact: Named) -> Named:
@@ -268,7 +268,7 @@ def judged(
     call: Callable[[Named, str], Named],
     x: Named,
     dtype: torch.dtype,
-    walk: Callable[[Named, Named, Named], Named] = nothing,
+    fold: Callable[[Named, Named, Named], Named] = nothing,
 ) -> dict:
     """One row of the report. call(inputs, impl) gives the results by name; walk(fp64 inputs,
     actual, exact) what some may be off besides (`walks`)."""
@@ -281,7 +281,7 @@ def judged(
         rounded = {n: t.double() for n, t in x.items()}
         exact, plain = call(rounded, "torch"), call(x, "torch")
         row["same_bits"] = all(torch.equal(actual[n], again[n]) for n in actual)
-        more = walk(rounded, actual, exact)
+        more = fold(rounded, actual, exact)
         if dtype == FP32 and {"q", "A_log"} <= x.keys():
             more = added(more, of_approximations(call, rounded, exact))
         row["use"], row["worst"] = max(
@@ -482,19 +482,19 @@ def walks(case: Case, x: Named, error: Tensor) -> Named:
         weight = raw
     size = error.square().mean((0, 1), keepdim=True).sqrt()
 
-    def walk(w: Tensor) -> Tensor:
+    def fold(w: Tensor) -> Tensor:
         terms = (w.abs() * size).flatten(0, 1)
         terms = torch.nn.functional.pad(terms, (0, 0, 0, 0, 0, -len(terms) % 64))
         return terms.unflatten(0, (-1, 64)).sum(1).square().sum(0)
 
     return {
-        "dA_log": 6 * walk(weight).sum(-1).sqrt(),
-        "ddt_bias": 6 * walk(torch.ones_like(weight)).sqrt().flatten(),
+        "dA_log": 6 * fold(weight).sum(-1).sqrt(),
+        "ddt_bias": 6 * fold(torch.ones_like(weight)).sqrt().flatten(),
     }
 
 
 def use(
-    actual: Tensor, exact: Tensor, baseline: Tensor, walk: Tensor | None, dtype: torch.dtype
+    actual: Tensor, exact: Tensor, baseline: Tensor, fold: Tensor | None, dtype: torch.dtype
 ) -> float:
     """Share of the error budget: twice the torch stages' error plus six roundings to the inputs'
     dtype, of half a unit each. Six, since that many rounded operands follow one another on the
@@ -510,8 +510,8 @@ def use(
         (lambda e: e.square().mean().sqrt(), 6**0.5 if many else 6),
     ):
         budget = 2 * size(baseline.double() - exact) + roundings * unit * size(exact)
-        if walk is not None:
-            budget = budget + size(walk)
+        if fold is not None:
+            budget = budget + size(fold)
         shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
     return max(shares)
 

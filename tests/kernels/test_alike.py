@@ -26,7 +26,7 @@ from fla_cp.kernels.sm90 import (
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import backend, fold, local, tile_table
 from fla_cp.partition.packing import Packing
-from fla_cp.partition.workload import Counts, Load
+from fla_cp.partition.workload import Counts, Workload
 from fla_cp.pipeline import backward, forward
 from fla_cp.rule import DeltaRule
 
@@ -68,7 +68,7 @@ def chosen(monkeypatch):
     monkeypatch.setattr(Packing, "cut", noting_cut)
     monkeypatch.setattr(tile_table, "tile", noting_tile)
     monkeypatch.setattr(backend, "_tile", noting_scan)
-    monkeypatch.setattr(eligible, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(eligible, "sm_count", lambda device: 132)
     monkeypatch.setattr(backend, "_side_stream", lambda *args: STREAM)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -111,7 +111,7 @@ def assert_alike(found):
         for a, b in ((plan.packing, other.packing), (plan.ahead, other.ahead)):
             assert a.largest == b.largest and a.loads == b.loads
     for name in scans:
-        assert f"{name}_beside" not in scans
+        assert f"{name}_concurrent" not in scans
 
 
 def batch(seed):
@@ -170,7 +170,7 @@ def test_uneven_ranks_cut_at_one_length(chosen):
 def test_loads_are_those_of_the_packings(seed):
     cu, ranges, _ = batch(seed)
     packings = [Packing.build(cu, own) for own in ranges]
-    loads = tuple(Load.of(cu, own) for own in ranges)
+    loads = tuple(Workload.of(cu, own) for own in ranges)
     for most in (10**9, 40, 8, 3):
         own = [p.cut(most) for p in packings]
         counted = [load.cut(most) for load in loads]
@@ -183,8 +183,8 @@ def test_loads_are_those_of_the_packings(seed):
             assert load.counts == (*map(len, segments), sum(chunks))
         for load, packing in zip(loads, own, strict=True):
             assert load.folds(most) == max(map(len, packing.chains), default=0)
-        together = Packing.build(cu, ranges[0], loads=loads).cut(most)
-        assert together.largest == Counts.largest(load.counts for load in counted)
+        concurrent = Packing.build(cu, ranges[0], loads=loads).cut(most)
+        assert concurrent.largest == Counts.largest(load.counts for load in counted)
 
 
 PACKED = (0, 20000, 60000, 61000, 65536)

@@ -21,7 +21,7 @@ import fla_cp.kernels.triton.backend
 import fla_cp.kernels.triton.local
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton.local import gate_again, intra
+from fla_cp.kernels.triton.local import gated_operands, intra
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.aot import disassembled, machine_code, overwritten, undefined
@@ -100,7 +100,7 @@ def test_gated_operands_formed_again_are_the_forwards(gate):
     packing = Packing.build(case.cu_seqlens)
     c = intra(rule, packing, x)
     for again, kept in zip(
-        gate_again(rule, packing, x, c.rows, c.anchors), (c.qg, c.kin, c.kg), strict=True
+        gated_operands(rule, packing, x, c.rows, c.anchors), (c.qg, c.k_decayed, c.kg), strict=True
     ):
         assert (again - kept).abs().max() <= 3e-5 * kept.abs().max()
 
@@ -197,7 +197,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     from fla_cp.partition.packing import Packing
     from fla_cp.rule import DeltaRule
 
-    monkeypatch.setattr(eligible, "multiprocessors", lambda device: 16)
+    monkeypatch.setattr(eligible, "sm_count", lambda device: 16)
 
     def fit(HV, T=64, cut=None, **rule):
         qk = torch.randn(2, T, 1, 128, dtype=torch.bfloat16)
@@ -209,7 +209,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
         beta = None if rule.removal == "none" else torch.rand(T, HV)
         x = Inputs(*qk, v, g, beta, None, None, p)
         packing = Packing.build((0, T), segment_chunks=cut)
-        return backend.beside(packing, intra(rule, packing, x))
+        return backend.runs_concurrently(packing, intra(rule, packing, x))
 
     assert fit(HV=4)  # 4 chains of 2 value tiles, twice
     assert not fit(HV=5)
@@ -278,7 +278,9 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
     from fla_cp.kernels.triton import backend, local
     from fla_cp.kernels.triton.tile_table import Tile
 
-    marked = {name: Tile(16, 32, 4, 2) for name in ("scan_bwd_beside", "scan_bwd_ends_beside")}
+    marked = {
+        name: Tile(16, 32, 4, 2) for name in ("scan_bwd_concurrent", "scan_bwd_ends_concurrent")
+    }
     events, streams = [], ["main"]
 
     class Stream:
@@ -318,9 +320,11 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
 
     plain = gradient()
     main, side = Stream("main"), Stream("side")
-    monkeypatch.setattr(backend, "beside", lambda packing, c: True)
-    monkeypatch.setattr(backend, "TRITON", replace(backend.TRITON, beside=backend.beside))
-    monkeypatch.setattr(backend, "_side_stream", lambda device, beside: side)
+    monkeypatch.setattr(backend, "runs_concurrently", lambda packing, c: True)
+    monkeypatch.setattr(
+        backend, "TRITON", replace(backend.TRITON, concurrent=backend.runs_concurrently)
+    )
+    monkeypatch.setattr(backend, "_side_stream", lambda device, concurrent: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     for module, name in (
@@ -480,7 +484,7 @@ def test_scans_of_many_chains_take_wider_tiles():
     """Each is a candidate, so that tests/gpu.py checks it, and the widest that applies is taken."""
     from fla_cp.kernels.triton import tile_table
 
-    for (arch, stage, k, v, dtype), fuller in tile_table.FULLER.items():
+    for (arch, stage, k, v, dtype), fuller in tile_table.TILES_BY_CHAINS.items():
         if arch != tile_table.architecture():
             continue
         assert list(fuller) == sorted(fuller, reverse=True)
@@ -531,11 +535,11 @@ def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     name, summary = "intra_head_kernel", ("scan_kernel", (1, H))
     monkeypatch.setattr(backend, "LATER_LEAST", 0)
     monkeypatch.setattr(backend, "LATER_SHARE", 20)
-    c, maps = backend.begin(rule, whole.cut(11), x, None)
+    c, maps = backend.prepare_chunks(rule, whole.cut(11), x, None)
     assert launched == [(name, (16, H)), summary, (name, (5, H))]  # 11 of 21 rounded up
     monkeypatch.setattr(backend, "LATER_SHARE", 4)
     launched.clear()
-    d, others = backend.begin(rule, whole.cut(11), x, None)
+    d, others = backend.prepare_chunks(rule, whole.cut(11), x, None)
     assert launched == [(name, (21, H)), summary]
     for a, b in zip((*c[:5], maps.offset), (*d[:5], others.offset), strict=True):
         assert torch.equal(a, b)
@@ -593,7 +597,7 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", on)
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(32768, 32, 128))
     x, packing = SimpleNamespace(q=tensor, v=tensor), Packing.build((0, 32768)).cut(256)
-    found = backend.begin(DeltaRule(scale=1.0, per_head=True), packing, x, None)
+    found = backend.prepare_chunks(DeltaRule(scale=1.0, per_head=True), packing, x, None)
     assert found == ("chunks", "maps")
     assert said == [
         "first chunks on main",

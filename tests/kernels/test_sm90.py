@@ -14,7 +14,7 @@ from fla_cp.kernels.sm90 import scan as sm90_scan
 from fla_cp.kernels.triton import backend, tile_table
 from fla_cp.kernels.triton.operands import Chunks
 from fla_cp.partition.packing import Packing
-from fla_cp.partition.workload import Load
+from fla_cp.partition.workload import Workload
 from fla_cp.rule import DeltaRule
 from tests.support.closeness import assert_within_budget
 from tests.support.sweeps import crossed
@@ -26,7 +26,7 @@ def chunks(NC=3, HV=2, K=128, V=128, dtype=BF16, heads=False, **given):
     """Operands of so many chunks; heads: with one decay a head, as the inputs are."""
     tokens = 64 * NC
     k = (tokens, HV, K) if heads else (NC, HV, 64, K)
-    x = {n: torch.empty(k, dtype=dtype) for n in ("qg", "kin", "kg")}
+    x = {n: torch.empty(k, dtype=dtype) for n in ("qg", "k_decayed", "kg")}
     x |= {n: torch.empty(NC, HV, 64, 64, dtype=dtype) for n in ("T", "Aqk")}
     x |= {"decay": torch.empty(NC, HV, K), "rows": torch.empty(NC, HV, 9 if heads else 3, 64)}
     x |= {"anchors": torch.empty(0), "v": torch.empty(tokens, HV, V, dtype=dtype)}
@@ -84,7 +84,7 @@ def tile(c, dense=(), packing=None):
 def test_small_calls_keep_the_other_kernels(monkeypatch):
     c = chunks()
     assert not tile(c).hopper
-    monkeypatch.setattr(sm90_scan, "LEAST", 0)
+    monkeypatch.setattr(sm90_scan, "MIN_CHUNK_HEADS", 0)
     assert tile(c).hopper
     states = torch.empty(3, 2, 128, 128).mT
     assert not tile(c, (states,)).hopper
@@ -93,12 +93,12 @@ def test_small_calls_keep_the_other_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("most, takes", [(1024, False), (1025, True), (2**23, False)])
-def test_the_rank_with_most_chunks_decides(most, takes):
+def test_the_rank_with_most_chunks_decides(most, supports):
     """A call is small, or too large, for all of them."""
     cu = (0, 192, 192 + 64 * most)
-    loads = tuple(Load.of(cu, [own]) for own in pairwise(cu))
+    loads = tuple(Workload.of(cu, [own]) for own in pairwise(cu))
     packing = Packing.build(cu, [(0, 192)], loads=loads)
-    assert tile(chunks(), packing=packing).hopper == takes
+    assert tile(chunks(), packing=packing).hopper == supports
 
 
 def test_a_tile_that_does_not_fit_is_refused():
@@ -130,7 +130,7 @@ def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
     from tests.support.gluon_interpreter import interpreted
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eligible, "takes", lambda *args: True)
+    monkeypatch.setattr(eligible, "supports", lambda *args: True)
     monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
     key, H = which
     member = BY_NAME[key]
@@ -167,7 +167,7 @@ def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatc
     from tests.support.gluon_interpreter import interpreted
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eligible, "takes", lambda *args: in_gluon)
+    monkeypatch.setattr(eligible, "supports", lambda *args: in_gluon)
     monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
     torch.manual_seed(0)
     dtype = torch.float32 if in_gluon else torch.float16  # fp32 has sums of its own elsewhere

@@ -49,15 +49,15 @@ def compare(group, rank, key, ranges):
             if name in ("dA_log", "ddt_bias"):
                 value = value.double()
                 dist.all_reduce(value, group=group)
-                walk = sum_of_errors(one["dg"], exact["dg"], len(one["dA_log"]))
-                assert_close(what, value, exact[name], one[name], walk)
+                fold = sum_of_errors(one["dg"], exact["dg"], len(one["dA_log"]))
+                assert_close(what, value, exact[name], one[name], fold)
                 continue
             pick = tokens.get(name[1:]) or (context if name == "o" else None)
             pick = pick.shard if pick else (lambda t: t)
-            walk = 0.0
+            fold = 0.0
             if dtype == torch.float32 and value.is_cuda:  # the fold: three TF32 products (walk.py)
-                walk = 2**-20 * exact[name].abs().max()
-            assert_close(what, value, pick(exact[name]), pick(one[name]), walk)
+                fold = 2**-20 * exact[name].abs().max()
+            assert_close(what, value, pick(exact[name]), pick(one[name]), fold)
 
 
 @pytest.mark.parametrize("ranges", ["contiguous", "uneven"])

@@ -58,7 +58,7 @@ def kinds(device):
     return [(torch.float64, "torch"), *kernels]
 
 
-def assert_close(what, actual, exact, one, walk=0.0):
+def assert_close(what, actual, exact, one, fold=0.0):
     """actual (many ranks) errs at most twice as much as one rank, plus six roundings and `walk`; in
     fp32 plus 32 roundings, which is what other chunks and the fold make of products of three TF32
     ones, and still a hundredth of what TF32 alone would err; fp64 by nine digits."""
@@ -66,7 +66,7 @@ def assert_close(what, actual, exact, one, walk=0.0):
         return
     unit = {torch.float64: 1e-9, torch.float32: 2**-18, torch.bfloat16: 3 * 2**-7}[one.dtype]
     error, usual = ((x.double() - exact).abs().max() for x in (actual, one))
-    limit = 2 * usual + walk + unit * exact.abs().max().clamp(min=1e-3)
+    limit = 2 * usual + fold + unit * exact.abs().max().clamp(min=1e-3)
     assert error <= limit, (
         f"{what}: error {error:.1e}, limit {limit:.1e}, of one rank {usual:.1e}, "
         f"largest {exact.abs().max():.1e}"
@@ -84,10 +84,10 @@ def sum_of_errors(dg, exact, heads):
     equal within a chunk; in fp32 also 32 roundings of each term, as test_kernels.py has it,
     since ranks cut the chunks, and so their errors, otherwise."""
     error = dg.double() - exact
-    walk = 6 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
+    fold = 6 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
     if dg.dtype == torch.float32:
-        walk += 32 * torch.finfo(dg.dtype).eps * exact.abs().sum()
-    return walk
+        fold += 32 * torch.finfo(dg.dtype).eps * exact.abs().sum()
+    return fold
 
 
 def compare(group, rank, case, ranges, exchange="auto"):
@@ -112,8 +112,8 @@ def compare(group, rank, case, ranges, exchange="auto"):
             if name in ("dA_log", "ddt_bias"):  # shares, like any weight's
                 value = value.double()
                 dist.all_reduce(value, group=group)
-                walk = sum_of_errors(one["dg"], exact["dg"], len(one["dA_log"]))
-                assert_close(what, value, exact[name], one[name], walk)
+                fold = sum_of_errors(one["dg"], exact["dg"], len(one["dA_log"]))
+                assert_close(what, value, exact[name], one[name], fold)
                 continue
             pick = context.shard if name == "o" or name[1:] in PACKED else (lambda t: t)
             assert_close(what, value, pick(exact[name]), pick(one[name]))
@@ -129,12 +129,12 @@ def on_hopper(group, rank, ranges):
     """The scans of hopper.py, which a call as small as this would not take."""
     from fla_cp.kernels.sm90 import scan as sm90_scan
 
-    least, sm90_scan.LEAST = sm90_scan.LEAST, 0
+    least, sm90_scan.MIN_CHUNK_HEADS = sm90_scan.MIN_CHUNK_HEADS, 0
     try:
         case = Case("hopper", **SHAPE | {"K": 128, "V": 128}, options=options(**INSIDE, **SAFE))
         compare(group, rank, case, ranges)
     finally:
-        sm90_scan.LEAST = least
+        sm90_scan.MIN_CHUNK_HEADS = least
 
 
 @pytest.mark.parametrize("ranges", RANGES)

@@ -30,7 +30,7 @@ def scale(n):
 
 def drawn(group, rank, ranges):
     """Links of one document both ways, this rank's maps, and what enters its slots for them."""
-    from fla_cp.kernels.triton.fold import walk
+    from fla_cp.kernels.triton.fold import fold
 
     T, R, device = 40 * group.size(), group.size(), device_of(group)
     links = _links((0, T), tuple(map(tuple, RANGES[ranges](T, R))))
@@ -39,10 +39,10 @@ def drawn(group, rank, ranges):
     M = torch.randn(J, HV, K, K, generator=gen, device=device) / K**0.5
     maps = SlotMaps(M, torch.randn(J, HV, K, V, generator=gen, device=device))
     both = links, links.mirrored()
-    exact = [AllGather(group).start(maps, d, walk).wait() for d in both]
+    exact = [AllGather(group).start(maps, d, fold).wait() for d in both]
     for d, x in zip(both, exact, strict=True):
-        assert torch.equal(Symmetric(group).start(maps, d, walk).wait(), x)
-    return both, maps, exact, walk
+        assert torch.equal(Symmetric(group).start(maps, d, fold).wait(), x)
+    return both, maps, exact, fold
 
 
 def scaled(maps, n):
@@ -92,7 +92,7 @@ def check(rank, found, exact):
 
 
 def many_in_a_row(group, rank, ranges):
-    both, maps, exact, walk = drawn(group, rank, ranges)
+    both, maps, exact, fold = drawn(group, rank, ranges)
     rng, found, pending = random.Random(rank), [], deque()
 
     def collect():
@@ -102,7 +102,7 @@ def many_in_a_row(group, rank, ranges):
     with late_readers(rng), no_waiting():
         for n in range(300):
             sleep(rng)
-            pending.append((n, Symmetric(group).start(scaled(maps, n), both[n % 2], walk)))
+            pending.append((n, Symmetric(group).start(scaled(maps, n), both[n % 2], fold)))
             while len(pending) > rng.randrange(4):
                 collect()
         while pending:
@@ -118,13 +118,13 @@ def test_many_exchanges_in_a_row(run, ranges):
 
 
 def replays(group, rank, ranges):
-    both, maps, exact, walk = drawn(group, rank, ranges)
+    both, maps, exact, fold = drawn(group, rank, ranges)
     rng, found = random.Random(rank), []
     given = SlotMaps(maps.transition, maps.offset.clone())
     graph = torch.cuda.CUDAGraph()
     with late_readers(rng):
         with torch.cuda.graph(graph):  # an odd number of exchanges
-            out = [Symmetric(group).start(given, both[i % 2], walk).wait() for i in range(3)]
+            out = [Symmetric(group).start(given, both[i % 2], fold).wait() for i in range(3)]
         with no_waiting():
             for n in range(100):
                 given.offset.copy_(maps.offset * scale(n))
@@ -132,7 +132,7 @@ def replays(group, rank, ranges):
                 graph.replay()
                 found += [(n, i % 2, x.clone()) for i, x in enumerate(out)]
                 for i in range(n % 4):  # others between replays
-                    state = Symmetric(group).start(scaled(maps, n + 5), both[i % 2], walk).wait()
+                    state = Symmetric(group).start(scaled(maps, n + 5), both[i % 2], fold).wait()
                     found.append((n + 5, i % 2, state))
     check(rank, found, exact)
 

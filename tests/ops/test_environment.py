@@ -266,8 +266,8 @@ def test_layers_give_the_same(name):
         elif setting == "autocast":  # its projections are then products in bf16
             found = under(setting, run)
             assert {x.dtype for x in found} <= {torch.float32, torch.bfloat16}
-            together = [torch.cat([x.float().flatten() for x in xs]) for xs in (found, plain)]
-            assert (together[0] - together[1]).norm() <= 0.05 * together[1].norm()
+            concurrent = [torch.cat([x.float().flatten() for x in xs]) for xs in (found, plain)]
+            assert (concurrent[0] - concurrent[1]).norm() <= 0.05 * concurrent[1].norm()
         else:
             assert_same(under(setting, run), plain)
 

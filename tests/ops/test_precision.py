@@ -72,7 +72,7 @@ def test_such_inputs_make_o_a_small_difference():
 def test_kernels_with_a_decay_a_head_err_as_rounding_says(precision, in_gluon, monkeypatch):
     """In the interpreters, in bf16 and (Triton's own, whose bf16 is wrong) in fp16."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eligible, "takes", lambda *args: in_gluon)
+    monkeypatch.setattr(eligible, "supports", lambda *args: in_gluon)
     monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
     dtype = HALF if in_gluon else torch.float16
     case, x, wide, keywords, do, dS = drawn(128, 128 if in_gluon else 32, True, dtype)
@@ -95,7 +95,7 @@ def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch):
     """In fp32, the only dtype in which the interpreter sums their gates: the second terms are zero,
     and all that changes is T, whose products round to TF32."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eligible, "takes", lambda *args: in_gluon)
+    monkeypatch.setattr(eligible, "supports", lambda *args: in_gluon)
     monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
     for module in (backend, operands, local):
         monkeypatch.setattr(module, "terms", lambda rule, dtype: 1 + rule.precise)

@@ -114,7 +114,7 @@ def test_a_subset_walks_its_own_chunks_only(seed):
         table, subset = card.steps(cpu), card.subset(card.feeding, cpu)
         assert sorted(subset.segments) == sorted(card.feeding)
         met = {i: [] for i in subset.segments}
-        for states, chunks in table.walk(subset):
+        for states, chunks in table.fold(subset):
             for row, chunk in zip(range(states.start, states.stop), chunks.tolist(), strict=True):
                 met[subset.segments[row]].append(int(table.gather[chunk * CHUNK]))
         for i, starts in met.items():

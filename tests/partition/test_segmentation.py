@@ -9,14 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla_cp import build_cp_context, zigzag_token_ranges
-from fla_cp.comm.affine import Walk, leave, product, walk
+from fla_cp.comm.affine import FoldTable, fold, leave, product
 from fla_cp.comm.carry import AffineMap, carry, outgoing
 from fla_cp.comm.exchange import pack
 from fla_cp.context import _links
 from fla_cp.kernels import TORCH
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.segmentation import MARGIN, predicted, split
-from fla_cp.partition.workload import Load
+from fla_cp.partition.workload import Workload
 from tests.support.cases import INSIDE, PACKED, Case, options
 from tests.support.closeness import assert_exact, assert_within_budget
 from tests.support.running import run, run_sharded
@@ -100,7 +100,7 @@ def test_the_forward_alone_is_cut_where_the_card_has_room():
 
 def on_ranks(cu, ranges, rank=0):
     """The packing of a rank that knows what the others hold."""
-    loads = tuple(Load.of(cu, own) for own in ranges)
+    loads = tuple(Workload.of(cu, own) for own in ranges)
     return Packing.build(cu, ranges[rank], loads=loads)
 
 
@@ -133,11 +133,11 @@ def test_the_rank_that_is_waited_for_decides():
 def test_each_step_takes_as_long_as_on_the_slowest_rank():
     """Where states cross ranks; else the whole call does."""
     shape = 512, 512, 128
-    scans = Load.of((0, 6400), [(0, 6400)])
-    summaries = Load.of((0, 6400), [(64, 3200)])
+    scans = Workload.of((0, 6400), [(0, 6400)])
+    summaries = Workload.of((0, 6400), [(64, 3200)])
     alone = [predicted((load,), 100, *shape) for load in (scans, summaries)]
     assert max(alone) < predicted((scans, summaries), 100, *shape) < sum(alone)
-    short = Load.of((0, 640), [(0, 640)])
+    short = Workload.of((0, 640), [(0, 640)])
     assert predicted((scans, short), 100, *shape) == alone[0]
 
 
@@ -277,7 +277,7 @@ def test_kernel_of_the_fold(size, transposed, side_by_side, monkeypatch):
     if side_by_side:
         wire = torch.cat([B, M], -1)
         M, B = wire[..., V:], wire[..., :V]
-    steps = Walk.of([
+    steps = FoldTable.of([
         (1, 5, [(2, 0, -1), (0, 3, 1)]),
         (-1, -1, [(-1, 1, 2), (1, 2, 3)]),
         (0, 0, []),
@@ -287,8 +287,8 @@ def test_kernel_of_the_fold(size, transposed, side_by_side, monkeypatch):
     ])  # fmt: skip
     packing = Packing.build((0, 64))
     out, exact = torch.ones(9, HV, K, V), torch.ones(9, HV, K, V, dtype=torch.float64)
-    kernel.walk(packing, steps, M, B, start, out, transposed=transposed)
-    walk(packing, steps, M.double(), B.double(), start.double(), exact, transposed=transposed)
+    kernel.fold(packing, steps, M, B, start, out, transposed=transposed)
+    fold(packing, steps, M.double(), B.double(), start.double(), exact, transposed=transposed)
     assert exact.flatten(1).any(1).tolist() == [True] * 6 + [False, True, False]
     assert (out - exact).abs().max() <= 1e-5 * exact.abs().max()
 
@@ -303,25 +303,25 @@ def test_a_fold_gives_transitions_beside_states(size, transposed, monkeypatch):
     gen, (K, V) = torch.Generator().manual_seed(0), size
     M, B = (torch.randn(4, 2, K, n, generator=gen) / K**0.5 for n in (K, V))
     chains = [[2, 0, 1], [-1, 2, 3], [3], [-1]]  # rows of transitions; -1: a document begins
-    both = Walk.of(
+    both = FoldTable.of(
         [(-1, -1, [(m, n, n if m == c[-1] else -1) for m in c]) for n, c in enumerate(chains)]
     )
     alone = [[(m, -1, n if m == c[-1] else -1) for m in c[1:]] for n, c in enumerate(chains)]
-    alone = Walk.of([(c[0], -1 if c[1:] else n, alone[n]) for n, c in enumerate(chains)])
+    alone = FoldTable.of([(c[0], -1 if c[1:] else n, alone[n]) for n, c in enumerate(chains)])
     packing, first = Packing.build((0, 64)), M.mT.contiguous() if transposed else M
 
-    def folded(fold, M, B, first):
+    def folded(run, M, B, first):
         wire, offset, through = (M.new_full((5, 2, K, n), 7.0) for n in (V + K, V, K))
-        fold(packing, both, M, B, None, wire, transposed=transposed)
-        fold(packing, both, M, B, None, offset, transposed=transposed)
-        fold(packing, alone, first, None, first, through, transposed=False)
+        run(packing, both, M, B, None, wire, transposed=transposed)
+        run(packing, both, M, B, None, offset, transposed=transposed)
+        run(packing, alone, first, None, first, through, transposed=False)
         return wire, torch.cat([offset, through], -1), through
 
-    in_one, exact, through = folded(walk, M.double(), B.double(), first.double())
+    in_one, exact, through = folded(fold, M.double(), B.double(), first.double())
     assert_exact("one fold", in_one, exact)
     assert through.flatten(1).any(1).tolist() == [True, False, True, False, True]
-    for fold in (walk, kernel.walk):
-        wire, apart, _ = folded(fold, M, B, first)
+    for either in (fold, kernel.fold):
+        wire, apart, _ = folded(either, M, B, first)
         for columns in (slice(V), slice(V, None)):
             parts = (t[..., columns] for t in (wire, exact, apart))
             assert_within_budget("columns of one fold", *parts)
@@ -368,7 +368,7 @@ def test_one_launch_before_what_is_sent_and_one_after(ranges, zeros, reverse, mo
     pytest.importorskip("triton")
     from triton.runtime.interpreter import GridExecutor
 
-    from fla_cp.kernels.triton.fold import walk as kernel
+    from fla_cp.kernels.triton.fold import fold as kernel
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     seen = []
@@ -376,14 +376,14 @@ def test_one_launch_before_what_is_sent_and_one_after(ranges, zeros, reverse, mo
     maps, packing, shape, like, links = of_rank(ranges, 1, (0, 2400), reverse)
     states = like.new_zeros(packing.ranges, *shape)
 
-    def start(sent, links, walk):
+    def start(sent, links, fold):
         pack(sent, links)
         seen.append("sent")
         return SimpleNamespace(wait=lambda: states)
 
     exchange, links = SimpleNamespace(start=start), links.mirrored() if reverse else links
     with Operations(seen):
-        carry(maps, packing, links, exchange, shape, like, reverse=reverse, walk=kernel)()
+        carry(maps, packing, links, exchange, shape, like, reverse=reverse, fold=kernel)()
     assert seen == [*zeros, "walk_kernel", "sent", "walk_kernel"]
 
 

@@ -162,9 +162,9 @@ def test_many_are_forgotten(recorder, monkeypatch):
 def test_a_descriptor_is_told_by_what_is_compiled_of_it():
     x = torch.zeros(64, 2, 128, dtype=torch.bfloat16)
     a, b = (sm90_scan._describe(t, 64, 64) for t in (x, x[:32]))
-    assert launches.told(a) == launches.told(b)
+    assert launches.specialization_key(a) == launches.specialization_key(b)
     others = sm90_scan._describe(x, 64, 128), sm90_scan._describe(x.float(), 64, 64)
-    assert len({launches.told(t) for t in (a, *others)}) == 3
+    assert len({launches.specialization_key(t) for t in (a, *others)}) == 3
 
 
 def test_a_descriptor_says_what_tritons_own_says():

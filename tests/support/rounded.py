@@ -25,7 +25,7 @@ TERMS_OF_HIGH = ("T", "Aqk", "v_new of o", "T^T dv")
 LOG2 = math.log(2.0)
 
 
-OF_ROWS = ("qg", "kin", "kg", "row", "column")
+OF_ROWS = ("qg", "k_decayed", "kg", "row", "column")
 """Operands that are the inputs themselves with one decay a head: factors multiply the products."""
 
 
@@ -89,7 +89,7 @@ def rounded(
     qn, kn, vc, do = chunks(q * q_scale) * scale, chunks(k * k_scale), chunks(v), chunks(do[0])
     b = chunks(beta.sigmoid())[..., None]
     end, decay = gc[..., -1:, :], gc[..., -1, :].exp()[..., None]
-    qg, kin = r("qg", qn * gc.exp()), r("kin", kn * gc.exp())
+    qg, k_decayed = r("qg", qn * gc.exp()), r("k_decayed", kn * gc.exp())
     kg = r("kg", kn * (end - gc).exp())
 
     def written(n: int) -> Tensor:
@@ -117,7 +117,7 @@ def rounded(
     o, h, v_new = (q.new_empty(N, H, n, V) for n in (C, K, C))
     for n in range(N):
         h[n] = r("S", S)
-        fresh = inverse[n] @ r("r", b[n] * (vc[n] - kin[n] @ h[n]))
+        fresh = inverse[n] @ r("r", b[n] * (vc[n] - k_decayed[n] @ h[n]))
         v_new[n] = r("v_new", fresh)
         o[n] = qg[n] @ h[n] + Aqk[n] @ r("v_new of o", fresh)
         S = decay[n] * S + written(n)
@@ -129,7 +129,7 @@ def rounded(
         dh[n] = r("dS", dS)
         yn[n] = inverse[n].mT @ r("T^T dv", kg[n] @ dh[n] + Aqk[n].mT @ do[n])
         y[n] = r("y", yn[n])
-        dS = decay[n] * dS + qg[n].mT @ do[n] - kin[n].mT @ r("x", b[n] * yn[n])
+        dS = decay[n] * dS + qg[n].mT @ do[n] - k_decayed[n].mT @ r("x", b[n] * yn[n])
 
     # local to a chunk: one row and one column factor a token, referred to a power of two
     dAqk, dAkk = do @ v_new.mT, -(y @ v_new.mT)

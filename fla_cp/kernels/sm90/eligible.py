@@ -10,7 +10,7 @@ from torch import Tensor
 from fla_cp.kernels.triton import tile_table
 from fla_cp.kernels.triton.operands import Chunks
 
-__all__ = ["multiprocessors", "sm90_intra", "sm90_intra_bwd", "sm90_scan", "takes"]
+__all__ = ["sm90_intra", "sm90_intra_bwd", "sm90_scan", "sm_count", "supports"]
 
 try:
     from fla_cp.kernels.sm90 import (
@@ -26,13 +26,13 @@ except (ImportError, AttributeError):  # Gluon is experimental: a Triton that ha
     sm90_scan = sm90_intra_bwd = sm90_intra = None  # type: ignore[assignment]
 
 
-def takes(c: Chunks, *rows: Tensor) -> bool:
+def supports(c: Chunks, *rows: Tensor) -> bool:
     """Whether they can; rows [T, HV, V] or [T, H, K] are what is read besides."""
     return bool(sm90_scan) and tile_table.architecture() == 90 and sm90_scan.fits(c, *rows)
 
 
 @functools.lru_cache
-def multiprocessors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """0 without a GPU."""
     if device.type != "cuda":
         return 0

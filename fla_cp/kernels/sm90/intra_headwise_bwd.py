@@ -127,7 +127,7 @@ def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT
     else:  # rows of another sequence follow
         flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
         o_d = gl.arange(0, D, gl.SliceLayout(0, flat))
-        for part in gl.static_range(BT // 8):  # addresses formed again, see `intra.again`
+        for part in gl.static_range(BT // 8):  # addresses formed again, see `opaque`
             if part * 8 < n:  # branches, else loads of all parts are begun together
                 i = part * 8 + again // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
                 to = x_rows + ((t + i).to(gl.int64) * H + i_h)[:, None] * D + o_d[None, :]

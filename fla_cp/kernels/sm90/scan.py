@@ -33,20 +33,20 @@ from fla_cp.rule import CHUNK
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-LEAST = 2048
+MIN_CHUNK_HEADS = 2048
 """Chunks times heads beyond which the host has time to describe tensors to the copy unit."""
 
-MOST = 2**24
+MAX_CHUNK_HEADS = 2**24
 """Of them, that are not too many to be numbered."""
 
 
 def fits(c: Chunks, *tensors: Tensor) -> bool:
     """Whether these kernels take the chunks and what comes with them [T, HV, V]."""
     NC, HV, K = c.decay.shape
-    given = (*tensors, *((c.qg, c.kin, c.kg) if c.of_heads else ()))
+    given = (*tensors, *((c.qg, c.k_decayed, c.kg) if c.of_heads else ()))
     return (
         K == c.v.shape[2] == 128
-        and NC * HV < MOST
+        and NC * HV < MAX_CHUNK_HEADS
         and c.v.dtype == torch.bfloat16
         and all(
             x.stride(-1) == 1
@@ -59,7 +59,7 @@ def fits(c: Chunks, *tensors: Tensor) -> bool:
 
 def enough(packing: Packing, c: Chunks) -> bool:
     """Whether they pay, for the rank that has most chunks: ranks take the same kernels."""
-    return LEAST < packing.largest.chunks * c.decay.shape[1] < MOST
+    return MIN_CHUNK_HEADS < packing.largest.chunks * c.decay.shape[1] < MAX_CHUNK_HEADS
 
 
 class Kind(NamedTuple):
@@ -107,11 +107,11 @@ def described(c: Chunks, BV: int, **others: Tensor | None) -> dict[str, Any]:
         "rows": _describe(c.rows, 1, CHUNK),
         "decay": _describe(c.decay.unsqueeze(1), 1, K),
         "TERMS": c.terms,
-        **c.facts(),
+        **c.constexprs(),
     }
-    for name, x in (("qg", c.qg), ("kin", c.kin), ("kg", c.kg)):
+    for name, x in (("qg", c.qg), ("k_decayed", c.k_decayed), ("kg", c.kg)):
         found[name] = _describe(x, CHUNK, K) if x.numel() else square
-    for name, x in (("q_h", c.qg), ("r_h", c.kin), ("k_h", c.kg)):
+    for name, x in (("q_h", c.qg), ("r_h", c.k_decayed), ("k_h", c.kg)):
         found[name] = x.stride(1) if c.of_heads else 0
     for name, other in others.items():
         if other is not None:
@@ -168,7 +168,7 @@ def copy_chunks(
     NS: gl.constexpr,
 ):
     """A warp's work: each chunk's operands to their places as soon as these are free."""
-    qg, kin, kg, v, T, Aqk, rows, decay = operands
+    qg, k_decayed, kg, v, T, Aqk, rows, decay = operands
     s_qg, s_kin, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     q_h, r_h, k_h, v_h = heads
     PLANES: gl.constexpr = 9 if HEAD else 3
@@ -190,7 +190,7 @@ def copy_chunks(
             at_q, at_r, at_k = [i_ch * BT, 0], [i_ch * BT, 0], [i_ch * BT, 0]
         tma.async_copy_global_to_shared(decay, [i_ch, 0], bar, s_decay.index(s))
         if OWN:
-            tma.async_copy_global_to_shared(kin, at_r, bar, s_kin.index(s))
+            tma.async_copy_global_to_shared(k_decayed, at_r, bar, s_kin.index(s))
         tma.async_copy_global_to_shared(kg, at_k, bar, s_kg.index(s))
         tma.async_copy_global_to_shared(v, [t, i_h * v_h + i_v * BV], bar, s_v.index(s))
         to = s_rows.index(s * FACTORS)
@@ -220,12 +220,12 @@ def places_of(
     NS: gl.constexpr,
 ):
     """Shared memory for NS chunks' operands, and for each two barriers: filled, and free again."""
-    qg, kin, kg, v, T, Aqk, rows, decay = operands
+    qg, k_decayed, kg, v, T, Aqk, rows, decay = operands
     half: gl.constexpr = kg.dtype
     FACTORS: gl.constexpr = 4 if HEAD else 1
     places = (
         gl.allocate_shared_memory(half, [NS if OUT else 1, BT, K if OUT else BT], qg.layout),
-        gl.allocate_shared_memory(half, [NS if OWN else 1, BT, K if OWN else BT], kin.layout),
+        gl.allocate_shared_memory(half, [NS if OWN else 1, BT, K if OWN else BT], k_decayed.layout),
         gl.allocate_shared_memory(half, [NS, BT, K], kg.layout),
         gl.allocate_shared_memory(half, [NS, BT, BV], v.layout),
         gl.allocate_shared_memory(half, [NS if REMOVES else 1, TERMS * BT, BT], T.layout),
@@ -242,7 +242,7 @@ def places_of(
 
 
 @gluon.jit
-def walk_chunks(
+def scan_chunks(
     places,
     ready,
     free,
@@ -423,7 +423,7 @@ def walk_chunks(
 @gluon.jit(do_not_specialize=["states"])
 def scan_hopper_kernel(
     qg,
-    kin,
+    k_decayed,
     kg,
     v,
     T,
@@ -486,12 +486,12 @@ def scan_hopper_kernel(
     if S0 is not None:
         entry = gl.load(seg_entry + i_s).to(gl.int32)
     n = (stop - start + BT - 1) // BT
-    operands = (qg, kin, kg, v, T, Aqk, rows, decay)
+    operands = (qg, k_decayed, kg, v, T, Aqk, rows, decay)
     heads = (q_h, r_h, k_h, v_h)
     places, ready, free = places_of(operands, OUT, OWN, REMOVES, HEAD, K, BT, BV, TERMS, NS)
     # fmt: off
     gl.warp_specialize([
-        (walk_chunks, (
+        (scan_chunks, (
             places, ready, free, o, o_rows, h, v_new, S0, S_end, transition,
             entry, start, stop, first, n, i_n, i_h, i_v, value, states,
             S0_n, S0_h, S0_k, S0_v, end_k, end_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, TERMS, NS,
@@ -505,7 +505,7 @@ def scan_hopper_kernel(
 
 
 @gluon.jit
-def walk_chunks_back(
+def scan_chunks_back(
     places,
     ready,
     free,
@@ -648,7 +648,7 @@ def walk_chunks_back(
 @gluon.jit
 def scan_bwd_hopper_kernel(
     qg,
-    kin,
+    k_decayed,
     kg,
     do,
     T,
@@ -697,12 +697,12 @@ def scan_bwd_hopper_kernel(
     if dS_end is not None:
         leaving = gl.load(seg_exit + i_s).to(gl.int32)
     n = (stop - start + BT - 1) // BT
-    operands = (qg, kin, kg, do, T, Aqk, rows, decay)
+    operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
     heads = (q_h, r_h, k_h, do_h)
     places, ready, free = places_of(operands, True, OWN, REMOVES, HEAD, K, BT, BV, TERMS, NS)
     # fmt: off
     gl.warp_specialize([
-        (walk_chunks_back, (
+        (scan_chunks_back, (
             places, ready, free, y, dh, dS_end, dS0, leaving, start, stop, first, n, i_n, i_h, i_v,
             end_n, end_h, end_k, end_v, dS0_k, dS0_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, TERMS,
             NS,

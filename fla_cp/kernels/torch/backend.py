@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fla_cp.comm.affine import walk
+from fla_cp.comm.affine import fold
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend
 from fla_cp.kernels.torch import conv as _conv
@@ -20,7 +20,7 @@ from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 
-def _begin(
+def _prepare_chunks(
     rule: DeltaRule, packing: Packing, x: Inputs, seeds: States | None
 ) -> tuple[Chunks, AffineMap]:
     c = _intra.intra(rule, packing, x)
@@ -89,7 +89,7 @@ TORCH = Backend(
     reads_output=False,
     always_kept=lambda rule: tuple(map(_intra.Chunks._fields.index, ("T", "Aqk"))),
     kept_shapes=_kept_shapes,
-    begin=_begin,
+    prepare_chunks=_prepare_chunks,
     scores=_intra.scores,
     scan_output=_scan_output,
     in_token_order=_in_token_order,
@@ -97,11 +97,11 @@ TORCH = Backend(
     restore=_restore,
     output_bwd=_scan.output_bwd,
     summarize_bwd=_scan.summarize_bwd,
-    beside=lambda packing, c: False,
+    runs_concurrently=lambda packing, c: False,
     scan=_start_scan,
     scan_bwd=_scan.scan_bwd,
     intra_bwd=_intra.intra_bwd,
-    walk=walk,
+    fold=fold,
     split=lambda packing, *shape: packing,
     conv=_conv.conv,
     conv_bwd=_conv.conv_bwd,

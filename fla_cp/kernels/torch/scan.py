@@ -47,7 +47,7 @@ def scan(packing: Packing, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor
     S = _placed(packing, S0, table.walked, _state_like(c))
     h = S.new_empty(c.w.shape[0], *S.shape[1:])
     v_new = torch.empty_like(c.u)
-    for seg, chunk in table.walk():
+    for seg, chunk in table.fold():
         h[chunk] = S[seg]
         v_new[chunk] = c.u[chunk] - c.w[chunk] @ S[seg]
         S[seg] = c.decay[chunk][..., None] * S[seg] + c.kg[chunk].transpose(-1, -2) @ v_new[chunk]
@@ -83,7 +83,7 @@ def _compose(
     width = c.u.shape[-1] if u is not None else c.w.shape[-1]
     like = c.w.new_empty(0, c.w.shape[1], c.w.shape[-1], width)
     S = _placed(packing, seeds, subset.segments, like)
-    for seg, chunk in packing.steps(c.w.device).walk(subset):
+    for seg, chunk in packing.steps(c.w.device).fold(subset):
         v = -(c.w[chunk] @ S[seg]) if u is None else u[chunk] - c.w[chunk] @ S[seg]
         S[seg] = c.decay[chunk][..., None] * S[seg] + c.kg[chunk].transpose(-1, -2) @ v
     return S[packing.index(subset.places_of(segments), S.device)]
@@ -126,7 +126,7 @@ def summarize_bwd(
     grads: OutputGrads,
     seeds: States | None,
     *,
-    together: bool = False,
+    concurrent: bool = False,
 ) -> Tensor | None:
     """Adjoint offset of `packing.carried` [., HV, K, V]: the gradient of the segment's entry
     state when its last state's gradient is its seed. The transition is the forward one
@@ -135,7 +135,7 @@ def summarize_bwd(
         return None
     subset = packing.subset(packing.carried, c.w.device)
     dS = _placed(packing, seeds, subset.segments, _state_like(c))
-    for seg, chunk in packing.steps(c.w.device).walk(subset, reverse=True):
+    for seg, chunk in packing.steps(c.w.device).fold(subset, reverse=True):
         dS[seg] = _step_bwd(c, grads, chunk, dS[seg])[1]
     return dS[packing.index(subset.places_of(packing.carried), dS.device)]
 
@@ -147,14 +147,14 @@ def scan_bwd(
     dS_end: States | None,
     *,
     want_start: bool = True,
-    together: bool = False,
+    concurrent: bool = False,
 ) -> tuple[ScanGrads, Tensor]:
     """What `intra_bwd` needs, and the gradient of each segment's entry state [S, HV, K, V]."""
     table = packing.steps(c.w.device)
     dS = _placed(packing, dS_end, table.walked, _state_like(c))
     dh = torch.empty_like(grads.into_h)
     dv = torch.empty_like(c.u)
-    for seg, chunk in table.walk(reverse=True):
+    for seg, chunk in table.fold(reverse=True):
         dh[chunk] = dS[seg]
         dv[chunk], dS[seg] = _step_bwd(c, grads, chunk, dS[seg])
     return ScanGrads(grads.do, dv, dh), dS[packing.index(table.position, dS.device)]

@@ -18,10 +18,10 @@ from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import ptxas, tile_table
 from fla_cp.kernels.triton.conv import conv, conv_bwd
 from fla_cp.kernels.triton.device.blocks import unit_rows
-from fla_cp.kernels.triton.fold import walk
+from fla_cp.kernels.triton.fold import fold
 from fla_cp.kernels.triton.gate import gate
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.local import gate_again, intra, intra_bwd, intra_in_two, planes, safe
+from fla_cp.kernels.triton.local import gated_operands, intra, intra_bwd, intra_in_two, planes, safe
 from fla_cp.kernels.triton.operands import Chunks, OutputGrads, ScanGrads, tables, terms
 from fla_cp.kernels.triton.recurrent import recurrent
 from fla_cp.kernels.triton.scan import scan_bwd_kernel, scan_kernel
@@ -78,7 +78,7 @@ def _scan(
     v_new: Tensor | None = None,
     S_end: Tensor | None = None,
     transition: Tensor | None = None,
-    beside: bool = False,
+    concurrent: bool = False,
 ) -> Callable[[], None]:
     """Returns a call that launches it and allocates nothing: another stream may run it. which:
     segments, a property of the packing; transition: of `Packing.middle`. beside: the reverse scan
@@ -88,8 +88,8 @@ def _scan(
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
-    if beside:
-        stage += "_beside"
+    if concurrent:
+        stage += "_concurrent"
     if o is not None and h is not None:
         stage += "_kept"
     t = _tile(stage, packing, c, _chains(packing, which), (h, v_new), c.v)
@@ -116,7 +116,7 @@ def _scan(
         arguments |= {"v_h": c.v.stride(1), "o_rows": o}
     else:
         kernel = scan_kernel
-        arguments |= {"v": c.v, "v_t": c.v.stride(0), "v_h": c.v.stride(1)} | c.given()
+        arguments |= {"v": c.v, "v_t": c.v.stride(0), "v_h": c.v.stride(1)} | c.scan_operands()
         arguments |= {"o": o, "h": h, "v_new": v_new, **_strides("h", h, inner=True), "BK": t.BK}
     return functools.partial(launch, kernel, (programs, HV), **arguments)
 
@@ -138,12 +138,17 @@ def _tile(
 ) -> tile_table.Tile:
     """Of a scan that reads rows [T, HV, V] and writes what must be dense for hopper.py. segments:
     on the rank that has most, so that ranks take the same tile, as everywhere here."""
-    takes = eligible.takes(c, rows) and all(x is None or x.is_contiguous() for x in dense)
-    whether, chains = takes and eligible.sm90_scan.enough(packing, c), segments * c.decay.shape[1]
+    supports = eligible.supports(c, rows) and all(x is None or x.is_contiguous() for x in dense)
+    whether, chains = (
+        supports and eligible.sm90_scan.enough(packing, c),
+        segments * c.decay.shape[1],
+    )
     if c.of_heads and not whether:
-        chains = min(chains, tile_table.WIDEST - 1)  # with one decay a head those tiles spill
+        chains = min(
+            chains, tile_table.FULL_V_MIN_CHAINS - 1
+        )  # with one decay a head those tiles spill
     t = tile_table.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, whether)
-    if t.hopper and not takes:
+    if t.hopper and not supports:
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
     return t if c.terms == 1 else tile_table.in_two_terms(stage, t)
 
@@ -192,7 +197,7 @@ def first_chunks(packing: Packing, HV: int) -> int:
     return first if LATER_SHARE * left > sum(chunks) and left * HV > LATER_LEAST else 0
 
 
-def begin(
+def prepare_chunks(
     rule: DeltaRule, packing: Packing, x: Inputs, seeds: States | None
 ) -> tuple[Chunks, AffineMap]:
     if rule.removal == "p" and not rule.per_head:
@@ -256,7 +261,7 @@ def split(
     backward: bool,
 ) -> Packing:
     value, key = (HV * cdiv(n, COLUMNS) for n in (V, K))
-    return cut_by_rule(packing, value, key, eligible.multiprocessors(device), backward)
+    return cut_by_rule(packing, value, key, eligible.sm_count(device), backward)
 
 
 def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
@@ -269,12 +274,12 @@ def _chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache
-def _side_stream(device: torch.device, beside: int, priority: int = 0) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, other: int, priority: int = 0) -> torch.cuda.Stream:
     """A stream for what runs beside the stream of that number. It allocates nothing."""
     return torch.cuda.Stream(device, priority)
 
 
-def beside(packing: Packing, c: Chunks) -> bool:
+def runs_concurrently(packing: Packing, c: Chunks) -> bool:
     """Whether the forward's and the reverse scan of a backward, which need nothing of each other,
     run side by side: where all programs have a multiprocessor of their own, on every rank. With p
     they would not: operands of 64 columns fit into shared memory in two stages only (together they
@@ -282,17 +287,17 @@ def beside(packing: Packing, c: Chunks) -> bool:
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     if c.rule.removal == "p" or c.rule.keep_intermediates:
         return False
-    takes = eligible.takes(c) and eligible.sm90_scan.enough(packing, c)
-    names = ("scan_states_beside", "scan_bwd_beside")
-    tiles = (tile_table.tile(n, K, V, c.Aqk.dtype, 0, takes) for n in names)
+    supports = eligible.supports(c) and eligible.sm90_scan.enough(packing, c)
+    names = ("scan_states_concurrent", "scan_bwd_concurrent")
+    tiles = (tile_table.tile(n, K, V, c.Aqk.dtype, 0, supports) for n in names)
     programs = HV * packing.largest.everything * sum(cdiv(V, t.BV) for t in tiles)
-    return 0 < programs <= eligible.multiprocessors(c.v.device)
+    return 0 < programs <= eligible.sm_count(c.v.device)
 
 
 def scan(packing: Packing, c: Chunks, S0: States | None) -> Callable[[], tuple[Tensor, Tensor]]:
     h, v_new = _chunk_buffers(packing, c)
-    side, both = None, beside(packing, c)
-    start = _scan(packing, c, S0, "everything", h=h, v_new=v_new, beside=both)
+    side, both = None, runs_concurrently(packing, c)
+    start = _scan(packing, c, S0, "everything", h=h, v_new=v_new, concurrent=both)
     if both and packing.segments:
         stream = torch.cuda.current_stream(c.v.device)
         side = _side_stream(c.v.device, stream.stream_id)
@@ -344,14 +349,14 @@ def _scan_bwd(
     y: Tensor | None = None,
     dh: Tensor | None = None,
     dS0: Tensor | None = None,
-    together: bool = False,
+    concurrent: bool = False,
 ) -> None:
     segments = getattr(packing, which)
     table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
-    if together and beside(packing, c):
-        stage += "_beside"
+    if concurrent and runs_concurrently(packing, c):
+        stage += "_concurrent"
     t = _tile(stage, packing, c, _chains(packing, which), (dh, y), do)
     if not segments:
         return
@@ -374,7 +379,7 @@ def _scan_bwd(
         }
     else:
         kernel = scan_bwd_kernel
-        arguments |= {"do": do, "do_t": do.stride(0), "do_h": do.stride(1)} | c.given()
+        arguments |= {"do": do, "do_t": do.stride(0), "do_h": do.stride(1)} | c.scan_operands()
         arguments |= {"y": y, "dh": dh, "BK": t.BK, "FLIP": t.BV >= 64 and not c.of_heads}
     launch(kernel, (cdiv(V, t.BV) * len(segments), HV), **arguments)
 
@@ -385,12 +390,12 @@ def summarize_bwd(
     grads: OutputGrads,
     seeds: States | None,
     *,
-    together: bool = False,
+    concurrent: bool = False,
 ) -> Tensor | None:
     if not packing.carried:
         return None
     offset = _states(c, len(packing.carried))
-    _scan_bwd(packing, c, grads.do, seeds, "carried", dS0=offset, together=together)
+    _scan_bwd(packing, c, grads.do, seeds, "carried", dS0=offset, concurrent=concurrent)
     return offset
 
 
@@ -401,11 +406,13 @@ def scan_bwd(
     dS_end: States | None,
     *,
     want_start: bool,
-    together: bool = False,
+    concurrent: bool = False,
 ) -> tuple[ScanGrads, Tensor | None]:
     dh, y = _chunk_buffers(packing, c)
     dS0 = _states(c, len(packing.segments), outside=True) if want_start else None
-    _scan_bwd(packing, c, grads.do, dS_end, "everything", y=y, dh=dh, dS0=dS0, together=together)
+    _scan_bwd(
+        packing, c, grads.do, dS_end, "everything", y=y, dh=dh, dS0=dS0, concurrent=concurrent
+    )
     return ScanGrads(grads.do, y, dh), dS0
 
 
@@ -414,7 +421,7 @@ def keep(
 ) -> tuple[Tensor | None, ...]:
     if not rule.keep_intermediates:
         return _always(c)
-    gated = () if rule.per_head else (c.qg, c.kin, c.kg)
+    gated = () if rule.per_head else (c.qg, c.k_decayed, c.kg)
     return (*_always(c), *gated, h, v_new)
 
 
@@ -429,7 +436,7 @@ def kept_shapes(
     """Shapes and dtypes of what `keep` returns."""
     k, nothing = (NC, HV, CHUNK, K), (0,)
     square = (NC, HV, terms(rule, dtype) * CHUNK, CHUNK)
-    T, kin = (nothing, nothing) if rule.removal == "none" else (square, k)
+    T, k_decayed = (nothing, nothing) if rule.removal == "none" else (square, k)
     always = [
         (T, dtype),
         (square, dtype),
@@ -441,7 +448,7 @@ def kept_shapes(
         return always  # type: ignore[return-value]  # tuples of several lengths
     return [
         *always,
-        *(() if rule.per_head else ((k, dtype), (kin, dtype), (k, dtype))),
+        *(() if rule.per_head else ((k, dtype), (k_decayed, dtype), (k, dtype))),
         ((NC, HV, K, V), dtype),
         ((NC, HV, CHUNK, V), dtype),
     ]
@@ -456,7 +463,7 @@ def restore(
     elif rule.keep_intermediates:
         gated = kept[5:-2]
     else:
-        gated = gate_again(rule, packing, x, rows=kept[3], anchors=kept[4])
+        gated = gated_operands(rule, packing, x, rows=kept[3], anchors=kept[4])
     return Chunks(*kept[:5], *gated, unit_rows(x.v), rule, o), h, v_new  # type: ignore[arg-type, call-arg]
 
 
@@ -469,7 +476,7 @@ TRITON = Backend(
     reads_output=True,
     always_kept=lambda rule: (0, 1, 2, 3, 4),
     kept_shapes=kept_shapes,
-    begin=begin,
+    prepare_chunks=prepare_chunks,
     scores=scores,
     scan_output=scan_output,
     in_token_order=in_token_order,
@@ -477,11 +484,11 @@ TRITON = Backend(
     restore=restore,
     output_bwd=output_bwd,
     summarize_bwd=summarize_bwd,
-    beside=beside,
+    runs_concurrently=runs_concurrently,
     scan=scan,
     scan_bwd=scan_bwd,
     intra_bwd=intra_bwd,
-    walk=walk,
+    fold=fold,
     split=split,
     conv=conv,
     conv_bwd=conv_bwd,

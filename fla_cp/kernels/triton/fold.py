@@ -53,7 +53,7 @@ def of_head(row, i_h, HV: tl.constexpr):
 
 
 @triton.jit
-def walk_kernel(
+def fold_kernel(
     M,
     B,
     start,
@@ -141,7 +141,7 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return x, apart
 
 
-def walk(
+def fold(
     owner: Tabled,
     steps: Steps,
     transition: Tensor | None,
@@ -162,7 +162,7 @@ def walk(
     transition, M_row = _rows(transition)
     offset, B_row = _rows(offset)
     launch(
-        walk_kernel,
+        fold_kernel,
         (chains * cdiv(W, BV), HV),
         transition,
         offset,

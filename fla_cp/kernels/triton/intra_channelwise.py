@@ -130,7 +130,7 @@ def blocks_of_16(x):
 
 
 @triton.jit
-def again(i, n_rows, BT: tl.constexpr, phase: tl.constexpr):
+def opaque(i, n_rows, BT: tl.constexpr, phase: tl.constexpr):
     """i, since n_rows <= BT, in a form that the compiler cannot tell to be i: what it forms of i
     (addresses, masks) is then formed again in each phase instead of kept in registers."""
     return i + n_rows // (BT + phase) * BT
@@ -146,7 +146,7 @@ def intra_kernel(
     dt_bias,
     sums,
     qg,
-    kin,
+    k_decayed,
     kg,
     T,
     Aqk,
@@ -194,7 +194,7 @@ def intra_kernel(
     k += i_h * k_h + start * k_t
     g += i_hv * g_h + start * g_t
     i_ch = i_c * HV + i_hv
-    operand = kin.dtype.element_ty
+    operand = k_decayed.dtype.element_ty
 
     b_beta = tl.where(m_i, 1.0, 0.0)
     if beta is not None:
@@ -234,8 +234,8 @@ def intra_kernel(
         b_k = load_rows(k, o_i, k_t, m_i, o_k, K).to(tl.float32) * k_scale[:, None]
         d = apply_sums(e_upto if SAFE else load_sums(sums, UP_TO, o_i), steps, PRECISION)
         # no addresses kept from tile to tile
-        r, c = again(o_i, n_rows + i_k, BT, 1000), again(o_k, n_rows + i_k, BT, 1000)
-        ch = again(i_ch, n_rows + i_k, BT, 1000)
+        r, c = opaque(o_i, n_rows + i_k, BT, 1000), opaque(o_k, n_rows + i_k, BT, 1000)
+        ch = opaque(i_ch, n_rows + i_k, BT, 1000)
         last = tl.broadcast_to(c[None, :], [BT, BK])
         if SAFE:
             place = (ch * 3 + r // 32 + r // (BT - 1))[:, None] * K + last
@@ -244,7 +244,7 @@ def intra_kernel(
         e = decay_exp(d, EXP2)
         store_block(qg + ch * BT * K, b_q * e, r, c, BT, K)
         if REMOVES:
-            store_block(kin + ch * BT * K, b_k * e, r, c, BT, K)
+            store_block(k_decayed + ch * BT * K, b_k * e, r, c, BT, K)
         at = (r == BT - 1)[:, None] & (c < K)[None, :]
         tl.store(decay + ch * K + last, e, mask=at)
         d = apply_sums(e_after if SAFE else load_sums(sums, AFTER, o_i), steps, PRECISION)
@@ -277,9 +277,9 @@ def intra_kernel(
                 if REMOVES:
                     b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), PRECISION), 0.0)
     tl.debug_barrier()
-    i_ch = again(i_ch, n_rows, BT, 1)
+    i_ch = opaque(i_ch, n_rows, BT, 1)
     if SAFE:
-        o_i = again(o_i, n_rows, BT, 1)
+        o_i = opaque(o_i, n_rows, BT, 1)
     b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
     p_diagonal = Aqk + (i_ch * (TERMS * BT) + o_i) * BT + o_i
     diagonal = tl.load(p_diagonal).to(tl.float32)
@@ -310,7 +310,7 @@ def gated_kernel(
     dt_bias,
     sums,
     qg,
-    kin,
+    k_decayed,
     kg,
     anchors,
     rows,
@@ -356,7 +356,7 @@ def gated_kernel(
     e = decay_exp(d, EXP2)
     store_block(qg + i_ch * BT * K, b_q * e, o_i, o_k, BT, K)
     if REMOVES:
-        store_block(kin + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
+        store_block(k_decayed + i_ch * BT * K, b_k * e, o_i, o_k, BT, K)
     if SAFE:
         d = tl.load(anchors + (i_ch * 3 + 2) * K + o_k, mask=o_k < K, other=0.0)[None, :] - d
     else:

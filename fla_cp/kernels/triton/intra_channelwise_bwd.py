@@ -38,7 +38,7 @@ from fla_cp.kernels.triton.device.blocks import (
 )
 from fla_cp.kernels.triton.device.decay_sums import AFTER, FROM_HERE, PAIR, UP_TO
 from fla_cp.kernels.triton.device.gates import sigmoid
-from fla_cp.kernels.triton.intra_channelwise import again, blocks_of_16, load_gate, load_steps
+from fla_cp.kernels.triton.intra_channelwise import blocks_of_16, load_gate, load_steps, opaque
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def level_grads(
     b_t = b_x.to(tl.float32) * b_r
     if REMOVES:
         if operand == tl.float32:  # for registers: not loaded earlier, no addresses kept
-            dscores = again(dscores, n_rows, BT, 2000)
+            dscores = opaque(dscores, n_rows, BT, 2000)
             tl.debug_barrier()
         b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
         b_c = dot(load_pairs(dscores + BT * BT, at, pairs), b_x, PRECISION)
@@ -361,16 +361,16 @@ def intra_bwd_kernel(
     # tell that the loops run, so that it keeps nothing that they form for what follows them
     blocks_end, levels_end = 6, 2
     if LEAN:
-        blocks_end, levels_end = again(6, n_rows, BT, 1000), again(2, n_rows, BT, 2000)
+        blocks_end, levels_end = opaque(6, n_rows, BT, 1000), opaque(2, n_rows, BT, 2000)
     for level in tl.range(2, blocks_end, num_stages=1, disable_licm=True):
         n = 5 - level
-        r = again(j, n_rows + level, BT, 1000)
+        r = opaque(j, n_rows + level, BT, 1000)
         at = (r[:, None] * BT + r[None, :])[None]
         at += tl.arange(0, BT // 16)[:, None, None] * (16 * BT + 16)
         E = tl.load(sums + (PAIR + level) * BT * BT + at)
         f = decay_exp(apply_sums(E, x_steps, PRECISION), EXP2)
         if LEAN:
-            o = again(i, n_rows + level, BT, 1000)
+            o = opaque(i, n_rows + level, BT, 1000)
             x_q = blocks_of_16(load_scaled(q, rows, i_ch * 3 + 1, o, q_t, o < n_rows, o_k, K))
             x_k = blocks_of_16(load_scaled(k, rows, i_ch * 3 + 2, o, k_t, o < n_rows, o_k, K))
             x_beta = blocks_of_16(tl.load(rows + i_ch * 3 * BT + o)[:, None])
@@ -394,7 +394,7 @@ def intra_bwd_kernel(
         )
     b_dq, b_dr, b_dc, b_dgc = as_rows(x_dq), as_rows(x_dr), as_rows(x_dc), as_rows(x_dgc)
     for top in tl.range(0, levels_end, num_stages=1, disable_licm=True):
-        o = again(i, n_rows + top, BT, 1000)
+        o = opaque(i, n_rows + top, BT, 1000)
         inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
         f = decay_exp(sum_steps(sums, PAIR + top, o, steps, PRECISION), EXP2)
         if LEAN:
@@ -421,8 +421,8 @@ def intra_bwd_kernel(
         )
     tl.debug_barrier()
     n_rows = tl.load(chunk_rows + i_c)
-    i, i_k = again(i, n_rows, BT, 1), again(i_k, n_rows, BT, 1)
-    i_c, i_hv = again(i_c, n_rows, BT, 1), again(i_hv, n_rows, BT, 1)
+    i, i_k = opaque(i, n_rows, BT, 1), opaque(i_k, n_rows, BT, 1)
+    i_c, i_hv = opaque(i_c, n_rows, BT, 1), opaque(i_hv, n_rows, BT, 1)
     i_ch = i_c * HV + i_hv
     start = tl.load(chunk_start + i_c).to(tl.int64)
     m_i = i < n_rows
@@ -453,8 +453,8 @@ def intra_bwd_kernel(
 
     tl.debug_barrier()
     n_rows = tl.load(chunk_rows + i_c)
-    i, i_k = again(i, n_rows, BT, 2), again(i_k, n_rows, BT, 2)
-    i_c, i_hv = again(i_c, n_rows, BT, 2), again(i_hv, n_rows, BT, 2)
+    i, i_k = opaque(i, n_rows, BT, 2), opaque(i_k, n_rows, BT, 2)
+    i_c, i_hv = opaque(i_c, n_rows, BT, 2), opaque(i_hv, n_rows, BT, 2)
     i_ch = i_c * HV + i_hv
     start = tl.load(chunk_start + i_c).to(tl.int64)
     out = (start * HV + i_hv) * K

@@ -24,7 +24,7 @@ from fla_cp.kernels.triton.device.blocks import (
 )
 from fla_cp.kernels.triton.device.decay_sums import UP_TO
 from fla_cp.kernels.triton.device.gates import LOG2E
-from fla_cp.kernels.triton.intra_channelwise import again, load_steps
+from fla_cp.kernels.triton.intra_channelwise import load_steps, opaque
 from fla_cp.kernels.triton.intra_channelwise_bwd import load_scores, store_gate_grads
 
 
@@ -197,9 +197,9 @@ def safe_bwd_kernel(
     f = decay_exp(d, EXP2)
     if REMOVES:
         tl.debug_barrier()  # not loaded earlier, for registers
-        i, out = again(i, n_rows, BT, 2), again(out, n_rows, BT, 2)
+        i, out = opaque(i, n_rows, BT, 2), opaque(out, n_rows, BT, 2)
         if NS == 1:
-            o_k = again(o_k, n_rows, BT, 2)
+            o_k = opaque(o_k, n_rows, BT, 2)
         m_i = i < n_rows
         b_da = load_scores(dscores + BT * BT, i)
         b_r = dot(b_da, near, PRECISION, acc=b_dr)
@@ -227,8 +227,8 @@ def safe_bwd_kernel(
 
     tl.debug_barrier()
     n_rows = tl.load(chunk_rows + i_c)
-    i, i_k = again(i, n_rows, BT, 1), again(i_k, n_rows, BT, 1)
-    i_c, i_hv = again(i_c, n_rows, BT, 1), again(i_hv, n_rows, BT, 1)
+    i, i_k = opaque(i, n_rows, BT, 1), opaque(i_k, n_rows, BT, 1)
+    i_c, i_hv = opaque(i_c, n_rows, BT, 1), opaque(i_hv, n_rows, BT, 1)
     i_ch = i_c * HV + i_hv
     start = tl.load(chunk_start + i_c).to(tl.int64)
     out = (start * HV + i_hv) * K

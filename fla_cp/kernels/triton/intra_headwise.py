@@ -27,7 +27,7 @@ from fla_cp.kernels.triton.device.blocks import (
     store_square,
 )
 from fla_cp.kernels.triton.device.gates import LOG2E, sigmoid
-from fla_cp.kernels.triton.intra_channelwise import again, row_products, unit_lower_inverse
+from fla_cp.kernels.triton.intra_channelwise import opaque, row_products, unit_lower_inverse
 
 
 @triton.jit
@@ -590,7 +590,7 @@ def dq_head_kernel(
     b_norm = tl.zeros([BT], tl.float32)  # q dq summed over channels
     b_dq = tl.zeros([BT, BK], tl.float32)
     for j in tl.range(G, num_stages=1):
-        i = again(tl.arange(0, BT), n_rows + j, BT, G)
+        i = opaque(tl.arange(0, BT), n_rows + j, BT, G)
         m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
@@ -619,7 +619,7 @@ def dq_head_kernel(
         if j == G - 1:
             if G > 1:  # loaded again, not kept beside the products
                 tl.debug_barrier()
-                i = again(i, n_rows, BT, 1)
+                i = opaque(i, n_rows, BT, 1)
                 m_i = i < n_rows
                 b_q = load_rows(q, i, q_t, m_i, o_k, K).to(tl.float32)
             if NORM:
@@ -698,7 +698,7 @@ def dk_head_kernel(
     b_dk = tl.zeros([BT, BK], tl.float32)
     b_dp = tl.zeros([BT, BK], tl.float32)
     for j in tl.range(G, num_stages=1):
-        i = again(tl.arange(0, BT), n_rows + j, BT, G)
+        i = opaque(tl.arange(0, BT), n_rows + j, BT, G)
         m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
@@ -736,7 +736,7 @@ def dk_head_kernel(
         if REMOVAL != "none" and (G == 1 or n_rows <= BT):  # beta r in the scores
             if G > 1:
                 tl.debug_barrier()
-                i = again(i, n_rows, BT, 1)
+                i = opaque(i, n_rows, BT, 1)
                 m_i = i < n_rows
                 row = rows + i_ch * 9 * BT + i
                 b_k = load_rows(k, i, k_t, m_i, o_k, K)
@@ -766,7 +766,7 @@ def dk_head_kernel(
             b_c = dot(tl.trans(b_w), b_rb, PRECISION)
         if G > 1:
             tl.debug_barrier()
-            i = again(i, n_rows, BT, 2)
+            i = opaque(i, n_rows, BT, 2)
             m_i = i < n_rows
             row = rows + i_ch * 9 * BT + i
             of_row = of_rows + i_ch * 3 * BT + i

@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 remembers = True
 """False: every launch is looked up by Triton."""
 
-MOST = 4096
+MAX_REMEMBERED = 4096
 """Compiled kernels remembered; beyond it all are forgotten."""
 
 PLAIN = frozenset((int, str, bool, tuple, type(None)))
@@ -34,11 +34,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
     device = driver.active.get_current_device()
     values = (*given, *named.values())
     # an id stays taken: what was compiled holds on to its functions
-    key = (id(kernel), device, *named, *[x if x.__class__ in PLAIN else told(x) for x in values])
+    key = (
+        id(kernel),
+        device,
+        *named,
+        *[x if x.__class__ in PLAIN else specialization_key(x) for x in values],
+    )
     found = _known.get(key)
     if found is None:
         compiled = kernel[grid](*given, **named)
-        if len(_known) >= MOST:
+        if len(_known) >= MAX_REMEMBERED:
             _known.clear()
         _known[key] = compiled, tuple(kernel.arg_names[len(given) :])
         return
@@ -47,7 +52,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
     compiled[(*grid, 1, 1)[:3]](*given, *map(named.__getitem__, rest), stream=stream)
 
 
-def told(x: Any) -> Any:
+def specialization_key(x: Any) -> Any:
     """Of an argument that is not PLAIN: two for which this is equal are compiled alike."""
     if isinstance(x, Tensor):
         return (x.dtype,) if x.data_ptr() % 16 else x.dtype

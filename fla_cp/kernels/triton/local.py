@@ -91,15 +91,15 @@ def _unformed(rule: DeltaRule, packing: Packing, x: Inputs) -> tuple[Tables, Inp
     table = tables(packing, x.q.device)
     NC, K, HV = len(table.chunk_start), x.q.shape[2], x.v.shape[1]
     if rule.per_head:
-        qg, kin, kg = x.q, x.k if x.p is None else x.p, x.k
+        qg, k_decayed, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
-        qg, kin, kg = _gated(rule, NC, x)
+        qg, k_decayed, kg = _gated(rule, NC, x)
     square = (NC, HV, terms(rule, x.q.dtype) * CHUNK, CHUNK)
     T, Aqk = x.q.new_empty((0,) if rule.removal == "none" else square), x.q.new_empty(square)
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
     anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
-    return table, x, Chunks(T, Aqk, decay, rows, anchors, qg, kin, kg, x.v, rule)
+    return table, x, Chunks(T, Aqk, decay, rows, anchors, qg, k_decayed, kg, x.v, rule)
 
 
 def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
@@ -117,7 +117,7 @@ def _intra_channels(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> Non
         x.dt_bias,
         sums(x.q.dtype, x.q.device),
         c.qg,
-        c.kin,
+        c.k_decayed,
         c.kg,
         c.T,
         c.Aqk,
@@ -156,7 +156,9 @@ def _intra_head(
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     whole = (
-        eligible.takes(c) and eligible.sm90_scan.enough(packing, c) and eligible.sm90_intra.reads(x)
+        eligible.supports(c)
+        and eligible.sm90_scan.enough(packing, c)
+        and eligible.sm90_intra.reads(x)
     )
     t = tile_table.tile("intra_head", K, V, x.q.dtype, 0, whole)
     if c.terms > 1:
@@ -222,11 +224,11 @@ def _intra_head(
 def _gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for qg, kin and kg."""
     shape = (NC, x.v.shape[1], CHUNK, x.q.shape[2])
-    kin = (0,) if rule.removal == "none" else shape
-    return x.q.new_empty(shape), x.q.new_empty(kin), x.q.new_empty(shape)
+    k_decayed = (0,) if rule.removal == "none" else shape
+    return x.q.new_empty(shape), x.q.new_empty(k_decayed), x.q.new_empty(shape)
 
 
-def gate_again(
+def gated_operands(
     rule: DeltaRule, packing: Packing, x: Inputs, rows: Tensor, anchors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qg, kin and kg of the forward, formed again; with a decay a channel."""
@@ -234,7 +236,7 @@ def gate_again(
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
     t = tile_table.tile("gated", K, V, x.q.dtype)
-    qg, kin, kg = _gated(rule, NC, x)
+    qg, k_decayed, kg = _gated(rule, NC, x)
     options = _gate_options(rule, x.q.dtype)
     del options["NORM"]
     if NC:
@@ -248,7 +250,7 @@ def gate_again(
             x.dt_bias,
             sums(x.q.dtype, x.q.device),
             qg,
-            kin,
+            k_decayed,
             kg,
             anchors,
             rows,
@@ -266,7 +268,7 @@ def gate_again(
             num_warps=t.warps,
             **options,
         )
-    return qg, kin, kg
+    return qg, k_decayed, kg
 
 
 def planes(rule: DeltaRule) -> int:
@@ -299,9 +301,9 @@ def _tiles(
     """Of stages that one kernel in Gluon does together: all there, or none. rows: what it reads
     [T, H, K], none if it does not do this."""
     K, V = x.q.shape[2], x.v.shape[2]
-    takes = bool(rows) and eligible.takes(c, *rows, x.v, grads.do)
-    takes = takes and eligible.sm90_scan.enough(packing, c)
-    for whole in (takes, False):
+    supports = bool(rows) and eligible.supports(c, *rows, x.v, grads.do)
+    supports = supports and eligible.sm90_scan.enough(packing, c)
+    for whole in (supports, False):
         tiles = tuple(tile_table.tile(name, K, V, x.q.dtype, 0, whole) for name in names)
         if all(t.hopper for t in tiles):
             break
@@ -357,7 +359,7 @@ def _head_bwd(
         of_rows = torch.empty(NC, HV, 3, CHUNK, dtype=torch.float32, device=device)
     if NC and whole:
         out = {"dq": dq, "dk": dk, "dp": dp, "dv": dv, "dgc": dgc, "shift": shift, "shares": shares}
-        programs = eligible.multiprocessors(device) or 1
+        programs = eligible.sm_count(device) or 1
         eligible.sm90_intra_bwd.head_bwd(rule, table, x, c, h, v_new, grads, out, programs)
     elif NC:
         launch(

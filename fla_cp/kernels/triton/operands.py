@@ -27,7 +27,7 @@ class Chunks(NamedTuple):
     rows: Tensor
     anchors: Tensor
     qg: Tensor
-    kin: Tensor
+    k_decayed: Tensor
     kg: Tensor
     v: Tensor
     rule: DeltaRule
@@ -41,7 +41,7 @@ class Chunks(NamedTuple):
     def terms(self) -> int:
         return terms(self.rule, self.v.dtype)
 
-    def facts(self) -> dict[str, Any]:
+    def constexprs(self) -> dict[str, Any]:
         """What every scan is compiled for."""
         heads = self.decay.shape[1]
         return {
@@ -51,16 +51,16 @@ class Chunks(NamedTuple):
             "REMOVAL": self.rule.removal,
         }
 
-    def given(self) -> dict[str, Any]:
+    def scan_operands(self) -> dict[str, Any]:
         """The operands as `scan_kernel` takes them."""
         found: dict[str, Any] = {}
-        for name, x in (("q", self.qg), ("r", self.kin), ("k", self.kg)):
+        for name, x in (("q", self.qg), ("r", self.k_decayed), ("k", self.kg)):
             rows, head, *_ = x.stride() if self.of_heads else (0, 0)
             found |= {f"{name}_t": rows, f"{name}_h": head}
-        for name in ("qg", "kin", "kg", "rows", "T", "Aqk", "decay"):
+        for name in ("qg", "k_decayed", "kg", "rows", "T", "Aqk", "decay"):
             found[name] = getattr(self, name)
         more = {"TERMS": self.terms, "PRECISION": precision(self.Aqk.dtype)}
-        return {**found, **self.facts(), **more}
+        return {**found, **self.constexprs(), **more}
 
 
 class Tables(NamedTuple):

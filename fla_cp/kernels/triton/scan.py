@@ -78,7 +78,7 @@ def flipped(x, FLIP: tl.constexpr):
 
 
 @triton.jit
-def anew(ptr):
+def reload(ptr):
     """A number loaded behind a barrier: to the compiler another one, so that addresses made of it,
     and what is loaded from them, are not those from before, kept in registers until here."""
     tl.debug_barrier()
@@ -86,7 +86,7 @@ def anew(ptr):
 
 
 @triton.jit
-def again(i, n):
+def opaque(i, n):
     """i, since n >= 0, in a form that the compiler cannot tell to be i: with n from `anew`, what is
     formed of i (a row's address) is formed where it is used, not kept in registers."""
     return i + tl.minimum(n, 0).to(i.dtype)
@@ -95,7 +95,7 @@ def again(i, n):
 @triton.jit(do_not_specialize=["states"])
 def scan_kernel(
     qg,
-    kin,
+    k_decayed,
     kg,
     v,
     rows,
@@ -189,8 +189,8 @@ def scan_kernel(
     LEAN: tl.constexpr = AGAIN or NS == 1 or BV > 64
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=LEAN):
         if AGAIN:
-            start, first = anew(seg_start + i_s), anew(seg_chunk + i_s)
-        o_r = again(o_i, start) if AGAIN and HEAD else o_i
+            start, first = reload(seg_start + i_s), reload(seg_chunk + i_s)
+        o_r = opaque(o_i, start) if AGAIN and HEAD else o_i
         i_ch = (first + c) * HV + i_h
         t = start + c * BT
         m_r = o_i < stop - t
@@ -211,15 +211,17 @@ def scan_kernel(
                 if KIN_IS_KG:
                     b_kin = b_kg
                 else:
-                    b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD)
+                    b_kin = load_operand(
+                        k_decayed, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD
+                    )
                 b_r = dot(b_kin, b_Sb[s], PRECISION, acc=b_r)
             if AGAIN and o is not None:
                 # beside more slices, addresses of two operands would spill
-                o_q = again(o_i, anew(seg_start + i_s)) if HEAD and SLICES > 2 else o_r
+                o_q = opaque(o_i, reload(seg_start + i_s)) if HEAD and SLICES > 2 else o_r
                 b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_q, o_s, m_r, K, G, HEAD)
                 b_o = dot(b_qg, b_Sb[s], PRECISION, acc=b_o)
         if AGAIN:
-            t = anew(seg_start + i_s) + c * BT
+            t = reload(seg_start + i_s) + c * BT
             b_v = load_rows(v + t * v_t, o_r, v_t, m_r & value, o_v, V)
         if REMOVAL == "none":
             b_vn = b_v.to(operand)
@@ -273,7 +275,7 @@ def scan_kernel(
 @triton.jit
 def scan_bwd_kernel(
     qg,
-    kin,
+    k_decayed,
     kg,
     do,
     rows,
@@ -349,8 +351,8 @@ def scan_bwd_kernel(
     n = tl.cdiv(stop - start, BT)
     for c in tl.range(0, n, num_stages=NS, disable_licm=LEAN):
         if AGAIN:
-            start, first = anew(seg_start + i_s), anew(seg_chunk + i_s)
-        o_r = again(o_i, start) if AGAIN and HEAD else o_i
+            start, first = reload(seg_start + i_s), reload(seg_chunk + i_s)
+        o_r = opaque(o_i, start) if AGAIN and HEAD else o_i
         i_c = n - 1 - c
         i_ch = (first + i_c) * HV + i_h
         t = start + i_c * BT
@@ -393,7 +395,7 @@ def scan_bwd_kernel(
             b_yb = flipped(b_y.to(operand), FLIP)
             store_block(y + i_ch * BT * V, b_yb, o_i, o_v, BT, V)
         if AGAIN:
-            t = anew(seg_start + i_s) + i_c * BT
+            t = reload(seg_start + i_s) + i_c * BT
             b_do = flipped(load_rows(do + t * do_t, o_r, do_t, m_r, o_v, V).to(operand), FLIP)
         b_next: tl.tuple = ()
         for s in tl.static_range(SLICES):
@@ -414,7 +416,9 @@ def scan_bwd_kernel(
                 if KIN_IS_KG:
                     b_kin = b_kg
                 else:
-                    b_kin = load_operand(kin, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD)
+                    b_kin = load_operand(
+                        k_decayed, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD
+                    )
                 b_next += (times(tl.trans(b_kin), b_x.to(operand), FLIP, PRECISION, acc=b_dS[s]),)
             b_dS = b_next
     if dS0 is not None:

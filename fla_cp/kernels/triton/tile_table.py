@@ -44,9 +44,9 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "scan_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_bwd", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_bwd_ends", 128, 128, BF16): Tile(128, 32, 4, 3),
-    (90, "scan_states_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
-    (90, "scan_bwd_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
-    (90, "scan_bwd_ends_beside", 128, 128, BF16): Tile(128, 64, 4, 3),
+    (90, "scan_states_concurrent", 128, 128, BF16): Tile(128, 64, 4, 3),
+    (90, "scan_bwd_concurrent", 128, 128, BF16): Tile(128, 64, 4, 3),
+    (90, "scan_bwd_ends_concurrent", 128, 128, BF16): Tile(128, 64, 4, 3),
     (90, "scores_bwd", 128, 128, BF16): Tile(0, 128, 4, 1),
     (90, "scores_bwd_head", 128, 128, BF16): Tile(0, 128, 8, 1),
     (90, "intra_bwd", 128, 128, BF16): Tile(32, 64, 4, 3),
@@ -58,19 +58,22 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
 }
 """Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
 without a safe gate; "_head": with one decay a head; "_states": without o; "_ends": of the
-summaries; "_beside": of scans side by side; "_two": with two sums over a group, of dk and dp.
+summaries; "_concurrent": of scans side by side; "_two": with two sums over a group, of dk and dp.
 Figures: docs/log.md."""
 
-WIDEST = 128
+FULL_V_MIN_CHAINS = 128
 """Chains from which scans take tiles of all values."""
 
-FULLER: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
-    (90, "scan", 128, 128, BF16): ((WIDEST, Tile(128, 128, 8, 2)),),
+TILES_BY_CHAINS: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
+    (90, "scan", 128, 128, BF16): ((FULL_V_MIN_CHAINS, Tile(128, 128, 8, 2)),),
     (90, "scan_states", 128, 128, BF16): ((64, Tile(128, 64, 4, 3)),),
-    (90, "scan_ends", 128, 128, BF16): ((WIDEST, Tile(128, 64, 4, 2)), (64, Tile(128, 64, 4, 3))),
-    (90, "scan_bwd", 128, 128, BF16): ((WIDEST, Tile(128, 128, 8, 2)),),
+    (90, "scan_ends", 128, 128, BF16): (
+        (FULL_V_MIN_CHAINS, Tile(128, 64, 4, 2)),
+        (64, Tile(128, 64, 4, 3)),
+    ),
+    (90, "scan_bwd", 128, 128, BF16): ((FULL_V_MIN_CHAINS, Tile(128, 128, 8, 2)),),
     (90, "scan_bwd_ends", 128, 128, BF16): (
-        (WIDEST, Tile(128, 128, 8, 2)),
+        (FULL_V_MIN_CHAINS, Tile(128, 128, 8, 2)),
         (64, Tile(128, 64, 4, 2)),
     ),
 }
@@ -88,9 +91,9 @@ HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan_ends": ((128, BROAD), (0, DEEP)),
     "scan_bwd": ((0, NARROW),),
     "scan_bwd_ends": ((128, BROAD), (0, DEEP)),
-    "scan_states_beside": ((0, NARROW),),
-    "scan_bwd_beside": ((0, NARROW),),
-    "scan_bwd_ends_beside": ((0, NARROW),),
+    "scan_states_concurrent": ((0, NARROW),),
+    "scan_bwd_concurrent": ((0, NARROW),),
+    "scan_bwd_ends_concurrent": ((0, NARROW),),
     "intra_head": ((0, Tile(128, 0, 4, 1, hopper=True)),),
     "scores_bwd_head": ((0, WHOLE),),
     "dqk_head": ((0, WHOLE),),
@@ -104,7 +107,7 @@ the forward, one kernel of hopper_bwd.py the stages of the backward together."""
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """For shapes without a row: compiles within the registers and shared memory of sm_90."""
-    stage = stage.removesuffix("_beside")
+    stage = stage.removesuffix("_concurrent")
     if stage in ("intra", "intra_any", "intra_head"):
         narrow = stage == "intra_any" and (wide or k <= 64)
         return Tile(16 if narrow else 32, 0, 4, 1 if wide else 3)
@@ -153,11 +156,29 @@ def tile(
     stage = stage.removesuffix("_kept")
     k, v = power_of_two(K), power_of_two(V, 32)
     key = (architecture(), stage, k, v, dtype)
-    for least, fuller in FULLER.get(key, ()):
+    for least, fuller in TILES_BY_CHAINS.get(key, ()):
         if chains >= least:
             return fuller
     row = TABLE.get(key)
     return rule(stage, k, v, dtype == torch.float32) if row is None else row
+
+
+class TileTable:
+    """Gives the tile of each stage; a plan holds one."""
+
+    def tile(
+        self,
+        stage: str,
+        K: int,
+        V: int,
+        dtype: torch.dtype,
+        chains: int = 0,
+        hopper: bool = False,
+    ) -> Tile:
+        return tile(stage, K, V, dtype, chains, hopper)
+
+
+TILES = TileTable()
 
 
 def in_two_terms(stage: str, t: Tile) -> Tile:
@@ -176,7 +197,7 @@ SCANS = (
     NARROW,
     BROAD,
 )
-BESIDE = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
+CONCURRENT = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
     "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
@@ -186,9 +207,9 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3), DEEP),
     "scan_bwd": SCANS,
     "scan_bwd_ends": (*SCANS, DEEP),
-    "scan_states_beside": (*BESIDE, DEEP),
-    "scan_bwd_beside": BESIDE,
-    "scan_bwd_ends_beside": (*BESIDE, DEEP),
+    "scan_states_concurrent": (*CONCURRENT, DEEP),
+    "scan_bwd_concurrent": CONCURRENT,
+    "scan_bwd_ends_concurrent": (*CONCURRENT, DEEP),
     "intra_head": (
         Tile(64, 0, 4, 3, 168),
         Tile(64, 0, 4, 2, 168),
@@ -241,9 +262,9 @@ def main() -> None:
 
     least = math.inf
     with suppress(ImportError, AttributeError):
-        from fla_cp.kernels.sm90.scan import LEAST
+        from fla_cp.kernels.sm90.scan import MIN_CHUNK_HEADS
 
-        least = LEAST
+        least = MIN_CHUNK_HEADS
     parser = argparse.ArgumentParser(
         prog="python -m fla_cp.kernels.triton.tile_table", description=__doc__
     )
