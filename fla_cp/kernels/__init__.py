@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-import torch
+from torch import device as Device
+from torch import dtype as Dtype
+from torch import float64
 
 from fla_cp.arguments import check_choice
 from fla_cp.kernels.backend import Backend
@@ -13,10 +15,11 @@ from fla_cp.kernels.torch.backend import TORCH
 
 __all__ = ["TORCH", "Backend", "Impl", "resolve"]
 
+# `import torch` here would be hidden by the folder of that name beside this file.
 Impl = Literal["auto", "torch", "triton"]
 
 
-def resolve(impl: str, device: torch.device, dtype: torch.dtype) -> Backend:
+def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
     """The backend for `impl`; "auto" takes the fastest that this version has for the device and
     dtype: Triton on CUDA, but torch for fp64, which only it computes.
 
@@ -25,10 +28,10 @@ def resolve(impl: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """
     check_choice("impl", impl, ("auto", "torch", "triton"))
     if impl == "auto":
-        impl = "triton" if device.type == "cuda" and dtype != torch.float64 else "torch"
+        impl = "triton" if device.type == "cuda" and dtype != float64 else "torch"
     if impl == "torch":
         return TORCH
-    if dtype == torch.float64:
+    if dtype == float64:
         raise ValueError(f"impl='triton' computes bf16, fp16 and fp32, got {dtype}")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"impl='triton' runs on CUDA devices, got {device}; pass impl='torch'")

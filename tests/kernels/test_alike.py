@@ -191,14 +191,14 @@ PACKED = (0, 20000, 60000, 61000, 65536)
 SHORT = tuple(range(0, 65537, 1024))
 SMALL = (
     "scan 32 triton; scan_bwd 32 triton; "
-    "scan_bwd_ends_beside 64 triton; scan_ends 32 triton; scan_states_beside 64 triton"
+    "scan_bwd_ends_concurrent 64 triton; scan_ends 32 triton; scan_states_concurrent 64 triton"
 )
-WHOLE = "scan 64; scan_bwd_beside 64; scan_states_beside 64"
-AHEAD = "scan 64; scan_bwd_beside 64; scan_ends 64; scan_states_beside 64"
+WHOLE = "scan 64; scan_bwd_concurrent 64; scan_states_concurrent 64"
+AHEAD = "scan 64; scan_bwd_concurrent 64; scan_ends 64; scan_states_concurrent 64"
 CUT = "scan 64; scan_bwd 64; scan_bwd_ends 64; scan_ends 64; scan_states 64"
 MANY = "scan 64; scan_bwd 64; scan_states 64"
 WIDE = "scan 128; scan_bwd 64; scan_states 64"
-TINY = "scan 32 triton; scan_bwd_beside 64 triton; scan_states_beside 64 triton"
+TINY = "scan 32 triton; scan_bwd_concurrent 64 triton; scan_states_concurrent 64 triton"
 ONE_CARD = [
     ((0, 8192), 4, False, (8, 8), SMALL),
     ((0, 8192), 32, False, (1, 1), WHOLE),
