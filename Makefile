@@ -62,9 +62,10 @@ test-all: lint types  ## `make test` and `make test-rest` in one run
 test-processors: $(STAMP)  ## what compares bits or rounding, as other processors would compute it
 	$(BIN)/python -m tests.processors $(PYTEST_ARGS)
 
-lint: $(STAMP)  ## ruff: rules and format
+lint: $(STAMP)  ## ruff: rules and format; import-linter: layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 format: $(STAMP)  ## rewrite files as `make lint` wants them
 	$(BIN)/ruff check --fix .

@@ -172,7 +172,7 @@ def measure(
 def stage_times(member: Member, shape: Shape) -> dict[str, float]:
     """ms of each stage of the Triton backend that a call has at the shape's size, without packing;
     the two scans of the backward as they run, side by side where they fit."""
-    from benchmarks.stages import stages
+    from benchmarks.tune import stages
 
     path = "_head" if member.per_head else "" if shape.safe else "_any"
     run = stages(shape.K, shape.V, torch.bfloat16, shape.T, shape.HV, path=path)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm import Agreement, Exchange, Halo, Links, collectives, make_exchange
+from fla_cp.comm import Agreement, Exchange, Halo, Links, collectives, make_exchange, scheme_of
 from fla_cp.partition.checks import (
     check_conv1d_kernel_size,
     check_cu_seqlens,
@@ -546,7 +546,7 @@ def _facts(
         "cu_seqlens": offsets,
         "token_ranges": tuple(n for r in ranges for n in (len(r), *chain(*r))),
         "conv1d_kernel_size": conv1d_kernel_size or 0,
-        "exchange": type(exchange).__name__.lower(),
+        "exchange": scheme_of(exchange),
         "max_sequences": max_sequences or 0,
     }
 

@@ -287,7 +287,7 @@ TOGETHER = 8
 
 def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]:
     """Every kernel of one forward and backward of a sequence in three segments, each once."""
-    from benchmarks.stages import cut_into
+    from benchmarks.tune import cut_into
     from fla_cp import chunk_kda
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -308,7 +308,7 @@ def compile_member(
     """Kernels of a member of the family with two value heads, forward and backward of a sequence in
     three segments."""
     import fla_cp
-    from benchmarks.stages import cut_into
+    from benchmarks.tune import cut_into
 
     def leaf(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, requires_grad=True)
@@ -404,7 +404,8 @@ def compile_walk(K: int, V: int) -> list[Launch]:
 def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
     candidate tile at K = V = 128."""
-    from benchmarks.stages import GROUPED, forced
+    from benchmarks import tune
+    from benchmarks.tune import GROUPED, forced
     from fla_cp.kernels.triton import tile_table
 
     for (K, V), (name, dtype) in product(SIZES, DTYPES.items()):
@@ -509,7 +510,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 
     for stage in sorted({stage for _, stage, *_ in tile_table.TABLE}):
-        for tile in tile_table.candidates(stage, 128, 128):
+        for tile in tune.candidates(stage, 128, 128):
             yield f"{stage} {tuple(tile)}", functools.partial(with_tile, stage, tile)
 
 

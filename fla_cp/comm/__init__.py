@@ -13,6 +13,7 @@ from fla_cp.comm.exchange import (
     SlotMaps,
     Symmetric,
     make_exchange,
+    scheme_of,
 )
 from fla_cp.comm.halo import Halo
 from fla_cp.comm.overlap import Overlap, run_overlap
@@ -36,4 +37,5 @@ __all__ = [
     "make_exchange",
     "measure_exchange",
     "run_overlap",
+    "scheme_of",
 ]

@@ -520,6 +520,12 @@ class ByHeads:
         return _Waiting(finish, wire.device)
 
 
+def scheme_of(exchange: Exchange) -> str:
+    """The name of an exchange in `SCHEMES`; others, which only "auto" takes, by class."""
+    names = {kind: name for name, kind in SCHEMES.items()}
+    return names.get(type(exchange), type(exchange).__name__.lower())
+
+
 def _chain_depth(links: Links) -> list[int]:
     """How many slots back the state leaving each slot depends on."""
     depth: list[int] = []

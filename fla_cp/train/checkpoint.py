@@ -307,7 +307,7 @@ def load(
     state = {
         "model": parameters,
         "optimizer": moments,
-        "progress": {name: torch.tensor(0) for name in asdict(Progress())},
+        "progress": {name: torch.tensor(0, device="cpu") for name in asdict(Progress())},
         "random": random,
     }
     try:

@@ -234,7 +234,7 @@ def collate(packs: Sequence[Batch]) -> Batch:
     return {
         "tokens": torch.cat([pack["tokens"] for pack in packs])[None],
         "labels": torch.cat([pack["labels"] for pack in packs])[None],
-        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int32), *ends]),
+        "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int32, device="cpu"), *ends]),
     }
 
 

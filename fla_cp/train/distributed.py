@@ -170,7 +170,7 @@ class Ranks:
 
     def host_gather(self, values: Sequence[int]) -> Tensor:
         """[world, len(values)] int64: what each rank gave."""
-        mine = torch.tensor([list(values)], dtype=torch.int64)
+        mine = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         if self.world_size == 1:
             return mine
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -180,7 +180,7 @@ class Ranks:
 
     def host_max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over all ranks."""
-        mine = torch.tensor(list(values), dtype=torch.float64)
+        mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
         if self.world_size > 1:
             with waiting("host_max (all-reduce over all ranks)"):
                 dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.host_group)

@@ -52,7 +52,7 @@ def _few(names: list[str]) -> str:
 def find_not_finite(model: nn.Module, ranks: Ranks) -> NotFinite:
     """Looks at every weight and gradient. Collective, with one read from the device."""
     names, facts = [], []
-    zero = torch.zeros((), device=ranks.device)
+    zero = torch.zeros((), dtype=torch.float32, device=ranks.device)
     for name, parameter in model.named_parameters():
         names.append(name)
         weight, grad = local_tensor(parameter.detach()), parameter.grad

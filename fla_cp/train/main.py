@@ -7,6 +7,7 @@ fla-cp-train --config runs/x/config.toml --resume auto
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -271,7 +272,7 @@ class Loop:
         loss, norm = reduce_metrics(share, self.model, ranks)
         mark("update", first=check)
         rate = learning_rate(config.optim, step, config.run.max_steps)
-        finite = torch.tensor([loss, norm]).isfinite().all().item()  # equal on all ranks
+        finite = math.isfinite(loss) and math.isfinite(norm)  # equal on all ranks
         if finite:
             update(self.model, self.optimizer, rate, norm, config.optim.clip_norm)
             self.skips.end()

@@ -52,7 +52,7 @@ def stagers_can_be_used_again() -> bool:
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
         for _ in range(2):
-            stager.stage({"x": torch.zeros(1)})
+            stager.stage({"x": torch.zeros(1, dtype=torch.float32, device="cpu")})
     except KeyError:
         return False
     finally:
@@ -213,7 +213,9 @@ class Saver:
         return {
             "model": parameters,
             "optimizer": moments,
-            "progress": {name: torch.tensor(value) for name, value in asdict(progress).items()},
+            "progress": {
+                name: torch.tensor(value, device="cpu") for name, value in asdict(progress).items()
+            },
             "random": random_state(self.ranks),
         }
 

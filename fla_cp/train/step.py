@@ -132,7 +132,7 @@ def forward_backward(
     accumulated stays sharded. Result: float32 scalar on the device; the sum over ranks is the
     mean loss in nats per target.
     """
-    share = torch.zeros((), device=ranks.device)
+    share = torch.zeros((), dtype=torch.float32, device=ranks.device)
     for batch in batches:
         mark("forward", first=check)
         tokens, labels, context = place(batch, config, ranks, check)

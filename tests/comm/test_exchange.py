@@ -16,8 +16,8 @@ from fla_cp.comm import (
     Links,
     Local,
     Nearest,
+    PrefixScan,
     Ring,
-    Scan,
     SlotMaps,
     Symmetric,
     make_exchange,
@@ -84,7 +84,7 @@ def body(group, rank, R, scheme):
 
 
 @pytest.mark.parametrize("R", [2, 3, 4])
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, ByHeads])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, PrefixScan, ByHeads])
 def test_schemes_equal_the_serial_fold_on_processes(gloo_pool, scheme, R):
     gloo_pool.run(body, R, scheme, world_size=R)
 
@@ -105,12 +105,12 @@ def start_before_the_others(group, rank, scheme):
         dist.barrier(group=group)
 
 
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, ByHeads])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, PrefixScan, ByHeads])
 def test_start_waits_for_nobody(gloo_pool, scheme):
     gloo_pool.run(start_before_the_others, scheme, world_size=3, timeout=120)
 
 
-@pytest.mark.parametrize("scheme", [AllGather, Ring, Scan, ByHeads])
+@pytest.mark.parametrize("scheme", [AllGather, Ring, PrefixScan, ByHeads])
 def test_schemes_equal_the_serial_fold_on_many_threads(scheme):
     run_threads(lambda group, rank: body(group, rank, 9, scheme), 9)
 
@@ -228,7 +228,7 @@ def test_bytes_and_rounds_are_those_documented(gloo_pool):
     assert [b for b, _ in gathered] == [3 * (S + M)] * 4
     ring = gloo_pool.run(traffic, Ring, 4)
     assert [b for b, _ in ring] == [S, S, S, 0]
-    scan = gloo_pool.run(traffic, Scan, 4)
+    scan = gloo_pool.run(traffic, PrefixScan, 4)
     assert [r for _, r in scan] == [3] * 4  # distances 1 and 2, and the shift
     assert max(b for b, _ in scan) <= 2 * (S + M) + S
 
@@ -256,7 +256,7 @@ def test_choice_by_world_size():
     assert isinstance(make_exchange("auto", group, 8), AllGather)
     assert isinstance(make_exchange("auto", group, 9), ByHeads)
     assert isinstance(make_exchange("auto", group, 128), ByHeads)
-    assert isinstance(make_exchange("auto", group, 129), Scan)
+    assert isinstance(make_exchange("auto", group, 129), PrefixScan)
     assert isinstance(make_exchange("auto", group, 9, fixed=True), AllGather)
     assert isinstance(make_exchange("auto", group, 8, tokens=8191), AllGather)
     assert isinstance(make_exchange("auto", group, 8, tokens=8192), Nearest)

@@ -1,36 +1,33 @@
-"""The kernels on a GPU against fp64: `python -m tests.gpu [--out tests/gpu_report.json]`.
+"""The GPU report: which kernels a GPU has run, and how far their errors were from their budgets.
 
-Every part runs in a process of its own, all at once and on all GPUs, so that one failing kernel
-does not hide the others; what is checked is in gpu_checks.py. The report keeps the hash of each
-file of fla_cp/kernels: one that changed since is unverified.
+`python -m tests.gpu` runs the checks and writes it. It keeps the hash of each file of
+fla_cp/kernels: one that changed since is unverified on a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import io
 import json
-import os
-import re
-import shutil
-import subprocess
-import sys
-import time
+import math
 import tokenize
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "fla_cp" / "kernels"
+REPORT = ROOT / "tests" / "gpu" / "report.json"
 
 
 def kernel_hashes() -> dict[str, str]:
     """Hash of what each kernel file says, comments, docstrings and layout apart; the same in every
     version of Python."""
     return {
-        file.stem: hashlib.sha256(said(file.read_text()).encode()).hexdigest()[:16]
-        for file in sorted((ROOT / "fla_cp" / "kernels").glob("*.py"))
+        str(file.relative_to(KERNELS).with_suffix("")): hashlib.sha256(
+            said(file.read_text()).encode()
+        ).hexdigest()[:16]
+        for file in sorted(KERNELS.rglob("*.py"))
+        if file.stem != "__init__" and file.parent.name != "torch"
     }
 
 
@@ -50,139 +47,54 @@ def said(source: str) -> str:
     return "".join("".join(words).split())
 
 
-def sanitize() -> dict:
-    """Out-of-bounds accesses and races of one small call, as compute-sanitizer counts them."""
-    row: dict = {"K": 64, "V": 64, "dtype": "bfloat16"}
-    if shutil.which("compute-sanitizer") is None:
-        return row | {"case": SANITIZER, "ok": False, "error": "not installed"}
-    row |= {"case": SANITIZER, "ok": True}
-    for tool in ("memcheck", "initcheck"):
-        result = subprocess.run(
-            ["compute-sanitizer", "--tool", tool, sys.executable, "-c", SMALL_CALL],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-        )
-        summary = re.search(r"ERROR SUMMARY: (\d+) error", result.stdout)
-        row[tool] = int(summary[1]) if summary else result.stdout[-200:]
-        row["ok"] &= row[tool] == 0
-    return row
-
-
-SANITIZER = "compute-sanitizer"
-SMALL_CALL = """
-import torch
-from fla_cp import kda_gate
-from tests.cases import Case, options
-from tests.gpu_checks import BF16, INSIDE, SAFE, conv_stage
-from fla_cp.kernels.measure import cut_into
-from tests.running import run, run_recurrent
-from tests.test_family import BY_NAME, Call, collect, draw, operator
-for name in ("kda", "gated_delta_rule", "comba", "gla", "simple_gla"):
-    member = BY_NAME[name]
-    x, keywords, weights = draw(member, Call(T=150, K=24, V=40, inside=True), torch.float32)
-    x = {n: t.cuda().to(BF16 if n in member.arguments else t.dtype) for n, t in x.items()}
-    with cut_into(1):
-        call = lambda y: operator(member, "chunk", y, **keywords, impl="triton")
-        collect(call, x, [w.cuda() for w in weights])
-for gate in (SAFE, {}):
-    for cu in (None, (0, 1, 65, 65, 70, 130)):
-        inside = options(**INSIDE, **gate)
-        case = Case("s", T=130, H=1, HV=2, K=24, V=40, cu_seqlens=cu, options=inside)
-        run(case, BF16, "triton", device="cuda")
-for v_first in (False, True):
-    case = Case("r", T=9, H=1, HV=2, K=24, V=40, cu_seqlens=(0, 1, 9), options=options(**INSIDE))
-    run_recurrent(case, BF16, "triton", device="cuda", v_first=v_first)
-for halo in (0, 6):
-    shapes = {"x": (733, 300), "halo": (halo, 300), "weight": (300, 4), "bias": (300,)}
-    x = {n: torch.randn(*s, dtype=BF16) for n, s in shapes.items()}
-    conv_stage(x | {"dy": x["x"]}, "triton")
-g = torch.randn(70, 3, 24, device="cuda", requires_grad=True)
-kda_gate(g, torch.zeros(3, device="cuda"), impl="triton").sum().backward()
-torch.cuda.synchronize()
-"""
-
-
 def warn_if_stale(path: Path) -> None:
     """Prints a warning unless the report at `path` is of these kernels and passed."""
-    report = json.loads(path.read_text()) if path.exists() else {"kernels": {}, "rows": []}
+    report = json.loads(path.read_text()) if path.exists() else {"kernels": {}, "failed": 0}
     now = kernel_hashes()
     changed = sorted(n for n, digest in now.items() if report["kernels"].get(n) != digest)
-    failed = sum(not row["ok"] for row in report["rows"])
     if changed:
         print(
             f"warning: fla_cp/kernels: {', '.join(changed)} changed since the last GPU run recorded"
             f" in {path.name}: unverified on a GPU. Run `python -m tests.gpu` on one."
         )
-    if failed:
-        print(f"warning: {failed} checks failed in the last GPU run, see {path.name}")
+    if report["failed"]:
+        print(f"warning: {report['failed']} checks failed in the last GPU run, see {path.name}")
 
 
-def part(name: str) -> list[dict]:
-    from tests.gpu import checks
+def ratio(row: dict) -> float:
+    """The worst error of a check, as a share of its budget; infinite if it failed."""
+    return float(row.get("use", 0.0)) if row["ok"] else math.inf
 
-    return [sanitize()] if name == SANITIZER else checks.parts()[name]()
+
+def group_of(row: dict) -> str:
+    """The operator or stage that a check is of: the first word of its case, without a number."""
+    return row["case"].split()[0].rstrip("0123456789")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "gpu_report.json")
-    parser.add_argument("--part", help="check this part here and print JSON")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for all parts")
-    parser.add_argument("--stale", action="store_true", help="only warn if --out is out of date")
-    args = parser.parse_args()
-    if args.stale:
-        warn_if_stale(args.out)
-        return 0
-    if args.part:
-        print("ROWS " + json.dumps(part(args.part)))
-        return 0
-    import torch
-    import triton
+def write_report(path: Path, facts: dict, rows: list[dict]) -> dict:
+    """Writes the summary to `path` and beside it all rows, one a line; returns the summary.
 
-    import fla_cp.kernels.triton.backend  # noqa: F401, chooses the assembler that the report names
-    from tests.gpu import checks
-
-    started, gpus = time.time(), torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    children = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu", "--part", name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | ({"CUDA_VISIBLE_DEVICES": visible[n % gpus]} if gpus > 1 else {}),
-        )
-        for n, name in enumerate([SANITIZER, *checks.parts()])
-    }
-    rows = []
-    for name, child in children.items():
-        try:
-            out, _ = child.communicate(timeout=max(1.0, started + args.limit - time.time()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            out, _ = child.communicate()
-        line = next((x for x in out.splitlines() if x.startswith("ROWS ")), None)
-        died = [{"case": f"all of {name}", "ok": False, "error": out[-300:]}]
-        rows += json.loads(line[5:]) if line else died
-    report = {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "ptxas": triton.knobs.nvidia.ptxas.version,
-        "kernels": kernel_hashes(),
-        "seconds": round(time.time() - started),
-        "rows": rows,
-    }
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    facts: date, GPU, versions. The summary counts the checks that passed and failed and names, for
+    each group of checks, how many there are and the largest share of an error budget.
+    """
+    groups: dict[str, list[dict]] = {}
     for row in rows:
-        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
-    failed = sum(not row["ok"] for row in rows)
-    print(f"{len(rows) - failed} passed, {failed} failed")
-    return 1 if failed else 0
+        groups.setdefault(group_of(row), []).append(row)
+    report = {
+        **facts,
+        "passed": sum(row["ok"] for row in rows),
+        "failed": sum(not row["ok"] for row in rows),
+        "rows": rows_path(path).name,
+        "worst share of a budget": {
+            name: f"{max(map(ratio, found)):.3f} in {len(found)}"
+            for name, found in sorted(groups.items())
+        },
+        "kernels": kernel_hashes(),
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    rows_path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return report
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def rows_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_rows.jsonl")

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import tune
 from fla_cp import causal_conv1d, kda_gate
 from tests.support.cases import INSIDE, Case, named, options
 from tests.support.running import run, run_recurrent
@@ -93,7 +94,7 @@ def tiles(K: int, V: int) -> Iterator[tuple[str, str, object]]:
     from fla_cp.kernels.triton import tile_table
 
     for stage in sorted({stage for _, stage, *_ in tile_table.TABLE}):
-        for tile in tile_table.candidates(stage, K, V):
+        for tile in tune.candidates(stage, K, V):
             yield f"{stage} {tuple(tile)}", stage, tile
 
 
@@ -121,7 +122,7 @@ def check_cases(K: int, V: int, share: slice) -> Rows:
 
 def check_tiles(K: int, V: int, share: slice) -> Rows:
     """Every candidate tile; those of summaries on sequences in segments of two chunks."""
-    from benchmarks.stages import GROUPED, cut_into, forced
+    from benchmarks.tune import GROUPED, cut_into, forced
 
     rows = []
     shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
@@ -142,7 +143,7 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
 def check_hopper(key: str, share: slice) -> Rows:
     """The kernels in Gluon, which calls as small as these would not take; whole and in segments of
     two chunks. key: of a member."""
-    from benchmarks.stages import cut_into
+    from benchmarks.tune import cut_into
     from fla_cp.kernels.sm90 import scan as sm90_scan
 
     least, sm90_scan.MIN_CHUNK_HEADS = sm90_scan.MIN_CHUNK_HEADS, 0
@@ -170,7 +171,7 @@ in a million shows."""
 
 def check_repeats(path: str) -> Rows:
     """Each stage at a size that fills a GPU, again and again, bit by bit. path: as of `stages`."""
-    from benchmarks.stages import stages
+    from benchmarks.tune import stages
 
     rows = []
     for group in (1, 2) if path == "_head" else (1,):

@@ -19,6 +19,7 @@ pytest.importorskip("triton")  # interpreted: conftest.py
 
 import fla_cp.kernels.triton.backend
 import fla_cp.kernels.triton.local
+from benchmarks import tune
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.local import gated_operands, intra
@@ -224,7 +225,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
     """With 64 columns the state is the left operand: the same numbers but for rounding."""
-    from benchmarks.stages import cut_into, forced
+    from benchmarks.tune import cut_into, forced
     from fla_cp.kernels.triton.tile_table import Tile
 
     case = Case("flip", **{**SMALL, "T": 150, "K": 24, "V": 72})
@@ -244,7 +245,7 @@ def test_what_is_touched_early_stays(member):
     """Tiles of several stages load what later phases wait for once more, for the cache's sake, and
     give that a use that never comes: the same products as without, and so the same bits."""
     import fla_cp
-    from benchmarks.stages import forced
+    from benchmarks.tune import forced
     from fla_cp.kernels.triton.tile_table import Tile
 
     gen = torch.Generator().manual_seed(0)
@@ -273,7 +274,7 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
     """What the side stream reads exists before it starts, and what it writes is waited for."""
     from contextlib import contextmanager
 
-    from benchmarks.stages import cut_into, forced
+    from benchmarks.tune import cut_into, forced
     from fla_cp import chunk_gated_delta_rule
     from fla_cp.kernels.triton import backend, local
     from fla_cp.kernels.triton.tile_table import Tile
@@ -322,7 +323,7 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
     main, side = Stream("main"), Stream("side")
     monkeypatch.setattr(backend, "runs_concurrently", lambda packing, c: True)
     monkeypatch.setattr(
-        backend, "TRITON", replace(backend.TRITON, concurrent=backend.runs_concurrently)
+        backend, "TRITON", replace(backend.TRITON, runs_concurrently=backend.runs_concurrently)
     )
     monkeypatch.setattr(backend, "_side_stream", lambda device, concurrent: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
@@ -489,7 +490,7 @@ def test_scans_of_many_chains_take_wider_tiles():
             continue
         assert list(fuller) == sorted(fuller, reverse=True)
         for least, tile in fuller:
-            assert tile in tile_table.candidates(stage, k, v), (stage, tile)
+            assert tile in tune.candidates(stage, k, v), (stage, tile)
             assert tile_table.tile(stage, k, v, dtype, least) == tile
         least, narrowest = min(fuller)
         assert tile_table.tile(stage, k, v, dtype, least - 1).BV < narrowest.BV

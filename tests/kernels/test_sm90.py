@@ -92,7 +92,7 @@ def test_small_calls_keep_the_other_kernels(monkeypatch):
     assert not tile(c).hopper
 
 
-@pytest.mark.parametrize("most, takes", [(1024, False), (1025, True), (2**23, False)])
+@pytest.mark.parametrize("most, supports", [(1024, False), (1025, True), (2**23, False)])
 def test_the_rank_with_most_chunks_decides(most, supports):
     """A call is small, or too large, for all of them."""
     cu = (0, 192, 192 + 64 * most)
@@ -102,7 +102,7 @@ def test_the_rank_with_most_chunks_decides(most, supports):
 
 
 def test_a_tile_that_does_not_fit_is_refused():
-    from benchmarks.stages import forced
+    from benchmarks.tune import forced
 
     with forced({"scan": tile_table.NARROW}), pytest.raises(ValueError, match="K = V = 128"):
         tile(chunks(K=64))
@@ -125,7 +125,7 @@ MEMBERS += [("gated_delta_rule", 2), ("comba", 2), ("simple_gla", 2)]  # no grou
 def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
     """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
     states; in segments of a chunk with summaries and transitions, too."""
-    from benchmarks.stages import cut_into
+    from benchmarks.tune import cut_into
     from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
     from tests.support.gluon_interpreter import interpreted
 

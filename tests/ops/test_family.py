@@ -280,7 +280,7 @@ def test_kernels_take_states_of_either_layout_through_segments(key, monkeypatch)
     state's gradient comes without memory of its own."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from benchmarks.stages import cut_into
+    from benchmarks.tune import cut_into
 
     member, call = BY_NAME[key], dataclasses.replace(SMALL, T=150)
     x, keywords, _ = draw(member, call, torch.float32)

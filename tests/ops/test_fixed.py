@@ -259,7 +259,7 @@ def launches(group, rank, name):
             held.append(list(seen))
     kernels = {entry[0] for entry in held[0]}
     assert {"scan_kernel", "scan_bwd_kernel", "conv_kernel", "conv_bwd_kernel"} <= kernels
-    assert ("walk_kernel" in kernels) == (context.world_size > 1)
+    assert ("fold_kernel" in kernels) == (context.world_size > 1)
     for offsets, other in zip(PACKINGS[1:], held[1:], strict=True):
         for a, b in zip(held[0], other, strict=True):
             assert a == b, (offsets, a, b)

@@ -272,5 +272,5 @@ def test_a_decay_a_channel_with_p_is_refused_on_triton():
     packing = Packing.build((0, GIVEN.T))
     rule = DeltaRule(scale=1.0, removal="p")
     with pytest.raises(ValueError, match=r"computes removal='p' with one decay a head only"):
-        TRITON.begin(rule, packing, inputs, None)
-    TORCH.begin(rule, packing, inputs, None)
+        TRITON.prepare_chunks(rule, packing, inputs, None)
+    TORCH.prepare_chunks(rule, packing, inputs, None)

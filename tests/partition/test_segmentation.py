@@ -384,7 +384,7 @@ def test_one_launch_before_what_is_sent_and_one_after(ranges, zeros, reverse, mo
     exchange, links = SimpleNamespace(start=start), links.mirrored() if reverse else links
     with Operations(seen):
         carry(maps, packing, links, exchange, shape, like, reverse=reverse, fold=kernel)()
-    assert seen == [*zeros, "walk_kernel", "sent", "walk_kernel"]
+    assert seen == [*zeros, "fold_kernel", "sent", "fold_kernel"]
 
 
 @pytest.fixture

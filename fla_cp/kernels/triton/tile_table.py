@@ -1,14 +1,10 @@
 """Tile choices: a table of measured rows, rules for what was not measured; nothing is tuned at run
-time. `python -m fla_cp.kernels.triton.tile_table` measures a row's candidates
-again and prints them.
+time. `python -m benchmarks.tune` measures a row's candidates again and prints them.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import math
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -189,113 +185,3 @@ def in_two_terms(stage: str, t: Tile) -> Tile:
         return NARROW if back and t == DEEP else t
     most, warps = 32 if back else 64, 4 if t.BV > 64 else t.warps
     return Tile(t.BK, min(t.BV, most), warps, min(t.stages, 2))
-
-
-SCANS = (
-    *(Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))),
-    Tile(0, 128, 8, 2),
-    NARROW,
-    BROAD,
-)
-CONCURRENT = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
-CANDIDATES: dict[str, tuple[Tile, ...]] = {
-    "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
-    "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
-    "intra_any": (Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
-    "scan": SCANS,
-    "scan_states": (*SCANS, Tile(0, 64, 4, 3), DEEP),
-    "scan_ends": (*SCANS, Tile(0, 64, 4, 3), DEEP),
-    "scan_bwd": SCANS,
-    "scan_bwd_ends": (*SCANS, DEEP),
-    "scan_states_concurrent": (*CONCURRENT, DEEP),
-    "scan_bwd_concurrent": CONCURRENT,
-    "scan_bwd_ends_concurrent": (*CONCURRENT, DEEP),
-    "intra_head": (
-        Tile(64, 0, 4, 3, 168),
-        Tile(64, 0, 4, 2, 168),
-        Tile(32, 0, 4, 5),
-        Tile(32, 0, 4, 3),
-        Tile(32, 0, 4, 1),
-        Tile(64, 0, 4, 1),
-        Tile(64, 0, 4, 2),
-        Tile(128, 0, 4, 1),
-    ),
-    "dq_head": tuple(
-        Tile(BK, BV, 4, stages)
-        for BK, BV, stages in ((128, 128, 1), (128, 64, 1), (64, 128, 1), (64, 64, 2))
-    ),
-    "dk_head": tuple(
-        Tile(BK, BV, 4, stages)
-        for BK, BV, stages in ((64, 128, 1), (64, 64, 3), (64, 64, 1), (32, 128, 1))
-    ),
-    "dqk_head": tuple(
-        Tile(BK, BV, warps, stages)
-        for BK, BV, warps, stages in (
-            (32, 64, 4, 2),
-            (32, 64, 4, 3),
-            (32, 32, 4, 3),
-            (64, 64, 8, 2),
-        )
-    ),
-    "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
-    "intra_bwd": (Tile(32, 128, 4, 1), Tile(32, 64, 4, 3), Tile(16, 128, 4, 1)),
-    "intra_bwd_any": (Tile(32, 128, 4, 1), Tile(16, 128, 4, 1)),
-}
-"""What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
-those of the longest name here that it begins with."""
-
-
-def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
-    """Tiles for one stage and shape, none wider than the shape."""
-    name = max((n for n in CANDIDATES if stage.startswith(n)), key=len)
-    k, v = power_of_two(K), power_of_two(V, 32)
-    rows = (
-        t._replace(BK=min(t.BK, k) or (k if name.startswith("scan") else 0), BV=min(t.BV, v))
-        for t in CANDIDATES[name]
-        if not t.hopper or (k, v) == (128, 128)
-    )
-    return tuple(dict.fromkeys(rows))
-
-
-def main() -> None:
-    from benchmarks.stages import measure
-
-    least = math.inf
-    with suppress(ImportError, AttributeError):
-        from fla_cp.kernels.sm90.scan import MIN_CHUNK_HEADS
-
-        least = MIN_CHUNK_HEADS
-    parser = argparse.ArgumentParser(
-        prog="python -m fla_cp.kernels.triton.tile_table", description=__doc__
-    )
-    stages = sorted({name for _, name, *_ in TABLE})
-    parser.add_argument("--stage", choices=stages, action="append", help="default: all")
-    parser.add_argument("--K", type=int, default=128)
-    parser.add_argument("--V", type=int, default=128)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--heads", type=int, default=32)
-    args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
-    for stage in args.stage or stages:
-        print(f"{stage}  K={args.K} V={args.V} {args.dtype} T={args.tokens} H={args.heads}")
-        chains = args.heads if stage.startswith("scan") else 0
-        size = -(-args.tokens // 64) * args.heads
-        hopper = (args.K, args.V, dtype) == (128, 128, BF16) and size > least
-        print(f"  now  {tile(stage, args.K, args.V, dtype, chains, hopper)}", flush=True)
-        best: tuple[float, Tile | None] = (float("inf"), None)
-        for candidate in candidates(stage, args.K, args.V):
-            try:
-                ms = measure(stage, candidate, args.K, args.V, dtype, args.tokens, args.heads)
-            except Exception as error:  # does not fit: reported, and the next is tried
-                print(f"       {candidate}: {str(error).splitlines()[0][:80]}", flush=True)
-                continue
-            print(f"  {ms:7.3f} ms  {candidate}", flush=True)
-            best = min(best, (ms, candidate))
-        key = (architecture(), stage, power_of_two(args.K), power_of_two(args.V, 32), dtype)
-        row = f'HOPPER: "{stage}": ((0, {best[1]}),)' if best[1] and best[1].hopper else None
-        print(f"    {row or f'TABLE: {key}: {best[1]}'},", flush=True)
-
-
-if __name__ == "__main__":
-    main()
