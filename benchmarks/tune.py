@@ -6,29 +6,34 @@ The best row is printed in the form of tile_table.py.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 
+from fla_cp.kernels import resolve, using
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton import backend, tile_table
-from fla_cp.kernels.triton.local import gated_operands, intra, intra_bwd
+from fla_cp.kernels.triton.backend import TritonBackend
+from fla_cp.kernels.triton.intra import (
+    intra,
+    intra_bwd,
+)
+from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.kernels.triton.tile_table import (
     BF16,
     BROAD,
     DEEP,
     NARROW,
     TABLE,
+    TUNING,
     Tile,
     architecture,
     power_of_two,
-    tile,
 )
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
@@ -103,37 +108,49 @@ GROUPED = ("dq_head", "dk_head")
 """Stages of calls with several value heads a key head."""
 
 
+def now() -> TritonBackend:
+    """The Triton backend that public calls take at this moment."""
+    backend = resolve("triton", torch.device("cuda"), torch.bfloat16)
+    assert isinstance(backend, TritonBackend)
+    return backend
+
+
 @contextmanager
 def forced(choice: dict[str, Tile]) -> Iterator[None]:
     """Inside, the stages named in `choice` take its tiles."""
-
-    def choose(stage: str, *shape: Any) -> Tile:
-        return choice.get(stage) or tile(stage, *shape)
-
-    setattr(tile_table, "tile", choose)  # noqa: B010
-    try:
+    backend = now()
+    tuning = replace(backend.tuning, forced=(*choice.items(), *backend.tuning.forced))
+    with using(replace(backend, tuning=tuning)):
         yield
-    finally:
-        setattr(tile_table, "tile", tile)  # noqa: B010
+
+
+@dataclass(frozen=True)
+class Cut(TritonBackend):
+    """Cuts every sequence into segments of `chunks` chunks."""
+
+    chunks: int = 1
+
+    def segment(self, packing: Packing, *shape: Any) -> Packing:
+        return packing.cached(("pieces", self.chunks), lambda: packing.cut(self.chunks))
 
 
 @contextmanager
 def cut_into(chunks: int) -> Iterator[None]:
     """Inside, the kernels cut every sequence into segments of so many chunks."""
-    whole = backend.TRITON
-
-    def split(packing: Packing, *shape: Any) -> Packing:
-        return packing.cached(("pieces", chunks), lambda: packing.cut(chunks))
-
-    setattr(backend, "TRITON", dataclasses.replace(whole, split=split))  # noqa: B010
-    try:
+    with using(Cut(tuning=now().tuning, chunks=chunks)):
         yield
-    finally:
-        setattr(backend, "TRITON", whole)  # noqa: B010
 
 
 def stages(
-    K: int, V: int, dtype: torch.dtype, tokens: int, heads: int, *, path: str = "", group: int = 1
+    K: int,
+    V: int,
+    dtype: torch.dtype,
+    tokens: int,
+    heads: int,
+    *,
+    path: str = "",
+    group: int = 1,
+    backend: TritonBackend | None = None,
 ) -> dict[str, Callable[[], Any]]:
     """Each stage of one call with norm, gate and beta's sigmoid inside, on random inputs, and the
     summaries that a rank in the middle of a document makes besides. "begin": the chunks of two
@@ -162,13 +179,14 @@ def stages(
     middle = Packing.build((0, 3 * tokens), [(tokens, 2 * tokens)])
     halves = packing.cut(tokens // CHUNK // 2)
     wanted = {"want_states": False, "want_end": False}
-    c = intra(rule, packing, x)
+    backend = now() if backend is None else backend
+    c = intra(rule, packing, x, backend.tuning)
     o, *_ = backend.scan_output(rule, packing, c, None, **wanted)
     c = c._replace(o=o)
     h, v_new = backend.scan(packing, c, None)()
     grads = backend.output_bwd(rule, packing, c, do)
     dscan, _ = backend.scan_bwd(packing, c, grads, None, want_start=False)
-    kept = c._replace(rule=dataclasses.replace(rule, keep_intermediates=True))  # no scan beside
+    kept = c._replace(rule=replace(rule, keep_intermediates=True))  # no scan beside
 
     def both_scans() -> tuple:
         states = backend.scan(packing, c, None)
@@ -181,10 +199,10 @@ def stages(
         return found, states()
 
     def gated() -> tuple:
-        return gated_operands(rule, packing, x, c.rows, c.anchors)
+        return gated_operands(rule, packing, x, c.rows, c.anchors, backend.tuning)
 
     return ({} if head else {"gated": gated}) | {
-        f"intra{path}": lambda: intra(rule, packing, x),
+        f"intra{path}": lambda: intra(rule, packing, x, backend.tuning),
         "begin": lambda: backend.prepare_chunks(rule, halves, x, None),
         "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
         "scan_states": lambda: backend.scan(packing, kept, None)(),
@@ -210,13 +228,13 @@ def measure(
     else:
         timed = stage
     group = 2 if stage.startswith(GROUPED) else 1
-    run = stages(K, V, dtype, tokens, heads, path=path, group=group)[timed]
     with forced({stage: choice}):
+        run = stages(K, V, dtype, tokens, heads, path=path, group=group)[timed]
         return triton.testing.do_bench(run, warmup=5, rep=25, return_mode="median")
 
 
 def main() -> None:
-    least = eligible.sm90_scan.MIN_CHUNK_HEADS if eligible.sm90_scan else math.inf
+    least = TUNING.min_chunk_heads if eligible.GLUON else math.inf
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
     stages = sorted({name for _, name, *_ in TABLE})
     parser.add_argument("--stage", choices=stages, action="append", help="default: all")
@@ -232,7 +250,7 @@ def main() -> None:
         chains = args.heads if stage.startswith("scan") else 0
         size = -(-args.tokens // 64) * args.heads
         hopper = (args.K, args.V, dtype) == (128, 128, BF16) and size > least
-        print(f"  now  {tile(stage, args.K, args.V, dtype, chains, hopper)}", flush=True)
+        print(f"  now  {TUNING.tile(stage, args.K, args.V, dtype, chains, hopper)}", flush=True)
         best: tuple[float, Tile | None] = (float("inf"), None)
         for candidate in candidates(stage, args.K, args.V):
             try:

@@ -54,10 +54,10 @@ def make_plan(
     if x is not None:
         (HV, V), K = x.v.shape[1:], x.q.shape[-1]
         shape = (HV, K, V, x.q.dtype, x.q.device)
-        whole, packing = packing, backend.split(packing, *shape, True)
+        whole, packing = packing, backend.segment(packing, *shape, True)
         ahead = packing
         if packing is whole and not links.any:
-            ahead = backend.split(packing, *shape, False)
+            ahead = backend.segment(packing, *shape, False)
     return Plan(
         rule=rule,
         packing=packing,

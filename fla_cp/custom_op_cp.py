@@ -109,7 +109,8 @@ def _chunks(plan: Plan, x: Inputs, tensors: list[Tensor], o: Tensor | None) -> A
 
 def _tensors(plan: Plan, chunks: Any) -> list[Tensor]:
     keeping = replace(plan.rule, keep_intermediates=True)
-    return [t.contiguous() for t in plan.backend.keep(keeping, chunks, None, None)[:-2]]
+    kept = plan.backend.keep(keeping, chunks, None, None)[:-2]
+    return [t.contiguous() for t in kept if t is not None]
 
 
 def _without(places: tuple[int, ...], tensors: list[Tensor]) -> list[Tensor]:

@@ -122,9 +122,12 @@ def run_segments(
         want_states=want_h or rule.keep_intermediates,
         want_end=want_final,
     )
-    final = _per_sequence(plan, packing.ending, S_end, initial) if want_final else None
+    final = None
+    if want_final:
+        assert S_end is not None
+        final = _per_sequence(plan, packing.ending, S_end, initial)
     saved = Saved(run.keep(rule, chunks, h, v_new), carried.value, maps.transition)
-    if not want_h:
+    if not want_h or h is None:
         return Result(o.to(x.v.dtype), final, None, saved)
     h = run.in_token_order(packing, h).to(x.v.dtype)
     h = h.mT.contiguous() if rule.state_v_first else h
@@ -194,9 +197,10 @@ def recompute(
     plan: Plan, x: Inputs, initial: Tensor | None, saved: Saved, o: Tensor | None, do: Tensor
 ) -> Recomputed:
     chunks, h, v_new = plan.backend.restore(plan.rule, plan.packing, x, saved.kept, o)
-    states = lambda: lambda: (h, v_new)  # noqa: E731
-    if h is None:
-        states = recompute_states(plan, initial, saved, chunks)
+    states = recompute_states(plan, initial, saved, chunks)
+    if h is not None and v_new is not None:
+        kept = h, v_new
+        states = lambda: lambda: kept  # noqa: E731
     dout = plan.backend.output_bwd(plan.rule, plan.packing, chunks, do)
     return Recomputed(chunks, dout, states)
 
@@ -236,7 +240,10 @@ def run_segments_backward(
     wanted = {"want_start": want_dinitial, "concurrent": concurrent}
     dscan, dS0 = run.scan_bwd(packing, recomputed.chunks, recomputed.dout, dS_end, **wanted)
     grads = run.intra_bwd(plan.rule, packing, x, recomputed.chunks, *states(), dscan)
-    dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal) if want_dinitial else None
+    dinitial = None
+    if want_dinitial:
+        assert dS0 is not None
+        dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal)
     return grads, dinitial
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import device as Device
@@ -13,10 +15,28 @@ from fla_cp.arguments import check_choice
 from fla_cp.kernels.backend import Backend
 from fla_cp.kernels.torch.backend import TORCH
 
-__all__ = ["TORCH", "Backend", "Impl", "resolve"]
+__all__ = ["TORCH", "Backend", "Impl", "resolve", "using"]
 
 # `import torch` here would be hidden by the folder of that name beside this file.
 Impl = Literal["auto", "torch", "triton"]
+
+
+_replaced: dict[str, Backend] = {}
+
+
+@contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Inside, `backend` stands for the one of its name: for tests and for measurements, which run
+    public calls on a variant of a backend, such as other tiles. It holds for all threads."""
+    before = _replaced.get(backend.name)
+    _replaced[backend.name] = backend
+    try:
+        yield
+    finally:
+        if before is None:
+            del _replaced[backend.name]
+        else:
+            _replaced[backend.name] = before
 
 
 def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
@@ -30,7 +50,7 @@ def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
     if impl == "auto":
         impl = "triton" if device.type == "cuda" and dtype != float64 else "torch"
     if impl == "torch":
-        return TORCH
+        return _replaced.get("torch", TORCH)
     if dtype == float64:
         raise ValueError(f"impl='triton' computes bf16, fp16 and fp32, got {dtype}")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -42,4 +62,4 @@ def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
             f"impl='triton' on {device} needs Triton >= 3.6 ({error}); pass impl='torch' for the "
             "slow PyTorch stages"
         ) from error
-    return TRITON
+    return _replaced.get("triton", TRITON)

@@ -1,78 +1,233 @@
-"""Backend: one set of stage functions that the pipeline runs, and how one is chosen.
+"""Backend: the stages of an operator, as the pipeline calls them.
 
-A backend is replaced piece by piece: `dataclasses.replace(TORCH, scan=my_scan)`. The chunks that
-`begin` returns are the backend's own; the pipeline only hands them on.
+A backend is a frozen object with one method a stage. A variant is a subclass that overrides a
+stage, or `dataclasses.replace` of a field; `fla_cp.kernels.using` puts it in place for tests and
+measurements. The chunks and the gradients that the stages hand each other belong to the backend:
+the pipeline only passes them on, so that their type is Any here.
+
+Shapes: T tokens, NC chunks of C = 64 tokens, S segments, HV value heads, K and V the dims of keys
+and values. States are [.., HV, K, V], fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fla_cp.comm.affine import Steps
+from fla_cp.comm.carry import AffineMap, States
+from fla_cp.kernels.torch.conv import ConvRows
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.torch.recurrent import Sequences
+from fla_cp.partition.device_tables import Tabled
+from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 
-Stage = Callable[..., Any]
+Shape = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor."""
 
 
 @dataclass(frozen=True)
-class Backend:
-    """Stage functions, in the order in which the pipeline calls them.
-
-    forward
-      begin(rule, packing, inputs, seeds) -> chunks, AffineMap   all that the scan needs, and maps
-                                             of the segments
-      scores(rule, packing, chunks) -> chunks                    what only the output needs
-      scan_output(rule, packing, chunks, S0, want_states, want_end) -> o, h, v_new, S_end
-      in_token_order(packing, h) -> h                            one state a chunk
-      keep(rule, chunks, h, v_new) -> tensors                    saved for the backward
-    backward
-      restore(rule, packing, inputs, tensors, o) -> chunks, h, v_new    h None: scan runs again
-      output_bwd(rule, packing, chunks, do) -> output gradients
-      beside(packing, chunks) -> bool                            scan runs beside what follows
-      scan(packing, chunks, S0) -> a call that gives h, v_new    only if restore gave no h
-      summarize_bwd(packing, chunks, output gradients, seeds, together) -> offset
-      scan_bwd(packing, chunks, output gradients, dS_end, want_start, together)
-                                             -> scan gradients, dS0; together: while `scan` runs
-      intra_bwd(rule, packing, inputs, chunks, h, v_new, scan gradients) -> Inputs
-
-      walk(owner, steps, transition, offset, start, out, transposed) -> out      see affine.py
-      split(packing, HV, K, V, dtype, device, backward) -> packing
-                                             cut finer where that fills the cards, on all ranks
-                                             alike; backward: for both directions
-
-    operators of their own
-      conv(x, halo, where, weight, bias, silu) -> y
-      conv_bwd(x, halo, where, weight, bias, silu, dy) -> dx, dhalo, dweight, dbias
-      gate(rule, g, A_log, dt_bias) -> log decay                 differentiable
-      recurrent(rule, inputs, S0, S_end, sequences) -> o         token by token; fills S_end
-
-    reads_output: restore needs o. For torch.compile: kept_shapes(rule, dtype, NC, HV, K, V) gives
-    (shape, dtype) of what `keep` returns, always_kept(rule) the places in it, where all is kept, of
-    what it returns otherwise.
-    """
+class Backend(ABC):
+    """Stages in the order in which the pipeline calls them: forward, backward, then operators of
+    their own. reads_output: `restore` needs o, which is then saved for the backward."""
 
     name: str
     reads_output: bool
-    always_kept: Callable[[DeltaRule], tuple[int, ...]]
-    kept_shapes: Callable[..., list[tuple[tuple[int, ...], torch.dtype]]]
-    prepare_chunks: Stage
-    scores: Stage
-    scan_output: Stage
-    in_token_order: Stage
-    keep: Stage
-    restore: Stage
-    output_bwd: Stage
-    runs_concurrently: Stage
-    scan: Stage
-    summarize_bwd: Stage
-    scan_bwd: Stage
-    intra_bwd: Stage
-    fold: Stage
-    split: Stage
-    conv: Stage
-    conv_bwd: Stage
-    gate: Stage
-    recurrent: Stage
+
+    # forward
+
+    def segment(
+        self,
+        packing: Packing,
+        HV: int,
+        K: int,
+        V: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backward: bool,
+    ) -> Packing:
+        """The packing, cut into more segments where that fills the GPU, alike on all ranks.
+        backward: the cut serves both directions."""
+        return packing
+
+    @abstractmethod
+    def prepare_chunks(
+        self, rule: DeltaRule, packing: Packing, x: Inputs, seeds: States | None
+    ) -> tuple[Any, AffineMap]:
+        """All that the scan needs of each chunk, and the affine maps of the segments: transitions
+        of `packing.middle`, offsets of `packing.feeding`. seeds: states that enter segments which
+        begin a sequence."""
+
+    def scores(self, rule: DeltaRule, packing: Packing, chunks: Any) -> Any:
+        """The chunks with what only the output needs. An exchange may be under way meanwhile."""
+        return chunks
+
+    @abstractmethod
+    def scan_output(
+        self,
+        rule: DeltaRule,
+        packing: Packing,
+        chunks: Any,
+        S0: States | None,
+        *,
+        want_states: bool,
+        want_end: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Runs the segments from the states S0 that enter them: o [T, HV, V], and where wanted the
+        state at each chunk's start h [NC, HV, K, V], v_new [NC, HV, C, V] and the state at each
+        segment's end [S, HV, K, V]."""
+
+    def in_token_order(self, packing: Packing, h: Tensor) -> Tensor:
+        """h with its chunks in the order of their tokens."""
+        return h
+
+    @abstractmethod
+    def keep(
+        self, rule: DeltaRule, chunks: Any, h: Tensor | None, v_new: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """What is saved for the backward."""
+
+    # backward
+
+    @abstractmethod
+    def restore(
+        self,
+        rule: DeltaRule,
+        packing: Packing,
+        x: Inputs,
+        kept: tuple[Tensor | None, ...],
+        o: Tensor | None,
+    ) -> tuple[Any, Tensor | None, Tensor | None]:
+        """The chunks from what `keep` gave, and h and v_new, or None where the scan runs again."""
+
+    @abstractmethod
+    def output_bwd(self, rule: DeltaRule, packing: Packing, chunks: Any, do: Tensor) -> Any:
+        """Gradients at the outputs, from do [T, HV, V]."""
+
+    def runs_concurrently(self, packing: Packing, chunks: Any) -> bool:
+        """Whether `scan` runs at the same time as the reverse scans."""
+        return False
+
+    @abstractmethod
+    def scan(
+        self, packing: Packing, chunks: Any, S0: States | None
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Starts to form h and v_new again; the call that is returned waits for them."""
+
+    @abstractmethod
+    def summarize_bwd(
+        self,
+        packing: Packing,
+        chunks: Any,
+        dout: Any,
+        seeds: States | None,
+        *,
+        concurrent: bool = False,
+    ) -> Tensor | None:
+        """Offsets of the adjoint maps of `packing.carried`, [.., HV, K, V]. concurrent: while
+        `scan` runs."""
+
+    @abstractmethod
+    def scan_bwd(
+        self,
+        packing: Packing,
+        chunks: Any,
+        dout: Any,
+        dS_end: States | None,
+        *,
+        want_start: bool,
+        concurrent: bool = False,
+    ) -> tuple[Any, Tensor | None]:
+        """The reverse scan: gradients at the chunks, and where wanted of the states that enter the
+        segments [S, HV, K, V]."""
+
+    @abstractmethod
+    def intra_bwd(
+        self,
+        rule: DeltaRule,
+        packing: Packing,
+        x: Inputs,
+        chunks: Any,
+        h: Tensor,
+        v_new: Tensor,
+        dscan: Any,
+    ) -> Inputs:
+        """Gradients of the inputs."""
+
+    @abstractmethod
+    def fold(
+        self,
+        owner: Tabled,
+        steps: Steps,
+        transition: Tensor | None,
+        offset: Tensor | None,
+        start: Tensor | None,
+        out: Tensor,
+        *,
+        transposed: bool,
+    ) -> Tensor:
+        """States through chains of affine maps; see `fla_cp.comm.affine.fold`."""
+
+    # for torch.compile, which must know shapes before anything runs
+
+    @abstractmethod
+    def kept_shapes(
+        self, rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
+    ) -> list[Shape]:
+        """Shapes and dtypes of what `keep` returns."""
+
+    @abstractmethod
+    def always_kept(self, rule: DeltaRule) -> tuple[int, ...]:
+        """Where, among what `keep` returns with keep_intermediates, stands what it returns
+        without."""
+
+    # operators of their own
+
+    @abstractmethod
+    def conv(
+        self,
+        x: Tensor,
+        halo: Tensor,
+        where: ConvRows,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+    ) -> Tensor:
+        """Depthwise causal convolution of x [T, D]; halo [ranges * (W-1), D] holds the tokens
+        before each range, weight is [D, W]."""
+
+    @abstractmethod
+    def conv_bwd(
+        self,
+        x: Tensor,
+        halo: Tensor,
+        where: ConvRows,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        dy: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """dx, dhalo, dweight and dbias."""
+
+    @abstractmethod
+    def gate(
+        self, rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
+    ) -> Tensor:
+        """The log decay of raw projections g [.., HV, K], in fp32 (fp64); differentiable."""
+
+    @abstractmethod
+    def recurrent(
+        self,
+        rule: DeltaRule,
+        x: Inputs,
+        S0: Tensor | None,
+        S_end: Tensor | None,
+        sequences: Sequences,
+    ) -> Tensor:
+        """o [T, HV, V], token by token; fills S_end."""

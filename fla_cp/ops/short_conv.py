@@ -249,7 +249,7 @@ def _conv_backward_run(
     place = _Place.of(impl, x, weight, context_of(context), rows)
     grads = place.backend.conv_bwd(x, halo, place.where, weight, bias, silu, dy)
     return [
-        x.new_empty(0) if t is None else _fresh(d, t)
+        x.new_empty(0) if t is None or d is None else _fresh(d, t)
         for d, t in zip(grads, (x, halo, weight, bias), strict=True)
     ]
 

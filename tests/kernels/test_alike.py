@@ -69,7 +69,7 @@ def chosen(monkeypatch):
     monkeypatch.setattr(tile_table, "tile", noting_tile)
     monkeypatch.setattr(backend, "_tile", noting_scan)
     monkeypatch.setattr(eligible, "sm_count", lambda device: 132)
-    monkeypatch.setattr(backend, "_side_stream", lambda *args: STREAM)
+    monkeypatch.setattr(backend, "side_stream", lambda *args: STREAM)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     for module in (backend, sm90_intra_bwd, sm90_intra, local, fold):
@@ -233,7 +233,7 @@ def test_a_rank_without_tokens_waits_for_no_stream(chosen, monkeypatch):
     """That the side stream was never joined to: a CUDA graph could not be captured."""
     waits = []
     stream = SimpleNamespace(stream_id=0, wait_stream=waits.append)
-    monkeypatch.setattr(backend, "_side_stream", lambda *args: stream)
+    monkeypatch.setattr(backend, "side_stream", lambda *args: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     for _ in ranks(chosen, (0, 4096), [[(0, 4096)], []], 4, False):
         pass

@@ -18,11 +18,12 @@ import torch
 pytest.importorskip("triton")  # interpreted: conftest.py
 
 import fla_cp.kernels.triton.backend
-import fla_cp.kernels.triton.local
+import fla_cp.kernels.triton.intra
 from benchmarks import tune
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton.local import gated_operands, intra
+from fla_cp.kernels.triton.intra import intra
+from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.aot import disassembled, machine_code, overwritten, undefined
@@ -43,7 +44,7 @@ pytestmark = [
 def interpreted(monkeypatch):
     """Lets the kernels run on CPU tensors, in this module only, and fp32 take bf16's path."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(fla_cp.kernels.triton.local, "SAFE_DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(fla_cp.kernels.triton.intra, "SAFE_DTYPES", (torch.float32, torch.bfloat16))
 
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
@@ -143,7 +144,7 @@ def test_state_layouts_and_intermediate_states():
 def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
     """By strides: what the caller gets is dense without a copy, and what it gives is not copied."""
     from fla_cp.kernels.triton import backend
-    from fla_cp.kernels.triton.local import intra
+    from fla_cp.kernels.triton.intra import intra
 
     read = []
 
@@ -194,7 +195,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     from fla_cp.kernels.sm90 import eligible
     from fla_cp.kernels.torch.intra import Inputs
     from fla_cp.kernels.triton import backend
-    from fla_cp.kernels.triton.local import intra
+    from fla_cp.kernels.triton.intra import intra
     from fla_cp.partition.packing import Packing
     from fla_cp.rule import DeltaRule
 
@@ -325,7 +326,7 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
     monkeypatch.setattr(
         backend, "TRITON", replace(backend.TRITON, runs_concurrently=backend.runs_concurrently)
     )
-    monkeypatch.setattr(backend, "_side_stream", lambda device, concurrent: side)
+    monkeypatch.setattr(backend, "side_stream", lambda device, concurrent: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     for module, name in (
@@ -593,7 +594,7 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(backend, "intra_in_two", in_two)
     monkeypatch.setattr(backend, "_summary", summary)
     urgent = {-1: Stream("urgent")}
-    monkeypatch.setattr(backend, "_side_stream", lambda *args: urgent[args[2]])
+    monkeypatch.setattr(backend, "side_stream", lambda *args: urgent[args[2]])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", on)
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(32768, 32, 128))

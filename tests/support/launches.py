@@ -161,9 +161,9 @@ def test_many_are_forgotten(recorder, monkeypatch):
 
 def test_a_descriptor_is_told_by_what_is_compiled_of_it():
     x = torch.zeros(64, 2, 128, dtype=torch.bfloat16)
-    a, b = (sm90_scan._describe(t, 64, 64) for t in (x, x[:32]))
+    a, b = (sm90_scan.describe(t, 64, 64) for t in (x, x[:32]))
     assert launches.specialization_key(a) == launches.specialization_key(b)
-    others = sm90_scan._describe(x, 64, 128), sm90_scan._describe(x.float(), 64, 64)
+    others = sm90_scan.describe(x, 64, 128), sm90_scan.describe(x.float(), 64, 64)
     assert len({launches.specialization_key(t) for t in (a, *others)}) == 3
 
 
@@ -171,7 +171,7 @@ def test_a_descriptor_says_what_tritons_own_says():
     """And what it refuses, ours, made without a check, is not."""
     wide = torch.zeros(64, 2, 3, 128, dtype=torch.bfloat16)[:, :, 1]
     for x in (wide, wide.contiguous(), torch.zeros(3, 2, 7, 64), torch.zeros(5, 1, 128)):
-        ours = sm90_scan._describe(x, 1, 64)
+        ours = sm90_scan.describe(x, 1, 64)
         checked = sm90_scan.TensorDescriptor(
             ours.base, ours.shape, ours.strides, ours.block_shape, ours.layout, ours.padding
         )

@@ -1,39 +1,82 @@
-"""Whether the kernels in Gluon are there, and which calls take them."""
+"""Which calls the Gluon kernels of this folder support, and where they pay."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
 
-from fla_cp.kernels.triton import tile_table
 from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.partition.packing import Packing
 
-__all__ = ["sm90_intra", "sm90_intra_bwd", "sm90_scan", "sm_count", "supports"]
+try:  # Gluon is experimental: a Triton may lack it, or names of it
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        async_copy,
+        fence_async_shared,
+        mbarrier,
+        mma_v2,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+except ImportError:
+    GLUON = False
+else:
+    GLUON = True
+    del async_copy, fence_async_shared, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
+    del TensorDescriptor
 
-try:
-    from fla_cp.kernels.sm90 import (
-        intra_headwise as sm90_intra,
-    )
-    from fla_cp.kernels.sm90 import (
-        intra_headwise_bwd as sm90_intra_bwd,
-    )
-    from fla_cp.kernels.sm90 import (
-        scan as sm90_scan,
-    )
-except (ImportError, AttributeError):  # Gluon is experimental: a Triton that has it otherwise
-    sm90_scan = sm90_intra_bwd = sm90_intra = None  # type: ignore[assignment]
+if GLUON:  # outside of the try: an error in these files is an error, not a Triton without Gluon
+    from fla_cp.kernels.sm90 import intra_headwise as sm90_intra
+    from fla_cp.kernels.sm90 import intra_headwise_bwd as sm90_intra_bwd
+    from fla_cp.kernels.sm90 import scan as sm90_scan
+    from fla_cp.kernels.sm90 import scan_bwd as sm90_scan_bwd
+
+__all__ = [
+    "GLUON",
+    "fits",
+    "pays",
+    "sm90_intra",
+    "sm90_intra_bwd",
+    "sm90_scan",
+    "sm90_scan_bwd",
+    "supports",
+]
+
+MAX_CHUNK_HEADS = 2**24
+"""Chunks times heads that are too many to be numbered."""
 
 
 def supports(c: Chunks, *rows: Tensor) -> bool:
-    """Whether they can; rows [T, HV, V] or [T, H, K] are what is read besides."""
-    return bool(sm90_scan) and tile_table.architecture() == 90 and sm90_scan.fits(c, *rows)
+    """Whether the kernels can compute the chunks and rows [T, HV, V] or [T, H, K] read beside them:
+    this Triton has Gluon, the GPU is an sm_90, the operands are bf16, K = V = 128, and the TMA can
+    read every tensor (dense rows, 16-byte alignment, strides that are multiples of 8 elements)."""
+    if c.tuning.gluon is not None:
+        return c.tuning.gluon
+    return GLUON and c.tuning.on_sm90() and fits(c, *rows)
 
 
-@functools.lru_cache
-def sm_count(device: torch.device) -> int:
-    """0 without a GPU."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def fits(c: Chunks, *rows: Tensor) -> bool:
+    """What `supports` asks of shapes, dtypes and memory."""
+    NC, HV, K = c.decay.shape
+    read = (*rows, *((c.qg, c.k_decayed, c.kg) if c.of_heads else ()))
+    return (
+        K == c.v.shape[2] == 128
+        and NC * HV < MAX_CHUNK_HEADS
+        and c.v.dtype == torch.bfloat16
+        and all(
+            x.stride(-1) == 1
+            and x.data_ptr() % 16 == 0
+            and all(n > 0 and n % 8 == 0 for n in x.stride()[:2])
+            for x in read
+        )
+    )
+
+
+def pays(packing: Packing, c: Chunks) -> bool:
+    """Whether there is work enough, for the rank that has most chunks: all ranks run the same
+    kernels."""
+    if c.tuning.gluon is not None:
+        return c.tuning.gluon
+    size = packing.largest.chunks * c.decay.shape[1]
+    return c.tuning.min_chunk_heads < size < MAX_CHUNK_HEADS

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_cp.kernels.sm90.intra_headwise_bwd import PLANES, decayed
-from fla_cp.kernels.sm90.scan import barrier, rounded_off
+from fla_cp.kernels.sm90.scan import rounded_off
+from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables

@@ -18,12 +18,15 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fla_cp.kernels.sm90.scan import _describe, barrier
+from fla_cp.kernels.sm90.intra_headwise_bwd_copies import copy_items, store_items, tiles_of
+from fla_cp.kernels.sm90.tma import (
+    barrier,
+    describe,
+)
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables
@@ -31,149 +34,6 @@ from fla_cp.rule import CHUNK, DeltaRule
 
 PLANES = 9
 """Of `Chunks.rows`."""
-
-
-@gluon.jit
-def tiles_of(places, stage, slot):
-    """The tiles of operands: do and v_new of a stage, and of the others the one there is."""
-    s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p, _rows, _w, _rb = places
-    return (
-        s_do.index(stage),
-        s_vn.index(stage),
-        s_y.index(slot),
-        s_v.index(slot),
-        s_h.index(slot),
-        s_dh.index(slot),
-        s_q.index(slot),
-        s_k.index(slot),
-        s_p.index(slot),
-    )
-
-
-@gluon.jit
-def copy_items(
-    tensors,
-    places,
-    ready,
-    free,
-    chunk_start,
-    items,
-    strides,
-    REMOVAL: gl.constexpr,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    PLANES: gl.constexpr,
-    NS: gl.constexpr,
-):
-    """A warp's work: what is read of each chunk and head, to its place as soon as this is free."""
-    do, v_new, y, v, h, dh, q, k, p, rows = tensors
-    _do, _vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
-    s_rows = places[9]
-    do_h, v_h, q_h, k_h, p_h = strides
-    OWN: gl.constexpr = REMOVAL == "p"
-    of_values: gl.constexpr = 2 * BT * V
-    heads, visits = 0, 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_c, i_h = item // H, item % H
-        t = gl.load(chunk_start + i_c)
-        for i_g in range(G):
-            i_hv = i_h * G + i_g
-            i_ch = i_c * (H * G) + i_hv
-            past = (visits + 1) & 1
-            stage = visits % NS
-            mbarrier.wait(free.index(4 + stage), (visits // NS + 1) & 1)
-            bar = ready.index(4 + stage)
-            mbarrier.expect(bar, 2 * of_values)
-            tma.async_copy_global_to_shared(do, [t, i_hv * do_h], bar, places[0].index(stage))
-            tma.async_copy_global_to_shared(v_new, [i_ch * BT, 0], bar, places[1].index(stage))
-            mbarrier.wait(free.index(0), past)
-            bar = ready.index(0)
-            mbarrier.expect(bar, 2 * of_values + 4 * (7 if OWN else 5) * BT)
-            for i_p in gl.static_range(7 if OWN else 5):
-                plane = i_p if i_p < 3 else (3 + i_p if i_p < 5 else 3 + 5 * (i_p - 5))
-                at = [i_ch * PLANES + plane, 0]
-                tma.async_copy_global_to_shared(rows, at, bar, s_rows.index(i_p))
-            tma.async_copy_global_to_shared(y, [i_ch * BT, 0], bar, s_y)
-            mbarrier.wait(free.index(2), past)
-            tma.async_copy_global_to_shared(v, [t, i_hv * v_h], bar, s_v)
-            bar = ready.index(1)
-            mbarrier.expect(bar, 2 * K * V)
-            tma.async_copy_global_to_shared(h, [i_ch * K, 0], bar, s_h)
-            mbarrier.wait(free.index(1), past)
-            bar = ready.index(2)
-            mbarrier.expect(bar, 2 * K * V)
-            tma.async_copy_global_to_shared(dh, [i_ch * K, 0], bar, s_dh)
-            if i_g == 0:
-                mbarrier.wait(free.index(3), (heads + 1) & 1)
-                bar = ready.index(3)
-                mbarrier.expect(bar, 2 * BT * K * (3 if OWN else 2))
-                tma.async_copy_global_to_shared(q, [t, i_h * q_h], bar, s_q)
-                tma.async_copy_global_to_shared(k, [t, i_h * k_h], bar, s_k)
-                if OWN:
-                    tma.async_copy_global_to_shared(p, [t, i_h * p_h], bar, s_p)
-            visits += 1
-        heads += 1  # noqa: SIM113  # Gluon has no enumerate
-
-
-@gluon.jit
-def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT: gl.constexpr):
-    """A block of x [T, H, D], also given as a pointer, of which n rows count."""
-    again = n + i_h % 2
-    if n == BT:
-        tma.async_copy_shared_to_global(x, [t, i_h * D], block)
-    else:  # rows of another sequence follow
-        flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-        o_d = gl.arange(0, D, gl.SliceLayout(0, flat))
-        for part in gl.static_range(BT // 8):  # addresses formed again, see `opaque`
-            if part * 8 < n:  # branches, else loads of all parts are begun together
-                i = part * 8 + again // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
-                to = x_rows + ((t + i).to(gl.int64) * H + i_h)[:, None] * D + o_d[None, :]
-                gl.store(to, block.slice(part * 8, 8).load(flat), mask=(i < n)[:, None])
-
-
-@gluon.jit
-def store_items(
-    tensors,
-    pointers,
-    places,
-    free,
-    done,
-    chunk_start,
-    chunk_rows,
-    items,
-    REMOVAL: gl.constexpr,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-):
-    """A warp's work: dv takes the place of v, dq, dk and dp those of q, k and p, which are free
-    once it has stored them."""
-    dq, dk, dp, dv = tensors
-    dq_rows, dk_rows, dp_rows, dv_rows = pointers
-    _do, _vn, _y, s_v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
-    heads, visits = 0, 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        i_c, i_h = item // H, item % H
-        t, n = gl.load(chunk_start + i_c), gl.load(chunk_rows + i_c)
-        for i_g in range(G):
-            mbarrier.wait(done.index(0), visits & 1)
-            store_rows(dv, dv_rows, s_v, t, n, i_h * G + i_g, H * G, V, BT)
-            tma.store_wait(0)
-            mbarrier.arrive(free.index(2), count=1)
-            visits += 1
-        mbarrier.wait(done.index(1), heads & 1)
-        store_rows(dq, dq_rows, s_q, t, n, i_h, H, K, BT)
-        store_rows(dk, dk_rows, s_k, t, n, i_h, H, K, BT)
-        if REMOVAL == "p":
-            store_rows(dp, dp_rows, s_p, t, n, i_h, H, K, BT)
-        tma.store_wait(0)
-        mbarrier.arrive(free.index(3), count=1)
-        heads += 1  # noqa: SIM113  # Gluon has no enumerate
 
 
 @gluon.jit
@@ -565,10 +425,10 @@ def head_bwd(
     NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
 
     def rows_of(t: Tensor) -> Any:
-        return _describe(t, CHUNK, t.shape[-1])
+        return describe(t, CHUNK, t.shape[-1])
 
     def states_of(t: Tensor) -> Any:
-        return _describe(t, t.shape[-2], t.shape[-1])
+        return describe(t, t.shape[-2], t.shape[-1])
 
     dq, dk, dv = (out[name] for name in ("dq", "dk", "dv"))
     p, dp = (x.k, dk) if x.p is None else (x.p, out["dp"])
@@ -584,7 +444,7 @@ def head_bwd(
         q=rows_of(x.q),
         k=rows_of(x.k),
         p=rows_of(p),
-        rows=_describe(c.rows, 1, CHUNK),
+        rows=describe(c.rows, 1, CHUNK),
         dq=rows_of(dq),
         dk=rows_of(dk),
         dp=rows_of(dp),

@@ -16,124 +16,34 @@ exponent is at most zero, and what lies outside the pairs is masked away.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import (
     apply_sums,
     decay_exp,
-    divides,
     dot,
     load_rows,
     load_sums,
     pair_mask,
     parts,
     rounded_off,
+    row_products,
     store_block,
     store_square,
     sum_steps,
+    unit_rows,
 )
-from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO
-from fla_cp.kernels.triton.device.gates import LOG2E, sigmoid
-
-
-@triton.jit
-def nearest(x, TERMS: tl.constexpr):
-    """x in fp32; where two terms are kept, as the nearest number of TF32's eleven bits, since
-    products drop the others: they would err three times as much, all in one direction."""
-    if TERMS > 1:
-        bits = tl.cast(x, tl.int32, bitcast=True)
-        return tl.cast((bits + 0x1000) & -0x2000, tl.float32, bitcast=True)
-    else:
-        return x
-
-
-@triton.jit
-def unit_lower_inverse(A, D, BT: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 of strictly lower A [BT, BT] with D [BT / 16, 16, 16], its diagonal blocks.
-
-    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]: inverses of S-blocks are joined to
-    inverses of 2S-blocks, all pairs at once; up to 16 in D.
-    """
-    j = tl.arange(0, 16)
-    X = tl.where((j[:, None] == j[None, :])[None], 1.0, 0.0)
-    X -= tl.where(pair_mask(j, 0)[None], D, 0.0)
-    for level in tl.static_range(3):
-        C = nearest(tl.where(pair_mask(j, 1 + level)[None], D, 0.0), TERMS)
-        N = nearest(X, TERMS)
-        X -= dot(N, nearest(dot(C, N, PRECISION), TERMS), PRECISION)
-    i = tl.arange(0, BT)
-    X = tl.broadcast_to(X[:, :, None, :], [BT // 16, 16, BT // 16, 16])
-    X = tl.where((i // 16)[:, None] == (i // 16)[None, :], tl.reshape(X, [BT, BT]), 0.0)
-    for level in tl.static_range(2):
-        C = nearest(tl.where(pair_mask(i, 4 + level), A, 0.0), TERMS)
-        N = nearest(X, TERMS)
-        X -= dot(N, nearest(dot(C, N, PRECISION), TERMS), PRECISION)
-    return X
-
-
-@triton.jit
-def load_gate(g, A_log, dt_bias, i_h, o_r, stride_r, m_r, o_k, bound, K: tl.constexpr):
-    """raw = g + dt_bias [BT, BK] and rate = exp(A_log), fp32."""
-    raw = load_rows(g, o_r, stride_r, m_r, o_k, K).to(tl.float32)
-    rate = 1.0
-    if dt_bias is not None:
-        raw += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
-    if A_log is not None:
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    return raw, rate
-
-
-@triton.jit
-def load_steps(
-    g,
-    A_log,
-    dt_bias,
-    i_hv,
-    o_i,
-    g_t,
-    m_i,
-    o_k,
-    bound,
-    K: tl.constexpr,
-    GATE: tl.constexpr,
-    EXP2: tl.constexpr,
-):
-    """Log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk and K."""
-    raw, rate = load_gate(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K)
-    b_g = tl.where(m_i[:, None], GATE(raw, rate, bound), 0.0)
-    if not divides(o_k.shape[0], K):
-        b_g = tl.where((o_k < K)[None, :], b_g, 0.0)
-    if EXP2:
-        b_g *= LOG2E
-    return b_g
-
-
-@triton.jit
-def row_products(q, k, o_r, q_t, k_t, m_r, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr):
-    """Of each row, summed over channels: q k, and with NORM q q and k k."""
-    b_qk = tl.zeros([o_r.shape[0], BK], tl.float32)
-    b_qq, b_kk = b_qk, b_qk
-    for i_k in tl.static_range((K + BK - 1) // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_q = load_rows(q, o_r, q_t, m_r, o_k, K).to(tl.float32)
-        b_k = load_rows(k, o_r, k_t, m_r, o_k, K).to(tl.float32)
-        b_qk += b_q * b_k
-        if NORM:
-            b_qq += b_q * b_q
-            b_kk += b_k * b_k
-    return tl.sum(b_qk, axis=1), tl.sum(b_qq, axis=1), tl.sum(b_kk, axis=1)
-
-
-@triton.jit
-def blocks_of_16(x):
-    """[BT, BK] as [BT / 16, 16, BK]."""
-    return tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]])
-
-
-@triton.jit
-def opaque(i, n_rows, BT: tl.constexpr, phase: tl.constexpr):
-    """i, since n_rows <= BT, in a form that the compiler cannot tell to be i: what it forms of i
-    (addresses, masks) is then formed again in each phase instead of kept in registers."""
-    return i + n_rows // (BT + phase) * BT
+from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
+from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO, sums
+from fla_cp.kernels.triton.device.gates import sigmoid
+from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
+from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.launch import cdiv, launch
+from fla_cp.kernels.triton.operands import Chunks, Tables, gate_options, stage_name, tables
+from fla_cp.kernels.triton.tile_table import TUNING, Tuning
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import CHUNK, NORM_EPS, DeltaRule
 
 
 @triton.jit(do_not_specialize=["k_blocks"])
@@ -362,3 +272,105 @@ def gated_kernel(
     else:
         d = sum_steps(sums, AFTER, o_i, steps, PRECISION)
     store_block(kg + i_ch * BT * K, b_k * decay_exp(d, EXP2), o_i, o_k, BT, K)
+
+
+def intra_channelwise(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
+    """A decay a channel."""
+    NC, (H, K), HV = len(table.chunk_start), x.q.shape[1:], x.v.shape[1]
+    t = c.tuning.tile(stage_name("intra", rule, x.q.dtype), K, x.v.shape[2], x.q.dtype)
+    launch(
+        intra_kernel,
+        (NC, HV),
+        x.q,
+        x.k,
+        x.g,
+        x.beta,
+        x.A_log,
+        x.dt_bias,
+        sums(x.q.dtype, x.q.device),
+        c.qg,
+        c.k_decayed,
+        c.kg,
+        c.T,
+        c.Aqk,
+        c.decay,
+        c.anchors,
+        c.rows,
+        table.chunk_start,
+        table.chunk_rows,
+        *x.q.stride()[:2],
+        *x.k.stride()[:2],
+        *x.g.stride()[:2],
+        0 if x.beta is None else x.beta.stride(0),
+        cdiv(K, t.BK),
+        rule.scale,
+        rule.lower_bound or 0.0,
+        rule.beta_factor or 1.0,
+        HV=HV,
+        G=HV // H,
+        K=K,
+        BT=CHUNK,
+        BK=t.BK,
+        BETA_SIGMOID=rule.beta_factor is not None,
+        EPS=NORM_EPS,
+        num_warps=t.warps,
+        NS=t.stages,
+        maxnreg=t.registers,
+        TERMS=c.terms,
+        **gate_options(rule, x.q.dtype),
+    )
+
+
+def empty_gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for qg, kin and kg."""
+    shape = (NC, x.v.shape[1], CHUNK, x.q.shape[2])
+    k_decayed = (0,) if rule.removal == "none" else shape
+    return x.q.new_empty(shape), x.q.new_empty(k_decayed), x.q.new_empty(shape)
+
+
+def gated_operands(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    rows: Tensor,
+    anchors: Tensor,
+    tuning: Tuning = TUNING,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qg, kin and kg of the forward, formed again; with a decay a channel."""
+    x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
+    table = tables(packing, x.q.device)
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    t = tuning.tile("gated", K, V, x.q.dtype)
+    qg, k_decayed, kg = empty_gated(rule, NC, x)
+    options = gate_options(rule, x.q.dtype)
+    del options["NORM"]
+    if NC:
+        launch(
+            gated_kernel,
+            (NC * cdiv(K, t.BK), HV),
+            x.q,
+            x.k,
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            sums(x.q.dtype, x.q.device),
+            qg,
+            k_decayed,
+            kg,
+            anchors,
+            rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *x.g.stride()[:2],
+            rule.lower_bound or 0.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            BT=CHUNK,
+            BK=t.BK,
+            num_warps=t.warps,
+            **options,
+        )
+    return qg, k_decayed, kg

@@ -22,9 +22,12 @@ The gradients of the scores go through memory (`dscores`, two [C, C] tiles a chu
 transposing a product's result into another product is miscompiled on Hopper by Triton 3.4 to 3.7.0.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import (
     apply_sums,
     decay_exp,
@@ -32,215 +35,37 @@ from fla_cp.kernels.triton.device.blocks import (
     load_block,
     load_rows,
     parts,
-    store_block,
     store_rows,
     sum_steps,
 )
-from fla_cp.kernels.triton.device.decay_sums import AFTER, FROM_HERE, PAIR, UP_TO
-from fla_cp.kernels.triton.device.gates import sigmoid
-from fla_cp.kernels.triton.intra_channelwise import blocks_of_16, load_gate, load_steps, opaque
-
-
-@triton.jit
-def load_scores(ptr, i):
-    """The [BT, BT] tile at ptr."""
-    BT: tl.constexpr = i.shape[0]
-    return tl.load(ptr + i[:, None] * BT + i[None, :])
-
-
-@triton.jit
-def masked(x, mask):
-    return tl.where(mask, x, tl.zeros_like(x))
-
-
-@triton.jit
-def as_rows(x):
-    """[BT / 16, 16, BK] as [BT, BK]."""
-    return tl.reshape(x, [x.shape[0] * 16, x.shape[2]])
-
-
-@triton.jit
-def load_scaled(x, rows, plane, i, x_t, m_i, o_k, K: tl.constexpr):
-    """Rows of q or k in fp32, each times its factor in that plane of rows."""
-    factors = rows + plane * i.shape[0]
-    return load_rows(x, i, x_t, m_i, o_k, K).to(tl.float32) * tl.load(factors + i)[:, None]
-
-
-@triton.jit
-def load_pairs(ptr, at, pairs):
-    """Scores at offsets [BT, BT] or [BT / 16, 16, 16], zero but for pairs. Those of [BT, BT] are
-    whole blocks of 16, so what is masked is not even loaded."""
-    if len(at.shape) == 2:
-        return tl.load(ptr + at, mask=pairs, other=0.0)
-    else:
-        return masked(tl.load(ptr + at), pairs)
-
-
-@triton.jit
-def level_grads(
-    b_dq,
-    b_dr,
-    b_dc,
-    b_dgc,
-    f,
-    b_q,
-    b_k,
-    b_beta,
-    dscores,
-    at,
-    pairs,
-    second,
-    n_rows,
-    BT: tl.constexpr,
-    REMOVES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradients with one level's pairs added; f: each row's factor. At a level a row is either row
-    or column of the scores, which are mirrored: one product with row factors in second blocks and
-    column factors in first blocks gives the gradients of both."""
-    operand: tl.constexpr = dscores.dtype.element_ty
-    f_row = tl.where(second, f, 0.0)
-    b_x = (tl.where(second, b_q, b_k) * f).to(operand)
-    b_r = dot(load_pairs(dscores, at, pairs), b_x, PRECISION)
-    b_dq += f_row * b_r
-    b_t = b_x.to(tl.float32) * b_r
-    if REMOVES:
-        if operand == tl.float32:  # for registers: not loaded earlier, no addresses kept
-            dscores = opaque(dscores, n_rows, BT, 2000)
-            tl.debug_barrier()
-        b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
-        b_c = dot(load_pairs(dscores + BT * BT, at, pairs), b_x, PRECISION)
-        b_dr += f_row * b_c
-        b_t += b_x.to(tl.float32) * b_c
-        b_r += b_c
-    b_dc += (f - f_row) * b_r
-    b_dgc += tl.where(second, 1.0, -1.0) * b_t
-    return b_dq, b_dr, b_dc, b_dgc
-
-
-@triton.jit
-def scores_bwd_kernel(
-    v,
-    rows,
-    do,
-    o,
-    v_new,
-    y,
-    dv,
-    dbeta,
-    dscores,
-    of_rows,
-    chunk_start,
-    chunk_rows,
-    v_t,
-    v_h,
-    do_t,
-    do_h,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    PLANES: tl.constexpr,
-    NORM: tl.constexpr,
-    REMOVES: tl.constexpr,
-    MIRRORED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta;
-    MIRRORED: above it, too.
-    of_rows [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
-    summed over channels. dbeta [1 + key tiles, T, HV]: plane 0, before the sigmoid's slope."""
-    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    o_i = tl.arange(0, BT)
-    m_i = o_i < tl.load(chunk_rows + i_c)
-    start = tl.load(chunk_start + i_c).to(tl.int64)
-    i_ch = i_c * HV + i_hv
-    v += i_hv * v_h + start * v_t
-    do += i_hv * do_h + start * do_t
-    o += (start * HV + i_hv) * V
-    dv += (start * HV + i_hv) * V
-    dscores += i_ch * 2 * BT * BT
-    operand = v_new.dtype.element_ty
-    b_beta = tl.load(rows + i_ch * PLANES * BT + o_i)
-    b_ds = tl.zeros([BT, BT], tl.float32)
-    b_da = tl.zeros([BT, BT], tl.float32)
-    b_dbeta = tl.zeros_like(b_beta)
-    b_nq = tl.zeros_like(b_beta)
-    b_nk = tl.zeros_like(b_beta)
-    # in a pipeline loads would serve sums as well as products: see `overwritten` in tests/aot.py
-    for i_v in tl.range((V + BV - 1) // BV, num_stages=1):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_do = load_rows(do, o_i, do_t, m_i, o_v, V).to(operand)
-        b_vn = load_block(v_new + i_ch * BT * V, o_i, o_v, BT, V)
-        b_y = load_block(y + i_ch * BT * V, o_i, o_v, BT, V)
-        b_ds = dot(b_do, tl.trans(b_vn), PRECISION, acc=b_ds)
-        if REMOVES:
-            b_da = dot(b_y, tl.trans(b_vn), PRECISION, acc=b_da)
-        b_v = load_rows(v, o_i, v_t, m_i, o_v, V).to(tl.float32)
-        b_y = b_y.to(tl.float32)
-        b_dbeta += tl.sum(b_v * b_y, axis=1)
-        if NORM:
-            b_o = load_rows(o, o_i, HV * V, m_i, o_v, V).to(tl.float32)
-            b_nq += tl.sum(b_do.to(tl.float32) * b_o, axis=1)
-            b_nk += tl.sum(b_vn.to(tl.float32) * b_y, axis=1)
-        store_rows(dv, b_y * b_beta[:, None], o_i, HV * V, m_i, o_v, V)
-    below = o_i[:, None] > o_i[None, :]
-    b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_ds, 0.0), axis=1)
-    tl.store(of_rows + i_ch * 3 * BT + o_i, b_diagonal)
-    b_ds = tl.where(below, b_ds, 0.0)
-    if MIRRORED:
-        b_ds += tl.trans(b_ds)
-    store_block(dscores, b_ds, o_i, o_i, BT, BT)
-    if REMOVES:
-        b_da = tl.where(below, -b_da, 0.0)
-        if MIRRORED:
-            b_da += tl.trans(b_da)
-        store_block(dscores + BT * BT, b_da, o_i, o_i, BT, BT)
-    tl.store(dbeta + (start + o_i) * HV + i_hv, b_dbeta, mask=m_i)
-    if NORM:
-        tl.store(of_rows + (i_ch * 3 + 1) * BT + o_i, b_nq)
-        tl.store(of_rows + (i_ch * 3 + 2) * BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
-
-
-@triton.jit
-def store_gate_grads(
-    b_dgc,
-    g,
-    A_log,
-    dt_bias,
-    sums,
-    dg,
-    dA_log,
-    ddt_bias,
-    i_hv,
-    i,
-    g_t,
-    m_i,
-    o_k,
-    bound,
-    dg_t,
-    K: tl.constexpr,
-    GATE: tl.constexpr,
-    SLOPE: tl.constexpr,
-    RATE_SCALES_RAW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    operand: tl.constexpr,
-):
-    """From the gradients of gc [BT, BK]: those of g, and this chunk's shares of dA_log (one number)
-    and ddt_bias [BK]. RATE_SCALES_RAW: g depends on rate * raw (else rate is a factor of g)."""
-    b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
-    b_dg = tl.where(m_i[:, None], b_dg, 0.0)
-    raw, rate = load_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K)
-    b_draw = b_dg * SLOPE(raw, rate, bound)
-    store_rows(dg, b_draw, i, dg_t, m_i, o_k, K)
-    if dA_log is not None:
-        if RATE_SCALES_RAW:
-            b_dA = tl.sum(b_draw * raw)
-        else:
-            b_dA = tl.sum(b_dg * GATE(raw, rate, bound))
-        tl.store(dA_log, b_dA)
-    if ddt_bias is not None:
-        tl.store(ddt_bias + o_k, tl.sum(b_draw, axis=0), mask=o_k < K)
+from fla_cp.kernels.triton.device.channelwise_decay import (
+    blocks_of_16,
+    load_steps,
+)
+from fla_cp.kernels.triton.device.channelwise_grads import (
+    as_rows,
+    level_grads,
+    load_scaled,
+    store_gate_grads,
+)
+from fla_cp.kernels.triton.device.decay_sums import AFTER, PAIR, UP_TO, sums
+from fla_cp.kernels.triton.device.gates import GATES
+from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.intra_channelwise_bwd_safe import safe_bwd_kernel
+from fla_cp.kernels.triton.intra_channelwise_bwd_scores import beta_bwd, scores_bwd_kernel
+from fla_cp.kernels.triton.launch import cdiv, launch
+from fla_cp.kernels.triton.operands import (
+    Chunks,
+    ScanGrads,
+    gate_options,
+    planes,
+    precision,
+    stage_name,
+    summed_over_chunks,
+    tables,
+)
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import CHUNK, DeltaRule
 
 
 @triton.jit
@@ -485,29 +310,128 @@ def intra_bwd_kernel(
     )
 
 
-@triton.jit
-def beta_bwd_kernel(
-    beta,
-    shares,
-    dbeta,
-    n,
-    beta_t,
-    beta_factor,
-    HV: tl.constexpr,
-    SHARES: tl.constexpr,
-    BETA_SIGMOID: tl.constexpr,
-    B: tl.constexpr,
-):
-    """dbeta [T, HV], n elements, from the sum of SHARES of it [SHARES, T, HV], fp32."""
-    i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    m = i < n
-    shares += i
-    b_db = tl.zeros([B], tl.float32)
-    for _ in range(SHARES):
-        b_db += tl.load(shares, mask=m, other=0.0)
-        shares += n
-    if BETA_SIGMOID:
-        b_beta = tl.load(beta + i // HV * beta_t + i % HV, mask=m, other=0.0)
-        b_beta = sigmoid(b_beta.to(tl.float32))
-        b_db *= beta_factor * b_beta * (1 - b_beta)
-    tl.store(dbeta + i, b_db.to(dbeta.dtype.element_ty), mask=m)
+def intra_channelwise_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    """One decay a channel."""
+    table, do = tables(packing, x.q.device), grads.do
+    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    t, ts = (
+        c.tuning.tile(name, K, V, x.q.dtype)
+        for name in (stage_name("intra_bwd", rule, x.q.dtype), "scores_bwd")
+    )
+    device, tokens = x.q.device, len(x.q)
+    per_head = torch.float32 if HV > H else x.q.dtype
+    tiles = cdiv(K, t.BK)
+    dq, dk = (torch.empty(tokens, HV, K, dtype=per_head, device=device) for _ in range(2))
+    dv = torch.empty(tokens, HV, V, dtype=x.v.dtype, device=device)
+    dg = torch.empty(x.g.shape, dtype=x.g.dtype, device=device)
+    dbeta = torch.empty(1 + tiles, tokens, HV, dtype=torch.float32, device=device)
+    dA_log = (
+        None if x.A_log is None else torch.empty(NC * tiles, HV, dtype=torch.float32, device=device)
+    )
+    ddt_bias = (
+        None if x.dt_bias is None else torch.empty(NC, HV, K, dtype=torch.float32, device=device)
+    )
+    dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
+    of_rows = torch.empty(NC, HV, 3, CHUNK, dtype=torch.float32, device=device)
+    if NC:
+        options = gate_options(rule, x.q.dtype)
+        safe_gate = options.pop("SAFE")
+        launch(
+            scores_bwd_kernel,
+            (NC, HV),
+            x.v,
+            c.rows,
+            do,
+            c.o,
+            v_new,
+            grads.y,
+            dv,
+            dbeta,
+            dscores,
+            of_rows,
+            table.chunk_start,
+            table.chunk_rows,
+            *x.v.stride()[:2],
+            *do.stride()[:2],
+            HV=HV,
+            V=V,
+            BT=CHUNK,
+            BV=ts.BV,
+            PLANES=planes(rule),
+            NORM=rule.qk_l2norm,
+            REMOVES=rule.removal != "none",
+            MIRRORED=not safe_gate,
+            PRECISION=precision(x.q.dtype),
+            num_warps=ts.warps,
+        )
+        kernel = safe_bwd_kernel if safe_gate else intra_bwd_kernel
+        launch(
+            kernel,
+            (NC * tiles, HV),
+            x.q,
+            x.k,
+            x.g,
+            x.A_log,
+            x.dt_bias,
+            sums(x.q.dtype, x.q.device),
+            c.anchors if safe_gate else c.decay,
+            c.rows,
+            of_rows,
+            do,
+            h,
+            grads.dh,
+            v_new,
+            grads.y,
+            dscores,
+            dq,
+            dk,
+            dg,
+            dbeta,
+            dA_log,
+            ddt_bias,
+            table.chunk_start,
+            table.chunk_rows,
+            tokens,
+            *x.q.stride()[:2],
+            *x.k.stride()[:2],
+            *x.g.stride()[:2],
+            *do.stride()[:2],
+            rule.scale,
+            rule.lower_bound or 0.0,
+            HV=HV,
+            G=HV // H,
+            K=K,
+            V=V,
+            BT=CHUNK,
+            BK=t.BK,
+            BV=t.BV,
+            SLOPE=GATES[rule.gate][1],
+            RATE_SCALES_RAW=rule.gate == "sigmoid",
+            num_warps=t.warps,
+            NS=t.stages,
+            maxnreg=t.registers,
+            **options,
+        )
+    if HV > H:
+
+        def of_keys(d: Tensor) -> Tensor:
+            return d.unflatten(1, (H, HV // H)).sum(2).to(x.q.dtype)
+
+        dq, dk = of_keys(dq), of_keys(dk)
+    return Inputs(
+        dq,
+        dk,
+        dv,
+        dg,
+        None if x.beta is None else beta_bwd(rule, x.beta, dbeta),
+        summed_over_chunks(dA_log, x.A_log),
+        summed_over_chunks(ddt_bias, x.dt_bias),
+    )

@@ -22,24 +22,14 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
     sum_steps,
 )
+from fla_cp.kernels.triton.device.channelwise_decay import load_steps, shifted, whole
+from fla_cp.kernels.triton.device.channelwise_grads import (
+    load_scores,
+    store_gate_grads,
+)
 from fla_cp.kernels.triton.device.decay_sums import UP_TO
 from fla_cp.kernels.triton.device.gates import LOG2E
-from fla_cp.kernels.triton.intra_channelwise import load_steps, opaque
-from fla_cp.kernels.triton.intra_channelwise_bwd import load_scores, store_gate_grads
-
-
-@triton.jit
-def whole(gc, UNIT: tl.constexpr):
-    """gc in whole powers of two."""
-    return tl.floor(gc / UNIT + 0.5)
-
-
-@triton.jit
-def shifted(x, n, rows):
-    """x * 2^n in the rows, n [1, BK] from 0 down to -240: by two factors, as 2^n may underflow."""
-    near = tl.where(rows, tl.exp2(tl.maximum(n, -120.0)), 1.0)
-    far = tl.where(rows, tl.exp2(tl.minimum(n + 120.0, 0.0)), 1.0)
-    return x * near * far
+from fla_cp.kernels.triton.device.opaque import opaque
 
 
 @triton.jit

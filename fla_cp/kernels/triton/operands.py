@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fla_cp.kernels.triton.device.gates import GATES
+from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.device_tables import Columns
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
@@ -32,6 +34,7 @@ class Chunks(NamedTuple):
     v: Tensor
     rule: DeltaRule
     o: Tensor | None = None
+    tuning: Tuning = TUNING
 
     @property
     def of_heads(self) -> bool:
@@ -120,3 +123,40 @@ def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
 def precision(dtype: torch.dtype) -> str:
     # three TF32 products are as good as fp32 here; half-precision operands ignore this
     return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+SAFE_DTYPES = (torch.bfloat16,)
+"""Take the safe gate's path: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
+
+
+def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
+    """Whether the local kernels take the path of a safe gate."""
+    return rule.safe_gate and not rule.per_head and dtype in SAFE_DTYPES
+
+
+def stage_name(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
+    """Name of a stage in the table of tiles."""
+    if rule.per_head:
+        return f"{stage}_head"
+    return stage if safe(rule, dtype) else f"{stage}_any"
+
+
+def gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "GATE": GATES[rule.gate][0],
+        "NORM": rule.qk_l2norm,
+        "SAFE": safe(rule, dtype),
+        "REMOVES": rule.removal == "k",
+        "EXP2": rule.use_exp2,
+        "PRECISION": precision(dtype),
+    }
+
+
+def planes(rule: DeltaRule) -> int:
+    """Of `Chunks.rows`."""
+    return 9 if rule.per_head else 3
+
+
+def summed_over_chunks(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """Sum over chunks, in fp32."""
+    return None if partial is None or like is None else partial.sum(0).view_as(like)

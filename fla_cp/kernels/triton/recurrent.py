@@ -17,7 +17,7 @@ from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.kernels.triton.device.blocks import decay_exp, load_block, store_block, unit_rows
 from fla_cp.kernels.triton.device.gates import GATES, LOG2E, sigmoid
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.tile_table import tile
+from fla_cp.kernels.triton.tile_table import TUNING
 from fla_cp.rule import NORM_EPS, DeltaRule
 
 
@@ -200,7 +200,7 @@ def recurrent(
     packed = (x.q, x.k, x.v, x.g, x.beta, x.p)
     strides = [(0, 0) if r is None else (*r.stride(), 0)[:2] for r in packed]
     tokens, (H, K), (HV, V) = len(x.q), x.q.shape[1:], x.v.shape[1:]
-    t = tile("recurrent", K, V, x.q.dtype)
+    t = TUNING.tile("recurrent", K, V, x.q.dtype)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     offsets = sequences.offsets
     if offsets is not None:

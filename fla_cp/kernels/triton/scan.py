@@ -13,9 +13,18 @@ LLVM hoists addresses and descriptors of products out of the loop over chunks, s
 LEAN kernels, which would spill or lose half of their warps for it, keep them in the loop.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fla_cp.comm.carry import States
+from fla_cp.kernels.sm90 import eligible
+from fla_cp.kernels.triton import tile_table
 from fla_cp.kernels.triton.device.blocks import (
     dot,
     load_block,
@@ -24,72 +33,13 @@ from fla_cp.kernels.triton.device.blocks import (
     store_block,
     store_rows,
 )
-
-
-@triton.jit
-def load_state(ptr, o_k, o_v, s_k, s_v, K: tl.constexpr, V: tl.constexpr):
-    """[BK, BV] of the state at ptr, [K, V] by strides: of either layout outside."""
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    return tl.load(ptr + o_k[:, None] * s_k + o_v[None, :] * s_v, mask=m, other=0.0)
-
-
-@triton.jit
-def store_state(ptr, x, o_k, o_v, s_k, s_v, K: tl.constexpr, V: tl.constexpr):
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    tl.store(ptr + o_k[:, None] * s_k + o_v[None, :] * s_v, x.to(ptr.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def load_operand(
-    ptr, i_ch, i_h, t, x_t, x_h, o_i, o_k, m_r, K: tl.constexpr, G: tl.constexpr, HEAD: tl.constexpr
-):
-    """[BT, BK] of a chunk: of the input [T, H, K] with HEAD, else of [NC, HV, C, K]."""
-    BT: tl.constexpr = o_i.shape[0]
-    if HEAD:
-        return load_rows(ptr + (i_h // G) * x_h + t * x_t, o_i, x_t, m_r, o_k, K)
-    else:
-        return load_block(ptr + i_ch * BT * K, o_i, o_k, BT, K)
-
-
-@triton.jit
-def times(a, x, FLIP: tl.constexpr, PRECISION: tl.constexpr, acc=None):
-    """a @ x; with FLIP x^T -> (a @ x)^T, so that x stays in registers and is stored nowhere."""
-    if FLIP:
-        return dot(x, tl.trans(a), PRECISION, acc=acc)
-    else:
-        return dot(a, x, PRECISION, acc=acc)
-
-
-@triton.jit
-def of_rows(x, FLIP: tl.constexpr):
-    """A number for each row of a product of `times`."""
-    if FLIP:
-        return x[None, :]
-    else:
-        return x[:, None]
-
-
-@triton.jit
-def flipped(x, FLIP: tl.constexpr):
-    if FLIP:
-        return tl.trans(x)
-    else:
-        return x
-
-
-@triton.jit
-def reload(ptr):
-    """A number loaded behind a barrier: to the compiler another one, so that addresses made of it,
-    and what is loaded from them, are not those from before, kept in registers until here."""
-    tl.debug_barrier()
-    return tl.load(ptr).to(tl.int64)
-
-
-@triton.jit
-def opaque(i, n):
-    """i, since n >= 0, in a form that the compiler cannot tell to be i: with n from `anew`, what is
-    formed of i (a row's address) is formed where it is used, not kept in registers."""
-    return i + tl.minimum(n, 0).to(i.dtype)
+from fla_cp.kernels.triton.device.opaque import opaque_by, reload
+from fla_cp.kernels.triton.device.states import load_operand, load_state, store_state
+from fla_cp.kernels.triton.launch import cdiv, launch
+from fla_cp.kernels.triton.operands import Chunks, tables
+from fla_cp.partition.device_tables import Build, Columns
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import CHUNK
 
 
 @triton.jit(do_not_specialize=["states"])
@@ -190,7 +140,7 @@ def scan_kernel(
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=LEAN):
         if AGAIN:
             start, first = reload(seg_start + i_s), reload(seg_chunk + i_s)
-        o_r = opaque(o_i, start) if AGAIN and HEAD else o_i
+        o_r = opaque_by(o_i, start) if AGAIN and HEAD else o_i
         i_ch = (first + c) * HV + i_h
         t = start + c * BT
         m_r = o_i < stop - t
@@ -217,7 +167,7 @@ def scan_kernel(
                 b_r = dot(b_kin, b_Sb[s], PRECISION, acc=b_r)
             if AGAIN and o is not None:
                 # beside more slices, addresses of two operands would spill
-                o_q = opaque(o_i, reload(seg_start + i_s)) if HEAD and SLICES > 2 else o_r
+                o_q = opaque_by(o_i, reload(seg_start + i_s)) if HEAD and SLICES > 2 else o_r
                 b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_q, o_s, m_r, K, G, HEAD)
                 b_o = dot(b_qg, b_Sb[s], PRECISION, acc=b_o)
         if AGAIN:
@@ -272,157 +222,155 @@ def scan_kernel(
             store_block(to, b_S[s], o_s, o_v, K, K)
 
 
-@triton.jit
-def scan_bwd_kernel(
-    qg,
-    k_decayed,
-    kg,
-    do,
-    rows,
-    T,
-    Aqk,
-    decay,
-    y,
-    dh,
-    dS_end,
-    dS0,
-    segments,
-    seg_start,
-    seg_stop,
-    seg_chunk,
-    seg_exit,
-    q_t,
-    q_h,
-    r_t,
-    r_h,
-    k_t,
-    k_h,
-    do_t,
-    do_h,
-    end_n,
-    end_h,
-    end_k,
-    end_v,
-    dS0_k,
-    dS0_v,
-    HV: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HEAD: tl.constexpr,
-    REMOVAL: tl.constexpr,
-    TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FLIP: tl.constexpr,
-    NS: tl.constexpr,
-):
-    """dh: state gradient at each chunk's end. y = T^T dv_new, so that dv = beta y. Each of y, dh
-    and dS0 is written unless None. Strides as in `scan_kernel`: end_* are dS_end's."""
-    tiles: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_h = tl.program_id(0) % tiles, tl.program_id(1).to(tl.int64)
-    i_n = (tl.program_id(0) // tiles).to(tl.int64)
-    i_s = tl.load(segments + i_n).to(tl.int64)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    o_i = tl.arange(0, BT)
-    do += i_h * do_h
-    start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
-    first = tl.load(seg_chunk + i_s).to(tl.int64)
-    SLICES: tl.constexpr = (K + BK - 1) // BK
-    b_dS: tl.tuple = ()
-    for s in tl.static_range(SLICES):
-        b_s = flipped(tl.zeros([BK, BV], tl.float32), FLIP)
-        if dS_end is not None:
-            leaving = tl.load(seg_exit + i_s).to(tl.int64)
-            if leaving >= 0:
-                end = dS_end + leaving * end_n + i_h * end_h
-                b_s += flipped(load_state(end, s * BK + o_k, o_v, end_k, end_v, K, V), FLIP)
-        b_dS += (b_s,)
-    operand = T.dtype.element_ty
-    AGAIN: tl.constexpr = operand == tl.float32
-    tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
-    KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = 9 if HEAD else 3
-    SQUARE: tl.constexpr = TERMS * BT * BT
-    LEAN: tl.constexpr = AGAIN or NS == 1 or (HEAD and NS == 2)
-    n = tl.cdiv(stop - start, BT)
-    for c in tl.range(0, n, num_stages=NS, disable_licm=LEAN):
-        if AGAIN:
-            start, first = reload(seg_start + i_s), reload(seg_chunk + i_s)
-        o_r = opaque(o_i, start) if AGAIN and HEAD else o_i
-        i_c = n - 1 - c
-        i_ch = (first + i_c) * HV + i_h
-        t = start + i_c * BT
-        m_r = o_i < stop - t
-        row = rows + i_ch * PLANES * BT + o_i
-        b_do = flipped(load_rows(do + t * do_t, o_r, do_t, m_r, o_v, V).to(operand), FLIP)
-        b_dSb: tl.tuple = ()
-        for s in tl.static_range(SLICES):
-            b_dSb += (b_dS[s].to(operand),)
-            if dh is not None:
-                store_block(dh + i_ch * K * V, flipped(b_dSb[s], FLIP), s * BK + o_k, o_v, K, V)
-        b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
-        if not AGAIN:
-            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_k, m_r, K, G, HEAD)
-        b_y: tl.tensor = None
-        if not HEAD:
-            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION)
-        for s in tl.static_range(SLICES):
-            if AGAIN:
-                o_s = s * BK + o_k
-                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_s, m_r, K, G, HEAD)
-            b_y = times(b_kg, b_dSb[s], FLIP, PRECISION, acc=b_y)
-        if HEAD:
-            b_y *= of_rows(tl.load(row + 6 * BT), FLIP)
-            if AGAIN:
-                b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
-            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
-        if TERMS > 1:
-            b_A = load_block(Aqk + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
-            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
-        if REMOVAL != "none":
-            b_T = load_block(T + i_ch * SQUARE, o_r, o_i, BT, BT)
-            b_x = b_y
-            b_y = times(tl.trans(b_T), b_x.to(operand), FLIP, PRECISION)
-            if TERMS > 1:
-                b_y = times(tl.trans(b_T), rounded_off(b_x, operand), FLIP, PRECISION, acc=b_y)
-                b_T = load_block(T + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
-                b_y = times(tl.trans(b_T), b_x.to(operand), FLIP, PRECISION, acc=b_y)
-        if y is not None:
-            b_yb = flipped(b_y.to(operand), FLIP)
-            store_block(y + i_ch * BT * V, b_yb, o_i, o_v, BT, V)
-        if AGAIN:
-            t = reload(seg_start + i_s) + i_c * BT
-            b_do = flipped(load_rows(do + t * do_t, o_r, do_t, m_r, o_v, V).to(operand), FLIP)
-        b_next: tl.tuple = ()
-        for s in tl.static_range(SLICES):
-            o_s = s * BK + o_k
-            b_d = of_rows(tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0), FLIP)
-            b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_r, o_s, m_r, K, G, HEAD)
-            if HEAD and s == 0:
-                b_do = (b_do.to(tl.float32) * of_rows(tl.load(row + 4 * BT), FLIP)).to(operand)
-            b_next += (times(tl.trans(b_qg), b_do, FLIP, PRECISION, acc=b_dS[s] * b_d),)
-        b_dS = b_next
-        if REMOVAL != "none":
-            b_x = -b_y * of_rows(tl.load(row), FLIP)
-            if HEAD:
-                b_x *= of_rows(tl.load(row + 5 * BT), FLIP)
-            b_next = ()
-            for s in tl.static_range(SLICES):
-                o_s = s * BK + o_k
-                if KIN_IS_KG:
-                    b_kin = b_kg
-                else:
-                    b_kin = load_operand(
-                        k_decayed, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD
-                    )
-                b_next += (times(tl.trans(b_kin), b_x.to(operand), FLIP, PRECISION, acc=b_dS[s]),)
-            b_dS = b_next
-    if dS0 is not None:
-        for s in tl.static_range(SLICES):
-            to = dS0 + (i_n * HV + i_h) * K * V
-            b_s = flipped(b_dS[s], FLIP)
-            store_state(to, b_s, s * BK + o_k, o_v, dS0_k, dS0_v, K, V)
+@functools.cache
+def _chosen(*names: str) -> Build:
+    """Some of a packing's segments, by the names of its properties."""
+    return lambda packing: (sum((getattr(packing, name) for name in names), ()),)
+
+
+@functools.cache
+def _places(name: str) -> Build:
+    """For each segment its place among those of one property, -1 where it is none."""
+
+    def columns(packing: Packing) -> Columns:
+        place = {i: e for e, i in enumerate(getattr(packing, name))}
+        return ([place.get(i, -1) for i in packing.everything],)
+
+    return columns
+
+
+def _entries(
+    packing: Packing, states: States | None, name: str, device: torch.device
+) -> Tensor | None:
+    """Row of `states` for each segment, -1 where it has none; in a frame they are of `name`."""
+    if states is None:
+        return None
+    if packing.frame is not None:
+        return packing.table(_places(name), torch.int64, device)[0]
+    row = {i: e for e, i in enumerate(states.segments)}
+    return packing.index([row.get(i, -1) for i in packing.everything], device)
+
+
+def launch_scan(
+    packing: Packing,
+    c: Chunks,
+    S0: States | None,
+    which: str,
+    *,
+    o: Tensor | None = None,
+    h: Tensor | None = None,
+    v_new: Tensor | None = None,
+    S_end: Tensor | None = None,
+    transition: Tensor | None = None,
+    concurrent: bool = False,
+) -> Callable[[], None]:
+    """Returns a call that launches it and allocates nothing: another stream may run it. which:
+    segments, a property of the packing; transition: of `Packing.middle`. beside: the reverse scan
+    runs meanwhile."""
+    middle = () if transition is None else packing.middle
+    segments, names = getattr(packing, which), (which, "middle") if middle else (which,)
+    table = tables(packing, c.v.device)
+    (HV, K), V = c.decay.shape[1:], c.v.shape[2]
+    stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
+    if concurrent:
+        stage += "_concurrent"
+    if o is not None and h is not None:
+        stage += "_kept"
+    t = scan_tile(stage, packing, c, count_chains(packing, which), (h, v_new), c.v)
+    if not segments:
+        return lambda: None
+    programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
+    arguments: dict[str, Any] = {
+        "S0": None if S0 is None else S0.value,
+        "S_end": S_end,
+        "transition": transition,
+        "segments": packing.table(_chosen(*names), torch.int64, c.v.device)[0],
+        "seg_start": table.seg_start,
+        "seg_stop": table.seg_stop,
+        "seg_chunk": table.seg_chunk,
+        "seg_entry": _entries(packing, S0, "carried", c.v.device),
+        **state_strides("S0", None if S0 is None else S0.value),
+        **state_strides("end", S_end, inner=True),
+        "states": len(segments),
+        **tile_constexprs(t, K, V),
+    }
+    if t.hopper:
+        kernel = eligible.sm90_scan.scan_hopper_kernel
+        arguments |= eligible.sm90_scan.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
+        arguments |= {"v_h": c.v.stride(1), "o_rows": o}
+    else:
+        kernel = scan_kernel
+        arguments |= {"v": c.v, "v_t": c.v.stride(0), "v_h": c.v.stride(1)} | c.scan_operands()
+        arguments |= {
+            "o": o,
+            "h": h,
+            "v_new": v_new,
+            **state_strides("h", h, inner=True),
+            "BK": t.BK,
+        }
+    return functools.partial(launch, kernel, (programs, HV), **arguments)
+
+
+def count_chains(packing: Packing, which: str) -> int:
+    """Segments of a scan on the rank that has most, and of the transitions that a summary forms
+    besides."""
+    counts = packing.largest
+    return int(getattr(counts, which)) + (counts.middle if which == "feeding" else 0)
+
+
+def scan_tile(
+    stage: str,
+    packing: Packing,
+    c: Chunks,
+    segments: int,
+    dense: tuple[Tensor | None, ...],
+    rows: Tensor,
+) -> tile_table.Tile:
+    """The tile of a scan that reads `rows` [T, HV, V] and writes `dense`, which the kernels of sm90/
+    need contiguous. segments: of the rank that has most, so that all ranks take the same tile."""
+    supports = eligible.supports(c, rows) and all(x is None or x.is_contiguous() for x in dense)
+    whether, chains = supports and eligible.pays(packing, c), segments * c.decay.shape[1]
+    if c.of_heads and not whether:
+        # With one decay a head, tiles of all of V spill.
+        chains = min(chains, tile_table.FULL_V_MIN_CHAINS - 1)
+    t = c.tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, whether)
+    if t.hopper and not supports:
+        raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
+    return t if c.terms == 1 else tile_table.in_two_terms(stage, t)
+
+
+def tile_constexprs(t: tile_table.Tile, K: int, V: int) -> dict[str, int]:
+    return {"K": K, "V": V, "BT": CHUNK, "BV": t.BV, "NS": t.stages, "num_warps": t.warps}
+
+
+def state_strides(name: str, x: Tensor | None, *, inner: bool = False) -> dict[str, int]:
+    """Of states [.., HV, K, V], by argument; inner: of K and V only."""
+    axes = "kv" if inner else "nhkv"
+    strides = (0,) * len(axes) if x is None else x.stride()[-len(axes) :]
+    return {f"{name}_{axis}": s for axis, s in zip(axes, strides, strict=True)}
+
+
+def empty_states(
+    c: Chunks,
+    count: int,
+    *,
+    square: bool = False,
+    outside: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """[count, HV, K, V], or with square [.., K, K]; outside: in the caller's layout in memory."""
+    HV, K = c.decay.shape[1:]
+    V = K if square else c.v.shape[2]
+    v_first = outside and c.rule.state_v_first
+    shape = (V, K) if v_first else (K, V)
+    x = torch.empty(count, HV, *shape, dtype=dtype, device=c.v.device)
+    return x.mT if v_first else x
+
+
+def chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
+    (NC, HV, K), V = c.decay.shape, c.v.shape[2]
+    buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
+    if packing.frame is not None:  # no scan writes chunks of no tokens, but `intra_bwd` reads them
+        for x in buffers:
+            x[cdiv(packing.tokens, CHUNK) :].zero_()
+    return buffers

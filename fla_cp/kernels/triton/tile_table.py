@@ -5,6 +5,8 @@ time. `python -m benchmarks.tune` measures a row's candidates again and prints t
 from __future__ import annotations
 
 import functools
+import warnings
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -142,16 +144,21 @@ def architecture() -> int:
 
 
 @functools.cache
-def tile(
-    stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0, hopper: bool = False
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 0 for another device."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _tile(
+    architecture: int, stage: str, k: int, v: int, dtype: torch.dtype, chains: int, sm90: bool
 ) -> Tile:
-    """The tile of a stage for one shape and operand dtype; of a scan, with so many chains, and
-    whether the kernels in Gluon take it."""
-    if hopper and stage in HOPPER:
+    if sm90 and stage in HOPPER:
         return next(t for least, t in HOPPER[stage] if chains >= least)
     stage = stage.removesuffix("_kept")
-    k, v = power_of_two(K), power_of_two(V, 32)
-    key = (architecture(), stage, k, v, dtype)
+    key = (architecture, stage, k, v, dtype)
     for least, fuller in TILES_BY_CHAINS.get(key, ()):
         if chains >= least:
             return fuller
@@ -159,8 +166,28 @@ def tile(
     return rule(stage, k, v, dtype == torch.float32) if row is None else row
 
 
-class TileTable:
-    """Gives the tile of each stage; a plan holds one."""
+@dataclass(frozen=True)
+class Tuning:
+    """What decides which kernel a stage runs and with which tile. The backend of a plan holds one;
+    the defaults decide by the device.
+
+    forced: tiles of some stages, by name, which stand before every other choice.
+    gluon: whether the kernels of sm90/ run; None: where they support the call.
+    min_chunk_heads: chunks times heads beyond which they run: the host needs the time to describe
+        tensors to the TMA.
+    architecture: compute capability, 10 * major + minor. sms: streaming multiprocessors.
+    later_share, later_least: the chunks that no summary reads are formed after the others, while
+        these are summarised, where they are more than one in later_share and, times heads, more
+        than later_least.
+    """
+
+    forced: tuple[tuple[str, Tile], ...] = ()
+    gluon: bool | None = None
+    min_chunk_heads: int = 2048
+    architecture: int | None = None
+    sms: int | None = None
+    later_share: int = 4
+    later_least: int = 2048
 
     def tile(
         self,
@@ -169,12 +196,37 @@ class TileTable:
         V: int,
         dtype: torch.dtype,
         chains: int = 0,
-        hopper: bool = False,
+        sm90: bool = False,
     ) -> Tile:
-        return tile(stage, K, V, dtype, chains, hopper)
+        """The tile of a stage for one shape and operand dtype. chains: of a scan, how many there
+        are. sm90: whether the kernels of sm90/ run it."""
+        for name, forced in self.forced:
+            if name == stage:
+                return forced
+        on = architecture() if self.architecture is None else self.architecture
+        if on != 90 and self.architecture is None:
+            _warn_unmeasured()
+        return _tile(on, stage, power_of_two(K), power_of_two(V, 32), dtype, chains, sm90)
+
+    def sm_count(self, device: torch.device) -> int:
+        return sm_count(device) if self.sms is None else self.sms
+
+    def on_sm90(self) -> bool:
+        return (architecture() if self.architecture is None else self.architecture) == 90
 
 
-TILES = TileTable()
+@functools.cache
+def _warn_unmeasured() -> None:
+    """Once a process."""
+    warnings.warn(
+        f"fla_cp's tiles were measured on compute capability 9.0 (H100, H200); on "
+        f"{torch.cuda.get_device_name()} ({architecture() / 10}) the Triton kernels run with tiles "
+        "by rule: results are the same, speed is not known",
+        stacklevel=2,
+    )
+
+
+TUNING = Tuning()
 
 
 def in_two_terms(stage: str, t: Tile) -> Tile:

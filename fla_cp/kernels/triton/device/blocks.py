@@ -146,3 +146,19 @@ def pair_mask(i, n):
     pair, second = i >> (n + 1), (i >> n) & 1
     row, column = tl.where(second == 1, pair, -1), tl.where(second == 0, pair, -2)
     return row[:, None] == column[None, :]
+
+
+@triton.jit
+def row_products(q, k, o_r, q_t, k_t, m_r, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr):
+    """Of each row, summed over channels: q k, and with NORM q q and k k."""
+    b_qk = tl.zeros([o_r.shape[0], BK], tl.float32)
+    b_qq, b_kk = b_qk, b_qk
+    for i_k in tl.static_range((K + BK - 1) // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        b_q = load_rows(q, o_r, q_t, m_r, o_k, K).to(tl.float32)
+        b_k = load_rows(k, o_r, k_t, m_r, o_k, K).to(tl.float32)
+        b_qk += b_q * b_k
+        if NORM:
+            b_qq += b_q * b_q
+            b_kk += b_k * b_k
+    return tl.sum(b_qk, axis=1), tl.sum(b_qq, axis=1), tl.sum(b_kk, axis=1)

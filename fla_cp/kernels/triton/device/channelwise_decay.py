@@ -1,0 +1,64 @@
+"""Decays of a chunk with one decay a channel: the gate, and the sums of its steps."""
+
+import triton
+import triton.language as tl
+
+from fla_cp.kernels.triton.device.blocks import divides, load_rows
+from fla_cp.kernels.triton.device.gates import LOG2E
+
+
+@triton.jit
+def load_gate(g, A_log, dt_bias, i_h, o_r, stride_r, m_r, o_k, bound, K: tl.constexpr):
+    """raw = g + dt_bias [BT, BK] and rate = exp(A_log), fp32."""
+    raw = load_rows(g, o_r, stride_r, m_r, o_k, K).to(tl.float32)
+    rate = 1.0
+    if dt_bias is not None:
+        raw += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
+    if A_log is not None:
+        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    return raw, rate
+
+
+@triton.jit
+def load_steps(
+    g,
+    A_log,
+    dt_bias,
+    i_hv,
+    o_i,
+    g_t,
+    m_i,
+    o_k,
+    bound,
+    K: tl.constexpr,
+    GATE: tl.constexpr,
+    EXP2: tl.constexpr,
+):
+    """Log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk and K."""
+    raw, rate = load_gate(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K)
+    b_g = tl.where(m_i[:, None], GATE(raw, rate, bound), 0.0)
+    if not divides(o_k.shape[0], K):
+        b_g = tl.where((o_k < K)[None, :], b_g, 0.0)
+    if EXP2:
+        b_g *= LOG2E
+    return b_g
+
+
+@triton.jit
+def blocks_of_16(x):
+    """[BT, BK] as [BT / 16, 16, BK]."""
+    return tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]])
+
+
+@triton.jit
+def whole(gc, UNIT: tl.constexpr):
+    """gc in whole powers of two."""
+    return tl.floor(gc / UNIT + 0.5)
+
+
+@triton.jit
+def shifted(x, n, rows):
+    """x * 2^n in the rows, n [1, BK] from 0 down to -240: by two factors, as 2^n may underflow."""
+    near = tl.where(rows, tl.exp2(tl.maximum(n, -120.0)), 1.0)
+    far = tl.where(rows, tl.exp2(tl.minimum(n + 120.0, 0.0)), 1.0)
+    return x * near * far

@@ -1,0 +1,41 @@
+"""Inverse of a unit lower triangular [C, C] matrix."""
+
+import triton
+import triton.language as tl
+
+from fla_cp.kernels.triton.device.blocks import dot, pair_mask
+
+
+@triton.jit
+def nearest(x, TERMS: tl.constexpr):
+    """x in fp32; where two terms are kept, as the nearest number of TF32's eleven bits, since
+    products drop the others: they would err three times as much, all in one direction."""
+    if TERMS > 1:
+        bits = tl.cast(x, tl.int32, bitcast=True)
+        return tl.cast((bits + 0x1000) & -0x2000, tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def unit_lower_inverse(A, D, BT: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 of strictly lower A [BT, BT] with D [BT / 16, 16, 16], its diagonal blocks.
+
+    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]: inverses of S-blocks are joined to
+    inverses of 2S-blocks, all pairs at once; up to 16 in D.
+    """
+    j = tl.arange(0, 16)
+    X = tl.where((j[:, None] == j[None, :])[None], 1.0, 0.0)
+    X -= tl.where(pair_mask(j, 0)[None], D, 0.0)
+    for level in tl.static_range(3):
+        C = nearest(tl.where(pair_mask(j, 1 + level)[None], D, 0.0), TERMS)
+        N = nearest(X, TERMS)
+        X -= dot(N, nearest(dot(C, N, PRECISION), TERMS), PRECISION)
+    i = tl.arange(0, BT)
+    X = tl.broadcast_to(X[:, :, None, :], [BT // 16, 16, BT // 16, 16])
+    X = tl.where((i // 16)[:, None] == (i // 16)[None, :], tl.reshape(X, [BT, BT]), 0.0)
+    for level in tl.static_range(2):
+        C = nearest(tl.where(pair_mask(i, 4 + level), A, 0.0), TERMS)
+        N = nearest(X, TERMS)
+        X -= dot(N, nearest(dot(C, N, PRECISION), TERMS), PRECISION)
+    return X

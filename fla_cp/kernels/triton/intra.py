@@ -1,0 +1,96 @@
+"""What is local to a chunk: memory for it, and which file forms it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device.blocks import unit_rows
+from fla_cp.kernels.triton.intra_channelwise import (
+    empty_gated,
+    intra_channelwise,
+)
+from fla_cp.kernels.triton.intra_channelwise_bwd import (
+    intra_channelwise_bwd,
+)
+from fla_cp.kernels.triton.intra_headwise import (
+    intra_headwise,
+)
+from fla_cp.kernels.triton.intra_headwise_bwd import (
+    intra_headwise_bwd,
+)
+from fla_cp.kernels.triton.operands import (
+    Chunks,
+    ScanGrads,
+    Tables,
+    planes,
+    safe,
+    tables,
+    terms,
+)
+from fla_cp.kernels.triton.tile_table import TUNING, Tuning
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import CHUNK, DeltaRule
+
+
+def intra(rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning = TUNING) -> Chunks:
+    """The chunks of all tokens."""
+    table, x, c = empty_chunks(rule, packing, x, tuning)
+    NC = len(table.chunk_start)
+    if NC and rule.per_head:
+        intra_headwise(rule, packing, c, x)(0, NC)
+    elif NC:
+        intra_channelwise(rule, table, c, x)
+    return c
+
+
+def intra_in_two(
+    rule: DeltaRule, packing: Packing, x: Inputs, first: int, tuning: Tuning = TUNING
+) -> tuple[Chunks, Callable[[], None]]:
+    """With one decay a head: the chunks, of which the first are formed, and a call that forms the
+    others. The call allocates nothing, so that it may run on another stream."""
+    table, x, c = empty_chunks(rule, packing, x, tuning)
+    form = intra_headwise(rule, packing, c, x)
+    form(0, first)
+    return c, functools.partial(form, first, len(table.chunk_start))
+
+
+def empty_chunks(
+    rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning
+) -> tuple[Tables, Inputs, Chunks]:
+    """The packing's tables, the inputs as kernels take them, and memory for the chunks."""
+    x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
+    table = tables(packing, x.q.device)
+    NC, K, HV = len(table.chunk_start), x.q.shape[2], x.v.shape[1]
+    if rule.per_head:
+        qg, k_decayed, kg = x.q, x.k if x.p is None else x.p, x.k
+    else:
+        qg, k_decayed, kg = empty_gated(rule, NC, x)
+    square = (NC, HV, terms(rule, x.q.dtype) * CHUNK, CHUNK)
+    T, Aqk = x.q.new_empty((0,) if rule.removal == "none" else square), x.q.new_empty(square)
+    decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
+    rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
+    anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
+    chunks = Chunks(T, Aqk, decay, rows, anchors, qg, k_decayed, kg, x.v, rule, tuning=tuning)
+    return table, x, chunks
+
+
+def intra_bwd(
+    rule: DeltaRule,
+    packing: Packing,
+    x: Inputs,
+    c: Chunks,
+    h: Tensor,
+    v_new: Tensor,
+    grads: ScanGrads,
+) -> Inputs:
+    """Gradients of the inputs, from those that the reverse scan leaves at the chunks."""
+    x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
+    grads = grads._replace(do=unit_rows(grads.do))
+    return (intra_headwise_bwd if rule.per_head else intra_channelwise_bwd)(
+        rule, packing, x, c, h, v_new, grads
+    )
