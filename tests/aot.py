@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 from tests.gpu import kernel_hashes
+from tests.support.tuned import variant
 
 SM90_SHARED = 227 * 1024
 """Bytes of shared memory that one block may use."""
@@ -120,30 +121,23 @@ def launched() -> Iterator[list[Launch]]:
         key = run(self, *args, grid=grid, warmup=True, **kwargs)
         results.append(Launch(self.__name__, key))
 
-    from fla_cp.kernels.sm90 import scan as sm90_scan
+    from fla_cp.kernels import using
     from fla_cp.kernels.triton import launch as launches
-    from fla_cp.kernels.triton.backend import TRITON
-    from fla_cp.ops import family, kda, short_conv
 
-    resolve = kda.resolve  # would refuse tensors on the CPU
-    for module in (short_conv, kda, family):
-        module.resolve = lambda *args: TRITON
-    least, sm90_scan.MIN_CHUNK_HEADS = sm90_scan.MIN_CHUNK_HEADS, 0
-    launches.remembers = False
+    backend = variant(min_chunk_heads=0)
+    launches.runner = lambda kernel, grid, *given, **named: kernel[grid](*given, **named)
     active = driver._active  # the property would look for a GPU
     driver.set_active(_Sm90())
     JITFunction.run = keep
     before = active_mode.set(_LATER)
-    try:
-        yield results
+    try:  # tensors are on the CPU, where "auto" means torch
+        with using(backend), using(replace(backend, name="torch")):
+            yield results
     finally:
         active_mode.reset(before)
         JITFunction.run = run
-        sm90_scan.MIN_CHUNK_HEADS = least
-        launches.remembers = True
+        launches.runner = None
         driver._active = active
-        for module in (short_conv, kda, family):
-            module.resolve = resolve
 
 
 def start_worker() -> None:

@@ -49,8 +49,10 @@ def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
     check_choice("impl", impl, ("auto", "torch", "triton"))
     if impl == "auto":
         impl = "triton" if device.type == "cuda" and dtype != float64 else "torch"
+    if impl in _replaced:
+        return _replaced[impl]
     if impl == "torch":
-        return _replaced.get("torch", TORCH)
+        return TORCH
     if dtype == float64:
         raise ValueError(f"impl='triton' computes bf16, fp16 and fp32, got {dtype}")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -62,4 +64,4 @@ def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
             f"impl='triton' on {device} needs Triton >= 3.6 ({error}); pass impl='torch' for the "
             "slow PyTorch stages"
         ) from error
-    return _replaced.get("triton", TRITON)
+    return TRITON

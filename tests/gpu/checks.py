@@ -21,6 +21,7 @@ from benchmarks import tune
 from fla_cp import causal_conv1d, kda_gate
 from tests.support.cases import INSIDE, Case, named, options
 from tests.support.running import run, run_recurrent
+from tests.support.tuned import tuned
 
 SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
 LENGTHS = (1, 63, 64, 65, 1000, 8192)
@@ -144,11 +145,9 @@ def check_hopper(key: str, share: slice) -> Rows:
     """The kernels in Gluon, which calls as small as these would not take; whole and in segments of
     two chunks. key: of a member."""
     from benchmarks.tune import cut_into
-    from fla_cp.kernels.sm90 import scan as sm90_scan
 
-    least, sm90_scan.MIN_CHUNK_HEADS = sm90_scan.MIN_CHUNK_HEADS, 0
     rows = []
-    try:
+    with tuned(min_chunk_heads=0):
         for cut in (False, True):
             name = " in segments" * cut
             with cut_into(2) if cut else nullcontext():
@@ -159,8 +158,6 @@ def check_hopper(key: str, share: slice) -> Rows:
                 for T, H in ((130, 2), (1000, 2), (130, 4), (1000, 4)):
                     name_of = f"hopper {key} T={T} H={H}{name}"
                     rows.append(check_member(key, 128, 128, T, BF16, name=name_of, H=H))
-    finally:
-        sm90_scan.MIN_CHUNK_HEADS = least
     return rows
 
 
@@ -199,11 +196,10 @@ def check_cancelling() -> Rows:
     """Where o is a small difference: each precision, and both kinds of kernels, against what
     rounding their operands costs by itself (rounded.py); beside FLA's errors as last measured."""
     from fla_cp import chunk_gated_delta_rule, chunk_kda
-    from fla_cp.kernels.sm90 import scan as sm90_scan
     from tests.support import rounded
 
     theirs = json.loads(CANCELLING.read_text())["errors"] if CANCELLING.exists() else {}
-    rows, least = [], sm90_scan.MIN_CHUNK_HEADS
+    rows = []
     case = named("cancelling", T=4096, H=8, HV=8, K=128, V=128, states=False)
     do = torch.randn(1, 4096, 8, 128, generator=torch.Generator().manual_seed(2)).to(DEVICE, BF16)
     for op in (chunk_kda, chunk_gated_delta_rule):
@@ -212,20 +208,20 @@ def check_cancelling() -> Rows:
         wide = {n: t.double() for n, t in x.items()}
         exact = rounded.results(op, wide, do, keywords | {"impl": "torch"})
         into = do, torch.zeros_like(exact["final_state"])
-        for precision, sm90_scan.MIN_CHUNK_HEADS in product(("default", "high"), (0, 2**30)):
+        for precision, gluon in product(("default", "high"), (True, False)):
             more = {"impl": "triton", "precision": precision}
-            found = rounded.results(op, x, do, keywords | more)
+            with tuned(min_chunk_heads=0 if gluon else 2**30):
+                found = rounded.results(op, x, do, keywords | more)
             r = rounded.Rounding(BF16, precision == "high", per_head)
             expected = rounded.relative(rounded.rounded(case, wide, r, into), exact)
             errors = rounded.relative(found, exact)
             names = rounded.LINEAR if per_head else rounded.NAMES
             use, worst = max((errors[n] / expected[n] / rounded.BUDGET, n) for n in names)
-            kernels = "Triton" if sm90_scan.MIN_CHUNK_HEADS else "Gluon"
+            kernels = "Gluon" if gluon else "Triton"
             row = {"K": 128, "V": 128, "dtype": "bfloat16", "use": use, "worst": worst}
             row["case"] = f"cancelling {op.__name__}, {precision}, scans in {kernels}"
             peers = {"of FLA": theirs.get(op.__name__, {}).get("FLA")}
             rows.append(row | {"errors": errors, "ok": use <= 1.0} | peers)
-        sm90_scan.MIN_CHUNK_HEADS = least
     return rows
 
 

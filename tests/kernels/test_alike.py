@@ -14,23 +14,17 @@ pytest.importorskip("triton")
 from fla_cp import zigzag_token_ranges
 from fla_cp.context import _layout, contiguous_token_ranges
 from fla_cp.custom_op import make_plan
-from fla_cp.kernels.sm90 import (
-    eligible,
-)
-from fla_cp.kernels.sm90 import (
-    intra_headwise as sm90_intra,
-)
-from fla_cp.kernels.sm90 import (
-    intra_headwise_bwd as sm90_intra_bwd,
-)
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton import backend, fold, local, tile_table
+from fla_cp.kernels.triton import launch, scan, scan_bwd, streams
+from fla_cp.kernels.triton.backend import TritonBackend
+from fla_cp.kernels.triton.tile_table import Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.workload import Counts, Workload
 from fla_cp.pipeline import backward, forward
 from fla_cp.rule import DeltaRule
 
 META, BF16 = torch.device("meta"), torch.bfloat16
+BACKEND = TritonBackend(tuning=Tuning(sms=132))
 STREAM = SimpleNamespace(stream_id=0, wait_stream=lambda other: None)
 
 
@@ -50,14 +44,14 @@ class Zeros:
 def chosen(monkeypatch):
     """Filled by `run`: the longest segment of each cut, the tile of each stage, and the scans."""
     found = {}
-    cut, tile, of_scan = Packing.cut, tile_table.tile, backend._tile
+    cut, tile, of_scan = Packing.cut, Tuning.tile, scan.scan_tile
 
     def noting_cut(packing, most):
         found.setdefault("cut", []).append(most)
         return cut(packing, most)
 
-    def noting_tile(stage, *shape):
-        t = tile(stage, *shape)
+    def noting_tile(tuning, stage, *shape):
+        t = tile(tuning, stage, *shape)
         assert found.setdefault(stage, t) == t
         return t
 
@@ -66,14 +60,13 @@ def chosen(monkeypatch):
         return of_scan(stage, *rest)
 
     monkeypatch.setattr(Packing, "cut", noting_cut)
-    monkeypatch.setattr(tile_table, "tile", noting_tile)
-    monkeypatch.setattr(backend, "_tile", noting_scan)
-    monkeypatch.setattr(eligible, "sm_count", lambda device: 132)
-    monkeypatch.setattr(backend, "side_stream", lambda *args: STREAM)
+    monkeypatch.setattr(Tuning, "tile", noting_tile)
+    for module in (scan, scan_bwd):
+        monkeypatch.setattr(module, "scan_tile", noting_scan)
+    monkeypatch.setattr(streams, "side_stream", lambda *args: STREAM)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    for module in (backend, sm90_intra_bwd, sm90_intra, local, fold):
-        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(launch, "runner", lambda *args, **options: None)
     return found
 
 
@@ -87,7 +80,7 @@ def run(chosen, packing, links, HV, per_head):
     context = None
     if links is not None:
         context = SimpleNamespace(links=links, exchange=Zeros(packing.ranges, HV, 128, 128))
-    plan = make_plan(DeltaRule(scale=1.0, per_head=per_head), packing, context, backend.TRITON, x)
+    plan = make_plan(DeltaRule(scale=1.0, per_head=per_head), packing, context, BACKEND, x)
     result = forward(plan, x, None, want_final=False, want_h=False)
     backward(plan, x, None, result.saved, result.o, v, None, want_dinitial=False)
     return dict(chosen), plan
@@ -233,7 +226,7 @@ def test_a_rank_without_tokens_waits_for_no_stream(chosen, monkeypatch):
     """That the side stream was never joined to: a CUDA graph could not be captured."""
     waits = []
     stream = SimpleNamespace(stream_id=0, wait_stream=waits.append)
-    monkeypatch.setattr(backend, "side_stream", lambda *args: stream)
+    monkeypatch.setattr(streams, "side_stream", lambda *args: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     for _ in ranks(chosen, (0, 4096), [[(0, 4096)], []], 4, False):
         pass

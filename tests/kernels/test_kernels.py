@@ -9,7 +9,6 @@ import re
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,9 @@ pytestmark = [
 def interpreted(monkeypatch):
     """Lets the kernels run on CPU tensors, in this module only, and fp32 take bf16's path."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(fla_cp.kernels.triton.intra, "SAFE_DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(
+        fla_cp.kernels.triton.operands, "SAFE_DTYPES", (torch.float32, torch.bfloat16)
+    )
 
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
@@ -143,25 +144,19 @@ def test_state_layouts_and_intermediate_states():
 @pytest.mark.parametrize("v_first", [False, True])
 def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
     """By strides: what the caller gets is dense without a copy, and what it gives is not copied."""
-    from fla_cp.kernels.triton import backend
+    from fla_cp.kernels.triton import launch as launches
+    from fla_cp.kernels.triton.backend import TRITON as backend
     from fla_cp.kernels.triton.intra import intra
 
     read = []
 
-    class Seen:
-        def __init__(self, kernel):
-            self.kernel = kernel
+    def seen(kernel, grid, *args, **kwargs):
+        if kernel.fn.__name__ in ("scan_kernel", "scan_bwd_kernel"):
+            given = (*args, *kwargs.values())
+            read.extend(t.data_ptr() for t in given if isinstance(t, torch.Tensor))
+        kernel[grid](*args, **kwargs)
 
-        def __getitem__(self, grid):
-            def launch(*args, **kwargs):
-                given = (*args, *kwargs.values())
-                read.extend(t.data_ptr() for t in given if isinstance(t, torch.Tensor))
-                return self.kernel[grid](*args, **kwargs)
-
-            return launch
-
-    for name in ("scan_kernel", "scan_bwd_kernel"):
-        monkeypatch.setattr(backend, name, Seen(getattr(backend, name)))
+    monkeypatch.setattr(launches, "runner", seen)
     from fla_cp.comm.carry import States
     from fla_cp.kernels.torch.intra import Inputs
     from fla_cp.partition.packing import Packing
@@ -192,14 +187,14 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
 
 
 def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
-    from fla_cp.kernels.sm90 import eligible
     from fla_cp.kernels.torch.intra import Inputs
-    from fla_cp.kernels.triton import backend
+    from fla_cp.kernels.triton.backend import TritonBackend
     from fla_cp.kernels.triton.intra import intra
+    from fla_cp.kernels.triton.tile_table import Tuning
     from fla_cp.partition.packing import Packing
     from fla_cp.rule import DeltaRule
 
-    monkeypatch.setattr(eligible, "sm_count", lambda device: 16)
+    backend = TritonBackend(tuning=Tuning(sms=16))
 
     def fit(HV, T=64, cut=None, **rule):
         qk = torch.randn(2, T, 1, 128, dtype=torch.bfloat16)
@@ -275,9 +270,10 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
     """What the side stream reads exists before it starts, and what it writes is waited for."""
     from contextlib import contextmanager
 
-    from benchmarks.tune import cut_into, forced
+    from benchmarks.tune import cut_into, forced, now
     from fla_cp import chunk_gated_delta_rule
-    from fla_cp.kernels.triton import backend, local
+    from fla_cp.kernels.triton import launch as launches
+    from fla_cp.kernels.triton import streams as of_streams
     from fla_cp.kernels.triton.tile_table import Tile
 
     marked = {
@@ -294,17 +290,11 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
         def wait_stream(self, other):
             events.append(f"{self.name} waits for {other.name}")
 
-    class Logged:
-        def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid):
-            def launch(*args, **kwargs):
-                beside = " beside" * (kwargs.get("NS") == 2)  # by their tiles' stages
-                events.append(f"{self.name} on {streams[-1]}{beside}")
-                return self.kernel[grid](*args, **kwargs)
-
-            return launch
+    def logged(kernel, grid, *args, **kwargs):
+        if (name := kernel.fn.__name__) in ("scan_kernel", "scan_bwd_kernel", "dqk_head_kernel"):
+            beside = " beside" * (kwargs.get("NS") == 2)  # by their tiles' stages
+            events.append(f"{name} on {streams[-1]}{beside}")
+        kernel[grid](*args, **kwargs)
 
     @contextmanager
     def on(stream):
@@ -322,19 +312,11 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
 
     plain = gradient()
     main, side = Stream("main"), Stream("side")
-    monkeypatch.setattr(backend, "runs_concurrently", lambda packing, c: True)
-    monkeypatch.setattr(
-        backend, "TRITON", replace(backend.TRITON, runs_concurrently=backend.runs_concurrently)
-    )
-    monkeypatch.setattr(backend, "side_stream", lambda device, concurrent: side)
+    monkeypatch.setattr(type(now()), "runs_concurrently", lambda self, packing, c: True)
+    monkeypatch.setattr(of_streams, "side_stream", lambda device, concurrent: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    for module, name in (
-        (backend, "scan_kernel"),
-        (backend, "scan_bwd_kernel"),
-        (local, "dqk_head_kernel"),
-    ):
-        monkeypatch.setattr(module, name, Logged(name, getattr(module, name)))
+    monkeypatch.setattr(launches, "runner", logged)
     assert torch.equal(plain, gradient())
     summary = chunks == 1
     assert events == [
@@ -492,9 +474,9 @@ def test_scans_of_many_chains_take_wider_tiles():
         assert list(fuller) == sorted(fuller, reverse=True)
         for least, tile in fuller:
             assert tile in tune.candidates(stage, k, v), (stage, tile)
-            assert tile_table.tile(stage, k, v, dtype, least) == tile
+            assert tile_table.TUNING.tile(stage, k, v, dtype, least) == tile
         least, narrowest = min(fuller)
-        assert tile_table.tile(stage, k, v, dtype, least - 1).BV < narrowest.BV
+        assert tile_table.TUNING.tile(stage, k, v, dtype, least - 1).BV < narrowest.BV
 
 
 def test_hash_of_a_kernel_file_is_of_its_code():
@@ -512,7 +494,9 @@ def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     """Of a sequence cut in two on one card, with one decay a head; nothing else changes, to the
     bit."""
     from fla_cp.kernels.torch.intra import Inputs
-    from fla_cp.kernels.triton import backend, local
+    from fla_cp.kernels.triton import launch as launches
+    from fla_cp.kernels.triton.backend import TritonBackend
+    from fla_cp.kernels.triton.tile_table import Tuning
     from fla_cp.partition.packing import Packing
     from fla_cp.rule import DeltaRule
 
@@ -523,23 +507,17 @@ def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     whole = Packing.build((0, T))
     launched = []
 
-    def noting(module, *names):
-        def noted(kernel, *args, **options):
-            if kernel.fn.__name__ in names:
-                launched.append((kernel.fn.__name__, args[0]))
-            launch(kernel, *args, **options)
+    def noted(kernel, grid, *args, **options):
+        if kernel.fn.__name__ in ("intra_head_kernel", "scan_kernel"):
+            launched.append((kernel.fn.__name__, grid))
+        kernel[grid](*args, **options)
 
-        launch = module.launch
-        monkeypatch.setattr(module, "launch", noted)
-
-    noting(local, "intra_head_kernel")
-    noting(backend, "scan_kernel")
+    monkeypatch.setattr(launches, "runner", noted)
     name, summary = "intra_head_kernel", ("scan_kernel", (1, H))
-    monkeypatch.setattr(backend, "LATER_LEAST", 0)
-    monkeypatch.setattr(backend, "LATER_SHARE", 20)
+    backend = TritonBackend(tuning=Tuning(later_least=0, later_share=20))
     c, maps = backend.prepare_chunks(rule, whole.cut(11), x, None)
     assert launched == [(name, (16, H)), summary, (name, (5, H))]  # 11 of 21 rounded up
-    monkeypatch.setattr(backend, "LATER_SHARE", 4)
+    backend = TritonBackend(tuning=Tuning(later_least=0, later_share=4))
     launched.clear()
     d, others = backend.prepare_chunks(rule, whole.cut(11), x, None)
     assert launched == [(name, (21, H)), summary]
@@ -553,7 +531,7 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     from contextlib import contextmanager
     from types import SimpleNamespace
 
-    from fla_cp.kernels.triton import backend
+    from fla_cp.kernels.triton import backend, streams
     from fla_cp.partition.packing import Packing
     from fla_cp.rule import DeltaRule
 
@@ -594,12 +572,12 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(backend, "intra_in_two", in_two)
     monkeypatch.setattr(backend, "_summary", summary)
     urgent = {-1: Stream("urgent")}
-    monkeypatch.setattr(backend, "side_stream", lambda *args: urgent[args[2]])
+    monkeypatch.setattr(streams, "side_stream", lambda *args: urgent[args[2]])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", on)
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(32768, 32, 128))
     x, packing = SimpleNamespace(q=tensor, v=tensor), Packing.build((0, 32768)).cut(256)
-    found = backend.prepare_chunks(DeltaRule(scale=1.0, per_head=True), packing, x, None)
+    found = backend.TRITON.prepare_chunks(DeltaRule(scale=1.0, per_head=True), packing, x, None)
     assert found == ("chunks", "maps")
     assert said == [
         "first chunks on main",

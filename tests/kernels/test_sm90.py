@@ -10,14 +10,16 @@ import torch
 pytest.importorskip("triton")
 
 from fla_cp.kernels.sm90 import eligible
-from fla_cp.kernels.sm90 import scan as sm90_scan
-from fla_cp.kernels.triton import backend, tile_table
+from fla_cp.kernels.triton import tile_table
 from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.scan import scan_tile
+from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.workload import Workload
 from fla_cp.rule import DeltaRule
 from tests.support.closeness import assert_within_budget
 from tests.support.sweeps import crossed
+from tests.support.tuned import tune
 
 BF16 = torch.bfloat16
 
@@ -36,9 +38,9 @@ def chunks(NC=3, HV=2, K=128, V=128, dtype=BF16, heads=False, **given):
 @pytest.mark.parametrize("heads", [False, True])
 def test_they_take_bf16_at_128(heads):
     c = chunks(heads=heads)
-    assert sm90_scan.fits(c, c.v)
+    assert eligible.fits(c, c.v)
     wide = torch.empty(192, 2, 3 * 128, dtype=BF16)  # q, k and v side by side
-    assert sm90_scan.fits(c, wide[..., 128:256])
+    assert eligible.fits(c, wide[..., 128:256])
 
 
 OTHERS = [{"K": 64}, {"V": 64}, {"K": 256, "V": 256}, {"dtype": torch.float16}]
@@ -47,7 +49,7 @@ OTHERS = [{"K": 64}, {"V": 64}, {"K": 256, "V": 256}, {"dtype": torch.float16}]
 @pytest.mark.parametrize("shape", [*OTHERS, {"dtype": torch.float32}], ids=str)
 def test_other_shapes_and_dtypes_are_left(shape):
     c = chunks(**shape)
-    assert not sm90_scan.fits(c, c.v)
+    assert not eligible.fits(c, c.v)
 
 
 @pytest.mark.parametrize("rows", [
@@ -57,8 +59,8 @@ def test_other_shapes_and_dtypes_are_left(shape):
     torch.empty(192, 2, 256, dtype=BF16)[..., ::2],
 ], ids=["address", "stride", "no stride", "columns"])  # fmt: skip
 def test_what_the_copy_unit_cannot_read_is_left(rows):
-    assert not sm90_scan.fits(chunks(), rows)
-    assert not sm90_scan.fits(chunks(heads=True, qg=rows), chunks().v)
+    assert not eligible.fits(chunks(), rows)
+    assert not eligible.fits(chunks(heads=True, qg=rows), chunks().v)
 
 
 def test_rows_that_are_not_copied_16_bytes_at_a_time_are_left():
@@ -78,18 +80,17 @@ def test_rows_that_are_not_copied_16_bytes_at_a_time_are_left():
 def tile(c, dense=(), packing=None):
     """Of a scan of one segment."""
     packing = packing or Packing.build((0, len(c.v)))
-    return backend._tile("scan", packing, c, 1, dense, c.v)
+    return scan_tile("scan", packing, c, 1, dense, c.v)
 
 
-def test_small_calls_keep_the_other_kernels(monkeypatch):
+def test_small_calls_keep_the_other_kernels():
     c = chunks()
     assert not tile(c).hopper
-    monkeypatch.setattr(sm90_scan, "MIN_CHUNK_HEADS", 0)
+    c = c._replace(tuning=Tuning(min_chunk_heads=0))
     assert tile(c).hopper
     states = torch.empty(3, 2, 128, 128).mT
     assert not tile(c, (states,)).hopper
-    monkeypatch.setattr(tile_table, "architecture", lambda: 100)
-    assert not tile(c).hopper
+    assert not tile(c._replace(tuning=Tuning(min_chunk_heads=0, architecture=100))).hopper
 
 
 @pytest.mark.parametrize("most, supports", [(1024, False), (1025, True), (2**23, False)])
@@ -102,17 +103,16 @@ def test_the_rank_with_most_chunks_decides(most, supports):
 
 
 def test_a_tile_that_does_not_fit_is_refused():
-    from benchmarks.tune import forced
-
-    with forced({"scan": tile_table.NARROW}), pytest.raises(ValueError, match="K = V = 128"):
-        tile(chunks(K=64))
+    tuning = Tuning(forced=(("scan", tile_table.NARROW),))
+    with pytest.raises(ValueError, match="K = V = 128"):
+        tile(chunks(K=64)._replace(tuning=tuning))
 
 
 def test_every_stage_has_a_tile_for_any_number_of_chains():
     for stage in tile_table.HOPPER:
         for chains in (0, 1, 127, 128, 10000):
-            assert tile_table.tile(stage, 128, 128, BF16, chains, True).hopper
-            assert not tile_table.tile(stage, 128, 128, BF16, chains).hopper
+            assert TUNING.tile(stage, 128, 128, BF16, chains, True).hopper
+            assert not TUNING.tile(stage, 128, 128, BF16, chains).hopper
 
 
 MEMBERS = [("gated_delta_rule", 1), ("gla", 1), ("comba", 1), ("kda", 1), ("simple_gla", 1)]
@@ -130,8 +130,7 @@ def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
     from tests.support.gluon_interpreter import interpreted
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eligible, "supports", lambda *args: True)
-    monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
+    tune(monkeypatch, gluon=True)
     key, H = which
     member = BY_NAME[key]
     call = Call(T=150, H=H, HV=2, K=128, V=128, inside=True)
@@ -167,8 +166,7 @@ def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatc
     from tests.support.gluon_interpreter import interpreted
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eligible, "supports", lambda *args: in_gluon)
-    monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
+    tune(monkeypatch, gluon=in_gluon)
     torch.manual_seed(0)
     dtype = torch.float32 if in_gluon else torch.float16  # fp32 has sums of its own elsewhere
     q, k, v = torch.randn(3, 1, 128, 1, 128)

@@ -126,15 +126,12 @@ def test_ranks_equal_one(run, case, ranges):
 
 
 def on_hopper(group, rank, ranges):
-    """The scans of hopper.py, which a call as small as this would not take."""
-    from fla_cp.kernels.sm90 import scan as sm90_scan
+    """The scans of sm90/, which a call as small as this would not take."""
+    from tests.support.tuned import tuned
 
-    least, sm90_scan.MIN_CHUNK_HEADS = sm90_scan.MIN_CHUNK_HEADS, 0
-    try:
+    with tuned(min_chunk_heads=0):
         case = Case("hopper", **SHAPE | {"K": 128, "V": 128}, options=options(**INSIDE, **SAFE))
         compare(group, rank, case, ranges)
-    finally:
-        sm90_scan.MIN_CHUNK_HEADS = least
 
 
 @pytest.mark.parametrize("ranges", RANGES)

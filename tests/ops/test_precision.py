@@ -7,10 +7,9 @@ import torch
 pytest.importorskip("triton")  # interpreted: conftest.py
 
 from fla_cp import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
-from fla_cp.kernels.sm90 import eligible
-from fla_cp.kernels.sm90 import scan as sm90_scan
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton import backend, local, operands
+from fla_cp.kernels.triton import backend, intra, operands
+from fla_cp.kernels.triton.tile_table import TUNING
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.support.cases import named
@@ -26,6 +25,7 @@ from tests.support.rounded import (
     rounded,
 )
 from tests.support.running import run
+from tests.support.tuned import tune
 
 HALF = torch.bfloat16
 
@@ -72,8 +72,7 @@ def test_such_inputs_make_o_a_small_difference():
 def test_kernels_with_a_decay_a_head_err_as_rounding_says(precision, in_gluon, monkeypatch):
     """In the interpreters, in bf16 and (Triton's own, whose bf16 is wrong) in fp16."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eligible, "supports", lambda *args: in_gluon)
-    monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
+    tune(monkeypatch, gluon=in_gluon)
     dtype = HALF if in_gluon else torch.float16
     case, x, wide, keywords, do, dS = drawn(128, 128 if in_gluon else 32, True, dtype)
     exact = results(chunk_gated_delta_rule, wide, do, keywords | {"impl": "torch"})
@@ -95,9 +94,8 @@ def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch):
     """In fp32, the only dtype in which the interpreter sums their gates: the second terms are zero,
     and all that changes is T, whose products round to TF32."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(eligible, "supports", lambda *args: in_gluon)
-    monkeypatch.setattr(sm90_scan, "enough", lambda packing, c: True)
-    for module in (backend, operands, local):
+    tune(monkeypatch, gluon=in_gluon)
+    for module in (backend, operands, intra):
         monkeypatch.setattr(module, "terms", lambda rule, dtype: 1 + rule.precise)
     _, x, _, keywords, do, _ = drawn(65, 64 if in_gluon else 32, False, torch.float32)
     keywords["impl"] = "triton"
@@ -118,9 +116,9 @@ def test_kept_shapes_are_those_of_the_kernels(precise, per_head):
     for dtype in (HALF, torch.float32):
         q, k, v = torch.zeros(3, 70, 2, 16, dtype=dtype)
         x = Inputs(q, k, v, g, torch.zeros(70, 2), None, None)
-        _, _, c = local._unformed(rule, Packing.build((0, 70)), x)
-        kept = [(tuple(t.shape), t.dtype) for t in backend.keep(rule, c, None, None)]
-        assert kept == backend.kept_shapes(rule, dtype, 2, 2, 16, 16)
+        _, _, c = intra.empty_chunks(rule, Packing.build((0, 70)), x, TUNING)
+        kept = [(tuple(t.shape), t.dtype) for t in backend.TRITON.keep(rule, c, None, None)]
+        assert kept == backend.TRITON.kept_shapes(rule, dtype, 2, 2, 16, 16)
         assert c.T.shape[2] == 64 * (2 if precise and dtype == HALF else 1)
 
 

@@ -13,7 +13,8 @@ from fla_cp.comm.affine import FoldTable, fold, leave, product
 from fla_cp.comm.carry import AffineMap, carry, outgoing
 from fla_cp.comm.exchange import pack
 from fla_cp.context import _links
-from fla_cp.kernels import TORCH
+from fla_cp.kernels import TORCH, using
+from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.segmentation import MARGIN, predicted, split
 from fla_cp.partition.workload import Workload
@@ -144,25 +145,17 @@ def test_each_step_takes_as_long_as_on_the_slowest_rank():
 @pytest.fixture(params=["both", "forward"])
 def always_cut(request, monkeypatch):
     """Every segment of both backends in pieces of two chunks, or of the kernels in the forward."""
-    import dataclasses
-
-    import fla_cp.kernels.triton.backend
+    import fla_cp.kernels
+    from fla_cp.kernels.triton.backend import TRITON
 
     def pieces(packing, *shape):
         if request.param == "forward" and shape[-1]:
             return packing
         return packing.cached("pieces", lambda: packing.cut(2))
 
-    names = {"TRITON": "fla_cp.kernels.triton.backend"}
-    if request.param == "both":
-        names["TORCH"] = "fla_cp.kernels"
-    for name, of in names.items():
-        monkeypatch.setattr(
-            f"{of}.{name}",
-            dataclasses.replace(
-                TORCH if name == "TORCH" else fla_cp.kernels.triton.backend.TRITON, split=pieces
-            ),
-        )
+    for backend in (TRITON, TORCH) if request.param == "both" else (TRITON,):
+        kind = type("Cut", (type(backend),), {"segment": lambda self, *args: pieces(*args)})
+        monkeypatch.setitem(fla_cp.kernels._replaced, backend.name, kind())
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
@@ -204,27 +197,26 @@ def test_kernels_with_cut_sequences(name, always_cut, monkeypatch):
 
 def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
     """And not even that where states cross ranks, which the backward needs, too."""
-    import dataclasses
     from types import SimpleNamespace
 
-    import fla_cp.kernels.triton.backend
+    import fla_cp.kernels
     from fla_cp.custom_op import make_plan
+    from fla_cp.kernels.triton.backend import TritonBackend
 
     segments = {}
-    whole = fla_cp.kernels.triton.backend.TRITON
 
     def noting(name):
-        def stage(*args, **keywords):
+        def stage(self, *args, **keywords):
             packing = next(a for a in args if isinstance(a, Packing))
             segments.setdefault(name, []).append(len(packing.segments))
-            return getattr(whole, name)(*args, **keywords)
+            return getattr(TritonBackend, name)(self, *args, **keywords)
 
         return stage
 
     stages = {n: noting(n) for n in ("scan_output", "scan", "scan_bwd")}
-    split = lambda packing, *shape: packing if shape[-1] else packing.cut(2)  # noqa: E731
-    cutting = dataclasses.replace(whole, split=split, **stages)
-    monkeypatch.setattr(fla_cp.kernels.triton.backend, "TRITON", cutting)
+    stages["segment"] = lambda self, packing, *shape: packing if shape[-1] else packing.cut(2)
+    cutting = type("Cut", (TritonBackend,), stages)()
+    monkeypatch.setitem(fla_cp.kernels._replaced, "triton", cutting)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     run(replace(CASES[0], T=300), torch.float32, impl="triton")
     assert segments == {"scan_output": [3], "scan": [1], "scan_bwd": [1]}
@@ -237,16 +229,14 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
 
 
 def cut_on_ranks(group, rank, ranges):
-    import dataclasses
-
-    import fla_cp.ops.family
+    class Cut(TorchBackend):
+        def segment(self, packing, *shape):
+            return packing.cut(2)
 
     case = CASES[1]
     context = build_cp_context(torch.tensor(case.offsets()), group, token_ranges=ranges)
     exact = run(case)
-    with pytest.MonkeyPatch.context() as patch:
-        cutting = dataclasses.replace(TORCH, split=lambda packing, *shape: packing.cut(2))
-        patch.setattr(fla_cp.ops.family, "resolve", lambda *args: cutting)
+    with using(Cut()):
         mine = run_sharded(case, context)
     for name in ("o", "final_state", "dinitial_state", *(f"d{n}" for n in PACKED)):
         pick = (lambda t: t) if "state" in name else context.shard

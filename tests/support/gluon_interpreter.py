@@ -8,8 +8,10 @@ Copies are done at once: what it cannot show is a buffer written while a copy st
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
+import pkgutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -210,16 +212,12 @@ class Launcher:
 @contextmanager
 def interpreted() -> Iterator[list[str]]:
     """Lets them run here; gives the kernels' names as they are launched."""
-    from fla_cp.kernels.sm90 import (
-        intra_headwise as sm90_intra,
-    )
-    from fla_cp.kernels.sm90 import (
-        intra_headwise_bwd as sm90_intra_bwd,
-    )
-    from fla_cp.kernels.sm90 import (
-        scan as sm90_scan,
-    )
+    import fla_cp.kernels.sm90
 
+    modules = [
+        importlib.import_module(f"fla_cp.kernels.sm90.{found.name}")
+        for found in pkgutil.iter_modules(fla_cp.kernels.sm90.__path__)
+    ]
     nothing = lambda *args, **more: None  # noqa: E731
     gl = SimpleNamespace(
         int32=torch.int32, int64=torch.int64, float32=torch.float32, static_range=range,
@@ -257,7 +255,7 @@ def interpreted() -> Iterator[list[str]]:
     }  # fmt: skip
     changed["range"] = lambda *ends: map(torch.tensor, range(*map(int, ends)))
     before = []
-    for module in (sm90_scan, sm90_intra_bwd, sm90_intra):
+    for module in modules:
         kernels = {}
         for name, kernel in vars(module).items():
             if type(kernel).__name__ == "GluonJITFunction":

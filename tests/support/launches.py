@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from fla_cp.kernels.sm90 import scan as sm90_scan
+from fla_cp.kernels.sm90 import tma
 from fla_cp.kernels.triton import launch as launches
 from fla_cp.kernels.triton.launch import launch
 from tests.aot import _Sm90
@@ -81,11 +81,11 @@ def recorder():
 
 @contextmanager
 def as_triton():
-    launches.remembers = False
+    launches.runner = lambda kernel, grid, *given, **named: kernel[grid](*given, **named)
     try:
         yield
     finally:
-        launches.remembers = True
+        launches.runner = None
 
 
 def same(recorder, kernel, grid, *given, **named):
@@ -151,7 +151,7 @@ def test_a_device_has_its_own(recorder):
 
 
 def test_many_are_forgotten(recorder, monkeypatch):
-    monkeypatch.setattr(launches, "MOST", 3)
+    monkeypatch.setattr(launches, "MAX_REMEMBERED", 3)
     launches._known.clear()
     named = {"x": torch.zeros(64), "y": None, "scale": 0.5, "pair": (1, 1), "B": 16}
     for n in range(8):
@@ -161,9 +161,9 @@ def test_many_are_forgotten(recorder, monkeypatch):
 
 def test_a_descriptor_is_told_by_what_is_compiled_of_it():
     x = torch.zeros(64, 2, 128, dtype=torch.bfloat16)
-    a, b = (sm90_scan.describe(t, 64, 64) for t in (x, x[:32]))
+    a, b = (tma.describe(t, 64, 64) for t in (x, x[:32]))
     assert launches.specialization_key(a) == launches.specialization_key(b)
-    others = sm90_scan.describe(x, 64, 128), sm90_scan.describe(x.float(), 64, 64)
+    others = tma.describe(x, 64, 128), tma.describe(x.float(), 64, 64)
     assert len({launches.specialization_key(t) for t in (a, *others)}) == 3
 
 
@@ -171,8 +171,8 @@ def test_a_descriptor_says_what_tritons_own_says():
     """And what it refuses, ours, made without a check, is not."""
     wide = torch.zeros(64, 2, 3, 128, dtype=torch.bfloat16)[:, :, 1]
     for x in (wide, wide.contiguous(), torch.zeros(3, 2, 7, 64), torch.zeros(5, 1, 128)):
-        ours = sm90_scan.describe(x, 1, 64)
-        checked = sm90_scan.TensorDescriptor(
+        ours = tma.describe(x, 1, 64)
+        checked = tma.TensorDescriptor(
             ours.base, ours.shape, ours.strides, ours.block_shape, ours.layout, ours.padding
         )
         for name, value in vars(checked).items():

@@ -328,8 +328,10 @@ def scan_tile(
 ) -> tile_table.Tile:
     """The tile of a scan that reads `rows` [T, HV, V] and writes `dense`, which the kernels of sm90/
     need contiguous. segments: of the rank that has most, so that all ranks take the same tile."""
-    supports = eligible.supports(c, rows) and all(x is None or x.is_contiguous() for x in dense)
-    whether, chains = supports and eligible.pays(packing, c), segments * c.decay.shape[1]
+    written = all(x is None or x.is_contiguous() for x in dense)
+    supports = written and eligible.supports(c, rows)
+    whether = supports and eligible.pays(packing, c)
+    chains = segments * c.decay.shape[1]
     if c.of_heads and not whether:
         # With one decay a head, tiles of all of V spill.
         chains = min(chains, tile_table.FULL_V_MIN_CHAINS - 1)
