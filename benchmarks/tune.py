@@ -186,7 +186,7 @@ def stages(
     h, v_new = backend.scan(packing, c, None)()
     grads = backend.output_bwd(rule, packing, c, do)
     dscan, _ = backend.scan_bwd(packing, c, grads, None, want_start=False)
-    kept = c._replace(rule=replace(rule, keep_intermediates=True))  # no scan beside
+    kept = c._replace(rule=rule._replace(keep_intermediates=True))  # no scan beside
 
     def both_scans() -> tuple:
         states = backend.scan(packing, c, None)

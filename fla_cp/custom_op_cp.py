@@ -10,7 +10,6 @@ initial ones) are each rank's own rows until the graph's all_reduce adds them.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,12 +102,12 @@ def _given(x: Tensor) -> Tensor | None:
 
 def _chunks(plan: Plan, x: Inputs, tensors: list[Tensor], o: Tensor | None) -> Any:
     """Chunks from what `_tensors` gave."""
-    keeping = replace(plan.rule, keep_intermediates=True)
+    keeping = plan.rule._replace(keep_intermediates=True)
     return plan.backend.restore(keeping, plan.packing, x, (*tensors, None, None), o)[0]
 
 
 def _tensors(plan: Plan, chunks: Any) -> list[Tensor]:
-    keeping = replace(plan.rule, keep_intermediates=True)
+    keeping = plan.rule._replace(keep_intermediates=True)
     kept = plan.backend.keep(keeping, chunks, None, None)[:-2]
     return [t.contiguous() for t in kept if t is not None]
 
@@ -137,7 +136,7 @@ def _fake(x: tuple, fixed: tuple) -> tuple[Any, ...]:
     """Handle's sizes, a maker of fp32 tensors per head, those of chunks, of h and v_new."""
     q, v = x[0], x[2]
     rule, impl = DeltaRule(*fixed[:_RULE_FIELDS]), fixed[_RULE_FIELDS]
-    keeping, sizes = replace(rule, keep_intermediates=True), Handle.read(fixed[-2])
+    keeping, sizes = rule._replace(keep_intermediates=True), Handle.read(fixed[-2])
     HV, K, V = v.shape[1], q.shape[-1], v.shape[-1]
     shapes = resolve(impl, q.device, q.dtype).kept_shapes(keeping, q.dtype, sizes.chunks, HV, K, V)
     made = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]

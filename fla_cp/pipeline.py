@@ -9,7 +9,6 @@ Without context parallelism and without cut segments nothing is summarised and n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -23,8 +22,7 @@ from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule, accumulator
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One operator call: what it computes (rule), on which tokens, with whom. ahead: `packing`, or,
     where nothing crosses ranks, one cut finer, for the forward alone."""
 
@@ -140,7 +138,7 @@ def forward(
     """One operator call. initial: [N, HV, K, V] ([V, K] with the rule's state_v_first) in the
     accumulator's dtype, or None."""
     if plan.ahead not in (None, plan.packing):
-        alone = replace(plan, packing=plan.ahead, ahead=None)
+        alone = plan._replace(packing=plan.ahead, ahead=None)
         result = forward(alone, x, initial, want_final=want_final, want_h=want_h)
         return result._replace(saved=Saved(result.saved.kept, result.saved.carried[:0], None))
     chunks, maps = prepare_chunks(plan, x, initial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ NORM_EPS = 1e-6
 """Added to the sum of squares of a q or k row before its square root."""
 
 
-@dataclass(frozen=True)
-class DeltaRule:
+class DeltaRule(NamedTuple):
     """Options of one call, fixed for its forward and backward.
 
     scale: factor on o.

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from fla_cp.arguments import check_choice
 from fla_cp.context import FLACPContext
+from fla_cp.ops.options import Options
 from fla_cp.partition.checks import check_cu_seqlens, check_host_copy
+from fla_cp.rule import DeltaRule
 
 MAX_DIM = 256
 """Largest K and V."""
@@ -122,22 +124,16 @@ def check_inputs(
     g: Tensor,
     beta: Tensor | None,
     p: Tensor | None,
+    options: Options,
+    rule: DeltaRule,
     *,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    initial_state: Tensor | None,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    safe_gate: bool,
-    lower_bound: float | None,
-    state_v_first: bool,
     sequences: int,
-    per_head: bool,
     rows: int = 1,
 ) -> None:
     """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`. rows: of k,
     v and beta for each token of q and g (num_householder)."""
+    A_log, dt_bias, initial_state = options.A_log, options.dt_bias, options.initial_state
+    per_head = rule.per_head
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     if rows > 1:
@@ -161,11 +157,12 @@ def check_inputs(
     _check_dtypes(q, k, v, g, beta, p)
 
     channels = 1 if per_head else K
-    _check_gate(use_gate_in_kernel, A_log, dt_bias, safe_gate, lower_bound, HV, channels)
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+    in_kernel = options.use_gate_in_kernel
+    _check_gate(in_kernel, A_log, dt_bias, rule.safe_gate, rule.lower_bound, HV, channels)
+    if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel=True, got False")
     if initial_state is not None:
-        check_state("initial_state", initial_state, (sequences, HV, K, V), state_v_first)
+        check_state("initial_state", initial_state, (sequences, HV, K, V), rule.state_v_first)
         widest = FLOATS if q.dtype == torch.float64 else FLOATS[:-1]
         if initial_state.dtype not in widest:
             raise ValueError(

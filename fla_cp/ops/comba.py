@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
-from fla_cp.ops.family import COMBA, chunk, recurrent, refuse
+from fla_cp.ops.family import COMBA, chunk, chunk_options, recurrent, recurrent_options
 
 
 def chunk_comba(
@@ -27,8 +27,8 @@ def chunk_comba(
     p: [B, T, H, K], what reads the state; use_qk_l2norm_in_kernel normalises it too.
     Everything else as in `chunk_gated_delta_rule`.
     """
-    refuse("chunk_comba", options, "safe_gate", "lower_bound")
-    return chunk(COMBA, q, k, v, g, beta, p, **options)
+    o = chunk_options("chunk_comba", options, "safe_gate", "lower_bound")
+    return chunk(COMBA, q, k, v, g, beta, p, o)
 
 
 def cp_chunk_comba(
@@ -50,5 +50,5 @@ def fused_recurrent_comba(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_comba` token by token, without gradients; see `fused_recurrent_kda`."""
-    refuse("fused_recurrent_comba", options, "lower_bound")
-    return recurrent(COMBA, "comba", q, k, v, g, beta, p, **options)
+    o = recurrent_options("fused_recurrent_comba", options, "lower_bound")
+    return recurrent(COMBA, "comba", q, k, v, g, beta, p, o)

@@ -1,5 +1,5 @@
-"""What the operators of the family share: a member is two facts, and every call goes through here.
-Long because each form lists the keywords, which it checks before it uses them.
+"""What the operators of the family share. A member is two facts, and every call takes one way
+through here: options -> checks -> plan -> run.
 
 S_t = Diag(a_t) S_{t-1} + b_t k_t (v_t - r_t)^T          o_t = scale * S_t^T q_t
 
@@ -27,7 +27,7 @@ from fla_cp.arguments import (
     check_tensors,
 )
 from fla_cp.autograd import DeltaRuleFunction
-from fla_cp.context import FLACPContext, Handle, compare_ranks
+from fla_cp.context import Handle, compare_ranks
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.torch.recurrent import Sequences
@@ -40,6 +40,7 @@ from fla_cp.ops.checks import (
     check_ndims,
     check_sequences,
 )
+from fla_cp.ops.options import FLAGS, TENSORS, Options
 from fla_cp.partition.checks import check_offsets
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule, accumulator
@@ -58,33 +59,38 @@ COMBA = Member(True, "p")
 GLA = Member(False, "none")
 SIMPLE_GLA = Member(True, "none")
 
-
-_TENSORS = (
-    "q",
-    "k",
-    "v",
-    "g",
-    "beta",
-    "p",
-    "A_log",
-    "dt_bias",
-    "initial_state",
-    "cu_seqlens",
-    "cu_seqlens_cpu",
-)
+_TENSORS = ("q", "k", "v", "g", "beta", "p")
 _REQUIRED = {"none": 4, "k": 5, "p": 6}
 """How many of `_TENSORS` must be given, by what is removed from the state."""
 
-_FLAGS = (
-    "output_final_state",
-    "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel",
-    "use_beta_sigmoid_in_kernel",
-    "allow_neg_eigval",
-    "use_exp2",
+_NAMES = (*_TENSORS, *Options._fields[TENSORS])
+_FLAGS: tuple[str, ...] = Options._fields[FLAGS]
+
+_CHUNK_ONLY = (
+    "safe_gate",
+    "disable_recompute",
+    "return_intermediate_states",
+    "cp_context",
+    "precision",
 )
-_CHUNK_FLAGS = (*_FLAGS, "safe_gate", "disable_recompute", "return_intermediate_states")
-_RECURRENT_FLAGS = (*_FLAGS, "inplace_final_state")
+_RECURRENT_ONLY = ("inplace_final_state",)
+
+
+def chunk_options(operator: str, options: dict[str, Any], *without: str) -> Options:
+    """The options of an operator over whole sequences; TypeError for keywords that it has not."""
+    return _options(operator, options, (*without, *_RECURRENT_ONLY))
+
+
+def recurrent_options(operator: str, options: dict[str, Any], *without: str) -> Options:
+    """The options of an operator token by token."""
+    return _options(operator, options, (*without, *_CHUNK_ONLY))
+
+
+def _options(operator: str, options: dict[str, Any], without: tuple[str, ...]) -> Options:
+    for name in options:
+        if name in without or name not in Options._fields:
+            raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}")
+    return Options(**options)
 
 
 def chunk(
@@ -94,143 +100,65 @@ def chunk(
     v: Tensor,
     g: Tensor,
     beta: Tensor | None,
-    p: Tensor | None = None,
+    p: Tensor | None,
+    options: Options,
     rows: int = 1,
-    /,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    use_exp2: bool = True,
-    transpose_state_layout: bool | None = None,
-    state_v_first: bool | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    cp_context: FLACPContext | None = None,
-    precision: str = "default",
-    impl: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """One call over whole sequences, in chunks; see `chunk_kda` for the keywords. rows: of k, v and
-    beta for each token, see product.py."""
-    given = (q, k, v, g, beta, p, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    check_tensors(_TENSORS, given, _REQUIRED[member.removal])
-    check_flags(
-        _CHUNK_FLAGS,
-        (
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel,
-            allow_neg_eigval,
-            use_exp2,
-            safe_gate,
-            disable_recompute,
-            return_intermediate_states,
-        ),
-    )
-    v_first = check_state_layout(transpose_state_layout, state_v_first)
-    scale, lower_bound = check_scale(scale), check_lower_bound(lower_bound)
-    if safe_gate and lower_bound is None and not use_gate_in_kernel:
-        lower_bound = SAFE_GATE_BOUND
-    check_choice("precision", precision, ("default", "high"))
-    check_ndims(q, k, v, g, beta, p, per_head=member.per_head)
-    check_sequences(q.shape[1], q.shape[0], cu_seqlens, cp_context, cu_seqlens_cpu)
+    """One call over whole sequences, in chunks; see `chunk_kda`. rows: of k, v and beta for each
+    token, see gated_delta_product.py."""
+    tensors, o = (q, k, v, g, beta, p), options
+    rule = _checked(member, tensors, o)
+    context = o.cp_context
+    check_choice("precision", o.precision, ("default", "high"))
+    check_sequences(q.shape[1], q.shape[0], o.cu_seqlens, context, o.cu_seqlens_cpu)
     check_fixed_call(
-        cp_context,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        return_intermediate_states=return_intermediate_states,
+        context,
+        initial_state=o.initial_state,
+        output_final_state=o.output_final_state,
+        return_intermediate_states=o.return_intermediate_states,
     )
+    packing = None
     if torch.compiler.is_compiling():  # the op looks the packing up when it runs
-        packing, sequences = None, q.shape[0]
-        if cp_context is not None:
-            sequences = Handle.read(cp_context.handle.sizes).sequences
+        sequences = q.shape[0]
+        if context is not None:
+            sequences = Handle.read(context.handle.sizes).sequences
     else:
-        packing = (
-            cp_context.packing if cp_context else _packing(q, cu_seqlens, cu_seqlens_cpu, rows)
-        )
+        packing = context.packing if context else _packing(q, o.cu_seqlens, o.cu_seqlens_cpu, rows)
         sequences = packing.sequences
-    check_inputs(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        p,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        initial_state=initial_state,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        state_v_first=v_first,
-        sequences=sequences,
-        per_head=member.per_head,
-        rows=rows,
-    )
-    backend = resolve(impl, q.device, q.dtype)
+    check_inputs(*tensors, o, rule, sequences=sequences, rows=rows)
+    backend = resolve(o.impl, q.device, q.dtype)
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    rates = o.A_log, o.dt_bias
     if rows > 1:
-        if cp_context is not None:
-            cp_context = cp_context.repeated(rows)
-            packing = cp_context.packing
-        q, g = _spread(backend, q, g, (A_log, dt_bias) if use_gate_in_kernel else None, rows)
-        A_log, dt_bias, use_gate_in_kernel, T = None, None, False, T * rows
-    if cp_context is not None and not torch.compiler.is_compiling():  # else the op does
-        compare_ranks(cp_context, *member, (HV, K, V), q.dtype, initial_state, output_final_state)
-    rule = _rule_fields(
-        member,
-        K,
-        scale=scale,
-        use_gate_in_kernel=use_gate_in_kernel,
-        lower_bound=lower_bound,
-        safe_gate=safe_gate,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        use_exp2=use_exp2,
-        state_v_first=v_first,
-        keep_intermediates=disable_recompute,
-        precise=precision == "high",
-    )
-    x = _token_rows(q, k, v, g, beta, A_log, dt_bias, p)
-    tensors = (*x, _accumulated(initial_state, q))
+        if context is not None:
+            context = context.repeated(rows)
+            packing = context.packing
+        q, g = _spread(backend, q, g, rates if o.use_gate_in_kernel else None, rows)
+        rule, rates, T = rule._replace(gate="given"), (None, None), T * rows
+    if context is not None and not torch.compiler.is_compiling():  # else the op does
+        shape = HV, K, V
+        compare_ranks(context, *member, shape, q.dtype, o.initial_state, o.output_final_state)
+    x = _token_rows(q, k, v, g, beta, *rates, p)
+    given = (*x, _accumulated(o.initial_state, q))
+    wanted = o.output_final_state, o.return_intermediate_states
     final: Any
-    if packing is None and cp_context is not None and cp_context.world_size > 1:
-        o, final, h = custom_op_cp.sharded_delta_rule(
-            cp_context, rule, impl, tensors, output_final_state, return_intermediate_states
-        )
-        final = final if output_final_state else None
+    if packing is None and context is not None and context.world_size > 1:
+        out, final, h = custom_op_cp.sharded_delta_rule(context, rule, o.impl, given, *wanted)
+        final = final if o.output_final_state else None
     elif packing is None:
-        fixed = custom_op.constants(rule, impl, cp_context, B, T)
-        found = custom_op.delta_rule(
-            *tensors, *fixed, output_final_state, return_intermediate_states
-        )
-        o, h = found[0], found[2]
-        final = found[1] if output_final_state else None
+        fixed = custom_op.constants(rule, o.impl, context, B, T)
+        found = custom_op.delta_rule(*given, *fixed, *wanted)
+        out, h = found[0], found[2]
+        final = found[1] if o.output_final_state else None
     else:
-        plan = custom_op.make_plan(DeltaRule(*rule), packing, cp_context, backend, x)
-        o, final, h = DeltaRuleFunction.apply(
-            plan, output_final_state, return_intermediate_states, *tensors
-        )
-    o = o.view(B, T, HV, V)
+        plan = custom_op.make_plan(rule, packing, context, backend, x)
+        out, final, h = DeltaRuleFunction.apply(plan, *wanted, *given)
+    out = out.view(B, T, HV, V)
     if rows > 1:
-        o = o[:, rows - 1 :: rows]
-    if not return_intermediate_states:
-        return o, final
-    return o, final, h.unflatten(0, (B, -1))
+        out = out[:, rows - 1 :: rows]
+    if not o.return_intermediate_states:
+        return out, final
+    return out, final, h.unflatten(0, (B, -1))
 
 
 def recurrent(
@@ -241,143 +169,66 @@ def recurrent(
     v: Tensor,
     g: Tensor,
     beta: Tensor | None,
-    p: Tensor | None = None,
+    p: Tensor | None,
+    options: Options,
     rows: int = 1,
-    /,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    inplace_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
-    use_exp2: bool = True,
-    transpose_state_layout: bool | None = None,
-    state_v_first: bool | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    impl: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """One call token by token, forward only; see `fused_recurrent_kda`. name: of its operator,
     fused_recurrent_<name>. rows: as in `chunk`."""
-    given = (q, k, v, g, beta, p, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    check_tensors(_TENSORS, given, _REQUIRED[member.removal])
-    check_flags(
-        _RECURRENT_FLAGS,
-        (
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel,
-            allow_neg_eigval,
-            use_exp2,
-            inplace_final_state,
-        ),
-    )
-    v_first = check_state_layout(transpose_state_layout, state_v_first)
-    scale, lower_bound = check_scale(scale), check_lower_bound(lower_bound)
-    check_ndims(q, k, v, g, beta, p, per_head=member.per_head)
+    tensors, o = (q, k, v, g, beta, p), options
+    rule = _checked(member, tensors, o)
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    check_sequences(T, B, cu_seqlens, None, cu_seqlens_cpu)
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    check_inputs(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        p,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        initial_state=initial_state,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=False,
-        lower_bound=lower_bound,
-        state_v_first=v_first,
-        sequences=N,
-        per_head=member.per_head,
-        rows=rows,
-    )
-    backend = resolve(impl, q.device, q.dtype)
-    check_forward_only(f"fused_recurrent_{name}", f"chunk_{name}", _TENSORS, given)
-    if inplace_final_state:
-        check_in_place("initial_state", initial_state, accumulator(q.dtype))
+    check_sequences(T, B, o.cu_seqlens, None, o.cu_seqlens_cpu)
+    N = B if o.cu_seqlens is None else len(o.cu_seqlens) - 1
+    check_inputs(*tensors, o, rule, sequences=N, rows=rows)
+    backend = resolve(o.impl, q.device, q.dtype)
+    values: tuple[Any, ...] = o
+    given = (*tensors, *values[TENSORS])
+    check_forward_only(f"fused_recurrent_{name}", f"chunk_{name}", _NAMES, given)
+    if o.inplace_final_state:
+        check_in_place("initial_state", o.initial_state, accumulator(q.dtype))
+    rates, offsets = (o.A_log, o.dt_bias), (o.cu_seqlens, o.cu_seqlens_cpu)
     if rows > 1:
-        q, g = _spread(backend, q, g, (A_log, dt_bias) if use_gate_in_kernel else None, rows)
-        A_log, dt_bias, use_gate_in_kernel, T = None, None, False, T * rows
-        cu_seqlens, cu_seqlens_cpu = (
-            None if cu is None else rows * cu for cu in (cu_seqlens, cu_seqlens_cpu)
-        )
-    x = _token_rows(q, k, v, g, beta, A_log, dt_bias, p)
-    first = _accumulated(initial_state, q)
-    rule = DeltaRule(
-        *_rule_fields(
-            member,
-            K,
-            scale=scale,
-            use_gate_in_kernel=use_gate_in_kernel,
-            lower_bound=lower_bound,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval,
-            use_exp2=use_exp2,
-            state_v_first=v_first,
-        )
-    )
-    final = None
-    if inplace_final_state:
+        q, g = _spread(backend, q, g, rates if o.use_gate_in_kernel else None, rows)
+        rule, rates, T = rule._replace(gate="given"), (None, None), T * rows
+        offsets = tuple(None if cu is None else rows * cu for cu in offsets)  # type: ignore[assignment]
+    x = _token_rows(q, k, v, g, beta, *rates, p)
+    first, final = _accumulated(o.initial_state, q), None
+    if o.inplace_final_state:
         final = first
-    elif output_final_state:
-        shape = (N, HV, V, K) if v_first else (N, HV, K, V)
+    elif o.output_final_state:
+        shape = (N, HV, V, K) if rule.state_v_first else (N, HV, K, V)
         final = torch.empty(shape, dtype=accumulator(q.dtype), device=q.device)
-    sequences = Sequences(N, cu_seqlens, cu_seqlens_cpu)
-    o = backend.recurrent(rule, x, first, final, sequences).view(B, T, HV, V)
-    return o if rows == 1 else o[:, rows - 1 :: rows], final
+    out = backend.recurrent(rule, x, first, final, Sequences(N, *offsets))
+    out = out.view(B, T, HV, V)
+    return out if rows == 1 else out[:, rows - 1 :: rows], final
 
 
-def refuse(operator: str, options: dict[str, Any], *names: str) -> None:
-    """TypeError for keywords that the member has not."""
-    for name in names:
-        if name in options:
-            raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}")
-
-
-def _rule_fields(
-    member: Member,
-    K: int,
-    *,
-    scale: float | None,
-    use_gate_in_kernel: bool,
-    lower_bound: float | None,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    use_exp2: bool,
-    state_v_first: bool,
-    safe_gate: bool = False,
-    keep_intermediates: bool = False,
-    precise: bool = False,
-) -> tuple[Any, ...]:
-    """The fields of `DeltaRule`, in order."""
-    return (
-        K**-0.5 if scale is None else scale,
-        gate_of(use_gate_in_kernel, lower_bound),
-        lower_bound,
-        safe_gate,
-        use_qk_l2norm_in_kernel,
-        (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else None,
-        use_exp2,
-        state_v_first,
-        keep_intermediates,
-        *member,
-        precise,
+def _checked(member: Member, tensors: tuple[Tensor | None, ...], o: Options) -> DeltaRule:
+    """Checks what kind of thing each argument is, and how many dims tensors have."""
+    values: tuple[Any, ...] = o
+    check_tensors(_NAMES, (*tensors, *values[TENSORS]), _REQUIRED[member.removal])
+    check_flags(_FLAGS, values[FLAGS])
+    v_first = check_state_layout(o.transpose_state_layout, o.state_v_first)
+    scale, lower_bound = check_scale(o.scale), check_lower_bound(o.lower_bound)
+    if o.safe_gate and lower_bound is None and not o.use_gate_in_kernel:
+        lower_bound = SAFE_GATE_BOUND
+    check_ndims(*tensors, per_head=member.per_head)  # type: ignore[arg-type]
+    q = tensors[0]
+    assert q is not None
+    return DeltaRule(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        gate=gate_of(o.use_gate_in_kernel, lower_bound),
+        lower_bound=lower_bound,
+        safe_gate=o.safe_gate,
+        qk_l2norm=o.use_qk_l2norm_in_kernel,
+        beta_factor=(1.0 + o.allow_neg_eigval) if o.use_beta_sigmoid_in_kernel else None,
+        use_exp2=o.use_exp2,
+        state_v_first=v_first,
+        keep_intermediates=o.disable_recompute,
+        per_head=member.per_head,
+        removal=member.removal,
+        precise=o.precision == "high",
     )
 
 

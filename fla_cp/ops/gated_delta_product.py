@@ -16,7 +16,7 @@ from torch import Tensor
 from fla_cp.arguments import check_count
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
-from fla_cp.ops.family import GATED_DELTA_RULE, chunk, recurrent, refuse
+from fla_cp.ops.family import GATED_DELTA_RULE, chunk, chunk_options, recurrent, recurrent_options
 
 _NO_BOUND = ("safe_gate", "lower_bound")
 
@@ -30,9 +30,11 @@ def chunk_gated_delta_product(
     in order: [B, T*n, ..]. cu_seqlens and cp_context count tokens. Everything else as in
     `chunk_gated_delta_rule`, without return_intermediate_states.
     """
-    refuse("chunk_gated_delta_product", options, "return_intermediate_states", *_NO_BOUND)
     n = check_count("num_householder", num_householder)
-    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, None, n, **options)
+    o = chunk_options(
+        "chunk_gated_delta_product", options, "return_intermediate_states", *_NO_BOUND
+    )
+    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, None, o, n)
 
 
 def cp_chunk_gated_delta_product(
@@ -55,7 +57,7 @@ def fused_recurrent_gated_delta_product(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_product` token by token, without gradients; see `fused_recurrent_kda`."""
-    refuse("fused_recurrent_gated_delta_product", options, *_NO_BOUND)
     n = check_count("num_householder", num_householder)
+    o = recurrent_options("fused_recurrent_gated_delta_product", options, *_NO_BOUND)
     name = "gated_delta_product"
-    return recurrent(GATED_DELTA_RULE, name, q, k, v, g, beta, None, n, **options)
+    return recurrent(GATED_DELTA_RULE, name, q, k, v, g, beta, None, o, n)

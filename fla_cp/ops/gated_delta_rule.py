@@ -15,7 +15,14 @@ from fla_cp.arguments import check_tensors
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_head_gate
-from fla_cp.ops.family import GATED_DELTA_RULE, chunk, head_gate, recurrent, refuse
+from fla_cp.ops.family import (
+    GATED_DELTA_RULE,
+    chunk,
+    chunk_options,
+    head_gate,
+    recurrent,
+    recurrent_options,
+)
 
 
 def chunk_gated_delta_rule(
@@ -27,8 +34,8 @@ def chunk_gated_delta_rule(
         g = -exp(A_log) softplus(g + dt_bias), A_log and dt_bias [HV], fp32.
     Everything else as in `chunk_kda`, without safe_gate and lower_bound.
     """
-    refuse("chunk_gated_delta_rule", options, "safe_gate", "lower_bound")
-    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, **options)
+    o = chunk_options("chunk_gated_delta_rule", options, "safe_gate", "lower_bound")
+    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, None, o)
 
 
 def cp_chunk_gated_delta_rule(
@@ -49,8 +56,8 @@ def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_rule` token by token, without gradients; see `fused_recurrent_kda`."""
-    refuse("fused_recurrent_gated_delta_rule", options, "lower_bound")
-    return recurrent(GATED_DELTA_RULE, "gated_delta_rule", q, k, v, g, beta, **options)
+    o = recurrent_options("fused_recurrent_gated_delta_rule", options, "lower_bound")
+    return recurrent(GATED_DELTA_RULE, "gated_delta_rule", q, k, v, g, beta, None, o)
 
 
 def gdn_gate(

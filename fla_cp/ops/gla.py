@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
-from fla_cp.ops.family import GLA, SIMPLE_GLA, chunk, recurrent, refuse
+from fla_cp.ops.family import GLA, SIMPLE_GLA, chunk, chunk_options, recurrent, recurrent_options
 
 _NO_BETA = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 
@@ -24,8 +24,8 @@ def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> tup
 
     g: [B, T, HV, K]. Everything else as in `chunk_kda`, without beta and its keywords.
     """
-    refuse("chunk_gla", options, *_NO_BETA)
-    return chunk(GLA, q, k, v, g, None, **options)
+    o = chunk_options("chunk_gla", options, *_NO_BETA)
+    return chunk(GLA, q, k, v, g, None, None, o)
 
 
 def cp_chunk_gla(
@@ -40,16 +40,16 @@ def fused_recurrent_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gla` token by token, without gradients; see `fused_recurrent_kda`."""
-    refuse("fused_recurrent_gla", options, *_NO_BETA)
-    return recurrent(GLA, "gla", q, k, v, g, None, **options)
+    o = recurrent_options("fused_recurrent_gla", options, *_NO_BETA)
+    return recurrent(GLA, "gla", q, k, v, g, None, None, o)
 
 
 def chunk_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
     """`chunk_gla` with one decay a head: g [B, T, HV]."""
-    refuse("chunk_simple_gla", options, *_NO_BETA, "safe_gate", "lower_bound")
-    return chunk(SIMPLE_GLA, q, k, v, g, None, **options)
+    o = chunk_options("chunk_simple_gla", options, *_NO_BETA, "safe_gate", "lower_bound")
+    return chunk(SIMPLE_GLA, q, k, v, g, None, None, o)
 
 
 def cp_chunk_simple_gla(
@@ -64,5 +64,5 @@ def fused_recurrent_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_simple_gla` token by token, without gradients; see `fused_recurrent_kda`."""
-    refuse("fused_recurrent_simple_gla", options, *_NO_BETA, "lower_bound")
-    return recurrent(SIMPLE_GLA, "simple_gla", q, k, v, g, None, **options)
+    o = recurrent_options("fused_recurrent_simple_gla", options, *_NO_BETA, "lower_bound")
+    return recurrent(SIMPLE_GLA, "simple_gla", q, k, v, g, None, None, o)

@@ -17,6 +17,7 @@ from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_gate_only
 from fla_cp.ops.family import KDA, chunk, gate_of, one_dim, recurrent
+from fla_cp.ops.options import Options
 from fla_cp.rule import DeltaRule
 
 
@@ -85,13 +86,7 @@ def chunk_kda(
     gradients of A_log and dt_bias are this rank's share, to be summed like any weight's.
     Raises ValueError as listed in arguments.py and ops/checks.py.
     """
-    return chunk(
-        KDA,
-        q,
-        k,
-        v,
-        g,
-        beta,
+    options = Options(
         A_log=A_log,
         dt_bias=dt_bias,
         scale=scale,
@@ -114,6 +109,7 @@ def chunk_kda(
         precision=precision,
         impl=impl,
     )
+    return chunk(KDA, q, k, v, g, beta, None, options)
 
 
 def cp_chunk_kda(
@@ -171,14 +167,7 @@ def fused_recurrent_kda(
     Raises ValueError as listed in arguments.py and ops/checks.py, and if an input requires a
     gradient, unless gradients are off.
     """
-    return recurrent(
-        KDA,
-        "kda",
-        q,
-        k,
-        v,
-        g,
-        beta,
+    options = Options(
         A_log=A_log,
         dt_bias=dt_bias,
         scale=scale,
@@ -197,6 +186,7 @@ def fused_recurrent_kda(
         cu_seqlens_cpu=cu_seqlens_cpu,
         impl=impl,
     )
+    return recurrent(KDA, "kda", q, k, v, g, beta, None, options)
 
 
 def kda_gate(

@@ -131,7 +131,7 @@ def test_opcheck(keep, initial):
     rates = [draw(HV).requires_grad_(), draw(HV * K).requires_grad_(), None]
     state = draw(2, HV, K, V).requires_grad_() if initial else None
     rule = DeltaRule(scale=0.5, gate="softplus", qk_l2norm=True, keep_intermediates=keep)
-    fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
+    fields = tuple(rule)
     fixed = custom_op.constants(fields, "torch", None, 2, T // 2)
     args = (*inputs, *rates, state, *fixed, True, True)
     torch.library.opcheck(custom_op.delta_rule, args)
@@ -154,7 +154,7 @@ def test_opcheck_of_the_halves(keep, initial):
     packed = [draw(T, H, K), draw(T, H, K), draw(T, HV, V), -draw(T, HV, K).abs(), draw(T, HV)]
     inputs = [*packed, draw(HV), draw(HV * K), None, draw(2, HV, K, V) if initial else None]
     rule = DeltaRule(scale=0.5, gate="softplus", qk_l2norm=True, keep_intermediates=keep)
-    fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
+    fields = tuple(rule)
     fixed = (*fields, "torch", *context.handle, 1)
     check, ops = torch.library.opcheck, custom_op_cp
     check(ops.begin_op, (*inputs, *fixed))
@@ -199,7 +199,7 @@ def test_kept_shapes_are_those_of_the_stages(keep):
     rule = DeltaRule(scale=1.0, keep_intermediates=keep)
     x = [torch.randn(70, 2, 4), torch.randn(70, 2, 4), torch.randn(70, 2, 6)]
     x += [-torch.rand(70, 2, 4), torch.rand(70, 2), None, None, None, None]
-    fields = tuple(getattr(rule, n) for n in rule.__dataclass_fields__)
+    fields = tuple(rule)
     fixed = custom_op.constants(fields, "torch", None, 1, 70)
     kept = custom_op.delta_rule(*x, *fixed, False, False)[5:]
     shapes = TORCH.kept_shapes(rule, torch.float32, 2, 2, 4, 6)

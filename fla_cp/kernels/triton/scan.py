@@ -326,7 +326,7 @@ def scan_tile(
     dense: tuple[Tensor | None, ...],
     rows: Tensor,
 ) -> tile_table.Tile:
-    """The tile of a scan that reads `rows` [T, HV, V] and writes `dense`, which the kernels of sm90/
+    """The tile of a scan that reads `rows` [T, HV, V] and writes `dense`, which kernels of sm90/
     need contiguous. segments: of the rank that has most, so that all ranks take the same tile."""
     written = all(x is None or x.is_contiguous() for x in dense)
     supports = written and eligible.supports(c, rows)
