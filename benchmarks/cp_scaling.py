@@ -208,9 +208,9 @@ def model_table() -> str:
 
 def taken(context: Any) -> str:
     """What "auto" is here."""
-    from fla_cp.comm import Nearest, exchange, peer_memory
+    from fla_cp.comm import SymmetricOrGather, exchange, peer_memory
 
-    if isinstance(context.exchange, Nearest):
+    if isinstance(context.exchange, SymmetricOrGather):
         return "all_gather" if peer_memory.why_not(context.group) else "symmetric"
     names = {scheme: name for name, scheme in exchange.SCHEMES.items()}
     return names.get(type(context.exchange), "all_gather")

@@ -3,8 +3,6 @@
 from fla_cp.context import (
     FLACPContext,
     build_cp_context,
-    contiguous_token_ranges,
-    zigzag_token_ranges,
 )
 from fla_cp.ops import (
     causal_conv1d,
@@ -28,6 +26,10 @@ from fla_cp.ops import (
     fused_recurrent_simple_gla,
     gdn_gate,
     kda_gate,
+)
+from fla_cp.partition.token_ranges import (
+    contiguous_token_ranges,
+    zigzag_token_ranges,
 )
 
 __version__ = "0.1.0"

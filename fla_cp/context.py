@@ -11,13 +11,12 @@ from __future__ import annotations
 import atexit
 import itertools
 import math
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import Agreement, Exchange, Halo, Links, collectives, make_exchange, scheme_of
+from fla_cp.handle import Handle
 from fla_cp.partition.checks import (
     check_conv1d_kernel_size,
     check_cu_seqlens,
@@ -39,28 +39,9 @@ from fla_cp.partition.checks import (
 )
 from fla_cp.partition.device_tables import Tabled, fill, to_device
 from fla_cp.partition.packing import Frame, Packing
+from fla_cp.partition.slots import link_slots
+from fla_cp.partition.token_ranges import Ranges, contiguous_token_ranges
 from fla_cp.partition.workload import Counts, Workload
-from fla_cp.rule import CHUNK
-
-Ranges = tuple[tuple[int, int], ...]
-
-
-def contiguous_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """One range a rank, in order, lengths differing by at most one token."""
-    edges = [total * r // world_size for r in range(world_size + 1)]
-    return [[edge] for edge in pairwise(edges)]
-
-
-def zigzag_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """Two ranges a rank, piece r and piece 2R-1-r of 2R equal pieces.
-
-    This balances causal softmax attention, whose work grows along the sequence; layers of both
-    kinds can then share one sharding.
-    """
-    edges = [total * i // (2 * world_size) for i in range(2 * world_size + 1)]
-    pieces = list(pairwise(edges))
-    return [[pieces[r], pieces[2 * world_size - 1 - r]] for r in range(world_size)]
-
 
 _NUMBERS = itertools.count()
 _BY_NUMBER: WeakValueDictionary[int, FLACPContext] = WeakValueDictionary()
@@ -70,64 +51,6 @@ _USED: deque[FLACPContext] = deque(maxlen=256)
 """Contexts that compiled graphs ran under last, kept for their backward passes."""
 # a gloo group that is alive when the interpreter ends can abort the process
 atexit.register(_USED.clear)
-
-
-class Sizes(NamedTuple):
-    """Of a packing, as far as shapes depend on them: chunks; segments that a state enters
-    (carried), leaves (feeding), passes through (middle); sequences; ranges, and of the rank that
-    has most (slots); whether any transition is sent (through, 0 or 1); tokens that other ranks'
-    convolutions read (sent), and of the rank that sends most (padded)."""
-
-    chunks: int
-    carried: int = 0
-    feeding: int = 0
-    middle: int = 0
-    sequences: int = 1
-    ranges: int = 1
-    slots: int = 1
-    through: int = 0
-    sent: int = 0
-    padded: int = 0
-
-
-class Handle(NamedTuple):
-    """What a compiled graph needs of a packing, as tensors on the host: torch.compile would compile
-    anew for every other int. number [1]: of the context, -1 for none. sizes: an empty tensor whose
-    shape holds, two more than each (it also compiles anew for 0 and 1), the fields of `Sizes`.
-    """
-
-    number: Tensor
-    sizes: Tensor
-
-    @classmethod
-    def of(cls, number: int, p: Packing, links: Links, halo: Halo | None) -> Handle:
-        return cls.make(
-            number,
-            Sizes(
-                chunks=sum((s.stop - s.start + CHUNK - 1) // CHUNK for s in p.segments),
-                carried=len(p.carried),
-                feeding=len(p.feeding),
-                middle=len(p.middle),
-                sequences=p.sequences,
-                ranges=p.ranges,
-                slots=links.slots_per_rank,
-                through=int(links.any_through),
-                sent=len(halo.gathered.rows) if halo else 0,
-                padded=halo.gathered.padded if halo else 0,
-            ),
-        )
-
-    @classmethod
-    def make(cls, number: int, sizes: Sizes) -> Handle:
-        shape = [n + 2 for n in sizes]
-        return cls(
-            torch.full((1,), number, dtype=torch.int64, device="cpu"),
-            torch.empty(*shape, 0, dtype=torch.float32, device="cpu"),
-        )
-
-    @staticmethod
-    def read(sizes: Tensor) -> Sizes:
-        return Sizes(*(n - 2 for n in sizes.shape[:-1]))
 
 
 def context_of(number: Tensor) -> FLACPContext | None:
@@ -481,7 +404,7 @@ def _layout(
     loads = () if frame else tuple(Workload.of(offsets, own) for own in ranges)
     first = rank == 0
     packing = Packing.build(offsets, ranges[rank], counts_empty=first, frame=frame, loads=loads)
-    return packing, _links(offsets, ranges, fixed=frame is not None)
+    return packing, link_slots(offsets, ranges, fixed=frame is not None)
 
 
 def _frame(max_sequences: int, ranges: tuple[Ranges, ...], rank: int) -> Frame:
@@ -549,35 +472,6 @@ def _facts(
         "exchange": scheme_of(exchange),
         "max_sequences": max_sequences or 0,
     }
-
-
-def _links(
-    cu_seqlens: tuple[int, ...], token_ranges: tuple[Ranges, ...], *, fixed: bool = False
-) -> Links:
-    """The slot table: non-empty ranges of all ranks in sequence order."""
-    slots = sorted(
-        (lo, hi, r, row)
-        for r, ranges in enumerate(token_ranges)
-        for row, (lo, hi) in enumerate(ranges)
-        if hi > lo
-    )
-    bounds = set(cu_seqlens)
-    inner = sorted(bounds)
-    continues = [lo not in bounds for lo, *_ in slots]
-    feeds = [hi not in bounds for _, hi, *_ in slots]
-    uncut = [not _any_between(inner, lo, hi) for lo, hi, *_ in slots]
-    return Links(
-        owner=tuple(r for *_, r, _ in slots),
-        row=tuple(row for *_, row in slots),
-        continues=tuple(continues),
-        through=tuple(a and b and c for a, b, c in zip(continues, feeds, uncut, strict=True)),
-        slots_per_rank=max(len(ranges) for ranges in token_ranges),
-        fixed=fixed,
-    )
-
-
-def _any_between(sorted_values: list[int], lo: int, hi: int) -> bool:
-    return bisect_right(sorted_values, lo) < bisect_left(sorted_values, hi)
 
 
 def _check_update(context: FLACPContext, offsets: Sequence[int]) -> None:

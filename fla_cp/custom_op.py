@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from fla_cp.comm import Links, Local
-from fla_cp.context import FLACPContext, Handle, Sizes, context_of
+from fla_cp.context import (
+    FLACPContext,
+    context_of,
+)
+from fla_cp.handle import (
+    Handle,
+    Sizes,
+)
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.partition.packing import Packing

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from fla_cp.arguments import check_lower_bound
-from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Initial, reset
-from fla_cp.nn.linear_attention import takes_recurrent_form
+from fla_cp.nn.linear_attention import LinearAttention, takes_recurrent_form
 from fla_cp.nn.modules import (
     GatedRMSNorm,
-    ShortConvolution,
     at_least_fp32,
-    check_hidden,
-    check_layer,
 )
 from fla_cp.ops import chunk_kda, fused_recurrent_kda
 from fla_cp.ops.checks import SAFE_GATE_BOUND
@@ -89,7 +86,7 @@ class KDACore(nn.Module):
         return chunk_kda(q, k, v, g, beta, safe_gate=safe, cp_context=cp_context, **options)[0]
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(LinearAttention):
     """q, k, v projections and short convolutions, low-rank decay gate, delta rule, gated norm.
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
@@ -100,6 +97,10 @@ class KimiDeltaAttention(nn.Module):
     head counts that do not fit, and when called with what is no x, cu_seqlens or cp_context, before
     a projection runs.
     """
+
+    operator = "kda"
+    per_head = False
+    decay_name = "f_proj"
 
     def __init__(
         self,
@@ -116,83 +117,59 @@ class KimiDeltaAttention(nn.Module):
         impl: str = "auto",
         layer_idx: int | None = None,
     ) -> None:
-        super().__init__()
-        num_v_heads = num_heads if num_v_heads is None else num_v_heads
-        head_v_dim = head_dim if head_v_dim is None else head_v_dim
-        check_layer(
-            impl,
-            allow_neg_eigval=allow_neg_eigval,
-            num_heads=num_heads,
+        self._bound = gate_lower_bound
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_dim,
             num_v_heads=num_v_heads,
-            hidden_size=hidden_size,
-            head_dim=head_dim,
             head_v_dim=head_v_dim,
             conv_size=conv_size,
-        )
-        self.hidden_size = hidden_size
-        self.num_heads, self.num_v_heads = num_heads, num_v_heads
-        self.head_dim, self.head_v_dim = head_dim, head_v_dim
-        self.layer_idx = layer_idx
-        key, value, gate = num_heads * head_dim, num_v_heads * head_v_dim, num_v_heads * head_dim
-
-        self.q_proj = nn.Linear(hidden_size, key, bias=False)
-        self.k_proj = nn.Linear(hidden_size, key, bias=False)
-        self.v_proj = nn.Linear(hidden_size, value, bias=False)
-        self.qkv_conv = ShortConvolution(2 * key + value, conv_size, impl=impl)
-        # rank of both gates: one head, as in the report
-        self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, head_v_dim, bias=False), nn.Linear(head_v_dim, gate, bias=False)
-        )
-        self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
-        self.g_proj = nn.Sequential(
-            nn.Linear(hidden_size, head_v_dim, bias=False), nn.Linear(head_v_dim, value, bias=True)
-        )
-        self.core = KDACore(
-            num_v_heads,
-            head_dim,
-            gate_lower_bound=gate_lower_bound,
+            norm_eps=norm_eps,
             allow_neg_eigval=allow_neg_eigval,
             impl=impl,
+            layer_idx=layer_idx,
         )
-        self.o_norm = GatedRMSNorm(head_v_dim, norm_eps)
-        self.o_proj = nn.Linear(value, hidden_size, bias=False)
 
-    def reset_parameters(self) -> None:
-        """Draws every parameter again, linear ones as torch does."""
-        for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if module is not self and callable(reset):
-                reset()
+    def make_decay_projection(self) -> nn.Module:
+        down = self.linear(self.head_v_dim)  # the rank of both gates is one head, as in the report
+        gates = self.num_v_heads * self.head_dim
+        return nn.Sequential(down, nn.Linear(self.head_v_dim, gates, bias=False))
 
-    def forward(
+    def make_gate_projection(self) -> nn.Module:
+        down, value = self.linear(self.head_v_dim), self.num_v_heads * self.head_v_dim
+        return nn.Sequential(down, nn.Linear(self.head_v_dim, value, bias=True))
+
+    def make_core(self, impl: str) -> nn.Module:
+        return KDACore(
+            self.num_v_heads,
+            self.head_dim,
+            gate_lower_bound=self._bound,
+            allow_neg_eigval=self.allow_neg_eigval,
+            impl=impl,
+        )
+
+    def make_norm(self, eps: float) -> nn.Module:
+        return GatedRMSNorm(self.head_v_dim, eps)
+
+    def early_gate(self, x: Tensor) -> Tensor:
+        gate: Tensor = self.g_proj(x)
+        return gate
+
+    def gated(self, o: Tensor, x: Tensor, early: Tensor | None) -> Tensor:
+        gate = rearrange(early, "b t (h v) -> b t h v", h=self.num_v_heads)
+        normed: Tensor = self.o_norm(o, gate)
+        return normed
+
+    def attend(
         self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        cp_context: FLACPContext | None = None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cp_context: FLACPContext | None,
     ) -> Tensor:
-        """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
-
-        The context must be built with conv1d_kernel_size=conv_size.
-        """
-        check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        key = self.num_heads * self.head_dim
-        # one convolution, hence one halo exchange, for all three
-        with Overlap(lambda: (self.f_proj(x), self.b_proj(x))) as rates:
-            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(
-                [key, key, self.num_v_heads * self.head_v_dim], -1
-            )
-        g, beta = rates()
-        with Overlap(lambda: self.g_proj(x)) as gate:
-            o = self.core(
-                q.unflatten(-1, (self.num_heads, self.head_dim)),
-                k.unflatten(-1, (self.num_heads, self.head_dim)),
-                v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-                g.unflatten(-1, (self.num_v_heads, self.head_dim)),
-                beta,
-                cu_seqlens,
-                cp_context,
-            )
-        del rates, g, beta
-        return self.o_proj(self.o_norm(o, gate().unflatten(-1, o.shape[-2:])).flatten(-2))
+        o: Tensor = self.core(q, k, v, g, beta, cu_seqlens, cp_context)
+        return o

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from fla_cp import ops
@@ -102,6 +103,7 @@ class LinearAttention(nn.Module):
     operator = ""
     per_head = True
     has_beta = True
+    decay_name = "a_proj"
     core_class: type[Core] = Core
 
     def __init__(
@@ -139,26 +141,45 @@ class LinearAttention(nn.Module):
         self.allow_neg_eigval, self.layer_idx, self.rows = allow_neg_eigval, layer_idx, rows
         key, value = num_heads * head_dim, num_v_heads * head_v_dim
 
-        def linear(size: int, bias: bool = False) -> nn.Linear:
-            return nn.Linear(hidden_size, size, bias=bias)
-
-        self.q_proj, self.k_proj, self.v_proj = (
-            linear(key),
-            linear(rows * key),
-            linear(rows * value),
-        )
+        self.q_proj = self.linear(key)
+        self.k_proj = self.linear(rows * key)
+        self.v_proj = self.linear(rows * value)
         self.qkv_conv = ShortConvolution(key + rows * (key + value), conv_size, impl=impl)
-        self.a_proj: nn.Module = linear(num_v_heads)
-        if not self.per_head:  # of low rank, as in GLA and KDA
-            up = nn.Linear(head_v_dim, num_v_heads * head_dim, bias=False)
-            self.a_proj = nn.Sequential(linear(head_v_dim), up)
+        setattr(self, self.decay_name, self.make_decay_projection())
         if self.has_beta:
-            self.b_proj = linear(rows * num_v_heads)
-        self.g_proj = linear(value)
-        gates = 1 if self.per_head else head_dim
-        self.core = self.core_class(self.operator, num_heads, num_v_heads, gates, impl=impl)
-        self.o_norm = RMSNorm(head_v_dim, norm_eps)
+            self.b_proj = self.linear(rows * num_v_heads)
+        self.g_proj = self.make_gate_projection()
+        self.core = self.make_core(impl)
+        self.o_norm = self.make_norm(norm_eps)
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
+
+    # What members may make otherwise. Parameters are drawn in the order in which they are made.
+
+    def linear(self, size: int) -> nn.Linear:
+        """[.., hidden] -> [.., size]."""
+        return nn.Linear(self.hidden_size, size, bias=False)
+
+    def make_decay_projection(self) -> nn.Module:
+        """x -> raw log decays, [.., HV], or [.., HV*K] by way of a low rank, as in GLA and KDA."""
+        projection = self.linear(self.num_v_heads)
+        if self.per_head:
+            return projection  # drawn in any case: a seed gives the weights that it always gave
+        up = nn.Linear(self.head_v_dim, self.num_v_heads * self.head_dim, bias=False)
+        return nn.Sequential(self.linear(self.head_v_dim), up)
+
+    def make_gate_projection(self) -> nn.Module:
+        """x -> the output gate before its activation, [.., HV*V]."""
+        return self.linear(self.num_v_heads * self.head_v_dim)
+
+    def make_core(self, impl: str) -> nn.Module:
+        """The operator with its fp32 parameters."""
+        gates = 1 if self.per_head else self.head_dim
+        sizes = self.num_heads, self.num_v_heads, gates
+        return self.core_class(self.operator, *sizes, impl=impl)
+
+    def make_norm(self, eps: float) -> nn.Module:
+        """The norm of o."""
+        return RMSNorm(self.head_v_dim, eps)
 
     def reset_parameters(self) -> None:
         """Draws every parameter again, linear ones as torch does."""
@@ -179,35 +200,65 @@ class LinearAttention(nn.Module):
         The context must be built with conv1d_kernel_size=conv_size.
         """
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
-        H, HV, K, V, n = (
-            self.num_heads,
-            self.num_v_heads,
-            self.head_dim,
-            self.head_v_dim,
-            self.rows,
-        )
+        H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
+        n = self.rows
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        sizes = [H * K, n * H * K, n * HV * V]
-        with Overlap(lambda: (self.a_proj(x), self.b_proj(x) if self.has_beta else None)) as rates:
-            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(sizes, -1)
-        q = q.unflatten(-1, (H, K))
-        k = k.unflatten(-1, (n, H, K)).flatten(1, 2)  # n rows a token
-        v = v.unflatten(-1, (n, HV, V)).flatten(1, 2)
+        # One convolution, hence one exchange of its halo, for all three.
+        with Overlap(lambda: self.rates(x)) as rates:
+            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(
+                [H * K, n * H * K, n * HV * V], -1
+            )
+        q = rearrange(q, "b t (h k) -> b t h k", h=H)
+        k = rearrange(k, "b t (n h k) -> b (t n) h k", n=n, h=H)
+        v = rearrange(v, "b t (n h v) -> b (t n) h v", n=n, h=HV)
         g, beta = rates()
-        inputs: list[Any] = [q, k, v, g if self.per_head else g.unflatten(-1, (HV, K))]
-        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True}
+        if not self.per_head:
+            g = rearrange(g, "b t (h k) -> b t h k", h=HV)
         if beta is not None:
-            inputs.append(beta.unflatten(-1, (n, HV)).flatten(1, 2))
+            beta = rearrange(beta, "b t (n h) -> b (t n) h", n=n)
+        with Overlap(lambda: self.early_gate(x)) as gate:
+            o = self.attend(q, k, v, g, beta, cu_seqlens, cp_context)
+        del rates, g, beta
+        return self.o_proj(rearrange(self.gated(o, x, gate()), "b t h v -> b t (h v)"))
+
+    def rates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Raw decays [B, T, HV], or [B, T, HV*K], and raw beta [B, T, n*HV]."""
+        decay: Tensor = getattr(self, self.decay_name)(x)
+        return decay, self.b_proj(x) if self.has_beta else None
+
+    def early_gate(self, x: Tensor) -> Tensor | None:
+        """What of the output gate is computed while the operator exchanges states."""
+        return None
+
+    def gated(self, o: Tensor, x: Tensor, early: Tensor | None) -> Tensor:
+        """o [B, T, HV, V], normalised and gated."""
+        gate = nn.functional.silu(self.g_proj(x))
+        return self.o_norm(o) * rearrange(gate, "b t (h v) -> b t h v", h=self.num_v_heads)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cp_context: FLACPContext | None,
+    ) -> Tensor:
+        """The operator: o [B, T, HV, V]."""
+        inputs: list[Any] = [q, k, v, g]
+        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": cu_seqlens}
+        if beta is not None:
+            inputs.append(beta)
             options["use_beta_sigmoid_in_kernel"] = True
             options["allow_neg_eigval"] = self.allow_neg_eigval
         if self.operator == "gated_delta_product":
-            inputs.append(n)
-        recurrent = takes_recurrent_form(self, x, cp_context)
+            inputs.append(self.rows)
+        recurrent = takes_recurrent_form(self, q, cp_context)
         if not recurrent:
             options["cp_context"] = cp_context
-        o = self.core(*inputs, cu_seqlens=cu_seqlens, recurrent=recurrent, **options)
-        gate = nn.functional.silu(self.g_proj(x)).unflatten(-1, (HV, V))
-        return self.o_proj((self.o_norm(o) * gate).flatten(-2))
+        o: Tensor = self.core(*inputs, recurrent=recurrent, **options)
+        return o
 
 
 class GatedDeltaNet(LinearAttention):

@@ -27,7 +27,8 @@ from fla_cp.arguments import (
     check_tensors,
 )
 from fla_cp.autograd import DeltaRuleFunction
-from fla_cp.context import Handle, compare_ranks
+from fla_cp.context import compare_ranks
+from fla_cp.handle import Handle
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.torch.recurrent import Sequences
@@ -63,8 +64,8 @@ _TENSORS = ("q", "k", "v", "g", "beta", "p")
 _REQUIRED = {"none": 4, "k": 5, "p": 6}
 """How many of `_TENSORS` must be given, by what is removed from the state."""
 
-_NAMES = (*_TENSORS, *Options._fields[TENSORS])
-_FLAGS: tuple[str, ...] = Options._fields[FLAGS]
+_NAMES = (*_TENSORS, *tuple(Options._fields)[TENSORS])
+_FLAGS = tuple(Options._fields)[FLAGS]
 
 _CHUNK_ONLY = (
     "safe_gate",

@@ -15,18 +15,22 @@ from fla_cp.comm import (
     ByHeads,
     Links,
     Local,
-    Nearest,
     PrefixScan,
     Ring,
     SlotMaps,
     Symmetric,
+    SymmetricOrGather,
     make_exchange,
     measure_exchange,
 )
 from fla_cp.comm.affine import leave
-from fla_cp.comm.exchange import pack, unpacked
+from fla_cp.comm.exchange.base import (
+    pack,
+    unpacked,
+)
 from fla_cp.comm.peer_memory import PeerMemory
-from fla_cp.context import _links, build_cp_context
+from fla_cp.context import build_cp_context
+from fla_cp.partition.slots import link_slots
 from tests.support import peers
 from tests.support.closeness import assert_exact
 from tests.support.ranks import run_threads
@@ -42,7 +46,7 @@ def table(rng: random.Random, R: int) -> Links:
     pieces = list(pairwise(edges))
     if rng.random() < 0.6:
         rng.shuffle(pieces)
-    return _links((0, *cuts, T), tuple(tuple(pieces[r::R]) for r in range(R)))
+    return link_slots((0, *cuts, T), tuple(tuple(pieces[r::R]) for r in range(R)))
 
 
 def serial(links: Links, maps: list[SlotMaps]) -> list[torch.Tensor]:
@@ -92,7 +96,7 @@ def test_schemes_equal_the_serial_fold_on_processes(gloo_pool, scheme, R):
 def start_before_the_others(group, rank, scheme):
     """The middle rank lets its peers begin only once its own `start` has returned."""
     R, first, go = group.size(), group.size() // 2, torch.zeros(1)
-    links = _links((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
+    links = link_slots((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
     for direction in (links, links.mirrored()):
         maps = [SlotMaps(m.transition[:1], m.offset[:1]) for m in random_maps(direction, R, 1)]
         if rank != first:
@@ -177,16 +181,18 @@ def test_nearest_reads_peers_memory_only_where_it_can(monkeypatch):
                 capture = lambda capturing=capturing: capturing  # noqa: E731
                 monkeypatch.setattr("torch.cuda.is_current_stream_capturing", capture)
                 unknown = capturing and not asked
-                assert Nearest(object()).start(None, None) is (AllGather if unknown else found)
+                assert SymmetricOrGather(object()).start(None, None) is (
+                    AllGather if unknown else found
+                )
 
 
 def test_nearest_gathers_over_gloo(gloo_pool):
     S, M = HV * K * V * 8, HV * K * K * 8
-    assert [b for b, _ in gloo_pool.run(traffic, Nearest, 4)] == [3 * (S + M)] * 4
+    assert [b for b, _ in gloo_pool.run(traffic, SymmetricOrGather, 4)] == [3 * (S + M)] * 4
 
 
 def test_local_folds_without_a_group():
-    links = _links((0, 60), (((40, 60), (0, 40)),))
+    links = link_slots((0, 60), (((40, 60), (0, 40)),))
     (maps,) = random_maps(links, 1, 0)
     assert_exact("entering", Local().start(maps, links).wait(), serial(links, [maps])[0])
 
@@ -209,7 +215,7 @@ def traffic(group, rank, scheme, R):
         sent.extend(x.nbytes for x, _ in sends)
         return original["send_and_receive"](sends, receives, group)
 
-    links = _links((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
+    links = link_slots((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
     maps = random_maps(links, R, 0)[rank]
     maps = SlotMaps(maps.transition[:1], maps.offset[:1])
     collectives.all_gather, collectives.send = all_gather, send
@@ -240,7 +246,7 @@ def test_two_ranks_send_no_transition(gloo_pool):
 
 
 def test_waiting_is_measured():
-    links = _links((0, 60), (((40, 60), (0, 40)),))
+    links = link_slots((0, 60), (((40, 60), (0, 40)),))
     (maps,) = random_maps(links, 1, 0)
     with measure_exchange() as timer:
         Local().start(maps, links).wait()
@@ -259,8 +265,8 @@ def test_choice_by_world_size():
     assert isinstance(make_exchange("auto", group, 129), PrefixScan)
     assert isinstance(make_exchange("auto", group, 9, fixed=True), AllGather)
     assert isinstance(make_exchange("auto", group, 8, tokens=8191), AllGather)
-    assert isinstance(make_exchange("auto", group, 8, tokens=8192), Nearest)
-    assert isinstance(make_exchange("auto", group, 9, fixed=True, tokens=8192), Nearest)
+    assert isinstance(make_exchange("auto", group, 8, tokens=8192), SymmetricOrGather)
+    assert isinstance(make_exchange("auto", group, 9, fixed=True, tokens=8192), SymmetricOrGather)
     assert isinstance(make_exchange("auto", group, 9, tokens=8192), ByHeads)
     assert isinstance(make_exchange("ring", group, 2), Ring)
     with pytest.raises(ValueError, match=r"exchange must be one of .*got 'tree'"):

@@ -12,13 +12,14 @@ import torch
 pytest.importorskip("triton")
 
 from fla_cp import zigzag_token_ranges
-from fla_cp.context import _layout, contiguous_token_ranges
+from fla_cp.context import _layout
 from fla_cp.custom_op import make_plan
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import launch, scan, scan_bwd, streams
 from fla_cp.kernels.triton.backend import TritonBackend
 from fla_cp.kernels.triton.tile_table import Tuning
 from fla_cp.partition.packing import Packing
+from fla_cp.partition.token_ranges import contiguous_token_ranges
 from fla_cp.partition.workload import Counts, Workload
 from fla_cp.pipeline import backward, forward
 from fla_cp.rule import DeltaRule

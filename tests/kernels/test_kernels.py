@@ -4,13 +4,6 @@ Inputs are fp32: the interpreter's bf16 arithmetic is not the hardware's. What o
 is checked there by tests/gpu.py.
 """
 
-import os
-import re
-import struct
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,7 +18,6 @@ from fla_cp.kernels.triton.intra import intra
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
-from tests.aot import disassembled, machine_code, overwritten, undefined
 from tests.gpu.checks import use
 from tests.support.cases import INSIDE, PACKED, Case, options
 from tests.support.closeness import assert_within_budget
@@ -373,67 +365,6 @@ def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
     gloo_pool.run(as_compiled, keep, world_size=2)
 
 
-@pytest.mark.timeout(7200)  # all: ten minutes on two idle cores
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    "only",
-    [["--only", "16x16 bf16 safe"], ["--changed"]],
-    ids=["one", "changed"],
-)
-def test_kernels_compile_for_sm_90(only, tmp_path):
-    """In processes of their own: here the kernels are interpreted."""
-    clean = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.aot", *only],
-        env={**clean, "TRITON_CACHE_DIR": str(tmp_path)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
-
-
-SASS = """
- /*0610*/ UIADD3 UR26, UP2, {base}, 0x40, URZ ;
- /*0620*/ ULDC.64 UR12, c[0x0][0x208] ;
- /*0630*/ UIADD3.64 UR14, UR12, 0x4, URZ ;
- /*0640*/ HGMMA.64x32x16.F32.BF16 R40, gdesc[UR12].tnspB, R40 ;
- /*0650*/ IADD3 R34, P1, {stack}, 0x40, RZ ;
- /*0660*/ STL [R1+0x24], R231 ;
-"""
-
-
-@pytest.mark.parametrize("base, stack, found", [
-    ("URZ", "R2", 0), ("UR12", "R2", 1), ("URZ", "R1", 1), ("UR12", "R1", 2),
-])  # fmt: skip
-def test_undefined_registers_are_found(base, stack, found):
-    """As ptxas 12.8 wrote them: a descriptor formed from UR12 before it is set, or from R1."""
-    assert len(undefined(SASS.format(base=base, stack=stack))) == found
-
-
-def elf(*sections: tuple[int, bytes]) -> bytes:
-    """Sections of (flags, content), as in a cubin."""
-    header = bytearray(64)
-    struct.pack_into("<Q", header, 0x28, 64)
-    struct.pack_into("<HH", header, 0x3A, 64, len(sections))
-    table, at = b"", 64 + 64 * len(sections)
-    for flags, content in sections:
-        table += struct.pack("<8x4Q24x", flags, 0, at, len(content))
-        at += len(content)
-    return bytes(header) + table + b"".join(content for _, content in sections)
-
-
-def test_machine_code_is_taken_apart_by_kernel():
-    """Each with addresses of its own; data beside it is no code."""
-    nop = struct.pack("<2Q", 0x7918, 0x000FC00000000000)
-    leave = struct.pack("<2Q", 0x794D, 0x000FEA0003800000)
-    codes = [machine_code(elf((2, b"data"), (6, leave))), machine_code(elf((6, nop), (6, leave)))]
-    words = [re.findall(r"/\*(\w+)\*/ +(\w+)", sass) for sass in disassembled(codes)]
-    assert words == [[("0000", "EXIT")], [("0000", "NOP"), ("0010", "EXIT")]]
-    with pytest.raises(ValueError, match=r"1 instructions in \[16, 0\] bytes"):
-        disassembled([leave, b""])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
     """tests/gpu.py: an error of eight roundings is over it, one of a rounding is within."""
@@ -441,27 +372,6 @@ def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
     for roundings, within in ((1, True), (8, False)):
         actual = exact * (1 + roundings * torch.finfo(dtype).eps)
         assert (use(actual, exact, exact, None, dtype) <= 1) == within
-
-
-LOOP = """
-    %b_k = ttg.local_alloc : () -> !ttg.memdesc<{buffers}x64x64xbf16, #shared, #smem, mutable>
-    %k_0 = ttg.memdesc_index %b_k[%c0] : !ttg.memdesc<64x64xbf16>
-    %t_0 = ttg.async_copy_global_to_local %p, %k_0 mask %m : tensor<64x64x!tt.ptr<bf16>>
-    %x:2 = scf.for %i = %c0 to %n step %c1 iter_args(%acc = %zero) -> (tensor<64x64xf32>) : i32 {{
-      %k_1 = ttg.memdesc_index %b_k[%s] : !ttg.memdesc<64x64xbf16>
-      %k_2 = ttg.memdesc_trans %k_1 {{order = array<i32: 1, 0>}} : !ttg.memdesc<64x64xbf16>
-      %d = ttng.warp_group_dot %q, %k_2, %acc {{inputPrecision = 0 : i32, isAsync = true}} : tensor
-      %w:2 = ttng.warp_group_dot_wait %d, %k_2 {{pendings = {pending} : i32}} : tensor<64x64xf32>
-      %k_3 = ttg.memdesc_index %b_k[%s] : !ttg.memdesc<64x64xbf16>
-      %t_1 = ttg.async_copy_global_to_local %p, %k_3 mask %m : tensor<64x64x!tt.ptr<bf16>>
-      scf.yield %w#0, %t_1 : tensor<64x64xf32>, !ttg.async.token
-    }}
-"""
-
-
-@pytest.mark.parametrize("buffers,pending,found", [(1, 1, ["b_k"]), (2, 1, []), (1, 0, [])])
-def test_pipelines_that_overwrite_operands_are_found(buffers, pending, found):
-    assert overwritten(LOOP.format(buffers=buffers, pending=pending)) == found
 
 
 def test_scans_of_many_chains_take_wider_tiles():
@@ -477,16 +387,6 @@ def test_scans_of_many_chains_take_wider_tiles():
             assert tile_table.TUNING.tile(stage, k, v, dtype, least) == tile
         least, narrowest = min(fuller)
         assert tile_table.TUNING.tile(stage, k, v, dtype, least - 1).BV < narrowest.BV
-
-
-def test_hash_of_a_kernel_file_is_of_its_code():
-    from tests.gpu import said
-
-    code = 'def f(x):\n    """Doc."""\n    if x:\n        y = 1\n    return f"{x}"\n'
-    other = "# why\ndef f( x ):\n\n  if x:\n    y = 1  # one\n  return f'{x}'\n".replace("'", '"')
-    assert said(code) == said(other)
-    assert said(code) != said(code.replace("y = 1", "y = 2"))
-    assert said(code) != said(code.replace("    return", "        return"))
 
 
 @pytest.mark.bits

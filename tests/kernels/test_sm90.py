@@ -1,5 +1,5 @@
 """Which calls the kernels in Gluon take, and what they compute, in an interpreter of our own;
-tests/aot.py compiles them, gpu_checks.py runs them."""
+tests/aot/ compiles them, gpu_checks.py runs them."""
 
 from contextlib import nullcontext
 from itertools import pairwise

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from fla_cp import build_cp_context, zigzag_token_ranges
 from fla_cp.comm import AllGather, SlotMaps, Symmetric, peer_memory
-from fla_cp.context import _links, contiguous_token_ranges
 from fla_cp.nn import KimiDeltaAttention
+from fla_cp.partition.slots import link_slots
+from fla_cp.partition.token_ranges import contiguous_token_ranges
 from tests.multi_gpu.test_kda import device_of, need
 
 HV, K, V = 16, 128, 64
@@ -33,7 +34,7 @@ def drawn(group, rank, ranges):
     from fla_cp.kernels.triton.fold import fold
 
     T, R, device = 40 * group.size(), group.size(), device_of(group)
-    links = _links((0, T), tuple(map(tuple, RANGES[ranges](T, R))))
+    links = link_slots((0, T), tuple(map(tuple, RANGES[ranges](T, R))))
     J = links.slots_per_rank
     gen = torch.Generator(device).manual_seed(rank)
     M = torch.randn(J, HV, K, K, generator=gen, device=device) / K**0.5

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, contiguous_token_ranges, ops, zigzag_token_ranges
-from fla_cp.context import _links
 from fla_cp.partition.packing import Packing
+from fla_cp.partition.slots import link_slots
 from tests.support.ranks import run_threads
 
 
@@ -29,7 +29,7 @@ def test_segments_cut_at_sequences_ranges_and_length():
 
 
 def test_links_follow_sequence_order_not_ownership():
-    links = _links((0, 100, 400), (((300, 400), (0, 50)), ((50, 120), (120, 300))))
+    links = link_slots((0, 100, 400), (((300, 400), (0, 50)), ((50, 120), (120, 300))))
     assert links.owner == (0, 1, 1, 0)
     assert links.row == (1, 0, 1, 0)
     assert links.continues == (False, True, True, True)
@@ -41,7 +41,7 @@ def test_links_follow_sequence_order_not_ownership():
 
 
 def test_a_slot_that_two_sequences_share_is_not_passed_through():
-    links = _links((0, 90, 200), (((0, 50),), ((50, 120),), ((120, 200),)))
+    links = link_slots((0, 90, 200), (((0, 50),), ((50, 120),), ((120, 200),)))
     assert links.continues == (False, True, True)
     assert links.through == (False, False, False)
 

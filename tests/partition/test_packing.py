@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fla_cp.context import _links
 from fla_cp.partition.packing import Packing
+from fla_cp.partition.slots import link_slots
 from fla_cp.rule import CHUNK
 
 
@@ -67,7 +67,7 @@ def test_every_link_is_on_a_card_or_between_slots(seed):
     """A segment that does not begin its sequence gets its state from its card's previous
     segment, or through the range (slot) that it opens; and the same from behind."""
     cu, ranges, cards = batch(seed)
-    links = _links(cu, tuple(map(tuple, ranges)))
+    links = link_slots(cu, tuple(map(tuple, ranges)))
     slot = {owner_row: s for s, owner_row in enumerate(zip(links.owner, links.row, strict=True))}
     entered, left = set(), set()
     for r, card in enumerate(cards):

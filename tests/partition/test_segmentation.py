@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fla_cp import build_cp_context, zigzag_token_ranges
 from fla_cp.comm.affine import FoldTable, fold, leave, product
 from fla_cp.comm.carry import AffineMap, carry, outgoing
-from fla_cp.comm.exchange import pack
-from fla_cp.context import _links
+from fla_cp.comm.exchange.base import pack
 from fla_cp.kernels import TORCH, using
 from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.segmentation import MARGIN, predicted, split
+from fla_cp.partition.slots import link_slots
 from fla_cp.partition.workload import Workload
 from tests.support.cases import INSIDE, PACKED, Case, options
 from tests.support.closeness import assert_exact, assert_within_budget
@@ -325,7 +325,7 @@ OUTGOING = 4, 3  # K, V
 
 def of_rank(ranges, rank, cu, reverse):
     """What `outgoing` takes of a rank whose segments have two chunks at most."""
-    (K, V), links = OUTGOING, _links(cu, ranges)
+    (K, V), links = OUTGOING, link_slots(cu, ranges)
     packing = Packing.build(cu, ranges[rank]).cut(2)
     counts = len(packing.middle), len(packing.carried if reverse else packing.feeding)
     gen = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from fla_cp.kernels.sm90 import tma
 from fla_cp.kernels.triton import launch as launches
 from fla_cp.kernels.triton.launch import launch
-from tests.aot import _Sm90
+from tests.aot.compiling import _Sm90
 
 
 @triton.jit

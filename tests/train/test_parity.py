@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fla_cp.train.parity
-from fla_cp.comm.exchange import AllGather
+from fla_cp.comm.exchange.all_gather import AllGather
 from fla_cp.train.config import parse
 from fla_cp.train.data import build_dataset
 from fla_cp.train.distributed import Ranks

@@ -60,7 +60,7 @@ def scores_bwd_kernel(
     b_dbeta = tl.zeros_like(b_beta)
     b_nq = tl.zeros_like(b_beta)
     b_nk = tl.zeros_like(b_beta)
-    # in a pipeline loads would serve sums as well as products: see `overwritten` in tests/aot.py
+    # in a pipeline loads would serve sums as well as products: see `overwritten` in tests/aot/
     for i_v in tl.range((V + BV - 1) // BV, num_stages=1):
         o_v = i_v * BV + tl.arange(0, BV)
         b_do = load_rows(do, o_i, do_t, m_i, o_v, V).to(operand)

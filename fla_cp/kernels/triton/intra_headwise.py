@@ -160,7 +160,7 @@ def intra_head_kernel(
     _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
 
     # Scores of the inputs as they are: the norms and decays multiply them afterwards. What the loop
-    # loads is for products alone: see `overwritten` in tests/aot.py. Those of fp32 are waited for.
+    # loads is for products alone: see `overwritten` in tests/aot/. Those of fp32 are waited for.
     diagonal = tl.zeros_like(b_beta)
     qq, kk, pp = diagonal, diagonal, diagonal
     if operand != tl.float32:

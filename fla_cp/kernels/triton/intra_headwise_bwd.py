@@ -80,7 +80,7 @@ def scores_head_bwd_kernel(
     b_vy = tl.zeros_like(b_beta)
     b_nq = tl.zeros_like(b_beta)
     b_nk = tl.zeros_like(b_beta)
-    # a pipeline would load for sums as well as for products, see `overwritten` in tests/aot.py;
+    # a pipeline would load for sums as well as for products, see `overwritten` in tests/aot/;
     # those of fp32 are waited for
     STAGES: tl.constexpr = None if operand == tl.float32 else 1
     for i_v in tl.range((V + BV - 1) // BV, num_stages=STAGES):

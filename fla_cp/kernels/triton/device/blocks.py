@@ -59,7 +59,7 @@ def load_part(ptr, r, c, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def row_sums(x, y, r, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
     """x * y summed over the columns of dense [R, C] blocks, for the rows from r on. Loaded anew:
-    what a pipelined loop loads for products is for them alone (`overwritten` in tests/aot.py)."""
+    what a pipelined loop loads for products is for them alone (`overwritten` in tests/aot/)."""
     total = tl.zeros([o_r.shape[0]], tl.float32)
     for i_c in tl.static_range((C + o_c.shape[0] - 1) // o_c.shape[0]):
         b_x = load_part(x, r, i_c * o_c.shape[0], o_r, o_c, R, C).to(tl.float32)

@@ -1,0 +1,90 @@
+"""Passing states between ranks: one affine map for each token range, never tokens.
+
+Terms. A slot is a token range of the global batch; slots are numbered in sequence order and
+each belongs to one rank. The state leaving slot s and entering slot s+1 is
+
+    out[s] = offset[s] + transition[s] @ in[s]        in[s+1] = out[s] if slot s+1 continues
+
+where the transition counts only if one sequence passes through the whole slot. Every scheme
+below takes the maps of this rank's slots and returns the states that enter them; a backward
+pass uses the same schemes over `Links.mirrored()`. What a rank receives per layer and
+direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
+
+    Local       nothing                                   one rank
+    AllGather   (R-1) (S + M)                1 step       default up to 8 ranks
+    Ring        S                            R-1 steps    fewest bytes, longest chain
+    PrefixScan  ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 128 ranks
+    ByHeads     (R-1)/R (2 S + M)            2 steps      default from 9 to 128 ranks
+    Symmetric   (R-1) S + (R-2) M            1 step       ranks of one host, GPUs that read peers;
+                                                          default for them from 8192 tokens a rank
+
+With fewer heads than ranks, ByHeads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent where no
+slot is passed through (two ranks, or documents shorter than a range).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from fla_cp.comm import peer_memory
+from fla_cp.comm.exchange.all_gather import AllGather
+from fla_cp.comm.exchange.base import Exchange, Local
+from fla_cp.comm.exchange.by_heads import ByHeads
+from fla_cp.comm.exchange.prefix_scan import PrefixScan
+from fla_cp.comm.exchange.ring import Ring
+from fla_cp.comm.exchange.symmetric import Symmetric, SymmetricOrGather
+
+__all__ = ["SCHEMES", "make_exchange", "scheme_of"]
+
+
+def scheme_of(exchange: Exchange) -> str:
+    """The name of an exchange in `SCHEMES`; others, which only "auto" takes, by class."""
+    names = {kind: name for name, kind in SCHEMES.items()}
+    return names.get(type(exchange), type(exchange).__name__.lower())
+
+
+SCHEMES: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
+    "all_gather": AllGather,
+    "ring": Ring,
+    "scan": PrefixScan,
+    "heads": ByHeads,
+    "symmetric": Symmetric,
+}
+ALL_GATHER_RANKS, HEADS_RANKS = 8, 128
+"""Largest world sizes for which "auto" gathers all maps, and for which it deals them by heads;
+beyond them the logarithmic scan. From the model in docs/design.md, with 32 heads."""
+
+
+SYMMETRIC_TOKENS = 8192
+"""Tokens of the largest rank from which "auto" reads peers' memory, where the group can. Its small
+kernels find room beside scans that fill the GPU, where a collective waits for their end; that is
+no matter with few tokens, and fewer were not measured (docs/design.md has the figures)."""
+
+
+def make_exchange(
+    scheme: str,
+    group: dist.ProcessGroup | None,
+    world_size: int,
+    *,
+    fixed: bool = False,
+    tokens: int = 0,
+) -> Exchange:
+    """The exchange object for `scheme` ("auto", or a key of `SCHEMES`). fixed: for links that are,
+    whose maps "auto" gathers whatever the size. tokens: of the largest rank.
+
+    For "symmetric" a collective at the first call for a group. Raises ValueError for an unknown
+    scheme and, on all ranks, where the group cannot have symmetric memory.
+    """
+    if scheme != "auto" and scheme not in SCHEMES:
+        raise ValueError(f"exchange must be one of {['auto', *SCHEMES]}, got {scheme!r}")
+    if group is None or world_size == 1:
+        return Local()
+    if scheme == "auto":
+        if world_size <= ALL_GATHER_RANKS or fixed:
+            return SymmetricOrGather(group) if tokens >= SYMMETRIC_TOKENS else AllGather(group)
+        scheme = "heads" if world_size <= HEADS_RANKS else "scan"
+    elif scheme == "symmetric" and (reason := peer_memory.why_not(group)):
+        raise ValueError(f"exchange='symmetric' cannot be used here: {reason}; pass 'auto'")
+    return SCHEMES[scheme](group)

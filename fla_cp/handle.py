@@ -1,0 +1,70 @@
+"""What a compiled graph holds of a context: a number, and the sizes that shapes depend on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fla_cp.comm import Halo, Links
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import CHUNK
+
+
+class Sizes(NamedTuple):
+    """Of a packing, as far as shapes depend on them: chunks; segments that a state enters
+    (carried), leaves (feeding), passes through (middle); sequences; ranges, and of the rank that
+    has most (slots); whether any transition is sent (through, 0 or 1); tokens that other ranks'
+    convolutions read (sent), and of the rank that sends most (padded)."""
+
+    chunks: int
+    carried: int = 0
+    feeding: int = 0
+    middle: int = 0
+    sequences: int = 1
+    ranges: int = 1
+    slots: int = 1
+    through: int = 0
+    sent: int = 0
+    padded: int = 0
+
+
+class Handle(NamedTuple):
+    """What a compiled graph needs of a packing, as tensors on the host: torch.compile would compile
+    anew for every other int. number [1]: of the context, -1 for none. sizes: an empty tensor whose
+    shape holds, two more than each (it also compiles anew for 0 and 1), the fields of `Sizes`.
+    """
+
+    number: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, number: int, p: Packing, links: Links, halo: Halo | None) -> Handle:
+        return cls.make(
+            number,
+            Sizes(
+                chunks=sum((s.stop - s.start + CHUNK - 1) // CHUNK for s in p.segments),
+                carried=len(p.carried),
+                feeding=len(p.feeding),
+                middle=len(p.middle),
+                sequences=p.sequences,
+                ranges=p.ranges,
+                slots=links.slots_per_rank,
+                through=int(links.any_through),
+                sent=len(halo.gathered.rows) if halo else 0,
+                padded=halo.gathered.padded if halo else 0,
+            ),
+        )
+
+    @classmethod
+    def make(cls, number: int, sizes: Sizes) -> Handle:
+        shape = [n + 2 for n in sizes]
+        return cls(
+            torch.full((1,), number, dtype=torch.int64, device="cpu"),
+            torch.empty(*shape, 0, dtype=torch.float32, device="cpu"),
+        )
+
+    @staticmethod
+    def read(sizes: Tensor) -> Sizes:
+        return Sizes(*(n - 2 for n in sizes.shape[:-1]))

@@ -1,0 +1,25 @@
+"""Which rank owns which tokens: the divisions that come with the package."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+
+def contiguous_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
+    """One range a rank, in order, lengths differing by at most one token."""
+    edges = [total * r // world_size for r in range(world_size + 1)]
+    return [[edge] for edge in pairwise(edges)]
+
+
+def zigzag_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
+    """Two ranges a rank, piece r and piece 2R-1-r of 2R equal pieces.
+
+    This balances causal softmax attention, whose work grows along the sequence; layers of both
+    kinds can then share one sharding.
+    """
+    edges = [total * i // (2 * world_size) for i in range(2 * world_size + 1)]
+    pieces = list(pairwise(edges))
+    return [[pieces[r], pieces[2 * world_size - 1 - r]] for r in range(world_size)]
+
+
+Ranges = tuple[tuple[int, int], ...]

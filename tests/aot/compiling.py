@@ -1,0 +1,241 @@
+"""Compiling for sm_90 without a GPU, and reading what the compilers made."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel, make_backend
+from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
+from triton.runtime.jit import JITFunction
+
+from tests.support.tuned import variant
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Resources of one kernel. spills: bytes a thread. shared: bytes of a block. undefined:
+    instructions that read what nothing wrote. serial: what ptxas says of asynchronous products
+    that it made wait. overwritten: operands of a pipelined loop (`overwritten`)."""
+
+    kernel: str
+    registers: int
+    spills: int
+    shared: int
+    undefined: tuple[str, ...]
+    serial: tuple[str, ...]
+    overwritten: tuple[str, ...]
+
+
+class _Sm90:
+    """Stands in for the CUDA driver: names a target and nothing else."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> object:
+        return torch.cuda
+
+    def get_benchmarker(self) -> object:
+        return lambda fn, *args, **kwargs: [1.0, 1.0, 1.0]
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel by name, and what Triton compiles for this launch of it: a key of `_LATER.calls`."""
+
+    kernel: str
+    key: str
+
+
+class _Later:
+    """Stands in for Triton's AsyncCompileMode: keeps what is to be compiled, by key."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Callable[[], CompiledKernel]] = {}
+
+    def submit(self, key: str, compile_fn: Callable[[], CompiledKernel], finalize_fn: Any) -> str:
+        self.calls.setdefault(key, compile_fn)
+        return key
+
+
+_LATER = _Later()
+
+
+@contextmanager
+def launched() -> Iterator[list[Launch]]:
+    """Records the launches in the block; nothing is compiled."""
+    results: list[Launch] = []
+    run = JITFunction.run
+
+    def keep(self, *args, grid, warmup, **kwargs):
+        key = run(self, *args, grid=grid, warmup=True, **kwargs)
+        results.append(Launch(self.__name__, key))
+
+    from fla_cp.kernels import using
+    from fla_cp.kernels.triton import launch as launches
+
+    backend = variant(min_chunk_heads=0)
+    launches.runner = lambda kernel, grid, *given, **named: kernel[grid](*given, **named)
+    active = driver._active  # the property would look for a GPU
+    driver.set_active(_Sm90())
+    JITFunction.run = keep
+    before = active_mode.set(_LATER)
+    try:  # tensors are on the CPU, where "auto" means torch
+        with using(backend), using(replace(backend, name="torch")):
+            yield results
+    finally:
+        active_mode.reset(before)
+        JITFunction.run = run
+        launches.runner = None
+        driver._active = active
+
+
+def start_worker() -> None:
+    driver.set_active(_Sm90())
+    triton.knobs.nvidia.dump_ptxas_log = True
+
+
+def compile_one(where: str, key: str) -> tuple[CompiledKernel, str]:
+    """The kernel, and what ptxas said of it."""
+    try:
+        with redirect_stdout(io.StringIO()) as log:
+            kernel = _LATER.calls[key]()
+            if "registers" not in log.getvalue():  # from Triton's cache
+                data, target = kernel.metadata, kernel.metadata.target
+                make_backend(target).make_cubin(kernel.asm["ptx"], {}, data, target.arch)
+        return kernel, log.getvalue()
+    except Exception:  # Triton's own do not all survive pickling
+        raise RuntimeError(f"{where}\n{traceback.format_exc()}") from None
+
+
+def compile_together(named: list[tuple[str, str]]) -> list[Compiled]:
+    """Compiles what (configuration, key) pairs name, in a worker."""
+    pairs = [compile_one(*pair) for pair in named]
+    sass = disassembled([machine_code(kernel.asm["cubin"]) for kernel, _ in pairs])
+    return [resources(*pair, code) for pair, code in zip(pairs, sass, strict=True)]
+
+
+def resources(kernel: CompiledKernel, log: str, sass: str) -> Compiled:
+    """Registers, spills and shared memory of a compiled kernel, and what is miscompiled in it."""
+    return Compiled(
+        kernel=kernel.metadata.name,
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        spills=int(re.search(r"(\d+) bytes spill stores", log)[1]),
+        shared=kernel.metadata.shared,
+        undefined=tuple(undefined(sass)),
+        serial=tuple(re.findall(r"\(C75\d\d\).*", log)),
+        overwritten=tuple(overwritten(kernel.asm["ttgir"])),
+    )
+
+
+def overwritten(ttgir: str) -> list[str]:
+    """Operands in shared memory that a loop copies anew while asynchronous products still read
+    them: Triton (3.6.0, 3.7.1) gives a load that products and other instructions use one buffer too
+    few, and lets the products run on. What lands at once (zeros of rows and tiles beyond the end,
+    data from a cache) is then multiplied in the place of what was there."""
+    of: dict[str, str] = {}
+    buffers: dict[str, int] = {}
+    before: dict[str, int] = {}
+    loops: list[int] = []
+    reading: set[str] = set()
+    found: set[str] = set()
+    for line in ttgir.splitlines():
+        depth = len(line) - len(line.lstrip())
+        while loops and depth <= loops[-1]:
+            loops.pop()
+        name = re.match(r"\s*%(\S+?)(?::\d+)? = ", line)
+        if m := re.search(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", line):
+            of[name[1]], buffers[name[1]] = name[1], int(m[1])
+        elif m := re.search(r"= ttg\.memdesc_\w+ %([\w#]+)", line):
+            of[name[1]] = of.get(m[1], m[1])
+        elif "scf.for" in line:
+            loops.append(depth)
+            reading = set()
+        elif m := re.search(r"async_copy_global_to_local %\S+, %([\w#]+)", line):
+            to = of.get(m[1], m[1])
+            if not loops:
+                before[to] = before.get(to, 0) + 1
+            elif to in reading and before.get(to, 0) >= buffers.get(to, 0):
+                found.add(to)
+        elif "ttng.warp_group_dot " in line and "isAsync = true" in line:
+            operands = re.findall(r"%([\w#]+)", line.split("warp_group_dot ")[1].split("{")[0])
+            reading |= {of[x] for x in operands[:2] if x in of}
+        elif "warp_group_dot_wait" in line and "pendings = 0" in line:
+            reading = set()
+    return sorted(found)
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The executable sections of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    sections = (struct.unpack_from("<4Q", cubin, table + n * size + 8) for n in range(count))
+    return b"".join(cubin[at : at + length] for flags, _, at, length in sections if flags & 4)
+
+
+def disassembled(codes: list[bytes]) -> list[str]:
+    """Each machine code in words. Together, because nvdisasm takes half a second to start."""
+    with tempfile.NamedTemporaryFile("wb", suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-ndf", "-b", "SM90a", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    words = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/(.*)", text, re.MULTILINE)
+    if 16 * len(words) != sum(map(len, codes)) or not all(codes):
+        raise ValueError(f"nvdisasm: {len(words)} instructions in {[*map(len, codes)]} bytes")
+    rest = iter(words)
+    return [
+        "\n".join(f"/*{at:04x}*/{next(rest)}" for at in range(0, len(code), 16)) for code in codes
+    ]
+
+
+def undefined(sass: str) -> list[str]:
+    """Instructions that read a uniform register which no earlier one wrote, or that compute with
+    the stack pointer R1 as if it held data: how ptxas 12.8 miscompiles wgmma descriptors."""
+    written: set[int] = set()
+    found = []
+    for line in sass.splitlines():
+        m = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
+        if m is None:
+            continue
+        op, operands = m.groups()
+        first, _, rest = operands.partition(",")
+        to = re.fullmatch(r"UR(\d+)", first.strip())
+        read = {int(n) for n in re.findall(r"\bUR(\d+)\b", rest if to else operands)}
+        if op.startswith("HGMMA"):  # the second half of the four holds B; A may be in registers
+            read = {n + half for n in read for half in (2, 3)}
+        carried = re.search(r"P\d, R1\b", operands) or (
+            op == "IADD3.X" and re.search(r"\bR1\b", rest)
+        )
+        if read - written or carried:
+            found.append(m[0])
+        if to:
+            wide = 4 if ".128" in op else 2 if ".64" in op or "WIDE" in op else 1
+            written |= {int(to[1]) + n for n in range(wide)}
+    return found

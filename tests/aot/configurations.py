@@ -1,0 +1,258 @@
+"""Every call that is compiled: shapes, dtypes, options and tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+
+from tests.aot.compiling import Launch, launched
+
+INSIDE = {
+    "use_gate_in_kernel": True,
+    "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}
+
+
+SAFE = {"safe_gate": True, "lower_bound": -5.0}
+
+
+HIGH = {"precision": "high"}
+
+
+SIZES = ((16, 16), (64, 64), (96, 64), (128, 128), (192, 128), (256, 256))
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def compile_call(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]:
+    """Every kernel of one forward and backward of a sequence in three segments, each once."""
+    from benchmarks.tune import cut_into
+    from fla_cp import chunk_kda
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    packed = [leaf(1, 192, 2, K), leaf(1, 192, 2, K), leaf(1, 192, 2, V), leaf(1, 192, 2, K)]
+    rates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * K)}
+    rates = {n: t.requires_grad_() for n, t in rates.items()}
+    with cut_into(1), launched() as kernels:
+        o, _ = chunk_kda(*packed, leaf(1, 192, 2), **rates, **INSIDE, **gate, impl="triton")
+        o.float().sum().backward()
+    return [k for k in dict.fromkeys(kernels) if "fold" not in k.kernel]
+
+
+def compile_member(
+    name: str, K: int, V: int, dtype: torch.dtype, gate: dict, H: int = 1
+) -> list[Launch]:
+    """Kernels of a member of the family with two value heads, forward and backward of a sequence in
+    three segments."""
+    import fla_cp
+    from benchmarks.tune import cut_into
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    channels = (K,) if name == "gla" else ()
+    x = [leaf(1, 192, H, K), leaf(1, 192, H, K), leaf(1, 192, 2, V)]
+    x += [leaf(1, 192, H, K)] if name == "comba" else []
+    x.append(leaf(1, 192, 2, *channels))
+    inside = dict(INSIDE)
+    if "gla" in name:
+        del inside["use_beta_sigmoid_in_kernel"]
+    else:
+        x.append(leaf(1, 192, 2))
+    rates = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 * (K if channels else 1))}
+    rates = {n: t.requires_grad_() for n, t in rates.items()}
+    with cut_into(1), launched() as kernels:
+        o, _ = getattr(fla_cp, f"chunk_{name}")(*x, **rates, **inside, **gate, impl="triton")
+        o.float().sum().backward()
+    return [k for k in dict.fromkeys(kernels) if "fold" not in k.kernel]
+
+
+def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
+    """Of the launches those of kernels that write or read T and Aqk, which two terms change."""
+    return [k for k in call() if k.kernel.startswith(("scan", "intra_kernel", "intra_head"))]
+
+
+def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Launch]:
+    """A decoding step of a layer."""
+    from fla_cp import fused_recurrent_kda
+
+    x = [torch.zeros(4, 1, h, d, dtype=dtype) for h, d in ((1, K), (1, K), (2, V), (2, K))]
+    state = torch.zeros(4, 2, *((V, K) if v_first else (K, V)))
+    with launched() as kernels:
+        fused_recurrent_kda(
+            *x,
+            torch.zeros(4, 1, 2, dtype=dtype),
+            A_log=torch.zeros(2),
+            dt_bias=torch.zeros(2 * K),
+            initial_state=state,
+            inplace_final_state=True,
+            state_v_first=v_first,
+            **INSIDE,
+            impl="triton",
+        )
+    return list(dict.fromkeys(kernels))
+
+
+def compile_conv(dtype: torch.dtype, halo: bool) -> list[Launch]:
+    """Forward and backward with four taps, SiLU and a bias; with a halo as under a context."""
+    from fla_cp.kernels.torch.conv import ConvRows
+    from fla_cp.kernels.triton.conv import conv, conv_bwd
+
+    x, weight, bias = (torch.zeros(*s, dtype=dtype) for s in ((256, 1000), (1000, 4), (1000,)))
+    where = ConvRows.build(torch.zeros(256), (256,), 3 * halo, x.device)
+    front = x.new_empty(len(where.halo), 1000)
+    with launched() as kernels:
+        y = conv(x, front, where, weight, bias, True)
+        conv_bwd(x, front, where, weight, bias, True, y)
+    return list(dict.fromkeys(kernels))
+
+
+def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
+    from fla_cp import kda_gate
+
+    g, A_log, dt_bias = (
+        torch.zeros(*s, requires_grad=True) for s in ((256, 2, 128), (2,), (2 * 128,))
+    )
+    with launched() as kernels:
+        kda_gate(
+            g.to(dtype), A_log, dt_bias, lower_bound=lower_bound, impl="triton"
+        ).sum().backward()
+    return list(dict.fromkeys(kernels))
+
+
+def compile_walk(K: int, V: int) -> list[Launch]:
+    """A fold with states that enter, in reverse, with the transitions, and of what ranks sent."""
+    from fla_cp.comm.affine import FoldTable
+    from fla_cp.kernels.triton.fold import fold
+    from fla_cp.partition.packing import Packing
+
+    steps = FoldTable((0, 1), (0,), (0,), (0,), (0,), (1,))
+    packing, (M, B) = Packing.build((0, 64)), (torch.zeros(2, 2, K, n) for n in (K, V))
+    wire = torch.zeros(2, 2, K, V + K)
+    with launched() as kernels:
+        for transposed in (False, True):
+            fold(packing, steps, M, B, B, B, transposed=transposed)
+            fold(packing, steps, M, B, None, B, transposed=transposed)
+            fold(packing, steps, M, B, None, wire, transposed=transposed)
+        fold(packing, steps, wire[..., V:], wire[..., :V], None, B, transposed=False)
+    return list(dict.fromkeys(kernels))
+
+
+def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
+    candidate tile at K = V = 128."""
+    from benchmarks import tune
+    from benchmarks.tune import GROUPED, forced
+    from fla_cp.kernels.triton import tile_table
+
+    for (K, V), (name, dtype) in product(SIZES, DTYPES.items()):
+        for gate, options in (("safe", SAFE), ("any", {})):
+            if gate == "any" or name == "bf16":  # only bf16 has a path of its own for a safe gate
+                call = functools.partial(compile_call, K, V, dtype, options)
+                yield f"{K}x{V} {name} {gate}", call
+
+        call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {})
+        yield f"{K}x{V} {name} head groups", call
+        call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {}, H=2)
+        yield f"{K}x{V} {name} head", call
+        for layout in ("KV", "VK"):
+            call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
+            yield f"recurrent {K}x{V} {name} {layout}", call
+    for name, dtype in DTYPES.items():
+        for family in ("comba", "gla", "simple_gla"):
+            call = functools.partial(compile_member, family, 128, 128, dtype, {})
+            yield f"{family} {name} any", call
+            if name == "bf16":
+                call = functools.partial(compile_member, family, 128, 128, dtype, HIGH)
+                yield f"{family} {name} any high", functools.partial(of_squares, call)
+        call = functools.partial(compile_member, "comba", 128, 128, dtype, {}, H=2)
+        yield f"comba {name} head", call
+    for K, V in ((96, 64), (128, 128), (256, 256)):
+        for gate, options in (("safe", SAFE | HIGH), ("any", HIGH)):
+            call = functools.partial(compile_call, K, V, torch.bfloat16, options)
+            yield f"{K}x{V} bf16 {gate} high", functools.partial(of_squares, call)
+        for H, groups in ((1, " groups"), (2, "")):
+            options = (K, V, torch.bfloat16, HIGH, H)
+            call = functools.partial(compile_member, "gated_delta_rule", *options)
+            yield f"{K}x{V} bf16 head{groups} high", functools.partial(of_squares, call)
+    call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
+    yield "gla bf16 safe", call
+    for K, V in SIZES:
+        yield f"walk {K}x{V}", functools.partial(compile_walk, K, V)
+    for name, dtype in DTYPES.items():
+        for halo in (False, True):
+            call = functools.partial(compile_conv, dtype, halo)
+            yield f"conv {name}{' halo' * halo}", call
+        for bound in (None, -5.0):
+            call = functools.partial(compile_gate, dtype, bound)
+            yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call
+
+    def head_in_triton(
+        tiles: dict[str, tile_table.Tile], family: str = "gated_delta_rule"
+    ) -> list[Launch]:
+        with forced(tiles):
+            return compile_member(family, 128, 128, torch.bfloat16, {}, H=2)
+
+    chunks = {k[1]: t for k, t in tile_table.TABLE.items() if k[1] == "intra_head"}
+    for family in ("gated_delta_rule", "comba", "simple_gla"):
+        call = functools.partial(head_in_triton, chunks, family)
+        yield f"{family} bf16, chunks in Triton", call
+
+    scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
+    yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)
+    fuller = {
+        k[1]: n
+        for k, of in tile_table.TILES_BY_CHAINS.items()
+        for c, n in of
+        if c < tile_table.FULL_V_MIN_CHAINS
+    }
+    call = functools.partial(head_in_triton, scans | fuller)
+    yield "128x128 bf16 head, scans in Triton, more chains", call
+
+    def high_with(tiles: dict[str, tile_table.Tile], of_heads: bool) -> list[Launch]:
+        with forced(tiles):
+            if of_heads:
+                return compile_member("gated_delta_rule", 128, 128, torch.bfloat16, HIGH, H=2)
+            return compile_call(128, 128, torch.bfloat16, SAFE | HIGH)
+
+    for some in (tile_table.FULL_V_MIN_CHAINS, tile_table.FULL_V_MIN_CHAINS - 1):
+        wide = {
+            k[1]: t
+            for k, of in tile_table.TILES_BY_CHAINS.items()
+            for c, t in reversed(of)
+            if c <= some
+        }
+        for of_heads in (False, True):
+            if (
+                some < tile_table.FULL_V_MIN_CHAINS or not of_heads
+            ):  # with one decay a head: `_tile`
+                call = functools.partial(high_with, wide, of_heads)
+                name = f"128x128 bf16{' head' * of_heads} high, {some} chains"
+                yield name, functools.partial(of_squares, call)
+
+    def with_tile(stage: str, tile: tile_table.Tile) -> list[Launch]:
+        options = {} if stage.endswith("_any") else SAFE
+        of_heads = "head" in stage or stage.endswith("_concurrent")
+        kernels = []
+        with forced({stage.removesuffix("_concurrent"): tile}):
+            if of_heads:
+                H = 1 if stage in GROUPED else 2
+                kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=H)
+            if "head" not in stage:
+                kernels += compile_call(128, 128, torch.bfloat16, options)
+        name = stage.removesuffix("_concurrent").removesuffix("_any")
+        name = name.removesuffix("_states").removesuffix("_ends")
+        name = {"scores_bwd_head": "scores_head_bwd", "intra_bwd": "safe_bwd"}.get(stage, name)
+        name += "_hopper" * tile.hopper
+        return [k for k in kernels if k.kernel == f"{name}_kernel"]
+
+    for stage in sorted({stage for _, stage, *_ in tile_table.TABLE}):
+        for tile in tune.candidates(stage, 128, 128):
+            yield f"{stage} {tuple(tile)}", functools.partial(with_tile, stage, tile)
