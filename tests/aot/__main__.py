@@ -95,7 +95,7 @@ def compile_all(
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.aot", description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep what is compiled in aot.json")
-    parser.add_argument("--only", help="compile one configuration, by its name in aot.json")
+    parser.add_argument("--only", help="compile one configuration, by its name in record.json")
     parser.add_argument(
         "--changed",
         action="store_true",
@@ -112,7 +112,7 @@ def main() -> int:
         every = every[::4]  # the same source and compiler give the same code
     kernels = compile_all(c for c in every if args.only in (None, c[0]))
     if not kernels:
-        parser.error(f"--only must name a configuration of aot.json, got {args.only!r}")
+        parser.error(f"--only must name a configuration of record.json, got {args.only!r}")
     rows = {name: record(name, of) for name, of in kernels.items()}
     problems = [problem for name, of in kernels.items() for problem in check(name, of)]
     if args.write:

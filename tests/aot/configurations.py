@@ -127,7 +127,7 @@ def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
     return list(dict.fromkeys(kernels))
 
 
-def compile_walk(K: int, V: int) -> list[Launch]:
+def compile_fold(K: int, V: int) -> list[Launch]:
     """A fold with states that enter, in reverse, with the transitions, and of what ranks sent."""
     from fla_cp.comm.affine import FoldTable
     from fla_cp.kernels.triton.fold import fold
@@ -185,7 +185,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
     yield "gla bf16 safe", call
     for K, V in SIZES:
-        yield f"walk {K}x{V}", functools.partial(compile_walk, K, V)
+        yield f"fold {K}x{V}", functools.partial(compile_fold, K, V)
     for name, dtype in DTYPES.items():
         for halo in (False, True):
             call = functools.partial(compile_conv, dtype, halo)

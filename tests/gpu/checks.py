@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fla_cp import causal_conv1d, kda_gate
-from tests.gpu.cases import SIZES, cases, recurrent_cases, tiles
+from tests.gpu.cases import BF16, FP16, FP32, SAFE, SIZES, cases, recurrent_cases, tiles
 from tests.support.cases import INSIDE, Case, named, options
 from tests.support.running import run, run_recurrent
 from tests.support.tuned import tuned
@@ -41,8 +41,6 @@ RANGES, CHANNELS = (700, 33), 300
 """Tokens of a rank's two ranges, and what the convolution over ranks has of them."""
 GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
 """T, H, K of the gate alone."""
-SAFE = {"safe_gate": True, "lower_bound": -5.0}
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """The CPU serves to try a check in Triton's interpreter."""

@@ -39,6 +39,7 @@ from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, 
 from fla_cp.kernels.triton.device.gates import sigmoid
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_SCALE, Q_SCALE
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, Tables, gate_options, stage_name, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
@@ -123,10 +124,10 @@ def intra_kernel(
     tl.store(p_diagonal, diagonal.to(operand))
     if TERMS > 1:
         tl.store(p_diagonal + BT * BT, rounded_off(diagonal, operand))
-    row = rows + i_ch * 3 * BT + o_i
+    row = rows + i_ch * CHANNELWISE_PLANES * BT + o_i
     tl.store(row, b_beta)
-    tl.store(row + BT, q_scale)
-    tl.store(row + 2 * BT, k_scale)
+    tl.store(row + Q_SCALE * BT, q_scale)
+    tl.store(row + K_SCALE * BT, k_scale)
 
     b_qk = tl.zeros([BT, BT], tl.float32)
     b_kk = tl.zeros([BT, BT], tl.float32)
@@ -190,7 +191,7 @@ def intra_kernel(
     i_ch = opaque(i_ch, n_rows, BT, 1)
     if SAFE:
         o_i = opaque(o_i, n_rows, BT, 1)
-    b_beta = tl.load(rows + i_ch * 3 * BT + o_i)
+    b_beta = tl.load(rows + i_ch * CHANNELWISE_PLANES * BT + o_i)
     p_diagonal = Aqk + (i_ch * (TERMS * BT) + o_i) * BT + o_i
     diagonal = tl.load(p_diagonal).to(tl.float32)
     if TERMS > 1:
@@ -255,12 +256,12 @@ def gated_kernel(
     start = tl.load(chunk_start + i_c).to(tl.int64)
     i_ch = i_c * HV + i_hv
     g += i_hv * g_h + start * g_t
-    row = rows + i_ch * 3 * BT + o_i
+    row = rows + i_ch * CHANNELWISE_PLANES * BT + o_i
     b_g = load_steps(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K, GATE, EXP2)
     b_q = load_rows(q + i_h * q_h + start * q_t, o_i, q_t, m_i, o_k, K).to(tl.float32)
     b_k = load_rows(k + i_h * k_h + start * k_t, o_i, k_t, m_i, o_k, K).to(tl.float32)
-    b_q *= tl.load(row + BT)[:, None]
-    b_k *= tl.load(row + 2 * BT)[:, None]
+    b_q *= tl.load(row + Q_SCALE * BT)[:, None]
+    b_k *= tl.load(row + K_SCALE * BT)[:, None]
     steps = parts(b_g, kg.dtype.element_ty)
     d = sum_steps(sums, UP_TO, o_i, steps, PRECISION)
     e = decay_exp(d, EXP2)

@@ -51,6 +51,7 @@ from fla_cp.kernels.triton.device.channelwise_grads import (
 from fla_cp.kernels.triton.device.decay_sums import AFTER, PAIR, UP_TO, sums
 from fla_cp.kernels.triton.device.gates import GATES
 from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, GRAD_PLANES
 from fla_cp.kernels.triton.intra_channelwise_bwd_safe import safe_bwd_kernel
 from fla_cp.kernels.triton.intra_channelwise_bwd_scores import beta_bwd, scores_bwd_kernel
 from fla_cp.kernels.triton.launch import cdiv, launch
@@ -78,7 +79,7 @@ def intra_bwd_kernel(
     sums,
     decay,
     rows,
-    of_rows,
+    row_grads,
     do,
     h,
     dh,
@@ -164,7 +165,7 @@ def intra_bwd_kernel(
     steps = parts(b_g, operand)
     b_k = load_scaled(k, rows, i_ch * 3 + 2, i, k_t, m_i, o_k, K)
     b_q = load_scaled(q, rows, i_ch * 3 + 1, i, q_t, m_i, o_k, K)
-    b_beta = tl.load(rows + i_ch * 3 * BT + i)[:, None]
+    b_beta = tl.load(rows + i_ch * CHANNELWISE_PLANES * BT + i)[:, None]
     e = decay_exp(sum_steps(sums, UP_TO, i, steps, PRECISION), EXP2)
     b_dq *= e
     b_dr *= -e
@@ -198,7 +199,7 @@ def intra_bwd_kernel(
             o = opaque(i, n_rows + level, BT, 1000)
             x_q = blocks_of_16(load_scaled(q, rows, i_ch * 3 + 1, o, q_t, o < n_rows, o_k, K))
             x_k = blocks_of_16(load_scaled(k, rows, i_ch * 3 + 2, o, k_t, o < n_rows, o_k, K))
-            x_beta = blocks_of_16(tl.load(rows + i_ch * 3 * BT + o)[:, None])
+            x_beta = blocks_of_16(tl.load(rows + i_ch * CHANNELWISE_PLANES * BT + o)[:, None])
         x_dq, x_dr, x_dc, x_dgc = level_grads(
             x_dq,
             x_dr,
@@ -225,7 +226,7 @@ def intra_bwd_kernel(
         if LEAN:
             b_q = load_scaled(q, rows, i_ch * 3 + 1, o, q_t, o < n_rows, o_k, K)
             b_k = load_scaled(k, rows, i_ch * 3 + 2, o, k_t, o < n_rows, o_k, K)
-            b_beta = tl.load(rows + i_ch * 3 * BT + o)[:, None]
+            b_beta = tl.load(rows + i_ch * CHANNELWISE_PLANES * BT + o)[:, None]
         b_dq, b_dr, b_dc, b_dgc = level_grads(
             b_dq,
             b_dr,
@@ -255,13 +256,13 @@ def intra_bwd_kernel(
     if LEAN:
         b_q = load_scaled(q, rows, i_ch * 3 + 1, i, q_t, m_i, o_k, K)
         b_k = load_scaled(k, rows, i_ch * 3 + 2, i, k_t, m_i, o_k, K)
-        b_beta = tl.load(rows + i_ch * 3 * BT + i)[:, None]
+        b_beta = tl.load(rows + i_ch * CHANNELWISE_PLANES * BT + i)[:, None]
     # the diagonal's row and column cancel in the gate's gradient
-    diagonal = tl.load(of_rows + i_ch * 3 * BT + i)[:, None]
+    diagonal = tl.load(row_grads + i_ch * GRAD_PLANES * BT + i)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
     if NORM:
-        b_dq -= b_q * (tl.load(of_rows + (i_ch * 3 + 1) * BT + i) / (scale * scale))[:, None]
+        b_dq -= b_q * (tl.load(row_grads + (i_ch * 3 + 1) * BT + i) / (scale * scale))[:, None]
     out = (start * HV + i_hv) * K
     store_rows(
         dq + out, b_dq * tl.load(rows + (i_ch * 3 + 1) * BT + i)[:, None], i, HV * K, m_i, o_k, K
@@ -271,7 +272,7 @@ def intra_bwd_kernel(
         tl.store(dbeta + i * HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
         b_dc += b_dr * b_beta
     if NORM:
-        b_dc -= b_k * tl.load(of_rows + (i_ch * 3 + 2) * BT + i)[:, None]
+        b_dc -= b_k * tl.load(row_grads + (i_ch * 3 + 2) * BT + i)[:, None]
     store_rows(
         dk + out, b_dc * tl.load(rows + (i_ch * 3 + 2) * BT + i)[:, None], i, HV * K, m_i, o_k, K
     )
@@ -340,7 +341,7 @@ def intra_channelwise_bwd(
         None if x.dt_bias is None else torch.empty(NC, HV, K, dtype=torch.float32, device=device)
     )
     dscores = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-    of_rows = torch.empty(NC, HV, 3, CHUNK, dtype=torch.float32, device=device)
+    row_grads = torch.empty(NC, HV, 3, CHUNK, dtype=torch.float32, device=device)
     if NC:
         options = gate_options(rule, x.q.dtype)
         safe_gate = options.pop("SAFE")
@@ -356,7 +357,7 @@ def intra_channelwise_bwd(
             dv,
             dbeta,
             dscores,
-            of_rows,
+            row_grads,
             table.chunk_start,
             table.chunk_rows,
             *x.v.stride()[:2],
@@ -384,7 +385,7 @@ def intra_channelwise_bwd(
             sums(x.q.dtype, x.q.device),
             c.anchors if safe_gate else c.decay,
             c.rows,
-            of_rows,
+            row_grads,
             do,
             h,
             grads.dh,

@@ -30,6 +30,14 @@ from fla_cp.kernels.triton.device.channelwise_grads import (
 from fla_cp.kernels.triton.device.decay_sums import UP_TO
 from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.device.planes import (
+    CHANNELWISE_PLANES,
+    GRAD_PLANES,
+    K_DK,
+    K_SCALE,
+    Q_DQ,
+    Q_SCALE,
+)
 
 
 @triton.jit
@@ -42,7 +50,7 @@ def safe_bwd_kernel(
     sums,
     anchors,
     rows,
-    of_rows,
+    row_grads,
     do,
     h,
     dh,
@@ -102,8 +110,8 @@ def safe_bwd_kernel(
     h += i_ch * K * V
     dh += i_ch * K * V
     dscores += i_ch * 2 * BT * BT
-    rows += i_ch * 3 * BT
-    of_rows += i_ch * 3 * BT
+    rows += i_ch * CHANNELWISE_PLANES * BT
+    row_grads += i_ch * GRAD_PLANES * BT
     operand = v_new.dtype.element_ty
     o_k = i_k * BK + tl.arange(0, BK)
     m_k = o_k < K
@@ -125,7 +133,7 @@ def safe_bwd_kernel(
         near = tl.arange(0, 32) * 8
         m_n = near < 3 * BT
         touched = tl.load(rows + near, mask=m_n, other=0.0)
-        touched += tl.load(of_rows + near, mask=m_n, other=0.0)
+        touched += tl.load(row_grads + near, mask=m_n, other=0.0)
         place = near // BK * K + i_k * BK + near % BK
         m_n = (near < 3 * BK) & (i_k * BK + near % BK < K)
         touched += tl.load(first_anchor + place, mask=m_n, other=0.0)
@@ -154,7 +162,7 @@ def safe_bwd_kernel(
     b_dq *= e
     b_dr *= -e
     b_dc *= tl.where(first, decay_exp(end - n0 * UNIT, EXP2), decay_exp(end - n1 * UNIT, EXP2))
-    b_k = b_k.to(tl.float32) * tl.load(rows + 2 * BT + i)[:, None]
+    b_k = b_k.to(tl.float32) * tl.load(rows + K_SCALE * BT + i)[:, None]
     shift = n1 - n0
 
     second = (i >= BT // 2)[:, None]
@@ -167,17 +175,17 @@ def safe_bwd_kernel(
     b_r = dot(b_ds, near, PRECISION, acc=b_dq)
     b_dq = dot(b_ds, far, PRECISION, acc=b_dq)
     b_dq = tl.where(first, b_r, b_dq)
-    b_q = b_q.to(tl.float32) * tl.load(rows + BT + i)[:, None]
+    b_q = b_q.to(tl.float32) * tl.load(rows + Q_SCALE * BT + i)[:, None]
     f = decay_exp(d, EXP2)
     b_x = b_q * f
     row = b_x.to(operand)
     b_dgc = row.to(tl.float32) * b_dq + tl.where((i == BT - 1)[:, None], b_dl[None, :], 0.0)
-    b_dq = b_dq * f + tl.load(of_rows + i)[:, None] * b_k  # and the diagonal
+    b_dq = b_dq * f + tl.load(row_grads + i)[:, None] * b_k  # and the diagonal
     if NORM:
-        b_dq -= b_q * (tl.load(of_rows + BT + i) / (scale * scale))[:, None]
+        b_dq -= b_q * (tl.load(row_grads + Q_DQ * BT + i) / (scale * scale))[:, None]
     out = (start * HV + i_hv) * K
-    store_rows(dq + out, b_dq * tl.load(rows + BT + i)[:, None], i, HV * K, m_i, o_k, K)
-    b_dk = tl.load(of_rows + i)[:, None] * b_q
+    store_rows(dq + out, b_dq * tl.load(rows + Q_SCALE * BT + i)[:, None], i, HV * K, m_i, o_k, K)
+    b_dk = tl.load(row_grads + i)[:, None] * b_q
     b_ds = tl.trans(b_ds)
     b_c = dot(b_ds, shifted(b_x, shift, second).to(operand), PRECISION, acc=b_dc)
     b_dc = dot(b_ds, row, PRECISION, acc=b_dc)
@@ -212,8 +220,8 @@ def safe_bwd_kernel(
     b_dgc -= (b_k * decay_exp(-d, EXP2)).to(operand).to(tl.float32) * b_dc
     b_dk += b_dc * decay_exp(-d, EXP2)
     if NORM:
-        b_dk -= b_k * tl.load(of_rows + 2 * BT + i)[:, None]
-    store_rows(dk + out, b_dk * tl.load(rows + 2 * BT + i)[:, None], i, HV * K, m_i, o_k, K)
+        b_dk -= b_k * tl.load(row_grads + K_DK * BT + i)[:, None]
+    store_rows(dk + out, b_dk * tl.load(rows + K_SCALE * BT + i)[:, None], i, HV * K, m_i, o_k, K)
 
     tl.debug_barrier()
     n_rows = tl.load(chunk_rows + i_c)

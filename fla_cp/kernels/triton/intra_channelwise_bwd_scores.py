@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fla_cp.kernels.triton.device.blocks import dot, load_block, load_rows, store_block, store_rows
 from fla_cp.kernels.triton.device.gates import sigmoid
+from fla_cp.kernels.triton.device.planes import GRAD_PLANES
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.rule import DeltaRule
 
@@ -22,7 +23,7 @@ def scores_bwd_kernel(
     dv,
     dbeta,
     dscores,
-    of_rows,
+    row_grads,
     chunk_start,
     chunk_rows,
     v_t,
@@ -41,7 +42,7 @@ def scores_bwd_kernel(
 ):
     """dscores [NC, HV, 2, C, C], below the diagonal: dAqk, and dAkk of the rows k before beta;
     MIRRORED: above it, too.
-    of_rows [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
+    row_grads [NC, HV, 3, C], fp32: the diagonal of dAqk; and q dq and k dk of each row,
     summed over channels. dbeta [1 + key tiles, T, HV]: plane 0, before the sigmoid's slope."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_i = tl.arange(0, BT)
@@ -79,7 +80,7 @@ def scores_bwd_kernel(
         store_rows(dv, b_y * b_beta[:, None], o_i, HV * V, m_i, o_v, V)
     below = o_i[:, None] > o_i[None, :]
     b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_ds, 0.0), axis=1)
-    tl.store(of_rows + i_ch * 3 * BT + o_i, b_diagonal)
+    tl.store(row_grads + i_ch * GRAD_PLANES * BT + o_i, b_diagonal)
     b_ds = tl.where(below, b_ds, 0.0)
     if MIRRORED:
         b_ds += tl.trans(b_ds)
@@ -91,8 +92,8 @@ def scores_bwd_kernel(
         store_block(dscores + BT * BT, b_da, o_i, o_i, BT, BT)
     tl.store(dbeta + (start + o_i) * HV + i_hv, b_dbeta, mask=m_i)
     if NORM:
-        tl.store(of_rows + (i_ch * 3 + 1) * BT + o_i, b_nq)
-        tl.store(of_rows + (i_ch * 3 + 2) * BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
+        tl.store(row_grads + (i_ch * 3 + 1) * BT + o_i, b_nq)
+        tl.store(row_grads + (i_ch * 3 + 2) * BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
 
 
 @triton.jit

@@ -38,6 +38,17 @@ from fla_cp.kernels.triton.device.headwise_decay import (
     total_of,
 )
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
+from fla_cp.kernels.triton.device.planes import (
+    GC,
+    GC_BEFORE,
+    HEADWISE_PLANES,
+    K_FACTOR,
+    K_SCALE,
+    Q_FACTOR,
+    Q_SCALE,
+    R_FACTOR,
+    R_SCALE,
+)
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, precision, tables
 from fla_cp.partition.packing import Packing
@@ -72,16 +83,16 @@ def head_rows_kernel(
     m_i = i < tl.load(chunk_rows + i_c)
     start = tl.load(chunk_start + i_c).to(tl.int64)
     o_h = tl.minimum(tl.program_id(1) * BH + tl.arange(0, BH), HV - 1)  # the last one repeatedly
-    to = rows + ((i_c * HV + o_h) * 9 * BT)[None, :] + i
+    to = rows + ((i_c * HV + o_h) * HEADWISE_PLANES * BT)[None, :] + i
     p_g = g + o_h[None, :] + start * g_t
     _raw, _rate, b_g = load_head_gate(p_g, A_log, dt_bias, o_h, i, g_t, m_i, bound, GATE, EXP2)
     (gc,) = running_sums(b_g, tl.bfloat16)
-    tl.store(to + 7 * BT, gc)
+    tl.store(to + GC * BT, gc)
     if REMOVAL == "p":
         (before,) = running_sums(b_g, tl.bfloat16, True)
-        tl.store(to + 8 * BT, before)
+        tl.store(to + GC_BEFORE * BT, before)
     else:
-        tl.store(to + 8 * BT, gc)
+        tl.store(to + GC_BEFORE * BT, gc)
     b_beta = tl.where(m_i, 1.0, tl.zeros_like(b_g))
     if beta is not None:
         at = beta + o_h[None, :] + (start + i) * beta_t
@@ -201,16 +212,16 @@ def intra_head_kernel(
     gc = running_sums(b_g, operand)
     before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
     e = decay_of(gc, EXP2)
-    rows += i_ch * 9 * BT + i
+    rows += i_ch * HEADWISE_PLANES * BT + i
     tl.store(rows, b_beta)
-    tl.store(rows + BT, q_scale)
-    tl.store(rows + 2 * BT, k_scale)
-    tl.store(rows + 3 * BT, r_scale)
-    tl.store(rows + 4 * BT, q_scale * e)
-    tl.store(rows + 5 * BT, r_scale * decay_of(before, EXP2))
-    tl.store(rows + 6 * BT, k_scale * decay_to_end(gc, i, EXP2))
-    tl.store(rows + 7 * BT, total_of(gc))
-    tl.store(rows + 8 * BT, total_of(before))
+    tl.store(rows + Q_SCALE * BT, q_scale)
+    tl.store(rows + K_SCALE * BT, k_scale)
+    tl.store(rows + R_SCALE * BT, r_scale)
+    tl.store(rows + Q_FACTOR * BT, q_scale * e)
+    tl.store(rows + R_FACTOR * BT, r_scale * decay_of(before, EXP2))
+    tl.store(rows + K_FACTOR * BT, k_scale * decay_to_end(gc, i, EXP2))
+    tl.store(rows + GC * BT, total_of(gc))
+    tl.store(rows + GC_BEFORE * BT, total_of(before))
     whole = last_of(e, i)
     for i_k in range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
@@ -243,7 +254,7 @@ def intra_headwise(
     strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
     bounds = rule.lower_bound or 0.0, rule.beta_factor or 1.0
     given = x.A_log, x.dt_bias
-    of_rows = {
+    shared = {
         "HV": HV,
         "BT": CHUNK,
         "GATE": GATES[rule.gate][0],
@@ -256,7 +267,7 @@ def intra_headwise(
         BH = min(32, tile_table.power_of_two(HV))
         grid = NC, cdiv(HV, BH)
         some = x.g, x.beta, *given, c.rows, *where, *strides, *bounds
-        launch(head_rows_kernel, grid, *some, BH=BH, **of_rows)
+        launch(head_rows_kernel, grid, *some, BH=BH, **shared)
         return functools.partial(eligible.sm90_intra.intra_head, rule, table, x, c)
 
     def form(first: int, stop: int) -> None:
@@ -291,7 +302,7 @@ def intra_headwise(
             NS=t.stages,
             num_warps=t.warps,
             maxnreg=t.registers,
-            **of_rows,
+            **shared,
         )
 
     return form

@@ -10,6 +10,15 @@ from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import dot, load_block, load_rows, store_block, store_rows
 from fla_cp.kernels.triton.device.gates import GATES, sigmoid
 from fla_cp.kernels.triton.device.headwise_decay import decays, load_head_gate, running_sums
+from fla_cp.kernels.triton.device.planes import (
+    GRAD_PLANES,
+    HEADWISE_PLANES,
+    K_DK,
+    K_SCALE,
+    Q_DQ,
+    Q_SCALE,
+    R_SCALE,
+)
 from fla_cp.kernels.triton.intra_headwise_bwd_products import (
     dk_head_kernel,
     dq_head_kernel,
@@ -36,7 +45,7 @@ def scores_head_bwd_kernel(
     dv,
     shares,
     weights,
-    of_rows,
+    row_grads,
     chunk_start,
     chunk_rows,
     v_t,
@@ -57,7 +66,7 @@ def scores_head_bwd_kernel(
     PRECISION: tl.constexpr,
 ):
     """weights [NC, HV, 2, C, C], below the diagonal: what the inputs k are weighted with in the
-    gradients of q and of beta r. of_rows [NC, HV, 3, C], fp32: the diagonal's weight of k; with
+    gradients of q and of beta r. row_grads [NC, HV, 3, C], fp32: the diagonal's weight of k; with
     QNORM q dq and with NORM k dk of each row, summed over channels, as `scores_bwd_kernel` says
     (with p those of k alone). shares [.., T, HV]: in plane 0 v's share of dbeta, before the
     sigmoid's slope."""
@@ -70,8 +79,8 @@ def scores_head_bwd_kernel(
     do += i_hv * do_h + start * do_t
     o += (start * HV + i_hv) * V
     dv += (start * HV + i_hv) * V
-    rows += i_ch * 9 * BT + i
-    of_rows += i_ch * 3 * BT + i
+    rows += i_ch * HEADWISE_PLANES * BT + i
+    row_grads += i_ch * GRAD_PLANES * BT + i
     weights += i_ch * 2 * BT * BT
     operand = v_new.dtype.element_ty
     b_beta = tl.load(rows)
@@ -103,23 +112,23 @@ def scores_head_bwd_kernel(
     p_g = g + i_hv + start * g_t
     _raw, _rate, b_g = load_head_gate(p_g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
     gc = running_sums(b_g, operand)
-    q_scale, k_scale = tl.load(rows + BT), tl.load(rows + 2 * BT)
+    q_scale, k_scale = tl.load(rows + Q_SCALE * BT), tl.load(rows + K_SCALE * BT)
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], b_ds, 0.0), axis=1)
-    tl.store(of_rows, diagonal * q_scale * k_scale)
+    tl.store(row_grads, diagonal * q_scale * k_scale)
     b_ds *= decays(gc, gc, i, EXP2)
     store_block(weights, b_ds * q_scale[:, None] * k_scale[None, :], i, i, BT, BT)
     if REMOVAL != "none":
         before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
         b_da *= decays(before, gc, i, EXP2)
-        b_da *= -tl.load(rows + 3 * BT)[:, None] * k_scale[None, :]
+        b_da *= -tl.load(rows + R_SCALE * BT)[:, None] * k_scale[None, :]
         store_block(weights + BT * BT, b_da, i, i, BT, BT)
         tl.store(shares + (start + i) * HV + i_hv, b_vy, mask=m_i)
     if QNORM:
-        tl.store(of_rows + BT, b_nq)
+        tl.store(row_grads + Q_DQ * BT, b_nq)
     if NORM:
         if REMOVAL != "p":
             b_nk = 2.0 * b_nk - b_beta * b_vy
-        tl.store(of_rows + 2 * BT, b_nk)
+        tl.store(row_grads + K_DK * BT, b_nk)
 
 
 @triton.jit
@@ -258,7 +267,7 @@ def intra_headwise_bwd(
     }
     if not whole:
         weights = torch.empty(NC, HV, 2, CHUNK, CHUNK, dtype=x.q.dtype, device=device)
-        of_rows = torch.empty(NC, HV, 3, CHUNK, dtype=torch.float32, device=device)
+        row_grads = torch.empty(NC, HV, 3, CHUNK, dtype=torch.float32, device=device)
     if NC and whole:
         out = {"dq": dq, "dk": dk, "dp": dp, "dv": dv, "dgc": dgc, "shift": shift, "shares": shares}
         programs = c.tuning.sm_count(device) or 1
@@ -279,7 +288,7 @@ def intra_headwise_bwd(
             dv,
             shares,
             weights,
-            of_rows,
+            row_grads,
             table.chunk_start,
             table.chunk_rows,
             *x.v.stride()[:2],
@@ -305,7 +314,7 @@ def intra_headwise_bwd(
                 x.q,
                 x.k,
                 c.rows,
-                of_rows,
+                row_grads,
                 weights,
                 do,
                 h,
@@ -333,7 +342,7 @@ def intra_headwise_bwd(
                 x.p,
                 c.decay,
                 c.rows,
-                of_rows,
+                row_grads,
                 weights,
                 h,
                 grads.dh,
@@ -367,7 +376,7 @@ def intra_headwise_bwd(
                 x.k,
                 c.decay,
                 c.rows,
-                of_rows,
+                row_grads,
                 weights,
                 do,
                 h,

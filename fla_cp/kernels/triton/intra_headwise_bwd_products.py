@@ -12,6 +12,18 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
 )
 from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.device.planes import (
+    GRAD_PLANES,
+    HEADWISE_PLANES,
+    K_DK,
+    K_FACTOR,
+    K_SCALE,
+    Q_DQ,
+    Q_FACTOR,
+    Q_SCALE,
+    R_FACTOR,
+    R_SCALE,
+)
 
 
 @triton.jit
@@ -20,7 +32,7 @@ def dqk_head_kernel(
     k,
     decay,
     rows,
-    of_rows,
+    row_grads,
     weights,
     do,
     h,
@@ -71,8 +83,8 @@ def dqk_head_kernel(
     i = tl.arange(0, BT)
     m_i = i < n_rows
     i_ch = i_c * H + i_h
-    row = rows + i_ch * 9 * BT + i
-    of_row = of_rows + i_ch * 3 * BT + i
+    row = rows + i_ch * HEADWISE_PLANES * BT + i
+    row_grad = row_grads + i_ch * GRAD_PLANES * BT + i
     place = (i_k * chunks * H + i_ch) * BT + i
 
     # all loads at once: to wait for memory again costs more than registers do, which fp32 lacks
@@ -83,12 +95,14 @@ def dqk_head_kernel(
         b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
         b_beta = tl.load(row)
         b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
-    b_diagonal = tl.load(of_row)
+    b_diagonal = tl.load(row_grad)
     # a number of each 32 bytes that later phases wait for, for the cache's sake
     if NS > 1:
         near = tl.arange(0, 64) * 8
-        touched = tl.load(rows + i_ch * 9 * BT + near, mask=near < 7 * BT, other=0.0)
-        touched += tl.load(of_rows + i_ch * 3 * BT + near, mask=near < 3 * BT, other=0.0)
+        touched = tl.load(rows + i_ch * HEADWISE_PLANES * BT + near, mask=near < 7 * BT, other=0.0)
+        touched += tl.load(
+            row_grads + i_ch * GRAD_PLANES * BT + near, mask=near < 3 * BT, other=0.0
+        )
     b_dq = tl.zeros([BT, BK], tl.float32)
     b_dr = tl.zeros([BT, BK], tl.float32)
     b_c = tl.zeros([BT, BK], tl.float32)
@@ -112,22 +126,22 @@ def dqk_head_kernel(
         tl.store(rows + near, touched, mask=near * 0 + n_rows > BT)
 
     # row factor q
-    b_dq *= tl.load(row + 4 * BT)[:, None]
+    b_dq *= tl.load(row + Q_FACTOR * BT)[:, None]
     b_dq = dot(b_w, b_k, PRECISION, acc=b_dq)
     b_dgc = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
     # the diagonal's row and column cancel in the gate's gradient
     b_dq += b_diagonal[:, None] * b_k.to(tl.float32)
     if NORM:
         if tiles > 1:
-            b_n = tl.load(of_row + BT)
+            b_n = tl.load(row_grad + Q_DQ * BT)
         else:
             b_n = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
-        rstd = tl.load(row + BT) / scale
+        rstd = tl.load(row + Q_SCALE * BT) / scale
         b_dq -= b_q.to(tl.float32) * (b_n * rstd * rstd)[:, None]
     store_rows(dq + (start * H + i_h) * K, b_dq, i, H * K, m_i, o_k, K)
 
     # column factor k in the states
-    b_c *= tl.load(row + 6 * BT)[:, None]
+    b_c *= tl.load(row + K_FACTOR * BT)[:, None]
     # by itself, for it cancels what the last row gets of it
     b_end = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
     last = tl.sum(b_dl, axis=0) * tl.load(decay + i_ch * K) - tl.sum(b_end, axis=0)
@@ -141,7 +155,7 @@ def dqk_head_kernel(
             b_a = load_block(weights + (i_ch * 2 + 1) * BT * BT, i, i, BT, BT)
             b_beta = tl.load(row)
             b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
-        b_dr *= -tl.load(row + 5 * BT)[:, None]
+        b_dr *= -tl.load(row + R_FACTOR * BT)[:, None]
         # in the states k as it is, beside the scores beta k as the product sees it
         b_db = tl.sum(b_k.to(tl.float32) * b_dr, axis=1)
         b_shift = b_beta * b_db - tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
@@ -160,8 +174,8 @@ def dqk_head_kernel(
     tl.store(dgc + place, b_dgc)
     b_dk += b_c
     if NORM:
-        rstd = tl.load(row + 2 * BT)
-        b_dk -= b_k.to(tl.float32) * (tl.load(of_row + 2 * BT) * rstd * rstd)[:, None]
+        rstd = tl.load(row + K_SCALE * BT)
+        b_dk -= b_k.to(tl.float32) * (tl.load(row_grad + K_DK * BT) * rstd * rstd)[:, None]
     store_rows(dk + (start * H + i_h) * K, b_dk, i, H * K, m_i, o_k, K)
 
 
@@ -170,7 +184,7 @@ def dq_head_kernel(
     q,
     k,
     rows,
-    of_rows,
+    row_grads,
     weights,
     do,
     h,
@@ -218,12 +232,12 @@ def dq_head_kernel(
         m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
-        row = rows + i_ch * 9 * BT + i
-        of_row = of_rows + i_ch * 3 * BT + i
+        row = rows + i_ch * HEADWISE_PLANES * BT + i
+        row_grad = row_grads + i_ch * GRAD_PLANES * BT + i
         b_w = load_block(weights + i_ch * 2 * BT * BT, o_t, o_t, BT, BT)
-        e_q, b_diagonal = tl.load(row + 4 * BT), tl.load(of_row)
+        e_q, b_diagonal = tl.load(row + Q_FACTOR * BT), tl.load(row_grad)
         if NORM and tiles > 1:
-            b_norm += tl.load(of_row + BT)
+            b_norm += tl.load(row_grad + Q_DQ * BT)
         b_c = tl.zeros([BT, BK], tl.float32)
         for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
             v0 = i_v * BV
@@ -249,7 +263,7 @@ def dq_head_kernel(
             if NORM:
                 if tiles == 1:
                     b_norm = tl.sum(b_q * b_dq, axis=1)
-                rstd = tl.load(row + BT) / scale
+                rstd = tl.load(row + Q_SCALE * BT) / scale
                 b_dq -= b_q * (b_norm * rstd * rstd)[:, None]
             store_rows(dq + (start * H + i_h) * K, b_dq, i, H * K, m_i, o_k, K)
 
@@ -261,7 +275,7 @@ def dk_head_kernel(
     p,
     decay,
     rows,
-    of_rows,
+    row_grads,
     weights,
     h,
     dh,
@@ -326,8 +340,8 @@ def dk_head_kernel(
         m_i = i < n_rows
         i_hv = i_h * G + j
         i_ch = i_c * HV + i_hv
-        row = rows + i_ch * 9 * BT + i
-        of_row = of_rows + i_ch * 3 * BT + i
+        row = rows + i_ch * HEADWISE_PLANES * BT + i
+        row_grad = row_grads + i_ch * GRAD_PLANES * BT + i
         place = (i_k * chunks * HV + i_ch) * BT + i
         b_dgc = tl.zeros([BT], tl.float32)
         b_shift = tl.zeros([BT], tl.float32)
@@ -335,7 +349,7 @@ def dk_head_kernel(
         b_c = tl.zeros([BT, BK], tl.float32)
         b_k = load_rows(k, i, k_t, m_i, o_k, K)
         if G == 1 or n_rows > 0:  # column factor k and row factor beta r in the states
-            e_k, end = tl.load(row + 6 * BT), tl.load(decay + i_ch * K)
+            e_k, end = tl.load(row + K_FACTOR * BT), tl.load(decay + i_ch * K)
             for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
                 v0 = i_v * BV
                 b_dh = load_part(dh + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
@@ -350,7 +364,7 @@ def dk_head_kernel(
             b_dk = b_c if G == 1 else b_dk + b_c
             b_c = tl.zeros([BT, BK], tl.float32)
             if REMOVAL != "none":
-                e_r = tl.load(row + 5 * BT)
+                e_r = tl.load(row + R_FACTOR * BT)
                 for i_v in tl.range((V + BV - 1) // BV, num_stages=NS):
                     v0 = i_v * BV
                     b_h = load_part(h + i_ch * K * V, k0, v0, o_kt, o_vt, K, V)
@@ -362,7 +376,7 @@ def dk_head_kernel(
                 tl.debug_barrier()
                 i = opaque(i, n_rows, BT, 1)
                 m_i = i < n_rows
-                row = rows + i_ch * 9 * BT + i
+                row = rows + i_ch * HEADWISE_PLANES * BT + i
                 b_k = load_rows(k, i, k_t, m_i, o_k, K)
             if operand == tl.float32:  # before beta r is loaded, for registers
                 b_w = load_block(weights + (i_ch * 2 + 1) * BT * BT, o_t, o_t, BT, BT)
@@ -392,8 +406,8 @@ def dk_head_kernel(
             tl.debug_barrier()
             i = opaque(i, n_rows, BT, 2)
             m_i = i < n_rows
-            row = rows + i_ch * 9 * BT + i
-            of_row = of_rows + i_ch * 3 * BT + i
+            row = rows + i_ch * HEADWISE_PLANES * BT + i
+            row_grad = row_grads + i_ch * GRAD_PLANES * BT + i
             place = (i_k * chunks * HV + i_ch) * BT + i
             b_k = load_rows(k, i, k_t, m_i, o_k, K)
         # q in the scores
@@ -403,22 +417,22 @@ def dk_head_kernel(
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
         tl.store(dgc + place, b_dgc)
         b_dk += b_c
-        b_dk += tl.load(of_row)[:, None] * b_q.to(tl.float32)
+        b_dk += tl.load(row_grad)[:, None] * b_q.to(tl.float32)
         if NORM:
-            b_nk += tl.load(of_row + 2 * BT)
+            b_nk += tl.load(row_grad + K_DK * BT)
         if j == G - 1:
             if NORM:
-                rstd = tl.load(row + 2 * BT)
+                rstd = tl.load(row + K_SCALE * BT)
                 b_dk -= b_k.to(tl.float32) * (b_nk * rstd * rstd)[:, None]
             store_rows(dk + (start * H + i_h) * K, b_dk, i, H * K, m_i, o_k, K)
         if REMOVAL == "p":
             tl.store(shift + place, b_shift)
             if NORM:
                 b_vy = tl.load(shares + (start + i) * HV + i_hv, mask=m_i, other=0.0)
-                b_np += tl.load(of_row + 2 * BT) - tl.load(row) * b_vy
+                b_np += tl.load(row_grad + K_DK * BT) - tl.load(row) * b_vy
             if j == G - 1:
                 if NORM:
-                    rstd = tl.load(row + 3 * BT)
+                    rstd = tl.load(row + R_SCALE * BT)
                     b_r = load_rows(r, i, r_t, m_i, o_k, K)
                     b_dp -= b_r.to(tl.float32) * (b_np * rstd * rstd)[:, None]
                 store_rows(dp + (start * H + i_h) * K, b_dp, i, H * K, m_i, o_k, K)

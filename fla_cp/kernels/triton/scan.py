@@ -34,6 +34,13 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
 )
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
+from fla_cp.kernels.triton.device.planes import (
+    CHANNELWISE_PLANES,
+    HEADWISE_PLANES,
+    K_FACTOR,
+    Q_FACTOR,
+    R_FACTOR,
+)
 from fla_cp.kernels.triton.device.states import load_operand, load_state, store_state
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, tables
@@ -134,7 +141,7 @@ def scan_kernel(
     AGAIN: tl.constexpr = operand == tl.float32
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = 9 if HEAD else 3
+    PLANES: tl.constexpr = HEADWISE_PLANES if HEAD else CHANNELWISE_PLANES
     SQUARE: tl.constexpr = TERMS * BT * BT
     LEAN: tl.constexpr = AGAIN or NS == 1 or BV > 64
     for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=LEAN):
@@ -177,7 +184,7 @@ def scan_kernel(
             b_vn = b_v.to(operand)
         else:
             if HEAD:
-                b_r *= tl.load(row + 5 * BT)[:, None]
+                b_r *= tl.load(row + R_FACTOR * BT)[:, None]
             b_r = ((b_v.to(tl.float32) - b_r) * tl.load(row)[:, None]).to(operand)
             b_T = load_block(T + i_ch * SQUARE, o_r, o_i, BT, BT)
             b_vf = dot(b_T, b_r, PRECISION)
@@ -192,7 +199,7 @@ def scan_kernel(
                 b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_r, o_k, m_r, K, G, HEAD)
                 b_o = dot(b_qg, b_Sb[0], PRECISION)
             if HEAD:
-                b_o *= tl.load(row + 4 * BT)[:, None]
+                b_o *= tl.load(row + Q_FACTOR * BT)[:, None]
             b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
             b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
             if TERMS > 1:
@@ -208,7 +215,7 @@ def scan_kernel(
             if AGAIN:
                 b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_s, m_r, K, G, HEAD)
             if HEAD and s == 0:
-                b_vn = (b_vn.to(tl.float32) * tl.load(row + 6 * BT)[:, None]).to(operand)
+                b_vn = (b_vn.to(tl.float32) * tl.load(row + K_FACTOR * BT)[:, None]).to(operand)
             b_next += (dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S[s] * b_d[:, None]),)
         b_S = b_next
     for s in tl.static_range(SLICES):

@@ -11,6 +11,13 @@ from fla_cp.comm.carry import States
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.triton.device.blocks import load_block, load_rows, rounded_off, store_block
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
+from fla_cp.kernels.triton.device.planes import (
+    CHANNELWISE_PLANES,
+    HEADWISE_PLANES,
+    K_FACTOR,
+    Q_FACTOR,
+    R_FACTOR,
+)
 from fla_cp.kernels.triton.device.states import (
     flipped,
     load_operand,
@@ -105,7 +112,7 @@ def scan_bwd_kernel(
     AGAIN: tl.constexpr = operand == tl.float32
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = 9 if HEAD else 3
+    PLANES: tl.constexpr = HEADWISE_PLANES if HEAD else CHANNELWISE_PLANES
     SQUARE: tl.constexpr = TERMS * BT * BT
     LEAN: tl.constexpr = AGAIN or NS == 1 or (HEAD and NS == 2)
     n = tl.cdiv(stop - start, BT)
@@ -136,7 +143,7 @@ def scan_bwd_kernel(
                 b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_s, m_r, K, G, HEAD)
             b_y = times(b_kg, b_dSb[s], FLIP, PRECISION, acc=b_y)
         if HEAD:
-            b_y *= of_rows(tl.load(row + 6 * BT), FLIP)
+            b_y *= of_rows(tl.load(row + K_FACTOR * BT), FLIP)
             if AGAIN:
                 b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
             b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
@@ -163,13 +170,15 @@ def scan_bwd_kernel(
             b_d = of_rows(tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0), FLIP)
             b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_r, o_s, m_r, K, G, HEAD)
             if HEAD and s == 0:
-                b_do = (b_do.to(tl.float32) * of_rows(tl.load(row + 4 * BT), FLIP)).to(operand)
+                b_do = (b_do.to(tl.float32) * of_rows(tl.load(row + Q_FACTOR * BT), FLIP)).to(
+                    operand
+                )
             b_next += (times(tl.trans(b_qg), b_do, FLIP, PRECISION, acc=b_dS[s] * b_d),)
         b_dS = b_next
         if REMOVAL != "none":
             b_x = -b_y * of_rows(tl.load(row), FLIP)
             if HEAD:
-                b_x *= of_rows(tl.load(row + 5 * BT), FLIP)
+                b_x *= of_rows(tl.load(row + R_FACTOR * BT), FLIP)
             b_next = ()
             for s in tl.static_range(SLICES):
                 o_s = s * BK + o_k
