@@ -43,11 +43,11 @@ SANITIZER = "compute-sanitizer"
 SMALL_CALL = """
 import torch
 from fla_cp import kda_gate
-from tests.cases import Case, options
-from tests.gpu_checks import BF16, INSIDE, SAFE, conv_stage
-from fla_cp.kernels.measure import cut_into
-from tests.running import run, run_recurrent
-from tests.test_family import BY_NAME, Call, collect, draw, operator
+from benchmarks.tune import cut_into
+from tests.gpu.checks import BF16, INSIDE, SAFE, conv_stage
+from tests.support.cases import Case, options
+from tests.support.running import run, run_recurrent
+from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
 for name in ("kda", "gated_delta_rule", "comba", "gla", "simple_gla"):
     member = BY_NAME[name]
     x, keywords, weights = draw(member, Call(T=150, K=24, V=40, inside=True), torch.float32)

@@ -102,3 +102,11 @@ def test_hash_of_a_kernel_file_is_of_its_code():
     assert said(code) == said(other)
     assert said(code) != said(code.replace("y = 1", "y = 2"))
     assert said(code) != said(code.replace("    return", "        return"))
+
+
+def test_the_call_under_the_sanitizer_finds_what_it_imports():
+    """It runs on a GPU only, in a process of its own."""
+    from tests.gpu.__main__ import SMALL_CALL
+
+    head, _, _ = SMALL_CALL.partition("\nfor ")
+    exec(compile(head, "SMALL_CALL", "exec"), {})
