@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
-from fla_cp.comm import Overlap, collectives, exchange, halo, run_overlap
+from fla_cp.comm import Overlap, collectives, halo, run_overlap
+from fla_cp.comm.exchange import base as exchange
 from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.support.closeness import assert_exact
 

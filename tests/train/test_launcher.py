@@ -27,7 +27,7 @@ FLAGS = [
 ]
 RANK = """
 import ctypes, sys, time
-from launch.parent import end_with_launcher
+from fla_cp.train.parent import end_with_launcher
 print(end_with_launcher(), flush=True)
 # like a rank that hangs in C: it sleeps, and no other thread of Python gets to run
 ctypes.PyDLL(None).sleep(600)
