@@ -34,7 +34,7 @@ CONVOLUTIONS = (
 FAMILY = ((16, 16, 65), (64, 64, 64), (96, 64, 1000), (128, 128, 1000), (256, 256, 65))
 """K, V, T of the members."""
 CANCELLING = (
-    Path(__file__).parents[2] / "benchmarks/results/2026-11-22-h200-cancelling/precision.json"
+    Path(__file__).parents[2] / "benchmarks/results/current/precision.json"
 )
 """As `benchmarks.precision --peer fla` wrote it."""
 RANGES, CHANNELS = (700, 33), 300
