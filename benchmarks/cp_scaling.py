@@ -181,12 +181,7 @@ def modelled_us(shape: Shape, R: int, scheme: str) -> float:
     if scheme == "symmetric":
         return PEERS_US + sent_bytes(shape, R, scheme) / 2 / PEERS_GB_S / 1e3
     far = int(R > HOST)
-    rounds = {
-        "all_gather": 1,
-        "ring": R - 1,
-        "heads": 2,
-        "scan": max(R - 2, 0).bit_length() + 1,
-    }
+    rounds = {"all_gather": 1, "ring": R - 1, "heads": 2, "scan": max(R - 2, 0).bit_length() + 1}
     time = rounds[scheme] * LATENCY_US[far] + sent_bytes(shape, R, scheme) / 2 / GB_S[far] / 1e3
     if scheme == "ring":  # every hop carries the state
         time += (R - 2) * sent_bytes(shape, R, scheme) / 2 / GB_S[far] / 1e3
@@ -250,11 +245,7 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
         cu = torch.tensor([0, T])
         for scheme in args.schemes:
             context = build_cp_context(
-                cu.to(device),
-                group,
-                conv1d_kernel_size=4,
-                cu_seqlens_cpu=cu,
-                exchange=scheme,
+                cu.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=cu, exchange=scheme
             )
             for what, make in (("operator", operator), ("layer", layer)):
                 try:

@@ -19,10 +19,7 @@ from fla_cp.kernels import resolve, using
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.backend import TritonBackend
-from fla_cp.kernels.triton.intra import (
-    intra,
-    intra_bwd,
-)
+from fla_cp.kernels.triton.intra import intra, intra_bwd
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.kernels.triton.tile_table import (
     BF16,

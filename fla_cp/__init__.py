@@ -1,9 +1,6 @@
 """Context parallelism for linear attention: long sequences over many GPUs, exchanging states."""
 
-from fla_cp.context import (
-    FLACPContext,
-    build_cp_context,
-)
+from fla_cp.context import FLACPContext, build_cp_context
 from fla_cp.ops import (
     causal_conv1d,
     chunk_comba,
@@ -27,10 +24,7 @@ from fla_cp.ops import (
     gdn_gate,
     kda_gate,
 )
-from fla_cp.partition.token_ranges import (
-    contiguous_token_ranges,
-    zigzag_token_ranges,
-)
+from fla_cp.partition.token_ranges import contiguous_token_ranges, zigzag_token_ranges
 
 __version__ = "0.1.0"
 

@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from fla_cp.comm import Links, Local
-from fla_cp.context import (
-    FLACPContext,
-    context_of,
-)
-from fla_cp.handle import (
-    Handle,
-    Sizes,
-)
+from fla_cp.context import FLACPContext, context_of
+from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.partition.packing import Packing
@@ -224,13 +218,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     do, dfinal = grads[:2]
     want = inputs[_X] is not None and ctx.needs_input_grad[_X]
     found = delta_rule_backward(
-        torch.zeros_like(o) if do is None else do,
-        dfinal,
-        *inputs,
-        *ctx.constants,
-        o,
-        saved,
-        want,
+        torch.zeros_like(o) if do is None else do, dfinal, *inputs, *ctx.constants, o, saved, want
     )
     given = [*inputs[:_X], inputs[_X] if want else None]
     grads_in = (None if t is None else d for t, d in zip(given, found, strict=True))

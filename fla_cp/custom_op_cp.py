@@ -18,16 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from fla_cp.comm.carry import AffineMap, States, entering, outgoing
 from fla_cp.comm.collectives import traced_all_gather, traced_all_reduce
-from fla_cp.comm.exchange.base import (
-    Local,
-    fold_wires,
-    pack,
-)
-from fla_cp.context import (
-    FLACPContext,
-    compare_ranks,
-    context_of,
-)
+from fla_cp.comm.exchange.base import Local, fold_wires, pack
+from fla_cp.context import FLACPContext, compare_ranks, context_of
 from fla_cp.custom_op import _CONSTANTS, _INPUTS, _RULE_FIELDS, _X
 from fla_cp.handle import Handle
 from fla_cp.kernels import resolve

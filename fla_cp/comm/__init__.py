@@ -1,23 +1,13 @@
 """Communication between the ranks of a context-parallel group."""
 
 from fla_cp.comm.agreement import Agreement
-from fla_cp.comm.exchange import (
-    make_exchange,
-    scheme_of,
-)
+from fla_cp.comm.exchange import make_exchange, scheme_of
 from fla_cp.comm.exchange.all_gather import AllGather
-from fla_cp.comm.exchange.base import (
-    Exchange,
-    Local,
-    SlotMaps,
-)
+from fla_cp.comm.exchange.base import Exchange, Local, SlotMaps
 from fla_cp.comm.exchange.by_heads import ByHeads
 from fla_cp.comm.exchange.prefix_scan import PrefixScan
 from fla_cp.comm.exchange.ring import Ring
-from fla_cp.comm.exchange.symmetric import (
-    Symmetric,
-    SymmetricOrGather,
-)
+from fla_cp.comm.exchange.symmetric import Symmetric, SymmetricOrGather
 from fla_cp.comm.halo import Halo
 from fla_cp.comm.overlap import Overlap, run_overlap
 from fla_cp.comm.timing import ExchangeTimer, measure_exchange

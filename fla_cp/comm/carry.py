@@ -20,10 +20,7 @@ from torch import Tensor
 
 from fla_cp.comm import Exchange, Links, SlotMaps
 from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
-from fla_cp.comm.exchange.base import (
-    unpacked,
-    wire_shape,
-)
+from fla_cp.comm.exchange.base import unpacked, wire_shape
 from fla_cp.partition.packing import Packing
 
 

@@ -12,10 +12,7 @@ from fla_cp.arguments import check_lower_bound
 from fla_cp.context import FLACPContext
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Initial, reset
 from fla_cp.nn.linear_attention import LinearAttention, takes_recurrent_form
-from fla_cp.nn.modules import (
-    GatedRMSNorm,
-    at_least_fp32,
-)
+from fla_cp.nn.modules import GatedRMSNorm, at_least_fp32
 from fla_cp.ops import chunk_kda, fused_recurrent_kda
 from fla_cp.ops.checks import SAFE_GATE_BOUND
 

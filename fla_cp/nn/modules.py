@@ -94,10 +94,7 @@ class ShortConvolution(nn.Module):
         reset(self)
 
     def forward(
-        self,
-        x: Tensor,
-        cu_seqlens: Tensor | None = None,
-        cp_context: FLACPContext | None = None,
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
     ) -> Tensor:
         """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
         `causal_conv1d`."""

@@ -12,22 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from fla_cp.arguments import check_tensors
 from fla_cp.comm.collectives import all_gather_rows
-from fla_cp.context import (
-    FLACPContext,
-    context_of,
-)
-from fla_cp.handle import (
-    Handle,
-    Sizes,
-)
+from fla_cp.context import FLACPContext, context_of
+from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.conv import ConvRows
-from fla_cp.ops.checks import (
-    check_conv1d,
-    check_conv1d_context,
-    check_fixed_call,
-    check_sequences,
-)
+from fla_cp.ops.checks import check_conv1d, check_conv1d_context, check_fixed_call, check_sequences
 from fla_cp.partition.checks import check_offsets
 from fla_cp.partition.token_ranges import Ranges
 

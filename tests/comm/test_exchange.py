@@ -24,10 +24,7 @@ from fla_cp.comm import (
     measure_exchange,
 )
 from fla_cp.comm.affine import leave
-from fla_cp.comm.exchange.base import (
-    pack,
-    unpacked,
-)
+from fla_cp.comm.exchange.base import pack, unpacked
 from fla_cp.comm.peer_memory import PeerMemory
 from fla_cp.context import build_cp_context
 from fla_cp.partition.slots import link_slots

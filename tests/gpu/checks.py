@@ -33,9 +33,7 @@ CONVOLUTIONS = (
 """T, D, W, cu_seqlens."""
 FAMILY = ((16, 16, 65), (64, 64, 64), (96, 64, 1000), (128, 128, 1000), (256, 256, 65))
 """K, V, T of the members."""
-CANCELLING = (
-    Path(__file__).parents[2] / "benchmarks/results/current/precision.json"
-)
+CANCELLING = Path(__file__).parents[2] / "benchmarks/results/current/precision.json"
 """As `benchmarks.precision --peer fla` wrote it."""
 RANGES, CHANNELS = (700, 33), 300
 """Tokens of a rank's two ranges, and what the convolution over ranks has of them."""

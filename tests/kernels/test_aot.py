@@ -15,9 +15,7 @@ from tests.aot.compiling import disassembled, machine_code, overwritten, undefin
 @pytest.mark.timeout(7200)  # all: ten minutes on two idle cores
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "only",
-    [["--only", "16x16 bf16 safe"], ["--changed"]],
-    ids=["one", "changed"],
+    "only", [["--only", "16x16 bf16 safe"], ["--changed"]], ids=["one", "changed"]
 )
 def test_kernels_compile_for_sm_90(only, tmp_path):
     """In processes of their own: here the kernels are interpreted."""

@@ -102,11 +102,7 @@ def sharded(group, rank, ranges):
 
 @pytest.mark.parametrize(
     "ranges",
-    [
-        None,
-        zigzag_token_ranges(41, 3),
-        [[(40, 41), (2, 4)], [(0, 2), (4, 40)], []],
-    ],
+    [None, zigzag_token_ranges(41, 3), [[(40, 41), (2, 4)], [(0, 2), (4, 40)], []]],
     ids=["plain", "zigzag", "one rank without"],
 )
 def test_convolution_over_ranks(gloo_pool, ranges):

@@ -16,11 +16,7 @@ from tests.support.closeness import assert_exact
 
 F64 = torch.float64
 RULE = DeltaRule(scale=0.5)
-OFFSETS = {
-    "one": (0, 200),
-    "packed": (0, 1, 65, 65, 200, 210),
-    "short": (0, 3),
-}
+OFFSETS = {"one": (0, 200), "packed": (0, 1, 65, 65, 200, 210), "short": (0, 3)}
 
 
 def draw(*shape, seed=0):

@@ -156,11 +156,7 @@ def oracle(member, call, dtype=F64):
 
     def f(leaves):
         return recurrence(
-            **leaves,
-            **keywords,
-            cu_seqlens=cu,
-            num_householder=member.steps,
-            removal=member.beta,
+            **leaves, **keywords, cu_seqlens=cu, num_householder=member.steps, removal=member.beta
         )
 
     return collect(f, {n: t.double() for n, t in x.items()}, weights)

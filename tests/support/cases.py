@@ -114,17 +114,11 @@ CASES = [
     Case("inside-bounded", options=options(**INSIDE, lower_bound=-5.0)),
     Case("inside-safe", options=options(**INSIDE, lower_bound=-4.0, safe_gate=True)),
     Case("beta-ends", beta_spread=30.0),
-    Case(
-        "beta-ends-2",
-        beta_spread=30.0,
-        options=options(**INSIDE, allow_neg_eigval=True),
-    ),
+    Case("beta-ends-2", beta_spread=30.0, options=options(**INSIDE, allow_neg_eigval=True)),
     Case("exp", options=options(**INSIDE, use_exp2=False)),
     Case("kept", options=options(**INSIDE, disable_recompute=True)),
     Case(
-        "cancelling",
-        cancelling=True,
-        options=options(**INSIDE, lower_bound=-5.0, safe_gate=True),
+        "cancelling", cancelling=True, options=options(**INSIDE, lower_bound=-5.0, safe_gate=True)
     ),
     Case("given-safe", decay=5.0, options=options(safe_gate=True, lower_bound=-5.0)),
 ]

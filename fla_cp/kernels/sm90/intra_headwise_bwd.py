@@ -23,10 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_cp.kernels.sm90.intra_headwise_bwd_copies import copy_items, store_items, tiles_of
-from fla_cp.kernels.sm90.tma import (
-    barrier,
-    describe,
-)
+from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables

@@ -41,10 +41,7 @@ def _sigmoid_slopes(raw: Tensor, rate: Tensor, bound: float, g: Tensor) -> tuple
     return slope * rate, slope * z
 
 
-GATES = {
-    "softplus": Gate(_softplus, _softplus_slopes),
-    "sigmoid": Gate(_sigmoid, _sigmoid_slopes),
-}
+GATES = {"softplus": Gate(_softplus, _softplus_slopes), "sigmoid": Gate(_sigmoid, _sigmoid_slopes)}
 
 
 def _raw_and_rate(

@@ -73,11 +73,7 @@ def summarize(packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
 
 
 def _compose(
-    packing: Packing,
-    c: Chunks,
-    segments: tuple[int, ...],
-    u: Tensor | None,
-    seeds: States | None,
+    packing: Packing, c: Chunks, segments: tuple[int, ...], u: Tensor | None, seeds: States | None
 ) -> Tensor:
     subset = packing.subset(segments, c.w.device)
     width = c.u.shape[-1] if u is not None else c.w.shape[-1]

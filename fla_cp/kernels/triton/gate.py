@@ -148,11 +148,7 @@ def _run(
 
 
 def _run_backward(
-    dout: Tensor,
-    g: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
+    dout: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> list[Tensor]:
     """dg, dA_log, ddt_bias, an empty tensor for what is missing."""
     g = unit_rows(g)

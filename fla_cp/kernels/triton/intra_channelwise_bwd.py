@@ -38,10 +38,7 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
     sum_steps,
 )
-from fla_cp.kernels.triton.device.channelwise_decay import (
-    blocks_of_16,
-    load_steps,
-)
+from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
 from fla_cp.kernels.triton.device.channelwise_grads import (
     as_rows,
     level_grads,

@@ -23,10 +23,7 @@ from fla_cp.kernels.triton.device.blocks import (
     sum_steps,
 )
 from fla_cp.kernels.triton.device.channelwise_decay import load_steps, shifted, whole
-from fla_cp.kernels.triton.device.channelwise_grads import (
-    load_scores,
-    store_gate_grads,
-)
+from fla_cp.kernels.triton.device.channelwise_grads import load_scores, store_gate_grads
 from fla_cp.kernels.triton.device.decay_sums import UP_TO
 from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.opaque import opaque

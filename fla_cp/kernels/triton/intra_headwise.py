@@ -21,12 +21,7 @@ import triton.language as tl
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import tile_table
-from fla_cp.kernels.triton.device.blocks import (
-    dot,
-    load_rows,
-    row_products,
-    store_square,
-)
+from fla_cp.kernels.triton.device.blocks import dot, load_rows, row_products, store_square
 from fla_cp.kernels.triton.device.gates import GATES, sigmoid
 from fla_cp.kernels.triton.device.headwise_decay import (
     decay_of,

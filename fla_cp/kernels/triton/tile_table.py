@@ -190,13 +190,7 @@ class Tuning:
     later_least: int = 2048
 
     def tile(
-        self,
-        stage: str,
-        K: int,
-        V: int,
-        dtype: torch.dtype,
-        chains: int = 0,
-        sm90: bool = False,
+        self, stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0, sm90: bool = False
     ) -> Tile:
         """The tile of a stage for one shape and operand dtype. chains: of a scan, how many there
         are. sm90: whether the kernels of sm90/ run it."""

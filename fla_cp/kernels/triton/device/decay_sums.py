@@ -39,13 +39,7 @@ def sums(dtype: torch.dtype, device: torch.device) -> Tensor:
     def since(m: Tensor) -> Tensor:
         return ((j > m) & (j <= i)).int() - ((j <= m) & (j > i)).int()
 
-    tables = [
-        i >= j,
-        i < j,
-        i <= j,
-        since(torch.full_like(i, 15)),
-        since(i // 32 * 32 + 15),
-    ]
+    tables = [i >= j, i < j, i <= j, since(torch.full_like(i, 15)), since(i // 32 * 32 + 15)]
     for n in range(LEVELS):
         S = 32 >> n
         second = i // S % 2 == 1
