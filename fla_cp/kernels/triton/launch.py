@@ -10,6 +10,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from fla_cp.kernels.triton.device.bundles import RuleOptions, Shape
+
 runner: Callable[..., None] | None = None
 """Takes the place of every launch, `runner(kernel, grid, *given, **named)`: for tests that record
 launches, or that leave them out."""
@@ -17,7 +19,7 @@ launches, or that leave them out."""
 MAX_REMEMBERED = 4096
 """Compiled kernels remembered; beyond it all are forgotten."""
 
-PLAIN = frozenset((int, str, bool, tuple, type(None)))
+PLAIN = frozenset((int, str, bool, tuple, type(None), Shape, RuleOptions))
 """Types of arguments that are compared by value."""
 
 _known: dict[tuple, tuple[Any, tuple[str, ...]]] = {}
@@ -58,9 +60,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
 
 
 def specialization_key(x: Any) -> Any:
-    """Of an argument that is not PLAIN: two for which this is equal are compiled alike."""
+    """Kernels are compiled alike for two arguments, neither of them PLAIN, whose keys are equal."""
     if isinstance(x, Tensor):
         return (x.dtype,) if x.data_ptr() % 16 else x.dtype
+    if isinstance(x, tuple):
+        return tuple([y if y.__class__ in PLAIN else specialization_key(y) for y in x])
     if x.__class__ is float:
         return (x,)  # unlike an int
     return id(x) if isinstance(x, JITFunction) else x.kind

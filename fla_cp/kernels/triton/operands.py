@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fla_cp.kernels.triton.device.gates import GATES
-from fla_cp.kernels.triton.tile_table import TUNING, Tuning
+from fla_cp.kernels.triton.device.bundles import (
+    ChunkTable,
+    Operands,
+    Rows,
+    Shape,
+    rows,
+    safe,
+    shape,
+    terms,
+)
+from fla_cp.kernels.triton.tile_table import TUNING, Tile, Tuning
 from fla_cp.partition.device_tables import Columns
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
@@ -17,7 +26,7 @@ from fla_cp.rule import CHUNK, DeltaRule
 class Chunks(NamedTuple):
     """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, terms * C, C] in the
     inputs' dtype, one or two [C, C] terms that add up to it; fp32 decay [NC, HV, K] and rows
-    [NC, HV, planes, C] (beta, what q and k are multiplied by, and more in head.py); anchors
+    [NC, HV, planes, C] (beta, what q and k are multiplied by, and more (device/planes.py)); anchors
     [NC, HV, 3, K], gc of rows 15, 47 and 63, empty but for a safe gate in bf16; qg, kin, kg
     [NC, HV, C, K], with one decay a head the inputs q, k or p, and k [T, H, K]; v as given. In a
     backward also o. Where the rule removes nothing, T is empty, and so is kin with a decay a
@@ -44,26 +53,14 @@ class Chunks(NamedTuple):
     def terms(self) -> int:
         return terms(self.rule, self.v.dtype)
 
-    def constexprs(self) -> dict[str, Any]:
-        """What every scan is compiled for."""
-        heads = self.decay.shape[1]
-        return {
-            "HV": heads,
-            "G": heads // self.kg.shape[1],
-            "HEAD": self.of_heads,
-            "REMOVAL": self.rule.removal,
-        }
+    def shape(self, t: Tile) -> Shape:
+        """What kernels that read the chunks are compiled for."""
+        (HV, K), V = self.decay.shape[1:], self.v.shape[2]
+        return shape(self.rule, self.Aqk.dtype, self.kg.shape[1], HV, K, V, t)
 
-    def scan_operands(self) -> dict[str, Any]:
-        """The operands as `scan_kernel` takes them."""
-        found: dict[str, Any] = {}
-        for name, x in (("q", self.qg), ("r", self.k_decayed), ("k", self.kg)):
-            rows, head, *_ = x.stride() if self.of_heads else (0, 0)
-            found |= {f"{name}_t": rows, f"{name}_h": head}
-        for name in ("qg", "k_decayed", "kg", "rows", "T", "Aqk", "decay"):
-            found[name] = getattr(self, name)
-        more = {"TERMS": self.terms, "PRECISION": precision(self.Aqk.dtype)}
-        return {**found, **self.constexprs(), **more}
+    def scan_operands(self) -> Operands:
+        gated = (rows(x) if self.of_heads else Rows(x, 0, 0) for x in self[5:8])
+        return Operands(*gated, self.rows, self.T, self.Aqk, self.decay)
 
 
 class Tables(NamedTuple):
@@ -74,6 +71,10 @@ class Tables(NamedTuple):
     seg_start: Tensor
     seg_stop: Tensor
     seg_chunk: Tensor
+
+    @property
+    def chunks(self) -> ChunkTable:
+        return ChunkTable(self.chunk_start, self.chunk_rows)
 
 
 class OutputGrads(NamedTuple):
@@ -115,41 +116,11 @@ def tables(packing: Packing, device: torch.device) -> Tables:
     return Tables(*packing.table(_columns, torch.int32, device))
 
 
-def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
-    """How many terms T and Aqk are kept in. Those of fp32 inputs are in fp32, so one is enough."""
-    return 2 if rule.precise and dtype.itemsize == 2 else 1
-
-
-def precision(dtype: torch.dtype) -> str:
-    # three TF32 products are as good as fp32 here; half-precision operands ignore this
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
-SAFE_DTYPES = (torch.bfloat16,)
-"""Take the safe gate's path: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
-
-
-def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
-    """Whether the local kernels take the path of a safe gate."""
-    return rule.safe_gate and not rule.per_head and dtype in SAFE_DTYPES
-
-
 def stage_name(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
     """Name of a stage in the table of tiles."""
     if rule.per_head:
         return f"{stage}_head"
     return stage if safe(rule, dtype) else f"{stage}_any"
-
-
-def gate_options(rule: DeltaRule, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "GATE": GATES[rule.gate][0],
-        "NORM": rule.qk_l2norm,
-        "SAFE": safe(rule, dtype),
-        "REMOVES": rule.removal == "k",
-        "EXP2": rule.use_exp2,
-        "PRECISION": precision(dtype),
-    }
 
 
 def planes(rule: DeltaRule) -> int:

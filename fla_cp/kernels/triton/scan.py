@@ -33,6 +33,7 @@ from fla_cp.kernels.triton.device.blocks import (
     store_block,
     store_rows,
 )
+from fla_cp.kernels.triton.device.bundles import Segments, rows, rows_from, state
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
 from fla_cp.kernels.triton.device.planes import (
     CHANNELWISE_PLANES,
@@ -50,183 +51,133 @@ from fla_cp.rule import CHUNK
 
 
 @triton.jit(do_not_specialize=["states"])
-def scan_kernel(
-    qg,
-    k_decayed,
-    kg,
-    v,
-    rows,
-    T,
-    Aqk,
-    decay,
-    o,
-    h,
-    v_new,
-    S0,
-    S_end,
-    transition,
-    segments,
-    seg_start,
-    seg_stop,
-    seg_chunk,
-    seg_entry,
-    q_t,
-    q_h,
-    r_t,
-    r_h,
-    k_t,
-    k_h,
-    v_t,
-    v_h,
-    S0_n,
-    S0_h,
-    S0_k,
-    S0_v,
-    end_k,
-    end_v,
-    h_k,
-    h_v,
-    states,
-    HV: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HEAD: tl.constexpr,
-    REMOVAL: tl.constexpr,
-    TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NS: tl.constexpr,
-):
-    """o, h, v_new, S_end: each written unless None. S0: [E, HV, K, V], row seg_entry[s] (-1: zero).
-    Strides of rows (_n), heads, K and V; S_end and h are dense in whole states.
+def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: tl.constexpr):
+    """x: `Operands`; v: `Rows`; segments: `Segments`; h, S0 and S_end: `State`. Each of o, h, v_new
+    and S_end is written unless it is None. h and S_end are dense in whole states.
 
-    The first `states` of `segments` are for these. With `transition`, only S_end is written
-    besides: the segments after them start from the identity [K, K] with v = 0 and so end in their
-    transition. All fit on the card at once, where two launches would each leave half idle.
+    The first `states` programs of segments form states. With `transition` these write S_end alone,
+    and the segments after them start from the identity [K, K] with v = 0, so that they end in their
+    transition. One launch holds both because two would each leave half of the GPU idle.
     """
-    tiles: tl.constexpr = (V + BV - 1) // BV
+    tiles: tl.constexpr = (S.V + S.BV - 1) // S.BV
     i_v, i_n = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     value = True
     if transition is not None:
         value = tl.program_id(0) < tiles * states
-        columns: tl.constexpr = (K + BV - 1) // BV
+        columns: tl.constexpr = (S.K + S.BV - 1) // S.BV
         if not value:
             i_n = (tl.program_id(0) - tiles * states) // columns
             i_v = (tl.program_id(0) - tiles * states) % columns
             i_n += states
     i_n, i_h = i_n.to(tl.int64), tl.program_id(1).to(tl.int64)
-    i_s = tl.load(segments + i_n).to(tl.int64)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    o_i = tl.arange(0, BT)
-    v += i_h * v_h
-    start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
-    first = tl.load(seg_chunk + i_s).to(tl.int64)
-    SLICES: tl.constexpr = (K + BK - 1) // BK
+    i_s = tl.load(segments.order + i_n).to(tl.int64)
+    o_k = tl.arange(0, S.BK)
+    o_v = i_v * S.BV + tl.arange(0, S.BV)
+    o_i = tl.arange(0, S.BT)
+    v = rows_from(v, 0, i_h)
+    start = tl.load(segments.start + i_s).to(tl.int64)
+    stop = tl.load(segments.stop + i_s).to(tl.int64)
+    first = tl.load(segments.chunk + i_s).to(tl.int64)
+    SLICES: tl.constexpr = (S.K + S.BK - 1) // S.BK
     b_S: tl.tuple = ()
     for s in tl.static_range(SLICES):
-        o_s = s * BK + o_k
-        b_s = tl.zeros([BK, BV], tl.float32)
+        o_s = s * S.BK + o_k
+        b_s = tl.zeros([S.BK, S.BV], tl.float32)
         if transition is not None:
             b_s = tl.where((o_s[:, None] == o_v[None, :]) & (not value), 1.0, 0.0)
-        if S0 is not None:
-            entry = tl.load(seg_entry + i_s).to(tl.int64)
+        if S0.ptr is not None:
+            entry = tl.load(segments.state + i_s).to(tl.int64)
             if value & (entry >= 0):
-                b_s += load_state(S0 + entry * S0_n + i_h * S0_h, o_s, o_v, S0_k, S0_v, K, V)
+                b_s += load_state(S0, S0.ptr + entry * S0.n + i_h * S0.h, o_s, o_v, S)
         b_S += (b_s,)
-    operand = T.dtype.element_ty
+    operand = x.T.dtype.element_ty
     AGAIN: tl.constexpr = operand == tl.float32
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
-    KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = HEADWISE_PLANES if HEAD else CHANNELWISE_PLANES
-    SQUARE: tl.constexpr = TERMS * BT * BT
-    LEAN: tl.constexpr = AGAIN or NS == 1 or BV > 64
-    for c in tl.range(0, tl.cdiv(stop - start, BT), num_stages=NS, disable_licm=LEAN):
+    KIN_IS_KG: tl.constexpr = S.HEAD and S.REMOVAL != "p" and not AGAIN
+    PLANES: tl.constexpr = HEADWISE_PLANES if S.HEAD else CHANNELWISE_PLANES
+    SQUARE: tl.constexpr = S.TERMS * S.BT * S.BT
+    LEAN: tl.constexpr = AGAIN or S.NS == 1 or S.BV > 64
+    for c in tl.range(0, tl.cdiv(stop - start, S.BT), num_stages=S.NS, disable_licm=LEAN):
         if AGAIN:
-            start, first = reload(seg_start + i_s), reload(seg_chunk + i_s)
-        o_r = opaque_by(o_i, start) if AGAIN and HEAD else o_i
-        i_ch = (first + c) * HV + i_h
-        t = start + c * BT
+            start, first = reload(segments.start + i_s), reload(segments.chunk + i_s)
+        o_r = opaque_by(o_i, start) if AGAIN and S.HEAD else o_i
+        i_ch = (first + c) * S.HV + i_h
+        t = start + c * S.BT
         m_r = o_i < stop - t
-        row = rows + i_ch * PLANES * BT + o_i
+        row = x.rows + i_ch * PLANES * S.BT + o_i
         b_Sb: tl.tuple = ()
         for s in tl.static_range(SLICES):
             b_Sb += (b_S[s].to(operand),)
-            if h is not None:
-                store_state(h + i_ch * K * V, b_Sb[s], s * BK + o_k, o_v, h_k, h_v, K, V)
+            if h.ptr is not None:
+                store_state(h, h.ptr + i_ch * S.K * S.V, b_Sb[s], s * S.BK + o_k, o_v, S)
         if not AGAIN:
-            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_k, m_r, K, G, HEAD)
-            b_v = load_rows(v + t * v_t, o_r, v_t, m_r & value, o_v, V)
+            b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_k, m_r, S)
+            b_v = load_rows(rows_from(v, t, 0), o_r, m_r & value, o_v, S.V)
         b_r: tl.tensor = None
         b_o: tl.tensor = None
         for s in tl.static_range(SLICES):
-            o_s = s * BK + o_k
-            if REMOVAL != "none":
+            o_s = s * S.BK + o_k
+            if S.REMOVAL != "none":
                 if KIN_IS_KG:
                     b_kin = b_kg
                 else:
-                    b_kin = load_operand(
-                        k_decayed, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD
-                    )
-                b_r = dot(b_kin, b_Sb[s], PRECISION, acc=b_r)
+                    b_kin = load_operand(x.k_decayed, i_ch, i_h, t, o_r, o_s, m_r, S)
+                b_r = dot(b_kin, b_Sb[s], S.PRECISION, acc=b_r)
             if AGAIN and o is not None:
                 # beside more slices, addresses of two operands would spill
-                o_q = opaque_by(o_i, reload(seg_start + i_s)) if HEAD and SLICES > 2 else o_r
-                b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_q, o_s, m_r, K, G, HEAD)
-                b_o = dot(b_qg, b_Sb[s], PRECISION, acc=b_o)
+                o_q = opaque_by(o_i, reload(segments.start + i_s)) if S.HEAD and SLICES > 2 else o_r
+                b_qg = load_operand(x.qg, i_ch, i_h, t, o_q, o_s, m_r, S)
+                b_o = dot(b_qg, b_Sb[s], S.PRECISION, acc=b_o)
         if AGAIN:
-            t = reload(seg_start + i_s) + c * BT
-            b_v = load_rows(v + t * v_t, o_r, v_t, m_r & value, o_v, V)
-        if REMOVAL == "none":
+            t = reload(segments.start + i_s) + c * S.BT
+            b_v = load_rows(rows_from(v, t, 0), o_r, m_r & value, o_v, S.V)
+        if S.REMOVAL == "none":
             b_vn = b_v.to(operand)
         else:
-            if HEAD:
-                b_r *= tl.load(row + R_FACTOR * BT)[:, None]
+            if S.HEAD:
+                b_r *= tl.load(row + R_FACTOR * S.BT)[:, None]
             b_r = ((b_v.to(tl.float32) - b_r) * tl.load(row)[:, None]).to(operand)
-            b_T = load_block(T + i_ch * SQUARE, o_r, o_i, BT, BT)
-            b_vf = dot(b_T, b_r, PRECISION)
-            if TERMS > 1:
-                b_T = load_block(T + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
-                b_vf = dot(b_T, b_r, PRECISION, acc=b_vf)
+            b_T = load_block(x.T + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
+            b_vf = dot(b_T, b_r, S.PRECISION)
+            if S.TERMS > 1:
+                b_T = load_block(x.T + i_ch * SQUARE + S.BT * S.BT, o_r, o_i, S.BT, S.BT)
+                b_vf = dot(b_T, b_r, S.PRECISION, acc=b_vf)
             b_vn = b_vf.to(operand)
         if v_new is not None:
-            store_block(v_new + i_ch * BT * V, b_vn, o_i, o_v, BT, V)
+            store_block(v_new + i_ch * S.BT * S.V, b_vn, o_i, o_v, S.BT, S.V)
         if o is not None:
             if not AGAIN:
-                b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_r, o_k, m_r, K, G, HEAD)
-                b_o = dot(b_qg, b_Sb[0], PRECISION)
-            if HEAD:
-                b_o *= tl.load(row + Q_FACTOR * BT)[:, None]
-            b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
-            b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
-            if TERMS > 1:
-                if REMOVAL != "none":
-                    b_o = dot(b_A, rounded_off(b_vf, operand), PRECISION, acc=b_o)
-                b_A = load_block(Aqk + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
-                b_o = dot(b_A, b_vn, PRECISION, acc=b_o)
-            store_rows(o + (t * HV + i_h) * V, b_o, o_r, HV * V, m_r, o_v, V)
+                b_qg = load_operand(x.qg, i_ch, i_h, t, o_r, o_k, m_r, S)
+                b_o = dot(b_qg, b_Sb[0], S.PRECISION)
+            if S.HEAD:
+                b_o *= tl.load(row + Q_FACTOR * S.BT)[:, None]
+            b_A = load_block(x.Aqk + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
+            b_o = dot(b_A, b_vn, S.PRECISION, acc=b_o)
+            if S.TERMS > 1:
+                if S.REMOVAL != "none":
+                    b_o = dot(b_A, rounded_off(b_vf, operand), S.PRECISION, acc=b_o)
+                b_A = load_block(x.Aqk + i_ch * SQUARE + S.BT * S.BT, o_r, o_i, S.BT, S.BT)
+                b_o = dot(b_A, b_vn, S.PRECISION, acc=b_o)
+            store_rows(o + (t * S.HV + i_h) * S.V, b_o, o_r, S.HV * S.V, m_r, o_v, S.V)
         b_next: tl.tuple = ()
         for s in tl.static_range(SLICES):
-            o_s = s * BK + o_k
-            b_d = tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0)
+            o_s = s * S.BK + o_k
+            b_d = tl.load(x.decay + i_ch * S.K + o_s, mask=o_s < S.K, other=0.0)
             if AGAIN:
-                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_s, m_r, K, G, HEAD)
-            if HEAD and s == 0:
-                b_vn = (b_vn.to(tl.float32) * tl.load(row + K_FACTOR * BT)[:, None]).to(operand)
-            b_next += (dot(tl.trans(b_kg), b_vn, PRECISION, acc=b_S[s] * b_d[:, None]),)
+                b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_s, m_r, S)
+            if S.HEAD and s == 0:
+                b_vn = (b_vn.to(tl.float32) * tl.load(row + K_FACTOR * S.BT)[:, None]).to(operand)
+            b_next += (dot(tl.trans(b_kg), b_vn, S.PRECISION, acc=b_S[s] * b_d[:, None]),)
         b_S = b_next
     for s in tl.static_range(SLICES):
-        o_s = s * BK + o_k
+        o_s = s * S.BK + o_k
         if value:
-            if S_end is not None:
-                to = S_end + (i_n * HV + i_h) * K * V
-                store_state(to, b_S[s], o_s, o_v, end_k, end_v, K, V)
+            if S_end.ptr is not None:
+                to = S_end.ptr + (i_n * S.HV + i_h) * S.K * S.V
+                store_state(S_end, to, b_S[s], o_s, o_v, S)
         elif transition is not None:
-            to = transition + ((i_n - states) * HV + i_h) * K * K
-            store_block(to, b_S[s], o_s, o_v, K, K)
+            to = transition + ((i_n - states) * S.HV + i_h) * S.K * S.K
+            store_block(to, b_S[s], o_s, o_v, S.K, S.K)
 
 
 @functools.cache
@@ -246,16 +197,19 @@ def _places(name: str) -> Build:
     return columns
 
 
-def _entries(
-    packing: Packing, states: States | None, name: str, device: torch.device
-) -> Tensor | None:
-    """Row of `states` for each segment, -1 where it has none; in a frame they are of `name`."""
-    if states is None:
-        return None
-    if packing.frame is not None:
-        return packing.table(_places(name), torch.int64, device)[0]
-    row = {i: e for e, i in enumerate(states.segments)}
-    return packing.index([row.get(i, -1) for i in packing.everything], device)
+def segments_of(
+    packing: Packing, names: tuple[str, ...], states: States | None, name: str, device: torch.device
+) -> Segments:
+    """The segments of some properties of the packing, and for each segment its row of `states`; in
+    a frame the rows are those of the property `name`."""
+    order = packing.table(_chosen(*names), torch.int64, device)[0]
+    table, row = tables(packing, device), None
+    if states is not None and packing.frame is not None:
+        row = packing.table(_places(name), torch.int64, device)[0]
+    elif states is not None:
+        place = {i: e for e, i in enumerate(states.segments)}
+        row = packing.index([place.get(i, -1) for i in packing.everything], device)
+    return Segments(order, table.seg_start, table.seg_stop, table.seg_chunk, row)
 
 
 def launch_scan(
@@ -271,12 +225,11 @@ def launch_scan(
     transition: Tensor | None = None,
     concurrent: bool = False,
 ) -> Callable[[], None]:
-    """Returns a call that launches it and allocates nothing: another stream may run it. which:
-    segments, a property of the packing; transition: of `Packing.middle`. beside: the reverse scan
-    runs meanwhile."""
+    """Returns a call that launches the scan and allocates nothing, so that another stream may run it.
+    which: the packing's property that names the segments. transition: to be filled for
+    `Packing.middle`. concurrent: the reverse scan runs at the same time."""
     middle = () if transition is None else packing.middle
     segments, names = getattr(packing, which), (which, "middle") if middle else (which,)
-    table = tables(packing, c.v.device)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
     stage = "scan" if o is not None else "scan_ends" if h is None else "scan_states"
     if concurrent:
@@ -288,18 +241,13 @@ def launch_scan(
         return lambda: None
     programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
     arguments: dict[str, Any] = {
-        "S0": None if S0 is None else S0.value,
-        "S_end": S_end,
+        "S0": state(None if S0 is None else S0.value),
+        "S_end": state(S_end),
         "transition": transition,
-        "segments": packing.table(_chosen(*names), torch.int64, c.v.device)[0],
-        "seg_start": table.seg_start,
-        "seg_stop": table.seg_stop,
-        "seg_chunk": table.seg_chunk,
-        "seg_entry": _entries(packing, S0, "carried", c.v.device),
-        **state_strides("S0", None if S0 is None else S0.value),
-        **state_strides("end", S_end, inner=True),
+        "segments": segments_of(packing, names, S0, "carried", c.v.device),
         "states": len(segments),
-        **tile_constexprs(t, K, V),
+        "S": c.shape(t),
+        "num_warps": t.warps,
     }
     if t.hopper:
         kernel = eligible.sm90_scan.scan_hopper_kernel
@@ -307,14 +255,8 @@ def launch_scan(
         arguments |= {"v_h": c.v.stride(1), "o_rows": o}
     else:
         kernel = scan_kernel
-        arguments |= {"v": c.v, "v_t": c.v.stride(0), "v_h": c.v.stride(1)} | c.scan_operands()
-        arguments |= {
-            "o": o,
-            "h": h,
-            "v_new": v_new,
-            **state_strides("h", h, inner=True),
-            "BK": t.BK,
-        }
+        arguments |= {"x": c.scan_operands(), "v": rows(c.v), "o": o, "h": state(h)}
+        arguments["v_new"] = v_new
     return functools.partial(launch, kernel, (programs, HV), **arguments)
 
 
@@ -346,17 +288,6 @@ def scan_tile(
     if t.hopper and not supports:
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
     return t if c.terms == 1 else tile_table.in_two_terms(stage, t)
-
-
-def tile_constexprs(t: tile_table.Tile, K: int, V: int) -> dict[str, int]:
-    return {"K": K, "V": V, "BT": CHUNK, "BV": t.BV, "NS": t.stages, "num_warps": t.warps}
-
-
-def state_strides(name: str, x: Tensor | None, *, inner: bool = False) -> dict[str, int]:
-    """Of states [.., HV, K, V], by argument; inner: of K and V only."""
-    axes = "kv" if inner else "nhkv"
-    strides = (0,) * len(axes) if x is None else x.stride()[-len(axes) :]
-    return {f"{name}_{axis}": s for axis, s in zip(axes, strides, strict=True)}
 
 
 def empty_states(

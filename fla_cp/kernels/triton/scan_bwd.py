@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from fla_cp.comm.carry import States
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.triton.device.blocks import load_block, load_rows, rounded_off, store_block
+from fla_cp.kernels.triton.device.bundles import rows, rows_from, state
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
 from fla_cp.kernels.triton.device.planes import (
     CHANNELWISE_PLANES,
@@ -22,179 +22,129 @@ from fla_cp.kernels.triton.device.states import (
     flipped,
     load_operand,
     load_state,
-    of_rows,
+    row_factors,
     store_state,
     times,
 )
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import Chunks, tables
-from fla_cp.kernels.triton.scan import (
-    _chosen,
-    _entries,
-    count_chains,
-    scan_tile,
-    state_strides,
-    tile_constexprs,
-)
+from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.scan import count_chains, scan_tile, segments_of
 from fla_cp.partition.packing import Packing
 
 
 @triton.jit
-def scan_bwd_kernel(
-    qg,
-    k_decayed,
-    kg,
-    do,
-    rows,
-    T,
-    Aqk,
-    decay,
-    y,
-    dh,
-    dS_end,
-    dS0,
-    segments,
-    seg_start,
-    seg_stop,
-    seg_chunk,
-    seg_exit,
-    q_t,
-    q_h,
-    r_t,
-    r_h,
-    k_t,
-    k_h,
-    do_t,
-    do_h,
-    end_n,
-    end_h,
-    end_k,
-    end_v,
-    dS0_k,
-    dS0_v,
-    HV: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    HEAD: tl.constexpr,
-    REMOVAL: tl.constexpr,
-    TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FLIP: tl.constexpr,
-    NS: tl.constexpr,
-):
-    """dh: state gradient at each chunk's end. y = T^T dv_new, so that dv = beta y. Each of y, dh
-    and dS0 is written unless None. Strides as in `scan_kernel`: end_* are dS_end's."""
-    tiles: tl.constexpr = (V + BV - 1) // BV
+def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: tl.constexpr):
+    """x: `Operands`; do: `Rows`; dS_end and dS0: `State`; segments: `Segments`. dh: the gradient of
+    the state at each chunk's end. y = T^T dv_new, so that dv = beta y. Each of y, dh and dS0 is
+    written unless it is None. FLIP: the state is held transposed (`times`)."""
+    tiles: tl.constexpr = (S.V + S.BV - 1) // S.BV
     i_v, i_h = tl.program_id(0) % tiles, tl.program_id(1).to(tl.int64)
     i_n = (tl.program_id(0) // tiles).to(tl.int64)
-    i_s = tl.load(segments + i_n).to(tl.int64)
-    o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    o_i = tl.arange(0, BT)
-    do += i_h * do_h
-    start, stop = tl.load(seg_start + i_s).to(tl.int64), tl.load(seg_stop + i_s).to(tl.int64)
-    first = tl.load(seg_chunk + i_s).to(tl.int64)
-    SLICES: tl.constexpr = (K + BK - 1) // BK
+    i_s = tl.load(segments.order + i_n).to(tl.int64)
+    o_k = tl.arange(0, S.BK)
+    o_v = i_v * S.BV + tl.arange(0, S.BV)
+    o_i = tl.arange(0, S.BT)
+    do = rows_from(do, 0, i_h)
+    start = tl.load(segments.start + i_s).to(tl.int64)
+    stop = tl.load(segments.stop + i_s).to(tl.int64)
+    first = tl.load(segments.chunk + i_s).to(tl.int64)
+    SLICES: tl.constexpr = (S.K + S.BK - 1) // S.BK
     b_dS: tl.tuple = ()
     for s in tl.static_range(SLICES):
-        b_s = flipped(tl.zeros([BK, BV], tl.float32), FLIP)
-        if dS_end is not None:
-            leaving = tl.load(seg_exit + i_s).to(tl.int64)
+        b_s = flipped(tl.zeros([S.BK, S.BV], tl.float32), FLIP)
+        if dS_end.ptr is not None:
+            leaving = tl.load(segments.state + i_s).to(tl.int64)
             if leaving >= 0:
-                end = dS_end + leaving * end_n + i_h * end_h
-                b_s += flipped(load_state(end, s * BK + o_k, o_v, end_k, end_v, K, V), FLIP)
+                end = dS_end.ptr + leaving * dS_end.n + i_h * dS_end.h
+                b_s += flipped(load_state(dS_end, end, s * S.BK + o_k, o_v, S), FLIP)
         b_dS += (b_s,)
-    operand = T.dtype.element_ty
+    operand = x.T.dtype.element_ty
     AGAIN: tl.constexpr = operand == tl.float32
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
-    KIN_IS_KG: tl.constexpr = HEAD and REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = HEADWISE_PLANES if HEAD else CHANNELWISE_PLANES
-    SQUARE: tl.constexpr = TERMS * BT * BT
-    LEAN: tl.constexpr = AGAIN or NS == 1 or (HEAD and NS == 2)
-    n = tl.cdiv(stop - start, BT)
-    for c in tl.range(0, n, num_stages=NS, disable_licm=LEAN):
+    KIN_IS_KG: tl.constexpr = S.HEAD and S.REMOVAL != "p" and not AGAIN
+    PLANES: tl.constexpr = HEADWISE_PLANES if S.HEAD else CHANNELWISE_PLANES
+    SQUARE: tl.constexpr = S.TERMS * S.BT * S.BT
+    LEAN: tl.constexpr = AGAIN or S.NS == 1 or (S.HEAD and S.NS == 2)
+    n = tl.cdiv(stop - start, S.BT)
+    for c in tl.range(0, n, num_stages=S.NS, disable_licm=LEAN):
         if AGAIN:
-            start, first = reload(seg_start + i_s), reload(seg_chunk + i_s)
-        o_r = opaque_by(o_i, start) if AGAIN and HEAD else o_i
+            start, first = reload(segments.start + i_s), reload(segments.chunk + i_s)
+        o_r = opaque_by(o_i, start) if AGAIN and S.HEAD else o_i
         i_c = n - 1 - c
-        i_ch = (first + i_c) * HV + i_h
-        t = start + i_c * BT
+        i_ch = (first + i_c) * S.HV + i_h
+        t = start + i_c * S.BT
         m_r = o_i < stop - t
-        row = rows + i_ch * PLANES * BT + o_i
-        b_do = flipped(load_rows(do + t * do_t, o_r, do_t, m_r, o_v, V).to(operand), FLIP)
+        row = x.rows + i_ch * PLANES * S.BT + o_i
+        b_do = flipped(load_rows(rows_from(do, t, 0), o_r, m_r, o_v, S.V).to(operand), FLIP)
         b_dSb: tl.tuple = ()
         for s in tl.static_range(SLICES):
             b_dSb += (b_dS[s].to(operand),)
             if dh is not None:
-                store_block(dh + i_ch * K * V, flipped(b_dSb[s], FLIP), s * BK + o_k, o_v, K, V)
-        b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
+                store_block(
+                    dh + i_ch * S.K * S.V, flipped(b_dSb[s], FLIP), s * S.BK + o_k, o_v, S.K, S.V
+                )
+        b_A = load_block(x.Aqk + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
         if not AGAIN:
-            b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_k, m_r, K, G, HEAD)
+            b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_k, m_r, S)
         b_y: tl.tensor = None
-        if not HEAD:
-            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION)
+        if not S.HEAD:
+            b_y = times(tl.trans(b_A), b_do, FLIP, S.PRECISION)
         for s in tl.static_range(SLICES):
             if AGAIN:
-                o_s = s * BK + o_k
-                b_kg = load_operand(kg, i_ch, i_h, t, k_t, k_h, o_r, o_s, m_r, K, G, HEAD)
-            b_y = times(b_kg, b_dSb[s], FLIP, PRECISION, acc=b_y)
-        if HEAD:
-            b_y *= of_rows(tl.load(row + K_FACTOR * BT), FLIP)
+                o_s = s * S.BK + o_k
+                b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_s, m_r, S)
+            b_y = times(b_kg, b_dSb[s], FLIP, S.PRECISION, acc=b_y)
+        if S.HEAD:
+            b_y *= row_factors(tl.load(row + K_FACTOR * S.BT), FLIP)
             if AGAIN:
-                b_A = load_block(Aqk + i_ch * SQUARE, o_r, o_i, BT, BT)
-            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
-        if TERMS > 1:
-            b_A = load_block(Aqk + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
-            b_y = times(tl.trans(b_A), b_do, FLIP, PRECISION, acc=b_y)
-        if REMOVAL != "none":
-            b_T = load_block(T + i_ch * SQUARE, o_r, o_i, BT, BT)
+                b_A = load_block(x.Aqk + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
+            b_y = times(tl.trans(b_A), b_do, FLIP, S.PRECISION, acc=b_y)
+        if S.TERMS > 1:
+            b_A = load_block(x.Aqk + i_ch * SQUARE + S.BT * S.BT, o_r, o_i, S.BT, S.BT)
+            b_y = times(tl.trans(b_A), b_do, FLIP, S.PRECISION, acc=b_y)
+        if S.REMOVAL != "none":
+            b_T = load_block(x.T + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
             b_x = b_y
-            b_y = times(tl.trans(b_T), b_x.to(operand), FLIP, PRECISION)
-            if TERMS > 1:
-                b_y = times(tl.trans(b_T), rounded_off(b_x, operand), FLIP, PRECISION, acc=b_y)
-                b_T = load_block(T + i_ch * SQUARE + BT * BT, o_r, o_i, BT, BT)
-                b_y = times(tl.trans(b_T), b_x.to(operand), FLIP, PRECISION, acc=b_y)
+            b_y = times(tl.trans(b_T), b_x.to(operand), FLIP, S.PRECISION)
+            if S.TERMS > 1:
+                b_y = times(tl.trans(b_T), rounded_off(b_x, operand), FLIP, S.PRECISION, acc=b_y)
+                b_T = load_block(x.T + i_ch * SQUARE + S.BT * S.BT, o_r, o_i, S.BT, S.BT)
+                b_y = times(tl.trans(b_T), b_x.to(operand), FLIP, S.PRECISION, acc=b_y)
         if y is not None:
             b_yb = flipped(b_y.to(operand), FLIP)
-            store_block(y + i_ch * BT * V, b_yb, o_i, o_v, BT, V)
+            store_block(y + i_ch * S.BT * S.V, b_yb, o_i, o_v, S.BT, S.V)
         if AGAIN:
-            t = reload(seg_start + i_s) + i_c * BT
-            b_do = flipped(load_rows(do + t * do_t, o_r, do_t, m_r, o_v, V).to(operand), FLIP)
+            t = reload(segments.start + i_s) + i_c * S.BT
+            b_do = flipped(load_rows(rows_from(do, t, 0), o_r, m_r, o_v, S.V).to(operand), FLIP)
         b_next: tl.tuple = ()
         for s in tl.static_range(SLICES):
-            o_s = s * BK + o_k
-            b_d = of_rows(tl.load(decay + i_ch * K + o_s, mask=o_s < K, other=0.0), FLIP)
-            b_qg = load_operand(qg, i_ch, i_h, t, q_t, q_h, o_r, o_s, m_r, K, G, HEAD)
-            if HEAD and s == 0:
-                b_do = (b_do.to(tl.float32) * of_rows(tl.load(row + Q_FACTOR * BT), FLIP)).to(
+            o_s = s * S.BK + o_k
+            b_d = row_factors(tl.load(x.decay + i_ch * S.K + o_s, mask=o_s < S.K, other=0.0), FLIP)
+            b_qg = load_operand(x.qg, i_ch, i_h, t, o_r, o_s, m_r, S)
+            if S.HEAD and s == 0:
+                b_do = (b_do.to(tl.float32) * row_factors(tl.load(row + Q_FACTOR * S.BT), FLIP)).to(
                     operand
                 )
-            b_next += (times(tl.trans(b_qg), b_do, FLIP, PRECISION, acc=b_dS[s] * b_d),)
+            b_next += (times(tl.trans(b_qg), b_do, FLIP, S.PRECISION, acc=b_dS[s] * b_d),)
         b_dS = b_next
-        if REMOVAL != "none":
-            b_x = -b_y * of_rows(tl.load(row), FLIP)
-            if HEAD:
-                b_x *= of_rows(tl.load(row + R_FACTOR * BT), FLIP)
+        if S.REMOVAL != "none":
+            b_x = -b_y * row_factors(tl.load(row), FLIP)
+            if S.HEAD:
+                b_x *= row_factors(tl.load(row + R_FACTOR * S.BT), FLIP)
             b_next = ()
             for s in tl.static_range(SLICES):
-                o_s = s * BK + o_k
+                o_s = s * S.BK + o_k
                 if KIN_IS_KG:
                     b_kin = b_kg
                 else:
-                    b_kin = load_operand(
-                        k_decayed, i_ch, i_h, t, r_t, r_h, o_r, o_s, m_r, K, G, HEAD
-                    )
-                b_next += (times(tl.trans(b_kin), b_x.to(operand), FLIP, PRECISION, acc=b_dS[s]),)
+                    b_kin = load_operand(x.k_decayed, i_ch, i_h, t, o_r, o_s, m_r, S)
+                b_next += (times(tl.trans(b_kin), b_x.to(operand), FLIP, S.PRECISION, acc=b_dS[s]),)
             b_dS = b_next
-    if dS0 is not None:
+    if dS0.ptr is not None:
         for s in tl.static_range(SLICES):
-            to = dS0 + (i_n * HV + i_h) * K * V
+            to = dS0.ptr + (i_n * S.HV + i_h) * S.K * S.V
             b_s = flipped(b_dS[s], FLIP)
-            store_state(to, b_s, s * BK + o_k, o_v, dS0_k, dS0_v, K, V)
+            store_state(dS0, to, b_s, s * S.BK + o_k, o_v, S)
 
 
 def launch_scan_bwd(
@@ -210,8 +160,7 @@ def launch_scan_bwd(
     concurrent: bool = False,
 ) -> None:
     segments = getattr(packing, which)
-    table = tables(packing, c.v.device)
-    (HV, K), V = c.decay.shape[1:], c.v.shape[2]
+    HV, V = c.v.shape[1:]
     stage = "scan_bwd_ends" if dh is None else "scan_bwd"
     if concurrent:
         stage += "_concurrent"
@@ -219,16 +168,11 @@ def launch_scan_bwd(
     if not segments:
         return
     arguments: dict[str, Any] = {
-        "dS_end": None if dS_end is None else dS_end.value,
-        "dS0": dS0,
-        "segments": packing.table(_chosen(which), torch.int64, c.v.device)[0],
-        "seg_start": table.seg_start,
-        "seg_stop": table.seg_stop,
-        "seg_chunk": table.seg_chunk,
-        "seg_exit": _entries(packing, dS_end, "feeding", c.v.device),
-        **state_strides("end", None if dS_end is None else dS_end.value),
-        **state_strides("dS0", dS0, inner=True),
-        **tile_constexprs(t, K, V),
+        "dS_end": state(None if dS_end is None else dS_end.value),
+        "dS0": state(dS0),
+        "segments": segments_of(packing, (which,), dS_end, "feeding", c.v.device),
+        "S": c.shape(t),
+        "num_warps": t.warps,
     }
     if t.hopper:
         kernel = eligible.sm90_scan_bwd.scan_bwd_hopper_kernel
@@ -236,6 +180,6 @@ def launch_scan_bwd(
         arguments["do_h"] = do.stride(1)
     else:
         kernel = scan_bwd_kernel
-        arguments |= {"do": do, "do_t": do.stride(0), "do_h": do.stride(1)} | c.scan_operands()
-        arguments |= {"y": y, "dh": dh, "BK": t.BK, "FLIP": t.BV >= 64 and not c.of_heads}
+        arguments |= {"x": c.scan_operands(), "do": rows(do), "y": y, "dh": dh}
+        arguments["FLIP"] = t.BV >= 64 and not c.of_heads
     launch(kernel, (cdiv(V, t.BV) * len(segments), HV), **arguments)

@@ -4,6 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fla_cp.rule import NORM_EPS
+
+EPS = tl.constexpr(NORM_EPS)
+
 
 def unit_rows(x: Tensor) -> Tensor:
     """x, or a copy, with unit stride in its last dim."""
@@ -16,9 +20,9 @@ def divides(step, total):
 
 
 @triton.jit
-def load_rows(ptr, o_r, stride_r, m_r, o_c, C: tl.constexpr):
-    """[rows, cols] of a matrix with unit column stride, zero outside."""
-    p = ptr + o_r[:, None] * stride_r + o_c[None, :]
+def load_rows(x, o_r, m_r, o_c, C: tl.constexpr):
+    """[rows, cols] of Rows x, zero outside."""
+    p = x.ptr + o_r[:, None] * x.row + o_c[None, :]
     if divides(o_c.shape[0], C):
         return tl.load(p, mask=m_r[:, None], other=0.0)
     else:
@@ -149,14 +153,14 @@ def pair_mask(i, n):
 
 
 @triton.jit
-def row_products(q, k, o_r, q_t, k_t, m_r, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr):
-    """Of each row, summed over channels: q k, and with NORM q q and k k."""
+def row_products(q, k, o_r, m_r, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr):
+    """For each row the sum over channels of q k, and with NORM of q q and k k."""
     b_qk = tl.zeros([o_r.shape[0], BK], tl.float32)
     b_qq, b_kk = b_qk, b_qk
     for i_k in tl.static_range((K + BK - 1) // BK):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_q = load_rows(q, o_r, q_t, m_r, o_k, K).to(tl.float32)
-        b_k = load_rows(k, o_r, k_t, m_r, o_k, K).to(tl.float32)
+        b_q = load_rows(q, o_r, m_r, o_k, K).to(tl.float32)
+        b_k = load_rows(k, o_r, m_r, o_k, K).to(tl.float32)
         b_qk += b_q * b_k
         if NORM:
             b_qq += b_q * b_q

@@ -4,42 +4,30 @@ import triton
 import triton.language as tl
 
 from fla_cp.kernels.triton.device.blocks import divides, load_rows
-from fla_cp.kernels.triton.device.gates import LOG2E
+from fla_cp.kernels.triton.device.bundles import rows_from
+from fla_cp.kernels.triton.device.gates import LOG2E, gate_value
 
 
 @triton.jit
-def load_gate(g, A_log, dt_bias, i_h, o_r, stride_r, m_r, o_k, bound, K: tl.constexpr):
-    """raw = g + dt_bias [BT, BK] and rate = exp(A_log), fp32."""
-    raw = load_rows(g, o_r, stride_r, m_r, o_k, K).to(tl.float32)
+def load_gate(gate, g, i_hv, o_i, m_i, o_k, S: tl.constexpr):
+    """raw = g + dt_bias [BT, BK] and rate = exp(A_log), fp32. g: Rows of the chunk and head."""
+    raw = load_rows(g, o_i, m_i, o_k, S.K).to(tl.float32)
     rate = 1.0
-    if dt_bias is not None:
-        raw += tl.load(dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0)[None, :]
-    if A_log is not None:
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+    if gate.dt_bias is not None:
+        raw += tl.load(gate.dt_bias + i_hv * S.K + o_k, mask=o_k < S.K, other=0.0)[None, :]
+    if gate.A_log is not None:
+        rate = tl.exp(tl.load(gate.A_log + i_hv).to(tl.float32))
     return raw, rate
 
 
 @triton.jit
-def load_steps(
-    g,
-    A_log,
-    dt_bias,
-    i_hv,
-    o_i,
-    g_t,
-    m_i,
-    o_k,
-    bound,
-    K: tl.constexpr,
-    GATE: tl.constexpr,
-    EXP2: tl.constexpr,
-):
-    """Log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk and K."""
-    raw, rate = load_gate(g, A_log, dt_bias, i_hv, o_i, g_t, m_i, o_k, bound, K)
-    b_g = tl.where(m_i[:, None], GATE(raw, rate, bound), 0.0)
-    if not divides(o_k.shape[0], K):
-        b_g = tl.where((o_k < K)[None, :], b_g, 0.0)
-    if EXP2:
+def load_steps(gate, start, i_hv, o_i, m_i, o_k, S: tl.constexpr, O: tl.constexpr):
+    """The log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk and K."""
+    raw, rate = load_gate(gate, rows_from(gate.g, start, i_hv), i_hv, o_i, m_i, o_k, S)
+    b_g = tl.where(m_i[:, None], gate_value(raw, rate, gate.bound, O.GATE), 0.0)
+    if not divides(o_k.shape[0], S.K):
+        b_g = tl.where((o_k < S.K)[None, :], b_g, 0.0)
+    if O.EXP2:
         b_g *= LOG2E
     return b_g
 

@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 
 from fla_cp.kernels.triton.device.blocks import dot, load_rows, parts, store_rows, sum_steps
+from fla_cp.kernels.triton.device.bundles import rows_from
 from fla_cp.kernels.triton.device.channelwise_decay import load_gate
 from fla_cp.kernels.triton.device.decay_sums import FROM_HERE
+from fla_cp.kernels.triton.device.gates import gate_slope, rate_slope
 from fla_cp.kernels.triton.device.opaque import opaque
 
 
@@ -28,10 +30,10 @@ def as_rows(x):
 
 
 @triton.jit
-def load_scaled(x, rows, plane, i, x_t, m_i, o_k, K: tl.constexpr):
-    """Rows of q or k in fp32, each times its factor in that plane of rows."""
-    factors = rows + plane * i.shape[0]
-    return load_rows(x, i, x_t, m_i, o_k, K).to(tl.float32) * tl.load(factors + i)[:, None]
+def load_scaled(x, rows, plane, i, m_i, o_k, K: tl.constexpr):
+    """Rows of q or k in fp32, each times its factor in that plane of the chunk's rows."""
+    factors = tl.load(rows + plane * i.shape[0] + i)
+    return load_rows(x, i, m_i, o_k, K).to(tl.float32) * factors[:, None]
 
 
 @triton.jit
@@ -88,40 +90,21 @@ def level_grads(
 
 @triton.jit
 def store_gate_grads(
-    b_dgc,
-    g,
-    A_log,
-    dt_bias,
-    sums,
-    dg,
-    dA_log,
-    ddt_bias,
-    i_hv,
-    i,
-    g_t,
-    m_i,
-    o_k,
-    bound,
-    dg_t,
-    K: tl.constexpr,
-    GATE: tl.constexpr,
-    SLOPE: tl.constexpr,
-    RATE_SCALES_RAW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    operand: tl.constexpr,
+    b_dgc, gate, sums, out, i_c, i_hv, i_k, start, i, m_i, S: tl.constexpr, O: tl.constexpr
 ):
-    """From the gradients of gc [BT, BK]: those of g, and this chunk's shares of dA_log (one number)
-    and ddt_bias [BK]. RATE_SCALES_RAW: g depends on rate * raw (else rate is a factor of g)."""
-    b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, operand), PRECISION)
+    """From the gradients of gc [BT, BK]: those of g, and this program's shares of dA_log (one
+    number) and ddt_bias [BK], where `out` has them."""
+    tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
+    i_ch = i_c * S.HV + i_hv
+    o_k = i_k * S.BK + tl.arange(0, S.BK)
+    b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, sums.dtype.element_ty), S.PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
-    raw, rate = load_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, o_k, bound, K)
-    b_draw = b_dg * SLOPE(raw, rate, bound)
-    store_rows(dg, b_draw, i, dg_t, m_i, o_k, K)
-    if dA_log is not None:
-        if RATE_SCALES_RAW:
-            b_dA = tl.sum(b_draw * raw)
-        else:
-            b_dA = tl.sum(b_dg * GATE(raw, rate, bound))
-        tl.store(dA_log, b_dA)
-    if ddt_bias is not None:
-        tl.store(ddt_bias + o_k, tl.sum(b_draw, axis=0), mask=o_k < K)
+    raw, rate = load_gate(gate, rows_from(gate.g, start, i_hv), i_hv, i, m_i, o_k, S)
+    b_draw = b_dg * gate_slope(raw, rate, gate.bound, O.GATE)
+    store_rows(out.dg + (start * S.HV + i_hv) * S.K, b_draw, i, S.HV * S.K, m_i, o_k, S.K)
+    if out.dA_log is not None:
+        b_dA = tl.sum(rate_slope(raw, rate, gate.bound, b_dg, b_draw, O.GATE))
+        tl.store(out.dA_log + (i_c * tiles + i_k) * S.HV + i_hv, b_dA)
+    if out.ddt_bias is not None:
+        to = out.ddt_bias + i_ch * S.K + o_k
+        tl.store(to, tl.sum(b_draw, axis=0), mask=o_k < S.K)

@@ -1,4 +1,4 @@
-"""Gate activation inside kernels: value and derivative. One function a gate."""
+"""Gate activation inside kernels: value and derivatives."""
 
 import triton
 import triton.language as tl
@@ -20,39 +20,44 @@ def softplus(x):
 
 
 @triton.jit
-def given(raw, rate, bound):
-    return raw
+def gate_value(raw, rate, bound, GATE: tl.constexpr):
+    """The log decay: raw itself ("given"), -rate softplus(raw), or bound sigmoid(rate raw)."""
+    if GATE == "softplus":
+        return -rate * softplus(raw)
+    elif GATE == "sigmoid":
+        return bound * sigmoid(rate * raw)
+    else:
+        return raw
 
 
 @triton.jit
-def given_slope(raw, rate, bound):
-    return raw * 0.0 + 1.0
+def gate_slope(raw, rate, bound, GATE: tl.constexpr):
+    """d value / d raw."""
+    if GATE == "softplus":
+        return -rate * sigmoid(raw)
+    elif GATE == "sigmoid":
+        s = sigmoid(rate * raw)
+        return bound * rate * s * (1.0 - s)
+    else:
+        return raw * 0.0 + 1.0
 
 
 @triton.jit
-def softplus_gate(raw, rate, bound):
-    return -rate * softplus(raw)
+def rate_slope(raw, rate, bound, d, d_raw, GATE: tl.constexpr):
+    """d A_log, element by element, from the gradients of the value (d) and of raw."""
+    if GATE == "sigmoid":
+        return d_raw * raw
+    else:
+        return d * gate_value(raw, rate, bound, GATE)
 
 
 @triton.jit
-def softplus_slope(raw, rate, bound):
-    return -rate * sigmoid(raw)
-
-
-@triton.jit
-def sigmoid_gate(raw, rate, bound):
-    return bound * sigmoid(rate * raw)
-
-
-@triton.jit
-def sigmoid_slope(raw, rate, bound):
-    s = sigmoid(rate * raw)
-    return bound * rate * s * (1.0 - s)
-
-
-GATES = {
-    "given": (given, given_slope),
-    "softplus": (softplus_gate, softplus_slope),
-    "sigmoid": (sigmoid_gate, sigmoid_slope),
-}
-"""(value, d value / d raw); d value / d A_log is g for softplus, raw * slope for sigmoid."""
+def load_beta(beta, start, i_hv, o_i, m_i, SIGMOID: tl.constexpr):
+    """Beta of a chunk's rows [BT] after its sigmoid, zero beyond the chunk."""
+    b_beta = tl.where(m_i, 1.0, 0.0)
+    if beta.ptr is not None:
+        at = beta.ptr + (i_hv + start * beta.row)
+        b_beta = tl.load(at + o_i * beta.row, mask=m_i, other=0.0).to(tl.float32)
+    if SIGMOID:
+        b_beta = tl.where(m_i, beta.factor * sigmoid(b_beta), 0.0)
+    return b_beta

@@ -4,31 +4,29 @@ import triton
 import triton.language as tl
 
 from fla_cp.kernels.triton.device.blocks import dot, load_block, load_rows
+from fla_cp.kernels.triton.device.bundles import rows_from
 
 
 @triton.jit
-def load_state(ptr, o_k, o_v, s_k, s_v, K: tl.constexpr, V: tl.constexpr):
-    """[BK, BV] of the state at ptr, [K, V] by strides: of either layout outside."""
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    return tl.load(ptr + o_k[:, None] * s_k + o_v[None, :] * s_v, mask=m, other=0.0)
+def load_state(x, at, o_k, o_v, S: tl.constexpr):
+    """[BK, BV] of the state at `at`, [K, V] by the strides of x."""
+    m = (o_k < S.K)[:, None] & (o_v < S.V)[None, :]
+    return tl.load(at + o_k[:, None] * x.k + o_v[None, :] * x.v, mask=m, other=0.0)
 
 
 @triton.jit
-def store_state(ptr, x, o_k, o_v, s_k, s_v, K: tl.constexpr, V: tl.constexpr):
-    m = (o_k < K)[:, None] & (o_v < V)[None, :]
-    tl.store(ptr + o_k[:, None] * s_k + o_v[None, :] * s_v, x.to(ptr.dtype.element_ty), mask=m)
+def store_state(x, at, b, o_k, o_v, S: tl.constexpr):
+    m = (o_k < S.K)[:, None] & (o_v < S.V)[None, :]
+    tl.store(at + o_k[:, None] * x.k + o_v[None, :] * x.v, b.to(at.dtype.element_ty), mask=m)
 
 
 @triton.jit
-def load_operand(
-    ptr, i_ch, i_h, t, x_t, x_h, o_i, o_k, m_r, K: tl.constexpr, G: tl.constexpr, HEAD: tl.constexpr
-):
-    """[BT, BK] of a chunk: of the input [T, H, K] with HEAD, else of [NC, HV, C, K]."""
-    BT: tl.constexpr = o_i.shape[0]
-    if HEAD:
-        return load_rows(ptr + (i_h // G) * x_h + t * x_t, o_i, x_t, m_r, o_k, K)
+def load_operand(x, i_ch, i_h, t, o_i, o_k, m_r, S: tl.constexpr):
+    """[BT, BK] of a chunk: of the input [T, H, K] with one decay a head, else of [NC, HV, C, K]."""
+    if S.HEAD:
+        return load_rows(rows_from(x, t, i_h // S.G), o_i, m_r, o_k, S.K)
     else:
-        return load_block(ptr + i_ch * BT * K, o_i, o_k, BT, K)
+        return load_block(x.ptr + i_ch * S.BT * S.K, o_i, o_k, S.BT, S.K)
 
 
 @triton.jit
@@ -41,8 +39,8 @@ def times(a, x, FLIP: tl.constexpr, PRECISION: tl.constexpr, acc=None):
 
 
 @triton.jit
-def of_rows(x, FLIP: tl.constexpr):
-    """A number for each row of a product of `times`."""
+def row_factors(x, FLIP: tl.constexpr):
+    """x, a number for each row, as a factor of what `times` gives."""
     if FLIP:
         return x[None, :]
     else:

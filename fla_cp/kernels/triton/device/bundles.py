@@ -1,0 +1,184 @@
+"""Arguments that kernels take together: a tensor with its strides, tables, and constants.
+
+A bundle is a NamedTuple. Triton passes its members one by one and compiles for None and for strides
+of 1 as it does for single arguments. `Shape` and `RuleOptions` are known when a kernel is compiled:
+a kernel takes them as `S: tl.constexpr` and `O: tl.constexpr`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.tile_table import Tile
+from fla_cp.rule import CHUNK, DeltaRule
+
+
+class Rows(NamedTuple):
+    """A tensor [T, H, D] with unit stride in D (ptr None: there is none), and the strides of tokens
+    and heads."""
+
+    ptr: Any
+    row: int
+    head: int
+
+
+class State(NamedTuple):
+    """States [E, HV, K, V] of either layout (ptr None: there are none), and their strides."""
+
+    ptr: Any
+    n: int
+    h: int
+    k: int
+    v: int
+
+
+class Gate(NamedTuple):
+    """Raw projections or log decays g [T, HV, K] or [T, HV], A_log [HV] or None, dt_bias [HV * K]
+    or [HV] or None, and the gate's lower bound."""
+
+    g: Rows
+    A_log: Any
+    dt_bias: Any
+    bound: float
+
+
+class Beta(NamedTuple):
+    """beta [T, HV] (ptr None: 1 everywhere), its stride of tokens, the factor on its sigmoid."""
+
+    ptr: Any
+    row: int
+    factor: float
+
+
+class ChunkTable(NamedTuple):
+    """Of each chunk its first token and how many rows it has, int32 [NC]."""
+
+    start: Any
+    rows: Any
+
+
+class Segments(NamedTuple):
+    """The segments that a scan runs, by number, int64; and of each segment of the packing the first
+    token, the one after the last, the first chunk, int32, and its row of the states that enter it
+    (leave it, in reverse; -1: none; ptr None: no states), int64."""
+
+    order: Any
+    start: Any
+    stop: Any
+    chunk: Any
+    state: Any
+
+
+class Operands(NamedTuple):
+    """What scans read of the chunks: see `fla_cp.kernels.triton.operands.Chunks`. With one decay a
+    head qg, k_decayed and kg are the inputs q, what reads the state, and k."""
+
+    qg: Rows
+    k_decayed: Rows
+    kg: Rows
+    rows: Any
+    T: Any
+    Aqk: Any
+    decay: Any
+
+
+class Formed(NamedTuple):
+    """What the local stage writes: the first fields of `Chunks`."""
+
+    T: Any
+    Aqk: Any
+    decay: Any
+    rows: Any
+    anchors: Any
+    qg: Any
+    k_decayed: Any
+    kg: Any
+
+
+class Shape(NamedTuple):
+    """Heads (HV of values, G for each of q and k), dims, tile and precision. HEAD: one decay a
+    head. REMOVAL: the rule's. TERMS: tiles that add up to T and Aqk. PRECISION: of fp32 products.
+    NS: stages of the pipeline."""
+
+    HV: int
+    G: int
+    K: int
+    V: int
+    BT: int
+    BK: int
+    BV: int
+    NS: int
+    HEAD: bool
+    REMOVAL: str
+    TERMS: int
+    PRECISION: str
+
+
+class RuleOptions(NamedTuple):
+    """What kernels of the local stages are compiled for besides. SAFE: they take the path of a safe
+    gate. BETA_SIGMOID: beta is given before its sigmoid."""
+
+    GATE: str
+    NORM: bool
+    BETA_SIGMOID: bool
+    SAFE: bool
+    EXP2: bool
+
+
+def rows(x: Tensor | None) -> Rows:
+    """x [T, H, D] or [T, H]."""
+    return Rows(None, 0, 0) if x is None else Rows(x, *x.stride()[:2])
+
+
+def state(x: Tensor | None) -> State:
+    """x [E, HV, K, V]."""
+    return State(None, 0, 0, 0, 0) if x is None else State(x, *x.stride())
+
+
+def gate(rule: DeltaRule, x: Inputs) -> Gate:
+    return Gate(rows(x.g), x.A_log, x.dt_bias, rule.lower_bound or 0.0)
+
+
+def beta(rule: DeltaRule, x: Inputs) -> Beta:
+    row = 0 if x.beta is None else x.beta.stride(0)
+    return Beta(x.beta, row, rule.beta_factor or 1.0)
+
+
+SAFE_DTYPES = (torch.bfloat16,)
+"""Take the path of a safe gate: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
+
+
+def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
+    """Whether the local kernels take the path of a safe gate."""
+    return rule.safe_gate and not rule.per_head and dtype in SAFE_DTYPES
+
+
+def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
+    """How many terms T and Aqk are kept in. Those of fp32 inputs are in fp32, so one is enough."""
+    return 2 if rule.precise and dtype.itemsize == 2 else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def shape(rule: DeltaRule, dtype: torch.dtype, H: int, HV: int, K: int, V: int, t: Tile) -> Shape:
+    """Of operands in dtype, with tile t."""
+    # three TF32 products are as good as fp32 here; half-precision operands ignore this
+    precision = "tf32x3" if dtype == torch.float32 else "tf32"
+    how = rule.per_head, rule.removal, terms(rule, dtype), precision
+    return Shape(HV, HV // H, K, V, CHUNK, t.BK, t.BV, t.stages, *how)
+
+
+def rule_options(rule: DeltaRule, dtype: torch.dtype) -> RuleOptions:
+    sigmoid = rule.beta_factor is not None
+    return RuleOptions(rule.gate, rule.qk_l2norm, sigmoid, safe(rule, dtype), rule.use_exp2)
+
+
+@triton.jit
+def rows_from(x, t, i_h):
+    """x from token t on, of head i_h."""
+    return Rows(x.ptr + i_h * x.head + t * x.row, x.row, x.head)
