@@ -57,12 +57,10 @@ from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
 
 
-@triton.jit(do_not_specialize=["k_blocks"])
-def intra_kernel(
-    q, k, gate, beta, sums, out, chunks, k_blocks, scale, S: tl.constexpr, O: tl.constexpr
-):
+@triton.jit
+def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
     """q, k: `Rows`; out: `Formed`; chunks: `ChunkTable`. Where the rule removes nothing (GLA) neither
-    k_decayed nor T is written. k_blocks tells apart what the host's cache of launches must."""
+    k_decayed nor T is written."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // S.G
     o_i = tl.arange(0, S.BT)
@@ -74,11 +72,11 @@ def intra_kernel(
     i_ch = i_c * S.HV + i_hv
     operand = out.k_decayed.dtype.element_ty
 
-    b_beta = load_beta(beta, start, i_hv, o_i, m_i, O.BETA_SIGMOID)
+    b_beta = load_beta(beta, start, i_hv, o_i, m_i, R.BETA_SIGMOID)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
-    diagonal, qq, kk = row_products(q, k, o_i, m_i, S.K, S.BK, O.NORM)
-    if O.NORM:
+    diagonal, qq, kk = row_products(q, k, o_i, m_i, S.K, S.BK, R.NORM)
+    if R.NORM:
         q_scale *= tl.rsqrt(qq + EPS)
         k_scale *= tl.rsqrt(kk + EPS)
     diagonal *= q_scale * k_scale  # in its place until the end, not in registers
@@ -94,39 +92,39 @@ def intra_kernel(
     b_qk = tl.zeros([S.BT, S.BT], tl.float32)
     b_kk = tl.zeros([S.BT, S.BT], tl.float32)
     b_16 = tl.zeros([S.BT // 16, 16, 16], tl.float32)
-    if O.SAFE:
+    if R.SAFE:
         e_upto = load_sums(sums, UP_TO, o_i)
         e_after = load_sums(sums, AFTER, o_i)
         e_middle = load_sums(sums, MIDDLE, o_i)
         e_first = load_sums(sums, FIRST, o_i)
     for i_k in tl.range((S.K + S.BK - 1) // S.BK, num_stages=S.NS):
         o_k = i_k * S.BK + tl.arange(0, S.BK)
-        b_g = load_steps(gate, start, i_hv, o_i, m_i, o_k, S, O)
+        b_g = load_steps(gate, start, i_hv, o_i, m_i, o_k, S, R)
         steps = parts(b_g, operand)
         b_q = load_rows(q, o_i, m_i, o_k, S.K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, o_i, m_i, o_k, S.K).to(tl.float32) * k_scale[:, None]
-        d = apply_sums(e_upto if O.SAFE else load_sums(sums, UP_TO, o_i), steps, S.PRECISION)
+        d = apply_sums(e_upto if R.SAFE else load_sums(sums, UP_TO, o_i), steps, S.PRECISION)
         # no addresses kept from tile to tile
         r, c = opaque(o_i, n_rows + i_k, S.BT, 1000), opaque(o_k, n_rows + i_k, S.BT, 1000)
         ch = opaque(i_ch, n_rows + i_k, S.BT, 1000)
         last = tl.broadcast_to(c[None, :], [S.BT, S.BK])
-        if O.SAFE:
+        if R.SAFE:
             place = (ch * 3 + r // 32 + r // (S.BT - 1))[:, None] * S.K + last
             at = ((r % 32 == 15) | (r == S.BT - 1))[:, None] & (c < S.K)[None, :]
             tl.store(out.anchors + place, d, mask=at)
-        e = decay_exp(d, O.EXP2)
+        e = decay_exp(d, R.EXP2)
         store_block(out.qg + ch * S.BT * S.K, b_q * e, r, c, S.BT, S.K)
         if S.REMOVAL != "none":
             store_block(out.k_decayed + ch * S.BT * S.K, b_k * e, r, c, S.BT, S.K)
         at = (r == S.BT - 1)[:, None] & (c < S.K)[None, :]
         tl.store(out.decay + ch * S.K + last, e, mask=at)
-        d = apply_sums(e_after if O.SAFE else load_sums(sums, AFTER, o_i), steps, S.PRECISION)
-        e = decay_exp(d, O.EXP2)
+        d = apply_sums(e_after if R.SAFE else load_sums(sums, AFTER, o_i), steps, S.PRECISION)
+        e = decay_exp(d, R.EXP2)
         store_block(out.kg + ch * S.BT * S.K, b_k * e, r, c, S.BT, S.K)
-        if O.SAFE:
+        if R.SAFE:
             d = apply_sums(e_middle, steps, S.PRECISION)
-            col = b_k * decay_exp(-d, O.EXP2)
-            f = decay_exp(d, O.EXP2)
+            col = b_k * decay_exp(-d, R.EXP2)
+            f = decay_exp(d, R.EXP2)
             b_kf = (b_k * f).to(operand)
             if S.REMOVAL != "none":
                 near = tl.permute(blocks_of_16(col.to(operand)), (0, 2, 1))
@@ -136,13 +134,13 @@ def intra_kernel(
             if S.REMOVAL != "none":
                 b_kk = dot(b_kf, half, S.PRECISION, acc=b_kk)
             half = tl.trans(tl.where((o_i < S.BT // 2)[:, None], col, 0.0).to(operand))
-            f = decay_exp(apply_sums(e_first, steps, S.PRECISION), O.EXP2)
+            f = decay_exp(apply_sums(e_first, steps, S.PRECISION), R.EXP2)
             b_qk = dot((b_q * f).to(operand), half, S.PRECISION, acc=b_qk)
             if S.REMOVAL != "none":
                 b_kk = dot((b_k * f).to(operand), half, S.PRECISION, acc=b_kk)
         else:
             for level in tl.range(0, 6, disable_licm=True):
-                f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, S.PRECISION), O.EXP2)
+                f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, S.PRECISION), R.EXP2)
                 b_kf = (b_k * f).to(operand)
                 mask = pair_mask(o_i, 5 - level)
                 b_qf = (b_q * f).to(operand)
@@ -151,7 +149,7 @@ def intra_kernel(
                     b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), S.PRECISION), 0.0)
     tl.debug_barrier()
     i_ch = opaque(i_ch, n_rows, S.BT, 1)
-    if O.SAFE:
+    if R.SAFE:
         o_i = opaque(o_i, n_rows, S.BT, 1)
     b_beta = tl.load(out.rows + i_ch * CHANNELWISE_PLANES * S.BT + o_i)
     p_diagonal = out.Aqk + (i_ch * (S.TERMS * S.BT) + o_i) * S.BT + o_i
@@ -164,7 +162,7 @@ def intra_kernel(
     store_square(out.Aqk, i_ch, b_qk, o_i, S.TERMS)
     if S.REMOVAL != "none":
         b_kk = tl.where(below, b_kk, 0.0) * b_beta[:, None]
-        if O.SAFE:
+        if R.SAFE:
             b_16 *= tl.reshape(b_beta, [S.BT // 16, 16])[:, :, None]
         else:
             same = (o_i // 16)[:, None] == (o_i // 16)[None, :]
@@ -175,7 +173,7 @@ def intra_kernel(
 
 
 @triton.jit
-def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, O: tl.constexpr):
+def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr):
     """Forms qg, k_decayed and kg again from the rows and anchors that `intra_kernel` wrote. A program
     has a (chunk, key tile) and a head."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
@@ -187,38 +185,35 @@ def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, O: tl.constexpr
     start = tl.load(chunks.start + i_c).to(tl.int64)
     i_ch = i_c * S.HV + i_hv
     row = out.rows + i_ch * CHANNELWISE_PLANES * S.BT + o_i
-    b_g = load_steps(gate, start, i_hv, o_i, m_i, o_k, S, O)
+    b_g = load_steps(gate, start, i_hv, o_i, m_i, o_k, S, R)
     b_q = load_rows(rows_from(q, start, i_h), o_i, m_i, o_k, S.K).to(tl.float32)
     b_k = load_rows(rows_from(k, start, i_h), o_i, m_i, o_k, S.K).to(tl.float32)
     b_q *= tl.load(row + Q_SCALE * S.BT)[:, None]
     b_k *= tl.load(row + K_SCALE * S.BT)[:, None]
     steps = parts(b_g, out.kg.dtype.element_ty)
     d = sum_steps(sums, UP_TO, o_i, steps, S.PRECISION)
-    e = decay_exp(d, O.EXP2)
+    e = decay_exp(d, R.EXP2)
     store_block(out.qg + i_ch * S.BT * S.K, b_q * e, o_i, o_k, S.BT, S.K)
     if S.REMOVAL != "none":
         store_block(out.k_decayed + i_ch * S.BT * S.K, b_k * e, o_i, o_k, S.BT, S.K)
-    if O.SAFE:
+    if R.SAFE:
         d = (
             tl.load(out.anchors + (i_ch * 3 + 2) * S.K + o_k, mask=o_k < S.K, other=0.0)[None, :]
             - d
         )
     else:
         d = sum_steps(sums, AFTER, o_i, steps, S.PRECISION)
-    store_block(out.kg + i_ch * S.BT * S.K, b_k * decay_exp(d, O.EXP2), o_i, o_k, S.BT, S.K)
+    store_block(out.kg + i_ch * S.BT * S.K, b_k * decay_exp(d, R.EXP2), o_i, o_k, S.BT, S.K)
 
 
 def intra_channelwise(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
     """A decay a channel."""
     (NC, HV, K), V, dtype = c.decay.shape, x.v.shape[2], x.q.dtype
     t = c.tuning.tile(stage_name("intra", rule, dtype), K, V, dtype)
-    S, O = shape(rule, dtype, x.q.shape[1], HV, K, V, t), rule_options(rule, dtype)
+    S, R = shape(rule, dtype, x.q.shape[1], HV, K, V, t), rule_options(rule, dtype)
     given = rows(x.q), rows(x.k), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
     out, compiled = Formed(*c[:8]), {"num_warps": t.warps, "maxnreg": t.registers}
-    k_blocks = cdiv(K, t.BK)
-    launch(
-        intra_kernel, (NC, HV), *given, out, table.chunks, k_blocks, rule.scale, S, O, **compiled
-    )
+    launch(intra_kernel, (NC, HV), *given, out, table.chunks, rule.scale, S, R, **compiled)
 
 
 def empty_gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,8 +239,8 @@ def gated_operands(
     t = tuning.tile("gated", K, V, dtype)
     gated = empty_gated(rule, NC, x)
     if NC:
-        S, O = shape(rule, dtype, H, HV, K, V, t), rule_options(rule, dtype)
+        S, R = shape(rule, dtype, H, HV, K, V, t), rule_options(rule, dtype)
         out = Formed(None, None, None, row_numbers, anchors, *gated)
         given = rows(x.q), rows(x.k), gate(rule, x), sums(dtype, x.q.device), out, table.chunks
-        launch(gated_kernel, (NC * cdiv(K, t.BK), HV), *given, S, O, num_warps=t.warps)
+        launch(gated_kernel, (NC * cdiv(K, t.BK), HV), *given, S, R, num_warps=t.warps)
     return gated

@@ -2,7 +2,7 @@
 
 A bundle is a NamedTuple. Triton passes its members one by one and compiles for None and for strides
 of 1 as it does for single arguments. `Shape` and `RuleOptions` are known when a kernel is compiled:
-a kernel takes them as `S: tl.constexpr` and `O: tl.constexpr`.
+a kernel takes them as `S: tl.constexpr` and `R: tl.constexpr`.
 """
 
 from __future__ import annotations
@@ -99,6 +99,61 @@ class Formed(NamedTuple):
     qg: Any
     k_decayed: Any
     kg: Any
+
+
+class ScoresSaved(NamedTuple):
+    """What the backward of the scores reads: v, do, o, what the scans left, and `Formed.rows`."""
+
+    v: Rows
+    do: Rows
+    o: Any
+    v_new: Any
+    y: Any
+    rows: Any
+
+
+class ScoresGrads(NamedTuple):
+    """dv [T, HV, V]; shares [1 + key tiles, T, HV], of which plane 0 is written: v's share of dbeta
+    before the sigmoid's slope; scores [NC, HV, 2, C, C]; row_grads [NC, HV, 3, C], fp32
+    (planes.py)."""
+
+    dv: Any
+    shares: Any
+    scores: Any
+    row_grads: Any
+
+
+class ChannelwiseSaved(NamedTuple):
+    """What the channelwise backward reads: inputs, what the scans left, `Formed.decay`, `rows` and
+    `anchors`, and from `scores_bwd_kernel` dscores [NC, HV, 2, C, C] and row_grads [NC, HV, 3, C]
+    (planes.py)."""
+
+    q: Rows
+    k: Rows
+    gate: Gate
+    do: Rows
+    h: Any
+    dh: Any
+    v_new: Any
+    y: Any
+    rows: Any
+    decay: Any
+    anchors: Any
+    dscores: Any
+    row_grads: Any
+
+
+class ChannelwiseGrads(NamedTuple):
+    """dq, dk [T, HV, K] per value head, of the rows as given; dg; dbeta [1 + key tiles, T, HV], of
+    which plane 1 + tile is written; per program dA_log [NC, key tiles, HV] and ddt_bias
+    [NC, HV, K], or None."""
+
+    dq: Any
+    dk: Any
+    dg: Any
+    dbeta: Any
+    dA_log: Any
+    ddt_bias: Any
 
 
 class Shape(NamedTuple):

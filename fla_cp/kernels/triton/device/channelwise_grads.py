@@ -1,14 +1,83 @@
-"""Gradients that both backward kernels with one decay a channel form alike."""
+"""What both backward kernels with one decay a channel form alike."""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from fla_cp.kernels.triton.device.blocks import dot, load_rows, parts, store_rows, sum_steps
-from fla_cp.kernels.triton.device.bundles import rows_from
+from fla_cp.kernels.triton.device.blocks import (
+    dot,
+    load_block,
+    load_rows,
+    parts,
+    store_rows,
+    sum_steps,
+)
+from fla_cp.kernels.triton.device.bundles import Rows, rows_from
 from fla_cp.kernels.triton.device.channelwise_decay import load_gate
 from fla_cp.kernels.triton.device.decay_sums import FROM_HERE
 from fla_cp.kernels.triton.device.gates import gate_slope, rate_slope
 from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.device.planes import GRAD_PLANES
+
+
+class Here(NamedTuple):
+    """A chunk and head of `ChannelwiseSaved`: its first token, rows and number, and where each
+    tensor holds what belongs to it."""
+
+    start: Any
+    n_rows: Any
+    i_ch: Any
+    q: Rows
+    k: Rows
+    do: Rows
+    h: Any
+    dh: Any
+    v_new: Any
+    y: Any
+    rows: Any
+    dscores: Any
+    row_grads: Any
+
+
+@triton.jit
+def open_chunk(x, chunks, i_c, i_hv, S: tl.constexpr, PLANES: tl.constexpr):
+    """`Here` of chunk i_c and head i_hv."""
+    n_rows = tl.load(chunks.rows + i_c)
+    start = tl.load(chunks.start + i_c).to(tl.int64)
+    i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
+    q, k = rows_from(x.q, start, i_h), rows_from(x.k, start, i_h)
+    do = rows_from(x.do, start, i_hv)
+    h, dh = x.h + i_ch * S.K * S.V, x.dh + i_ch * S.K * S.V
+    v_new, y = x.v_new + i_ch * S.BT * S.V, x.y + i_ch * S.BT * S.V
+    rows, dscores = x.rows + i_ch * PLANES * S.BT, x.dscores + i_ch * 2 * S.BT * S.BT
+    row_grads = x.row_grads + i_ch * GRAD_PLANES * S.BT
+    return Here(start, n_rows, i_ch, q, k, do, h, dh, v_new, y, rows, dscores, row_grads)
+
+
+@triton.jit
+def state_products(x, i, m_i, o_k, S: tl.constexpr, SUMS: tl.constexpr):
+    """The states' part in the gradients of the row factors q and beta k (zero where the rule removes
+    nothing) and of the column factor k, [BT, BK] each; and with SUMS h dh summed over values [BK],
+    for kernels whose loop is not pipelined (`row_sums`)."""
+    b_dq = tl.zeros([S.BT, S.BK], tl.float32)
+    b_dr = tl.zeros([S.BT, S.BK], tl.float32)
+    b_dc = tl.zeros([S.BT, S.BK], tl.float32)
+    b_dl = tl.zeros([S.BK], tl.float32)
+    for i_v in tl.range((S.V + S.BV - 1) // S.BV, num_stages=S.NS):
+        o_v = i_v * S.BV + tl.arange(0, S.BV)
+        b_h = load_block(x.h, o_k, o_v, S.K, S.V)
+        b_dh = load_block(x.dh, o_k, o_v, S.K, S.V)
+        b_do = load_rows(x.do, i, m_i, o_v, S.V).to(x.v_new.dtype.element_ty)
+        b_dq = dot(b_do, tl.trans(b_h), S.PRECISION, acc=b_dq)
+        if S.REMOVAL != "none":
+            b_y = load_block(x.y, i, o_v, S.BT, S.V)
+            b_dr = dot(b_y, tl.trans(b_h), S.PRECISION, acc=b_dr)
+        b_vn = load_block(x.v_new, i, o_v, S.BT, S.V)
+        b_dc = dot(b_vn, tl.trans(b_dh), S.PRECISION, acc=b_dc)
+        if SUMS:
+            b_dl += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), axis=1)
+    return b_dq, b_dr, b_dc, b_dl
 
 
 @triton.jit
@@ -32,8 +101,8 @@ def as_rows(x):
 @triton.jit
 def load_scaled(x, rows, plane, i, m_i, o_k, K: tl.constexpr):
     """Rows of q or k in fp32, each times its factor in that plane of the chunk's rows."""
-    factors = tl.load(rows + plane * i.shape[0] + i)
-    return load_rows(x, i, m_i, o_k, K).to(tl.float32) * factors[:, None]
+    factors = rows + plane * i.shape[0]
+    return load_rows(x, i, m_i, o_k, K).to(tl.float32) * tl.load(factors + i)[:, None]
 
 
 @triton.jit
@@ -47,39 +116,25 @@ def load_pairs(ptr, at, pairs):
 
 
 @triton.jit
-def level_grads(
-    b_dq,
-    b_dr,
-    b_dc,
-    b_dgc,
-    f,
-    b_q,
-    b_k,
-    b_beta,
-    dscores,
-    at,
-    pairs,
-    second,
-    n_rows,
-    BT: tl.constexpr,
-    REMOVES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradients with one level's pairs added; f: each row's factor. At a level a row is either row
-    or column of the scores, which are mirrored: one product with row factors in second blocks and
-    column factors in first blocks gives the gradients of both."""
+def level_grads(grads, f, factors, dscores, at, pairs, second, n_rows, S: tl.constexpr):
+    """The gradients of q, beta k, k and gc with one level's pairs added. f: each row's decay; factors:
+    q, k and beta. At a level a row is either row or column of the scores, which are mirrored: one
+    product with row factors in second blocks and column factors in first blocks gives the gradients
+    of both."""
+    b_dq, b_dr, b_dc, b_dgc = grads
+    b_q, b_k, b_beta = factors
     operand: tl.constexpr = dscores.dtype.element_ty
     f_row = tl.where(second, f, 0.0)
     b_x = (tl.where(second, b_q, b_k) * f).to(operand)
-    b_r = dot(load_pairs(dscores, at, pairs), b_x, PRECISION)
+    b_r = dot(load_pairs(dscores, at, pairs), b_x, S.PRECISION)
     b_dq += f_row * b_r
     b_t = b_x.to(tl.float32) * b_r
-    if REMOVES:
+    if S.REMOVAL != "none":
         if operand == tl.float32:  # for registers: not loaded earlier, no addresses kept
-            dscores = opaque(dscores, n_rows, BT, 2000)
+            dscores = opaque(dscores, n_rows, S.BT, 2000)
             tl.debug_barrier()
         b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
-        b_c = dot(load_pairs(dscores + BT * BT, at, pairs), b_x, PRECISION)
+        b_c = dot(load_pairs(dscores + S.BT * S.BT, at, pairs), b_x, S.PRECISION)
         b_dr += f_row * b_c
         b_t += b_x.to(tl.float32) * b_c
         b_r += b_c
@@ -90,21 +145,38 @@ def level_grads(
 
 @triton.jit
 def store_gate_grads(
-    b_dgc, gate, sums, out, i_c, i_hv, i_k, start, i, m_i, S: tl.constexpr, O: tl.constexpr
+    b_dgc,
+    x,
+    sums,
+    out,
+    chunks,
+    i_c,
+    i_hv,
+    i_k,
+    S: tl.constexpr,
+    R: tl.constexpr,
+    PHASE: tl.constexpr,
 ):
     """From the gradients of gc [BT, BK]: those of g, and this program's shares of dA_log (one
-    number) and ddt_bias [BK], where `out` has them."""
+    number) and ddt_bias [BK]. The kernel's last phase, see `opaque`: all indices are formed again.
+    """
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
-    i_ch = i_c * S.HV + i_hv
-    o_k = i_k * S.BK + tl.arange(0, S.BK)
-    b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, sums.dtype.element_ty), S.PRECISION)
+    tl.debug_barrier()
+    n_rows = tl.load(chunks.rows + i_c)
+    i = opaque(tl.arange(0, S.BT), n_rows, S.BT, PHASE)
+    i_k, i_c = opaque(i_k, n_rows, S.BT, PHASE), opaque(i_c, n_rows, S.BT, PHASE)
+    i_hv = opaque(i_hv, n_rows, S.BT, PHASE)
+    start = tl.load(chunks.start + i_c).to(tl.int64)
+    m_i, o_k = i < n_rows, i_k * S.BK + tl.arange(0, S.BK)
+    g = rows_from(x.gate.g, start, i_hv)
+    b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, x.v_new.dtype.element_ty), S.PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
-    raw, rate = load_gate(gate, rows_from(gate.g, start, i_hv), i_hv, i, m_i, o_k, S)
-    b_draw = b_dg * gate_slope(raw, rate, gate.bound, O.GATE)
+    raw, rate = load_gate(x.gate, g, i_hv, i, m_i, o_k, S)
+    b_draw = b_dg * gate_slope(raw, rate, x.gate.bound, R.GATE)
     store_rows(out.dg + (start * S.HV + i_hv) * S.K, b_draw, i, S.HV * S.K, m_i, o_k, S.K)
     if out.dA_log is not None:
-        b_dA = tl.sum(rate_slope(raw, rate, gate.bound, b_dg, b_draw, O.GATE))
+        b_dA = tl.sum(rate_slope(raw, rate, x.gate.bound, b_dg, b_draw, R.GATE))
         tl.store(out.dA_log + (i_c * tiles + i_k) * S.HV + i_hv, b_dA)
     if out.ddt_bias is not None:
-        to = out.ddt_bias + i_ch * S.K + o_k
+        to = out.ddt_bias + (i_c * S.HV + i_hv) * S.K + o_k
         tl.store(to, tl.sum(b_draw, axis=0), mask=o_k < S.K)
