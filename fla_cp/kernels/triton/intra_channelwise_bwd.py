@@ -93,19 +93,17 @@ def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl
         b_dgc += b_beta * (b_k * b_dr)
     b_dgc += tl.where((i == S.BT - 1)[:, None], b_dl[None, :], 0.0)  # held no longer, for registers
 
-    # row factors here.q and beta here.k, column factor here.k; first the levels within blocks of 16
+    # row factors q and beta k, column factor k; first the levels within blocks of 16
     x_q, x_k, x_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
     x_grads = blocks_of_16(b_dq), blocks_of_16(b_dr), blocks_of_16(b_dc), blocks_of_16(b_dgc)
     x_steps = parts(blocks_of_16(b_g), operand)
     j = tl.arange(0, 16)
-    # in fp32, for registers: here.q, here.k and beta are loaded again at each level, and the compiler cannot
-    # tell that the loops run, so that it keeps nothing that they form for what follows them
+    # For registers in fp32, q, k and beta are loaded again at each level. The compiler cannot tell
+    # that the loops run, so that it keeps nothing of what they form for what follows them.
     blocks_end, levels_end = 6, 2
     if LEAN:
-        blocks_end, levels_end = (
-            opaque(6, here.n_rows, S.BT, 1000),
-            opaque(2, here.n_rows, S.BT, 2000),
-        )
+        blocks_end = opaque(6, here.n_rows, S.BT, 1000)
+        levels_end = opaque(2, here.n_rows, S.BT, 2000)
     for level in tl.range(2, blocks_end, num_stages=1, disable_licm=True):
         n = 5 - level
         r = opaque(j, here.n_rows + level, S.BT, 1000)
@@ -115,12 +113,9 @@ def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl
         f = decay_exp(apply_sums(E, x_steps, S.PRECISION), R.EXP2)
         if LEAN:
             o = opaque(i, here.n_rows + level, S.BT, 1000)
-            x_q = blocks_of_16(
-                load_scaled(here.q, here.rows, Q_SCALE, o, o < here.n_rows, o_k, S.K)
-            )
-            x_k = blocks_of_16(
-                load_scaled(here.k, here.rows, K_SCALE, o, o < here.n_rows, o_k, S.K)
-            )
+            m_o = o < here.n_rows
+            x_q = blocks_of_16(load_scaled(here.q, here.rows, Q_SCALE, o, m_o, o_k, S.K))
+            x_k = blocks_of_16(load_scaled(here.k, here.rows, K_SCALE, o, m_o, o_k, S.K))
             x_beta = blocks_of_16(tl.load(here.rows + o)[:, None])
         x_grads = level_grads(
             x_grads,
@@ -157,8 +152,8 @@ def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl
     b_dq, b_dr, b_dc, b_dgc = grads
     tl.debug_barrier()
     n_rows = tl.load(chunks.rows + i_c)
-    i, i_k = opaque(i, here.n_rows, S.BT, 1), opaque(i_k, here.n_rows, S.BT, 1)
-    i_c, i_hv = opaque(i_c, here.n_rows, S.BT, 1), opaque(i_hv, here.n_rows, S.BT, 1)
+    i, i_k = opaque(i, n_rows, S.BT, 1), opaque(i_k, n_rows, S.BT, 1)
+    i_c, i_hv = opaque(i_c, n_rows, S.BT, 1), opaque(i_hv, n_rows, S.BT, 1)
     here = open_chunk(x, chunks, i_c, i_hv, S, CHANNELWISE_PLANES)
     m_i = i < here.n_rows
     o_k = i_k * S.BK + tl.arange(0, S.BK)
@@ -211,27 +206,14 @@ def intra_channelwise_bwd(
     if NC:
         scores = ScoresSaved(rows(x.v), rows(do), c.o, v_new, grads.y, c.rows)
         left = ScoresGrads(dv, dbeta, dscores, row_grads)
-        S_scores = S._replace(BK=ts.BK, BV=ts.BV, NS=ts.stages)
-        launch(
-            scores_bwd_kernel, (NC, HV), scores, left, table.chunks, S_scores, R, num_warps=ts.warps
-        )
+        compiled = {"S": shape(rule, dtype, H, HV, K, V, ts), "R": R, "num_warps": ts.warps}
+        launch(scores_bwd_kernel, (NC, HV), scores, left, table.chunks, **compiled)
         given = rows(x.q), rows(x.k), gate(rule, x), rows(do), h, grads.dh, v_new, grads.y
         saved = ChannelwiseSaved(*given, c.rows, c.decay, c.anchors, dscores, row_grads)
         out = ChannelwiseGrads(dq, dk, dg, dbeta, dA_log, ddt_bias)
-        launch(
-            safe_bwd_kernel if R.SAFE else intra_bwd_kernel,
-            (NC * tiles, HV),
-            saved,
-            sums(dtype, x.q.device),
-            out,
-            table.chunks,
-            tokens,
-            rule.scale,
-            S,
-            R,
-            num_warps=t.warps,
-            maxnreg=t.registers,
-        )
+        kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
+        given = saved, sums(dtype, x.q.device), out, table.chunks, tokens, rule.scale, S, R
+        launch(kernel, (NC * tiles, HV), *given, num_warps=t.warps, maxnreg=t.registers)
     if HV > H:
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk))
     dbeta = None if x.beta is None else beta_bwd(rule, x.beta, dbeta)

@@ -21,8 +21,9 @@ import triton.language as tl
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import tile_table
-from fla_cp.kernels.triton.device.blocks import dot, load_rows, row_products, store_square
-from fla_cp.kernels.triton.device.gates import GATES, sigmoid
+from fla_cp.kernels.triton.device.blocks import EPS, dot, load_rows, row_products, store_square
+from fla_cp.kernels.triton.device.bundles import Formed, beta, gate, rows, rows_from, rule_options
+from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.headwise_decay import (
     decay_of,
     decay_to_end,
@@ -45,259 +46,147 @@ from fla_cp.kernels.triton.device.planes import (
     R_SCALE,
 )
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import Chunks, precision, tables
+from fla_cp.kernels.triton.operands import Chunks, tables
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK, NORM_EPS, DeltaRule
+from fla_cp.rule import DeltaRule
 
 
 @triton.jit
-def head_rows_kernel(
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    rows,
-    chunk_start,
-    chunk_rows,
-    g_t,
-    beta_t,
-    bound,
-    beta_factor,
-    HV: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-    GATE: tl.constexpr,
-    BETA_SIGMOID: tl.constexpr,
-    EXP2: tl.constexpr,
-    REMOVAL: tl.constexpr,
-):
-    """Of the planes of rows [NC, HV, 9, C] those that need neither q nor k: beta, and gc up to each
-    row and up to the one before. A program has BH heads of a chunk."""
+def head_rows_kernel(gate, beta, rows, chunks, S: tl.constexpr, R: tl.constexpr, BH: tl.constexpr):
+    """The planes of rows [NC, HV, 9, C] that need neither q nor k: beta, and gc up to each row and up
+    to the one before. A program has BH heads of a chunk."""
     i_c = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BT)[:, None]
-    m_i = i < tl.load(chunk_rows + i_c)
-    start = tl.load(chunk_start + i_c).to(tl.int64)
-    o_h = tl.minimum(tl.program_id(1) * BH + tl.arange(0, BH), HV - 1)  # the last one repeatedly
-    to = rows + ((i_c * HV + o_h) * HEADWISE_PLANES * BT)[None, :] + i
-    p_g = g + o_h[None, :] + start * g_t
-    _raw, _rate, b_g = load_head_gate(p_g, A_log, dt_bias, o_h, i, g_t, m_i, bound, GATE, EXP2)
+    i = tl.arange(0, S.BT)[:, None]
+    m_i = i < tl.load(chunks.rows + i_c)
+    start = tl.load(chunks.start + i_c).to(tl.int64)
+    o_h = tl.minimum(tl.program_id(1) * BH + tl.arange(0, BH), S.HV - 1)[None, :]  # last repeated
+    to = rows + (i_c * S.HV + o_h) * HEADWISE_PLANES * S.BT + i
+    _raw, _rate, b_g = load_head_gate(gate, start, o_h, i, m_i, R.GATE, R.EXP2)
     (gc,) = running_sums(b_g, tl.bfloat16)
-    tl.store(to + GC * BT, gc)
-    if REMOVAL == "p":
+    tl.store(to + GC * S.BT, gc)
+    if S.REMOVAL == "p":
         (before,) = running_sums(b_g, tl.bfloat16, True)
-        tl.store(to + GC_BEFORE * BT, before)
+        tl.store(to + GC_BEFORE * S.BT, before)
     else:
-        tl.store(to + GC_BEFORE * BT, gc)
-    b_beta = tl.where(m_i, 1.0, tl.zeros_like(b_g))
-    if beta is not None:
-        at = beta + o_h[None, :] + (start + i) * beta_t
-        b_beta = tl.load(at, mask=m_i, other=0.0).to(tl.float32)
-    if BETA_SIGMOID:
-        b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
-    tl.store(to, b_beta)
+        tl.store(to + GC_BEFORE * S.BT, gc)
+    b_beta = load_beta(beta, start, o_h, i, m_i, R.BETA_SIGMOID)
+    tl.store(to, b_beta + tl.zeros_like(b_g))
 
 
 @triton.jit
 def intra_head_kernel(
-    q,
-    k,
-    p,
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    T,
-    Aqk,
-    decay,
-    rows,
-    chunk_start,
-    chunk_rows,
-    first,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    p_t,
-    p_h,
-    g_t,
-    beta_t,
-    scale,
-    bound,
-    beta_factor,
-    HV: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    GATE: tl.constexpr,
-    NORM: tl.constexpr,
-    BETA_SIGMOID: tl.constexpr,
-    EXP2: tl.constexpr,
-    REMOVAL: tl.constexpr,
-    EPS: tl.constexpr,
-    TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NS: tl.constexpr,
+    q, k, p, gate, beta, out, chunks, first, scale, S: tl.constexpr, R: tl.constexpr
 ):
-    """T and Aqk (no T where nothing is removed); decay [NC, HV, K], the same number K
-    times; rows [NC, HV, 9, C], fp32: beta; what q, k and r (k or p, which reads the state) are
-    multiplied by; and by what in the scans (scan.py): q, r, and k where it writes; gc, up to each
-    row and up to the one before. Of chunks from the first."""
+    """q, k, p: `Rows`; gate: `Gate`; beta: `Beta`; out: `Formed`; chunks: `ChunkTable`. Writes, for the
+    chunks from `first` on, Aqk, T where the rule removes something, decay [NC, HV, K], the same
+    number K times, and all planes of rows."""
     i_c, i_hv = (first + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i_h = i_hv // G
-    i = tl.arange(0, BT)
-    m_i = i < tl.load(chunk_rows + i_c)
-    start = tl.load(chunk_start + i_c).to(tl.int64)
-    q += i_h * q_h + start * q_t
-    k += i_h * k_h + start * k_t
-    g += i_hv + start * g_t
-    i_ch = i_c * HV + i_hv
-    operand = T.dtype.element_ty
+    i_h = i_hv // S.G
+    i = tl.arange(0, S.BT)
+    m_i = i < tl.load(chunks.rows + i_c)
+    start = tl.load(chunks.start + i_c).to(tl.int64)
+    q = rows_from(q, start, i_h)
+    k = rows_from(k, start, i_h)
+    i_ch = i_c * S.HV + i_hv
+    operand = out.Aqk.dtype.element_ty
 
-    b_beta = tl.where(m_i, 1.0, 0.0)
-    if beta is not None:
-        beta += i_hv + start * beta_t
-        b_beta = tl.load(beta + i * beta_t, mask=m_i, other=0.0).to(tl.float32)
-    if BETA_SIGMOID:
-        b_beta = tl.where(m_i, beta_factor * sigmoid(b_beta), 0.0)
-    if REMOVAL == "p":
-        p += i_h * p_h + start * p_t
+    b_beta = load_beta(beta, start, i_hv, i, m_i, R.BETA_SIGMOID)
+    if S.REMOVAL == "p":
+        p = rows_from(p, start, i_h)
 
-    _raw, _rate, b_g = load_head_gate(g, A_log, dt_bias, i_hv, i, g_t, m_i, bound, GATE, EXP2)
+    _raw, _rate, b_g = load_head_gate(gate, start, i_hv, i, m_i, R.GATE, R.EXP2)
 
     # Scores of the inputs as they are: the norms and decays multiply them afterwards. What the loop
     # loads is for products alone: see `overwritten` in tests/aot/. Those of fp32 are waited for.
     diagonal = tl.zeros_like(b_beta)
     qq, kk, pp = diagonal, diagonal, diagonal
     if operand != tl.float32:
-        diagonal, qq, kk = row_products(q, k, i, q_t, k_t, m_i, K, BK, NORM)
-    b_qk = tl.zeros([BT, BT], tl.float32)
-    b_kk = tl.zeros([BT, BT], tl.float32)
-    for i_k in tl.range((K + BK - 1) // BK, num_stages=NS):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_q = load_rows(q, i, q_t, m_i, o_k, K)
-        b_k = load_rows(k, i, k_t, m_i, o_k, K)
+        diagonal, qq, kk = row_products(q, k, i, m_i, S.K, S.BK, R.NORM)
+    b_qk = tl.zeros([S.BT, S.BT], tl.float32)
+    b_kk = tl.zeros([S.BT, S.BT], tl.float32)
+    for i_k in tl.range((S.K + S.BK - 1) // S.BK, num_stages=S.NS):
+        o_k = i_k * S.BK + tl.arange(0, S.BK)
+        b_q = load_rows(q, i, m_i, o_k, S.K)
+        b_k = load_rows(k, i, m_i, o_k, S.K)
         if operand == tl.float32:
             diagonal += tl.sum(b_q * b_k, axis=1)
-            if NORM:
+            if R.NORM:
                 qq += tl.sum(b_q * b_q, axis=1)
                 kk += tl.sum(b_k * b_k, axis=1)
-        b_qk = dot(b_q, tl.trans(b_k), PRECISION, acc=b_qk)
+        b_qk = dot(b_q, tl.trans(b_k), S.PRECISION, acc=b_qk)
         b_r = b_k
-        if REMOVAL == "p":
+        if S.REMOVAL == "p":
             if operand == tl.float32:  # for registers: p not loaded before this product
                 tl.debug_barrier()
-            b_r = load_rows(p, i, p_t, m_i, o_k, K)
-            if NORM and operand == tl.float32:
+            b_r = load_rows(p, i, m_i, o_k, S.K)
+            if R.NORM and operand == tl.float32:
                 pp += tl.sum(b_r * b_r, axis=1)
-        if REMOVAL != "none":
-            b_kk = dot(b_r, tl.trans(b_k), PRECISION, acc=b_kk)
+        if S.REMOVAL != "none":
+            b_kk = dot(b_r, tl.trans(b_k), S.PRECISION, acc=b_kk)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
     r_scale = k_scale
-    if NORM:
+    if R.NORM:
         q_scale *= tl.rsqrt(qq + EPS)
         k_scale *= tl.rsqrt(kk + EPS)
         r_scale = k_scale
-        if REMOVAL == "p":
+        if S.REMOVAL == "p":
             if operand != tl.float32:
-                _, pp, _ = row_products(p, p, i, p_t, p_t, m_i, K, BK, NORM)
+                _, pp, _ = row_products(p, p, i, m_i, S.K, S.BK, R.NORM)
             r_scale = tl.rsqrt(pp + EPS)
 
     gc = running_sums(b_g, operand)
-    before = running_sums(b_g, operand, True) if REMOVAL == "p" else gc
-    e = decay_of(gc, EXP2)
-    rows += i_ch * HEADWISE_PLANES * BT + i
+    before = running_sums(b_g, operand, True) if S.REMOVAL == "p" else gc
+    e = decay_of(gc, R.EXP2)
+    rows = out.rows + i_ch * HEADWISE_PLANES * S.BT + i
     tl.store(rows, b_beta)
-    tl.store(rows + Q_SCALE * BT, q_scale)
-    tl.store(rows + K_SCALE * BT, k_scale)
-    tl.store(rows + R_SCALE * BT, r_scale)
-    tl.store(rows + Q_FACTOR * BT, q_scale * e)
-    tl.store(rows + R_FACTOR * BT, r_scale * decay_of(before, EXP2))
-    tl.store(rows + K_FACTOR * BT, k_scale * decay_to_end(gc, i, EXP2))
-    tl.store(rows + GC * BT, total_of(gc))
-    tl.store(rows + GC_BEFORE * BT, total_of(before))
+    tl.store(rows + Q_SCALE * S.BT, q_scale)
+    tl.store(rows + K_SCALE * S.BT, k_scale)
+    tl.store(rows + R_SCALE * S.BT, r_scale)
+    tl.store(rows + Q_FACTOR * S.BT, q_scale * e)
+    tl.store(rows + R_FACTOR * S.BT, r_scale * decay_of(before, R.EXP2))
+    tl.store(rows + K_FACTOR * S.BT, k_scale * decay_to_end(gc, i, R.EXP2))
+    tl.store(rows + GC * S.BT, total_of(gc))
+    tl.store(rows + GC_BEFORE * S.BT, total_of(before))
     whole = last_of(e, i)
-    for i_k in range((K + BK - 1) // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        tl.store(decay + i_ch * K + o_k, tl.zeros([BK], tl.float32) + whole, mask=o_k < K)
+    for i_k in range((S.K + S.BK - 1) // S.BK):
+        o_k = i_k * S.BK + tl.arange(0, S.BK)
+        tl.store(out.decay + i_ch * S.K + o_k, tl.zeros([S.BK], tl.float32) + whole, mask=o_k < S.K)
     scales = q_scale[:, None] * k_scale[None, :]
-    b_qk *= scales * decays(gc, gc, i, EXP2)
+    b_qk *= scales * decays(gc, gc, i, R.EXP2)
     b_qk += tl.where(i[:, None] == i[None, :], (diagonal * q_scale * k_scale)[:, None], 0.0)
-    store_square(Aqk, i_ch, b_qk, i, TERMS)
-    if REMOVAL != "none":
+    store_square(out.Aqk, i_ch, b_qk, i, S.TERMS)
+    if S.REMOVAL != "none":
         b_kk *= (b_beta * r_scale)[:, None] * k_scale[None, :]
-        b_kk *= decays(before, gc, i, EXP2)
+        b_kk *= decays(before, gc, i, R.EXP2)
         same = (i // 16)[:, None] == (i // 16)[None, :]
-        b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [BT // 16, 16, BT // 16, 16])
-        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), BT, TERMS, PRECISION)
-        store_square(T, i_ch, b_T, i, TERMS)
+        b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [S.BT // 16, 16, S.BT // 16, 16])
+        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), S.BT, S.TERMS, S.PRECISION)
+        store_square(out.T, i_ch, b_T, i, S.TERMS)
 
 
 def intra_headwise(
     rule: DeltaRule, packing: Packing, c: Chunks, x: Inputs
 ) -> Callable[[int, int], None]:
     """One decay a head. Returns a call that forms the chunks from a first to before another."""
-    table = tables(packing, x.q.device)
-    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
+    table, dtype = tables(packing, x.q.device), x.q.dtype
+    (NC, HV, K), V = c.decay.shape, x.v.shape[2]
     whole = eligible.supports(c) and eligible.pays(packing, c)
     whole = whole and eligible.sm90_intra.reads(x)
-    t = c.tuning.tile("intra_head", K, V, x.q.dtype, 0, whole)
+    t = c.tuning.tile("intra_head", K, V, dtype, 0, whole)
     if c.terms > 1:
         t = t._replace(registers=None)  # would spill
-    p_strides = (0, 0) if x.p is None else x.p.stride()[:2]
-    strides = x.g.stride(0), 0 if x.beta is None else x.beta.stride(0)
-    bounds = rule.lower_bound or 0.0, rule.beta_factor or 1.0
-    given = x.A_log, x.dt_bias
-    shared = {
-        "HV": HV,
-        "BT": CHUNK,
-        "GATE": GATES[rule.gate][0],
-        "BETA_SIGMOID": rule.beta_factor is not None,
-        "EXP2": rule.use_exp2,
-        "REMOVAL": rule.removal,
-    }
-    where = table.chunk_start, table.chunk_rows
+    S, R = c.shape(t), rule_options(rule, dtype)
+    given = gate(rule, x), beta(rule, x)
     if t.hopper:
         BH = min(32, tile_table.power_of_two(HV))
-        grid = NC, cdiv(HV, BH)
-        some = x.g, x.beta, *given, c.rows, *where, *strides, *bounds
-        launch(head_rows_kernel, grid, *some, BH=BH, **shared)
+        launch(head_rows_kernel, (NC, cdiv(HV, BH)), *given, c.rows, table.chunks, S, R, BH)
         return functools.partial(eligible.sm90_intra.intra_head, rule, table, x, c)
+    qkp, out = (rows(x.q), rows(x.k), rows(x.p)), Formed(*c[:8])
+    compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
 
     def form(first: int, stop: int) -> None:
-        launch(
-            intra_head_kernel,
-            (stop - first, HV),
-            x.q,
-            x.k,
-            x.p,
-            x.g,
-            x.beta,
-            *given,
-            c.T,
-            c.Aqk,
-            c.decay,
-            c.rows,
-            *where,
-            first,
-            *x.q.stride()[:2],
-            *x.k.stride()[:2],
-            *p_strides,
-            *strides,
-            rule.scale,
-            *bounds,
-            G=HV // H,
-            K=K,
-            BK=t.BK,
-            NORM=rule.qk_l2norm,
-            EPS=NORM_EPS,
-            TERMS=c.terms,
-            PRECISION=precision(x.q.dtype),
-            NS=t.stages,
-            num_warps=t.warps,
-            maxnreg=t.registers,
-            **shared,
-        )
+        rest = out, table.chunks, first, rule.scale
+        launch(intra_head_kernel, (stop - first, HV), *qkp, *given, *rest, **compiled)
 
     return form

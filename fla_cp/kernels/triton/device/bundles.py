@@ -156,6 +156,48 @@ class ChannelwiseGrads(NamedTuple):
     ddt_bias: Any
 
 
+class HeadwiseSaved(NamedTuple):
+    """What the products of the headwise backward read: inputs, what the scans left, `Formed.rows` and
+    `decay`, and from `scores_head_bwd_kernel` weights [NC, HV, 2, C, C] and row_grads [NC, HV, 3, C]
+    (planes.py)."""
+
+    q: Rows
+    k: Rows
+    p: Rows
+    do: Rows
+    h: Any
+    dh: Any
+    v_new: Any
+    y: Any
+    rows: Any
+    decay: Any
+    weights: Any
+    row_grads: Any
+
+
+class HeadwiseGrads(NamedTuple):
+    """dq, dk, dp [T, H, K]; shares [1 + key tiles, T, HV], fp32, of which plane 1 + tile is written:
+    the tile's part of dbeta; dgc [tiles, NC, HV, C], fp32: its part in the gradient of gc, what
+    comes from the chunk's end in the last row; shift, like dgc, with p: what its rows give to the
+    sums up to the token before."""
+
+    dq: Any
+    dk: Any
+    dp: Any
+    dgc: Any
+    shift: Any
+    shares: Any
+
+
+class GateGrads(NamedTuple):
+    """dg and dbeta [T, HV]; per chunk dA_log and ddt_bias [NC, HV], fp32. Each but dg may be None."""
+
+    dg: Any
+    dbeta: Any
+    dA_log: Any
+    ddt_bias: Any
+
+
 class Shape(NamedTuple):
     """Heads (HV of values, G for each of q and k), dims, tile and precision. HEAD: one decay a
     head. REMOVAL: the rule's. TERMS: tiles that add up to T and Aqk. PRECISION: of fp32 products.

@@ -4,23 +4,22 @@ import triton
 import triton.language as tl
 
 from fla_cp.kernels.triton.device.blocks import decay_exp
-from fla_cp.kernels.triton.device.gates import LOG2E
+from fla_cp.kernels.triton.device.gates import LOG2E, gate_value
 
 
 @triton.jit
-def load_head_gate(
-    g, A_log, dt_bias, i_h, o_i, g_t, m_i, bound, GATE: tl.constexpr, EXP2: tl.constexpr
-):
+def load_head_gate(gate, start, i_h, o_i, m_i, GATE: tl.constexpr, EXP2: tl.constexpr):
     """raw = g + dt_bias [BT], rate = exp(A_log), and the log decay in the unit of gc, zero beyond
     the chunk. Below -256 its exponential is zero whatever it multiplies; sums of what is less would
-    lose the digits of the rest."""
-    raw = tl.load(g + o_i * g_t, mask=m_i, other=0.0).to(tl.float32)
+    lose the digits of the rest. For several heads i_h and o_i broadcast to [BT, heads]."""
+    at = gate.g.ptr + (i_h * gate.g.head + start * gate.g.row)
+    raw = tl.load(at + o_i * gate.g.row, mask=m_i, other=0.0).to(tl.float32)
     rate = 1.0
-    if dt_bias is not None:
-        raw += tl.load(dt_bias + i_h).to(tl.float32)
-    if A_log is not None:
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    b_g = tl.where(m_i, GATE(raw, rate, bound), 0.0)
+    if gate.dt_bias is not None:
+        raw += tl.load(gate.dt_bias + i_h).to(tl.float32)
+    if gate.A_log is not None:
+        rate = tl.exp(tl.load(gate.A_log + i_h).to(tl.float32))
+    b_g = tl.where(m_i, gate_value(raw, rate, gate.bound, GATE), 0.0)
     if EXP2:
         b_g *= LOG2E
     return raw, rate, tl.maximum(b_g, -256.0)
