@@ -1,6 +1,6 @@
-"""Depthwise causal convolution (stages/conv.py) and its adjoint, one pass each.
+"""Depthwise causal convolution (kernels/torch/conv.py) and its adjoint, one pass each.
 
-A program, one warp, walks the tokens of one tile in order for 128 channels. It keeps the W - 1
+A program, one warp, goes through the tokens of one tile in order for 128 channels. It keeps the W - 1
 tokens before the present one in registers, so that each row of x is read once; R rows are loaded
 before any of them is used. A tile lies within one token range: its predecessors are all in x or
 all in the halo. Backward, the gradients of the W - 1 rows that later tokens still add to are kept
@@ -10,6 +10,7 @@ the same way, and each program leaves its share of the gradients of weight and b
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from torch import Tensor
 from fla_cp.kernels.torch import conv as torch_stage
 from fla_cp.kernels.torch.conv import ConvRows
 from fla_cp.kernels.triton.device.blocks import divides, unit_rows
+from fla_cp.kernels.triton.device.bundles import Rows
 from fla_cp.kernels.triton.device.gates import sigmoid
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.partition.device_tables import to_device
@@ -33,17 +35,27 @@ CHANNELS = 128
 """Of a program: four a lane. With eight the backward spills, at 255 registers."""
 
 
+class ConvShape(NamedTuple):
+    """Channels, taps, rows loaded at once, channels of a program, and whether SiLU follows."""
+
+    D: int
+    W: int
+    R: int
+    BC: int
+    SILU: bool
+
+
 @triton.jit
-def tile_of(tiles, n, D: tl.constexpr, BC: tl.constexpr):
+def tile_of(tiles, n, S: tl.constexpr):
     """This program's tile: its number, start, stop, end of its range, first halo row or -1; its
     channels and which of them exist."""
-    blocks: tl.constexpr = (D + BC - 1) // BC
+    blocks: tl.constexpr = (S.D + S.BC - 1) // S.BC
     i_t = tl.program_id(0) // blocks
-    o_c = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
-    if divides(BC, D):
-        m_c = tl.full([BC], True, tl.int1)
+    o_c = tl.program_id(0) % blocks * S.BC + tl.arange(0, S.BC)
+    if divides(S.BC, S.D):
+        m_c = tl.full([S.BC], True, tl.int1)
     else:
-        m_c = o_c < D
+        m_c = o_c < S.D
     tiles += i_t
     start, stop = tl.load(tiles), tl.load(tiles + n)
     end, row = tl.load(tiles + 2 * n), tl.load(tiles + 3 * n)
@@ -60,26 +72,26 @@ def load_taps(weight, o_c, m_c, W: tl.constexpr):
 
 
 @triton.jit
-def load_window(x, halo, start, row, x_t, o_c, m_c, D: tl.constexpr, W: tl.constexpr):
+def load_window(x, halo, start, row, o_c, m_c, S: tl.constexpr):
     """The W - 1 tokens before `start`, nearest first; zero where there are none."""
     m = start > 0
     if halo is not None:
         m = m | (row >= 0)
     window = ()
-    for s in tl.static_range(1, W):
-        p = x + (start - s).to(tl.int64) * x_t
+    for s in tl.static_range(1, S.W):
+        p = x.ptr + (start - s).to(tl.int64) * x.row
         if halo is not None:
-            p = tl.where(row >= 0, halo + (row + W - 1 - s).to(tl.int64) * D, p)
+            p = tl.where(row >= 0, halo + (row + S.W - 1 - s).to(tl.int64) * S.D, p)
         window = window + (tl.load(p + o_c, mask=m_c & m, other=0.0).to(tl.float32),)
     return window
 
 
 @triton.jit
-def load_next(x, t, stop, x_t, o_c, m_c, R: tl.constexpr):
+def load_next(x, t, stop, o_c, m_c, R: tl.constexpr):
     """R rows from t on, zero from `stop` on."""
     rows = ()
     for r in tl.static_range(R):
-        p = x + (t + r).to(tl.int64) * x_t + o_c
+        p = x.ptr + (t + r).to(tl.int64) * x.row + o_c
         rows = rows + (tl.load(p, mask=m_c & (t + r < stop), other=0.0),)
     return rows
 
@@ -118,106 +130,76 @@ def load_bias(bias, o_c, m_c):
 
 
 @triton.jit
-def conv_kernel(
-    x,
-    halo,
-    weight,
-    bias,
-    y,
-    tiles,
-    reach,
-    n,
-    x_t,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    BC: tl.constexpr,
-    SILU: tl.constexpr,
-):
-    """y [T, D]; x [T, D], halo [*, D], weight [D, W], bias [D]; int32 tiles [4, n], reach [T]."""
-    _, start, stop, _end, row, o_c, m_c = tile_of(tiles, n, D, BC)
-    taps = load_taps(weight, o_c, m_c, W)
+def conv_kernel(x, halo, weight, bias, y, tiles, reach, n, S: tl.constexpr):
+    """x: `Rows`, [T, D]; y [T, D], halo [*, D], weight [D, W], bias [D]; int32 tiles [4, n],
+    reach [T]."""
+    _, start, stop, _end, row, o_c, m_c = tile_of(tiles, n, S)
+    taps = load_taps(weight, o_c, m_c, S.W)
     b_bias = load_bias(bias, o_c, m_c)
-    window = load_window(x, halo, start, row, x_t, o_c, m_c, D, W)
-    for i in range(tl.cdiv(stop - start, R)):
-        t = start + i * R
-        rows = load_next(x, t, stop, x_t, o_c, m_c, R)
-        reaches = load_reach(reach, t, stop, R)
-        for r in tl.static_range(R):
+    window = load_window(x, halo, start, row, o_c, m_c, S)
+    for i in range(tl.cdiv(stop - start, S.R)):
+        t = start + i * S.R
+        rows = load_next(x, t, stop, o_c, m_c, S.R)
+        reaches = load_reach(reach, t, stop, S.R)
+        for r in tl.static_range(S.R):
             b_x = rows[r].to(tl.float32)
             b_y = weighted(taps, within(window, b_x, reaches[r]), b_bias)
-            window = ((b_x,) + window)[: W - 1]
-            if SILU:
+            window = ((b_x,) + window)[: S.W - 1]
+            if S.SILU:
                 b_y *= sigmoid(b_y)
-            p = y + (t + r).to(tl.int64) * D + o_c
+            p = y + (t + r).to(tl.int64) * S.D + o_c
             tl.store(p, b_y.to(y.dtype.element_ty), mask=m_c & (t + r < stop))
 
 
 @triton.jit
 def conv_bwd_kernel(
-    x,
-    halo,
-    weight,
-    bias,
-    dy,
-    dx,
-    dhalo,
-    partial,
-    tiles,
-    reach,
-    n,
-    x_t,
-    dy_t,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    R: tl.constexpr,
-    BC: tl.constexpr,
-    SILU: tl.constexpr,
+    x, halo, weight, bias, dy, dx, dhalo, partial, tiles, reach, n, S: tl.constexpr
 ):
-    """dx [T, D]; dhalo [*, D] fp32; partial [n, W, D] fp32 (W + 1 with a bias): by distance."""
-    i_t, start, stop, end, row, o_c, m_c = tile_of(tiles, n, D, BC)
-    taps = load_taps(weight, o_c, m_c, W)
+    """x, dy: `Rows`; dx [T, D]; dhalo [*, D], fp32; partial [n, W, D], fp32 (W + 1 with a bias), by
+    distance."""
+    i_t, start, stop, end, row, o_c, m_c = tile_of(tiles, n, S)
+    taps = load_taps(weight, o_c, m_c, S.W)
     b_bias = load_bias(bias, o_c, m_c)
-    window = load_window(x, halo, start, row, x_t, o_c, m_c, D, W)
-    zero = tl.zeros([BC], tl.float32)
+    window = load_window(x, halo, start, row, o_c, m_c, S)
+    zero = tl.zeros([S.BC], tl.float32)
     dtaps, pending = (zero,), ()  # pending: gradients so far of the rows before t, nearest first
-    for _ in tl.static_range(1, W):
+    for _ in tl.static_range(1, S.W):
         dtaps, pending = dtaps + (zero,), pending + (zero,)
     dbias = zero
-    for i in range(tl.cdiv(stop - start + W - 1, R)):
-        t = start + i * R
-        rows = load_next(x, t, end, x_t, o_c, m_c, R)
-        drows = load_next(dy, t, end, dy_t, o_c, m_c, R)
-        reaches = load_reach(reach, t, end, R)
-        for r in tl.static_range(R):
+    for i in range(tl.cdiv(stop - start + S.W - 1, S.R)):
+        t = start + i * S.R
+        rows = load_next(x, t, end, o_c, m_c, S.R)
+        drows = load_next(dy, t, end, o_c, m_c, S.R)
+        reaches = load_reach(reach, t, end, S.R)
+        for r in tl.static_range(S.R):
             b_x, b_dz = rows[r].to(tl.float32), drows[r].to(tl.float32)
             seen = within(window, b_x, reaches[r])
-            window = ((b_x,) + window)[: W - 1]
-            if SILU:
+            window = ((b_x,) + window)[: S.W - 1]
+            if S.SILU:
                 b_z = weighted(taps, seen, b_bias)
                 b_s = sigmoid(b_z)
                 b_dz *= b_s + b_z * b_s * (1.0 - b_s)
             mine = tl.where(t + r < stop, b_dz, 0.0)
             dbias += mine
             sums, grads = (dtaps[0] + mine * b_x,), (taps[0] * b_dz,)
-            for s in tl.static_range(1, W):
+            for s in tl.static_range(1, S.W):
                 sums = sums + (dtaps[s] + mine * seen[s],)
                 b_d = tl.where(reaches[r] >= s, b_dz, 0.0)
                 grads = grads + (pending[s - 1] + taps[s] * b_d,)
             dtaps = sums
-            pending = grads[: W - 1]
-            b_dx = grads[W - 1]
-            o_t = t + r - (W - 1)
-            p = dx + o_t.to(tl.int64) * D + o_c
+            pending = grads[: S.W - 1]
+            b_dx = grads[S.W - 1]
+            o_t = t + r - (S.W - 1)
+            p = dx + o_t.to(tl.int64) * S.D + o_c
             tl.store(p, b_dx.to(dx.dtype.element_ty), mask=m_c & (o_t >= start) & (o_t < stop))
             if halo is not None:
-                p = dhalo + (row + t + r - start).to(tl.int64) * D + o_c
+                p = dhalo + (row + t + r - start).to(tl.int64) * S.D + o_c
                 tl.store(p, b_dx, mask=m_c & (o_t < start) & (row >= 0))
-    partial += i_t * (W + (bias is not None)) * D + o_c
-    for s in tl.static_range(W):
-        tl.store(partial + s * D, dtaps[s], mask=m_c)
+    partial += i_t * (S.W + (bias is not None)) * S.D + o_c
+    for s in tl.static_range(S.W):
+        tl.store(partial + s * S.D, dtaps[s], mask=m_c)
     if bias is not None:
-        tl.store(partial + W * D, dbias, mask=m_c)
+        tl.store(partial + S.W * S.D, dbias, mask=m_c)
 
 
 @lru_cache(maxsize=32)
@@ -235,9 +217,12 @@ def _tiles(lengths: tuple[int, ...], width: int, size: int, device: torch.device
     return to_device(table.T.contiguous(), torch.int32, device)
 
 
-def _launch(x: Tensor, halo: Tensor, where: ConvRows, W: int) -> tuple[Tensor, dict, int]:
-    """Table of tiles, options of both kernels, programs. Tiles are as long as 4096 programs allow:
-    each reads W - 1 rows of its neighbours, and writes a row of partial sums."""
+def _prepared(
+    x: Tensor, halo: Tensor, where: ConvRows, weight: Tensor, silu: bool
+) -> tuple[Tensor, int, tuple, ConvShape]:
+    """The table of tiles, how many programs there are, x to weight as the kernels take them, and S.
+    Tiles are as long as 4096 programs allow: each reads W - 1 rows of its neighbours and writes a
+    row of partial sums."""
     T, D = x.shape
     blocks = cdiv(D, CHANNELS)
     size = 16
@@ -246,35 +231,22 @@ def _launch(x: Tensor, halo: Tensor, where: ConvRows, W: int) -> tuple[Tensor, d
     if size not in where.kept:
         where.kept[size] = _tiles(where.lengths, where.width, size, x.device)
     tiles = where.kept[size]
-    options = {"D": D, "W": W, "R": ROWS, "BC": CHANNELS, "num_warps": 1}
-    return tiles, options, tiles.shape[1] * blocks
+    given = Rows(x, x.stride(0), 0), halo if len(halo) else None, weight.contiguous()
+    shape = ConvShape(D, weight.shape[1], ROWS, CHANNELS, silu)
+    return tiles, tiles.shape[1] * blocks, given, shape
 
 
 def conv(
     x: Tensor, halo: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> Tensor:
-    W = weight.shape[1]
-    if W > MAX_TAPS:
+    if weight.shape[1] > MAX_TAPS:
         return torch_stage.conv(x, halo, where, weight, bias, silu)
     x = unit_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tiles, options, programs = _launch(x, halo, where, W)
+    tiles, programs, given, S = _prepared(x, halo, where, weight, silu)
     if programs:
-        launch(
-            conv_kernel,
-            (programs,),
-            x,
-            halo if len(halo) else None,
-            weight.contiguous(),
-            bias,
-            y,
-            tiles,
-            where.reach,
-            tiles.shape[1],
-            x.stride(0),
-            SILU=silu,
-            **options,
-        )
+        rest = bias, y, tiles, where.reach, tiles.shape[1], S
+        launch(conv_kernel, (programs,), *given, *rest, num_warps=1)
     return y
 
 
@@ -287,35 +259,19 @@ def conv_bwd(
     silu: bool,
     dy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    W, D = weight.shape[1], x.shape[1]
+    D, W = weight.shape
     if W > MAX_TAPS:
         return torch_stage.conv_bwd(x, halo, where, weight, bias, silu, dy)
     x, dy = unit_rows(x), unit_rows(dy)
-    tiles, options, programs = _launch(x, halo, where, W)
+    tiles, programs, given, S = _prepared(x, halo, where, weight, silu)
     n = tiles.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dhalo = torch.zeros(halo.shape, dtype=torch.float32, device=x.device)
     partial = torch.empty(n, W + (bias is not None), D, dtype=torch.float32, device=x.device)
     if programs:
-        launch(
-            conv_bwd_kernel,
-            (programs,),
-            x,
-            halo if len(halo) else None,
-            weight.contiguous(),
-            bias,
-            dy,
-            dx,
-            dhalo,
-            partial,
-            tiles,
-            where.reach,
-            n,
-            x.stride(0),
-            dy.stride(0),
-            SILU=silu,
-            **options,
-        )
+        grads = Rows(dy, dy.stride(0), 0), dx, dhalo, partial
+        rest = bias, *grads, tiles, where.reach, n, S
+        launch(conv_bwd_kernel, (programs,), *given, *rest, num_warps=1)
     sums = partial.sum(0)
     dweight = sums[:W].flip(0).T.contiguous()
     return dx, dhalo, dweight, None if bias is None else sums[W]

@@ -9,6 +9,7 @@ columns of the state, the first step's at first.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,12 +33,12 @@ def load_tile(ptr, row, o_r, o_c, R: tl.constexpr, C: tl.constexpr, STRIDE: tl.c
 
 
 @triton.jit
-def load_transition(M, row, o_r, o_c, K: tl.constexpr, STRIDE: tl.constexpr, T: tl.constexpr):
-    """Of matrix `row` [K, K] of M, or with T of its transpose."""
-    if T:
-        return tl.trans(load_tile(M, row, o_c, o_r, K, K, STRIDE))
+def load_transition(M, row, o_r, o_c, S: tl.constexpr):
+    """A tile of matrix `row` [K, K] of M, or of its transpose."""
+    if S.TRANSPOSED:
+        return tl.trans(load_tile(M, row, o_c, o_r, S.K, S.K, S.M_ROW))
     else:
-        return load_tile(M, row, o_r, o_c, K, K, STRIDE)
+        return load_tile(M, row, o_r, o_c, S.K, S.K, S.M_ROW)
 
 
 @triton.jit
@@ -52,73 +53,69 @@ def of_head(row, i_h, HV: tl.constexpr):
     return row.to(tl.int64) * HV + tl.where(row < 0, 0, i_h)
 
 
+class FoldShape(NamedTuple):
+    """W: columns of out, V or V + K. BR, BK: rows and columns of a transition's tile. M_ROW, B_ROW:
+    between the rows of a matrix of M and of B."""
+
+    HV: int
+    K: int
+    V: int
+    W: int
+    BR: int
+    BK: int
+    BV: int
+    M_ROW: int
+    B_ROW: int
+    TRANSPOSED: bool
+
+
 @triton.jit
-def fold_kernel(
-    M,
-    B,
-    start,
-    out,
-    places,
-    first,
-    starts,
-    entries,
-    steps,
-    n,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    W: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    M_ROW: tl.constexpr,
-    B_ROW: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    """See `affine.walk`; places [2, C, HV, K, W]: of the state. steps: int32 [3, n], rows of M, B
-    and out, -1 for none. W: columns of out, V or V + K. M_ROW, B_ROW: between the rows of a matrix
-    of M and of B. BR, BK: rows and columns of a transition's tile."""
-    tiles: tl.constexpr = (W + BV - 1) // BV
+def fold_kernel(M, B, start, out, places, first, starts, entries, steps, n, S: tl.constexpr):
+    """See `fla_cp.comm.affine.fold`. places [2, C, HV, K, W]: of the state. steps: int32 [3, n], rows
+    of M, B and out, -1 for none."""
+    tiles: tl.constexpr = (S.W + S.BV - 1) // S.BV
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     chains = (tl.num_programs(0) // tiles).to(tl.int64)
-    o_b, o_v = tl.arange(0, BK), tl.program_id(0) % tiles * BV + tl.arange(0, BV)
-    here = i_c * HV + i_h
-    entry = of_head(tl.load(entries + i_c), i_h, HV)
-    for r in range(tl.cdiv(K, BK)):
-        o_r = r * BK + o_b
+    o_b, o_v = tl.arange(0, S.BK), tl.program_id(0) % tiles * S.BV + tl.arange(0, S.BV)
+    here = i_c * S.HV + i_h
+    entry = of_head(tl.load(entries + i_c), i_h, S.HV)
+    for r in range(tl.cdiv(S.K, S.BK)):
+        o_r = r * S.BK + o_b
         if start is None:
-            b_S = tl.zeros([BK, BV], tl.float32)
+            b_S = tl.zeros([S.BK, S.BV], tl.float32)
         else:
-            b_S = load_tile(start, of_head(tl.load(starts + i_c), i_h, HV), o_r, o_v, K, V, V)
-            store_tile(places, b_S, here, o_r, o_v, K, W)
-        store_tile(out, b_S, entry, o_r, o_v, K, W)
+            b_S = load_tile(
+                start, of_head(tl.load(starts + i_c), i_h, S.HV), o_r, o_v, S.K, S.V, S.V
+            )
+            store_tile(places, b_S, here, o_r, o_v, S.K, S.W)
+        store_tile(out, b_S, entry, o_r, o_v, S.K, S.W)
     lo = tl.load(first + i_c)
     for j in range(tl.load(first + i_c + 1) - lo):
-        i_m = of_head(tl.load(steps + lo + j), i_h, HV)
-        i_b = of_head(tl.load(steps + n + lo + j), i_h, HV)
-        i_o = of_head(tl.load(steps + 2 * n + lo + j), i_h, HV)
+        i_m = of_head(tl.load(steps + lo + j), i_h, S.HV)
+        i_b = of_head(tl.load(steps + n + lo + j), i_h, S.HV)
+        i_o = of_head(tl.load(steps + 2 * n + lo + j), i_h, S.HV)
         i_t = tl.where(j == 0, i_m, -1)
         if start is None:  # then the state is zero
             i_m = tl.where(j == 0, -1, i_m)
-        before, after = here + j % 2 * chains * HV, here + (j + 1) % 2 * chains * HV
-        for r in tl.range(tl.cdiv(K, BR), disable_licm=True):
-            o_r = r * BR + tl.arange(0, BR)
-            acc = tl.zeros([BR, BV], tl.float32)
+        before, after = here + j % 2 * chains * S.HV, here + (j + 1) % 2 * chains * S.HV
+        for r in tl.range(tl.cdiv(S.K, S.BR), disable_licm=True):
+            o_r = r * S.BR + tl.arange(0, S.BR)
+            acc = tl.zeros([S.BR, S.BV], tl.float32)
             if B is not None:
-                acc = load_tile(B, i_b, o_r, o_v, K, V, B_ROW)
-            if M is not None and W > V:
-                acc += load_transition(M, i_t, o_r, o_v - V, K, M_ROW, TRANSPOSED)
+                acc = load_tile(B, i_b, o_r, o_v, S.K, S.V, S.B_ROW)
+            if M is not None and S.W > S.V:
+                acc += load_transition(M, i_t, o_r, o_v - S.V, S)
             if r == 0:
                 tl.debug_barrier()
             if M is not None:
                 enters = i_m >= 0
                 if enters:
-                    for c in tl.static_range((K + BK - 1) // BK):
-                        b_M = load_transition(M, i_m, o_r, c * BK + o_b, K, M_ROW, TRANSPOSED)
-                        b_S = load_tile(places, before, c * BK + o_b, o_v, K, W, W)
+                    for c in tl.static_range((S.K + S.BK - 1) // S.BK):
+                        b_M = load_transition(M, i_m, o_r, c * S.BK + o_b, S)
+                        b_S = load_tile(places, before, c * S.BK + o_b, o_v, S.K, S.W, S.W)
                         acc = dot(b_M, b_S, "tf32x3", acc=acc)
-            store_tile(places, acc, after, o_r, o_v, K, W)
-            store_tile(out, acc, i_o, o_r, o_v, K, W)
+            store_tile(places, acc, after, o_r, o_v, S.K, S.W)
+            store_tile(out, acc, i_o, o_r, o_v, S.K, S.W)
 
 
 @functools.cache
@@ -161,30 +158,8 @@ def fold(
     places = out.new_empty(2, chains, HV, K, W)
     transition, M_row = _rows(transition)
     offset, B_row = _rows(offset)
-    launch(
-        fold_kernel,
-        (chains * cdiv(W, BV), HV),
-        transition,
-        offset,
-        start,
-        out,
-        places,
-        first,
-        starts,
-        entries,
-        rows,
-        len(rows) // 3,
-        HV=HV,
-        K=K,
-        V=V,
-        W=W,
-        BR=BR,
-        BK=min(64, BR),
-        BV=BV,
-        M_ROW=M_row,
-        B_ROW=B_row,
-        TRANSPOSED=transposed,
-        num_warps=max(4, BR // 16),
-        num_stages=1,
-    )
+    S = FoldShape(HV, K, V, W, BR, min(64, BR), BV, M_row, B_row, transposed)
+    given = transition, offset, start, out, places, first, starts, entries, rows, len(rows) // 3
+    compiled = {"num_warps": max(4, BR // 16), "num_stages": 1}
+    launch(fold_kernel, (chains * cdiv(W, BV), HV), *given, S, **compiled)
     return out

@@ -6,7 +6,7 @@ of A_log and dt_bias, which are then summed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.triton.device.blocks import load_rows, store_rows, unit_rows
-from fla_cp.kernels.triton.device.gates import GATES
+from fla_cp.kernels.triton.device.bundles import Gate, Rows, rows, rows_from
+from fla_cp.kernels.triton.device.gates import gate_slope, gate_value, rate_slope
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.tile_table import power_of_two
 from fla_cp.rule import DeltaRule
@@ -27,123 +28,90 @@ TOKENS = 256
 
 
 @triton.jit
-def load_head(A_log, dt_bias, i_h, o_k, K: tl.constexpr):
+def load_head(gate, i_h, o_k, K: tl.constexpr):
     """exp(A_log), 1 without; dt_bias [1, BK], 0 without."""
     rate, b_bias = 1.0, 0.0
-    if A_log is not None:
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    if dt_bias is not None:
-        p = dt_bias + i_h * K + o_k
+    if gate.A_log is not None:
+        rate = tl.exp(tl.load(gate.A_log + i_h).to(tl.float32))
+    if gate.dt_bias is not None:
+        p = gate.dt_bias + i_h * K + o_k
         b_bias = tl.load(p, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
     return rate, b_bias
 
 
 @triton.jit
-def gate_kernel(
-    g,
-    A_log,
-    dt_bias,
-    out,
-    T,
-    g_t,
-    g_h,
-    bound,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    GATE: tl.constexpr,
-):
-    """out [T, H, K], fp32; g [T, H, K], A_log [H], dt_bias [H*K]."""
+def gate_kernel(gate, out, T, H: tl.constexpr, GATE: tl.constexpr, S: tl.constexpr):
+    """out [T, H, K], fp32; gate: `Gate`; S: `GateTile`."""
     i_h = (tl.program_id(0) % H).to(tl.int64)
-    o_t = (tl.program_id(0) // H).to(tl.int64) * BT + tl.arange(0, BT)
-    o_k, m_t = tl.arange(0, BK), o_t < T
-    rate, b_bias = load_head(A_log, dt_bias, i_h, o_k, K)
-    raw = load_rows(g + i_h * g_h, o_t, g_t, m_t, o_k, K).to(tl.float32) + b_bias
-    store_rows(out + i_h * K, GATE(raw, rate, bound), o_t, H * K, m_t, o_k, K)
+    o_t = (tl.program_id(0) // H).to(tl.int64) * S.BT + tl.arange(0, S.BT)
+    o_k, m_t = tl.arange(0, S.BK), o_t < T
+    rate, b_bias = load_head(gate, i_h, o_k, S.K)
+    raw = load_rows(rows_from(gate.g, 0, i_h), o_t, m_t, o_k, S.K).to(tl.float32) + b_bias
+    value = gate_value(raw, rate, gate.bound, GATE)
+    store_rows(out + i_h * S.K, value, o_t, H * S.K, m_t, o_k, S.K)
 
 
 @triton.jit
 def gate_bwd_kernel(
-    g,
-    A_log,
-    dt_bias,
-    dout,
-    dg,
-    dA_log,
-    ddt_bias,
-    T,
-    g_t,
-    g_h,
-    bound,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    STEPS: tl.constexpr,
-    GATE: tl.constexpr,
-    SLOPE: tl.constexpr,
-    RATE_SCALES_RAW: tl.constexpr,
+    gate, dout, dg, dA_log, ddt_bias, T, H: tl.constexpr, GATE: tl.constexpr, S: tl.constexpr
 ):
-    """dg [T, H, K]; a program's shares dA_log [*, H] and ddt_bias [*, H, K], fp32, None without."""
+    """dg [T, H, K]; a program's shares dA_log [*, H] and ddt_bias [*, H, K], fp32, which are written
+    where the gate has A_log and dt_bias."""
     i_h = (tl.program_id(0) % H).to(tl.int64)
     i_t = (tl.program_id(0) // H).to(tl.int64)
-    o_k = tl.arange(0, BK)
-    rate, b_bias = load_head(A_log, dt_bias, i_h, o_k, K)
-    b_rate, b_raw = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
-    for step in range(STEPS):
-        o_t = (i_t * STEPS + step) * BT + tl.arange(0, BT)
+    o_k = tl.arange(0, S.BK)
+    rate, b_bias = load_head(gate, i_h, o_k, S.K)
+    g, d = rows_from(gate.g, 0, i_h), Rows(dout + i_h * S.K, H * S.K, 0)
+    b_rate, b_raw = tl.zeros([S.BT, S.BK], tl.float32), tl.zeros([S.BT, S.BK], tl.float32)
+    for step in range(S.STEPS):
+        o_t = (i_t * S.STEPS + step) * S.BT + tl.arange(0, S.BT)
         m_t = o_t < T
-        raw = load_rows(g + i_h * g_h, o_t, g_t, m_t, o_k, K).to(tl.float32) + b_bias
-        b_d = load_rows(dout + i_h * K, o_t, H * K, m_t, o_k, K)
-        slope = SLOPE(raw, rate, bound)
-        b_draw = b_d * slope
-        store_rows(dg + i_h * K, b_draw, o_t, H * K, m_t, o_k, K)
-        if dt_bias is not None:
+        raw = load_rows(g, o_t, m_t, o_k, S.K).to(tl.float32) + b_bias
+        b_d = load_rows(d, o_t, m_t, o_k, S.K)
+        b_draw = b_d * gate_slope(raw, rate, gate.bound, GATE)
+        store_rows(dg + i_h * S.K, b_draw, o_t, H * S.K, m_t, o_k, S.K)
+        if gate.dt_bias is not None:
             b_raw += b_draw
-        if A_log is not None:
-            if RATE_SCALES_RAW:  # d value / d A_log = raw d value / d raw
-                b_rate += b_draw * raw
-            else:
-                b_rate += b_d * GATE(raw, rate, bound)
-    if A_log is not None:
+        if gate.A_log is not None:
+            b_rate += rate_slope(raw, rate, gate.bound, b_d, b_draw, GATE)
+    if gate.A_log is not None:
         tl.store(dA_log + i_t * H + i_h, tl.sum(tl.sum(b_rate, axis=1), axis=0))
-    if dt_bias is not None:
-        p = ddt_bias + (i_t * H + i_h) * K + o_k
-        tl.store(p, tl.sum(b_raw, axis=0), mask=o_k < K)
+    if gate.dt_bias is not None:
+        p = ddt_bias + (i_t * H + i_h) * S.K + o_k
+        tl.store(p, tl.sum(b_raw, axis=0), mask=o_k < S.K)
 
 
-def _tile(K: int) -> dict[str, int]:
+class GateTile(NamedTuple):
+    """K, the tile [BT, BK], and how many tiles a program of the backward takes in turn."""
+
+    K: int
+    BT: int
+    BK: int
+    STEPS: int
+
+
+def _prepared(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> tuple[Gate, dict[str, Any]]:
+    """The kernels' arguments."""
+    rates = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
+    _, H, K = g.shape
     BK = power_of_two(K)
-    return {"K": K, "BK": BK, "BT": max(1, ELEMENTS // BK), "num_warps": 4}
-
-
-def _gate_name(lower_bound: float | None) -> str:
-    return "softplus" if lower_bound is None else "sigmoid"
+    BT = max(1, ELEMENTS // BK)
+    tile = GateTile(K, BT, BK, max(1, TOKENS // BT))
+    name = "softplus" if lower_bound is None else "sigmoid"
+    options = {"H": H, "GATE": name, "S": tile, "num_warps": 4}
+    return Gate(rows(unit_rows(g)), *rates, lower_bound or 0.0), options
 
 
 def _run(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> Tensor:
-    g = unit_rows(g)
-    T, H, K = g.shape
-    out = torch.empty(T, H, K, dtype=torch.float32, device=g.device)
-    tile = _tile(K)
+    gate, options = _prepared(g, A_log, dt_bias, lower_bound)
+    out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     if out.numel():
-        launch(
-            gate_kernel,
-            (cdiv(T, tile["BT"]) * H,),
-            g,
-            None if A_log is None else A_log.contiguous(),
-            None if dt_bias is None else dt_bias.contiguous(),
-            out,
-            T,
-            *g.stride()[:2],
-            lower_bound or 0.0,
-            H=H,
-            GATE=GATES[_gate_name(lower_bound)][0],
-            **tile,
-        )
+        T, H, _ = g.shape
+        launch(gate_kernel, (cdiv(T, options["S"].BT) * H,), gate, out, T, **options)
     return out
 
 
@@ -151,37 +119,16 @@ def _run_backward(
     dout: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> list[Tensor]:
     """dg, dA_log, ddt_bias, an empty tensor for what is missing."""
-    g = unit_rows(g)
+    gate, options = _prepared(g, A_log, dt_bias, lower_bound)
     T, H, K = g.shape
-    tile = _tile(K)
-    steps = max(1, TOKENS // tile["BT"])
-    n = cdiv(T, tile["BT"] * steps)
+    n = cdiv(T, options["S"].BT * options["S"].STEPS)
     dg = torch.empty(T, H, K, dtype=g.dtype, device=g.device)
     dA_log, ddt_bias = (
         torch.empty(n, H, *s, dtype=torch.float32, device=g.device) for s in ((), (K,))
     )
-    name = _gate_name(lower_bound)
     if dg.numel():
-        launch(
-            gate_bwd_kernel,
-            (n * H,),
-            g,
-            None if A_log is None else A_log.contiguous(),
-            None if dt_bias is None else dt_bias.contiguous(),
-            dout.contiguous(),
-            dg,
-            dA_log,
-            ddt_bias,
-            T,
-            *g.stride()[:2],
-            lower_bound or 0.0,
-            H=H,
-            STEPS=steps,
-            GATE=GATES[name][0],
-            SLOPE=GATES[name][1],
-            RATE_SCALES_RAW=name == "sigmoid",
-            **tile,
-        )
+        given = dout.contiguous(), dg, dA_log, ddt_bias, T
+        launch(gate_bwd_kernel, (n * H,), gate, *given, **options)
     sums = (
         g.new_empty(0) if x is None else part.sum(0).view(x.shape).to(x.dtype)
         for part, x in ((dA_log, A_log), (ddt_bias, dt_bias))

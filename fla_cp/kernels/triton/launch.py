@@ -20,7 +20,7 @@ MAX_REMEMBERED = 4096
 """Compiled kernels remembered; beyond it all are forgotten."""
 
 PLAIN = frozenset((int, str, bool, tuple, type(None), Shape, RuleOptions))
-"""Types of arguments that are compared by value."""
+"""Types of arguments that are compared by value. Other bundles hold tensors."""
 
 _known: dict[tuple, tuple[Any, tuple[str, ...]]] = {}
 
