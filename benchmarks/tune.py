@@ -96,7 +96,7 @@ def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
     rows = (
         t._replace(BK=min(t.BK, k) or (k if name.startswith("scan") else 0), BV=min(t.BV, v))
         for t in CANDIDATES[name]
-        if not t.hopper or (k, v) == (128, 128)
+        if not t.sm90 or (k, v) == (128, 128)
     )
     return tuple(dict.fromkeys(rows))
 
@@ -258,7 +258,7 @@ def main() -> None:
             print(f"  {ms:7.3f} ms  {candidate}", flush=True)
             best = min(best, (ms, candidate))
         key = (architecture(), stage, power_of_two(args.K), power_of_two(args.V, 32), dtype)
-        row = f'HOPPER: "{stage}": ((0, {best[1]}),)' if best[1] and best[1].hopper else None
+        row = f'SM90_TILES: "{stage}": ((0, {best[1]}),)' if best[1] and best[1].hopper else None
         print(f"    {row or f'TABLE: {key}: {best[1]}'},", flush=True)
 
 

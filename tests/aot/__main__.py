@@ -48,7 +48,7 @@ def check(name: str, kernels: list[Compiled]) -> list[str]:
             f"reads what nothing wrote: {k.undefined[0]}" if k.undefined else "",
             f"spills {k.spills} bytes" if k.spills else "",
             f"copies over what products read: {k.overwritten}" if k.overwritten else "",
-            f"waits for all products: {k.serial[0]}" if k.serial and "hopper" in k.kernel else "",
+            f"waits for all products: {k.serial[0]}" if k.serial and "sm90" in k.kernel else "",
         )
         if problem
     ]

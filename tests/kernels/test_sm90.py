@@ -109,7 +109,7 @@ def test_a_tile_that_does_not_fit_is_refused():
 
 
 def test_every_stage_has_a_tile_for_any_number_of_chains():
-    for stage in tile_table.HOPPER:
+    for stage in tile_table.SM90_TILES:
         for chains in (0, 1, 127, 128, 10000):
             assert TUNING.tile(stage, 128, 128, BF16, chains, True).hopper
             assert not TUNING.tile(stage, 128, 128, BF16, chains).hopper
@@ -144,11 +144,11 @@ def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
     plain = run(x, "torch")
     with interpreted() as launched, cut_into(1) if cut else nullcontext():
         found = run(x, "triton")
-    kernels = {"scan_hopper_kernel", "scan_bwd_hopper_kernel"}
+    kernels = {"scan_sm90_kernel", "scan_bwd_sm90_kernel"}
     if key in ("gated_delta_rule", "comba", "simple_gla"):
-        kernels.add("intra_head_hopper_kernel")
+        kernels.add("intra_head_sm90_kernel")
     if key in ("gated_delta_rule", "simple_gla") or (key, H) == ("comba", 2):
-        kernels.add("head_bwd_hopper_kernel")
+        kernels.add("head_bwd_sm90_kernel")
     assert kernels <= set(launched)
     for name, value in found.items():
         if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result

@@ -79,7 +79,7 @@ def test_kernels_with_a_decay_a_head_err_as_rounding_says(precision, in_gluon, m
     with interpreted() as launched:
         more = {"impl": "triton", "precision": precision}
         found = results(chunk_gated_delta_rule, x, do, keywords | more)
-    assert ("scan_hopper_kernel" in launched) == in_gluon
+    assert ("scan_sm90_kernel" in launched) == in_gluon
     right = rounded(case, wide, Rounding(dtype, precision == "high", True), (do, dS))
     if in_gluon or precision == "default":  # fp16 rounds no more than the products of T, in TF32
         assert not over_budget(found, exact, right, LINEAR)

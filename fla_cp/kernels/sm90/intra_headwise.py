@@ -1,15 +1,14 @@
 """What is local to a chunk with one decay a head, for Hopper's tensor cores, in Gluon.
 
-What is computed is said in head.py, and the results are the same up to rounding. Scores are formed
-once a key head; the decays of each of its value heads multiply them afterwards. The inverse of a
-chunk stays in registers: left operands are there already, if the rows of right operands are stored
-in the order in which registers hold columns (`turned`), and right operands are as narrow as the
-blocks that are joined.
+triton/intra_headwise.py says what is computed; the results are the same up to rounding. Scores are
+formed once a key head; the decays of each of its value heads multiply them afterwards. The inverse
+of a chunk stays in registers: left operands are there already, if the rows of right operands are
+stored in the order in which registers hold columns (`turned`), and right operands are as narrow as
+the blocks that are joined.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -25,9 +24,12 @@ from fla_cp.kernels.sm90.intra_headwise_bwd import PLANES, decayed
 from fla_cp.kernels.sm90.scan import rounded_off
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device.blocks import EPS
+from fla_cp.kernels.triton.device.bundles import Formed, rows, rows_from, rule_options
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables
-from fla_cp.rule import CHUNK, NORM_EPS, DeltaRule
+from fla_cp.kernels.triton.tile_table import WHOLE
+from fla_cp.rule import DeltaRule
 
 
 @gluon.constexpr_function
@@ -91,7 +93,7 @@ def turned(x, place, N: gl.constexpr):
 
 @gluon.jit
 def nearest(x, TERMS: gl.constexpr):
-    """As in intra.py."""
+    """As in triton/device/inverse.py."""
     if TERMS > 1:
         bits = gl.cast(x, gl.int32, bitcast=True)
         return gl.cast((bits + 0x1000) & -0x2000, gl.float32, bitcast=True)
@@ -123,9 +125,9 @@ def small_product(a, b, layout: gl.constexpr):
 @gluon.jit
 def unit_lower_inverse(x, s_16, s_32, none, TERMS: gl.constexpr):
     """(I + x)^-1 [64, 2, 32], of x [64, 64] what is below the diagonal; s_16 [2, 16, 64], s_32 [2,
-    32, 64]: shared memory. As in intra.py, but inverses of blocks are kept as the rows they have.
-    none: 0, in a form that the compiler cannot tell to be 0, else it keeps masks from call to
-    call."""
+    32, 64]: shared memory. As in triton/device/inverse.py, but inverses of blocks are kept as the
+    rows they have. none: 0, in a form that the compiler cannot tell to be 0, else it keeps masks
+    from call to call."""
     four: gl.constexpr = stripes(4, 16)
     two: gl.constexpr = stripes(2, 16)
     half: gl.constexpr = stripes(2, 32)
@@ -175,12 +177,12 @@ def unit_lower_inverse(x, s_16, s_32, none, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def copy_in(x, x_t, n, place, BT: gl.constexpr, K: gl.constexpr):
-    """Starts to copy the first n rows of [BT, K], zeros beyond."""
+def copy_in(x, n, place, BT: gl.constexpr, K: gl.constexpr):
+    """Starts to copy the first n of x [BT, K], zeros beyond."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     i = gl.arange(0, BT, gl.SliceLayout(1, flat))
     j = gl.arange(0, K, gl.SliceLayout(0, flat))
-    at = x + i[:, None] * x_t + j[None, :]
+    at = x.ptr + i[:, None] * x.row + j[None, :]
     async_copy.async_copy_global_to_shared(place, at, mask=(i < n)[:, None])
 
 
@@ -234,61 +236,33 @@ def store_inverse(x, to, places, none, flat: gl.constexpr, TERMS: gl.constexpr):
 
 
 @gluon.jit
-def intra_head_hopper_kernel(
-    q,
-    k,
-    p,
-    T,
-    Aqk,
-    decay,
-    rows,
-    chunk_start,
-    chunk_rows,
-    first,
-    q_t,
-    q_h,
-    k_t,
-    k_h,
-    p_t,
-    p_h,
-    scale,
-    HV: gl.constexpr,
-    G: gl.constexpr,
-    K: gl.constexpr,
-    BT: gl.constexpr,
-    NORM: gl.constexpr,
-    EXP2: gl.constexpr,
-    REMOVAL: gl.constexpr,
-    EPS: gl.constexpr,
-    TERMS: gl.constexpr,
-    PLANES: gl.constexpr,
-):
-    """`intra_head_kernel` of a chunk and a key head, after `head_rows_kernel`."""
+def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, R: gl.constexpr):
+    """`intra_head_kernel` of a chunk and a key head, after `head_rows_kernel`. Without p, p is k."""
     i_c, i_h = (first + gl.program_id(0)).to(gl.int64), gl.program_id(1).to(gl.int64)
-    n = gl.load(chunk_rows + i_c)
-    start = gl.load(chunk_start + i_c).to(gl.int64)
-    half: gl.constexpr = k.dtype.element_ty
-    REMOVES: gl.constexpr = REMOVAL != "none"
-    OWN: gl.constexpr = REMOVAL == "p"
+    n = gl.load(chunks.rows + i_c)
+    start = gl.load(chunks.start + i_c).to(gl.int64)
+    half: gl.constexpr = k.ptr.dtype.element_ty
+    REMOVES: gl.constexpr = S.REMOVAL != "none"
+    OWN: gl.constexpr = S.REMOVAL == "p"
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
     single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    s_q = gl.allocate_shared_memory(half, [BT, K], wide)
-    s_k = gl.allocate_shared_memory(half, [BT, K], wide)
+    s_q = gl.allocate_shared_memory(half, [S.BT, S.K], wide)
+    s_k = gl.allocate_shared_memory(half, [S.BT, S.K], wide)
     s_p = s_k
     if OWN:
-        s_p = gl.allocate_shared_memory(half, [BT, K], wide)
-    copy_in(k + i_h * k_h + start * k_t, k_t, n, s_k, BT, K)
+        s_p = gl.allocate_shared_memory(half, [S.BT, S.K], wide)
+    copy_in(rows_from(k, start, i_h), n, s_k, S.BT, S.K)
     if OWN:
-        copy_in(p + i_h * p_h + start * p_t, p_t, n, s_p, BT, K)
-    copy_in(q + i_h * q_h + start * q_t, q_t, n, s_q, BT, K)
+        copy_in(rows_from(p, start, i_h), n, s_p, S.BT, S.K)
+    copy_in(rows_from(q, start, i_h), n, s_q, S.BT, S.K)
     async_copy.commit_group()
-    i = gl.arange(0, BT, gl.SliceLayout(1, acc))
-    j = gl.arange(0, BT, gl.SliceLayout(0, acc))
-    zero = gl.full([BT, BT], 0.0, gl.float32, acc)
-    at = rows + (i_c * HV + i_h * G) * PLANES * BT
-    gc, end, beta = gl.load(at + 7 * BT + i), gl.load(at + (8 * BT - 1)), gl.load(at + i)
+    i = gl.arange(0, S.BT, gl.SliceLayout(1, acc))
+    j = gl.arange(0, S.BT, gl.SliceLayout(0, acc))
+    zero = gl.full([S.BT, S.BT], 0.0, gl.float32, acc)
+    at = out.rows + (i_c * S.HV + i_h * S.G) * PLANES * S.BT
+    gc, end, beta = gl.load(at + 7 * S.BT + i), gl.load(at + (8 * S.BT - 1)), gl.load(at + i)
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -297,76 +271,78 @@ def intra_head_hopper_kernel(
     b_rk = b_qk
     if REMOVES:
         b_rk = warpgroup_mma(s_p, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    q_scale = gl.full([BT], 1.0, gl.float32, gl.SliceLayout(1, acc)) * scale
-    k_scale = gl.full([BT], 1.0, gl.float32, gl.SliceLayout(1, acc))
+    q_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, acc)) * scale
+    k_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, acc))
     r_scale = k_scale
-    if NORM:
+    if R.NORM:
         q_scale *= gl.rsqrt(squares(s_q, acc) + EPS)
         if OWN:
             r_scale = gl.rsqrt(squares(s_p, acc) + EPS)
-        if REMOVAL != "k":
+        if S.REMOVAL != "k":
             k_scale = gl.rsqrt(squares(s_k, acc) + EPS)
     if REMOVES:
         b_qk, b_rk = warpgroup_mma_wait(0, deps=(b_qk, b_rk))
     else:
         b_qk = warpgroup_mma_wait(0, deps=(b_qk,))
-    if NORM and REMOVAL == "k":
+    if R.NORM and S.REMOVAL == "k":
         k_scale = gl.rsqrt(gl.sum(gl.where(i[:, None] == j[None, :], b_rk, 0.0), 1) + EPS)
         r_scale = k_scale
     # what is stored by way of shared memory and the inverse's operands take the inputs' place
-    s_out = s_q._reinterpret(half, [2, BT, BT], wide)
-    s_16 = s_out.index(1)._reinterpret(gl.float32, [2, 16, BT], single)
-    places = (s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, BT], single))
+    s_out = s_q._reinterpret(half, [2, S.BT, S.BT], wide)
+    s_16 = s_out.index(1)._reinterpret(gl.float32, [2, 16, S.BT], single)
+    places = (s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, S.BT], single))
     barrier()
-    LATER: gl.constexpr = OWN or (REMOVES and (G > 1 or TERMS > 1))
+    LATER: gl.constexpr = OWN or (REMOVES and (S.G > 1 or S.TERMS > 1))
     if LATER:  # kept there: in registers it would be beside each head's inverse
-        s_rk = gl.allocate_shared_memory(gl.float32, [BT, BT], single)
+        s_rk = gl.allocate_shared_memory(gl.float32, [S.BT, S.BT], single)
         s_rk.store(b_rk)
-    for i_g in range(G):
-        i_ch = i_c * HV + i_h * G + i_g
-        at = rows + i_ch * PLANES * BT
-        none = (n + i_g) // (BT + G)
+    for i_g in range(S.G):
+        i_ch = i_c * S.HV + i_h * S.G + i_g
+        at = out.rows + i_ch * PLANES * S.BT
+        none = (n + i_g) // (S.BT + S.G)
         r = i + none
-        if G > 1:
-            gc, end = gl.load(at + 7 * BT + r), gl.load(at + (8 * BT - 1))
-        # k's scale is part of the decay
-        of_columns = gl.convert_layout(gc - logarithm(k_scale, EXP2), gl.SliceLayout(0, acc))
-        w = weights(gc, of_columns, r, j, EXP2)
+        if S.G > 1:
+            gc, end = gl.load(at + 7 * S.BT + r), gl.load(at + (8 * S.BT - 1))
+        # k's scale is part of the out.decay
+        of_columns = gl.convert_layout(gc - logarithm(k_scale, R.EXP2), gl.SliceLayout(0, acc))
+        w = weights(gc, of_columns, r, j, R.EXP2)
         b_out = b_qk * w * q_scale[:, None]
         if REMOVES and not LATER:
             b_rk = b_rk * w * (beta * r_scale)[:, None]
-        store_terms(b_out, Aqk + i_ch * (TERMS * BT * BT), s_out.index(none), flat, TERMS)
-        gl.store(at + BT + r, q_scale)
-        gl.store(at + 2 * BT + r, k_scale)
+        store_terms(
+            b_out, out.Aqk + i_ch * (S.TERMS * S.BT * S.BT), s_out.index(none), flat, S.TERMS
+        )
+        gl.store(at + S.BT + r, q_scale)
+        gl.store(at + 2 * S.BT + r, k_scale)
         if REMOVES:
-            gl.store(at + 3 * BT + r, r_scale)
-        gl.store(at + 4 * BT + r, q_scale * decayed(gc, EXP2))
+            gl.store(at + 3 * S.BT + r, r_scale)
+        gl.store(at + 4 * S.BT + r, q_scale * decayed(gc, R.EXP2))
         if REMOVES:
             before = gc
             if OWN:
-                before = gl.load(at + 8 * BT + r)
-            gl.store(at + 5 * BT + r, r_scale * decayed(before, EXP2))
-        gl.store(at + 6 * BT + r, k_scale * decayed(end - gc, EXP2))
+                before = gl.load(at + 8 * S.BT + r)
+            gl.store(at + 5 * S.BT + r, r_scale * decayed(before, R.EXP2))
+        gl.store(at + 6 * S.BT + r, k_scale * decayed(end - gc, R.EXP2))
         spread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        whole = decayed(gl.full([K], 0.0, gl.float32, spread) + end, EXP2)
-        gl.store(decay + i_ch * K + gl.arange(0, K, spread), whole)
+        whole = decayed(gl.full([S.K], 0.0, gl.float32, spread) + end, R.EXP2)
+        gl.store(out.decay + i_ch * S.K + gl.arange(0, S.K, spread), whole)
         if REMOVES and not LATER:
-            store_inverse(b_rk, T + i_ch * (TERMS * BT * BT), places, none, flat, TERMS)
+            store_inverse(b_rk, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
     if LATER:  # by themselves, without q k in registers
         barrier()
-        for i_g in range(G):
-            i_ch = i_c * HV + i_h * G + i_g
-            at = rows + i_ch * PLANES * BT
-            none = (n + i_g) // (BT + G)
+        for i_g in range(S.G):
+            i_ch = i_c * S.HV + i_h * S.G + i_g
+            at = out.rows + i_ch * PLANES * S.BT
+            none = (n + i_g) // (S.BT + S.G)
             r = i + none
-            gc = gl.load(at + 7 * BT + r)
-            of_columns = gc - logarithm(gl.load(at + 2 * BT + r), EXP2)
+            gc = gl.load(at + 7 * S.BT + r)
+            of_columns = gc - logarithm(gl.load(at + 2 * S.BT + r), R.EXP2)
             of_columns = gl.convert_layout(of_columns, gl.SliceLayout(0, acc))
             if OWN:
-                gc = gl.load(at + 8 * BT + r)
-            w = weights(gc, of_columns, r, j, EXP2)
-            x = s_rk.load(acc) * w * (gl.load(at + r) * gl.load(at + 3 * BT + r))[:, None]
-            store_inverse(x, T + i_ch * (TERMS * BT * BT), places, none, flat, TERMS)
+                gc = gl.load(at + 8 * S.BT + r)
+            w = weights(gc, of_columns, r, j, R.EXP2)
+            x = s_rk.load(acc) * w * (gl.load(at + r) * gl.load(at + 3 * S.BT + r))[:, None]
+            store_inverse(x, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
 
 
 def reads(x: Inputs) -> bool:
@@ -377,39 +353,10 @@ def reads(x: Inputs) -> bool:
 
 def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int, stop: int) -> None:
     """Fills T, Aqk, decay and what `head_rows_kernel` left of rows, of some chunks."""
-    (H, K), HV = x.q.shape[1:], x.v.shape[1]
-    p: Tensor = x.k if x.p is None else x.p
+    H, HV = x.q.shape[1], x.v.shape[1]
     fewer = x.p is not None or (c.terms > 1 and (HV > H or rule.removal == "none"))
-    launch(
-        intra_head_hopper_kernel,
-        (stop - first, H),
-        q=x.q,
-        k=x.k,
-        p=p,
-        T=c.T,
-        Aqk=c.Aqk,
-        decay=c.decay,
-        rows=c.rows,
-        chunk_start=table.chunk_start,
-        chunk_rows=table.chunk_rows,
-        first=first,
-        q_t=x.q.stride(0),
-        q_h=x.q.stride(1),
-        k_t=x.k.stride(0),
-        k_h=x.k.stride(1),
-        p_t=p.stride(0),
-        p_h=p.stride(1),
-        scale=rule.scale,
-        HV=HV,
-        G=HV // H,
-        K=K,
-        BT=CHUNK,
-        NORM=rule.qk_l2norm,
-        EXP2=rule.use_exp2,
-        REMOVAL=rule.removal,
-        EPS=NORM_EPS,
-        TERMS=c.terms,
-        PLANES=PLANES,
-        num_warps=4,
-        maxnreg=168 if fewer else 128,  # three programs a multiprocessor, or four
-    )
+    given = rows(x.q), rows(x.k), rows(x.k if x.p is None else x.p), Formed(*c[:8]), table.chunks
+    compiled = {"S": c.shape(WHOLE), "R": rule_options(rule, x.q.dtype), "num_warps": 4}
+    registers = 168 if fewer else 128  # three programs an SM, or four
+    grid, kernel = (stop - first, H), intra_head_sm90_kernel
+    launch(kernel, grid, *given, first, rule.scale, **compiled, maxnreg=registers)

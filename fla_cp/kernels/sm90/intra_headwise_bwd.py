@@ -1,15 +1,15 @@
-"""Gradients local to a chunk with one decay a head for Hopper's tensor cores, in Gluon; long
-because a kernel is its list of arguments.
+"""The headwise backward for the tensor cores of sm_90, in Gluon.
 
-What is computed is said in head.py, and the results are the same up to rounding; here one program
-does it all for a chunk and a key head, so that nothing is read twice and scores' gradients stay on
-chip. A multiprocessor keeps one program, which goes through its share of chunks: while eight warps
-compute, a warp copies what the next chunk needs and another stores what the last one gave.
+triton/intra_headwise_bwd.py says what is computed; the results are the same up to rounding. Here
+one program does it all for a chunk and a key head, so that nothing is read twice and the gradients
+of the scores stay on the chip. An SM keeps one program, which goes through its share of chunks:
+while eight warps compute, a warp copies what the next chunk needs and another stores what the last
+one gave.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -25,8 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_cp.kernels.sm90.intra_headwise_bwd_copies import copy_items, store_items, tiles_of
 from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device.bundles import ChunkTable, HeadwiseGrads, rule_options
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables
+from fla_cp.kernels.triton.tile_table import WHOLE
 from fla_cp.rule import CHUNK, DeltaRule
 
 PLANES = 9
@@ -74,74 +76,53 @@ def rows_of(x):
 
 @gluon.jit
 def form_items(
-    places,
-    ready,
-    free,
-    done,
-    chunk_start,
-    chunk_rows,
-    items,
-    decay,
-    dgc,
-    shift,
-    shares,
-    tokens,
-    scale,
-    NORM: gl.constexpr,
-    REMOVAL: gl.constexpr,
-    EXP2: gl.constexpr,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    NS: gl.constexpr,
+    places, ready, free, done, more, items, tokens, scale, S: gl.constexpr, R: gl.constexpr
 ):
-    REMOVES: gl.constexpr = REMOVAL != "none"
-    OWN: gl.constexpr = REMOVAL == "p"
-    R: gl.constexpr = 5 if OWN else 2
+    REMOVES: gl.constexpr = S.REMOVAL != "none"
+    OWN: gl.constexpr = S.REMOVAL == "p"
+    READ: gl.constexpr = 5 if OWN else 2
     BEFORE: gl.constexpr = 6 if OWN else 4
-    HV: gl.constexpr = H * G
+    H: gl.constexpr = S.HV // S.G
     half: gl.constexpr = places[7].dtype
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BT // 2, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, K // 2, 16])
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, S.BT // 2, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, S.K // 2, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
-    i = gl.arange(0, BT, gl.SliceLayout(1, square))[:, None]
-    j = gl.arange(0, BT, gl.SliceLayout(0, square))[None, :]
+    i = gl.arange(0, S.BT, gl.SliceLayout(1, square))[:, None]
+    j = gl.arange(0, S.BT, gl.SliceLayout(0, square))[None, :]
     # a column in two parts, what differs between a thread's numbers and what between threads: rows
     # are compared with a constant then, and no register is kept for each column
     c = j & 25
     ahead = i - (j & 38)
-    r = gl.arange(0, BT, gl.SliceLayout(1, wide))
-    none = gl.full([BT, BT], 0.0, gl.float32, square)
-    nothing = gl.full([BT, K], 0.0, gl.float32, wide)
+    r = gl.arange(0, S.BT, gl.SliceLayout(1, wide))
+    none = gl.full([S.BT, S.BT], 0.0, gl.float32, square)
+    nothing = gl.full([S.BT, S.K], 0.0, gl.float32, wide)
     heads, visits = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         i_c, i_h = item // H, item % H
         # sums over the group; diagonal: what k and q are weighted with in dq and dk; past: q dq
         # less k dk, summed over channels, of the heads before
         dq, dk, dp = nothing, nothing, nothing
-        diagonal = gl.full([BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
+        diagonal = gl.full([S.BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
         past = diagonal
-        f_q = gl.full([BT, 1], 0.0, gl.float32, wide)
+        f_q = gl.full([S.BT, 1], 0.0, gl.float32, wide)
         f_k, f_r = f_q, f_q
-        for i_g in range(G):
+        for i_g in range(S.G):
             # here, else what depends on them is kept through the loop
-            n, t = gl.load(chunk_rows + i_c), gl.load(chunk_start + i_c)
-            i_hv = i_h * G + i_g
-            i_ch = (i_c * HV + i_hv).to(gl.int64)
+            n, t = gl.load(more.chunks.rows + i_c), gl.load(more.chunks.start + i_c)
+            i_hv = i_h * S.G + i_g
+            i_ch = (i_c * S.HV + i_hv).to(gl.int64)
             parity = visits & 1
             # 0 in a form that the compiler cannot tell to be 0: else what it forms of each tile's
             # address is kept in more registers than there are; in other forms below for what
             # comes later, to be formed again
-            slot = (n + i_g) // (BT + G)
-            stage = visits % NS
+            slot = (n + i_g) // (S.BT + S.G)
+            stage = visits % S.NS
             s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, slot + stage, slot)
             s_rows, s_w, s_rb = places[9], places[10], places[11].index(slot)
             s_hT, s_dhT = s_h.permute((1, 0)), s_dh.permute((1, 0))
 
             # products with v_new, states and their gradients, and dv meanwhile
-            mbarrier.wait(ready.index(4 + stage), (visits // NS) & 1)
+            mbarrier.wait(ready.index(4 + stage), (visits // S.NS) & 1)
             b_ds = warpgroup_mma(s_do, s_vn.permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(ready.index(0), parity)
             b_da = b_ds
@@ -151,7 +132,7 @@ def form_items(
             b_y = s_y.load(wide).to(gl.float32)
             if REMOVES:
                 b_vy = gl.sum(s_v.load(wide).to(gl.float32) * b_y, 1)
-                at = shares + (t + slot + r).to(gl.int64) * HV + i_hv
+                at = more.shares + (t + slot + r).to(gl.int64) * S.HV + i_hv
                 gl.store(at, b_vy, mask=r < n)
             s_v.store((b_y * beta).to(half))
             fence_async_shared()
@@ -160,12 +141,12 @@ def form_items(
             mbarrier.wait(ready.index(1), parity)
             b_dq = warpgroup_mma(s_do, s_hT, nothing, use_acc=False, is_async=True)
             b_dr = b_dq
-            if REMOVES and G == 1:  # for groups later: their sums leave no registers
+            if REMOVES and S.G == 1:  # for groups later: their sums leave no registers
                 b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
 
             # the scores' gradients, weighted with decays, norms and scale
             if REMOVES:
-                b_ds, b_da = warpgroup_mma_wait(2 if G == 1 else 1, deps=(b_ds, b_da))
+                b_ds, b_da = warpgroup_mma_wait(2 if S.G == 1 else 1, deps=(b_ds, b_da))
             else:
                 b_ds = warpgroup_mma_wait(1, deps=(b_ds,))
             d = ahead + slot
@@ -173,17 +154,17 @@ def form_items(
             of_row = gl.convert_layout(of_row, gl.SliceLayout(1, wide))
             keep = (d > c) & (i < n)
             if REMOVES:
-                w = weights(s_rows, slot, R, BEFORE, keep, EXP2, square)
+                w = weights(s_rows, slot, READ, BEFORE, keep, R.EXP2, square)
                 s_w.index(slot + 1).store((b_da * -w).to(half))
-            w = weights(s_rows, slot, 1, 4, keep, EXP2, square)
+            w = weights(s_rows, slot, 1, 4, keep, R.EXP2, square)
             s_w.index(slot).store((b_ds * w).to(half))
 
             s_wq, s_wr = s_w.index(slot), s_w.index(slot + 1)
-            row = (n + i_g) // (BT + G + 4)
+            row = (n + i_g) // (S.BT + S.G + 4)
 
-            if G > 1:  # begun here, else the sum before is kept beside this head's until then
+            if S.G > 1:  # begun here, else the sum before is kept beside this head's until then
                 f_q = row_of(s_rows, row + 1, wide)
-                e_q = f_q * decayed(row_of(s_rows, row + 4, wide), EXP2)
+                e_q = f_q * decayed(row_of(s_rows, row + 4, wide), R.EXP2)
                 b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
                 b_dq = b_dq * e_q + dq
                 fence_async_shared()
@@ -191,52 +172,52 @@ def form_items(
                 mbarrier.wait(ready.index(3), heads & 1)
                 b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
                 if REMOVES:
-                    later = (n + i_g) // (BT + G + 1)
+                    later = (n + i_g) // (S.BT + S.G + 1)
                     s_y, s_hT = places[2].index(later), places[4].index(later).permute((1, 0))
                     b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
             mbarrier.wait(ready.index(2), parity)
-            if G == 1:
+            if S.G == 1:
                 b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
-            b_l = gl.full([16, V], 0.0, gl.float32, flat)
-            for part in gl.static_range(K // 16):
+            b_l = gl.full([16, S.V], 0.0, gl.float32, flat)
+            for part in gl.static_range(S.K // 16):
                 b_h = s_h.slice(part * 16, 16).load(flat).to(gl.float32)
                 b_l += b_h * s_dh.slice(part * 16, 16).load(flat).to(gl.float32)
             left = gl.sum(gl.sum(b_l, 1), 0)
             if REMOVES:
-                b_dq, b_dr = warpgroup_mma_wait(1 if G == 1 else 0, deps=(b_dq, b_dr))
+                b_dq, b_dr = warpgroup_mma_wait(1 if S.G == 1 else 0, deps=(b_dq, b_dr))
             else:
-                b_dq = warpgroup_mma_wait(1 if G == 1 else 0, deps=(b_dq,))
+                b_dq = warpgroup_mma_wait(1 if S.G == 1 else 0, deps=(b_dq,))
             f_q = row_of(s_rows, row + 1, wide)
             f_k = row_of(s_rows, row + 2, wide)
-            f_r = row_of(s_rows, row + R, wide)
+            f_r = row_of(s_rows, row + READ, wide)
             e_k = row_of(s_rows, row + 3, wide)
-            if G == 1:
-                b_dq = b_dq * (f_q * decayed(row_of(s_rows, row + 4, wide), EXP2))
-            e_r = f_r * decayed(row_of(s_rows, row + BEFORE, wide), EXP2)
+            if S.G == 1:
+                b_dq = b_dq * (f_q * decayed(row_of(s_rows, row + 4, wide), R.EXP2))
+            e_r = f_r * decayed(row_of(s_rows, row + BEFORE, wide), R.EXP2)
             diagonal = diagonal + of_row * rows_of(f_q * f_k)
             mbarrier.arrive(free.index(0), count=1)
-            if G > 1:  # not before, for registers
+            if S.G > 1:  # not before, for registers
                 b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
             b_c = warpgroup_mma_wait(0, deps=(b_c,))
             mbarrier.arrive(free.index(1), count=1)
             mbarrier.arrive(free.index(4 + stage), count=1)
-            left = gl.load(decay + i_ch * K) * left
-            after = (n + i_g) // (BT + G + 2)
+            left = gl.load(more.decay + i_ch * S.K) * left
+            after = (n + i_g) // (S.BT + S.G + 2)
             s_q, s_k, s_p = places[6].index(after), places[7].index(after), places[8].index(after)
             s_rb = places[11].index(after)
 
             # in the states
-            if G == 1:
+            if S.G == 1:
                 mbarrier.wait(ready.index(3), heads & 1)
             b_c = b_c * e_k
-            b_shift = gl.full([BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
+            b_shift = gl.full([S.BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
             if REMOVES:
                 s_r = s_p if OWN else s_k
                 s_rb.store((beta * s_r.load(wide).to(gl.float32)).to(half))
             fence_async_shared()
             barrier()
             if REMOVES:  # loaded again: not kept over the barrier
-                again = (n + i_g) // (BT + G + 5)
+                again = (n + i_g) // (S.BT + S.G + 5)
                 s_r = places[8 if OWN else 7].index(again)
                 b_r = s_r.load(wide).to(gl.float32)
                 b_rb = places[11].index(again).load(wide).to(gl.float32)
@@ -244,7 +225,7 @@ def form_items(
                 # in the states beta r as it is, beside the scores as the product sees it
                 b_z = (beta * b_r - b_rb) * b_dr
                 b_k = places[7].index(again).load(wide).to(gl.float32)
-                if G == 1:
+                if S.G == 1:
                     b_shift, b_kc = gl.reduce((b_z, b_k * b_c), 1, add_two)
                 else:  # one after the other, for registers
                     b_shift = gl.sum(b_z, 1)
@@ -254,7 +235,7 @@ def form_items(
             left += gl.sum(b_kc, 0)
 
             # in the scores
-            if G == 1:
+            if S.G == 1:
                 b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
             else:
                 b_c = b_c + dk
@@ -278,19 +259,19 @@ def form_items(
                     b_r = s_p.load(wide).to(gl.float32)
                 b_z = (beta * b_r).to(half).to(gl.float32) * b_dr
                 b_db, b_z, b_x = gl.reduce((b_r * b_dr, b_z, b_x), 1, add_three)
-                at = shares + ((tokens + t + slot + r).to(gl.int64) * HV + i_hv)
+                at = more.shares + ((tokens + t + slot + r).to(gl.int64) * S.HV + i_hv)
                 gl.store(at, b_db, mask=r < n)
                 b_shift = b_shift + b_z
                 b_dgc = b_x - past + b_shift
                 if OWN:
-                    gl.store(shift + i_ch * BT + r, gl.where(r < n, b_shift, 0.0))
+                    gl.store(more.shift + i_ch * S.BT + r, gl.where(r < n, b_shift, 0.0))
                     dk, dp = b_c, b_dr * beta
                 else:
                     past = b_x - rows_of(beta) * b_db
                     dk = b_c + b_dr * beta
             dq = b_dq
             b_dgc = gl.where(r < n, b_dgc, 0.0)
-            gl.store(dgc + i_ch * BT + r, b_dgc + gl.where(r == BT - 1, left, 0.0))
+            gl.store(more.dgc + i_ch * S.BT + r, b_dgc + gl.where(r == S.BT - 1, left, 0.0))
             visits += 1
 
         # the diagonal's row and column cancel in the gate's gradient
@@ -298,14 +279,14 @@ def form_items(
         b_k, b_q = s_k.load(wide).to(gl.float32), s_q.load(wide).to(gl.float32)
         dq += diagonal[:, None] * b_k
         dk += diagonal[:, None] * b_q
-        if NORM:
+        if R.NORM:
             f_q = f_q * (1.0 / scale)
             dq -= b_q * (gl.sum(b_q * dq, 1)[:, None] * f_q * f_q)
             dk -= b_k * (gl.sum(b_k * dk, 1)[:, None] * f_k * f_k)
         s_q.store(dq.to(half))
         s_k.store(dk.to(half))
         if OWN:
-            if NORM:
+            if R.NORM:
                 b_p = s_p.load(wide).to(gl.float32)
                 dp -= b_p * (gl.sum(b_p * dp, 1)[:, None] * f_r * f_r)
             s_p.store(dp.to(half))
@@ -315,8 +296,26 @@ def form_items(
         heads += 1  # noqa: SIM113  # Gluon has no enumerate
 
 
+class BwdMore(NamedTuple):
+    """What the kernel takes beside TMA descriptors. The gradients as pointers; heads: strides of
+    heads of do, v, q, k and p; shares [2, T, HV], fp32: v's part of dbeta and the other, before the
+    sigmoid's slope; dgc [NC, HV, C], fp32: the gradient of gc, what comes from the chunk's end in
+    the last row; and with p shift, that of the sums up to the token before."""
+
+    dq_rows: Tensor
+    dk_rows: Tensor
+    dp_rows: Tensor | None
+    dv_rows: Tensor
+    decay: Tensor
+    dgc: Tensor
+    shift: Tensor | None
+    shares: Tensor | None
+    chunks: ChunkTable
+    heads: tuple[int, ...]
+
+
 @gluon.jit(do_not_specialize=["items", "tokens"])
-def head_bwd_hopper_kernel(
+def head_bwd_sm90_kernel(
     do,
     v_new,
     y,
@@ -331,78 +330,47 @@ def head_bwd_hopper_kernel(
     dk,
     dp,
     dv,
-    dq_rows,
-    dk_rows,
-    dp_rows,
-    dv_rows,
-    decay,
-    dgc,
-    shift,
-    shares,
-    chunk_start,
-    chunk_rows,
-    do_h,
-    v_h,
-    q_h,
-    k_h,
-    p_h,
+    more,
     items,
     tokens,
     scale,
-    NORM: gl.constexpr,
-    REMOVAL: gl.constexpr,
-    EXP2: gl.constexpr,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
     PLANES: gl.constexpr,
-    NS: gl.constexpr,
+    S: gl.constexpr,
+    R: gl.constexpr,
 ):
-    """dq, dk, dp [T, H, K] and dv [T, HV, V]; shares [2, T, HV], fp32: v's part of dbeta and the
-    other, before the sigmoid's slope; dgc [NC, HV, C], fp32: the gradient of gc, what comes from
-    the chunk's end in the last row, and shift, of the sums up to the token before (with p)."""
+    """dq, dk, dp [T, H, S.K] and dv [T, S.HV, S.V]. Without p, p is k and dp is dk."""
     half: gl.constexpr = k.dtype
-    OWN: gl.constexpr = REMOVAL == "p"
-    REMOVES: gl.constexpr = REMOVAL != "none"
+    OWN: gl.constexpr = S.REMOVAL == "p"
+    REMOVES: gl.constexpr = S.REMOVAL != "none"
     scores: gl.constexpr = NVMMASharedLayout(128, 16, 2)
     places = (
-        gl.allocate_shared_memory(half, [NS, BT, V], do.layout),
-        gl.allocate_shared_memory(half, [NS, BT, V], v_new.layout),
-        gl.allocate_shared_memory(half, [1, BT, V], y.layout),
-        gl.allocate_shared_memory(half, [1, BT, V], v.layout),
-        gl.allocate_shared_memory(half, [1, K, V], h.layout),
-        gl.allocate_shared_memory(half, [1, K, V], dh.layout),
-        gl.allocate_shared_memory(half, [1, BT, K], q.layout),
-        gl.allocate_shared_memory(half, [1, BT, K], k.layout),
-        gl.allocate_shared_memory(half, [1, BT if OWN else 16, K], p.layout),
-        gl.allocate_shared_memory(gl.float32, [7 if OWN else 5, 1, BT], rows.layout),
-        gl.allocate_shared_memory(half, [2, BT, BT], scores),
-        gl.allocate_shared_memory(half, [1, BT if REMOVES else 16, K], k.layout),
+        gl.allocate_shared_memory(half, [S.NS, S.BT, S.V], do.layout),
+        gl.allocate_shared_memory(half, [S.NS, S.BT, S.V], v_new.layout),
+        gl.allocate_shared_memory(half, [1, S.BT, S.V], y.layout),
+        gl.allocate_shared_memory(half, [1, S.BT, S.V], v.layout),
+        gl.allocate_shared_memory(half, [1, S.K, S.V], h.layout),
+        gl.allocate_shared_memory(half, [1, S.K, S.V], dh.layout),
+        gl.allocate_shared_memory(half, [1, S.BT, S.K], q.layout),
+        gl.allocate_shared_memory(half, [1, S.BT, S.K], k.layout),
+        gl.allocate_shared_memory(half, [1, S.BT if OWN else 16, S.K], p.layout),
+        gl.allocate_shared_memory(gl.float32, [7 if OWN else 5, 1, S.BT], rows.layout),
+        gl.allocate_shared_memory(half, [2, S.BT, S.BT], scores),
+        gl.allocate_shared_memory(half, [1, S.BT if REMOVES else 16, S.K], k.layout),
     )
-    ready = gl.allocate_shared_memory(gl.int64, [4 + NS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [4 + NS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [4 + S.NS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [4 + S.NS, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(4 + NS):
+    for n in gl.static_range(4 + S.NS):
         mbarrier.init(ready.index(n), count=1)
         mbarrier.init(free.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(done.index(n), count=1)
+    read = (do, v_new, y, v, h, dh, q, k, p, rows)
     # fmt: off
     gl.warp_specialize([
-        (form_items, (
-            places, ready, free, done, chunk_start, chunk_rows, items, decay, dgc, shift, shares,
-            tokens, scale, NORM, REMOVAL, EXP2, H, G, K, V, BT, NS,
-        )),
-        (copy_items, (
-            (do, v_new, y, v, h, dh, q, k, p, rows), places, ready, free, chunk_start, items,
-            (do_h, v_h, q_h, k_h, p_h), REMOVAL, H, G, K, V, BT, PLANES, NS,
-        )),
-        (store_items, (
-            (dq, dk, dp, dv), (dq_rows, dk_rows, dp_rows, dv_rows), places, free, done,
-            chunk_start, chunk_rows, items, REMOVAL, H, G, K, V, BT,
-        )),
+        (form_items, (places, ready, free, done, more, items, tokens, scale, S, R)),
+        (copy_items, (read, places, ready, free, more, items, PLANES, S)),
+        (store_items, ((dq, dk, dp, dv), places, free, done, more, items, S)),
     ], [1, 2], [40, 40])
     # fmt: on
 
@@ -415,64 +383,30 @@ def head_bwd(
     h: Tensor,
     v_new: Tensor,
     grads: ScanGrads,
-    out: dict[str, Any],
+    out: HeadwiseGrads,
+    dv: Tensor,
     programs: int,
 ) -> None:
-    """out: dq, dk, dp, dv, dgc, shift, shares. programs: at most so many, one a multiprocessor."""
-    NC, (H, K), (HV, V) = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:]
-
-    def rows_of(t: Tensor) -> Any:
-        return describe(t, CHUNK, t.shape[-1])
-
-    def states_of(t: Tensor) -> Any:
-        return describe(t, t.shape[-2], t.shape[-1])
-
-    dq, dk, dv = (out[name] for name in ("dq", "dk", "dv"))
-    p, dp = (x.k, dk) if x.p is None else (x.p, out["dp"])
+    """Fills out and dv. programs: at most so many, one an SM."""
+    items = len(table.chunk_start) * x.q.shape[1]
+    p, dp = (x.k, out.dk) if x.p is None else (x.p, out.dp)
+    read = {"do": grads.do, "v_new": v_new, "y": grads.y, "v": x.v, "q": x.q, "k": x.k, "p": p}
+    written = {"dq": out.dq, "dk": out.dk, "dp": dp, "dv": dv}
+    described = {n: describe(t, CHUNK, t.shape[-1]) for n, t in (read | written).items()}
+    described |= {n: describe(t, *t.shape[-2:]) for n, t in (("h", h), ("dh", grads.dh))}
+    heads = tuple(t.stride(1) for t in (grads.do, x.v, x.q, x.k, p))
+    rest = c.decay, out.dgc, out.shift, out.shares, table.chunks, heads
     launch(
-        head_bwd_hopper_kernel,
-        (min(programs, NC * H),),
-        do=rows_of(grads.do),
-        v_new=rows_of(v_new),
-        y=rows_of(grads.y),
-        v=rows_of(x.v),
-        h=states_of(h),
-        dh=states_of(grads.dh),
-        q=rows_of(x.q),
-        k=rows_of(x.k),
-        p=rows_of(p),
+        head_bwd_sm90_kernel,
+        (min(programs, items),),
+        **described,
         rows=describe(c.rows, 1, CHUNK),
-        dq=rows_of(dq),
-        dk=rows_of(dk),
-        dp=rows_of(dp),
-        dv=rows_of(dv),
-        dq_rows=dq,
-        dk_rows=dk,
-        dp_rows=dp,
-        dv_rows=dv,
-        decay=c.decay,
-        dgc=out["dgc"],
-        shift=out["shift"],
-        shares=out["shares"],
-        chunk_start=table.chunk_start,
-        chunk_rows=table.chunk_rows,
-        do_h=grads.do.stride(1),
-        v_h=x.v.stride(1),
-        q_h=x.q.stride(1),
-        k_h=x.k.stride(1),
-        p_h=p.stride(1),
-        items=NC * H,
+        more=BwdMore(out.dq, out.dk, dp, dv, *rest),
+        items=items,
         tokens=len(x.q),
         scale=rule.scale,
-        NORM=rule.qk_l2norm,
-        REMOVAL=rule.removal,
-        EXP2=rule.use_exp2,
-        H=H,
-        G=HV // H,
-        K=K,
-        V=V,
-        BT=CHUNK,
         PLANES=PLANES,
-        NS=2 if x.p is None else 1,
+        S=c.shape(WHOLE._replace(stages=2 if x.p is None else 1)),
+        R=rule_options(rule, x.q.dtype),
         num_warps=8,
     )

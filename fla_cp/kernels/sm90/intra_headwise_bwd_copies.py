@@ -25,65 +25,50 @@ def tiles_of(places, stage, slot):
 
 
 @gluon.jit
-def copy_items(
-    tensors,
-    places,
-    ready,
-    free,
-    chunk_start,
-    items,
-    strides,
-    REMOVAL: gl.constexpr,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    PLANES: gl.constexpr,
-    NS: gl.constexpr,
-):
+def copy_items(tensors, places, ready, free, more, items, PLANES: gl.constexpr, S: gl.constexpr):
     """A warp's work: what is read of each chunk and head, to its place as soon as this is free."""
     do, v_new, y, v, h, dh, q, k, p, rows = tensors
     _do, _vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
     s_rows = places[9]
-    do_h, v_h, q_h, k_h, p_h = strides
-    OWN: gl.constexpr = REMOVAL == "p"
-    of_values: gl.constexpr = 2 * BT * V
+    do_h, v_h, q_h, k_h, p_h = more.heads
+    OWN: gl.constexpr = S.REMOVAL == "p"
+    of_values: gl.constexpr = 2 * S.BT * S.V
     heads, visits = 0, 0
+    H: gl.constexpr = S.HV // S.G
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         i_c, i_h = item // H, item % H
-        t = gl.load(chunk_start + i_c)
-        for i_g in range(G):
-            i_hv = i_h * G + i_g
-            i_ch = i_c * (H * G) + i_hv
+        t = gl.load(more.chunks.start + i_c)
+        for i_g in range(S.G):
+            i_hv = i_h * S.G + i_g
+            i_ch = i_c * S.HV + i_hv
             past = (visits + 1) & 1
-            stage = visits % NS
-            mbarrier.wait(free.index(4 + stage), (visits // NS + 1) & 1)
+            stage = visits % S.NS
+            mbarrier.wait(free.index(4 + stage), (visits // S.NS + 1) & 1)
             bar = ready.index(4 + stage)
             mbarrier.expect(bar, 2 * of_values)
             tma.async_copy_global_to_shared(do, [t, i_hv * do_h], bar, places[0].index(stage))
-            tma.async_copy_global_to_shared(v_new, [i_ch * BT, 0], bar, places[1].index(stage))
+            tma.async_copy_global_to_shared(v_new, [i_ch * S.BT, 0], bar, places[1].index(stage))
             mbarrier.wait(free.index(0), past)
             bar = ready.index(0)
-            mbarrier.expect(bar, 2 * of_values + 4 * (7 if OWN else 5) * BT)
+            mbarrier.expect(bar, 2 * of_values + 4 * (7 if OWN else 5) * S.BT)
             for i_p in gl.static_range(7 if OWN else 5):
                 plane = i_p if i_p < 3 else (3 + i_p if i_p < 5 else 3 + 5 * (i_p - 5))
                 at = [i_ch * PLANES + plane, 0]
                 tma.async_copy_global_to_shared(rows, at, bar, s_rows.index(i_p))
-            tma.async_copy_global_to_shared(y, [i_ch * BT, 0], bar, s_y)
+            tma.async_copy_global_to_shared(y, [i_ch * S.BT, 0], bar, s_y)
             mbarrier.wait(free.index(2), past)
             tma.async_copy_global_to_shared(v, [t, i_hv * v_h], bar, s_v)
             bar = ready.index(1)
-            mbarrier.expect(bar, 2 * K * V)
-            tma.async_copy_global_to_shared(h, [i_ch * K, 0], bar, s_h)
+            mbarrier.expect(bar, 2 * S.K * S.V)
+            tma.async_copy_global_to_shared(h, [i_ch * S.K, 0], bar, s_h)
             mbarrier.wait(free.index(1), past)
             bar = ready.index(2)
-            mbarrier.expect(bar, 2 * K * V)
-            tma.async_copy_global_to_shared(dh, [i_ch * K, 0], bar, s_dh)
+            mbarrier.expect(bar, 2 * S.K * S.V)
+            tma.async_copy_global_to_shared(dh, [i_ch * S.K, 0], bar, s_dh)
             if i_g == 0:
                 mbarrier.wait(free.index(3), (heads + 1) & 1)
                 bar = ready.index(3)
-                mbarrier.expect(bar, 2 * BT * K * (3 if OWN else 2))
+                mbarrier.expect(bar, 2 * S.BT * S.K * (3 if OWN else 2))
                 tma.async_copy_global_to_shared(q, [t, i_h * q_h], bar, s_q)
                 tma.async_copy_global_to_shared(k, [t, i_h * k_h], bar, s_k)
                 if OWN:
@@ -109,42 +94,27 @@ def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT
 
 
 @gluon.jit
-def store_items(
-    tensors,
-    pointers,
-    places,
-    free,
-    done,
-    chunk_start,
-    chunk_rows,
-    items,
-    REMOVAL: gl.constexpr,
-    H: gl.constexpr,
-    G: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-):
+def store_items(tensors, places, free, done, more, items, S: gl.constexpr):
     """A warp's work: dv takes the place of v, dq, dk and dp those of q, k and p, which are free
     once it has stored them."""
     dq, dk, dp, dv = tensors
-    dq_rows, dk_rows, dp_rows, dv_rows = pointers
     _do, _vn, _y, s_v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
     heads, visits = 0, 0
+    H: gl.constexpr = S.HV // S.G
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         i_c, i_h = item // H, item % H
-        t, n = gl.load(chunk_start + i_c), gl.load(chunk_rows + i_c)
-        for i_g in range(G):
+        t, n = gl.load(more.chunks.start + i_c), gl.load(more.chunks.rows + i_c)
+        for i_g in range(S.G):
             mbarrier.wait(done.index(0), visits & 1)
-            store_rows(dv, dv_rows, s_v, t, n, i_h * G + i_g, H * G, V, BT)
+            store_rows(dv, more.dv_rows, s_v, t, n, i_h * S.G + i_g, S.HV, S.V, S.BT)
             tma.store_wait(0)
             mbarrier.arrive(free.index(2), count=1)
             visits += 1
         mbarrier.wait(done.index(1), heads & 1)
-        store_rows(dq, dq_rows, s_q, t, n, i_h, H, K, BT)
-        store_rows(dk, dk_rows, s_k, t, n, i_h, H, K, BT)
-        if REMOVAL == "p":
-            store_rows(dp, dp_rows, s_p, t, n, i_h, H, K, BT)
+        store_rows(dq, more.dq_rows, s_q, t, n, i_h, H, S.K, S.BT)
+        store_rows(dk, more.dk_rows, s_k, t, n, i_h, H, S.K, S.BT)
+        if S.REMOVAL == "p":
+            store_rows(dp, more.dp_rows, s_p, t, n, i_h, H, S.K, S.BT)
         tma.store_wait(0)
         mbarrier.arrive(free.index(3), count=1)
         heads += 1  # noqa: SIM113  # Gluon has no enumerate

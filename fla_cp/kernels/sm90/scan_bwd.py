@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -12,81 +14,70 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fla_cp.kernels.sm90.scan import copy_chunks, places_of, rounded_off, term
+from fla_cp.kernels.sm90.scan import (
+    at_segment,
+    copy_chunks,
+    places_of,
+    reads_own,
+    removes,
+    rounded_off,
+    term,
+)
 from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.triton.device.bundles import Segments, State
+
+
+class ScanBwdMore(NamedTuple):
+    """As `ScanMore`; heads: of qg, k_decayed, kg and do."""
+
+    heads: tuple[int, int, int, int]
+    dS_end: State
+    dS0: State
+    segments: Segments
 
 
 @gluon.jit
-def scan_chunks_back(
-    places,
-    ready,
-    free,
-    y,
-    dh,
-    dS_end,
-    dS0,
-    leaving,
-    start,
-    stop,
-    first,
-    n,
-    i_n,
-    i_h,
-    i_v,
-    end_n,
-    end_h,
-    end_k,
-    end_v,
-    dS0_k,
-    dS0_v,
-    OWN: gl.constexpr,
-    REMOVES: gl.constexpr,
-    HEAD: gl.constexpr,
-    HV: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BV: gl.constexpr,
-    TERMS: gl.constexpr,
-    NS: gl.constexpr,
-):
+def scan_chunks_back(places, ready, free, y, dh, more, at, leaving, S: gl.constexpr):
     s_qg, s_kin, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
-    FACTORS: gl.constexpr = 4 if HEAD else 1
+    OWN: gl.constexpr = reads_own(S)
+    REMOVES: gl.constexpr = removes(S)
+    FACTORS: gl.constexpr = 4 if S.HEAD else 1
     WRITES: gl.constexpr = (dh is not None) or (y is not None)
-    LATER: gl.constexpr = HEAD and TERMS > 1  # for registers
+    LATER: gl.constexpr = S.HEAD and S.TERMS > 1  # for registers
     half: gl.constexpr = s_kg.dtype
-    W: gl.constexpr = BV // 16
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BT, 16])
-    state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, K, 16])
+    W: gl.constexpr = S.BV // 16
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, S.BT, 16])
+    state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, S.K, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, state, 2)
     if dh is not None:
-        s_h = gl.allocate_shared_memory(half, [K, BV], dh.layout)
+        s_h = gl.allocate_shared_memory(half, [S.K, S.BV], dh.layout)
     if y is not None:
-        s_y = gl.allocate_shared_memory(half, [BT, BV], y.layout)
+        s_y = gl.allocate_shared_memory(half, [S.BT, S.BV], y.layout)
 
-    o_v = (i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, state)))[:, None]
-    o_k = gl.arange(0, K, gl.SliceLayout(0, state))[None, :]
-    b_dS = gl.full([BV, K], 0.0, gl.float32, state)
-    if dS_end is not None:  # noqa: SIM102  # known when compiled
+    o_v = (at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(1, state)))[:, None]
+    o_k = gl.arange(0, S.K, gl.SliceLayout(0, state))[None, :]
+    b_dS = gl.full([S.BV, S.K], 0.0, gl.float32, state)
+    if more.dS_end.ptr is not None:  # noqa: SIM102  # known when compiled
         if leaving >= 0:
-            at = dS_end + leaving.to(gl.int64) * end_n + i_h.to(gl.int64) * end_h
-            b_dS += gl.load(at + o_v * end_v + o_k * end_k)
-    zero = gl.full([BV, BT], 0.0, gl.float32, acc)
-    for c in range(n):
-        s = c % NS
-        i_c = n - 1 - c
-        i_ch = (first + i_c) * HV + i_h
+            end = more.dS_end
+            p = end.ptr + leaving.to(gl.int64) * end.n + at.i_h.to(gl.int64) * end.h
+            b_dS += gl.load(p + o_v * end.v + o_k * end.k)
+    zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
+    for c in range(at.n):
+        s = c % S.NS
+        i_c = at.n - 1 - c
+        i_ch = (at.first + i_c) * S.HV + at.i_h
         b_dSb = b_dS.to(half)
         a_S = gl.convert_layout(b_dSb, left)
-        mbarrier.wait(ready.index(s), (c // NS) & 1)
-        b_dS = b_dS * s_decay.index(s).load(state)  # first: see `walk_chunks`
+        mbarrier.wait(ready.index(s), (c // S.NS) & 1)
+        b_dS = b_dS * s_decay.index(s).load(state)  # at.first: see `scan_chunks`
         if not LATER:
             b_beta = s_rows.index(s * FACTORS).load(acc)
         s_o = s_do.index(s).permute((1, 0))
         s_k = s_kg.index(s).permute((1, 0))
-        if HEAD:
-            m = gl.arange(0, BT, gl.SliceLayout(0, acc)) < stop - start - i_c * BT
+        if S.HEAD:
+            m = gl.arange(0, S.BT, gl.SliceLayout(0, acc)) < at.stop - at.start - i_c * S.BT
             f_q = gl.where(m[None, :], s_rows.index(s * FACTORS + 1).load(acc), 0.0)
             f_k = s_rows.index(s * FACTORS + 3).load(acc)
             if not LATER:
@@ -94,31 +85,31 @@ def scan_chunks_back(
             b_do = (s_o.load(acc).to(gl.float32) * f_q).to(half)
             a_o = gl.convert_layout(b_do, left_of_state)
             b_y = warpgroup_mma(a_S, s_k, zero, use_acc=False, is_async=True)
-            s_a = term(s_A.index(s), 0, TERMS, BT)
+            s_a = term(s_A.index(s), 0, S.TERMS, S.BT)
             b_x = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
-            if TERMS > 1:
-                s_a = term(s_A.index(s), 1, TERMS, BT)
+            if S.TERMS > 1:
+                s_a = term(s_A.index(s), 1, S.TERMS, S.BT)
                 b_x = warpgroup_mma(s_o, s_a, b_x, is_async=True)
             b_dS = warpgroup_mma(a_o, s_qg.index(s), b_dS, is_async=True)
             b_y, b_x, a_S = warpgroup_mma_wait(1, deps=(b_y, b_x, a_S))
             b_y = b_y * f_k + b_x
         else:
-            s_a = term(s_A.index(s), 0, TERMS, BT)
+            s_a = term(s_A.index(s), 0, S.TERMS, S.BT)
             b_y = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
-            if TERMS > 1:
-                s_a = term(s_A.index(s), 1, TERMS, BT)
+            if S.TERMS > 1:
+                s_a = term(s_A.index(s), 1, S.TERMS, S.BT)
                 b_y = warpgroup_mma(s_o, s_a, b_y, is_async=True)
             b_y = warpgroup_mma(a_S, s_k, b_y, is_async=True)
             b_dS = warpgroup_mma(s_o, s_qg.index(s), b_dS, is_async=True)
             b_y, a_S = warpgroup_mma_wait(1, deps=(b_y, a_S))
         if REMOVES:
             a_y = gl.convert_layout(b_y.to(half), left)
-            s_t = term(s_T.index(s), 0, TERMS, BT)
-            if TERMS > 1:
+            s_t = term(s_T.index(s), 0, S.TERMS, S.BT)
+            if S.TERMS > 1:
                 a_low = gl.convert_layout(rounded_off(b_y, half), left)
                 b_y = warpgroup_mma(a_low, s_t, zero, use_acc=False, is_async=True)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
-                s_t = term(s_T.index(s), 1, TERMS, BT)
+                s_t = term(s_T.index(s), 1, S.TERMS, S.BT)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
                 b_y, b_dS, a_y, a_low = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y, a_low))
                 if LATER:
@@ -148,79 +139,28 @@ def scan_chunks_back(
             fence_async_shared()
             barrier()
         if dh is not None:
-            tma.async_copy_shared_to_global(dh, [i_ch * K, i_v * BV], s_h)
+            tma.async_copy_shared_to_global(dh, [i_ch * S.K, at.i_v * S.BV], s_h)
         if y is not None:
-            tma.async_copy_shared_to_global(y, [i_ch * BT, i_v * BV], s_y)
+            tma.async_copy_shared_to_global(y, [i_ch * S.BT, at.i_v * S.BV], s_y)
     tma.store_wait(0)
-    if dS0 is not None:
-        to = dS0 + (i_n.to(gl.int64) * HV + i_h) * K * V
-        gl.store(to + o_v * dS0_v + o_k * dS0_k, b_dS)
+    if more.dS0.ptr is not None:
+        to = more.dS0.ptr + (at.i_n.to(gl.int64) * S.HV + at.i_h) * S.K * S.V
+        gl.store(to + o_v * more.dS0.v + o_k * more.dS0.k, b_dS)
 
 
 @gluon.jit
-def scan_bwd_hopper_kernel(
-    qg,
-    k_decayed,
-    kg,
-    do,
-    T,
-    Aqk,
-    rows,
-    decay,
-    q_h,
-    r_h,
-    k_h,
-    do_h,
-    y,
-    dh,
-    dS_end,
-    dS0,
-    segments,
-    seg_start,
-    seg_stop,
-    seg_chunk,
-    seg_exit,
-    end_n,
-    end_h,
-    end_k,
-    end_v,
-    dS0_k,
-    dS0_v,
-    HV: gl.constexpr,
-    G: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BT: gl.constexpr,
-    BV: gl.constexpr,
-    HEAD: gl.constexpr,
-    REMOVAL: gl.constexpr,
-    TERMS: gl.constexpr,
-    NS: gl.constexpr,
-):
-    """`scan_bwd_kernel`, of what `described` says."""
-    REMOVES: gl.constexpr = REMOVAL != "none"
-    OWN: gl.constexpr = REMOVES and ((not HEAD) or REMOVAL == "p")
-    i_v, i_n = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
-    i_h = gl.program_id(1)
-    i_s = gl.load(segments + i_n).to(gl.int32)
-    start, stop = gl.load(seg_start + i_s), gl.load(seg_stop + i_s)
-    first = gl.load(seg_chunk + i_s)
+def scan_bwd_sm90_kernel(qg, k_decayed, kg, do, T, Aqk, rows, decay, y, dh, more, S: gl.constexpr):
+    """`scan_bwd_kernel` with what `described` gives; more: `ScanBwdMore`."""
+    i_v, i_n = gl.program_id(0) % (S.V // S.BV), gl.program_id(0) // (S.V // S.BV)
+    at, i_s = at_segment(more.segments, i_n, gl.program_id(1), i_v, S)
     leaving = -1
-    if dS_end is not None:
-        leaving = gl.load(seg_exit + i_s).to(gl.int32)
-    n = (stop - start + BT - 1) // BT
+    if more.dS_end.ptr is not None:
+        leaving = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
-    heads = (q_h, r_h, k_h, do_h)
-    places, ready, free = places_of(operands, True, OWN, REMOVES, HEAD, K, BT, BV, TERMS, NS)
+    places, ready, free = places_of(operands, True, S)
     # fmt: off
     gl.warp_specialize([
-        (scan_chunks_back, (
-            places, ready, free, y, dh, dS_end, dS0, leaving, start, stop, first, n, i_n, i_h, i_v,
-            end_n, end_h, end_k, end_v, dS0_k, dS0_v, OWN, REMOVES, HEAD, HV, K, V, BT, BV, TERMS,
-            NS,
-        )),
-        (copy_chunks, (
-            operands, places, ready, free, heads, start, first, n, i_h, i_v,
-            True, OWN, REMOVES, HEAD, True, HV, G, K, BT, BV, TERMS, NS,
-        )),
+        (scan_chunks_back, (places, ready, free, y, dh, more, at, leaving, S)),
+        (copy_chunks, (operands, places, ready, free, more.heads, at, True, True, S)),
     ], [1], [40])
+    # fmt: on

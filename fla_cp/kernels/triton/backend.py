@@ -22,10 +22,11 @@ from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.kernels.triton import conv, fold, gate, ptxas, recurrent, streams
 from fla_cp.kernels.triton.device.blocks import unit_rows
+from fla_cp.kernels.triton.device.bundles import safe, terms
 from fla_cp.kernels.triton.intra import intra, intra_bwd, intra_in_two
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.kernels.triton.launch import cdiv
-from fla_cp.kernels.triton.operands import Chunks, OutputGrads, ScanGrads, planes, safe, terms
+from fla_cp.kernels.triton.operands import Chunks, OutputGrads, ScanGrads, planes
 from fla_cp.kernels.triton.scan import chunk_buffers, empty_states, launch_scan
 from fla_cp.kernels.triton.scan_bwd import launch_scan_bwd
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning

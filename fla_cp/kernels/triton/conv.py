@@ -1,10 +1,10 @@
 """Depthwise causal convolution (kernels/torch/conv.py) and its adjoint, one pass each.
 
-A program, one warp, goes through the tokens of one tile in order for 128 channels. It keeps the W - 1
-tokens before the present one in registers, so that each row of x is read once; R rows are loaded
-before any of them is used. A tile lies within one token range: its predecessors are all in x or
-all in the halo. Backward, the gradients of the W - 1 rows that later tokens still add to are kept
-the same way, and each program leaves its share of the gradients of weight and bias in `partial`.
+A program, one warp, goes through the tokens of one tile in order for 128 channels. It keeps the W -
+1 tokens before the present one in registers, so that each row of x is read once; R rows are loaded
+before any of them is used. A tile lies within one token range: its predecessors are all in x or all
+in the halo. Backward, the gradients of the W - 1 rows that later tokens still add to are kept the
+same way, and each program leaves its share of the gradients of weight and bias in `partial`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from fla_cp.kernels.torch import conv as torch_stage
 from fla_cp.kernels.torch.conv import ConvRows
 from fla_cp.kernels.triton.device.blocks import divides, unit_rows
-from fla_cp.kernels.triton.device.bundles import Rows
+from fla_cp.kernels.triton.device.bundles import Rows, constants
 from fla_cp.kernels.triton.device.gates import sigmoid
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.partition.device_tables import to_device
@@ -203,6 +203,11 @@ def conv_bwd_kernel(
 
 
 @lru_cache(maxsize=32)
+def _shape(D: int, W: int, silu: bool) -> ConvShape:
+    return constants(ConvShape(D, W, ROWS, CHANNELS, silu))
+
+
+@lru_cache(maxsize=32)
 def _tiles(lengths: tuple[int, ...], width: int, size: int, device: torch.device) -> Tensor:
     """[4, n] int32: start, stop, end of its range, first halo row or -1 of each tile."""
     columns: list[tuple[int, int, int, int]] = []
@@ -232,8 +237,7 @@ def _prepared(
         where.kept[size] = _tiles(where.lengths, where.width, size, x.device)
     tiles = where.kept[size]
     given = Rows(x, x.stride(0), 0), halo if len(halo) else None, weight.contiguous()
-    shape = ConvShape(D, weight.shape[1], ROWS, CHANNELS, silu)
-    return tiles, tiles.shape[1] * blocks, given, shape
+    return tiles, tiles.shape[1] * blocks, given, _shape(D, weight.shape[1], silu)
 
 
 def conv(

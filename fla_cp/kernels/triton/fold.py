@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fla_cp.comm.affine import Steps
 from fla_cp.kernels.triton.device.blocks import dot
+from fla_cp.kernels.triton.device.bundles import constants
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.tile_table import power_of_two
 from fla_cp.partition.device_tables import Build, Columns, Tabled
@@ -71,8 +72,8 @@ class FoldShape(NamedTuple):
 
 @triton.jit
 def fold_kernel(M, B, start, out, places, first, starts, entries, steps, n, S: tl.constexpr):
-    """See `fla_cp.comm.affine.fold`. places [2, C, HV, K, W]: of the state. steps: int32 [3, n], rows
-    of M, B and out, -1 for none."""
+    """See `fla_cp.comm.affine.fold`. places [2, C, HV, K, W]: of the state. steps: int32 [3, n],
+    rows of M, B and out, -1 for none."""
     tiles: tl.constexpr = (S.W + S.BV - 1) // S.BV
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     chains = (tl.num_programs(0) // tiles).to(tl.int64)
@@ -138,6 +139,11 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return x, apart
 
 
+@functools.lru_cache(maxsize=256)
+def _shape(*members: int) -> FoldShape:
+    return constants(FoldShape(*members))  # type: ignore[arg-type]
+
+
 def fold(
     owner: Tabled,
     steps: Steps,
@@ -158,7 +164,7 @@ def fold(
     places = out.new_empty(2, chains, HV, K, W)
     transition, M_row = _rows(transition)
     offset, B_row = _rows(offset)
-    S = FoldShape(HV, K, V, W, BR, min(64, BR), BV, M_row, B_row, transposed)
+    S = _shape(HV, K, V, W, BR, min(64, BR), BV, M_row, B_row, transposed)
     given = transition, offset, start, out, places, first, starts, entries, rows, len(rows) // 3
     compiled = {"num_warps": max(4, BR // 16), "num_stages": 1}
     launch(fold_kernel, (chains * cdiv(W, BV), HV), *given, S, **compiled)

@@ -6,6 +6,7 @@ of A_log and dt_bias, which are then summed.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.triton.device.blocks import load_rows, store_rows, unit_rows
-from fla_cp.kernels.triton.device.bundles import Gate, Rows, rows, rows_from
+from fla_cp.kernels.triton.device.bundles import Gate, Rows, constants, rows, rows_from
 from fla_cp.kernels.triton.device.gates import gate_slope, gate_value, rate_slope
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.tile_table import power_of_two
@@ -55,8 +56,8 @@ def gate_kernel(gate, out, T, H: tl.constexpr, GATE: tl.constexpr, S: tl.constex
 def gate_bwd_kernel(
     gate, dout, dg, dA_log, ddt_bias, T, H: tl.constexpr, GATE: tl.constexpr, S: tl.constexpr
 ):
-    """dg [T, H, K]; a program's shares dA_log [*, H] and ddt_bias [*, H, K], fp32, which are written
-    where the gate has A_log and dt_bias."""
+    """dg [T, H, K]; a program's shares dA_log [*, H] and ddt_bias [*, H, K], fp32, which are
+    written where the gate has A_log and dt_bias."""
     i_h = (tl.program_id(0) % H).to(tl.int64)
     i_t = (tl.program_id(0) // H).to(tl.int64)
     o_k = tl.arange(0, S.BK)
@@ -90,18 +91,22 @@ class GateTile(NamedTuple):
     STEPS: int
 
 
+@functools.lru_cache(maxsize=32)
+def _tile(K: int) -> GateTile:
+    BK = power_of_two(K)
+    BT = max(1, ELEMENTS // BK)
+    return constants(GateTile(K, BT, BK, max(1, TOKENS // BT)))
+
+
 def _prepared(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> tuple[Gate, dict[str, Any]]:
     """The kernels' arguments."""
-    rates = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
+    A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
     _, H, K = g.shape
-    BK = power_of_two(K)
-    BT = max(1, ELEMENTS // BK)
-    tile = GateTile(K, BT, BK, max(1, TOKENS // BT))
     name = "softplus" if lower_bound is None else "sigmoid"
-    options = {"H": H, "GATE": name, "S": tile, "num_warps": 4}
-    return Gate(rows(unit_rows(g)), *rates, lower_bound or 0.0), options
+    options = {"H": H, "GATE": name, "S": _tile(K), "num_warps": 4}
+    return Gate(rows(unit_rows(g)), A_log, dt_bias, lower_bound or 0.0), options
 
 
 def _run(
@@ -111,7 +116,7 @@ def _run(
     out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     if out.numel():
         T, H, _ = g.shape
-        launch(gate_kernel, (cdiv(T, options["S"].BT) * H,), gate, out, T, **options)
+        launch(gate_kernel, (cdiv(T, options["S"].BT.value) * H,), gate, out, T, **options)
     return out
 
 
@@ -121,7 +126,7 @@ def _run_backward(
     """dg, dA_log, ddt_bias, an empty tensor for what is missing."""
     gate, options = _prepared(g, A_log, dt_bias, lower_bound)
     T, H, K = g.shape
-    n = cdiv(T, options["S"].BT * options["S"].STEPS)
+    n = cdiv(T, options["S"].BT.value * options["S"].STEPS.value)
     dg = torch.empty(T, H, K, dtype=g.dtype, device=g.device)
     dA_log, ddt_bias = (
         torch.empty(n, H, *s, dtype=torch.float32, device=g.device) for s in ((), (K,))

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import unit_rows
+from fla_cp.kernels.triton.device.bundles import safe, terms
 from fla_cp.kernels.triton.intra_channelwise import empty_gated, intra_channelwise
 from fla_cp.kernels.triton.intra_channelwise_bwd import intra_channelwise_bwd
 from fla_cp.kernels.triton.intra_headwise import intra_headwise
 from fla_cp.kernels.triton.intra_headwise_bwd import intra_headwise_bwd
-from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables, planes, safe, tables, terms
+from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables, planes, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule

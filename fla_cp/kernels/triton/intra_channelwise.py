@@ -59,8 +59,8 @@ from fla_cp.rule import CHUNK, DeltaRule
 
 @triton.jit
 def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
-    """q, k: `Rows`; out: `Formed`; chunks: `ChunkTable`. Where the rule removes nothing (GLA) neither
-    k_decayed nor T is written."""
+    """q, k: `Rows`; out: `Formed`; chunks: `ChunkTable`. Where the rule removes nothing (GLA)
+    neither k_decayed nor T is written."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // S.G
     o_i = tl.arange(0, S.BT)
@@ -174,8 +174,8 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
 
 @triton.jit
 def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr):
-    """Forms qg, k_decayed and kg again from the rows and anchors that `intra_kernel` wrote. A program
-    has a (chunk, key tile) and a head."""
+    """Forms qg, k_decayed and kg again from the rows and anchors that `intra_kernel` wrote. A
+    program has a (chunk, key tile) and a head."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // S.G

@@ -39,6 +39,7 @@ from fla_cp.kernels.triton.device.bundles import (
     gate,
     rows,
     rule_options,
+    safe,
     shape,
 )
 from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
@@ -211,11 +212,11 @@ def intra_channelwise_bwd(
         given = rows(x.q), rows(x.k), gate(rule, x), rows(do), h, grads.dh, v_new, grads.y
         saved = ChannelwiseSaved(*given, c.rows, c.decay, c.anchors, dscores, row_grads)
         out = ChannelwiseGrads(dq, dk, dg, dbeta, dA_log, ddt_bias)
-        kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
-        given = saved, sums(dtype, x.q.device), out, table.chunks, tokens, rule.scale, S, R
-        launch(kernel, (NC * tiles, HV), *given, num_warps=t.warps, maxnreg=t.registers)
+        kernel = safe_bwd_kernel if safe(rule, dtype) else intra_bwd_kernel
+        last = sums(dtype, x.q.device), out, table.chunks, tokens, rule.scale, S, R
+        launch(kernel, (NC * tiles, HV), saved, *last, num_warps=t.warps, maxnreg=t.registers)
     if HV > H:
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk))
-    dbeta = None if x.beta is None else beta_bwd(rule, x.beta, dbeta)
-    shares = summed_over_chunks(dA_log, x.A_log), summed_over_chunks(ddt_bias, x.dt_bias)
-    return Inputs(dq, dk, dv, dg, dbeta, *shares)
+    db = None if x.beta is None else beta_bwd(rule, x.beta, dbeta)
+    sums_of = summed_over_chunks(dA_log, x.A_log), summed_over_chunks(ddt_bias, x.dt_bias)
+    return Inputs(dq, dk, dv, dg, db, *sums_of)

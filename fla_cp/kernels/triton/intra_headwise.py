@@ -53,8 +53,8 @@ from fla_cp.rule import DeltaRule
 
 @triton.jit
 def head_rows_kernel(gate, beta, rows, chunks, S: tl.constexpr, R: tl.constexpr, BH: tl.constexpr):
-    """The planes of rows [NC, HV, 9, C] that need neither q nor k: beta, and gc up to each row and up
-    to the one before. A program has BH heads of a chunk."""
+    """The planes of rows [NC, HV, 9, C] that need neither q nor k: beta, and gc up to each row and
+    up to the one before. A program has BH heads of a chunk."""
     i_c = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, S.BT)[:, None]
     m_i = i < tl.load(chunks.rows + i_c)
@@ -77,8 +77,8 @@ def head_rows_kernel(gate, beta, rows, chunks, S: tl.constexpr, R: tl.constexpr,
 def intra_head_kernel(
     q, k, p, gate, beta, out, chunks, first, scale, S: tl.constexpr, R: tl.constexpr
 ):
-    """q, k, p: `Rows`; gate: `Gate`; beta: `Beta`; out: `Formed`; chunks: `ChunkTable`. Writes, for the
-    chunks from `first` on, Aqk, T where the rule removes something, decay [NC, HV, K], the same
+    """q, k, p: `Rows`; gate: `Gate`; beta: `Beta`; out: `Formed`; chunks: `ChunkTable`. Writes, for
+    the chunks from `first` on, Aqk, T where the rule removes something, decay [NC, HV, K], the same
     number K times, and all planes of rows."""
     i_c, i_hv = (first + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // S.G
@@ -178,7 +178,7 @@ def intra_headwise(
         t = t._replace(registers=None)  # would spill
     S, R = c.shape(t), rule_options(rule, dtype)
     given = gate(rule, x), beta(rule, x)
-    if t.hopper:
+    if t.sm90:
         BH = min(32, tile_table.power_of_two(HV))
         launch(head_rows_kernel, (NC, cdiv(HV, BH)), *given, c.rows, table.chunks, S, R, BH)
         return functools.partial(eligible.sm90_intra.intra_head, rule, table, x, c)

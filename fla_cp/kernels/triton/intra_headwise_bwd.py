@@ -53,10 +53,10 @@ DENSE = torch.contiguous_format
 def scores_head_bwd_kernel(
     x, gate, out, chunks, S: tl.constexpr, R: tl.constexpr, QNORM: tl.constexpr
 ):
-    """x: `ScoresSaved`; gate: `Gate`; out: `ScoresGrads`; chunks: `ChunkTable`. Of out.scores, below the
-    diagonal: what the inputs k are weighted with in the gradients of q and of beta r. out.row_grads:
-    the diagonal's weight of k; with QNORM q dq and with NORM k dk of each row, summed over channels,
-    as `scores_bwd_kernel` forms them (with p those of k alone)."""
+    """x: `ScoresSaved`; gate: `Gate`; out: `ScoresGrads`; chunks: `ChunkTable`. Of out.scores,
+    below the diagonal: what the inputs k are weighted with in the gradients of q and of beta r.
+    out.row_grads: the diagonal's weight of k; with QNORM q dq and with NORM k dk of each row,
+    summed over channels, as `scores_bwd_kernel` forms them (with p those of k alone)."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, S.BT)
     m_i = i < tl.load(chunks.rows + i_c)
@@ -131,8 +131,8 @@ def head_gate_bwd_kernel(
     SHARES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """gate: `Gate`; beta: `Beta`; out: `GateGrads`; chunks: `ChunkTable`. dg from the SHARES of dgc and
-    those of key tiles of shift; dbeta from v's share and those of key tiles."""
+    """gate: `Gate`; beta: `Beta`; out: `GateGrads`; chunks: `ChunkTable`. dg from the SHARES of dgc
+    and those of key tiles of shift; dbeta from v's share and those of key tiles."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, S.BT)
     m_i = i < tl.load(chunks.rows + i_c)
@@ -182,7 +182,7 @@ def headwise_tiles(
     supports = supports and eligible.pays(packing, c)
     for whole in (supports, False):
         tiles = tuple(c.tuning.tile(name, K, V, x.q.dtype, 0, whole) for name in names)
-        if all(t.hopper for t in tiles):
+        if all(t.sm90 for t in tiles):
             break
     return tiles
 
@@ -205,7 +205,7 @@ def intra_headwise_bwd(
     read = (x.q, x.k) if x.p is None else () if HV > H else (x.q, x.k, x.p)
     ts, tq, tk = headwise_tiles(("scores_bwd_head", q_stage, k_stage), packing, x, c, grads, read)
     q_tiles, tiles = cdiv(K, tq.BK), cdiv(K, tk.BK)
-    parts = q_tiles + tiles if groups and not tk.hopper else tiles
+    parts = q_tiles + tiles if groups and not tk.sm90 else tiles
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     dq, dk, dv, dg = (torch.empty_like(z, memory_format=DENSE) for z in (x.q, x.k, x.v, x.g))
     dgc, dp, shift, dbeta, shares = single(parts, NC, HV, CHUNK), *[None] * 4
@@ -218,32 +218,33 @@ def intra_headwise_bwd(
     dA_log = None if x.A_log is None else single(NC, HV)
     ddt_bias = None if x.dt_bias is None else single(NC, HV)
     R, shape_of = rule_options(rule, dtype), functools.partial(shape, rule, dtype, H, HV, K, V)
-    if NC and tk.hopper:
+    if NC and tk.sm90:
         programs = c.tuning.sm_count(x.q.device) or 1
         eligible.sm90_intra_bwd.head_bwd(rule, table, x, c, h, v_new, grads, out, dv, programs)
     elif NC:
         weights, row_grads = x.q.new_empty(NC, HV, 2, CHUNK, CHUNK), single(NC, HV, 3, CHUNK)
         scores = ScoresSaved(rows(x.v), rows(do), c.o, v_new, grads.y, c.rows)
         left = ScoresGrads(dv, shares, weights, row_grads)
-        given = gate(rule, x), left, table.chunks, shape_of(ts), R, R.NORM and q_tiles > 1
-        launch(scores_head_bwd_kernel, (NC, HV), scores, *given, num_warps=ts.warps)
+        how = shape_of(ts), R, rule.qk_l2norm and q_tiles > 1
+        scores_given = scores, gate(rule, x), left, table.chunks, *how
+        launch(scores_head_bwd_kernel, (NC, HV), *scores_given, num_warps=ts.warps)
         states = h, grads.dh, v_new, grads.y, c.rows, c.decay, weights, row_grads
         saved = HeadwiseSaved(rows(x.q), rows(x.k), rows(x.p), rows(do), *states)
         q_options, k_options = (
             {"S": shape_of(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
             for t in (tq, tk)
         )
+        grid = NC * tiles, H
         if groups:
-            given, grid = (saved, out, table.chunks, rule.scale), (NC * q_tiles, H)
-            launch(dq_head_kernel, grid, *given, **q_options)
-            given = saved, out._replace(dgc=dgc[q_tiles:]), table.chunks, tokens
-            launch(dk_head_kernel, (NC * tiles, H), *given, **k_options)
+            q_grid, k_out = (NC * q_tiles, H), out._replace(dgc=dgc[q_tiles:])
+            launch(dq_head_kernel, q_grid, saved, out, table.chunks, rule.scale, **q_options)
+            launch(dk_head_kernel, grid, saved, k_out, table.chunks, tokens, **k_options)
         else:
-            given = saved, out, table.chunks, tokens, rule.scale
-            launch(dqk_head_kernel, (NC * tiles, H), *given, **k_options)
+            given = table.chunks, tokens, rule.scale
+            launch(dqk_head_kernel, grid, saved, out, *given, **k_options)
     if NC:
-        given = gate(rule, x), beta(rule, x), dgc, shift, shares
+        sums_given = gate(rule, x), beta(rule, x), dgc, shift, shares
         last = GateGrads(dg, dbeta, dA_log, ddt_bias), table.chunks, tokens, shape_of(tk), R
-        launch(head_gate_bwd_kernel, (NC, HV), *given, *last, parts, tiles, num_warps=1)
+        launch(head_gate_bwd_kernel, (NC, HV), *sums_given, *last, parts, tiles, num_warps=1)
     dA_log, ddt_bias = summed_over_chunks(dA_log, x.A_log), summed_over_chunks(ddt_bias, x.dt_bias)
     return Inputs(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dp)

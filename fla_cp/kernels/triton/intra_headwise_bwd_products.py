@@ -29,8 +29,8 @@ from fla_cp.kernels.triton.device.planes import (
 
 @triton.jit
 def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
-    """x: `HeadwiseSaved`; out: `HeadwiseGrads`; chunks: `ChunkTable`. dq and dk of one key tile and head,
-    without groups and p."""
+    """x: `HeadwiseSaved`; out: `HeadwiseGrads`; chunks: `ChunkTable`. dq and dk of one key tile and
+    head, without groups and p."""
     H: tl.constexpr = S.HV // S.G
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
@@ -148,8 +148,8 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
 
 @triton.jit
 def dq_head_kernel(x, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
-    """dq of one key tile and key head, with groups: a program goes through the value heads of its group.
-    out.dgc: q's part."""
+    """dq of one key tile and key head, with groups: a program goes through the value heads of its
+    group. out.dgc: q's part."""
     H: tl.constexpr = S.HV // S.G
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from triton.language import constexpr
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-from fla_cp.kernels.triton.device.bundles import RuleOptions, Shape
 
 runner: Callable[..., None] | None = None
 """Takes the place of every launch, `runner(kernel, grid, *given, **named)`: for tests that record
@@ -19,10 +18,10 @@ launches, or that leave them out."""
 MAX_REMEMBERED = 4096
 """Compiled kernels remembered; beyond it all are forgotten."""
 
-PLAIN = frozenset((int, str, bool, tuple, type(None), Shape, RuleOptions))
-"""Types of arguments that are compared by value. Other bundles hold tensors."""
+PLAIN = frozenset((int, str, bool, tuple, type(None)))
+"""Types of arguments that are compared by value."""
 
-_known: dict[tuple, tuple[Any, tuple[str, ...]]] = {}
+_known: dict[tuple, tuple[Any, tuple[str, ...], list]] = {}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -40,7 +39,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
         return
     device = driver.active.get_current_device()
     values = (*given, *named.values())
-    # an id stays taken: what was compiled holds on to its functions
+    # an id stays taken: what is remembered holds on to the kernel's functions and constants
     key = (
         id(kernel),
         device,
@@ -52,9 +51,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
         compiled = kernel[grid](*given, **named)
         if len(_known) >= MAX_REMEMBERED:
             _known.clear()
-        _known[key] = compiled, tuple(kernel.arg_names[len(given) :])
+        held = [x for x in values if isinstance(x, tuple)]
+        _known[key] = compiled, tuple(kernel.arg_names[len(given) :]), held
         return
-    compiled, rest = found
+    compiled, rest, _ = found
     stream = driver.active.get_current_stream(device)
     compiled[(*grid, 1, 1)[:3]](*given, *map(named.__getitem__, rest), stream=stream)
 
@@ -64,6 +64,8 @@ def specialization_key(x: Any) -> Any:
     if isinstance(x, Tensor):
         return (x.dtype,) if x.data_ptr() % 16 else x.dtype
     if isinstance(x, tuple):
+        if x and x[0].__class__ is constexpr:
+            return id(x)  # see `device.bundles`
         return tuple([y if y.__class__ in PLAIN else specialization_key(y) for y in x])
     if x.__class__ is float:
         return (x,)  # unlike an int

@@ -59,8 +59,8 @@ class Chunks(NamedTuple):
         return shape(self.rule, self.Aqk.dtype, self.kg.shape[1], HV, K, V, t)
 
     def scan_operands(self) -> Operands:
-        gated = (rows(x) if self.of_heads else Rows(x, 0, 0) for x in self[5:8])
-        return Operands(*gated, self.rows, self.T, self.Aqk, self.decay)
+        q, r, k = (rows(x) if self.of_heads else Rows(x, 0, 0) for x in self[5:8])
+        return Operands(q, r, k, self.rows, self.T, self.Aqk, self.decay)
 
 
 class Tables(NamedTuple):

@@ -225,8 +225,8 @@ def launch_scan(
     transition: Tensor | None = None,
     concurrent: bool = False,
 ) -> Callable[[], None]:
-    """Returns a call that launches the scan and allocates nothing, so that another stream may run it.
-    which: the packing's property that names the segments. transition: to be filled for
+    """Returns a call that launches the scan and allocates nothing, so that another stream may run
+    it. which: the packing's property that names the segments. transition: to be filled for
     `Packing.middle`. concurrent: the reverse scan runs at the same time."""
     middle = () if transition is None else packing.middle
     segments, names = getattr(packing, which), (which, "middle") if middle else (which,)
@@ -240,23 +240,19 @@ def launch_scan(
     if not segments:
         return lambda: None
     programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
-    arguments: dict[str, Any] = {
-        "S0": state(None if S0 is None else S0.value),
-        "S_end": state(S_end),
-        "transition": transition,
-        "segments": segments_of(packing, names, S0, "carried", c.v.device),
-        "states": len(segments),
-        "S": c.shape(t),
-        "num_warps": t.warps,
-    }
-    if t.hopper:
-        kernel = eligible.sm90_scan.scan_hopper_kernel
-        arguments |= eligible.sm90_scan.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
-        arguments |= {"v_h": c.v.stride(1), "o_rows": o}
+    S0_state = state(None if S0 is None else S0.value)
+    run = segments_of(packing, names, S0, "carried", c.v.device)
+    arguments: dict[str, Any] = {"states": len(segments), "S": c.shape(t), "num_warps": t.warps}
+    if t.sm90:
+        sm90 = eligible.sm90_scan
+        kernel, heads = sm90.scan_sm90_kernel, sm90.head_strides(c, c.v)
+        arguments |= sm90.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
+        arguments["more"] = sm90.ScanMore(heads, o, S0_state, state(S_end), transition, run)
     else:
         kernel = scan_kernel
         arguments |= {"x": c.scan_operands(), "v": rows(c.v), "o": o, "h": state(h)}
-        arguments["v_new"] = v_new
+        arguments |= {"v_new": v_new, "S0": S0_state, "S_end": state(S_end)}
+        arguments |= {"transition": transition, "segments": run}
     return functools.partial(launch, kernel, (programs, HV), **arguments)
 
 
@@ -285,7 +281,7 @@ def scan_tile(
         # With one decay a head, tiles of all of V spill.
         chains = min(chains, tile_table.FULL_V_MIN_CHAINS - 1)
     t = c.tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, whether)
-    if t.hopper and not supports:
+    if t.sm90 and not supports:
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
     return t if c.terms == 1 else tile_table.in_two_terms(stage, t)
 

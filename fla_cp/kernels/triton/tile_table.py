@@ -14,14 +14,14 @@ import torch
 
 class Tile(NamedTuple):
     """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: most that a
-    thread may have, or None. hopper: in Gluon."""
+    thread may have, or None. sm90: the kernels of kernels/sm90/ run."""
 
     BK: int
     BV: int
     warps: int
     stages: int
     registers: int | None = None
-    hopper: bool = False
+    sm90: bool = False
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -79,10 +79,10 @@ TILES_BY_CHAINS: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, T
 of a chain read is then read less often, and the card is full all the same."""
 
 
-NARROW, DEEP = Tile(128, 64, 4, 2, hopper=True), Tile(128, 64, 4, 3, hopper=True)
-BROAD = Tile(128, 128, 8, 2, hopper=True)
-WHOLE = Tile(128, 128, 8, 1, hopper=True)
-HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
+NARROW, DEEP = Tile(128, 64, 4, 2, sm90=True), Tile(128, 64, 4, 3, sm90=True)
+BROAD = Tile(128, 128, 8, 2, sm90=True)
+WHOLE = Tile(128, 128, 8, 1, sm90=True)
+SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),
     "scan_states": ((0, DEEP),),
@@ -92,7 +92,7 @@ HOPPER: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan_states_concurrent": ((0, NARROW),),
     "scan_bwd_concurrent": ((0, NARROW),),
     "scan_bwd_ends_concurrent": ((0, NARROW),),
-    "intra_head": ((0, Tile(128, 0, 4, 1, hopper=True)),),
+    "intra_head": ((0, Tile(128, 0, 4, 1, sm90=True)),),
     "scores_bwd_head": ((0, WHOLE),),
     "dqk_head": ((0, WHOLE),),
     "dq_head": ((0, WHOLE),),
@@ -155,8 +155,8 @@ def sm_count(device: torch.device) -> int:
 def _tile(
     architecture: int, stage: str, k: int, v: int, dtype: torch.dtype, chains: int, sm90: bool
 ) -> Tile:
-    if sm90 and stage in HOPPER:
-        return next(t for least, t in HOPPER[stage] if chains >= least)
+    if sm90 and stage in SM90_TILES:
+        return next(t for least, t in SM90_TILES[stage] if chains >= least)
     stage = stage.removesuffix("_kept")
     key = (architecture, stage, k, v, dtype)
     for least, fuller in TILES_BY_CHAINS.get(key, ()):
@@ -227,7 +227,7 @@ def in_two_terms(stage: str, t: Tile) -> Tile:
     """A scan's tile where T and Aqk have two terms. These would not fit into the shared memory of
     three stages (in Gluon only the reverse scan's would not), and wider tiles spill."""
     back = stage.startswith("scan_bwd")
-    if t.hopper:
+    if t.sm90:
         return NARROW if back and t == DEEP else t
     most, warps = 32 if back else 64, 4 if t.BV > 64 else t.warps
     return Tile(t.BK, min(t.BV, most), warps, min(t.stages, 2))

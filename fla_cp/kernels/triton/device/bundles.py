@@ -1,22 +1,26 @@
 """Arguments that kernels take together: a tensor with its strides, tables, and constants.
 
 A bundle is a NamedTuple. Triton passes its members one by one and compiles for None and for strides
-of 1 as it does for single arguments. `Shape` and `RuleOptions` are known when a kernel is compiled:
-a kernel takes them as `S: tl.constexpr` and `R: tl.constexpr`.
+of 1 as it does for single arguments. Bundles such as `Shape` and `RuleOptions` are known when a
+kernel is compiled: it takes them as `S: tl.constexpr` and `R: tl.constexpr`. They are made by
+`constants`, by a function that remembers what it made, since launches tell them apart by identity.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.tile_table import Tile
 from fla_cp.rule import CHUNK, DeltaRule
+
+B = TypeVar("B", bound=tuple)
 
 
 class Rows(NamedTuple):
@@ -157,9 +161,9 @@ class ChannelwiseGrads(NamedTuple):
 
 
 class HeadwiseSaved(NamedTuple):
-    """What the products of the headwise backward read: inputs, what the scans left, `Formed.rows` and
-    `decay`, and from `scores_head_bwd_kernel` weights [NC, HV, 2, C, C] and row_grads [NC, HV, 3, C]
-    (planes.py)."""
+    """What the products of the headwise backward read: inputs, what the scans left, `Formed.rows`
+    and `decay`, and from `scores_head_bwd_kernel` weights [NC, HV, 2, C, C] and row_grads [NC, HV,
+    3, C] (planes.py)."""
 
     q: Rows
     k: Rows
@@ -176,10 +180,10 @@ class HeadwiseSaved(NamedTuple):
 
 
 class HeadwiseGrads(NamedTuple):
-    """dq, dk, dp [T, H, K]; shares [1 + key tiles, T, HV], fp32, of which plane 1 + tile is written:
-    the tile's part of dbeta; dgc [tiles, NC, HV, C], fp32: its part in the gradient of gc, what
-    comes from the chunk's end in the last row; shift, like dgc, with p: what its rows give to the
-    sums up to the token before."""
+    """dq, dk, dp [T, H, K]; shares [1 + key tiles, T, HV], fp32, of which plane 1 + tile is
+    written: the tile's part of dbeta; dgc [tiles, NC, HV, C], fp32: its part in the gradient of gc,
+    what comes from the chunk's end in the last row; shift, like dgc, with p: what its rows give to
+    the sums up to the token before."""
 
     dq: Any
     dk: Any
@@ -261,18 +265,25 @@ def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
     return 2 if rule.precise and dtype.itemsize == 2 else 1
 
 
+def constants(bundle: B) -> B:
+    """The bundle with members as kernels take them where they are known to the compiler."""
+    return bundle._make(map(tl.constexpr, bundle))  # type: ignore[attr-defined]
+
+
 @functools.lru_cache(maxsize=1024)
 def shape(rule: DeltaRule, dtype: torch.dtype, H: int, HV: int, K: int, V: int, t: Tile) -> Shape:
     """Of operands in dtype, with tile t."""
     # three TF32 products are as good as fp32 here; half-precision operands ignore this
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
     how = rule.per_head, rule.removal, terms(rule, dtype), precision
-    return Shape(HV, HV // H, K, V, CHUNK, t.BK, t.BV, t.stages, *how)
+    return constants(Shape(HV, HV // H, K, V, CHUNK, t.BK, t.BV, t.stages, *how))
 
 
+@functools.lru_cache(maxsize=1024)
 def rule_options(rule: DeltaRule, dtype: torch.dtype) -> RuleOptions:
     sigmoid = rule.beta_factor is not None
-    return RuleOptions(rule.gate, rule.qk_l2norm, sigmoid, safe(rule, dtype), rule.use_exp2)
+    found = RuleOptions(rule.gate, rule.qk_l2norm, sigmoid, safe(rule, dtype), rule.use_exp2)
+    return constants(found)
 
 
 @triton.jit

@@ -57,9 +57,9 @@ def open_chunk(x, chunks, i_c, i_hv, S: tl.constexpr, PLANES: tl.constexpr):
 
 @triton.jit
 def state_products(x, i, m_i, o_k, S: tl.constexpr, SUMS: tl.constexpr):
-    """The states' part in the gradients of the row factors q and beta k (zero where the rule removes
-    nothing) and of the column factor k, [BT, BK] each; and with SUMS h dh summed over values [BK],
-    for kernels whose loop is not pipelined (`row_sums`)."""
+    """The states' part in the gradients of the row factors q and beta k (zero where the rule
+    removes nothing) and of the column factor k, [BT, BK] each; and with SUMS h dh summed over
+    values [BK], for kernels whose loop is not pipelined (`row_sums`)."""
     b_dq = tl.zeros([S.BT, S.BK], tl.float32)
     b_dr = tl.zeros([S.BT, S.BK], tl.float32)
     b_dc = tl.zeros([S.BT, S.BK], tl.float32)
@@ -117,10 +117,10 @@ def load_pairs(ptr, at, pairs):
 
 @triton.jit
 def level_grads(grads, f, factors, dscores, at, pairs, second, n_rows, S: tl.constexpr):
-    """The gradients of q, beta k, k and gc with one level's pairs added. f: each row's decay; factors:
-    q, k and beta. At a level a row is either row or column of the scores, which are mirrored: one
-    product with row factors in second blocks and column factors in first blocks gives the gradients
-    of both."""
+    """The gradients of q, beta k, k and gc with one level's pairs added. f: each row's decay;
+    factors: q, k and beta. At a level a row is either row or column of the scores, which are
+    mirrored: one product with row factors in second blocks and column factors in first blocks gives
+    the gradients of both."""
     b_dq, b_dr, b_dc, b_dgc = grads
     b_q, b_k, b_beta = factors
     operand: tl.constexpr = dscores.dtype.element_ty
