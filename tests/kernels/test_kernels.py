@@ -36,7 +36,7 @@ def interpreted(monkeypatch):
     """Lets the kernels run on CPU tensors, in this module only, and fp32 take bf16's path."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(
-        fla_cp.kernels.triton.operands, "SAFE_DTYPES", (torch.float32, torch.bfloat16)
+        fla_cp.kernels.triton.device.bundles, "SAFE_DTYPES", (torch.float32, torch.bfloat16)
     )
 
 

@@ -20,12 +20,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fla_cp.kernels.sm90.intra_headwise_bwd import PLANES, decayed
+from fla_cp.kernels.sm90.intra_headwise_bwd import decayed
 from fla_cp.kernels.sm90.scan import rounded_off
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS
 from fla_cp.kernels.triton.device.bundles import Formed, rows, rows_from, rule_options
+from fla_cp.kernels.triton.device.planes import (
+    GC,
+    GC_BEFORE,
+    HEADWISE_PLANES,
+    K_FACTOR,
+    K_SCALE,
+    Q_FACTOR,
+    Q_SCALE,
+    R_FACTOR,
+    R_SCALE,
+)
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables
 from fla_cp.kernels.triton.tile_table import WHOLE
@@ -261,8 +272,12 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     i = gl.arange(0, S.BT, gl.SliceLayout(1, acc))
     j = gl.arange(0, S.BT, gl.SliceLayout(0, acc))
     zero = gl.full([S.BT, S.BT], 0.0, gl.float32, acc)
-    at = out.rows + (i_c * S.HV + i_h * S.G) * PLANES * S.BT
-    gc, end, beta = gl.load(at + 7 * S.BT + i), gl.load(at + (8 * S.BT - 1)), gl.load(at + i)
+    at = out.rows + (i_c * S.HV + i_h * S.G) * HEADWISE_PLANES * S.BT
+    gc, end, beta = (
+        gl.load(at + GC * S.BT + i),
+        gl.load(at + ((GC + 1) * S.BT - 1)),
+        gl.load(at + i),
+    )
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -298,11 +313,11 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         s_rk.store(b_rk)
     for i_g in range(S.G):
         i_ch = i_c * S.HV + i_h * S.G + i_g
-        at = out.rows + i_ch * PLANES * S.BT
+        at = out.rows + i_ch * HEADWISE_PLANES * S.BT
         none = (n + i_g) // (S.BT + S.G)
         r = i + none
         if S.G > 1:
-            gc, end = gl.load(at + 7 * S.BT + r), gl.load(at + (8 * S.BT - 1))
+            gc, end = gl.load(at + GC * S.BT + r), gl.load(at + ((GC + 1) * S.BT - 1))
         # k's scale is part of the out.decay
         of_columns = gl.convert_layout(gc - logarithm(k_scale, R.EXP2), gl.SliceLayout(0, acc))
         w = weights(gc, of_columns, r, j, R.EXP2)
@@ -312,17 +327,17 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         store_terms(
             b_out, out.Aqk + i_ch * (S.TERMS * S.BT * S.BT), s_out.index(none), flat, S.TERMS
         )
-        gl.store(at + S.BT + r, q_scale)
-        gl.store(at + 2 * S.BT + r, k_scale)
+        gl.store(at + Q_SCALE * S.BT + r, q_scale)
+        gl.store(at + K_SCALE * S.BT + r, k_scale)
         if REMOVES:
-            gl.store(at + 3 * S.BT + r, r_scale)
-        gl.store(at + 4 * S.BT + r, q_scale * decayed(gc, R.EXP2))
+            gl.store(at + R_SCALE * S.BT + r, r_scale)
+        gl.store(at + Q_FACTOR * S.BT + r, q_scale * decayed(gc, R.EXP2))
         if REMOVES:
             before = gc
             if OWN:
-                before = gl.load(at + 8 * S.BT + r)
-            gl.store(at + 5 * S.BT + r, r_scale * decayed(before, R.EXP2))
-        gl.store(at + 6 * S.BT + r, k_scale * decayed(end - gc, R.EXP2))
+                before = gl.load(at + GC_BEFORE * S.BT + r)
+            gl.store(at + R_FACTOR * S.BT + r, r_scale * decayed(before, R.EXP2))
+        gl.store(at + K_FACTOR * S.BT + r, k_scale * decayed(end - gc, R.EXP2))
         spread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         whole = decayed(gl.full([S.K], 0.0, gl.float32, spread) + end, R.EXP2)
         gl.store(out.decay + i_ch * S.K + gl.arange(0, S.K, spread), whole)
@@ -332,16 +347,16 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         barrier()
         for i_g in range(S.G):
             i_ch = i_c * S.HV + i_h * S.G + i_g
-            at = out.rows + i_ch * PLANES * S.BT
+            at = out.rows + i_ch * HEADWISE_PLANES * S.BT
             none = (n + i_g) // (S.BT + S.G)
             r = i + none
-            gc = gl.load(at + 7 * S.BT + r)
-            of_columns = gc - logarithm(gl.load(at + 2 * S.BT + r), R.EXP2)
+            gc = gl.load(at + GC * S.BT + r)
+            of_columns = gc - logarithm(gl.load(at + K_SCALE * S.BT + r), R.EXP2)
             of_columns = gl.convert_layout(of_columns, gl.SliceLayout(0, acc))
             if OWN:
-                gc = gl.load(at + 8 * S.BT + r)
+                gc = gl.load(at + GC_BEFORE * S.BT + r)
             w = weights(gc, of_columns, r, j, R.EXP2)
-            x = s_rk.load(acc) * w * (gl.load(at + r) * gl.load(at + 3 * S.BT + r))[:, None]
+            x = s_rk.load(acc) * w * (gl.load(at + r) * gl.load(at + R_SCALE * S.BT + r))[:, None]
             store_inverse(x, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
 
 

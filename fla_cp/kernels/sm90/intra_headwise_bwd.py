@@ -31,9 +31,6 @@ from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables
 from fla_cp.kernels.triton.tile_table import WHOLE
 from fla_cp.rule import CHUNK, DeltaRule
 
-PLANES = 9
-"""Of `Chunks.rows`."""
-
 
 @gluon.jit
 def decayed(x, EXP2: gl.constexpr):
@@ -334,7 +331,6 @@ def head_bwd_sm90_kernel(
     items,
     tokens,
     scale,
-    PLANES: gl.constexpr,
     S: gl.constexpr,
     R: gl.constexpr,
 ):
@@ -369,7 +365,7 @@ def head_bwd_sm90_kernel(
     # fmt: off
     gl.warp_specialize([
         (form_items, (places, ready, free, done, more, items, tokens, scale, S, R)),
-        (copy_items, (read, places, ready, free, more, items, PLANES, S)),
+        (copy_items, (read, places, ready, free, more, items, S)),
         (store_items, ((dq, dk, dp, dv), places, free, done, more, items, S)),
     ], [1, 2], [40, 40])
     # fmt: on
@@ -405,7 +401,6 @@ def head_bwd(
         items=items,
         tokens=len(x.q),
         scale=rule.scale,
-        PLANES=PLANES,
         S=c.shape(WHOLE._replace(stages=2 if x.p is None else 1)),
         R=rule_options(rule, x.q.dtype),
         num_warps=8,

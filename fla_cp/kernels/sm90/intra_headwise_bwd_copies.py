@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from fla_cp.kernels.triton.device.planes import HEADWISE_PLANES
+
 
 @gluon.jit
 def tiles_of(places, stage, slot):
@@ -25,7 +27,7 @@ def tiles_of(places, stage, slot):
 
 
 @gluon.jit
-def copy_items(tensors, places, ready, free, more, items, PLANES: gl.constexpr, S: gl.constexpr):
+def copy_items(tensors, places, ready, free, more, items, S: gl.constexpr):
     """A warp's work: what is read of each chunk and head, to its place as soon as this is free."""
     do, v_new, y, v, h, dh, q, k, p, rows = tensors
     _do, _vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
@@ -53,7 +55,7 @@ def copy_items(tensors, places, ready, free, more, items, PLANES: gl.constexpr, 
             mbarrier.expect(bar, 2 * of_values + 4 * (7 if OWN else 5) * S.BT)
             for i_p in gl.static_range(7 if OWN else 5):
                 plane = i_p if i_p < 3 else (3 + i_p if i_p < 5 else 3 + 5 * (i_p - 5))
-                at = [i_ch * PLANES + plane, 0]
+                at = [i_ch * HEADWISE_PLANES + plane, 0]
                 tma.async_copy_global_to_shared(rows, at, bar, s_rows.index(i_p))
             tma.async_copy_global_to_shared(y, [i_ch * S.BT, 0], bar, s_y)
             mbarrier.wait(free.index(2), past)

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.triton.device.bundles import Segments, State
+from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, HEADWISE_PLANES, Q_FACTOR
 from fla_cp.kernels.triton.operands import Chunks
 from fla_cp.rule import CHUNK
 
@@ -133,7 +134,7 @@ def copy_chunks(
     q_h, r_h, k_h, v_h = heads
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
-    PLANES: gl.constexpr = 9 if S.HEAD else 3
+    PLANES: gl.constexpr = HEADWISE_PLANES if S.HEAD else CHANNELWISE_PLANES
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
     for c in range(at.n):
         s = c % S.NS
@@ -158,9 +159,9 @@ def copy_chunks(
         to = s_rows.index(s * FACTORS)
         tma.async_copy_global_to_shared(rows, [i_ch * PLANES, 0], bar, to)
         if S.HEAD:
-            for f in gl.static_range(3):  # planes 4 to 6: of q, r, k
+            for f in gl.static_range(3):  # of q, of r, of k
                 to = s_rows.index(s * FACTORS + 1 + f)
-                tma.async_copy_global_to_shared(rows, [i_ch * PLANES + 4 + f, 0], bar, to)
+                tma.async_copy_global_to_shared(rows, [i_ch * PLANES + Q_FACTOR + f, 0], bar, to)
         if REMOVES:
             tma.async_copy_global_to_shared(T, [i_ch * (S.TERMS * S.BT), 0], bar, s_T.index(s))
         if OUT:

@@ -35,6 +35,7 @@ CHANNELS = 128
 """Of a program: four a lane. With eight the backward spills, at 255 registers."""
 
 
+@constants
 class ConvShape(NamedTuple):
     """Channels, taps, rows loaded at once, channels of a program, and whether SiLU follows."""
 
@@ -203,11 +204,6 @@ def conv_bwd_kernel(
 
 
 @lru_cache(maxsize=32)
-def _shape(D: int, W: int, silu: bool) -> ConvShape:
-    return constants(ConvShape(D, W, ROWS, CHANNELS, silu))
-
-
-@lru_cache(maxsize=32)
 def _tiles(lengths: tuple[int, ...], width: int, size: int, device: torch.device) -> Tensor:
     """[4, n] int32: start, stop, end of its range, first halo row or -1 of each tile."""
     columns: list[tuple[int, int, int, int]] = []
@@ -237,7 +233,12 @@ def _prepared(
         where.kept[size] = _tiles(where.lengths, where.width, size, x.device)
     tiles = where.kept[size]
     given = Rows(x, x.stride(0), 0), halo if len(halo) else None, weight.contiguous()
-    return tiles, tiles.shape[1] * blocks, given, _shape(D, weight.shape[1], silu)
+    return (
+        tiles,
+        tiles.shape[1] * blocks,
+        given,
+        ConvShape(D, weight.shape[1], ROWS, CHANNELS, silu),
+    )
 
 
 def conv(

@@ -54,6 +54,7 @@ def of_head(row, i_h, HV: tl.constexpr):
     return row.to(tl.int64) * HV + tl.where(row < 0, 0, i_h)
 
 
+@constants
 class FoldShape(NamedTuple):
     """W: columns of out, V or V + K. BR, BK: rows and columns of a transition's tile. M_ROW, B_ROW:
     between the rows of a matrix of M and of B."""
@@ -139,11 +140,6 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return x, apart
 
 
-@functools.lru_cache(maxsize=256)
-def _shape(*members: int) -> FoldShape:
-    return constants(FoldShape(*members))  # type: ignore[arg-type]
-
-
 def fold(
     owner: Tabled,
     steps: Steps,
@@ -164,7 +160,7 @@ def fold(
     places = out.new_empty(2, chains, HV, K, W)
     transition, M_row = _rows(transition)
     offset, B_row = _rows(offset)
-    S = _shape(HV, K, V, W, BR, min(64, BR), BV, M_row, B_row, transposed)
+    S = FoldShape(HV, K, V, W, BR, min(64, BR), BV, M_row, B_row, transposed)
     given = transition, offset, start, out, places, first, starts, entries, rows, len(rows) // 3
     compiled = {"num_warps": max(4, BR // 16), "num_stages": 1}
     launch(fold_kernel, (chains * cdiv(W, BV), HV), *given, S, **compiled)

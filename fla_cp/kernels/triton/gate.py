@@ -6,7 +6,6 @@ of A_log and dt_bias, which are then summed.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +81,7 @@ def gate_bwd_kernel(
         tl.store(p, tl.sum(b_raw, axis=0), mask=o_k < S.K)
 
 
+@constants
 class GateTile(NamedTuple):
     """K, the tile [BT, BK], and how many tiles a program of the backward takes in turn."""
 
@@ -91,11 +91,10 @@ class GateTile(NamedTuple):
     STEPS: int
 
 
-@functools.lru_cache(maxsize=32)
 def _tile(K: int) -> GateTile:
     BK = power_of_two(K)
     BT = max(1, ELEMENTS // BK)
-    return constants(GateTile(K, BT, BK, max(1, TOKENS // BT)))
+    return GateTile(K, BT, BK, max(1, TOKENS // BT))
 
 
 def _prepared(
@@ -116,7 +115,7 @@ def _run(
     out = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     if out.numel():
         T, H, _ = g.shape
-        launch(gate_kernel, (cdiv(T, options["S"].BT.value) * H,), gate, out, T, **options)
+        launch(gate_kernel, (cdiv(T, options["S"].BT) * H,), gate, out, T, **options)
     return out
 
 
@@ -126,7 +125,7 @@ def _run_backward(
     """dg, dA_log, ddt_bias, an empty tensor for what is missing."""
     gate, options = _prepared(g, A_log, dt_bias, lower_bound)
     T, H, K = g.shape
-    n = cdiv(T, options["S"].BT.value * options["S"].STEPS.value)
+    n = cdiv(T, options["S"].BT * options["S"].STEPS)
     dg = torch.empty(T, H, K, dtype=g.dtype, device=g.device)
     dA_log, ddt_bias = (
         torch.empty(n, H, *s, dtype=torch.float32, device=g.device) for s in ((), (K,))

@@ -39,7 +39,6 @@ from fla_cp.kernels.triton.device.bundles import (
     gate,
     rows,
     rule_options,
-    safe,
     shape,
 )
 from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
@@ -152,15 +151,15 @@ def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl
         )
     b_dq, b_dr, b_dc, b_dgc = grads
     tl.debug_barrier()
-    n_rows = tl.load(chunks.rows + i_c)
+    q, k, n_rows = here.q, here.k, tl.load(chunks.rows + i_c)
     i, i_k = opaque(i, n_rows, S.BT, 1), opaque(i_k, n_rows, S.BT, 1)
     i_c, i_hv = opaque(i_c, n_rows, S.BT, 1), opaque(i_hv, n_rows, S.BT, 1)
     here = open_chunk(x, chunks, i_c, i_hv, S, CHANNELWISE_PLANES)
     m_i = i < here.n_rows
     o_k = i_k * S.BK + tl.arange(0, S.BK)
     if LEAN:
-        b_q = load_scaled(here.q, here.rows, Q_SCALE, i, m_i, o_k, S.K)
-        b_k = load_scaled(here.k, here.rows, K_SCALE, i, m_i, o_k, S.K)
+        b_q = load_scaled(q, here.rows, Q_SCALE, i, m_i, o_k, S.K)
+        b_k = load_scaled(k, here.rows, K_SCALE, i, m_i, o_k, S.K)
         b_beta = tl.load(here.rows + i)[:, None]
     # the diagonal's row and column cancel in the gate's gradient
     diagonal = tl.load(here.row_grads + i)[:, None]
@@ -212,7 +211,7 @@ def intra_channelwise_bwd(
         given = rows(x.q), rows(x.k), gate(rule, x), rows(do), h, grads.dh, v_new, grads.y
         saved = ChannelwiseSaved(*given, c.rows, c.decay, c.anchors, dscores, row_grads)
         out = ChannelwiseGrads(dq, dk, dg, dbeta, dA_log, ddt_bias)
-        kernel = safe_bwd_kernel if safe(rule, dtype) else intra_bwd_kernel
+        kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
         last = sums(dtype, x.q.device), out, table.chunks, tokens, rule.scale, S, R
         launch(kernel, (NC * tiles, HV), saved, *last, num_warps=t.warps, maxnreg=t.registers)
     if HV > H:

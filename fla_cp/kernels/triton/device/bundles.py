@@ -1,9 +1,8 @@
 """Arguments that kernels take together: a tensor with its strides, tables, and constants.
 
 A bundle is a NamedTuple. Triton passes its members one by one and compiles for None and for strides
-of 1 as it does for single arguments. Bundles such as `Shape` and `RuleOptions` are known when a
-kernel is compiled: it takes them as `S: tl.constexpr` and `R: tl.constexpr`. They are made by
-`constants`, by a function that remembers what it made, since launches tell them apart by identity.
+of 1 as it does for single arguments. Bundles of constants, such as `Shape` and `RuleOptions`, are
+known when a kernel is compiled: it takes them as `S: tl.constexpr` and `R: tl.constexpr`.
 """
 
 from __future__ import annotations
@@ -13,14 +12,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.tile_table import Tile
 from fla_cp.rule import CHUNK, DeltaRule
 
-B = TypeVar("B", bound=tuple)
+CONSTANTS: set[type] = set()
+"""Types of bundles of constants."""
+
+B = TypeVar("B", bound=type)
+
+
+def constants(bundle: B) -> B:
+    """Declares a bundle of constants."""
+    CONSTANTS.add(bundle)
+    return bundle
 
 
 class Rows(NamedTuple):
@@ -202,6 +209,7 @@ class GateGrads(NamedTuple):
     ddt_bias: Any
 
 
+@constants
 class Shape(NamedTuple):
     """Heads (HV of values, G for each of q and k), dims, tile and precision. HEAD: one decay a
     head. REMOVAL: the rule's. TERMS: tiles that add up to T and Aqk. PRECISION: of fp32 products.
@@ -221,6 +229,7 @@ class Shape(NamedTuple):
     PRECISION: str
 
 
+@constants
 class RuleOptions(NamedTuple):
     """What kernels of the local stages are compiled for besides. SAFE: they take the path of a safe
     gate. BETA_SIGMOID: beta is given before its sigmoid."""
@@ -265,25 +274,24 @@ def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
     return 2 if rule.precise and dtype.itemsize == 2 else 1
 
 
-def constants(bundle: B) -> B:
-    """The bundle with members as kernels take them where they are known to the compiler."""
-    return bundle._make(map(tl.constexpr, bundle))  # type: ignore[attr-defined]
-
-
 @functools.lru_cache(maxsize=1024)
 def shape(rule: DeltaRule, dtype: torch.dtype, H: int, HV: int, K: int, V: int, t: Tile) -> Shape:
     """Of operands in dtype, with tile t."""
     # three TF32 products are as good as fp32 here; half-precision operands ignore this
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
     how = rule.per_head, rule.removal, terms(rule, dtype), precision
-    return constants(Shape(HV, HV // H, K, V, CHUNK, t.BK, t.BV, t.stages, *how))
+    return Shape(HV, HV // H, K, V, CHUNK, t.BK, t.BV, t.stages, *how)
 
 
 @functools.lru_cache(maxsize=1024)
-def rule_options(rule: DeltaRule, dtype: torch.dtype) -> RuleOptions:
+def _rule_options(rule: DeltaRule, safe: bool) -> RuleOptions:
     sigmoid = rule.beta_factor is not None
-    found = RuleOptions(rule.gate, rule.qk_l2norm, sigmoid, safe(rule, dtype), rule.use_exp2)
-    return constants(found)
+    return RuleOptions(rule.gate, rule.qk_l2norm, sigmoid, safe, rule.use_exp2)
+
+
+def rule_options(rule: DeltaRule, dtype: torch.dtype) -> RuleOptions:
+    """For inputs in dtype."""
+    return _rule_options(rule, safe(rule, dtype))
 
 
 @triton.jit
