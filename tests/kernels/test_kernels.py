@@ -6,6 +6,7 @@ is checked there by tests/gpu.py.
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
@@ -144,7 +145,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
 
     def seen(kernel, grid, *args, **kwargs):
         if kernel.fn.__name__ in ("scan_kernel", "scan_bwd_kernel"):
-            given = (*args, *kwargs.values())
+            given = tree_leaves((args, kwargs))
             read.extend(t.data_ptr() for t in given if isinstance(t, torch.Tensor))
         kernel[grid](*args, **kwargs)
 
@@ -284,7 +285,7 @@ def test_order_of_scans_side_by_side(chunks, monkeypatch):
 
     def logged(kernel, grid, *args, **kwargs):
         if (name := kernel.fn.__name__) in ("scan_kernel", "scan_bwd_kernel", "dqk_head_kernel"):
-            beside = " beside" * (kwargs.get("NS") == 2)  # by their tiles' stages
+            beside = " beside" * ("S" in kwargs and kwargs["S"].NS == 2)  # by their tiles' stages
             events.append(f"{name} on {streams[-1]}{beside}")
         kernel[grid](*args, **kwargs)
 

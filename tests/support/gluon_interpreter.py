@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.language import constexpr
 
 SECONDS = 20
 """After which a wait is a deadlock."""
@@ -186,25 +187,32 @@ def _copy_in(x: Described, at: list[Any], bar: Barrier, to: Shared) -> None:
     bar.step(size=-block.numel() * width)
 
 
+def _argument(x: Any) -> Any:
+    """As a kernel sees it; bundles by member."""
+    if isinstance(x, Tensor):
+        return Pointers(x)
+    if isinstance(x, tuple):
+        members = map(_argument, x)
+        return x._make(members) if hasattr(x, "_make") else tuple(members)
+    return Described(x) if hasattr(x, "block_shape") else x
+
+
 class Launcher:
-    """kernel[grid](**arguments) of a Gluon kernel."""
+    """kernel[grid](*arguments) of a Gluon kernel."""
 
     def __init__(self, fn: Any, where: SimpleNamespace):
         self.fn, self.where = fn, where
 
     def __getitem__(self, grid: tuple[int, int]) -> Any:
-        def launch(**arguments: Any) -> None:
+        def launch(*given: Any, **named: Any) -> None:
             for option in ("num_warps", "maxnreg"):
-                arguments.pop(option, None)
-            for name, x in arguments.items():
-                if isinstance(x, Tensor):
-                    arguments[name] = Pointers(x)
-                elif hasattr(x, "block_shape"):
-                    arguments[name] = Described(x)
+                named.pop(option, None)
+            given = tuple(map(_argument, given))
+            named = {name: _argument(x) for name, x in named.items()}
             for program in itertools.product(*map(range, grid)):
                 self.where.program_id = lambda axis, at=program: torch.tensor(at[axis])
                 self.where.num_programs = lambda axis: grid[axis]
-                self.fn(**arguments)
+                self.fn(*given, **named)
 
         return launch
 
@@ -258,7 +266,11 @@ def interpreted() -> Iterator[list[str]]:
     for module in modules:
         kernels = {}
         for name, kernel in vars(module).items():
-            if type(kernel).__name__ == "GluonJITFunction":
+            if isinstance(kernel, constexpr):
+                kernels[name] = kernel.value
+            elif type(kernel).__name__ in ("JITFunction", "InterpretedFunction"):  # from triton/
+                kernels[name] = kernel.fn
+            elif type(kernel).__name__ == "GluonJITFunction":
                 kernels[name] = kernel.fn
                 if name.endswith("_kernel"):
                     kernels[name] = Launcher(_noted(kernel.fn, name, launched), gl)
@@ -276,8 +288,8 @@ def interpreted() -> Iterator[list[str]]:
 
 
 def _noted(fn: Any, name: str, launched: list[str]) -> Any:
-    def run(**arguments: Any) -> None:
+    def run(*given: Any, **named: Any) -> None:
         launched.append(name)
-        fn(**arguments)
+        fn(*given, **named)
 
     return run

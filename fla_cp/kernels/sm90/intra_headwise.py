@@ -24,8 +24,8 @@ from fla_cp.kernels.sm90.intra_headwise_bwd import decayed
 from fla_cp.kernels.sm90.scan import rounded_off
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton.device.blocks import EPS
-from fla_cp.kernels.triton.device.bundles import Formed, rows, rows_from, rule_options
+from fla_cp.kernels.triton.device.blocks import EPS, rows_from
+from fla_cp.kernels.triton.device.bundles import Formed, rows, rule_options
 from fla_cp.kernels.triton.device.planes import (
     GC,
     GC_BEFORE,

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fla_cp.kernels.triton.device.blocks import load_rows, store_rows, unit_rows
-from fla_cp.kernels.triton.device.bundles import Gate, Rows, constants, rows, rows_from
+from fla_cp.kernels.triton.device.blocks import load_rows, rows_from, store_rows, unit_rows
+from fla_cp.kernels.triton.device.bundles import Gate, Rows, constants, rows
 from fla_cp.kernels.triton.device.gates import gate_slope, gate_value, rate_slope
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.tile_table import power_of_two

@@ -30,20 +30,13 @@ from fla_cp.kernels.triton.device.blocks import (
     parts,
     rounded_off,
     row_products,
+    rows_from,
     store_block,
     store_square,
     sum_steps,
     unit_rows,
 )
-from fla_cp.kernels.triton.device.bundles import (
-    Formed,
-    beta,
-    gate,
-    rows,
-    rows_from,
-    rule_options,
-    shape,
-)
+from fla_cp.kernels.triton.device.bundles import Formed, beta, gate, rows, rule_options, shape
 from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
 from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO, sums
 from fla_cp.kernels.triton.device.gates import load_beta

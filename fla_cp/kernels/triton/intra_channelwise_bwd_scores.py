@@ -5,8 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fla_cp.kernels.triton.device.blocks import dot, load_block, load_rows, store_block, store_rows
-from fla_cp.kernels.triton.device.bundles import Rows, rows_from
+from fla_cp.kernels.triton.device.blocks import (
+    dot,
+    load_block,
+    load_rows,
+    rows_from,
+    store_block,
+    store_rows,
+)
+from fla_cp.kernels.triton.device.bundles import Rows
 from fla_cp.kernels.triton.device.gates import sigmoid
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, GRAD_PLANES, K_DK, Q_DQ
 from fla_cp.kernels.triton.launch import cdiv, launch

@@ -21,8 +21,15 @@ import triton.language as tl
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import tile_table
-from fla_cp.kernels.triton.device.blocks import EPS, dot, load_rows, row_products, store_square
-from fla_cp.kernels.triton.device.bundles import Formed, beta, gate, rows, rows_from, rule_options
+from fla_cp.kernels.triton.device.blocks import (
+    EPS,
+    dot,
+    load_rows,
+    row_products,
+    rows_from,
+    store_square,
+)
+from fla_cp.kernels.triton.device.bundles import Formed, beta, gate, rows, rule_options
 from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.headwise_decay import (
     decay_of,

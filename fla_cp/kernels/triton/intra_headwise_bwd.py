@@ -9,7 +9,14 @@ from torch import Tensor
 
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton.device.blocks import dot, load_block, load_rows, store_block, store_rows
+from fla_cp.kernels.triton.device.blocks import (
+    dot,
+    load_block,
+    load_rows,
+    rows_from,
+    store_block,
+    store_rows,
+)
 from fla_cp.kernels.triton.device.bundles import (
     GateGrads,
     HeadwiseGrads,
@@ -20,7 +27,6 @@ from fla_cp.kernels.triton.device.bundles import (
     beta,
     gate,
     rows,
-    rows_from,
     rule_options,
     shape,
 )

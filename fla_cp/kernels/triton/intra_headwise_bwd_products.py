@@ -9,9 +9,9 @@ from fla_cp.kernels.triton.device.blocks import (
     load_part,
     load_rows,
     row_sums,
+    rows_from,
     store_rows,
 )
-from fla_cp.kernels.triton.device.bundles import rows_from
 from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.device.planes import (
     GRAD_PLANES,

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.torch.recurrent import Sequences
-from fla_cp.kernels.triton.device.blocks import EPS, decay_exp, load_block, store_block, unit_rows
-from fla_cp.kernels.triton.device.bundles import (
-    Rows,
-    gate,
-    rows,
+from fla_cp.kernels.triton.device.blocks import (
+    EPS,
+    decay_exp,
+    load_block,
     rows_from,
-    rule_options,
-    shape,
-    state,
+    store_block,
+    unit_rows,
 )
+from fla_cp.kernels.triton.device.bundles import Rows, gate, rows, rule_options, shape, state
 from fla_cp.kernels.triton.device.gates import LOG2E, gate_value, sigmoid
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.tile_table import TUNING

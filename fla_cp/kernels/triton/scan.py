@@ -30,10 +30,11 @@ from fla_cp.kernels.triton.device.blocks import (
     load_block,
     load_rows,
     rounded_off,
+    rows_from,
     store_block,
     store_rows,
 )
-from fla_cp.kernels.triton.device.bundles import Segments, rows, rows_from, state
+from fla_cp.kernels.triton.device.bundles import Segments, rows, state
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
 from fla_cp.kernels.triton.device.planes import (
     CHANNELWISE_PLANES,

@@ -8,8 +8,14 @@ from torch import Tensor
 
 from fla_cp.comm.carry import States
 from fla_cp.kernels.sm90 import eligible
-from fla_cp.kernels.triton.device.blocks import load_block, load_rows, rounded_off, store_block
-from fla_cp.kernels.triton.device.bundles import rows, rows_from, state
+from fla_cp.kernels.triton.device.blocks import (
+    load_block,
+    load_rows,
+    rounded_off,
+    rows_from,
+    store_block,
+)
+from fla_cp.kernels.triton.device.bundles import rows, state
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
 from fla_cp.kernels.triton.device.planes import (
     CHANNELWISE_PLANES,

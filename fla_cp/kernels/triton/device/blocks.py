@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fla_cp.kernels.triton.device.bundles import Rows
 from fla_cp.rule import NORM_EPS
 
 EPS = tl.constexpr(NORM_EPS)
@@ -12,6 +13,12 @@ EPS = tl.constexpr(NORM_EPS)
 def unit_rows(x: Tensor) -> Tensor:
     """x, or a copy, with unit stride in its last dim."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def rows_from(x, t, i_h):
+    """x from token t on, of head i_h."""
+    return Rows(x.ptr + i_h * x.head + t * x.row, x.row, x.head)
 
 
 @triton.constexpr_function

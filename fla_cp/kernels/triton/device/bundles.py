@@ -11,7 +11,6 @@ import functools
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import triton
 from torch import Tensor
 
 from fla_cp.kernels.torch.intra import Inputs
@@ -292,9 +291,3 @@ def _rule_options(rule: DeltaRule, safe: bool) -> RuleOptions:
 def rule_options(rule: DeltaRule, dtype: torch.dtype) -> RuleOptions:
     """For inputs in dtype."""
     return _rule_options(rule, safe(rule, dtype))
-
-
-@triton.jit
-def rows_from(x, t, i_h):
-    """x from token t on, of head i_h."""
-    return Rows(x.ptr + i_h * x.head + t * x.row, x.row, x.head)

@@ -10,10 +10,11 @@ from fla_cp.kernels.triton.device.blocks import (
     load_block,
     load_rows,
     parts,
+    rows_from,
     store_rows,
     sum_steps,
 )
-from fla_cp.kernels.triton.device.bundles import Rows, rows_from
+from fla_cp.kernels.triton.device.bundles import Rows
 from fla_cp.kernels.triton.device.channelwise_decay import load_gate
 from fla_cp.kernels.triton.device.decay_sums import FROM_HERE
 from fla_cp.kernels.triton.device.gates import gate_slope, rate_slope

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from fla_cp.kernels.triton.device.blocks import dot, load_block, load_rows
-from fla_cp.kernels.triton.device.bundles import rows_from
+from fla_cp.kernels.triton.device.blocks import dot, load_block, load_rows, rows_from
 
 
 @triton.jit
