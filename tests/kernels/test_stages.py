@@ -176,3 +176,14 @@ def test_whole_sequences_are_not_summarised():
     maps = summarize(packing, intra(RULE, packing, packed_inputs(330)), None)
     assert maps == (None, None)
     assert packing.chains == ()
+
+
+def test_rows_of_bundles_have_no_stride_of_one():
+    from fla_cp.kernels.triton.device.bundles import rows
+
+    assert rows(None) == (None, 0, 0)
+    for x in (torch.rand(5, 1, 1), torch.rand(5, 3, 1), torch.rand(5, 4)[:, None, :1]):
+        ptr, row, head = rows(x)
+        assert 1 not in (row, head)
+        assert torch.equal(torch.as_strided(ptr, x.shape, (row, head, 1), ptr.storage_offset()), x)
+    assert rows(x := torch.rand(5, 3, 4))[0] is x

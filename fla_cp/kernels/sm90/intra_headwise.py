@@ -248,7 +248,7 @@ def store_inverse(x, to, places, none, flat: gl.constexpr, TERMS: gl.constexpr):
 
 @gluon.jit
 def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, R: gl.constexpr):
-    """`intra_head_kernel` of a chunk and a key head, after `head_rows_kernel`. Without p, p is k."""
+    """`intra_head_kernel` for a chunk and a key head, after `head_rows_kernel`. p may be k."""
     i_c, i_h = (first + gl.program_id(0)).to(gl.int64), gl.program_id(1).to(gl.int64)
     n = gl.load(chunks.rows + i_c)
     start = gl.load(chunks.start + i_c).to(gl.int64)

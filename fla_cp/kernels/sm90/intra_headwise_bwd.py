@@ -334,7 +334,7 @@ def head_bwd_sm90_kernel(
     S: gl.constexpr,
     R: gl.constexpr,
 ):
-    """dq, dk, dp [T, H, S.K] and dv [T, S.HV, S.V]. Without p, p is k and dp is dk."""
+    """dq, dk, dp [T, H, K] and dv [T, HV, V]. Without p, p is k and dp is dk."""
     half: gl.constexpr = k.dtype
     OWN: gl.constexpr = S.REMOVAL == "p"
     REMOVES: gl.constexpr = S.REMOVAL != "none"

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_cp.kernels.sm90.tma import barrier, describe
-from fla_cp.kernels.triton.device.bundles import Segments, State
+from fla_cp.kernels.triton.device.bundles import Segments
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, HEADWISE_PLANES, Q_FACTOR
 from fla_cp.kernels.triton.operands import Chunks
 from fla_cp.rule import CHUNK
@@ -36,8 +36,6 @@ class ScanMore(NamedTuple):
 
     heads: tuple[int, int, int, int]
     o_rows: Any
-    S0: State
-    S_end: State
     transition: Any
     segments: Segments
 
@@ -94,11 +92,11 @@ def reads_own(S):
 
 
 @gluon.constexpr_function
-def bytes_of(S, OUT):
+def bytes_of(S, OUT, OWN, REMOVES):
     """How much is copied for a chunk."""
-    squares = (removes(S) + OUT) * S.TERMS * S.BT
+    squares = (REMOVES + OUT) * S.TERMS * S.BT
     rows = 4 if S.HEAD else 1
-    return 2 * S.BT * ((1 + reads_own(S) + OUT) * S.K + S.BV + squares) + 4 * (rows * S.BT + S.K)
+    return 2 * S.BT * ((1 + OWN + OUT) * S.K + S.BV + squares) + 4 * (rows * S.BT + S.K)
 
 
 @gluon.jit
@@ -145,7 +143,7 @@ def copy_chunks(
         i_ch = (at.first + i_c) * S.HV + at.i_h
         bar = ready.index(s)
         mbarrier.wait(free.index(s), (c // S.NS + 1) & 1)
-        mbarrier.expect(bar, bytes_of(S, OUT))
+        mbarrier.expect(bar, bytes_of(S, OUT, OWN, REMOVES))
         if S.HEAD:
             at_q, at_r = [t, (at.i_h // S.G) * q_h], [t, (at.i_h // S.G) * r_h]
             at_k = [t, (at.i_h // S.G) * k_h]
@@ -171,7 +169,7 @@ def copy_chunks(
 
 @gluon.jit
 def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
-    """Shared memory for S.NS chunks' operands, and for each two barriers: filled, and free again."""
+    """Shared memory for the operands of NS chunks, and two barriers for each: filled, and free."""
     qg, k_decayed, kg, v, T, Aqk, rows, decay = operands
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
@@ -200,7 +198,9 @@ def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def scan_chunks(places, ready, free, o, h, v_new, more, at, entry, value, states, S: gl.constexpr):
+def scan_chunks(
+    places, ready, free, o, h, v_new, S0, S_end, more, at, entry, value, states, S: gl.constexpr
+):
     s_qg, s_kin, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
@@ -225,9 +225,8 @@ def scan_chunks(places, ready, free, o, h, v_new, more, at, entry, value, states
     b_S = gl.full([S.BV, S.K], 0.0, gl.float32, state)
     if more.transition is not None:
         b_S = gl.where((o_v == o_k) & (not value), 1.0, 0.0)
-    if more.S0.ptr is not None:  # noqa: SIM102  # known when compiled
+    if S0.ptr is not None:  # noqa: SIM102  # known when compiled
         if value & (entry >= 0):
-            S0 = more.S0
             p = S0.ptr + entry.to(gl.int64) * S0.n + at.i_h.to(gl.int64) * S0.h
             b_S += gl.load(p + o_v * S0.v + o_k * S0.k)
     zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
@@ -336,9 +335,9 @@ def scan_chunks(places, ready, free, o, h, v_new, more, at, entry, value, states
             tma.async_copy_shared_to_global(v_new, [i_ch * S.BT, at.i_v * S.BV], s_n)
     tma.store_wait(0)
     if value:
-        if more.S_end.ptr is not None:
-            to = more.S_end.ptr + (at.i_n.to(gl.int64) * S.HV + at.i_h) * S.K * S.V
-            gl.store(to + o_v * more.S_end.v + o_k * more.S_end.k, b_S)
+        if S_end.ptr is not None:
+            to = S_end.ptr + (at.i_n.to(gl.int64) * S.HV + at.i_h) * S.K * S.V
+            gl.store(to + o_v * S_end.v + o_k * S_end.k, b_S)
     elif more.transition is not None:
         to = more.transition + ((at.i_n - states).to(gl.int64) * S.HV + at.i_h) * S.K * S.K
         gl.store(to + o_k * S.K + o_v, b_S)
@@ -355,7 +354,7 @@ def at_segment(segments, i_n, i_h, i_v, S: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["states"])
 def scan_sm90_kernel(
-    qg, k_decayed, kg, v, T, Aqk, rows, decay, o, h, v_new, more, states, S: gl.constexpr
+    qg, k_decayed, kg, v, T, Aqk, rows, decay, o, h, v_new, S0, S_end, more, states, S: gl.constexpr
 ):
     """`scan_kernel` with what `described` gives; more: `ScanMore`. h and v_new are dense."""
     tiles: gl.constexpr = S.V // S.BV
@@ -370,14 +369,16 @@ def scan_sm90_kernel(
             i_n += states
     at, i_s = at_segment(more.segments, i_n, gl.program_id(1), i_v, S)
     entry = -1
-    if more.S0.ptr is not None:
+    if S0.ptr is not None:
         entry = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, v, T, Aqk, rows, decay)
     OUT: gl.constexpr = o is not None
     places, ready, free = places_of(operands, OUT, S)
     # fmt: off
     gl.warp_specialize([
-        (scan_chunks, (places, ready, free, o, h, v_new, more, at, entry, value, states, S)),
+        (scan_chunks, (
+            places, ready, free, o, h, v_new, S0, S_end, more, at, entry, value, states, S,
+        )),
         (copy_chunks, (operands, places, ready, free, more.heads, at, OUT, False, S)),
     ], [1], [40])
     # fmt: on

@@ -24,20 +24,18 @@ from fla_cp.kernels.sm90.scan import (
     term,
 )
 from fla_cp.kernels.sm90.tma import barrier
-from fla_cp.kernels.triton.device.bundles import Segments, State
+from fla_cp.kernels.triton.device.bundles import Segments
 
 
 class ScanBwdMore(NamedTuple):
     """As `ScanMore`; heads: of qg, k_decayed, kg and do."""
 
     heads: tuple[int, int, int, int]
-    dS_end: State
-    dS0: State
     segments: Segments
 
 
 @gluon.jit
-def scan_chunks_back(places, ready, free, y, dh, more, at, leaving, S: gl.constexpr):
+def scan_chunks_back(places, ready, free, y, dh, dS_end, dS0, more, at, leaving, S: gl.constexpr):
     s_qg, s_kin, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
@@ -58,9 +56,9 @@ def scan_chunks_back(places, ready, free, y, dh, more, at, leaving, S: gl.conste
     o_v = (at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(1, state)))[:, None]
     o_k = gl.arange(0, S.K, gl.SliceLayout(0, state))[None, :]
     b_dS = gl.full([S.BV, S.K], 0.0, gl.float32, state)
-    if more.dS_end.ptr is not None:  # noqa: SIM102  # known when compiled
+    if dS_end.ptr is not None:  # noqa: SIM102  # known when compiled
         if leaving >= 0:
-            end = more.dS_end
+            end = dS_end
             p = end.ptr + leaving.to(gl.int64) * end.n + at.i_h.to(gl.int64) * end.h
             b_dS += gl.load(p + o_v * end.v + o_k * end.k)
     zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
@@ -143,24 +141,26 @@ def scan_chunks_back(places, ready, free, y, dh, more, at, leaving, S: gl.conste
         if y is not None:
             tma.async_copy_shared_to_global(y, [i_ch * S.BT, at.i_v * S.BV], s_y)
     tma.store_wait(0)
-    if more.dS0.ptr is not None:
-        to = more.dS0.ptr + (at.i_n.to(gl.int64) * S.HV + at.i_h) * S.K * S.V
-        gl.store(to + o_v * more.dS0.v + o_k * more.dS0.k, b_dS)
+    if dS0.ptr is not None:
+        to = dS0.ptr + (at.i_n.to(gl.int64) * S.HV + at.i_h) * S.K * S.V
+        gl.store(to + o_v * dS0.v + o_k * dS0.k, b_dS)
 
 
 @gluon.jit
-def scan_bwd_sm90_kernel(qg, k_decayed, kg, do, T, Aqk, rows, decay, y, dh, more, S: gl.constexpr):
+def scan_bwd_sm90_kernel(
+    qg, k_decayed, kg, do, T, Aqk, rows, decay, y, dh, dS_end, dS0, more, S: gl.constexpr
+):
     """`scan_bwd_kernel` with what `described` gives; more: `ScanBwdMore`."""
     i_v, i_n = gl.program_id(0) % (S.V // S.BV), gl.program_id(0) // (S.V // S.BV)
     at, i_s = at_segment(more.segments, i_n, gl.program_id(1), i_v, S)
     leaving = -1
-    if more.dS_end.ptr is not None:
+    if dS_end.ptr is not None:
         leaving = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
     places, ready, free = places_of(operands, True, S)
     # fmt: off
     gl.warp_specialize([
-        (scan_chunks_back, (places, ready, free, y, dh, more, at, leaving, S)),
+        (scan_chunks_back, (places, ready, free, y, dh, dS_end, dS0, more, at, leaving, S)),
         (copy_chunks, (operands, places, ready, free, more.heads, at, True, True, S)),
     ], [1], [40])
     # fmt: on

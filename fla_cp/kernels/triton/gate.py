@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fla_cp.kernels.triton.device.blocks import load_rows, rows_from, store_rows, unit_rows
-from fla_cp.kernels.triton.device.bundles import Gate, Rows, constants, rows
+from fla_cp.kernels.triton.device.blocks import gate_rows, load_rows, store_rows, unit_rows
+from fla_cp.kernels.triton.device.bundles import Gate, Rows, constants
 from fla_cp.kernels.triton.device.gates import gate_slope, gate_value, rate_slope
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.tile_table import power_of_two
@@ -46,7 +46,7 @@ def gate_kernel(gate, out, T, H: tl.constexpr, GATE: tl.constexpr, S: tl.constex
     o_t = (tl.program_id(0) // H).to(tl.int64) * S.BT + tl.arange(0, S.BT)
     o_k, m_t = tl.arange(0, S.BK), o_t < T
     rate, b_bias = load_head(gate, i_h, o_k, S.K)
-    raw = load_rows(rows_from(gate.g, 0, i_h), o_t, m_t, o_k, S.K).to(tl.float32) + b_bias
+    raw = load_rows(gate_rows(gate, 0, i_h), o_t, m_t, o_k, S.K).to(tl.float32) + b_bias
     value = gate_value(raw, rate, gate.bound, GATE)
     store_rows(out + i_h * S.K, value, o_t, H * S.K, m_t, o_k, S.K)
 
@@ -61,7 +61,7 @@ def gate_bwd_kernel(
     i_t = (tl.program_id(0) // H).to(tl.int64)
     o_k = tl.arange(0, S.BK)
     rate, b_bias = load_head(gate, i_h, o_k, S.K)
-    g, d = rows_from(gate.g, 0, i_h), Rows(dout + i_h * S.K, H * S.K, 0)
+    g, d = gate_rows(gate, 0, i_h), Rows(dout + i_h * S.K, H * S.K, 0)
     b_rate, b_raw = tl.zeros([S.BT, S.BK], tl.float32), tl.zeros([S.BT, S.BK], tl.float32)
     for step in range(S.STEPS):
         o_t = (i_t * S.STEPS + step) * S.BT + tl.arange(0, S.BT)
@@ -102,10 +102,11 @@ def _prepared(
 ) -> tuple[Gate, dict[str, Any]]:
     """The kernels' arguments."""
     A_log, dt_bias = (None if x is None else x.contiguous() for x in (A_log, dt_bias))
+    g = unit_rows(g)
     _, H, K = g.shape
     name = "softplus" if lower_bound is None else "sigmoid"
     options = {"H": H, "GATE": name, "S": _tile(K), "num_warps": 4}
-    return Gate(rows(unit_rows(g)), A_log, dt_bias, lower_bound or 0.0), options
+    return Gate(g, g.stride(0), g.stride(1), A_log, dt_bias, lower_bound or 0.0), options
 
 
 def _run(

@@ -36,7 +36,7 @@ from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_DK, K_SCAL
 
 @triton.jit
 def safe_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
-    """Takes the arguments of `intra_bwd_kernel`; anchors [NC, HV, 3, K]: gc of rows 15, 47 and 63."""
+    """Takes the arguments of `intra_bwd_kernel`."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)

@@ -58,15 +58,6 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
-def of_head(x, i_h):
-    """Rows x of head i_h."""
-    if x.ptr is None:
-        return x
-    else:
-        return rows_from(x, 0, i_h)
-
-
-@triton.jit
 def load_token(x, t, m, o_k, o_v, S: tl.constexpr):
     """q, k, g [BK], v [BV], beta and p [BK] of token t; zeros where m is False; 1 without beta, k
     without p."""
@@ -126,8 +117,13 @@ def recurrent_kernel(
         length = tl.minimum(tl.load(offsets + i_n + 1).to(tl.int64), T) - start
 
     i_g = i_h // S.G
-    q, k, p = of_head(x.q, i_g), of_head(x.k, i_g), of_head(x.p, i_g)
-    v, g, beta = of_head(x.v, i_h), of_head(x.g, i_h), of_head(x.beta, i_h)
+    q, k = rows_from(x.q, 0, i_g), rows_from(x.k, 0, i_g)
+    v, g = rows_from(x.v, 0, i_h), rows_from(x.g, 0, i_h)
+    beta, p = x.beta, x.p
+    if beta.ptr is not None:
+        beta = rows_from(beta, 0, i_h)
+    if p.ptr is not None:
+        p = rows_from(p, 0, i_g)
     x = Tokens(q, k, v, g, beta, p)
     rate, b_bias = 1.0, 0.0
     if gate.A_log is not None:

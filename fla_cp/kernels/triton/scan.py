@@ -241,19 +241,23 @@ def launch_scan(
     if not segments:
         return lambda: None
     programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
-    S0_state = state(None if S0 is None else S0.value)
     run = segments_of(packing, names, S0, "carried", c.v.device)
-    arguments: dict[str, Any] = {"states": len(segments), "S": c.shape(t), "num_warps": t.warps}
+    arguments: dict[str, Any] = {
+        "S0": state(None if S0 is None else S0.value),
+        "S_end": state(S_end),
+        "states": len(segments),
+        "S": c.shape(t),
+        "num_warps": t.warps,
+    }
     if t.sm90:
         sm90 = eligible.sm90_scan
         kernel, heads = sm90.scan_sm90_kernel, sm90.head_strides(c, c.v)
         arguments |= sm90.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
-        arguments["more"] = sm90.ScanMore(heads, o, S0_state, state(S_end), transition, run)
+        arguments["more"] = sm90.ScanMore(heads, o, transition, run)
     else:
         kernel = scan_kernel
         arguments |= {"x": c.scan_operands(), "v": rows(c.v), "o": o, "h": state(h)}
-        arguments |= {"v_new": v_new, "S0": S0_state, "S_end": state(S_end)}
-        arguments |= {"transition": transition, "segments": run}
+        arguments |= {"v_new": v_new, "transition": transition, "segments": run}
     return functools.partial(launch, kernel, (programs, HV), **arguments)
 
 

@@ -173,16 +173,22 @@ def launch_scan_bwd(
     t = scan_tile(stage, packing, c, count_chains(packing, which), (dh, y), do)
     if not segments:
         return
-    end = state(None if dS_end is None else dS_end.value)
     run = segments_of(packing, (which,), dS_end, "feeding", c.v.device)
-    arguments: dict[str, Any] = {"y": y, "dh": dh, "S": c.shape(t), "num_warps": t.warps}
+    arguments: dict[str, Any] = {
+        "y": y,
+        "dh": dh,
+        "dS_end": state(None if dS_end is None else dS_end.value),
+        "dS0": state(dS0),
+        "S": c.shape(t),
+        "num_warps": t.warps,
+    }
     if t.sm90:
         sm90, heads = eligible.sm90_scan_bwd, eligible.sm90_scan.head_strides(c, do)
         kernel = sm90.scan_bwd_sm90_kernel
         arguments |= eligible.sm90_scan.described(c, t.BV, do=do, y=y, dh=dh)
-        arguments["more"] = sm90.ScanBwdMore(heads, end, state(dS0), run)
+        arguments["more"] = sm90.ScanBwdMore(heads, run)
     else:
         kernel = scan_bwd_kernel
-        arguments |= {"x": c.scan_operands(), "do": rows(do), "dS_end": end, "dS0": state(dS0)}
+        arguments |= {"x": c.scan_operands(), "do": rows(do)}
         arguments |= {"segments": run, "FLIP": t.BV >= 64 and not c.of_heads}
     launch(kernel, (cdiv(V, t.BV) * len(segments), HV), **arguments)

@@ -21,6 +21,12 @@ def rows_from(x, t, i_h):
     return Rows(x.ptr + i_h * x.head + t * x.row, x.row, x.head)
 
 
+@triton.jit
+def gate_rows(gate, t, i_h):
+    """The rows of g from token t on, of head i_h."""
+    return rows_from(Rows(gate.g, gate.row, gate.head), t, i_h)
+
+
 @triton.constexpr_function
 def divides(step, total):
     return total % step == 0

@@ -49,10 +49,12 @@ class State(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Raw projections or log decays g [T, HV, K] or [T, HV], A_log [HV] or None, dt_bias [HV * K]
-    or [HV] or None, and the gate's lower bound."""
+    """Raw projections or log decays g [T, HV, K] or [T, HV] with their strides of tokens and heads,
+    A_log [HV] or None, dt_bias [HV * K] or [HV] or None, and the gate's lower bound."""
 
-    g: Rows
+    g: Any
+    row: int
+    head: int
     A_log: Any
     dt_bias: Any
     bound: float
@@ -200,7 +202,7 @@ class HeadwiseGrads(NamedTuple):
 
 
 class GateGrads(NamedTuple):
-    """dg and dbeta [T, HV]; per chunk dA_log and ddt_bias [NC, HV], fp32. Each but dg may be None."""
+    """dg, dbeta [T, HV]; per chunk dA_log and ddt_bias [NC, HV], fp32. All but dg may be None."""
 
     dg: Any
     dbeta: Any
@@ -241,8 +243,16 @@ class RuleOptions(NamedTuple):
 
 
 def rows(x: Tensor | None) -> Rows:
-    """x [T, H, D] or [T, H]."""
-    return Rows(None, 0, 0) if x is None else Rows(x, *x.stride()[:2])
+    """x [T, H, D] with unit stride in D, or [T, H]. In three dims no stride is 1: where a bundle is a
+    member of another, Triton 3.6 takes a member that is 1 for None in loops and branches."""
+    if x is None:
+        return Rows(None, 0, 0)
+    if x.dim() == 2:
+        return Rows(x, x.stride(0), x.stride(1))
+    row, head = x.stride(0), 0 if x.shape[1] == 1 else x.stride(1)
+    if row == 1 or head == 1:
+        return rows(torch.nn.functional.pad(x, (0, 1)))
+    return Rows(x, row, head)
 
 
 def state(x: Tensor | None) -> State:
@@ -251,7 +261,8 @@ def state(x: Tensor | None) -> State:
 
 
 def gate(rule: DeltaRule, x: Inputs) -> Gate:
-    return Gate(rows(x.g), x.A_log, x.dt_bias, rule.lower_bound or 0.0)
+    g = rows(x.g)
+    return Gate(g.ptr, g.row, g.head, x.A_log, x.dt_bias, rule.lower_bound or 0.0)
 
 
 def beta(rule: DeltaRule, x: Inputs) -> Beta:

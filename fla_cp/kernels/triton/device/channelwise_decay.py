@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fla_cp.kernels.triton.device.blocks import divides, load_rows, rows_from
+from fla_cp.kernels.triton.device.blocks import divides, gate_rows, load_rows
 from fla_cp.kernels.triton.device.gates import LOG2E, gate_value
 
 
@@ -22,7 +22,7 @@ def load_gate(gate, g, i_hv, o_i, m_i, o_k, S: tl.constexpr):
 @triton.jit
 def load_steps(gate, start, i_hv, o_i, m_i, o_k, S: tl.constexpr, R: tl.constexpr):
     """The log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk and K."""
-    raw, rate = load_gate(gate, rows_from(gate.g, start, i_hv), i_hv, o_i, m_i, o_k, S)
+    raw, rate = load_gate(gate, gate_rows(gate, start, i_hv), i_hv, o_i, m_i, o_k, S)
     b_g = tl.where(m_i[:, None], gate_value(raw, rate, gate.bound, R.GATE), 0.0)
     if not divides(o_k.shape[0], S.K):
         b_g = tl.where((o_k < S.K)[None, :], b_g, 0.0)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fla_cp.kernels.triton.device.blocks import (
     dot,
+    gate_rows,
     load_block,
     load_rows,
     parts,
@@ -169,7 +170,7 @@ def store_gate_grads(
     i_hv = opaque(i_hv, n_rows, S.BT, PHASE)
     start = tl.load(chunks.start + i_c).to(tl.int64)
     m_i, o_k = i < n_rows, i_k * S.BK + tl.arange(0, S.BK)
-    g = rows_from(x.gate.g, start, i_hv)
+    g = gate_rows(x.gate, start, i_hv)
     b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, x.v_new.dtype.element_ty), S.PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
     raw, rate = load_gate(x.gate, g, i_hv, i, m_i, o_k, S)

@@ -12,8 +12,8 @@ def load_head_gate(gate, start, i_h, o_i, m_i, GATE: tl.constexpr, EXP2: tl.cons
     """raw = g + dt_bias [BT], rate = exp(A_log), and the log decay in the unit of gc, zero beyond
     the chunk. Below -256 its exponential is zero whatever it multiplies; sums of what is less would
     lose the digits of the rest. For several heads i_h and o_i broadcast to [BT, heads]."""
-    at = gate.g.ptr + (i_h * gate.g.head + start * gate.g.row)
-    raw = tl.load(at + o_i * gate.g.row, mask=m_i, other=0.0).to(tl.float32)
+    at = gate.g + (i_h * gate.head + start * gate.row)
+    raw = tl.load(at + o_i * gate.row, mask=m_i, other=0.0).to(tl.float32)
     rate = 1.0
     if gate.dt_bias is not None:
         raw += tl.load(gate.dt_bias + i_h).to(tl.float32)
