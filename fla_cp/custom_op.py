@@ -18,7 +18,7 @@ from fla_cp.comm import Links, Local
 from fla_cp.context import FLACPContext, context_of
 from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
-from fla_cp.kernels.torch.intra import Call, Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Packing
 from fla_cp.pipeline import Plan, Saved, backward, forward
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
@@ -60,7 +60,7 @@ def make_plan(
         if packing is whole and not links.any:
             ahead = backend.segment(packing, *shape, False)
     return Plan(
-        call=Call(rule, packing),
+        spec=Spec(rule, packing),
         links=links,
         exchange=context.exchange if context else Local(),
         backend=backend,

@@ -11,23 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import Exchange, Links, collectives, run_overlap
 from fla_cp.comm.carry import AffineMap, States, carry, join
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept
-from fla_cp.kernels.torch.intra import Call, Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule, accumulator
 
 
 class Plan(NamedTuple):
-    """One operator call: what is computed on which tokens (call), by which kernels, and with which
+    """One operator call: what is computed on which tokens (spec), by which kernels, and with which
     ranks. ahead: the packing of the forward alone, which may be cut finer where nothing crosses
     ranks; None for that of both."""
 
-    call: Call
+    spec: Spec
     links: Links
     exchange: Exchange
     backend: Backend
@@ -35,15 +34,11 @@ class Plan(NamedTuple):
 
     @property
     def rule(self) -> DeltaRule:
-        return self.call.rule
+        return self.spec.rule
 
     @property
     def packing(self) -> Packing:
-        return self.call.packing
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self.exchange.group
+        return self.spec.packing
 
 
 class Saved(NamedTuple):
@@ -66,12 +61,12 @@ class Result(NamedTuple):
     saved: Saved
 
 
-def _of_sequences(call: Call, segments: tuple[int, ...], states: Tensor | None) -> States | None:
+def _of_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None) -> States | None:
     """The rows of some segments in a tensor of one state a sequence, which has the caller's layout;
     seen as [E, HV, K, V]."""
     if states is None:
         return None
-    rule, packing = call
+    rule, packing = spec
     rows = packing.index([packing.segments[i].sequence for i in segments], states.device)
     value = states[rows]
     return States(segments, value.mT if rule.state_v_first else value)
@@ -82,7 +77,7 @@ def _per_sequence(
 ) -> Tensor:
     """[N, ..] in the caller's layout, equal on all ranks, from states [E, HV, K, V] of this GPU's
     segments; `empty` [N, ..] gives the rows of sequences without tokens."""
-    (rule, packing), device = plan.call, states.device
+    (rule, packing), group, device = plan.spec, plan.exchange.group, states.device
     if rule.state_v_first:
         states = states.mT
     out = states.new_zeros(packing.sequences, *states.shape[1:])
@@ -92,13 +87,13 @@ def _per_sequence(
         rows = packing.index(packing.empty, device)
         out[rows] = empty[rows].to(out.dtype)
     # every row has one owner, so that the sum copies it to all
-    return out if plan.group is None else collectives.all_reduce(out, plan.group)
+    return out if group is None else collectives.all_reduce(out, group)
 
 
 def prepare_chunks(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
     """The chunks and the maps of this GPU's segments: what needs no state."""
-    seeds = _of_sequences(plan.call, plan.call.packing.beginning, initial)
-    return plan.backend.prepare_chunks(plan.call, x, seeds)
+    seeds = _of_sequences(plan.spec, plan.spec.packing.beginning, initial)
+    return plan.backend.prepare_chunks(plan.spec, x, seeds)
 
 
 def run_segments(
@@ -113,21 +108,21 @@ def run_segments(
     want_h: bool,
 ) -> Result:
     """carried: the states that enter `Packing.carried`."""
-    call, run = plan.call, plan.backend
-    rule, packing = call
-    S0 = join(_of_sequences(call, packing.beginning, initial), carried)
+    spec, run = plan.spec, plan.backend
+    rule, packing = spec
+    S0 = join(_of_sequences(spec, packing.beginning, initial), carried)
     want_states = want_h or rule.keep_intermediates
     o, h, v_new, S_end = run.scan_output(
-        call, chunks, S0, want_states=want_states, want_end=want_final
+        spec, chunks, S0, want_states=want_states, want_end=want_final
     )
     final = None
     if want_final:
         assert S_end is not None
         final = _per_sequence(plan, packing.ending, S_end, initial)
-    saved = Saved(run.keep(call, chunks, h, v_new), carried.value, maps.transition)
+    saved = Saved(run.keep(spec, chunks, h, v_new), carried.value, maps.transition)
     if not want_h or h is None:
         return Result(o.to(x.v.dtype), final, None, saved)
-    h = run.in_token_order(call, h).to(x.v.dtype)
+    h = run.in_token_order(spec, h).to(x.v.dtype)
     h = h.mT.contiguous() if rule.state_v_first else h
     return Result(o.to(x.v.dtype), final, h, saved)
 
@@ -137,17 +132,17 @@ def forward(
 ) -> Result:
     """One operator call. initial: [N, HV, K, V] ([V, K] with the rule's state_v_first) in the
     accumulator's dtype, or None."""
-    rule, packing = plan.call
+    rule, packing = plan.spec
     wanted = {"want_final": want_final, "want_h": want_h}
     if plan.ahead not in (None, packing):
         result = forward(
-            plan._replace(call=Call(rule, plan.ahead), ahead=None), x, initial, **wanted
+            plan._replace(spec=Spec(rule, plan.ahead), ahead=None), x, initial, **wanted
         )
         return result._replace(saved=Saved(result.saved.kept, result.saved.carried[:0], None))
     chunks, maps = prepare_chunks(plan, x, initial)
     wait = carry_maps(plan, x, maps)
-    chunks = plan.backend.scores(plan.call, chunks)
-    carried = wait() if plan.group is None else run_overlap(wait)
+    chunks = plan.backend.scores(plan.spec, chunks)
+    carried = wait() if plan.exchange.group is None else run_overlap(wait)
     return run_segments(plan, x, initial, chunks, maps, carried, **wanted)
 
 
@@ -158,28 +153,28 @@ def carry_maps(
     shape, fold = (x.v.shape[1], x.q.shape[-1], x.v.shape[-1]), plan.backend.fold
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
     ranks = plan.links, plan.exchange
-    return carry(maps, plan.call.packing, *ranks, shape, like, reverse=reverse, fold=fold)
+    return carry(maps, plan.spec.packing, *ranks, shape, like, reverse=reverse, fold=fold)
+
+
+StartScan = Callable[[], Callable[[], ChunkStates]]
+"""A call that starts to recompute h and v_new and returns another, which waits for them."""
 
 
 class Recomputed(NamedTuple):
-    """What a backward recomputes: the chunks, the gradients at the outputs, and a call that starts
-    to recompute h and v_new and returns another, which waits for them."""
+    """What a backward recomputes: the chunks, the gradients at the outputs, and the states."""
 
     chunks: Any
     dout: Any
-    states: Callable[[], Callable[[], ChunkStates]]
+    states: StartScan
 
 
-def recompute_states(
-    plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any
-) -> Callable[[], Callable[[], ChunkStates]]:
-    """A call that starts the forward's scan once more."""
-    call, packing = plan.call, plan.call.packing
+def recompute_states(plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any) -> StartScan:
+    spec, packing = plan.spec, plan.spec.packing
 
     def start() -> Callable[[], ChunkStates]:
-        first = _of_sequences(call, packing.beginning, initial)
+        first = _of_sequences(spec, packing.beginning, initial)
         S0 = join(first, States(packing.carried, saved.carried))
-        return plan.backend.scan(call, chunks, S0)
+        return plan.backend.scan(spec, chunks, S0)
 
     return start
 
@@ -188,33 +183,27 @@ def recompute(
     plan: Plan, x: Inputs, initial: Tensor | None, saved: Saved, o: Tensor | None, do: Tensor
 ) -> Recomputed:
     """o: as the forward returned it, for a backend that reads it."""
-    chunks, kept = plan.backend.restore(plan.call, x, saved.kept, o)
+    chunks, kept = plan.backend.restore(plan.spec, x, saved.kept, o)
     states = recompute_states(plan, initial, saved, chunks)
     if kept is not None:
         states = lambda: lambda: kept  # noqa: E731
-    return Recomputed(chunks, plan.backend.output_bwd(plan.call, chunks, do), states)
+    return Recomputed(chunks, plan.backend.output_bwd(plan.spec, chunks, do), states)
 
 
 def adjoint_maps(
-    plan: Plan,
-    saved: Saved,
-    recomputed: Recomputed,
-    dfinal: Tensor | None,
-    *,
-    concurrent: bool = False,
+    plan: Plan, saved: Saved, values: Recomputed, dfinal: Tensor | None, *, concurrent: bool = False
 ) -> AffineMap:
     """The adjoint maps of this GPU's segments; their transitions are the forward's. concurrent:
     the forward's states are recomputed at the same time."""
-    call, dout = plan.call, recomputed.dout
-    seeds = _of_sequences(call, call.packing.ending, dfinal)
-    offset = plan.backend.summarize_bwd(call, dout, seeds, concurrent=concurrent)
+    seeds = _of_sequences(plan.spec, plan.spec.packing.ending, dfinal)
+    offset = plan.backend.summarize_bwd(plan.spec, values.dout, seeds, concurrent=concurrent)
     return AffineMap(saved.transition, offset)
 
 
 def run_segments_backward(
     plan: Plan,
     x: Inputs,
-    recomputed: Recomputed,
+    values: Recomputed,
     wait: Callable[[], States],
     dfinal: Tensor | None,
     *,
@@ -224,16 +213,16 @@ def run_segments_backward(
     """wait: gives the gradients that leave `Packing.feeding`. The forward's states need none of
     them, so their recomputation starts before. concurrent: it may run on during the reverse
     scan."""
-    call, run = plan.call, plan.backend
-    chunks, dout, start = recomputed
+    spec, run = plan.spec, plan.backend
+    chunks, dout, start = values
     states = start()
-    dS_end = join(_of_sequences(call, call.packing.ending, dfinal), wait())
-    dscan, dS0 = run.scan_bwd(call, dout, dS_end, want_start=want_dinitial, concurrent=concurrent)
-    grads = run.intra_bwd(call, x, chunks, states(), dscan)
+    dS_end = join(_of_sequences(spec, spec.packing.ending, dfinal), wait())
+    dscan, dS0 = run.scan_bwd(spec, dout, dS_end, want_start=want_dinitial, concurrent=concurrent)
+    grads = run.intra_bwd(spec, x, chunks, states(), dscan)
     if not want_dinitial:
         return grads, None
     assert dS0 is not None
-    return grads, _per_sequence(plan, call.packing.beginning, dS0, dfinal)
+    return grads, _per_sequence(plan, spec.packing.beginning, dS0, dfinal)
 
 
 def backward(
@@ -252,14 +241,14 @@ def backward(
     recomputed = recompute(plan, x, initial, saved, o, do)
     # Overlap the recomputed states with the summary or, if an exchange follows, with it and the
     # reverse scan.
-    early = not plan.links.any and plan.backend.runs_concurrently(plan.call, recomputed.chunks)
+    early = not plan.links.any and plan.backend.runs_concurrently(plan.spec, recomputed.chunks)
     if early:
         started = recomputed.states()
         recomputed = recomputed._replace(states=lambda: started)
     maps = adjoint_maps(plan, saved, recomputed, dfinal, concurrent=early)
     wait = carry_maps(plan, x, maps, reverse=True)
     # If it overlapped a summary, the forward's scan is nearly done when the reverse scan starts.
-    concurrent = not (early and plan.call.packing.largest.carried)
+    concurrent = not (early and plan.spec.packing.largest.carried)
     return run_segments_backward(
         plan, x, recomputed, wait, dfinal, want_dinitial=want_dinitial, concurrent=concurrent
     )

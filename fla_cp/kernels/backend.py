@@ -23,7 +23,7 @@ from torch import Tensor
 from fla_cp.comm import affine
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.torch.conv import ConvRows
-from fla_cp.kernels.torch.intra import Call, Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
@@ -56,69 +56,69 @@ class Backend(ABC):
         return packing
 
     @abstractmethod
-    def prepare_chunks(self, call: Call, x: Inputs, seeds: States | None) -> tuple[Any, AffineMap]:
+    def prepare_chunks(self, spec: Spec, x: Inputs, seeds: States | None) -> tuple[Any, AffineMap]:
         """What the scan needs of each chunk, and the affine maps of the segments: transitions of
         `packing.middle`, offsets of `packing.feeding`. seeds: the states that enter segments at
         the beginning of a sequence."""
 
-    def scores(self, call: Call, chunks: Any) -> Any:
+    def scores(self, spec: Spec, chunks: Any) -> Any:
         """Adds to the chunks what only the output needs. It can run during an exchange."""
         return chunks
 
     @abstractmethod
     def scan_output(
-        self, call: Call, chunks: Any, S0: States | None, *, want_states: bool, want_end: bool
+        self, spec: Spec, chunks: Any, S0: States | None, *, want_states: bool, want_end: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Runs the segments from the states S0 that enter them. Returns o [T, HV, V], and where
         wanted the state at each chunk's start h [NC, HV, K, V], v_new [NC, HV, C, V] and the state
         at each segment's end [S, HV, K, V]."""
 
-    def in_token_order(self, call: Call, h: Tensor) -> Tensor:
+    def in_token_order(self, spec: Spec, h: Tensor) -> Tensor:
         """h with its chunks in the order of their tokens."""
         return h
 
     @abstractmethod
-    def keep(self, call: Call, chunks: Any, h: Tensor | None, v_new: Tensor | None) -> Kept:
+    def keep(self, spec: Spec, chunks: Any, h: Tensor | None, v_new: Tensor | None) -> Kept:
         """What is saved for the backward."""
 
     # backward
 
     @abstractmethod
     def restore(
-        self, call: Call, x: Inputs, kept: Kept, o: Tensor | None
+        self, spec: Spec, x: Inputs, kept: Kept, o: Tensor | None
     ) -> tuple[Any, ChunkStates | None]:
         """The chunks from what `keep` gave, and h and v_new if it kept them; else None."""
 
     @abstractmethod
-    def output_bwd(self, call: Call, chunks: Any, do: Tensor) -> Any:
+    def output_bwd(self, spec: Spec, chunks: Any, do: Tensor) -> Any:
         """What the reverse scans read: the chunks, and the gradients at the outputs from do
         [T, HV, V]."""
 
-    def runs_concurrently(self, call: Call, chunks: Any) -> bool:
+    def runs_concurrently(self, spec: Spec, chunks: Any) -> bool:
         """Whether `scan` runs at the same time as the reverse scans."""
         return False
 
     @abstractmethod
-    def scan(self, call: Call, chunks: Any, S0: States | None) -> Callable[[], ChunkStates]:
+    def scan(self, spec: Spec, chunks: Any, S0: States | None) -> Callable[[], ChunkStates]:
         """Starts to recompute h and v_new; the returned call waits for them."""
 
     @abstractmethod
     def summarize_bwd(
-        self, call: Call, dout: Any, seeds: States | None, *, concurrent: bool
+        self, spec: Spec, dout: Any, seeds: States | None, *, concurrent: bool
     ) -> Tensor | None:
         """Offsets of the adjoint maps of `packing.carried`, [.., HV, K, V]. seeds: the gradients
         of the states at the ends of sequences. concurrent: `scan` runs at the same time."""
 
     @abstractmethod
     def scan_bwd(
-        self, call: Call, dout: Any, dS_end: States | None, *, want_start: bool, concurrent: bool
+        self, spec: Spec, dout: Any, dS_end: States | None, *, want_start: bool, concurrent: bool
     ) -> tuple[Any, Tensor | None]:
         """The reverse scan: gradients at the chunks, and where wanted those of the states that
         enter the segments, [S, HV, K, V]."""
 
     @abstractmethod
     def intra_bwd(
-        self, call: Call, x: Inputs, chunks: Any, states: ChunkStates, dscan: Any
+        self, spec: Spec, x: Inputs, chunks: Any, states: ChunkStates, dscan: Any
     ) -> Inputs:
         """Gradients of the inputs."""
 

@@ -206,9 +206,9 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
     segments = {}
 
     def noting(name):
-        def stage(self, call, *args, **keywords):
-            segments.setdefault(name, []).append(len(call.packing.segments))
-            return getattr(TritonBackend, name)(self, call, *args, **keywords)
+        def stage(self, spec, *args, **keywords):
+            segments.setdefault(name, []).append(len(spec.packing.segments))
+            return getattr(TritonBackend, name)(self, spec, *args, **keywords)
 
         return stage
 

@@ -12,7 +12,7 @@ from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch import conv as convolution
 from fla_cp.kernels.torch import gate, intra, recurrent, scan
-from fla_cp.kernels.torch.intra import Call, Chunks, Inputs
+from fla_cp.kernels.torch.intra import Chunks, Inputs, Spec
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 
@@ -33,34 +33,34 @@ class TorchBackend(Backend):
     recurrent = staticmethod(recurrent.recurrent)
 
     def prepare_chunks(
-        self, call: Call, x: Inputs, seeds: States | None
+        self, spec: Spec, x: Inputs, seeds: States | None
     ) -> tuple[Chunks, AffineMap]:
-        chunks = intra.intra(call, x)
-        return chunks, scan.summarize(call, chunks, seeds)
+        chunks = intra.intra(spec, x)
+        return chunks, scan.summarize(spec, chunks, seeds)
 
     def scan_output(
-        self, call: Call, chunks: Chunks, S0: States | None, *, want_states: bool, want_end: bool
+        self, spec: Spec, chunks: Chunks, S0: States | None, *, want_states: bool, want_end: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        h, v_new, S_end = scan.scan(call, chunks, S0)
-        return scan.output(call, chunks, h, v_new), h, v_new, S_end
+        h, v_new, S_end = scan.scan(spec, chunks, S0)
+        return scan.output(spec, chunks, h, v_new), h, v_new, S_end
 
-    def in_token_order(self, call: Call, h: Tensor) -> Tensor:
-        return h[call.packing.steps(h.device).natural]
+    def in_token_order(self, spec: Spec, h: Tensor) -> Tensor:
+        return h[spec.packing.steps(h.device).natural]
 
-    def keep(self, call: Call, chunks: Chunks, h: Tensor | None, v_new: Tensor | None) -> Kept:
-        if not call.rule.keep_intermediates:
+    def keep(self, spec: Spec, chunks: Chunks, h: Tensor | None, v_new: Tensor | None) -> Kept:
+        if not spec.rule.keep_intermediates:
             return chunks.T, chunks.Aqk
-        return (*(chunks if call.rule.removal == "p" else chunks[:-1]), h, v_new)
+        return (*(chunks if spec.rule.removal == "p" else chunks[:-1]), h, v_new)
 
     def restore(
-        self, call: Call, x: Inputs, kept: Kept, o: Tensor | None
+        self, spec: Spec, x: Inputs, kept: Kept, o: Tensor | None
     ) -> tuple[Chunks, ChunkStates | None]:
-        if call.rule.keep_intermediates:
+        if spec.rule.keep_intermediates:
             return Chunks(*kept[:-2]), kept[-2:]  # type: ignore[arg-type, return-value]
-        return intra.intra(call, x, kept), None  # type: ignore[arg-type]
+        return intra.intra(spec, x, kept), None  # type: ignore[arg-type]
 
-    def scan(self, call: Call, chunks: Chunks, S0: States | None) -> Callable[[], ChunkStates]:
-        h, v_new, _ = scan.scan(call, chunks, S0)
+    def scan(self, spec: Spec, chunks: Chunks, S0: States | None) -> Callable[[], ChunkStates]:
+        h, v_new, _ = scan.scan(spec, chunks, S0)
         return lambda: (h, v_new)
 
     def kept_shapes(

@@ -1,4 +1,4 @@
-"""What is local to a chunk: inputs -> the operands of the scan and of the output, and back.
+"""The part that is local to a chunk: inputs -> operands of the scan and the output, and back.
 
 Per chunk, with rows i, j, decay e = exp(gc) from the chunk's start, and b = beta:
 
@@ -21,8 +21,8 @@ from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 
-class Call(NamedTuple):
-    """What every stage of one call is given: the options, and how the tokens are laid out."""
+class Spec(NamedTuple):
+    """What is computed, as every stage is told: the options, and how the tokens are laid out."""
 
     rule: DeltaRule
     packing: Packing
@@ -118,9 +118,9 @@ def _removed(k: Tensor, p: Tensor | None, gc: Tensor) -> tuple[Tensor, Tensor]:
     return p, torch.nn.functional.pad(gc[..., :-1, :], (0, 0, 1, 0))
 
 
-def intra(call: Call, x: Inputs, kept: tuple[Tensor, Tensor] | None = None) -> Chunks:
+def intra(spec: Spec, x: Inputs, kept: tuple[Tensor, Tensor] | None = None) -> Chunks:
     """The scan's operands; with `kept` = (T, Aqk), in a backward, the output's as well."""
-    rule, packing = call
+    rule, packing = spec
     t = prepare(rule, x)
     group = t.v.shape[1] // t.q.shape[1]
     q, k = (to_chunks(d, packing).repeat_interleave(group, 1) for d in (t.q, t.k))
@@ -145,9 +145,9 @@ def intra(call: Call, x: Inputs, kept: tuple[Tensor, Tensor] | None = None) -> C
     return Chunks(q, k, v, beta, gc, T, Aqk, kg, w, u, decay, qg, p)
 
 
-def scores(call: Call, chunks: Chunks) -> Chunks:
+def scores(spec: Spec, chunks: Chunks) -> Chunks:
     """Adds Aqk and qg, which only the output needs: work that can run during an exchange."""
-    c, exp = chunks, call.rule.exp
+    c, exp = chunks, spec.rule.exp
     Aqk = gram(c.q, c.k, c.gc, c.gc, exp, diagonal=True)
     return c._replace(Aqk=Aqk, qg=c.q * exp(c.gc))
 
@@ -165,14 +165,14 @@ class ScanGrads(NamedTuple):
 
 
 def intra_bwd(
-    call: Call, x: Inputs, chunks: Chunks, states: tuple[Tensor, Tensor], dscan: ScanGrads
+    spec: Spec, x: Inputs, chunks: Chunks, states: tuple[Tensor, Tensor], dscan: ScanGrads
 ) -> Inputs:
     """Gradients of every input, in the inputs' dtypes (A_log and dt_bias are reduced in fp32).
 
     The gate's gradient needs no product of its own: gc appears only as exp(+gc_i) in a factor of
     row x_i and as exp(-gc_j) in a factor of column y_j, so dgc = sum x dx - sum y dy.
     """
-    rule, c, (h, v_new), (do, dv_new, dh) = call.rule, chunks, states, dscan
+    rule, c, (h, v_new), (do, dv_new, dh) = spec.rule, chunks, states, dscan
     e, to_end = rule.exp(c.gc), rule.exp(c.gc[..., -1:, :] - c.gc)
 
     dAqk = do @ v_new.transpose(-1, -2)
@@ -212,12 +212,12 @@ def intra_bwd(
         dg -= shift
     if rule.per_head:
         dg = dg.sum(-1, keepdim=True)
-    return _prepare_bwd(call, x, Inputs(dq, dk, dv, dg, dbeta, None, None, dp))
+    return _prepare_bwd(spec, x, Inputs(dq, dk, dv, dg, dbeta, None, None, dp))
 
 
-def _prepare_bwd(call: Call, x: Inputs, d: Inputs) -> Inputs:
+def _prepare_bwd(spec: Spec, x: Inputs, d: Inputs) -> Inputs:
     """Adjoint of `prepare`; d: gradients of its results, in chunk layout."""
-    rule, packing = call
+    rule, packing = spec
     t = prepare(rule, x)
     H, group = t.q.shape[1], t.v.shape[1] // t.q.shape[1]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.comm.carry import AffineMap, States
-from fla_cp.kernels.torch.intra import Call, Chunks, ScanGrads, to_chunks, to_tokens
+from fla_cp.kernels.torch.intra import Chunks, ScanGrads, Spec, to_chunks, to_tokens
 from fla_cp.partition.packing import Packing
 
 
@@ -35,9 +35,9 @@ def _placed(packing: Packing, states: States | None, order: tuple[int, ...], c: 
     return out
 
 
-def scan(call: Call, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor, Tensor]:
+def scan(spec: Spec, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor, Tensor]:
     """h [NC, HV, K, V] at each chunk's start, v_new [NC, HV, C, V], S_end [S, HV, K, V]."""
-    packing = call.packing
+    packing = spec.packing
     table = packing.steps(c.w.device)
     S = _placed(packing, S0, table.walked, c)
     h = S.new_empty(c.w.shape[0], *S.shape[1:])
@@ -49,13 +49,13 @@ def scan(call: Call, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor, Tens
     return h, v_new, S[packing.index(table.position, S.device)]
 
 
-def summarize(call: Call, c: Chunks, seeds: States | None) -> AffineMap:
+def summarize(spec: Spec, c: Chunks, seeds: States | None) -> AffineMap:
     """Affine maps of segments: transition of `packing.middle`, offset of `packing.feeding`.
 
     The offset is the segment's last state when it starts from its seed (zero without one), so
     that a segment which begins a sequence needs no transition.
     """
-    packing, offset, transition = call.packing, None, None
+    packing, offset, transition = spec.packing, None, None
     if packing.feeding:
         offset = _compose(packing, c, packing.feeding, c.u, seeds)
     if packing.middle:
@@ -76,10 +76,10 @@ def _compose(
     return S[packing.index(subset.places_of(segments), S.device)]
 
 
-def output(call: Call, c: Chunks, h: Tensor, v_new: Tensor) -> Tensor:
+def output(spec: Spec, c: Chunks, h: Tensor, v_new: Tensor) -> Tensor:
     """o [T, HV, V] in the accumulator's dtype."""
     assert c.qg is not None and c.Aqk is not None
-    return to_tokens(call.rule.scale * (c.qg @ h + c.Aqk @ v_new), call.packing)
+    return to_tokens(spec.rule.scale * (c.qg @ h + c.Aqk @ v_new), spec.packing)
 
 
 class OutputGrads(NamedTuple):
@@ -92,10 +92,10 @@ class OutputGrads(NamedTuple):
     into_h: Tensor
 
 
-def output_bwd(call: Call, chunks: Chunks, do: Tensor) -> OutputGrads:
+def output_bwd(spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
     """From do [T, HV, V]."""
     assert chunks.qg is not None and chunks.Aqk is not None
-    do = call.rule.scale * to_chunks(do.to(chunks.u.dtype), call.packing)
+    do = spec.rule.scale * to_chunks(do.to(chunks.u.dtype), spec.packing)
     return OutputGrads(chunks, do, chunks.Aqk.mT @ do, chunks.qg.mT @ do)
 
 
@@ -107,12 +107,12 @@ def _step_bwd(dout: OutputGrads, chunk: slice | Tensor, dS: Tensor) -> tuple[Ten
 
 
 def summarize_bwd(
-    call: Call, dout: OutputGrads, seeds: States | None, *, concurrent: bool
+    spec: Spec, dout: OutputGrads, seeds: States | None, *, concurrent: bool
 ) -> Tensor | None:
     """Adjoint offset of `packing.carried` [., HV, K, V]: the gradient of the state that enters a
     segment when that of its last state is its seed. The transition is the forward's, transposed.
     """
-    packing, c = call.packing, dout.chunks
+    packing, c = spec.packing, dout.chunks
     if not packing.carried:
         return None
     subset = packing.subset(packing.carried, c.w.device)
@@ -123,10 +123,10 @@ def summarize_bwd(
 
 
 def scan_bwd(
-    call: Call, dout: OutputGrads, dS_end: States | None, *, want_start: bool, concurrent: bool
+    spec: Spec, dout: OutputGrads, dS_end: States | None, *, want_start: bool, concurrent: bool
 ) -> tuple[ScanGrads, Tensor]:
     """What `intra_bwd` needs, and the gradient of each segment's entry state [S, HV, K, V]."""
-    packing, c = call.packing, dout.chunks
+    packing, c = spec.packing, dout.chunks
     table = packing.steps(c.w.device)
     dS = _placed(packing, dS_end, table.walked, c)
     dh, dv = torch.empty_like(dout.into_h), torch.empty_like(c.u)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.sm90 import eligible
-from fla_cp.kernels.torch.intra import Call, Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import conv as convolution
 from fla_cp.kernels.triton import fold, gate, intra, ptxas, recurrent, streams
 from fla_cp.kernels.triton.device.blocks import unit_rows
@@ -32,8 +32,8 @@ from fla_cp.rule import CHUNK, DeltaRule
 
 ptxas.choose()
 
-ALWAYS_KEPT = ("T", "Aqk", "decay", "rows", "anchors")
-"""Fields of the chunks that every backward reads; all but T and Aqk are small."""
+ALWAYS_KEPT = Chunks._fields.index("qg")
+"""How many fields of the chunks every backward reads, the first; all but T and Aqk are small."""
 
 
 class OutputGrads(NamedTuple):
@@ -55,10 +55,10 @@ def first_chunks(packing: Packing, HV: int, tuning: Tuning) -> int:
     return first if worth else 0
 
 
-def _summary(
+def summarize(
     packing: Packing, c: Chunks, seeds: States | None
 ) -> tuple[AffineMap, Callable[[], None]]:
-    """Memory for the affine maps, and a call that launches the kernels that form them."""
+    """Memory for the affine maps, and a call that launches the kernels that write them."""
     feeding, middle = packing.feeding, packing.middle
     if not feeding:
         return AffineMap(None, None), lambda: None
@@ -89,9 +89,9 @@ class TritonBackend(Backend):
         return segmentation.split(packing, value, key, self.tuning.sm_count(device), backward)
 
     def prepare_chunks(
-        self, call: Call, x: Inputs, seeds: States | None
+        self, spec: Spec, x: Inputs, seeds: States | None
     ) -> tuple[Chunks, AffineMap]:
-        rule, packing = call
+        rule, packing = spec
         if rule.removal == "p" and not rule.per_head:
             raise ValueError(
                 "impl='triton' computes removal='p' with one decay a head only, got "
@@ -104,75 +104,69 @@ class TritonBackend(Backend):
             first = packing.cached(key, lambda: first_chunks(packing, HV, tuning))
         if not first:
             c = intra.intra(rule, packing, x, tuning)
-            return c, self.summarize(packing, c, seeds)
+            maps, summary = summarize(packing, c, seeds)
+            summary()
+            return c, maps
         c, rest = intra.intra_in_two(rule, packing, x, first, tuning)
-        maps, summary = _summary(packing, c, seeds)
+        maps, summary = summarize(packing, c, seeds)
         streams.first_then(summary, rest, x.q.device)
         return c, maps
 
-    def summarize(self, packing: Packing, c: Chunks, seeds: States | None) -> AffineMap:
-        """The affine maps alone."""
-        maps, start = _summary(packing, c, seeds)
-        start()
-        return maps
-
     def scan_output(
-        self, call: Call, chunks: Chunks, S0: States | None, *, want_states: bool, want_end: bool
+        self, spec: Spec, chunks: Chunks, S0: States | None, *, want_states: bool, want_end: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        packing, v = call.packing, chunks.v
+        packing, v = spec.packing, chunks.v
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         h, v_new = chunk_buffers(packing, chunks) if want_states else (None, None)
-        if want_states and not call.rule.keep_intermediates:  # for the caller only
+        if want_states and not spec.rule.keep_intermediates:  # for the caller only
             h, v_new = empty_states(chunks, len(chunks.decay), outside=True, dtype=v.dtype), None
         S_end = empty_states(chunks, len(packing.segments), outside=True) if want_end else None
         launch_scan(packing, chunks, S0, "everything", o=o, h=h, v_new=v_new, S_end=S_end)()
         return o, h, v_new, S_end
 
-    def keep(self, call: Call, chunks: Chunks, h: Tensor | None, v_new: Tensor | None) -> Kept:
-        always = tuple(getattr(chunks, name) for name in ALWAYS_KEPT)
-        if not call.rule.keep_intermediates:
+    def keep(self, spec: Spec, chunks: Chunks, h: Tensor | None, v_new: Tensor | None) -> Kept:
+        always: Kept = chunks[:ALWAYS_KEPT]
+        if not spec.rule.keep_intermediates:
             return always
-        gated = () if call.rule.per_head else (chunks.qg, chunks.k_decayed, chunks.kg)
+        gated = () if spec.rule.per_head else (chunks.qg, chunks.k_decayed, chunks.kg)
         return (*always, *gated, h, v_new)
 
     def restore(
-        self, call: Call, x: Inputs, kept: Kept, o: Tensor | None
+        self, spec: Spec, x: Inputs, kept: Kept, o: Tensor | None
     ) -> tuple[Chunks, ChunkStates | None]:
         given: Any = kept
-        rule, states = call.rule, given[-2:] if call.rule.keep_intermediates else None
-        always: dict[str, Tensor] = dict(zip(ALWAYS_KEPT, given, strict=False))
+        rule, states = spec.rule, given[-2:] if spec.rule.keep_intermediates else None
+        *_, rows, anchors = always = given[:ALWAYS_KEPT]
         if rule.per_head:
             gated = tuple(unit_rows(t) for t in (x.q, x.k if x.p is None else x.p, x.k))
         elif rule.keep_intermediates:
-            gated = given[len(ALWAYS_KEPT) : -2]
+            gated = given[ALWAYS_KEPT:-2]
         else:
-            gated = gated_operands(*call, x, always["rows"], always["anchors"], self.tuning)
-        named = dict(zip(("qg", "k_decayed", "kg"), gated, strict=True))
-        chunks = Chunks(**always, **named, v=unit_rows(x.v), rule=rule, o=o, tuning=self.tuning)
-        return chunks, states
+            gated = gated_operands(*spec, x, rows, anchors, self.tuning)
+        return Chunks(*always, *gated, unit_rows(x.v), rule, o, self.tuning), states
 
-    def output_bwd(self, call: Call, chunks: Chunks, do: Tensor) -> OutputGrads:
+    def output_bwd(self, spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
         return OutputGrads(chunks, unit_rows(do))
 
-    def runs_concurrently(self, call: Call, chunks: Chunks) -> bool:
+    def runs_concurrently(self, spec: Spec, chunks: Chunks) -> bool:
         """Whether every program of both scans has an SM of its own, on every rank. With p the scans
         never run concurrently: tiles of 64 columns then fit into shared memory in two stages only,
         and both scans together take longer than one after the other."""
         (HV, K), V = chunks.decay.shape[1:], chunks.v.shape[2]
         if chunks.rule.removal == "p" or chunks.rule.keep_intermediates:
             return False
-        sm90 = eligible.supports(chunks) and eligible.pays(call.packing, chunks)
+        sm90 = eligible.supports(chunks) and eligible.pays(spec.packing, chunks)
         tiles = (
             self.tuning.tile(stage, K, V, chunks.Aqk.dtype, 0, sm90)
             for stage in ("scan_states_concurrent", "scan_bwd_concurrent")
         )
-        programs = HV * call.packing.largest.everything * sum(cdiv(V, t.BV) for t in tiles)
+        programs = HV * spec.packing.largest.everything * sum(cdiv(V, t.BV) for t in tiles)
         return 0 < programs <= self.tuning.sm_count(chunks.v.device)
 
-    def scan(self, call: Call, chunks: Chunks, S0: States | None) -> Callable[[], ChunkStates]:
-        packing = call.packing
+    def scan(self, spec: Spec, chunks: Chunks, S0: States | None) -> Callable[[], ChunkStates]:
+        packing = spec.packing
         h, v_new = chunk_buffers(packing, chunks)
-        both = self.runs_concurrently(call, chunks)
+        both = self.runs_concurrently(spec, chunks)
         run = launch_scan(packing, chunks, S0, "everything", h=h, v_new=v_new, concurrent=both)
         concurrent = both and bool(packing.segments)
         wait = streams.start(run, chunks.v.device, chunks, S0, concurrent=concurrent)
@@ -184,37 +178,37 @@ class TritonBackend(Backend):
         return result
 
     def summarize_bwd(
-        self, call: Call, dout: OutputGrads, seeds: States | None, *, concurrent: bool
+        self, spec: Spec, dout: OutputGrads, seeds: States | None, *, concurrent: bool
     ) -> Tensor | None:
-        packing, (chunks, do) = call.packing, dout
+        packing, (chunks, do) = spec.packing, dout
         if not packing.carried:
             return None
         offset = empty_states(chunks, len(packing.carried))
-        both = concurrent and self.runs_concurrently(call, chunks)
+        both = concurrent and self.runs_concurrently(spec, chunks)
         launch_scan_bwd(packing, chunks, do, seeds, "carried", dS0=offset, concurrent=both)
         return offset
 
     def scan_bwd(
         self,
-        call: Call,
+        spec: Spec,
         dout: OutputGrads,
         dS_end: States | None,
         *,
         want_start: bool,
         concurrent: bool,
     ) -> tuple[ScanGrads, Tensor | None]:
-        packing, (chunks, do) = call.packing, dout
+        packing, (chunks, do) = spec.packing, dout
         dh, y = chunk_buffers(packing, chunks)
         dS0 = empty_states(chunks, len(packing.segments), outside=True) if want_start else None
-        both = concurrent and self.runs_concurrently(call, chunks)
+        both = concurrent and self.runs_concurrently(spec, chunks)
         out = {"y": y, "dh": dh, "dS0": dS0}
         launch_scan_bwd(packing, chunks, do, dS_end, "everything", **out, concurrent=both)
         return ScanGrads(do, y, dh), dS0
 
     def intra_bwd(
-        self, call: Call, x: Inputs, chunks: Chunks, states: ChunkStates, dscan: ScanGrads
+        self, spec: Spec, x: Inputs, chunks: Chunks, states: ChunkStates, dscan: ScanGrads
     ) -> Inputs:
-        return intra.intra_bwd(*call, x, chunks, *states, dscan)
+        return intra.intra_bwd(*spec, x, chunks, *states, dscan)
 
     def kept_shapes(
         self, rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
@@ -236,7 +230,7 @@ class TritonBackend(Backend):
         return shapes
 
     def always_kept(self, rule: DeltaRule) -> tuple[int, ...]:
-        return tuple(range(len(ALWAYS_KEPT)))
+        return tuple(range(ALWAYS_KEPT))
 
 
 TRITON = TritonBackend()
