@@ -61,9 +61,9 @@ class Result(NamedTuple):
     saved: Saved
 
 
-def _of_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None) -> States | None:
-    """The rows of some segments in a tensor of one state a sequence, which has the caller's layout;
-    seen as [E, HV, K, V]."""
+def _from_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None) -> States | None:
+    """States [E, HV, K, V] of some segments, from those of their sequences [N, ..] in the caller's
+    layout."""
     if states is None:
         return None
     rule, packing = spec
@@ -72,7 +72,7 @@ def _of_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None) 
     return States(segments, value.mT if rule.state_v_first else value)
 
 
-def _per_sequence(
+def _to_sequences(
     plan: Plan, segments: tuple[int, ...], states: Tensor, empty: Tensor | None
 ) -> Tensor:
     """[N, ..] in the caller's layout, equal on all ranks, from states [E, HV, K, V] of this GPU's
@@ -92,7 +92,7 @@ def _per_sequence(
 
 def prepare_chunks(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
     """The chunks and the maps of this GPU's segments: what needs no state."""
-    seeds = _of_sequences(plan.spec, plan.spec.packing.beginning, initial)
+    seeds = _from_sequences(plan.spec, plan.spec.packing.beginning, initial)
     return plan.backend.prepare_chunks(plan.spec, x, seeds)
 
 
@@ -110,15 +110,13 @@ def run_segments(
     """carried: the states that enter `Packing.carried`."""
     spec, run = plan.spec, plan.backend
     rule, packing = spec
-    S0 = join(_of_sequences(spec, packing.beginning, initial), carried)
-    want_states = want_h or rule.keep_intermediates
-    o, h, v_new, S_end = run.scan_output(
-        spec, chunks, S0, want_states=want_states, want_end=want_final
-    )
+    S0 = join(_from_sequences(spec, packing.beginning, initial), carried)
+    states = want_h or rule.keep_intermediates
+    o, h, v_new, S_end = run.scan_output(spec, chunks, S0, want_states=states, want_end=want_final)
     final = None
     if want_final:
         assert S_end is not None
-        final = _per_sequence(plan, packing.ending, S_end, initial)
+        final = _to_sequences(plan, packing.ending, S_end, initial)
     saved = Saved(run.keep(spec, chunks, h, v_new), carried.value, maps.transition)
     if not want_h or h is None:
         return Result(o.to(x.v.dtype), final, None, saved)
@@ -135,9 +133,8 @@ def forward(
     rule, packing = plan.spec
     wanted = {"want_final": want_final, "want_h": want_h}
     if plan.ahead not in (None, packing):
-        result = forward(
-            plan._replace(spec=Spec(rule, plan.ahead), ahead=None), x, initial, **wanted
-        )
+        alone = plan._replace(spec=Spec(rule, plan.ahead), ahead=None)
+        result = forward(alone, x, initial, **wanted)
         return result._replace(saved=Saved(result.saved.kept, result.saved.carried[:0], None))
     chunks, maps = prepare_chunks(plan, x, initial)
     wait = carry_maps(plan, x, maps)
@@ -152,8 +149,8 @@ def carry_maps(
     """Starts the exchange; see `fla_cp.comm.carry.carry`."""
     shape, fold = (x.v.shape[1], x.q.shape[-1], x.v.shape[-1]), plan.backend.fold
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
-    ranks = plan.links, plan.exchange
-    return carry(maps, plan.spec.packing, *ranks, shape, like, reverse=reverse, fold=fold)
+    packing, links, exchange = plan.spec.packing, plan.links, plan.exchange
+    return carry(maps, packing, links, exchange, shape, like, reverse=reverse, fold=fold)
 
 
 StartScan = Callable[[], Callable[[], ChunkStates]]
@@ -172,7 +169,7 @@ def recompute_states(plan: Plan, initial: Tensor | None, saved: Saved, chunks: A
     spec, packing = plan.spec, plan.spec.packing
 
     def start() -> Callable[[], ChunkStates]:
-        first = _of_sequences(spec, packing.beginning, initial)
+        first = _from_sequences(spec, packing.beginning, initial)
         S0 = join(first, States(packing.carried, saved.carried))
         return plan.backend.scan(spec, chunks, S0)
 
@@ -195,7 +192,7 @@ def adjoint_maps(
 ) -> AffineMap:
     """The adjoint maps of this GPU's segments; their transitions are the forward's. concurrent:
     the forward's states are recomputed at the same time."""
-    seeds = _of_sequences(plan.spec, plan.spec.packing.ending, dfinal)
+    seeds = _from_sequences(plan.spec, plan.spec.packing.ending, dfinal)
     offset = plan.backend.summarize_bwd(plan.spec, values.dout, seeds, concurrent=concurrent)
     return AffineMap(saved.transition, offset)
 
@@ -216,13 +213,13 @@ def run_segments_backward(
     spec, run = plan.spec, plan.backend
     chunks, dout, start = values
     states = start()
-    dS_end = join(_of_sequences(spec, spec.packing.ending, dfinal), wait())
+    dS_end = join(_from_sequences(spec, spec.packing.ending, dfinal), wait())
     dscan, dS0 = run.scan_bwd(spec, dout, dS_end, want_start=want_dinitial, concurrent=concurrent)
     grads = run.intra_bwd(spec, x, chunks, states(), dscan)
     if not want_dinitial:
         return grads, None
     assert dS0 is not None
-    return grads, _per_sequence(plan, spec.packing.beginning, dS0, dfinal)
+    return grads, _to_sequences(plan, spec.packing.beginning, dS0, dfinal)
 
 
 def backward(

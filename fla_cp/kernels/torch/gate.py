@@ -44,14 +44,12 @@ def _sigmoid_slopes(raw: Tensor, rate: Tensor, bound: float, g: Tensor) -> tuple
 GATES = {"softplus": Gate(_softplus, _softplus_slopes), "sigmoid": Gate(_sigmoid, _sigmoid_slopes)}
 
 
-def _raw_and_rate(
-    g_raw: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    HV, K = g_raw.shape[-2:]
-    raw = g_raw if dt_bias is None else g_raw + dt_bias.to(g_raw.dtype).view(HV, K)
+def _raw_and_rate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    HV, K = g.shape[-2:]
+    raw = g if dt_bias is None else g + dt_bias.to(g.dtype).view(HV, K)
     if A_log is None:
         return raw, raw.new_ones(())
-    return raw, A_log.to(g_raw.dtype).exp().view(HV, 1)
+    return raw, A_log.to(g.dtype).exp().view(HV, 1)
 
 
 def activate(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:

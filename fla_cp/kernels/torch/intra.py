@@ -225,15 +225,15 @@ def _prepare_bwd(spec: Spec, x: Inputs, d: Inputs) -> Inputs:
         d = to_tokens(d, packing).unflatten(1, (H, group)).sum(2)
         return d if rstd is None else gate.l2norm_bwd(y, rstd, d)
 
-    dg = to_tokens(d.g, packing)
+    dq, dk = of_keys(d.q, t.q, t.q_rstd), of_keys(d.k, t.k, t.k_rstd)
+    dv, dg = to_tokens(d.v, packing), to_tokens(d.g, packing)
     dg, dA_log, ddt_bias = gate.activate_bwd(rule, t.g_raw, x.A_log, x.dt_bias, dg)
     dbeta = dp = None
     if d.beta is not None:
         dbeta = gate.activate_beta_bwd(rule, t.beta, to_tokens(d.beta, packing)[..., 0])
     if d.p is not None and t.p is not None:
         dp = of_keys(d.p, t.p, t.p_rstd)
-    dq, dk = of_keys(d.q, t.q, t.q_rstd), of_keys(d.k, t.k, t.k_rstd)
-    grads = dq, dk, to_tokens(d.v, packing), dg, dbeta, dA_log, ddt_bias, dp
+    grads = dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dp
     named = zip(x, grads, strict=True)
     return Inputs(
         *(None if y is None or dy is None else dy.view_as(y).to(y.dtype) for y, dy in named)  # type: ignore[arg-type]

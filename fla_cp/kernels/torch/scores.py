@@ -16,7 +16,7 @@ tensor is formed. The rows may have sums of their own, between G of the row befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,11 +24,9 @@ from torch import Tensor
 Exp = Callable[[Tensor], Tensor]
 
 
-def _levels(C: int) -> Iterator[int]:
-    s = C // 2
-    while s:
-        yield s
-        s //= 2
+def _levels(C: int) -> list[int]:
+    """C/2, C/4, .., 1."""
+    return [C >> i for i in range(1, C.bit_length())]
 
 
 def _pairs(x: Tensor, s: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from fla_cp.rule import CHUNK, DeltaRule
 
 ptxas.choose()
 
-ALWAYS_KEPT = Chunks._fields.index("qg")
+ALWAYS_KEPT: Final = 5
 """How many fields of the chunks every backward reads, the first; all but T and Aqk are small."""
 
 
@@ -125,7 +125,7 @@ class TritonBackend(Backend):
         return o, h, v_new, S_end
 
     def keep(self, spec: Spec, chunks: Chunks, h: Tensor | None, v_new: Tensor | None) -> Kept:
-        always: Kept = chunks[:ALWAYS_KEPT]
+        always = chunks[:ALWAYS_KEPT]
         if not spec.rule.keep_intermediates:
             return always
         gated = () if spec.rule.per_head else (chunks.qg, chunks.k_decayed, chunks.kg)
@@ -136,14 +136,16 @@ class TritonBackend(Backend):
     ) -> tuple[Chunks, ChunkStates | None]:
         given: Any = kept
         rule, states = spec.rule, given[-2:] if spec.rule.keep_intermediates else None
-        *_, rows, anchors = always = given[:ALWAYS_KEPT]
+        T, Aqk, decay, rows, anchors = given[:ALWAYS_KEPT]
         if rule.per_head:
-            gated = tuple(unit_rows(t) for t in (x.q, x.k if x.p is None else x.p, x.k))
+            qg, k_decayed, kg = map(unit_rows, (x.q, x.k if x.p is None else x.p, x.k))
         elif rule.keep_intermediates:
-            gated = given[ALWAYS_KEPT:-2]
+            qg, k_decayed, kg = given[ALWAYS_KEPT:-2]
         else:
-            gated = gated_operands(*spec, x, rows, anchors, self.tuning)
-        return Chunks(*always, *gated, unit_rows(x.v), rule, o, self.tuning), states
+            qg, k_decayed, kg = gated_operands(*spec, x, rows, anchors, self.tuning)
+        v = unit_rows(x.v)
+        chunks = Chunks(T, Aqk, decay, rows, anchors, qg, k_decayed, kg, v, rule, o, self.tuning)
+        return chunks, states
 
     def output_bwd(self, spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
         return OutputGrads(chunks, unit_rows(do))
