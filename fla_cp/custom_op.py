@@ -59,13 +59,8 @@ def make_plan(
         ahead = packing
         if packing is whole and not links.any:
             ahead = backend.segment(packing, *shape, False)
-    return Plan(
-        spec=Spec(rule, packing),
-        links=links,
-        exchange=context.exchange if context else Local(),
-        backend=backend,
-        ahead=ahead,
-    )
+    exchange = context.exchange if context else Local()
+    return Plan(Spec(rule, packing), links, exchange, backend, ahead)
 
 
 def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: int, T: int) -> tuple:

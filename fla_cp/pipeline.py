@@ -207,9 +207,8 @@ def run_segments_backward(
     want_dinitial: bool,
     concurrent: bool = True,
 ) -> tuple[Inputs, Tensor | None]:
-    """wait: gives the gradients that leave `Packing.feeding`. The forward's states need none of
-    them, so their recomputation starts before. concurrent: it may run on during the reverse
-    scan."""
+    """wait: gives the gradients that leave `Packing.feeding`. The forward's states, which need none
+    of them, are recomputed meanwhile; with `concurrent` also during the reverse scan."""
     spec, run = plan.spec, plan.backend
     chunks, dout, start = values
     states = start()

@@ -79,7 +79,7 @@ class Backend(ABC):
 
     @abstractmethod
     def keep(self, spec: Spec, chunks: Any, h: Tensor | None, v_new: Tensor | None) -> Kept:
-        """What is saved for the backward."""
+        """What is saved for the backward: tensors of `kept_shapes`."""
 
     # backward
 
@@ -100,7 +100,7 @@ class Backend(ABC):
 
     @abstractmethod
     def scan(self, spec: Spec, chunks: Any, S0: States | None) -> Callable[[], ChunkStates]:
-        """Starts to recompute h and v_new; the returned call waits for them."""
+        """Starts to recompute h and v_new. The call that it returns waits for them."""
 
     @abstractmethod
     def summarize_bwd(
@@ -120,10 +120,10 @@ class Backend(ABC):
     def intra_bwd(
         self, spec: Spec, x: Inputs, chunks: Any, states: ChunkStates, dscan: Any
     ) -> Inputs:
-        """Gradients of the inputs."""
+        """Gradients of the inputs, each in its input's shape and dtype."""
 
     fold = staticmethod(affine.fold)
-    """States through chains of affine maps, in PyTorch unless a backend has a kernel for it."""
+    """States through chains of affine maps; a backend may replace it with a kernel."""
 
     # for torch.compile, which must know shapes before anything runs
 

@@ -182,11 +182,10 @@ def intra_bwd(
     dk += to_end * dkg
     dgc = c.q * dq
 
-    dp = dbeta = None
+    dp = dbeta = shift = None
     if rule.removal == "none":
         dv = c.beta * dv_new
         dgc -= c.k * dk
-        shift = None
     else:
         # v_new = T (b v - b r e h): the inverse's gradient needs only the product y v_new^T
         removed, before = _removed(c.k, c.p, c.gc)

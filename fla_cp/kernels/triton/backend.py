@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -36,11 +36,8 @@ ALWAYS_KEPT: Final = 5
 """How many fields of the chunks every backward reads, the first; all but T and Aqk are small."""
 
 
-class OutputGrads(NamedTuple):
-    """The chunks, and do as given: the reverse scans form themselves what they need of it."""
-
-    chunks: Chunks
-    do: Tensor
+OutputGrads = tuple[Chunks, Tensor]
+"""The chunks, and do as given: the reverse scans form themselves what they need of it."""
 
 
 def first_chunks(packing: Packing, HV: int, tuning: Tuning) -> int:
@@ -98,8 +95,7 @@ class TritonBackend(Backend):
                 "per_head=False: use impl='torch'"
             )
         first, HV, tuning = 0, x.v.shape[1], self.tuning
-        # With one decay a channel, a concurrent summary slows the rest as much as it gains.
-        if rule.per_head:
+        if rule.per_head:  # with a decay a channel, a summary slows the rest as much as it gains
             key = ("first chunks", HV, tuning)
             first = packing.cached(key, lambda: first_chunks(packing, HV, tuning))
         if not first:
@@ -148,7 +144,7 @@ class TritonBackend(Backend):
         return chunks, states
 
     def output_bwd(self, spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
-        return OutputGrads(chunks, unit_rows(do))
+        return chunks, unit_rows(do)
 
     def runs_concurrently(self, spec: Spec, chunks: Chunks) -> bool:
         """Whether every program of both scans has an SM of its own, on every rank. With p the scans
