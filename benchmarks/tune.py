@@ -17,8 +17,8 @@ import triton
 
 from fla_cp.kernels import resolve, using
 from fla_cp.kernels.sm90 import eligible
-from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton.backend import TritonBackend
+from fla_cp.kernels.torch.intra import Inputs, Spec
+from fla_cp.kernels.triton.backend import TritonBackend, summarize
 from fla_cp.kernels.triton.intra import intra, intra_bwd
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.kernels.triton.tile_table import (
@@ -173,42 +173,45 @@ def stages(
         gate = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
     rule = DeltaRule(scale=K**-0.5, qk_l2norm=True, beta_factor=1.0, **gate)
     packing, do = Packing.build((0, tokens)), random(tokens, heads, V)
-    middle = Packing.build((0, 3 * tokens), [(tokens, 2 * tokens)])
-    halves = packing.cut(tokens // CHUNK // 2)
+    spec = Spec(rule, packing)
+    middle = Spec(rule, Packing.build((0, 3 * tokens), [(tokens, 2 * tokens)]))
+    halves = Spec(rule, packing.cut(tokens // CHUNK // 2))
     wanted = {"want_states": False, "want_end": False}
     backend = now() if backend is None else backend
     c = intra(rule, packing, x, backend.tuning)
-    o, *_ = backend.scan_output(rule, packing, c, None, **wanted)
+    o, *_ = backend.scan_output(spec, c, None, **wanted)
     c = c._replace(o=o)
-    h, v_new = backend.scan(packing, c, None)()
-    grads = backend.output_bwd(rule, packing, c, do)
-    dscan, _ = backend.scan_bwd(packing, c, grads, None, want_start=False)
-    kept = c._replace(rule=rule._replace(keep_intermediates=True))  # no scan beside
+    h, v_new = backend.scan(spec, c, None)()
+    dout = backend.output_bwd(spec, c, do)
+    kept = c._replace(rule=rule._replace(keep_intermediates=True))  # no concurrent scan
+
+    def scan_bwd(concurrent: bool = False) -> tuple:
+        return backend.scan_bwd(spec, dout, None, want_start=False, concurrent=concurrent)
+
+    dscan, _ = scan_bwd()
 
     def both_scans() -> tuple:
-        states = backend.scan(packing, c, None)
-        found = backend.scan_bwd(packing, c, grads, None, want_start=False, concurrent=True)
-        return found, states()
+        states = backend.scan(spec, c, None)
+        return scan_bwd(concurrent=True), states()
 
     def beside_summary() -> tuple:
         states = backend.scan(middle, c, None)
-        found = backend.summarize_bwd(middle, c, grads, None, concurrent=True)
-        return found, states()
+        return backend.summarize_bwd(middle, dout, None, concurrent=True), states()
 
     def gated() -> tuple:
         return gated_operands(rule, packing, x, c.rows, c.anchors, backend.tuning)
 
     return ({} if head else {"gated": gated}) | {
         f"intra{path}": lambda: intra(rule, packing, x, backend.tuning),
-        "begin": lambda: backend.prepare_chunks(rule, halves, x, None),
-        "scan": lambda: backend.scan_output(rule, packing, c, None, **wanted),
-        "scan_states": lambda: backend.scan(packing, kept, None)(),
-        "scan_bwd": lambda: backend.scan_bwd(packing, c, grads, None, want_start=False),
+        "begin": lambda: backend.prepare_chunks(halves, x, None),
+        "scan": lambda: backend.scan_output(spec, c, None, **wanted),
+        "scan_states": lambda: backend.scan(spec, kept, None)(),
+        "scan_bwd": scan_bwd,
         "both_scans": both_scans,
         "beside_summary": beside_summary,
         f"intra_bwd{path}": lambda: intra_bwd(rule, packing, x, c, h, v_new, dscan),
-        "scan_ends": lambda: backend.summarize(middle, c, None),
-        "scan_bwd_ends": lambda: backend.summarize_bwd(middle, c, grads, None),
+        "scan_ends": lambda: summarize(middle.packing, c, None)[1](),
+        "scan_bwd_ends": lambda: backend.summarize_bwd(middle, dout, None, concurrent=False),
     }
 
 

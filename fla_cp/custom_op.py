@@ -18,7 +18,7 @@ from fla_cp.comm import Links, Local
 from fla_cp.context import FLACPContext, context_of
 from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
-from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Packing
 from fla_cp.pipeline import Plan, Saved, backward, forward
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
@@ -54,19 +54,13 @@ def make_plan(
     links, ahead = context.links if context else ONE_SLOT, packing
     if x is not None:
         (HV, V), K = x.v.shape[1:], x.q.shape[-1]
-        shape = (HV, K, V, x.q.dtype, x.q.device)
+        shape = (HV, K, V, x.q.device)
         whole, packing = packing, backend.segment(packing, *shape, True)
         ahead = packing
         if packing is whole and not links.any:
             ahead = backend.segment(packing, *shape, False)
-    return Plan(
-        rule=rule,
-        packing=packing,
-        links=links,
-        exchange=context.exchange if context else Local(),
-        backend=backend,
-        ahead=ahead,
-    )
+    exchange = context.exchange if context else Local()
+    return Plan(Spec(rule, packing), links, exchange, backend, ahead)
 
 
 def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: int, T: int) -> tuple:

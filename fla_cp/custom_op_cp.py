@@ -23,7 +23,7 @@ from fla_cp.context import FLACPContext, compare_ranks, context_of
 from fla_cp.custom_op import _CONSTANTS, _INPUTS, _RULE_FIELDS, _X
 from fla_cp.handle import Handle
 from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Packing
 from fla_cp.pipeline import (
     Plan,
@@ -51,8 +51,7 @@ def _plan(x: Inputs, args: tuple) -> Plan:
     assert context is not None
     context.check_local_tokens(len(x.q))
     return Plan(
-        rule=DeltaRule(*args[:_RULE_FIELDS]),
-        packing=context.packing,
+        spec=Spec(DeltaRule(*args[:_RULE_FIELDS]), context.packing),
         links=context.links,
         exchange=Local(),
         backend=resolve(impl, x.q.device, x.q.dtype),
@@ -103,12 +102,12 @@ def _given(x: Tensor) -> Tensor | None:
 
 def _chunks(plan: Plan, x: Inputs, tensors: list[Tensor], o: Tensor | None) -> Any:
     """Chunks from what `_tensors` gave."""
-    keeping = plan.rule._replace(keep_intermediates=True)
-    return plan.backend.restore(keeping, plan.packing, x, (*tensors, None, None), o)[0]
+    keeping = plan.spec._replace(rule=plan.rule._replace(keep_intermediates=True))
+    return plan.backend.restore(keeping, x, (*tensors, None, None), o)[0]
 
 
 def _tensors(plan: Plan, chunks: Any) -> list[Tensor]:
-    keeping = plan.rule._replace(keep_intermediates=True)
+    keeping = plan.spec._replace(rule=plan.rule._replace(keep_intermediates=True))
     kept = plan.backend.keep(keeping, chunks, None, None)[:-2]
     return [t.contiguous() for t in kept if t is not None]
 
@@ -128,7 +127,7 @@ def _begin(*args: Any) -> list[Tensor]:
     compare_ranks(context, rule.per_head, rule.removal, (HV, K, V), x.q.dtype, initial)
     chunks, maps = prepare_chunks(plan, x, initial)
     wire = _wire(plan, x, maps)
-    chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
+    chunks = plan.backend.scores(plan.spec, chunks)
     offset, transition = _rows(maps.offset, x.q, HV, K, V), _rows(maps.transition, x.q, HV, K, K)
     return [wire, offset, transition, *_tensors(plan, chunks)]
 
@@ -233,7 +232,7 @@ def _finish_backward(*args: Any) -> list[Tensor]:
         for at, t in sorted(zip(plan.backend.always_kept(plan.rule), saved.kept, strict=True)):
             chunks.insert(at, t)
         formed = _chunks(plan, x, chunks, o)
-        dout = plan.backend.output_bwd(plan.rule, plan.packing, formed, do)
+        dout = plan.backend.output_bwd(plan.spec, formed, do)
         recomputed = Recomputed(formed, dout, recompute_states(plan, initial, saved, formed))
     maps = AffineMap(saved.transition, _given(offset))
 

@@ -1,9 +1,9 @@
-"""The operator as a sequence of stages: forward and its mirror image, on one card or many.
+"""The operator as a sequence of stages: forward and its mirror image, on one GPU or many.
 
     gate, intra -> summarize -> [exchange] -> scan -> output
-          summarise each segment -> state entering each -> run each
+          summarize each segment -> state that enters each -> run each
 
-Without context parallelism and without cut segments nothing is summarised and nothing sent.
+Without context parallelism and without cut segments nothing is summarized and nothing is sent.
 """
 
 from __future__ import annotations
@@ -11,45 +11,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import Exchange, Links, collectives, run_overlap
 from fla_cp.comm.carry import AffineMap, States, carry, join
-from fla_cp.kernels.backend import Backend
-from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.backend import Backend, ChunkStates, Kept
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule, accumulator
 
 
 class Plan(NamedTuple):
-    """One operator call: what it computes (rule), on which tokens, with whom. ahead: `packing`, or,
-    where nothing crosses ranks, one cut finer, for the forward alone."""
+    """One operator call: what is computed on which tokens (spec), by which kernels, and with which
+    ranks. ahead: the packing of the forward alone, which may be cut finer where nothing crosses
+    ranks; None for that of both."""
 
-    rule: DeltaRule
-    packing: Packing
+    spec: Spec
     links: Links
     exchange: Exchange
     backend: Backend
     ahead: Packing | None = None
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self.exchange.group
+    def rule(self) -> DeltaRule:
+        return self.spec.rule
+
+    @property
+    def packing(self) -> Packing:
+        return self.spec.packing
 
 
 class Saved(NamedTuple):
-    """What a backward needs beside the inputs: `kept` is the backend's; the state entering each
-    of `Packing.carried`; the segments' transitions (the adjoint's, transposed)."""
+    """What a backward needs besides the inputs: `kept` by the backend, the states that enter
+    `Packing.carried`, and the segments' transitions (transposed, they are the adjoint's)."""
 
-    kept: tuple[Tensor | None, ...]
+    kept: Kept
     carried: Tensor
     transition: Tensor | None
 
 
 class Result(NamedTuple):
-    """o [T, HV, V]; final states [N, HV, K, V], fp32 (fp64), and the states at the start of each
-    chunk, in token order, [NC, HV, K, V], in v's dtype: None unless wanted. Both are
+    """o [T, HV, V]; the final states [N, HV, K, V], fp32 (fp64), and the states at the start of
+    each chunk, in token order, [NC, HV, K, V], in v's dtype: None unless wanted. Both are
     [.., V, K] with the rule's state_v_first."""
 
     o: Tensor
@@ -58,28 +61,24 @@ class Result(NamedTuple):
     saved: Saved
 
 
-def _shape(x: Inputs) -> tuple[int, int, int]:
-    return x.v.shape[1], x.q.shape[-1], x.v.shape[-1]
-
-
-def _of_sequences(plan: Plan, segments: tuple[int, ...], states: Tensor | None) -> States | None:
-    """For some segments, the rows of a per-sequence tensor in the caller's layout, seen as
-    [E, HV, K, V]."""
+def _from_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None) -> States | None:
+    """States [E, HV, K, V] of some segments, from those of their sequences [N, ..] in the caller's
+    layout."""
     if states is None:
         return None
-    packing = plan.packing
+    rule, packing = spec
     rows = packing.index([packing.segments[i].sequence for i in segments], states.device)
     value = states[rows]
-    return States(segments, value.mT if plan.rule.state_v_first else value)
+    return States(segments, value.mT if rule.state_v_first else value)
 
 
-def _per_sequence(
+def _to_sequences(
     plan: Plan, segments: tuple[int, ...], states: Tensor, empty: Tensor | None
 ) -> Tensor:
-    """[N, ..] in the caller's layout, equal on all ranks, from states [E, HV, K, V] of this card's
+    """[N, ..] in the caller's layout, equal on all ranks, from states [E, HV, K, V] of this GPU's
     segments; `empty` [N, ..] gives the rows of sequences without tokens."""
-    packing, device = plan.packing, states.device
-    if plan.rule.state_v_first:
+    (rule, packing), group, device = plan.spec, plan.exchange.group, states.device
+    if rule.state_v_first:
         states = states.mT
     out = states.new_zeros(packing.sequences, *states.shape[1:])
     rows = packing.index([packing.segments[i].sequence for i in segments], device)
@@ -88,14 +87,13 @@ def _per_sequence(
         rows = packing.index(packing.empty, device)
         out[rows] = empty[rows].to(out.dtype)
     # every row has one owner, so that the sum copies it to all
-    return out if plan.group is None else collectives.all_reduce(out, plan.group)
+    return out if group is None else collectives.all_reduce(out, group)
 
 
 def prepare_chunks(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
-    """The chunks and the maps of this card's segments: what needs no state."""
-    seeds = _of_sequences(plan, plan.packing.beginning, initial)
-    found: tuple[Any, AffineMap] = plan.backend.prepare_chunks(plan.rule, plan.packing, x, seeds)
-    return found
+    """The chunks and the maps of this GPU's segments: what needs no state."""
+    seeds = _from_sequences(plan.spec, plan.spec.packing.beginning, initial)
+    return plan.backend.prepare_chunks(plan.spec, x, seeds)
 
 
 def run_segments(
@@ -110,24 +108,19 @@ def run_segments(
     want_h: bool,
 ) -> Result:
     """carried: the states that enter `Packing.carried`."""
-    rule, packing, run = plan.rule, plan.packing, plan.backend
-    seeds = _of_sequences(plan, packing.beginning, initial)
-    o, h, v_new, S_end = run.scan_output(
-        rule,
-        packing,
-        chunks,
-        join(seeds, carried),
-        want_states=want_h or rule.keep_intermediates,
-        want_end=want_final,
-    )
+    spec, run = plan.spec, plan.backend
+    rule, packing = spec
+    S0 = join(_from_sequences(spec, packing.beginning, initial), carried)
+    states = want_h or rule.keep_intermediates
+    o, h, v_new, S_end = run.scan_output(spec, chunks, S0, want_states=states, want_end=want_final)
     final = None
     if want_final:
         assert S_end is not None
-        final = _per_sequence(plan, packing.ending, S_end, initial)
-    saved = Saved(run.keep(rule, chunks, h, v_new), carried.value, maps.transition)
+        final = _to_sequences(plan, packing.ending, S_end, initial)
+    saved = Saved(run.keep(spec, chunks, h, v_new), carried.value, maps.transition)
     if not want_h or h is None:
         return Result(o.to(x.v.dtype), final, None, saved)
-    h = run.in_token_order(packing, h).to(x.v.dtype)
+    h = run.in_token_order(spec, h).to(x.v.dtype)
     h = h.mT.contiguous() if rule.state_v_first else h
     return Result(o.to(x.v.dtype), final, h, saved)
 
@@ -137,56 +130,48 @@ def forward(
 ) -> Result:
     """One operator call. initial: [N, HV, K, V] ([V, K] with the rule's state_v_first) in the
     accumulator's dtype, or None."""
-    if plan.ahead not in (None, plan.packing):
-        alone = plan._replace(packing=plan.ahead, ahead=None)
-        result = forward(alone, x, initial, want_final=want_final, want_h=want_h)
+    rule, packing = plan.spec
+    wanted = {"want_final": want_final, "want_h": want_h}
+    if plan.ahead not in (None, packing):
+        alone = plan._replace(spec=Spec(rule, plan.ahead), ahead=None)
+        result = forward(alone, x, initial, **wanted)
         return result._replace(saved=Saved(result.saved.kept, result.saved.carried[:0], None))
     chunks, maps = prepare_chunks(plan, x, initial)
     wait = carry_maps(plan, x, maps)
-    chunks = plan.backend.scores(plan.rule, plan.packing, chunks)
-    carried = wait() if plan.group is None else run_overlap(wait)
-    return run_segments(
-        plan, x, initial, chunks, maps, carried, want_final=want_final, want_h=want_h
-    )
+    chunks = plan.backend.scores(plan.spec, chunks)
+    carried = wait() if plan.exchange.group is None else run_overlap(wait)
+    return run_segments(plan, x, initial, chunks, maps, carried, **wanted)
 
 
 def carry_maps(
     plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False
 ) -> Callable[[], States]:
-    """Starts the exchange; see `state.carry`."""
+    """Starts the exchange; see `fla_cp.comm.carry.carry`."""
+    shape, fold = (x.v.shape[1], x.q.shape[-1], x.v.shape[-1]), plan.backend.fold
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
-    return carry(
-        maps,
-        plan.packing,
-        plan.links,
-        plan.exchange,
-        _shape(x),
-        like,
-        reverse=reverse,
-        fold=plan.backend.fold,
-    )
+    packing, links, exchange = plan.spec.packing, plan.links, plan.exchange
+    return carry(maps, packing, links, exchange, shape, like, reverse=reverse, fold=fold)
+
+
+StartScan = Callable[[], Callable[[], ChunkStates]]
+"""A call that starts to recompute h and v_new and returns another, which waits for them."""
 
 
 class Recomputed(NamedTuple):
-    """What a backward forms again: the chunks, the gradients at the outputs, and a call that starts
-    to form h and v_new and returns one that gives them."""
+    """What a backward recomputes: the chunks, the gradients at the outputs, and the states."""
 
     chunks: Any
     dout: Any
-    states: Callable[[], Callable[[], tuple[Tensor, Tensor]]]
+    states: StartScan
 
 
-def recompute_states(
-    plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any
-) -> Callable[[], Callable[[], tuple[Tensor, Tensor]]]:
-    """The forward's scan once more, when it is asked for."""
-    packing = plan.packing
+def recompute_states(plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any) -> StartScan:
+    spec, packing = plan.spec, plan.spec.packing
 
-    def start() -> Callable[[], tuple[Tensor, Tensor]]:
-        first = _of_sequences(plan, packing.beginning, initial)
+    def start() -> Callable[[], ChunkStates]:
+        first = _from_sequences(spec, packing.beginning, initial)
         S0 = join(first, States(packing.carried, saved.carried))
-        started: Callable[[], tuple[Tensor, Tensor]] = plan.backend.scan(packing, chunks, S0)
-        return started
+        return plan.backend.scan(spec, chunks, S0)
 
     return start
 
@@ -194,55 +179,46 @@ def recompute_states(
 def recompute(
     plan: Plan, x: Inputs, initial: Tensor | None, saved: Saved, o: Tensor | None, do: Tensor
 ) -> Recomputed:
-    chunks, h, v_new = plan.backend.restore(plan.rule, plan.packing, x, saved.kept, o)
+    """o: as the forward returned it, for a backend that reads it."""
+    chunks, kept = plan.backend.restore(plan.spec, x, saved.kept, o)
     states = recompute_states(plan, initial, saved, chunks)
-    if h is not None and v_new is not None:
-        kept = h, v_new
+    if kept is not None:
         states = lambda: lambda: kept  # noqa: E731
-    dout = plan.backend.output_bwd(plan.rule, plan.packing, chunks, do)
-    return Recomputed(chunks, dout, states)
+    return Recomputed(chunks, plan.backend.output_bwd(plan.spec, chunks, do), states)
 
 
 def adjoint_maps(
-    plan: Plan,
-    saved: Saved,
-    recomputed: Recomputed,
-    dfinal: Tensor | None,
-    *,
-    concurrent: bool = False,
+    plan: Plan, saved: Saved, values: Recomputed, dfinal: Tensor | None, *, concurrent: bool = False
 ) -> AffineMap:
-    """Of this card's segments, in reverse; transitions are the forward's. together: the forward's
-    states are formed meanwhile."""
-    seeds = _of_sequences(plan, plan.packing.ending, dfinal)
-    chunks, dout = recomputed.chunks, recomputed.dout
-    offset = plan.backend.summarize_bwd(plan.packing, chunks, dout, seeds, concurrent=concurrent)
+    """The adjoint maps of this GPU's segments; their transitions are the forward's. concurrent:
+    the forward's states are recomputed at the same time."""
+    seeds = _from_sequences(plan.spec, plan.spec.packing.ending, dfinal)
+    offset = plan.backend.summarize_bwd(plan.spec, values.dout, seeds, concurrent=concurrent)
     return AffineMap(saved.transition, offset)
 
 
 def run_segments_backward(
     plan: Plan,
     x: Inputs,
-    recomputed: Recomputed,
+    values: Recomputed,
     wait: Callable[[], States],
     dfinal: Tensor | None,
     *,
     want_dinitial: bool,
     concurrent: bool = True,
 ) -> tuple[Inputs, Tensor | None]:
-    """wait: gives the gradients that leave `Packing.feeding`. The forward's states, which need
-    none of them, are formed meanwhile. together: and while the reverse scan runs."""
-    packing, run = plan.packing, plan.backend
-    states = recomputed.states()
-    seeds = _of_sequences(plan, packing.ending, dfinal)
-    dS_end = join(seeds, wait())
-    wanted = {"want_start": want_dinitial, "concurrent": concurrent}
-    dscan, dS0 = run.scan_bwd(packing, recomputed.chunks, recomputed.dout, dS_end, **wanted)
-    grads = run.intra_bwd(plan.rule, packing, x, recomputed.chunks, *states(), dscan)
-    dinitial = None
-    if want_dinitial:
-        assert dS0 is not None
-        dinitial = _per_sequence(plan, packing.beginning, dS0, dfinal)
-    return grads, dinitial
+    """wait: gives the gradients that leave `Packing.feeding`. The forward's states, which need none
+    of them, are recomputed meanwhile; with `concurrent` also during the reverse scan."""
+    spec, run = plan.spec, plan.backend
+    chunks, dout, start = values
+    states = start()
+    dS_end = join(_from_sequences(spec, spec.packing.ending, dfinal), wait())
+    dscan, dS0 = run.scan_bwd(spec, dout, dS_end, want_start=want_dinitial, concurrent=concurrent)
+    grads = run.intra_bwd(spec, x, chunks, states(), dscan)
+    if not want_dinitial:
+        return grads, None
+    assert dS0 is not None
+    return grads, _to_sequences(plan, spec.packing.beginning, dS0, dfinal)
 
 
 def backward(
@@ -256,20 +232,19 @@ def backward(
     *,
     want_dinitial: bool,
 ) -> tuple[Inputs, Tensor | None]:
-    """Gradients of the inputs and of the initial states. dfinal: like the final states, equal on
-    all ranks, as is the gradient returned. o: as the forward gave it, for a backend that reads
-    it."""
+    """Gradients of the inputs and of the initial states. dfinal: equal on all ranks, like the final
+    states, as is the gradient returned. o: see `recompute`."""
     recomputed = recompute(plan, x, initial, saved, o, do)
-    # beside the summary; but where an exchange follows, beside that and the reverse scan
-    early = not plan.links.any and plan.backend.runs_concurrently(plan.packing, recomputed.chunks)
+    # Overlap the recomputed states with the summary or, if an exchange follows, with it and the
+    # reverse scan.
+    early = not plan.links.any and plan.backend.runs_concurrently(plan.spec, recomputed.chunks)
     if early:
         started = recomputed.states()
         recomputed = recomputed._replace(states=lambda: started)
     maps = adjoint_maps(plan, saved, recomputed, dfinal, concurrent=early)
     wait = carry_maps(plan, x, maps, reverse=True)
-    # else the forward's scan is nearly done when the reverse one starts
-    concurrent = not (early and plan.packing.largest.carried)
-    grads = run_segments_backward(
+    # If it overlapped a summary, the forward's scan is nearly done when the reverse scan starts.
+    concurrent = not (early and plan.spec.packing.largest.carried)
+    return run_segments_backward(
         plan, x, recomputed, wait, dfinal, want_dinitial=want_dinitial, concurrent=concurrent
     )
-    return grads

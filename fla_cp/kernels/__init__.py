@@ -1,4 +1,4 @@
-"""Kernels, a folder for each backend, and which backend a call takes."""
+"""Kernels, with a folder for each backend, and the choice of a call's backend."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ __all__ = ["TORCH", "Backend", "Impl", "resolve", "using"]
 # `import torch` here would be hidden by the folder of that name beside this file.
 Impl = Literal["auto", "torch", "triton"]
 
-
 _replaced: dict[str, Backend] = {}
 
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Inside, `backend` stands for the one of its name: for tests and for measurements, which run
-    public calls on a variant of a backend, such as other tiles. It holds for all threads."""
+    """Inside, `backend` replaces the one of its name, in all threads: for tests and measurements,
+    which run public calls on a variant of a backend, with other tiles for example."""
     before = _replaced.get(backend.name)
     _replaced[backend.name] = backend
     try:
@@ -41,9 +40,9 @@ def using(backend: Backend) -> Iterator[None]:
 
 def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
     """The backend for `impl`; "auto" takes the fastest that this version has for the device and
-    dtype: Triton on CUDA, but torch for fp64, which only it computes.
+    dtype: Triton on CUDA, but torch for fp64, which only torch computes.
 
-    Raises ValueError for an unknown name and for a backend that is not there or cannot run the
+    Raises ValueError for an unknown name, and for a backend that is not installed or cannot run the
     input: an explicit choice is never replaced by another.
     """
     check_choice("impl", impl, ("auto", "torch", "triton"))

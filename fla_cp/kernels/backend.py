@@ -2,11 +2,12 @@
 
 A backend is a frozen object with one method a stage. A variant is a subclass that overrides a
 stage, or `dataclasses.replace` of a field; `fla_cp.kernels.using` puts it in place for tests and
-measurements. The chunks and the gradients that the stages hand each other belong to the backend:
-the pipeline only passes them on, so that their type is Any here.
+measurements. What one stage hands to the next (`chunks`, `dout`, `dscan`) belongs to the backend:
+the pipeline only passes it on, so its type is Any here.
 
 Shapes: T tokens, NC chunks of C = 64 tokens, S segments, HV value heads, K and V the dims of keys
-and values. States are [.., HV, K, V], fp32 (fp64 for fp64).
+and values. States are [.., HV, K, V], fp32 (fp64 for fp64). Tensors of tokens and chunks have the
+inputs' dtype, or the one in which the backend sums.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fla_cp.comm.affine import Steps
+from fla_cp.comm import affine
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.torch.conv import ConvRows
-from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.torch.recurrent import Sequences
-from fla_cp.partition.device_tables import Tabled
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
+
+Kept = tuple[Tensor | None, ...]
+"""What a backend saves for its backward."""
+
+ChunkStates = tuple[Tensor, Tensor]
+"""h [NC, HV, K, V], the state at each chunk's start, and v_new [NC, HV, C, V]."""
 
 
 @dataclass(frozen=True)
@@ -43,136 +49,81 @@ class Backend(ABC):
     # forward
 
     def segment(
-        self,
-        packing: Packing,
-        HV: int,
-        K: int,
-        V: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        backward: bool,
+        self, packing: Packing, HV: int, K: int, V: int, device: torch.device, backward: bool
     ) -> Packing:
         """The packing, cut into more segments where that fills the GPU, alike on all ranks.
         backward: the cut serves both directions."""
         return packing
 
     @abstractmethod
-    def prepare_chunks(
-        self, rule: DeltaRule, packing: Packing, x: Inputs, seeds: States | None
-    ) -> tuple[Any, AffineMap]:
-        """All that the scan needs of each chunk, and the affine maps of the segments: transitions
-        of `packing.middle`, offsets of `packing.feeding`. seeds: states that enter segments which
-        begin a sequence."""
+    def prepare_chunks(self, spec: Spec, x: Inputs, seeds: States | None) -> tuple[Any, AffineMap]:
+        """What the scan needs of each chunk, and the affine maps of the segments: transitions of
+        `packing.middle`, offsets of `packing.feeding`. seeds: the states that enter segments at
+        the beginning of a sequence."""
 
-    def scores(self, rule: DeltaRule, packing: Packing, chunks: Any) -> Any:
-        """The chunks with what only the output needs. An exchange may be under way meanwhile."""
+    def scores(self, spec: Spec, chunks: Any) -> Any:
+        """Adds to the chunks what only the output needs. It can run during an exchange."""
         return chunks
 
     @abstractmethod
     def scan_output(
-        self,
-        rule: DeltaRule,
-        packing: Packing,
-        chunks: Any,
-        S0: States | None,
-        *,
-        want_states: bool,
-        want_end: bool,
+        self, spec: Spec, chunks: Any, S0: States | None, *, want_states: bool, want_end: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Runs the segments from the states S0 that enter them: o [T, HV, V], and where wanted the
-        state at each chunk's start h [NC, HV, K, V], v_new [NC, HV, C, V] and the state at each
-        segment's end [S, HV, K, V]."""
+        """Runs the segments from the states S0 that enter them. Returns o [T, HV, V], and where
+        wanted the state at each chunk's start h [NC, HV, K, V], v_new [NC, HV, C, V] and the state
+        at each segment's end [S, HV, K, V]."""
 
-    def in_token_order(self, packing: Packing, h: Tensor) -> Tensor:
+    def in_token_order(self, spec: Spec, h: Tensor) -> Tensor:
         """h with its chunks in the order of their tokens."""
         return h
 
     @abstractmethod
-    def keep(
-        self, rule: DeltaRule, chunks: Any, h: Tensor | None, v_new: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """What is saved for the backward."""
+    def keep(self, spec: Spec, chunks: Any, h: Tensor | None, v_new: Tensor | None) -> Kept:
+        """What is saved for the backward: tensors of `kept_shapes`."""
 
     # backward
 
     @abstractmethod
     def restore(
-        self,
-        rule: DeltaRule,
-        packing: Packing,
-        x: Inputs,
-        kept: tuple[Tensor | None, ...],
-        o: Tensor | None,
-    ) -> tuple[Any, Tensor | None, Tensor | None]:
-        """The chunks from what `keep` gave, and h and v_new, or None where the scan runs again."""
+        self, spec: Spec, x: Inputs, kept: Kept, o: Tensor | None
+    ) -> tuple[Any, ChunkStates | None]:
+        """The chunks from what `keep` gave, and h and v_new if it kept them; else None."""
 
     @abstractmethod
-    def output_bwd(self, rule: DeltaRule, packing: Packing, chunks: Any, do: Tensor) -> Any:
-        """Gradients at the outputs, from do [T, HV, V]."""
+    def output_bwd(self, spec: Spec, chunks: Any, do: Tensor) -> Any:
+        """What the reverse scans read: the chunks, and the gradients at the outputs from do
+        [T, HV, V]."""
 
-    def runs_concurrently(self, packing: Packing, chunks: Any) -> bool:
+    def runs_concurrently(self, spec: Spec, chunks: Any) -> bool:
         """Whether `scan` runs at the same time as the reverse scans."""
         return False
 
     @abstractmethod
-    def scan(
-        self, packing: Packing, chunks: Any, S0: States | None
-    ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Starts to form h and v_new again; the call that is returned waits for them."""
+    def scan(self, spec: Spec, chunks: Any, S0: States | None) -> Callable[[], ChunkStates]:
+        """Starts to recompute h and v_new. The call that it returns waits for them."""
 
     @abstractmethod
     def summarize_bwd(
-        self,
-        packing: Packing,
-        chunks: Any,
-        dout: Any,
-        seeds: States | None,
-        *,
-        concurrent: bool = False,
+        self, spec: Spec, dout: Any, seeds: States | None, *, concurrent: bool
     ) -> Tensor | None:
-        """Offsets of the adjoint maps of `packing.carried`, [.., HV, K, V]. concurrent: while
-        `scan` runs."""
+        """Offsets of the adjoint maps of `packing.carried`, [.., HV, K, V]. seeds: the gradients
+        of the states at the ends of sequences. concurrent: `scan` runs at the same time."""
 
     @abstractmethod
     def scan_bwd(
-        self,
-        packing: Packing,
-        chunks: Any,
-        dout: Any,
-        dS_end: States | None,
-        *,
-        want_start: bool,
-        concurrent: bool = False,
+        self, spec: Spec, dout: Any, dS_end: States | None, *, want_start: bool, concurrent: bool
     ) -> tuple[Any, Tensor | None]:
-        """The reverse scan: gradients at the chunks, and where wanted of the states that enter the
-        segments [S, HV, K, V]."""
+        """The reverse scan: gradients at the chunks, and where wanted those of the states that
+        enter the segments, [S, HV, K, V]."""
 
     @abstractmethod
     def intra_bwd(
-        self,
-        rule: DeltaRule,
-        packing: Packing,
-        x: Inputs,
-        chunks: Any,
-        h: Tensor,
-        v_new: Tensor,
-        dscan: Any,
+        self, spec: Spec, x: Inputs, chunks: Any, states: ChunkStates, dscan: Any
     ) -> Inputs:
-        """Gradients of the inputs."""
+        """Gradients of the inputs, each in its input's shape and dtype."""
 
-    @abstractmethod
-    def fold(
-        self,
-        owner: Tabled,
-        steps: Steps,
-        transition: Tensor | None,
-        offset: Tensor | None,
-        start: Tensor | None,
-        out: Tensor,
-        *,
-        transposed: bool,
-    ) -> Tensor:
-        """States through chains of affine maps; see `fla_cp.comm.affine.fold`."""
+    fold = staticmethod(affine.fold)
+    """States through chains of affine maps; a backend may replace it with a kernel."""
 
     # for torch.compile, which must know shapes before anything runs
 
@@ -184,8 +135,8 @@ class Backend(ABC):
 
     @abstractmethod
     def always_kept(self, rule: DeltaRule) -> tuple[int, ...]:
-        """Where, among what `keep` returns with keep_intermediates, stands what it returns
-        without."""
+        """The places, in what `keep` returns with keep_intermediates, of what it returns without
+        them as well."""
 
     # operators of their own
 
@@ -199,8 +150,8 @@ class Backend(ABC):
         bias: Tensor | None,
         silu: bool,
     ) -> Tensor:
-        """Depthwise causal convolution of x [T, D]; halo [ranges * (W-1), D] holds the tokens
-        before each range, weight is [D, W]."""
+        """Depthwise causal convolution of x [T, D], in x's dtype; halo [ranges * (W-1), D] holds
+        the tokens before each range, weight is [D, W], bias [D]."""
 
     @abstractmethod
     def conv_bwd(
@@ -213,7 +164,7 @@ class Backend(ABC):
         silu: bool,
         dy: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dx, dhalo, dweight and dbias."""
+        """dx, dhalo, dweight and dbias, in fp32 (fp64 for fp64); dx may be in x's dtype."""
 
     @abstractmethod
     def gate(
@@ -230,4 +181,4 @@ class Backend(ABC):
         S_end: Tensor | None,
         sequences: Sequences,
     ) -> Tensor:
-        """o [T, HV, V], token by token; fills S_end."""
+        """o [T, HV, V] in v's dtype, token by token; fills S_end, which may be S0."""

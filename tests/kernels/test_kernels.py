@@ -14,7 +14,7 @@ import fla_cp.kernels.triton.backend
 import fla_cp.kernels.triton.intra
 from benchmarks import tune
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
-from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton.intra import intra
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.partition.packing import Packing
@@ -151,7 +151,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
 
     monkeypatch.setattr(launches, "runner", seen)
     from fla_cp.comm.carry import States
-    from fla_cp.kernels.torch.intra import Inputs
+    from fla_cp.kernels.torch.intra import Inputs, Spec
     from fla_cp.partition.packing import Packing
     from fla_cp.rule import DeltaRule
 
@@ -162,17 +162,17 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
         DeltaRule(scale=1.0, qk_l2norm=True, state_v_first=v_first),
         Packing.build((0, T)),
     )
-    c = intra(rule, packing, x)
+    spec, c = Spec(rule, packing), intra(rule, packing, x)
     S0 = torch.randn(1, H, V, K).mT
     assert not S0.is_contiguous()
     wanted = {"want_states": True, "want_end": True}
-    o, h, _, S_end = backend.scan_output(rule, packing, c, States((0,), S0), **wanted)
-    dense = backend.scan_output(rule, packing, c, States((0,), S0.contiguous()), **wanted)
+    o, h, _, S_end = backend.scan_output(spec, c, States((0,), S0), **wanted)
+    dense = backend.scan_output(spec, c, States((0,), S0.contiguous()), **wanted)
     for a, b in ((o, dense[0]), (h, dense[1]), (S_end, dense[3])):
         assert (a - b).abs().max() <= 1e-6 * b.abs().max()
-    grads = backend.output_bwd(rule, packing, c, torch.randn_like(x.v))
+    grads = backend.output_bwd(spec, c, torch.randn_like(x.v))
     dS = States((0,), torch.randn(1, H, V, K).mT)
-    _, dS0 = backend.scan_bwd(packing, c, grads, dS, want_start=True)
+    _, dS0 = backend.scan_bwd(spec, grads, dS, want_start=True, concurrent=False)
     assert {S0.data_ptr(), dS.value.data_ptr()} <= set(read)
     for state in (h, S_end, dS0):
         assert state.shape[-2:] == (K, V)
@@ -180,7 +180,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
 
 
 def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
-    from fla_cp.kernels.torch.intra import Inputs
+    from fla_cp.kernels.torch.intra import Inputs, Spec
     from fla_cp.kernels.triton.backend import TritonBackend
     from fla_cp.kernels.triton.intra import intra
     from fla_cp.kernels.triton.tile_table import Tuning
@@ -199,7 +199,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
         beta = None if rule.removal == "none" else torch.rand(T, HV)
         x = Inputs(*qk, v, g, beta, None, None, p)
         packing = Packing.build((0, T), segment_chunks=cut)
-        return backend.runs_concurrently(packing, intra(rule, packing, x))
+        return backend.runs_concurrently(Spec(rule, packing), intra(rule, packing, x))
 
     assert fit(HV=4)  # 4 chains of 2 value tiles, twice
     assert not fit(HV=5)
@@ -394,7 +394,7 @@ def test_scans_of_many_chains_take_wider_tiles():
 def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     """Of a sequence cut in two on one card, with one decay a head; nothing else changes, to the
     bit."""
-    from fla_cp.kernels.torch.intra import Inputs
+    from fla_cp.kernels.torch.intra import Inputs, Spec
     from fla_cp.kernels.triton import launch as launches
     from fla_cp.kernels.triton.backend import TritonBackend
     from fla_cp.kernels.triton.tile_table import Tuning
@@ -416,11 +416,11 @@ def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
     monkeypatch.setattr(launches, "runner", noted)
     name, summary = "intra_head_kernel", ("scan_kernel", (1, H))
     backend = TritonBackend(tuning=Tuning(later_least=0, later_share=20))
-    c, maps = backend.prepare_chunks(rule, whole.cut(11), x, None)
+    c, maps = backend.prepare_chunks(Spec(rule, whole.cut(11)), x, None)
     assert launched == [(name, (16, H)), summary, (name, (5, H))]  # 11 of 21 rounded up
     backend = TritonBackend(tuning=Tuning(later_least=0, later_share=4))
     launched.clear()
-    d, others = backend.prepare_chunks(rule, whole.cut(11), x, None)
+    d, others = backend.prepare_chunks(Spec(rule, whole.cut(11)), x, None)
     assert launched == [(name, (21, H)), summary]
     for a, b in zip((*c[:5], maps.offset), (*d[:5], others.offset), strict=True):
         assert torch.equal(a, b)
@@ -470,15 +470,16 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     def summary(*args):
         return "maps", lambda: does("summary")
 
-    monkeypatch.setattr(backend, "intra_in_two", in_two)
-    monkeypatch.setattr(backend, "_summary", summary)
+    monkeypatch.setattr(backend.intra, "intra_in_two", in_two)
+    monkeypatch.setattr(backend, "summarize", summary)
     urgent = {-1: Stream("urgent")}
     monkeypatch.setattr(streams, "side_stream", lambda *args: urgent[args[2]])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", on)
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(32768, 32, 128))
     x, packing = SimpleNamespace(q=tensor, v=tensor), Packing.build((0, 32768)).cut(256)
-    found = backend.TRITON.prepare_chunks(DeltaRule(scale=1.0, per_head=True), packing, x, None)
+    spec = Spec(DeltaRule(scale=1.0, per_head=True), packing)
+    found = backend.TRITON.prepare_chunks(spec, x, None)
     assert found == ("chunks", "maps")
     assert said == [
         "first chunks on main",

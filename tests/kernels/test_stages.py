@@ -6,7 +6,7 @@ import torch
 from fla_cp.comm import Links, Local
 from fla_cp.comm.carry import AffineMap, States, carry
 from fla_cp.kernels.torch.gate import GATES, activate, activate_bwd, l2norm, l2norm_bwd
-from fla_cp.kernels.torch.intra import Inputs, intra, intra_bwd, scores, to_chunks, to_tokens
+from fla_cp.kernels.torch.intra import Inputs, Spec, intra, intra_bwd, scores, to_chunks, to_tokens
 from fla_cp.kernels.torch.scan import output, output_bwd, scan, scan_bwd, summarize, summarize_bwd
 from fla_cp.kernels.torch.scores import gram, gram_bwd
 from fla_cp.partition.packing import Packing
@@ -16,6 +16,7 @@ from tests.support.closeness import assert_exact
 
 F64 = torch.float64
 RULE = DeltaRule(scale=0.5)
+ALONE = {"want_start": True, "concurrent": False}
 OFFSETS = {"one": (0, 200), "packed": (0, 1, 65, 65, 200, 210), "short": (0, 3)}
 
 
@@ -83,7 +84,8 @@ def test_chunk_layout_is_undone(name):
 def test_intra_solves_its_triangular_system(name):
     packing = Packing.build(OFFSETS[name])
     x = packed_inputs(packing.tokens)
-    c = scores(RULE, packing, intra(RULE, packing, x))
+    spec = Spec(RULE, packing)
+    c = scores(spec, intra(spec, x))
     A = gram(c.beta * c.k, c.k, c.gc, c.gc, RULE.exp, diagonal=False)
     eye = torch.eye(64, dtype=F64).expand_as(A)
     assert_exact("T", c.T @ (eye + A), eye.contiguous())
@@ -115,13 +117,14 @@ def test_scan_output_and_their_adjoints(name):
 
     everything = tuple(range(len(packing.segments)))
     inputs = Inputs(*(t.detach() for t in x), None, None)
-    c = scores(RULE, packing, intra(RULE, packing, inputs))
-    h, v_new, last = scan(packing, c, States(everything, S0.detach()))
-    assert_exact("o", output(RULE, packing, c, h, v_new), o.detach())
+    spec = Spec(RULE, packing)
+    c = scores(spec, intra(spec, inputs))
+    h, v_new, last = scan(spec, c, States(everything, S0.detach()))
+    assert_exact("o", output(spec, c, h, v_new), o.detach())
     assert_exact("S_end", last, S_end.detach())
-    dout = output_bwd(RULE, packing, c, do)
-    dscan, dS0 = scan_bwd(packing, c, dout, States(everything, dS))
-    grads = intra_bwd(RULE, packing, inputs, c, h, v_new, dscan)
+    dout = output_bwd(spec, c, do)
+    dscan, dS0 = scan_bwd(spec, dout, States(everything, dS), **ALONE)
+    grads = intra_bwd(spec, inputs, c, (h, v_new), dscan)
     assert_exact("dS0", dS0, exact[-1])
     for label, a, b in zip(Inputs._fields[:5], grads[:5], exact[:5], strict=True):
         assert_exact(f"d{label}", a, b)
@@ -131,51 +134,53 @@ def run_segments(cu, size):
     """Entry states and adjoints of every segment through summaries, and through one long scan."""
     packing = Packing.build(cu, segment_chunks=size)
     x = packed_inputs(cu[-1])
-    c = scores(RULE, packing, intra(RULE, packing, x))
+    spec = Spec(RULE, packing)
+    c = scores(spec, intra(spec, x))
     begin = draw(len(packing.beginning), 2, 5, 4, seed=1)
     seeds = States(packing.beginning, begin)
     one_slot = Links((0,), (0,), (False,), (False,), 1)
-    maps = summarize(packing, c, seeds)
+    maps = summarize(spec, c, seeds)
     like = begin.new_empty(0)
     states = carry(maps, packing, one_slot, Local(), (2, 5, 4), like)()
     do, dend = draw(cu[-1], 2, 4, seed=2), draw(len(packing.ending), 2, 5, 4, seed=3)
-    dout = output_bwd(RULE, packing, c, do)
+    dout = output_bwd(spec, c, do)
     ends = States(packing.ending, dend)
-    offset = summarize_bwd(packing, c, dout, ends)
+    offset = summarize_bwd(spec, dout, ends, concurrent=False)
     adjoint = AffineMap(maps.transition, offset)
     dstates = carry(adjoint, packing, one_slot, Local(), (2, 5, 4), like, reverse=True)()
-    return packing, c, seeds, states, dout, ends, dstates
+    return spec, c, seeds, states, dout, ends, dstates
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("cu", [(0, 400), (0, 70, 330, 331, 500)], ids=str)
 def test_summaries_give_the_states_between_segments(cu, size):
-    packing, c, seeds, states, dout, ends, dstates = run_segments(cu, size)
+    spec, c, seeds, states, dout, ends, dstates = run_segments(cu, size)
+    packing = spec.packing
     assert states.segments == packing.carried
     assert dstates.segments == packing.feeding
     everything = States(seeds.segments + states.segments, torch.cat([seeds.value, states.value]))
-    _, _, S_end = scan(packing, c, everything)
+    _, _, S_end = scan(spec, c, everything)
     for i, S in zip(states.segments, states.value, strict=True):
         assert_exact(f"state entering {i}", S, S_end[i - 1])
     everything = States(ends.segments + dstates.segments, torch.cat([ends.value, dstates.value]))
-    _, dS0 = scan_bwd(packing, c, dout, everything)
+    _, dS0 = scan_bwd(spec, dout, everything, **ALONE)
     for i, dS in zip(dstates.segments, dstates.value, strict=True):
         assert_exact(f"gradient leaving {i}", dS, dS0[i + 1])
 
 
 def test_only_segments_between_others_get_a_transition():
-    packing, c, seeds, *_ = run_segments((0, 70, 330, 331, 500), 1)
-    maps = summarize(packing, c, seeds)
+    spec, c, seeds, *_ = run_segments((0, 70, 330, 331, 500), 1)
+    maps, packing = summarize(spec, c, seeds), spec.packing
     assert len(maps.transition) == len(packing.middle)
     assert len(maps.offset) == len(packing.feeding)
     assert [packing.segments[i].sequence for i in packing.middle] == [1, 1, 1, 3]
 
 
 def test_whole_sequences_are_not_summarised():
-    packing = Packing.build((0, 70, 330))
-    maps = summarize(packing, intra(RULE, packing, packed_inputs(330)), None)
+    spec = Spec(RULE, Packing.build((0, 70, 330)))
+    maps = summarize(spec, intra(spec, packed_inputs(330)), None)
     assert maps == (None, None)
-    assert packing.chains == ()
+    assert spec.packing.chains == ()
 
 
 def test_rows_of_bundles_have_no_stride_of_one():

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("triton")  # interpreted: conftest.py
 
 from fla_cp import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
-from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import backend, intra, operands
 from fla_cp.kernels.triton.tile_table import TUNING
 from fla_cp.partition.packing import Packing
@@ -116,8 +116,9 @@ def test_kept_shapes_are_those_of_the_kernels(precise, per_head):
     for dtype in (HALF, torch.float32):
         q, k, v = torch.zeros(3, 70, 2, 16, dtype=dtype)
         x = Inputs(q, k, v, g, torch.zeros(70, 2), None, None)
-        _, _, c = intra.empty_chunks(rule, Packing.build((0, 70)), x, TUNING)
-        kept = [(tuple(t.shape), t.dtype) for t in backend.TRITON.keep(rule, c, None, None)]
+        spec = Spec(rule, Packing.build((0, 70)))
+        _, _, c = intra.empty_chunks(*spec, x, TUNING)
+        kept = [(tuple(t.shape), t.dtype) for t in backend.TRITON.keep(spec, c, None, None)]
         assert kept == backend.TRITON.kept_shapes(rule, dtype, 2, 2, 16, 16)
         assert c.T.shape[2] == 64 * (2 if precise and dtype == HALF else 1)
 

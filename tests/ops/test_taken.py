@@ -9,7 +9,7 @@ import torch
 import fla_cp
 from fla_cp import build_cp_context, chunk_kda, fused_recurrent_kda, gdn_gate, kda_gate
 from fla_cp.kernels import TORCH
-from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.support.cases import INSIDE, PACKED, Case, options
@@ -270,7 +270,7 @@ def test_a_decay_a_channel_with_p_is_refused_on_triton():
     rows = {n: x[n][0] for n in PACKED}
     inputs = Inputs(*rows.values(), None, None, rows["k"])
     packing = Packing.build((0, GIVEN.T))
-    rule = DeltaRule(scale=1.0, removal="p")
+    spec = Spec(DeltaRule(scale=1.0, removal="p"), packing)
     with pytest.raises(ValueError, match=r"computes removal='p' with one decay a head only"):
-        TRITON.prepare_chunks(rule, packing, inputs, None)
-    TORCH.prepare_chunks(rule, packing, inputs, None)
+        TRITON.prepare_chunks(spec, inputs, None)
+    TORCH.prepare_chunks(spec, inputs, None)

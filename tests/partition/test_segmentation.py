@@ -206,10 +206,9 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
     segments = {}
 
     def noting(name):
-        def stage(self, *args, **keywords):
-            packing = next(a for a in args if isinstance(a, Packing))
-            segments.setdefault(name, []).append(len(packing.segments))
-            return getattr(TritonBackend, name)(self, *args, **keywords)
+        def stage(self, spec, *args, **keywords):
+            segments.setdefault(name, []).append(len(spec.packing.segments))
+            return getattr(TritonBackend, name)(self, spec, *args, **keywords)
 
         return stage
 

@@ -2,8 +2,8 @@
 
     y[t] = act(bias + sum_s weight[:, W-1-s] x[t-s])        s = 0 .. W-1, within t's sequence
 
-Tokens may stand in several ranges, each behind a halo of W-1 tokens from elsewhere. Here they are
-brought into one matrix `x_ext`, each range behind its halo.
+The tokens may lie in several ranges, each of which follows a halo of W-1 tokens from elsewhere.
+The matrix `x_ext` holds all rows, those of each range after its halo.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fla_cp.rule import accumulator
 
 
 class ConvRows(NamedTuple):
-    """Where each token's predecessors are.
+    """Where the tokens before each token are.
 
-    reach [T], int32: tokens of its sequence before it. lengths: of the ranges, in order; width:
-    halo rows of each, W - 1 or 0. rows [T], halo [ranges * width]: row of each token and of each
-    halo row in x_ext. kept: tables of a backend's own, which live as long.
+    reach [T], int32: how many tokens of its sequence are before it. lengths: of the ranges, in
+    order; width: halo rows of each, W - 1 or 0. rows [T], halo [ranges * width]: row of each token
+    and of each halo row in x_ext. kept: further tables of a backend, which live as long.
     """
 
     reach: Tensor
@@ -36,24 +36,16 @@ class ConvRows(NamedTuple):
     def build(
         cls, reach: Tensor, lengths: tuple[int, ...], width: int, device: torch.device
     ) -> ConvRows:
-        """reach: on the host, or as it is to be read."""
+        """reach: on the host, or ready for use on a device."""
         count, total = len(lengths), sum(lengths)
-        ranges = torch.repeat_interleave(
-            torch.arange(count, device="cpu"),
-            torch.tensor(lengths, dtype=torch.int64, device="cpu"),
-        )
+        ranges = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
         is_halo = torch.ones(total + count * width, dtype=torch.bool, device="cpu")
         rows = torch.arange(total, device="cpu") + (ranges + 1) * width
         is_halo[rows] = False
-        halo = is_halo.nonzero()[:, 0]
-        return cls(
-            reach if reach.device.type != "cpu" else to_device(reach, torch.int32, device),
-            lengths,
-            width,
-            to_device(rows, torch.int64, device),
-            to_device(halo, torch.int64, device),
-            {},
-        )
+        rows, halo = (to_device(t, torch.int64, device) for t in (rows, is_halo.nonzero()[:, 0]))
+        if reach.device.type == "cpu":
+            reach = to_device(reach, torch.int32, device)
+        return cls(reach, lengths, width, rows, halo, {})
 
 
 def _extend(x: Tensor, halo: Tensor, where: ConvRows) -> Tensor:
@@ -65,7 +57,7 @@ def _extend(x: Tensor, halo: Tensor, where: ConvRows) -> Tensor:
 
 
 def _tap(x_ext: Tensor, where: ConvRows, shift: int) -> Tensor:
-    """x[t - shift] for every token, zero where that is another sequence's."""
+    """x[t - shift] for every token, zero where that row belongs to another sequence."""
     if shift == 0:
         return x_ext[where.rows]
     taken = x_ext[(where.rows - shift).clamp(min=0)]
@@ -99,7 +91,7 @@ def conv_bwd(
     silu: bool,
     dy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dx [T, D], dhalo, dweight [D, W], dbias [D], in the accumulator's dtype (dx: or x's)."""
+    """dx [T, D], dhalo, dweight [D, W], dbias [D], in the accumulator's dtype."""
     dtype = accumulator(x.dtype)
     W = weight.shape[1]
     x_ext, dy = _extend(x, halo, where), dy.to(dtype)

@@ -1,6 +1,6 @@
-"""Elementwise preparation of the inputs per token, and its adjoint: gate, norm, beta.
+"""Elementwise preparation of the inputs, token by token, and its adjoint: gate, norm, beta.
 
-A gate is one row of `GATES`: its value and its derivative. `raw` is g_raw + dt_bias and `rate`
+A gate is an entry of `GATES`: its value and its derivatives. `raw` is g_raw + dt_bias and `rate`
 is exp(A_log), both broadcast to [.., HV, K].
 """
 
@@ -23,7 +23,7 @@ class Gate(NamedTuple):
 
 
 def _softplus(raw: Tensor, rate: Tensor, bound: float) -> Tensor:
-    # logaddexp is exact for every argument; F.softplus turns linear beyond 20
+    # logaddexp is exact for every argument; F.softplus is linear above 20
     return -rate * torch.logaddexp(raw, raw.new_zeros(()))
 
 
@@ -44,21 +44,19 @@ def _sigmoid_slopes(raw: Tensor, rate: Tensor, bound: float, g: Tensor) -> tuple
 GATES = {"softplus": Gate(_softplus, _softplus_slopes), "sigmoid": Gate(_sigmoid, _sigmoid_slopes)}
 
 
-def _raw_and_rate(
-    g_raw: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    HV, K = g_raw.shape[-2:]
-    raw = g_raw if dt_bias is None else g_raw + dt_bias.to(g_raw.dtype).view(HV, K)
+def _raw_and_rate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    HV, K = g.shape[-2:]
+    raw = g if dt_bias is None else g + dt_bias.to(g.dtype).view(HV, K)
     if A_log is None:
         return raw, raw.new_ones(())
-    return raw, A_log.to(g_raw.dtype).exp().view(HV, 1)
+    return raw, A_log.to(g.dtype).exp().view(HV, 1)
 
 
 def activate(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
     """Log decay per token, natural log, <= 0.
 
-    g: [.., HV, K] in the accumulator's dtype; as it is for the gate "given", else the raw
-    projection. A_log [HV] and dt_bias [HV*K] or None.
+    g: [.., HV, K] in the accumulator's dtype; with the gate "given" it is returned, else it is the
+    raw projection. A_log [HV] and dt_bias [HV*K] or None.
     Source: Kimi Linear report, arXiv 2510.26692, and Mamba-2's softplus gate.
     """
     if rule.gate == "given":
@@ -74,8 +72,7 @@ def activate_bwd(
     if rule.gate == "given":
         return dg, None, None
     raw, rate = _raw_and_rate(g_raw, A_log, dt_bias)
-    gate = GATES[rule.gate]
-    bound = rule.lower_bound or 0.0
+    gate, bound = GATES[rule.gate], rule.lower_bound or 0.0
     to_raw, to_log = gate.slopes(raw, rate, bound, gate.value(raw, rate, bound))
     draw = dg * to_raw
     dA_log = None if A_log is None else (dg * to_log).sum((0, 2))
@@ -99,7 +96,7 @@ def activate_beta(rule: DeltaRule, beta: Tensor) -> Tensor:
 
 
 def activate_beta_bwd(rule: DeltaRule, activated: Tensor, dbeta: Tensor) -> Tensor:
-    """Gradient of the given beta from the activated one."""
+    """Gradient of the input of `activate_beta`; activated: its result."""
     if rule.beta_factor is None:
         return dbeta
     return dbeta * activated * (1 - activated / rule.beta_factor)

@@ -1,4 +1,4 @@
-"""What is local to a chunk: inputs -> the operands of the scan and of the output, and back.
+"""The part that is local to a chunk: inputs -> operands of the scan and the output, and back.
 
 Per chunk, with rows i, j, decay e = exp(gc) from the chunk's start, and b = beta:
 
@@ -15,22 +15,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fla_cp.kernels.torch.gate import (
-    activate,
-    activate_beta,
-    activate_beta_bwd,
-    activate_bwd,
-    l2norm,
-    l2norm_bwd,
-)
+from fla_cp.kernels.torch import gate
 from fla_cp.kernels.torch.scores import gram, gram_bwd
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 
+class Spec(NamedTuple):
+    """What is computed, as every stage is told: the options, and how the tokens are laid out."""
+
+    rule: DeltaRule
+    packing: Packing
+
+
 class Inputs(NamedTuple):
-    """What the caller gave, packed: q, k [T, H, K], v [T, HV, V], g [T, HV, K] ([T, HV] with one
-    gate a head), beta [T, HV] or None, A_log [HV] or None, dt_bias [HV*K] ([HV]) or None, p like k
+    """The caller's tensors, packed: q, k [T, H, K], v [T, HV, V], g [T, HV, K] ([T, HV] with one
+    decay a head), beta [T, HV] or None, A_log [HV] or None, dt_bias [HV*K] ([HV]) or None, p like k
     or None."""
 
     q: Tensor
@@ -46,9 +46,9 @@ class Inputs(NamedTuple):
 class Chunks(NamedTuple):
     """Chunk-local tensors [NC, HV, C, .] in the accumulator's dtype; None where not formed.
 
-    q, k, p (normalised, repeated per value head), v, beta [.., 1], gc [.., K or 1]; T and Aqk
-    [.., C, C]; kg, w, u: operands of the scan; decay [NC, HV, K or 1]: exp(gc) of the last row; qg:
-    of the output.
+    q, k and p are normalised and repeated for each value head; v; beta [.., 1]; gc [.., K or 1] is
+    the sum of decays from the chunk's start; T and Aqk [.., C, C]. kg, w, u and decay
+    [NC, HV, K or 1], exp(gc) of the last row, are the scan's operands; qg is the output's.
     """
 
     q: Tensor
@@ -67,7 +67,7 @@ class Chunks(NamedTuple):
 
 
 def to_chunks(x: Tensor, packing: Packing) -> Tensor:
-    """[T, HV, D] -> [NC, HV, C, D], rows beyond a segment's end zero."""
+    """[T, HV, D] -> [NC, HV, C, D]; rows beyond a segment's end are zero."""
     table = packing.steps(x.device)
     rows = x[table.gather] if len(x) else x.new_zeros(0, *x.shape[1:])
     if table.padded is not None:
@@ -101,76 +101,59 @@ def prepare(rule: DeltaRule, x: Inputs) -> Prepared:
     p = None if x.p is None else x.p.to(dtype)
     q_rstd = k_rstd = p_rstd = None
     if rule.qk_l2norm:
-        q, q_rstd = l2norm(q)
-        k, k_rstd = l2norm(k)
+        (q, q_rstd), (k, k_rstd) = gate.l2norm(q), gate.l2norm(k)
         if p is not None:
-            p, p_rstd = l2norm(p)
+            p, p_rstd = gate.l2norm(p)
     g_raw = g_raw[..., None] if rule.per_head else g_raw
-    g = activate(rule, g_raw, x.A_log, x.dt_bias)
-    beta = v.new_ones(v.shape[:2]) if x.beta is None else activate_beta(rule, x.beta.to(dtype))
+    g = gate.activate(rule, g_raw, x.A_log, x.dt_bias)
+    beta = v.new_ones(v.shape[:2]) if x.beta is None else gate.activate_beta(rule, x.beta.to(dtype))
     return Prepared(q, k, v, g_raw, g, beta, p, q_rstd, k_rstd, p_rstd)
 
 
 def _removed(k: Tensor, p: Tensor | None, gc: Tensor) -> tuple[Tensor, Tensor]:
-    """What is read from the state, and the sum of decays that it sees: all up to its own token, or,
-    for p, up to the one before."""
+    """The rows that read the state, and the sum of decays before each: k reads after its own
+    token's decay, p before it."""
     if p is None:
         return k, gc
     return p, torch.nn.functional.pad(gc[..., :-1, :], (0, 0, 1, 0))
 
 
-def intra(
-    rule: DeltaRule, packing: Packing, x: Inputs, kept: tuple[Tensor, Tensor] | None = None
-) -> Chunks:
-    """The scan's operands; with `kept` = (T, Aqk) (in a backward) the output's as well."""
+def intra(spec: Spec, x: Inputs, kept: tuple[Tensor, Tensor] | None = None) -> Chunks:
+    """The scan's operands; with `kept` = (T, Aqk), in a backward, the output's as well."""
+    rule, packing = spec
     t = prepare(rule, x)
     group = t.v.shape[1] // t.q.shape[1]
-    q, k, p = (
-        None if d is None else to_chunks(d, packing).repeat_interleave(group, 1)
-        for d in (t.q, t.k, t.p)
-    )
-    assert q is not None and k is not None
+    q, k = (to_chunks(d, packing).repeat_interleave(group, 1) for d in (t.q, t.k))
+    p = None if t.p is None else to_chunks(t.p, packing).repeat_interleave(group, 1)
     v, beta = to_chunks(t.v, packing), to_chunks(t.beta[..., None], packing)
     gc = to_chunks(t.g, packing).cumsum(-2) * rule.gate_unit
+    T, Aqk = kept or (None, None)
     eye = torch.eye(CHUNK, dtype=gc.dtype, device=gc.device).expand(*gc.shape[:-1], CHUNK)
     if rule.removal == "none":
         T, w, u = eye.contiguous(), torch.zeros_like(k), beta * v
     else:
         removed, before = _removed(k, p, gc)
         row = beta * removed
-        if kept is None:
+        if T is None:
             T = gram(row, k, before, gc, rule.exp, diagonal=False)
             T.diagonal(dim1=-2, dim2=-1).fill_(1)
             T = torch.linalg.solve_triangular(T, eye, upper=False, unitriangular=True)
-        else:
-            T = kept[0]
         w, u = T @ (row * rule.exp(before)), T @ (beta * v)
     last = gc[..., -1:, :]
-    return Chunks(
-        q=q,
-        k=k,
-        v=v,
-        beta=beta,
-        gc=gc,
-        T=T,
-        Aqk=None if kept is None else kept[1],
-        kg=k * rule.exp(last - gc),
-        w=w,
-        u=u,
-        decay=rule.exp(last[..., 0, :]),
-        qg=None if kept is None else q * rule.exp(gc),
-        p=p,
-    )
+    kg, decay = k * rule.exp(last - gc), rule.exp(last[..., 0, :])
+    qg = None if Aqk is None else q * rule.exp(gc)
+    return Chunks(q, k, v, beta, gc, T, Aqk, kg, w, u, decay, qg, p)
 
 
-def scores(rule: DeltaRule, packing: Packing, c: Chunks) -> Chunks:
-    """Adds what only the output needs, Aqk and qg: work that can run during an exchange."""
-    Aqk = gram(c.q, c.k, c.gc, c.gc, rule.exp, diagonal=True)
-    return c._replace(Aqk=Aqk, qg=c.q * rule.exp(c.gc))
+def scores(spec: Spec, chunks: Chunks) -> Chunks:
+    """Adds Aqk and qg, which only the output needs: work that can run during an exchange."""
+    c, exp = chunks, spec.rule.exp
+    Aqk = gram(c.q, c.k, c.gc, c.gc, exp, diagonal=True)
+    return c._replace(Aqk=Aqk, qg=c.q * exp(c.gc))
 
 
 class ScanGrads(NamedTuple):
-    """What the adjoint of scan and output leaves for `intra_bwd`.
+    """What the reverse scan leaves for `intra_bwd`.
 
     do: scale * gradient of o [NC, HV, C, V]. dv: gradient of v_new [NC, HV, C, V].
     dh: gradient of the state at each chunk's end [NC, HV, K, V].
@@ -182,21 +165,14 @@ class ScanGrads(NamedTuple):
 
 
 def intra_bwd(
-    rule: DeltaRule,
-    packing: Packing,
-    x: Inputs,
-    c: Chunks,
-    h: Tensor,
-    v_new: Tensor,
-    grads: ScanGrads,
+    spec: Spec, x: Inputs, chunks: Chunks, states: tuple[Tensor, Tensor], dscan: ScanGrads
 ) -> Inputs:
-    """Gradients of every input, in the inputs' dtypes (A_log and dt_bias reduced in fp32).
+    """Gradients of every input, in the inputs' dtypes (A_log and dt_bias are reduced in fp32).
 
-    The gate's gradient needs no product of its own: gc enters only as exp(+gc_i) beside row
-    factors x_i and exp(-gc_j) beside column factors y_j, so dgc = sum x dx - sum y dy.
+    The gate's gradient needs no product of its own: gc appears only as exp(+gc_i) in a factor of
+    row x_i and as exp(-gc_j) in a factor of column y_j, so dgc = sum x dx - sum y dy.
     """
-    assert c.Aqk is not None and c.qg is not None
-    do, dv_new, dh = grads
+    rule, c, (h, v_new), (do, dv_new, dh) = spec.rule, chunks, states, dscan
     e, to_end = rule.exp(c.gc), rule.exp(c.gc[..., -1:, :] - c.gc)
 
     dAqk = do @ v_new.transpose(-1, -2)
@@ -206,13 +182,12 @@ def intra_bwd(
     dk += to_end * dkg
     dgc = c.q * dq
 
-    dp = dbeta = None
+    dp = dbeta = shift = None
     if rule.removal == "none":
         dv = c.beta * dv_new
         dgc -= c.k * dk
-        shift = None
     else:
-        # v_new = T (b v - b r e h), so that the inverse needs no product but y v_new^T
+        # v_new = T (b v - b r e h): the inverse's gradient needs only the product y v_new^T
         removed, before = _removed(c.k, c.p, c.gc)
         y = c.T.transpose(-1, -2) @ dv_new
         dAkk = -(y @ v_new.transpose(-1, -2))
@@ -236,47 +211,29 @@ def intra_bwd(
         dg -= shift
     if rule.per_head:
         dg = dg.sum(-1, keepdim=True)
-    return _prepare_bwd(rule, packing, x, dq, dk, dv, dg, dbeta, dp)
+    return _prepare_bwd(spec, x, Inputs(dq, dk, dv, dg, dbeta, None, None, dp))
 
 
-def _prepare_bwd(
-    rule: DeltaRule,
-    packing: Packing,
-    x: Inputs,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dg: Tensor,
-    dbeta: Tensor | None,
-    dp: Tensor | None,
-) -> Inputs:
+def _prepare_bwd(spec: Spec, x: Inputs, d: Inputs) -> Inputs:
+    """Adjoint of `prepare`; d: gradients of its results, in chunk layout."""
+    rule, packing = spec
     t = prepare(rule, x)
     H, group = t.q.shape[1], t.v.shape[1] // t.q.shape[1]
 
     def of_keys(d: Tensor, y: Tensor, rstd: Tensor | None) -> Tensor:
         d = to_tokens(d, packing).unflatten(1, (H, group)).sum(2)
-        return d if rstd is None else l2norm_bwd(y, rstd, d)
+        return d if rstd is None else gate.l2norm_bwd(y, rstd, d)
 
-    dq, dk = of_keys(dq, t.q, t.q_rstd), of_keys(dk, t.k, t.k_rstd)
-    dv, dg = to_tokens(dv, packing), to_tokens(dg, packing)
-    dg, dA_log, ddt_bias = activate_bwd(rule, t.g_raw, x.A_log, x.dt_bias, dg)
-    dg = dg[..., 0] if rule.per_head else dg
-    beta = p = None
-    if x.beta is not None and dbeta is not None:
-        beta = activate_beta_bwd(rule, t.beta, to_tokens(dbeta, packing)[..., 0]).to(x.beta.dtype)
-    if x.p is not None and dp is not None and t.p is not None:
-        p = of_keys(dp, t.p, t.p_rstd).to(x.p.dtype)
-    dA_log, ddt_bias = (
-        None if given is None or d is None else d.view_as(given).to(given.dtype)
-        for given, d in ((x.A_log, dA_log), (x.dt_bias, ddt_bias))
-    )
+    dq, dk = of_keys(d.q, t.q, t.q_rstd), of_keys(d.k, t.k, t.k_rstd)
+    dv, dg = to_tokens(d.v, packing), to_tokens(d.g, packing)
+    dg, dA_log, ddt_bias = gate.activate_bwd(rule, t.g_raw, x.A_log, x.dt_bias, dg)
+    dbeta = dp = None
+    if d.beta is not None:
+        dbeta = gate.activate_beta_bwd(rule, t.beta, to_tokens(d.beta, packing)[..., 0])
+    if d.p is not None and t.p is not None:
+        dp = of_keys(d.p, t.p, t.p_rstd)
+    grads = dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dp
+    named = zip(x, grads, strict=True)
     return Inputs(
-        dq.to(x.q.dtype),
-        dk.to(x.k.dtype),
-        dv.to(x.v.dtype),
-        dg.to(x.g.dtype),
-        beta,
-        dA_log,
-        ddt_bias,
-        p,
+        *(None if y is None or dy is None else dy.view_as(y).to(y.dtype) for y, dy in named)  # type: ignore[arg-type]
     )

@@ -1,4 +1,4 @@
-"""The recurrence token by token, all sequences side by side: forward only."""
+"""The recurrence token by token, all sequences in parallel: forward only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fla_cp.rule import DeltaRule
 
 
 class Sequences(NamedTuple):
-    """Which tokens belong together. number: sequences (N). offsets: int32 or int64 [N+1], as the
-    caller gave them, or None for rows of equal length. host: the same on the host, or None."""
+    """Which tokens form a sequence. number: of sequences, N. offsets: int32 or int64 [N+1], as the
+    caller gave them, or None for sequences of equal length. host: the same on the host, or None."""
 
     number: int
     offsets: Tensor | None = None
@@ -37,13 +37,13 @@ def recurrent(
     """o [T, HV, V] in v's dtype; writes the final states to S_end unless it is None.
 
     S0, S_end: [N, HV, K, V], or [N, HV, V, K] with rule.state_v_first, fp32 (fp64); they may be
-    the same memory. The longest sequences stand first, so that step t is a slice of the states.
+    the same memory. Inside, sequences are sorted by length, longest first, so that each step
+    updates a slice of the states.
     """
     bounds = sequences.bounds(len(x.q))
     lengths = [b - a for a, b in pairwise(bounds)]
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    device = x.q.device
-    start = to_device([bounds[n] for n in order], torch.int64, device)
+    start = to_device([bounds[n] for n in order], torch.int64, x.q.device)
 
     t = prepare(rule, x)
     (HV, V), K = t.v.shape[1:], t.k.shape[-1]
@@ -63,7 +63,7 @@ def recurrent(
         u = t.v[i]
         if rule.removal == "k":
             u = u - (k[i][..., None] * S_i).sum(-2)
-        elif p is not None:  # read before the decay
+        elif p is not None:  # p reads the state before the decay
             u = u - (p[i][..., None] * S[:alive]).sum(-2)
         u = t.beta[i][..., None] * u
         S_i += k[i][..., None] * u[..., None, :]

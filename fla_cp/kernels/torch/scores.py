@@ -11,12 +11,12 @@ block is the reference r, and both factors of
 
 are at most one, because G never grows. Six levels cover a chunk of 64, each with one matrix
 product per pair and one exponential per token and channel: any gate is safe, and no [C, C, K]
-tensor is formed. Rows may have sums of their own, from G of the row before up to G.
+tensor is formed. The rows may have sums of their own, between G of the row before and G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,11 +24,9 @@ from torch import Tensor
 Exp = Callable[[Tensor], Tensor]
 
 
-def _levels(C: int) -> Iterator[int]:
-    s = C // 2
-    while s:
-        yield s
-        s //= 2
+def _levels(C: int) -> list[int]:
+    """C/2, C/4, .., 1."""
+    return [C >> i for i in range(1, C.bit_length())]
 
 
 def _pairs(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
@@ -51,15 +49,15 @@ def _factors(gx: Tensor, gc: Tensor, s: int, exp: Exp) -> tuple[Tensor, Tensor]:
 
 
 def _decays(gx: Tensor, gc: Tensor, exp: Exp, diagonal: bool) -> Tensor:
-    """exp(G_i - G_j) [.., C, C] of one gate a head, zero above the diagonal."""
+    """exp(G_i - G_j) [.., C, C] for one gate a head, zero above the diagonal."""
     C = gc.shape[-2]
     lower = torch.ones(C, C, dtype=torch.bool, device=gc.device).tril(0 if diagonal else -1)
     return exp((gx - gc.transpose(-1, -2)).masked_fill(~lower, -torch.inf))
 
 
 def gram(x: Tensor, y: Tensor, gx: Tensor, gc: Tensor, exp: Exp, *, diagonal: bool) -> Tensor:
-    """A [.., C, C], lower triangular, from x, y [.., C, K] and the sums of rows and of columns, gx
-    and gc [.., C, K] or [.., C, 1]."""
+    """A [.., C, C], lower triangular. x, y [.., C, K]; gx, gc [.., C, K] or [.., C, 1]: the sums G
+    of the rows and of the columns."""
     if gc.shape[-1] == 1:
         return (x @ y.transpose(-1, -2)) * _decays(gx, gc, exp, diagonal)
     C = x.shape[-2]
@@ -76,7 +74,7 @@ def gram(x: Tensor, y: Tensor, gx: Tensor, gc: Tensor, exp: Exp, *, diagonal: bo
 def gram_bwd(
     dA: Tensor, x: Tensor, y: Tensor, gx: Tensor, gc: Tensor, exp: Exp, *, diagonal: bool
 ) -> tuple[Tensor, Tensor]:
-    """dx and dy [.., C, K] from dA [.., C, C], of which only the lower triangle is read."""
+    """dx and dy [.., C, K]; only the lower triangle of dA [.., C, C] is read."""
     if gc.shape[-1] == 1:
         dA = dA * _decays(gx, gc, exp, diagonal)
         return dA @ y, dA.transpose(-1, -2) @ x
