@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import cp_scaling
 from benchmarks import report_tables as tables
 from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Sides, number
 
@@ -159,6 +160,16 @@ tells what was tried and what each result taught; it also names older results, w
 benchmarks/results/archive.
 """
 
+MODEL = """\
+## Modelled exchanges
+
+Microseconds of one exchange, of one direction of one layer, by a model and not by a measurement:
+HV = 32, K = V = 128, hosts of eight GPUs. `benchmarks/cp_scaling.py` has the latencies and
+bandwidths of the model: those within a host come from measurements, those between hosts are
+assumed. Command: `python -m benchmarks.cp_scaling --model`.
+
+"""
+
 
 def performance_page(results: list[Result]) -> str:
     """docs/performance.md. Raises ValueError for a result that no section shows."""
@@ -178,6 +189,7 @@ def performance_page(results: list[Result]) -> str:
             parts.append(f"### {title}\n\n{about}\n\n{section.show(r)}\n")
         if found and section.figure:
             parts.append(section.figure + "\n")
+    parts.append(MODEL + cp_scaling.model_table() + "\n")
     return "\n".join(parts)
 
 
@@ -225,8 +237,8 @@ def between(text: str, name: str, new: str) -> str:
     return f"{before}{first}\n{new}\n{last}{rest.split(last)[1]}"
 
 
-def pages(results: list[Result], root: Path = ROOT) -> dict[Path, str]:
-    """What each page should hold."""
+def pages(results: list[Result], root: Path) -> dict[Path, str]:
+    """What each page below `root` should hold."""
     by_name = {r.name: r for r in results}
     readme = (root / "README.md").read_text()
     readme = between(readme, "performance", readme_performance(by_name[README_PERFORMANCE]))
@@ -240,7 +252,7 @@ def main() -> int:
     args = parser.parse_args()
     stale = [
         (path, text)
-        for path, text in pages(load()).items()
+        for path, text in pages(load(), ROOT).items()
         if not path.exists() or path.read_text() != text
     ]
     for path, text in stale:
