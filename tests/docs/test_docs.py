@@ -25,6 +25,10 @@ README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
+PAGES = ("cuda_graphs", "design", "training")
+WRITTEN = ("runs", "checkpoints", "config.toml", "metrics.jsonl")
+"""What a run writes."""
+
 
 def tables(text, heading):
     """The tables below a heading, each a list of rows of stripped cells without its rule line."""
@@ -116,6 +120,17 @@ def test_documented_exit_codes_are_the_trainers():
     rows = tables(TRAINING, "When something goes wrong")[0][1:]
     documented = {int(code) for row in rows for code in re.findall(r"\b\d\b", " ".join(row[2:]))}
     assert documented == {n for n in vars(exit_codes).values() if type(n) is int}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *(f"docs/{n}.md" for n in PAGES)])
+def test_named_files_exist(name):
+    """Files in backticks; without a folder at their start they are below fla_cp or unique there."""
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.S)
+    below = {str(p.relative_to(ROOT)) for p in ROOT.glob("[a-zA-Z]*/**/*") if "runs" not in p.parts}
+    for path in re.findall(r"`([\w/.]+(?:\.(?:py|json|toml|sh)|/))`", text):
+        named = path.rstrip("/")
+        exists = (ROOT / named).exists() or any(p.endswith(f"/{named}") for p in below)
+        assert exists or named in WRITTEN, f"{name} names {path}"
 
 
 def test_links_lead_to_files():
