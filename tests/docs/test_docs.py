@@ -1,4 +1,4 @@
-"""What README and docs/design.md say is run, recomputed or measured here."""
+"""What README and the pages of docs/ say is run, recomputed or measured here."""
 
 import dataclasses
 import os
@@ -23,6 +23,11 @@ from tests.support.ranks import run_threads
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
+TRAINING = (ROOT / "docs" / "training.md").read_text()
+
+PAGES = ("cuda_graphs", "design", "training")
+WRITTEN = ("runs", "checkpoints", "config.toml", "metrics.jsonl")
+"""What a run writes."""
 
 
 def tables(text, heading):
@@ -93,8 +98,8 @@ def trainer_flags():
     return found
 
 
-def test_readme_flags_and_defaults_are_the_trainers():
-    (table,) = (t for t in tables(README, "Train") if t[0][0] == "flag")
+def test_documented_flags_and_defaults_are_the_trainers():
+    (table,) = tables(TRAINING, "Flags")
     shown = {row[0]: row[1] for row in table[1:]}
     assert shown == {
         flag: str(default) for flag, default in trainer_flags().items() if flag in shown
@@ -102,6 +107,30 @@ def test_readme_flags_and_defaults_are_the_trainers():
     issue = "--cp --dp-shard --dp-replicate --max-steps --seq-len --model --data --resume"
     daily = f"{issue} --eval-every --checkpoint-every --out --device --impl --seed --config".split()
     assert set(daily) <= set(shown)
+
+
+def test_pages_stay_short():
+    assert len(README.splitlines()) <= 130
+    assert len(DESIGN.splitlines()) <= 250
+
+
+def test_documented_exit_codes_are_the_trainers():
+    from fla_cp.train import exit_codes
+
+    rows = tables(TRAINING, "When something goes wrong")[0][1:]
+    documented = {int(code) for row in rows for code in re.findall(r"\b\d\b", " ".join(row[2:]))}
+    assert documented == {n for n in vars(exit_codes).values() if type(n) is int}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *(f"docs/{n}.md" for n in PAGES)])
+def test_named_files_exist(name):
+    """Files in backticks; without a folder at their start they are below fla_cp or unique there."""
+    text = re.sub(r"```.*?```", "", (ROOT / name).read_text(), flags=re.S)
+    below = {str(p.relative_to(ROOT)) for p in ROOT.glob("[a-zA-Z]*/**/*") if "runs" not in p.parts}
+    for path in re.findall(r"`([\w/.]+(?:\.(?:py|json|toml|sh)|/))`", text):
+        named = path.rstrip("/")
+        exists = (ROOT / named).exists() or any(p.endswith(f"/{named}") for p in below)
+        assert exists or named in WRITTEN, f"{name} names {path}"
 
 
 def test_links_lead_to_files():
@@ -276,7 +305,7 @@ def test_segments_of_the_table():
     from fla_cp.partition.packing import Packing
     from fla_cp.partition.segmentation import split
 
-    header, *rows = tables(DESIGN, "Segments inside a card")[0]
+    header, *rows = tables(DESIGN, "Segments inside a GPU")[0]
     heads = [int(re.search(r"\d+", cell).group()) for cell in header[1:]]
     for T, *cells in rows:
         for n, cell in zip(heads, cells, strict=True):

@@ -1,0 +1,269 @@
+"""Writes docs/performance.md and the tables of README.md from the measured results.
+
+    python -m benchmarks.report [--check]
+
+The results are the files in benchmarks/results/current, one JSON file for each run of a benchmark.
+Every table comes from one file and names the hardware, versions, date and commit that the file
+recorded. With --check nothing is written: the exit code is 1 if a page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import cp_scaling
+from benchmarks import report_tables as tables
+from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Sides, number
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "current"
+
+README_PERFORMANCE, README_SCALING = "kda-shapes-fla", "cp"
+"""The results whose tables README shows, by name."""
+
+README_SHAPES = ("target", "target-any", "t8k", "t131k", "h4", "packed16k")
+README_TOKENS, README_GPUS = (32768, 131072, 1048576), (1, 2, 4)
+
+
+def load(folder: Path = RESULTS) -> list[Result]:
+    """All results, in the order of their names."""
+    return [Result(p.stem, json.loads(p.read_text())) for p in sorted(folder.glob("*.json"))]
+
+
+class Section(NamedTuple):
+    """A section of docs/performance.md: how to read it, which results it has, how one is shown."""
+
+    title: str
+    reading: str
+    has: Callable[[Result], bool]
+    show: Callable[[Result], str]
+    command: Callable[[Result], str]
+    figure: str = ""
+    missing: str = ""
+
+
+def is_operator(result: Result) -> bool:
+    return "operator" in result.data
+
+
+def has(name: str) -> Callable[[Result], bool]:
+    """Results with this key, in the file or in its first row."""
+    return lambda result: name in result.data or name in next(iter(result.rows), {})
+
+
+SECTIONS = (
+    Section(
+        "Operators and their peers",
+        "A ratio is the peer's time over ours in the same run, so that more than 1 means that "
+        "fla_cp is faster; peak GiB is the most memory allocated during forward and backward.",
+        lambda r: is_operator(r) and tables.peer_of(r) is not None,
+        tables.beside_peer,
+        tables.operator_command,
+        "![Time of KDA and of its stages by shape, from kda-shapes-fla.json](kda-ops.png)",
+    ),
+    Section(
+        "Operators by themselves",
+        "The bound is the larger of two times: bytes of inputs and outputs at the bandwidth of a "
+        "copy, and products at the rate of a matrix product; host is the time until the call "
+        "returns, and numbers joined by a slash are of the forward and of both directions.",
+        lambda r: is_operator(r) and tables.peer_of(r) is None,
+        tables.alone,
+        tables.operator_command,
+    ),
+    Section(
+        "The operator over several GPUs",
+        "One document lies over all GPUs, and a time is a forward and a backward of the slowest "
+        "rank; efficiency is one GPU's time for its share of the tokens over the time measured.",
+        has("kind"),
+        lambda r: tables.scaling(r, "operator"),
+        tables.scaling_command,
+        "![Time over GPUs and its ideal, from cp.json](cp-scaling.png)",
+    ),
+    Section(
+        "A layer over several GPUs",
+        "The same run with one whole KDA layer of hidden size 4096 in place of the operator.",
+        has("kind"),
+        lambda r: tables.scaling(r, "layer"),
+        tables.scaling_command,
+    ),
+    Section(
+        "Training step",
+        "Each row is one run of the trainer with a model of 1.3 billion parameters in bf16; the "
+        "first steps of a run compile kernels.",
+        lambda r: "cp" in next(iter(r.rows), {}),
+        tables.training,
+        lambda r: f"`{r.data['command']}`",
+    ),
+    Section(
+        "Exchange of states",
+        "Microseconds of one exchange and of its parts on each rank; `graph` is the same exchange "
+        "replayed by a CUDA graph, without launches from Python.",
+        has("all_gather alone"),
+        tables.exchange,
+        tables.exchange_command,
+    ),
+    Section(
+        "Exchanges and other work at the same time",
+        "The last column is how long the compute stream of each rank waits for exchanges.",
+        has("trace_ms"),
+        tables.overlap,
+        lambda r: "",
+        "![Kernels of a layer on two GPUs, by stream](timeline.png)",
+    ),
+    Section(
+        "Operators bound by memory",
+        "Each operator is compared with a device copy of as many bytes as it must move.",
+        has("over_copy"),
+        tables.bandwidth,
+        tables.bandwidth_command,
+    ),
+    Section(
+        "Errors where the output is a small difference",
+        "An error is the norm of the difference to fp64 over the norm of the exact tensor, for "
+        "keys that are nearly parallel; `rounding` is what rounding the operands alone costs.",
+        has("errors"),
+        tables.precision,
+        tables.precision_command,
+    ),
+    Section(
+        "Comparing ranks",
+        "Medians of what building and using a context costs, with and without the comparison of "
+        "the ranks' tables.",
+        has("us"),
+        tables.agreement,
+        tables.agreement_command,
+    ),
+    Section(
+        "Checkpoints",
+        "`blocking` is a checkpoint that the step waits for, and `paused` is what one that is "
+        "written in the background costs the step.",
+        has("seconds"),
+        tables.checkpoint,
+        tables.checkpoint_command,
+        missing="`torchrun --nproc-per-node 2 -m benchmarks.checkpoint --ranks 2 --size 1.3B`",
+    ),
+)
+
+PAGE = """\
+# Performance
+
+`python -m benchmarks.report` writes this page from the files in benchmarks/results/current; do not
+edit it by hand. Each table shows one file and names its GPU, versions, date and commit. Inputs are
+bf16 with K = V = 128. Compare numbers within one table only: clocks, hosts and kernels differ
+between runs. Each command is how today's programs write the same kind of file. [log.md](log.md)
+tells what was tried and what each result taught; it also names older results, which are in
+benchmarks/results/archive.
+"""
+
+MODEL = """\
+## Modelled exchanges
+
+Microseconds of one exchange, of one direction of one layer, by a model and not by a measurement:
+HV = 32, K = V = 128, hosts of eight GPUs. `benchmarks/cp_scaling.py` has the latencies and
+bandwidths of the model: those within a host come from measurements, those between hosts are
+assumed. Command: `python -m benchmarks.cp_scaling --model`.
+
+"""
+
+
+def performance_page(results: list[Result]) -> str:
+    """docs/performance.md. Raises ValueError for a result that no section shows."""
+    shown = {r.name for s in SECTIONS for r in results if s.has(r)}
+    if unknown := sorted({r.name for r in results} - shown):
+        raise ValueError(f"benchmarks.report shows no table of {', '.join(unknown)}")
+    parts = [PAGE]
+    for section in SECTIONS:
+        parts.append(f"## {section.title}\n\n{section.reading}\n")
+        found = [r for r in results if section.has(r)]
+        if not found:
+            command = f" Command: {section.missing}." if section.missing else ""
+            parts.append(f"{MISSING.capitalize()}: there is no result file.{command}\n")
+        for r in found:
+            title = OPERATORS[r.data["operator"]] if is_operator(r) else r.name
+            about = tables.described(r, section.command(r))
+            parts.append(f"### {title}\n\n{about}\n\n{section.show(r)}\n")
+        if found and section.figure:
+            parts.append(section.figure + "\n")
+    parts.append(MODEL + cp_scaling.model_table() + "\n")
+    return "\n".join(parts)
+
+
+def readme_performance(result: Result) -> str:
+    """README's table of one operator beside its peer."""
+    peer = PEERS[tables.peer_of(result) or ""]
+    by_shape = {s.ours["shape"]: s for s in tables.sides(result)}
+    text = tables.columns(
+        [(name, by_shape.get(name, Sides({}, {}, {}))) for name in README_SHAPES],
+        ("shape", lambda x: tables.shape(x[0], result.data["operator"])),
+        ("forward, ms", lambda x: number(tables.ms(x[1].ours, "forward"))),
+        ("forward + backward, ms", lambda x: number(tables.ms(x[1].ours, "both"))),
+        (f"{peer}, ms", lambda x: tables.slashed(tables.ms(x[1].peer, d) for d in BOTH)),
+        ("ratio", lambda x: tables.slashed((x[1].ratios.get(d) for d in BOTH), tables.ratio)),
+        (f"peak GiB / {peer}", lambda x: tables.slashed(r.get("peak_gib") for r in x[1][:2])),
+    )
+    return f"{text}\n\n{tables.source(result)}"
+
+
+def readme_scaling(result: Result) -> str:
+    """README's table of the operator and a layer over several GPUs."""
+    strong = [r for r in result.rows if r["kind"] == "strong" and r["scheme"] == "auto"]
+
+    def cell(op: str, T: int, gpus: int) -> str:
+        wanted = {"op": op, "T": T, "ranks": gpus}
+        row = next((r for r in strong if wanted.items() <= r.items()), None)
+        gain = tables.speed_up(strong, row) if gpus > 1 else None
+        return tables.step_time(row) + ("" if gain is None else f" ({tables.ratio(gain)})")
+
+    rows = [
+        [str(T), *[cell(op, T, n) for op in ("operator", "layer") for n in README_GPUS]]
+        for T in README_TOKENS
+    ]
+    counts = [f"{n} GPU{'s' * (n > 1)}" for n in README_GPUS]
+    head = ["tokens", *[f"{op}, {n}" for op in ("operator", "layer") for n in counts]]
+    return f"{tables.table(head, rows)}\n\n{tables.source(result)}"
+
+
+def between(text: str, name: str, new: str) -> str:
+    """`text` with `new` between the markers <!-- name --> and <!-- /name -->."""
+    first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if text.count(first) != 1 or text.count(last) != 1:
+        raise ValueError(f"README.md must have {first} and {last} once each")
+    before, rest = text.split(first)
+    return f"{before}{first}\n{new}\n{last}{rest.split(last)[1]}"
+
+
+def pages(results: list[Result], root: Path) -> dict[Path, str]:
+    """What each page below `root` should hold."""
+    by_name = {r.name: r for r in results}
+    readme = (root / "README.md").read_text()
+    readme = between(readme, "performance", readme_performance(by_name[README_PERFORMANCE]))
+    readme = between(readme, "scaling", readme_scaling(by_name[README_SCALING]))
+    return {root / "docs" / "performance.md": performance_page(results), root / "README.md": readme}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
+    args = parser.parse_args()
+    stale = [
+        (path, text)
+        for path, text in pages(load(), ROOT).items()
+        if not path.exists() or path.read_text() != text
+    ]
+    for path, text in stale:
+        name = path.relative_to(ROOT)
+        if args.check:
+            print(f"{name} is out of date: run python -m benchmarks.report")
+        else:
+            path.write_text(text)
+            print(f"wrote {name}")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

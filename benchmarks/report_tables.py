@@ -1,0 +1,396 @@
+"""Tables of measured results, in Markdown; benchmarks/report.py puts them into pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from benchmarks.shapes import SHAPES
+
+MISSING = "not measured"
+
+OPERATORS = {
+    "kda": "Kimi Delta Attention (KDA), with norm, gate and sigmoid inside the operator",
+    "gdn": "Gated delta rule, with given decays",
+    "gdn-layer": "Gated delta rule as a layer calls it, from logits of gate and beta",
+    "comba": "Comba, with given decays",
+    "gdp2": "Gated delta product of two steps, with given decays",
+    "gla": "Gated linear attention (GLA), with given decays",
+    "simple_gla": "Simple GLA, with given decays",
+}
+PEERS = {"fla": "FLA", "flashqla": "FlashQLA"}
+
+
+Row = dict[str, Any]
+
+
+class Result(NamedTuple):
+    """One result file: its name without `.json`, and what it holds."""
+
+    name: str
+    data: Row
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.data.get("rows", [])
+
+    @property
+    def path(self) -> str:
+        return f"benchmarks/results/current/{self.name}.json"
+
+
+# cells and tables
+
+
+def number(x: float | None) -> str:
+    """Three or four digits, so that columns of one quantity stay readable."""
+    if x is None:
+        return MISSING
+    size = abs(x)
+    digits = 0 if x == 0 else 4 if size < 0.1 else 3 if size < 1 else 2 if size < 100 else 1
+    return f"{x:.{digits}f}"
+
+
+def whole(x: float | None) -> str:
+    return MISSING if x is None else f"{x:.0f}"
+
+
+def ratio(x: float | None) -> str:
+    return MISSING if x is None else f"{x:.2f}x"
+
+
+def slashed(values: Iterable[float | None], show: Callable[[float | None], str] = number) -> str:
+    """Several numbers in one cell; one "not measured" where all are missing."""
+    found = [show(x) for x in values]
+    return MISSING if set(found) == {MISSING} else " / ".join(found)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def columns(rows: Iterable[Any], *spec: tuple[str, Callable[[Any], str]]) -> str:
+    """A table whose columns are pairs: the head, and the cell of a row."""
+    return table([head for head, _ in spec], [[cell(row) for _, cell in spec] for row in rows])
+
+
+def upper(text: str) -> str:
+    """`text` with a capital letter at its start."""
+    return text[:1].upper() + text[1:]
+
+
+def facts(data: Row) -> str:
+    """The hardware, versions, date and commit of a run."""
+    found = [str(data.get("gpu", data.get("device", "GPU not recorded")))]
+    for name, label in (("torch", "torch"), ("triton", "Triton"), ("ptxas", "ptxas")):
+        found.append(f"{label} {data[name]}" if name in data else f"{label} not recorded")
+    found.append(data.get("date", "date not recorded"))
+    found.append(f"commit {data['commit']}" if data.get("commit") else "commit not recorded")
+    return ", ".join(found)
+
+
+def source(result: Result, root: str = "") -> str:
+    """A link to the result's file, and its facts. root: the way from the page to the repository."""
+    return f"[{result.name}.json]({root}{result.path}): {facts(result.data)}."
+
+
+def described(result: Result, command: str) -> str:
+    """The lines above a result's tables in docs/performance.md."""
+    lines = [
+        source(result, "../"),
+        f"Command: {command}." if command else "No benchmark writes this file: see docs/log.md.",
+    ]
+    texts = {name: result.data.get(name, "").strip().rstrip(".") for name in ("unit", "note")}
+    return "\n".join(lines + [f"{upper(name)}: {text}." for name, text in texts.items() if text])
+
+
+def shape(name: str, operator: str) -> str:
+    """A named shape of `benchmarks.shapes` in words."""
+    s = SHAPES[name]
+    found = [f"T = {s.T}", f"H = {s.H}" if s.H == s.HV else f"{s.H} heads of q and k, {s.HV} of v"]
+    found += [] if operator != "kda" else ["safe gate"] if s.safe else ["any gate"]
+    found += ["`disable_recompute`"] if s.disable_recompute else []
+    found += [] if s.cu_seqlens is None else [f"{len(s.cu_seqlens) - 1} packed documents"]
+    return ", ".join(found)
+
+
+def joined(values: Iterable[Any]) -> str:
+    return ",".join(map(str, dict.fromkeys(values)))
+
+
+def module(name: str, result: Result, *flags: str) -> str:
+    return " ".join(("`python -m", f"benchmarks.{name}", *flags, f"--out {result.path}`"))
+
+
+# operators
+
+
+class Sides(NamedTuple):
+    """One shape: our row, the peer's row, and the peer's time over ours by direction."""
+
+    ours: Row
+    peer: Row
+    ratios: dict[str, float]
+
+
+BOTH = ("forward", "both")
+
+
+def ms(row: Row, direction: str, name: str = "ms") -> float | None:
+    return row.get(direction, {}).get(name)
+
+
+def sides(result: Result) -> list[Sides]:
+    """The shapes that we ran; a side without a measurement is an empty row."""
+    theirs = {r["shape"]: r for r in result.rows if r["op"] != "fla_cp"}
+    ours = [r for r in result.rows if r["op"] == "fla_cp"]
+    return [
+        Sides(r, theirs.get(r["shape"], {}), dict(zip(BOTH, r.get("ratio", []), strict=False)))
+        for r in ours
+    ]
+
+
+def peer_of(result: Result) -> str | None:
+    return next((r["op"] for r in result.rows if r["op"] != "fla_cp"), None)
+
+
+def operator_command(result: Result) -> str:
+    ours = [s.ours for s in sides(result)]
+    flags = [f"--op {result.data['operator']}", f"--shapes {joined(r['shape'] for r in ours)}"]
+    flags += [f"--peer {peer_of(result)}"] if peer_of(result) else []
+    flags += ["--forward-only"] if all("both" not in r for r in ours) else []
+    flags += ["--stages"] if any("stages" in r for r in ours) else []
+    return module("ops", result, *flags)
+
+
+def beside_peer(result: Result) -> str:
+    peer, operator = PEERS[peer_of(result) or ""], result.data["operator"]
+    return columns(
+        sides(result),
+        ("shape", lambda s: shape(s.ours["shape"], operator)),
+        ("forward, ms", lambda s: number(ms(s.ours, "forward"))),
+        (peer, lambda s: number(ms(s.peer, "forward"))),
+        ("ratio", lambda s: ratio(s.ratios.get("forward"))),
+        ("forward + backward, ms", lambda s: number(ms(s.ours, "both"))),
+        (peer, lambda s: number(ms(s.peer, "both"))),
+        ("ratio", lambda s: ratio(s.ratios.get("both"))),
+        ("peak GiB", lambda s: number(s.ours["peak_gib"])),
+        (f"{peer}, peak GiB", lambda s: number(s.peer.get("peak_gib"))),
+    ) + stages(result)
+
+
+def alone(result: Result) -> str:
+    return columns(
+        [s.ours for s in sides(result)],
+        ("shape", lambda r: shape(r["shape"], result.data["operator"])),
+        ("forward, ms", lambda r: number(ms(r, "forward"))),
+        ("forward + backward, ms", lambda r: number(ms(r, "both"))),
+        ("host, ms", lambda r: slashed(ms(r, d, "host_ms") for d in BOTH)),
+        ("share of the bound", lambda r: slashed(ms(r, d, "share_of_floor") for d in BOTH)),
+        ("peak GiB", lambda r: number(r["peak_gib"])),
+        ("first call, s", lambda r: number(r["first_call_s"])),
+    ) + stages(result)
+
+
+def stages(result: Result) -> str:
+    """A table of the operator's stages, if the run timed them."""
+    timed: dict[str, dict[str, float]] = {
+        r["shape"]: {
+            n.removesuffix("_any").removesuffix("_head"): t for n, t in r["stages"].items()
+        }
+        for r in result.rows
+        if r.get("stages")
+    }
+    names = list(dict.fromkeys(name for found in timed.values() for name in found))
+    rows = [
+        [shape(name, result.data["operator"]), *[number(found.get(n)) for n in names]]
+        for name, found in timed.items()
+    ]
+    title = "\n\nTimes of the stages, each measured by itself, in ms:\n\n"
+    return title + table(["shape", *names], rows) if timed else ""
+
+
+# many GPUs
+
+
+def scaling_command(result: Result) -> str:
+    rows = result.rows
+    strong = joined(r["T"] for r in rows if r["kind"] == "strong")
+    weak = joined(r["T"] // r["ranks"] for r in rows if r["kind"] == "weak")
+    flags = [f"--ranks {joined(r['ranks'] for r in rows)}", f"--tokens {strong}", f"--local {weak}"]
+    return module("cp_scaling", result, *flags, f"--schemes {joined(r['scheme'] for r in rows)}")
+
+
+def step_time(row: Row | None) -> str:
+    return MISSING if row is None else row["error"] if "error" in row else number(row["ms"])
+
+
+def speed_up(rows: list[Row], row: Row | None) -> float | None:
+    """One GPU's time for the same tokens over this time; None where either is missing."""
+    if row is None or "ms" not in row:
+        return None
+    work = {name: row[name] for name in ("op", "kind", "T")} | {"ranks": 1}
+    one = next((r for r in rows if work.items() <= r.items()), {})
+    return one["ms"] / row["ms"] if "ms" in one else None
+
+
+def tokens(row: Row) -> str:
+    strong = row["kind"] == "strong"
+    return f"T = {row['T']}" if strong else f"{row['T'] // row['ranks']} tokens a GPU"
+
+
+def scheme(row: Row) -> str:
+    used = row.get("used", row["scheme"])
+    return row["scheme"] if used == row["scheme"] else f"{row['scheme']} ({used})"
+
+
+def scaling(result: Result, op: str) -> str:
+    rows = [r for r in result.rows if r["op"] == op]
+    return columns(
+        rows,
+        ("work", tokens),
+        ("GPUs", lambda r: str(r["ranks"])),
+        ("exchange", scheme),
+        ("ms", step_time),
+        ("speed-up", lambda r: ratio(speed_up(rows, r)) if r["kind"] == "strong" else "-"),
+        ("efficiency", lambda r: number(r.get("efficiency"))),
+        ("waiting, ms", lambda r: number(r.get("exposed_ms"))),
+        ("peak GiB", lambda r: number(r.get("peak_gib"))),
+        ("MiB received", lambda r: number(r["bytes"] / 2**20)),
+    )
+
+
+def training(result: Result) -> str:
+    common = (
+        ("cp", lambda r: str(r["cp"])),
+        ("tokens of the sequence", lambda r: str(r.get("seq_len", r.get("tokens")))),
+        ("peak GiB", lambda r: number(r["peak_gib"])),
+    )
+    if "tokens_per_second" in result.rows[0]:
+        return columns(
+            result.rows,
+            *common,
+            ("tokens/s", lambda r: whole(r["tokens_per_second"])),
+            ("tokens/s a GPU", lambda r: whole(r["per_gpu"])),
+            ("waiting for exchanges, ms a step", lambda r: number(r["exchange_ms"])),
+        )
+    return columns(
+        result.rows,
+        *common,
+        ("first step shown", lambda r: str(r.get("from_step", 1))),
+        ("1000 tokens/s a GPU, by step", lambda r: " ".join(map(str, r["ktokens_s_a_gpu"]))),
+    )
+
+
+def exchange_command(result: Result) -> str:
+    ranks = dict.fromkeys(str(r["ranks"]) for r in result.rows)
+    return ", ".join(module("exchange", result, n) for n in ranks)
+
+
+def exchange(result: Result) -> str:
+    names = [n for n in result.rows[0] if n not in ("ranks", "rank", "equal")]
+    rows = [
+        [str(r["ranks"]), str(r["rank"]), *[number(r.get(n)) for n in names]] for r in result.rows
+    ]
+    return table(["GPUs", "rank", *names], rows)
+
+
+def overlap(result: Result) -> str:
+    tables = [
+        columns(
+            result.rows,
+            ("what", lambda r: "operator" if r["op"] == "op" else r["op"]),
+            ("T", lambda r: str(r["T"])),
+            ("GPUs", lambda r: str(r["ranks"])),
+            ("exchange", lambda r: r["exchange"]),
+            ("recomputed states", lambda r: r["states"]),
+            ("gate projections", lambda r: r["projections"]),
+            ("ms", lambda r: number(r["ms"])),
+            ("host, ms", lambda r: number(r["host_ms"])),
+            ("waiting by rank, ms", lambda r: slashed(r["wait_ms_by_rank"])),
+        ),
+        columns(
+            result.data["trace_ms"].items(),
+            ("trace", lambda item: item[0]),
+            ("exchange by rank, ms", lambda item: slashed(item[1]["exchange by rank"])),
+            ("hidden by other kernels, ms", lambda item: slashed(item[1]["beside other kernels"])),
+        ),
+    ]
+    for found in result.data.values():
+        if isinstance(found, dict) and "unit" in found:
+            lists = [[name, slashed(x)] for name, x in found.items() if name != "unit"]
+            tables.append(f"{upper(found['unit'])}.\n\n{table(['case', 'ms'], lists)}")
+    return "\n\n".join(tables)
+
+
+# operators bound by memory, errors, and the host's work
+
+
+def bandwidth_command(result: Result) -> str:
+    peer = ["--peer fla"] if any("fla_ms" in r for r in result.rows) else []
+    return module("bandwidth", result, *peer)
+
+
+def bandwidth(result: Result) -> str:
+    return columns(
+        result.rows,
+        ("operator", lambda r: r["op"]),
+        ("ms", lambda r: number(r["ms"])),
+        ("over a copy", lambda r: ratio(r["over_copy"])),
+        ("FLA, ms", lambda r: number(r.get("fla_ms"))),
+        ("ratio", lambda r: ratio(r.get("vs_fla"))),
+    )
+
+
+def precision_command(result: Result) -> str:
+    peer = ["--peer fla"] if "FLA" in next(iter(result.data["errors"].values())) else []
+    return module("precision", result, *peer)
+
+
+def precision(result: Result) -> str:
+    tables = []
+    for op, errors in result.data["errors"].items():
+        names = list(dict.fromkeys(n for found in errors.values() for n in found))
+        rows = [
+            [who, *[f"{found[n]:.1e}" if n in found else MISSING for n in names]]
+            for who, found in errors.items()
+        ]
+        tables.append(f"Relative errors of `{op}`:\n\n" + table([op, *names], rows))
+    times = columns(
+        result.data.get("times", []),
+        ("precision", lambda r: r["op"]),
+        ("shape", lambda r: shape(r["shape"], r["op"].split()[0])),
+        ("forward, ms", lambda r: number(ms(r, "forward"))),
+        ("forward + backward, ms", lambda r: number(ms(r, "both"))),
+        ("peak GiB", lambda r: number(r["peak_gib"])),
+    )
+    return "\n\n".join([*tables, "Times of both precisions, in turn:\n\n" + times])
+
+
+def agreement_command(result: Result) -> str:
+    launcher = f"`torchrun --nproc-per-node {result.data['ranks']} -m benchmarks.agreement"
+    return f"{launcher} --out {result.path}`"
+
+
+def agreement(result: Result) -> str:
+    return columns(
+        result.data["us"].items(),
+        ("work", lambda item: item[0]),
+        ("host, microseconds", lambda item: whole(item[1]["host"])),
+        ("until the GPU is done, microseconds", lambda item: whole(item[1]["device"])),
+    )
+
+
+def checkpoint_command(result: Result) -> str:
+    ranks = result.data["ranks"]
+    run = f"torchrun --nproc-per-node {ranks} -m benchmarks.checkpoint --ranks {ranks}"
+    return f"`{run} > {result.path}`"
+
+
+def checkpoint(result: Result) -> str:
+    found = result.data
+    size = f"{found['bytes'] / 1e9:.1f} GB, {found['parameters'] / 1e6:.0f} M parameters"
+    rows = [[name, number(seconds)] for name, seconds in found["seconds"].items()]
+    return f"{size}, {found['ranks']} ranks:\n\n" + table(["step", "seconds"], rows)

@@ -1,0 +1,118 @@
+"""docs/performance.md and README's tables are what benchmarks/report.py makes of the results."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+
+from benchmarks import report
+from benchmarks.report_tables import MISSING, Result
+
+RESULTS = {r.name: r for r in report.load()}
+
+
+def cells(text):
+    """The rows of the first table of a text, without its head, as lists of cells."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return lines[2:]
+
+
+def test_pages_are_those_of_the_results():
+    for path, text in report.pages(report.load(), report.ROOT).items():
+        assert path.read_text() == text, f"{path.name}: run python -m benchmarks.report"
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """README and docs/performance.md in a folder of their own, where `main` finds them."""
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/performance.md"):
+        shutil.copy(report.ROOT / name, tmp_path / name)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["report", *flags])
+    return report.main()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
+def test_check_names_a_stale_page_and_writes_nothing(name, copy, monkeypatch, capsys):
+    assert run(monkeypatch, "--check") == 0
+    page = copy / name
+    good = page.read_text()
+    stale = good.replace("| 2.13 |", "| 1.13 |")
+    assert stale != good
+    page.write_text(stale)
+    assert run(monkeypatch, "--check") == 1
+    assert capsys.readouterr().out == f"{name} is out of date: run python -m benchmarks.report\n"
+    assert page.read_text() == stale
+    assert run(monkeypatch) == 0
+    assert page.read_text() == good
+
+
+def test_readme_shows_six_shapes_of_one_run_as_the_file_has_them():
+    data = RESULTS[report.README_PERFORMANCE].data
+    text = report.readme_performance(RESULTS[report.README_PERFORMANCE])
+    rows = cells(text)
+    assert len(rows) == 6
+    for name, row in zip(report.README_SHAPES, rows, strict=True):
+        ours, theirs = (
+            next(r for r in data["rows"] if r["shape"] == name and (r["op"] == "fla_cp") == own)
+            for own in (True, False)
+        )
+        shown = [float(x) for x in re.findall(r"[\d.]+", " ".join(row[1:]))]
+        expected = [ours["forward"]["ms"], ours["both"]["ms"]]
+        expected += [theirs["forward"]["ms"], theirs["both"]["ms"], *ours["ratio"]]
+        expected += [ours["peak_gib"], theirs["peak_gib"]]
+        assert shown == pytest.approx(expected, abs=0.06 if max(expected) > 100 else 0.006)
+    for fact in ("gpu", "torch", "triton", "date", "commit"):
+        assert data[fact] in text.splitlines()[-1]
+
+
+def test_readme_shows_three_lengths_over_gpus():
+    result = RESULTS[report.README_SCALING]
+    rows = cells(report.readme_scaling(result))
+    assert [row[0] for row in rows] == [str(T) for T in report.README_TOKENS]
+    ms = {(r["op"], r["T"], r["ranks"]): r.get("ms") for r in result.rows if r["kind"] == "strong"}
+    T = report.README_TOKENS[1]
+    gain = ms["layer", T, 1] / ms["layer", T, 4]
+    assert rows[1][-1] == f"{ms['layer', T, 4]:.2f} ({gain:.2f}x)"
+    assert rows[2][1] == "out of memory" and ms["operator", report.README_TOKENS[2], 1] is None
+
+
+def test_what_was_not_measured_says_so():
+    result = RESULTS[report.README_PERFORMANCE]
+    data = json.loads(json.dumps(result.data))
+    data["rows"] = [r for r in data["rows"] if r["shape"] != "target" or r["op"] != "fla_cp"]
+    data["rows"] = [r for r in data["rows"] if r["shape"] != "h4" or r["op"] != "fla"]
+    for row in data["rows"]:
+        if row["shape"] == "h4":
+            del row["both"], row["ratio"]
+    rows = cells(report.readme_performance(Result("r", data)))
+    assert rows[0][1:3] == [MISSING, MISSING]
+    assert rows[0][4] == MISSING
+    assert rows[4][1] != MISSING
+    assert rows[4][2:5] == [MISSING, MISSING, MISSING]
+    assert "GPU not recorded, torch not recorded" in report.tables.facts({})
+
+
+def test_every_result_has_a_table():
+    page = report.performance_page(report.load())
+    assert all(f"[{name}.json]" in page for name in RESULTS)
+    with pytest.raises(ValueError, match="no table of other"):
+        report.performance_page([*RESULTS.values(), Result("other", {"date": "today"})])
+    empty = report.performance_page([])
+    assert empty.count("Not measured: there is no result file.") == len(report.SECTIONS)
+    assert not re.search(r"^### ", empty, re.M)
+
+
+def test_a_checkpoints_report_is_shown():
+    """What benchmarks/checkpoint.py prints, kept as a file."""
+    data = {"ranks": 2, "bytes": 3e9, "parameters": 5e8, "seconds": {"blocking": 1.5}}
+    page = report.performance_page([Result("checkpoint", data)])
+    assert "3.0 GB, 500 M parameters, 2 ranks" in page
+    assert "| blocking | 1.50 |" in page
