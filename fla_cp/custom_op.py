@@ -126,11 +126,16 @@ class Call:
         q = self.x.q
         return q.new_empty(n, self.shape[0], *shape, dtype=accumulator(q.dtype))
 
+    def or_empty(self, x: Tensor | None, *shape: int) -> Tensor:
+        """x, or where it is missing a tensor without elements: flat, or [0, HV, *shape]."""
+        if x is None:
+            return self.new_states(0, *shape) if shape else self.x.q.new_empty(0)
+        return x
+
     def results(self, found: Result) -> list[Tensor]:
         """[o, final, h, carried]."""
         h = None if found.h is None else found.h.clone()  # h may be one of `kept`
-        final, h = (or_empty(t, found.o) for t in (found.final, h))
-        return [found.o, final, h, found.saved.carried]
+        return [found.o, self.or_empty(found.final), self.or_empty(h), found.saved.carried]
 
     def fake_results(self, want_final: bool, want_h: bool) -> list[Tensor]:
         """What `results` returns, without values."""
@@ -143,6 +148,10 @@ class Call:
             self.new_states(sizes.carried, K, V),
         ]
 
+    def kept(self, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+        """What the backend keeps, contiguous as `fake_kept` says."""
+        return [self.or_empty(t).contiguous() for t in tensors]
+
     def fake_kept(self, rule: DeltaRule) -> list[Tensor]:
         """What the backend keeps of a call with this rule, without values."""
         q, chunks = self.x.q, Handle.read(self.sizes).chunks
@@ -150,18 +159,9 @@ class Call:
         return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
-def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if x is None else x
-
-
 def or_none(x: Tensor) -> Tensor | None:
     """x, or None where it has no rows."""
     return x if len(x) else None
-
-
-def kept_tensors(kept: tuple[Tensor | None, ...], like: Tensor) -> list[Tensor]:
-    """What a backend keeps, contiguous as in `Call.fake_kept`."""
-    return [or_empty(t, like).contiguous() for t in kept]
 
 
 def saved_from(tensors: list[Tensor]) -> Saved:
@@ -194,10 +194,8 @@ def _run(*args: Any) -> list[Tensor]:
     """[o, final, h, carried, transition, *kept]."""
     call, (want_final, want_h) = Call.parse(args)
     found = forward(call.plan, call.x, call.initial, want_final=want_final, want_h=want_h)
-    transition, K = found.saved.transition, call.shape[1]
-    if transition is None:
-        transition = call.new_states(0, K, K)
-    return [*call.results(found), transition, *kept_tensors(found.saved.kept, call.x.q)]
+    K, saved = call.shape[1], found.saved
+    return [*call.results(found), call.or_empty(saved.transition, K, K), *call.kept(saved.kept)]
 
 
 def _run_fake(*args: Any) -> list[Tensor]:
@@ -212,7 +210,7 @@ def _run_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]
     call, (o, saved, want) = Call.parse(args)
     given = call.x, call.initial, saved_from(saved), o, do, dfinal
     grads, dinitial = backward(call.plan, *given, want_dinitial=want)
-    return [or_empty(t, do) for t in (*grads, dinitial)]
+    return [call.or_empty(t) for t in (*grads, dinitial)]
 
 
 delta_rule = define("delta_rule", _run, _run_fake, after="bool want_final, bool want_h")
@@ -237,7 +235,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     do = torch.zeros_like(o) if do is None else do
     want = tensors[-1] is not None and ctx.needs_input_grad[TENSORS - 1]
     found = delta_rule_backward(do, dfinal, *tensors, *ctx.constants, o, saved, want)
-    given = [*tensors[:-1], tensors[-1] if want else None]
+    given = (*tensors[:-1], tensors[-1] if want else None)
     grads_in = (None if t is None else d for t, d in zip(given, found, strict=True))
     return (*grads_in, *[None] * (len(ctx.constants) + 2))
 

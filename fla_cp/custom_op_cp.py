@@ -17,33 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_cp import pipeline
 from fla_cp.comm.carry import AffineMap, SegmentMaps, States
 from fla_cp.comm.collectives import traced_all_gather, traced_all_reduce
 from fla_cp.comm.exchange.base import Local, fold_wires, pack
 from fla_cp.context import FLACPContext, compare_ranks
-from fla_cp.custom_op import (
-    GRADS,
-    TENSORS,
-    Call,
-    define,
-    fake_gradients,
-    kept_tensors,
-    or_empty,
-    or_none,
-    saved_from,
-)
+from fla_cp.custom_op import GRADS, TENSORS, Call, define, fake_gradients, or_none, saved_from
 from fla_cp.handle import Handle
 from fla_cp.kernels import resolve
-from fla_cp.pipeline import (
-    Plan,
-    Recomputed,
-    adjoint_maps,
-    prepare_chunks,
-    recompute,
-    recompute_states,
-    run_segments,
-    run_segments_backward,
-)
+from fla_cp.pipeline import Plan, Recomputed
 from fla_cp.rule import DeltaRule
 
 
@@ -78,16 +60,12 @@ class ShardedCall(Call):
             states = fold_wires(wires, links, self.context.rank, like, plan.backend.fold)
         return self.segments(maps, reverse).entering(states)
 
-    def offset_or_empty(self, maps: AffineMap) -> Tensor:
-        return self.new_states(0, *self.shape[1:]) if maps.offset is None else maps.offset
-
     def fake_wire(self) -> Tensor:
         (_, K, V), sizes = self.shape, Handle.read(self.sizes)
         return self.new_states(sizes.slots, K, V + K * sizes.through)
 
     def chunk_tensors(self, chunks: Any) -> list[Tensor]:
-        kept = self.backend.keep(self.keeping, chunks, None, None)[:-2]
-        return kept_tensors(kept, self.x.q)
+        return self.kept(self.backend.keep(self.keeping, chunks, None, None)[:-2])
 
     def chunks_from(self, tensors: list[Tensor], o: Tensor | None) -> Any:
         """The chunks whose `chunk_tensors` these are."""
@@ -106,13 +84,12 @@ def _begin(*args: Any) -> list[Tensor]:
     assert context is not None
     context.check_alive()
     compare_ranks(context, rule.per_head, rule.removal, call.shape, call.x.q.dtype, call.initial)
-    chunks, maps = prepare_chunks(plan, call.x, call.initial)
+    chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
     wire = call.wire(maps)
     chunks = plan.backend.scores(rule, plan.packing, chunks)
-    transition, K = maps.transition, call.shape[1]
-    if transition is None:
-        transition = call.new_states(0, K, K)
-    return [wire, call.offset_or_empty(maps), transition, *call.chunk_tensors(chunks)]
+    _, K, V = call.shape
+    offset, transition = call.or_empty(maps.offset, K, V), call.or_empty(maps.transition, K, K)
+    return [wire, offset, transition, *call.chunk_tensors(chunks)]
 
 
 def _begin_fake(*args: Any) -> list[Tensor]:
@@ -128,9 +105,9 @@ def _finish(*args: Any) -> list[Tensor]:
     maps = AffineMap(or_none(transition), or_none(offset))
     chunks, carried = call.chunks_from(tensors, None), call.entering(maps, wires)
     given = call.plan, call.x, call.initial, chunks, maps, carried
-    found = run_segments(*given, want_final=want_final, want_h=want_h)
+    found = pipeline.run_segments(*given, want_final=want_final, want_h=want_h)
     kept = found.saved.kept[-2:] if call.rule.keep_intermediates else ()
-    return [*call.results(found), *kept_tensors(kept, call.x.q)]
+    return [*call.results(found), *call.kept(kept)]
 
 
 def _finish_fake(*args: Any) -> list[Tensor]:
@@ -143,9 +120,9 @@ def _begin_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tenso
     """[wire, offset, *chunks without those always kept]; no chunks where all are kept."""
     call, (o, tensors) = ShardedCall.parse(args)
     saved = saved_from(tensors)
-    recomputed = recompute(call.plan, call.x, call.initial, saved, o, do)
-    maps = adjoint_maps(call.plan, saved, recomputed, dfinal)
-    found = [call.wire(maps, reverse=True), call.offset_or_empty(maps)]
+    recomputed = pipeline.recompute(call.plan, call.x, call.initial, saved, o, do)
+    maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
+    found = [call.wire(maps, reverse=True), call.or_empty(maps.offset, *call.shape[1:])]
     if call.rule.keep_intermediates:
         return found
     return found + call.without_always_kept(call.chunk_tensors(recomputed.chunks))
@@ -164,21 +141,22 @@ def _finish_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tens
     call, (o, tensors, wires, offset, chunks, want_dinitial) = ShardedCall.parse(args)
     plan, saved = call.plan, saved_from(tensors)
     if call.rule.keep_intermediates:
-        recomputed = recompute(plan, call.x, call.initial, saved, o, do)
+        recomputed = pipeline.recompute(plan, call.x, call.initial, saved, o, do)
     else:
         for at, t in sorted(zip(plan.backend.always_kept(plan.rule), saved.kept, strict=True)):
             chunks.insert(at, t)
         formed = call.chunks_from(chunks, o)
         dout = plan.backend.output_bwd(plan.rule, plan.packing, formed, do)
-        recomputed = Recomputed(formed, dout, recompute_states(plan, call.initial, saved, formed))
+        states = pipeline.recompute_states(plan, call.initial, saved, formed)
+        recomputed = Recomputed(formed, dout, states)
     maps = AffineMap(saved.transition, or_none(offset))
 
     def wait() -> States:
         return call.entering(maps, wires, reverse=True)
 
     given = plan, call.x, recomputed, wait, dfinal
-    grads, dinitial = run_segments_backward(*given, want_dinitial=want_dinitial)
-    return [or_empty(t, do) for t in (*grads, dinitial)]
+    grads, dinitial = pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)
+    return [call.or_empty(t) for t in (*grads, dinitial)]
 
 
 begin_op = define("delta_rule_begin", _begin, _begin_fake)
@@ -207,14 +185,14 @@ finish_backward_op = define(
 
 
 class Static(NamedTuple):
-    """What is constant in a graph. crosses: whether any state is exchanged. always_kept: which of
-    the chunks' tensors the backend always keeps. rule: the fields of `DeltaRule`, and impl."""
+    """What is constant in a graph. crosses: whether any state is exchanged. wanted: the final
+    states, and those of the chunks. always_kept: which of the chunks' tensors the backend always
+    keeps. rule: the fields of `DeltaRule`, and impl."""
 
     world_size: int
     group_name: str
     crosses: bool
-    want_final: bool
-    want_h: bool
+    wanted: tuple[bool, bool]
     always_kept: tuple[int, ...]
     rule: tuple
 
@@ -234,11 +212,10 @@ class ShardedDeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         shared = (*tensors, *static.rule, number, sizes, 1)
         wire, offset, transition, *chunks = begin_op(*shared)
-        wanted = static.want_final, static.want_h
         wires = static.gathered(wire)
-        found = finish_op(*shared, wires, offset, transition, chunks, *wanted)
-        o, final, h, carried, *kept = found
-        if static.want_final:
+        own = wires, offset, transition, chunks, *static.wanted
+        o, final, h, carried, *kept = finish_op(*shared, *own)
+        if static.wanted[0]:
             final = traced_all_reduce(final, static.group_name)
         if not kept:
             chunks = [chunks[i] for i in static.always_kept]
@@ -252,7 +229,7 @@ class ShardedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, dfinal: Tensor, _dh: Tensor) -> tuple[Any, ...]:
         static, saved = ctx.static, ctx.saved_tensors
         tensors, (number, sizes, o, *saved) = saved[:TENSORS], saved[TENSORS:]
-        grads = (do, dfinal if static.want_final else None)
+        grads = (do, dfinal if static.wanted[0] else None)
         shared = (*grads, *tensors, *static.rule, number, sizes, 1, o, saved)
         wire, offset, *chunks = begin_backward_op(*shared)
         want = tensors[-1] is not None and ctx.needs_input_grad[-1]
@@ -264,23 +241,12 @@ class ShardedDeltaRule(torch.autograd.Function):
 
 
 def sharded_delta_rule(
-    context: FLACPContext,
-    rule_fields: tuple,
-    impl: str,
-    tensors: tuple[Tensor | None, ...],
-    want_final: bool,
-    want_h: bool,
+    context: FLACPContext, rule: DeltaRule, impl: str, tensors: tuple, *wanted: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """tensors: *Inputs, initial. wanted: two flags, see `Static`."""
     q = tensors[0]
-    assert q is not None
-    static = Static(
-        context.world_size,
-        context.group_name,
-        context.crosses,
-        want_final,
-        want_h,
-        always_kept=resolve(impl, q.device, q.dtype).always_kept(DeltaRule(*rule_fields)),
-        rule=(*rule_fields, impl),
-    )
+    always_kept = resolve(impl, q.device, q.dtype).always_kept(rule)
+    where = context.world_size, context.group_name, context.crosses
+    static = Static(*where, wanted, always_kept, (*rule, impl))
     found: tuple[Tensor, Tensor, Tensor] = ShardedDeltaRule.apply(static, *context.handle, *tensors)
     return found

@@ -102,7 +102,7 @@ def fold(
     for n, (lo, hi) in enumerate(pairwise(rows.first)):
         state, through = row_of(start, rows.start[n]), None
         if rows.entry[n] >= 0:
-            out[rows.entry[n]] = _or_zero(state)
+            out[rows.entry[n]] = 0 if state is None else state
         for i in range(lo, hi):
             M, B = row_of(transition, rows.transition[i]), row_of(offset, rows.offset[i])
             if M is not None and transposed:
@@ -113,9 +113,9 @@ def fold(
             elif width > V:
                 through = _times(M, through)
             if rows.store[i] >= 0:
-                out[rows.store[i]][..., :V] = _or_zero(state)
+                out[rows.store[i]][..., :V] = 0 if state is None else state
                 if width > V:
-                    out[rows.store[i]][..., V:] = _or_zero(through)
+                    out[rows.store[i]][..., V:] = 0 if through is None else through
     return out
 
 
@@ -126,7 +126,3 @@ def row_of(x: Tensor | None, row: int) -> Tensor | None:
 
 def _times(M: Tensor | None, x: Tensor | None) -> Tensor | None:
     return None if M is None or x is None else product(M, x)
-
-
-def _or_zero(x: Tensor | None) -> Tensor | int:
-    return 0 if x is None else x

@@ -9,7 +9,7 @@ range.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from fla_cp.comm import collectives
 from fla_cp.comm.overlap import run_overlap
 from fla_cp.comm.timing import exchange_wait
-from fla_cp.partition.device_tables import to_device
+from fla_cp.partition.device_tables import Tabled, to_device
 
 Ranges = Sequence[Sequence[tuple[int, int]]]
 
@@ -45,7 +45,7 @@ class _Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Halo:
+class Halo(Tabled):
     """The token traffic of one rank.
 
     width: W-1, tokens before each range. ranges: how many ranges this rank owns.
@@ -63,7 +63,6 @@ class Halo:
     place: tuple[int, ...]
     needed: bool
     gathered: Gathered
-    _tables: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def build(cls, cu_seqlens: Sequence[int], token_ranges: Ranges, rank: int, width: int) -> Halo:
@@ -95,9 +94,9 @@ class Halo:
         """
         halo = x.new_zeros(self.ranges * self.width, x.shape[-1])
         if self.needed:
-            rows = x[self._index(self.send, x)]
+            rows = x[self._index(self.send, x.device)]
             got = _exchange(rows, self.send_counts, self.receive_counts, group)
-            halo[self._index(self.place, x)] = got
+            halo[self._index(self.place, x.device)] = got
         elif group is not None:
             run_overlap(lambda: None)
         return halo.view(self.ranges, self.width, x.shape[-1])
@@ -106,25 +105,21 @@ class Halo:
         """Adds the gradients of the halo [ranges*width, D] to dx [T, D] of their owners; they are
         summed in dhalo's dtype, where dx has a shorter one."""
         if self.needed:
-            rows = dhalo[self._index(self.place, dx)]
+            rows = dhalo[self._index(self.place, dx.device)]
             got = _exchange(rows, self.receive_counts, self.send_counts, group)
             owned = tuple(sorted(set(self.send)))
             row = {t: i for i, t in enumerate(owned)}
-            into = self._index(owned, dx)
+            into = self._index(owned, dx.device)
             sums = dx[into].to(got.dtype)
-            sums.index_add_(0, self._index(tuple(row[t] for t in self.send), dx), got)
+            sums.index_add_(0, self._index(tuple(row[t] for t in self.send), dx.device), got)
             dx[into] = sums.to(dx.dtype)
 
     def gather_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """rows and take of `Gathered`, int64."""
-        like = torch.empty(0, dtype=torch.int64, device=device)
-        return self._index(self.gathered.rows, like), self._index(self.gathered.take, like)
+        return self._index(self.gathered.rows, device), self._index(self.gathered.take, device)
 
-    def _index(self, rows: tuple[int, ...], like: Tensor) -> Tensor:
-        key = (rows, like.device)
-        if key not in self._tables:
-            self._tables[key] = to_device(rows, torch.int64, like.device)
-        return self._tables[key]
+    def _index(self, rows: tuple[int, ...], device: torch.device) -> Tensor:
+        return self.cached((rows, device), lambda: to_device(rows, torch.int64, device))
 
 
 def _messages(cu_seqlens: Sequence[int], token_ranges: Ranges, width: int) -> list[_Message]:

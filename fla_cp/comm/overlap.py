@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 class _Handed(threading.local):
-    """What the next exchange of this thread may run."""
+    """What the next exchange of this thread may run; each thread gets a list of its own."""
 
     def __init__(self) -> None:
         self.work: list[Overlap] = []

@@ -74,8 +74,8 @@ def _allocate(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return _SymmetricMemory.empty_strided_p2p((3, count), (count, 1), dtype, device)
 
 
-_Made = dict[tuple[int, torch.dtype], PeerMemory]
-_MADE: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
+_Memories = dict[tuple[int, torch.dtype], PeerMemory]
+_MADE: WeakKeyDictionary[dist.ProcessGroup, _Memories] = WeakKeyDictionary()
 _REASONS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 

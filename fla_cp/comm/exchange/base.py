@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,42 +45,36 @@ class Pending:
         return entering
 
 
-class Exchange(Protocol):
-    """A scheme. `start` returns at once; work that needs no state may run before `wait`. fold: the
-    backend's, for schemes that fold gathered maps."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-
-    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending: ...
-
-
 @dataclass(frozen=True)
-class GroupExchange:
-    """A scheme among the ranks of a group. A subclass writes its `rounds` as a generator: what
-    stands before the first yield runs in `start`, the rest in `wait`."""
+class Exchange:
+    """A scheme. `start` returns at once; work that needs no state may run before `wait`. fold: the
+    backend's, for schemes that fold gathered maps.
 
-    group: dist.ProcessGroup
+    A subclass writes its `rounds` as a generator: what stands before the first yield runs in
+    `start`, the rest in `wait`.
+    """
 
-    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
-        raise NotImplementedError
+    group: dist.ProcessGroup | None = None
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         return Pending(self.rounds(maps, links, fold), maps.offset.device)
 
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        raise NotImplementedError
 
-@dataclass(frozen=True)
-class Local:
+
+class Local(Exchange):
     """One rank holds all slots; nothing is sent."""
 
-    group: None = None
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        yield None
+        yield fold_slots(maps, links, 0, maps.offset, fold)
 
-    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
-        def rounds() -> Rounds:
-            yield None
-            yield fold_slots(maps, links, 0, maps.offset, fold)
 
-        return Pending(rounds(), maps.offset.device)
+class GroupExchange(Exchange):
+    """A scheme among the ranks of a group."""
+
+    group: dist.ProcessGroup
 
 
 @functools.cache
@@ -136,11 +130,9 @@ def pack(maps: SlotMaps, links: Links) -> Tensor:
         return maps.wire
     transition, offset = maps.transition if links.any_through else None, maps.offset
     J, HV, K, V = offset.shape
-    if links.slots_per_rank == J:
-        if transition is not None:
-            return torch.cat((offset, transition), -1)
-        if not links.any_through:
-            return torch.cat((offset,), -1)
+    complete = transition is not None or not links.any_through
+    if complete and links.slots_per_rank == J:
+        return torch.cat([x for x in (offset, transition) if x is not None], -1)
     wire = offset.new_zeros(wire_shape(links, HV, K, V))
     wire[:J, ..., :V] = offset
     if transition is not None:

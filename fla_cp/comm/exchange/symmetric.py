@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -57,15 +56,12 @@ class Symmetric(GroupExchange):
         yield fold(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
 
 
-@dataclass(frozen=True)
-class SymmetricOrGather:
+class SymmetricOrGather(GroupExchange):
     """Symmetric where the group can have it, else AllGather.
 
     The first exchange finds out, because all ranks start it alike; a context may be built on a
     thread of its own. If a CUDA graph captures the first exchange, it gathers.
     """
-
-    group: dist.ProcessGroup
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         known = peer_memory.known(self.group) or not torch.cuda.is_current_stream_capturing()
