@@ -31,7 +31,7 @@ _SHARED = (
     "bool keep_intermediates, bool per_head, str removal, bool precise, str impl, Tensor context, "
     "Tensor sizes, SymInt rows"
 )
-GRADS = "Tensor do, Tensor? dfinal"
+GRADS = "Tensor do, Tensor? dfinal, "
 """The first arguments of a backward op."""
 
 TENSORS = len(Inputs._fields) + 1
@@ -178,19 +178,14 @@ def fake_gradients(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor
     return [do.new_empty(0) if t is None else t.new_empty(t.shape) for t in like]
 
 
-def define(
-    name: str, run: Callable, fake: Callable, *, before: str | None = None, after: str | None = None
-) -> Any:
-    """Registers `fla_cp::name`. before, after: the schema of its arguments that are not shared."""
-    schema = ", ".join(part for part in (before, _SHARED, after) if part)
-    op = torch.library.custom_op(
-        f"fla_cp::{name}", run, mutates_args=(), schema=f"({schema}) -> Tensor[]"
-    )
-    op.register_fake(fake)
-    return op
+def op(name: str, *, before: str = "", after: str = "") -> Callable[[Callable], Any]:
+    """Makes a function the op `fla_cp::name`. before, after: the schema of its own arguments."""
+    schema = f"({before}{_SHARED}{after}) -> Tensor[]"
+    return torch.library.custom_op(f"fla_cp::{name}", mutates_args=(), schema=schema)
 
 
-def _run(*args: Any) -> list[Tensor]:
+@op("delta_rule", after=", bool want_final, bool want_h")
+def delta_rule(*args: Any) -> list[Tensor]:
     """[o, final, h, carried, transition, *kept]."""
     call, (want_final, want_h) = Call.parse(args)
     found = forward(call.plan, call.x, call.initial, want_final=want_final, want_h=want_h)
@@ -198,14 +193,16 @@ def _run(*args: Any) -> list[Tensor]:
     return [*call.results(found), call.or_empty(saved.transition, K, K), *call.kept(saved.kept)]
 
 
-def _run_fake(*args: Any) -> list[Tensor]:
+@delta_rule.register_fake
+def _fake(*args: Any) -> list[Tensor]:
     call, wanted = Call.parse(args)
     K = call.shape[1]
     transition = call.new_states(Handle.read(call.sizes).middle, K, K)
     return [*call.fake_results(*wanted), transition, *call.fake_kept(call.rule)]
 
 
-def _run_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
+@op("delta_rule_backward", before=GRADS, after=", Tensor o, Tensor[] saved, bool want_dinitial")
+def delta_rule_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     """Gradients of the inputs and of `initial`."""
     call, (o, saved, want) = Call.parse(args)
     given = call.x, call.initial, saved_from(saved), o, do, dfinal
@@ -213,14 +210,7 @@ def _run_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]
     return [call.or_empty(t) for t in (*grads, dinitial)]
 
 
-delta_rule = define("delta_rule", _run, _run_fake, after="bool want_final, bool want_h")
-delta_rule_backward = define(
-    "delta_rule_backward",
-    _run_backward,
-    fake_gradients,
-    before=GRADS,
-    after="Tensor o, Tensor[] saved, bool want_dinitial",
-)
+delta_rule_backward.register_fake(fake_gradients)
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:

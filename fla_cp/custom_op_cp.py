@@ -22,7 +22,7 @@ from fla_cp.comm.carry import AffineMap, SegmentMaps, States
 from fla_cp.comm.collectives import traced_all_gather, traced_all_reduce
 from fla_cp.comm.exchange.base import Local, fold_wires, pack
 from fla_cp.context import FLACPContext, compare_ranks
-from fla_cp.custom_op import GRADS, TENSORS, Call, define, fake_gradients, or_none, saved_from
+from fla_cp.custom_op import GRADS, TENSORS, Call, fake_gradients, op, or_none, saved_from
 from fla_cp.handle import Handle
 from fla_cp.kernels import resolve
 from fla_cp.pipeline import Plan, Recomputed
@@ -77,7 +77,8 @@ class ShardedCall(Call):
         return [t for i, t in enumerate(tensors) if i not in always]
 
 
-def _begin(*args: Any) -> list[Tensor]:
+@op("delta_rule_begin")
+def begin_op(*args: Any) -> list[Tensor]:
     """[wire, offset, transition, *chunks]."""
     call, _ = ShardedCall.parse(args)
     plan, context, rule = call.plan, call.context, call.rule
@@ -92,6 +93,7 @@ def _begin(*args: Any) -> list[Tensor]:
     return [wire, offset, transition, *call.chunk_tensors(chunks)]
 
 
+@begin_op.register_fake
 def _begin_fake(*args: Any) -> list[Tensor]:
     call, _ = ShardedCall.parse(args)
     (_, K, V), sizes = call.shape, Handle.read(call.sizes)
@@ -99,7 +101,11 @@ def _begin_fake(*args: Any) -> list[Tensor]:
     return [call.fake_wire(), offset, transition, *call.fake_kept(call.keeping)[:-2]]
 
 
-def _finish(*args: Any) -> list[Tensor]:
+_MAPS = ", Tensor wires, Tensor offset, Tensor transition, Tensor[] chunks"
+
+
+@op("delta_rule_finish", after=f"{_MAPS}, bool want_final, bool want_h")
+def finish_op(*args: Any) -> list[Tensor]:
     """[o, final, h, carried, *(h, v_new where they are kept)]; final: this rank's own rows."""
     call, (wires, offset, transition, tensors, want_final, want_h) = ShardedCall.parse(args)
     maps = AffineMap(or_none(transition), or_none(offset))
@@ -110,13 +116,15 @@ def _finish(*args: Any) -> list[Tensor]:
     return [*call.results(found), *call.kept(kept)]
 
 
+@finish_op.register_fake
 def _finish_fake(*args: Any) -> list[Tensor]:
     call, (*_, want_final, want_h) = ShardedCall.parse(args)
     kept = call.fake_kept(call.rule)[-2:] if call.rule.keep_intermediates else ()
     return [*call.fake_results(want_final, want_h), *kept]
 
 
-def _begin_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
+@op("delta_rule_begin_backward", before=GRADS, after=", Tensor o, Tensor[] saved")
+def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     """[wire, offset, *chunks without those always kept]; no chunks where all are kept."""
     call, (o, tensors) = ShardedCall.parse(args)
     saved = saved_from(tensors)
@@ -128,6 +136,7 @@ def _begin_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tenso
     return found + call.without_always_kept(call.chunk_tensors(recomputed.chunks))
 
 
+@begin_backward_op.register_fake
 def _begin_backward_fake(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     call, _ = ShardedCall.parse(args)
     found = [call.fake_wire(), call.new_states(Handle.read(call.sizes).carried, *call.shape[1:])]
@@ -136,7 +145,11 @@ def _begin_backward_fake(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[
     return found + call.without_always_kept(call.fake_kept(call.keeping)[:-2])
 
 
-def _finish_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
+_CHUNKS = ", Tensor o, Tensor[] saved, Tensor wires, Tensor offset, Tensor[] chunks"
+
+
+@op("delta_rule_finish_backward", before=GRADS, after=f"{_CHUNKS}, bool want_dinitial")
+def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     """Gradients of the inputs and of `initial`: its own rows."""
     call, (o, tensors, wires, offset, chunks, want_dinitial) = ShardedCall.parse(args)
     plan, saved = call.plan, saved_from(tensors)
@@ -159,29 +172,7 @@ def _finish_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tens
     return [call.or_empty(t) for t in (*grads, dinitial)]
 
 
-begin_op = define("delta_rule_begin", _begin, _begin_fake)
-finish_op = define(
-    "delta_rule_finish",
-    _finish,
-    _finish_fake,
-    after="Tensor wires, Tensor offset, Tensor transition, Tensor[] chunks, bool want_final, "
-    "bool want_h",
-)
-begin_backward_op = define(
-    "delta_rule_begin_backward",
-    _begin_backward,
-    _begin_backward_fake,
-    before=GRADS,
-    after="Tensor o, Tensor[] saved",
-)
-finish_backward_op = define(
-    "delta_rule_finish_backward",
-    _finish_backward,
-    fake_gradients,
-    before=GRADS,
-    after="Tensor o, Tensor[] saved, Tensor wires, Tensor offset, Tensor[] chunks, "
-    "bool want_dinitial",
-)
+finish_backward_op.register_fake(fake_gradients)
 
 
 class Static(NamedTuple):
