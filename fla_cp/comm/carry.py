@@ -108,12 +108,13 @@ class SegmentMaps(NamedTuple):
         if self.packing.single and sinks:
             assert states is not None
             return States(sinks, states)
-        value = self.like.new_empty(len(sinks), *self.shape)
-        return States(sinks, self._fold("entering", states, value))
+        HV, K, V = self.shape
+        value = self.like.new_empty(len(sinks), HV, K, V)
+        return States(sinks, self._fold("entering", states, value) if sinks else value)
 
     def _fold(self, table: str, start: Tensor | None, out: Tensor) -> Tensor:
-        steps = _steps(table, self.reverse)
-        return self.fold(self.packing, steps, *self.maps, start, out, transposed=self.reverse)
+        packing, (M, B), reverse = self.packing, self.maps, self.reverse
+        return self.fold(packing, _steps(table, reverse), M, B, start, out, transposed=reverse)
 
 
 @functools.cache
