@@ -52,7 +52,7 @@ def make_plan(
     backend: Backend,
     x: Inputs | None = None,
 ) -> Plan:
-    """x: for the backend to cut sequences into segments for its shape; else they stay whole."""
+    """With x, the backend may cut sequences into segments for its shape; else they stay whole."""
     links, ahead = context.links if context else ONE_SLOT, packing
     if x is not None:
         (HV, V), K = x.v.shape[1:], x.q.shape[-1]
@@ -171,7 +171,7 @@ def saved_from(tensors: list[Tensor]) -> Saved:
 
 
 def fake_gradients(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
-    """Gradients of the inputs and of `initial`, without values; the op's last argument says whether
+    """Gradients of the inputs and of `initial`, without values. The op's last argument says whether
     that of `initial` is wanted."""
     call, (*_, want_dinitial) = Call.parse(args)
     like = (*call.x, call.initial if want_dinitial else None)

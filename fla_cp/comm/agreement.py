@@ -1,9 +1,9 @@
 """Compares what the ranks know of a batch and what they call, before any states are exchanged.
 
 Ranks with different tables would fold each other's states at the wrong places, and no error would
-show it; with different shapes the transport would abort, or wait without end. So the
-first call under a context, and each of the first WATCHED calls over a group, starts with one
-all-gather of SENT int64 a rank, in which all ranks find the same difference:
+show it; with different shapes the transport would abort, or wait without end. So the first call
+under a context, and each of the first WATCHED calls over a group, starts with one all-gather of
+SENT int64 a rank, in which all ranks find the same difference:
 
     all ranks of a context-parallel group must agree, but ranks [1] differ from rank 0 in
     HV (2 on ranks [0], 4 on ranks [1])

@@ -35,7 +35,7 @@ class AffineMap(NamedTuple):
 
 
 class States(NamedTuple):
-    """States of some of a rank's segments: which, and value [E, HV, K, V]."""
+    """States of some of a rank's segments: which segments, and their states [E, HV, K, V]."""
 
     segments: tuple[int, ...]
     value: Tensor
@@ -102,8 +102,8 @@ class SegmentMaps(NamedTuple):
         return unpack(wire[: packing.ranges], V)._replace(wire=wire)
 
     def entering(self, states: Tensor | None) -> States:
-        """The state that enters every segment which receives one (in reverse: that leaves it),
-        given those entering the owned ranges."""
+        """The states entering the segments of `Packing.carried` (in reverse: leaving those of
+        `Packing.feeding`), from the states that enter the owned ranges."""
         sinks = self.packing.feeding if self.reverse else self.packing.carried
         if self.packing.single and sinks:
             assert states is not None

@@ -36,9 +36,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_to_all(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, Waitable]:
-    """Rows [sum(send), D] to ranks by count; returns [sum(receive), D] in rank order.
+    """Sends rows [sum(send), D] to the ranks by count; returns [sum(receive), D] in rank order.
 
-    Travels as bytes, so that every dtype works with every transport.
+    The rows travel as bytes, so that every dtype works with every transport.
     """
     wire = rows.contiguous().view(torch.uint8)
     out = wire.new_empty(sum(receive), wire.shape[1])
@@ -49,7 +49,7 @@ def all_to_all(
 def send_and_receive(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Starts to exchange (tensor, rank of the group) messages; the works to wait for."""
+    """Starts to exchange (tensor, rank of the group) messages; returns the works to wait for."""
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
     # A single message is a batch, too: NCCL warns about one outside a batch.
@@ -57,7 +57,7 @@ def send_and_receive(
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """`device` if the group's transport can send from it, else the one that it can."""
+    """`device` if the group's transport can send from it, else the device that it sends from."""
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -26,9 +26,10 @@ Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
 class Gathered(NamedTuple):
-    """The same traffic as one all-gather, for a compiled graph: its shapes are few. rows: local
-    tokens that this rank sends, once each; padded: rows that each rank sends, zeros included; take:
-    for each row of the halo its row among all that were sent, R * padded where it has none."""
+    """The same traffic as one all-gather, for a compiled graph, which then sees few shapes. rows:
+    local tokens that this rank sends, once each; padded: rows that each rank sends, zeros included;
+    take: for each row of the halo its row among all that were sent, R * padded where it has none.
+    """
 
     rows: tuple[int, ...]
     padded: int
@@ -36,7 +37,7 @@ class Gathered(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """One token: its rank, its place there, the rank that needs it, and its row in that halo."""
+    """One token that a rank sends: its local index there, and its row in the receiver's halo."""
 
     sender: int
     token: int
@@ -123,7 +124,7 @@ class Halo(Tabled):
 
 
 def _messages(cu_seqlens: Sequence[int], token_ranges: Ranges, width: int) -> list[_Message]:
-    """All that any rank sends."""
+    """The messages between all ranks."""
     owned = []  # start, rank, index among the rank's ranges, local token of the start
     for r, ranges in enumerate(token_ranges):
         bases = accumulate((hi - lo for lo, hi in ranges), initial=0)

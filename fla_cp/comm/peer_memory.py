@@ -49,9 +49,11 @@ class PeerMemory:
     def exchange(
         self, put: Callable[[Tensor], object], take: Callable[[tuple[Tensor, ...]], object]
     ) -> Callable[[], None]:
-        """Starts put(this rank's part) and, once all ranks have, take(the parts of all); both only
-        launch, and allocate nothing. The current stream waits for it in the call returned; until
-        then the caller keeps the tensors that they use."""
+        """Starts put(this rank's part) and, once all ranks have done so, take(the parts of all).
+
+        Both may only launch work, and allocate nothing. The call returned makes the current stream
+        wait for them; until then the caller keeps the tensors that they use.
+        """
         captured = torch.cuda.is_current_stream_capturing()
         turn = CAPTURED if captured else self._turn
         self._turn ^= not captured
@@ -100,7 +102,7 @@ def known(group: dist.ProcessGroup) -> bool:
 def why_not(group: dist.ProcessGroup) -> str:
     """Why the ranks of `group` cannot read each other's memory; "" on all of them if they can.
 
-    A collective at the first call for a group, which tries it.
+    The first call for a group is a collective, which tries it.
     """
     if dist.get_backend(group) != "nccl":
         return f"it needs a group over nccl, this one is over {dist.get_backend(group)}"

@@ -18,7 +18,7 @@ from fla_cp.partition.slots import Links
 
 class SlotMaps(NamedTuple):
     """Maps of this rank's slots: transition [J, HV, K, K] (or None) and offset [J, HV, K, V]. wire:
-    what `pack` would make of them, if they are its slices."""
+    the tensor that `pack` would return, where they are slices of it."""
 
     transition: Tensor | None
     offset: Tensor
@@ -85,7 +85,7 @@ def entering_table(rank: int, rows: int) -> Steps:
     def steps(links: Links) -> FoldTable:
         found: list[list[tuple[int, int, int]]] = []
         chain: list[tuple[int, int, int]] = []  # since the last slot that nothing passes through
-        used, zero = 0, set(range(rows))  # steps up to the last slot here; ranges not entered
+        used, zero = 0, set(range(rows))  # steps up to this rank's last slot; ranges not entered
         for s in range(links.count):
             if links.owner[s] == rank and links.continues[s]:
                 chain[-1] = (*chain[-1][:2], links.row[s])
@@ -98,7 +98,7 @@ def entering_table(rank: int, rows: int) -> Steps:
                 chain.append((row if links.through[s] else -1, row, -1))
         found += [chain[:used]] * (used > 0)
         found += [[(-1, -1, row)] for row in sorted(zero)]
-        if links.fixed:  # as many steps as slots before this one, one at least: zeros first
+        if links.fixed:  # as many steps as there are slots before, at least one; zeros come first
             least = max(1, links.owner.index(rank))
             found = [[(-1, -1, -1)] * (least - len(found[0])) + found[0]]
         return FoldTable.of([(-1, -1, chain) for chain in found])
