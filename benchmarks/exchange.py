@@ -45,21 +45,22 @@ def microseconds(f: Callable[[], object], count: int = 60) -> float:
 def measure(rank: int, R: int) -> dict[str, Any]:
     import fla_cp.kernels.triton.backend  # noqa: F401, chooses the assembler
     from fla_cp.comm import SlotMaps, collectives, exchange, peer_memory
-    from fla_cp.context import _links
+    from fla_cp.comm.exchange.base import fold_wires, pack
     from fla_cp.kernels.triton.fold import fold
+    from fla_cp.partition.slots import link_slots
 
     group = dist.group.WORLD
-    links = _links((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
+    links = link_slots((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
     maps = SlotMaps(
         torch.randn(1, HV, K, K, device="cuda") / K**0.5, torch.randn(1, HV, K, V, device="cuda")
     )
-    wire = exchange.pack(maps, links)
+    wire = pack(maps, links)
     wires = wire.new_empty(R, *wire.shape).normal_() / K**0.5
     found: dict[str, Any] = {
         "ranks": R,
         "rank": rank,
-        "pack": microseconds(lambda: exchange.pack(maps, links)),
-        "fold": microseconds(lambda: exchange.fold_wires(wires, links, rank, maps.offset, fold)),
+        "pack": microseconds(lambda: pack(maps, links)),
+        "fold": microseconds(lambda: fold_wires(wires, links, rank, maps.offset, fold)),
         "all_gather alone": microseconds(lambda: collectives.all_gather(wire, group)[1].wait()),
     }
     schemes = {"all_gather": exchange.AllGather(group)}

@@ -1,4 +1,4 @@
-"""The single autograd.Function: what is saved, what is formed again."""
+"""The autograd.Function of eager calls: what the forward saves for the backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fla_cp.pipeline import Plan, Saved, backward, forward
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Off where it is on: to enter the context for nothing takes 10 us."""
+    """Turns autocast off where it is on; entering the context needlessly would take 10 us."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
@@ -24,8 +24,8 @@ class DeltaRuleFunction(torch.autograd.Function):
     """(plan, want_final, want_h, *Inputs, initial) -> o, final or None, h or None.
 
     Tensors are packed as in `Inputs`; states are [.., V, K] with the rule's state_v_first. Under
-    a context the gradient of initial is equal on all ranks; those of A_log and dt_bias are this
-    rank's share, like any weight's.
+    a context the gradient of initial is equal on all ranks; A_log and dt_bias get this rank's share
+    of theirs, like any weight.
     """
 
     @staticmethod
@@ -51,15 +51,9 @@ class DeltaRuleFunction(torch.autograd.Function):
         tensors = ctx.saved_tensors
         x, (initial, o, *rest) = Inputs(*tensors[: ctx.inputs]), tensors[ctx.inputs :]
         saved = Saved(tuple(rest[: ctx.kept]), *rest[ctx.kept :])
+        do = torch.zeros_like(x.v) if do is None else do
+        want = initial is not None and ctx.needs_input_grad[-1]
         with without_autocast(x.q.device.type):
-            grads, dinitial = backward(
-                ctx.plan,
-                x,
-                initial,
-                saved,
-                o,
-                torch.zeros_like(x.v) if do is None else do,
-                dfinal,
-                want_dinitial=initial is not None and ctx.needs_input_grad[-1],
-            )
+            given = ctx.plan, x, initial, saved, o, do, dfinal
+            grads, dinitial = backward(*given, want_dinitial=want)
         return (None, None, None, *grads, dinitial)

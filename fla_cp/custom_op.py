@@ -1,15 +1,16 @@
-"""The operator as two torch.library ops, `fla_cp::delta_rule` and its backward: what torch.compile
+"""The operator as two torch.library ops, `fla_cp::delta_rule` and its backward, which torch.compile
 puts into its graph. Eager calls take `DeltaRuleFunction`, which runs the same pipeline.
 
-What is not a tensor is an argument of its own: the fields of `DeltaRule`, the batch's rows; a
-context comes as its `Handle`. Where an output may be missing, an empty tensor
-stands for it. With several ranks: library_sharded.py.
+These ops and those for several ranks (custom_op_cp.py) share most of their arguments, see `Call`.
+Where an output is missing, an empty tensor stands for it.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,20 +21,21 @@ from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Packing
-from fla_cp.pipeline import Plan, Saved, backward, forward
+from fla_cp.pipeline import Plan, Result, Saved, backward, forward
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
-_INPUTS = (
+_SHARED = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? p, Tensor? initial"
+    "Tensor? p, Tensor? initial, float scale, str gate, float? lower_bound, bool safe_gate, "
+    "bool qk_l2norm, float? beta_factor, bool use_exp2, bool state_v_first, "
+    "bool keep_intermediates, bool per_head, str removal, bool precise, str impl, Tensor context, "
+    "Tensor sizes, SymInt rows"
 )
-_CONSTANTS = (
-    "float scale, str gate, float? lower_bound, bool safe_gate, bool qk_l2norm, "
-    "float? beta_factor, bool use_exp2, bool state_v_first, bool keep_intermediates, "
-    "bool per_head, str removal, bool precise, str impl, Tensor context, Tensor sizes, SymInt rows"
-)
-_RULE_FIELDS = 12
-_X = len(Inputs._fields)
+GRADS = "Tensor do, Tensor? dfinal, "
+"""The first arguments of a backward op."""
+
+TENSORS = len(Inputs._fields) + 1
+"""How many of the shared arguments are tensors of the call: `Inputs` and the initial states."""
 
 ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
 
@@ -50,7 +52,7 @@ def make_plan(
     backend: Backend,
     x: Inputs | None = None,
 ) -> Plan:
-    """x: for the backend to cut sequences into segments for its shape; else they stay whole."""
+    """With x, the backend may cut sequences into segments for its shape; else they stay whole."""
     links, ahead = context.links if context else ONE_SLOT, packing
     if x is not None:
         (HV, V), K = x.v.shape[1:], x.q.shape[-1]
@@ -64,157 +66,166 @@ def make_plan(
 
 
 def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: int, T: int) -> tuple:
-    """The ops' arguments after the inputs. rule_fields: those of `DeltaRule`, in order."""
+    """The ops' shared arguments after the tensors. rule_fields: those of `DeltaRule`, in order."""
     if context is not None:
         return (*rule_fields, impl, *context.handle, 1)
     chunks = B * ((T + CHUNK - 1) // CHUNK)
     return (*rule_fields, impl, *Handle.make(-1, Sizes(chunks, sequences=B)), B)
 
 
-def _plan(x: Inputs, args: tuple) -> Plan:
-    rule = DeltaRule(*args[:_RULE_FIELDS])
-    impl, number, _sizes, rows = args[_RULE_FIELDS:]
-    context, tokens = context_of(number), len(x.q)
-    if context is None:
-        packing = packing_of(tuple(range(0, tokens + 1, tokens // rows)))
-    else:
-        packing = context.packing
-        context.check_local_tokens(tokens)
-    return make_plan(rule, packing, context, resolve(impl, x.q.device, x.q.dtype))
+@dataclass(frozen=True)
+class Call:
+    """The arguments that all ops share.
+
+    They are flat in a schema: the tensors, the fields of `DeltaRule`, impl, the `Handle` of the
+    context (number, sizes), and the rows of a batch without a context.
+    """
+
+    x: Inputs
+    initial: Tensor | None
+    rule: DeltaRule
+    impl: str
+    number: Tensor
+    sizes: Tensor
+    rows: int
+
+    @classmethod
+    def parse(cls, args: tuple) -> tuple[Self, list[Any]]:
+        """The shared arguments, and those of the op that come after them."""
+        *x, initial = args[:TENSORS]
+        fields = TENSORS + len(DeltaRule._fields)
+        impl, number, sizes, rows, *own = args[fields:]
+        rule = DeltaRule(*args[TENSORS:fields])
+        return cls(Inputs(*x), initial, rule, impl, number, sizes, rows), own
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """HV, K, V."""
+        return self.x.v.shape[1], self.x.q.shape[-1], self.x.v.shape[-1]
+
+    @property
+    def backend(self) -> Backend:
+        return resolve(self.impl, self.x.q.device, self.x.q.dtype)
+
+    @cached_property
+    def context(self) -> FLACPContext | None:
+        return context_of(self.number)
+
+    @cached_property
+    def plan(self) -> Plan:
+        context, tokens = self.context, len(self.x.q)
+        if context is None:
+            packing = packing_of(tuple(range(0, tokens + 1, tokens // self.rows)))
+        else:
+            packing = context.packing
+            context.check_local_tokens(tokens)
+        return make_plan(self.rule, packing, context, self.backend)
+
+    def new_states(self, n: int, *shape: int) -> Tensor:
+        """[n, HV, *shape] in the accumulator's dtype."""
+        q = self.x.q
+        return q.new_empty(n, self.shape[0], *shape, dtype=accumulator(q.dtype))
+
+    def or_empty(self, x: Tensor | None, *shape: int) -> Tensor:
+        """x, or where it is missing a tensor without elements: flat, or [0, HV, *shape]."""
+        if x is None:
+            return self.new_states(0, *shape) if shape else self.x.q.new_empty(0)
+        return x
+
+    def results(self, found: Result) -> list[Tensor]:
+        """[o, final, h, carried]."""
+        h = None if found.h is None else found.h.clone()  # h may be one of `kept`
+        return [found.o, self.or_empty(found.final), self.or_empty(h), found.saved.carried]
+
+    def fake_results(self, want_final: bool, want_h: bool) -> list[Tensor]:
+        """What `results` returns, without values."""
+        (_, K, V), v, sizes = self.shape, self.x.v, Handle.read(self.sizes)
+        outside = (V, K) if self.rule.state_v_first else (K, V)
+        return [
+            v.new_empty(v.shape),
+            self.new_states(sizes.sequences, *outside) if want_final else v.new_empty(0),
+            self.new_states(sizes.chunks, *outside).to(v.dtype) if want_h else v.new_empty(0),
+            self.new_states(sizes.carried, K, V),
+        ]
+
+    def kept(self, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
+        """What the backend keeps, contiguous as `fake_kept` says."""
+        return [self.or_empty(t).contiguous() for t in tensors]
+
+    def fake_kept(self, rule: DeltaRule) -> list[Tensor]:
+        """What the backend keeps of a call with this rule, without values."""
+        q, chunks = self.x.q, Handle.read(self.sizes).chunks
+        shapes = self.backend.kept_shapes(rule, q.dtype, chunks, *self.shape)
+        return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
-def _given(x: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if x is None else x
+def or_none(x: Tensor) -> Tensor | None:
+    """x, or None where it has no rows."""
+    return x if len(x) else None
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    p: Tensor | None,
-    initial: Tensor | None,
-    *args: Any,
-) -> list[Tensor]:
+def saved_from(tensors: list[Tensor]) -> Saved:
+    """From carried, transition, *kept."""
+    carried, transition, *kept = tensors
+    return Saved(tuple(kept), carried, or_none(transition))
+
+
+def fake_gradients(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
+    """Gradients of the inputs and of `initial`, without values. The op's last argument says whether
+    that of `initial` is wanted."""
+    call, (*_, want_dinitial) = Call.parse(args)
+    like = (*call.x, call.initial if want_dinitial else None)
+    return [do.new_empty(0) if t is None else t.new_empty(t.shape) for t in like]
+
+
+def op(name: str, *, before: str = "", after: str = "") -> Callable[[Callable], Any]:
+    """Makes a function the op `fla_cp::name`. before, after: the schema of its own arguments."""
+    schema = f"({before}{_SHARED}{after}) -> Tensor[]"
+    return torch.library.custom_op(f"fla_cp::{name}", mutates_args=(), schema=schema)
+
+
+@op("delta_rule", after=", bool want_final, bool want_h")
+def delta_rule(*args: Any) -> list[Tensor]:
     """[o, final, h, carried, transition, *kept]."""
-    want_final, want_h = args[-2:]
-    x = Inputs(q, k, v, g, beta, A_log, dt_bias, p)
-    result = forward(_plan(x, args[:-2]), x, initial, want_final=want_final, want_h=want_h)
-    saved = result.saved
-    h = result.h.clone() if result.h is not None else None  # may be one of `kept`
-    missing = (_given(t, q) for t in (result.final, h))
-    kept = (_given(t, q).contiguous() for t in saved.kept)  # as the fake op says
-    K = q.shape[-1]
-    transition = saved.transition
-    if transition is None:
-        transition = saved.carried.new_empty(0, v.shape[1], K, K)
-    return [result.o, *missing, saved.carried, transition, *kept]
+    call, (want_final, want_h) = Call.parse(args)
+    found = forward(call.plan, call.x, call.initial, want_final=want_final, want_h=want_h)
+    K, saved = call.shape[1], found.saved
+    return [*call.results(found), call.or_empty(saved.transition, K, K), *call.kept(saved.kept)]
 
 
-def _run_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    *fields, impl, _number, sizes, _rows, want_final, want_h = rest[_X - 2 :]
-    rule = DeltaRule(*fields)
-    size = Handle.read(sizes)
-    backend = resolve(impl, q.device, q.dtype)
-    HV, K, V = v.shape[1], q.shape[-1], v.shape[-1]
-    wide = accumulator(q.dtype)
-    kept = backend.kept_shapes(rule, q.dtype, size.chunks, HV, K, V)
-
-    def states(n: int, *shape: int, dtype: torch.dtype = wide) -> Tensor:
-        return q.new_empty(n, HV, *shape, dtype=dtype)
-
-    def none() -> Tensor:
-        return q.new_empty(0)
-
-    outside = (V, K) if rule.state_v_first else (K, V)
-
-    return [
-        torch.empty(v.shape, dtype=v.dtype, device=v.device),
-        states(size.sequences, *outside) if want_final else none(),
-        states(size.chunks, *outside, dtype=q.dtype) if want_h else none(),
-        states(size.carried, K, V),
-        states(size.middle, K, K),
-        *(q.new_empty(shape, dtype=dtype) for shape, dtype in kept),
-    ]
+@delta_rule.register_fake
+def _fake(*args: Any) -> list[Tensor]:
+    call, wanted = Call.parse(args)
+    K = call.shape[1]
+    transition = call.new_states(Handle.read(call.sizes).middle, K, K)
+    return [*call.fake_results(*wanted), transition, *call.fake_kept(call.rule)]
 
 
-def _run_backward(
-    do: Tensor,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    p: Tensor | None,
-    initial: Tensor | None,
-    *args: Any,
-) -> list[Tensor]:
+@op("delta_rule_backward", before=GRADS, after=", Tensor o, Tensor[] saved, bool want_dinitial")
+def delta_rule_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     """Gradients of the inputs and of `initial`."""
-    o, saved, want_dinitial = args[-3:]
-    x = Inputs(q, k, v, g, beta, A_log, dt_bias, p)
-    carried, transition, *kept = saved
-    grads, dinitial = backward(
-        _plan(x, args[:-3]),
-        x,
-        initial,
-        Saved(tuple(kept), carried, transition if len(transition) else None),
-        o,
-        do,
-        dfinal,
-        want_dinitial=want_dinitial,
-    )
-    return [_given(t, q) for t in (*grads, dinitial)]
+    call, (o, saved, want) = Call.parse(args)
+    given = call.x, call.initial, saved_from(saved), o, do, dfinal
+    grads, dinitial = backward(call.plan, *given, want_dinitial=want)
+    return [call.or_empty(t) for t in (*grads, dinitial)]
 
 
-def _run_backward_fake(do: Tensor, dfinal: Tensor | None, *rest: Any) -> list[Tensor]:
-    inputs, initial, want = rest[:_X], rest[_X], rest[-1]
-    like = (*inputs, initial if want else None)
-    return [
-        do.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t in like
-    ]
-
-
-delta_rule = torch.library.custom_op(
-    "fla_cp::delta_rule",
-    _run,
-    mutates_args=(),
-    schema=f"({_INPUTS}, {_CONSTANTS}, bool want_final, bool want_h) -> Tensor[]",
-)
-delta_rule.register_fake(_run_fake)
-
-delta_rule_backward = torch.library.custom_op(
-    "fla_cp::delta_rule_backward",
-    _run_backward,
-    mutates_args=(),
-    schema=(
-        f"(Tensor do, Tensor? dfinal, {_INPUTS}, {_CONSTANTS}, Tensor o, Tensor[] saved, "
-        "bool want_dinitial) -> Tensor[]"
-    ),
-)
-delta_rule_backward.register_fake(_run_backward_fake)
+delta_rule_backward.register_fake(fake_gradients)
 
 
 def _setup(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    ctx.constants = inputs[_X + 1 : -2]
-    ctx.save_for_backward(*inputs[: _X + 1], output[0], *output[3:])
+    ctx.constants = inputs[TENSORS:-2]
+    ctx.save_for_backward(*inputs[:TENSORS], output[0], *output[3:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    inputs, (o, *saved) = ctx.saved_tensors[: _X + 1], ctx.saved_tensors[_X + 1 :]
+    tensors, (o, *saved) = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
     do, dfinal = grads[:2]
-    want = inputs[_X] is not None and ctx.needs_input_grad[_X]
-    found = delta_rule_backward(
-        torch.zeros_like(o) if do is None else do, dfinal, *inputs, *ctx.constants, o, saved, want
-    )
-    given = [*inputs[:_X], inputs[_X] if want else None]
+    do = torch.zeros_like(o) if do is None else do
+    want = tensors[-1] is not None and ctx.needs_input_grad[TENSORS - 1]
+    found = delta_rule_backward(do, dfinal, *tensors, *ctx.constants, o, saved, want)
+    given = (*tensors[:-1], tensors[-1] if want else None)
     grads_in = (None if t is None else d for t, d in zip(given, found, strict=True))
     return (*grads_in, *[None] * (len(ctx.constants) + 2))
 

@@ -1,4 +1,4 @@
-"""Affine maps of runs of tokens: their products, and a state's walk through chains of them.
+"""Affine maps of runs of tokens: their products, and the fold of a state through chains of them.
 
 Products are never formed in TF32, whatever `torch.set_float32_matmul_precision` allows elsewhere: a
 state passes through as many of them as a sequence has segments.
@@ -18,11 +18,8 @@ from fla_cp.partition.device_tables import Tabled
 
 def _reduced(x: Tensor) -> bool:
     """Whether a product of x would be formed in less than its own precision."""
-    return (
-        x.is_cuda
-        and x.dtype == torch.float32
-        and (torch.get_float32_matmul_precision() != "highest")
-    )
+    allowed = torch.get_float32_matmul_precision() != "highest"
+    return x.is_cuda and x.dtype == torch.float32 and allowed
 
 
 def product(then: Tensor, first: Tensor) -> Tensor:
@@ -62,8 +59,8 @@ class FoldTable(NamedTuple):
     def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> FoldTable:
         """(start, entry, steps of (transition, offset, store)) of each chain."""
         first, steps = [0], []
-        for _, _, walked in chains:
-            steps += walked
+        for _, _, own in chains:
+            steps += own
             first.append(len(steps))
         columns = tuple(zip(*steps, strict=True)) or ((), (), ())
         starts, entries = tuple(c[0] for c in chains), tuple(c[1] for c in chains)
@@ -75,10 +72,11 @@ class FoldTable(NamedTuple):
 
 
 Fold = Callable[..., Tensor]
-"""A backend's `walk`."""
+"""A backend's `fold`."""
 
 Steps = Callable[[Any], FoldTable]
-"""Gives the walk of an object that keeps its tables, and names it, as `tables.Build` does."""
+"""Gives the steps of a fold from the object that keeps its tables. It also names the table there,
+as `device_tables.Build` does."""
 
 
 def fold(
@@ -93,10 +91,10 @@ def fold(
 ) -> Tensor:
     """out [E, HV, K, V], whose rows named in `steps` are written: the torch stage.
 
-    owner: of which `steps` is the walk. transition [*, HV, K, K] (used as its transpose with
-    `transposed`), offset and start [*, HV, K, V]; the first two may be slices of one tensor, side
-    by side in its last dim. out may be [E, HV, K, V+K], where nothing enters: beside a state, the
-    transition of the steps up to it.
+    owner: the packing or the links that `steps` is called with. transition [*, HV, K, K] (used as
+    its transpose with `transposed`), offset and start [*, HV, K, V]; the first two may be slices of
+    one tensor, side by side in its last dim. Where no state enters, out may be [E, HV, K, V+K]: it
+    then receives, next to each state, the transition of the steps up to it.
     """
     rows = owner.cached(steps, lambda: steps(owner))
     width = out.shape[-1]
@@ -108,15 +106,12 @@ def fold(
         for i in range(lo, hi):
             M, B = row_of(transition, rows.transition[i]), row_of(offset, rows.offset[i])
             if M is not None and transposed:
-                M = M.transpose(-1, -2)
-            if B is not None:
-                state = leave(M, B, state)
-            else:
-                state = None if M is None or state is None else product(M, state)
+                M = M.mT
+            state = _times(M, state) if B is None else leave(M, B, state)
             if i == lo:
                 through = M
             elif width > V:
-                through = None if M is None or through is None else product(M, through)
+                through = _times(M, through)
             if rows.store[i] >= 0:
                 out[rows.store[i]][..., :V] = 0 if state is None else state
                 if width > V:
@@ -127,3 +122,7 @@ def fold(
 def row_of(x: Tensor | None, row: int) -> Tensor | None:
     """x[row]; None without x and for -1."""
     return None if x is None or row < 0 else x[row]
+
+
+def _times(M: Tensor | None, x: Tensor | None) -> Tensor | None:
+    return None if M is None or x is None else product(M, x)

@@ -1,16 +1,16 @@
-"""Whether ranks agree on a batch and on what they call: a few numbers, gathered before states are.
+"""Compares what the ranks know of a batch and what they call, before any states are exchanged.
 
-Ranks that hold other tables would fold each other's states at the wrong places, which nothing
-shows; with other shapes they would end in an abort of the transport, or wait without end. So the
-first call under a context, and each of the first WATCHED calls over a group, starts with one
-all-gather of SENT int64 a rank, in which all ranks find the same difference:
+Ranks with different tables would fold each other's states at the wrong places, and no error would
+show it; with different shapes the transport would abort, or wait without end. So the first call
+under a context, and each of the first WATCHED calls over a group, starts with one all-gather of
+SENT int64 a rank, in which all ranks find the same difference:
 
     all ranks of a context-parallel group must agree, but ranks [1] differ from rank 0 in
     HV (2 on ranks [0], 4 on ranks [1])
 
-Where the group's transport sends from the host (gloo), each is waited for. Over NCCL the host waits
-for those of the first WATCHED calls only: later ones are read once they have arrived, by a later
-call over the group, which raises what they say.
+Where the group's transport sends from the host (gloo), the host waits for each of them. Over NCCL
+it waits in the first WATCHED calls only: a later call over the group reads the others once they
+have arrived, and raises their error.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import hashlib
 from array import array
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,8 +30,8 @@ from torch import Tensor
 from fla_cp.comm import collectives
 
 WATCHED = 64
-"""Calls over a group that are compared each: ranks of one program differ in one of the first, if at
-all. It is a number of calls, not of different ones, so that all ranks stop at the same call."""
+"""How many calls over a group are compared: ranks of one program differ in one of the first, if at
+all. Equal calls count too, so that all ranks stop at the same call."""
 
 SENT = 16
 """Numbers that each rank sends; unused ones are zero."""
@@ -41,7 +42,7 @@ _PLAIN = (
     *("build_cp_context", "update", "unshard", "causal_conv1d", "chunk_kda", "chunk_comba"),
     *("chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla"),
 )
-"""Texts that an error can name by their numbers."""
+"""Texts that an error can tell from the numbers that stand for them."""
 
 Facts = Mapping[str, Any]
 
@@ -54,20 +55,19 @@ class _Late(NamedTuple):
     facts: Facts
 
 
+@dataclass
 class _Group:
-    """calls: compared so far over a group. late: what has not been read yet."""
+    """calls: how many were compared over a group. late: the results not read yet."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.late: deque[_Late] = deque()
+    calls: int = 0
+    late: deque[_Late] = field(default_factory=deque)
 
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
 
 class Agreement:
-    """What the ranks of one context compare. table: what they must agree on beside the calls under
-    it. known: whether it was compared."""
+    """What the ranks of one context compare: its table once, and the first calls of its group."""
 
     def __init__(self, group: dist.ProcessGroup, table: Facts) -> None:
         self._group = group
@@ -80,20 +80,19 @@ class Agreement:
         return not self._known or self._state.calls < WATCHED or bool(self._state.late)
 
     def before(self, call: str, **facts: Any) -> None:
-        """To be run by all ranks at the start of a call: its name, and numbers, dtypes or flags.
+        """All ranks run this at the start of a call. facts: numbers, dtypes or flags.
 
         Raises ValueError if ranks differ, on all of them.
         """
         state = self._state
         if not self.due:
             return
-        over_cuda = self._device().type == "cuda"
-        if over_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a graph would repeat it; what is captured has run before
+        if self._device().type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # the graph would repeat it, and what it captures has run before
         self._read()
-        if not self._known or state.calls < WATCHED:
-            wait = state.calls < WATCHED
-            self._compare({"call": call, **facts}, self._table, wait=wait)
+        watched = state.calls < WATCHED
+        if watched or not self._known:
+            self._compare({"call": call, **facts}, self._table, wait=watched)
             state.calls += 1
 
     def built(self) -> None:
@@ -118,7 +117,7 @@ class Agreement:
         if device.type == "cuda":
             mine = mine.pin_memory().to(device, non_blocking=True)
         rows, work = collectives.gather_numbers(mine, self._group)
-        work.wait()  # on a GPU its stream does
+        work.wait()  # on a GPU only the stream waits
         self._known = True
         if device.type != "cuda" or wait:
             _check(rows, facts)
@@ -130,7 +129,7 @@ class Agreement:
         self._state.late.append(_Late(late, arrived, facts))
 
     def _read(self) -> None:
-        """What has arrived."""
+        """Checks the results that have arrived."""
         late = self._state.late
         while late and late[0].arrived.query():
             one = late.popleft()
@@ -138,7 +137,7 @@ class Agreement:
 
 
 def _number(value: Any) -> int:
-    """Itself, or 56 bits that depend on all of it."""
+    """The number that stands for a value: an int itself, else 56 bits of a hash."""
     if isinstance(value, int):
         return int(value)
     data = array("q", value).tobytes() if isinstance(value, tuple) else str(value).encode()
@@ -153,36 +152,32 @@ def _check(gathered: Tensor, facts: Facts) -> None:
     rows = gathered.tolist()
     if all(row == rows[0] for row in rows):
         return
-    found, odd = [], set()
-    # ranks that call something else mean something else by the rest
     names = list(facts)
     call = names.index("call")
-    same_call = all(row[call] == rows[0][call] for row in rows)
-    for i, name in enumerate(names[: None if same_call else call + 1]):
-        column = [row[i] for row in rows]
-        differing = [rank for rank, number in enumerate(column) if number != column[0]]
-        if not differing:
-            continue
-        odd |= set(differing)
-        value = facts[name]
-        numbers = isinstance(value, int) or all(number in _READABLE for number in column)
-        if numbers:
-            ranks: dict[int, list[int]] = {}
-            for rank, number in enumerate(column):
-                ranks.setdefault(number, []).append(rank)
-            said = ", ".join(
-                f"{n if isinstance(value, int) else _READABLE[n]} on ranks {which}"
-                for n, which in ranks.items()
-            )
-        else:
-            said = f"on this rank {_short(value)}"
-        found.append(f"{name} ({said})")
+    if any(row[call] != rows[0][call] for row in rows):
+        names = names[: call + 1]  # in another call the numbers after its name mean other things
+    found, odd = [], set()
+    for name, column in zip(names, zip(*rows, strict=True), strict=False):
+        differing = {rank for rank, number in enumerate(column) if number != column[0]}
+        if differing:
+            odd |= differing
+            found.append(f"{name} ({_shown(facts[name], column)})")
     raise ValueError(
         f"all ranks of a context-parallel group must agree, but ranks {sorted(odd)} differ from "
         f"rank 0 in {', '.join(found)}"
     )
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:60]}.. of {len(text)} characters"
+def _shown(value: Any, column: tuple[int, ...]) -> str:
+    """What the ranks sent for one fact, as far as this rank can read it. value: its own."""
+    if not isinstance(value, int) and not all(number in _READABLE for number in column):
+        text = str(value)
+        short = text if len(text) <= 80 else f"{text[:60]}.. of {len(text)} characters"
+        return f"on this rank {short}"
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(column):
+        ranks.setdefault(number, []).append(rank)
+    return ", ".join(
+        f"{n if isinstance(value, int) else _READABLE[n]} on ranks {which}"
+        for n, which in ranks.items()
+    )

@@ -15,20 +15,16 @@ class Waitable(Protocol):
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
     """[R, *x.shape] from all ranks, and the work to wait for before reading it."""
-    return _all_gather(x, group)
-
-
-def gather_numbers(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
-    """The same, of what ranks compare (agreement.py): apart, so that exchanges can be counted."""
-    return _all_gather(x, group)
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     # torch 2.13 renames the call and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True)
     return out, work
+
+
+gather_numbers = all_gather
+"""The same for what ranks compare (agreement.py): a name of its own, so that tests can count the
+exchanges without it."""
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -40,9 +36,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_to_all(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, Waitable]:
-    """Rows [sum(send), D] to ranks by count; returns [sum(receive), D] in rank order.
+    """Sends rows [sum(send), D] to the ranks by count; returns [sum(receive), D] in rank order.
 
-    Travels as bytes, so that every dtype works with every transport.
+    The rows travel as bytes, so that every dtype works with every transport.
     """
     wire = rows.contiguous().view(torch.uint8)
     out = wire.new_empty(sum(receive), wire.shape[1])
@@ -50,38 +46,24 @@ def all_to_all(
     return out.view(rows.dtype), work
 
 
-def send(x: Tensor, to: int, group: dist.ProcessGroup) -> dist.Work:
-    """Starts sending x to a rank of the group."""
-    return _batched([dist.P2POp(dist.isend, x, group=group, group_peer=to)])[0]
-
-
-def receive(x: Tensor, sender: int, group: dist.ProcessGroup) -> dist.Work:
-    """Starts receiving into x from a rank of the group."""
-    return _batched([dist.P2POp(dist.irecv, x, group=group, group_peer=sender)])[0]
-
-
 def send_and_receive(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Starts to exchange (tensor, rank of the group) messages; the works to wait for."""
+    """Starts to exchange (tensor, rank of the group) messages; returns the works to wait for."""
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
-    return _batched(ops)
-
-
-def _batched(ops: list[dist.P2POp]) -> list[dist.Work]:
-    """The works of one batch. Single messages too: NCCL warns about one outside a batch."""
+    # A single message is a batch, too: NCCL warns about one outside a batch.
     return dist.batch_isend_irecv(ops) if ops else []
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """`device` if the group's transport can send from it, else the one that it can."""
+    """`device` if the group's transport can send from it, else the device that it sends from."""
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-# As torch.compile knows them: started here, waited for where the result is read.
+# The collectives that torch.compile traces: the compiler decides when to wait for them.
 
 
 def traced_all_gather(x: Tensor, world_size: int, group_name: str) -> Tensor:
@@ -110,6 +92,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def all_gather_rows(x: Tensor, world_size: int, group_name: str) -> Tensor:
-    """x [n, D] of all ranks, [R * n, D]; gradients are summed and come back."""
+    """x [n, D] of all ranks, [R * n, D]; in the backward each rank gets the sum of its rows'
+    gradients."""
     rows: Tensor = _GatherRows.apply(x, world_size, group_name)
     return rows

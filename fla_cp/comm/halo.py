@@ -9,7 +9,8 @@ range.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,21 +20,33 @@ from torch import Tensor
 from fla_cp.comm import collectives
 from fla_cp.comm.overlap import run_overlap
 from fla_cp.comm.timing import exchange_wait
-from fla_cp.partition.device_tables import to_device
+from fla_cp.partition.device_tables import Tabled, to_device
+
+Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
 class Gathered(NamedTuple):
-    """The same traffic as one all-gather, for a compiled graph: its shapes are few. rows: local
-    tokens that this rank sends, once each; padded: rows that each rank sends, zeros included; take:
-    for each row of the halo its row among all that were sent, R * padded where it has none."""
+    """The same traffic as one all-gather, for a compiled graph, which then sees few shapes. rows:
+    local tokens that this rank sends, once each; padded: rows that each rank sends, zeros included;
+    take: for each row of the halo its row among all that were sent, R * padded where it has none.
+    """
 
     rows: tuple[int, ...]
     padded: int
     take: tuple[int, ...]
 
 
+class _Message(NamedTuple):
+    """One token that a rank sends: its local index there, and its row in the receiver's halo."""
+
+    sender: int
+    token: int
+    receiver: int
+    place: int
+
+
 @dataclass(frozen=True)
-class Halo:
+class Halo(Tabled):
     """The token traffic of one rank.
 
     width: W-1, tokens before each range. ranges: how many ranges this rank owns.
@@ -51,50 +64,25 @@ class Halo:
     place: tuple[int, ...]
     needed: bool
     gathered: Gathered
-    _tables: dict = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def build(
-        cls,
-        cu_seqlens: Sequence[int],
-        token_ranges: Sequence[Sequence[tuple[int, int]]],
-        rank: int,
-        width: int,
-    ) -> Halo:
-        owned = sorted(
-            (lo, r, row, base)
-            for r, ranges in enumerate(token_ranges)
-            for row, ((lo, hi), base) in enumerate(zip(ranges, _bases(ranges), strict=True))
-            if hi > lo
-        )
-        messages: list[tuple[int, int, int, int]] = []  # sender, local token, receiver, place
-        first = 0  # sequence of the range's first token
-        for i, (lo, r, row, _) in enumerate(owned):
-            while cu_seqlens[first + 1] <= lo:
-                first += 1
-            begin = max(cu_seqlens[first], lo - width)
-            j, t = i, lo
-            while t > begin:
-                t -= 1
-                while owned[j][0] > t:
-                    j -= 1
-                start, sender, _, base = owned[j]
-                messages.append((sender, base + t - start, r, row * width + width - (lo - t)))
-        R = len(token_ranges)
-        out = sorted((m for m in messages if m[0] == rank), key=lambda m: (m[2], m[3]))
-        into = sorted((m for m in messages if m[2] == rank), key=lambda m: (m[0], m[3]))
-        sent: list[list[int]] = [sorted({m[1] for m in messages if m[0] == r}) for r in range(R)]
+    def build(cls, cu_seqlens: Sequence[int], token_ranges: Ranges, rank: int, width: int) -> Halo:
+        messages = _messages(cu_seqlens, token_ranges, width)
+        R, ranges = len(token_ranges), len(token_ranges[rank])
+        out = sorted((m for m in messages if m.sender == rank), key=lambda m: m[2:])
+        into = sorted((m for m in messages if m.receiver == rank), key=lambda m: (m[0], m[3]))
+        sent = [sorted({m.token for m in messages if m.sender == r}) for r in range(R)]
         padded = max(map(len, sent))
-        take = [R * padded] * (len(token_ranges[rank]) * width)
-        for sender, token, _, at in into:
-            take[at] = sender * padded + sent[sender].index(token)
+        take = [R * padded] * (ranges * width)
+        for m in into:
+            take[m.place] = m.sender * padded + sent[m.sender].index(m.token)
         return cls(
             width=width,
-            ranges=len(token_ranges[rank]),
-            send=tuple(m[1] for m in out),
-            send_counts=tuple(sum(m[2] == r for m in out) for r in range(R)),
-            receive_counts=tuple(sum(m[0] == r for m in into) for r in range(R)),
-            place=tuple(m[3] for m in into),
+            ranges=ranges,
+            send=tuple(m.token for m in out),
+            send_counts=tuple(sum(m.receiver == r for m in out) for r in range(R)),
+            receive_counts=tuple(sum(m.sender == r for m in into) for r in range(R)),
+            place=tuple(m.place for m in into),
             needed=bool(messages),
             gathered=Gathered(tuple(sent[rank]), padded, tuple(take)),
         )
@@ -107,10 +95,9 @@ class Halo:
         """
         halo = x.new_zeros(self.ranges * self.width, x.shape[-1])
         if self.needed:
-            got = self._exchange(
-                x[self._index(self.send, x)], self.send_counts, self.receive_counts, group
-            )
-            halo[self._index(self.place, x)] = got
+            rows = x[self._index(self.send, x.device)]
+            got = _exchange(rows, self.send_counts, self.receive_counts, group)
+            halo[self._index(self.place, x.device)] = got
         elif group is not None:
             run_overlap(lambda: None)
         return halo.view(self.ranges, self.width, x.shape[-1])
@@ -119,48 +106,56 @@ class Halo:
         """Adds the gradients of the halo [ranges*width, D] to dx [T, D] of their owners; they are
         summed in dhalo's dtype, where dx has a shorter one."""
         if self.needed:
-            rows = dhalo[self._index(self.place, dx)]
-            got = self._exchange(rows, self.receive_counts, self.send_counts, group)
+            rows = dhalo[self._index(self.place, dx.device)]
+            got = _exchange(rows, self.receive_counts, self.send_counts, group)
             owned = tuple(sorted(set(self.send)))
             row = {t: i for i, t in enumerate(owned)}
-            into = self._index(owned, dx)
+            into = self._index(owned, dx.device)
             sums = dx[into].to(got.dtype)
-            sums.index_add_(0, self._index(tuple(row[t] for t in self.send), dx), got)
+            sums.index_add_(0, self._index(tuple(row[t] for t in self.send), dx.device), got)
             dx[into] = sums.to(dx.dtype)
 
     def gather_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """rows and take of `Gathered`, int64."""
-        like = torch.empty(0, dtype=torch.int64, device=device)
-        return self._index(self.gathered.rows, like), self._index(self.gathered.take, like)
+        return self._index(self.gathered.rows, device), self._index(self.gathered.take, device)
 
-    def _exchange(
-        self,
-        rows: Tensor,
-        send: tuple[int, ...],
-        receive: tuple[int, ...],
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        if group is None:
-            return rows
-        out, work = collectives.all_to_all(rows, list(send), list(receive), group)
-
-        def wait() -> Tensor:
-            with exchange_wait(rows.device, "exchange of a convolution's halo"):
-                work.wait()
-            return out
-
-        return run_overlap(wait)
-
-    def _index(self, rows: tuple[int, ...], like: Tensor) -> Tensor:
-        key = (rows, like.device)
-        if key not in self._tables:
-            self._tables[key] = to_device(rows, torch.int64, like.device)
-        return self._tables[key]
+    def _index(self, rows: tuple[int, ...], device: torch.device) -> Tensor:
+        return self.cached((rows, device), lambda: to_device(rows, torch.int64, device))
 
 
-def _bases(ranges: Sequence[tuple[int, int]]) -> list[int]:
-    bases, at = [], 0
-    for lo, hi in ranges:
-        bases.append(at)
-        at += hi - lo
-    return bases
+def _messages(cu_seqlens: Sequence[int], token_ranges: Ranges, width: int) -> list[_Message]:
+    """The messages between all ranks."""
+    owned = []  # start, rank, index among the rank's ranges, local token of the start
+    for r, ranges in enumerate(token_ranges):
+        bases = accumulate((hi - lo for lo, hi in ranges), initial=0)
+        for row, ((lo, hi), base) in enumerate(zip(ranges, bases, strict=False)):
+            if hi > lo:
+                owned.append((lo, r, row, base))
+    owned.sort()
+    messages = []
+    first = 0  # sequence of the range's first token
+    for i, (lo, r, row, _) in enumerate(owned):
+        while cu_seqlens[first + 1] <= lo:
+            first += 1
+        j = i
+        for t in range(lo - 1, max(cu_seqlens[first], lo - width) - 1, -1):
+            while owned[j][0] > t:
+                j -= 1
+            start, sender, _, base = owned[j]
+            messages.append(_Message(sender, base + t - start, r, (row + 1) * width - (lo - t)))
+    return messages
+
+
+def _exchange(
+    rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: dist.ProcessGroup | None
+) -> Tensor:
+    if group is None:
+        return rows
+    out, work = collectives.all_to_all(rows, list(send), list(receive), group)
+
+    def wait() -> Tensor:
+        with exchange_wait(rows.device, "exchange of a convolution's halo"):
+            work.wait()
+        return out
+
+    return run_overlap(wait)

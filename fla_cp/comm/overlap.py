@@ -1,9 +1,9 @@
-"""Work of a layer for the time in which an exchange is under way.
+"""Work that a layer does while an exchange is under way.
 
-A convolution or an operator starts its exchange and waits for it inside one call. What its caller
-could do meanwhile is handed over before:
+A convolution or an operator starts its exchange and waits for it inside one call. Its caller hands
+over beforehand what can be done in the meantime:
 
-    with Meanwhile(lambda: self.g_proj(x)) as gate:
+    with Overlap(lambda: self.g_proj(x)) as gate:
         o = self.core(...)
     y = self.o_norm(o, gate())
 """
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 class _Handed(threading.local):
-    """What the next exchange of this thread may run."""
+    """What the next exchange of this thread may run; each thread gets a list of its own."""
 
     def __init__(self) -> None:
         self.work: list[Overlap] = []
@@ -33,7 +33,8 @@ _handed = _Handed()
 class Overlap(Generic[Found]):
     """Runs f once: in the block, where an exchange is under way or, in a batch that needs none,
     would be (so that ranks of several context-parallel groups run their modules in one order), or
-    when the result is asked for. There, gradients (of a backward) and autocast are as before."""
+    when the result is asked for. In the block, the modes for gradients (of a backward) and autocast
+    are those from before it."""
 
     def __init__(self, f: Callable[[], Found]):
         self._f = f
@@ -68,7 +69,7 @@ class Overlap(Generic[Found]):
 
 
 def run_overlap(wait: Callable[[], Found]) -> Found:
-    """What `wait` returns, once the work handed over has been queued. Should that fail, the
+    """What `wait` returns, once the work handed over has been queued. If that work fails, the
     exchange is waited for all the same: it still writes to its memory."""
     work, _handed.work = _handed.work, []
     try:

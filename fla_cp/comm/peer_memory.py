@@ -1,7 +1,7 @@
 """Memory that the ranks of one host read from each other, over torch's symmetric memory.
 
-Optional: `why_not` finds out whether a group can have it. Reads are plain loads through the peers'
-addresses; multicast is not used, nor is anything global set.
+It is optional: `why_not` finds out whether a group can have it. Reads are plain loads through the
+peers' addresses; there is no multicast, and no global setting is changed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,22 @@ CAPTURED = 2
 class PeerMemory:
     """Three parts of `count` elements on each rank's GPU, which all ranks of the group read.
 
-    To make one is a collective that the host waits in. Eager exchanges run on a stream of their
-    own, so that what a part holds is read by all before it is written again: exchange n+2 writes
-    where n did, after the barrier of n+1, which each peer enters after its reads of n. A CUDA graph
+    Making one is a collective in which the host waits. Eager exchanges run on a stream of their
+    own, so that all ranks have read a part before it is written again: exchange n+2 writes where n
+    did, after the barrier of n+1, which each peer enters after its reads of n. A CUDA graph
     repeats the parts of its capture, so captured exchanges have a part for themselves, and a second
-    barrier, before it is written; an exchange under way is waited for before a graph is replayed.
+    barrier before it is written; an exchange under way is waited for before a graph is replayed.
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int, dtype: torch.dtype):
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self.device = torch.device("cuda", torch.cuda.current_device())
-        with torch.inference_mode(False):  # it outlives a call
+        with torch.inference_mode(False):  # the memory outlives a call
             self._mine = _allocate(count, dtype, self.device)
             self._handle = _SymmetricMemory.rendezvous(self._mine, group.group_name)
-            parts = [
-                self._handle.get_buffer(r, (3, count), dtype).unbind()
-                for r in range(dist.get_world_size(group))
-            ]
+            ranks = range(dist.get_world_size(group))
+            parts = [self._handle.get_buffer(r, (3, count), dtype).unbind() for r in ranks]
         self._parts = list(zip(*parts, strict=True))
         self._stream = torch.cuda.Stream(self.device, priority=-1)
         self._turn = 0
@@ -51,9 +49,11 @@ class PeerMemory:
     def exchange(
         self, put: Callable[[Tensor], object], take: Callable[[tuple[Tensor, ...]], object]
     ) -> Callable[[], None]:
-        """Starts put(this rank's part) and, once all ranks have, take(the parts of all); both only
-        launch, and allocate nothing. The current stream waits for it in the call returned; until
-        then the caller keeps the tensors that they use."""
+        """Starts put(this rank's part) and, once all ranks have done so, take(the parts of all).
+
+        Both may only launch work, and allocate nothing. The call returned makes the current stream
+        wait for them; until then the caller keeps the tensors that they use.
+        """
         captured = torch.cuda.is_current_stream_capturing()
         turn = CAPTURED if captured else self._turn
         self._turn ^= not captured
@@ -69,14 +69,15 @@ class PeerMemory:
 
 
 def _allocate(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of its own, unlike that of symm_mem.empty, so that its signals are, too."""
+    """Memory that is not shared with other tensors, unlike that of symm_mem.empty: so its signals
+    are not shared either."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory.empty_strided_p2p((3, count), (count, 1), dtype, device)
 
 
-_Key = tuple[int, torch.dtype]
-_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, PeerMemory]] = WeakKeyDictionary()
+_Memories = dict[tuple[int, torch.dtype], PeerMemory]
+_MADE: WeakKeyDictionary[dist.ProcessGroup, _Memories] = WeakKeyDictionary()
 _REASONS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
@@ -101,7 +102,7 @@ def known(group: dist.ProcessGroup) -> bool:
 def why_not(group: dist.ProcessGroup) -> str:
     """Why the ranks of `group` cannot read each other's memory; "" on all of them if they can.
 
-    A collective at the first call for a group, which tries it.
+    The first call for a group is a collective, which tries it.
     """
     if dist.get_backend(group) != "nccl":
         return f"it needs a group over nccl, this one is over {dist.get_backend(group)}"
@@ -114,19 +115,19 @@ _LACKS = ("", "this torch has no symmetric memory", "TORCH_SYMMMEM chose another
 
 
 def _lack(device: torch.device) -> int:
-    """Which of `_LACKS` this process has."""
+    """Which of `_LACKS` applies to this process."""
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         backend = _SymmetricMemory.get_backend(device)
     except (ImportError, AttributeError):
         return 1
-    # NVSHMEM's is freed by a collective, NCCL's may have no addresses
+    # NVSHMEM frees its memory in a collective, and NCCL's memory may have no addresses.
     return 2 * (backend != "CUDA")
 
 
 def _look(group: dist.ProcessGroup) -> str:
-    """What speaks against it, from what each rank says of itself."""
+    """Why not, as far as the ranks' own settings, hosts and GPUs tell; "" if nothing does."""
     device = torch.device("cuda", torch.cuda.current_device())
     said = torch.tensor([_lack(device), _host(), device.index], device=device)
     gathered, work = collectives.all_gather(said, group)
@@ -148,9 +149,9 @@ def _host() -> int:
 
 
 def _try(group: dist.ProcessGroup) -> str:
-    """What fails when each rank reads a few numbers of all."""
+    """Why not, as far as a trial tells in which each rank reads a few numbers of all ranks."""
     world_size, device = dist.get_world_size(group), torch.cuda.current_device()
-    # each rank alone first: one that cannot would leave the others waiting for it
+    # Each rank allocates alone first: one that cannot would leave the others waiting for it.
     alone, why = _made(lambda: _allocate(64, torch.int64, torch.device("cuda", device)), group)
     if alone is not None:
         memory, why = _made(lambda: PeerMemory(group, 64, torch.int64), group)
@@ -164,16 +165,16 @@ def _try(group: dist.ProcessGroup) -> str:
 
 
 def _made(make: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str]:
-    """What it makes and "", or None and a reason if it fails on any rank."""
-    made, why = None, ""
+    """What `make` returns and "", or None and a reason if it fails on any rank."""
+    made, why = None, " of other ranks"
     try:
         made = make()
-    except Exception as failed:  # whatever it is: this memory is optional
+    except Exception as failed:  # any failure will do: this memory is optional
         why = f" ({failed})"
-    return (None, why or " of other ranks") if _any(made is None, group) else (made, "")
+    return (None, why) if _any(made is None, group) else (made, "")
 
 
 def _any(here: bool, group: dist.ProcessGroup) -> bool:
-    """Whether it is so on any rank."""
+    """Whether `here` is true on any rank."""
     flag = torch.tensor([int(here)], device=torch.cuda.current_device())
     return bool(collectives.all_reduce(flag, group).item())

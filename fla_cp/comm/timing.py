@@ -28,8 +28,7 @@ class ExchangeTimer:
     @contextmanager
     def interval(self, device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
@@ -76,7 +75,7 @@ def measure_exchange() -> Iterator[ExchangeTimer]:
 def exchange_wait(device: torch.device, what: str = "exchange of states") -> Iterator[None]:
     """Marks a wait for other ranks, for `measure_exchange`, the profiler's timeline and `waits`."""
     waits.count += 1
-    waits.now = what  # after an error it stays: it says where
+    waits.now = what  # after an error this stays, so that it says where the error was
     with torch.profiler.record_function("fla_cp.exchange"):
         if _timer is None:
             yield

@@ -24,7 +24,7 @@ from fla_cp.comm import (
     measure_exchange,
 )
 from fla_cp.comm.affine import leave
-from fla_cp.comm.exchange.base import pack, unpacked
+from fla_cp.comm.exchange.base import pack, unpack
 from fla_cp.comm.peer_memory import PeerMemory
 from fla_cp.context import build_cp_context
 from fla_cp.partition.slots import link_slots
@@ -67,7 +67,7 @@ def random_maps(links: Links, R: int, seed: int) -> list[SlotMaps]:
 def sliced(maps: SlotMaps, links: Links) -> SlotMaps:
     """The same maps, as slices of the wire."""
     wire = pack(maps, links)
-    return unpacked(wire, links, V)._replace(wire=wire)
+    return unpack(wire, V)._replace(wire=wire)
 
 
 def body(group, rank, R, scheme):
@@ -197,15 +197,11 @@ def test_local_folds_without_a_group():
 def traffic(group, rank, scheme, R):
     """Bytes that this rank sends for one document over all ranks, and its rounds of messages."""
     sent, rounds = [], []
-    original = {n: getattr(collectives, n) for n in ("all_gather", "send", "send_and_receive")}
+    original = {n: getattr(collectives, n) for n in ("all_gather", "send_and_receive")}
 
     def all_gather(x, group):
         sent.append(x.nbytes * (R - 1))
         return original["all_gather"](x, group)
-
-    def send(x, to, group):
-        sent.append(x.nbytes)
-        return original["send"](x, to, group)
 
     def send_and_receive(sends, receives, group):
         rounds.append(len(sends))
@@ -215,8 +211,7 @@ def traffic(group, rank, scheme, R):
     links = link_slots((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
     maps = random_maps(links, R, 0)[rank]
     maps = SlotMaps(maps.transition[:1], maps.offset[:1])
-    collectives.all_gather, collectives.send = all_gather, send
-    collectives.send_and_receive = send_and_receive
+    collectives.all_gather, collectives.send_and_receive = all_gather, send_and_receive
     try:
         scheme(group).start(maps, links).wait()
     finally:

@@ -246,8 +246,8 @@ def received_bytes(group, rank, scheme, counters):
 def test_bytes_of_each_exchange(scheme, monkeypatch):
     header, *rows = tables(DESIGN, "Exchange")[0]
     counters = peers.of_threads(monkeypatch)
-    all_gather, receive = collectives.all_gather, collectives.receive
-    send_and_receive, all_to_all = collectives.send_and_receive, collectives.all_to_all
+    all_gather, all_to_all = collectives.all_gather, collectives.all_to_all
+    send_and_receive = collectives.send_and_receive
 
     def count(tensors):
         counters[threading.get_ident()] += sum(x.nbytes for x in tensors)
@@ -255,10 +255,6 @@ def test_bytes_of_each_exchange(scheme, monkeypatch):
     def counted_all_gather(x, group):
         count([x] * (dist.get_world_size(group) - 1))
         return all_gather(x, group)
-
-    def counted_receive(x, *rest):
-        count([x])
-        return receive(x, *rest)
 
     def counted_send_and_receive(sends, receives, group):
         count([x for x, _ in receives])
@@ -271,7 +267,6 @@ def test_bytes_of_each_exchange(scheme, monkeypatch):
 
     monkeypatch.setattr(collectives, "all_to_all", counted_all_to_all)
     monkeypatch.setattr(collectives, "all_gather", counted_all_gather)
-    monkeypatch.setattr(collectives, "receive", counted_receive)
     monkeypatch.setattr(collectives, "send_and_receive", counted_send_and_receive)
     for ranks, *cells in rows[:-1]:
         S, M = map(Fraction, re.findall(r"[\d/]+", cells[header.index(scheme) - 1]))

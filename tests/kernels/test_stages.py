@@ -191,4 +191,5 @@ def test_rows_of_bundles_have_no_stride_of_one():
         ptr, row, head = rows(x)
         assert 1 not in (row, head)
         assert torch.equal(torch.as_strided(ptr, x.shape, (row, head, 1), ptr.storage_offset()), x)
-    assert rows(x := torch.rand(5, 3, 4))[0] is x
+    x = torch.rand(5, 3, 4)
+    assert rows(x).ptr is x

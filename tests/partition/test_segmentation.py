@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla_cp import build_cp_context, zigzag_token_ranges
 from fla_cp.comm.affine import FoldTable, fold, leave, product
-from fla_cp.comm.carry import AffineMap, carry, outgoing
+from fla_cp.comm.carry import AffineMap, SegmentMaps, carry
 from fla_cp.comm.exchange.base import pack
 from fla_cp.kernels import TORCH, using
 from fla_cp.kernels.torch.backend import TorchBackend
@@ -323,7 +323,7 @@ OUTGOING = 4, 3  # K, V
 
 
 def of_rank(ranges, rank, cu, reverse):
-    """What `outgoing` takes of a rank whose segments have two chunks at most."""
+    """What `SegmentMaps` takes of a rank whose segments have two chunks at most."""
     (K, V), links = OUTGOING, link_slots(cu, ranges)
     packing = Packing.build(cu, ranges[rank]).cut(2)
     counts = len(packing.middle), len(packing.carried if reverse else packing.feeding)
@@ -390,7 +390,7 @@ def test_what_is_sent_is_the_maps_of_the_ranges(ranges, cu, reverse, unwritten_i
     K, V = OUTGOING
     for rank in range(len(ranges)):
         maps, packing, shape, like, links = of_rank(ranges, rank, cu, reverse)
-        wire = pack(outgoing(maps, packing, shape, like, links, reverse=reverse), links)
+        wire = pack(SegmentMaps(maps, packing, shape, like, reverse).outgoing(links), links)
         exact = wire.new_zeros(links.slots_per_rank, 2, K, V + K * links.any_through)
         sources = packing.carried if reverse else packing.feeding
         for chain in packing.chains:

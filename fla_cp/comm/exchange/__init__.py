@@ -24,13 +24,11 @@ slot is passed through (two ranks, or documents shorter than a range).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.distributed as dist
 
 from fla_cp.comm import peer_memory
 from fla_cp.comm.exchange.all_gather import AllGather
-from fla_cp.comm.exchange.base import Exchange, Local
+from fla_cp.comm.exchange.base import Exchange, GroupExchange, Local
 from fla_cp.comm.exchange.by_heads import ByHeads
 from fla_cp.comm.exchange.prefix_scan import PrefixScan
 from fla_cp.comm.exchange.ring import Ring
@@ -38,29 +36,29 @@ from fla_cp.comm.exchange.symmetric import Symmetric, SymmetricOrGather
 
 __all__ = ["SCHEMES", "make_exchange", "scheme_of"]
 
-
-def scheme_of(exchange: Exchange) -> str:
-    """The name of an exchange in `SCHEMES`; others, which only "auto" takes, by class."""
-    names = {kind: name for name, kind in SCHEMES.items()}
-    return names.get(type(exchange), type(exchange).__name__.lower())
-
-
-SCHEMES: dict[str, Callable[[dist.ProcessGroup], Exchange]] = {
+SCHEMES: dict[str, type[GroupExchange]] = {
     "all_gather": AllGather,
     "ring": Ring,
     "scan": PrefixScan,
     "heads": ByHeads,
     "symmetric": Symmetric,
 }
+
 ALL_GATHER_RANKS, HEADS_RANKS = 8, 128
 """Largest world sizes for which "auto" gathers all maps, and for which it deals them by heads;
 beyond them the logarithmic scan. From the model in docs/design.md, with 32 heads."""
 
-
 SYMMETRIC_TOKENS = 8192
-"""Tokens of the largest rank from which "auto" reads peers' memory, where the group can. Its small
-kernels find room beside scans that fill the GPU, where a collective waits for their end; that is
-no matter with few tokens, and fewer were not measured (docs/design.md has the figures)."""
+"""From so many tokens on the largest rank, "auto" reads peers' memory where the group can. The
+small kernels of that exchange find room beside scans that fill the GPU, where a collective waits
+for their end. With fewer tokens this makes no difference, and it was not measured
+(docs/design.md has the figures)."""
+
+
+def scheme_of(exchange: Exchange) -> str:
+    """The name of an exchange in `SCHEMES`; others, which only "auto" takes, by class."""
+    names: dict[type, str] = {kind: name for name, kind in SCHEMES.items()}
+    return names.get(type(exchange), type(exchange).__name__.lower())
 
 
 def make_exchange(
@@ -71,10 +69,10 @@ def make_exchange(
     fixed: bool = False,
     tokens: int = 0,
 ) -> Exchange:
-    """The exchange object for `scheme` ("auto", or a key of `SCHEMES`). fixed: for links that are,
-    whose maps "auto" gathers whatever the size. tokens: of the largest rank.
+    """The exchange object for `scheme` ("auto", or a key of `SCHEMES`). fixed: the links are fixed;
+    "auto" then gathers their maps whatever the size. tokens: of the largest rank.
 
-    For "symmetric" a collective at the first call for a group. Raises ValueError for an unknown
+    For "symmetric" the first call for a group is a collective. Raises ValueError for an unknown
     scheme and, on all ranks, where the group cannot have symmetric memory.
     """
     if scheme != "auto" and scheme not in SCHEMES:

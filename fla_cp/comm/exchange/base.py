@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,56 +15,77 @@ from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
 from fla_cp.comm.timing import exchange_wait
 from fla_cp.partition.slots import Links
 
-_Chain = list[tuple[int, int, int]]
-
 
 class SlotMaps(NamedTuple):
     """Maps of this rank's slots: transition [J, HV, K, K] (or None) and offset [J, HV, K, V]. wire:
-    what `pack` would make of them, if they are its slices."""
+    the tensor that `pack` would return, where they are slices of it."""
 
     transition: Tensor | None
     offset: Tensor
     wire: Tensor | None = None
 
 
-class Pending(Protocol):
-    """An exchange under way."""
+Rounds = Iterator[Tensor | None]
+"""The run of an exchange: None while messages are under way, and at last the states [J, HV, K, V]
+entering this rank's slots, zero where nothing enters."""
+
+
+class Pending:
+    """An exchange under way: its first messages have left."""
+
+    def __init__(self, rounds: Rounds, device: torch.device):
+        self._rounds, self._device = rounds, device
+        next(rounds)
 
     def wait(self) -> Tensor:
         """States [J, HV, K, V] entering this rank's slots, zero where nothing enters."""
-        ...
-
-
-class Exchange(Protocol):
-    """A scheme. `start` returns at once; work that needs no state may run before `wait`. walk: the
-    backend's, for schemes that fold gathered maps."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None: ...
-
-    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending: ...
-
-
-class Waiting:
-    """A `Pending` whose remaining work is a function, timed as exposed exchange."""
-
-    def __init__(self, finish: Callable[[], Tensor], device: torch.device):
-        self._finish, self._device = finish, device
-
-    def wait(self) -> Tensor:
         with exchange_wait(self._device):
-            return self._finish()
+            *_, entering = self._rounds
+        assert entering is not None
+        return entering
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A scheme. `start` returns at once; work that needs no state may run before `wait`. fold: the
+    backend's, for schemes that fold gathered maps.
+
+    A subclass writes its `rounds` as a generator: what stands before the first yield runs in
+    `start`, the rest in `wait`.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
+        return Pending(self.rounds(maps, links, fold), maps.offset.device)
+
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        raise NotImplementedError
+
+
+class Local(Exchange):
+    """One rank holds all slots; nothing is sent."""
+
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        yield None
+        yield fold_slots(maps, links, 0, maps.offset, fold)
+
+
+class GroupExchange(Exchange):
+    """A scheme among the ranks of a group."""
+
+    group: dist.ProcessGroup
 
 
 @functools.cache
 def entering_table(rank: int, rows: int) -> Steps:
-    """The walk through all maps that gives the states entering the `rows` ranges of `rank`: all of
-    them, zero where nothing enters. A map's row is its rank's times slots_per_rank plus its own."""
+    """The fold of all maps that gives the states entering the `rows` ranges of `rank`: all of them,
+    zero where nothing enters. A map's row is its rank's times slots_per_rank plus its own."""
 
     def steps(links: Links) -> FoldTable:
-        found: list[_Chain] = []
-        chain: _Chain = []  # since the last slot that nothing passes through
-        used, zero = 0, set(range(rows))  # steps up to the last slot here; ranges not entered
+        found: list[list[tuple[int, int, int]]] = []
+        chain: list[tuple[int, int, int]] = []  # since the last slot that nothing passes through
+        used, zero = 0, set(range(rows))  # steps up to this rank's last slot; ranges not entered
         for s in range(links.count):
             if links.owner[s] == rank and links.continues[s]:
                 chain[-1] = (*chain[-1][:2], links.row[s])
@@ -77,7 +98,7 @@ def entering_table(rank: int, rows: int) -> Steps:
                 chain.append((row if links.through[s] else -1, row, -1))
         found += [chain[:used]] * (used > 0)
         found += [[(-1, -1, row)] for row in sorted(zero)]
-        if links.fixed:  # as many steps as slots before this one, one at least: zeros first
+        if links.fixed:  # as many steps as there are slots before, at least one; zeros come first
             least = max(1, links.owner.index(rank))
             found = [[(-1, -1, -1)] * (least - len(found[0])) + found[0]]
         return FoldTable.of([(-1, -1, chain) for chain in found])
@@ -92,33 +113,14 @@ def fold_slots(maps: SlotMaps, links: Links, rank: int, like: Tensor, fold: Fold
     return fold(links, steps, maps.transition, maps.offset, None, out, transposed=False)
 
 
-@dataclass(frozen=True)
-class Local:
-    """One rank holds all slots; nothing is sent."""
-
-    group: dist.ProcessGroup | None = None
-
-    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
-        def finish() -> Tensor:
-            return fold_slots(maps, links, 0, maps.offset, fold)
-
-        return Waiting(finish, maps.offset.device)
-
-
 def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, fold: Fold = fold) -> Tensor:
     """States entering the slots of `rank`, like [J, HV, K, V], from the wires of all ranks (`pack`)
     [R, slots_per_rank, ..]."""
-    maps = unpacked(wires.flatten(0, 1), links, like.shape[-1])
-    return fold_slots(maps, links, rank, like, fold)
-
-
-def unpacked(wire: Tensor, links: Links, V: int) -> SlotMaps:
-    """The maps of some rows of a wire."""
-    return SlotMaps(wire[..., V:] if links.any_through else None, wire[..., :V])
+    return fold_slots(unpack(wires.flatten(0, 1), like.shape[-1]), links, rank, like, fold)
 
 
 def wire_shape(links: Links, HV: int, K: int, V: int) -> tuple[int, int, int, int]:
-    """What `pack` returns is of this shape."""
+    """The shape of what `pack` returns."""
     return links.slots_per_rank, HV, K, V + K * links.any_through
 
 
@@ -126,13 +128,18 @@ def pack(maps: SlotMaps, links: Links) -> Tensor:
     """This rank's wire [slots_per_rank, HV, K, V+K], +K only where any transition is needed."""
     if maps.wire is not None:
         return maps.wire
-    J, HV, K, V = maps.offset.shape
-    sent = (maps.offset, maps.transition) if links.any_through else (maps.offset,)
-    parts = [x for x in sent if x is not None]
-    if links.slots_per_rank == J and len(parts) == len(sent):
-        return torch.cat(parts, -1)
-    wire = maps.offset.new_zeros(wire_shape(links, HV, K, V))
-    wire[:J, ..., :V] = maps.offset
-    if links.any_through and maps.transition is not None:
-        wire[:J, ..., V:] = maps.transition
+    transition, offset = maps.transition if links.any_through else None, maps.offset
+    J, HV, K, V = offset.shape
+    complete = transition is not None or not links.any_through
+    if complete and links.slots_per_rank == J:
+        return torch.cat([x for x in (offset, transition) if x is not None], -1)
+    wire = offset.new_zeros(wire_shape(links, HV, K, V))
+    wire[:J, ..., :V] = offset
+    if transition is not None:
+        wire[:J, ..., V:] = transition
     return wire
+
+
+def unpack(wire: Tensor, V: int) -> SlotMaps:
+    """The maps in the rows of a wire [.., K, V] or [.., K, V+K]."""
+    return SlotMaps(wire[..., V:] if wire.shape[-1] > V else None, wire[..., :V])

@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import collectives
-from fla_cp.comm.affine import Fold, fold, leave
-from fla_cp.comm.exchange.base import Pending, SlotMaps, Waiting, pack, unpacked
+from fla_cp.comm.affine import Fold, leave
+from fla_cp.comm.exchange.base import GroupExchange, Rounds, SlotMaps, pack, unpack
 from fla_cp.partition.slots import Links
 
 
-@dataclass(frozen=True)
-class ByHeads:
+class ByHeads(GroupExchange):
     """Each rank folds the maps of all ranks for its share of the heads, and sends every rank the
     states that enter its slots: two all-to-alls."""
 
-    group: dist.ProcessGroup
-
-    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
         wire = pack(maps, links).transpose(0, 1)  # heads first
         _, HV, K, V = maps.offset.shape
         R, rank, J = dist.get_world_size(self.group), dist.get_rank(self.group), wire.shape[1]
-        edges = [HV * r // R for r in range(R + 1)]
-        shares = [hi - lo for lo, hi in pairwise(edges)]
+        shares = [hi - lo for lo, hi in pairwise(HV * r // R for r in range(R + 1))]
         mine = [shares[rank]] * R
         got, work = collectives.all_to_all(wire.flatten(1), shares, mine, self.group)
-
-        def finish() -> Tensor:
-            work.wait()
-            wires = got.view(R, shares[rank], J, K, wire.shape[-1]).transpose(1, 2)
-            states = wires.new_zeros(R, J, shares[rank], K, V)
-            state: Tensor | None = None
-            for s, (owner, row) in enumerate(zip(links.owner, links.row, strict=True)):
-                if state is not None and links.continues[s]:
-                    states[owner, row] = state
-                if links.feeds(s):
-                    one = unpacked(wires[owner, row], links, V)
-                    M = one.transition if links.through[s] else None
-                    state = leave(M, one.offset, state)
-            back = states.transpose(1, 2).reshape(R * shares[rank], J * K * V)
-            heads, work_back = collectives.all_to_all(back, mine, shares, self.group)
-            work_back.wait()
-            entering = heads.view(HV, J, K, V).transpose(0, 1)
-            return entering[: len(maps.offset)].contiguous()
-
-        return Waiting(finish, wire.device)
+        yield None
+        work.wait()
+        wires = got.view(R, shares[rank], J, K, wire.shape[-1]).transpose(1, 2)
+        states = wires.new_zeros(R, J, shares[rank], K, V)
+        state: Tensor | None = None
+        for s, (owner, row) in enumerate(zip(links.owner, links.row, strict=True)):
+            if state is not None and links.continues[s]:
+                states[owner, row] = state
+            if links.feeds(s):
+                one = unpack(wires[owner, row], V)
+                state = leave(one.transition if links.through[s] else None, one.offset, state)
+        back = states.transpose(1, 2).reshape(R * shares[rank], J * K * V)
+        heads, work = collectives.all_to_all(back, mine, shares, self.group)
+        work.wait()
+        entering = heads.view(HV, J, K, V).transpose(0, 1)
+        yield entering[: len(maps.offset)].contiguous()

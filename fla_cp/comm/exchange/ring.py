@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fla_cp.comm import collectives
-from fla_cp.comm.affine import Fold, fold, leave, row_of
-from fla_cp.comm.exchange.base import Pending, SlotMaps, Waiting
+from fla_cp.comm.affine import Fold, leave, row_of
+from fla_cp.comm.exchange.base import GroupExchange, Rounds, SlotMaps
 from fla_cp.partition.slots import Links
 
 
-@dataclass(frozen=True)
-class Ring:
+class Ring(GroupExchange):
     """States go from slot to slot, each rank applying its own map: fewest bytes, serial.
 
     Every rank performs its sends and receives in slot order, so that no two ranks wait for
@@ -23,54 +21,30 @@ class Ring:
     device_id: ranks without a neighbour send none.
     """
 
-    group: dist.ProcessGroup
-
-    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
-        steps = _RingSteps(self.group, maps, links)
-        steps.run(until_state_needed=True)
-        return Waiting(steps.finish, maps.offset.device)
-
-
-class _RingSteps:
-    def __init__(self, group: dist.ProcessGroup, maps: SlotMaps, links: Links):
-        self.group, self.maps, self.links = group, maps, links
-        self.rank = dist.get_rank(group)
-        self.entering = torch.zeros_like(maps.offset)
-        self.slots = links.slots_of(self.rank)
-        self.sends: list[tuple[dist.Work, Tensor]] = []
-        self.receives: dict[int, dist.Work] = {}
-        self.at = 0
-
-    def run(self, until_state_needed: bool = False) -> None:
-        """Goes on slot by slot; with the flag, stops before it would have to wait."""
-        links = self.links
-        while self.at < len(self.slots):
-            s = self.slots[self.at]
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        rank, owner = dist.get_rank(self.group), links.owner
+        entering = torch.zeros_like(maps.offset)
+        sends, receives = [], {}
+        for s in links.slots_of(rank):
             row = links.row[s]
-            if links.continues[s] and s not in self.receives and links.owner[s - 1] != self.rank:
-                self.receives[s] = collectives.receive(
-                    self.entering[row], links.owner[s - 1], self.group
-                )
-            if links.feeds(s):
-                if links.through[s]:
-                    if until_state_needed:
-                        return
-                    if s in self.receives:
-                        self.receives.pop(s).wait()
-                    out = leave(
-                        row_of(self.maps.transition, row), self.maps.offset[row], self.entering[row]
-                    )
-                else:
-                    out = self.maps.offset[row].contiguous()
-                if links.owner[s + 1] == self.rank:
-                    self.entering[links.row[s + 1]] = out
-                else:
-                    work = collectives.send(out, links.owner[s + 1], self.group)
-                    self.sends.append((work, out))
-            self.at += 1
-
-    def finish(self) -> Tensor:
-        self.run()
-        for work in [*self.receives.values(), *(work for work, _ in self.sends)]:
+            if links.continues[s] and owner[s - 1] != rank:
+                buffer = entering[row], owner[s - 1]
+                receives[s] = collectives.send_and_receive([], [buffer], self.group)
+            if not links.feeds(s):
+                continue
+            if links.through[s]:
+                yield None  # what leaves depends on the state that enters
+                for work in receives.pop(s, []):
+                    work.wait()
+                out = leave(row_of(maps.transition, row), maps.offset[row], entering[row])
+            else:
+                out = maps.offset[row].contiguous()
+            if owner[s + 1] == rank:
+                entering[links.row[s + 1]] = out
+            else:  # the transport reads `out` until its work is done
+                message = out, owner[s + 1]
+                sends.append((message, collectives.send_and_receive([message], [], self.group)))
+        yield None
+        for work in chain(*receives.values(), *(works for _, works in sends)):
             work.wait()
-        return self.entering
+        yield entering

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,27 +11,25 @@ from torch import Tensor
 from fla_cp.comm import peer_memory
 from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
 from fla_cp.comm.exchange.all_gather import AllGather
-from fla_cp.comm.exchange.base import Pending, SlotMaps, Waiting, entering_table
+from fla_cp.comm.exchange.base import GroupExchange, Pending, Rounds, SlotMaps, entering_table
 from fla_cp.partition.slots import Links
 
 
-@dataclass(frozen=True)
-class Symmetric:
+class Symmetric(GroupExchange):
     """Every rank puts its maps where its peers can read them, and reads from theirs those that its
-    fold needs (peers.py).
+    fold needs (peer_memory.py).
 
     Each map is read once, into local memory, while other work may run; the fold would read a
     transition for every tile of values.
     """
 
-    group: dist.ProcessGroup
-
-    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
         J, HV, K, V = maps.offset.shape
         S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
         rank = dist.get_rank(self.group)
         transitions, offsets = links.cached((_read, rank, J), lambda: _read(links, rank, J))
-        # room for transitions even where none is sent: another size later would make hosts wait
+        # There is room for transitions even where none is sent: another size later would make
+        # the hosts wait.
         memory = peer_memory.peer_memory(self.group, slots * (S + M), maps.offset.dtype)
         got = maps.offset.new_empty(len(offsets) * S + len(transitions) * M)
 
@@ -45,30 +42,26 @@ class Symmetric:
             found = [parts[row // slots].narrow(0, row % slots * S, S) for row in offsets]
             for row in transitions:
                 found.append(parts[row // slots].narrow(0, slots * S + row % slots * M, M))
-            if len(found) == 1:  # torch would leave one tensor to the driver's copy
+            if len(found) == 1:  # torch would leave a single tensor to the driver's copy
                 found = list(found[0].chunk(2))
             if found:
                 torch.cat(found, out=got)
 
         arrived = memory.exchange(put, take)
-
-        def finish() -> Tensor:
-            arrived()
-            B = got[: len(offsets) * S].view(-1, HV, K, V) if offsets else None
-            M_ = got[len(offsets) * S :].view(-1, HV, K, K) if transitions else None
-            out = torch.empty_like(maps.offset, memory_format=torch.contiguous_format)
-            return fold(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
-
-        return Waiting(finish, maps.offset.device)
+        yield None
+        arrived()
+        B = got[: len(offsets) * S].view(-1, HV, K, V) if offsets else None
+        M_ = got[len(offsets) * S :].view(-1, HV, K, K) if transitions else None
+        out = torch.empty_like(maps.offset, memory_format=torch.contiguous_format)
+        yield fold(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
 
 
-@dataclass(frozen=True)
-class SymmetricOrGather:
-    """Symmetric where the group can have it, else AllGather. It finds out in the first exchange,
-    which all ranks start alike, not in a context's making, which may run on a thread of its own. A
-    first exchange that a CUDA graph captures gathers."""
+class SymmetricOrGather(GroupExchange):
+    """Symmetric where the group can have it, else AllGather.
 
-    group: dist.ProcessGroup
+    The first exchange finds out, because all ranks start it alike; a context may be built on a
+    thread of its own. If a CUDA graph captures the first exchange, it gathers.
+    """
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         known = peer_memory.known(self.group) or not torch.cuda.is_current_stream_capturing()
@@ -78,27 +71,27 @@ class SymmetricOrGather:
 
 
 def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows of transitions and of offsets, counted as by `entering_table`, that its walk reads."""
+    """The rows of transitions and of offsets that the fold of `entering_table` reads."""
     if links.fixed:  # whatever the packing
         before = links.owner[: links.owner.index(rank)]
         return before[1:], before
-    walked = entering_table(rank, rows)(links)
-    transitions, offsets = (tuple(sorted({*x} - {-1})) for x in (walked.transition, walked.offset))
+    table = entering_table(rank, rows)(links)
+    transitions, offsets = (tuple(sorted({*x} - {-1})) for x in (table.transition, table.offset))
     return transitions, offsets
 
 
 @functools.cache
 def _entering_read(rank: int, rows: int) -> Steps:
-    """The walk of `entering_table` through the maps of `_read` alone."""
+    """The steps of `entering_table`, whose rows count the maps of `_read` alone."""
 
     def steps(links: Links) -> FoldTable:
-        walked = entering_table(rank, rows)(links)
+        table = entering_table(rank, rows)(links)
         transition, offset = (
             {row: n for n, row in enumerate((-1, *read), -1)} for read in _read(links, rank, rows)
         )
-        return walked._replace(
-            transition=tuple(transition[row] for row in walked.transition),
-            offset=tuple(offset[row] for row in walked.offset),
+        return table._replace(
+            transition=tuple(transition[row] for row in table.transition),
+            offset=tuple(offset[row] for row in table.offset),
         )
 
     return steps
