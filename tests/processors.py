@@ -26,8 +26,8 @@ TESTS = {
     "bits": ["-m", "bits and not wide"],
     "budgets": [
         "tests/partition/test_segmentation.py::test_a_fold_gives_transitions_beside_states",
-        "tests/kernels/test_conv_gate_kernels.py::test_the_gpu_checks_themselves",
-        "tests/kernels/test_conv_gate_kernels.py::test_the_gates_budget_is_that_of_its_terms",
+        "tests/gpu/test_checks.py::test_the_gpu_checks_themselves",
+        "tests/gpu/test_checks.py::test_the_gates_budget_is_that_of_its_terms",
         "tests/train/test_parity.py",
         "tests/train/test_train.py::test_parity_of_a_split",
     ],

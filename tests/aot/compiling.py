@@ -13,14 +13,13 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
+from tests.support.driver import Sm90Driver
 from tests.support.tuned import variant
 
 
@@ -37,32 +36,6 @@ class Compiled:
     undefined: tuple[str, ...]
     serial: tuple[str, ...]
     overwritten: tuple[str, ...]
-
-
-class _Sm90:
-    """Stands in for the CUDA driver: names a target and nothing else."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_device_interface(self) -> object:
-        return torch.cuda
-
-    def get_benchmarker(self) -> object:
-        return lambda fn, *args, **kwargs: [1.0, 1.0, 1.0]
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
 
 
 @dataclass(frozen=True)
@@ -103,7 +76,7 @@ def launched() -> Iterator[list[Launch]]:
     backend = variant(min_chunk_heads=0)
     launches.runner = lambda kernel, grid, *given, **named: kernel[grid](*given, **named)
     active = driver._active  # the property would look for a GPU
-    driver.set_active(_Sm90())
+    driver.set_active(Sm90Driver())
     JITFunction.run = keep
     before = active_mode.set(_LATER)
     try:  # tensors are on the CPU, where "auto" means torch
@@ -117,7 +90,7 @@ def launched() -> Iterator[list[Launch]]:
 
 
 def start_worker() -> None:
-    driver.set_active(_Sm90())
+    driver.set_active(Sm90Driver())
     triton.knobs.nvidia.dump_ptxas_log = True
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from fla_cp import causal_conv1d, kda_gate
 from tests.gpu.cases import BF16, FP16, FP32, SAFE, SIZES, cases, recurrent_cases, tiles
 from tests.support.cases import INSIDE, Case, named, options
+from tests.support.closeness import share_of_budget
 from tests.support.running import run, run_recurrent
 from tests.support.tuned import tuned
 
@@ -213,7 +214,7 @@ def judged(
         if dtype == FP32 and {"q", "A_log"} <= x.keys():
             more = added(more, of_approximations(call, rounded, exact))
         row["use"], row["worst"] = max(
-            (use(actual[n], exact[n], plain[n], more.get(n), dtype), n) for n in actual
+            (share_of_budget(actual[n], exact[n], plain[n], more.get(n), dtype), n) for n in actual
         )
         row["ok"] = row["same_bits"] and row["use"] <= 1.0
     except Exception as error:  # reported, and the process goes on or dies with the GPU context
@@ -255,7 +256,7 @@ def check_member(
     name: str = "",
     H: int = 2,
 ) -> dict:
-    from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
+    from tests.support.members import BY_NAME, Call, collect, draw, operator
 
     member = BY_NAME[key]
     x, keywords, weights = draw(member, Call(T=T, H=H, HV=4, K=K, V=V, inside=inside))
@@ -421,32 +422,9 @@ def walks(case: Case, x: Named, error: Tensor) -> Named:
     }
 
 
-def use(
-    actual: Tensor, exact: Tensor, baseline: Tensor, fold: Tensor | None, dtype: torch.dtype
-) -> float:
-    """Share of the error budget: twice the torch stages' error plus six roundings to the inputs'
-    dtype, of half a unit each. Six, since that many rounded operands follow one another on the
-    longest way to a gradient: kg, T, r, v_new, h (or dh) and the gradient of the scores; the torch
-    stages round none. As maximum they may all point one way; as rms of many elements of a
-    half-precision dtype they are independent. walk: what a sum over all tokens may be off besides.
-    """
-    unit = torch.finfo(dtype).eps / 2
-    many = dtype.itemsize == 2 and exact.numel() >= 256
-    shares = []
-    for size, roundings in (
-        (lambda e: e.abs().max(), 6),
-        (lambda e: e.square().mean().sqrt(), 6**0.5 if many else 6),
-    ):
-        budget = 2 * size(baseline.double() - exact) + roundings * unit * size(exact)
-        if fold is not None:
-            budget = budget + size(fold)
-        shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
-    return max(shares)
-
-
 def parts() -> dict[str, Callable[[], Rows]]:
     """What runs in a process of its own, by name."""
-    from tests.ops.test_family import BY_NAME
+    from tests.support.members import BY_NAME
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling

@@ -18,7 +18,6 @@ from fla_cp.kernels.triton.intra import intra
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
-from tests.gpu.checks import use
 from tests.support.cases import INSIDE, PACKED, Case, options
 from tests.support.closeness import assert_within_budget
 from tests.support.running import oracle, run, run_sharded
@@ -363,15 +362,6 @@ def as_compiled(group, rank, keep):
 @pytest.mark.parametrize("keep", [False, True])
 def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
     gloo_pool.run(as_compiled, keep, world_size=2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
-    """tests/gpu.py: an error of eight roundings is over it, one of a rounding is within."""
-    exact = torch.linspace(1, 2, 100, dtype=torch.float64)
-    for roundings, within in ((1, True), (8, False)):
-        actual = exact * (1 + roundings * torch.finfo(dtype).eps)
-        assert (use(actual, exact, exact, None, dtype) <= 1) == within
 
 
 def test_scans_of_many_chains_take_wider_tiles():

@@ -1,4 +1,4 @@
-"""Remembered launches; what is checked is in launches.py."""
+"""Remembered launches; what is checked is in remembered_launches.py."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def test_remembered_launches_run_what_triton_runs():
             "-q",
             "-p",
             "no:cacheprovider",
-            "tests/support/launches.py",
+            "tests/kernels/remembered_launches.py",
         ],
         cwd=Path(__file__).parents[2],
         env=clean,

@@ -126,8 +126,8 @@ def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
     """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
     states; in segments of a chunk with summaries and transitions, too."""
     from benchmarks.tune import cut_into
-    from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
     from tests.support.gluon_interpreter import interpreted
+    from tests.support.members import BY_NAME, Call, collect, draw, operator
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tune(monkeypatch, gluon=True)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, nn
-from tests.multi_gpu.test_kda import (
+from tests.support.members import BY_NAME, CALLS, collect, draw, operator
+from tests.support.ranks_against_one import (
     RANGES,
     assert_close,
     device_of,
@@ -16,7 +17,6 @@ from tests.multi_gpu.test_kda import (
     same_step,
     sum_of_errors,
 )
-from tests.ops.test_family import BY_NAME, CALLS, collect, draw, operator
 
 MEMBERS = [key for key in BY_NAME if key not in ("kda", "gated_delta_product1")]
 CALL = dataclasses.replace(CALLS["inside"], T=200, K=16, V=16)

@@ -19,7 +19,7 @@ from fla_cp.comm import AllGather, SlotMaps, Symmetric, peer_memory
 from fla_cp.nn import KimiDeltaAttention
 from fla_cp.partition.slots import link_slots
 from fla_cp.partition.token_ranges import contiguous_token_ranges
-from tests.multi_gpu.test_kda import device_of, need
+from tests.support.ranks_against_one import device_of, need
 
 HV, K, V = 16, 128, 64
 RANGES = {"contiguous": contiguous_token_ranges, "zigzag": zigzag_token_ranges}

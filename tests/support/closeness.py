@@ -45,5 +45,28 @@ def assert_within_budget(
         assert error <= budget, f"{kind} over {budget:.2e}. {_report(name, actual, exact)}"
 
 
+def share_of_budget(
+    actual: Tensor, exact: Tensor, baseline: Tensor, fold: Tensor | None, dtype: torch.dtype
+) -> float:
+    """Share of the error budget: twice the torch stages' error plus six roundings to the inputs'
+    dtype, of half a unit each. Six, since that many rounded operands follow one another on the
+    longest way to a gradient: kg, T, r, v_new, h (or dh) and the gradient of the scores; the torch
+    stages round none. As maximum they may all point one way; as rms of many elements of a
+    half-precision dtype they are independent. walk: what a sum over all tokens may be off besides.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    many = dtype.itemsize == 2 and exact.numel() >= 256
+    shares = []
+    for size, roundings in (
+        (lambda e: e.abs().max(), 6),
+        (lambda e: e.square().mean().sqrt(), 6**0.5 if many else 6),
+    ):
+        budget = 2 * size(baseline.double() - exact) + roundings * unit * size(exact)
+        if fold is not None:
+            budget = budget + size(fold)
+        shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
+    return max(shares)
+
+
 def _size(kind: str, error: Tensor) -> Tensor:
     return error.abs().max() if kind == "max" else error.square().mean().sqrt()

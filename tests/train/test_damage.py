@@ -12,19 +12,12 @@ import pytest
 import torch
 
 from fla_cp.train import checkpoint, integrity
-from fla_cp.train.config import UserError, parse
-from fla_cp.train.distributed import joined
+from fla_cp.train.config import UserError
 from fla_cp.train.integrity import Damaged, FileSums, pack_sums, seal, unpack_sums, unseal, verify
 from fla_cp.train.untrusted import restricted_metadata, trusted_metadata
-from tests.train.test_checkpoint import OneRank
+from tests.support.checkpoints import Evil, OneRank, as_format_1
 
 SHARD = "__0_0.distcp"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with joined(parse(["--device", "cpu"]).parallel) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +66,6 @@ def reseal(path, name):
         file.write(data)
     sums = pack_sums([file.sums(name)])
     edit(path, lambda record: {**record, "files": {**record["files"], **sums}})
-
-
-def as_format_1(path):
-    """The checkpoint as the version before wrote it."""
-    record = unseal((path / "trainer.json").read_bytes())
-    kept = {k: record[k] for k in ("step", "skipped", "data")}
-    names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings", "vocab_size")
-    model = {name: record["model"][name] for name in names}
-    (path / "trainer.json").write_text(json.dumps({"format": 1, **kept, "model": model}))
 
 
 def replaced(name, data):
@@ -268,16 +252,6 @@ def test_damaged_metadata_is_never_an_error_of_pickle(run):
             refused.append(str(error))
     assert len(refused) > 20
     assert not any("\n" in reason for reason in refused)
-
-
-class Evil:
-    """Pickled, it makes a file where it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return (os.makedirs, (str(self.marker), 0o777, True))
 
 
 @pytest.mark.parametrize("format", [1, 2])

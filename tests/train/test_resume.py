@@ -13,9 +13,7 @@ import fla_cp.train.main
 from fla_cp.train.checkpoint import checkpoints
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.untrusted import trusted_metadata
-from tests.train.test_checkpoint import names
-from tests.train.test_damage import Evil, as_format_1
-from tests.train.test_saver import disk_of
+from tests.support.checkpoints import Evil, as_format_1, disk_of, names
 
 FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "32", "--model.num-heads", "2"),

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import threading
 from pathlib import Path
 
@@ -15,27 +14,9 @@ from torch.distributed.checkpoint.staging import DefaultStager
 import fla_cp.train.saver
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
-from fla_cp.train.config import parse
-from fla_cp.train.distributed import Ranks, joined
+from fla_cp.train.distributed import Ranks
 from fla_cp.train.saver import SaveFailed, Saver, stagers_can_be_used_again
-from tests.train.test_checkpoint import OneRank, names
-
-
-@pytest.fixture
-def ranks():
-    with joined(parse(["--device", "cpu"]).parallel) as ranks:
-        yield ranks
-
-
-@contextlib.contextmanager
-def disk_of(size):
-    """No file of this process may grow over `size` bytes: its writes fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from tests.support.checkpoints import OneRank, disk_of, names
 
 
 def test_training_goes_on_while_the_state_of_the_step_is_written(tmp_path, ranks, monkeypatch):

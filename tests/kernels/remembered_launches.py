@@ -14,7 +14,7 @@ from triton.runtime import driver
 from fla_cp.kernels.sm90 import tma
 from fla_cp.kernels.triton import launch as launches
 from fla_cp.kernels.triton.launch import launch
-from tests.aot.compiling import _Sm90
+from tests.support.driver import Sm90Driver
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def kernel(x, y, n, scale, pair, B: tl.constexpr, F: tl.constexpr, WHAT: tl.cons
     tl.store(x + i, a.to(x.dtype.element_ty))
 
 
-class Recorder(_Sm90):
+class Recorder(Sm90Driver):
     """Stands in for the CUDA driver and its launcher."""
 
     def __init__(self):

@@ -1,0 +1,95 @@
+"""Checkpoints of a small model on one rank, and what can go wrong with them."""
+
+import contextlib
+import json
+import os
+import resource
+
+import torch
+
+from fla_cp.train import checkpoint
+from fla_cp.train.checkpoint import Progress
+from fla_cp.train.config import parse
+from fla_cp.train.distributed import shard_model
+from fla_cp.train.integrity import unseal
+from fla_cp.train.model import build_model
+from fla_cp.train.saver import Saver
+from fla_cp.train.step import build_optimizer
+
+FLAGS = (
+    "--device cpu --model.layers 1 --model.hidden-size 32 --model.num-heads 2 --model.head-dim 16 "
+    "--run.keep-checkpoints 2"
+)
+VOCAB = 64
+
+
+class OneRank:
+    """A model of one rank with its optimiser, on a world of one."""
+
+    def __init__(self, ranks, flags="", seed=0):
+        self.config = parse(f"{FLAGS} {flags}".split())
+        self.ranks = ranks
+        self.model = build_model(self.config.model, VOCAB, seed)
+        shard_model(self.model, ranks, torch.float32)
+        self.optimizer = build_optimizer(self.model, self.config.optim)
+
+    def update(self):
+        for p in self.model.parameters():
+            p.grad = p.detach().cos()
+        self.optimizer.step()
+
+    def facts(self, vocab_size=VOCAB, packs=10):
+        return checkpoint.facts(self.config, vocab_size, packs, torch.float32)
+
+    def saver(self, run, say=lambda line: None):
+        return Saver(run, self.facts(), self.config.run.keep_checkpoints, self.ranks, say)
+
+    def save(self, run, step, skipped=0):
+        with contextlib.closing(self.saver(run)) as saver:
+            return saver.write(self.model, self.optimizer, Progress(step, skipped))
+
+    def load(self, path):
+        return checkpoint.load(path, self.model, self.optimizer, self.ranks)
+
+    def tensors(self):
+        """Parameters and moments by name."""
+        found = {}
+        for name, p in self.model.named_parameters():
+            found[name] = p.full_tensor().clone()
+            for key, value in self.optimizer.state[p].items():
+                found[f"{name}.{key}"] = getattr(value, "full_tensor", lambda v=value: v)().clone()
+        return found
+
+
+def names(run):
+    return sorted(f.name for f in (run / "checkpoints").iterdir())
+
+
+def as_format_1(path):
+    """The checkpoint as the version before wrote it."""
+    record = unseal((path / "trainer.json").read_bytes())
+    kept = {k: record[k] for k in ("step", "skipped", "data")}
+    names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings", "vocab_size")
+    model = {name: record["model"][name] for name in names}
+    (path / "trainer.json").write_text(json.dumps({"format": 1, **kept, "model": model}))
+
+
+class Evil:
+    """Pickled, it makes a file where it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (os.makedirs, (str(self.marker), 0o777, True))
+
+
+@contextlib.contextmanager
+def disk_of(size):
+    """No file of this process may grow over `size` bytes: its writes fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
