@@ -304,7 +304,7 @@ def load(
     parameters, moments = get_state_dict(model, optimizer)
     names = metadata.state_dict_metadata
     random = {k: v for k, v in random_state(ranks).items() if f"random.{k}" in names}
-    state = {
+    state: dict[str, Any] = {
         "model": parameters,
         "optimizer": moments,
         "progress": {name: torch.tensor(0, device="cpu") for name in asdict(Progress())},

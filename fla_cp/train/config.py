@@ -214,6 +214,12 @@ class RunConfig:
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
 
+    @property
+    def steps(self) -> int:
+        """max_steps, once `with_recipe` has set it."""
+        assert self.max_steps is not None
+        return self.max_steps
+
 
 @dataclass(frozen=True)
 class ParityConfig:
@@ -272,14 +278,16 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
 def with_recipe(config: TrainConfig) -> TrainConfig:
     """The configuration with what was left to the model's size filled in from `RECIPES`."""
     recipe, optim, run = RECIPES[config.model.size], config.optim, config.run
-    if run.max_steps is None:
-        run = dataclasses.replace(run, max_steps=recipe.max_steps)
-    if optim.lr is None:
-        optim = dataclasses.replace(optim, lr=recipe.lr)
-    if optim.warmup_steps is None:
-        steps = min(recipe.warmup_steps, max(run.max_steps, 0) // 5)
-        optim = dataclasses.replace(optim, warmup_steps=steps)
-    return dataclasses.replace(config, optim=optim, run=run)
+    steps = recipe.max_steps if run.max_steps is None else run.max_steps
+    lr = recipe.lr if optim.lr is None else optim.lr
+    warmup = optim.warmup_steps
+    if warmup is None:
+        warmup = min(recipe.warmup_steps, max(steps, 0) // 5)
+    return dataclasses.replace(
+        config,
+        optim=dataclasses.replace(optim, lr=lr, warmup_steps=warmup),
+        run=dataclasses.replace(run, max_steps=steps),
+    )
 
 
 def load_toml(path: Path) -> TrainConfig:
@@ -427,6 +435,7 @@ def validate(config: TrainConfig) -> None:
     need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
     bound = model.gate_lower_bound
     need(bound is None or -5 <= bound < 0, "--model.gate-lower-bound", "in [-5, 0)", bound)
+    assert optim.lr is not None, "with_recipe sets it"
     need(optim.lr > 0, "--lr", "positive", optim.lr)
     need(0 <= optim.min_lr_ratio <= 1, "--optim.min-lr-ratio", "in [0, 1]", optim.min_lr_ratio)
     need(optim.weight_decay >= 0, "--optim.weight-decay", "at least 0", optim.weight_decay)

@@ -148,6 +148,7 @@ def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDat
     kind, _, path = spec.partition(":")
     name = f"the {split} split of {spec!r}"
     notes: list[str] = []
+    source: TokenSource
     if spec == "stdlib":
         source = _byte_source(_held_out_split(_stdlib_files(), split))
         return PackedDataset(source, seq_len, name=name)

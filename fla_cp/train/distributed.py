@@ -330,9 +330,9 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     widest = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=widest)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
+    for block in model.get_submodule("blocks").children():
         if dtype != widest:
-            fully_shard(block.mixer.core, mesh=ranks.fsdp_mesh, mp_policy=exact)
+            fully_shard(block.get_submodule("mixer.core"), mesh=ranks.fsdp_mesh, mp_policy=exact)
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
     for module in model.modules():
@@ -349,7 +349,7 @@ def describe(ranks: Ranks, dtype: torch.dtype) -> str:
         what = f"{torch.cuda.get_device_name(ranks.device)}, NCCL"
     else:
         what = f"CPU, gloo, {torch.get_num_threads()} threads a rank"
-    shape = dict(zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True))
+    shape = dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True))
     axes = " x ".join(f"{name} {size}" for name, size in shape.items())
     hosts = max(1, ranks.world_size // local_ranks())
     where = socket.gethostname() if hosts == 1 else f"{hosts} hosts"

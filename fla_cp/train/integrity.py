@@ -220,7 +220,9 @@ class SummedWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = {f.name: f for mine in results for f in mine if isinstance(f, FileSums)}
+        files: dict[str, FileSums] = {
+            f.name: f for mine in results for f in mine if isinstance(f, FileSums)
+        }
         written = [[r for r in mine if not isinstance(r, FileSums)] for mine in results]
         super().finish(metadata, written)
         files |= self._files.sums  # .metadata as well

@@ -31,7 +31,7 @@ from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
 from fla_cp.train import checkpoint, divergence
 from fla_cp.train.config import TrainConfig, UserError, parse
-from fla_cp.train.data import PackedDataset, build_dataset
+from fla_cp.train.data import PackedDataset, Split, build_dataset
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.lock import RunLock
@@ -99,7 +99,7 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
         raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
 
 
-def load_data(config: TrainConfig, split: str, ranks: Ranks) -> PackedDataset:
+def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> PackedDataset:
     """The packs of one split. Raises UserError, on all ranks, where one of them cannot have it.
 
     Called before a run folder is made, so that a mistake leaves none behind. Collective.
@@ -234,7 +234,7 @@ class Loop:
         among skipped steps saves its weights, which are those before them, and drops no checkpoint
         for it.
         """
-        last = self.config.run.max_steps
+        last = self.config.run.steps
         start = self.progress.step
         if start == 0 and self.held_out:
             nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
@@ -271,7 +271,7 @@ class Loop:
             share = forward_backward(self.model, batch, agreed.targets, config, ranks, check)
         loss, norm = reduce_metrics(share, self.model, ranks)
         mark("update", first=check)
-        rate = learning_rate(config.optim, step, config.run.max_steps)
+        rate = learning_rate(config.optim, step, config.run.steps)
         finite = math.isfinite(loss) and math.isfinite(norm)  # equal on all ranks
         if finite:
             update(self.model, self.optimizer, rate, norm, config.optim.clip_norm)

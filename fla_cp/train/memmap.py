@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET = np.dtype("<i8")
 OFFSETS_BLOCK = 1 << 20
 
@@ -171,7 +171,7 @@ def _sidecar(file: Path) -> dict[str, Any]:
     return meta
 
 
-def _check_vocab(vocab_size: int, dtype: str, where: str = "memmap") -> None:
+def _check_vocab(vocab_size: object, dtype: str, where: str = "memmap") -> None:
     if dtype not in DTYPES:
         raise ValueError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     limit = np.iinfo(DTYPES[dtype]).max + 1

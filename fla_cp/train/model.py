@@ -229,7 +229,8 @@ def build_sharded(
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Optimiser groups: matrices decay, vectors and per-head constants do not."""
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         constant = parameter.ndim < 2 or name.endswith(("A_log", "dt_bias", "bias"))
         (kept if constant else decayed).append(parameter)

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fla_cp.train.config import TrainConfig
@@ -171,7 +171,7 @@ class Run:
     def update(self) -> None:
         """The optimiser's step; the gradients are gone after it."""
         optim = self.config.optim
-        rate = learning_rate(optim, self.step, self.config.run.max_steps)
+        rate = learning_rate(optim, self.step, self.config.run.steps)
         update(self.model, self.optimizer, rate, self.norm, optim.clip_norm)
         self.forget()
 
@@ -184,7 +184,7 @@ class Run:
 
     def grads(self) -> Named:
         """As `weights`."""
-        return self._whole({n: p.grad for n, p in self.model.named_parameters()})
+        return self._whole({n: _gradient(p) for n, p in self.model.named_parameters()})
 
     def _whole(self, tensors: Named) -> Named:
         found = {}
@@ -201,7 +201,13 @@ class Run:
             whole = torch.empty(p.shape, dtype=p.dtype, device=self.ranks.device)
             if self.ranks.rank == 0:
                 whole.copy_(weights[name])
+            assert isinstance(p, DTensor)
             p.to_local().copy_(distribute_tensor(whole, p.device_mesh, p.placements).to_local())
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _full(x: Tensor) -> Tensor:

@@ -61,10 +61,10 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
     whole, damaged = checkpoint.newest_whole(candidates, config.run.resume, trust, ranks, say)
     if whole is not None and not config.parity.check:
         done = checkpoint.read_record(whole)[0]["step"]
-        if done > config.run.max_steps:
+        if done > config.run.steps:
             raise UserError(
                 f"--max-steps must be at least {done}, the step of the resumed checkpoint {whole}, "
-                f"got {config.run.max_steps}"
+                f"got {config.run.steps}"
             )
     if ranks.rank == 0:
         for note in checkpoint.set_aside(run, damaged):

@@ -155,6 +155,7 @@ def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    assert config.lr is not None, "with_recipe sets it"
     return torch.optim.AdamW(
         parameter_groups(model, config.weight_decay),
         lr=config.lr,
@@ -166,11 +167,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     """Rate of step 1, 2, ... max_steps: linear warm-up, then cosine down to lr * min_lr_ratio."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
+    lr, warmup = config.lr, config.warmup_steps
+    assert lr is not None and warmup is not None, "with_recipe sets them"
+    if step <= warmup:
+        return lr * step / warmup
+    done = (step - warmup) / max(1, max_steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+    return lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +59,12 @@ class Watch:
     """The watchdog of one rank. store: for this watchdog alone. end: ends the process."""
 
     def __init__(
-        self, store: dist.Store, rank: int, world: int, limits: Limits, end=os._exit
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        limits: Limits,
+        end: Callable[[int], object] = os._exit,
     ) -> None:
         self.store: dist.Store | None = store
         self.rank, self.world, self.limits, self.end = rank, world, limits, end
@@ -271,7 +276,8 @@ def watched(
     if world == 1:
         yield None
         return
-    watch = Watch(store.clone(), rank, world, Limits.of(notice, timeout))
+    own = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    watch = Watch(own, rank, world, Limits.of(notice, timeout))
     watch.start()
     try:
         yield watch

@@ -12,20 +12,24 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fla_cp.nn.initial import Initial
+
+if TYPE_CHECKING:
+    from fla_cp.train.model import Decoder
 
 # Elements that one generator draws; few, since a rank that holds part of a block draws all of it.
 # Another size draws other weights.
 BLOCK = 2**16
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
+def give_memory(model: Decoder, device: torch.device) -> None:
     """Gives the parameters of a decoder on the meta device memory, of zeros."""
     assert not list(model.buffers()), "a buffer has no initial value"
     model.to_empty(device=device)
@@ -86,7 +90,7 @@ def _blocks(initial: Initial, parameter: Tensor, key: str) -> Iterator[_Block]:
         yield _Block(initial, f"{key}/{first // size}", rows, held, target)
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise(model: Decoder, seed: int) -> None:
     """Draws this rank's part of every weight of a decoder, which says how each starts.
 
     torch's generators stay where they are.
