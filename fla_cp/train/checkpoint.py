@@ -123,30 +123,26 @@ def newest_whole(
 
 def _problem(path: Path, trust: bool, ranks: Ranks) -> str:
     """What is wrong with a checkpoint, the same on all ranks; "" if nothing. Collective."""
-    answer: dict[str, Any] = {"refused": "", "problem": "", "files": {}}
-    if ranks.rank == 0:
+
+    def look() -> tuple[str, list[FileSums]]:
         try:
-            record, files = read_record(path)
+            _, files = read_record(path)
             check_sizes(path, files)
             check_places(path, read_metadata(path, files, trust))
-            answer["files"] = record.get("files", {})
-        except UserError as error:
-            answer["refused"] = str(error)
         except Damaged as error:
-            answer["problem"] = str(error)
+            return str(error), []
         except OSError as error:
-            answer["problem"] = f"{error.filename or path} cannot be read: {error.strerror}"
-    answer = json.loads(ranks.broadcast(json.dumps(answer)))
-    if answer["refused"]:
-        raise UserError(answer["refused"])
-    if answer["problem"]:
-        return answer["problem"]
-    files = unpack_sums(answer["files"])
+            return f"{error.filename or path} cannot be read: {error.strerror}", []
+        return "", files
+
+    problem, files = ranks.decide(look)
+    if problem:
+        return problem
     threads = threads_per_rank(local_ranks())
     problem = verify(path, files, ranks.rank, ranks.world_size, threads)
     if problem and ranks.world_size > 1:
         problem += f" (seen by rank {ranks.rank} on {socket.gethostname()})"
-    return next((p for p in ranks.gather(problem) if p), "")
+    return ranks.first_problem(problem)
 
 
 def set_aside(run: Path, damaged: Sequence[Path]) -> list[str]:
@@ -297,7 +293,7 @@ def load(
         metadata = read_metadata(path, read_record(path)[1], trust)
     except Damaged as error:
         problem = str(error)
-    problem = next((p for p in ranks.gather(problem) if p), "")
+    problem = ranks.first_problem(problem)
     if metadata is None or problem:
         raise UserError(f"--resume: {path} is damaged: {problem}")
     hyper = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
@@ -227,14 +228,17 @@ class StepBatchSampler(Sampler[list[int]]):
 
 
 def collate(packs: Sequence[Batch]) -> Batch:
-    """Packs folded into one row: tokens and labels [1, n*T], cu_seqlens int32 [N+1]."""
-    sizes = np.cumsum([0] + [len(pack["tokens"]) for pack in packs])
-    if sizes[-1] > np.iinfo(np.int32).max:
-        raise ValueError(f"a batch must fit int32 offsets, got {sizes[-1]} tokens")
-    ends = [pack["cu_seqlens"][1:] + int(o) for pack, o in zip(packs, sizes[:-1], strict=True)]
+    """n packs of T tokens folded into one row of N documents.
+
+    Returns tokens and labels [1, n*T] and cu_seqlens int32 [N+1].
+    """
+    n, T = len(packs), len(packs[0]["tokens"])
+    if n * T > np.iinfo(np.int32).max:
+        raise ValueError(f"a batch must fit int32 offsets, got {n * T} tokens")
+    ends = [pack["cu_seqlens"][1:] + i * T for i, pack in enumerate(packs)]
     return {
-        "tokens": torch.cat([pack["tokens"] for pack in packs])[None],
-        "labels": torch.cat([pack["labels"] for pack in packs])[None],
+        "tokens": rearrange([pack["tokens"] for pack in packs], "n T -> 1 (n T)"),
+        "labels": rearrange([pack["labels"] for pack in packs], "n T -> 1 (n T)"),
         "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int32, device="cpu"), *ends]),
     }
 
@@ -244,7 +248,7 @@ def batch_hash(batch: Batch) -> int:
 
     Each value is mixed with its position before the sum, so moving a token changes the hash.
     """
-    tokens, labels = (batch[key].numpy().reshape(-1) for key in ("tokens", "labels"))
+    tokens, labels = (rearrange(batch[key].numpy(), "1 T -> T") for key in ("tokens", "labels"))
     # A label is -100 or a token, so both fit one word side by side.
     mixed = labels << 32
     mixed += tokens

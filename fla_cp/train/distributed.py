@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ SCRIPT = TRAIN.parents[2] / "launch" / "train.py"  # in a clone
 # Longer than any wait: ranks also wait for rank 0 in --check-parity and at plots. What ends a hung
 # run is fla_cp/train/watch.py, which knows such phases; a collective knows only when it began.
 HOST_TIMEOUT = datetime.timedelta(hours=2)
+
+T = TypeVar("T")
 
 
 def local_ranks() -> int:
@@ -192,13 +195,24 @@ class Ranks:
             with waiting("barrier of all ranks"):
                 dist.barrier(group=self.host_group)
 
-    def broadcast(self, value: str) -> str:
-        """Rank 0's value."""
-        box = [value]
+    def decide(self, decision: Callable[[], T]) -> T:
+        """What `decision` returns on rank 0, which alone calls it, on all ranks. Collective.
+
+        Raises the UserError that `decision` raised, on all ranks.
+        """
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = decision()
+            except UserError as error:
+                box[1] = error
         if self.world_size > 1:
             with waiting("broadcast from rank 0"):
                 dist.broadcast_object_list(box, src=0, group=self.host_group)
-        return box[0]
+        value, refusal = box
+        if refusal is not None:
+            raise refusal
+        return value
 
     def gather(self, value: str) -> list[str]:
         """Every rank's value, rank 0's first."""
@@ -207,6 +221,10 @@ class Ranks:
             with waiting("gather (all-gather over all ranks)"):
                 dist.all_gather_object(values, value, group=self.host_group)
         return values
+
+    def first_problem(self, problem: str) -> str:
+        """The problem of the lowest rank that has one, on all ranks; "" if none has. Collective."""
+        return next((text for text in self.gather(problem) if text), "")
 
     def alone(self) -> Ranks:
         """The same device as a world of one rank. Collective: every rank must call it."""

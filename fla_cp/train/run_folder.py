@@ -8,8 +8,8 @@ no folder behind.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -38,25 +38,17 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
     UserError, on all ranks, for a --resume path without a whole checkpoint, for a checkpoint of a
     later step than --max-steps, and for a folder that holds another run or that another run uses.
     """
-    answer = {"run": "", "found": [], "problem": ""}
-    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
-    if ranks.rank == 0:
-        try:
-            run, found = _look(config, launchers, lock)
-            answer |= {"run": str(run), "found": [str(path) for path in found]}
-        except UserError as error:
-            answer["problem"] = str(error)
-        except OSError as error:
-            answer["problem"] = f"--out: {error}"
-    answer = json.loads(ranks.broadcast(json.dumps(answer)))
-    if answer["problem"]:
-        raise UserError(answer["problem"])
+    launchers = _launchers(ranks)
+
+    def look() -> tuple[Path, Sequence[Path]]:
+        with _out_errors():
+            return _look(config, launchers, lock)
 
     def say(line: str) -> None:
         if ranks.rank == 0:
             print(line, flush=True)
 
-    run, candidates = Path(answer["run"]), [Path(path) for path in answer["found"]]
+    run, candidates = ranks.decide(look)
     trust = config.run.trust_checkpoint
     whole, damaged = checkpoint.newest_whole(candidates, config.run.resume, trust, ranks, say)
     if whole is not None and not config.parity.check:
@@ -112,19 +104,29 @@ def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> No
     """Makes and locks the folder and writes config.toml, on rank 0, once it is sure that this
     configuration will run: until then, config.toml is the one with which a refused resume can go
     on. Raises UserError on all ranks."""
-    problem = ""
-    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
-    if ranks.rank == 0:
+    launchers = _launchers(ranks)
+
+    def begin() -> None:
         resolved = dataclasses.replace(config.run, out=str(run))
-        try:
+        with _out_errors():
             run.mkdir(parents=True, exist_ok=True)
             lock.take(run)
             text = to_toml(dataclasses.replace(config, run=resolved))
             (run / "config.toml").write_text(text, encoding="utf-8")
             restart.claim(run, launchers)
-        except UserError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"--out: {error}"
-    if problem := ranks.broadcast(problem):
-        raise UserError(problem)
+
+    ranks.decide(begin)
+
+
+def _launchers(ranks: Ranks) -> list[int]:
+    """The number of each rank's launcher, in the order of the ranks. Collective."""
+    return ranks.host_gather([restart.launcher()]).flatten().tolist()
+
+
+@contextmanager
+def _out_errors() -> Iterator[None]:
+    """Turns what the file system refuses into a UserError about --out."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--out: {error}") from error

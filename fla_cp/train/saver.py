@@ -195,15 +195,16 @@ class Saver:
     def _prepare(self, progress: Progress) -> Path:
         """An empty folder to write into. Raises SaveFailed, on all ranks. Collective."""
         final = self._final(progress.step)
-        partial, problem = final.with_name(PARTIAL + final.name), ""
-        if self.ranks.rank == 0:
+        partial = final.with_name(PARTIAL + final.name)
+
+        def make() -> None:
             try:
                 remove(partial)
                 partial.mkdir(parents=True)
             except OSError as error:
-                problem = str(error)
-        if problem := self.ranks.broadcast(problem):
-            raise SaveFailed(self._failure(progress.step, OSError(problem)))
+                raise SaveFailed(self._failure(progress.step, error)) from error
+
+        self.ranks.decide(make)
         return partial
 
     def _state(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
+from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -82,7 +83,8 @@ def agree(batches: Sequence[Batch], ranks: Ranks, stop: bool = False) -> Agreeme
     for batch in batches:
         digest = (digest * 31 + batch_hash(batch)) % 2**63
     targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
-    table = ranks.host_gather([digest, targets, stop]).view(ranks.dp, ranks.cp, 3)
+    table = ranks.host_gather([digest, targets, stop])
+    table = rearrange(table, "(dp cp) facts -> dp cp facts", cp=ranks.cp)
     odd = (table[:, :, :2] != table[:, :1, :2]).any(-1).flatten().nonzero().flatten().tolist()
     if odd:
         raise RuntimeError(
