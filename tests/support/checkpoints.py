@@ -6,11 +6,12 @@ import os
 import resource
 
 import torch
+import torch.distributed as dist
 
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
 from fla_cp.train.config import parse
-from fla_cp.train.distributed import shard_model
+from fla_cp.train.distributed import Ranks, shard_model
 from fla_cp.train.integrity import unseal
 from fla_cp.train.model import build_model
 from fla_cp.train.saver import Saver
@@ -59,6 +60,16 @@ class OneRank:
             for key, value in self.optimizer.state[p].items():
                 found[f"{name}.{key}"] = getattr(value, "full_tensor", lambda v=value: v)().clone()
         return found
+
+
+def ranks_without_mesh(group, rank):
+    """Ranks with no mesh: what the saver and the search for a whole checkpoint use."""
+    size = dist.get_world_size(group)
+    empty = dict.fromkeys(("mesh", "fsdp_mesh", "cp_group"))
+    sizes = {"cp": 1, "dp_rank": rank, "dp": size, "dp_replicate": size}
+    return Ranks(
+        rank=rank, world_size=size, device=torch.device("cpu"), host_group=group, **empty, **sizes
+    )
 
 
 def names(run):

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.staging import DefaultStager
 import fla_cp.train.saver
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
-from fla_cp.train.distributed import Ranks
 from fla_cp.train.saver import SaveFailed, Saver, stagers_can_be_used_again
-from tests.support.checkpoints import OneRank, disk_of, names
+from tests.support.checkpoints import OneRank, disk_of, names, ranks_without_mesh
 
 
 def test_training_goes_on_while_the_state_of_the_step_is_written(tmp_path, ranks, monkeypatch):
@@ -115,18 +114,8 @@ def test_what_another_host_keeps_to_itself_is_missed(tmp_path, ranks, monkeypatc
     assert names(tmp_path) == []
 
 
-def _ranks(group, rank):
-    """Ranks with no mesh: what the saver and the search for a whole checkpoint use."""
-    size = dist.get_world_size(group)
-    empty = dict.fromkeys(("mesh", "fsdp_mesh", "cp_group"))
-    sizes = {"cp": 1, "dp_rank": rank, "dp": size, "dp_replicate": size}
-    return Ranks(
-        rank=rank, world_size=size, device=torch.device("cpu"), host_group=group, **empty, **sizes
-    )
-
-
 def _one_rank_has_no_space(group, rank, run):
-    ranks = _ranks(group, rank)
+    ranks = ranks_without_mesh(group, rank)
     torch.manual_seed(rank)
     model, lines, errors = nn.Linear(3, 3), [], []
     optimizer = torch.optim.AdamW(model.parameters())
