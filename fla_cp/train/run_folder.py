@@ -1,8 +1,7 @@
-"""The run folder: which one, what to resume from, and that no other run uses it.
+"""The run folder: chooses it, finds the checkpoint to resume from, and locks it for this run.
 
-`open_run` looks and changes nothing but damaged checkpoints, which it sets aside; `begin_run` makes
-the folder. What can be wrong with a configuration is found out between the two, so a mistake leaves
-no folder behind.
+`open_run` changes nothing except damaged checkpoints, which it sets aside; `begin_run` makes the
+folder. The configuration is checked between the two, so that a mistake leaves no folder behind.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fla_cp.train.progress import announced
 
 @dataclass(frozen=True)
 class RunFolder:
-    """path: of the run. found: the checkpoint to resume from. Equal on all ranks."""
+    """path: the run folder. found: the checkpoint to resume from. The same on all ranks."""
 
     path: Path
     found: Path | None
@@ -34,9 +33,9 @@ class RunFolder:
 def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
     """The run folder and the newest whole checkpoint that --resume names, the same on all ranks.
 
-    Rank 0 looks, and locks the folder if it exists; all ranks verify the checkpoint. Raises
-    UserError, on all ranks, for a --resume path without a whole checkpoint, for a checkpoint of a
-    later step than --max-steps, and for a folder that holds another run or that another run uses.
+    Rank 0 searches, and locks the folder if it exists; all ranks verify the checkpoint. Raises
+    UserError, on all ranks, for a --resume path without an undamaged checkpoint, for a checkpoint
+    of a later step than --max-steps, and for a folder that holds another run or is in use by one.
     """
     launchers = _launchers(ranks)
 
@@ -67,7 +66,7 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
 def _look(
     config: TrainConfig, launchers: Sequence[int], lock: RunLock
 ) -> tuple[Path, Sequence[Path]]:
-    """The run folder and what to resume from, the best first, not verified. For rank 0."""
+    """The run folder, and the unverified checkpoints to resume from, best first. On rank 0."""
     run = Path(_name(config, launchers))
     if run.is_dir():
         lock.take(run)
@@ -93,7 +92,7 @@ def _name(config: TrainConfig, launchers: Sequence[int]) -> str:
         if found := restart.find(launchers, newest_first):
             return str(found)
     if config.run.resume == "auto":
-        # one whose checkpoints are all damaged counts, too: an older run must not take its place
+        # a run whose checkpoints are all damaged counts too: an older run must not replace it
         runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.find("auto", run)]
         if runs:
             return str(max(runs, key=lambda run: run.name))
@@ -101,9 +100,11 @@ def _name(config: TrainConfig, launchers: Sequence[int]) -> str:
 
 
 def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> None:
-    """Makes and locks the folder and writes config.toml, on rank 0, once it is sure that this
-    configuration will run: until then, config.toml is the one with which a refused resume can go
-    on. Raises UserError on all ranks."""
+    """Makes and locks the folder and writes config.toml, on rank 0. Raises UserError on all ranks.
+
+    To be called once the configuration is known to be valid: until then config.toml must stay,
+    since a run that refuses to resume advises to use it.
+    """
     launchers = _launchers(ranks)
 
     def begin() -> None:

@@ -1,8 +1,8 @@
-"""Weights: made without memory, sharded, and only then drawn, each rank its own rows.
+"""Initial weights: the model is made on the meta device and sharded; then each rank draws its rows.
 
 A parameter's values are a function of (seed, its full name, its shape). They are drawn in blocks of
-rows, each from a generator of its own, so a rank draws only the blocks that its rows touch, and
-every split and every device starts from the same bits. Drawing is the host's work on every device.
+rows, each with a generator of its own. So a rank draws only the blocks that contain its rows, and
+every split and device starts from the same bits. Values are always drawn on the host.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fla_cp.nn.initial import Initial
 if TYPE_CHECKING:
     from fla_cp.train.model import Decoder
 
-# Elements that one generator draws; few, since a rank that holds part of a block draws all of it.
-# Another size draws other weights.
+# Number of elements that one generator draws. It is small, since a rank that holds a part of a
+# block draws all of it. Another size gives other weights.
 BLOCK = 2**16
 
 
 def give_memory(model: Decoder, device: torch.device) -> None:
-    """Gives the parameters of a decoder on the meta device memory, of zeros."""
+    """Allocates the parameters of a decoder on the meta device, filled with zeros."""
     assert not list(model.buffers()), "a buffer has no initial value"
     model.to_empty(device=device)
     model.tie_weights()
@@ -61,8 +61,11 @@ def owned_rows(x: Tensor) -> range:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of a parameter that one generator draws. rows: of the whole parameter. held: of those
-    that this rank has memory for, and `target` is that memory, [len(held), ...]."""
+    """Rows of a parameter that one generator draws.
+
+    rows: row numbers in the whole parameter. held: those of them that this rank holds. target: the
+    memory of the held rows, [len(held), ...].
+    """
 
     initial: Initial
     key: str
@@ -80,7 +83,7 @@ class _Block:
 
 
 def _blocks(initial: Initial, parameter: Tensor, key: str) -> Iterator[_Block]:
-    """The blocks that this rank has a part in."""
+    """The blocks that contain rows of this rank."""
     owned, local = owned_rows(parameter), local_tensor(parameter.detach())
     size = max(1, BLOCK // max(1, math.prod(parameter.shape[1:])))
     for first in range(owned.start - owned.start % size, owned.stop, size):
@@ -91,9 +94,9 @@ def _blocks(initial: Initial, parameter: Tensor, key: str) -> Iterator[_Block]:
 
 
 def initialise(model: Decoder, seed: int) -> None:
-    """Draws this rank's part of every weight of a decoder, which says how each starts.
+    """Draws this rank's part of every weight, with the decoder's `initial_values`.
 
-    torch's generators stay where they are.
+    The states of torch's generators do not change.
     """
     values = model.initial_values()
     blocks = [
