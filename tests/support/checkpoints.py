@@ -1,4 +1,4 @@
-"""Checkpoints of a small model on one rank, and what can go wrong with them."""
+"""Checkpoints of a small model on one rank, and ways to damage them."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ class OneRank:
 
 
 def ranks_without_mesh(group, rank):
-    """Ranks with no mesh: what the saver and the search for a whole checkpoint use."""
+    """Ranks without a mesh, which is enough for the saver and the search for a checkpoint."""
     size = dist.get_world_size(group)
     empty = dict.fromkeys(("mesh", "fsdp_mesh", "cp_group"))
     sizes = {"cp": 1, "dp_rank": rank, "dp": size, "dp_replicate": size}
@@ -77,7 +77,7 @@ def names(run):
 
 
 def as_format_1(path):
-    """The checkpoint as the version before wrote it."""
+    """Rewrites trainer.json as the previous version of the package wrote it."""
     record = unseal((path / "trainer.json").read_bytes())
     kept = {k: record[k] for k in ("step", "skipped", "data")}
     names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings", "vocab_size")
@@ -86,7 +86,7 @@ def as_format_1(path):
 
 
 class Evil:
-    """Pickled, it makes a file where it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -97,7 +97,7 @@ class Evil:
 
 @contextlib.contextmanager
 def disk_of(size):
-    """No file of this process may grow over `size` bytes: its writes fail, as on a full disk."""
+    """Limits the size of files that this process writes, so that writes fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -5,7 +5,7 @@ from triton.backends.compiler import GPUTarget
 
 
 class Sm90Driver:
-    """Stands in for the CUDA driver: names a target and nothing else."""
+    """Replaces the CUDA driver. It names a target and does nothing else."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

@@ -1,9 +1,10 @@
 """An interpreter for the Gluon kernels of fla_cp/kernels on CPU tensors, of any dtype.
 
-Triton's own cannot run Gluon. Inside `interpreted()` a launch runs the kernels' Python once for
-each program: tiles are tensors, layouts nothing, and the partitions of a warp-specialised program
-threads that wait for each other at barriers, which count arrivals and bytes as the hardware does.
-Copies are done at once: what it cannot show is a buffer written while a copy still reads it.
+Triton's own interpreter cannot run Gluon. Inside `interpreted()`, a launch runs the kernel's Python
+once for each program. Tiles are tensors, and layouts are ignored. The partitions of a
+warp-specialised program are threads, which wait for each other at barriers that count arrivals and
+bytes as the hardware does. Copies are done at once, so it cannot show that a buffer is overwritten
+while a copy still reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 SECONDS = 20
-"""After which a wait is a deadlock."""
+"""Time after which a wait counts as a deadlock."""
 
 
 class Pointers:
@@ -44,7 +45,7 @@ class Pointers:
 
 
 class Described:
-    """A tensor descriptor: blocks of a tensor in two dims, zero beyond its edges."""
+    """A tensor descriptor: blocks of a tensor in two dimensions, zero outside the tensor."""
 
     def __init__(self, x: Any):
         self.base, self.block, self.dtype, self.layout = x.base, x.block_shape, x.base.dtype, None
@@ -68,7 +69,7 @@ class Described:
 
 
 class Shared:
-    """Shared memory; of int64 each row is a barrier."""
+    """Shared memory. In an int64 one, each row is a barrier."""
 
     def __init__(self, x: Tensor, barriers: list[Barrier] | None = None):
         self.x, self.barriers, self.dtype = x, barriers, x.dtype
@@ -83,7 +84,9 @@ class Shared:
         return Shared(self.x.narrow(dim, start, length))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        """The same memory, of which halves that are fp32 here have more than they need."""
+        """The same memory; elements of half precision are fp32 here and so take more than they
+        need.
+        """
         flat = self.x.view(-1).view(dtype)[: math.prod(shape)]
         return Shared(flat.view(*shape))
 
@@ -96,7 +99,7 @@ class Shared:
 
 
 class Barrier:
-    """mbarrier: a phase ends once all have arrived and all bytes that were announced are there."""
+    """An mbarrier: a phase ends once all have arrived and all announced bytes are there."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -165,7 +168,7 @@ def _partitions(parts: list[Any], warps: list[int], registers: list[int]) -> Non
 
     def run(fn: Any, args: tuple[Any, ...]) -> None:
         try:
-            with torch.no_grad():  # which threads do not inherit
+            with torch.no_grad():  # threads do not inherit it
                 fn(*args)
         except BaseException as error:
             failed.append(error)
@@ -182,12 +185,14 @@ def _partitions(parts: list[Any], warps: list[int], registers: list[int]) -> Non
 def _copy_in(x: Described, at: list[Any], bar: Barrier, to: Shared) -> None:
     block = x.load(at)
     to.store(block)
-    width = 4 if len(block) == 1 else 2  # vectors are fp32; tiles count as halves in any dtype
+    width = (
+        4 if len(block) == 1 else 2
+    )  # vectors are fp32; tiles count as halves in any dtype
     bar.step(size=-block.numel() * width)
 
 
 class Launcher:
-    """kernel[grid](**arguments) of a Gluon kernel."""
+    """Implements kernel[grid](**arguments) of a Gluon kernel."""
 
     def __init__(self, fn: Any, where: SimpleNamespace):
         self.fn, self.where = fn, where
@@ -211,7 +216,7 @@ class Launcher:
 
 @contextmanager
 def interpreted() -> Iterator[list[str]]:
-    """Lets them run here; gives the kernels' names as they are launched."""
+    """Runs Gluon kernels on the CPU; yields the list of the names of launched kernels."""
     import fla_cp.kernels.sm90
 
     modules = [

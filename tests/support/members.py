@@ -15,7 +15,11 @@ F64 = torch.float64
 
 
 class Member(NamedTuple):
-    """name of its operators; gate's grain; whether it has beta and p; householder steps."""
+    """A member of the family.
+
+    name: suffix of its operators. per_head: one decay a head, or one a channel. beta, p: whether it
+    has these arguments. steps: Householder steps.
+    """
 
     name: str
     per_head: bool = True
@@ -46,7 +50,7 @@ BY_NAME = {f"{m.name}{m.steps if 'product' in m.name else ''}": m for m in MEMBE
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Shapes and options of one call. cu: packed sequences, or None for B rows."""
+    """Shapes and options of one call. cu: offsets of packed sequences, or None for B rows."""
 
     T: int = 150
     B: int = 1
@@ -147,7 +151,7 @@ def run(member, call, dtype=F64, impl="torch", form="chunk", **more):
 
 
 def oracle(member, call, dtype=F64):
-    """The recurrence in fp64, of the inputs as `dtype` holds them."""
+    """The recurrence in fp64, with inputs rounded to `dtype`."""
     x, keywords, weights = draw(member, call, dtype)
     ignored = ("disable_recompute", "use_exp2", "safe_gate")
     keywords = {n: v for n, v in keywords.items() if n not in ignored}

@@ -1,4 +1,4 @@
-"""N ranks against one: token ranges, when results agree, and a layer's training step."""
+"""Compares N ranks with one: token ranges, tolerances, and a layer's training step."""
 
 import random
 from itertools import pairwise
@@ -16,7 +16,7 @@ def contiguous(T, R):
 
 
 def uneven(T, R):
-    """Ranges of all lengths, one of them empty, dealt out in no order."""
+    """Ranges of all lengths, one of them empty, in random order."""
     rng = random.Random(R)
     edges = [0, *sorted(rng.choices(range(T + 1), k=2 * R - 2)), T, T]
     pieces = list(pairwise(edges))
@@ -28,7 +28,7 @@ RANGES = {"contiguous": contiguous, "zigzag": zigzag_token_ranges, "uneven": une
 
 
 def kinds(device):
-    """(dtype, impl) of what is compared."""
+    """The (dtype, impl) pairs that are compared on this device."""
     if device.type == "cpu":
         return [(torch.float64, "torch")]
     kernels = [(torch.float32, "triton"), (torch.bfloat16, "triton")]
@@ -36,9 +36,13 @@ def kinds(device):
 
 
 def assert_close(what, actual, exact, one, fold=0.0):
-    """actual (many ranks) errs at most twice as much as one rank, plus six roundings and `walk`; in
-    fp32 plus 32 roundings, which is what other chunks and the fold make of products of three TF32
-    ones, and still a hundredth of what TF32 alone would err; fp64 by nine digits."""
+    """Asserts that N ranks err at most twice as much as one rank, plus roundings.
+
+    actual: of N ranks. one: of one rank. In fp64 nine digits must agree; in bf16 six roundings are
+    added. In fp32 it is 32 roundings: chunks and the fold differ, and their products of three TF32
+    terms round in another way. This is still a hundredth of the error of plain TF32. fold: an
+    additional error.
+    """
     if not actual.numel():
         return
     unit = {torch.float64: 1e-9, torch.float32: 2**-18, torch.bfloat16: 3 * 2**-7}[one.dtype]
@@ -57,9 +61,12 @@ def device_of(group):
 
 
 def sum_of_errors(dg, exact, heads):
-    """What a head's sum over dg may be off: six standard deviations of a sum of errors like dg's,
-    equal within a chunk; in fp32 also 32 roundings of each term, as test_kernels.py has it,
-    since ranks cut the chunks, and so their errors, otherwise."""
+    """The error that a head's sum over dg may have.
+
+    It is six standard deviations of a sum of errors like those of dg, which are equal within a
+    chunk. In fp32, 32 roundings of each term are added, as in test_kernels.py, since the ranks cut
+    chunks in another way and so have other errors.
+    """
     error = dg.double() - exact
     fold = 6 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
     if dg.dtype == torch.float32:
@@ -72,13 +79,16 @@ def reason(group, rank):
 
 
 def need(run, exchange):
-    """Skips a test of an exchange that the ranks of `run` cannot have."""
+    """Skips a test of an exchange that the ranks of `run` do not support."""
     if exchange == "symmetric" and (why := run(reason)[0]):
         pytest.skip(f"no symmetric memory: {why}")
 
 
 def same_step(group, ranges, make):
-    """A layer, convolution and its halo included: the same weights after two steps of AdamW."""
+    """Asserts that a layer has the same weights after two steps of AdamW on N ranks and on one.
+
+    The layer includes its convolution and the halo.
+    """
     device, T, cu = device_of(group), 300, (0, 2, 150, 300)
     torch.manual_seed(0)
     layers = [make().double().to(device) for _ in range(2)]
