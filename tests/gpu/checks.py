@@ -1,7 +1,7 @@
-"""What tests/gpu.py runs on a GPU and how it is judged: against fp64, by an error budget.
+"""The checks that tests.gpu runs on a GPU, against fp64 and an error budget.
 
-A check is run three times: the kernels, the torch stages, and those in fp64 on the same (rounded)
-inputs; and the kernels once more, for the same bits.
+Each check runs the kernels, the torch stages, and the torch stages in fp64 on the same rounded
+inputs. It runs the kernels a second time, which must give the same bits.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ CONVOLUTIONS = (
 FAMILY = ((16, 16, 65), (64, 64, 64), (96, 64, 1000), (128, 128, 1000), (256, 256, 65))
 """K, V, T of the members."""
 CANCELLING = Path(__file__).parents[2] / "benchmarks/results/current/precision.json"
-"""As `benchmarks.precision --peer fla` wrote it."""
+"""Written by `benchmarks.precision --peer fla`."""
 RANGES, CHANNELS = (700, 33), 300
-"""Tokens of a rank's two ranges, and what the convolution over ranks has of them."""
+"""Tokens of a rank's two ranges, and channels of the convolution over ranks."""
 GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
 """T, H, K of the gate alone."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""The CPU serves to try a check in Triton's interpreter."""
+"""On the CPU, checks can be tried in Triton's interpreter."""
 
 Named = dict[str, Tensor]
 Rows = list[dict]
 
 
 def check_cases(K: int, V: int, share: slice) -> Rows:
-    """Largest use of the error budget over outputs and gradients, per case of one size."""
+    """Largest share of the error budget over outputs and gradients, for each case of one size."""
     return [one(K, V, *case) for case in [*cases(K, V)][share]]
 
 
 def check_tiles(K: int, V: int, share: slice) -> Rows:
-    """Every candidate tile; those of summaries on sequences in segments of two chunks."""
+    """Every candidate tile; tiles of summaries on sequences in segments of two chunks."""
     from benchmarks.tune import GROUPED, cut_into, forced
 
     rows = []
@@ -74,8 +74,11 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
 
 
 def check_hopper(key: str, share: slice) -> Rows:
-    """The kernels in Gluon, which calls as small as these would not take; whole and in segments of
-    two chunks. key: of a member."""
+    """The Gluon kernels, which calls of this size would not take, for whole sequences and in
+    segments.
+
+    The segments have two chunks. key: name of a member.
+    """
     from benchmarks.tune import cut_into
 
     rows = []
@@ -99,7 +102,10 @@ in a million shows."""
 
 
 def check_repeats(path: str) -> Rows:
-    """Each stage at a size that fills a GPU, again and again, bit by bit. path: as of `stages`."""
+    """Runs each stage many times at a size that fills a GPU, and compares bits.
+
+    path: see `stages`.
+    """
     from benchmarks.tune import stages
 
     rows = []
@@ -125,8 +131,11 @@ def check_repeats(path: str) -> Rows:
 
 
 def check_cancelling() -> Rows:
-    """Where o is a small difference: each precision, and both kinds of kernels, against what
-    rounding their operands costs by itself (rounded.py); beside FLA's errors as last measured."""
+    """Inputs for which o is a small difference of large terms.
+
+    Each precision and both kinds of kernels are compared with the error of rounding their operands
+    (rounded.py), and with FLA's errors as last measured.
+    """
     from fla_cp import chunk_gated_delta_rule, chunk_kda
     from tests.support import rounded
 
@@ -158,7 +167,7 @@ def check_cancelling() -> Rows:
 
 
 def tensors_of(x: object) -> list[Tensor]:
-    """Of a stage's result, but for what is empty."""
+    """The tensors of a stage's result that are not empty."""
     if isinstance(x, Tensor):
         return [x] if x.numel() else []
     if isinstance(x, tuple):
@@ -178,7 +187,7 @@ def check_recurrent(K: int, V: int) -> Rows:
 
 
 def one(K: int, V: int, name: str, case: Case, dtype: torch.dtype) -> dict:
-    """A case of `chunk_kda`."""
+    """Checks a case of `chunk_kda`."""
 
     def call(x: Named, impl: str) -> Named:
         return run(case, impl=impl, device=DEVICE, inputs=x)
@@ -199,8 +208,11 @@ def judged(
     dtype: torch.dtype,
     fold: Callable[[Named, Named, Named], Named] = nothing,
 ) -> dict:
-    """One row of the report. call(inputs, impl) gives the results by name; walk(fp64 inputs,
-    actual, exact) what some may be off besides (`walks`)."""
+    """One row of the report.
+
+    call(inputs, impl) gives the results by name. walk(fp64 inputs, actual, exact) gives additional
+    errors that some results may have, see `walks`.
+    """
     row: dict = {"dtype": str(dtype).removeprefix("torch.")}
     try:
         started = time.perf_counter()
@@ -223,8 +235,11 @@ def judged(
 
 
 def of_approximations(call: Callable[[Named, str], Named], x: Named, exact: Named) -> Named:
-    """What the results move by when every log decay does by 2^-21 of itself: ex2.approx,
-    lg2.approx and rsqrt.approx are off by two units each, alike for all tokens of a chunk."""
+    """The change of the results if every log decay changes by 2^-21 of itself.
+
+    ex2.approx, lg2.approx and rsqrt.approx each err by up to two units, equally for all tokens of a
+    chunk.
+    """
     moved = call(x | {"A_log": x["A_log"] + 2**-21}, "torch")
     return {n: (moved[n] - exact[n]).abs() for n in exact}
 
@@ -234,7 +249,7 @@ def added(a: Named, b: Named) -> Named:
 
 
 def check_family(key: str) -> Rows:
-    """A member but KDA: outputs, states and gradients, and token by token."""
+    """Checks a member other than KDA: outputs, states and gradients, and token by token."""
     return [
         check_member(key, K, V, T, dtype, inside, stepwise, H=H)
         for K, V, T in FAMILY
@@ -276,8 +291,11 @@ def check_member(
 
 
 def of_gates(x: Named, actual: Named, exact: Named) -> Named:
-    """What dA_log and ddt_bias may be off: six standard deviations of a sum over tokens (and
-    channels) of errors like those of dg, equal within a chunk, each weighted by up to three."""
+    """The errors that dA_log and ddt_bias may have.
+
+    They are six standard deviations of a sum over tokens (and channels) of errors like those of dg,
+    equal within a chunk, each weighted by up to three.
+    """
     error = actual["dg"].double() - exact["dg"]
     heads = exact["dA_log"].numel()
     size = 18 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
@@ -341,8 +359,11 @@ def check_conv_and_gate() -> Rows:
 
 
 def of_sums(x: Named, actual: Named, exact: Named, *, dy: Tensor) -> Named:
-    """What the gradients of a convolution may be off: dweight and dbias add up T terms before they
-    round, dx and dhalo W products with a slope of the activation, which is at most 1.1."""
+    """The errors that the gradients of a convolution may have.
+
+    dweight and dbias add up T terms before they round. dx and dhalo add up W products with a slope
+    of the activation, which is at most 1.1.
+    """
     eps = torch.finfo(FP32).eps
     unit = eps * exact["dx"].shape[-2]
     off = {n: torch.full_like(t, unit) for n, t in exact.items() if n in ("dweight", "dbias")}
@@ -354,13 +375,13 @@ def of_sums(x: Named, actual: Named, exact: Named, *, dy: Tensor) -> Named:
 
 
 def of_gate(x: Named, actual: Named, exact: Named, *, dout: Tensor, bound: float | None) -> Named:
-    """What the gradients of a gate may be off in fp32: six standard deviations of their terms'
-    roundings.
+    """The errors that the gradients of a gate may have in fp32.
 
-    dA_log and ddt_bias add up terms of both signs, so the terms count, not the sum: its error does
-    not shrink where they happen to cancel. A term is a product with a sigmoid of z, which is off by
-    four units and by |z| more, since z is rounded first. The bounded gate's also has 1 - sigmoid,
-    which rounds like 1 however small it is itself (`sigmoid_slope` in device/gates.py).
+    They are six standard deviations of the roundings of their terms. dA_log and ddt_bias add up
+    terms of both signs, so the terms count, not the sum: its error does not shrink if they happen
+    to cancel. A term is a product with a sigmoid of z, which errs by four units and by |z| more,
+    since z is rounded first. For the bounded gate it also has the factor 1 - sigmoid, which rounds
+    like 1 even if it is small (`sigmoid_slope` in device/gates.py).
     """
     H, K = x["g"].shape[-2:]
     raw = x["g"] + x["dt_bias"].view(H, K)
@@ -380,7 +401,7 @@ def of_gate(x: Named, actual: Named, exact: Named, *, dout: Tensor, bound: float
 
 
 def conv_stage(x: Named, impl: str) -> Named:
-    """Both stages of the convolution for a rank with two ranges, whose halo is there or empty."""
+    """Both stages of the convolution for a rank with two ranges, with a halo or an empty one."""
     from fla_cp.kernels import resolve
     from fla_cp.kernels.torch.conv import ConvRows
 
@@ -396,11 +417,11 @@ def conv_stage(x: Named, impl: str) -> Named:
 
 
 def walks(case: Case, x: Named, error: Tensor) -> Named:
-    """How far the gate's sums over tokens may be off, given the error of dg [B, T, HV, K].
+    """The errors that the gate's sums over tokens may have, given the error of dg [B, T, HV, K].
 
-    dA_log and ddt_bias add up weight * dg before dg is rounded: six standard deviations of a sum
-    of errors as large as those of dg, equal within a chunk (dg is a sum along it) and independent
-    between chunks and channels.
+    dA_log and ddt_bias add up weight * dg before dg is rounded. The result is six standard
+    deviations of a sum of errors as large as those of dg, equal within a chunk (dg is a sum along
+    it) and independent between chunks and channels.
     """
     raw = x["g"].to(error.device)
     if "dt_bias" in x:
@@ -423,7 +444,7 @@ def walks(case: Case, x: Named, error: Tensor) -> Named:
 
 
 def parts() -> dict[str, Callable[[], Rows]]:
-    """What runs in a process of its own, by name."""
+    """The checks that run in a process of their own, by name."""
     from tests.support.members import BY_NAME
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}

@@ -1,4 +1,4 @@
-"""The checks for a GPU, tried on the CPU: they pass, and fail on a wrong result."""
+"""The checks for a GPU, tried on the CPU: they pass, and they fail on a wrong result."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_the_gpu_checks_of_the_family(name, small):
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 def test_the_gates_budget_is_that_of_its_terms(bound):
-    """It holds where the sums cancel, and every gradient that is off by 1e-4 is over it."""
+    """The budget holds if the sums cancel, and a gradient that is wrong by 1e-4 exceeds it."""
     for seed in range(10):
         g, dout = draw(9, 2, 16, seed=seed) * 4, draw(9, 2, 16, seed=seed + 100)
         x = {"g": g, "A_log": draw(2, seed=seed + 200), "dt_bias": draw(32, seed=seed + 300)}
@@ -87,7 +87,7 @@ def test_the_gates_budget_is_that_of_its_terms(bound):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
-    """tests/gpu.py: an error of eight roundings is over it, one of a rounding is within."""
+    """An error of eight roundings exceeds the budget, and one of a single rounding does not."""
     exact = torch.linspace(1, 2, 100, dtype=torch.float64)
     for roundings, within in ((1, True), (8, False)):
         actual = exact * (1 + roundings * torch.finfo(dtype).eps)
@@ -103,6 +103,6 @@ def test_hash_of_a_kernel_file_is_of_its_code():
 
 
 def test_the_call_under_the_sanitizer_finds_what_it_imports():
-    """It runs on a GPU only, in a process of its own."""
+    """The call itself runs only on a GPU, in a process of its own."""
     head, _, _ = SMALL_CALL.partition("\nfor ")
     exec(compile(head, "SMALL_CALL", "exec"), {})

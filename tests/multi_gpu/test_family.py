@@ -1,5 +1,7 @@
-"""Every member on N ranks equals itself on one, and both equal fp64; see test_kda.py. The layers,
-their convolution and its halo included, keep the same weights after two steps."""
+"""Every member on N ranks equals itself on one rank, and both equal fp64; see test_kda.py.
+
+The layers, with their convolution and its halo, have the same weights after two steps.
+"""
 
 import dataclasses
 
@@ -55,7 +57,7 @@ def compare(group, rank, key, ranges):
             pick = tokens.get(name[1:]) or (context if name == "o" else None)
             pick = pick.shard if pick else (lambda t: t)
             fold = 0.0
-            if dtype == torch.float32 and value.is_cuda:  # the fold: three TF32 products (walk.py)
+            if dtype == torch.float32 and value.is_cuda:  # the fold: three TF32 products
                 fold = 2**-20 * exact[name].abs().max()
             assert_close(what, value, pick(exact[name]), pick(one[name]), fold)
 

@@ -1,7 +1,7 @@
 """KDA on N ranks equals KDA on one, and both equal fp64: outputs, states and every gradient.
 
-On the CPU in fp64 on the torch stages; on GPUs in fp64 too, and in fp32 and bf16 on the kernels, by
-an error budget: twice the error of one rank plus a few roundings.
+On the CPU this runs the torch stages in fp64. On GPUs it also runs the kernels in fp32 and bf16,
+with an error budget: twice the error of one rank plus a few roundings.
 """
 
 import random
@@ -62,7 +62,7 @@ def compare(group, rank, case, ranges, exchange="auto"):
         mine = run_sharded(case, context, dtype, impl, str(device))
         for name, value in mine.items():
             what = f"{name} in {dtype} on rank {rank}"
-            if name in ("dA_log", "ddt_bias"):  # shares, like any weight's
+            if name in ("dA_log", "ddt_bias"):  # each rank has a share, as of any weight's gradient
                 value = value.double()
                 dist.all_reduce(value, group=group)
                 fold = sum_of_errors(one["dg"], exact["dg"], len(one["dA_log"]))
@@ -79,7 +79,7 @@ def test_ranks_equal_one(run, case, ranges):
 
 
 def on_hopper(group, rank, ranges):
-    """The scans of sm90/, which a call as small as this would not take."""
+    """Forces the scans of sm90/, which a call of this size would not take."""
     from tests.support.tuned import tuned
 
     with tuned(min_chunk_heads=0):
@@ -116,7 +116,7 @@ def test_both_layouts(run):
 
 
 def random_packings(group, rank, seed):
-    """Packings, ranges and schemes at random; no two trials alike."""
+    """Random packings, ranges and schemes, different in every trial."""
     rng = random.Random(seed)
     for trial in range(4):
         T = rng.choice([group.size(), 64, 130, 300])
@@ -141,7 +141,7 @@ def test_a_training_step(run, ranges):
 
 
 def count_waits(group, rank, exchange):
-    """Forward and backward of a layer, tables of a new packing included."""
+    """Forward and backward of a layer, including the tables of a new packing."""
     device = device_of(group)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
     for cu in ((0, 300, 512), (0, 100, 512)):
@@ -150,7 +150,7 @@ def count_waits(group, rank, exchange):
             host.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=host, exchange=exchange
         )
         x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
-        with warnings.catch_warnings():  # that the mode is a prototype
+        with warnings.catch_warnings():  # torch warns that the mode is a prototype
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error" if cu[1] == 100 else "default")
         try:
@@ -168,7 +168,7 @@ def test_the_host_never_waits_for_the_device(run, exchange):
 
 
 def replay(group, rank, exchange):
-    """A layer captured once and replayed on other tokens of the same packing."""
+    """Captures a layer once and replays it with other tokens of the same packing."""
     device = device_of(group)
     torch.manual_seed(0)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
@@ -206,7 +206,7 @@ LAYERS = {
 }
 PACKINGS = [
     (0, 512),
-    (0, 1, 77, 77, 300, 512),  # as many documents as there may be, one of them empty
+    (0, 1, 77, 77, 300, 512),  # the largest number of documents, one of them empty
     (0, 64, 128, 256, 384, 512),  # ends at the edges of ranks
     (0, 1, 2, 3, 511, 512),
     (0, 255, 512),
@@ -214,8 +214,11 @@ PACKINGS = [
 
 
 def replay_others(group, rank, name, alone, exchange):
-    """Forward and backward of a layer, captured once under a context of fixed shape and replayed
-    for other packings, while the host waits for nothing. alone: without the other ranks."""
+    """Captures a layer under a context of fixed shape, and replays it for other packings.
+
+    Forward and backward are captured once. The host must wait for nothing. alone: without the other
+    ranks.
+    """
     device = device_of(group)
     group = None if alone else group
     torch.manual_seed(0)
@@ -248,7 +251,7 @@ def replay_others(group, rank, name, alone, exchange):
     for cu, host in (*given[1:], given[0]):
         with torch.no_grad():
             x.copy_(torch.randn_like(x))
-        with warnings.catch_warnings():  # that the mode is a prototype
+        with warnings.catch_warnings():  # torch warns that the mode is a prototype
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         try:

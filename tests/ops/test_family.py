@@ -1,4 +1,4 @@
-"""Every member of the family, one module: operators, gradients, states, ranks, decoding."""
+"""Every member of the family: operators, gradients, states, ranks, decoding."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def test_token_by_token(member, call):
 
 
 def test_half_precision_and_layouts(member):
-    """bf16 inputs give bf16 outputs and fp32 states, and states [V, K] are those [K, V] turned."""
+    """bf16 inputs give bf16 outputs and fp32 states; states [V, K] are the transposed ones."""
     x, keywords, _ = draw(member, CALLS["inside"], torch.bfloat16)
     for name in ("A_log", "dt_bias", "initial_state"):
         x[name] = x[name].float()
@@ -124,8 +124,9 @@ def test_kernels_token_by_token(key, monkeypatch):
 
 @pytest.mark.parametrize("key", ["kda", pytest.param("gated_delta_rule", marks=pytest.mark.wide)])
 def test_kernels_take_states_of_either_layout_through_segments(key, monkeypatch):
-    """Initial and final states and their gradients, of a sequence in three segments; the final
-    state's gradient comes without memory of its own."""
+    """Initial and final states and their gradients, for a sequence in three segments. The gradient
+    of the final state is an expanded tensor.
+    """
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from benchmarks.tune import cut_into
@@ -152,7 +153,7 @@ def test_kernels_take_states_of_either_layout_through_segments(key, monkeypatch)
 
 
 def test_comba_reads_before_the_decay():
-    """Reading after it would be the gated delta rule for p = k."""
+    """If it read after the decay, it would equal the gated delta rule for p = k."""
     call = Call(T=20, decay=1.0)
     x, _, _ = draw(BY_NAME["comba"], call)
     x["p"] = x["k"]
@@ -213,7 +214,7 @@ def test_bad_inputs(changes, message):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("key", BY_NAME)
 def test_compiled(key, keep):
-    """One graph, equal to eager; shapes of what is kept are those that the fake op says."""
+    """One graph equals eager, and the shapes of kept tensors are those of the fake op."""
     torch._dynamo.reset()
     member = BY_NAME[key]
     call = Call(T=70, inside=True, options=(("disable_recompute", keep),))
@@ -231,7 +232,7 @@ def test_compiled(key, keep):
 @pytest.mark.bits
 @pytest.mark.parametrize("key", ["kda", "gated_delta_rule"])
 def test_compiled_on_kernels(key, monkeypatch):
-    """The choice of the backend survives the trace."""
+    """The traced call uses the chosen backend."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     torch._dynamo.reset()
@@ -246,7 +247,7 @@ def test_compiled_on_kernels(key, monkeypatch):
 
 
 def test_kernels_forget_without_losing_what_follows(monkeypatch):
-    """After a token that forgets all, running sums are large and their differences small."""
+    """After a token that forgets everything, running sums are large and their differences small."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     member, call = BY_NAME["gated_delta_rule"], dataclasses.replace(SMALL, T=64, inside=False)

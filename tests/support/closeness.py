@@ -17,7 +17,7 @@ def _report(name: str, actual: Tensor, exact: Tensor) -> str:
 
 
 def assert_exact(name: str, actual: Tensor, exact: Tensor) -> None:
-    """Asserts the same shape, and an error within EXACT of the largest exact element (or of 1e-3)."""
+    """Asserts an equal shape, and an error within EXACT of the largest exact element (or 1e-3)."""
     assert actual.shape == exact.shape, f"{name}: shape {actual.shape} for {exact.shape}"
     if actual.numel():
         error = (actual.double() - exact.double()).abs().max()

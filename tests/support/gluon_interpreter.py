@@ -185,9 +185,7 @@ def _partitions(parts: list[Any], warps: list[int], registers: list[int]) -> Non
 def _copy_in(x: Described, at: list[Any], bar: Barrier, to: Shared) -> None:
     block = x.load(at)
     to.store(block)
-    width = (
-        4 if len(block) == 1 else 2
-    )  # vectors are fp32; tiles count as halves in any dtype
+    width = 4 if len(block) == 1 else 2  # vectors are fp32; tiles count as halves in any dtype
     bar.step(size=-block.numel() * width)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, what they hold, and what `--resume` finds."""
+"""Checkpoints: complete or absent, their contents, and what `--resume` finds."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_load_restores_weights_moments_progress_and_generators(tmp_path, ranks):
     assert second.load(path) == Progress(step=7, skipped=2)
     torch.testing.assert_close(second.tensors(), first_tensors, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), drawn)
-    # what the flags say now wins over what they said then
+    # the flags of now win over those of the checkpoint
     assert second.optimizer.param_groups[0]["lr"] == 0.5
     assert second.optimizer.param_groups[0]["betas"] == (0.9, 0.5)
     assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.1, 0.0]

@@ -1,4 +1,4 @@
-"""Damaged and foreign checkpoints: every kind is named in a line, none runs code or ends a run."""
+"""Damaged and foreign checkpoints: each is reported in one line; none runs code or ends a run."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ def steps(run):
 
 
 def newest(run, ranks, resume="auto", trust=False):
-    """The checkpoint that is taken, and the lines that were shown."""
+    """The checkpoint that is chosen, and the lines that were printed."""
     lines = []
     found = checkpoint.find(resume, run)
     return checkpoint.newest_whole(found, resume, trust, ranks, lines.append)[0], lines
@@ -58,7 +58,7 @@ def edit(path, change):
 
 
 def reseal(path, name):
-    """Takes the checksums of a file that was replaced, as its forger would."""
+    """Updates the checksums of a replaced file, as a forger would."""
     data = (path / name).read_bytes()
     folder = path.parent / "reseal"
     folder.mkdir()
@@ -150,7 +150,7 @@ def test_damaged_newest_gives_way_to_the_one_before(kind, run, ranks):
     (line,) = lines
     assert line.startswith(f"{new} is damaged: ") and line.endswith("; trying the one before")
     assert reason in line
-    # named by its path, it is refused in a line
+    # if --resume names its path, it is refused in one line
     if new.exists():
         with pytest.raises(UserError, match=r"^--resume: .*step-00000002 is damaged: .*$"):
             newest(run, ranks, str(new))
@@ -165,7 +165,7 @@ def test_nothing_whole_is_an_error_and_no_fresh_start(run, ranks):
         UserError, match=r"step-00000001 is damaged: .* \(to start afresh: --resume"
     ):
         newest(run, ranks)
-    # and again, since nothing was set aside
+    # a second time, since nothing was set aside
     with pytest.raises(UserError, match="to start afresh"):
         newest(run, ranks)
     assert newest(run / "empty", ranks) == (None, [])
@@ -216,11 +216,11 @@ def test_format_1_loads_with_a_note(run, ranks):
     (note,) = checkpoint.check_matches(path, one.facts())
     assert "is of format 1: it has no checksums" in note and "gate_lower_bound" in note
     assert one.load(path).step == 2
-    # what its files tell is looked at all the same
+    # the sizes of its files are checked all the same
     (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-100])
     taken, lines = newest(run, ranks)
     assert taken == old and "bytes, too few for" in lines[0]
-    # and a shard that only looks whole ends in a line
+    # a shard that only looks complete ends in one line
     size = (path / SHARD).stat().st_size + 100
     (path / SHARD).write_bytes(bytes(size))
     with pytest.raises(UserError, match=r"^--resume: .*step-00000002 cannot be loaded: .*$"):
@@ -329,7 +329,7 @@ def test_stray_entries_stop_nothing(run, ranks, tmp_path):
         "step-3",
     ]
     assert (precious / "data").read_text() == "x"
-    # a save meets them, too
+    # a save has to handle them, too
     (root / ".partial-step-00000003").symlink_to(precious)
     (root / "step-00000003").symlink_to("nowhere")
     assert OneRank(ranks).save(run, 3).is_dir()

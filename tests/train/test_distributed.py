@@ -1,4 +1,4 @@
-"""What all ranks learn from one of them."""
+"""Decisions of rank 0, and problems of any rank, as all ranks learn them."""
 
 import os
 
