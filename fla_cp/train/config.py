@@ -415,8 +415,7 @@ def validate(config: TrainConfig) -> None:
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
     _check_texts(config)
-    at_least(1, max_steps=run.max_steps, log_every=run.log_every, max_skips=run.max_skips)
-    at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every, seed=run.seed)
+    at_least(1, max_skips=run.max_skips)
     at_least(0, warmup_steps=optim.warmup_steps, clip_norm=optim.clip_norm)
     need(run.keep_checkpoints >= 1, "--run.keep-checkpoints", "at least 1", run.keep_checkpoints)
     for name in ("notice_seconds", "timeout_seconds", "rendezvous_seconds"):

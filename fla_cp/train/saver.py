@@ -164,8 +164,7 @@ class Saver:
         else:
             self._drop(pending.partial)
             self.say(f"warning: {self._failure(pending.step, error)}")
-        while self.notes:
-            self.say(self.notes.pop(0))
+        self._say_notes()
 
     def write(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
         """Writes a checkpoint, after the pending one; returns its folder. Raises SaveFailed."""
@@ -181,8 +180,7 @@ class Saver:
             self._drop(partial)
             raise SaveFailed(self._failure(progress.step, error)) from error
         self.step = progress.step
-        while self.notes:
-            self.say(self.notes.pop(0))
+        self._say_notes()
         return self._final(progress.step)
 
     def close(self) -> None:
@@ -192,6 +190,10 @@ class Saver:
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
+
+    def _say_notes(self) -> None:
+        while self.notes:
+            self.say(self.notes.pop(0))
 
     def _final(self, step: int) -> Path:
         return self.run / "checkpoints" / f"step-{step:08d}"
