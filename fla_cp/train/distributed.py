@@ -199,9 +199,10 @@ class Ranks:
                 dist.barrier(group=self.host_group)
 
     def decide(self, decision: Callable[[], T]) -> T:
-        """What `decision` returns on rank 0, which alone calls it, on all ranks. Collective.
+        """Calls `decision` on rank 0 alone and returns its result on all ranks. Collective.
 
-        Raises the UserError that `decision` raised, on all ranks.
+        A UserError that it raises is raised on all ranks, with its class. Results and errors are
+        pickled.
         """
         box: list[Any] = [None, None]
         if self.rank == 0:
