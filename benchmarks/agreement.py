@@ -31,7 +31,7 @@ TOKENS, CHANNELS, WIDTH = 4096, 8, 4
 def microseconds(
     f: Callable[[], object], group: dist.ProcessGroup, repeats: int, cuda: bool
 ) -> dict[str, float]:
-    """Median of the host's time for f, and of the time until the device has done it."""
+    """Median time on the host for f, and median time until the device has finished it."""
     host, device = [], []
     for _ in range(repeats):
         dist.barrier(group)
@@ -49,7 +49,7 @@ def microseconds(
 def measure(
     group: dist.ProcessGroup, device: torch.device, sequences: int, repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of each row, of this rank."""
+    """Microseconds of each row on this rank."""
     cuda, ranks = device.type == "cuda", dist.get_world_size(group)
     offsets = torch.arange(0, ranks * TOKENS + 1, TOKENS // sequences, dtype=torch.int32)
     x = torch.randn(1, TOKENS, CHANNELS, device=device)

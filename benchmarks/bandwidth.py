@@ -27,7 +27,7 @@ INSIDE = {
 
 
 class Row(NamedTuple):
-    """name; bytes read and written once; our call; the peer's, or None if it has none."""
+    """name; bytes that must be read and written once; our call; the peer's, or None."""
 
     name: str
     size: int

@@ -30,7 +30,7 @@ def compare(
     head: dict[tuple[str, str, str], float],
     threshold: float,
 ) -> tuple[list[str], bool]:
-    """Lines of the table, and whether anything got slower."""
+    """Lines of the table, and whether anything became slower."""
     lines = ["| op | shape | what | base ms | head ms | change |", "|---|---|---|---|---|---|"]
     slower = False
     for key in sorted(base.keys() | head.keys()):

@@ -108,7 +108,7 @@ def layer(shape: Shape, context: Any, device: str) -> Callable[[], object]:
 
 
 def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
-    """Medians of the slowest rank: ms of a step and of the exchange that it waits for; peak GiB."""
+    """Medians on the slowest rank: ms of a step and of the exchange that it waits for; peak GiB."""
     from fla_cp.comm import measure_exchange
 
     for _ in range(WARM):
@@ -119,12 +119,12 @@ def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
     synchronize()
     device = "cuda" if on_cuda() else "cpu"
     alone = torch.tensor(1e3 * (time.perf_counter() - started), device=device)
-    dist.all_reduce(alone, dist.ReduceOp.MAX, group=group)  # as many steps on all ranks
+    dist.all_reduce(alone, dist.ReduceOp.MAX, group=group)  # the same number of steps on all ranks
     steps = min(max(STEPS[0], int(SPAN_MS / alone.item())), STEPS[1])
     if on_cuda():
         torch.cuda.reset_peak_memory_stats()
     times, waits = [], []
-    for _ in range(REPEATS):  # as in training, the host runs ahead of the device
+    for _ in range(REPEATS):  # the host runs ahead of the device, as in training
         dist.barrier(group)
         synchronize()
         started = time.perf_counter()
@@ -145,8 +145,11 @@ def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
 
 
 def sent_bytes(shape: Shape, R: int, scheme: str) -> int:
-    """What the busiest rank receives in a forward and a backward, one document over all ranks:
-    the table of docs/design.md."""
+    """Bytes that the busiest rank receives in a forward and a backward, for one document over all
+    ranks.
+
+    These are the bytes of the table in docs/design.md.
+    """
     S, M = (4 * shape.HV * shape.K * n for n in (shape.V, shape.K))
     through = R > 2
     distances = [1 << n for n in range(max(R - 2, 0).bit_length())]  # the last but one receives
@@ -177,7 +180,7 @@ MESSAGE_US = 1.5
 
 
 def modelled_us(shape: Shape, R: int, scheme: str) -> float:
-    """Microseconds of one exchange, of one direction of one layer."""
+    """Microseconds of one exchange, for one direction of one layer."""
     if scheme == "symmetric":
         return PEERS_US + sent_bytes(shape, R, scheme) / 2 / PEERS_GB_S / 1e3
     far = int(R > HOST)
@@ -202,7 +205,7 @@ def model_table() -> str:
 
 
 def taken(context: Any) -> str:
-    """What "auto" is here."""
+    """The scheme that "auto" chooses here."""
     from fla_cp.comm import SymmetricOrGather, exchange, peer_memory
 
     if isinstance(context.exchange, SymmetricOrGather):
@@ -269,8 +272,10 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def trace(step: Callable[[], object], path: Path) -> None:
-    """A profiler trace of steps back to back, for chrome://tracing, Perfetto or
-    benchmarks.timeline. On a GPU without the host's operators, whose recording would hold it up."""
+    """A profiler trace of consecutive steps, for chrome://tracing, Perfetto or benchmarks.timeline.
+
+    On a GPU it has no operators of the host, since recording them would delay the host.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     kind = ProfilerActivity.CUDA if on_cuda() else ProfilerActivity.CPU
@@ -283,11 +288,11 @@ def trace(step: Callable[[], object], path: Path) -> None:
 
 
 def with_efficiency(rows: list[dict]) -> list[dict]:
-    """Adds to each row the share of ideal: one rank's time for T / R tokens over this time."""
+    """Adds the efficiency to each row: one rank's time for T / R tokens over this time."""
     one = {(r["op"], r["T"]): r["ms"] for r in rows if r["ranks"] == 1 and "ms" in r}
     for row in rows:
         alone = one.get((row["op"], row["T"] // row["ranks"]))
-        if alone is None and (row["op"], row["T"]) in one:  # nothing measured: a share of the whole
+        if alone is None and (row["op"], row["T"]) in one:  # not measured: a share of the whole
             alone = one[row["op"], row["T"]] / row["ranks"]
         if alone is not None and "ms" in row:
             row["efficiency"] = round(alone / row["ms"], 3)
@@ -313,7 +318,7 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], out: Path) -> None:
-    """Time by ranks, and its ideal, for each number of tokens."""
+    """Time by number of ranks, with the ideal time, for each number of tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -371,7 +376,7 @@ def main() -> None:
         return
     rows: list[dict] = []
     if gpus:
-        import fla_cp.kernels.triton.backend  # noqa: F401, chooses the assembler that the result names
+        import fla_cp.kernels.triton.backend  # noqa: F401, chooses the ptxas that the result names
     for R in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(work, (R, args, folder), nprocs=R)

@@ -43,7 +43,7 @@ def microseconds(f: Callable[[], object], count: int = 60) -> float:
 
 
 def measure(rank: int, R: int) -> dict[str, Any]:
-    import fla_cp.kernels.triton.backend  # noqa: F401, chooses the assembler
+    import fla_cp.kernels.triton.backend  # noqa: F401, chooses ptxas
     from fla_cp.comm import SlotMaps, collectives, exchange, peer_memory
     from fla_cp.comm.exchange.base import fold_wires, pack
     from fla_cp.kernels.triton.fold import fold

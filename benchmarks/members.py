@@ -18,8 +18,12 @@ from benchmarks.shapes import Shape
 
 
 class Member(NamedTuple):
-    """Name of our operator; peers, "module:function" by name; its tensors; whether it has one decay
-    a head; whether gate and beta's sigmoid, and the norm, are inside; householder steps."""
+    """One row of the benchmark.
+
+    name: our operator. peers: "module:function" by name. The other fields are its tensors; whether
+    it has one decay a head; whether gate and beta's sigmoid, and the norm, are inside; Householder
+    steps.
+    """
 
     ours: str
     peers: dict[str, str]
@@ -44,7 +48,7 @@ MEMBERS = {
             "fla": "fla.ops.gated_delta_rule:chunk_gated_delta_rule",
         },
     ),
-    "gdn-layer": Member(  # what a layer asks for: FlashQLA's gate and sigmoid in torch around it
+    "gdn-layer": Member(  # the call of a layer: FlashQLA's gate and sigmoid are computed in torch
         "chunk_gated_delta_rule",
         {"flashqla": "benchmarks.members:flashqla_of_a_layer"},
         inside=True,
@@ -78,7 +82,7 @@ def flashqla_of_a_layer(
     dt_bias: Tensor,
     **_: object,
 ) -> tuple:
-    """FlashQLA on logits of gate and beta: these act in torch, the norm is FlashQLA's own."""
+    """FlashQLA on logits of gate and beta: torch computes these, and FlashQLA the norm."""
     from flash_qla import chunk_gated_delta_rule
 
     g = -A_log.exp() * torch.nn.functional.softplus(g.float() + dt_bias)
@@ -86,7 +90,7 @@ def flashqla_of_a_layer(
 
 
 def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs by name, and do. Seeded."""
+    """Inputs by name, and do, from a fixed seed."""
     gen = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -133,8 +137,11 @@ def peer(member: Member, name: str) -> Callable[..., tuple]:
 
 
 def io_bytes(member: Member, shape: Shape) -> tuple[int, int]:
-    """(forward, forward and backward): inputs read and o written once; then inputs and do read
-    again and the gradients of the inputs written, once. A_log and dt_bias are not counted."""
+    """Bytes of the forward, and of forward and backward together.
+
+    The forward reads the inputs and writes o once. The backward reads inputs and do once and writes
+    the gradients of the inputs once. A_log and dt_bias are not counted.
+    """
     T, HV, K, V = shape.T, shape.HV, shape.K, shape.V
     rows = T * member.steps
     gate = (HV if member.per_head else HV * K) * (2 if member.inside else 4)
@@ -146,11 +153,13 @@ def io_bytes(member: Member, shape: Shape) -> tuple[int, int]:
 
 
 def products(member: Member, shape: Shape) -> tuple[int, int]:
-    """(forward, forward and backward) operations of the chunk form's matrix products.
+    """Operations of the chunk form's matrix products, of the forward, and of forward and backward
+    together.
 
-    Per value head and chunk of C = 64 rows: Aqk C^2 K, Aqk v_new C^2 V, qg S and kg^T v_new C K V
-    each, and, where anything is removed, Akk C^2 K, T r C^2 V and kin S C K V; two operations a
-    multiplication. Backward: the scan again without o, and each product's two adjoints.
+    Per value head and chunk of C = 64 rows, the products are Aqk C^2 K, Aqk v_new C^2 V, qg S and
+    kg^T v_new C K V each, and, if the rule removes anything, Akk C^2 K, T r C^2 V and k_decayed S C
+    K V; a multiplication counts as two operations. The backward recomputes the scan without o, and
+    has two adjoints of each product.
     """
     C, K, V = 64, shape.K, shape.V
     chunks = 2 * shape.HV * (shape.T * member.steps // C)

@@ -38,7 +38,7 @@ Call = Callable[..., tuple]
 def runner(
     op: Call, member: Member, shape: Shape, device: str, **more: object
 ) -> dict[str, Callable]:
-    """The forward, and both directions, each returning a tuple of its tensors."""
+    """The forward, and forward with backward; each returns a tuple of its tensors."""
     x, do = draws(member, shape, device)
     keywords = options(member, shape) | more
     if shape.cu_seqlens is not None:
@@ -61,9 +61,12 @@ millisecond's sleep."""
 
 
 def milliseconds(f: Callable, device: str) -> float:
-    """Median of a call. On a GPU the device's time, from an empty L2 cache: each call is queued
-    behind a sleep that lasts longer than the host needs for it. A call that waits for the device
-    itself (a peer's) is timed with its host once sleeps have become long."""
+    """Median time of a call.
+
+    On a GPU it is the device's time, with an empty L2 cache: each call is queued behind a sleep
+    that lasts longer than the host needs for the call. If a call itself waits for the device (a
+    peer's does), it is timed together with its host time once the sleeps have become long.
+    """
     times: list[float] = []
     if device != "cuda":
         for _ in range(3):
@@ -82,7 +85,7 @@ def milliseconds(f: Callable, device: str) -> float:
         torch.cuda._sleep(int(sleep_ms * CLOCK_KHZ))
         events[0].record()
         f()
-        late = events[0].query()  # the sleep was over before all was queued
+        late = events[0].query()  # the sleep ended before everything was queued
         events[1].record()
         torch.cuda.synchronize()
         if late and sleep_ms < longest_ms:
@@ -93,7 +96,7 @@ def milliseconds(f: Callable, device: str) -> float:
 
 
 def host_milliseconds(f: Callable, device: str, calls: int = 20) -> float | None:
-    """Until a call returns, with nothing queued before it: what small calls wait for."""
+    """Time until a call returns, with nothing queued before it; small calls take this long."""
     if device != "cuda":
         return None
     times = []
@@ -107,7 +110,7 @@ def host_milliseconds(f: Callable, device: str, calls: int = 20) -> float | None
 
 
 def peak_gib(f: Callable, device: str) -> float | None:
-    """Most memory allocated while f runs, its inputs included."""
+    """Largest memory allocated while f runs, including its inputs."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()
@@ -126,7 +129,7 @@ def first_call(f: Callable, device: str) -> float:
 
 
 def compare(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> float:
-    """Largest relative difference (norms) over o and the gradients."""
+    """Largest relative difference, in norms, over o and the gradients."""
     return max(
         ((a.float() - b.float()).norm() / b.float().norm()).item()
         for a, b in zip(ours, theirs, strict=True)
@@ -142,7 +145,7 @@ def measure(
     directions: tuple[str, ...] = ("forward", "both"),
     **more: object,
 ) -> tuple[dict, tuple]:
-    """A row of the table, and what the last of the directions gave."""
+    """A row of the table, and the results of the last direction."""
     gc.collect()
     before = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else 0.0
     run = runner(op, member, shape, device, **more)
@@ -170,8 +173,10 @@ def measure(
 
 
 def stage_times(member: Member, shape: Shape) -> dict[str, float]:
-    """ms of each stage of the Triton backend that a call has at the shape's size, without packing;
-    the two scans of the backward as they run, side by side where they fit."""
+    """ms of each stage of the Triton backend in a call of this shape, without packing.
+
+    The two scans of the backward are timed as they run, concurrently if they fit.
+    """
     from benchmarks.tune import stages
 
     path = "_head" if member.per_head else "" if shape.safe else "_any"
@@ -251,7 +256,7 @@ def main() -> None:
 
     def keep(row: dict) -> None:
         rows.append(row)
-        if args.out:  # after each row: a run may be stopped
+        if args.out:  # after each row, since a run may be stopped
             found = {**environment(), "operator": args.op, "rows": rows}
             args.out.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -259,7 +264,7 @@ def main() -> None:
     for shape in beside if args.peer else ():
         op = peer(member, args.peer)
         row, result = measure(args.peer, op, member, shape, device, directions)
-        if shape.T <= CHECKED_TOKENS:  # kept on the host, out of the way of the peak memory
+        if shape.T <= CHECKED_TOKENS:  # on the host, so as not to count in peak memory
             theirs[shape.name] = tuple(t.cpu() for t in result)
         del result
         keep(row)
@@ -273,7 +278,7 @@ def main() -> None:
         if other is not None:
             row["ratio"] = [round(other[w]["ms"] / row[w]["ms"], 3) for w in directions]
         if shape.name in theirs:
-            # o and gradients of two bf16 implementations: apart by their roundings
+            # o and gradients of two bf16 implementations differ by roundings
             pair = (tuple(t.cpu() for t in result), theirs.pop(shape.name))
             row["difference"] = round(compare(*pair), 5)
         del result

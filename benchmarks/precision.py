@@ -29,8 +29,10 @@ Named = dict[str, Tensor]
 
 
 def fla(name: str, x: Named, do: Tensor, keywords: dict) -> Named | str:
-    """Results of FLA's operator, or what it says. Errors do not depend on tiles, so it takes the
-    first of its configurations instead of trying all for minutes."""
+    """Results of FLA's operator, or its error message.
+
+    Errors do not depend on tiles, so it uses its first configuration instead of tuning for minutes.
+    """
     from triton.runtime.autotuner import Autotuner
 
     made = Autotuner.__init__
@@ -43,7 +45,7 @@ def fla(name: str, x: Named, do: Tensor, keywords: dict) -> Named | str:
         op = getattr(importlib.import_module("fla.ops." + name.removeprefix("chunk_")), name)
         try:
             return results(op, x, do, keywords)
-        except Exception as error:  # it refuses some versions of Triton, in the backward
+        except Exception as error:  # its backward refuses some versions of Triton
             o, final = op(**x, **keywords, output_final_state=True)[:2]
             print(f"FLA {name}: forward alone: {str(error)[:150]}", flush=True)
             return {"o": o, "final_state": final}
@@ -54,7 +56,7 @@ def fla(name: str, x: Named, do: Tensor, keywords: dict) -> Named | str:
 
 
 def errors(name: str, case: Case, device: str, peer: str | None) -> dict[str, dict | str]:
-    """By who computes."""
+    """Errors by implementation."""
     per_head = name != "chunk_kda"
     x, keywords = inputs(case, per_head, device)
     do = torch.randn(case.B, case.T, case.HV, case.V, generator=torch.Generator().manual_seed(2))

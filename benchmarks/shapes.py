@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """One call with B = 1 in bf16. cu_seqlens: of packed documents, or None. KDA has norm, gate and
-    beta's sigmoid inside; safe: a bounded gate (lower_bound -5), else the softplus gate."""
+    """One call with B = 1 in bf16.
+
+    cu_seqlens: offsets of packed documents, or None. KDA has norm, gate and beta's sigmoid inside.
+    safe: a bounded gate (lower_bound -5) instead of the softplus gate.
+    """
 
     name: str
     T: int
@@ -34,7 +37,7 @@ class Shape:
 
 
 def documents(total: int, seed: int = 0) -> tuple[int, ...]:
-    """Offsets of documents of mixed length, 1 to an eighth of `total`, log-uniform."""
+    """Offsets of documents with log-uniform lengths from 1 to an eighth of `total`."""
     draw, offsets = random.Random(seed), [0]
     while offsets[-1] < total:
         length = int(2 ** draw.uniform(0, (total // 8).bit_length() - 1))

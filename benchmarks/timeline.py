@@ -34,15 +34,17 @@ Row = tuple[int, float, float, str]
 
 
 def kernels(trace: dict) -> list[Row]:
-    """Of the middle step, from its first kernel on. What an exchange's stream does besides (copies
-    to and from peers' memory) is exchange, too."""
+    """The kernels of the middle step, from its first one on.
+
+    Other operations on an exchange's stream (copies to and from peers' memory) count as exchange.
+    """
     found = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
     steps = int(trace.get("steps", 1))
     if not found or len(found) % steps:
         raise SystemExit(
             f"the trace's {len(found)} GPU kernels are not those of {steps} equal steps"
         )
-    found.sort(key=lambda e: e["args"]["correlation"])  # as they were launched
+    found.sort(key=lambda e: e["args"]["correlation"])  # in the order of launches
     each = len(found) // steps
     found = found[steps // 2 * each : (steps // 2 + 1) * each]
     kinds: dict[int, set[str]] = {}
@@ -60,7 +62,7 @@ def kernels(trace: dict) -> list[Row]:
 
 
 def union(rows: list[Row], exchange: bool) -> list[tuple[float, float]]:
-    """When some of it, or some of the rest, runs: intervals that do not meet."""
+    """Disjoint intervals in which an exchange runs, or, if not `exchange`, anything else."""
     found: list[tuple[float, float]] = []
     for a, b in sorted((a, a + d) for _, a, d, what in rows if (what == EXCHANGE) == exchange):
         if found and a <= found[-1][1]:
@@ -70,7 +72,9 @@ def union(rows: list[Row], exchange: bool) -> list[tuple[float, float]]:
 
 
 def hidden(rows: list[Row]) -> tuple[float, float]:
-    """ms in which an exchange runs, waits for other ranks included, and of those beside others."""
+    """ms in which an exchange runs, including waits for other ranks, and how many of them overlap
+    others.
+    """
     exchange, others = union(rows, True), union(rows, False)
     beside = sum(max(0.0, min(b, d) - max(a, c)) for a, b in exchange for c, d in others)
     return sum(b - a for a, b in exchange), beside

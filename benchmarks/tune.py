@@ -106,7 +106,7 @@ GROUPED = ("dq_head", "dk_head")
 
 
 def now() -> TritonBackend:
-    """The Triton backend that public calls take at this moment."""
+    """The Triton backend that public calls currently use."""
     backend = resolve("triton", torch.device("cuda"), torch.bfloat16)
     assert isinstance(backend, TritonBackend)
     return backend
@@ -114,7 +114,7 @@ def now() -> TritonBackend:
 
 @contextmanager
 def forced(choice: dict[str, Tile]) -> Iterator[None]:
-    """Inside, the stages named in `choice` take its tiles."""
+    """In the block, the stages named in `choice` use its tiles."""
     backend = now()
     tuning = replace(backend.tuning, forced=(*choice.items(), *backend.tuning.forced))
     with using(replace(backend, tuning=tuning)):
@@ -133,7 +133,7 @@ class Cut(TritonBackend):
 
 @contextmanager
 def cut_into(chunks: int) -> Iterator[None]:
-    """Inside, the kernels cut every sequence into segments of so many chunks."""
+    """In the block, the kernels cut every sequence into segments of this many chunks."""
     with using(Cut(tuning=now().tuning, chunks=chunks)):
         yield
 
@@ -149,11 +149,13 @@ def stages(
     group: int = 1,
     backend: TritonBackend | None = None,
 ) -> dict[str, Callable[[], Any]]:
-    """Each stage of one call with norm, gate and beta's sigmoid inside, on random inputs, and the
-    summaries that a rank in the middle of a document makes besides. "begin": the chunks of two
-    segments and the first one's summary, with one decay a head on two streams. path: of KDA with a
-    safe gate "", with any "_any"; of the gated delta rule "_head". group: value heads of a key
-    head."""
+    """Each stage of one call with norm, gate and beta's sigmoid inside, on random inputs.
+
+    It includes the summaries that a rank in the middle of a document makes. "begin": the chunks of
+    two segments and the summary of the first, with one decay a head, on two streams. path: "" for
+    KDA with a safe gate, "_any" with any gate, "_head" for the gated delta rule. group: value heads
+    of a key head.
+    """
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(dtype)
@@ -218,8 +220,11 @@ def stages(
 def measure(
     stage: str, choice: Tile, K: int, V: int, dtype: torch.dtype, tokens: int, heads: int
 ) -> float:
-    """Median ms of `stage` with `choice`; parts of the local backward are timed inside it, scans
-    that run side by side together."""
+    """Median ms of `stage` with `choice`.
+
+    Parts of the local backward are timed inside it, and scans that run concurrently are timed
+    together.
+    """
     path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
     if stage.endswith("_concurrent"):
         path, timed = "", "beside_summary" if "_ends" in stage else "both_scans"
@@ -255,7 +260,7 @@ def main() -> None:
         for candidate in candidates(stage, args.K, args.V):
             try:
                 ms = measure(stage, candidate, args.K, args.V, dtype, args.tokens, args.heads)
-            except Exception as error:  # does not fit: reported, and the next is tried
+            except Exception as error:  # it does not fit: report it and try the next one
                 print(f"       {candidate}: {str(error).splitlines()[0][:80]}", flush=True)
                 continue
             print(f"  {ms:7.3f} ms  {candidate}", flush=True)

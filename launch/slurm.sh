@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Trains on several hosts: sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 8 --dp-shard 2
-# One torchrun agent a host; --out must be on a file system that all hosts share.
-# MAX_RESTARTS: how often failed ranks start again from the newest checkpoint (default 0).
-# RDZV_TIMEOUT: seconds for which hosts wait for each other (default 120).
+# It starts one torchrun agent per host. --out must be on a file system that all hosts share.
+# MAX_RESTARTS: how often failed ranks are restarted from the newest checkpoint (default 0).
+# RDZV_TIMEOUT: for how many seconds hosts wait for each other (default 120).
 #SBATCH --job-name=fla-cp-train
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:TERM@300
 set -euo pipefail
 
-# sbatch runs a copy of this file, so the clone is where it was submitted from.
+# sbatch runs a copy of this file, so the clone is the folder in which it was submitted.
 cd "${SLURM_SUBMIT_DIR:?run this with sbatch, from the root of the clone}"
 ranks_per_host="${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}"
 first_host="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
-# A host whose only rank is stopped cannot end by itself when the others do.
+# A host whose only rank is stopped does not end by itself when the others end.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_JOB_NUM_NODES" \
   --nproc-per-node "$ranks_per_host" \
@@ -25,6 +25,6 @@ srun --kill-on-bad-exit=1 torchrun \
   launch/train.py --out "runs/slurm-$SLURM_JOB_ID" --resume auto "$@" &
 job=$!
 
-# Slurm signals this script alone, 300 s before the limit; the ranks then write a checkpoint.
+# 300 s before the limit Slurm signals this script only; the ranks then write a checkpoint.
 trap 'kill -TERM "$job"; wait "$job"' TERM
 wait "$job"

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
-    # read when Triton is imported, which torch.compile does too: decided here for every test
+    # Triton reads it on import, which torch.compile does too: set here for all tests
     patch.setenv("TRITON_INTERPRET", "1")
     import fla_cp.kernels.triton.backend  # noqa: F401
 

@@ -1,11 +1,11 @@
-"""Runs what compares bits, or budgets of rounding, as other processors would compute it.
+"""Runs the tests that compare bits, or budgets of rounding, as other processors would.
 
     python -m tests.processors            # every combination, one line of a table each
     python -m tests.processors -k split   # with more arguments for pytest
 
-Torch, MKL and oneDNN choose their kernels by what the processor can do; three variables make them
-believe it can do less. Each is set to each of its values, and all to the lowest together. A value
-that the processor does not have changes nothing. Exit code 1 if a test fails anywhere.
+Torch, MKL and oneDNN choose their kernels by the features of the processor. Three environment
+variables make them use fewer features; all combinations of their values are run. A value that the
+processor does not support changes nothing. The exit code is 1 if a test fails anywhere.
 """
 
 import os
@@ -25,18 +25,18 @@ VALUES = {
 TESTS = {
     "bits": ["-m", "bits and not wide"],
     "budgets": [
-        "tests/partition/test_segmentation.py::test_a_fold_gives_transitions_beside_states",
-        "tests/kernels/test_conv_gate_kernels.py::test_the_gpu_checks_themselves",
-        "tests/kernels/test_conv_gate_kernels.py::test_the_gates_budget_is_that_of_its_terms",
+        "tests/partition/test_segmentation.py::test_a_fold_gives_transitions_with_states",
+        "tests/gpu/test_checks.py::test_the_gpu_checks_themselves",
+        "tests/gpu/test_checks.py::test_the_gates_budget_is_that_of_its_terms",
         "tests/train/test_parity.py",
         "tests/train/test_train.py::test_parity_of_a_split",
     ],
 }
-"""Arguments of pytest: what compares bits, and the budgets that once broke on another processor."""
+"""Arguments of pytest: tests that compare bits, and budgets that failed on another processor."""
 
 
 def outcome(settings: dict[str, str], arguments: list[str]) -> tuple[int, str, str]:
-    """Exit code, pytest's last line without its frame, and all that it said."""
+    """Exit code, pytest's last line without its frame, and the whole output."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *arguments], env=os.environ | settings, cwd=ROOT, capture_output=True, text=True

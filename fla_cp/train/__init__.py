@@ -1,1 +1,1 @@
-"""Training runtime: `torchrun launch/train.py --cp 4`, or `fla-cp-train --cp 4` once installed."""
+"""The trainer: `torchrun launch/train.py --cp 4`, or `fla-cp-train --cp 4` once installed."""

@@ -1,10 +1,11 @@
-"""Checkpoints: found, verified, compared with the configuration and loaded, on any split.
+"""Finds, verifies and loads checkpoints, and compares them with the configuration.
 
-RUN/checkpoints/step-00000020/ holds what torch.distributed.checkpoint writes (model, optimiser,
-step, skipped steps, random number generators) and trainer.json, which says what was trained and
-keeps checksums of all files. saver.py writes it as .partial-step-00000020, and it gets its name
-once it is on disk; a folder under another name than step-* never counts. The learning-rate schedule
-and the sampler are functions of the step, so the step is all that they need.
+RUN/checkpoints/step-00000020/ holds what torch.distributed.checkpoint (DCP) writes (model,
+optimiser, step, skipped steps, random number generators) and trainer.json, which says what was
+trained and has the checksums of all files. saver.py writes the folder as .partial-step-00000020 and
+renames it once it is on disk; a folder whose name is not step-* never counts as a checkpoint. The
+learning-rate schedule and the sampler are functions of the step, so only the step is saved. A
+checkpoint can be loaded with any split over ranks.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from fla_cp.train.model import shape_of
 from fla_cp.train.untrusted import CheckedReader, check_places, reading
 
 FORMAT = 2
-"""1 had neither checksums nor any of the model's options but its shape."""
+"""Version of trainer.json. Format 1 had no checksums, and of the model's options only its shape."""
 RECORD = "trainer.json"
 PARTIAL = ".partial-"
 ASIDE = "damaged-"
 _NAME = re.compile(r"step-(\d{8,})")
 
 MODEL_NEUTRAL = ("size", "impl", "remat")
-"""Fields of ModelConfig that leave the model as it is: `size` only fills in the shape."""
+"""Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
 DATA_NEUTRAL = ("micro_batch_size",)
-"""Fields of DataConfig that leave the batches as they are."""
+"""Fields of DataConfig that do not change the batches."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. step: optimiser steps taken or skipped, so also batches consumed."""
+    """How far a run is. step: optimiser steps taken or skipped, and so also batches consumed."""
 
     step: int = 0
     skipped: int = 0
 
 
 def complete(folder: Path) -> bool:
-    """Whether this looks like a checkpoint that was written to its end."""
+    """Whether the folder has the name and the last files of a finished checkpoint."""
     files = (".metadata", RECORD)
     return bool(_NAME.fullmatch(folder.name)) and all((folder / f).is_file() for f in files)
 
@@ -70,16 +71,17 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def _named(run: Path) -> list[Path]:
-    """Whatever has a checkpoint's name, whole or not, oldest first."""
+    """All entries with a checkpoint's name, complete or not, oldest first."""
     folder = run / "checkpoints"
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=step_of)
 
 
 def find(resume: str, run: Path) -> list[Path]:
-    """What `--resume` may start from, the best first; nothing has been verified.
+    """The checkpoints that `--resume` may start from, best first. None has been verified yet.
 
-    Empty for none, and for auto where there is no checkpoint. Raises UserError if a path has none.
+    The list is empty for `none`, and for `auto` where there is no checkpoint. Raises UserError for
+    a path without a checkpoint.
     """
     if resume == "none":
         return []
@@ -100,11 +102,11 @@ def find(resume: str, run: Path) -> list[Path]:
 def newest_whole(
     found: Sequence[Path], resume: str, trust: bool, ranks: Ranks, say: Callable[[str], None]
 ) -> tuple[Path | None, list[Path]]:
-    """The first of these checkpoints that is whole, and the damaged ones before it.
+    """The first of these checkpoints that is undamaged, and the damaged ones before it.
 
-    None where there are no checkpoints at all. found: what `find` returned, the same on all ranks.
-    trust: let .metadata run code. say: shows a line, on rank 0. Every rank reads a part of the
-    files. Raises UserError if all are damaged. Collective.
+    The path is None where there are no checkpoints at all. found: what `find` returned, the same on
+    all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. Every rank
+    verifies a part of the files. Raises UserError if all checkpoints are damaged. Collective.
     """
     problem = ""
     for i, path in enumerate(found):
@@ -122,41 +124,40 @@ def newest_whole(
 
 
 def _problem(path: Path, trust: bool, ranks: Ranks) -> str:
-    """What is wrong with a checkpoint, the same on all ranks; "" if nothing. Collective."""
-    answer: dict[str, Any] = {"refused": "", "problem": "", "files": {}}
-    if ranks.rank == 0:
+    """The damage of a checkpoint, the same text on all ranks; "" if there is none. Collective."""
+
+    def look() -> tuple[str, list[FileSums]]:
         try:
-            record, files = read_record(path)
+            _, files = read_record(path)
             check_sizes(path, files)
             check_places(path, read_metadata(path, files, trust))
-            answer["files"] = record.get("files", {})
-        except UserError as error:
-            answer["refused"] = str(error)
         except Damaged as error:
-            answer["problem"] = str(error)
+            return str(error), []
         except OSError as error:
-            answer["problem"] = f"{error.filename or path} cannot be read: {error.strerror}"
-    answer = json.loads(ranks.broadcast(json.dumps(answer)))
-    if answer["refused"]:
-        raise UserError(answer["refused"])
-    if answer["problem"]:
-        return answer["problem"]
-    files = unpack_sums(answer["files"])
+            return f"{error.filename or path} cannot be read: {error.strerror}", []
+        return "", files
+
+    problem, files = ranks.decide(look)
+    if problem:
+        return problem
     threads = threads_per_rank(local_ranks())
     problem = verify(path, files, ranks.rank, ranks.world_size, threads)
     if problem and ranks.world_size > 1:
         problem += f" (seen by rank {ranks.rank} on {socket.gethostname()})"
-    return next((p for p in ranks.gather(problem) if p), "")
+    return ranks.first_problem(problem)
 
 
 def set_aside(run: Path, damaged: Sequence[Path]) -> list[str]:
-    """Renames damaged checkpoints of this run, which may be worth a rescue, so that the run can
-    write these steps again. Returns a line for each. For one rank."""
+    """Renames damaged checkpoints of this run, so that it can write these steps again.
+
+    They are not deleted, since some of their data may be recoverable. Returns one line for each
+    checkpoint. To be called on one rank.
+    """
     notes = []
     for path in damaged:
         aside = path.with_name(ASIDE + path.name)
         if path.parent.resolve() != (run / "checkpoints").resolve():
-            continue  # of another run, which is not ours to change
+            continue  # it belongs to another run, which this one must not change
         try:
             remove(aside)
             path.rename(aside)
@@ -167,9 +168,9 @@ def set_aside(run: Path, damaged: Sequence[Path]) -> list[str]:
 
 
 def read_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
-    """trainer.json of a checkpoint, and the checksums in it: none in format 1.
+    """The contents of a checkpoint's trainer.json, and the checksums in it (none in format 1).
 
-    Raises Damaged, and UserError for a format of a later version.
+    Raises Damaged, and UserError for the format of a later version.
     """
     if not path.is_dir():
         raise Damaged("it is no folder")
@@ -194,7 +195,8 @@ def read_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
 def read_metadata(path: Path, files: Sequence[FileSums], trust: bool) -> dcp.Metadata:
     """The metadata of a checkpoint. Raises Damaged.
 
-    files: their checksums are compared first, where there are any: a damaged pickle is not opened.
+    files: checksums of the checkpoint, or none. The one of `.metadata` is compared first, so that a
+    damaged pickle is never opened.
     """
     problem = verify(path, [file for file in files if file.name == ".metadata"], 0, 1, 1)
     if problem:
@@ -207,9 +209,10 @@ def read_metadata(path: Path, files: Sequence[FileSums], trust: bool) -> dcp.Met
 
 
 def facts(config: TrainConfig, vocab_size: int, packs: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What a resumed run should have in common with the one before, as JSON can hold it.
+    """The options that a resumed run should share with the run before, as JSON values.
 
-    Every option counts that is not named as neutral, so a new one is compared without being added.
+    Every option counts unless MODEL_NEUTRAL or DATA_NEUTRAL names it, so a new option is compared
+    without being listed here.
     """
     model = {**asdict(config.model), **asdict(shape_of(config.model)), "vocab_size": vocab_size}
     data = {**asdict(config.data), "seed": config.run.seed, "packs": packs}
@@ -235,11 +238,12 @@ def _shown(section: str, name: str, value: Any) -> str:
 
 
 def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
-    """Notes on what differs in the data, or cannot be compared. Raises UserError if the model
-    differs: one line with every flag, both values, and how to take over the run's configuration.
+    """Compares a checkpoint with this run; returns notes on data options that differ.
 
-    now: the `facts` of this run. Data may change on purpose, as between stages of a training; with
-    another model the weights would not fit, or would mean something else.
+    now: the `facts` of this run. Data may change on purpose, for example between stages of a
+    training, so a difference is only noted. With another model the weights would not fit, or would
+    mean something else: this raises UserError, in one line with every flag, both values, and how to
+    take over the checkpoint's configuration.
     """
     try:
         record, _ = read_record(path)
@@ -271,7 +275,7 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
 
 
 def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The state of this rank's generators, under names of its own."""
+    """The states of this rank's random number generators, under names that contain the rank."""
     state = {f"cpu-{ranks.rank}": torch.get_rng_state()}
     if ranks.device.type == "cuda":
         state[f"cuda-{ranks.rank}"] = torch.cuda.get_rng_state(ranks.device)
@@ -285,11 +289,11 @@ def load(
     ranks: Ranks,
     trust: bool = False,
 ) -> Progress:
-    """Fills model and optimiser from a checkpoint of any split; returns where the run stood.
+    """Fills model and optimiser from a checkpoint of any split; returns how far the run was.
 
-    Hyper-parameters of the optimiser stay as they are configured now. A rank whose generators
-    were not saved (there were fewer ranks) keeps its own. trust: run the code that the
-    checkpoint's pickles ask for. Raises UserError, on all ranks, for a checkpoint that does not
+    The optimiser keeps the hyper-parameters that are configured now. A rank whose generators were
+    not saved, because there were fewer ranks, keeps its own. trust: allow the checkpoint's pickles
+    to run code. Raises UserError, on all ranks, for a checkpoint that does not
     fit the model or cannot be read. Collective.
     """
     metadata, problem = None, ""
@@ -297,14 +301,14 @@ def load(
         metadata = read_metadata(path, read_record(path)[1], trust)
     except Damaged as error:
         problem = str(error)
-    problem = next((p for p in ranks.gather(problem) if p), "")
+    problem = ranks.first_problem(problem)
     if metadata is None or problem:
         raise UserError(f"--resume: {path} is damaged: {problem}")
     hyper = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     parameters, moments = get_state_dict(model, optimizer)
     names = metadata.state_dict_metadata
     random = {k: v for k, v in random_state(ranks).items() if f"random.{k}" in names}
-    state = {
+    state: dict[str, Any] = {
         "model": parameters,
         "optimizer": moments,
         "progress": {name: torch.tensor(0, device="cpu") for name in asdict(Progress())},
@@ -332,7 +336,7 @@ def load(
 
 
 def first_cause(error: BaseException) -> str:
-    """What went wrong in DCP, in one line: of the first rank that failed, if several ranks ran."""
+    """The cause of a failure in DCP, in one line; the lowest rank's, if several ranks failed."""
     rank = ""
     if isinstance(error, CheckpointException) and error.failures:
         number = min(error.failures)
@@ -346,7 +350,7 @@ def first_cause(error: BaseException) -> str:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder, or a file or link of that name; what a link points to stays."""
+    """Deletes a folder, a file or a link. The target of a link is kept."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -354,9 +358,10 @@ def remove(path: Path) -> None:
 
 
 def clean(run: Path, after: int | None = None) -> list[str]:
-    """Deletes what a crash left behind and, with `after`, checkpoints of later steps.
+    """Deletes unfinished checkpoints and, with `after`, the checkpoints of later steps.
 
-    Returns a line for each checkpoint, and for what could not be deleted. For one rank.
+    Returns a line for each checkpoint of a later step and for everything that could not be deleted.
+    To be called on one rank.
     """
     root, notes = run / "checkpoints", []
     later = [] if after is None else [f for f in _named(run) if step_of(f) > after]

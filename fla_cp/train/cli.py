@@ -1,4 +1,4 @@
-"""Entry of `fla-cp-train` and of launch/train.py: says which extra is missing, then trains."""
+"""Entry point of `fla-cp-train` and launch/train.py: it trains, or says which extra is missing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.parent import end_with_launcher
 
 NEEDED = ("accelerate", "tyro", "tqdm", "tensorboard")
-"""Packages of the extra `train`."""
+"""Packages that the extra `train` installs."""
 
 
 def run() -> int:
-    """Trains as sys.argv says; the exit code, one of fla_cp/train/exit_codes.py."""
-    end_with_launcher()  # before the seconds that the other imports take
+    """Trains as sys.argv says and returns the exit code, see fla_cp/train/exit_codes.py."""
+    end_with_launcher()  # first, because the other imports take seconds
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         print(

@@ -1,9 +1,8 @@
 """The run's configuration: frozen dataclasses, a command line over them, and TOML in and out.
 
-One tree, four ways in, later ones winning: the defaults below, `--config FILE.toml`, flags. Each
-field has its full name (`--parallel.cp`) and, where it is used daily, a short one (`--cp`).
-
-Over 400 lines, since each flag is a field here with its help text.
+Values come from the defaults below, from `--config FILE.toml` and from flags; a later source wins.
+Each field has a full name (`--parallel.cp`), and the common ones have a short one (`--cp`). The
+text below a field is its help text on the command line.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def _short(*flags: str) -> Any:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how fast a named size trains where the user does not say otherwise.
+    """Defaults of a named size for the length of the training and the learning rate.
 
-    The recipes of 340M and 1.3B are for batches of about 0.5 million tokens and AdamW, as models of
-    these sizes are commonly trained; tiny's is for the bytes of `stdlib` on a CPU.
+    The recipes of 340M and 1.3B assume AdamW and batches of about 0.5 million tokens, which is
+    common for these sizes; the one of tiny is for the bytes of `stdlib` on a CPU.
     """
 
     lr: float
@@ -55,7 +54,7 @@ RECIPES = {
 }
 
 SEEDS = 2**32
-"""Seeds are below this: NumPy's global generator, which accelerate seeds, takes no larger one."""
+"""Seeds are below this: accelerate seeds NumPy's global generator, which takes no larger one."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,10 @@ class ParallelConfig:
         return self.dp_shard * self.dp_replicate
 
     def resolved(self, ranks: int) -> ParallelConfig:
-        """The same with a number for dp_shard -1. ranks: those that were started.
+        """This configuration with a number for dp_shard -1. ranks: how many were started.
 
-        A single process launches the ranks that the flags multiply to, so it leaves 1. Raises
-        UserError if the ranks cannot be divided.
+        A single process launches cp * dp_shard * dp_replicate ranks by itself, so there dp_shard is
+        1. Raises UserError if the ranks cannot be divided.
         """
         others = self.cp * self.dp_replicate
         if self.dp_shard != -1 or others < 1:
@@ -214,6 +213,12 @@ class RunConfig:
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
 
+    @property
+    def steps(self) -> int:
+        """max_steps, once `with_recipe` has set it."""
+        assert self.max_steps is not None
+        return self.max_steps
+
 
 @dataclass(frozen=True)
 class ParityConfig:
@@ -251,10 +256,10 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
     that tyro refuses.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", nargs="?")  # without a value: left to tyro, whose message fits
+    finder.add_argument("--config", nargs="?")  # without a value, tyro's message is shown
     path = finder.parse_known_args(list(argv))[0].config
     default = load_toml(Path(path)) if path else TrainConfig()
-    # console_outputs alone leaves tyro's value errors on
+    # console_outputs=False does not silence tyro's errors about values
     with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
         config = tyro.cli(
             TrainConfig,
@@ -270,16 +275,18 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
 
 
 def with_recipe(config: TrainConfig) -> TrainConfig:
-    """The configuration with what was left to the model's size filled in from `RECIPES`."""
+    """The configuration with the values of `RECIPES` where the user has set none."""
     recipe, optim, run = RECIPES[config.model.size], config.optim, config.run
-    if run.max_steps is None:
-        run = dataclasses.replace(run, max_steps=recipe.max_steps)
-    if optim.lr is None:
-        optim = dataclasses.replace(optim, lr=recipe.lr)
-    if optim.warmup_steps is None:
-        steps = min(recipe.warmup_steps, max(run.max_steps, 0) // 5)
-        optim = dataclasses.replace(optim, warmup_steps=steps)
-    return dataclasses.replace(config, optim=optim, run=run)
+    steps = recipe.max_steps if run.max_steps is None else run.max_steps
+    lr = recipe.lr if optim.lr is None else optim.lr
+    warmup = optim.warmup_steps
+    if warmup is None:
+        warmup = min(recipe.warmup_steps, max(steps, 0) // 5)
+    return dataclasses.replace(
+        config,
+        optim=dataclasses.replace(optim, lr=lr, warmup_steps=warmup),
+        run=dataclasses.replace(run, max_steps=steps),
+    )
 
 
 def load_toml(path: Path) -> TrainConfig:
@@ -304,7 +311,7 @@ def to_toml(config: TrainConfig) -> str:
         for item in dataclasses.fields(value):
             entry = getattr(value, item.name)
             if entry is not None:
-                # a JSON string, number or boolean is the same in TOML, but for DEL
+                # JSON strings, numbers and booleans are valid TOML, except for the character DEL
                 value_text = json.dumps(entry, ensure_ascii=False).replace("\x7f", "\\u007f")
                 lines.append(f"{item.name} = {value_text}")
         lines.append("")
@@ -350,7 +357,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
 
 
 def _check_texts(config: TrainConfig) -> None:
-    """Paths and names that a file system and config.toml can hold. Raises UserError."""
+    """Raises UserError for a path or name that a file system or config.toml cannot hold."""
     texts = (("--data", config.data.source), ("--resume", config.run.resume))
     for flag, text in (*texts, ("--out", config.run.out)):
         if text is None:
@@ -372,7 +379,7 @@ def _check_texts(config: TrainConfig) -> None:
 
 
 def _numbers(config: TrainConfig) -> Iterator[tuple[str, float]]:
-    """Every floating number that is set, with the flag that users know it by."""
+    """Every float that is set, with its short flag or, if it has none, its full one."""
     for section in dataclasses.fields(config):
         hints = get_type_hints(type(getattr(config, section.name)), include_extras=True)
         for name, hint in hints.items():
@@ -408,14 +415,13 @@ def validate(config: TrainConfig) -> None:
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
     _check_texts(config)
-    at_least(1, max_steps=run.max_steps, log_every=run.log_every, max_skips=run.max_skips)
-    at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every, seed=run.seed)
+    at_least(1, max_skips=run.max_skips)
     at_least(0, warmup_steps=optim.warmup_steps, clip_norm=optim.clip_norm)
     need(run.keep_checkpoints >= 1, "--run.keep-checkpoints", "at least 1", run.keep_checkpoints)
     for name in ("notice_seconds", "timeout_seconds", "rendezvous_seconds"):
         seconds = getattr(parallel, name)
         flag = f"--parallel.{name.replace('_', '-')}"
-        # the upper end is where clocks and timeouts still take it
+        # clocks and timeouts can represent the upper end
         need(1 <= seconds <= 1e6, flag, "in [1, 1000000]", seconds)
     at_least(0, max_restarts=parallel.max_restarts)
     twice = parity.check and parallel.max_restarts
@@ -427,6 +433,7 @@ def validate(config: TrainConfig) -> None:
     need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
     bound = model.gate_lower_bound
     need(bound is None or -5 <= bound < 0, "--model.gate-lower-bound", "in [-5, 0)", bound)
+    assert optim.lr is not None, "with_recipe sets it"
     need(optim.lr > 0, "--lr", "positive", optim.lr)
     need(0 <= optim.min_lr_ratio <= 1, "--optim.min-lr-ratio", "in [0, 1]", optim.min_lr_ratio)
     need(optim.weight_decay >= 0, "--optim.weight-decay", "at least 0", optim.weight_decay)

@@ -1,13 +1,13 @@
-"""Training data: token sources, fixed-length packs of documents, and the order of steps.
+"""Training data: token sources, packs of fixed length, and the order in which steps read them.
 
 A *source* is one long stream of tokens cut into documents. A *pack* is `seq_len` consecutive
-tokens of the stream, so a long document goes on in the next pack and a pack can hold many
-documents; `cu_seqlens` says where they begin. Labels are shifted here, inside each document,
-before anything is sharded: a rank that holds the last token before a shard boundary already has
-its target.
+tokens of the stream: a long document continues in the next pack, and a pack can hold many
+documents. `cu_seqlens` says where they begin. Labels are shifted here, inside each document and
+before anything is sharded, so a rank that owns the last token before a shard boundary also has its
+target.
 
-Everything is a function of (spec, seq_len, split, seed) and of the files, so every rank that
-builds the same data set reads the same tokens; `batch_hash` lets ranks check that.
+All data are a function of (spec, seq_len, split, seed) and of the files, so every rank that builds
+the same data set reads the same tokens. Ranks check this with `batch_hash`.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
@@ -34,8 +35,8 @@ MAX_TEXT_BYTES = 1 << 30
 SNIFFED_BYTES = 8192
 SPECS = ("stdlib", "text:PATH", "memmap:PATH", "synthetic")
 
-# Left out of `stdlib`: tests (repetitive), code tables and one file of prose (not code), installed
-# packages, and what the machine's maker wrote (differs between machines with the same Python).
+# `stdlib` leaves out tests (repetitive), code tables and one file of prose (not code), installed
+# packages, and the files of the machine's vendor (they differ between machines with one Python).
 STDLIB_SKIP = {
     *("test", "tests", "idle_test", "encodings", "pydoc_data"),
     *("site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"),
@@ -58,7 +59,7 @@ class TokenSource(Protocol):
 
 
 class ArraySource:
-    """A source held in memory: tokens [N] of any integer type, document offsets int64 [D+1]."""
+    """A source in memory: tokens [N] of any integer type, document offsets int64 [D+1]."""
 
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray, vocab_size: int):
         self.tokens = tokens
@@ -81,8 +82,8 @@ class PackedDataset(Dataset[Batch]):
 
     `dataset[i]` is a dict of CPU tensors: tokens int64 [T]; labels int64 [T], the next token of
     the same document or -100 where there is none in this split; cu_seqlens int32 [n+1] from 0 to
-    T, without empty documents. The last `< seq_len` tokens of the stream are left out. notes: what
-    a user should know of how the data were read.
+    T, without empty documents. Tokens at the end of the stream that do not fill a pack are left
+    out. notes: lines for the user about how the data were read.
     Raises ValueError if `seq_len` < 1 or the stream does not fill one pack.
     """
 
@@ -134,13 +135,14 @@ class PackedDataset(Dataset[Batch]):
 def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDataset:
     """The packed data set that `spec` names.
 
-    spec: `stdlib`, the bytes of the running Python's standard library, a document a file;
-    `text:PATH`, the bytes of a file or of each text file below a folder, where binary files (with a
-    NUL in their first 8 KiB) and files that cannot be read are skipped with a note; `memmap:PATH`,
-    tokens written by `write_memmap`; `synthetic`, generated from `seed`. Bytes are tokens 0..255.
-    split: whole files are held out for `valid` by a hash of their relative path (about 3%), or
-    the last 3% of the stream where there are too few files and for `memmap`. Only `synthetic`
-    depends on `seed`.
+    spec: one of
+        stdlib       the bytes of the running Python's standard library, one document a file
+        text:PATH    the bytes of a file, or of each text file below a folder; binary files (with a
+                     NUL in their first 8 KiB) and unreadable files are skipped with a note
+        memmap:PATH  tokens written by `write_memmap`
+        synthetic    generated from `seed`, which nothing else depends on
+    Bytes are tokens 0..255. split: `valid` holds out about 3% of the files, chosen by a hash of
+    their relative path; for `memmap`, or with too few files, the last 3% of the stream.
     Raises ValueError for an unknown spec or split, missing or malformed files, too few tokens.
     """
     if split not in ("train", "valid"):
@@ -148,6 +150,7 @@ def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDat
     kind, _, path = spec.partition(":")
     name = f"the {split} split of {spec!r}"
     notes: list[str] = []
+    source: TokenSource
     if spec == "stdlib":
         source = _byte_source(_held_out_split(_stdlib_files(), split))
         return PackedDataset(source, seq_len, name=name)
@@ -156,7 +159,7 @@ def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDat
         return PackedDataset(ArraySource(tokens, offsets, vocab_size), seq_len, name=name)
     if kind == "text" and path:
         files, skipped = _text_files(Path(path))
-        if skipped and split == "train":  # once: both splits skip the same
+        if skipped and split == "train":  # both splits skip the same files: one note is enough
             notes.append(_skipped_note(path, skipped))
         chosen = _held_out_split(files, split)
         if 0 < len(chosen) < len(files):
@@ -174,9 +177,9 @@ def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDat
 class StepBatchSampler(Sampler[list[int]]):
     """Infinite batch sampler: `global_batch_size` pack indices a step, a new order each epoch.
 
-    The order is a function of (seed, num_packs) alone and step s takes entries
-    `[s * global_batch_size, (s + 1) * global_batch_size)` of it, across epoch ends, so any step
-    is reached directly and a batch may be larger than an epoch. `step` is the next one to yield.
+    The order is a function of (seed, num_packs) alone. Step s takes its entries
+    `[s * global_batch_size, (s + 1) * global_batch_size)`, across the ends of epochs. So any step
+    can be read directly, and a batch may be larger than an epoch. `step` is the next one to yield.
     Raises ValueError if `num_packs` or `global_batch_size` is below 1, or seed or step below 0.
     """
 
@@ -202,7 +205,7 @@ class StepBatchSampler(Sampler[list[int]]):
             yield batch
 
     def batch(self, step: int) -> list[int]:
-        """Pack indices of one step, whatever was drawn before."""
+        """Pack indices of one step; it does not depend on earlier calls."""
         position, stop = step * self.global_batch_size, (step + 1) * self.global_batch_size
         indices: list[int] = []
         while position < stop:
@@ -226,25 +229,28 @@ class StepBatchSampler(Sampler[list[int]]):
 
 
 def collate(packs: Sequence[Batch]) -> Batch:
-    """Packs folded into one row: tokens and labels [1, n*T], cu_seqlens int32 [N+1]."""
-    sizes = np.cumsum([0] + [len(pack["tokens"]) for pack in packs])
-    if sizes[-1] > np.iinfo(np.int32).max:
-        raise ValueError(f"a batch must fit int32 offsets, got {sizes[-1]} tokens")
-    ends = [pack["cu_seqlens"][1:] + int(o) for pack, o in zip(packs, sizes[:-1], strict=True)]
+    """n packs of T tokens folded into one row of N documents.
+
+    Returns tokens and labels [1, n*T] and cu_seqlens int32 [N+1].
+    """
+    n, T = len(packs), len(packs[0]["tokens"])
+    if n * T > np.iinfo(np.int32).max:
+        raise ValueError(f"a batch must fit int32 offsets, got {n * T} tokens")
+    ends = [pack["cu_seqlens"][1:] + i * T for i, pack in enumerate(packs)]
     return {
-        "tokens": torch.cat([pack["tokens"] for pack in packs])[None],
-        "labels": torch.cat([pack["labels"] for pack in packs])[None],
+        "tokens": rearrange([pack["tokens"] for pack in packs], "n T -> 1 (n T)"),
+        "labels": rearrange([pack["labels"] for pack in packs], "n T -> 1 (n T)"),
         "cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int32, device="cpu"), *ends]),
     }
 
 
 def batch_hash(batch: Batch) -> int:
-    """Hash of a collated CPU batch in [0, 2^63): equal on two ranks that hold the same batch.
+    """Hash in [0, 2^63) of a collated CPU batch; two ranks with the same batch get the same hash.
 
     Each value is mixed with its position before the sum, so moving a token changes the hash.
     """
-    tokens, labels = (batch[key].numpy().reshape(-1) for key in ("tokens", "labels"))
-    # A label is -100 or a token, so both fit one word side by side.
+    tokens, labels = (rearrange(batch[key].numpy(), "1 T -> T") for key in ("tokens", "labels"))
+    # A label is -100 or a token, so a label and a token fit into one 64-bit word.
     mixed = labels << 32
     mixed += tokens
     total = _positional_sum(mixed)
@@ -253,7 +259,7 @@ def batch_hash(batch: Batch) -> int:
 
 
 def _positional_sum(values: np.ndarray) -> int:
-    """Sum of mixed (value, position) pairs mod 2^64; `values` int64 is overwritten."""
+    """Sum of mixed (value, position) pairs mod 2^64. It overwrites `values`, which are int64."""
     words = values.view(np.uint64)
     words += np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(29)
@@ -263,7 +269,7 @@ def _positional_sum(values: np.ndarray) -> int:
     return int(words.sum(dtype=np.uint64))
 
 
-File = tuple[str, Path]  # relative path with forward slashes, and where it is
+File = tuple[str, Path]  # the relative path with forward slashes, and the full path
 
 
 def _stdlib_files() -> list[File]:
@@ -276,8 +282,10 @@ def _stdlib_files() -> list[File]:
 
 
 def _text_files(path: Path) -> tuple[list[File], list[str]]:
-    """The files to read, and the names of those in the folder that are skipped. A file that is
-    named itself is taken whatever it holds."""
+    """The files to read, and the names of the files in the folder that are skipped.
+
+    If `path` is a file, it is read whatever it holds.
+    """
     if path.is_file():
         return [(path.name, path)], []
     if path.exists() and not path.is_dir():
@@ -299,7 +307,7 @@ def _text_files(path: Path) -> tuple[list[File], list[str]]:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file can be read and has no NUL where text would show one, as grep decides."""
+    """Whether a file can be read and has no NUL in its first bytes, the rule that grep uses."""
     try:
         with open(path, "rb") as file:
             return b"\0" not in file.read(SNIFFED_BYTES)
@@ -314,7 +322,7 @@ def _skipped_note(path: str, skipped: Sequence[str]) -> str:
 
 
 def _walk(root: Path, keep: Callable[[str], bool]) -> list[File]:
-    """Regular files below `root`, by relative path; what `keep` refuses by name is not entered."""
+    """Regular files below `root`, by relative path. `keep` decides by name which are entered."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = filter(keep, folders)

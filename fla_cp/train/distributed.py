@@ -1,8 +1,8 @@
-"""Ranks: starting them, their device mesh, the collectives of a step, and FSDP2.
+"""Starts the ranks; holds their device mesh, the collectives of a step, and the use of FSDP2.
 
-The mesh has the axes (dp_replicate, dp_shard, cp); cp is innermost, so that a cp group lies on one
-host where it can. A second mesh over the same ranks in the same order, (dp_replicate, fsdp), joins
-dp_shard and cp into the one axis that FSDP2 shards parameters over.
+The mesh has the axes (dp_replicate, dp_shard, cp). cp is innermost, so that a cp group lies on one
+host where possible. A second mesh over the same ranks in the same order, (dp_replicate, fsdp),
+joins dp_shard and cp into the one axis over which FSDP2 shards parameters.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,12 @@ from fla_cp.train.watch import watched
 
 TRAIN = Path(__file__).resolve().with_name("main.py")
 SCRIPT = TRAIN.parents[2] / "launch" / "train.py"  # in a clone
-# Longer than any wait: ranks also wait for rank 0 in --check-parity and at plots. What ends a hung
-# run is fla_cp/train/watch.py, which knows such phases; a collective knows only when it began.
+# Longer than any wait, since ranks also wait for rank 0 in --check-parity and while it plots.
+# fla_cp/train/watch.py, which knows such phases, ends a hung run; the timeout of a collective
+# cannot tell them from a hang.
 HOST_TIMEOUT = datetime.timedelta(hours=2)
+
+T = TypeVar("T")
 
 
 def local_ranks() -> int:
@@ -46,7 +50,7 @@ def local_ranks() -> int:
 
 
 def choose_device(wanted: str, ranks: int) -> str:
-    """cpu or cuda for `ranks` ranks of this host. Raises UserError where cuda cannot be had."""
+    """cpu or cuda for `ranks` ranks of this host. Raises UserError if cuda has too few GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and gpus < ranks:
         raise UserError(f"--device cuda needs a GPU per local rank: {ranks} ranks, {gpus} GPUs")
@@ -56,10 +60,10 @@ def choose_device(wanted: str, ranks: int) -> str:
 
 
 def launch(config: ParallelConfig, argv: Sequence[str]) -> int | None:
-    """Starts the local ranks if this process is too few; None if this process is one of them.
+    """Starts the local ranks if this process has to; returns None if this process is a rank.
 
-    Returns the exit code of the ranks that it ran. Raises UserError if it was started by a
-    launcher with another number of ranks than the flags multiply to.
+    Otherwise returns the exit code of the ranks that it started. Raises UserError if a launcher has
+    started another number of ranks than cp * dp_shard * dp_replicate.
     """
     needed, started = config.world_size, int(os.environ.get("WORLD_SIZE", "1"))
     alone = "RANK" not in os.environ
@@ -100,7 +104,7 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # What an outer launcher says about its own ranks would mislead ours.
+    # Variables that an outer launcher set for its own ranks would mislead ours.
     stale = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
     for name in list(os.environ):
         if name in stale or name.startswith(("MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")):
@@ -108,7 +112,7 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(ranks))
     os.environ[parent.LAUNCHER] = str(os.getpid())
     loopback.register()
-    # A failing rank prints its own traceback; the agent's table of ranks says nothing more.
+    # A failing rank prints its own traceback; the agent's table of ranks would add nothing.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     launcher = LaunchConfig(
         min_nodes=1,
@@ -123,11 +127,13 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
         elastic_launch(launcher, sys.executable)(str(TRAIN), *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode == HUNG:  # it has lost another, which a signal may have ended
+        if failure.exitcode == HUNG:  # it lost another rank, which may have been killed
             ended = {r: f for r, f in error.failures.items() if f.exitcode < 0}
-            others = [r for r, f in ended.items() if f.exitcode != -signal.SIGTERM]  # not ours
+            # this launcher sends SIGTERM to the ranks that are left
+            others = [r for r, f in ended.items() if f.exitcode != -signal.SIGTERM]
             rank, failure = (others[0], ended[others[0]]) if others else (rank, failure)
-        if failure.exitcode not in (FAILED, MISTAKE, DIVERGED, HUNG):  # such ranks have said why
+        # a rank with one of these codes has printed the reason
+        if failure.exitcode not in (FAILED, MISTAKE, DIVERGED, HUNG):
             print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
@@ -141,10 +147,10 @@ def threads_per_rank(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands, and the collectives that a step needs.
+    """The place of this process among the ranks, and the collectives that a step needs.
 
     mesh: axes (dp_replicate, dp_shard, cp). fsdp_mesh: (dp_replicate, fsdp), or (fsdp,) without
-    replicas. cp_group: None for one rank. host_group: the whole world, for CPU tensors, so that
+    replicas. cp_group: None if cp is 1. host_group: all ranks, for tensors on the CPU, so that
     agreeing on a number never waits for the GPU.
     """
 
@@ -169,7 +175,7 @@ class Ranks:
         return values
 
     def host_gather(self, values: Sequence[int]) -> Tensor:
-        """[world, len(values)] int64: what each rank gave."""
+        """The values of all ranks, int64 [world, len(values)]."""
         mine = torch.tensor([list(values)], dtype=torch.int64, device="cpu")
         if self.world_size == 1:
             return mine
@@ -192,24 +198,40 @@ class Ranks:
             with waiting("barrier of all ranks"):
                 dist.barrier(group=self.host_group)
 
-    def broadcast(self, value: str) -> str:
-        """Rank 0's value."""
-        box = [value]
+    def decide(self, decision: Callable[[], T]) -> T:
+        """Calls `decision` on rank 0 alone and returns its result on all ranks. Collective.
+
+        A UserError that it raises is raised on all ranks, with its class. Results and errors are
+        pickled.
+        """
+        box: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = decision()
+            except UserError as error:
+                box[1] = error
         if self.world_size > 1:
             with waiting("broadcast from rank 0"):
                 dist.broadcast_object_list(box, src=0, group=self.host_group)
-        return box[0]
+        value, refusal = box
+        if refusal is not None:
+            raise refusal
+        return value
 
     def gather(self, value: str) -> list[str]:
-        """Every rank's value, rank 0's first."""
+        """The values of all ranks, in their order."""
         values = [value] * self.world_size
         if self.world_size > 1:
             with waiting("gather (all-gather over all ranks)"):
                 dist.all_gather_object(values, value, group=self.host_group)
         return values
 
+    def first_problem(self, problem: str) -> str:
+        """The problem of the lowest rank that has one, on all ranks; "" if none has. Collective."""
+        return next((text for text in self.gather(problem) if text), "")
+
     def alone(self) -> Ranks:
-        """The same device as a world of one rank. Collective: every rank must call it."""
+        """This device as a world of one rank. Collective: every rank must call it."""
         kind = self.device.type
         own = init_device_mesh(kind, (self.world_size, 1), mesh_dim_names=("rank", "fsdp"))["fsdp"]
         return Ranks(
@@ -229,7 +251,7 @@ class Ranks:
 
 @contextmanager
 def joined(config: ParallelConfig) -> Iterator[Ranks]:
-    """The ranks of this run; the process group lives as long as the block."""
+    """The ranks of this run. The process group exists until the end of the block."""
     kind = choose_device(config.device, local_ranks())
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -242,7 +264,7 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
     if world == local_ranks():
         loopback.stay_local()
     mark("start", step=0, first=True)
-    # One process needs no address to meet at, so it takes no port either.
+    # A single process meets nobody, so it needs neither an address nor a port.
     store = dist.HashStore() if world == 1 else meet(rank, world, config.rendezvous_seconds)
     limits = (config.notice_seconds, config.timeout_seconds)
     with watched(store, rank, world, *limits) as watch:
@@ -258,12 +280,12 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
         try:
             yield _with_groups(config, rank, world, device)
         except UserError:
-            dist.destroy_process_group()  # every rank found the same mistake
+            dist.destroy_process_group()  # all ranks raise the same UserError
             raise
         except BaseException as error:
             if watch is not None:
                 watch.settle(error)
-            # Over gloo this tells the others at once; over NCCL it could wait for them.
+            # Over gloo, this makes the other ranks fail at once; over NCCL it could wait for them.
             if kind == "cpu":
                 dist.destroy_process_group()
             raise
@@ -300,10 +322,10 @@ def _with_groups(config: ParallelConfig, rank: int, world: int, device: torch.de
 
 
 def _lengthen(*meshes: DeviceMesh) -> None:
-    """Gives the groups of the meshes HOST_TIMEOUT too; init_device_mesh takes none (torch 2.13).
+    """Sets HOST_TIMEOUT for the groups of the meshes; init_device_mesh takes none (torch 2.13).
 
-    Theirs, 10 minutes over NCCL and 30 over gloo, count from the start of a collective, so a first
-    step that compiles for longer on one rank would end the run.
+    The default, 10 minutes over NCCL and 30 over gloo, counts from the start of a collective. A
+    first step that compiles for longer on one rank would end the run.
     """
     for mesh in meshes:
         for group in mesh.get_all_groups():
@@ -318,38 +340,38 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
-    """The model with FSDP2 applied in place: one group a block, one for the rest.
+    """Applies FSDP2 to the model in place, with one group for each block and one for the rest.
 
-    model: float32 parameters on the meta device, or full ones that are the same on every rank
-    (float64 for dtype float64, which only the parity check's reference uses). They stay
-    float32 and are cast to `dtype` for compute, except those of a block's `mixer.core`: decay rates
-    lose their meaning in bfloat16, so they have a group of their own that stays float32. Gradients
-    are sums over ranks (not means) in float32: the loss is already divided by the global number of
-    targets.
+    model: a Decoder with float32 parameters, on the meta device or with the same values on every
+    rank (float64 for dtype float64, which only the reference of the parity check uses). The
+    parameters stay float32 and are cast to `dtype` for compute. Those of a block's `mixer.core` are
+    not cast, since decay rates lose their meaning in bfloat16: they have a group of their own.
+    Gradients are sums over ranks, not means, in float32: the loss is already divided by the global
+    number of targets.
     """
     widest = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=widest)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
+    for block in model.get_submodule("blocks").children():
         if dtype != widest:
-            fully_shard(block.mixer.core, mesh=ranks.fsdp_mesh, mp_policy=exact)
+            fully_shard(block.get_submodule("mixer.core"), mesh=ranks.fsdp_mesh, mp_policy=exact)
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A factor of 1 alone asks for a pre-multiplied sum, which gloo does not have.
+            # Without the second call a factor of 1 asks for a pre-multiplied sum; gloo has none.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def describe(ranks: Ranks, dtype: torch.dtype) -> str:
-    """One line: how many ranks, on what, split how."""
+    """One line about the ranks: their number, hardware, mesh and dtype."""
     if ranks.device.type == "cuda":
         what = f"{torch.cuda.get_device_name(ranks.device)}, NCCL"
     else:
         what = f"CPU, gloo, {torch.get_num_threads()} threads a rank"
-    shape = dict(zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True))
+    shape = dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True))
     axes = " x ".join(f"{name} {size}" for name, size in shape.items())
     hosts = max(1, ranks.world_size // local_ranks())
     where = socket.gethostname() if hosts == 1 else f"{hosts} hosts"

@@ -1,9 +1,8 @@
-"""Divergence: what a step that is not finite says, and when a run of such steps ends the training.
+"""Divergence: steps whose loss or gradient norm is not finite, and when they end the training.
 
-A step whose loss or gradient norm is not finite is skipped: its batch is consumed and the weights
-stay as they are. After `run.max_skips` of them in a row the run ends with `Diverged`. While steps
-are being skipped nothing is saved, so the checkpoints from before stay; weights that are not finite
-are never saved.
+Such a step is skipped: its batch is consumed, and the weights stay as they are. After
+`run.max_skips` skipped steps in a row the run ends with `Diverged`. No checkpoint is written while
+steps are skipped, so earlier ones are not deleted. Weights that are not finite are never saved.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from fla_cp.train.weights import local_tensor
 
 
 class Diverged(RuntimeError):
-    """The training cannot go on; the same on all ranks. The message is one line."""
+    """The training cannot go on. Raised on all ranks, with the same message of one line."""
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Names of parameters, in the model's order; equal on all ranks.
+    """Names of parameters in the model's order, the same on all ranks.
 
-    weights: that are not finite. gradients: whose gradient has a norm that is not finite, be it
-    that an element is not or that the square of one is too large for float32. largest: of the
-    finite weights, its size and its parameter's name.
+    weights: parameters that are not finite. gradients: parameters whose gradient has a norm that is
+    not finite, because an element is not or because its square is too large for float32. largest:
+    absolute value of the largest finite weight, and its parameter's name.
     """
 
     weights: list[str]
@@ -44,7 +43,7 @@ class NotFinite:
 
 
 def _few(names: list[str]) -> str:
-    """The first name, and how many others there are."""
+    """The first name, and the number of the others."""
     others = len(names) - 1
     return names[0] + (f" and {others} other{'s' * (others > 1)}" if others else "")
 
@@ -57,9 +56,9 @@ def find_not_finite(model: nn.Module, ranks: Ranks) -> NotFinite:
         names.append(name)
         weight, grad = local_tensor(parameter.detach()), parameter.grad
         norm = zero if grad is None else local_tensor(grad).norm()
-        # a rank may hold no row at all
+        # a rank may hold no row of a parameter
         size = weight.abs().max() if weight.numel() else zero
-        finite = size.isfinite()  # NaN is its own maximum
+        finite = size.isfinite()  # the maximum of values with a NaN is NaN
         facts.append(torch.stack([~finite, ~norm.isfinite(), torch.where(finite, size, zero)]))
     answers = ranks.host_max(torch.stack(facts).flatten().tolist())
     weights, gradients, sizes = (answers[i::3] for i in range(3))
@@ -71,9 +70,10 @@ def find_not_finite(model: nn.Module, ranks: Ranks) -> NotFinite:
 
 
 class Skips:
-    """The skipped steps that the training has just taken in a row.
+    """Counts the steps that were skipped in a row.
 
-    limit: how many end it. first: step number of the first. cause: what was not finite in it.
+    limit: number of skipped steps that ends the training. first: number of the first skipped step.
+    cause: what was not finite in it.
     """
 
     def __init__(self, limit: int) -> None:
@@ -87,9 +87,9 @@ class Skips:
         self.count = 0
 
     def add(self, step: int, loss: float, norm: float, model: nn.Module, ranks: Ranks) -> str:
-        """Counts a skipped step, whose gradients must still be there; says so in one line.
+        """Counts a skipped step and returns a line about it. Its gradients must still be there.
 
-        loss, norm: of this step, equal on all ranks. Collective.
+        loss, norm: values of this step, equal on all ranks. Collective.
         """
         text = f"loss {loss} and gradient norm {norm}"
         if self.count == 0:
@@ -105,7 +105,7 @@ class Skips:
         return f"{which} skipped"
 
     def report(self) -> str:
-        """The same with the cause."""
+        """The skipped steps, the limit and the cause in one line."""
         return f"{self} in a row (--max-skips {self.limit}); step {self.first} had {self.cause}"
 
     def check(self) -> None:

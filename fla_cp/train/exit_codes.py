@@ -1,13 +1,13 @@
-"""How a run ended, as its exit code says it; 0 is success."""
+"""Exit codes of a run; 0 is success."""
 
 FAILED = 1
-"""A failed parity check, or an exception."""
+"""The parity check failed, or an exception was raised."""
 
 MISTAKE = 2
-"""A mistake in what the user asked for, or a disk that cannot take the last checkpoint."""
+"""The user asked for something impossible, or the last checkpoint could not be written."""
 
 DIVERGED = 3
-"""Training diverged: starting it again from its last checkpoint would end in the same way."""
+"""Training diverged. A restart from its last checkpoint would end in the same way."""
 
 HUNG = 4
-"""The run is hung, or this rank has lost another one."""
+"""The run hung, or this rank lost its connection to another rank."""

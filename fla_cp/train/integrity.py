@@ -1,10 +1,10 @@
-"""Checksums of a checkpoint: taken while its files are written, verified before they are loaded.
+"""Checksums of a checkpoint, computed while files are written and verified before they are loaded.
 
 CRC-32 (zlib) finds every change of a single bit and every burst of up to 32 bits, and misses other
-damage once in 2^32. It reads about 3 GB/s a thread, and neither it nor the reads hold the
-interpreter's lock. It guards against accidents and not against forgers: see untrusted.py for those.
-Files are summed in blocks of 64 MiB, so that ranks share the work evenly however few files there
-are, and so that a message can say where the damage is.
+damage once in 2^32. It processes about 3 GB/s a thread, and neither it nor the reads hold the
+interpreter's lock. It protects against accidents, not against forgery, which untrusted.py is about.
+Files have a checksum for each block of 64 MiB, so that ranks share the work evenly even if there
+are few files, and so that a message can say where the damage is.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 BLOCK = 64 * 2**20
-"""Bytes that one checksum covers."""
+"""Bytes covered by one checksum."""
 READ = 2**20
-"""Bytes read at once: they stay in the processor's cache until they are summed."""
+"""Bytes read at once, few enough to be in the CPU's cache when their checksum is computed."""
 
 
 class Damaged(Exception):
-    """What is wrong with a checkpoint, in one line without its path."""
+    """Damage to a checkpoint. The message is one line without the checkpoint's path."""
 
 
 @dataclass(frozen=True)
 class FileSums:
-    """What a file holds. size: bytes. blocks: CRC-32 of each BLOCK bytes, in order."""
+    """The checksums of a file. size: bytes. blocks: CRC-32 of each BLOCK bytes, in order."""
 
     name: str
     size: int
@@ -48,12 +48,12 @@ class FileSums:
 
 
 def pack_sums(files: Sequence[FileSums]) -> dict[str, Any]:
-    """The sums as JSON can hold them; `unpack_sums` reads them back."""
+    """The checksums as JSON values, which `unpack_sums` reads."""
     return {f.name: {"size": f.size, "crc32": [f"{crc:08x}" for crc in f.blocks]} for f in files}
 
 
 def unpack_sums(table: Any) -> list[FileSums]:
-    """The sums that `pack_sums` packed. Raises Damaged for anything else."""
+    """The checksums in the output of `pack_sums`. Raises Damaged for anything else."""
     try:
         files = [
             FileSums(name, entry["size"], tuple(int(crc, 16) for crc in entry["crc32"]))
@@ -73,7 +73,7 @@ _SEAL = re.compile(rb'(.*"checksum": ")([0-9a-f]{8})("\n}\n)', re.DOTALL)
 
 
 def seal(record: dict[str, Any]) -> bytes:
-    """The record as JSON text that ends with a checksum of all that precedes it."""
+    """The record as JSON text that ends with a checksum of everything before it."""
     text = json.dumps({**record, "checksum": "0" * 8}, indent=1).encode() + b"\n"
     match = _SEAL.fullmatch(text)
     assert match is not None
@@ -81,7 +81,7 @@ def seal(record: dict[str, Any]) -> bytes:
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """The record in such a text, or in one without a checksum. Raises Damaged."""
+    """The record in a text that `seal` wrote, or in one of format 1. Raises Damaged."""
     match = _SEAL.fullmatch(text)
     if match is not None and zlib.crc32(match[1]) != int(match[2], 16):
         raise Damaged("trainer.json differs from its checksum")
@@ -91,17 +91,17 @@ def unseal(text: bytes) -> dict[str, Any]:
         raise Damaged("trainer.json is not valid JSON") from None
     if not isinstance(record, dict):
         raise Damaged(f"trainer.json must hold an object, not a {type(record).__name__}")
-    # The format before had no checksum; a text that has lost its own must not pass for it.
+    # Format 1 had no checksum; a text of format 2 that lost its checksum must not pass for it.
     if match is None and ("checksum" in record or "files" in record):
         raise Damaged("trainer.json differs from its checksum")
     return record
 
 
 class _SummedFile:
-    """A new file for a writer in sequence, with the checksums of what was written.
+    """A new file that is written in sequence, with the checksums of what was written.
 
-    A failed write is kept and raised by `fileno` (before the synchronisation) or `close`: inside
-    torch.save, whose writer is C++, it would turn into an error that does not name the cause.
+    The error of a failed write is kept, and raised by `fileno` (before fsync) or `close`:
+    torch.save writes from C++ and would turn it into an error that does not name the cause.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +133,7 @@ class _SummedFile:
         self.crc = 0
 
     def sums(self, name: str) -> FileSums:
-        """The sums of what was written so far."""
+        """The checksums of what was written so far."""
         last = (self.crc,) if self.size % BLOCK else ()
         return FileSums(name, self.size, (*self.blocks, *last))
 
@@ -165,7 +165,7 @@ class _SummedFile:
 
 
 class _SummedFiles(FileSystem):
-    """The local file system; keeps the checksums of every file that is written, by its name."""
+    """The local file system. It keeps the checksums of every written file, by name."""
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSums] = {}
@@ -194,21 +194,23 @@ def _contents(sums: FileSums) -> tuple[int, tuple[int, ...]]:
 
 
 class SummedWriter(FileSystemWriter):
-    """DCP's writer to a folder; rank 0's `commit(files)` is called once every file is on disk.
+    """DCP's writer to a folder. Once every file is on disk, rank 0 calls `commit(files)`.
 
-    What `commit` raises fails the save on all ranks, as any rank's failed write does.
+    An exception in `commit` fails the save on all ranks, like a failed write of any rank.
     """
 
     def __init__(self, folder: Path, commit: Any) -> None:
-        # With thread_count=1 and nothing copied ahead, the writer uses no CUDA stream: in the
-        # background it would be one of GPU 0, whichever GPU is this rank's.
+        # With thread_count=1 and nothing copied ahead, the writer uses no CUDA stream. In a
+        # background thread that stream would belong to GPU 0, whichever GPU this rank has.
         super().__init__(folder, per_thread_copy_ahead=0)
         self.fs = self._files = _SummedFiles()
         self._folder, self._commit = folder, commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """DCP's results with this rank's `FileSums` after them. Raises OSError naming the file,
-        the bytes needed and the bytes free."""
+        """DCP's results, followed by this rank's `FileSums`.
+
+        Raises OSError that names the file, the bytes needed and the bytes free.
+        """
         try:
             results = super().write_data(plan, planner).wait()
         except OSError as error:
@@ -220,7 +222,9 @@ class SummedWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = {f.name: f for mine in results for f in mine if isinstance(f, FileSums)}
+        files: dict[str, FileSums] = {
+            f.name: f for mine in results for f in mine if isinstance(f, FileSums)
+        }
         written = [[r for r in mine if not isinstance(r, FileSums)] for mine in results]
         super().finish(metadata, written)
         files |= self._files.sums  # .metadata as well
@@ -240,7 +244,7 @@ def _planned_bytes(plan: SavePlan) -> int:
 
 
 def verify(folder: Path, files: Sequence[FileSums], part: int, parts: int, threads: int) -> str:
-    """What differs from the checksums in one of `parts` equal parts of a folder; "" if nothing."""
+    """The first damage in one of `parts` equal parts of a folder; "" if there is none."""
     blocks = [(file, i) for file in files for i in range(len(file.blocks))]
     mine = blocks[part::parts]
     with ThreadPoolExecutor(max(1, min(threads, len(mine)))) as pool:
@@ -249,7 +253,7 @@ def verify(folder: Path, files: Sequence[FileSums], part: int, parts: int, threa
 
 
 def check_sizes(folder: Path, files: Sequence[FileSums]) -> None:
-    """Raises Damaged for a file that is missing, is no regular file, or has another size."""
+    """Raises Damaged if a file is missing, is not a regular file, or has another size."""
     for file in files:
         try:
             found = os.stat(folder / file.name)

@@ -1,9 +1,9 @@
-"""One run a folder: a lock that rank 0 holds on RUN/.lock for the life of the run.
+"""A lock on the run folder, so that only one run uses it: rank 0 holds RUN/.lock while it lives.
 
-It is the kernel's lock (flock), not the file, that counts: it ends with the process, also a killed
-one, so nothing has to be cleaned up. The file says who holds it, for the message to a second run.
-Network file systems pass the lock on between hosts if they are mounted so: NFS does, Lustre with
-`-o flock`. Where there is none, a note says so.
+The lock is the kernel's (flock), not the file: it ends with the process, even if that is killed, so
+nothing has to be cleaned up. The file says who holds the lock, for the message to a second run.
+Network file systems share the lock between hosts if they are mounted that way: NFS is, Lustre with
+`-o flock`. Where locks do not exist, a note says so.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from fla_cp.train.config import UserError
 
-# flock where the file system has no locks, or its lock server does not answer
+# errors of flock where the file system has no locks, or its lock server does not answer
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
-    """A context that holds at most one run folder, from `take` to its end."""
+    """A context manager that holds at most one run folder, from `take` to the end of the block."""
 
     def __init__(self) -> None:
         self._handle: int | None = None
@@ -39,14 +39,14 @@ class RunLock:
     def take(self, run: Path) -> None:
         """Locks a folder that exists, or prints that its file system has no locks.
 
-        Nothing happens if this object holds it already. Raises UserError that names the holder if
-        another run has it, OSError if its file cannot be written.
+        Does nothing if this object holds the folder already. Raises UserError that names the holder
+        if another run has it, and OSError if the lock file cannot be written.
         """
         if self._run == run:
             return
         self._close()
         path = run / ".lock"
-        # Python's descriptors do not survive exec, so programs that a rank starts do not hold it.
+        # Python closes this descriptor on exec: programs that a rank starts do not hold the lock.
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _flock(handle, run)
@@ -57,17 +57,17 @@ class RunLock:
             }
             os.ftruncate(handle, 0)
             os.write(handle, json.dumps(holder).encode() + b"\n")
-            os.fsync(handle)  # so that another host reads it
+            os.fsync(handle)  # so that other hosts can read it
         except BaseException:
             os.close(handle)
             raise
         self._handle, self._run = handle, run
-        # A forked child, such as a data loader's worker, would hold it beyond the rank's death.
+        # A forked child, such as a data loader's worker, would hold it after the rank has ended.
         mine = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (close := mine()) and close())
 
     def _close(self) -> None:
-        # Not LOCK_UN: in a forked child that would end the parent's lock, too.
+        # LOCK_UN in a forked child would also release the parent's lock.
         if self._handle is not None:
             os.close(self._handle)
         self._handle = self._run = None
@@ -95,5 +95,5 @@ def _holder(handle: int) -> str:
     try:
         holder = json.loads(os.pread(handle, 4096, 0))
         return f"process {holder['pid']} on host {holder['host']} since {holder['since']}"
-    except (ValueError, KeyError, TypeError):  # it is just writing it
+    except (ValueError, KeyError, TypeError):  # the holder is still writing the file
         return "another process"

@@ -1,8 +1,8 @@
-"""Where the ranks of one host meet: a store that only this host can reach.
+"""The rendezvous of ranks on one host: a store that only this host can reach.
 
-The backends of torch's launcher host their stores on every interface of the machine, under
-whatever name they are given. The ranks that our own launcher starts are all on this host, so this
-backend binds to the loopback. Start our launcher with it: `LaunchConfig(rdzv_backend=BACKEND)`.
+The backends of torch's launcher host their stores on every interface of the machine, whatever
+address they are given. All ranks that our own launcher starts are on this host, so this backend
+binds to the loopback interface. It is chosen by `LaunchConfig(rdzv_backend=BACKEND)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BACKEND = "loopback"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of a single agent, which is at once complete."""
+    """The rendezvous of a single agent, which is complete at once."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -39,7 +39,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A store of its own for each start of the ranks, so that a restart finds no old keys."""
+        """A new store for each start of the ranks, so that a restart finds no old keys."""
         store = loopback_store()
         place = RendezvousStoreInfo(ADDRESS, store.port)
         return RendezvousInfo(store, rank=0, world_size=1, bootstrap_store_info=place)
@@ -62,7 +62,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def loopback_store() -> dist.TCPStore:
-    """A store that this process hosts, on a free port of the loopback."""
+    """A store that this process hosts on a free port of the loopback interface."""
     with socket.socket() as listener:
         listener.bind((ADDRESS, 0))
         port = listener.getsockname()[1]
@@ -80,16 +80,16 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> None:
-    """Makes BACKEND known to torch's launcher; again is harmless."""
+    """Makes BACKEND known to torch's launcher; it may be called more than once."""
     rendezvous_handler_registry.register(BACKEND, _create)
 
 
 def stay_local() -> None:
-    """Lets gloo and NCCL of this process listen on the loopback only, unless the user says where.
+    """Makes gloo and NCCL of this process listen on the loopback only, unless the user says where.
 
-    For a process all of whose peers are on this host. They would take the interface of the host's
-    name, which others can reach.
+    To be called if all ranks are on this host. By default gloo and NCCL take the interface of the
+    host's name, which other hosts can reach.
     """
-    if sys.platform == "linux":  # where the loopback is called lo
+    if sys.platform == "linux":  # there the loopback is called lo
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-if __package__ in (None, ""):  # run by path from a clone: this folder is on sys.path, not the root
+if __package__ in (None, ""):  # run by its path: this folder is on sys.path instead of the root
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from fla_cp.train.parent import end_with_launcher
 
-if __name__ == "__main__":  # before the seconds that the other imports take
+if __name__ == "__main__":  # first, because the other imports take seconds
     end_with_launcher()
 
 import torch
@@ -31,7 +31,7 @@ from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
 from fla_cp.train import checkpoint, divergence
 from fla_cp.train.config import TrainConfig, UserError, parse
-from fla_cp.train.data import PackedDataset, build_dataset
+from fla_cp.train.data import PackedDataset, Split, build_dataset
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.lock import RunLock
@@ -54,8 +54,8 @@ from fla_cp.train.step import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses flags and trains; the exit code, one of fla_cp/train/exit_codes.py."""
-    if argv is None:  # this process is ours
+    """Parses the flags and trains; returns the exit code, see fla_cp/train/exit_codes.py."""
+    if argv is None:  # this process was started for the training
         end_with_launcher()
     argv = list(sys.argv[1:] if argv is None else argv)
     first = os.environ.get("RANK", "0") == "0"
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
-    """Runs --check-parity; 0 if it holds, FAILED if not."""
+    """Runs --check-parity; returns 0 if the split agrees with one rank, else FAILED."""
     check_impl(config, ranks)
     dataset = load_data(config, "train", ranks)
     run = open_run(config, ranks, lock).path
@@ -92,17 +92,17 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
 
 
 def check_impl(config: TrainConfig, ranks: Ranks) -> None:
-    """Raises UserError where this device cannot run --impl."""
+    """Raises UserError if this device cannot run --impl."""
     try:
         resolve(config.model.impl, ranks.device, compute_dtype(config.parallel.dtype, ranks.device))
     except ValueError as error:
         raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
 
 
-def load_data(config: TrainConfig, split: str, ranks: Ranks) -> PackedDataset:
-    """The packs of one split. Raises UserError, on all ranks, where one of them cannot have it.
+def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> PackedDataset:
+    """The packs of one split. Raises UserError, on all ranks, if one of them cannot read them.
 
-    Called before a run folder is made, so that a mistake leaves none behind. Collective.
+    To be called before the run folder is made, so that a mistake leaves no folder. Collective.
     """
     dataset, problem = None, ""
     try:
@@ -120,7 +120,7 @@ def load_data(config: TrainConfig, split: str, ranks: Ranks) -> PackedDataset:
 
 @contextmanager
 def stop_on_signal() -> Iterator[list[int]]:
-    """The SIGTERM and SIGINT received inside the block, which no longer end the process."""
+    """Collects SIGTERM and SIGINT in the block; there they do not end the process."""
     received: list[int] = []
     signals = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(s, lambda number, _: received.append(number)) for s in signals]
@@ -132,7 +132,7 @@ def stop_on_signal() -> Iterator[list[int]]:
 
 
 def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
-    """Trains to --max-steps or until asked to stop; writes everything into the run folder."""
+    """Trains to --max-steps or until a signal asks it to stop; writes the run folder."""
     check_impl(config, ranks)
     data = load_data(config, "train", ranks)
     valid = load_data(config, "valid", ranks) if config.run.eval_every else None
@@ -197,8 +197,10 @@ def tokens_per_step(config: TrainConfig) -> int:
 
 
 def whole_packs(config: TrainConfig) -> bool:
-    """Whether the ranks of a cp group cut a micro-batch between packs only: they then hold whole
-    documents, and exchange no states."""
+    """Whether the ranks of a cp group cut micro-batches only between packs.
+
+    The ranks then hold whole documents and exchange no states.
+    """
     cp, data = config.parallel.cp, config.data
     packs = data.micro_batch_size or data.global_batch_size // config.parallel.dp
     pieces = 2 * cp if config.parallel.layout == "zigzag" else cp
@@ -225,16 +227,16 @@ class Loop:
         self.model, self.optimizer = model, optimizer
         self.progress, self.log, self.saver = progress, log, saver
         self.skips = divergence.Skips(config.run.max_skips)
-        self.checked = False  # contexts are compared across ranks once
+        self.checked = False  # whether the ranks have compared their contexts
 
     def run_all(self) -> bool:
-        """Takes the steps that are left; True if it was asked to stop before the last.
+        """Takes the remaining steps; returns True if a signal asked it to stop before the last one.
 
-        Raises Diverged, on all ranks, if its last steps were skipped. A run that is asked to stop
-        among skipped steps saves its weights, which are those before them, and drops no checkpoint
-        for it.
+        Raises Diverged, on all ranks, if the last steps were skipped. If it is asked to stop while
+        steps are skipped, it saves the weights, which are those before the skipped steps, and
+        deletes no older checkpoint for it.
         """
-        last = self.config.run.max_steps
+        last = self.config.run.steps
         start = self.progress.step
         if start == 0 and self.held_out:
             nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
@@ -249,9 +251,9 @@ class Loop:
                 self.saver.wait()
             if self.skips.count and not stopped:
                 raise divergence.Diverged(f"the last steps are missing: {self.skips.report()}")
-            # also where the periodic one failed
             if self.skips.count:
                 self.saver.keep += 1
+            # true as well if the periodic checkpoint of this step failed
             if self.progress.step > self.saver.step:
                 divergence.check_weights(self.model, self.ranks, self.progress.step)
                 with announced("checkpoint"):
@@ -259,7 +261,7 @@ class Loop:
         return stopped
 
     def _step(self, batches: Iterator, received: list[int]) -> bool:
-        """One step and what is due after it. True if a rank was asked to stop."""
+        """Takes one step, with its evaluation and checkpoint. True if a rank was asked to stop."""
         config, ranks = self.config, self.ranks
         step = self.progress.step + 1
         begin = time.perf_counter()
@@ -271,8 +273,8 @@ class Loop:
             share = forward_backward(self.model, batch, agreed.targets, config, ranks, check)
         loss, norm = reduce_metrics(share, self.model, ranks)
         mark("update", first=check)
-        rate = learning_rate(config.optim, step, config.run.max_steps)
-        finite = math.isfinite(loss) and math.isfinite(norm)  # equal on all ranks
+        rate = learning_rate(config.optim, step, config.run.steps)
+        finite = math.isfinite(loss) and math.isfinite(norm)  # the same on all ranks
         if finite:
             update(self.model, self.optimizer, rate, norm, config.optim.clip_norm)
             self.skips.end()
@@ -299,7 +301,10 @@ class Loop:
         return agreed.stop
 
     def _may_save(self) -> bool:
-        """Whether the last step was taken. Raises Diverged for weights that are not finite."""
+        """Whether a checkpoint may be written: not after a skipped step.
+
+        Raises Diverged if a weight is not finite.
+        """
         if self.skips.count:
             self.log.print(f"no checkpoint at step {self.progress.step}: {self.skips}")
             return False
@@ -342,7 +347,7 @@ class Loop:
 
 @announced("summary")
 def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -> None:
-    """Prints how the run ended and draws its plot; for rank 0. rows: those of metrics.jsonl."""
+    """Prints how the run ended and draws its plot; on rank 0. rows: the lines of metrics.jsonl."""
     done = f"{rows[-1]['step'] if rows else 0} of {config.run.max_steps} steps"
     print(f"stopped on request after {done}" if stopped else f"finished: {done}")
     for name, label in (("loss", "train"), ("eval_loss", "held-out")):

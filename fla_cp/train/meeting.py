@@ -1,4 +1,4 @@
-"""The rendezvous: the store that all ranks of a run have reached, or who is missing."""
+"""The rendezvous of the ranks: all of them reach one store, or the missing ones are named."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fla_cp.train.outlook import Record
 
 
 def meet(rank: int, world: int, seconds: float) -> dist.Store:
-    """The store of this run's ranks, once all of them are there.
+    """The store that all ranks of this run share, once every rank has reached it.
 
-    It holds a record of each rank under its number. Where some are missing after `seconds`, the
-    lowest rank that is there names them, and all that are end with exit code HUNG. Raises UserError
-    without the environment that a launcher sets.
+    It holds a record of each rank under the rank's number. If ranks are missing after `seconds`,
+    the lowest rank that has arrived names them, and all that have arrived end with exit code HUNG.
+    Raises UserError without the environment variables that a launcher sets.
     """
     host, limit = socket.gethostname(), datetime.timedelta(seconds=seconds)
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -29,9 +29,9 @@ def meet(rank: int, world: int, seconds: float) -> dist.Store:
             "ranks need a launcher that sets MASTER_ADDR and MASTER_PORT, for example torchrun; "
             f"got MASTER_ADDR={address!r} and MASTER_PORT={port!r}"
         )
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts the store
     try:
-        # Not by way of env://, whose rank 0 waits for the others without knowing who they are.
+        # Not by env://: its rank 0 waits for the others, but cannot name those that are missing.
         store: dist.Store = dist.TCPStore(
             address,
             int(port),
@@ -46,7 +46,7 @@ def meet(rank: int, world: int, seconds: float) -> dist.Store:
             f"rendezvous: rank {rank} (host {host}) has no answer from {address}:{port} after "
             f"{seconds:g} s (--parallel.rendezvous-seconds): {str(error).splitlines()[0]}"
         )
-    # A store that outlives a restart still knows the ranks before it.
+    # A store that survives a restart still holds the records of the earlier ranks.
     store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     mine = Record(beat=0, host=host, pid=os.getpid(), parent=os.getppid())
     store.set(str(rank), mine.to_json())

@@ -1,13 +1,13 @@
-"""Token files that are read in place: PATH.bin, PATH.json and, optionally, PATH.offsets.
+"""Memory-mapped token files: PATH.bin, PATH.json and, optionally, PATH.offsets.
 
     PATH.bin      the tokens, little-endian uint16 or uint32, one document after the other
     PATH.json     {"dtype": "uint16" | "uint32", "vocab_size": int}, and at most one of
                   {"eos_id": int}        a document ends after each such token
-                  {"offsets": "FILE"}    beside it: little-endian int64 [documents + 1] from 0 to
-                                         the number of tokens, never decreasing
+                  {"offsets": "FILE"}    in the same folder: little-endian int64 [documents + 1]
+                                         from 0 to the number of tokens, never decreasing
                   With neither, the file is one document.
 
-Nothing is read ahead of use, so a file may be larger than memory.
+Tokens are read when they are used, so a file may be larger than memory.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 OFFSET = np.dtype("<i8")
 OFFSETS_BLOCK = 1 << 20
 
@@ -26,7 +26,7 @@ OFFSETS_BLOCK = 1 << 20
 def write_memmap(
     path: str | Path, documents: Iterable[Any], vocab_size: int, dtype: str = "uint16"
 ) -> None:
-    """Write documents (each a sequence of token ids) as PATH.bin, PATH.json and PATH.offsets.
+    """Writes documents (each a sequence of token ids) as PATH.bin, PATH.json and PATH.offsets.
 
     path: with or without the .bin ending. One document is held in memory at a time.
     Raises ValueError for an unknown dtype, a vocabulary that it cannot hold, or a token outside
@@ -53,10 +53,10 @@ def write_memmap(
 
 
 class MemmapSource:
-    """The token source of a file written by `write_memmap`, or of any with such a sidecar.
+    """The token source of files as described above, for example written by `write_memmap`.
 
-    Raises ValueError that names the file and the rule it breaks: on opening for sizes, dtype,
-    vocabulary, the sidecar's types and the offsets, which are read through once; on reading for a
+    Raises ValueError that names the file and the broken rule. The constructor checks sizes, dtype,
+    vocabulary, the types in PATH.json and the offsets, which it reads once; `read` raises for a
     token outside the vocabulary.
     """
 
@@ -110,8 +110,8 @@ class MemmapSource:
                     f"index {start + at}"
                 )
 
-    # Opened on first use, and dropped by pickling: a data loader's worker process maps the file
-    # itself instead of receiving a copy of its contents.
+    # These are opened on first use and not pickled, so that a data loader's worker process maps the
+    # files itself instead of receiving a copy of their contents.
     @cached_property
     def _tokens(self) -> np.ndarray:
         return np.memmap(self.bin, dtype=self.dtype, mode="r")
@@ -147,7 +147,7 @@ class MemmapSource:
 
 
 def _sidecar(file: Path) -> dict[str, Any]:
-    """The contents of PATH.json, each of its type. Raises ValueError."""
+    """The contents of PATH.json. Raises ValueError if a key or the type of a value is wrong."""
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -162,7 +162,7 @@ def _sidecar(file: Path) -> dict[str, Any]:
         if name not in meta:
             raise ValueError(f"{file} must hold dtype and vocab_size, but has no {name}")
     for name, value in meta.items():
-        # JSON's true is an int in Python
+        # not isinstance: JSON's true is a bool, which is an int in Python
         if type(value) is not kinds[name]:
             wanted = {str: "a string", int: "an integer"}[kinds[name]]
             raise ValueError(f"{file}: {name} must be {wanted}, got {value!r}")
@@ -171,7 +171,7 @@ def _sidecar(file: Path) -> dict[str, Any]:
     return meta
 
 
-def _check_vocab(vocab_size: int, dtype: str, where: str = "memmap") -> None:
+def _check_vocab(vocab_size: object, dtype: str, where: str = "memmap") -> None:
     if dtype not in DTYPES:
         raise ValueError(f"{where}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     limit = np.iinfo(DTYPES[dtype]).max + 1

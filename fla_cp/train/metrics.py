@@ -1,4 +1,4 @@
-"""What a run reports: JSON lines, a progress bar or printed lines, TensorBoard, and a loss plot."""
+"""Reports of a run: JSON lines, a progress bar or printed lines, TensorBoard, and a loss plot."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from fla_cp.train.distributed import Ranks
 
 @dataclass(frozen=True)
 class Metrics:
-    """One line of metrics.jsonl; None (null) is what was not measured or is not finite.
+    """One line of metrics.jsonl. A value that was not measured or is not finite is None (null).
 
-    step: 1 for the first update; line 0 has the held-out loss of the initial weights and no more.
-    loss: global mean, nats per target, before this step's update. eval_loss: held-out, after it.
-    grad_norm: global, before clipping. lr: of this update. tokens_per_second: of all ranks.
-    peak_memory_bytes: most over ranks, of the GPU's allocator or, on CPU, of the process.
-    exchange_ms: most over ranks, waiting for other ranks' states in forward and backward.
-    skipped: steps skipped so far for a loss or gradient that was not finite.
+    step: 1 for the first update; line 0 has only the held-out loss of the initial weights.
+    loss: global mean in nats per target, before this step's update. eval_loss: the held-out loss,
+    after the update. grad_norm: global, before clipping. lr: learning rate of this update.
+    tokens_per_second: sum over all ranks. peak_memory_bytes: maximum over ranks, of the GPU's
+    allocator or, on CPU, of the process. exchange_ms: maximum over ranks of the time that forward
+    and backward waited for states of other ranks. skipped: steps skipped so far because their loss
+    or gradient was not finite.
     """
 
     step: int
@@ -41,7 +42,7 @@ class Metrics:
     skipped: int
 
     def finite(self) -> dict[str, Any]:
-        """As a dict that JSON can hold: NaN and infinities become None."""
+        """The fields as JSON values: NaN and infinities become None."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(self).items()
@@ -49,7 +50,7 @@ class Metrics:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: of the CUDA allocator, or of this process's resident set on CPU."""
+    """Peak bytes so far, of the CUDA allocator or, on CPU, of this process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -57,8 +58,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of RUN/metrics.jsonl; those that hold no metrics are left out, as a last one that
-    a crash cut short."""
+    """The lines of RUN/metrics.jsonl.
+
+    Lines that hold no metrics are left out, for example a last line that a crash cut short.
+    """
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
@@ -67,7 +70,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """The metrics in a line, None for a column that is not there; None for any other bytes."""
+    """The metrics in a line, with None for missing ones; None if the line holds no metrics."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -80,10 +83,10 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 class RunLog:
-    """Writes and shows one run's metrics on rank 0; does nothing on the others.
+    """Writes and shows the metrics of one run on rank 0; does nothing on the other ranks.
 
-    run: the run folder. start_step: later lines of an earlier run are dropped, and without a
-    checkpoint (None) all of them.
+    run: the run folder. start_step: the step of the checkpoint that the run resumes from, or None.
+    Lines of later steps that an earlier run wrote are deleted; with None, all of them.
     """
 
     def __init__(self, run: Path, config: RunConfig, ranks: Ranks, start_step: int | None) -> None:
@@ -108,7 +111,7 @@ class RunLog:
             )
 
     def print(self, text: str) -> None:
-        """Shows a line, above the bar if there is one."""
+        """Prints a line, above the progress bar if there is one."""
         if self.main:
             if self.bar is not None:
                 self.bar.write(text)
@@ -116,7 +119,7 @@ class RunLog:
                 print(text, flush=True)
 
     def write(self, metrics: Metrics) -> None:
-        """Records one step everywhere."""
+        """Writes the metrics of one step to the file and to TensorBoard, and shows them."""
         if not self.main:
             return
         row = metrics.finite()
@@ -146,12 +149,12 @@ class RunLog:
             self.bar.close()
         self.file.close()
         if self.tracker is not None:
-            # end_training would also destroy the process group, on this rank alone
+            # end_training would also destroy the process group, on this rank only
             self.tracker.get_tracker("tensorboard").finish()
 
 
 def _brief(m: Metrics, sharded: bool) -> str:
-    """One line; with the time of exchanges where sequences are sharded."""
+    """The metrics in one line. sharded: with the time of exchanges."""
     parts = [
         f"loss {m.loss:.4f}",
         f"norm {m.grad_norm:.2f}",
@@ -191,7 +194,7 @@ def _tensorboard(run: Path, ranks: Ranks) -> Any:
 
 
 def plot_losses(run: Path, rows: list[dict[str, Any]], title: str) -> str:
-    """Draws RUN/loss.png, train and held-out loss by step; returns a line that says what it did."""
+    """Draws train and held-out loss by step as RUN/loss.png; returns a line about the plot."""
     try:
         import matplotlib
     except ModuleNotFoundError:

@@ -19,8 +19,8 @@ from fla_cp.train.weights import give_memory, initialise
 
 CONV_SIZE = 4
 INIT_STD = 0.02
-# Logits that one cross-entropy holds in float32: 2^25 elements are 128 MiB, and its gradient
-# as much again.
+# Number of float32 logits that one cross-entropy may hold: 2^25 elements are 128 MiB, and their
+# gradient takes as much again.
 MAX_LOGITS = 2**25
 
 
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of SwiGLU: 8/3, so that its three matrices cost what two of 4x would."""
+        """Inner width of SwiGLU: 8/3 of the outer one, so that 3 matrices cost what 2 of 4x do."""
         return 64 * math.ceil(self.hidden_size * 8 / 3 / 64)
 
 
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """The named size with the overrides that the configuration sets."""
+    """The shape of the named size, with the dimensions that the configuration sets."""
     names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     return replace(SHAPES[config.size], **given)
@@ -72,9 +72,9 @@ MIXERS = {
 
 
 def _initial_values(module: nn.Module, std: float) -> dict[str, Initial]:
-    """How the parameters of this one module start. std: of a matrix of a linear layer."""
+    """Initial values of this module's own parameters. std: for the matrix of a linear layer."""
     if isinstance(module, nn.Linear):
-        bound = 1 / math.sqrt(module.in_features)  # of a bias, as torch draws it
+        bound = 1 / math.sqrt(module.in_features)  # torch draws a bias in this way
         return {"weight": Normal(std), "bias": Uniform(-bound, bound)}
     if isinstance(module, nn.Embedding):
         return {"weight": Normal(INIT_STD)}
@@ -124,8 +124,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A language model over the tokens that this rank owns.
 
-    config: sizes and options. vocab_size: number of token ids. `build_model` and `build_sharded`
-    give it its weights.
+    config: sizes and options. vocab_size: number of token ids. The weights are set by `build_model`
+    and `build_sharded`.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -141,18 +141,18 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Makes the head's weight the embedding's where the shape says so.
+        """Makes the head share the embedding's weight if the shape says so.
 
-        To be called again after `to_empty`, which makes two of them.
+        To be called once more after `to_empty`, which allocates two separate weights.
         """
         if self.shape.tie_embeddings:
             self.head.weight = self.embedding.weight
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts, by its full name.
+        """Initial values of each parameter, by its full name.
 
-        Matrices have std 0.02; those that write into the residual stream are divided by
-        sqrt(2 * layers), so that its variance does not grow with depth.
+        Matrices have std 0.02. For those that write into the residual stream it is divided by
+        sqrt(2 * layers), so that the variance of the stream does not grow with depth.
         """
         residual = 1 / math.sqrt(2 * self.shape.layers)
         values = {}
@@ -167,7 +167,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Summed cross-entropy of the labels, or logits without labels.
 
-        tokens, labels: [1, T_local] int64, this rank's part under `context`; -100 is no target.
+        tokens, labels: [1, T_local] int64, this rank's part under `context`. A label of -100 is not
+        counted.
         Returns a float32 scalar (nats, summed over this rank's targets), or [1, T_local, vocab].
         """
         x = self.embedding(tokens)
@@ -186,7 +187,7 @@ class Decoder(nn.Module):
         if len(labels) <= rows:
             return _cross_entropy(x, self.head.weight, labels)
         parts = [
-            # recomputes its logits in the backward: no more than one part of them exists at a time
+            # recomputes its logits in the backward, so that only one part exists at a time
             checkpoint(_cross_entropy, a, self.head.weight, b, use_reentrant=False)
             for a, b in zip(x.split(rows), labels.split(rows), strict=True)
         ]
@@ -211,10 +212,10 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Decoder:
 def build_sharded(
     config: ModelConfig, vocab_size: int, seed: int | None, ranks: Ranks, dtype: torch.dtype
 ) -> Decoder:
-    """A decoder of which this rank holds its shard alone, on its device.
+    """A decoder of which this rank allocates only its own shard, on its device.
 
-    seed: of the weights; None leaves them zero, for a checkpoint to fill. dtype: of compute, see
-    `shard_model`; float64 makes the parameters float64 too, with the same values.
+    seed: seed of the weights; None leaves them zero, for a checkpoint to fill. dtype: compute
+    dtype, see `shard_model`; with float64 the parameters are float64 too, with the same values.
     """
     with torch.device("meta"):
         model = Decoder(config, vocab_size)
@@ -229,7 +230,8 @@ def build_sharded(
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Optimiser groups: matrices decay, vectors and per-head constants do not."""
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         constant = parameter.ndim < 2 or name.endswith(("A_log", "dt_bias", "bias"))
         (kept if constant else decayed).append(parameter)

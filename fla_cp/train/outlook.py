@@ -1,9 +1,8 @@
-"""What the ranks of a run have last said of themselves, and what follows from it: who waits for
-whom, and whether the run is hung. Pure functions of records and times; watch.py carries
-the records.
+"""Finds out from the ranks' latest records who waits for whom, and whether the run is hung.
 
-No two clocks are compared: a record says how long ago its rank made progress, and the reader adds
-how long ago, by its own clock, it first saw that record.
+These are pure functions of records and times; watch.py exchanges the records. Clocks of different
+hosts are never compared: a record says how long ago its rank made progress, and the reader adds how
+long ago, by its own clock, it first saw that record.
 """
 
 from __future__ import annotations
@@ -13,16 +12,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 SHOWN = 8
-"""Ranks that a message names one by one."""
+"""Largest number of ranks that a message names one by one."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank says of itself. beat: grows with each record. idle: seconds since its main
-    thread made progress. wait: the collective that it is in, or "". long: its phase may take
-    longer than the timeout. calls, exchanges: collectives of all ranks, and exchanges between the
-    ranks of an operator, that it has entered. at: the line that its main thread stands at, once it
-    has been idle. parent: its launcher's process."""
+    """The state of a rank, written by the rank itself.
+
+    beat: grows with each record. host, pid: of the rank's process. parent: pid of its launcher.
+    wait: the collective that it is in, or "". long: whether its phase may take longer than the
+    timeout. calls: number of collectives of all ranks that it has entered. exchanges: number of
+    exchanges between the ranks of an operator that it has entered. idle: seconds since its main
+    thread made progress. at: the source line at which its main thread is, once it has been idle.
+    """
 
     beat: int
     host: str
@@ -47,7 +49,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank's newest record, and when the reader first saw it, in seconds of its clock."""
+    """A rank's newest record. at: when the reader first saw it, by the reader's clock."""
 
     record: Record
     at: float
@@ -55,8 +57,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. notice: without progress until it is said; timeout: until the run ends. beat:
-    between two records. silent: without a new record until a process counts as stopped."""
+    """Times in seconds.
+
+    notice: time without progress until a message. timeout: time without progress until the run
+    ends. beat: time between two records. silent: time without a new record after which a process
+    counts as stopped.
+    """
 
     notice: float
     timeout: float
@@ -70,7 +76,7 @@ class Limits:
 
     @property
     def look(self) -> float:
-        """Seconds without progress from which on a rank reads what others say."""
+        """Seconds without progress after which a rank reads the records of the others."""
         return max(min(self.notice, self.timeout / 2) - self.silent, self.beat)
 
 
@@ -78,17 +84,17 @@ Table = Mapping[int, Seen]
 
 
 def silent(seen: Seen, now: float, limits: Limits) -> bool:
-    """Whether the process has sent nothing for a while: it is stopped, gone or cut off."""
+    """Whether the process has sent no record for a while: it is stopped, ended or unreachable."""
     return now - seen.at > limits.silent
 
 
 def hung(table: Table, now: float, limits: Limits) -> bool:
-    """Whether no rank has made progress for the timeout, and none that lives is in a long phase.
+    """Whether no rank has made progress for the timeout, and no living rank is in a long phase.
 
-    One hung rank brings all others to a halt in the next collective of all ranks, so a run in
-    which some rank gets on is not hung. A rank in a long phase counts from its last sign of life.
+    One hung rank stops all others at the next collective of all ranks, so a run in which some rank
+    makes progress is not hung. For a rank in a long phase, every record counts as progress.
     """
-    # What a stopped rank did before it was first looked at cannot be known better than this.
+    # How long a stopped rank was idle before its record was first read is known only this well.
     slack = limits.look + 2 * limits.beat
 
     def standing(seen: Seen) -> float:
@@ -102,10 +108,11 @@ def hung(table: Table, now: float, limits: Limits) -> bool:
 
 
 def blamed(table: Table, now: float, limits: Limits) -> list[int]:
-    """The ranks that the others wait for; empty where that cannot be told.
+    """The ranks that the others wait for; an empty list if that is unknown.
 
-    Those that give no sign of life; else, of the ranks that have entered the fewest collectives of
-    all ranks, those that are in none and have entered the fewest exchanges.
+    These are the silent ranks, if there are any. Otherwise they are chosen among the ranks that
+    have entered the fewest collectives of all ranks: those that are in no collective, and have
+    entered the fewest exchanges.
     """
     if stopped := [rank for rank, seen in table.items() if silent(seen, now, limits)]:
         return stopped
@@ -119,7 +126,7 @@ def blamed(table: Table, now: float, limits: Limits) -> list[int]:
 
 
 def explain(table: Table, now: float, limits: Limits) -> str:
-    """Who waits where, and for whom: "rank 0 (host a) waits in barrier (step 3, data) for ..."."""
+    """A sentence like "rank 0 (host a) waits in barrier (step 3, data) for ..."."""
     late = blamed(table, now, limits)
     others: dict[tuple[str, str], list[int]] = {}
     for rank, seen in sorted(table.items()):

@@ -1,12 +1,13 @@
-"""Ranks end with their launcher, so that a killed one leaves none training.
+"""Ranks end with their launcher, so that no rank goes on training after its launcher was killed.
 
-A launcher (torchrun's agent, or our own) that ends in order ends its ranks. One that is killed
-cannot, and it starts each rank in a session of its own, so no terminal ends them either. Each rank
-therefore asks the kernel for SIGKILL when its parent ends: this reaches a rank that is stopped,
-waits in a collective or holds Python's lock inside C code, where a watching thread would not run.
+A launcher (torchrun's agent, or our own) that ends normally ends its ranks. A killed launcher
+cannot do that, and since each rank is started in a session of its own, no terminal does it either.
+Each rank therefore asks the kernel for SIGKILL when its parent ends. This signal also reaches a
+rank that is stopped, waits in a collective or holds Python's lock inside C code, where a thread
+that watches the parent would not run.
 
-The kernel counts the end of the parent's thread that started the process. Launchers start their
-ranks from their main thread, which lives as long as they do.
+The kernel sends the signal when the parent's thread that started the process ends. Launchers start
+their ranks from their main thread, which lives as long as they do.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import os
 import signal
 import sys
 
-LAUNCHER = "FLA_CP_LAUNCHER"  # our launcher's pid, in the environment of its ranks
+LAUNCHER = "FLA_CP_LAUNCHER"  # pid of our launcher, set in the environment of its ranks
 STARTED = "TORCHELASTIC_RUN_ID"  # set by torchrun's agent and by ours for each rank
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_launcher() -> bool:
-    """Whether this process is a rank of a launcher, which the kernel now kills when that ends.
+    """Asks the kernel to kill this process when its launcher ends; whether it has a launcher.
 
-    A process that no launcher started is left alone: it may outlive its shell. Call it early, as
-    only our own launcher's death before this call is noticed, and only in a process of its own.
-    Raises SystemExit if our launcher has ended already.
+    Without a launcher nothing is changed: the process may outlive its shell. Call this early, since
+    of the launchers that ended before the call only our own is noticed, and only in a process that
+    was started for the training. Raises SystemExit if our launcher has ended already.
     """
-    launcher = os.environ.pop(LAUNCHER, None)  # popped: it does not concern our own children
+    launcher = os.environ.pop(LAUNCHER, None)  # not for our own children
     if STARTED not in os.environ or sys.platform != "linux":
         return False
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -1,21 +1,23 @@
 """--check-parity: the same steps on one rank and on the given split, compared.
 
 Rank 0 first takes the steps alone, with one context over whole sequences and no sharding, and
-keeps losses, gradients and weights; then all ranks take them together. Both read the same batches
-and start every step from the same weights, those of the one rank: Adam turns the rounding of a
-gradient near zero into a step of the full size, so that two healthy runs drift apart, and a
-difference in the third step would say little about the split.
+keeps losses, gradients and weights. Then all ranks take the same steps together. Both read the same
+batches and start every step from the weights of the one rank: Adam turns the rounding of a gradient
+near zero into a step of full size, so two correct runs drift apart, and a difference in the third
+step would say little about the split.
 
-What is compared is rounding, which sums in another order on another split, so the budget of a
-gradient comes from rounding too. Before both, rank 0 takes the same steps in fp64 (torch stages).
-The split may differ from one rank by FACTOR times what one rank differs from fp64, in the L2 norm,
-for each parameter. That difference is a single draw, and may be small by luck, above all of a
-parameter with few elements. It is therefore taken to be at least that of any other block's
-parameter of the same name and at least the median one, and the budget is at least LEAST_BUDGET.
-The table names the smallest fault that every row would have shown.
---parity.grad-budget replaces all this by one relative difference, and then the fp64 steps are not
-taken. Losses: relative difference, at most LOSS_BUDGET of the compute dtype. What the optimiser
-does to the weights: L2 norm of the difference, relative to the step, at most UPDATE_BUDGET.
+A correct split differs from one rank by rounding only, since it sums in another order. The budget
+of a gradient is therefore derived from rounding: rank 0 also takes the same steps in fp64 (with the
+torch stages), and for each parameter the split may differ from one rank by FACTOR times the
+difference of one rank from fp64, in the L2 norm. This difference is a single sample and can be
+small by chance, above all for a parameter with few elements. It is therefore taken to be at least
+that of the parameter of the same name in any other block, and at least the median over all
+parameters. The budget is at least LEAST_BUDGET. The table ends with the smallest fault that every
+row would show.
+
+--parity.grad-budget replaces all this by one relative difference; then no fp64 steps are taken. The
+relative difference of losses may be at most LOSS_BUDGET of the compute dtype. The difference of the
+optimiser's updates, as L2 norm relative to the update, may be at most UPDATE_BUDGET.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fla_cp.train.config import TrainConfig
@@ -46,24 +48,26 @@ from fla_cp.train.step import (
 )
 
 LOSS_BUDGET = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3}
-# An element whose gradient is all rounding moves by a whole step either way, and such elements are
-# a share of the model as large as the rounding; a step left out or taken twice is off by 1.
+# An element whose gradient consists of rounding alone moves by a whole step in either direction.
+# The share of such elements in the model is as large as the rounding. A step that is missing or
+# taken twice has a relative difference of 1.
 UPDATE_BUDGET = {torch.float64: 1e-3, torch.float32: 0.1, torch.bfloat16: 0.5}
 FACTOR = 4.0
-# In float32 healthy splits of six mixers differed by up to 1.8e-5 (of a decay rate, whose gradient
-# nearly cancels) and mostly by 3e-7; a fault of 1e-4 stays visible. bfloat16 leaves no such room.
+# In float32, correct splits of six mixers differed by up to 1.8e-5 (for a decay rate, whose
+# gradient nearly cancels) and mostly by 3e-7, so a fault of 1e-4 is found. bfloat16 leaves no such
+# margin.
 LEAST_BUDGET = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 0.0}
-# A gradient that nearly cancels carries the rounding of what cancelled: it is measured against at
-# least this share of the whole model's gradient norm.
+# A gradient that is a sum of nearly cancelling terms has the rounding errors of these terms. Its
+# error is therefore relative to at least this share of the whole model's gradient norm.
 RELATIVE_FLOOR = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 1e-3}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter's gradients at the step that uses most of its budget.
+    """One parameter's gradients at the step that uses the largest share of its budget.
 
-    relative: L2 norm of the difference, relative. budget: the most that it may be. largest:
-    difference of any element. norm: of the gradient on one rank.
+    relative: relative L2 norm of the difference. budget: upper limit of `relative`. largest:
+    largest difference of an element. norm: L2 norm of the gradient on one rank.
     """
 
     parameter: str
@@ -74,7 +78,7 @@ class Row:
 
     @property
     def within(self) -> bool:
-        return self.relative <= self.budget  # written so that NaN fails
+        return self.relative <= self.budget  # False for NaN
 
     @property
     def use(self) -> float:
@@ -83,8 +87,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """losses: (one rank, split) by step. rows: by parameter, in the model's order. updates: L2 norm
-    of the difference that the optimiser's step made, relative to the step, by step."""
+    """Result of the comparison.
+
+    losses: (one rank, split) for each step. rows: one for each parameter, in the model's order.
+    updates: for each step, L2 norm of the difference of the optimiser's updates, relative to the
+    update.
+    """
 
     losses: list[tuple[float, float]]
     rows: list[Row]
@@ -98,7 +106,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        # written so that NaN fails
+        # each comparison is False for NaN
         return (
             self.worst_loss <= self.loss_budget
             and all(difference <= self.update_budget for difference in self.updates)
@@ -138,7 +146,7 @@ Named = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank computed, whole and on the host. before, after: the weights."""
+    """Unsharded results of one rank, on the host. before, after: the weights."""
 
     loss: float
     grads: Named
@@ -147,7 +155,7 @@ class Step:
 
 
 class Run:
-    """Steps of one model, each in two halves, so that what lies between can be looked at."""
+    """Steps of one model, each in two halves, so that the gradients in between can be read."""
 
     def __init__(
         self, config: TrainConfig, dataset: PackedDataset, ranks: Ranks, dtype: torch.dtype
@@ -159,7 +167,7 @@ class Run:
         self.step, self.norm = 0, 0.0
 
     def backward(self) -> float:
-        """The global loss of the next batch, whose gradients the model then has."""
+        """Computes the gradients of the next batch; returns its global loss."""
         self.step += 1
         batch = next(self.batches)
         targets = agree(batch, self.ranks).targets
@@ -169,9 +177,9 @@ class Run:
         return loss
 
     def update(self) -> None:
-        """The optimiser's step; the gradients are gone after it."""
+        """Takes the optimiser's step and drops the gradients."""
         optim = self.config.optim
-        rate = learning_rate(optim, self.step, self.config.run.max_steps)
+        rate = learning_rate(optim, self.step, self.config.run.steps)
         update(self.model, self.optimizer, rate, self.norm, optim.clip_norm)
         self.forget()
 
@@ -179,29 +187,35 @@ class Run:
         self.optimizer.zero_grad()
 
     def weights(self) -> Named:
-        """Whole, on the host of rank 0; empty on the others. Collective."""
+        """Unsharded weights on the host of rank 0; empty on the other ranks. Collective."""
         return self._whole(dict(self.model.named_parameters()))
 
     def grads(self) -> Named:
-        """As `weights`."""
-        return self._whole({n: p.grad for n, p in self.model.named_parameters()})
+        """Unsharded gradients, like `weights`."""
+        return self._whole({n: _gradient(p) for n, p in self.model.named_parameters()})
 
     def _whole(self, tensors: Named) -> Named:
         found = {}
         for name, x in tensors.items():
-            full = _full(x)  # a collective: every rank, whoever compares
+            full = _full(x)  # collective: called on every rank, though only rank 0 compares
             if self.ranks.rank == 0:
                 found[name] = full.to("cpu", copy=True)
         return found
 
     @torch.no_grad()
     def put(self, weights: Named) -> None:
-        """Gives the model rank 0's weights. Collective; the other ranks' argument is not read."""
+        """Gives the model the weights that rank 0 passes; others may pass anything. Collective."""
         for name, p in self.model.named_parameters():
             whole = torch.empty(p.shape, dtype=p.dtype, device=self.ranks.device)
             if self.ranks.rank == 0:
                 whole.copy_(weights[name])
+            assert isinstance(p, DTensor)
             p.to_local().copy_(distribute_tensor(whole, p.device_mesh, p.placements).to_local())
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _full(x: Tensor) -> Tensor:
@@ -209,7 +223,7 @@ def _full(x: Tensor) -> Tensor:
 
 
 def _alone(run: Run) -> list[Step]:
-    """The steps on one rank."""
+    """Takes the steps on one rank."""
     steps, before = [], run.weights()
     for _ in range(run.config.parity.steps):
         loss, grads = run.backward(), run.grads()
@@ -221,8 +235,11 @@ def _alone(run: Run) -> list[Step]:
 
 
 def _budgets(run: Run, single: list[Step], dtype: torch.dtype) -> list[dict[str, float]]:
-    """Largest relative difference of each parameter's gradient, by step. run: on one rank in fp64,
-    which takes each step from the weights that the one rank in `dtype` had."""
+    """For each step, the largest allowed relative difference of each parameter's gradient.
+
+    run: a run on one rank in fp64. It takes each step from the weights in `single`, the steps of
+    one rank in `dtype`.
+    """
     budgets = []
     for step in single:
         run.put(step.before)
@@ -231,7 +248,7 @@ def _budgets(run: Run, single: list[Step], dtype: torch.dtype) -> list[dict[str,
         run.forget()
         noise = {n: _relative(g, right[n], floor) for n, g in step.grads.items()}
         median = statistics.median(noise.values())
-        alike: dict[str, float] = {}  # largest of all blocks
+        alike: dict[str, float] = {}  # largest value over all blocks
         for n, size in noise.items():
             alike[_kind(n)] = max(size, median, alike.get(_kind(n), 0.0))
         budgets.append({n: max(FACTOR * alike[_kind(n)], LEAST_BUDGET[dtype]) for n in noise})
@@ -239,15 +256,15 @@ def _budgets(run: Run, single: list[Step], dtype: torch.dtype) -> list[dict[str,
 
 
 def _kind(parameter: str) -> str:
-    """Its name without the number of its block."""
+    """The parameter's name without the number of its block."""
     return re.sub(r"^blocks\.\d+\.", "", parameter)
 
 
 def compare(config: TrainConfig, dataset: PackedDataset, ranks: Ranks) -> Report | None:
-    """Takes the steps both ways; the report on rank 0, None on the others. Collective."""
+    """Takes the steps in both ways; returns the report on rank 0, else None. Collective."""
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     parity = config.parity
-    alone = ranks.alone()  # on every rank: it makes a mesh
+    alone = ranks.alone()  # collective: it makes a mesh
     single: list[Step] = []
     budgets: list[dict[str, float]] = []
     if ranks.rank == 0:
@@ -266,7 +283,7 @@ def compare(config: TrainConfig, dataset: PackedDataset, ranks: Ranks) -> Report
     worst: dict[str, Row] = {}
     for i in range(parity.steps):
         one = single[i] if ranks.rank == 0 else Step(0.0, {}, {}, {})
-        if i > 0:  # the first weights are the run's own: that they are equal is compared, too
+        if i > 0:  # the first step uses the run's own weights, so that these are compared too
             run.put(one.before)
         losses.append((one.loss, run.backward()))
         floor = _total(one.grads) * RELATIVE_FLOOR[dtype]

@@ -1,10 +1,11 @@
-"""What this process is doing, noted by the main thread for the watchdog's threads to read.
+"""The current activity of this process: the main thread notes it, the watchdog's threads read it.
 
-    mark("data", step=12)                 # a new phase; a few attributes are set, nothing is sent
+    mark("data", step=12)                 # a new phase; sets a few attributes and sends nothing
     with waiting("barrier"): ...          # inside a collective of all ranks
     with announced("checkpoint"): ...     # may take long: no hang as long as the process lives
 
-A module global, like the timer of fla_cp.comm.timing: marks are made deep inside a step.
+It is a module global, like the timer of fla_cp.comm.timing, since marks are made deep inside a
+step.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from fla_cp.comm.timing import waits
 
 @dataclass
 class Doing:
-    """The latest mark. step: of the run, 0 before the first. phase, wait: for people; wait is ""
-    outside a collective. first: the phase is slow the first time. announced: how many blocks of
-    `announced` surround it. marks: grows with each change. calls: collectives of all ranks that
-    were entered, the same number on each rank at the same point of the program."""
+    """The latest mark.
+
+    step: step of the run, 0 before the first one. phase, wait: texts for messages; wait is ""
+    outside a collective. first: whether the phase runs for the first time and so may be slow.
+    announced: number of surrounding `announced` blocks. marks: grows with each change. calls:
+    number of collectives of all ranks that were entered, which is the same on each rank at the same
+    point of the program.
+    """
 
     step: int = 0
     phase: str = "start"
@@ -38,7 +43,7 @@ class Doing:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Changes whenever the main thread gets on."""
+        """A value that changes whenever the main thread makes progress."""
         return self.marks, waits.count
 
 
@@ -46,7 +51,7 @@ doing = Doing()
 
 
 def mark(phase: str, *, step: int | None = None, first: bool = False) -> None:
-    """Notes a new phase. first: it compiles or warms up, so it may take longer than the timeout."""
+    """Notes a new phase. first: it may compile or warm up, and so take longer than the timeout."""
     if step is not None:
         doing.step = step
     doing.phase, doing.wait, doing.first = phase, "", first
@@ -57,10 +62,10 @@ def mark(phase: str, *, step: int | None = None, first: bool = False) -> None:
 def waiting(collective: str, *, until_mark: bool = False) -> Iterator[None]:
     """Notes that the block is a collective of all ranks.
 
-    until_mark: the block only queues it on a GPU, and what the host waits for next is its result,
+    until_mark: the block only queues the collective on a GPU. The host waits for its result later,
     so the note stays until the next mark.
     """
-    doing.wait = collective  # after an error it stays: it says where
+    doing.wait = collective  # after an error it stays and tells where the error occurred
     doing.calls += 1
     doing.marks += 1
     yield
@@ -71,7 +76,7 @@ def waiting(collective: str, *, until_mark: bool = False) -> Iterator[None]:
 
 @contextmanager
 def announced(phase: str) -> Iterator[None]:
-    """Notes a phase that may take longer than the timeout, as may all phases inside."""
+    """Notes a phase that may take longer than the timeout, and so may all phases inside it."""
     doing.announced += 1
     try:
         mark(phase)

@@ -1,8 +1,9 @@
 """Restarts of a failed run: by this package's launcher (--max-restarts) or by torchrun's.
 
-Ranks that were started again must find the run folder of those before them, though it is named by
-the clock or already holds their own metrics. So a run folder holds launcher.json: which launcher
-processes, one a host, its ranks belong to. They outlive a restart, and no other run has them.
+Restarted ranks must find the run folder of the ranks before them, although its name contains the
+time, and although it already holds metrics. A run folder therefore holds launcher.json, which
+identifies the launcher processes of its ranks, one for each host. These processes survive a
+restart, and no other run has the same ones.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _FILE = "launcher.json"
 
 
 def repeat(run: Callable[[], int], restarts: int) -> int:
-    """The exit code of `run`, called again after a failure, at most `restarts` times more.
+    """Calls `run`, and calls it again after a failure, at most `restarts` times; the exit code.
 
-    Not after a mistake of the user's or a diverged run, which would end the same way, nor
-    where a signal ended the launcher (128 and more).
+    It is not called again after a mistake of the user or a diverged run, which would end in the
+    same way, nor if a signal ended the launcher (exit codes from 128).
     """
     for attempt in range(restarts + 1):
         os.environ[COUNT] = str(attempt)
@@ -40,32 +41,32 @@ def repeat(run: Callable[[], int], restarts: int) -> int:
 
 
 def restarted() -> bool:
-    """Whether this process is a rank that its launcher started again."""
+    """Whether this process is a rank that its launcher has restarted."""
     names = (COUNT, "TORCHELASTIC_RESTART_COUNT")
     return any(os.environ.get(name, "0") != "0" for name in names)
 
 
 def launcher() -> int:
-    """A number of 63 bits for the process that started this one: of its host, pid and start."""
+    """A 63-bit hash of the host, pid and start time of the process that started this one."""
     boot, start, parent = Path("/proc/sys/kernel/random/boot_id"), "", os.getppid()
     try:
         after_name = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
         start = boot.read_text() + after_name[19]
     except (OSError, IndexError):
-        pass  # no /proc: a pid alone comes back too seldom to matter among restarts
+        pass  # without /proc: a pid is reused too rarely to matter among restarts
     text = f"{os.uname().nodename} {parent} {start}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def claim(run: Path, launchers: Iterable[int]) -> None:
-    """Notes in the run folder which launchers its ranks have."""
+    """Writes the launchers of this run's ranks into the run folder."""
     partial = run / (_FILE + ".tmp")
     partial.write_text(json.dumps({"launchers": sorted(set(launchers))}) + "\n")
     os.replace(partial, run / _FILE)
 
 
 def claimed(run: Path, launchers: Iterable[int]) -> bool:
-    """Whether the folder is that of a run which one of these launchers started."""
+    """Whether one of these launchers started the run in this folder."""
     try:
         before = json.loads((run / _FILE).read_text())["launchers"]
         return not set(before).isdisjoint(launchers)
@@ -74,5 +75,5 @@ def claimed(run: Path, launchers: Iterable[int]) -> bool:
 
 
 def find(launchers: Iterable[int], runs: Iterable[Path]) -> Path | None:
-    """The first of these run folders that is theirs."""
+    """The first of these run folders whose run one of these launchers started."""
     return next((run for run in runs if claimed(run, launchers)), None)

@@ -1,15 +1,14 @@
-"""The run folder: which one, what to resume from, and that no other run uses it.
+"""The run folder: chooses it, finds the checkpoint to resume from, and locks it for this run.
 
-`open_run` looks and changes nothing but damaged checkpoints, which it sets aside; `begin_run` makes
-the folder. What can be wrong with a configuration is found out between the two, so a mistake leaves
-no folder behind.
+`open_run` changes nothing except damaged checkpoints, which it sets aside; `begin_run` makes the
+folder. The configuration is checked between the two, so that a mistake leaves no folder behind.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +23,7 @@ from fla_cp.train.progress import announced
 
 @dataclass(frozen=True)
 class RunFolder:
-    """path: of the run. found: the checkpoint to resume from. Equal on all ranks."""
+    """path: the run folder. found: the checkpoint to resume from. The same on all ranks."""
 
     path: Path
     found: Path | None
@@ -34,37 +33,29 @@ class RunFolder:
 def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
     """The run folder and the newest whole checkpoint that --resume names, the same on all ranks.
 
-    Rank 0 looks, and locks the folder if it exists; all ranks verify the checkpoint. Raises
-    UserError, on all ranks, for a --resume path without a whole checkpoint, for a checkpoint of a
-    later step than --max-steps, and for a folder that holds another run or that another run uses.
+    Rank 0 searches, and locks the folder if it exists; all ranks verify the checkpoint. Raises
+    UserError, on all ranks, for a --resume path without an undamaged checkpoint, for a checkpoint
+    of a later step than --max-steps, and for a folder that holds another run or is in use by one.
     """
-    answer = {"run": "", "found": [], "problem": ""}
-    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
-    if ranks.rank == 0:
-        try:
-            run, found = _look(config, launchers, lock)
-            answer |= {"run": str(run), "found": [str(path) for path in found]}
-        except UserError as error:
-            answer["problem"] = str(error)
-        except OSError as error:
-            answer["problem"] = f"--out: {error}"
-    answer = json.loads(ranks.broadcast(json.dumps(answer)))
-    if answer["problem"]:
-        raise UserError(answer["problem"])
+    launchers = _launchers(ranks)
+
+    def look() -> tuple[Path, Sequence[Path]]:
+        with _out_errors():
+            return _look(config, launchers, lock)
 
     def say(line: str) -> None:
         if ranks.rank == 0:
             print(line, flush=True)
 
-    run, candidates = Path(answer["run"]), [Path(path) for path in answer["found"]]
+    run, candidates = ranks.decide(look)
     trust = config.run.trust_checkpoint
     whole, damaged = checkpoint.newest_whole(candidates, config.run.resume, trust, ranks, say)
     if whole is not None and not config.parity.check:
         done = checkpoint.read_record(whole)[0]["step"]
-        if done > config.run.max_steps:
+        if done > config.run.steps:
             raise UserError(
                 f"--max-steps must be at least {done}, the step of the resumed checkpoint {whole}, "
-                f"got {config.run.max_steps}"
+                f"got {config.run.steps}"
             )
     if ranks.rank == 0:
         for note in checkpoint.set_aside(run, damaged):
@@ -75,7 +66,7 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
 def _look(
     config: TrainConfig, launchers: Sequence[int], lock: RunLock
 ) -> tuple[Path, Sequence[Path]]:
-    """The run folder and what to resume from, the best first, not verified. For rank 0."""
+    """The run folder, and the unverified checkpoints to resume from, best first. On rank 0."""
     run = Path(_name(config, launchers))
     if run.is_dir():
         lock.take(run)
@@ -101,7 +92,7 @@ def _name(config: TrainConfig, launchers: Sequence[int]) -> str:
         if found := restart.find(launchers, newest_first):
             return str(found)
     if config.run.resume == "auto":
-        # one whose checkpoints are all damaged counts, too: an older run must not take its place
+        # a run whose checkpoints are all damaged counts too: an older run must not replace it
         runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.find("auto", run)]
         if runs:
             return str(max(runs, key=lambda run: run.name))
@@ -109,22 +100,34 @@ def _name(config: TrainConfig, launchers: Sequence[int]) -> str:
 
 
 def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> None:
-    """Makes and locks the folder and writes config.toml, on rank 0, once it is sure that this
-    configuration will run: until then, config.toml is the one with which a refused resume can go
-    on. Raises UserError on all ranks."""
-    problem = ""
-    launchers = ranks.host_gather([restart.launcher()]).flatten().tolist()
-    if ranks.rank == 0:
+    """Makes and locks the folder and writes config.toml, on rank 0. Raises UserError on all ranks.
+
+    To be called once the configuration is known to be valid: until then config.toml must stay,
+    since a run that refuses to resume advises to use it.
+    """
+    launchers = _launchers(ranks)
+
+    def begin() -> None:
         resolved = dataclasses.replace(config.run, out=str(run))
-        try:
+        with _out_errors():
             run.mkdir(parents=True, exist_ok=True)
             lock.take(run)
             text = to_toml(dataclasses.replace(config, run=resolved))
             (run / "config.toml").write_text(text, encoding="utf-8")
             restart.claim(run, launchers)
-        except UserError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"--out: {error}"
-    if problem := ranks.broadcast(problem):
-        raise UserError(problem)
+
+    ranks.decide(begin)
+
+
+def _launchers(ranks: Ranks) -> list[int]:
+    """The number of each rank's launcher, in the order of the ranks. Collective."""
+    return ranks.host_gather([restart.launcher()]).flatten().tolist()
+
+
+@contextmanager
+def _out_errors() -> Iterator[None]:
+    """Turns what the file system refuses into a UserError about --out."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--out: {error}") from error

@@ -1,10 +1,11 @@
-"""Writes checkpoints: whole or not at all, and in the background while training goes on.
+"""Writes checkpoints atomically, and in the background while training goes on.
 
 A periodic checkpoint pauses training only while the state is copied to the host's memory; a thread
-of torch.distributed.checkpoint writes the copy. Its collectives run on a gloo group of their own,
-so that they cannot mix with those of the training. DCP gathers every rank's results on rank 0 and
-tells all ranks the outcome: there, between the two, rank 0 writes trainer.json with the checksums
-and gives the folder its name. So the ranks agree on every checkpoint without a collective of ours.
+of torch.distributed.checkpoint (DCP) writes the copy. Its collectives run on a gloo group of their
+own, so that they cannot mix with those of the training. DCP gathers every rank's results on rank 0
+and then tells all ranks the outcome. Between the two, rank 0 writes trainer.json with the checksums
+and gives the folder its final name. So all ranks agree on every checkpoint without more
+collectives.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ from fla_cp.train.distributed import Ranks
 from fla_cp.train.integrity import FileSums, SummedWriter, pack_sums, seal
 
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
-"""Ranks wait this long for the slowest one's disk; training goes on meanwhile."""
+"""How long ranks wait for the slowest rank's disk, while training goes on."""
 
 
 @functools.cache
 def stagers_can_be_used_again() -> bool:
-    """Whether a stager copies a second state. That of torch 2.11 closes itself after the first, and
-    then fails with KeyError: <class 'type'>; see test_stagers_that_copy_once."""
+    """Whether a stager can copy a second state.
+
+    That of torch 2.11 closes itself after the first, and then fails with KeyError: <class 'type'>;
+    see test_stagers_that_copy_once.
+    """
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
         for _ in range(2):
@@ -61,12 +65,12 @@ def stagers_can_be_used_again() -> bool:
 
 
 class SaveFailed(UserError):
-    """A checkpoint that had to be written could not be: one line with the path and the reason."""
+    """A checkpoint could not be written. The message is one line with the path and the reason."""
 
 
 @dataclass
 class _Pending:
-    """A checkpoint under way. paused, begin, end: seconds; end is set when it is written."""
+    """A checkpoint that is being written. paused, begin, end: seconds; end is 0 until then."""
 
     step: int
     partial: Path
@@ -79,9 +83,9 @@ class _Pending:
 class Saver:
     """Writes one run's checkpoints, one at a time, keeping the newest `keep`.
 
-    facts: what a resumed run will be compared with (checkpoint.facts). step: of the last whole
-    checkpoint, 0 for none. say: shows a line, on rank 0. `poll` is local; the rest is collective.
-    Close it before the process group is destroyed.
+    facts: options that a resumed run will be compared with (checkpoint.facts). step: step of the
+    last complete checkpoint, or 0. say: prints a line, on rank 0. `poll` is local; the other
+    methods are collective. Close the saver before the process group is destroyed.
     """
 
     def __init__(
@@ -98,10 +102,10 @@ class Saver:
         self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         self.stager = self._new_stager()
         self.pending: _Pending | None = None
-        self.notes: list[str] = []  # of the thread that writes
+        self.notes: list[str] = []  # lines from the thread that writes
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Begins to write in the background, after the one before. A failure costs one line."""
+        """Begins to write in the background, after the checkpoint before. A failure is printed."""
         begin = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - begin
@@ -126,8 +130,8 @@ class Saver:
             self.say(f"step {progress.step}: waited {waited:.1f} s for the checkpoint before")
 
     def _new_stager(self) -> DefaultStager:
-        """One whose buffers are kept from one checkpoint to the next, where torch can do that:
-        pinning memory takes seconds."""
+        """A stager. It keeps its buffers between checkpoints if torch can do that, since pinning
+        memory takes seconds."""
         cuda = self.ranks.device.type == "cuda"
         return DefaultStager(
             StagingOptions(
@@ -139,17 +143,17 @@ class Saver:
         )
 
     def poll(self) -> None:
-        """Says how the checkpoint under way went, if it is done."""
+        """Prints the outcome of the checkpoint that is being written, if it is done."""
         if self.pending is not None and self.pending.future.done():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the checkpoint under way, if any, and says how it went."""
+        """Waits for the checkpoint that is being written, if any, and prints its outcome."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
         error = pending.future.exception()
-        while not pending.end:  # callbacks run just after those who wait are woken
+        while not pending.end:  # callbacks run just after waiting threads are woken
             time.sleep(1e-3)
         if error is None:
             self.step = pending.step
@@ -160,11 +164,10 @@ class Saver:
         else:
             self._drop(pending.partial)
             self.say(f"warning: {self._failure(pending.step, error)}")
-        while self.notes:
-            self.say(self.notes.pop(0))
+        self._say_notes()
 
     def write(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
-        """Writes a checkpoint now, after the one under way; its folder. Raises SaveFailed."""
+        """Writes a checkpoint, after the pending one; returns its folder. Raises SaveFailed."""
         self.wait()
         partial = self._prepare(progress)
         try:
@@ -177,33 +180,37 @@ class Saver:
             self._drop(partial)
             raise SaveFailed(self._failure(progress.step, error)) from error
         self.step = progress.step
-        while self.notes:
-            self.say(self.notes.pop(0))
+        self._say_notes()
         return self._final(progress.step)
 
     def close(self) -> None:
-        """Waits for the checkpoint under way and lets go of the group and the buffers."""
+        """Waits for the pending checkpoint, then frees the group and the buffers."""
         self.wait()
         self.stager.close()
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
 
+    def _say_notes(self) -> None:
+        while self.notes:
+            self.say(self.notes.pop(0))
+
     def _final(self, step: int) -> Path:
         return self.run / "checkpoints" / f"step-{step:08d}"
 
     def _prepare(self, progress: Progress) -> Path:
-        """An empty folder to write into. Raises SaveFailed, on all ranks. Collective."""
+        """Makes an empty folder to write into. Raises SaveFailed, on all ranks. Collective."""
         final = self._final(progress.step)
-        partial, problem = final.with_name(PARTIAL + final.name), ""
-        if self.ranks.rank == 0:
+        partial = final.with_name(PARTIAL + final.name)
+
+        def make() -> None:
             try:
                 remove(partial)
                 partial.mkdir(parents=True)
             except OSError as error:
-                problem = str(error)
-        if problem := self.ranks.broadcast(problem):
-            raise SaveFailed(self._failure(progress.step, OSError(problem)))
+                raise SaveFailed(self._failure(progress.step, error)) from error
+
+        self.ranks.decide(make)
         return partial
 
     def _state(
@@ -229,14 +236,14 @@ class Saver:
         return SummedWriter(partial, commit)
 
     def _commit(self, partial: Path, final: Path, record: dict[str, Any]) -> None:
-        """Gives a written checkpoint its name and deletes the oldest. On rank 0, in any thread."""
+        """Gives a written checkpoint its name and deletes old ones. On rank 0, in any thread."""
         with open(partial / RECORD, "wb") as file:
             file.write(seal(record))
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(partial)
         old = final.with_name(f"{PARTIAL}old-{final.name}")
-        if os.path.lexists(final):  # a run that was resumed from an earlier step gets here again
+        if os.path.lexists(final):  # resumed from an earlier step, a run writes this one twice
             remove(old)
             final.rename(old)
         partial.rename(final)
@@ -245,14 +252,14 @@ class Saver:
         for path in stale:
             try:
                 if path != old:
-                    # renamed first: a crash in the middle leaves no half checkpoint by that name
+                    # renamed first, so that a crash leaves no half-deleted checkpoint of that name
                     path = path.rename(path.with_name(f"{PARTIAL}old-{path.name}"))
                 remove(path)
             except OSError as error:
                 self.notes.append(f"warning: an old checkpoint could not be removed: {error}")
 
     def _drop(self, partial: Path) -> None:
-        """Removes what a failed save left. No rank writes any more: DCP has heard them all."""
+        """Removes the folder of a failed save. No rank is still writing: DCP has heard from all."""
         if self.ranks.rank == 0:
             try:
                 remove(partial)

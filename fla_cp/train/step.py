@@ -1,4 +1,4 @@
-"""One training step: batches, context, forward and backward, agreed metrics, update.
+"""One training step: batches, context, forward and backward, global metrics, update.
 
 The loss of a rank is its share, (sum over its targets) / (targets of the whole global batch), so
 that losses and gradients are plain sums over ranks and do not depend on how the batch is split.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
+from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -26,7 +27,7 @@ from fla_cp.train.weights import local_tensor
 
 
 class _GlobalBatches(BatchSampler):
-    """A step sampler with the two attributes by which accelerate cuts each batch over ranks."""
+    """A step sampler with the attributes that accelerate needs to cut each batch over ranks."""
 
     def __init__(self, steps: StepBatchSampler) -> None:
         self.steps = steps
@@ -42,7 +43,7 @@ def micro_batches(
 ) -> Iterator[list[Batch]]:
     """For each step from `start_step` on, this data-parallel rank's micro-batches, on the host.
 
-    All ranks of a cp group get the same ones.
+    All ranks of a cp group get the same micro-batches.
     """
     batch = config.data.global_batch_size
     size = config.data.micro_batch_size or batch // ranks.dp
@@ -50,10 +51,10 @@ def micro_batches(
     def cut(packs: list[Batch]) -> list[Batch]:
         return [collate(packs[i : i + size]) for i in range(0, len(packs), size)]
 
-    PartialState(cpu=ranks.device.type == "cpu")  # accelerate would choose a device by itself
+    PartialState(cpu=ranks.device.type == "cpu")  # otherwise accelerate chooses a device
     sampler = StepBatchSampler(len(dataset), batch, config.run.seed, start_step)
     loader = DataLoader(dataset, batch_sampler=_GlobalBatches(sampler), collate_fn=cut)
-    # Ranks of a cp group count as one process; dispatching from rank 0 would hand them parts.
+    # Ranks of a cp group count as one process. Dispatched batches would be cut between them.
     return iter(
         prepare_data_loader(
             loader,
@@ -67,7 +68,10 @@ def micro_batches(
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know before a step. targets: of the global batch. stop: a rank wants to."""
+    """Facts that all ranks share before a step.
+
+    targets: number of targets of the global batch. stop: whether a rank was asked to stop.
+    """
 
     targets: int
     stop: bool
@@ -76,13 +80,15 @@ class Agreement:
 def agree(batches: Sequence[Batch], ranks: Ranks, stop: bool = False) -> Agreement:
     """Counts the global batch's targets and checks that cp peers hold the same batch.
 
-    One host collective of three integers a rank. Raises RuntimeError that names the ranks.
+    Uses one host collective of three integers per rank. Raises RuntimeError that names the ranks
+    that differ.
     """
     digest = 0
     for batch in batches:
         digest = (digest * 31 + batch_hash(batch)) % 2**63
     targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
-    table = ranks.host_gather([digest, targets, stop]).view(ranks.dp, ranks.cp, 3)
+    table = ranks.host_gather([digest, targets, stop])
+    table = rearrange(table, "(dp cp) facts -> dp cp facts", cp=ranks.cp)
     odd = (table[:, :, :2] != table[:, :1, :2]).any(-1).flatten().nonzero().flatten().tolist()
     if odd:
         raise RuntimeError(
@@ -95,7 +101,7 @@ def agree(batches: Sequence[Batch], ranks: Ranks, stop: bool = False) -> Agreeme
 def place(
     batch: Batch, config: TrainConfig, ranks: Ranks, check: bool = False
 ) -> tuple[Tensor, Tensor, FLACPContext]:
-    """This rank's tokens and labels [1, T_local] on the device, and the context they belong to.
+    """This rank's tokens and labels [1, T_local] on the device, and their context.
 
     check: compare the contexts of the cp group (one small collective).
     """
@@ -128,9 +134,9 @@ def forward_backward(
 ) -> Tensor:
     """Adds this global batch's gradients to the model's; returns this rank's share of the loss.
 
-    targets: of the global batch. Each micro-batch reduces its gradients, so that what is
-    accumulated stays sharded. Result: float32 scalar on the device; the sum over ranks is the
-    mean loss in nats per target.
+    targets: number of targets of the global batch. Gradients are reduced in each micro-batch, so
+    that they are accumulated in sharded form. The result is a float32 scalar on the device; its sum
+    over ranks is the mean loss in nats per target.
     """
     share = torch.zeros((), dtype=torch.float32, device=ranks.device)
     for batch in batches:
@@ -144,7 +150,7 @@ def forward_backward(
 
 
 def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float, float]:
-    """Global loss and gradient norm, equal on all ranks: the step's one read from the device."""
+    """Global loss and gradient norm, equal on all ranks. The step's only read from the device."""
     mark("sum of losses and gradients")
     grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     square = nn.utils.get_total_norm(grads).double().square()
@@ -155,6 +161,7 @@ def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    assert config.lr is not None, "with_recipe sets it"
     return torch.optim.AdamW(
         parameter_groups(model, config.weight_decay),
         lr=config.lr,
@@ -165,19 +172,21 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Rate of step 1, 2, ... max_steps: linear warm-up, then cosine down to lr * min_lr_ratio."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps)
+    """Rate of a step (1 to max_steps): linear warm-up, then cosine down to lr * min_lr_ratio."""
+    lr, warmup = config.lr, config.warmup_steps
+    assert lr is not None and warmup is not None, "with_recipe sets them"
+    if step <= warmup:
+        return lr * step / warmup
+    done = (step - warmup) / max(1, max_steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+    return lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
 
 
 @torch.no_grad()
 def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, grad_norm: float, clip: float
 ) -> None:
-    """Clips the gradients to the global norm `clip` (0: not) and takes one optimiser step."""
+    """Clips the gradients to the global norm `clip` (0: no clipping) and takes one step."""
     if 0 < clip < grad_norm:
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -188,14 +197,14 @@ def update(
 
 
 class HeldOut:
-    """The held-out loss: always the same packs, whatever the split.
+    """The held-out loss, over packs that do not depend on the split.
 
     packs: the first eval_batches * global_batch_size packs of the valid split, or all there are.
     """
 
     def __init__(self, config: TrainConfig, dataset: PackedDataset, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
-        self.warm = False  # whether it ran before
+        self.warm = False  # whether an evaluation has run
         batch = config.data.global_batch_size
         self.packs = min(config.data.eval_batches * batch, len(dataset))
         rounds = math.ceil(self.packs / ranks.dp)
@@ -206,7 +215,7 @@ class HeldOut:
     def _pack(self, dataset: PackedDataset, index: int) -> Batch:
         if index < self.packs:
             return dataset[index]
-        # Ranks run the same number of forwards; one that has no pack left runs one without targets.
+        # All ranks run the same number of forwards. A rank without a pack uses one without targets.
         pack = dataset[0]
         return {**pack, "labels": torch.full_like(pack["labels"], IGNORE)}
 

@@ -1,9 +1,10 @@
 """Generated documents whose next token can be learnt by copying and by recall.
 
-Two kinds, in random order, with log-uniform lengths. A *copy* document repeats a phrase without
-repeated symbols: after the first period every token is known from the one before. A *recall*
-document lists key-value pairs in random order: a key cannot be predicted, its value can once the
-pair was seen. Both need a state that survives over many chunks, and nothing outside the document.
+There are two kinds, in random order and with log-uniform lengths. A *copy* document repeats a
+phrase in which no symbol occurs twice: after the first period, each token follows from the one
+before. A *recall* document lists key-value pairs in random order: a key cannot be predicted, but
+its value can be once the pair has occurred. Both kinds need a state that survives many chunks, and
+nothing from outside the document.
 """
 
 import numpy as np

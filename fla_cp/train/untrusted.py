@@ -1,10 +1,10 @@
-"""Reads what torch.distributed.checkpoint wrote without running code of whoever wrote it.
+"""Reads checkpoints of torch.distributed.checkpoint (DCP) without running code that they contain.
 
-DCP keeps two kinds of pickles. `.metadata` is one, and its reader unpickles it with all of pickle's
-powers. Objects that are no tensors (a learning rate, a list of names) are others, inside the
-shards, which its planner loads with weights_only=False. Here `.metadata` is read into plain
-stand-ins, from which DCP's own classes are built after their fields were checked; the objects in
-shards are read with weights_only=True, as tensors are by DCP itself.
+DCP writes two kinds of pickles. `.metadata` is one; DCP's reader unpickles it without restrictions.
+Objects that are not tensors (a learning rate, a list of names) are the other; they are stored in
+the shards, and DCP's planner loads them with weights_only=False. Here `.metadata` is read into
+plain stand-ins, and DCP's classes are built from them after their fields were checked. Objects in
+shards are read with weights_only=True, which DCP itself does for tensors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ TRUST = "--run.trust-checkpoint"
 
 
 class _Stand:
-    """Holds the fields of a DCP object until they are checked. The pickle can reach this class,
-    never DCP's own."""
+    """Holds the fields of a DCP object until they are checked.
+
+    The pickle can reach this class, but never DCP's own.
+    """
 
     kind = ""
 
@@ -50,7 +52,7 @@ _STANDS = {
 
 
 def _nothing(*_: Any) -> None:
-    """Stands for calls whose results are not used: a layout, a memory format."""
+    """Replaces functions whose results are not used: a layout, a memory format."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -62,7 +64,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _STANDS.get(module, ()):
-            # Made anew for each reading: a pickle may set attributes of the classes it gets.
+            # A new class for each unpickler, since a pickle may set attributes of the classes it
+            # gets.
             return self.stands.setdefault(name, type(name, (_Stand,), {"kind": name}))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -141,7 +144,7 @@ def restricted_metadata(text: bytes) -> dcp.Metadata:
         found = _Unpickler(text).load()
     except pickle.UnpicklingError as error:
         raise Damaged(f".metadata {error}".splitlines()[0]) from None
-    except Exception as error:  # damaged bytes make pickle raise nearly anything
+    except Exception as error:  # pickle can raise almost any exception for damaged bytes
         raise Damaged(f".metadata cannot be read ({type(error).__name__})") from None
     try:
         _need(_kind(found) == "Metadata", f"it is a {_kind(found)}")
@@ -159,7 +162,7 @@ def restricted_metadata(text: bytes) -> dcp.Metadata:
 
 
 def trusted_metadata(text: bytes) -> dcp.Metadata:
-    """The metadata in these bytes by plain pickle, which runs what they ask for. Raises Damaged."""
+    """The metadata in these bytes, read by plain pickle, which may run any code. Raises Damaged."""
     try:
         found = pickle.loads(text)
     except Exception as error:
@@ -170,7 +173,7 @@ def trusted_metadata(text: bytes) -> dcp.Metadata:
 
 
 def check_places(folder: Path, metadata: dcp.Metadata) -> None:
-    """Raises Damaged where an entry lies in no file of this folder, or beyond the file's end."""
+    """Raises Damaged if an entry is in no file of this folder, or beyond the file's end."""
     sizes: dict[str, int] = {}
     for key, place in metadata.storage_data.items():
         name = place.relative_path
@@ -185,7 +188,7 @@ def check_places(folder: Path, metadata: dcp.Metadata) -> None:
 
 
 class CheckedReader(FileSystemReader):
-    """DCP's reader of a folder, over metadata that were read and checked before."""
+    """DCP's reader of a folder, with metadata that were read and checked before."""
 
     def __init__(self, folder: Path, metadata: dcp.Metadata) -> None:
         super().__init__(folder)
@@ -205,12 +208,12 @@ class SafePlanner(DefaultLoadPlanner):
         try:
             found = torch.load(value, weights_only=True)
         except pickle.UnpicklingError:
-            # torch's text spans lines and advises to load it all the same
+            # torch's message has several lines and advises to load the object anyway
             raise Damaged(
                 f"{read_item.storage_index.fqn} holds an object that may run any code; {TRUST} "
                 "loads it all the same"
             ) from None
-        # The base class unpickles without limits, so what it gets is pickled here.
+        # The base class unpickles without restrictions, so it gets a pickle that is made here.
         safe = io.BytesIO()
         torch.save(found, safe)
         safe.seek(0)
@@ -218,7 +221,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def reading(trust: bool) -> tuple[Callable[[bytes], dcp.Metadata], type[DefaultLoadPlanner]]:
-    """How to read `.metadata`, and the planner of a load."""
+    """The function that reads `.metadata`, and the class of the load planner."""
     if trust:
         return trusted_metadata, DefaultLoadPlanner
     return restricted_metadata, SafePlanner

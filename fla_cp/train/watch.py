@@ -1,13 +1,13 @@
-"""The watchdog of a run with several ranks: who is waited for is said, and a hung run is ended.
+"""The watchdog of a run: it names ranks that the others wait for, and ends a hung run.
 
-Each rank leaves a record of what it does (progress.py, outlook.py) in the store of
-the rendezvous, every few seconds, from a thread of its own: no collective, nothing in the step.
-When a rank has made no progress for the notice time, the lowest rank that lives (rank 0, unless it
-is the one that is stopped) reads the records of all, and says who waits for whom. After the timeout
-it leaves a verdict in the store, at which every rank ends with exit code HUNG.
+Every few seconds, a thread of each rank writes a record of the rank's state (progress.py,
+outlook.py) into the store of the rendezvous; this needs no collective and nothing in the step. When
+a rank has made no progress for the notice time, the lowest living rank (rank 0, unless it is the
+one that is stopped) reads the records of all ranks and prints who waits for whom. After the timeout
+it writes a verdict into the store, and every rank that reads it ends with exit code HUNG.
 
-A second thread never touches the store, so that a rank also ends where the store has stopped with
-the process that holds it. Both threads sleep between beats and end with the run.
+A second thread never touches the store, so that a rank also ends if the process that hosts the
+store is stopped. Both threads sleep between beats and end with the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,15 +37,18 @@ _LOST = re.compile(r"Connection (closed|reset)|Broken pipe|Socket closed|Timed o
 
 @dataclass
 class Own:
-    """When this rank's main thread last made progress, as its watchdog has seen it."""
+    """When this rank's main thread last made progress, as the watchdog has observed it."""
 
     progress: tuple[int, int]
     since: float
     looked: float
 
     def look(self, progress: tuple[int, int], now: float, beat: float) -> float:
-        """Seconds without progress. Time in which this process was stopped itself does not count:
-        a suspended machine, or Ctrl-Z, stops all ranks at once and is no hang."""
+        """Seconds without progress.
+
+        Time in which this process itself was stopped does not count: a suspended machine, or
+        Ctrl-Z, stops all ranks at once, and that is no hang.
+        """
         gap = now - self.looked
         if gap > 3 * beat + 5:
             self.since = min(now, self.since + gap)
@@ -56,10 +59,15 @@ class Own:
 
 
 class Watch:
-    """The watchdog of one rank. store: for this watchdog alone. end: ends the process."""
+    """The watchdog of one rank. store: a connection that only it uses. end: ends the process."""
 
     def __init__(
-        self, store: dist.Store, rank: int, world: int, limits: Limits, end=os._exit
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        limits: Limits,
+        end: Callable[[int], object] = os._exit,
     ) -> None:
         self.store: dist.Store | None = store
         self.rank, self.world, self.limits, self.end = rank, world, limits, end
@@ -67,7 +75,7 @@ class Watch:
         self.verdict = ""
         self.beat = 0
         self.idle = 0.0
-        self.answered = time.monotonic()  # when the store last did
+        self.answered = time.monotonic()  # when the store last answered
         self.due = limits.notice
         self.said = False
         self.host, self.pid, self.parent = socket.gethostname(), os.getpid(), os.getppid()
@@ -82,11 +90,11 @@ class Watch:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads and lets go of the store."""
+        """Ends the threads and drops the store."""
         self.stop.set()
         for thread in self.threads:
             if thread.is_alive():
-                thread.join(5)  # one that a stopped store holds stays behind; it is a daemon
+                thread.join(5)  # a thread that waits for a stopped store stays; it is a daemon
         if not any(thread.is_alive() for thread in self.threads):
             self.store = None
 
@@ -109,9 +117,12 @@ class Watch:
         )
 
     def settle(self, error: BaseException) -> None:
-        """Called with what ended the main thread: ends the process without a traceback where the
-        cause is another rank, which is said in one line unless a verdict has said it."""
-        if self.idle > self.limits.look:  # others may have ended by a verdict on its way to here
+        """Handles the exception that ended the main thread.
+
+        If another rank is the cause, this ends the process without a traceback, and prints the
+        cause in one line unless a verdict has done so.
+        """
+        if self.idle > self.limits.look:  # the others' verdict may not have arrived yet
             self._pause(3, until_verdict=True)
         if self.verdict:
             self._exit()
@@ -134,7 +145,7 @@ class Watch:
         while time.monotonic() < deadline and not (until_verdict and self.verdict):
             time.sleep(0.1)
 
-    # The thread that may not block.
+    # The thread that must never block.
 
     def _guard(self) -> None:
         own = Own(doing.progress, time.monotonic(), time.monotonic())
@@ -163,12 +174,12 @@ class Watch:
                 _say(f"waiting: {text}")
                 due = 2 * self.idle
 
-    # The thread that carries records.
+    # The thread that exchanges records.
 
     def _carry(self) -> None:
         while not self.stop.wait(self.limits.beat):
-            # The launcher, or rank 0, may end while this rank does: then nothing answers, and the
-            # collectives of the main thread and the other thread know what to do.
+            # If the launcher, or rank 0, ends at the same time as this rank, the store does not
+            # answer. The main thread's collectives and the other thread handle that.
             with contextlib.suppress(RuntimeError):
                 self._round()
 
@@ -188,7 +199,7 @@ class Watch:
             return None
         for lower in range(self.rank):
             if not silent(self._look(lower, now), now, limits):
-                return None  # it speaks for all
+                return None  # that rank prints for all
         for other in range(self.rank + 1, self.world):
             self._look(other, now)
         self.table[self.rank] = Seen(own, now)
@@ -218,7 +229,7 @@ class Watch:
         return self.table[rank]
 
     def _obey(self) -> None:
-        """Ends this process once all ranks have read the verdict, and stopped ones beside it."""
+        """Ends this process, and stopped ranks on this host, once all have read the verdict."""
         self._pause(2)
         for line in self.verdict.splitlines():
             if line != "{}":
@@ -227,9 +238,9 @@ class Watch:
 
 
 def _end_sibling(record: Record, host: str, parent: int) -> None:
-    """Kills a stopped rank of this host: a launcher's SIGTERM cannot reach it for half a minute.
+    """Kills a stopped rank of this host, which does not react to the launcher's SIGTERM.
 
-    Only a process that is a child of this rank's own launcher, as the record says it was.
+    It kills the process only if it is a child of this rank's own launcher, as the record says.
     """
     with contextlib.suppress(OSError, IndexError, ValueError):
         after_name = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()
@@ -238,8 +249,10 @@ def _end_sibling(record: Record, host: str, parent: int) -> None:
 
 
 def _stack() -> tuple[str, str]:
-    """Where the main thread stands: the innermost function of torch.distributed that it is in, or
-    "", and the innermost line. FSDP's collectives and those of checkpoints have no other name."""
+    """The innermost function of torch.distributed that the main thread is in, or "", and its line.
+
+    This is the only name of the collectives of FSDP and of checkpoints.
+    """
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main) if main is not None else None
     at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
@@ -255,7 +268,7 @@ def _where(record: Record) -> str:
 
 
 def _say(text: str) -> None:
-    # one write, so that ranks do not mix inside a line
+    # a single write, so that lines of several ranks do not mix
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -264,14 +277,15 @@ def _say(text: str) -> None:
 def watched(
     store: dist.Store, rank: int, world: int, notice: float, timeout: float
 ) -> Iterator[Watch | None]:
-    """The watchdog of this rank while the block runs; None for one rank, which waits for nobody.
+    """The watchdog of this rank while the block runs; None if there is only one rank.
 
-    store: holds a first record of each rank under its number, as `meeting.meet` leaves it.
+    store: must hold a first record of each rank under its number, see `meeting.meet`.
     """
     if world == 1:
         yield None
         return
-    watch = Watch(store.clone(), rank, world, Limits.of(notice, timeout))
+    own = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    watch = Watch(own, rank, world, Limits.of(notice, timeout))
     watch.start()
     try:
         yield watch

@@ -1,8 +1,8 @@
-"""Weights: made without memory, sharded, and only then drawn, each rank its own rows.
+"""Initial weights: the model is made on the meta device and sharded; then each rank draws its rows.
 
 A parameter's values are a function of (seed, its full name, its shape). They are drawn in blocks of
-rows, each from a generator of its own, so a rank draws only the blocks that its rows touch, and
-every split and every device starts from the same bits. Drawing is the host's work on every device.
+rows, each with a generator of its own. So a rank draws only the blocks that contain its rows, and
+every split and device starts from the same bits. Values are always drawn on the host.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fla_cp.nn.initial import Initial
 
-# Elements that one generator draws; few, since a rank that holds part of a block draws all of it.
-# Another size draws other weights.
+if TYPE_CHECKING:
+    from fla_cp.train.model import Decoder
+
+# Number of elements that one generator draws. It is small, since a rank that holds a part of a
+# block draws all of it. Another size gives other weights.
 BLOCK = 2**16
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Gives the parameters of a decoder on the meta device memory, of zeros."""
+def give_memory(model: Decoder, device: torch.device) -> None:
+    """Allocates the parameters of a decoder on the meta device, filled with zeros."""
     assert not list(model.buffers()), "a buffer has no initial value"
     model.to_empty(device=device)
     model.tie_weights()
@@ -57,8 +61,11 @@ def owned_rows(x: Tensor) -> range:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of a parameter that one generator draws. rows: of the whole parameter. held: of those
-    that this rank has memory for, and `target` is that memory, [len(held), ...]."""
+    """Rows of a parameter that one generator draws.
+
+    rows: row numbers in the whole parameter. held: those of them that this rank holds. target: the
+    memory of the held rows, [len(held), ...].
+    """
 
     initial: Initial
     key: str
@@ -76,7 +83,7 @@ class _Block:
 
 
 def _blocks(initial: Initial, parameter: Tensor, key: str) -> Iterator[_Block]:
-    """The blocks that this rank has a part in."""
+    """The blocks that contain rows of this rank."""
     owned, local = owned_rows(parameter), local_tensor(parameter.detach())
     size = max(1, BLOCK // max(1, math.prod(parameter.shape[1:])))
     for first in range(owned.start - owned.start % size, owned.stop, size):
@@ -86,10 +93,10 @@ def _blocks(initial: Initial, parameter: Tensor, key: str) -> Iterator[_Block]:
         yield _Block(initial, f"{key}/{first // size}", rows, held, target)
 
 
-def initialise(model: nn.Module, seed: int) -> None:
-    """Draws this rank's part of every weight of a decoder, which says how each starts.
+def initialise(model: Decoder, seed: int) -> None:
+    """Draws this rank's part of every weight, with the decoder's `initial_values`.
 
-    torch's generators stay where they are.
+    The states of torch's generators do not change.
     """
     values = model.initial_values()
     blocks = [

@@ -1,14 +1,13 @@
-"""Compiling the kernels for sm_90 without a GPU, exactly as the package would launch them.
+"""Compiles the kernels for sm_90 without a GPU, exactly as the package would launch them.
 
-`python -m tests.aot` compiles every kernel and tile configuration. It fails on an error, over the
-shared memory of a block, on spills, on instructions that read what nothing wrote, on pipelines that
-copy over what products still read, and where registers, spills or shared memory differ from those
-kept in record.json for this Triton (`--write` keeps new ones).
+`python -m tests.aot` compiles every kernel and tile configuration. It fails on a compilation error,
+on too much shared memory for a block, on spills, on instructions that read a register which nothing
+wrote, on pipelines that overwrite operands that products still read, and on registers, spills or
+shared memory that differ from those in record.json for this Triton (`--write` records new ones).
 
-Inside `launched()`, Triton targets sm_90 and a launch only keeps what Triton would compile for it,
-so an operator called on CPU tensors goes through the package's own launch code; the numbers it
-returns mean nothing. What all configurations launch is then compiled, each kernel once, by a few
-processes.
+Inside `launched()`, Triton targets sm_90, and a launch only records what Triton would compile for
+it. So an operator called on CPU tensors runs the package's own launch code; the numbers that it
+returns mean nothing. Afterwards a few processes compile the recorded kernels, each once.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TOGETHER = 8
 
 
 def check(name: str, kernels: list[Compiled]) -> list[str]:
-    """What is wrong with the kernels of one configuration."""
+    """The faults of the kernels of one configuration."""
     return [
         f"{name}: {k.kernel}: {problem}"
         for k in kernels
@@ -55,7 +54,7 @@ def check(name: str, kernels: list[Compiled]) -> list[str]:
 
 
 def record(name: str, kernels: list[Compiled]) -> dict[str, list[list[int]]]:
-    """{configuration: {kernel: [[registers, spills, shared], ..]}} as kept in record.json."""
+    """{configuration: {kernel: [[registers, spills, shared], ..]}}, the form of record.json."""
     rows: dict[str, list[list[int]]] = {}
     for k in kernels:
         rows.setdefault(k.kernel, []).append([k.registers, k.spills, k.shared])
@@ -63,7 +62,7 @@ def record(name: str, kernels: list[Compiled]) -> dict[str, list[list[int]]]:
 
 
 def changes(kept: dict, now: dict) -> list[str]:
-    """Lines of a diff of two records."""
+    """The lines of a diff of two records."""
     lines = []
     for name in sorted(kept.keys() | now.keys()):
         if kept.get(name) != now.get(name):
@@ -84,7 +83,7 @@ def compile_all(
     todo = list(named.values())
     chunks = [todo[n : n + TOGETHER] for n in range(0, len(todo), TOGETHER)]
     done: dict[str, Compiled] = {}
-    fork = multiprocessing.get_context("fork")  # what is to be compiled cannot be sent
+    fork = multiprocessing.get_context("fork")  # the recorded launches cannot be pickled
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), fork, start_worker) as pool:
         for chunk, kernels in zip(chunks, pool.map(compile_together, chunks), strict=True):
             done.update(zip((key for _, key in chunk), kernels, strict=True))

@@ -1,4 +1,4 @@
-"""Compiling for sm_90 without a GPU, and reading what the compilers made."""
+"""Compiles for sm_90 without a GPU, and reads the compilers' results."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime import driver
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
+from tests.support.driver import Sm90Driver
 from tests.support.tuned import variant
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Resources of one kernel. spills: bytes a thread. shared: bytes of a block. undefined:
-    instructions that read what nothing wrote. serial: what ptxas says of asynchronous products
-    that it made wait. overwritten: operands of a pipelined loop (`overwritten`)."""
+    """Resources of one kernel.
+
+    spills: bytes a thread. shared: bytes of a block. undefined: instructions that read a register
+    which nothing wrote. serial: what ptxas reports about asynchronous products that it serialised.
+    overwritten: operands of a pipelined loop, see `overwritten`.
+    """
 
     kernel: str
     registers: int
@@ -39,42 +41,16 @@ class Compiled:
     overwritten: tuple[str, ...]
 
 
-class _Sm90:
-    """Stands in for the CUDA driver: names a target and nothing else."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_device_interface(self) -> object:
-        return torch.cuda
-
-    def get_benchmarker(self) -> object:
-        return lambda fn, *args, **kwargs: [1.0, 1.0, 1.0]
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-
 @dataclass(frozen=True)
 class Launch:
-    """A kernel by name, and what Triton compiles for this launch of it: a key of `_LATER.calls`."""
+    """A kernel by name. key: key in `_LATER.calls` of what Triton compiles for this launch."""
 
     kernel: str
     key: str
 
 
 class _Later:
-    """Stands in for Triton's AsyncCompileMode: keeps what is to be compiled, by key."""
+    """Replaces Triton's AsyncCompileMode: keeps compilations for later, by key."""
 
     def __init__(self) -> None:
         self.calls: dict[str, Callable[[], CompiledKernel]] = {}
@@ -102,8 +78,8 @@ def launched() -> Iterator[list[Launch]]:
 
     backend = variant(min_chunk_heads=0)
     launches.runner = lambda kernel, grid, *given, **named: kernel[grid](*given, **named)
-    active = driver._active  # the property would look for a GPU
-    driver.set_active(_Sm90())
+    active = driver._active  # driver.active would look for a GPU
+    driver.set_active(Sm90Driver())
     JITFunction.run = keep
     before = active_mode.set(_LATER)
     try:  # tensors are on the CPU, where "auto" means torch
@@ -117,12 +93,12 @@ def launched() -> Iterator[list[Launch]]:
 
 
 def start_worker() -> None:
-    driver.set_active(_Sm90())
+    driver.set_active(Sm90Driver())
     triton.knobs.nvidia.dump_ptxas_log = True
 
 
 def compile_one(where: str, key: str) -> tuple[CompiledKernel, str]:
-    """The kernel, and what ptxas said of it."""
+    """The kernel, and the messages of ptxas about it."""
     try:
         with redirect_stdout(io.StringIO()) as log:
             kernel = _LATER.calls[key]()
@@ -130,12 +106,12 @@ def compile_one(where: str, key: str) -> tuple[CompiledKernel, str]:
                 data, target = kernel.metadata, kernel.metadata.target
                 make_backend(target).make_cubin(kernel.asm["ptx"], {}, data, target.arch)
         return kernel, log.getvalue()
-    except Exception:  # Triton's own do not all survive pickling
+    except Exception:  # not all of Triton's exceptions can be pickled
         raise RuntimeError(f"{where}\n{traceback.format_exc()}") from None
 
 
 def compile_together(named: list[tuple[str, str]]) -> list[Compiled]:
-    """Compiles what (configuration, key) pairs name, in a worker."""
+    """Compiles (configuration, key) pairs in a worker."""
     pairs = [compile_one(*pair) for pair in named]
     sass = disassembled([machine_code(kernel.asm["cubin"]) for kernel, _ in pairs])
     return [resources(*pair, code) for pair, code in zip(pairs, sass, strict=True)]
@@ -155,10 +131,12 @@ def resources(kernel: CompiledKernel, log: str, sass: str) -> Compiled:
 
 
 def overwritten(ttgir: str) -> list[str]:
-    """Operands in shared memory that a loop copies anew while asynchronous products still read
-    them: Triton (3.6.0, 3.7.1) gives a load that products and other instructions use one buffer too
-    few, and lets the products run on. What lands at once (zeros of rows and tiles beyond the end,
-    data from a cache) is then multiplied in the place of what was there."""
+    """Operands in shared memory that a loop overwrites while asynchronous products still read them.
+
+    If products and other instructions use a load, Triton (3.6.0, 3.7.1) gives it one buffer too
+    few, and lets the products go on. Data that arrive at once (zeros of rows and tiles beyond the
+    end, data from a cache) are then multiplied in place of the right ones.
+    """
     of: dict[str, str] = {}
     buffers: dict[str, int] = {}
     before: dict[str, int] = {}
@@ -200,7 +178,10 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def disassembled(codes: list[bytes]) -> list[str]:
-    """Each machine code in words. Together, because nvdisasm takes half a second to start."""
+    """The machine codes as text.
+
+    All are disassembled together, because nvdisasm takes half a second to start.
+    """
     with tempfile.NamedTemporaryFile("wb", suffix=".bin") as file:
         file.write(b"".join(codes))
         file.flush()
@@ -216,8 +197,10 @@ def disassembled(codes: list[bytes]) -> list[str]:
 
 
 def undefined(sass: str) -> list[str]:
-    """Instructions that read a uniform register which no earlier one wrote, or that compute with
-    the stack pointer R1 as if it held data: how ptxas 12.8 miscompiles wgmma descriptors."""
+    """Instructions that read an unwritten uniform register, or use the stack pointer R1 as data.
+
+    This is how ptxas 12.8 miscompiles wgmma descriptors.
+    """
     written: set[int] = set()
     found = []
     for line in sass.splitlines():

@@ -75,7 +75,7 @@ def compile_member(
 
 
 def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
-    """Of the launches those of kernels that write or read T and Aqk, which two terms change."""
+    """The launches of kernels that write or read T and Aqk, which change with two terms."""
     return [k for k in call() if k.kernel.startswith(("scan", "intra_kernel", "intra_head"))]
 
 
@@ -128,7 +128,7 @@ def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
 
 
 def compile_fold(K: int, V: int) -> list[Launch]:
-    """A fold with states that enter, in reverse, with the transitions, and of what ranks sent."""
+    """A fold with entry states, in reverse, with transitions, and of the maps that ranks sent."""
     from fla_cp.comm.affine import FoldTable
     from fla_cp.kernels.triton.fold import fold
     from fla_cp.partition.packing import Packing
@@ -146,8 +146,11 @@ def compile_fold(K: int, V: int) -> list[Launch]:
 
 
 def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
-    """What is compiled, by name: each size and dtype with the tiles that the table gives, and each
-    candidate tile at K = V = 128."""
+    """The calls that are compiled, by name.
+
+    Each size and dtype is compiled with the tiles of the table, and each candidate tile at K = V =
+    128.
+    """
     from benchmarks import tune
     from benchmarks.tune import GROUPED, forced
     from fla_cp.kernels.triton import tile_table

@@ -1,4 +1,4 @@
-"""Every exchange scheme against a serial fold, over gloo, and what it leaves unsent."""
+"""Every exchange scheme against a serial fold, over gloo, and the bytes that it sends."""
 
 import random
 from contextlib import nullcontext
@@ -47,7 +47,7 @@ def table(rng: random.Random, R: int) -> Links:
 
 
 def serial(links: Links, maps: list[SlotMaps]) -> list[torch.Tensor]:
-    """States entering every rank's slots, by the definition."""
+    """States entering every rank's slots, computed by the definition."""
     entering = [torch.zeros_like(m.offset) for m in maps]
     state = torch.zeros(HV, K, V, dtype=torch.float64)
     for s, (owner, row) in enumerate(zip(links.owner, links.row, strict=True)):
@@ -65,7 +65,7 @@ def random_maps(links: Links, R: int, seed: int) -> list[SlotMaps]:
 
 
 def sliced(maps: SlotMaps, links: Links) -> SlotMaps:
-    """The same maps, as slices of the wire."""
+    """The same maps, as slices of the buffer that is sent."""
     wire = pack(maps, links)
     return unpack(wire, V)._replace(wire=wire)
 
@@ -91,7 +91,7 @@ def test_schemes_equal_the_serial_fold_on_processes(gloo_pool, scheme, R):
 
 
 def start_before_the_others(group, rank, scheme):
-    """The middle rank lets its peers begin only once its own `start` has returned."""
+    """Lets the peers of the middle rank begin only once its own `start` has returned."""
     R, first, go = group.size(), group.size() // 2, torch.zeros(1)
     links = link_slots((0, R * 10), tuple(((10 * r, 10 * r + 10),) for r in range(R)))
     for direction in (links, links.mirrored()):
@@ -123,7 +123,9 @@ def test_symmetric_equals_the_serial_fold_on_threads(monkeypatch, R):
 
 
 def test_peer_memory_is_read_before_it_is_written_again(monkeypatch):
-    """Between a read of a part and the next write of it lies a barrier; CUDA is a list of calls."""
+    """A barrier separates a read of a part from the next write of it. CUDA is replaced by a list of
+    calls.
+    """
     done, captured = [], False
     call = lambda name: lambda *args, **more: done.append(name)  # noqa: E731
     stream = SimpleNamespace(
@@ -163,7 +165,7 @@ def test_symmetric_is_refused_with_the_reason():
 
 
 def test_nearest_reads_peers_memory_only_where_it_can(monkeypatch):
-    """Found out in the first exchange, and not while a CUDA graph is captured."""
+    """This is decided in the first exchange, but never while a CUDA graph is captured."""
 
     def started(scheme):
         return lambda self, maps, links, fold: scheme
@@ -195,7 +197,7 @@ def test_local_folds_without_a_group():
 
 
 def traffic(group, rank, scheme, R):
-    """Bytes that this rank sends for one document over all ranks, and its rounds of messages."""
+    """Bytes that this rank sends for one document over all ranks, and its number of rounds."""
     sent, rounds = [], []
     original = {n: getattr(collectives, n) for n in ("all_gather", "send_and_receive")}
 

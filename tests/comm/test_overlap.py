@@ -1,4 +1,4 @@
-"""Work that a layer does while an exchange is under way."""
+"""Work that a layer does while an exchange is running."""
 
 from contextlib import contextmanager
 
@@ -29,7 +29,7 @@ def test_runs_once_in_the_first_exchange_or_when_asked():
 
 
 def test_runs_as_before_the_block():
-    """Gradients and autocast, although an operator turns both off inside."""
+    """The work has gradients and autocast, although the operator turns both off inside."""
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     inside = torch.no_grad(), torch.autocast("cpu", enabled=False)
     with torch.autocast("cpu", torch.bfloat16), Overlap(lambda: x @ w) as product:
@@ -59,7 +59,7 @@ def test_a_failure_still_waits_and_leaves_nothing_behind():
 
 @contextmanager
 def recorded(layer):
-    """What a call of the layer does, in order."""
+    """The operations in one call of the layer, in order."""
     log: list[str] = []
     patch = pytest.MonkeyPatch()
     for name in ("all_to_all", "all_gather"):
@@ -85,14 +85,16 @@ def recorded(layer):
 
 ORDER = {
     KimiDeltaAttention: "start f_proj b_proj wait start g_proj wait o_proj",
-    # the output gate is a whole projection, which would hold the card while others wait
+    # the output gate is a whole projection, which would occupy the GPU while others wait
     GatedDeltaNet: "start a_proj b_proj wait start wait g_proj o_proj",
 }
 
 
 def order(group, rank, kind):
-    """Of a batch that crosses ranks and of one that does not: what a call does, and in what order
-    its modules' gradients come, which is that of FSDP's collectives."""
+    """The order of operations in a call, and of the modules' gradients.
+
+    The batch crosses ranks, or does not. FSDP's collectives follow the order of the gradients.
+    """
     torch.manual_seed(0)
     layer = kind(24, 2, 8).double()
     x = torch.randn(1, 96, 24, dtype=torch.float64)
@@ -117,8 +119,9 @@ def order(group, rank, kind):
 
 @pytest.mark.parametrize("kind", ORDER, ids=lambda kind: kind.__name__)
 def test_projections_run_between_start_and_wait(gloo_pool, kind):
-    """And in the same order where nothing crosses: ranks of other context-parallel groups have
-    other documents, and FSDP its collectives in the modules' order."""
+    """The order is the same if nothing crosses: ranks of other context-parallel groups have other
+    documents, and FSDP runs its collectives in the order of the modules.
+    """
     for crossing, backward, apart, backward_apart in gloo_pool.run(order, kind, world_size=2):
         assert crossing == ORDER[kind]
         assert apart == " ".join(w for w in ORDER[kind].split() if w not in ("start", "wait"))
@@ -144,7 +147,7 @@ def test_a_compiled_core_in_an_eager_layer(ranges):
 
 
 def recomputed(group, rank, reentrant):
-    """Gradients with the layer's forward formed again in the backward, and without."""
+    """Gradients with and without recomputing the layer's forward in the backward."""
     torch.manual_seed(0)
     layer = KimiDeltaAttention(24, 2, 8).double()
     context = build_cp_context(torch.tensor([0, 70, 96]), group, conv1d_kernel_size=4)

@@ -20,8 +20,10 @@ REPORT = ROOT / "tests" / "gpu" / "report.json"
 
 
 def kernel_hashes() -> dict[str, str]:
-    """Hash of what each kernel file says, comments, docstrings and layout apart; the same in every
-    version of Python."""
+    """Hash of the code of each kernel file, without comments, docstrings and layout.
+
+    It is the same in every version of Python.
+    """
     return {
         str(file.relative_to(KERNELS).with_suffix("")): hashlib.sha256(
             said(file.read_text()).encode()
@@ -48,7 +50,7 @@ def said(source: str) -> str:
 
 
 def warn_if_stale(path: Path) -> None:
-    """Prints a warning unless the report at `path` is of these kernels and passed."""
+    """Prints a warning unless the report at `path` is about these kernels and all checks passed."""
     report = json.loads(path.read_text()) if path.exists() else {"kernels": {}, "failed": 0}
     now = kernel_hashes()
     changed = sorted(n for n, digest in now.items() if report["kernels"].get(n) != digest)
@@ -67,15 +69,15 @@ def ratio(row: dict) -> float:
 
 
 def group_of(row: dict) -> str:
-    """The operator or stage that a check is of: the first word of its case, without a number."""
+    """The operator or stage of a check: the first word of its case, without a number."""
     return row["case"].split()[0].rstrip("0123456789")
 
 
 def write_report(path: Path, facts: dict, rows: list[dict]) -> dict:
-    """Writes the summary to `path` and beside it all rows, one a line; returns the summary.
+    """Writes the summary to `path` and all rows to a file next to it; returns the summary.
 
-    facts: date, GPU, versions. The summary counts the checks that passed and failed and names, for
-    each group of checks, how many there are and the largest share of an error budget.
+    facts: date, GPU, versions. The summary has the number of checks that passed and failed and, for
+    each group of checks, their number and the largest share of an error budget.
     """
     groups: dict[str, list[dict]] = {}
     for row in rows:

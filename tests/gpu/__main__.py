@@ -47,7 +47,7 @@ from benchmarks.tune import cut_into
 from tests.gpu.checks import BF16, INSIDE, SAFE, conv_stage
 from tests.support.cases import Case, options
 from tests.support.running import run, run_recurrent
-from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
+from tests.support.members import BY_NAME, Call, collect, draw, operator
 for name in ("kda", "gated_delta_rule", "comba", "gla", "simple_gla"):
     member = BY_NAME[name]
     x, keywords, weights = draw(member, Call(T=150, K=24, V=40, inside=True), torch.float32)

@@ -17,7 +17,7 @@ LENGTHS = (1, 63, 64, 65, 1000, 8192)
 
 
 def cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype]]:
-    """Of `chunk_kda`, for one size."""
+    """Cases of `chunk_kda` for one size: name, case, dtype."""
     inside, safe = options(**INSIDE), options(**INSIDE, **SAFE)
     shape = {"H": 2, "HV": 2, "K": K, "V": V}
     grouped = {**shape, "HV": 4}
@@ -63,7 +63,7 @@ def tiles(K: int, V: int) -> Iterator[tuple[str, str, object]]:
 
 
 def recurrent_cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype, bool]]:
-    """Of `fused_recurrent_kda`: name, case, dtype, whether states are [V, K]."""
+    """Cases of `fused_recurrent_kda`: name, case, dtype, whether states are [V, K]."""
     shape = {"H": 2, "HV": 4, "K": K, "V": V, "options": options(**INSIDE)}
     bounded = options(**INSIDE, lower_bound=-5.0, use_exp2=False, allow_neg_eigval=True)
     for layout, v_first in (("KV", False), ("VK", True)):

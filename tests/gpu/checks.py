@@ -1,7 +1,7 @@
-"""What tests/gpu.py runs on a GPU and how it is judged: against fp64, by an error budget.
+"""The checks that tests.gpu runs on a GPU, against fp64 and an error budget.
 
-A check is run three times: the kernels, the torch stages, and those in fp64 on the same (rounded)
-inputs; and the kernels once more, for the same bits.
+Each check runs the kernels, the torch stages, and the torch stages in fp64 on the same rounded
+inputs. It runs the kernels a second time, which must give the same bits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from fla_cp import causal_conv1d, kda_gate
 from tests.gpu.cases import BF16, FP16, FP32, SAFE, SIZES, cases, recurrent_cases, tiles
 from tests.support.cases import INSIDE, Case, named, options
+from tests.support.closeness import share_of_budget
 from tests.support.running import run, run_recurrent
 from tests.support.tuned import tuned
 
@@ -34,26 +35,26 @@ CONVOLUTIONS = (
 FAMILY = ((16, 16, 65), (64, 64, 64), (96, 64, 1000), (128, 128, 1000), (256, 256, 65))
 """K, V, T of the members."""
 CANCELLING = Path(__file__).parents[2] / "benchmarks/results/current/precision.json"
-"""As `benchmarks.precision --peer fla` wrote it."""
+"""Written by `benchmarks.precision --peer fla`."""
 RANGES, CHANNELS = (700, 33), 300
-"""Tokens of a rank's two ranges, and what the convolution over ranks has of them."""
+"""Tokens of a rank's two ranges, and channels of the convolution over ranks."""
 GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
 """T, H, K of the gate alone."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""The CPU serves to try a check in Triton's interpreter."""
+"""On the CPU, checks can be tried in Triton's interpreter."""
 
 Named = dict[str, Tensor]
 Rows = list[dict]
 
 
 def check_cases(K: int, V: int, share: slice) -> Rows:
-    """Largest use of the error budget over outputs and gradients, per case of one size."""
+    """Largest share of the error budget over outputs and gradients, for each case of one size."""
     return [one(K, V, *case) for case in [*cases(K, V)][share]]
 
 
 def check_tiles(K: int, V: int, share: slice) -> Rows:
-    """Every candidate tile; those of summaries on sequences in segments of two chunks."""
+    """Every candidate tile; tiles of summaries on sequences in segments of two chunks."""
     from benchmarks.tune import GROUPED, cut_into, forced
 
     rows = []
@@ -73,8 +74,11 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
 
 
 def check_hopper(key: str, share: slice) -> Rows:
-    """The kernels in Gluon, which calls as small as these would not take; whole and in segments of
-    two chunks. key: of a member."""
+    """The Gluon kernels, which calls of this size would not take, for whole sequences and in
+    segments.
+
+    The segments have two chunks. key: name of a member.
+    """
     from benchmarks.tune import cut_into
 
     rows = []
@@ -98,7 +102,10 @@ in a million shows."""
 
 
 def check_repeats(path: str) -> Rows:
-    """Each stage at a size that fills a GPU, again and again, bit by bit. path: as of `stages`."""
+    """Runs each stage many times at a size that fills a GPU, and compares bits.
+
+    path: see `stages`.
+    """
     from benchmarks.tune import stages
 
     rows = []
@@ -124,8 +131,11 @@ def check_repeats(path: str) -> Rows:
 
 
 def check_cancelling() -> Rows:
-    """Where o is a small difference: each precision, and both kinds of kernels, against what
-    rounding their operands costs by itself (rounded.py); beside FLA's errors as last measured."""
+    """Inputs for which o is a small difference of large terms.
+
+    Each precision and both kinds of kernels are compared with the error of rounding their operands
+    (rounded.py), and with FLA's errors as last measured.
+    """
     from fla_cp import chunk_gated_delta_rule, chunk_kda
     from tests.support import rounded
 
@@ -157,7 +167,7 @@ def check_cancelling() -> Rows:
 
 
 def tensors_of(x: object) -> list[Tensor]:
-    """Of a stage's result, but for what is empty."""
+    """The tensors of a stage's result that are not empty."""
     if isinstance(x, Tensor):
         return [x] if x.numel() else []
     if isinstance(x, tuple):
@@ -177,7 +187,7 @@ def check_recurrent(K: int, V: int) -> Rows:
 
 
 def one(K: int, V: int, name: str, case: Case, dtype: torch.dtype) -> dict:
-    """A case of `chunk_kda`."""
+    """Checks a case of `chunk_kda`."""
 
     def call(x: Named, impl: str) -> Named:
         return run(case, impl=impl, device=DEVICE, inputs=x)
@@ -198,8 +208,11 @@ def judged(
     dtype: torch.dtype,
     fold: Callable[[Named, Named, Named], Named] = nothing,
 ) -> dict:
-    """One row of the report. call(inputs, impl) gives the results by name; walk(fp64 inputs,
-    actual, exact) what some may be off besides (`walks`)."""
+    """One row of the report.
+
+    call(inputs, impl) gives the results by name. walk(fp64 inputs, actual, exact) gives additional
+    errors that some results may have, see `walks`.
+    """
     row: dict = {"dtype": str(dtype).removeprefix("torch.")}
     try:
         started = time.perf_counter()
@@ -213,7 +226,7 @@ def judged(
         if dtype == FP32 and {"q", "A_log"} <= x.keys():
             more = added(more, of_approximations(call, rounded, exact))
         row["use"], row["worst"] = max(
-            (use(actual[n], exact[n], plain[n], more.get(n), dtype), n) for n in actual
+            (share_of_budget(actual[n], exact[n], plain[n], more.get(n), dtype), n) for n in actual
         )
         row["ok"] = row["same_bits"] and row["use"] <= 1.0
     except Exception as error:  # reported, and the process goes on or dies with the GPU context
@@ -222,8 +235,11 @@ def judged(
 
 
 def of_approximations(call: Callable[[Named, str], Named], x: Named, exact: Named) -> Named:
-    """What the results move by when every log decay does by 2^-21 of itself: ex2.approx,
-    lg2.approx and rsqrt.approx are off by two units each, alike for all tokens of a chunk."""
+    """The change of the results if every log decay changes by 2^-21 of itself.
+
+    ex2.approx, lg2.approx and rsqrt.approx each err by up to two units, equally for all tokens of a
+    chunk.
+    """
     moved = call(x | {"A_log": x["A_log"] + 2**-21}, "torch")
     return {n: (moved[n] - exact[n]).abs() for n in exact}
 
@@ -233,7 +249,7 @@ def added(a: Named, b: Named) -> Named:
 
 
 def check_family(key: str) -> Rows:
-    """A member but KDA: outputs, states and gradients, and token by token."""
+    """Checks a member other than KDA: outputs, states and gradients, and token by token."""
     return [
         check_member(key, K, V, T, dtype, inside, stepwise, H=H)
         for K, V, T in FAMILY
@@ -255,7 +271,7 @@ def check_member(
     name: str = "",
     H: int = 2,
 ) -> dict:
-    from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
+    from tests.support.members import BY_NAME, Call, collect, draw, operator
 
     member = BY_NAME[key]
     x, keywords, weights = draw(member, Call(T=T, H=H, HV=4, K=K, V=V, inside=inside))
@@ -275,8 +291,11 @@ def check_member(
 
 
 def of_gates(x: Named, actual: Named, exact: Named) -> Named:
-    """What dA_log and ddt_bias may be off: six standard deviations of a sum over tokens (and
-    channels) of errors like those of dg, equal within a chunk, each weighted by up to three."""
+    """The errors that dA_log and ddt_bias may have.
+
+    They are six standard deviations of a sum over tokens (and channels) of errors like those of dg,
+    equal within a chunk, each weighted by up to three.
+    """
     error = actual["dg"].double() - exact["dg"]
     heads = exact["dA_log"].numel()
     size = 18 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
@@ -340,8 +359,11 @@ def check_conv_and_gate() -> Rows:
 
 
 def of_sums(x: Named, actual: Named, exact: Named, *, dy: Tensor) -> Named:
-    """What the gradients of a convolution may be off: dweight and dbias add up T terms before they
-    round, dx and dhalo W products with a slope of the activation, which is at most 1.1."""
+    """The errors that the gradients of a convolution may have.
+
+    dweight and dbias add up T terms before they round. dx and dhalo add up W products with a slope
+    of the activation, which is at most 1.1.
+    """
     eps = torch.finfo(FP32).eps
     unit = eps * exact["dx"].shape[-2]
     off = {n: torch.full_like(t, unit) for n, t in exact.items() if n in ("dweight", "dbias")}
@@ -353,13 +375,13 @@ def of_sums(x: Named, actual: Named, exact: Named, *, dy: Tensor) -> Named:
 
 
 def of_gate(x: Named, actual: Named, exact: Named, *, dout: Tensor, bound: float | None) -> Named:
-    """What the gradients of a gate may be off in fp32: six standard deviations of their terms'
-    roundings.
+    """The errors that the gradients of a gate may have in fp32.
 
-    dA_log and ddt_bias add up terms of both signs, so the terms count, not the sum: its error does
-    not shrink where they happen to cancel. A term is a product with a sigmoid of z, which is off by
-    four units and by |z| more, since z is rounded first. The bounded gate's also has 1 - sigmoid,
-    which rounds like 1 however small it is itself (`sigmoid_slope` in device/gates.py).
+    They are six standard deviations of the roundings of their terms. dA_log and ddt_bias add up
+    terms of both signs, so the terms count, not the sum: its error does not shrink if they happen
+    to cancel. A term is a product with a sigmoid of z, which errs by four units and by |z| more,
+    since z is rounded first. For the bounded gate it also has the factor 1 - sigmoid, which rounds
+    like 1 even if it is small (`sigmoid_slope` in device/gates.py).
     """
     H, K = x["g"].shape[-2:]
     raw = x["g"] + x["dt_bias"].view(H, K)
@@ -379,7 +401,7 @@ def of_gate(x: Named, actual: Named, exact: Named, *, dout: Tensor, bound: float
 
 
 def conv_stage(x: Named, impl: str) -> Named:
-    """Both stages of the convolution for a rank with two ranges, whose halo is there or empty."""
+    """Both stages of the convolution for a rank with two ranges, with a halo or an empty one."""
     from fla_cp.kernels import resolve
     from fla_cp.kernels.torch.conv import ConvRows
 
@@ -395,11 +417,11 @@ def conv_stage(x: Named, impl: str) -> Named:
 
 
 def walks(case: Case, x: Named, error: Tensor) -> Named:
-    """How far the gate's sums over tokens may be off, given the error of dg [B, T, HV, K].
+    """The errors that the gate's sums over tokens may have, given the error of dg [B, T, HV, K].
 
-    dA_log and ddt_bias add up weight * dg before dg is rounded: six standard deviations of a sum
-    of errors as large as those of dg, equal within a chunk (dg is a sum along it) and independent
-    between chunks and channels.
+    dA_log and ddt_bias add up weight * dg before dg is rounded. The result is six standard
+    deviations of a sum of errors as large as those of dg, equal within a chunk (dg is a sum along
+    it) and independent between chunks and channels.
     """
     raw = x["g"].to(error.device)
     if "dt_bias" in x:
@@ -421,32 +443,9 @@ def walks(case: Case, x: Named, error: Tensor) -> Named:
     }
 
 
-def use(
-    actual: Tensor, exact: Tensor, baseline: Tensor, fold: Tensor | None, dtype: torch.dtype
-) -> float:
-    """Share of the error budget: twice the torch stages' error plus six roundings to the inputs'
-    dtype, of half a unit each. Six, since that many rounded operands follow one another on the
-    longest way to a gradient: kg, T, r, v_new, h (or dh) and the gradient of the scores; the torch
-    stages round none. As maximum they may all point one way; as rms of many elements of a
-    half-precision dtype they are independent. walk: what a sum over all tokens may be off besides.
-    """
-    unit = torch.finfo(dtype).eps / 2
-    many = dtype.itemsize == 2 and exact.numel() >= 256
-    shares = []
-    for size, roundings in (
-        (lambda e: e.abs().max(), 6),
-        (lambda e: e.square().mean().sqrt(), 6**0.5 if many else 6),
-    ):
-        budget = 2 * size(baseline.double() - exact) + roundings * unit * size(exact)
-        if fold is not None:
-            budget = budget + size(fold)
-        shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
-    return max(shares)
-
-
 def parts() -> dict[str, Callable[[], Rows]]:
-    """What runs in a process of its own, by name."""
-    from tests.ops.test_family import BY_NAME
+    """The checks that run in a process of their own, by name."""
+    from tests.support.members import BY_NAME
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling

@@ -1,5 +1,8 @@
-"""All ranks of a batch cut at one length and take the same tiles and kernels, whatever each holds:
-the operator on tensors without memory, with every launch left out and every choice written down."""
+"""All ranks of a batch cut at one length and take the same tiles and kernels.
+
+This must hold whatever tokens each rank has. The operator runs on tensors without memory, without
+launches, and every choice is recorded.
+"""
 
 import random
 from contextlib import nullcontext
@@ -30,7 +33,7 @@ STREAM = SimpleNamespace(stream_id=0, wait_stream=lambda other: None)
 
 
 class Zeros:
-    """An exchange in which every rank gets states."""
+    """An exchange in which every rank receives states."""
 
     group = None
 
@@ -43,7 +46,7 @@ class Zeros:
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Filled by `run`: the longest segment of each cut, the tile of each stage, and the scans."""
+    """The choices that `run` made: longest segment of each cut, tile of each stage, and scans."""
     found = {}
     cut, tile, of_scan = Packing.cut, Tuning.tile, scan.scan_tile
 
@@ -72,7 +75,7 @@ def chosen(monkeypatch):
 
 
 def run(chosen, packing, links, HV, per_head):
-    """Both directions of a rank, KDA or the gated delta rule: its choices and its plan."""
+    """Forward and backward of KDA or the gated delta rule on one rank: its choices and its plan."""
     chosen.clear()
     T = packing.tokens
     q, k, v = (torch.empty(T, HV, 128, dtype=BF16, device=META) for _ in range(3))
@@ -94,7 +97,7 @@ def ranks(chosen, cu, ranges, HV, per_head):
 
 
 def assert_alike(found):
-    """Of ranks, some of which lack a stage: a rank without a summary asks for no tile of it."""
+    """Asserts equal choices. A rank without a summary asks for no tile of it."""
     every, scans = {}, set()
     first, plan = found[0]
     for choices, other in found:
@@ -109,7 +112,7 @@ def assert_alike(found):
 
 
 def batch(seed):
-    """Offsets of documents, and ranges of 2 to 8 ranks, equal or not."""
+    """Offsets of documents, and ranges of 2 to 8 ranks, equal or unequal."""
     rng = random.Random(seed)
     R, T = rng.randint(2, 8), rng.choice([4000, 40000, 131072, 300001])
     mean, cu = rng.choice([60, 700, 5000, 40000, 10**9]), [0]
@@ -152,7 +155,7 @@ def test_ranks_that_hold_other_things_choose_alike(cu, ranges, HV, chosen):
 
 
 def test_uneven_ranks_cut_at_one_length(chosen):
-    """Alone, the first would be cut in 2 and the second in 4."""
+    """On its own, the first rank would be cut in 2 and the second in 4."""
     cu = (0, 20000, 60000, 61000, 65536)
     found = ranks(chosen, cu, contiguous_token_ranges(65536, 2), 32, False)
     assert [choices["cut"] for choices, _ in found] == [[256], [256]]
@@ -213,9 +216,10 @@ ONE_CARD = [
 
 
 @pytest.mark.parametrize("cu, HV, per_head, segments, scans", ONE_CARD)
-def test_one_card_chooses_as_before(cu, HV, per_head, segments, scans, chosen):
-    """Segments of both directions and of the forward, and the scans' tiles, from before ranks
-    chose alike."""
+def test_one_gpu_chooses_as_before(cu, HV, per_head, segments, scans, chosen):
+    """The values are from before ranks chose alike: segments of both directions and of the forward,
+    and the scans' tiles.
+    """
     choices, plan = run(chosen, Packing.build(cu), None, HV, per_head)
     assert (len(plan.packing.segments), len(plan.ahead.segments)) == segments
     tiles = {name: choices[name] for name in sorted(choices["scans"])}
@@ -224,11 +228,11 @@ def test_one_card_chooses_as_before(cu, HV, per_head, segments, scans, chosen):
 
 
 def test_a_rank_without_tokens_waits_for_no_stream(chosen, monkeypatch):
-    """That the side stream was never joined to: a CUDA graph could not be captured."""
+    """It starts no side stream, so it must not wait for one: a CUDA graph could not be captured."""
     waits = []
     stream = SimpleNamespace(stream_id=0, wait_stream=waits.append)
     monkeypatch.setattr(streams, "side_stream", lambda *args: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     for _ in ranks(chosen, (0, 4096), [[(0, 4096)], []], 4, False):
         pass
-    assert len(waits) == 2  # of the first rank: to start the side stream, and for what it did
+    assert len(waits) == 2  # on the first rank: before the side stream starts, and for its results

@@ -1,7 +1,7 @@
 """The Triton kernels in Triton's interpreter, on CPU: every option against fp64.
 
-Inputs are fp32: the interpreter's bf16 arithmetic is not the hardware's. What only a GPU can show
-is checked there by tests/gpu.py.
+Inputs are fp32, since the interpreter's bf16 arithmetic is not the hardware's. tests/gpu checks on
+a GPU what only a GPU can show.
 """
 
 import pytest
@@ -19,7 +19,6 @@ from fla_cp.kernels.triton.intra import intra
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
-from tests.gpu.checks import use
 from tests.support.cases import INSIDE, PACKED, Case, options
 from tests.support.closeness import assert_within_budget
 from tests.support.running import oracle, run, run_sharded
@@ -34,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Lets the kernels run on CPU tensors, in this module only, and fp32 take bf16's path."""
+    """Lets kernels run on CPU tensors, in this module only, and fp32 take the path of bf16."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(
         fla_cp.kernels.triton.device.bundles, "SAFE_DTYPES", (torch.float32, torch.bfloat16)
@@ -86,7 +85,7 @@ def test_kernels_err_like_the_torch_stages(case):
 
 
 @pytest.mark.parametrize("gate", [{}, SAFE], ids=["any", "safe"])
-def test_gated_operands_formed_again_are_the_forwards(gate):
+def test_recomputed_gated_operands_are_the_forwards(gate):
     case = Case("again", T=70, H=1, HV=2, K=24, V=16, cu_seqlens=(0, 66, 70))
     x = case.inputs(dtype=torch.float32)
     rates = {"A_log": torch.randn(2), "dt_bias": torch.randn(2 * 24)}
@@ -136,7 +135,7 @@ def test_state_layouts_and_intermediate_states():
 
 @pytest.mark.parametrize("v_first", [False, True])
 def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
-    """By strides: what the caller gets is dense without a copy, and what it gives is not copied."""
+    """Strides give the layout: results are dense without a copy, and arguments are not copied."""
     from fla_cp.kernels.triton import launch as launches
     from fla_cp.kernels.triton.backend import TRITON as backend
     from fla_cp.kernels.triton.intra import intra
@@ -179,7 +178,7 @@ def test_kernels_write_states_in_the_callers_layout(v_first, monkeypatch):
         assert (state.mT if v_first else state).is_contiguous()
 
 
-def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
+def test_scans_of_a_backward_run_concurrently_if_both_fit(monkeypatch):
     from fla_cp.kernels.torch.intra import Inputs, Spec
     from fla_cp.kernels.triton.backend import TritonBackend
     from fla_cp.kernels.triton.intra import intra
@@ -204,7 +203,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
     assert fit(HV=4)  # 4 chains of 2 value tiles, twice
     assert not fit(HV=5)
     assert not fit(HV=4, T=128, cut=1)
-    assert not fit(HV=4, keep_intermediates=True)  # nothing is formed again
+    assert not fit(HV=4, keep_intermediates=True)  # nothing is recomputed
     assert fit(HV=4, per_head=False) and fit(HV=4, removal="k")
     assert not fit(HV=4, removal="p")  # three operands a chunk: too much memory
     assert not fit(HV=0)
@@ -213,7 +212,7 @@ def test_scans_of_a_backward_run_side_by_side_where_both_fit(monkeypatch):
 @pytest.mark.wide
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
-    """With 64 columns the state is the left operand: the same numbers but for rounding."""
+    """With 64 columns the state is the left operand: the same numbers except for rounding."""
     from benchmarks.tune import cut_into, forced
     from fla_cp.kernels.triton.tile_table import Tile
 
@@ -230,9 +229,10 @@ def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("member", ["kda", "gated_delta_rule"])
-def test_what_is_touched_early_stays(member):
-    """Tiles of several stages load what later phases wait for once more, for the cache's sake, and
-    give that a use that never comes: the same products as without, and so the same bits."""
+def test_prefetched_lines_change_no_bit(member):
+    """Kernels of several stages prefetch lines that later phases load, with a use that is never
+    executed. The products, and so all bits, are the same as without.
+    """
     import fla_cp
     from benchmarks.tune import forced
     from fla_cp.kernels.triton.tile_table import Tile
@@ -259,8 +259,8 @@ def test_what_is_touched_early_stays(member):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("chunks", [1, 8], ids=["segments", "whole"])
-def test_order_of_scans_side_by_side(chunks, monkeypatch):
-    """What the side stream reads exists before it starts, and what it writes is waited for."""
+def test_order_of_concurrent_scans(chunks, monkeypatch):
+    """The inputs of the side stream exist before it starts, and its results are waited for."""
     from contextlib import contextmanager
 
     from benchmarks.tune import cut_into, forced, now
@@ -347,11 +347,11 @@ def test_ranks(gloo_pool, ranges):
 
 
 def as_compiled(group, rank, keep):
-    """The ops that torch.compile takes with several ranks, called one after another."""
+    """Calls the ops that torch.compile uses with several ranks, one after another."""
     case = Case("ops", **{**SMALL, "T": 140}, options=options(**INSIDE, disable_recompute=keep))
     context = build_cp_context(torch.tensor(case.offsets()), group)
     plain = run_sharded(case, context, torch.float32, impl="triton")
-    # Dynamo lists the functions that it knows at its first use: with the patched one, for good
+    # Dynamo lists known functions once, at its first use: the patched one would stay in it
     torch.compile(torch.neg, backend="eager")(torch.zeros(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.compiler.is_compiling", lambda: True)
@@ -366,17 +366,8 @@ def test_ranks_in_the_ops_of_torch_compile(gloo_pool, keep):
     gloo_pool.run(as_compiled, keep, world_size=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
-    """tests/gpu.py: an error of eight roundings is over it, one of a rounding is within."""
-    exact = torch.linspace(1, 2, 100, dtype=torch.float64)
-    for roundings, within in ((1, True), (8, False)):
-        actual = exact * (1 + roundings * torch.finfo(dtype).eps)
-        assert (use(actual, exact, exact, None, dtype) <= 1) == within
-
-
 def test_scans_of_many_chains_take_wider_tiles():
-    """Each is a candidate, so that tests/gpu.py checks it, and the widest that applies is taken."""
+    """The widest tile that applies is taken. Each is a candidate, so that tests/gpu checks it."""
     from fla_cp.kernels.triton import tile_table
 
     for (arch, stage, k, v, dtype), fuller in tile_table.TILES_BY_CHAINS.items():
@@ -391,9 +382,8 @@ def test_scans_of_many_chains_take_wider_tiles():
 
 
 @pytest.mark.bits
-def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
-    """Of a sequence cut in two on one card, with one decay a head; nothing else changes, to the
-    bit."""
+def test_chunks_that_no_summary_reads_are_computed_after_it(monkeypatch):
+    """With one decay a head, for a sequence cut in two on one GPU; all bits stay the same."""
     from fla_cp.kernels.torch.intra import Inputs, Spec
     from fla_cp.kernels.triton import launch as launches
     from fla_cp.kernels.triton.backend import TritonBackend
@@ -427,8 +417,10 @@ def test_chunks_that_no_summary_reads_are_formed_after_it(monkeypatch):
 
 
 def test_two_streams_wait_for_each_other(monkeypatch):
-    """The summary starts after the first chunks, the rest of them a wait later, and nothing reads
-    maps before they are joined. On the host's side: the streams are stand-ins."""
+    """The summary starts after the first chunks, and the other chunks one wait later. Nothing reads
+    maps before the streams are joined. Streams are replaced by objects that record the host's
+    calls.
+    """
     from contextlib import contextmanager
     from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Remembered launches; what is checked is in launches.py."""
+"""Remembered launches. The tests are in remembered_launches.py."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.wide
 def test_remembered_launches_run_what_triton_runs():
-    """In a process of its own: tests that interpret kernels can leave Triton unable to compile."""
+    """In a process of its own: after tests that interpret kernels, Triton may not compile."""
     clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "TRITON_INTERP"))}
     result = subprocess.run(
         [
@@ -22,7 +22,7 @@ def test_remembered_launches_run_what_triton_runs():
             "-q",
             "-p",
             "no:cacheprovider",
-            "tests/support/launches.py",
+            "tests/kernels/remembered_launches.py",
         ],
         cwd=Path(__file__).parents[2],
         env=clean,

@@ -1,5 +1,7 @@
-"""Which calls the kernels in Gluon take, and what they compute, in an interpreter of our own;
-tests/aot/ compiles them, gpu_checks.py runs them."""
+"""Which calls the Gluon kernels take, and their results in an interpreter of our own.
+
+tests/aot compiles the kernels, and tests/gpu runs them.
+"""
 
 from contextlib import nullcontext
 from itertools import pairwise
@@ -25,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 def chunks(NC=3, HV=2, K=128, V=128, dtype=BF16, heads=False, **given):
-    """Operands of so many chunks; heads: with one decay a head, as the inputs are."""
+    """Operands of this number of chunks. heads: value heads, with one decay a head."""
     tokens = 64 * NC
     k = (tokens, HV, K) if heads else (NC, HV, 64, K)
     x = {n: torch.empty(k, dtype=dtype) for n in ("qg", "k_decayed", "kg")}
@@ -36,7 +38,7 @@ def chunks(NC=3, HV=2, K=128, V=128, dtype=BF16, heads=False, **given):
 
 
 @pytest.mark.parametrize("heads", [False, True])
-def test_they_take_bf16_at_128(heads):
+def test_bf16_at_128_is_taken(heads):
     c = chunks(heads=heads)
     assert eligible.fits(c, c.v)
     wide = torch.empty(192, 2, 3 * 128, dtype=BF16)  # q, k and v side by side
@@ -47,7 +49,7 @@ OTHERS = [{"K": 64}, {"V": 64}, {"K": 256, "V": 256}, {"dtype": torch.float16}]
 
 
 @pytest.mark.parametrize("shape", [*OTHERS, {"dtype": torch.float32}], ids=str)
-def test_other_shapes_and_dtypes_are_left(shape):
+def test_other_shapes_and_dtypes_are_refused(shape):
     c = chunks(**shape)
     assert not eligible.fits(c, c.v)
 
@@ -58,12 +60,12 @@ def test_other_shapes_and_dtypes_are_left(shape):
     torch.empty(192, 1, 128, dtype=BF16).expand(-1, 2, -1),
     torch.empty(192, 2, 256, dtype=BF16)[..., ::2],
 ], ids=["address", "stride", "no stride", "columns"])  # fmt: skip
-def test_what_the_copy_unit_cannot_read_is_left(rows):
+def test_operands_that_tma_cannot_read_are_refused(rows):
     assert not eligible.fits(chunks(), rows)
     assert not eligible.fits(chunks(heads=True, qg=rows), chunks().v)
 
 
-def test_rows_that_are_not_copied_16_bytes_at_a_time_are_left():
+def test_rows_not_aligned_to_32_bytes_are_refused():
     from fla_cp.kernels.sm90 import intra_headwise as sm90_intra
     from fla_cp.kernels.torch.intra import Inputs
 
@@ -78,7 +80,7 @@ def test_rows_that_are_not_copied_16_bytes_at_a_time_are_left():
 
 
 def tile(c, dense=(), packing=None):
-    """Of a scan of one segment."""
+    """The tile for a scan of one segment."""
     packing = packing or Packing.build((0, len(c.v)))
     return scan_tile("scan", packing, c, 1, dense, c.v)
 
@@ -95,7 +97,7 @@ def test_small_calls_keep_the_other_kernels():
 
 @pytest.mark.parametrize("most, supports", [(1024, False), (1025, True), (2**23, False)])
 def test_the_rank_with_most_chunks_decides(most, supports):
-    """A call is small, or too large, for all of them."""
+    """Whether a call is too small or too large is decided for all ranks together."""
     cu = (0, 192, 192 + 64 * most)
     loads = tuple(Workload.of(cu, [own]) for own in pairwise(cu))
     packing = Packing.build(cu, [(0, 192)], loads=loads)
@@ -123,11 +125,12 @@ MEMBERS += [("gated_delta_rule", 2), ("comba", 2), ("simple_gla", 2)]  # no grou
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("which, cut", crossed(MEMBERS, [True, False], fast=1), ids=str)
 def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
-    """Every scan of a member, in the interpreter of gluon.py and in fp32, of three documents with
-    states; in segments of a chunk with summaries and transitions, too."""
+    """Every scan of a member in fp32, for three documents with states, in gluon_interpreter.py;
+    also cut in segments of one chunk, with summaries and transitions.
+    """
     from benchmarks.tune import cut_into
-    from tests.ops.test_family import BY_NAME, Call, collect, draw, operator
     from tests.support.gluon_interpreter import interpreted
+    from tests.support.members import BY_NAME, Call, collect, draw, operator
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tune(monkeypatch, gluon=True)
@@ -161,14 +164,14 @@ def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
 @pytest.mark.parametrize("in_gluon", [True, False])
 def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatch):
-    """Of sums of decays: those of other tokens, and of k's norm."""
+    """A large sum of decays must not round the decays of other tokens, nor k's norm."""
     import fla_cp
     from tests.support.gluon_interpreter import interpreted
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tune(monkeypatch, gluon=in_gluon)
     torch.manual_seed(0)
-    dtype = torch.float32 if in_gluon else torch.float16  # fp32 has sums of its own elsewhere
+    dtype = torch.float32 if in_gluon else torch.float16  # with fp32, other kernels form these sums
     q, k, v = torch.randn(3, 1, 128, 1, 128)
     g, beta = -0.05 * torch.ones(1, 128, 1), torch.rand(1, 128, 1)
     g[:, [5, 70]] = -size

@@ -131,7 +131,7 @@ def test_scan_output_and_their_adjoints(name):
 
 
 def run_segments(cu, size):
-    """Entry states and adjoints of every segment through summaries, and through one long scan."""
+    """Entry states and adjoints of every segment, by summaries and by one long scan."""
     packing = Packing.build(cu, segment_chunks=size)
     x = packed_inputs(cu[-1])
     spec = Spec(RULE, packing)

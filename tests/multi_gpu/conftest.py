@@ -1,4 +1,4 @@
-"""Ranks of 2, 4 and 8: GPUs over NCCL where there are enough of them, else processes over gloo."""
+"""Pools of 2, 4 and 8 ranks: on GPUs over NCCL if there are enough, else processes over gloo."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ ON_CPU = (2, 4)
     ids=lambda n: f"{n}-ranks",
 )
 def run(request, gloo_pool) -> Callable[..., list[Any]]:
-    """`RankPool.run` of a pool of this many ranks; see tests/support/ranks.py."""
+    """`RankPool.run` of a pool with this number of ranks; see tests/support/ranks.py."""
     size, gpus = request.param, torch.cuda.device_count()
     if gpus == 0:
         if size not in ON_CPU:

@@ -1,5 +1,7 @@
-"""Every member on N ranks equals itself on one, and both equal fp64; see test_kda.py. The layers,
-their convolution and its halo included, keep the same weights after two steps."""
+"""Every member on N ranks equals itself on one rank, and both equal fp64; see test_kda.py.
+
+The layers, with their convolution and its halo, have the same weights after two steps.
+"""
 
 import dataclasses
 
@@ -8,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, nn
-from tests.multi_gpu.test_kda import (
+from tests.support.members import BY_NAME, CALLS, collect, draw, operator
+from tests.support.ranks_against_one import (
     RANGES,
     assert_close,
     device_of,
@@ -16,7 +19,6 @@ from tests.multi_gpu.test_kda import (
     same_step,
     sum_of_errors,
 )
-from tests.ops.test_family import BY_NAME, CALLS, collect, draw, operator
 
 MEMBERS = [key for key in BY_NAME if key not in ("kda", "gated_delta_product1")]
 CALL = dataclasses.replace(CALLS["inside"], T=200, K=16, V=16)
@@ -55,7 +57,7 @@ def compare(group, rank, key, ranges):
             pick = tokens.get(name[1:]) or (context if name == "o" else None)
             pick = pick.shard if pick else (lambda t: t)
             fold = 0.0
-            if dtype == torch.float32 and value.is_cuda:  # the fold: three TF32 products (walk.py)
+            if dtype == torch.float32 and value.is_cuda:  # the fold: three TF32 products
                 fold = 2**-20 * exact[name].abs().max()
             assert_close(what, value, pick(exact[name]), pick(one[name]), fold)
 

@@ -1,44 +1,37 @@
 """KDA on N ranks equals KDA on one, and both equal fp64: outputs, states and every gradient.
 
-On the CPU in fp64 on the torch stages; on GPUs in fp64 too, and in fp32 and bf16 on the kernels, by
-an error budget: twice the error of one rank plus a few roundings.
+On the CPU this runs the torch stages in fp64. On GPUs it also runs the kernels in fp32 and bf16,
+with an error budget: twice the error of one rank plus a few roundings.
 """
 
 import random
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp import build_cp_context
 from fla_cp.comm.peer_memory import why_not
 from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.support.cases import INSIDE, PACKED, Case, options
+from tests.support.ranks_against_one import (
+    RANGES,
+    assert_close,
+    device_of,
+    kinds,
+    need,
+    same_step,
+    sum_of_errors,
+)
 from tests.support.running import run as run_alone
 from tests.support.running import run_sharded
 
 SCHEMES = ["all_gather", "ring", "scan", "heads", "symmetric"]
-SHARED = ("final_state", "dinitial_state")
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
 SHAPE = {"T": 520, "H": 2, "HV": 4, "K": 32, "V": 16, "decay": 0.05}
 
 
-def contiguous(T, R):
-    return None
-
-
-def uneven(T, R):
-    """Ranges of all lengths, one of them empty, dealt out in no order."""
-    rng = random.Random(R)
-    edges = [0, *sorted(rng.choices(range(T + 1), k=2 * R - 2)), T, T]
-    pieces = list(pairwise(edges))
-    rng.shuffle(pieces)
-    return [pieces[r::R] for r in range(R)]
-
-
-RANGES = {"contiguous": contiguous, "zigzag": zigzag_token_ranges, "uneven": uneven}
 CASES = [
     Case("one document", **SHAPE),
     Case("odd places", **SHAPE, cu_seqlens=(0, 1, 77, 77, 300, 519, 520)),
@@ -48,46 +41,6 @@ CASES = [
     Case("kept", **SHAPE, options=options(**INSIDE, disable_recompute=True)),
     Case("no states", **SHAPE, states=False, options=options(**INSIDE, **SAFE)),
 ]
-
-
-def kinds(device):
-    """(dtype, impl) of what is compared."""
-    if device.type == "cpu":
-        return [(torch.float64, "torch")]
-    kernels = [(torch.float32, "triton"), (torch.bfloat16, "triton")]
-    return [(torch.float64, "torch"), *kernels]
-
-
-def assert_close(what, actual, exact, one, fold=0.0):
-    """actual (many ranks) errs at most twice as much as one rank, plus six roundings and `walk`; in
-    fp32 plus 32 roundings, which is what other chunks and the fold make of products of three TF32
-    ones, and still a hundredth of what TF32 alone would err; fp64 by nine digits."""
-    if not actual.numel():
-        return
-    unit = {torch.float64: 1e-9, torch.float32: 2**-18, torch.bfloat16: 3 * 2**-7}[one.dtype]
-    error, usual = ((x.double() - exact).abs().max() for x in (actual, one))
-    limit = 2 * usual + fold + unit * exact.abs().max().clamp(min=1e-3)
-    assert error <= limit, (
-        f"{what}: error {error:.1e}, limit {limit:.1e}, of one rank {usual:.1e}, "
-        f"largest {exact.abs().max():.1e}"
-    )
-
-
-def device_of(group):
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def sum_of_errors(dg, exact, heads):
-    """What a head's sum over dg may be off: six standard deviations of a sum of errors like dg's,
-    equal within a chunk; in fp32 also 32 roundings of each term, as test_kernels.py has it,
-    since ranks cut the chunks, and so their errors, otherwise."""
-    error = dg.double() - exact
-    fold = 6 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
-    if dg.dtype == torch.float32:
-        fold += 32 * torch.finfo(dg.dtype).eps * exact.abs().sum()
-    return fold
 
 
 def compare(group, rank, case, ranges, exchange="auto"):
@@ -109,7 +62,7 @@ def compare(group, rank, case, ranges, exchange="auto"):
         mine = run_sharded(case, context, dtype, impl, str(device))
         for name, value in mine.items():
             what = f"{name} in {dtype} on rank {rank}"
-            if name in ("dA_log", "ddt_bias"):  # shares, like any weight's
+            if name in ("dA_log", "ddt_bias"):  # each rank has a share, as of any weight's gradient
                 value = value.double()
                 dist.all_reduce(value, group=group)
                 fold = sum_of_errors(one["dg"], exact["dg"], len(one["dA_log"]))
@@ -126,7 +79,7 @@ def test_ranks_equal_one(run, case, ranges):
 
 
 def on_hopper(group, rank, ranges):
-    """The scans of sm90/, which a call as small as this would not take."""
+    """Forces the scans of sm90/, which a call of this size would not take."""
     from tests.support.tuned import tuned
 
     with tuned(min_chunk_heads=0):
@@ -139,16 +92,6 @@ def test_scans_for_hopper(run, ranges):
     if torch.cuda.device_count() == 0:
         pytest.skip("runs kernels for a GPU, this machine has none")
     run(on_hopper, ranges)
-
-
-def reason(group, rank):
-    return why_not(group)
-
-
-def need(run, exchange):
-    """Skips a test of an exchange that the ranks of `run` cannot have."""
-    if exchange == "symmetric" and (why := run(reason)[0]):
-        pytest.skip(f"no symmetric memory: {why}")
 
 
 @pytest.mark.parametrize("exchange", SCHEMES)
@@ -173,7 +116,7 @@ def test_both_layouts(run):
 
 
 def random_packings(group, rank, seed):
-    """Packings, ranges and schemes at random; no two trials alike."""
+    """Random packings, ranges and schemes, different in every trial."""
     rng = random.Random(seed)
     for trial in range(4):
         T = rng.choice([group.size(), 64, 130, 300])
@@ -188,31 +131,6 @@ def test_random_packings(run, seed):
     run(random_packings, seed)
 
 
-def same_step(group, ranges, make):
-    """A layer, convolution and its halo included: the same weights after two steps of AdamW."""
-    device, T, cu = device_of(group), 300, (0, 2, 150, 300)
-    torch.manual_seed(0)
-    layers = [make().double().to(device) for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    x = torch.randn(1, T, 32, dtype=torch.float64).to(device)
-    table = RANGES[ranges](T, group.size())
-    contexts = [
-        build_cp_context(torch.tensor(cu), g, conv1d_kernel_size=4, token_ranges=r)
-        for g, r in ((None, None), (group, table))
-    ]
-    for layer, context in zip(layers, contexts, strict=True):
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
-        for _ in range(2):
-            optimizer.zero_grad()
-            layer(context.shard(x), cp_context=context).square().sum().backward()
-            for p in layer.parameters():
-                if context.group is not None:
-                    dist.all_reduce(p.grad, group=group)
-            optimizer.step()
-    for (name, a), b in zip(layers[0].named_parameters(), layers[1].parameters(), strict=True):
-        assert (a - b).abs().max() <= 1e-7, name
-
-
 def train_a_step(group, rank, ranges):
     same_step(group, ranges, lambda: KimiDeltaAttention(32, 2, 16, impl="torch"))
 
@@ -223,7 +141,7 @@ def test_a_training_step(run, ranges):
 
 
 def count_waits(group, rank, exchange):
-    """Forward and backward of a layer, tables of a new packing included."""
+    """Forward and backward of a layer, including the tables of a new packing."""
     device = device_of(group)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
     for cu in ((0, 300, 512), (0, 100, 512)):
@@ -232,7 +150,7 @@ def count_waits(group, rank, exchange):
             host.to(device), group, conv1d_kernel_size=4, cu_seqlens_cpu=host, exchange=exchange
         )
         x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
-        with warnings.catch_warnings():  # that the mode is a prototype
+        with warnings.catch_warnings():  # torch warns that the mode is a prototype
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error" if cu[1] == 100 else "default")
         try:
@@ -250,7 +168,7 @@ def test_the_host_never_waits_for_the_device(run, exchange):
 
 
 def replay(group, rank, exchange):
-    """A layer captured once and replayed on other tokens of the same packing."""
+    """Captures a layer once and replays it with other tokens of the same packing."""
     device = device_of(group)
     torch.manual_seed(0)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
@@ -288,7 +206,7 @@ LAYERS = {
 }
 PACKINGS = [
     (0, 512),
-    (0, 1, 77, 77, 300, 512),  # as many documents as there may be, one of them empty
+    (0, 1, 77, 77, 300, 512),  # the largest number of documents, one of them empty
     (0, 64, 128, 256, 384, 512),  # ends at the edges of ranks
     (0, 1, 2, 3, 511, 512),
     (0, 255, 512),
@@ -296,8 +214,11 @@ PACKINGS = [
 
 
 def replay_others(group, rank, name, alone, exchange):
-    """Forward and backward of a layer, captured once under a context of fixed shape and replayed
-    for other packings, while the host waits for nothing. alone: without the other ranks."""
+    """Captures a layer under a context of fixed shape, and replays it for other packings.
+
+    Forward and backward are captured once. The host must wait for nothing. alone: without the other
+    ranks.
+    """
     device = device_of(group)
     group = None if alone else group
     torch.manual_seed(0)
@@ -330,7 +251,7 @@ def replay_others(group, rank, name, alone, exchange):
     for cu, host in (*given[1:], given[0]):
         with torch.no_grad():
             x.copy_(torch.randn_like(x))
-        with warnings.catch_warnings():  # that the mode is a prototype
+        with warnings.catch_warnings():  # torch warns that the mode is a prototype
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         try:

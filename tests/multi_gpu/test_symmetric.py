@@ -1,6 +1,6 @@
 """Symmetric memory: many exchanges in a row, late readers, CUDA graphs between them, all exact.
 
-Offsets are scaled by powers of two: what must come is known to the last bit from one all-gather.
+Offsets are scaled by powers of two, so that one all-gather gives the expected result exactly.
 """
 
 import gc
@@ -19,7 +19,7 @@ from fla_cp.comm import AllGather, SlotMaps, Symmetric, peer_memory
 from fla_cp.nn import KimiDeltaAttention
 from fla_cp.partition.slots import link_slots
 from fla_cp.partition.token_ranges import contiguous_token_ranges
-from tests.multi_gpu.test_kda import device_of, need
+from tests.support.ranks_against_one import device_of, need
 
 HV, K, V = 16, 128, 64
 RANGES = {"contiguous": contiguous_token_ranges, "zigzag": zigzag_token_ranges}
@@ -30,7 +30,9 @@ def scale(n):
 
 
 def drawn(group, rank, ranges):
-    """Links of one document both ways, this rank's maps, and what enters its slots for them."""
+    """Links of one document in both directions, this rank's maps, and the states that enter its
+    slots.
+    """
     from fla_cp.kernels.triton.fold import fold
 
     T, R, device = 40 * group.size(), group.size(), device_of(group)
@@ -51,14 +53,14 @@ def scaled(maps, n):
 
 
 def sleep(rng):
-    """Up to 0.2 ms on the current stream, now and then."""
+    """Occupies the current stream for up to 0.2 ms, now and then."""
     if rng.random() < 0.3:
         torch.cuda._sleep(rng.randrange(400_000))
 
 
 @contextmanager
 def late_readers(rng):
-    """Ranks read their peers' parts some time after the barrier."""
+    """Makes ranks read their peers' parts some time after the barrier."""
     original = peer_memory.PeerMemory.exchange
 
     def exchange(self, put, take):
@@ -77,8 +79,8 @@ def late_readers(rng):
 
 @contextmanager
 def no_waiting():
-    """The host must not wait for the device."""
-    with warnings.catch_warnings():  # that the mode is a prototype
+    """Fails if the host waits for the device."""
+    with warnings.catch_warnings():  # torch warns that the mode is a prototype
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -155,7 +157,7 @@ def not_made_while_captured(group, rank):
         capture()
 
 
-def test_it_is_not_made_while_a_graph_is_captured(run):
+def test_peer_memory_is_not_made_while_a_graph_is_captured(run):
     need(run, "symmetric")
     run(not_made_while_captured)
 
@@ -172,7 +174,7 @@ def freed(group, rank):
     assert made() is None
 
 
-def test_it_goes_with_its_group(run):
+def test_peer_memory_is_freed_with_its_group(run):
     need(run, "symmetric")
     run(freed)
 
@@ -186,7 +188,7 @@ def compiled(group, rank):
     context = build_cp_context(cu, group, conv1d_kernel_size=4, exchange="symmetric")
     x = torch.randn(1, context.local_tokens, 64, device=device, dtype=torch.bfloat16)
     x.requires_grad_()
-    # Dynamo of torch 2.11 makes an instance of autograd.Function, of which torch itself warns
+    # Dynamo of torch 2.11 instantiates autograd.Function, and torch warns about that
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
     graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results, exchanges = [], []
@@ -216,7 +218,9 @@ def test_a_compiled_layer(run):
 
 
 def chosen_by_itself(group, rank):
-    """From 8192 tokens a rank, at the first exchange; the same numbers as the all-gather's."""
+    """ "auto" takes it from 8192 tokens a rank on, at the first exchange, with the all-gather's
+    results.
+    """
     device, made = device_of(group), []
     torch.manual_seed(0)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
@@ -250,6 +254,6 @@ def chosen_by_itself(group, rank):
 
 
 @pytest.mark.bits
-def test_auto_takes_it_with_many_tokens(run):
+def test_auto_takes_symmetric_memory_with_many_tokens(run):
     need(run, "symmetric")
     run(chosen_by_itself)

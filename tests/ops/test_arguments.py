@@ -1,4 +1,4 @@
-"""What is no tensor, number or flag: every argument of every entry, and nothing runs before."""
+"""Arguments of a wrong kind: every entry point refuses them before anything runs."""
 
 import inspect
 import warnings
@@ -16,7 +16,7 @@ CONTEXT = build_cp_context(torch.tensor([0, T]), None, conv1d_kernel_size=W)
 
 
 def shapes(name):
-    """Of the tensors that an entry takes first, in its order."""
+    """Shapes of the tensors that an entry takes first, in its order."""
     per_head = "kda" not in name and not name.endswith("chunk_gla") and "recurrent_gla" not in name
     rows = N if "product" in name else 1
     found = {"q": (B, T, H, K), "k": (B, T * rows, H, K), "v": (B, T * rows, HV, V)}
@@ -29,7 +29,7 @@ def shapes(name):
 
 
 def entries():
-    """name -> (function, good arguments, of which required tensors, flags)."""
+    """name -> (function, valid arguments, names of the required tensors, flags)."""
     found = {}
     for name in fla_cp.ops.__all__:
         op = getattr(fla_cp, name)
@@ -66,7 +66,7 @@ ENTRIES = entries()
 
 
 def quietly(make):
-    """torch warns once that some kinds of tensors are young."""
+    """torch warns once that some kinds of tensors are prototypes."""
 
     def made(like):
         with warnings.catch_warnings():
@@ -100,7 +100,7 @@ def refused(op, good, name, bad, message):
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_what_is_no_dense_tensor(name):
+def test_tensors_that_are_not_dense(name):
     op, good, required, _ = ENTRIES[name]
     op(**good)
     optional = ("A_log", "dt_bias", "initial_state", "bias", "cu_seqlens", "cu_seqlens_cpu")
@@ -222,7 +222,7 @@ def test_a_tensor_as_scale_under_compile():
 
 @pytest.mark.parametrize("extra", ["p", "rows"])
 def test_keywords_of_another_member(extra):
-    """`p` was taken by the gated delta rule, which has none, and read in place of k."""
+    """The gated delta rule once accepted `p`, which it does not have, and read it in place of k."""
     for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
         op, good, _, _ = ENTRIES[name]
         with pytest.raises(TypeError, match=extra):
@@ -231,7 +231,7 @@ def test_keywords_of_another_member(extra):
 
 @pytest.mark.parametrize("name", [n for n in ENTRIES if "product" in n])
 def test_a_product_checks_all_before_its_gate_runs(name):
-    """The gate of its raw g is an operator of its own here."""
+    """Here the gate of the raw g is a separate operator."""
     op, good, _, _ = ENTRIES[name]
     refused(op, good, "initial_state", torch.zeros(9), "initial_state must have shape")
     refused(op, good, "A_log", torch.zeros(HV + 1), "A_log must have shape")

@@ -1,4 +1,4 @@
-"""What bad input gets: every row of the error table, before anything runs."""
+"""Bad inputs: every row of the error table is raised before anything runs."""
 
 import pytest
 import torch

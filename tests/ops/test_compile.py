@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of operators and layers, and the ops that it sees."""
+"""torch.compile(fullgraph=True) of operators and layers, and the ops in the graph."""
 
 from functools import partial
 
@@ -78,7 +78,7 @@ def test_compiled_operator_equals_eager(case, v_first):
 
 @pytest.mark.wide
 def test_one_graph_serves_every_packing():
-    """Compiled anew for the second shape, and then no more: sizes and context are data."""
+    """It is compiled a second time for the second shape only: sizes and context are data."""
     layer = KimiDeltaAttention(16, 2, 8, num_v_heads=4).double()
     run = compiled(layer)
     gen = torch.Generator().manual_seed(0)
@@ -145,7 +145,7 @@ def test_opcheck(keep, initial):
 
 @pytest.mark.parametrize("keep, initial", crossed([False, True], [False, True]))
 def test_opcheck_of_the_halves(keep, initial):
-    """One rank whose two ranges hand states to each other, in the ops that several ranks take."""
+    """The ops for several ranks, on one rank whose two ranges hand states to each other."""
     T, H, HV, K, V = 90, 1, 2, 4, 6
     draw = partial(torch.randn, dtype=torch.float64)
     ranges = [[(50, 90), (0, 50)]]
@@ -206,7 +206,7 @@ def test_kept_shapes_are_those_of_the_stages(keep):
 
 
 def sharded(group, rank, cu, T, ranges=None, keep=False):
-    """Layer and operator with states, compiled, against eager and against one rank."""
+    """A compiled layer and operator with states, against eager and against one rank."""
     torch.manual_seed(0)
     layer = KimiDeltaAttention(16, 2, 8)
     whole = torch.randn(1, T, 16)
@@ -263,7 +263,7 @@ def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
     cu, ranges = CROSSING[where]
     size = 2 if ranges is None else 3
     for names in gloo_pool.run(sharded, cu, cu[-1], ranges, keep, world_size=size):
-        # states and the convolution's rows, forward; states, backward, and the rows' gradients
+        # forward: states and rows of the convolution; backward: states and gradients of the rows
         assert sum("all_gather_into_tensor" in n for n in names) == 3, names
         assert sum("reduce_scatter_tensor" in n for n in names) == 1
 

@@ -1,4 +1,4 @@
-"""causal_conv1d against torch's convolution of each sequence on its own, alone and under ranks."""
+"""causal_conv1d against torch's convolution of each sequence, alone and under ranks."""
 
 from itertools import pairwise
 
@@ -106,9 +106,9 @@ def test_halo_comes_from_as_many_ranks_as_it_takes(cu, W, layout):
 def test_halo_moves_only_tokens_that_are_read():
     cu, ranges = (0, 6, 12), [[(0, 7)], [(7, 12)]]
     halos = [Halo.build(cu, ranges, rank, 3) for rank in range(2)]
-    assert halos[0].send == (6,)  # of the three tokens before 7, only 6 is of its sequence
+    assert halos[0].send == (6,)  # of the three tokens before 7, only 6 belongs to its sequence
     assert (halos[0].send_counts, halos[1].receive_counts) == ((0, 1), (1, 0))
-    assert halos[1].place == (2,)  # beside the range
+    assert halos[1].place == (2,)  # next to the range
     assert all(h.needed for h in halos)
 
 

@@ -1,4 +1,4 @@
-"""One rank equals N ranks equals the recurrence: outputs, states and gradients on every rank."""
+"""One rank, N ranks and the recurrence give equal outputs, states and gradients."""
 
 import random
 from itertools import pairwise
@@ -42,7 +42,7 @@ CASES = [
 
 
 def shuffled(total, R):
-    """Uneven ranges in no order, some empty."""
+    """Uneven ranges in random order, some empty."""
     rng = random.Random(total)
     edges = [0, *sorted(rng.choices(range(total + 1), k=2 * R - 1)), total]
     pieces = list(pairwise(edges))
@@ -51,7 +51,7 @@ def shuffled(total, R):
 
 
 def hoarded(total, R):
-    """All tokens on the last two ranks, the middle on the last; the others own no range at all."""
+    """All tokens on the last two ranks, the middle ones on the last; others own no range."""
     a, b = total // 4, total // 2
     if R == 1:
         return [[(0, total)]]
@@ -131,13 +131,13 @@ def test_symmetric_memory(monkeypatch, ranges):
 
 @pytest.mark.parametrize("ranges", RANGES)
 @pytest.mark.parametrize("R", [1, 3])
-def test_several_segments_a_card(ranges, R):
+def test_several_segments_a_rank(ranges, R):
     case = Case("long", T=700, cu_seqlens=(0, 100, 650, 700), decay=SLOW)
     run_threads(check, R, case, ranges, "auto", 1)
 
 
 def random_batches(group, rank, seed, schemes):
-    """Random documents, ranges, segments and schemes; no two trials alike."""
+    """Random documents, ranges, segments and schemes, different in every trial."""
     rng, R = random.Random(seed), group.size()
     for trial in range(6):
         T = rng.choice([R, 40, 150, 260])
@@ -195,7 +195,7 @@ def test_both_state_layouts(gloo_pool):
 
 
 def one_loss(group, rank, where):
-    """The loss reads the output of one token, held by one rank, or the final state alone."""
+    """A loss that reads only the output of one token, on one rank, or only the final state."""
     case = Case("one loss", T=200, decay=SLOW)
     context = build_cp_context(torch.tensor([0, 200]), group)
     x = case.inputs()

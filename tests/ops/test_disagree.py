@@ -1,5 +1,7 @@
-"""Ranks that differ in batch or shapes, or have lost their group: an error on each that names the
-cause, before any state crosses."""
+"""Ranks with different batches or shapes, or without their group.
+
+Each rank raises an error that names the cause before any state crosses.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def build(group, offsets=(0, 15, T), width=4, **options):
     return build_cp_context(torch.tensor(offsets), group, conv1d_kernel_size=width, **options)
 
 
-# what all ranks but the last do, what that one does, and what the error says
+# the call on all ranks but the last, the call on the last, and the error
 TABLES = {
     "packing": ({}, {"offsets": (0, 16, T)}, r"cu_seqlens \(on this rank \(0, 1[56], 40\)\)"),
     "nothing crosses": ({}, {"offsets": (0, 20, T)}, "cu_seqlens"),
@@ -112,8 +114,10 @@ def test_ranks_with_other_calls(name, before):
 
 
 def processes_differ(group, rank):
-    """Ranks that gloo would end: sizes of one collective differ. They go on afterwards."""
-    new = dist.new_group(list(range(group.size())))  # of which nothing was compared yet
+    """Calls in which the sizes of a collective differ, so that gloo would end the process; ranks go
+    on.
+    """
+    new = dist.new_group(list(range(group.size())))  # a context that was not compared yet
     context = build(new)
     with pytest.raises(ValueError, match=r"HV \(2 on ranks \[0, 1, 3\], 4 on ranks \[2\]\)"):
         call(context, HV=4 if rank == 2 else 2)
@@ -148,7 +152,7 @@ def updates_differ(group, rank):
     call(context)
     with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 in cu_seqlens"):
         context.update(torch.tensor([0, 10 + rank, T]))
-    assert context.global_cu_seqlens[:3] == (0, 15, T)  # it stays what it was
+    assert context.global_cu_seqlens[:3] == (0, 15, T)  # it did not change
     call(context)
     with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 in cu_seqlens"):
         context.update(torch.tensor([0, 10, T + rank]))  # another total: an error on both
@@ -163,7 +167,7 @@ def test_updates_that_differ():
 
 
 def counted(group, rank, sent):
-    """How many comparisons each of some steps needs."""
+    """The number of comparisons in each step."""
     found = []
 
     def step(run):
@@ -217,7 +221,7 @@ def test_one_rank_compares_nothing(monkeypatch):
 
 
 class Event:
-    """Of CUDA: when the numbers have arrived."""
+    """Replaces a CUDA event that tells when the numbers have arrived."""
 
     def __init__(self):
         self.arrived = False
@@ -227,7 +231,9 @@ class Event:
 
 
 def test_over_nccl_a_difference_is_read_once_it_has_arrived(monkeypatch):
-    """CUDA is a list of what was asked for: the host must not wait, nor ask during a capture."""
+    """The host must not wait, nor query an event during a capture. CUDA is replaced by a list of
+    calls.
+    """
     capturing, event = [False], Event()
     monkeypatch.setattr(collectives, "wire_device", lambda *x: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -243,7 +249,7 @@ def test_over_nccl_a_difference_is_read_once_it_has_arrived(monkeypatch):
     capturing[0] = False
     with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 in cu_seqlens"):
         mine.before("chunk_kda")
-    mine.before("chunk_kda")  # said once
+    mine.before("chunk_kda")  # raised only once
 
 
 def destroyed(group, rank):

@@ -1,5 +1,8 @@
-"""Every entry point gives the same results whatever default device, default dtype, autocast or
-inference mode its caller has set. Tensors are given on the CPU; "meta" stands for "cuda" too."""
+"""Entry points give the same results for any default device, default dtype, autocast or inference
+mode.
+
+Tensors are given on the CPU; "meta" as default device stands for "cuda" too.
+"""
 
 import ast
 import contextlib
@@ -49,7 +52,7 @@ SETTINGS = {
 
 
 def caches():
-    """Every functools cache of the package: a table made before must not serve a later case."""
+    """Every functools cache of the package: tables made by one case must not serve a later one."""
     for module in pkgutil.walk_packages(fla_cp.__path__, "fla_cp."):
         if "kernels" not in module.name:
             yield from vars(importlib.import_module(module.name)).values()
@@ -65,20 +68,20 @@ def drawn(*shapes):
 
 
 def context(group=None, **options):
-    """Of one rank: two ranges that hand states to each other."""
+    """A context of one rank, with two ranges that hand states to each other."""
     options = {"token_ranges": [[(40, T), (0, 40)]], "conv1d_kernel_size": W, **options}
     return build_cp_context(CU, group, **options)
 
 
 def fixed():
-    """One that was filled with another packing."""
+    """A context of fixed shape that was first filled with another packing."""
     found = build_cp_context(OTHER, None, conv1d_kernel_size=W, max_sequences=len(CU) - 1)
     found.update(CU)
     return found
 
 
 def returned(found, leaves):
-    """What a call returned, and, if it has recorded anything, the gradients of `leaves`."""
+    """The results of a call and, if autograd has recorded it, the gradients of `leaves`."""
     outputs = [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
     differentiable = [x for x in outputs if x.requires_grad]
     grads = ()
@@ -99,9 +102,10 @@ SHAPES = {
 
 
 def operator(name, form="chunk", packing="cu_seqlens", impl="torch"):
-    """A call of the operator with gate, norm and beta inside, initial and final states.
+    """A function that calls the operator with gate, norm and beta inside, and with states.
 
-    The tensors are made here; the call, with all tables that it needs, is what is returned."""
+    The tensors are made here; the function makes all tables that it needs.
+    """
     shapes = dict(SHAPES[name])
     n, dt_bias = shapes.pop("n", 1), draw(*shapes.pop("dt_bias"), seed=21)
     rows = [("q", (H, K), 1), ("k", (H, K), n), ("v", (HV, V), n)]
@@ -160,7 +164,7 @@ def gate(name, shape, bias, impl="torch", **options):
 
 
 def sharding():
-    """A batch that is taken apart and put together again."""
+    """Shards a batch and puts it together."""
     x = draw(1, T, 3)
 
     def run():
@@ -194,7 +198,7 @@ KERNELS = {
 
 
 def under(setting, run):
-    """What it returns there, with tables made there."""
+    """The results in this setting, with tables made in it."""
     for x in caches():
         getattr(x, "cache_clear", lambda: None)()
     with SETTINGS[setting]() if setting else contextlib.nullcontext():
@@ -202,10 +206,10 @@ def under(setting, run):
 
 
 def assert_same(found, plain):
-    """found: perhaps without the gradients."""
+    """Asserts equal results. found: may lack the gradients."""
     for a, b in zip(found, plain[: len(found)], strict=True):
         assert (a.device.type, a.dtype) == ("cpu", b.dtype)
-        # the very same call on the same shapes, hence the same bits
+        # an identical call on the same shapes, hence the same bits
         assert torch.equal(a, b)
 
 
@@ -250,7 +254,7 @@ def test_layers_give_the_same(name):
     def run():
         found = []
         wheres = [{"cu_seqlens": CU}]
-        if name != "product":  # whose rows are repeated in a context of their own
+        if name != "product":  # a context of its own has the repeated rows
             wheres.append({"cp_context": context()})
         for where in wheres:
             leaf = x.detach().clone().requires_grad_()
@@ -287,7 +291,7 @@ def test_a_layer_made_in_fp64_keeps_its_rates_in_fp32(name):
 @pytest.mark.parametrize("made", SETTINGS)
 @pytest.mark.parametrize("make", [context, fixed])
 def test_a_context_is_used_elsewhere_than_it_was_made(make, made):
-    """Its tables are plain tensors on the CPU: autograd saves them, `update` writes them."""
+    """Its tables are plain tensors on the CPU: autograd saves them, and `update` writes them."""
     inputs = [*drawn((1, T, H, K), (1, T, H, K), (1, T, HV, V), (1, T, HV, K), (1, T, HV))]
     weight = draw(H * K, W)
 
@@ -360,8 +364,9 @@ MAKERS = {"tensor", "as_tensor", "arange", "empty", "zeros", "ones", "full", "ey
 
 
 def test_every_tensor_that_the_package_makes_says_where():
-    """And of which dtype, if torch would take the default one. Layers follow the defaults, and the
-    programs that measure kernels run alone."""
+    """Every call that makes a tensor names its device, and its dtype if torch would take the
+    default one. Layers follow the defaults, and programs that measure kernels run on their own.
+    """
     package = Path(fla_cp.__file__).parent
     for file in package.rglob("*.py"):
         if file.parent.name == "nn" or file.name in ("measure.py", "tuning.py"):

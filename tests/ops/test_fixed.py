@@ -1,4 +1,4 @@
-"""Contexts of fixed shape: filled again in place, they equal ordinary ones of each packing."""
+"""Contexts of fixed shape equal ordinary ones after each `update` in place."""
 
 from typing import ClassVar
 
@@ -14,11 +14,11 @@ from tests.support.ranks import run_threads
 
 T, MOST = 200, 5
 PACKINGS = [
-    (0, 1, 77, 77, 130, 200),  # as many as there may be, one of them empty
+    (0, 1, 77, 77, 130, 200),  # the largest number of documents, one of them empty
     (0, 200),
     (0, 66, 133, 200),  # ends at the edges of three ranks
     (0, 1, 2, 99, 101, 200),
-    (0, 100, 200),  # at that of two
+    (0, 100, 200),  # ends at the edge of two ranks
     (0, 65, 198, 199, 200),
 ]
 ONE_TOKEN = [tuple(range(10)), (0, 9), (0, 4, 5, 9)]
@@ -29,7 +29,7 @@ def fixed(offsets, group, most=MOST, **options):
 
 
 def tables(context):
-    """Address and shape of everything that a kernel reads of a context, by use."""
+    """Address and shape of everything in a context that a kernel reads, by use."""
     found = {"cu_seqlens": context.cu_seqlens}
     owners = (context, context.packing, context.links, context.links.mirrored())
     for name, owner in enumerate(owners):
@@ -43,7 +43,7 @@ def draw(*shape, seed, dtype):
 
 
 def operator(dtype, impl, H=1, HV=2, K=8, V=6):
-    """A call of the operator under a context: o and the gradients of its global inputs, local."""
+    """A call of the operator under a context: o, and the sharded gradients of global inputs."""
     shapes = [(H, K), (H, K), (HV, V), (HV, K), (HV,)]
     x = [draw(1, T, *s, seed=i, dtype=dtype) for i, s in enumerate(shapes)]
     wide = torch.promote_types(dtype, torch.float32)
@@ -92,7 +92,7 @@ CALLS = {
 
 
 def equal_ordinary(group, rank, name, impl, packings, exchange="auto"):
-    """Each packing under one fixed context, twice around, and under an ordinary one."""
+    """Runs each packing twice under one fixed context, and under an ordinary one."""
     dtype = torch.float64 if impl == "torch" else torch.float32
     call = CALLS[name](dtype, impl)
     width = {} if name == "operator" else {"conv1d_kernel_size": 4}
@@ -134,7 +134,7 @@ def test_kernels_equal_an_ordinary_context(gloo_pool, name, ranks):
 
 
 def one_token_documents(group, rank, impl):
-    """Shards shorter than the convolution, too."""
+    """Shards shorter than the convolution are included."""
     dtype = torch.float64 if impl == "torch" else torch.float32
     shapes = [(1, 9, 3), (3, 4), (1, 9, 3)]
     x, weight, dy = (draw(*s, seed=i, dtype=dtype) for i, s in enumerate(shapes))
@@ -159,7 +159,7 @@ def test_one_token_documents_and_short_shards(gloo_pool, impl, ranks):
 
 
 def householder(group, rank):
-    """Contexts with several rows a token follow."""
+    """Contexts with several rows a token are updated too."""
     shapes = [(1, T, 1, 8), (1, 2 * T, 1, 8), (1, 2 * T, 1, 6), (1, T, 1), (1, 2 * T, 1)]
     q, k, v, g, beta = (draw(*s, seed=i, dtype=torch.float64) for i, s in enumerate(shapes))
     g, beta = -g.abs(), beta.sigmoid()
@@ -179,7 +179,7 @@ def test_repeated_rows_are_updated_too():
 
 
 def nothing_of_the_packing_is_sent(group, rank):
-    """The same collectives, of the same shapes, whatever the packing."""
+    """The same collectives of the same shapes, whatever the packing."""
     import fla_cp.comm.collectives as collectives
 
     call, calls = CALLS["kda"](torch.float64, "torch"), []
@@ -218,8 +218,11 @@ def test_collectives_do_not_depend_on_the_packing(gloo_pool):
 
 
 def launches(group, rank, name):
-    """What a CUDA graph would hold: kernels with their grids and numbers, torch's operations with
-    their shapes, and which of the tensors are the context's tables. Nothing is computed."""
+    """What a CUDA graph would contain: kernels with grids and numbers, torch's operations with
+    shapes.
+
+    It also lists which tensors are the context's tables. Nothing is computed.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
     from triton.runtime.interpreter import GridExecutor
 
@@ -283,7 +286,7 @@ def test_a_convolution_finds_an_update_before_its_backward():
 
 @pytest.mark.parametrize("most", [None, MOST], ids=["ordinary", "fixed"])
 def test_a_context_may_be_used_in_inference_mode_first(most):
-    """Its tables are then written, and saved by autograd, like any others."""
+    """Its tables are then written and saved by autograd like any others."""
     x, weight = torch.randn(1, T, 3), torch.randn(3, 4)
     with torch.inference_mode():
         context = build_cp_context(
@@ -325,7 +328,7 @@ def test_frames_have_one_size(R):
 
 
 def counted(group, rank):
-    """What kernels are chosen by, of each packing, and of one with two rows a token."""
+    """The counts that choose kernels, for each packing and for one with two rows a token."""
     context = fixed(PACKINGS[0], group)
     twice, found = context.repeated(2), []
     for offsets in PACKINGS:

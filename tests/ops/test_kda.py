@@ -21,8 +21,9 @@ def test_equals_the_recurrence_in_fp64(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["inside-grouped", "inside-safe", "packed"])
 def test_low_precision_errs_like_its_inputs_rounding(name, dtype):
-    """Baseline: the recurrence in fp32, rounded to dtype. In fp32 itself the chunk form may err
-    more: the gate's gradient is a difference of sums."""
+    """The baseline is the recurrence in fp32, rounded to dtype. In fp32 itself the chunk form may
+    err more, since the gate's gradient is a difference of sums.
+    """
     case = named(name)
     rounded = {n: t.double() for n, t in case.inputs(dtype=dtype).items()}
     exact = oracle(case, rounded)
@@ -248,12 +249,12 @@ def test_host_offsets_and_int32_change_nothing():
     exact = chunk_kda(*packed, cu_seqlens=cu)[0]
     assert torch.equal(chunk_kda(*packed, cu_seqlens=cu.int())[0], exact)
     assert torch.equal(chunk_kda(*packed, cu_seqlens=cu, cu_seqlens_cpu=cu.int())[0], exact)
-    unreadable = cu.to("meta")  # as a device's: reading it would wait for the device
+    unreadable = cu.to("meta")  # like a device's tensor: reading it would wait for the device
     assert torch.equal(chunk_kda(*packed, cu_seqlens=unreadable, cu_seqlens_cpu=cu)[0], exact)
 
 
 @pytest.mark.bits
-def test_fp32_gate_and_beta_beside_bf16_keep_their_precision():
+def test_fp32_gate_and_beta_with_bf16_inputs_keep_their_precision():
     case = named("inside", T=70)
     x = case.inputs(dtype=torch.bfloat16)
     given = {n: x[n].float() if n in ("g", "beta") else x[n] for n in PACKED}
@@ -301,7 +302,7 @@ def test_inference_mode():
         o, final = chunk_kda(*packed, output_final_state=True)
     assert o.isfinite().all()
     assert final.shape == (1, 2, 8, 6)
-    leaves = [t.requires_grad_() for t in packed]  # the tables made above serve training too
+    leaves = [t.requires_grad_() for t in packed]  # training uses the tables made above, too
     again = chunk_kda(*leaves)[0]
     assert torch.equal(o, again)
     again.sum().backward()

@@ -1,4 +1,4 @@
-"""The layers: equations, dtypes, short inputs, and that ranks share their gradients."""
+"""The layers: equations, dtypes, short inputs, and the gradients of parameters over ranks."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_shapes_and_parameters():
 
 
 def plain(mixer, x, factor, bound):
-    """The layer as the report writes it, from torch's functions and the token recurrence."""
+    """The layer as the report defines it, from torch's functions and the token recurrence."""
     W, H, HV, K, V = 4, mixer.num_heads, mixer.num_v_heads, mixer.head_dim, mixer.head_v_dim
     qkv = torch.cat([x @ p.weight.T for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj)], -1)
     weight = mixer.qkv_conv.weight[:, None]
@@ -124,7 +124,7 @@ def test_convolution_with_a_bias():
     assert_exact("y", conv(x).detach(), torch.nn.functional.silu(exact).detach())
 
 
-def test_reset_draws_everything_again():
+def test_reset_redraws_everything():
     mixer = layer()
     before = {n: p.clone() for n, p in mixer.named_parameters()}
     torch.manual_seed(1)
@@ -172,7 +172,7 @@ EVERY = [KimiDeltaAttention, *LAYERS]
 
 
 def reference_operator(mixer, q, k, v, g, beta):
-    """What a layer's core computes, by the token recurrence."""
+    """The layer's core by the token recurrence."""
     core, p = mixer.core, None
     rates = {"A_log": core.A_log, "dt_bias": core.dt_bias, "use_gate_in_kernel": True}
     inside = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
@@ -263,7 +263,7 @@ def test_layers_over_ranks(gloo_pool, index):
 
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
 def test_a_layer_cast_to_bf16_still_runs(kind):
-    """Its A_log and dt_bias, which the operators want in fp32, are then bf16."""
+    """A_log and dt_bias are then bf16, although the operators need fp32."""
     layer = kind(32, 2, 16).to(torch.bfloat16)
     assert all(p.dtype == torch.bfloat16 for p in layer.parameters())
     x = torch.randn(1, 70, 32, dtype=torch.bfloat16)

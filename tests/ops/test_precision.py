@@ -1,5 +1,8 @@
-"""Where o is a small difference: kernels err as rounding their operands says, with
-precision="high" several times less, and a kernel that loses more is over the budget."""
+"""Inputs for which o is a small difference of large terms.
+
+Kernels must err as rounding their operands predicts, with precision="high" several times less, and
+a kernel that loses more must be over the budget.
+"""
 
 import pytest
 import torch
@@ -31,7 +34,9 @@ HALF = torch.bfloat16
 
 
 def drawn(T, K, per_head, dtype=HALF):
-    """The case, its inputs in dtype and in fp64, keywords, do, and a final state's gradient, 0."""
+    """The case, its inputs in dtype and in fp64, keywords, do, and a zero gradient of the final
+    state.
+    """
     case = named("cancelling", T=T, K=K, V=K, states=False)
     x, keywords = inputs(case, per_head, "cpu", dtype)
     do = torch.randn(1, T, 2, K, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -49,8 +54,9 @@ def test_without_rounding_it_is_the_operator(per_head):
 
 
 def test_such_inputs_make_o_a_small_difference():
-    """In bf16 o errs by several times its own rounding, two terms mend most of it, and a kernel
-    that loses a bit of what one of its products reads is over the budget."""
+    """In bf16, o errs by several times its own rounding, and two terms remove most of that. A
+    kernel that loses one bit of an operand is over the budget.
+    """
     case, _, wide, keywords, do, dS = drawn(128, 64, False)
     exact = results(chunk_kda, wide, do, keywords | {"impl": "torch"})
 
@@ -70,7 +76,7 @@ def test_such_inputs_make_o_a_small_difference():
 @pytest.mark.parametrize("precision", ["default", "high"])
 @pytest.mark.parametrize("in_gluon", [True, False])
 def test_kernels_with_a_decay_a_head_err_as_rounding_says(precision, in_gluon, monkeypatch):
-    """In the interpreters, in bf16 and (Triton's own, whose bf16 is wrong) in fp16."""
+    """In our interpreter in bf16, and in Triton's, whose bf16 is wrong, in fp16."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tune(monkeypatch, gluon=in_gluon)
     dtype = HALF if in_gluon else torch.float16
@@ -91,8 +97,9 @@ def test_kernels_with_a_decay_a_head_err_as_rounding_says(precision, in_gluon, m
 @pytest.mark.wide
 @pytest.mark.parametrize("in_gluon", [True, False])
 def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch):
-    """In fp32, the only dtype in which the interpreter sums their gates: the second terms are zero,
-    and all that changes is T, whose products round to TF32."""
+    """In fp32, the only dtype in which the interpreter sums their gates. There the second terms are
+    zero, and only T changes, whose products round to TF32.
+    """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tune(monkeypatch, gluon=in_gluon)
     for module in (backend, operands, intra):
@@ -110,7 +117,7 @@ def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch):
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_kept_shapes_are_those_of_the_kernels(precise, per_head):
-    """For torch.compile: T and Aqk have a second term, but not in fp32."""
+    """torch.compile needs them: T and Aqk have a second term, except in fp32."""
     rule = DeltaRule(scale=1.0, per_head=per_head, precise=precise)
     g = torch.zeros(70, 2) if per_head else torch.zeros(70, 2, 16)
     for dtype in (HALF, torch.float32):
@@ -133,8 +140,8 @@ def test_other_precisions_are_refused(op, value):
     assert ("list" if value == ["high"] else repr(value)) in str(caught.value)
 
 
-def test_where_it_changes_nothing():
-    """On the torch stages, which round no operand; token by token there is no such keyword."""
+def test_where_precision_changes_nothing():
+    """The torch stages round no operand, and the token-by-token operators have no such keyword."""
     case = named("cancelling", T=70)
     plain = run(case, torch.float32)
     for name, value in run(case, torch.float32, precision="high").items():

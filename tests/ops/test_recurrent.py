@@ -63,7 +63,9 @@ def inputs(case, dtype=torch.float32):
 
 @pytest.mark.parametrize("impl, v_first", crossed(IMPLS, [False, True]))
 def test_decoding_goes_on_where_a_prefix_ended(impl, v_first):
-    """A prefix by chunk_kda, then token by token in place, in slots of a larger cache."""
+    """chunk_kda reads a prefix; then tokens follow one by one, in place, in slots of a larger
+    cache.
+    """
     case = named("inside-grouped", B=3, T=70, states=False)
     (*packed,), rates = inputs(case)
     more = {**rates, **case.keywords, "state_v_first": v_first}
@@ -102,7 +104,7 @@ def test_a_sequence_without_tokens_passes_its_state_on(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_inputs_may_be_views(impl):
-    """Of a wider projection, as a layer has them, and of a state with other strides."""
+    """Views of a wider projection, as in a layer, and of a state with other strides."""
     case = Case("views", T=6, B=2, K=16, V=16)
     packed, rest = inputs(case)
     S = rest["initial_state"]
@@ -116,7 +118,7 @@ def test_inputs_may_be_views(impl):
 
 @pytest.mark.bits
 def test_offsets_beyond_the_tokens_are_cut_by_the_kernel(monkeypatch):
-    """On a device nobody has read them; on the CPU they are checked first."""
+    """On a device the host does not read them; on the CPU they are checked first."""
     packed, _ = inputs(Case("far", T=6, states=False))
     call = {"output_final_state": True, "impl": "triton"}
     cut = fused_recurrent_kda(*packed, cu_seqlens=torch.tensor([0, 4, 6]), **call)

@@ -1,5 +1,8 @@
-"""What callers of other libraries pass, and is taken: shapes of the gate's parameters, states in
-half precision, a safe gate that is given; and the dtype of the states that are returned."""
+"""Arguments that callers of other libraries pass.
+
+These are other shapes of the gate's parameters, states in half precision, and a safe gate that is
+given; also the dtype of returned states.
+"""
 
 import dataclasses
 
@@ -37,7 +40,7 @@ def interpreted(monkeypatch):
 
 
 def run(x, op=chunk_kda, **more):
-    """Outputs, then the gradients by name."""
+    """Outputs and then gradients, by name."""
     leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
     packed = [leaves[n] for n in PACKED]
     rest = {n: t for n, t in leaves.items() if n not in PACKED}
@@ -47,7 +50,7 @@ def run(x, op=chunk_kda, **more):
 
 
 def assert_alike(found, exact, size=1e-6):
-    """A rounding of the sums apart."""
+    """Asserts equality up to a rounding of the sums."""
     error = (found - exact).abs().max()
     assert found.dtype == exact.dtype
     assert error <= size * exact.abs().max().clamp(min=1e-3), error
@@ -58,7 +61,7 @@ A_SHAPES = [(1, 1, HV, 1), (HV, 1), (1, HV)]
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_shapes_of_the_gates_parameters(impl):
-    """Gradients come back in the shape that was given."""
+    """Gradients have the shape of the argument."""
     x = CASE.inputs(dtype=torch.float32)
     exact = run(x, impl=impl)
     for A_shape, b_shape in zip(A_SHAPES, [(HV, K), (1, HV, K), (1, HV * K)], strict=True):
@@ -92,7 +95,7 @@ def test_those_shapes_in_the_gates_alone_and_token_by_token(impl):
 
 
 def test_a_bias_in_two_dims_is_read_by_heads_and_channels():
-    """[HV, K] where HV = K too, and strides that are not those of one line."""
+    """[HV, K] also if HV = K, and with strides that are not those of one line."""
     case = dataclasses.replace(CASE, T=5, HV=K)
     x = case.inputs(dtype=torch.float32)
     packed = [x[n] for n in PACKED]
@@ -123,7 +126,7 @@ def test_shapes_of_the_gates_parameters_in_the_family():
 
 @pytest.mark.parametrize("dtype, impl", crossed(HALVES, IMPLS))
 def test_states_in_half_precision(impl, dtype):
-    """Computed in fp32: as if the caller had widened them, with a gradient in their dtype."""
+    """Results are as if the caller had widened the states, with a gradient in their dtype."""
     x = CASE.inputs(dtype=torch.float32)
     half = x["initial_state"].to(dtype)
     exact = run({**x, "initial_state": half.float()}, impl=impl)
@@ -154,7 +157,7 @@ def test_states_in_half_precision_token_by_token(impl):
         fused_recurrent_kda(*packed, initial_state=half, inplace_final_state=True, impl=impl)
 
 
-def test_a_narrower_state_beside_fp64():
+def test_a_narrower_state_with_fp64_inputs():
     x = GIVEN.inputs()
     packed, S = [x[n] for n in PACKED], x["initial_state"].float()
     exact = chunk_kda(*packed, initial_state=S.double(), output_final_state=True)
@@ -214,7 +217,7 @@ def test_a_given_safe_gate_has_the_lowest_bound(impl):
 
 
 def test_a_safe_gate_inside_still_needs_its_bound():
-    """Which there is not a promise, but part of the gate."""
+    """There the bound is not a promise, but part of the gate."""
     x = CASE.inputs(dtype=torch.float32)
     rest = {n: t for n, t in x.items() if n not in PACKED}
     with pytest.raises(ValueError, match=r"safe_gate needs lower_bound in \[-5, 0\), got None"):
@@ -248,7 +251,7 @@ def test_intermediate_states_of_fp64_and_fp16():
 
 @pytest.mark.parametrize("kept", [False, True], ids=["", "kept"])
 def test_intermediate_states_under_compile(kept):
-    """The compiler is told the dtype that the operator gives, with one rank as with several."""
+    """The fake op has the operator's dtype, with one rank and with several."""
     torch._dynamo.reset()
     context = build_cp_context(torch.tensor([0, GIVEN.T]), None)
     x = GIVEN.inputs(dtype=torch.bfloat16)
@@ -263,7 +266,7 @@ def test_intermediate_states_under_compile(kept):
 
 
 def test_a_decay_a_channel_with_p_is_refused_on_triton():
-    """No public operator has both; its kernels gave NaN."""
+    """No public operator has both; the kernels gave NaN."""
     from fla_cp.kernels.triton.backend import TRITON
 
     x = GIVEN.inputs(dtype=torch.float32)

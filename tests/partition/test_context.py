@@ -1,4 +1,4 @@
-"""Who owns which tokens: packings, slots, ranges, shard and unshard."""
+"""Which rank owns which tokens: packings, slots, ranges, shard and unshard."""
 
 from itertools import pairwise
 
@@ -124,7 +124,7 @@ def test_check_finds_a_rank_with_another_table():
 
 def test_offsets_live_on_the_device_given_and_are_read_on_the_host():
     host = torch.tensor([0, 5, 15])
-    unreadable = host.to("meta")  # as a device's: reading it would wait for the device
+    unreadable = host.to("meta")  # like a device's tensor: reading it would wait for the device
     ranges = [[(3, 15), (0, 3)]]
     context = build_cp_context(unreadable, None, cu_seqlens_cpu=host, token_ranges=ranges)
     assert context.cu_seqlens.device.type == "meta"
@@ -203,7 +203,7 @@ def test_token_ranges_of_anything_else(ranges, message):
 
 @pytest.mark.parametrize("value", [4.0, "4", True, torch.tensor(4.0), [4]])
 @pytest.mark.parametrize("name", ["max_sequences", "conv1d_kernel_size"])
-def test_numbers_that_are_no_integers(name, value):
+def test_numbers_that_are_not_integers(name, value):
     with pytest.raises(ValueError, match=f"{name} must be an integer, or None, got "):
         build_cp_context(torch.tensor([0, 10]), None, **{name: value})
 
@@ -221,7 +221,7 @@ class Mesh:
 
 
 @pytest.mark.parametrize("group", ["cp", 2, [0, 1], torch.tensor(1), Mesh()])
-def test_groups_that_are_none(group):
+def test_groups_of_wrong_type(group):
     hint = r"Mesh: pass mesh.get_group\(\)" if isinstance(group, Mesh) else type(group).__name__
     message = f"group must be a torch.distributed.ProcessGroup, or None for one rank, got {hint}$"
     with pytest.raises(ValueError, match=message):
@@ -229,14 +229,14 @@ def test_groups_that_are_none(group):
 
 
 @pytest.mark.parametrize("exchange", [None, 3, ["ring"]])
-def test_exchanges_that_are_no_names(exchange):
+def test_exchanges_of_wrong_type(exchange):
     with pytest.raises(ValueError, match=f"'auto', got {type(exchange).__name__}"):
         build_cp_context(torch.tensor([0, 10]), None, exchange=exchange)
 
 
 @pytest.mark.parametrize("name", ["causal_conv1d", "chunk_kda", "cp_chunk_gla"])
 @pytest.mark.parametrize("context", ["context", 0, torch.tensor([0, 10]), (None, 0, 1)])
-def test_contexts_that_are_none(name, context):
+def test_contexts_of_wrong_type(name, context):
     q, v, g = torch.ones(1, 10, 1, 4), torch.ones(1, 10, 1, 4), -torch.ones(1, 10, 1, 4)
     inputs = {
         "causal_conv1d": [torch.ones(1, 10, 3), torch.ones(3, 4)],
@@ -260,7 +260,7 @@ def test_contexts_that_are_none(name, context):
         (torch.tensor([False, True]), "cu_seqlens must be int32 or int64, got torch.bool"),
     ],
 )
-def test_offsets_that_are_none(cu_seqlens, message):
+def test_offsets_of_wrong_type(cu_seqlens, message):
     with pytest.raises(ValueError, match=message):
         build_cp_context(cu_seqlens, None)
 

@@ -1,4 +1,4 @@
-"""Packing and the slot table on random batches: what must hold of any cutting of any batch."""
+"""Packing and the slot table on random batches: properties of every partition."""
 
 import random
 from itertools import pairwise
@@ -21,15 +21,15 @@ def batch(seed):
     rng.shuffle(pieces)
     ranges = [pieces[r::R] for r in range(R)]
     cu = (0, *cuts, T)
-    cards = [
+    packings = [
         Packing.build(cu, own, segment_chunks=rng.choice([None, 1, 2]), counts_empty=r == 0)
         for r, own in enumerate(ranges)
     ]
-    return cu, ranges, cards
+    return cu, ranges, packings
 
 
 def spans(ranges, packing):
-    """(global start, global stop, sequence, segment index) of each segment of a card."""
+    """(global start, global stop, sequence, segment index) of each segment of a rank."""
     base, at = [], 0
     for lo, hi in ranges:
         base.append((at, at + hi - lo, lo))
@@ -44,40 +44,43 @@ SEEDS = pytest.mark.parametrize("seed", range(40))
 
 @SEEDS
 def test_segments_tile_the_batch_and_know_their_sequence(seed):
-    cu, ranges, cards = batch(seed)
+    cu, ranges, packings = batch(seed)
     everything = sorted(
-        (*span[:3], r, span[3]) for r, card in enumerate(cards) for span in spans(ranges[r], card)
+        (*span[:3], r, span[3])
+        for r, packing in enumerate(packings)
+        for span in spans(ranges[r], packing)
     )
     at = 0
     for start, stop, n, r, i in everything:
-        segment = cards[r].segments[i]
+        segment = packings[r].segments[i]
         assert start == at < stop
         assert cu[n] <= start < stop <= cu[n + 1]
         assert segment.begins == (start == cu[n])
         assert segment.ends == (stop == cu[n + 1])
         at = stop
     assert at == cu[-1]
-    assert sum(card.tokens for card in cards) == cu[-1]
+    assert sum(packing.tokens for packing in packings) == cu[-1]
     empty = [n for n, (a, b) in enumerate(pairwise(cu)) if a == b]
-    assert [n for card in cards for n in card.empty] == empty
+    assert [n for packing in packings for n in packing.empty] == empty
 
 
 @SEEDS
-def test_every_link_is_on_a_card_or_between_slots(seed):
-    """A segment that does not begin its sequence gets its state from its card's previous
-    segment, or through the range (slot) that it opens; and the same from behind."""
-    cu, ranges, cards = batch(seed)
+def test_every_link_is_inside_a_rank_or_between_slots(seed):
+    """A segment that does not begin its sequence gets its state from the previous segment of its
+    rank, or through the range (slot) that it opens. The same holds in reverse.
+    """
+    cu, ranges, packings = batch(seed)
     links = link_slots(cu, tuple(map(tuple, ranges)))
     slot = {owner_row: s for s, owner_row in enumerate(zip(links.owner, links.row, strict=True))}
     entered, left = set(), set()
-    for r, card in enumerate(cards):
-        chained = {i for chain in card.chains for i in chain[1:]}
-        for i, s in enumerate(card.segments):
+    for r, packing in enumerate(packings):
+        chained = {i for chain in packing.chains for i in chain[1:]}
+        for i, s in enumerate(packing.segments):
             assert s.continues == (i in chained)
             assert s.begins + s.continues + (s.entry >= 0) == 1
-            assert (i in card.carried) == (not s.begins)
-            assert (i in card.feeding) == (not s.ends)
-            assert (i in card.middle) == (not s.begins and not s.ends)
+            assert (i in packing.carried) == (not s.begins)
+            assert (i in packing.feeding) == (not s.ends)
+            assert (i in packing.middle) == (not s.begins and not s.ends)
             if s.entry >= 0:
                 entered.add(slot[r, s.entry])
             if s.exit >= 0:
@@ -88,43 +91,43 @@ def test_every_link_is_on_a_card_or_between_slots(seed):
 
 @SEEDS
 def test_chunk_tables_hold_each_token_once_longest_segment_first(seed):
-    _, _, cards = batch(seed)
-    for card in cards:
-        table = card.steps(torch.device("cpu"))
-        lengths = [-(-(s.stop - s.start) // CHUNK) for s in card.segments]
+    _, _, packings = batch(seed)
+    for packing in packings:
+        table = packing.steps(torch.device("cpu"))
+        lengths = [-(-(s.stop - s.start) // CHUNK) for s in packing.segments]
         walked = [lengths[i] for i in table.walked]
         assert walked == sorted(lengths, reverse=True)
         assert [table.walked[p] for p in table.position] == list(range(len(lengths)))
         rows = table.gather[table.scatter]
-        assert torch.equal(rows, torch.arange(card.tokens))
+        assert torch.equal(rows, torch.arange(packing.tokens))
         kept = table.gather if table.padded is None else table.gather[~table.padded]
-        assert len(kept) == card.tokens
+        assert len(kept) == packing.tokens
         first = table.gather.view(-1, CHUNK)[table.natural, 0].tolist()
-        starts = [a for s in card.segments for a in range(s.start, s.stop, CHUNK)]
+        starts = [a for s in packing.segments for a in range(s.start, s.stop, CHUNK)]
         assert first == starts
 
 
 @SEEDS
-def test_a_subset_walks_its_own_chunks_only(seed):
-    _, _, cards = batch(seed)
+def test_a_subset_visits_only_its_own_chunks(seed):
+    _, _, packings = batch(seed)
     cpu = torch.device("cpu")
-    for card in cards:
-        if not card.feeding:
+    for packing in packings:
+        if not packing.feeding:
             continue
-        table, subset = card.steps(cpu), card.subset(card.feeding, cpu)
-        assert sorted(subset.segments) == sorted(card.feeding)
+        table, subset = packing.steps(cpu), packing.subset(packing.feeding, cpu)
+        assert sorted(subset.segments) == sorted(packing.feeding)
         met = {i: [] for i in subset.segments}
         for states, chunks in table.fold(subset):
             for row, chunk in zip(range(states.start, states.stop), chunks.tolist(), strict=True):
                 met[subset.segments[row]].append(int(table.gather[chunk * CHUNK]))
         for i, starts in met.items():
-            s = card.segments[i]
+            s = packing.segments[i]
             assert starts == list(range(s.start, s.stop, CHUNK))
 
 
 def test_tables_are_made_once_per_device():
-    card = Packing.build((0, 100, 200))
+    packing = Packing.build((0, 100, 200))
     cpu = torch.device("cpu")
-    assert card.steps(cpu) is card.steps(cpu)
-    assert card.index([1, 0], cpu) is card.index((1, 0), cpu)
-    assert card.index([1, 0], cpu).tolist() == [1, 0]
+    assert packing.steps(cpu) is packing.steps(cpu)
+    assert packing.index([1, 0], cpu) is packing.index((1, 0), cpu)
+    assert packing.index([1, 0], cpu).tolist() == [1, 0]

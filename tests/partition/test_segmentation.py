@@ -1,4 +1,4 @@
-"""Segments inside a card: the rule, the cut, the fold, and that results do not depend on them."""
+"""Segments inside a GPU: the rule, the cut and the fold; results do not depend on them."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -51,13 +51,13 @@ def test_few_heads_and_long_sequences_are_cut(T, heads, least):
     ((0, 32768), 32), ((0, 32768), 64), ((0, 131072), 128), ((0, 400), 1), ((0,), 4),
     (tuple(range(0, 65537, 1024)), 8),
 ], ids=str)  # fmt: skip
-def test_a_full_card_and_short_sequences_stay_whole(offsets, heads):
+def test_a_full_gpu_and_short_sequences_are_not_cut(offsets, heads):
     whole, pieces = cut(offsets, heads)
     assert pieces is whole
 
 
-def test_what_crosses_ranks_is_cut_for_its_summary():
-    """With 32 heads a rank in the middle has three scans to make, one after the other."""
+def test_sequences_across_ranks_are_cut_for_their_summary():
+    """With 32 heads, a rank in the middle has to run three scans one after another."""
     _, pieces = cut((0, 131072), 32, [(32768, 65536)])
     assert len(pieces.segments) > 1
 
@@ -70,7 +70,9 @@ def test_the_rule_is_asked_once():
 @pytest.mark.parametrize("ranges", [None, [(100, 700), (20, 90)]], ids=["whole", "two ranges"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_cut(ranges, chunks):
-    """The pieces tile the segments on the chunks' grid, and only ends keep what ends have."""
+    """The pieces tile the segments on the chunks' grid, and only end pieces have the properties of
+    ends.
+    """
     offsets = (0, 30, 30, 650, 700)
     whole = Packing.build(offsets, ranges)
     pieces = whole.cut(chunks)
@@ -91,8 +93,10 @@ def test_cut(ranges, chunks):
     assert not left
 
 
-def test_the_forward_alone_is_cut_where_the_card_has_room():
-    """With 32 heads scans of a backward run at once; the forward's leaves half of the card idle."""
+def test_the_forward_alone_is_cut_where_the_gpu_is_half_idle():
+    """With 32 heads the scans of a backward run at once, but the forward's leaves half of the GPU
+    idle.
+    """
     whole, both = cut((0, 32768), 32)
     alone = split(whole, programs(32), programs(32), PROCESSORS, False)
     assert both is whole and len(alone.segments) == 2
@@ -100,14 +104,15 @@ def test_the_forward_alone_is_cut_where_the_card_has_room():
 
 
 def on_ranks(cu, ranges, rank=0):
-    """The packing of a rank that knows what the others hold."""
+    """The packing of a rank that knows the tokens of the other ranks."""
     loads = tuple(Workload.of(cu, own) for own in ranges)
     return Packing.build(cu, ranges[rank], loads=loads)
 
 
 def test_ranks_at_the_ends_cut_like_those_between():
-    """Alone, the first and the last of four ranks with 131072 tokens and 32 heads would stay
-    whole."""
+    """On their own, the first and the last of four ranks with 131072 tokens and 32 heads would not
+    cut.
+    """
     shape = programs(32), programs(32), PROCESSORS
     cu, ranges = (0, 131072), [((r * 32768, (r + 1) * 32768),) for r in range(4)]
     assert [len(cut(cu, 32, own)[1].segments) for own in ranges] == [1, 2, 2, 1]
@@ -119,8 +124,8 @@ def test_ranks_at_the_ends_cut_like_those_between():
     assert split(short, *shape) is short
 
 
-def test_the_rank_that_is_waited_for_decides():
-    """What is long on one rank only, in the batch or in its part of a document."""
+def test_the_slowest_rank_decides():
+    """Only one rank has a long segment, in the batch or in its part of a document."""
     shape = programs(8), programs(8), PROCESSORS
     ranges = [((0, 600),), ((600, 33368),)]
     for cu in ((0, 600, 33368), (0, 33368)):
@@ -132,7 +137,7 @@ def test_the_rank_that_is_waited_for_decides():
 
 
 def test_each_step_takes_as_long_as_on_the_slowest_rank():
-    """Where states cross ranks; else the whole call does."""
+    """This holds if states cross ranks; otherwise the whole call is as slow as on that rank."""
     shape = 512, 512, 128
     scans = Workload.of((0, 6400), [(0, 6400)])
     summaries = Workload.of((0, 6400), [(64, 3200)])
@@ -144,7 +149,9 @@ def test_each_step_takes_as_long_as_on_the_slowest_rank():
 
 @pytest.fixture(params=["both", "forward"])
 def always_cut(request, monkeypatch):
-    """Every segment of both backends in pieces of two chunks, or of the kernels in the forward."""
+    """Cuts every segment of both backends, or of the kernels in the forward, in pieces of two
+    chunks.
+    """
     import fla_cp.kernels
     from fla_cp.kernels.triton.backend import TRITON
 
@@ -196,7 +203,7 @@ def test_kernels_with_cut_sequences(name, always_cut, monkeypatch):
 
 
 def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
-    """And not even that where states cross ranks, which the backward needs, too."""
+    """If states cross ranks it does not either, since the backward needs them, too."""
     from types import SimpleNamespace
 
     import fla_cp.kernels
@@ -283,8 +290,8 @@ def test_kernel_of_the_fold(size, transposed, side_by_side, monkeypatch):
 
 
 @pytest.mark.parametrize("size, transposed", crossed(SIZES, [True, False], fast=3))
-def test_a_fold_gives_transitions_beside_states(size, transposed, monkeypatch):
-    """Those of a fold for each; a product of other widths may round otherwise."""
+def test_a_fold_gives_transitions_with_states(size, transposed, monkeypatch):
+    """They equal those of separate folds; products of other widths may round in another way."""
     pytest.importorskip("triton")
     from fla_cp.kernels.triton import fold as kernel
 
@@ -323,7 +330,7 @@ OUTGOING = 4, 3  # K, V
 
 
 def of_rank(ranges, rank, cu, reverse):
-    """What `SegmentMaps` takes of a rank whose segments have two chunks at most."""
+    """The arguments of `SegmentMaps` on a rank whose segments have at most two chunks."""
     (K, V), links = OUTGOING, link_slots(cu, ranges)
     packing = Packing.build(cu, ranges[rank]).cut(2)
     counts = len(packing.middle), len(packing.carried if reverse else packing.feeding)
@@ -337,7 +344,7 @@ def of_rank(ranges, rank, cu, reverse):
 
 
 class Operations(TorchDispatchMode):
-    """Names what torch would launch: all but views and memory without values."""
+    """Names the operations that torch would launch, except views and allocations."""
 
     def __init__(self, seen):
         super().__init__()

@@ -14,11 +14,12 @@ PACKED = ("q", "k", "v", "g", "beta")
 
 @dataclass(frozen=True)
 class Case:
-    """Shape, packing and options of one KDA call. cu_seqlens: None for B rows of T tokens.
+    """Shape, packing and options of one KDA call.
 
-    decay: size of a given log decay per step. beta_spread: factor on beta before its sigmoid; 30
-    puts it at the ends of its range. cancelling: keys nearly parallel, queries near them and slow
-    decays, so that o is a small difference of large terms. options: keywords of `chunk_kda`.
+    cu_seqlens: None for B rows of T tokens. decay: size of the log decay per step, where it is
+    given. beta_spread: factor on beta before its sigmoid; 30 moves beta to the ends of its range.
+    cancelling: keys are nearly parallel, queries near them and decays slow, so that o is a small
+    difference of large terms. options: keywords of `chunk_kda`.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Case:
         return self.cu_seqlens or tuple(range(0, self.B * self.T + 1, self.T))
 
     def inputs(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """Arguments of `chunk_kda` by name; every head differs from the others."""
+        """Arguments of `chunk_kda` by name. All heads differ."""
         gen = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:

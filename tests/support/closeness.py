@@ -1,4 +1,4 @@
-"""When is a result right: fp64 to nine digits, other dtypes by a budget from the data."""
+"""Tolerances: nine digits in fp64, and in other dtypes an error budget from the data."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def _report(name: str, actual: Tensor, exact: Tensor) -> str:
 
 
 def assert_exact(name: str, actual: Tensor, exact: Tensor) -> None:
-    """Same shape, finite, and within EXACT of the largest exact element (or of 1e-3)."""
+    """Asserts an equal shape, and an error within EXACT of the largest exact element (or 1e-3)."""
     assert actual.shape == exact.shape, f"{name}: shape {actual.shape} for {exact.shape}"
     if actual.numel():
         error = (actual.double() - exact.double()).abs().max()
@@ -32,8 +32,11 @@ def assert_within_budget(
     factor: float = 2.0,
     shift: float = 0.0,
 ) -> None:
-    """Error against fp64 at most `factor` times that of the baseline plus one rounding, plus
-    `shift` of the largest exact element."""
+    """Asserts an error of at most `factor` times the baseline's error plus one rounding.
+
+    Errors are relative to fp64. shift: share of the largest exact element that is added to the
+    budget.
+    """
     assert actual.shape == exact.shape, f"{name}: shape {actual.shape} for {exact.shape}"
     exact = exact.double()
     floor = torch.finfo(actual.dtype).eps * exact.abs().max()
@@ -43,6 +46,31 @@ def assert_within_budget(
             factor * (_size(kind, baseline.double() - exact) + floor) + shift * exact.abs().max(),
         )
         assert error <= budget, f"{kind} over {budget:.2e}. {_report(name, actual, exact)}"
+
+
+def share_of_budget(
+    actual: Tensor, exact: Tensor, baseline: Tensor, fold: Tensor | None, dtype: torch.dtype
+) -> float:
+    """The error as a share of its budget.
+
+    The budget is twice the error of the torch stages plus six roundings to the inputs' dtype, of
+    half a unit each: six rounded operands follow one another on the longest way to a gradient (kg,
+    T, r, v_new, h or dh, and the gradient of the scores), and the torch stages round none of them.
+    In the maximum they may all have one sign; in the rms of many elements of a half-precision dtype
+    they are independent. fold: an additional error, for sums over all tokens.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    many = dtype.itemsize == 2 and exact.numel() >= 256
+    shares = []
+    for size, roundings in (
+        (lambda e: e.abs().max(), 6),
+        (lambda e: e.square().mean().sqrt(), 6**0.5 if many else 6),
+    ):
+        budget = 2 * size(baseline.double() - exact) + roundings * unit * size(exact)
+        if fold is not None:
+            budget = budget + size(fold)
+        shares.append((size(actual.double() - exact) / budget.clamp(min=1e-30)).item())
+    return max(shares)
 
 
 def _size(kind: str, error: Tensor) -> Tensor:

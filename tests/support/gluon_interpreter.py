@@ -1,9 +1,10 @@
 """An interpreter for the Gluon kernels of fla_cp/kernels on CPU tensors, of any dtype.
 
-Triton's own cannot run Gluon. Inside `interpreted()` a launch runs the kernels' Python once for
-each program: tiles are tensors, layouts nothing, and the partitions of a warp-specialised program
-threads that wait for each other at barriers, which count arrivals and bytes as the hardware does.
-Copies are done at once: what it cannot show is a buffer written while a copy still reads it.
+Triton's own interpreter cannot run Gluon. Inside `interpreted()`, a launch runs the kernel's Python
+once for each program. Tiles are tensors, and layouts are ignored. The partitions of a
+warp-specialised program are threads, which wait for each other at barriers that count arrivals and
+bytes as the hardware does. Copies are done at once, so it cannot show that a buffer is overwritten
+while a copy still reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 SECONDS = 20
-"""After which a wait is a deadlock."""
+"""Time after which a wait counts as a deadlock."""
 
 
 class Pointers:
@@ -45,7 +46,7 @@ class Pointers:
 
 
 class Described:
-    """A tensor descriptor: blocks of a tensor in two dims, zero beyond its edges."""
+    """A tensor descriptor: blocks of a tensor in two dimensions, zero outside the tensor."""
 
     def __init__(self, x: Any):
         self.base, self.block, self.dtype, self.layout = x.base, x.block_shape, x.base.dtype, None
@@ -69,7 +70,7 @@ class Described:
 
 
 class Shared:
-    """Shared memory; of int64 each row is a barrier."""
+    """Shared memory. In an int64 one, each row is a barrier."""
 
     def __init__(self, x: Tensor, barriers: list[Barrier] | None = None):
         self.x, self.barriers, self.dtype = x, barriers, x.dtype
@@ -84,7 +85,9 @@ class Shared:
         return Shared(self.x.narrow(dim, start, length))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        """The same memory, of which halves that are fp32 here have more than they need."""
+        """The same memory; elements of half precision are fp32 here and so take more than they
+        need.
+        """
         flat = self.x.view(-1).view(dtype)[: math.prod(shape)]
         return Shared(flat.view(*shape))
 
@@ -97,7 +100,7 @@ class Shared:
 
 
 class Barrier:
-    """mbarrier: a phase ends once all have arrived and all bytes that were announced are there."""
+    """An mbarrier: a phase ends once all have arrived and all announced bytes are there."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -166,7 +169,7 @@ def _partitions(parts: list[Any], warps: list[int], registers: list[int]) -> Non
 
     def run(fn: Any, args: tuple[Any, ...]) -> None:
         try:
-            with torch.no_grad():  # which threads do not inherit
+            with torch.no_grad():  # threads do not inherit it
                 fn(*args)
         except BaseException as error:
             failed.append(error)
@@ -198,7 +201,7 @@ def _argument(x: Any) -> Any:
 
 
 class Launcher:
-    """kernel[grid](*arguments) of a Gluon kernel."""
+    """Implements kernel[grid](*arguments) of a Gluon kernel."""
 
     def __init__(self, fn: Any, where: SimpleNamespace):
         self.fn, self.where = fn, where
@@ -219,7 +222,7 @@ class Launcher:
 
 @contextmanager
 def interpreted() -> Iterator[list[str]]:
-    """Lets them run here; gives the kernels' names as they are launched."""
+    """Runs Gluon kernels on the CPU; yields the list of the names of launched kernels."""
     import fla_cp.kernels.sm90
 
     modules = [

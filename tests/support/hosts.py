@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")  # seen inside the two namespaces only
+ADDRESSES = ("10.77.0.1", "10.77.0.2")  # exist only inside the two namespaces
 PORT = 29471
 
 
@@ -24,10 +24,10 @@ def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[list[str]]:
-    """The names of two namespaces that reach each other and nothing else; gone afterwards.
+    """The names of two namespaces that can reach only each other; they are deleted afterwards.
 
-    Each has the address `ADDRESSES[i]` on an interface called `cable`, and no interface in
-    common with the machine. Raises NoNamespaces where they cannot be made.
+    Each has the address `ADDRESSES[i]` on an interface called `cable`, and shares no interface with
+    the machine. Raises NoNamespaces if they cannot be made.
     """
     if sys.platform != "linux":
         raise NoNamespaces(f"network namespaces need Linux, this is {sys.platform}")
@@ -56,10 +56,10 @@ def two_hosts() -> Iterator[list[str]]:
 def run_on_two_hosts(
     command: Sequence[str], ranks_per_host: int, folder: Path, timeout: float = 120
 ) -> str:
-    """Runs `torchrun --nnodes 2 command` over two hosts; what both printed.
+    """Runs `torchrun --nnodes 2 command` on two hosts; returns the output of both.
 
-    folder: the working directory of both. Raises RuntimeError with their output if either fails
-    or they take longer than `timeout` seconds; NoNamespaces as `two_hosts` does.
+    folder: the working directory of both. Raises RuntimeError with their output if either fails or
+    they take longer than `timeout` seconds, and NoNamespaces like `two_hosts`.
     """
     with two_hosts() as names, contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in names]
@@ -103,7 +103,7 @@ def run_on_two_hosts(
 
 
 def _end(agent: "subprocess.Popen[str]", name: str) -> None:
-    """Ends an agent and whatever still runs in its namespace, for example ranks it lost."""
+    """Ends an agent and everything that still runs in its namespace, for example lost ranks."""
     if agent.poll() is None:
         os.killpg(agent.pid, signal.SIGKILL)
         agent.wait()

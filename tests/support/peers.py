@@ -1,4 +1,4 @@
-"""Stands in for the GPUs of one host that read each other's memory: ranks that are threads."""
+"""Peer memory for ranks that are threads, in place of GPUs that read each other's memory."""
 
 import threading
 
@@ -9,9 +9,10 @@ from fla_cp.comm import peer_memory as peers
 
 
 class ThreadMemory:
-    """As `PeerMemory`, with tensors that the threads of a group share; `exchange` waits for all.
+    """Like `PeerMemory`, with tensors that the threads of a group share. `exchange` waits for all.
 
-    What nobody wrote this time is NaN. read: bytes that each thread took from others, by number.
+    Elements that no rank wrote in this exchange are NaN. read: bytes that each thread took from
+    others, by thread number.
     """
 
     def __init__(self, group, count, dtype, shared, read):
@@ -28,7 +29,7 @@ class ThreadMemory:
 
 
 class Part:
-    """One rank's part, as one other sees it."""
+    """One rank's part, as another rank sees it."""
 
     def __init__(self, memory, rank, held):
         self.memory, self.rank, self.held = memory, rank, held

@@ -1,4 +1,4 @@
-"""Other processes as the kernel shows them: whose children, whether alive, where they listen."""
+"""Facts about other processes: their children, whether they are alive, and where they listen."""
 
 import ipaddress
 import os
@@ -13,7 +13,10 @@ PATIENCE = 240  # seconds; a busy machine takes 60 to import torch in two ranks
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout: float = PATIENCE) -> Any:
-    """The first true value of `condition()`. Raises TimeoutError that says what did not happen."""
+    """Waits until `condition()` is true and returns its value.
+
+    Raises TimeoutError that names `what`.
+    """
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -23,7 +26,7 @@ def wait_for(what: str, condition: Callable[[], Any], timeout: float = PATIENCE)
 
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
-    """One letter and the parent's pid; ("", 0) for a process that is gone."""
+    """The state's letter and the parent's pid; ("", 0) if the process has ended."""
     try:
         # after the name, which may hold spaces and parentheses
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
@@ -33,12 +36,12 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs or is stopped; one that waits for its parent's notice is dead."""
+    """Whether a process runs or is stopped. A zombie is not alive."""
     return _state_and_parent(pid)[0] not in ("", "Z", "X")
 
 
 def children(pid: int) -> list[int]:
-    """The processes whose parent this is, oldest first where pids have not wrapped around."""
+    """The child processes of a process, oldest first unless pids have wrapped around."""
     all_pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return sorted(p for p in all_pids if _state_and_parent(p)[1] == pid and alive(p))
 

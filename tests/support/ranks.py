@@ -1,14 +1,15 @@
-"""Ranks for tests: processes over gloo that live for the session, or threads in this process.
+"""Ranks for tests: gloo processes that live for the session, or threads in this process.
 
-Both run `fn(group, rank, *args)` once a rank and return the list of results, rank 0 first:
+Both run `fn(group, rank, *args)` once on each rank and return the list of results, rank 0 first:
 
-    results = gloo_pool.run(fn, *args, world_size=4)   # fixture; fn a module-level function
-    results = run_threads(fn, 4, *args)                # fn may be a closure; no pickling
+    results = gloo_pool.run(fn, *args, world_size=4)   # fixture; fn is a module-level function
+    results = run_threads(fn, 4, *args)                # fn may be a closure; nothing is pickled
 
-Processes are the real thing: every collective, timing, one autograd engine each. Threads start in
-milliseconds and step through a debugger; the random number generator and default dtype are shared,
-so draw data before. A failing rank raises its own exception here, its traceback chained to it with
-the rank named; `pytest.raises` sees the original type.
+Processes behave like real ranks: they have every collective, real timing and one autograd engine
+each. Threads start in milliseconds and can be stepped through in a debugger, but share the random
+number generator and the default dtype, so draw data before. The exception of a failing rank is
+raised here, chained to its traceback with the rank's number; `pytest.raises` sees the original
+type.
 """
 
 import functools
@@ -32,10 +33,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-# Generous, since a machine may be busy with other things; only what fails takes so long.
+# Generous, since a machine may be busy; only calls that fail take so long.
 START_SECONDS = 600  # four interpreters import torch at once
 RUN_SECONDS = 600  # a call of `run` or `run_threads`
-GRACE_SECONDS = 20  # what the other ranks get to fail by themselves once one has failed
+GRACE_SECONDS = 20  # time for the other ranks to fail by themselves after one has failed
 
 
 class RankTraceback(Exception):
@@ -46,16 +47,16 @@ class RankTraceback(Exception):
 
 
 class RankDied(RuntimeError):
-    """A rank's process ended without an answer."""
+    """The process of a rank ended without an answer."""
 
 
 class RankPool:
-    """Up to `size` ranks in spawned processes, started by the first `run`: over gloo on the CPU, or
-    over NCCL, with a GPU each, for device="cuda".
+    """Up to `size` ranks in spawned processes, which the first call of `run` starts.
 
-    The processes are reused: a call must leave nothing behind in them. They are replaced after a
-    time-out, a crash, or a call in which some ranks failed and others did not, because then a
-    collective may be half done.
+    device: "cpu" for ranks over gloo, "cuda" for ranks over NCCL with a GPU each. The processes are
+    reused, so a call must leave nothing behind in them. They are replaced after a time-out, a
+    crash, or a call in which some ranks failed and others did not, because then a collective may be
+    half done.
     """
 
     def __init__(self, size: int = 4, device: str = "cpu"):
@@ -128,7 +129,7 @@ class RankPool:
         self._collect(range(self.size), START_SECONDS, "starting the ranks")
 
     def _collect(self, ranks: range, timeout: float, what: str) -> dict[int, tuple[bool, Any]]:
-        """One (succeeded, value) a rank; fewer where a failed rank leaves others waiting."""
+        """One (succeeded, value) for each rank; fewer if a failed rank leaves others waiting."""
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(ranks):
@@ -176,11 +177,11 @@ class RankPool:
 
 
 def _serve(rank: int, size: int, device: str, folder: str, pipe: Connection) -> None:
-    """What a process of the pool does: joins the group, then answers calls until killed."""
+    """Main function of a pool process: it joins the group, then answers calls until killed."""
     import faulthandler
 
     torch.set_num_threads(1)
-    # before Triton is imported; as conftest.py sets it on the CPU
+    # before Triton is imported; conftest.py sets it on the CPU
     os.environ["TRITON_INTERPRET"] = "1" if device == "cpu" else "0"
     if sys.platform == "linux":  # not every host name resolves to an address of its host
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -231,9 +232,9 @@ def run_threads(
 ) -> list[Any]:
     """Results of `fn(group, rank, *args)` on ranks that are threads of this process, in order.
 
-    Works: all_gather, all_gather_single and all_gather_into_tensor, all_reduce, all_to_all,
+    These work: all_gather, all_gather_single and all_gather_into_tensor, all_reduce, all_to_all,
     all_to_all_single, broadcast, reduce_scatter, gather, scatter, barrier, send, recv, isend,
-    irecv, batch_isend_irecv; new_group and DeviceMesh. A rank's exception is raised here;
+    irecv, batch_isend_irecv; new_group and DeviceMesh. The exception of a rank is raised here;
     TimeoutError after `timeout` seconds.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -245,19 +246,20 @@ def run_threads(
     _Mail.boxes.clear()
 
     def body(rank: int) -> None:
-        # Each backward runs in its rank's thread: the autograd engine has one thread a device,
-        # and a collective in it would wait for ranks that queue behind it.
+        # This runs each backward in its rank's thread. The autograd engine has only one thread for
+        # a device: a collective in it would wait for ranks that queue behind it.
         with torch.autograd.set_multithreading_enabled(False):
             dist.init_process_group("threads", rank=rank, world_size=world_size, store=store)
             try:
                 results[rank] = fn(dist.group.WORLD, rank, *args)
             except SystemExit:
-                pass  # how a collective ends once another rank has failed
+                pass  # collectives raise it once another rank has failed
             except BaseException as error:
                 errors.append((rank, error))
                 threaded.ProcessLocalGroup.exception_handle(error)
             finally:
-                # A thread that outlives its time-out must not end a group of the main program.
+                # A thread that continues after its time-out must not end a group of the main
+                # program.
                 if isinstance(dist.distributed_c10d._world, threaded.ThreadLocalWorld):
                     dist.destroy_process_group()
 
@@ -296,7 +298,7 @@ def run_threads(
 
 
 class _Mail:
-    """Messages on their way between threads, by (group, from, to, tag)."""
+    """Messages that are on their way between threads, by (group, from, to, tag)."""
 
     boxes: ClassVar[dict[tuple[str, int, int, int], tuple[deque[Any], deque[Any]]]] = {}
     lock = threading.Lock()
@@ -304,7 +306,7 @@ class _Mail:
 
 @functools.cache
 def _register_threads_backend() -> None:
-    """Torch's group of threads has no point-to-point calls: this one adds them."""
+    """Registers torch's group of threads with point-to-point calls, which it lacks."""
     from torch._C._distributed_c10d import _create_work_from_future
     from torch.futures import Future
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -333,7 +335,7 @@ def _register_threads_backend() -> None:
 
     def create(store, rank, world_size, timeout):
         group = ThreadGroup(rank, world_size)
-        # Groups are made by every thread at its own pace: none may be used before all exist.
+        # Threads make groups at different times: a group may be used only once all have made it.
         threaded._store_based_barrier(rank, store, "", world_size, timeout)
         return group
 

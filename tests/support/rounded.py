@@ -1,9 +1,9 @@
-"""Results of KDA in fp64 with operands rounded where the kernels round theirs: the error that these
-inputs cost in half precision, for kernels that lose nothing else.
+"""KDA in fp64 with operands rounded where the kernels round theirs.
 
-Where keys are nearly parallel, o is a small difference of large terms, and no tolerance that is
-made of o's size says what to expect; this does. Source: docs/design.md, "Chunk form"; names are
-those of fla_cp/kernels.
+The result has the error that half precision costs for these inputs, in kernels that lose nothing
+else. If keys are nearly parallel, o is a small difference of large terms, and a tolerance relative
+to o says nothing about the error to expect; this does. Source: docs/design.md, "Chunk form". Names
+are those of fla_cp/kernels.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from tests.support.running import weights
 C = 64
 
 TERMS_OF_HIGH = ("T", "Aqk", "v_new of o", "T^T dv")
-"""Operands that precision="high" holds in two terms."""
+"""Operands that precision="high" represents by two terms."""
 
 LOG2 = math.log(2.0)
 
 
 OF_ROWS = ("qg", "k_decayed", "kg", "row", "column")
-"""Operands that are the inputs themselves with one decay a head: factors multiply the products."""
+"""With one decay a head these operands are the inputs, and factors multiply the products."""
 
 
 class Rounding:
-    """x as products take it, by name of the operand. dtype: None rounds nothing. coarse: the name
-    of one that loses a bit more."""
+    """Rounds operands of products, by their name.
+
+    dtype: None rounds nothing. precise: precision="high". per_head: one decay a head. coarse: name
+    of an operand that loses one more bit.
+    """
 
     def __init__(
         self,
@@ -59,9 +62,9 @@ def rounded(
 ) -> dict[str, Tensor]:
     """o, final_state and every gradient, by name, fp64.
 
-    case: one row of whole chunks, no groups, no initial state; gate, norm and sigmoid inside, with
-    one decay a head those of the gated delta rule. x: its inputs, already rounded. into: gradients
-    of o and of the final state, else those of `weights`.
+    case: one row of whole chunks, without groups and initial state; gate, norm and sigmoid inside.
+    With one decay a head, the gate is that of the gated delta rule. x: inputs of the case, already
+    rounded. into: gradients of o and of the final state; by default those of `weights`.
     """
     q, k, v, raw, beta, A_log, dt_bias = (
         x[n].double().squeeze(0) for n in (*PACKED, "A_log", "dt_bias")
@@ -93,8 +96,8 @@ def rounded(
     kg = r("kg", kn * (end - gc).exp())
 
     def written(n: int) -> Tensor:
-        """What chunk n adds to the state."""
-        if per_head:  # k as given, its factor multiplies v_new, which is rounded again
+        """The contribution of chunk n to the state."""
+        if per_head:  # k is not scaled; its factor multiplies v_new, which is rounded once more
             factor = chunks(k_scale)[n] * (end - gc)[n].exp()
             return chunks(k)[n].mT @ r("w", factor * v_new[n])
         return kg[n].mT @ v_new[n]
@@ -131,7 +134,7 @@ def rounded(
         y[n] = r("y", yn[n])
         dS = decay[n] * dS + qg[n].mT @ do[n] - k_decayed[n].mT @ r("x", b[n] * yn[n])
 
-    # local to a chunk: one row and one column factor a token, referred to a power of two
+    # inside a chunk, each token has a row and a column factor, relative to a power of two
     dAqk, dAkk = do @ v_new.mT, -(y @ v_new.mT)
     diagonal = torch.diagonal(dAqk, dim1=-2, dim2=-1)[..., None]
     dAqk, dAkk = r("dAqk", dAqk.tril(-1)), r("dAkk", dAkk.tril(-1))
@@ -180,20 +183,20 @@ def rounded(
 
 
 def relative(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """|actual - exact| / |exact|, Euclidean norms, by name."""
+    """|actual - exact| / |exact| in Euclidean norms, by name."""
     return {
         n: ((actual[n].double() - t).norm() / t.double().norm()).item() for n, t in exact.items()
     }
 
 
 BUDGET = 1.25
-"""Error of a kernel beside that which rounding its operands alone makes: it may order and split its
-sums otherwise. Measured on an H200: 0.95 to 1.10 of every output and gradient but for those of
-A_log and dt_bias, which are sums of few numbers."""
+"""A kernel's error may be this multiple of the error from rounding its operands alone, since it may
+order and split sums in another way. Measured on an H200: 0.95 to 1.10 for every output and
+gradient except those of A_log and dt_bias, which are sums of few numbers."""
 
 
 LINEAR = ("o", "final_state", "dv")
-"""What depends on the scans alone, which round alike in all kernels."""
+"""Results that depend only on the scans, which round equally in all kernels."""
 
 NAMES = (*LINEAR, "dq", "dk", "dg", "dbeta")
 
@@ -204,15 +207,17 @@ def over_budget(
     right: dict[str, Tensor],
     names: tuple[str, ...] = NAMES,
 ) -> dict[str, float]:
-    """Errors by name, beside those of `right` (`rounded`), of what errs more than BUDGET times as
-    much; NaN does."""
+    """Errors by name, as multiples of the errors of `right`, that exceed BUDGET or are NaN.
+
+    right: the result of `rounded`.
+    """
     errors, expected = relative(actual, exact), relative(right, exact)
     shares = {n: errors[n] / expected[n] for n in names}
     return {n: share for n, share in shares.items() if not share <= BUDGET}
 
 
 def results(op: Callable, x: dict[str, Tensor], do: Tensor, keywords: dict) -> dict[str, Tensor]:
-    """o, the final state and the gradients that follow from do, by name."""
+    """o, the final state and the gradients for the gradient do of o, by name."""
     leaves = {n: t.detach().clone().requires_grad_() for n, t in x.items()}
     o, final = op(**leaves, **keywords, output_final_state=True)[:2]
     grads = torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype), allow_unused=True)
@@ -223,8 +228,10 @@ def results(op: Callable, x: dict[str, Tensor], do: Tensor, keywords: dict) -> d
 def inputs(
     case: Case, per_head: bool, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[dict[str, Tensor], dict]:
-    """Of the operator, and its keywords; with one decay a head that of the first channel, without a
-    bound."""
+    """The inputs of the operator, and its keywords.
+
+    per_head: one decay a head, that of the first channel, and no bound.
+    """
     x = {n: t.to(device) for n, t in case.inputs(dtype=dtype).items()}
     keywords = case.keywords
     if per_head:

@@ -1,4 +1,4 @@
-"""Running an operator on a case: outputs and every gradient, by name."""
+"""Runs an operator on a case; returns outputs and all gradients, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ORACLE_IGNORES = ("safe_gate", "use_exp2", "disable_recompute")
 
 
 def weights(case: Case) -> tuple[Tensor, Tensor]:
-    """Fixed gradients of o and final_state, fp64, eighths so that every dtype holds them."""
+    """Fixed gradients of o and final_state in fp64. They are multiples of 1/8, exact in every
+    dtype.
+    """
     gen = torch.Generator().manual_seed(1)
     o = torch.randint(-16, 17, (case.B, case.T, case.HV, case.V), generator=gen)
     state = torch.randint(-16, 17, (case.sequences, case.HV, case.K, case.V), generator=gen)
@@ -38,7 +40,7 @@ def _rest(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def oracle(case: Case, inputs: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The token recurrence in fp64, of the case's inputs or of those given."""
+    """The token recurrence in fp64, with the case's inputs or the given ones."""
     known = {n: v for n, v in case.keywords.items() if n not in ORACLE_IGNORES}
     cu = None if case.cu_seqlens is None else list(case.cu_seqlens)
     return _collect(
@@ -56,7 +58,7 @@ def run(
     inputs: dict[str, Tensor] | None = None,
     **more: object,
 ) -> dict[str, Tensor]:
-    """`chunk_kda` on one device, of the case's inputs or of those given."""
+    """`chunk_kda` on one device, with the case's inputs or the given ones."""
     cu = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens, device=device)
     inputs = case.inputs(dtype=dtype) if inputs is None else inputs
     inputs = {n: t.to(device) for n, t in inputs.items()}
@@ -104,8 +106,10 @@ def run_sharded(
     device: str = "cpu",
     v_first: bool = False,
 ) -> dict[str, Tensor]:
-    """`chunk_kda` under a context, on this rank's tokens. v_first: with states [V, K], which are
-    given and returned as [K, V]."""
+    """`chunk_kda` under a context, on this rank's tokens.
+
+    v_first: pass states as [V, K] to the operator; arguments and results here stay [K, V].
+    """
     inputs = {n: t.to(device) for n, t in case.inputs(dtype=dtype).items()}
     local = {n: context.shard(t) if n in PACKED else t for n, t in inputs.items()}
     do, dS = (w.to(device) for w in weights(case))

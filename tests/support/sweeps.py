@@ -1,8 +1,8 @@
-"""Sweeps over many cases: which of them `make test` runs, and which are left to `make test-rest`.
+"""Sweeps over many cases: which of them `make test` runs, and which only `make test-rest` runs.
 
-A sweep has the marker `wide` on all but a few of its cases. What stays has every value of every
-axis at least once, so that what a value alone breaks is found at once; what only a combination
-breaks is found by the rest.
+In a sweep all but a few cases have the marker `wide`. The others contain every value of every axis
+at least once, so that `make test` finds what a single value breaks; `make test-rest` finds what
+only a combination breaks.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,11 +20,11 @@ def some(cases: Iterable[Any], fast: Collection[str]) -> list[Any]:
 
 
 def crossed(*axes: Collection[Any], fast: int | None = None) -> list[Any]:
-    """Every combination as parameters; all but a diagonal is wide.
+    """Every combination of the axes as parameters; all but a diagonal is wide.
 
-    The diagonal goes through the longest axis once, and through the shorter ones again and again:
-    crossed("abc", (0, 1)) keeps a-0, b-1 and c-0. fast: keep so many of it, from its start, where
-    the rest differ from them by a value that other tests have.
+    The diagonal passes once through the longest axis and cycles through the shorter ones:
+    crossed("abc", (0, 1)) keeps a-0, b-1 and c-0. fast: keep only this many of the diagonal, if
+    other tests cover the values that are left out.
     """
     lists = [list(axis) for axis in axes]
     length = max(len(v) for v in lists) if fast is None else fast

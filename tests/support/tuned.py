@@ -1,4 +1,4 @@
-"""Other choices of kernels and tiles than the default ones, for a test."""
+"""Runs tests with other kernels and tiles than the default ones."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fla_cp.kernels.triton.backend import TritonBackend
 
 
 def variant(**fields: Any) -> TritonBackend:
-    """The Triton backend of this moment with other fields of its `Tuning`."""
+    """The current Triton backend with other values in its `Tuning`."""
     backend = now()
     return replace(backend, tuning=replace(backend.tuning, **fields))
 
 
 @contextmanager
 def tuned(**fields: Any) -> Iterator[None]:
-    """Inside, public calls on Triton take `variant(**fields)`."""
+    """In the block, public calls on Triton use `variant(**fields)`."""
     with fla_cp.kernels.using(variant(**fields)):
         yield
 
 
 def tune(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-    """The same until the end of the test."""
+    """Makes public calls on Triton use `variant(**fields)` until the end of the test."""
     monkeypatch.setitem(fla_cp.kernels._replaced, "triton", variant(**fields))

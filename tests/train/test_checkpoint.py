@@ -1,6 +1,5 @@
-"""Checkpoints: whole or absent, what they hold, and what `--resume` finds."""
+"""Checkpoints: complete or absent, their contents, and what `--resume` finds."""
 
-import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -9,65 +8,8 @@ import torch
 
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress, checkpoints, complete, find
-from fla_cp.train.config import DataConfig, ModelConfig, UserError, parse
-from fla_cp.train.distributed import joined, shard_model
-from fla_cp.train.model import build_model
-from fla_cp.train.saver import Saver
-from fla_cp.train.step import build_optimizer
-
-FLAGS = (
-    "--device cpu --model.layers 1 --model.hidden-size 32 --model.num-heads 2 --model.head-dim 16 "
-    "--run.keep-checkpoints 2"
-)
-VOCAB = 64
-
-
-class OneRank:
-    """A model of one rank with its optimiser, on a world of one."""
-
-    def __init__(self, ranks, flags="", seed=0):
-        self.config = parse(f"{FLAGS} {flags}".split())
-        self.ranks = ranks
-        self.model = build_model(self.config.model, VOCAB, seed)
-        shard_model(self.model, ranks, torch.float32)
-        self.optimizer = build_optimizer(self.model, self.config.optim)
-
-    def update(self):
-        for p in self.model.parameters():
-            p.grad = p.detach().cos()
-        self.optimizer.step()
-
-    def facts(self, vocab_size=VOCAB, packs=10):
-        return checkpoint.facts(self.config, vocab_size, packs, torch.float32)
-
-    def saver(self, run, say=lambda line: None):
-        return Saver(run, self.facts(), self.config.run.keep_checkpoints, self.ranks, say)
-
-    def save(self, run, step, skipped=0):
-        with contextlib.closing(self.saver(run)) as saver:
-            return saver.write(self.model, self.optimizer, Progress(step, skipped))
-
-    def load(self, path):
-        return checkpoint.load(path, self.model, self.optimizer, self.ranks)
-
-    def tensors(self):
-        """Parameters and moments by name."""
-        found = {}
-        for name, p in self.model.named_parameters():
-            found[name] = p.full_tensor().clone()
-            for key, value in self.optimizer.state[p].items():
-                found[f"{name}.{key}"] = getattr(value, "full_tensor", lambda v=value: v)().clone()
-        return found
-
-
-@pytest.fixture
-def ranks():
-    with joined(parse(["--device", "cpu"]).parallel) as ranks:
-        yield ranks
-
-
-def names(run):
-    return sorted(f.name for f in (run / "checkpoints").iterdir())
+from fla_cp.train.config import DataConfig, ModelConfig, UserError
+from tests.support.checkpoints import VOCAB, OneRank, names
 
 
 def test_load_restores_weights_moments_progress_and_generators(tmp_path, ranks):
@@ -81,7 +23,7 @@ def test_load_restores_weights_moments_progress_and_generators(tmp_path, ranks):
     assert second.load(path) == Progress(step=7, skipped=2)
     torch.testing.assert_close(second.tensors(), first_tensors, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), drawn)
-    # what the flags say now wins over what they said then
+    # the flags of now win over those of the checkpoint
     assert second.optimizer.param_groups[0]["lr"] == 0.5
     assert second.optimizer.param_groups[0]["betas"] == (0.9, 0.5)
     assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.1, 0.0]

@@ -1,4 +1,4 @@
-"""Command line, TOML and the rules that a configuration must keep."""
+"""Command line, TOML and the rules for a configuration."""
 
 import dataclasses
 from typing import get_args, get_type_hints

@@ -1,4 +1,4 @@
-"""Damaged and foreign checkpoints: every kind is named in a line, none runs code or ends a run."""
+"""Damaged and foreign checkpoints: each is reported in one line; none runs code or ends a run."""
 
 import contextlib
 import json
@@ -12,19 +12,12 @@ import pytest
 import torch
 
 from fla_cp.train import checkpoint, integrity
-from fla_cp.train.config import UserError, parse
-from fla_cp.train.distributed import joined
+from fla_cp.train.config import UserError
 from fla_cp.train.integrity import Damaged, FileSums, pack_sums, seal, unpack_sums, unseal, verify
 from fla_cp.train.untrusted import restricted_metadata, trusted_metadata
-from tests.train.test_checkpoint import OneRank
+from tests.support.checkpoints import Evil, OneRank, as_format_1
 
 SHARD = "__0_0.distcp"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with joined(parse(["--device", "cpu"]).parallel) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +44,7 @@ def steps(run):
 
 
 def newest(run, ranks, resume="auto", trust=False):
-    """The checkpoint that is taken, and the lines that were shown."""
+    """The checkpoint that is chosen, and the lines that were printed."""
     lines = []
     found = checkpoint.find(resume, run)
     return checkpoint.newest_whole(found, resume, trust, ranks, lines.append)[0], lines
@@ -65,7 +58,7 @@ def edit(path, change):
 
 
 def reseal(path, name):
-    """Takes the checksums of a file that was replaced, as its forger would."""
+    """Updates the checksums of a replaced file, as a forger would."""
     data = (path / name).read_bytes()
     folder = path.parent / "reseal"
     folder.mkdir()
@@ -73,15 +66,6 @@ def reseal(path, name):
         file.write(data)
     sums = pack_sums([file.sums(name)])
     edit(path, lambda record: {**record, "files": {**record["files"], **sums}})
-
-
-def as_format_1(path):
-    """The checkpoint as the version before wrote it."""
-    record = unseal((path / "trainer.json").read_bytes())
-    kept = {k: record[k] for k in ("step", "skipped", "data")}
-    names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings", "vocab_size")
-    model = {name: record["model"][name] for name in names}
-    (path / "trainer.json").write_text(json.dumps({"format": 1, **kept, "model": model}))
 
 
 def replaced(name, data):
@@ -166,7 +150,7 @@ def test_damaged_newest_gives_way_to_the_one_before(kind, run, ranks):
     (line,) = lines
     assert line.startswith(f"{new} is damaged: ") and line.endswith("; trying the one before")
     assert reason in line
-    # named by its path, it is refused in a line
+    # if --resume names its path, it is refused in one line
     if new.exists():
         with pytest.raises(UserError, match=r"^--resume: .*step-00000002 is damaged: .*$"):
             newest(run, ranks, str(new))
@@ -181,7 +165,7 @@ def test_nothing_whole_is_an_error_and_no_fresh_start(run, ranks):
         UserError, match=r"step-00000001 is damaged: .* \(to start afresh: --resume"
     ):
         newest(run, ranks)
-    # and again, since nothing was set aside
+    # a second time, since nothing was set aside
     with pytest.raises(UserError, match="to start afresh"):
         newest(run, ranks)
     assert newest(run / "empty", ranks) == (None, [])
@@ -232,11 +216,11 @@ def test_format_1_loads_with_a_note(run, ranks):
     (note,) = checkpoint.check_matches(path, one.facts())
     assert "is of format 1: it has no checksums" in note and "gate_lower_bound" in note
     assert one.load(path).step == 2
-    # what its files tell is looked at all the same
+    # the sizes of its files are checked all the same
     (path / SHARD).write_bytes((path / SHARD).read_bytes()[:-100])
     taken, lines = newest(run, ranks)
     assert taken == old and "bytes, too few for" in lines[0]
-    # and a shard that only looks whole ends in a line
+    # a shard that only looks complete ends in one line
     size = (path / SHARD).stat().st_size + 100
     (path / SHARD).write_bytes(bytes(size))
     with pytest.raises(UserError, match=r"^--resume: .*step-00000002 cannot be loaded: .*$"):
@@ -268,16 +252,6 @@ def test_damaged_metadata_is_never_an_error_of_pickle(run):
             refused.append(str(error))
     assert len(refused) > 20
     assert not any("\n" in reason for reason in refused)
-
-
-class Evil:
-    """Pickled, it makes a file where it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return (os.makedirs, (str(self.marker), 0o777, True))
 
 
 @pytest.mark.parametrize("format", [1, 2])
@@ -355,7 +329,7 @@ def test_stray_entries_stop_nothing(run, ranks, tmp_path):
         "step-3",
     ]
     assert (precious / "data").read_text() == "x"
-    # a save meets them, too
+    # a save has to handle them, too
     (root / ".partial-step-00000003").symlink_to(precious)
     (root / "step-00000003").symlink_to("nowhere")
     assert OneRank(ranks).save(run, 3).is_dir()

@@ -41,7 +41,7 @@ def write_text_folder(root, files=200, size=300):
     for i in range(files):
         path = root / f"part{i % 7}" / f"file{i}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(1 + (i + j) % 251 for j in range(size + i)))  # NUL is for binaries
+        path.write_bytes(bytes(1 + (i + j) % 251 for j in range(size + i)))  # no NUL: not binary
     return root
 
 
@@ -69,7 +69,7 @@ def test_cu_seqlens_mark_documents_and_skip_empty_ones():
 
 def test_last_token_of_a_pack_has_its_target_unless_the_document_or_split_ends_there():
     whole = PackedDataset(array_source(), 6)
-    assert whole[0]["labels"][-1] == 7  # the document of 5..11 goes on in the next pack
+    assert whole[0]["labels"][-1] == 7  # the document of 5..11 continues in the next pack
     cut = PackedDataset(array_source(), 6, stop=6)
     assert cut[0]["labels"][-1] == -100  # token 6 belongs to another split
 
@@ -145,7 +145,7 @@ def test_binary_and_unreadable_files_of_a_folder_are_skipped_with_a_note(tmp_pat
     (root / "dangling").symlink_to(root / "nowhere")
     os.mkfifo(root / "pipe")  # reading it would wait for ever
     late = root / "late.bin"
-    late.write_bytes(b"x" * 8192 + b"\x00")  # as for grep, what comes first decides
+    late.write_bytes(b"x" * 8192 + b"\x00")  # the first bytes decide, as for grep
     held_out = fla_cp.train.data._held_out_split([("late.bin", late)], "valid")
     train = build_dataset(f"text:{root}", 64, "train", seed=0)
     assert len(train.source) == kept + (0 if held_out else 8193)
@@ -214,7 +214,7 @@ def test_memmap_round_trip(dtype, tmp_path):
     assert source.starts(2, 3).tolist() == [3]
 
 
-def test_memmap_with_eos_or_nothing_beside_the_tokens(tmp_path):
+def test_memmap_with_eos_or_with_tokens_alone(tmp_path):
     np.array([4, 5, 0, 0, 6, 7], dtype=np.uint16).tofile(tmp_path / "t.bin")
     (tmp_path / "t.json").write_text('{"dtype": "uint16", "vocab_size": 8, "eos_id": 0}')
     source = MemmapSource(tmp_path / "t.bin")
@@ -286,7 +286,7 @@ def test_memmap_tokens_are_checked_where_they_are_read(tmp_path):
     "offsets, message",
     [
         ([0, 3, 1, 4], r"offsets must not decrease, got 3 then 1 at index 1"),
-        ([0, 9, 4], r"offsets must not decrease, got 9 then 4 at index 1"),  # leaves the file
+        ([0, 9, 4], r"offsets must not decrease, got 9 then 4 at index 1"),  # outside the file
         ([0, 1, -5, 4], r"offsets must not decrease, got 1 then -5 at index 1"),
         ([0, 1, 9], r"must go from 0 to the 4 tokens of t.bin, got 0 to 9"),
     ],

@@ -1,6 +1,6 @@
-"""A run that diverges ends with an error, names what was first, and keeps its good checkpoints.
+"""A diverging run ends with an error that names the cause, and keeps its good checkpoints.
 
-One rank, in this process; `test_one_rank_alone_sees_it` has more.
+The tests run one rank in this process, except `test_one_rank_alone_sees_it`.
 """
 
 import math
@@ -34,7 +34,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """poison(f): every backward is followed by f(step, model, share), steps counted from 1."""
+    """poison(f): after every backward, f(step, model, share) is called; steps count from 1."""
 
     def install(spoil):
         steps = []
@@ -60,7 +60,7 @@ def saved(run):
 
 
 def error_line(capsys):
-    """What was written to stderr, which must be one line, and that nothing claims success."""
+    """The text on stderr, which must be one line; nothing may report success."""
     out, err = capsys.readouterr()
     assert "finished" not in out
     assert err.startswith("error: "), err
@@ -91,12 +91,12 @@ def test_large_rate_ends_after_ten_skips_and_keeps_the_good_checkpoints(run, cap
     assert error.endswith(f"the last checkpoint is {run}/checkpoints/step-00000004")
     assert saved(run) == [2, 4]
     assert [row["skipped"] for row in read_metrics(run)] == [0] * 5 + list(range(1, 11))
-    # and the run goes on from there with a rate that fits
+    # the run goes on from there with a suitable rate
     assert train(run, *every, "--resume", "auto", "--max-steps", "6") == 0
     assert saved(run) == [4, 6]
 
 
-def test_skips_in_a_row_count_anew_after_a_good_step(run, poison, capsys):
+def test_a_good_step_resets_the_count_of_skips(run, poison, capsys):
     name = "blocks.1.mixer.core.dt_bias"
 
     def spoil(step, model, share):
@@ -115,7 +115,7 @@ def test_skips_in_a_row_count_anew_after_a_good_step(run, poison, capsys):
 
 def test_weights_that_are_not_finite_are_named(run, poison, capsys):
     def spoil(step, model, share):
-        if step == 1:  # as the update of a step may leave them
+        if step == 1:  # like weights after the update of a step
             weight(model, "blocks.0.ffn.up.weight")[1, 1] = math.nan
             weight(model, "blocks.1.ffn.up.weight")[0, 0] = math.inf
 
@@ -133,7 +133,7 @@ def test_weights_that_are_not_finite_are_named(run, poison, capsys):
 @pytest.mark.parametrize("every", ["0", "3"])
 def test_weights_that_are_not_finite_are_not_saved(every, run, poison, capsys):
     def spoil(step, model, share):
-        if step == 3:  # after the loss: as an update leaves weights whose loss nobody has seen
+        if step == 3:  # after the loss, like an update whose weights have had no loss yet
             weight(model, "norm.weight")[0] = math.inf
 
     poison(spoil)
@@ -173,8 +173,8 @@ def test_stop_among_skipped_steps_loses_and_drops_nothing(run, poison, capsys):
     assert saved(run) == [2, 5]
 
 
-def test_healthy_step_is_not_looked_at(run, monkeypatch):
-    """Only a checkpoint reads the weights; the one here is that of the run's end."""
+def test_healthy_step_reads_no_weights(run, monkeypatch):
+    """Only a checkpoint reads the weights; here there is one, at the end of the run."""
     looks = []
     original = fla_cp.train.divergence.find_not_finite
     monkeypatch.setattr(
@@ -185,7 +185,7 @@ def test_healthy_step_is_not_looked_at(run, monkeypatch):
 
 
 def test_one_rank_alone_sees_it():
-    """Shards differ; what is said of them does not."""
+    """The shards differ, but all ranks report the same."""
     config = parse(BASE).model
 
     def on_rank(group, rank):

@@ -1,5 +1,4 @@
-"""Starting ranks: what a wrong number is told, who can reach them, and that they end with their
-launcher, however it ends."""
+"""Starting ranks: errors for a wrong number, who can reach them, their end with the launcher."""
 
 import os
 import signal
@@ -35,7 +34,7 @@ ctypes.PyDLL(None).sleep(600)
 
 
 def clean(**more):
-    """This process' environment without what a launcher says."""
+    """The environment of this process without the variables of a launcher."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rest = {k: v for k, v in os.environ.items() if k not in (*names, STARTED, LAUNCHER)}
     return {**rest, "PYTHONPATH": str(ROOT), **more}
@@ -160,7 +159,7 @@ def test_ranks_of_one_host_talk_over_the_loopback_unless_told_otherwise(monkeypa
 
 
 def test_rank_dies_with_its_launcher_in_c_code_and_stopped(tmp_path):
-    """A launcher without torch, so that this takes no time."""
+    """The launcher does not import torch, so that the test is fast."""
     launcher = (
         "import os, subprocess, sys\n"
         f"os.environ['{LAUNCHER}'] = str(os.getpid())\n"

@@ -1,4 +1,4 @@
-"""The lock of a run folder: who is refused, what the refusal says, and what frees it."""
+"""The lock of a run folder: who is refused, with what message, and what frees it."""
 
 import errno
 import fcntl
@@ -30,7 +30,7 @@ def contents(folder):
 def test_second_lock_names_folder_host_and_process(tmp_path):
     with RunLock() as first, RunLock() as second:
         first.take(tmp_path)
-        first.take(tmp_path)  # what it has, it has
+        first.take(tmp_path)  # taking it twice changes nothing
         with pytest.raises(UserError) as error:
             second.take(tmp_path)
         written = json.loads((tmp_path / ".lock").read_text())
@@ -84,7 +84,7 @@ def test_children_do_not_hold_the_lock(tmp_path):
     assert result.stdout == "taken again\n", result.stderr
 
 
-def test_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+def test_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
     def refuse(handle, operation):
         raise OSError(number, os.strerror(number))
 

@@ -1,7 +1,7 @@
-"""--check-parity: it holds for what is right, on any processor, and finds small faults.
+"""--check-parity holds for a correct split on any processor, and finds small faults.
 
-The ranks are those of the session's pool, which the trainer's own functions run on: a launcher for
-every case would take ten times as long. tests/train/test_train.py starts one as a user does.
+The trainer's functions run on the ranks of the session's pool: a launcher for every case would take
+ten times as long. tests/train/test_train.py starts one as a user does.
 """
 
 import functools
@@ -36,7 +36,7 @@ FAULT = 1.0001
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Documents of 5 to 60 bytes, so that some cross every rank's end."""
+    """Documents of 5 to 60 bytes, so that some cross the end of every rank."""
     folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
     for i in range(240):
         (folder / f"{i}.txt").write_text("".join(rng.choices("abcdefgh ", k=rng.randint(5, 60))))
@@ -45,7 +45,7 @@ def text(tmp_path_factory):
 
 @functools.cache
 def ranks_of(split, rank):
-    """What `joined` gives to a rank, on the process group that the pool has already."""
+    """The `Ranks` that `joined` would give, on the pool's existing process group."""
     p = parse(split.split()).parallel
     sizes = (p.dp_replicate, p.dp_shard, p.cp)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
@@ -67,7 +67,7 @@ def ranks_of(split, rank):
 
 
 def wrong_gradient(patch, rank, name):
-    """Of the split's run, of one parameter: what a missing factor or a lost term would do."""
+    """Changes the gradient of one parameter in the split's run, like a missing factor or term."""
     original = fla_cp.train.parity.forward_backward
 
     def scaled(model, batch, targets, config, ranks, check=False):

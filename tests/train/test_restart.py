@@ -1,4 +1,4 @@
-"""Restarts: a failed run comes back in its own folder with the losses of an uninterrupted one."""
+"""Restarts: a failed run goes on in its own folder, with the losses of an uninterrupted one."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_launcher_is_told_from_others(tmp_path):
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert int(other.stdout) != mine  # its parent is this process, ours is another
+    assert int(other.stdout) != mine  # its parent is this process, not our parent
     restart.claim(tmp_path, [mine, 7, mine])
     assert restart.claimed(tmp_path, [8, mine])
     assert not restart.claimed(tmp_path, [8])
@@ -109,7 +109,7 @@ def test_restarted_rank_finds_its_run(count, step, whole, tmp_path, monkeypatch,
         crash_in_call(step, patch)
         with pytest.raises(KeyError, match="power cut"):
             run_here()
-    # a newer run of somebody else's, and a start that is none of ours
+    # a newer run of another launcher, and a start by another launcher
     other = Path("runs") / "99999999-000000-tiny"
     other.mkdir()
     restart.claim(other, [1])
@@ -168,7 +168,7 @@ sys.exit(train.main())
 
 
 def run_killed(folder, victims, *flags, launcher=()):
-    """Runs two ranks that die as `victims` says; (output, the run folder)."""
+    """Runs two ranks that die as `victims` says; returns (output, the run folder)."""
     folder.mkdir()
     script = folder / "killed.py"
     script.write_text(KILLED)
@@ -184,7 +184,7 @@ def run_killed(folder, victims, *flags, launcher=()):
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    (run,) = (folder / "runs").iterdir()  # named by the clock, and only one
+    (run,) = (folder / "runs").iterdir()  # a single folder, named by the time
     return done.stdout, run
 
 

@@ -13,9 +13,7 @@ import fla_cp.train.main
 from fla_cp.train.checkpoint import checkpoints
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.untrusted import trusted_metadata
-from tests.train.test_checkpoint import names
-from tests.train.test_damage import Evil, as_format_1
-from tests.train.test_saver import disk_of
+from tests.support.checkpoints import Evil, as_format_1, disk_of, names
 
 FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "32", "--model.num-heads", "2"),
@@ -68,7 +66,7 @@ def test_another_model_ends_in_one_line(flags, before, after, run, capsys):
     assert line.startswith(f"error: --resume: {path} was trained with {before}, but this run has")
     assert after in line
     assert line.endswith(f"; to continue it, use --config {run}/config.toml instead")
-    # what it advises is still what the run was trained with
+    # the advised file still has the options of the run
     assert (run / "config.toml").read_text() == config
     assert names(run) == ["step-00000002", "step-00000004"]
     if flags[0] == "--mixer":
@@ -157,7 +155,7 @@ def test_last_checkpoint_that_fails_is_an_error(run, capsys):
     assert line.endswith("; the last whole one is of step 4")
     assert "finished" not in captured.out
     assert len(read_metrics(run)) == 5
-    # the same where the last step's is a periodic one
+    # the same if the checkpoint of the last step is periodic
     with disk_of(100_000):
         assert train(run, 6, "--resume", "auto") == 2
     assert "the checkpoint of step 6 could not be written" in capsys.readouterr().err
@@ -187,7 +185,7 @@ def test_stop_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     assert names(tmp_path / "run") == ["step-00000002", "step-00000004"]
 
 
-def test_crash_keeps_the_checkpoint_under_way(tmp_path, monkeypatch):
+def test_crash_keeps_the_pending_checkpoint(tmp_path, monkeypatch):
     def crash(*args, **kwargs):
         calls.append(1)
         if len(calls) == 3:

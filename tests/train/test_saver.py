@@ -1,8 +1,7 @@
-"""Checkpoints in the background hold the step that asked; faults of a disk are said, not fatal."""
+"""Background checkpoints hold the state of their step; disk errors are printed and not fatal."""
 
 import contextlib
 import os
-import resource
 import threading
 from pathlib import Path
 
@@ -15,27 +14,8 @@ from torch.distributed.checkpoint.staging import DefaultStager
 import fla_cp.train.saver
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
-from fla_cp.train.config import parse
-from fla_cp.train.distributed import Ranks, joined
 from fla_cp.train.saver import SaveFailed, Saver, stagers_can_be_used_again
-from tests.train.test_checkpoint import OneRank, names
-
-
-@pytest.fixture
-def ranks():
-    with joined(parse(["--device", "cpu"]).parallel) as ranks:
-        yield ranks
-
-
-@contextlib.contextmanager
-def disk_of(size):
-    """No file of this process may grow over `size` bytes: its writes fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from tests.support.checkpoints import OneRank, disk_of, names, ranks_without_mesh
 
 
 def test_training_goes_on_while_the_state_of_the_step_is_written(tmp_path, ranks, monkeypatch):
@@ -48,7 +28,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_written(tmp_path, ranks
 
     monkeypatch.setattr(os, "fsync", held)
     with contextlib.closing(one.saver(tmp_path, lines.append)) as saver:
-        for step in (4, 5):  # the second time into the same buffers
+        for step in (4, 5):  # the second time, the buffers are reused
             one.update()
             expected[step] = one.tensors(), torch.get_rng_state()
             saver.start(one.model, one.optimizer, Progress(step))
@@ -60,12 +40,12 @@ def test_training_goes_on_while_the_state_of_the_step_is_written(tmp_path, ranks
             if step == 4:
                 saver.wait()
                 gate.clear()
-        saver.start(one.model, one.optimizer, Progress(6))  # after the one before
+        saver.start(one.model, one.optimizer, Progress(6))  # after the checkpoint before
         assert {"step-00000004", "step-00000005"} <= set(names(tmp_path))
-    # closing waits, too
+    # close waits for it, too
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
     assert saver.step == 6
-    lines = [line for line in lines if "waited" not in line]  # said where the disk is slow
+    lines = [line for line in lines if "waited" not in line]  # printed if the disk is slow
     assert [line.split(":")[0] for line in lines] == [f"checkpoint step {n}" for n in (4, 5, 6)]
     assert "paused the step for 0." in lines[0] and "s, written in " in lines[0]
     assert other.load(tmp_path / "checkpoints" / "step-00000005") == Progress(5)
@@ -102,7 +82,7 @@ def test_full_disk_costs_a_line_and_the_last_one_an_error(tmp_path, ranks):
 @pytest.mark.parametrize("what", ["record", "folder"])
 def test_other_faults_of_the_disk(what, tmp_path, ranks, monkeypatch):
     one, lines = OneRank(ranks), []
-    if what == "record":  # the last file, of rank 0 alone
+    if what == "record":  # the last file, which only rank 0 writes
         monkeypatch.setattr("fla_cp.train.saver.seal", lambda record: bytes(500_000))
     else:
         (tmp_path / "checkpoints").write_text("a file")
@@ -116,7 +96,7 @@ def test_other_faults_of_the_disk(what, tmp_path, ranks, monkeypatch):
     assert checkpoint.find("auto", tmp_path) == []
 
 
-def test_what_another_host_keeps_to_itself_is_missed(tmp_path, ranks, monkeypatch):
+def test_files_that_only_another_host_has_fail_the_save(tmp_path, ranks, monkeypatch):
     one, lines = OneRank(ranks), []
     original = checkpoint.remove
     real = os.fsync
@@ -134,18 +114,8 @@ def test_what_another_host_keeps_to_itself_is_missed(tmp_path, ranks, monkeypatc
     assert names(tmp_path) == []
 
 
-def _ranks(group, rank):
-    """Ranks with no mesh: what the saver and the search for a whole checkpoint use."""
-    size = dist.get_world_size(group)
-    empty = dict.fromkeys(("mesh", "fsdp_mesh", "cp_group"))
-    sizes = {"cp": 1, "dp_rank": rank, "dp": size, "dp_replicate": size}
-    return Ranks(
-        rank=rank, world_size=size, device=torch.device("cpu"), host_group=group, **empty, **sizes
-    )
-
-
 def _one_rank_has_no_space(group, rank, run):
-    ranks = _ranks(group, rank)
+    ranks = ranks_without_mesh(group, rank)
     torch.manual_seed(rank)
     model, lines, errors = nn.Linear(3, 3), [], []
     optimizer = torch.optim.AdamW(model.parameters())
@@ -193,7 +163,7 @@ def test_ranks_agree_where_the_disk_of_one_is_full(gloo_pool, tmp_path):
 
 
 def test_stagers_that_copy_once(tmp_path, ranks, monkeypatch):
-    """As torch 2.11 has them."""
+    """torch 2.11 has such stagers."""
 
     class Once(DefaultStager):
         def stage(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""The pieces of a training step on one rank: agreement, held-out loss, model, reports."""
+"""The parts of a training step on one rank: agreement, held-out loss, model, reports."""
 
 import math
 import sys
@@ -22,7 +22,7 @@ MODEL = [
 
 
 class FakeRanks(Ranks):
-    """Ranks whose host_gather returns what a test wants the others to have said."""
+    """Ranks whose host_gather returns values that a test chooses for the other ranks."""
 
     def host_gather(self, values):
         return self.answer(list(values))
@@ -59,7 +59,7 @@ def one_rank():
 
 
 def test_held_out_loss_is_exact_for_every_split(one_rank):
-    """Three packs over two data-parallel ranks: the fourth turn has no targets."""
+    """Three packs over two data-parallel ranks: the fourth forward has no targets."""
     config = parse([*MODEL, "--seq-len", "150", "--global-batch-size", "4", "--eval-batches", "1"])
     packs = [pack(i, targets=40 * i + 10) for i in range(3)]
 
@@ -79,7 +79,7 @@ def test_held_out_loss_is_exact_for_every_split(one_rank):
     assert whole == pytest.approx(float(totals[0] / totals[1]), rel=1e-6)
 
 
-def test_cut_cross_entropy_is_the_whole_one(monkeypatch):
+def test_cross_entropy_in_parts_equals_the_whole(monkeypatch):
     batch = collate([pack(0)])
     context = build_cp_context(batch["cu_seqlens"], None, conv1d_kernel_size=4)
     results = []

@@ -1,6 +1,7 @@
 """Training end to end on CPU: every split gives one rank's losses, runs resume, bad steps skip.
 
-One rank runs inside this process, through the same code; more ranks are started as a user would.
+One rank runs inside this process, through the same code; several ranks are started as a user would
+start them.
 """
 
 import json
@@ -27,7 +28,7 @@ from fla_cp.train.model import build_model
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "launch" / "train.py"
 STEPS = 20
-# 2 packs of 150 tokens: neither a chunk nor a shard ends where a pack or a document does
+# 2 packs of 150 tokens: no end of a chunk or a shard is the end of a pack or a document
 MODEL = [
     *("--model.layers", "2", "--model.hidden-size", "32"),
     *("--model.num-heads", "2", "--model.head-dim", "16"),
@@ -94,7 +95,7 @@ def run_ranks(*flags, **options):
 
 
 def column(run, name):
-    """{step: value} of the steps that have one."""
+    """{step: value} of the steps that have a value."""
     return {row["step"]: row[name] for row in read_metrics(run) if row[name] is not None}
 
 
@@ -186,7 +187,7 @@ def test_resumes_on_another_split(reference, text, tmp_path):
     assert f"resumed from {middle} at step 10" in out
     expected = {k: v for k, v in column(reference, "loss").items() if k > 10}
     assert worst_difference(column(run, "loss"), expected) < 1e-4
-    # and back: what four ranks wrote, one rank reads
+    # and back: one rank reads what four ranks wrote
     again = tmp_path / "again"
     last = run / "checkpoints" / "step-00000020"
     flags = ["--resume", str(last), "--max-steps", "21", "--out", str(again)]
@@ -298,7 +299,7 @@ def test_sigterm_writes_a_checkpoint(text, tmp_path):
 @pytest.mark.wide
 @pytest.mark.slow
 def test_parity_of_a_split(text, tmp_path):
-    flags = ["--cp", "2", "--check-parity", "--parity.steps", "2"]  # more: test_parity.py
+    flags = ["--cp", "2", "--check-parity", "--parity.steps", "2"]  # test_parity.py has more tests
     out = run_ranks(*text, *flags, "--out", str(tmp_path / "run"))
     assert "parity holds" in out
     report = json.loads((tmp_path / "run" / "parity.json").read_text())
@@ -375,7 +376,7 @@ def test_fewer_steps_than_the_resumed_ones_are_refused(reference, text, tmp_path
 
 
 def test_whole_packs_say_why_nothing_is_exchanged():
-    """Such a run exchanges nothing; any other split of packs says nothing."""
+    """Such a run exchanges nothing, and says why; runs with other splits do not say so."""
 
     def specialization_key(flags):
         config = parse([*BASE, *flags.split()])
@@ -408,6 +409,6 @@ def test_mistakes_end_in_one_line_on_any_number_of_ranks():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_missing_gpu_is_said(capsys):
+def test_missing_gpu_is_reported(capsys):
     assert run_here("--device", "cuda", "--cp", "2") == 2
     assert "--device cuda needs a GPU per local rank: 2 ranks, 0 GPUs" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Training over two hosts equals training on one: gloo over a network, a torchrun agent a host."""
+"""Training on two hosts equals training on one: gloo over a network, one torchrun agent a host."""
 
 import json
 import math

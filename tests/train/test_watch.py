@@ -1,4 +1,7 @@
-"""The watchdog: who is blamed, what is said, when a run ends; in threads, then with real ranks."""
+"""The watchdog: which rank is blamed, what is printed, when a run ends.
+
+The tests use threads first, then real ranks.
+"""
 
 import datetime
 import os
@@ -36,21 +39,21 @@ def record(**facts):
 
 
 def table(*records, ages=()):
-    """Records seen so many seconds before time 1000."""
+    """Records that were seen this many seconds before time 1000."""
     ages = [*ages, *[0] * len(records)]
     return {rank: Seen(r, 1000 - age) for rank, (r, age) in enumerate(zip(records, ages))}  # noqa: B905
 
 
-def test_blame_falls_on_who_is_silent_or_behind():
+def test_silent_and_late_ranks_are_blamed():
     ahead = record(calls=5, wait="barrier", step=3, idle=61)
     behind = record(calls=4, step=3, phase="data", host="b", idle=62)
     in_exchange = record(calls=4, exchanges=7, wait="exchange of states")
     assert blamed(table(ahead, behind, ahead), 1000, LIMITS) == [1]
     assert blamed(table(ahead, behind, in_exchange), 1000, LIMITS) == [1]
-    # all in one exchange but one that computes, or that gives no sign of life
+    # all are in an exchange except one that computes, or is silent
     assert blamed(table(in_exchange, record(calls=4, exchanges=6)), 1000, LIMITS) == [1]
     assert blamed(table(ahead, ahead, ahead, ages=[0, 0, 30]), 1000, LIMITS) == [2]
-    # who is behind can wait itself, for one further behind
+    # a rank that is behind can itself wait for one further behind
     assert blamed(table(ahead, in_exchange, in_exchange), 1000, LIMITS) == [1, 2]
     assert blamed(table(ahead, ahead), 1000, LIMITS) == []
 
@@ -78,9 +81,9 @@ def test_a_run_is_hung_when_no_rank_gets_on_and_none_is_in_a_long_phase():
     assert not hung(table(record(idle=500), record(idle=500)), 1000, LIMITS)
     # rank 0 alone in a parity check, a first step that compiles, a checkpoint: its process lives
     assert not hung(table(waiting, record(idle=5000, long=True)), 1000, LIMITS)
-    # ... or it has been stopped in it
+    # or it was stopped in such a phase
     assert hung(table(waiting, record(idle=5000, long=True), ages=[0, 600]), 1000, LIMITS)
-    # it got on in the moment before it was stopped; nobody read the records until `look`
+    # it made progress just before it was stopped; nobody read the records until `look`
     stopped = record(idle=0)
     assert hung(table(waiting, stopped, ages=[0, 600 - LIMITS.look]), 1000, LIMITS)
     assert not hung(table(waiting, stopped, ages=[0, 100]), 1000, LIMITS)
@@ -108,7 +111,7 @@ class Ended(Exception):
 
 @pytest.fixture
 def watch():
-    """Makes watchdogs on a store that other ranks have left records in; ends come to `ends`."""
+    """Makes watchdogs on a store with records of other ranks; ends of the process go to `ends`."""
     made = []
 
     def make(rank, *others, store=None, limits=QUICK):
@@ -152,7 +155,7 @@ def test_stopped_rank_is_named_and_ends_the_run(watch, monkeypatch, capsys):
     assert one.verdict
 
 
-def test_lowest_rank_that_lives_speaks_where_rank_0_is_stopped(watch, monkeypatch, capsys):
+def test_lowest_living_rank_prints_if_rank_0_is_stopped(watch, monkeypatch, capsys):
     first, last = record(step=3, phase="metrics"), record(idle=1, wait="barrier", calls=99)
     one = started(watch(1, first, record(), last), monkeypatch)
     assert one.ends.get(timeout=WAIT) == HUNG
@@ -192,7 +195,7 @@ def test_notice_is_followed_by_a_word_when_the_run_goes_on(watch, monkeypatch, c
 
 def test_rank_ends_though_the_store_has_stopped_answering(watch, monkeypatch, capsys):
     class Deaf:
-        """A store whose process is stopped: calls do not come back."""
+        """A store whose process is stopped: calls do not return."""
 
         def __init__(self):
             self.back = threading.Event()
@@ -296,7 +299,7 @@ def test_all_ranks_meet(monkeypatch):
     assert Record.from_json(met.get("1")).pid == os.getpid()
 
 
-def test_marks_cost_nothing_beside_a_step():
+def test_marks_cost_nothing_compared_with_a_step():
     def marked():
         progress.mark("forward")
 
@@ -345,7 +348,7 @@ class Lines:
                 self.lines.append(line.rstrip())
 
     def wait_for(self, pattern, process, start=0, timeout=240):
-        """The line that matches, among those from number `start` on."""
+        """The first matching line, from line `start` on."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             ended = process.poll() is not None
@@ -380,7 +383,7 @@ NEEDS_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPUS)])
 def test_stopped_ranks_are_named_and_end_the_run(device, tmp_path):
-    """One run: rank 1 is stopped and goes on; then rank 0 is stopped and stays so."""
+    """In one run, rank 1 is stopped and continued; then rank 0 is stopped for good."""
     flags = [
         *("--model.layers", "1", "--model.hidden-size", "16", "--model.num-heads", "1"),
         *("--model.head-dim", "16", "--device", device, "--data", "synthetic", "--seq-len", "64"),

@@ -1,4 +1,4 @@
-"""Weights: the same bits on every split, drawn by shard, in the memory of a shard."""
+"""Initial weights: the same bits on every split, drawn by shard, in the memory of a shard."""
 
 import gc
 import hashlib
@@ -22,7 +22,7 @@ SMALL = [
     *("--model.layers", "2", "--model.hidden-size", "48"),
     *("--model.num-heads", "3", "--model.head-dim", "16"),
 ]
-VOCAB = 130  # rows that no number of ranks below divides
+VOCAB = 130  # no number of ranks below divides these rows
 
 
 def small(*flags):
@@ -46,7 +46,7 @@ def ranks_over(mesh, rank, world_size, group=None):
 
 
 def shards_of(config, replicas, shards, dtype=torch.float32, seed=3):
-    """{name: (rows, values)} of what each rank of a split holds, by rank."""
+    """{name: (rows, values)} for each rank of a split."""
     world = replicas * shards
 
     def on_rank(group, rank):
@@ -117,7 +117,7 @@ def test_weight_is_a_function_of_seed_name_and_shape_alone():
 
 
 def test_weights_are_those_of_every_other_machine():
-    """Another hash means that a seed gives other models than before: say so in CHANGELOG."""
+    """Another hash means that a seed gives other models than before. CHANGELOG must say so."""
     digest = hashlib.sha256()
     for mixer in MIXERS:
         for name, values in build_model(small("--mixer", mixer), VOCAB, 0).named_parameters():
@@ -132,7 +132,7 @@ def test_weights_are_those_of_every_other_machine():
     ids=["normal", "uniform", "A_log", "dt_bias"],
 )
 def test_rows_have_the_distribution_of_reset_parameters(initial):
-    """Two samples of n: their distribution functions differ by 1.95 sqrt(2 / n) once in 1000."""
+    """Distribution functions of two samples of n differ by 1.95 sqrt(2 / n) once in 1000."""
     n = 100_000
     torch.manual_seed(0)
     reset = torch.empty(n)
@@ -154,10 +154,10 @@ def resident():
 
 
 def start_in_memory(group, rank, size):
-    """(growth of the resident set at its peak, bytes of this rank's shard) while making a model."""
+    """(peak growth of the resident set while making a model, bytes of this rank's shard)."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
     ranks = ranks_over(mesh, rank, size, group)
-    build_sharded(small(), VOCAB, 0, ranks, torch.float32)  # what is loaded once
+    build_sharded(small(), VOCAB, 0, ranks, torch.float32)  # modules that are loaded once
     gc.collect()
     before, seen, done = resident(), [], threading.Event()
 

@@ -245,8 +245,8 @@ class RuleOptions(NamedTuple):
 def rows(x: Tensor | None) -> Rows:
     """x [T, H, D] with unit stride in D, or [T, H].
 
-    In three dims no stride is 1. Triton 3.6 takes a member that is 1 for None in loops and branches,
-    where its bundle is a member of another.
+    In three dims no stride is 1: where a bundle is a member of another, Triton 3.6 takes a member
+    that is 1 for None in loops and branches.
     """
     if x is None:
         return Rows(None, 0, 0)

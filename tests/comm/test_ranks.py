@@ -1,4 +1,4 @@
-"""tests/support/ranks.py itself: results, failures, hangs, and which collectives threads offer."""
+"""Tests of tests/support/ranks.py: results, failures, hangs, and the collectives of threads."""
 
 import os
 import time
@@ -165,7 +165,7 @@ def test_failure_on_every_rank_is_raised_and_keeps_the_processes(gloo_pool):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Where some ranks wait for others that have failed: for as long as it is given to them."""
+    """Shortens the time for which ranks wait for others that have failed."""
     monkeypatch.setattr("tests.support.ranks.GRACE_SECONDS", 2)
 
 

@@ -1,5 +1,8 @@
-"""Remembered launches run what Triton would run, with the same arguments: on a driver that records
-them instead of a GPU."""
+"""Remembered launches run what Triton would run, with the same arguments.
+
+A driver records the launches in place of a GPU. test_launch.py runs this file in a process of its
+own.
+"""
 
 from contextlib import contextmanager
 
@@ -14,7 +17,7 @@ from triton.runtime import driver
 from fla_cp.kernels.sm90 import tma
 from fla_cp.kernels.triton import launch as launches
 from fla_cp.kernels.triton.launch import launch
-from tests.aot.compiling import _Sm90
+from tests.support.driver import Sm90Driver
 
 
 @triton.jit
@@ -38,8 +41,8 @@ def kernel(x, y, n, scale, pair, B: tl.constexpr, F: tl.constexpr, WHAT: tl.cons
     tl.store(x + i, a.to(x.dtype.element_ty))
 
 
-class Recorder(_Sm90):
-    """Stands in for the CUDA driver and its launcher."""
+class Recorder(Sm90Driver):
+    """Replaces the CUDA driver and its launcher, and records launches."""
 
     def __init__(self):
         self.device, self.runs = 0, []
@@ -89,8 +92,10 @@ def as_triton():
 
 
 def same(recorder, kernel, grid, *given, **named):
-    """Launches thrice, the last time as Triton does; the runs were equal, and the second was not
-    looked up."""
+    """Launches three times, the last time as Triton does, and asserts that all runs are equal.
+
+    The second launch must not look up the kernel.
+    """
     recorder.runs.clear()
     recorder.count = len(kernel.arg_names)
     launch(kernel, grid, *given, **named)
@@ -120,7 +125,7 @@ VALUES = {
 
 @pytest.mark.parametrize("given", [0, 3])
 def test_any_arguments_run_what_triton_runs(recorder, given):
-    """Each value of an argument with the same others, so that nothing else tells it apart."""
+    """Each value of an argument is combined with the same other values, so that only it differs."""
     hashes = set()
     for base in (0, -1):
         usual = {name: values[base] for name, values in VALUES.items()}
@@ -168,7 +173,7 @@ def test_a_descriptor_is_told_by_what_is_compiled_of_it():
 
 
 def test_a_descriptor_says_what_tritons_own_says():
-    """And what it refuses, ours, made without a check, is not."""
+    """Our descriptors are made without a check, so this makes Triton's own, which checks."""
     wide = torch.zeros(64, 2, 3, 128, dtype=torch.bfloat16)[:, :, 1]
     for x in (wide, wide.contiguous(), torch.zeros(3, 2, 7, 64), torch.zeros(5, 1, 128)):
         ours = tma.describe(x, 1, 64)

@@ -1,0 +1,108 @@
+"""The checks for a GPU, tried on the CPU: they pass, and they fail on a wrong result."""
+
+import pytest
+import torch
+
+from fla_cp import kda_gate
+from tests.gpu import said
+
+pytest.importorskip("triton")  # interpreted: conftest.py
+
+from tests.gpu import checks
+from tests.gpu.__main__ import SMALL_CALL
+from tests.support.closeness import share_of_budget
+
+F32, F64 = torch.float32, torch.float64
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def draw(*shape, seed):
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=gen, dtype=F64).to(F32)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """tests/gpu/checks.py at small sizes, on the CPU."""
+    monkeypatch.setattr(checks, "DEVICE", "cpu")
+    monkeypatch.setattr(checks, "CONVOLUTIONS", ((20, 6, 4, (0, 3, 20)),))
+    monkeypatch.setattr(checks, "GATES", ((9, 2, 16),))
+    monkeypatch.setattr(checks, "RANGES", (30, 5))
+    monkeypatch.setattr(checks, "CHANNELS", 70)
+    monkeypatch.setattr(checks, "FAMILY", ((16, 16, 5),))
+    monkeypatch.setattr(checks, "BF16", torch.float32)  # products of bf16 are not interpreted
+
+
+@pytest.mark.bits
+@pytest.mark.wide
+def test_the_gpu_checks_themselves(small, monkeypatch):
+    """Each check runs, passes, and fails on a wrong result."""
+    rows = checks.check_conv_and_gate()
+    assert len(rows) == 3 * (2 + 2 + 2)
+    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
+    fine = checks.kda_gate
+
+    def wrong(g, *rates, impl, **options):
+        return fine(g, *rates, impl=impl, **options) * (1.0001 if impl == "triton" else 1.0)
+
+    monkeypatch.setattr(checks, "kda_gate", wrong)
+    monkeypatch.setattr(checks, "CONVOLUTIONS", ())
+    rows = [r for r in checks.check_conv_and_gate() if "gate" in r["case"]]
+    assert rows and not any(row["ok"] for row in rows if row["dtype"] == "float32")
+
+
+@pytest.mark.bits
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["comba", "simple_gla", "gated_delta_product2"])
+def test_the_gpu_checks_of_the_family(name, small):
+    rows = checks.check_family(name)
+    assert len(rows) == 7
+    assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_the_gates_budget_is_that_of_its_terms(bound):
+    """The budget holds if the sums cancel, and a gradient that is wrong by 1e-4 exceeds it."""
+    for seed in range(10):
+        g, dout = draw(9, 2, 16, seed=seed) * 4, draw(9, 2, 16, seed=seed + 100)
+        x = {"g": g, "A_log": draw(2, seed=seed + 200), "dt_bias": draw(32, seed=seed + 300)}
+
+        def call(x, impl, dout=dout):
+            x = {n: t.detach().requires_grad_() for n, t in x.items()}
+            y = kda_gate(**x, lower_bound=bound, impl=impl)
+            return checks.with_gradients(y, x, dout)
+
+        wide = {n: t.double() for n, t in x.items()}
+        actual, exact, plain = call(x, "triton"), call(wide, "torch"), call(x, "torch")
+        off = checks.of_gate(wide, actual, exact, dout=dout, bound=bound)
+        for n in ("dg", "dA_log", "ddt_bias"):
+            for factor, within in ((1.0, True), (1.0001, n == "dA_log" and None)):
+                use = share_of_budget(actual[n] * factor, exact[n], plain[n], off[n], F32)
+                assert within is None or (use <= 1) == within, (n, seed, factor, use)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpu_budget_is_that_of_the_inputs_dtype(dtype):
+    """An error of eight roundings exceeds the budget, and one of a single rounding does not."""
+    exact = torch.linspace(1, 2, 100, dtype=torch.float64)
+    for roundings, within in ((1, True), (8, False)):
+        actual = exact * (1 + roundings * torch.finfo(dtype).eps)
+        assert (share_of_budget(actual, exact, exact, None, dtype) <= 1) == within
+
+
+def test_hash_of_a_kernel_file_is_of_its_code():
+    code = 'def f(x):\n    """Doc."""\n    if x:\n        y = 1\n    return f"{x}"\n'
+    other = "# why\ndef f( x ):\n\n  if x:\n    y = 1  # one\n  return f'{x}'\n".replace("'", '"')
+    assert said(code) == said(other)
+    assert said(code) != said(code.replace("y = 1", "y = 2"))
+    assert said(code) != said(code.replace("    return", "        return"))
+
+
+def test_the_call_under_the_sanitizer_finds_what_it_imports():
+    """The call itself runs only on a GPU, in a process of its own."""
+    head, _, _ = SMALL_CALL.partition("\nfor ")
+    exec(compile(head, "SMALL_CALL", "exec"), {})
