@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_cp.kernels.sm90.intra_headwise_bwd_copies import copy_items, store_items, tiles_of
 from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton.device.bundles import ChunkTable, HeadwiseGrads, rule_options
+from fla_cp.kernels.triton.device.bundles import ChunkTable, Grads, rule_options
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables
 from fla_cp.kernels.triton.tile_table import WHOLE
@@ -379,7 +379,7 @@ def head_bwd(
     h: Tensor,
     v_new: Tensor,
     grads: ScanGrads,
-    out: HeadwiseGrads,
+    out: Grads,
     dv: Tensor,
     programs: int,
 ) -> None:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     EPS,
     apply_sums,
@@ -42,7 +43,6 @@ from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, 
 from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
-from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_SCALE, Q_SCALE
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, Tables, stage_name, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
@@ -77,10 +77,10 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
     tl.store(p_diagonal, diagonal.to(operand))
     if S.TERMS > 1:
         tl.store(p_diagonal + S.BT * S.BT, rounded_off(diagonal, operand))
-    row = out.rows + i_ch * CHANNELWISE_PLANES * S.BT + o_i
+    row = out.rows + i_ch * planes.CHANNELWISE_PLANES * S.BT + o_i
     tl.store(row, b_beta)
-    tl.store(row + Q_SCALE * S.BT, q_scale)
-    tl.store(row + K_SCALE * S.BT, k_scale)
+    tl.store(row + planes.Q_SCALE * S.BT, q_scale)
+    tl.store(row + planes.K_SCALE * S.BT, k_scale)
 
     b_qk = tl.zeros([S.BT, S.BT], tl.float32)
     b_kk = tl.zeros([S.BT, S.BT], tl.float32)
@@ -144,7 +144,7 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
     i_ch = opaque(i_ch, n_rows, S.BT, 1)
     if R.SAFE:
         o_i = opaque(o_i, n_rows, S.BT, 1)
-    b_beta = tl.load(out.rows + i_ch * CHANNELWISE_PLANES * S.BT + o_i)
+    b_beta = tl.load(out.rows + i_ch * planes.CHANNELWISE_PLANES * S.BT + o_i)
     p_diagonal = out.Aqk + (i_ch * (S.TERMS * S.BT) + o_i) * S.BT + o_i
     diagonal = tl.load(p_diagonal).to(tl.float32)
     if S.TERMS > 1:
@@ -177,12 +177,12 @@ def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr
     m_i = o_i < tl.load(chunks.rows + i_c)
     start = tl.load(chunks.start + i_c).to(tl.int64)
     i_ch = i_c * S.HV + i_hv
-    row = out.rows + i_ch * CHANNELWISE_PLANES * S.BT + o_i
+    row = out.rows + i_ch * planes.CHANNELWISE_PLANES * S.BT + o_i
     b_g = load_steps(gate, start, i_hv, o_i, m_i, o_k, S, R)
     b_q = load_rows(rows_from(q, start, i_h), o_i, m_i, o_k, S.K).to(tl.float32)
     b_k = load_rows(rows_from(k, start, i_h), o_i, m_i, o_k, S.K).to(tl.float32)
-    b_q *= tl.load(row + Q_SCALE * S.BT)[:, None]
-    b_k *= tl.load(row + K_SCALE * S.BT)[:, None]
+    b_q *= tl.load(row + planes.Q_SCALE * S.BT)[:, None]
+    b_k *= tl.load(row + planes.K_SCALE * S.BT)[:, None]
     steps = parts(b_g, out.kg.dtype.element_ty)
     d = sum_steps(sums, UP_TO, o_i, steps, S.PRECISION)
     e = decay_exp(d, R.EXP2)

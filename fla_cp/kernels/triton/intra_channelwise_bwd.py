@@ -30,17 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import apply_sums, decay_exp, parts, store_rows, sum_steps
-from fla_cp.kernels.triton.device.bundles import (
-    ChannelwiseGrads,
-    ChannelwiseSaved,
-    ScoresGrads,
-    ScoresSaved,
-    gate,
-    rows,
-    rule_options,
-    shape,
-)
+from fla_cp.kernels.triton.device.bundles import Grads, gate, rule_options, shape
 from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
 from fla_cp.kernels.triton.device.channelwise_grads import (
     as_rows,
@@ -52,23 +44,30 @@ from fla_cp.kernels.triton.device.channelwise_grads import (
 )
 from fla_cp.kernels.triton.device.decay_sums import AFTER, PAIR, UP_TO, sums
 from fla_cp.kernels.triton.device.opaque import opaque
-from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_DK, K_SCALE, Q_DQ, Q_SCALE
 from fla_cp.kernels.triton.intra_channelwise_bwd_safe import safe_bwd_kernel
 from fla_cp.kernels.triton.intra_channelwise_bwd_scores import beta_bwd, scores_bwd_kernel
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import Chunks, ScanGrads, stage_name, summed_over_chunks, tables
+from fla_cp.kernels.triton.operands import (
+    DENSE,
+    Chunks,
+    ScanGrads,
+    saved,
+    stage_name,
+    summed_over_chunks,
+    tables,
+)
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
 
 
 @triton.jit
-def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
-    """x: `ChannelwiseSaved`; out: `ChannelwiseGrads`; chunks: `ChunkTable`. Where the rule removes
+def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
+    """x: `Saved`; gate: `Gate`; out: `Grads`; chunks: `ChunkTable`. Where the rule removes
     nothing (GLA) k has no row factor."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
-    here = open_chunk(x, chunks, i_c, i_hv, S, CHANNELWISE_PLANES)
+    here = open_chunk(x, out, chunks, i_c, i_hv, S, planes.CHANNELWISE_PLANES)
     i = tl.arange(0, S.BT)
     m_i = i < here.n_rows
     operand = x.v_new.dtype.element_ty
@@ -76,11 +75,11 @@ def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl
     LEAN: tl.constexpr = REMOVES and operand == tl.float32
     o_k = i_k * S.BK + tl.arange(0, S.BK)
 
-    b_g = load_steps(x.gate, here.start, i_hv, i, m_i, o_k, S, R)
+    b_g = load_steps(gate, here.start, i_hv, i, m_i, o_k, S, R)
     b_dq, b_dr, b_dc, b_dl = state_products(here, i, m_i, o_k, S, True)
     steps = parts(b_g, operand)
-    b_k = load_scaled(here.k, here.rows, K_SCALE, i, m_i, o_k, S.K)
-    b_q = load_scaled(here.q, here.rows, Q_SCALE, i, m_i, o_k, S.K)
+    b_k = load_scaled(here.k, here.rows, planes.K_SCALE, i, m_i, o_k, S.K)
+    b_q = load_scaled(here.q, here.rows, planes.Q_SCALE, i, m_i, o_k, S.K)
     b_beta = tl.load(here.rows + i)[:, None]
     e = decay_exp(sum_steps(sums, UP_TO, i, steps, S.PRECISION), R.EXP2)
     b_dq *= e
@@ -114,14 +113,14 @@ def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl
         if LEAN:
             o = opaque(i, here.n_rows + level, S.BT, 1000)
             m_o = o < here.n_rows
-            x_q = blocks_of_16(load_scaled(here.q, here.rows, Q_SCALE, o, m_o, o_k, S.K))
-            x_k = blocks_of_16(load_scaled(here.k, here.rows, K_SCALE, o, m_o, o_k, S.K))
+            x_q = blocks_of_16(load_scaled(here.q, here.rows, planes.Q_SCALE, o, m_o, o_k, S.K))
+            x_k = blocks_of_16(load_scaled(here.k, here.rows, planes.K_SCALE, o, m_o, o_k, S.K))
             x_beta = blocks_of_16(tl.load(here.rows + o)[:, None])
         x_grads = level_grads(
             x_grads,
             f,
             (x_q, x_k, x_beta),
-            here.dscores,
+            here.scores,
             at,
             ((r[:, None] ^ r[None, :]) >> n == 1)[None],
             ((r >> n) & 1 == 1)[None, :, None],
@@ -135,14 +134,14 @@ def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl
         inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
         f = decay_exp(sum_steps(sums, PAIR + top, o, steps, S.PRECISION), R.EXP2)
         if LEAN:
-            b_q = load_scaled(here.q, here.rows, Q_SCALE, o, o < here.n_rows, o_k, S.K)
-            b_k = load_scaled(here.k, here.rows, K_SCALE, o, o < here.n_rows, o_k, S.K)
+            b_q = load_scaled(here.q, here.rows, planes.Q_SCALE, o, o < here.n_rows, o_k, S.K)
+            b_k = load_scaled(here.k, here.rows, planes.K_SCALE, o, o < here.n_rows, o_k, S.K)
             b_beta = tl.load(here.rows + o)[:, None]
         grads = level_grads(
             grads,
             f,
             (b_q, b_k, b_beta),
-            here.dscores,
+            here.scores,
             o[:, None] * S.BT + o[None, :],
             (outer[:, None] == outer[None, :]) & (inner[:, None] != inner[None, :]),
             (inner % 2 == 1)[:, None],
@@ -154,31 +153,31 @@ def intra_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl
     q, k, n_rows = here.q, here.k, tl.load(chunks.rows + i_c)
     i, i_k = opaque(i, n_rows, S.BT, 1), opaque(i_k, n_rows, S.BT, 1)
     i_c, i_hv = opaque(i_c, n_rows, S.BT, 1), opaque(i_hv, n_rows, S.BT, 1)
-    here = open_chunk(x, chunks, i_c, i_hv, S, CHANNELWISE_PLANES)
+    here = open_chunk(x, out, chunks, i_c, i_hv, S, planes.CHANNELWISE_PLANES)
     m_i = i < here.n_rows
     o_k = i_k * S.BK + tl.arange(0, S.BK)
     if LEAN:
-        b_q = load_scaled(q, here.rows, Q_SCALE, i, m_i, o_k, S.K)
-        b_k = load_scaled(k, here.rows, K_SCALE, i, m_i, o_k, S.K)
+        b_q = load_scaled(q, here.rows, planes.Q_SCALE, i, m_i, o_k, S.K)
+        b_k = load_scaled(k, here.rows, planes.K_SCALE, i, m_i, o_k, S.K)
         b_beta = tl.load(here.rows + i)[:, None]
     # the diagonal's row and column cancel in the gate's gradient
     diagonal = tl.load(here.row_grads + i)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
     if R.NORM:
-        b_dq -= b_q * (tl.load(here.row_grads + Q_DQ * S.BT + i) / (scale * scale))[:, None]
+        b_dq -= b_q * (tl.load(here.row_grads + planes.Q_DQ * S.BT + i) / (scale * scale))[:, None]
     at = (here.start * S.HV + i_hv) * S.K
-    b_dq *= tl.load(here.rows + Q_SCALE * S.BT + i)[:, None]
+    b_dq *= tl.load(here.rows + planes.Q_SCALE * S.BT + i)[:, None]
     store_rows(out.dq + at, b_dq, i, S.HV * S.K, m_i, o_k, S.K)
     if REMOVES:
-        share = out.dbeta + (i_k + 1).to(tl.int64) * tokens * S.HV + here.start * S.HV + i_hv
+        share = out.shares + (i_k + 1).to(tl.int64) * tokens * S.HV + here.start * S.HV + i_hv
         tl.store(share + i * S.HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
         b_dc += b_dr * b_beta
     if R.NORM:
-        b_dc -= b_k * tl.load(here.row_grads + K_DK * S.BT + i)[:, None]
-    b_dc *= tl.load(here.rows + K_SCALE * S.BT + i)[:, None]
+        b_dc -= b_k * tl.load(here.row_grads + planes.K_DK * S.BT + i)[:, None]
+    b_dc *= tl.load(here.rows + planes.K_SCALE * S.BT + i)[:, None]
     store_rows(out.dk + at, b_dc, i, S.HV * S.K, m_i, o_k, S.K)
-    store_gate_grads(b_dgc, x, sums, out, chunks, i_c, i_hv, i_k, S, R, 2)
+    store_gate_grads(b_dgc, x, gate, sums, out, chunks, i_c, i_hv, i_k, S, R, 2)
 
 
 def intra_channelwise_bwd(
@@ -191,31 +190,39 @@ def intra_channelwise_bwd(
     grads: ScanGrads,
 ) -> Inputs:
     """One decay a channel."""
-    table, do, dtype = tables(packing, x.q.device), grads.do, x.q.dtype
+    table, dtype = tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     t = c.tuning.tile(stage_name("intra_bwd", rule, dtype), K, V, dtype)
     ts = c.tuning.tile("scores_bwd", K, V, dtype)
     S, R, tiles = shape(rule, dtype, H, HV, K, V, t), rule_options(rule, dtype), cdiv(K, t.BK)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     dq, dk = (x.q.new_empty(tokens, HV, K, dtype=None if HV == H else torch.float32) for _ in "qk")
-    dv, dg = (torch.empty(z.shape, dtype=z.dtype, device=z.device) for z in (x.v, x.g))
-    dbeta = single(1 + tiles, tokens, HV)
-    dA_log = None if x.A_log is None else single(NC * tiles, HV)
-    ddt_bias = None if x.dt_bias is None else single(NC, HV, K)
-    dscores, row_grads = x.q.new_empty(NC, HV, 2, CHUNK, CHUNK), single(NC, HV, 3, CHUNK)
+    out = Grads(
+        dq=dq,
+        dk=dk,
+        dp=None,
+        dv=torch.empty_like(x.v, memory_format=DENSE),
+        dg=torch.empty_like(x.g, memory_format=DENSE),
+        dbeta=None,
+        dA_log=None if x.A_log is None else single(NC * tiles, HV),
+        ddt_bias=None if x.dt_bias is None else single(NC, HV, K),
+        shares=single(1 + tiles, tokens, HV),
+        scores=x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
+        row_grads=single(NC, HV, 3, CHUNK),
+        dgc=None,
+        shift=None,
+    )
     if NC:
-        scores = ScoresSaved(rows(x.v), rows(do), c.o, v_new, grads.y, c.rows)
-        left = ScoresGrads(dv, dbeta, dscores, row_grads)
+        read, where = saved(x, c, h, v_new, grads), table.chunks
         compiled = {"S": shape(rule, dtype, H, HV, K, V, ts), "R": R, "num_warps": ts.warps}
-        launch(scores_bwd_kernel, (NC, HV), scores, left, table.chunks, **compiled)
-        given = rows(x.q), rows(x.k), gate(rule, x), rows(do), h, grads.dh, v_new, grads.y
-        saved = ChannelwiseSaved(*given, c.rows, c.decay, c.anchors, dscores, row_grads)
-        out = ChannelwiseGrads(dq, dk, dg, dbeta, dA_log, ddt_bias)
+        launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
         kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
-        last = sums(dtype, x.q.device), out, table.chunks, tokens, rule.scale, S, R
-        launch(kernel, (NC * tiles, HV), saved, *last, num_warps=t.warps, maxnreg=t.registers)
+        given = gate(rule, x), sums(dtype, x.q.device), out, where, tokens, rule.scale, S, R
+        launch(kernel, (NC * tiles, HV), read, *given, num_warps=t.warps, maxnreg=t.registers)
     if HV > H:
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk))
-    db = None if x.beta is None else beta_bwd(rule, x.beta, dbeta)
-    sums_of = summed_over_chunks(dA_log, x.A_log), summed_over_chunks(ddt_bias, x.dt_bias)
-    return Inputs(dq, dk, dv, dg, db, *sums_of)
+    dbeta = None if x.beta is None else beta_bwd(rule, x.beta, out.shares)
+    dA_log = summed_over_chunks(out.dA_log, x.A_log)
+    return Inputs(
+        dq, dk, out.dv, out.dg, dbeta, dA_log, summed_over_chunks(out.ddt_bias, x.dt_bias)
+    )

@@ -12,6 +12,7 @@ to the gradient of gc at its row it takes off at its column, with the same facto
 import triton
 import triton.language as tl
 
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     decay_exp,
     dot,
@@ -31,16 +32,15 @@ from fla_cp.kernels.triton.device.channelwise_grads import (
 from fla_cp.kernels.triton.device.decay_sums import UP_TO
 from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.opaque import opaque
-from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_DK, K_SCALE, Q_DQ, Q_SCALE
 
 
 @triton.jit
-def safe_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
+def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
     """Takes the arguments of `intra_bwd_kernel`."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
-    here = open_chunk(x, chunks, i_c, i_hv, S, CHANNELWISE_PLANES)
+    here = open_chunk(x, out, chunks, i_c, i_hv, S, planes.CHANNELWISE_PLANES)
     i = tl.arange(0, S.BT)
     m_i = i < here.n_rows
     REMOVES: tl.constexpr = S.REMOVAL != "none"
@@ -53,10 +53,10 @@ def safe_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.
     UNIT: tl.constexpr = 1.0 if R.EXP2 else 1.0 / LOG2E
 
     # nearly all loads at once: to wait for memory again costs more than registers do
-    b_g = load_steps(x.gate, here.start, i_hv, i, m_i, o_k, S, R)
+    b_g = load_steps(gate, here.start, i_hv, i, m_i, o_k, S, R)
     b_k = load_rows(here.k, i, m_i, o_k, S.K)
     b_q = load_rows(here.q, i, m_i, o_k, S.K)
-    b_ds = load_scores(here.dscores, i)
+    b_ds = load_scores(here.scores, i)
     # A number of each 32 bytes that later phases wait for, for the cache's sake: early, in fewer
     # registers than what is there. NS of 1: tiles with no register to spare.
     if S.NS > 1:
@@ -81,7 +81,7 @@ def safe_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.
     b_dq *= e
     b_dr *= -e
     b_dc *= tl.where(first, decay_exp(end - n0 * UNIT, R.EXP2), decay_exp(end - n1 * UNIT, R.EXP2))
-    b_k = b_k.to(tl.float32) * tl.load(here.rows + K_SCALE * S.BT + i)[:, None]
+    b_k = b_k.to(tl.float32) * tl.load(here.rows + planes.K_SCALE * S.BT + i)[:, None]
     shift = n1 - n0
 
     second = (i >= S.BT // 2)[:, None]
@@ -94,16 +94,16 @@ def safe_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.
     b_r = dot(b_ds, near, S.PRECISION, acc=b_dq)
     b_dq = dot(b_ds, far, S.PRECISION, acc=b_dq)
     b_dq = tl.where(first, b_r, b_dq)
-    b_q = b_q.to(tl.float32) * tl.load(here.rows + Q_SCALE * S.BT + i)[:, None]
+    b_q = b_q.to(tl.float32) * tl.load(here.rows + planes.Q_SCALE * S.BT + i)[:, None]
     f = decay_exp(d, R.EXP2)
     b_x = b_q * f
     row = b_x.to(operand)
     b_dgc = row.to(tl.float32) * b_dq + tl.where((i == S.BT - 1)[:, None], b_dl[None, :], 0.0)
     b_dq = b_dq * f + tl.load(here.row_grads + i)[:, None] * b_k  # and the diagonal
     if R.NORM:
-        b_dq -= b_q * (tl.load(here.row_grads + Q_DQ * S.BT + i) / (scale * scale))[:, None]
+        b_dq -= b_q * (tl.load(here.row_grads + planes.Q_DQ * S.BT + i) / (scale * scale))[:, None]
     at = (here.start * S.HV + i_hv) * S.K
-    b_dq *= tl.load(here.rows + Q_SCALE * S.BT + i)[:, None]
+    b_dq *= tl.load(here.rows + planes.Q_SCALE * S.BT + i)[:, None]
     store_rows(out.dq + at, b_dq, i, S.HV * S.K, m_i, o_k, S.K)
     b_dk = tl.load(here.row_grads + i)[:, None] * b_q
     b_ds = tl.trans(b_ds)
@@ -119,7 +119,7 @@ def safe_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.
         if S.NS == 1:
             o_k = opaque(o_k, here.n_rows, S.BT, 2)
         m_i = i < here.n_rows
-        b_da = load_scores(here.dscores + S.BT * S.BT, i)
+        b_da = load_scores(here.scores + S.BT * S.BT, i)
         b_r = dot(b_da, near, S.PRECISION, acc=b_dr)
         b_dr = dot(b_da, far, S.PRECISION, acc=b_dr)
         b_dr = tl.where(first, b_r, b_dr)
@@ -128,7 +128,7 @@ def safe_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.
         row = b_x.to(operand)
         b_dgc += row.to(tl.float32) * b_dr
         b_dr *= f
-        share = out.dbeta + (i_k + 1).to(tl.int64) * tokens * S.HV + here.start * S.HV + i_hv
+        share = out.shares + (i_k + 1).to(tl.int64) * tokens * S.HV + here.start * S.HV + i_hv
         tl.store(share + i * S.HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
         b_dk += b_dr * b_beta
         b_da = tl.trans(b_da)
@@ -140,7 +140,7 @@ def safe_bwd_kernel(x, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.
     b_dgc -= (b_k * decay_exp(-d, R.EXP2)).to(operand).to(tl.float32) * b_dc
     b_dk += b_dc * decay_exp(-d, R.EXP2)
     if R.NORM:
-        b_dk -= b_k * tl.load(here.row_grads + K_DK * S.BT + i)[:, None]
-    b_dk *= tl.load(here.rows + K_SCALE * S.BT + i)[:, None]
+        b_dk -= b_k * tl.load(here.row_grads + planes.K_DK * S.BT + i)[:, None]
+    b_dk *= tl.load(here.rows + planes.K_SCALE * S.BT + i)[:, None]
     store_rows(out.dk + at, b_dk, i, S.HV * S.K, m_i, o_k, S.K)
-    store_gate_grads(b_dgc, x, sums, out, chunks, i_c, i_hv, i_k, S, R, 1)
+    store_gate_grads(b_dgc, x, gate, sums, out, chunks, i_c, i_hv, i_k, S, R, 1)

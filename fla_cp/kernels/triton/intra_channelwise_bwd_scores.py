@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     dot,
     load_block,
@@ -15,14 +16,13 @@ from fla_cp.kernels.triton.device.blocks import (
 )
 from fla_cp.kernels.triton.device.bundles import Rows
 from fla_cp.kernels.triton.device.gates import sigmoid
-from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, GRAD_PLANES, K_DK, Q_DQ
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.rule import DeltaRule
 
 
 @triton.jit
 def scores_bwd_kernel(x, out, chunks, S: tl.constexpr, R: tl.constexpr):
-    """x: `ScoresSaved`; out: `ScoresGrads`; chunks: `ChunkTable`. Of out.scores, below the
+    """x: `Saved`; out: `Grads`; chunks: `ChunkTable`. Of out.scores, below the
     diagonal: dAqk, and dAkk of the rows k before beta; without a safe gate mirrored above it."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_i = tl.arange(0, S.BT)
@@ -32,9 +32,9 @@ def scores_bwd_kernel(x, out, chunks, S: tl.constexpr, R: tl.constexpr):
     v, do = rows_from(x.v, start, i_hv), rows_from(x.do, start, i_hv)
     at = (start * S.HV + i_hv) * S.V
     dscores = out.scores + i_ch * 2 * S.BT * S.BT
-    row_grads = out.row_grads + i_ch * GRAD_PLANES * S.BT
+    row_grads = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT
     operand = x.v_new.dtype.element_ty
-    b_beta = tl.load(x.rows + i_ch * CHANNELWISE_PLANES * S.BT + o_i)
+    b_beta = tl.load(x.rows + i_ch * planes.CHANNELWISE_PLANES * S.BT + o_i)
     b_ds = tl.zeros([S.BT, S.BT], tl.float32)
     b_da = tl.zeros([S.BT, S.BT], tl.float32)
     b_dbeta = tl.zeros_like(b_beta)
@@ -71,8 +71,8 @@ def scores_bwd_kernel(x, out, chunks, S: tl.constexpr, R: tl.constexpr):
         store_block(dscores + S.BT * S.BT, b_da, o_i, o_i, S.BT, S.BT)
     tl.store(out.shares + (start + o_i) * S.HV + i_hv, b_dbeta, mask=m_i)
     if R.NORM:
-        tl.store(row_grads + Q_DQ * S.BT + o_i, b_nq)
-        tl.store(row_grads + K_DK * S.BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
+        tl.store(row_grads + planes.Q_DQ * S.BT + o_i, b_nq)
+        tl.store(row_grads + planes.K_DK * S.BT + o_i, 2.0 * b_nk - b_beta * b_dbeta)
 
 
 @triton.jit

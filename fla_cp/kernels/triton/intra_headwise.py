@@ -21,6 +21,7 @@ import triton.language as tl
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import tile_table
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     EPS,
     dot,
@@ -41,17 +42,6 @@ from fla_cp.kernels.triton.device.headwise_decay import (
     total_of,
 )
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
-from fla_cp.kernels.triton.device.planes import (
-    GC,
-    GC_BEFORE,
-    HEADWISE_PLANES,
-    K_FACTOR,
-    K_SCALE,
-    Q_FACTOR,
-    Q_SCALE,
-    R_FACTOR,
-    R_SCALE,
-)
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, tables
 from fla_cp.partition.packing import Packing
@@ -67,15 +57,15 @@ def head_rows_kernel(gate, beta, rows, chunks, S: tl.constexpr, R: tl.constexpr,
     m_i = i < tl.load(chunks.rows + i_c)
     start = tl.load(chunks.start + i_c).to(tl.int64)
     o_h = tl.minimum(tl.program_id(1) * BH + tl.arange(0, BH), S.HV - 1)[None, :]  # last repeated
-    to = rows + (i_c * S.HV + o_h) * HEADWISE_PLANES * S.BT + i
+    to = rows + (i_c * S.HV + o_h) * planes.HEADWISE_PLANES * S.BT + i
     _raw, _rate, b_g = load_head_gate(gate, start, o_h, i, m_i, R.GATE, R.EXP2)
     (gc,) = running_sums(b_g, tl.bfloat16)
-    tl.store(to + GC * S.BT, gc)
+    tl.store(to + planes.GC * S.BT, gc)
     if S.REMOVAL == "p":
         (before,) = running_sums(b_g, tl.bfloat16, True)
-        tl.store(to + GC_BEFORE * S.BT, before)
+        tl.store(to + planes.GC_BEFORE * S.BT, before)
     else:
-        tl.store(to + GC_BEFORE * S.BT, gc)
+        tl.store(to + planes.GC_BEFORE * S.BT, gc)
     b_beta = load_beta(beta, start, o_h, i, m_i, R.BETA_SIGMOID)
     tl.store(to, b_beta + tl.zeros_like(b_g))
 
@@ -145,16 +135,16 @@ def intra_head_kernel(
     gc = running_sums(b_g, operand)
     before = running_sums(b_g, operand, True) if S.REMOVAL == "p" else gc
     e = decay_of(gc, R.EXP2)
-    rows = out.rows + i_ch * HEADWISE_PLANES * S.BT + i
+    rows = out.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
     tl.store(rows, b_beta)
-    tl.store(rows + Q_SCALE * S.BT, q_scale)
-    tl.store(rows + K_SCALE * S.BT, k_scale)
-    tl.store(rows + R_SCALE * S.BT, r_scale)
-    tl.store(rows + Q_FACTOR * S.BT, q_scale * e)
-    tl.store(rows + R_FACTOR * S.BT, r_scale * decay_of(before, R.EXP2))
-    tl.store(rows + K_FACTOR * S.BT, k_scale * decay_to_end(gc, i, R.EXP2))
-    tl.store(rows + GC * S.BT, total_of(gc))
-    tl.store(rows + GC_BEFORE * S.BT, total_of(before))
+    tl.store(rows + planes.Q_SCALE * S.BT, q_scale)
+    tl.store(rows + planes.K_SCALE * S.BT, k_scale)
+    tl.store(rows + planes.R_SCALE * S.BT, r_scale)
+    tl.store(rows + planes.Q_FACTOR * S.BT, q_scale * e)
+    tl.store(rows + planes.R_FACTOR * S.BT, r_scale * decay_of(before, R.EXP2))
+    tl.store(rows + planes.K_FACTOR * S.BT, k_scale * decay_to_end(gc, i, R.EXP2))
+    tl.store(rows + planes.GC * S.BT, total_of(gc))
+    tl.store(rows + planes.GC_BEFORE * S.BT, total_of(before))
     whole = last_of(e, i)
     for i_k in range((S.K + S.BK - 1) // S.BK):
         o_k = i_k * S.BK + tl.arange(0, S.BK)

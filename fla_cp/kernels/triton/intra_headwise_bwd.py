@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     dot,
     load_block,
@@ -17,49 +18,33 @@ from fla_cp.kernels.triton.device.blocks import (
     store_block,
     store_rows,
 )
-from fla_cp.kernels.triton.device.bundles import (
-    GateGrads,
-    HeadwiseGrads,
-    HeadwiseSaved,
-    Rows,
-    ScoresGrads,
-    ScoresSaved,
-    beta,
-    gate,
-    rows,
-    rule_options,
-    shape,
-)
+from fla_cp.kernels.triton.device.bundles import Grads, Rows, beta, gate, rule_options, shape
 from fla_cp.kernels.triton.device.gates import gate_slope, rate_slope, sigmoid
 from fla_cp.kernels.triton.device.headwise_decay import decays, load_head_gate, running_sums
-from fla_cp.kernels.triton.device.planes import (
-    GRAD_PLANES,
-    HEADWISE_PLANES,
-    K_DK,
-    K_SCALE,
-    Q_DQ,
-    Q_SCALE,
-    R_SCALE,
-)
 from fla_cp.kernels.triton.intra_headwise_bwd_products import (
     dk_head_kernel,
     dq_head_kernel,
     dqk_head_kernel,
 )
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import Chunks, ScanGrads, summed_over_chunks, tables
+from fla_cp.kernels.triton.operands import (
+    DENSE,
+    Chunks,
+    ScanGrads,
+    saved,
+    summed_over_chunks,
+    tables,
+)
 from fla_cp.kernels.triton.tile_table import Tile
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
-
-DENSE = torch.contiguous_format
 
 
 @triton.jit
 def scores_head_bwd_kernel(
     x, gate, out, chunks, S: tl.constexpr, R: tl.constexpr, QNORM: tl.constexpr
 ):
-    """x: `ScoresSaved`; gate: `Gate`; out: `ScoresGrads`; chunks: `ChunkTable`. Of out.scores,
+    """x: `Saved`; gate: `Gate`; out: `Grads`; chunks: `ChunkTable`. Of out.scores,
     below the diagonal: what the inputs k are weighted with in the gradients of q and of beta r.
     out.row_grads: the diagonal's weight of k; with QNORM q dq and with NORM k dk of each row,
     summed over channels, as `scores_bwd_kernel` forms them (with p those of k alone)."""
@@ -71,8 +56,8 @@ def scores_head_bwd_kernel(
     v = rows_from(x.v, start, i_hv)
     do = rows_from(x.do, start, i_hv)
     at = (start * S.HV + i_hv) * S.V
-    rows = x.rows + i_ch * HEADWISE_PLANES * S.BT + i
-    row_grads = out.row_grads + i_ch * GRAD_PLANES * S.BT + i
+    rows = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
+    row_grads = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + i
     weights = out.scores + i_ch * 2 * S.BT * S.BT
     operand = x.v_new.dtype.element_ty
     b_beta = tl.load(rows)
@@ -103,7 +88,7 @@ def scores_head_bwd_kernel(
         store_rows(out.dv + at, b_y * b_beta[:, None], i, S.HV * S.V, m_i, o_v, S.V)
     _raw, _rate, b_g = load_head_gate(gate, start, i_hv, i, m_i, R.GATE, R.EXP2)
     gc = running_sums(b_g, operand)
-    q_scale, k_scale = tl.load(rows + Q_SCALE * S.BT), tl.load(rows + K_SCALE * S.BT)
+    q_scale, k_scale = tl.load(rows + planes.Q_SCALE * S.BT), tl.load(rows + planes.K_SCALE * S.BT)
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], b_ds, 0.0), axis=1)
     tl.store(row_grads, diagonal * q_scale * k_scale)
     b_ds *= decays(gc, gc, i, R.EXP2)
@@ -111,24 +96,21 @@ def scores_head_bwd_kernel(
     if S.REMOVAL != "none":
         before = running_sums(b_g, operand, True) if S.REMOVAL == "p" else gc
         b_da *= decays(before, gc, i, R.EXP2)
-        b_da *= -tl.load(rows + R_SCALE * S.BT)[:, None] * k_scale[None, :]
+        b_da *= -tl.load(rows + planes.R_SCALE * S.BT)[:, None] * k_scale[None, :]
         store_block(weights + S.BT * S.BT, b_da, i, i, S.BT, S.BT)
         tl.store(out.shares + (start + i) * S.HV + i_hv, b_vy, mask=m_i)
     if QNORM:
-        tl.store(row_grads + Q_DQ * S.BT, b_nq)
+        tl.store(row_grads + planes.Q_DQ * S.BT, b_nq)
     if R.NORM:
         if S.REMOVAL != "p":
             b_nk = 2.0 * b_nk - b_beta * b_vy
-        tl.store(row_grads + K_DK * S.BT, b_nk)
+        tl.store(row_grads + planes.K_DK * S.BT, b_nk)
 
 
 @triton.jit
 def head_gate_bwd_kernel(
     gate,
     beta,
-    dgc,
-    shift,
-    shares,
     out,
     chunks,
     tokens,
@@ -137,7 +119,7 @@ def head_gate_bwd_kernel(
     SHARES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """gate: `Gate`; beta: `Beta`; out: `GateGrads`; chunks: `ChunkTable`. dg from the SHARES of dgc
+    """gate: `Gate`; beta: `Beta`; out: `Grads`; chunks: `ChunkTable`. dg from the SHARES of dgc
     and those of key tiles of shift; dbeta from v's share and those of key tiles."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, S.BT)
@@ -147,11 +129,11 @@ def head_gate_bwd_kernel(
     NC = tl.num_programs(0).to(tl.int64)
     b_dgc = tl.zeros([S.BT], tl.float32)
     for n in range(SHARES):
-        b_dgc += tl.load(dgc + (n * NC * S.HV + i_ch) * S.BT + i)
+        b_dgc += tl.load(out.dgc + (n * NC * S.HV + i_ch) * S.BT + i)
     b_dg = tl.cumsum(b_dgc, axis=0, reverse=True)
-    if shift is not None:
+    if out.shift is not None:
         for n in range(TILES):
-            b_dg -= tl.load(shift + (n * NC * S.HV + i_ch) * S.BT + i)
+            b_dg -= tl.load(out.shift + (n * NC * S.HV + i_ch) * S.BT + i)
     b_dg = tl.where(m_i, b_dg, 0.0)
     raw, rate, _ = load_head_gate(gate, start, i_hv, i, m_i, R.GATE, False)
     b_draw = b_dg * gate_slope(raw, rate, gate.bound, R.GATE)
@@ -165,7 +147,7 @@ def head_gate_bwd_kernel(
     if beta.ptr is not None:
         b_db = tl.zeros([S.BT], tl.float32)
         for n in range(1 + TILES):
-            b_db += tl.load(shares + n * (S.HV * tokens.to(tl.int64)) + at, mask=m_i, other=0.0)
+            b_db += tl.load(out.shares + n * (S.HV * tokens.to(tl.int64)) + at, mask=m_i, other=0.0)
         if R.BETA_SIGMOID:
             p_beta = beta.ptr + (start + i) * beta.row + i_hv
             b_beta = sigmoid(tl.load(p_beta, mask=m_i, other=0.0).to(tl.float32))
@@ -203,7 +185,7 @@ def intra_headwise_bwd(
     grads: ScanGrads,
 ) -> Inputs:
     """One decay a head."""
-    table, do, dtype = tables(packing, x.q.device), grads.do, x.q.dtype
+    table, dtype = tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
@@ -214,43 +196,44 @@ def intra_headwise_bwd(
     parts = q_tiles + tiles if groups and not tk.sm90 else tiles
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     dq, dk, dv, dg = (torch.empty_like(z, memory_format=DENSE) for z in (x.q, x.k, x.v, x.g))
-    dgc, dp, shift, dbeta, shares = single(parts, NC, HV, CHUNK), *[None] * 4
-    if x.p is not None:
-        dp, shift = torch.empty_like(dk), torch.empty_like(dgc[:tiles])
-    if x.beta is not None:
-        dbeta = torch.empty_like(x.beta, memory_format=DENSE)
-        shares = single(1 + tiles, tokens, HV)
-    out = HeadwiseGrads(dq, dk, dp, dgc, shift, shares)
-    dA_log = None if x.A_log is None else single(NC, HV)
-    ddt_bias = None if x.dt_bias is None else single(NC, HV)
+    out = Grads(
+        dq=dq,
+        dk=dk,
+        dp=None if x.p is None else torch.empty_like(dk),
+        dv=dv,
+        dg=dg,
+        dbeta=None if x.beta is None else torch.empty_like(x.beta, memory_format=DENSE),
+        dA_log=None if x.A_log is None else single(NC, HV),
+        ddt_bias=None if x.dt_bias is None else single(NC, HV),
+        shares=None if x.beta is None else single(1 + tiles, tokens, HV),
+        scores=None if tk.sm90 else x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
+        row_grads=None if tk.sm90 else single(NC, HV, 3, CHUNK),
+        dgc=single(parts, NC, HV, CHUNK),
+        shift=None if x.p is None else single(tiles, NC, HV, CHUNK),
+    )
     R, shape_of = rule_options(rule, dtype), functools.partial(shape, rule, dtype, H, HV, K, V)
+    log_decay, where = gate(rule, x), table.chunks
     if NC and tk.sm90:
         programs = c.tuning.sm_count(x.q.device) or 1
         eligible.sm90_intra_bwd.head_bwd(rule, table, x, c, h, v_new, grads, out, dv, programs)
     elif NC:
-        weights, row_grads = x.q.new_empty(NC, HV, 2, CHUNK, CHUNK), single(NC, HV, 3, CHUNK)
-        scores = ScoresSaved(rows(x.v), rows(do), c.o, v_new, grads.y, c.rows)
-        left = ScoresGrads(dv, shares, weights, row_grads)
-        how = shape_of(ts), R, rule.qk_l2norm and q_tiles > 1
-        scores_given = scores, gate(rule, x), left, table.chunks, *how
-        launch(scores_head_bwd_kernel, (NC, HV), *scores_given, num_warps=ts.warps)
-        states = h, grads.dh, v_new, grads.y, c.rows, c.decay, weights, row_grads
-        saved = HeadwiseSaved(rows(x.q), rows(x.k), rows(x.p), rows(do), *states)
+        x_saved, qnorm = saved(x, c, h, v_new, grads), rule.qk_l2norm and q_tiles > 1
+        given = x_saved, log_decay, out, where, shape_of(ts), R, qnorm
+        launch(scores_head_bwd_kernel, (NC, HV), *given, num_warps=ts.warps)
         q_options, k_options = (
             {"S": shape_of(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
             for t in (tq, tk)
         )
-        grid = NC * tiles, H
+        grid, q_grid = (NC * tiles, H), (NC * q_tiles, H)
         if groups:
-            q_grid, k_out = (NC * q_tiles, H), out._replace(dgc=dgc[q_tiles:])
-            launch(dq_head_kernel, q_grid, saved, out, table.chunks, rule.scale, **q_options)
-            launch(dk_head_kernel, grid, saved, k_out, table.chunks, tokens, **k_options)
+            k_out = out._replace(dgc=out.dgc[q_tiles:])
+            launch(dq_head_kernel, q_grid, x_saved, out, where, rule.scale, **q_options)
+            launch(dk_head_kernel, grid, x_saved, k_out, where, tokens, **k_options)
         else:
-            given = table.chunks, tokens, rule.scale
-            launch(dqk_head_kernel, grid, saved, out, *given, **k_options)
+            launch(dqk_head_kernel, grid, x_saved, out, where, tokens, rule.scale, **k_options)
     if NC:
-        sums_given = gate(rule, x), beta(rule, x), dgc, shift, shares
-        last = GateGrads(dg, dbeta, dA_log, ddt_bias), table.chunks, tokens, shape_of(tk), R
-        launch(head_gate_bwd_kernel, (NC, HV), *sums_given, *last, parts, tiles, num_warps=1)
-    dA_log, ddt_bias = summed_over_chunks(dA_log, x.A_log), summed_over_chunks(ddt_bias, x.dt_bias)
-    return Inputs(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dp)
+        sums_of = out, where, tokens, shape_of(tk), R, parts, tiles
+        launch(head_gate_bwd_kernel, (NC, HV), log_decay, beta(rule, x), *sums_of, num_warps=1)
+    dA_log = summed_over_chunks(out.dA_log, x.A_log)
+    ddt_bias = summed_over_chunks(out.ddt_bias, x.dt_bias)
+    return Inputs(dq, dk, dv, dg, out.dbeta, dA_log, ddt_bias, out.dp)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     dot,
     load_block,
@@ -13,23 +14,11 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
 )
 from fla_cp.kernels.triton.device.opaque import opaque
-from fla_cp.kernels.triton.device.planes import (
-    GRAD_PLANES,
-    HEADWISE_PLANES,
-    K_DK,
-    K_FACTOR,
-    K_SCALE,
-    Q_DQ,
-    Q_FACTOR,
-    Q_SCALE,
-    R_FACTOR,
-    R_SCALE,
-)
 
 
 @triton.jit
 def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
-    """x: `HeadwiseSaved`; out: `HeadwiseGrads`; chunks: `ChunkTable`. dq and dk of one key tile and
+    """x: `Saved`; out: `Grads`; chunks: `ChunkTable`. dq and dk of one key tile and
     head, without groups and p."""
     H: tl.constexpr = S.HV // S.G
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
@@ -48,16 +37,16 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
     i = tl.arange(0, S.BT)
     m_i = i < n_rows
     i_ch = i_c * H + i_h
-    row = x.rows + i_ch * HEADWISE_PLANES * S.BT + i
-    row_grad = x.row_grads + i_ch * GRAD_PLANES * S.BT + i
+    row = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
+    row_grad = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + i
     place = (i_k * NC * H + i_ch) * S.BT + i
 
     # all loads at once: to wait for memory again costs more than registers do, which fp32 lacks
     b_k = load_rows(k, i, m_i, o_k, S.K)
     b_q = load_rows(q, i, m_i, o_k, S.K)
-    b_w = load_block(x.weights + i_ch * 2 * S.BT * S.BT, i, i, S.BT, S.BT)
+    b_w = load_block(out.scores + i_ch * 2 * S.BT * S.BT, i, i, S.BT, S.BT)
     if S.REMOVAL != "none" and operand != tl.float32:
-        b_a = load_block(x.weights + (i_ch * 2 + 1) * S.BT * S.BT, i, i, S.BT, S.BT)
+        b_a = load_block(out.scores + (i_ch * 2 + 1) * S.BT * S.BT, i, i, S.BT, S.BT)
         b_beta = tl.load(row)
         b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
     b_diagonal = tl.load(row_grad)
@@ -65,10 +54,10 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
     if S.NS > 1:
         near = tl.arange(0, 64) * 8
         touched = tl.load(
-            x.rows + i_ch * HEADWISE_PLANES * S.BT + near, mask=near < 7 * S.BT, other=0.0
+            x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + near, mask=near < 7 * S.BT, other=0.0
         )
         touched += tl.load(
-            x.row_grads + i_ch * GRAD_PLANES * S.BT + near, mask=near < 3 * S.BT, other=0.0
+            out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + near, mask=near < 3 * S.BT, other=0.0
         )
     b_dq = tl.zeros([S.BT, S.BK], tl.float32)
     b_dr = tl.zeros([S.BT, S.BK], tl.float32)
@@ -93,22 +82,22 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
         tl.store(x.rows + near, touched, mask=near * 0 + n_rows > S.BT)
 
     # row factor q
-    b_dq *= tl.load(row + Q_FACTOR * S.BT)[:, None]
+    b_dq *= tl.load(row + planes.Q_FACTOR * S.BT)[:, None]
     b_dq = dot(b_w, b_k, S.PRECISION, acc=b_dq)
     b_dgc = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
     # the diagonal's row and column cancel in the gate's gradient
     b_dq += b_diagonal[:, None] * b_k.to(tl.float32)
     if R.NORM:
         if tiles > 1:
-            b_n = tl.load(row_grad + Q_DQ * S.BT)
+            b_n = tl.load(row_grad + planes.Q_DQ * S.BT)
         else:
             b_n = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
-        rstd = tl.load(row + Q_SCALE * S.BT) / scale
+        rstd = tl.load(row + planes.Q_SCALE * S.BT) / scale
         b_dq -= b_q.to(tl.float32) * (b_n * rstd * rstd)[:, None]
     store_rows(out.dq + (start * H + i_h) * S.K, b_dq, i, H * S.K, m_i, o_k, S.K)
 
     # column factor k in the states
-    b_c *= tl.load(row + K_FACTOR * S.BT)[:, None]
+    b_c *= tl.load(row + planes.K_FACTOR * S.BT)[:, None]
     # by itself, for it cancels what the last row gets of it
     b_end = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
     last = tl.sum(b_dl, axis=0) * tl.load(x.decay + i_ch * S.K) - tl.sum(b_end, axis=0)
@@ -119,10 +108,10 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
     b_c = tl.zeros([S.BT, S.BK], tl.float32)
     if S.REMOVAL != "none":
         if operand == tl.float32:
-            b_a = load_block(x.weights + (i_ch * 2 + 1) * S.BT * S.BT, i, i, S.BT, S.BT)
+            b_a = load_block(out.scores + (i_ch * 2 + 1) * S.BT * S.BT, i, i, S.BT, S.BT)
             b_beta = tl.load(row)
             b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
-        b_dr *= -tl.load(row + R_FACTOR * S.BT)[:, None]
+        b_dr *= -tl.load(row + planes.R_FACTOR * S.BT)[:, None]
         # in the states k as it is, beside the scores beta k as the product sees it
         b_db = tl.sum(b_k.to(tl.float32) * b_dr, axis=1)
         b_shift = b_beta * b_db - tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
@@ -141,8 +130,8 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
     tl.store(out.dgc + place, b_dgc)
     b_dk += b_c
     if R.NORM:
-        rstd = tl.load(row + K_SCALE * S.BT)
-        b_dk -= b_k.to(tl.float32) * (tl.load(row_grad + K_DK * S.BT) * rstd * rstd)[:, None]
+        rstd = tl.load(row + planes.K_SCALE * S.BT)
+        b_dk -= b_k.to(tl.float32) * (tl.load(row_grad + planes.K_DK * S.BT) * rstd * rstd)[:, None]
     store_rows(out.dk + (start * H + i_h) * S.K, b_dk, i, H * S.K, m_i, o_k, S.K)
 
 
@@ -170,12 +159,12 @@ def dq_head_kernel(x, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
         m_i = i < n_rows
         i_hv = i_h * S.G + j
         i_ch = i_c * S.HV + i_hv
-        row = x.rows + i_ch * HEADWISE_PLANES * S.BT + i
-        row_grad = x.row_grads + i_ch * GRAD_PLANES * S.BT + i
-        b_w = load_block(x.weights + i_ch * 2 * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
-        e_q, b_diagonal = tl.load(row + Q_FACTOR * S.BT), tl.load(row_grad)
+        row = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
+        row_grad = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + i
+        b_w = load_block(out.scores + i_ch * 2 * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
+        e_q, b_diagonal = tl.load(row + planes.Q_FACTOR * S.BT), tl.load(row_grad)
         if R.NORM and tiles > 1:
-            b_norm += tl.load(row_grad + Q_DQ * S.BT)
+            b_norm += tl.load(row_grad + planes.Q_DQ * S.BT)
         b_c = tl.zeros([S.BT, S.BK], tl.float32)
         for i_v in tl.range((S.V + S.BV - 1) // S.BV, num_stages=S.NS):
             v0 = i_v * S.BV
@@ -201,7 +190,7 @@ def dq_head_kernel(x, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
             if R.NORM:
                 if tiles == 1:
                     b_norm = tl.sum(b_q * b_dq, axis=1)
-                rstd = tl.load(row + Q_SCALE * S.BT) / scale
+                rstd = tl.load(row + planes.Q_SCALE * S.BT) / scale
                 b_dq -= b_q * (b_norm * rstd * rstd)[:, None]
             store_rows(out.dq + (start * H + i_h) * S.K, b_dq, i, H * S.K, m_i, o_k, S.K)
 
@@ -238,8 +227,8 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
         m_i = i < n_rows
         i_hv = i_h * S.G + j
         i_ch = i_c * S.HV + i_hv
-        row = x.rows + i_ch * HEADWISE_PLANES * S.BT + i
-        row_grad = x.row_grads + i_ch * GRAD_PLANES * S.BT + i
+        row = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
+        row_grad = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + i
         place = (i_k * NC * S.HV + i_ch) * S.BT + i
         b_dgc = tl.zeros([S.BT], tl.float32)
         b_shift = tl.zeros([S.BT], tl.float32)
@@ -247,7 +236,7 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
         b_c = tl.zeros([S.BT, S.BK], tl.float32)
         b_k = load_rows(k, i, m_i, o_k, S.K)
         if S.G == 1 or n_rows > 0:  # column factor k and row factor beta r in the states
-            e_k, end = tl.load(row + K_FACTOR * S.BT), tl.load(x.decay + i_ch * S.K)
+            e_k, end = tl.load(row + planes.K_FACTOR * S.BT), tl.load(x.decay + i_ch * S.K)
             for i_v in tl.range((S.V + S.BV - 1) // S.BV, num_stages=S.NS):
                 v0 = i_v * S.BV
                 b_dh = load_part(x.dh + i_ch * S.K * S.V, k0, v0, o_kt, o_vt, S.K, S.V)
@@ -264,7 +253,7 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
             b_dk = b_c if S.G == 1 else b_dk + b_c
             b_c = tl.zeros([S.BT, S.BK], tl.float32)
             if S.REMOVAL != "none":
-                e_r = tl.load(row + R_FACTOR * S.BT)
+                e_r = tl.load(row + planes.R_FACTOR * S.BT)
                 for i_v in tl.range((S.V + S.BV - 1) // S.BV, num_stages=S.NS):
                     v0 = i_v * S.BV
                     b_h = load_part(x.h + i_ch * S.K * S.V, k0, v0, o_kt, o_vt, S.K, S.V)
@@ -276,17 +265,17 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
                 tl.debug_barrier()
                 i = opaque(i, n_rows, S.BT, 1)
                 m_i = i < n_rows
-                row = x.rows + i_ch * HEADWISE_PLANES * S.BT + i
+                row = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
                 b_k = load_rows(k, i, m_i, o_k, S.K)
             if operand == tl.float32:  # before beta r is loaded, for registers
-                b_w = load_block(x.weights + (i_ch * 2 + 1) * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
+                b_w = load_block(out.scores + (i_ch * 2 + 1) * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
                 b_x = dot(b_w, b_k, S.PRECISION)
                 tl.debug_barrier()
             b_beta = tl.load(row)
             b_r = load_rows(r, i, m_i, o_k, S.K)
             b_rb = (b_beta[:, None] * b_r.to(tl.float32)).to(operand)
             if operand != tl.float32:
-                b_w = load_block(x.weights + (i_ch * 2 + 1) * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
+                b_w = load_block(out.scores + (i_ch * 2 + 1) * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
             b_db = tl.sum(b_r.to(tl.float32) * b_dr, axis=1)
             b_shift = b_beta * b_db
             if operand != tl.float32:
@@ -306,12 +295,12 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
             tl.debug_barrier()
             i = opaque(i, n_rows, S.BT, 2)
             m_i = i < n_rows
-            row = x.rows + i_ch * HEADWISE_PLANES * S.BT + i
-            row_grad = x.row_grads + i_ch * GRAD_PLANES * S.BT + i
+            row = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
+            row_grad = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + i
             place = (i_k * NC * S.HV + i_ch) * S.BT + i
             b_k = load_rows(k, i, m_i, o_k, S.K)
         # q in the scores
-        b_w = load_block(x.weights + i_ch * 2 * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
+        b_w = load_block(out.scores + i_ch * 2 * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
         b_q = load_rows(q, i, m_i, o_k, S.K)
         b_c = dot(tl.trans(b_w), b_q, S.PRECISION, acc=b_c)
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
@@ -319,20 +308,20 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
         b_dk += b_c
         b_dk += tl.load(row_grad)[:, None] * b_q.to(tl.float32)
         if R.NORM:
-            b_nk += tl.load(row_grad + K_DK * S.BT)
+            b_nk += tl.load(row_grad + planes.K_DK * S.BT)
         if j == S.G - 1:
             if R.NORM:
-                rstd = tl.load(row + K_SCALE * S.BT)
+                rstd = tl.load(row + planes.K_SCALE * S.BT)
                 b_dk -= b_k.to(tl.float32) * (b_nk * rstd * rstd)[:, None]
             store_rows(out.dk + (start * H + i_h) * S.K, b_dk, i, H * S.K, m_i, o_k, S.K)
         if S.REMOVAL == "p":
             tl.store(out.shift + place, b_shift)
             if R.NORM:
                 b_vy = tl.load(out.shares + (start + i) * S.HV + i_hv, mask=m_i, other=0.0)
-                b_np += tl.load(row_grad + K_DK * S.BT) - tl.load(row) * b_vy
+                b_np += tl.load(row_grad + planes.K_DK * S.BT) - tl.load(row) * b_vy
             if j == S.G - 1:
                 if R.NORM:
-                    rstd = tl.load(row + R_SCALE * S.BT)
+                    rstd = tl.load(row + planes.R_SCALE * S.BT)
                     b_r = load_rows(r, i, m_i, o_k, S.K)
                     b_dp -= b_r.to(tl.float32) * (b_np * rstd * rstd)[:, None]
                 store_rows(out.dp + (start * H + i_h) * S.K, b_dp, i, H * S.K, m_i, o_k, S.K)

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import (
     ChunkTable,
     Operands,
     Rows,
+    Saved,
     Shape,
     rows,
     safe,
@@ -21,6 +23,8 @@ from fla_cp.kernels.triton.tile_table import TUNING, Tile, Tuning
 from fla_cp.partition.device_tables import Columns
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
+
+DENSE = torch.contiguous_format
 
 
 class Chunks(NamedTuple):
@@ -131,3 +135,9 @@ def planes(rule: DeltaRule) -> int:
 def summed_over_chunks(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
     """Sum over chunks, in fp32."""
     return None if partial is None or like is None else partial.sum(0).view_as(like)
+
+
+def saved(x: Inputs, c: Chunks, h: Tensor, v_new: Tensor, grads: ScanGrads) -> Saved:
+    """What a backward of the local stage reads."""
+    inputs = rows(x.q), rows(x.k), rows(x.p), rows(x.v), rows(grads.do)
+    return Saved(*inputs, c.o, h, grads.dh, v_new, grads.y, c.rows, c.decay, c.anchors)

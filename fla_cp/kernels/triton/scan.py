@@ -25,6 +25,7 @@ from torch import Tensor
 from fla_cp.comm.carry import States
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.triton import tile_table
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     dot,
     load_block,
@@ -36,13 +37,6 @@ from fla_cp.kernels.triton.device.blocks import (
 )
 from fla_cp.kernels.triton.device.bundles import Segments, rows, state
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
-from fla_cp.kernels.triton.device.planes import (
-    CHANNELWISE_PLANES,
-    HEADWISE_PLANES,
-    K_FACTOR,
-    Q_FACTOR,
-    R_FACTOR,
-)
 from fla_cp.kernels.triton.device.states import load_operand, load_state, store_state
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, tables
@@ -95,7 +89,7 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
     AGAIN: tl.constexpr = operand == tl.float32
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = S.HEAD and S.REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = HEADWISE_PLANES if S.HEAD else CHANNELWISE_PLANES
+    PLANES: tl.constexpr = planes.HEADWISE_PLANES if S.HEAD else planes.CHANNELWISE_PLANES
     SQUARE: tl.constexpr = S.TERMS * S.BT * S.BT
     LEAN: tl.constexpr = AGAIN or S.NS == 1 or S.BV > 64
     for c in tl.range(0, tl.cdiv(stop - start, S.BT), num_stages=S.NS, disable_licm=LEAN):
@@ -136,7 +130,7 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
             b_vn = b_v.to(operand)
         else:
             if S.HEAD:
-                b_r *= tl.load(row + R_FACTOR * S.BT)[:, None]
+                b_r *= tl.load(row + planes.R_FACTOR * S.BT)[:, None]
             b_r = ((b_v.to(tl.float32) - b_r) * tl.load(row)[:, None]).to(operand)
             b_T = load_block(x.T + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
             b_vf = dot(b_T, b_r, S.PRECISION)
@@ -151,7 +145,7 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
                 b_qg = load_operand(x.qg, i_ch, i_h, t, o_r, o_k, m_r, S)
                 b_o = dot(b_qg, b_Sb[0], S.PRECISION)
             if S.HEAD:
-                b_o *= tl.load(row + Q_FACTOR * S.BT)[:, None]
+                b_o *= tl.load(row + planes.Q_FACTOR * S.BT)[:, None]
             b_A = load_block(x.Aqk + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
             b_o = dot(b_A, b_vn, S.PRECISION, acc=b_o)
             if S.TERMS > 1:
@@ -167,7 +161,9 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
             if AGAIN:
                 b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_s, m_r, S)
             if S.HEAD and s == 0:
-                b_vn = (b_vn.to(tl.float32) * tl.load(row + K_FACTOR * S.BT)[:, None]).to(operand)
+                b_vn = (b_vn.to(tl.float32) * tl.load(row + planes.K_FACTOR * S.BT)[:, None]).to(
+                    operand
+                )
             b_next += (dot(tl.trans(b_kg), b_vn, S.PRECISION, acc=b_S[s] * b_d[:, None]),)
         b_S = b_next
     for s in tl.static_range(SLICES):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fla_cp.comm.carry import States
 from fla_cp.kernels.sm90 import eligible
+from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     load_block,
     load_rows,
@@ -17,13 +18,6 @@ from fla_cp.kernels.triton.device.blocks import (
 )
 from fla_cp.kernels.triton.device.bundles import rows, state
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
-from fla_cp.kernels.triton.device.planes import (
-    CHANNELWISE_PLANES,
-    HEADWISE_PLANES,
-    K_FACTOR,
-    Q_FACTOR,
-    R_FACTOR,
-)
 from fla_cp.kernels.triton.device.states import (
     flipped,
     load_operand,
@@ -68,7 +62,7 @@ def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: 
     AGAIN: tl.constexpr = operand == tl.float32
     tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
     KIN_IS_KG: tl.constexpr = S.HEAD and S.REMOVAL != "p" and not AGAIN
-    PLANES: tl.constexpr = HEADWISE_PLANES if S.HEAD else CHANNELWISE_PLANES
+    PLANES: tl.constexpr = planes.HEADWISE_PLANES if S.HEAD else planes.CHANNELWISE_PLANES
     SQUARE: tl.constexpr = S.TERMS * S.BT * S.BT
     LEAN: tl.constexpr = AGAIN or S.NS == 1 or (S.HEAD and S.NS == 2)
     n = tl.cdiv(stop - start, S.BT)
@@ -101,7 +95,7 @@ def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: 
                 b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_s, m_r, S)
             b_y = times(b_kg, b_dSb[s], FLIP, S.PRECISION, acc=b_y)
         if S.HEAD:
-            b_y *= row_factors(tl.load(row + K_FACTOR * S.BT), FLIP)
+            b_y *= row_factors(tl.load(row + planes.K_FACTOR * S.BT), FLIP)
             if AGAIN:
                 b_A = load_block(x.Aqk + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
             b_y = times(tl.trans(b_A), b_do, FLIP, S.PRECISION, acc=b_y)
@@ -128,15 +122,15 @@ def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: 
             b_d = row_factors(tl.load(x.decay + i_ch * S.K + o_s, mask=o_s < S.K, other=0.0), FLIP)
             b_qg = load_operand(x.qg, i_ch, i_h, t, o_r, o_s, m_r, S)
             if S.HEAD and s == 0:
-                b_do = (b_do.to(tl.float32) * row_factors(tl.load(row + Q_FACTOR * S.BT), FLIP)).to(
-                    operand
-                )
+                b_do = (
+                    b_do.to(tl.float32) * row_factors(tl.load(row + planes.Q_FACTOR * S.BT), FLIP)
+                ).to(operand)
             b_next += (times(tl.trans(b_qg), b_do, FLIP, S.PRECISION, acc=b_dS[s] * b_d),)
         b_dS = b_next
         if S.REMOVAL != "none":
             b_x = -b_y * row_factors(tl.load(row), FLIP)
             if S.HEAD:
-                b_x *= row_factors(tl.load(row + R_FACTOR * S.BT), FLIP)
+                b_x *= row_factors(tl.load(row + planes.R_FACTOR * S.BT), FLIP)
             b_next = ()
             for s in tl.static_range(SLICES):
                 o_s = s * S.BK + o_k

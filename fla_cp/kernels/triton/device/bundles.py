@@ -113,37 +113,16 @@ class Formed(NamedTuple):
     kg: Any
 
 
-class ScoresSaved(NamedTuple):
-    """What the backward of the scores reads: v, do, o, what the scans left, and `Formed.rows`."""
-
-    v: Rows
-    do: Rows
-    o: Any
-    v_new: Any
-    y: Any
-    rows: Any
-
-
-class ScoresGrads(NamedTuple):
-    """dv [T, HV, V]; shares [1 + key tiles, T, HV], of which plane 0 is written: v's share of dbeta
-    before the sigmoid's slope; scores [NC, HV, 2, C, C]; row_grads [NC, HV, 3, C], fp32
-    (planes.py)."""
-
-    dv: Any
-    shares: Any
-    scores: Any
-    row_grads: Any
-
-
-class ChannelwiseSaved(NamedTuple):
-    """What the channelwise backward reads: inputs, what the scans left, `Formed.decay`, `rows` and
-    `anchors`, and from `scores_bwd_kernel` dscores [NC, HV, 2, C, C] and row_grads [NC, HV, 3, C]
-    (planes.py)."""
+class Saved(NamedTuple):
+    """What the kernels of a backward read beside the gate: inputs, what the scans left, and rows,
+    decay and anchors of `Formed`."""
 
     q: Rows
     k: Rows
-    gate: Gate
+    p: Rows
+    v: Rows
     do: Rows
+    o: Any
     h: Any
     dh: Any
     v_new: Any
@@ -151,63 +130,33 @@ class ChannelwiseSaved(NamedTuple):
     rows: Any
     decay: Any
     anchors: Any
-    dscores: Any
-    row_grads: Any
 
 
-class ChannelwiseGrads(NamedTuple):
-    """dq, dk [T, HV, K] per value head, of the rows as given; dg; dbeta [1 + key tiles, T, HV], of
-    which plane 1 + tile is written; per program dA_log [NC, key tiles, HV] and ddt_bias
-    [NC, HV, K], or None."""
+class Grads(NamedTuple):
+    """What they write, and read of each other. Each is None where it does not occur.
 
-    dq: Any
-    dk: Any
-    dg: Any
-    dbeta: Any
-    dA_log: Any
-    ddt_bias: Any
-
-
-class HeadwiseSaved(NamedTuple):
-    """What the products of the headwise backward read: inputs, what the scans left, `Formed.rows`
-    and `decay`, and from `scores_head_bwd_kernel` weights [NC, HV, 2, C, C] and row_grads [NC, HV,
-    3, C] (planes.py)."""
-
-    q: Rows
-    k: Rows
-    p: Rows
-    do: Rows
-    h: Any
-    dh: Any
-    v_new: Any
-    y: Any
-    rows: Any
-    decay: Any
-    weights: Any
-    row_grads: Any
-
-
-class HeadwiseGrads(NamedTuple):
-    """dq, dk, dp [T, H, K]; shares [1 + key tiles, T, HV], fp32, of which plane 1 + tile is
-    written: the tile's part of dbeta; dgc [tiles, NC, HV, C], fp32: its part in the gradient of gc,
-    what comes from the chunk's end in the last row; shift, like dgc, with p: what its rows give to
-    the sums up to the token before."""
+    dq, dk, dp [T, H, K] (per value head [T, HV, K] with one decay a channel), dv [T, HV, V], dg,
+    dbeta; per program dA_log and ddt_bias.
+    shares [1 + key tiles, T, HV]: of dbeta before the sigmoid's slope, in plane 0 that of v.
+    scores [NC, HV, 2, C, C]: gradients of Aqk and Akk, with one decay a head as weights of k.
+    row_grads [NC, HV, 3, C]: see planes.py.
+    dgc [tiles, NC, HV, C]: parts of the gradient of gc, what comes from the chunk's end in the last
+    row. shift: with p, what its rows give to the sums up to the token before.
+    """
 
     dq: Any
     dk: Any
     dp: Any
-    dgc: Any
-    shift: Any
-    shares: Any
-
-
-class GateGrads(NamedTuple):
-    """dg, dbeta [T, HV]; per chunk dA_log and ddt_bias [NC, HV], fp32. All but dg may be None."""
-
+    dv: Any
     dg: Any
     dbeta: Any
     dA_log: Any
     ddt_bias: Any
+    shares: Any
+    scores: Any
+    row_grads: Any
+    dgc: Any
+    shift: Any
 
 
 @constants

@@ -24,7 +24,7 @@ from fla_cp.kernels.triton.device.planes import GRAD_PLANES
 
 
 class Here(NamedTuple):
-    """A chunk and head of `ChannelwiseSaved`: its first token, rows and number, and where each
+    """A chunk and head of `Saved` and `Grads`: its first token, rows and number, and where each
     tensor holds what belongs to it."""
 
     start: Any
@@ -38,12 +38,12 @@ class Here(NamedTuple):
     v_new: Any
     y: Any
     rows: Any
-    dscores: Any
+    scores: Any
     row_grads: Any
 
 
 @triton.jit
-def open_chunk(x, chunks, i_c, i_hv, S: tl.constexpr, PLANES: tl.constexpr):
+def open_chunk(x, out, chunks, i_c, i_hv, S: tl.constexpr, PLANES: tl.constexpr):
     """`Here` of chunk i_c and head i_hv."""
     n_rows = tl.load(chunks.rows + i_c)
     start = tl.load(chunks.start + i_c).to(tl.int64)
@@ -52,9 +52,9 @@ def open_chunk(x, chunks, i_c, i_hv, S: tl.constexpr, PLANES: tl.constexpr):
     do = rows_from(x.do, start, i_hv)
     h, dh = x.h + i_ch * S.K * S.V, x.dh + i_ch * S.K * S.V
     v_new, y = x.v_new + i_ch * S.BT * S.V, x.y + i_ch * S.BT * S.V
-    rows, dscores = x.rows + i_ch * PLANES * S.BT, x.dscores + i_ch * 2 * S.BT * S.BT
-    row_grads = x.row_grads + i_ch * GRAD_PLANES * S.BT
-    return Here(start, n_rows, i_ch, q, k, do, h, dh, v_new, y, rows, dscores, row_grads)
+    rows, scores = x.rows + i_ch * PLANES * S.BT, out.scores + i_ch * 2 * S.BT * S.BT
+    row_grads = out.row_grads + i_ch * GRAD_PLANES * S.BT
+    return Here(start, n_rows, i_ch, q, k, do, h, dh, v_new, y, rows, scores, row_grads)
 
 
 @triton.jit
@@ -149,6 +149,7 @@ def level_grads(grads, f, factors, dscores, at, pairs, second, n_rows, S: tl.con
 def store_gate_grads(
     b_dgc,
     x,
+    gate,
     sums,
     out,
     chunks,
@@ -170,14 +171,14 @@ def store_gate_grads(
     i_hv = opaque(i_hv, n_rows, S.BT, PHASE)
     start = tl.load(chunks.start + i_c).to(tl.int64)
     m_i, o_k = i < n_rows, i_k * S.BK + tl.arange(0, S.BK)
-    g = gate_rows(x.gate, start, i_hv)
+    g = gate_rows(gate, start, i_hv)
     b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, x.v_new.dtype.element_ty), S.PRECISION)
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
-    raw, rate = load_gate(x.gate, g, i_hv, i, m_i, o_k, S)
-    b_draw = b_dg * gate_slope(raw, rate, x.gate.bound, R.GATE)
+    raw, rate = load_gate(gate, g, i_hv, i, m_i, o_k, S)
+    b_draw = b_dg * gate_slope(raw, rate, gate.bound, R.GATE)
     store_rows(out.dg + (start * S.HV + i_hv) * S.K, b_draw, i, S.HV * S.K, m_i, o_k, S.K)
     if out.dA_log is not None:
-        b_dA = tl.sum(rate_slope(raw, rate, x.gate.bound, b_dg, b_draw, R.GATE))
+        b_dA = tl.sum(rate_slope(raw, rate, gate.bound, b_dg, b_draw, R.GATE))
         tl.store(out.dA_log + (i_c * tiles + i_k) * S.HV + i_hv, b_dA)
     if out.ddt_bias is not None:
         to = out.ddt_bias + (i_c * S.HV + i_hv) * S.K + o_k
