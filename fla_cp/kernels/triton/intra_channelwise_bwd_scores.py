@@ -6,16 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.triton.device import planes
-from fla_cp.kernels.triton.device.blocks import (
-    dot,
-    load_block,
-    load_rows,
-    rows_from,
-    store_block,
-    store_rows,
-)
-from fla_cp.kernels.triton.device.bundles import Rows
+from fla_cp.kernels.triton.device.blocks import store_block
 from fla_cp.kernels.triton.device.gates import sigmoid
+from fla_cp.kernels.triton.device.score_grads import score_grads
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.rule import DeltaRule
 
@@ -29,34 +22,12 @@ def scores_bwd_kernel(x, out, chunks, S: tl.constexpr, R: tl.constexpr):
     m_i = o_i < tl.load(chunks.rows + i_c)
     start = tl.load(chunks.start + i_c).to(tl.int64)
     i_ch = i_c * S.HV + i_hv
-    v, do = rows_from(x.v, start, i_hv), rows_from(x.do, start, i_hv)
-    at = (start * S.HV + i_hv) * S.V
     dscores = out.scores + i_ch * 2 * S.BT * S.BT
     row_grads = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT
-    operand = x.v_new.dtype.element_ty
     b_beta = tl.load(x.rows + i_ch * planes.CHANNELWISE_PLANES * S.BT + o_i)
-    b_ds = tl.zeros([S.BT, S.BT], tl.float32)
-    b_da = tl.zeros([S.BT, S.BT], tl.float32)
-    b_dbeta = tl.zeros_like(b_beta)
-    b_nq = tl.zeros_like(b_beta)
-    b_nk = tl.zeros_like(b_beta)
-    # in a pipeline loads would serve sums as well as products: see `overwritten` in tests/aot/
-    for i_v in tl.range((S.V + S.BV - 1) // S.BV, num_stages=1):
-        o_v = i_v * S.BV + tl.arange(0, S.BV)
-        b_do = load_rows(do, o_i, m_i, o_v, S.V).to(operand)
-        b_vn = load_block(x.v_new + i_ch * S.BT * S.V, o_i, o_v, S.BT, S.V)
-        b_y = load_block(x.y + i_ch * S.BT * S.V, o_i, o_v, S.BT, S.V)
-        b_ds = dot(b_do, tl.trans(b_vn), S.PRECISION, acc=b_ds)
-        if S.REMOVAL != "none":
-            b_da = dot(b_y, tl.trans(b_vn), S.PRECISION, acc=b_da)
-        b_v = load_rows(v, o_i, m_i, o_v, S.V).to(tl.float32)
-        b_y = b_y.to(tl.float32)
-        b_dbeta += tl.sum(b_v * b_y, axis=1)
-        if R.NORM:
-            b_o = load_rows(Rows(x.o + at, S.HV * S.V, 0), o_i, m_i, o_v, S.V).to(tl.float32)
-            b_nq += tl.sum(b_do.to(tl.float32) * b_o, axis=1)
-            b_nk += tl.sum(b_vn.to(tl.float32) * b_y, axis=1)
-        store_rows(out.dv + at, b_y * b_beta[:, None], o_i, S.HV * S.V, m_i, o_v, S.V)
+    b_ds, b_da, b_dbeta, b_nq, b_nk = score_grads(
+        x, out, start, i_hv, i_ch, o_i, m_i, b_beta, S, R.NORM, R.NORM, 1
+    )
     below = o_i[:, None] > o_i[None, :]
     b_diagonal = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_ds, 0.0), axis=1)
     tl.store(row_grads + o_i, b_diagonal)

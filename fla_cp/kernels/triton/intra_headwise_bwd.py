@@ -10,17 +10,11 @@ from torch import Tensor
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import planes
-from fla_cp.kernels.triton.device.blocks import (
-    dot,
-    load_block,
-    load_rows,
-    rows_from,
-    store_block,
-    store_rows,
-)
-from fla_cp.kernels.triton.device.bundles import Grads, Rows, beta, gate, rule_options, shape
+from fla_cp.kernels.triton.device.blocks import store_block
+from fla_cp.kernels.triton.device.bundles import Grads, beta, gate, rule_options, shape
 from fla_cp.kernels.triton.device.gates import gate_slope, rate_slope, sigmoid
 from fla_cp.kernels.triton.device.headwise_decay import decays, load_head_gate, running_sums
+from fla_cp.kernels.triton.device.score_grads import score_grads
 from fla_cp.kernels.triton.intra_headwise_bwd_products import (
     dk_head_kernel,
     dq_head_kernel,
@@ -53,39 +47,15 @@ def scores_head_bwd_kernel(
     m_i = i < tl.load(chunks.rows + i_c)
     start = tl.load(chunks.start + i_c).to(tl.int64)
     i_ch = i_c * S.HV + i_hv
-    v = rows_from(x.v, start, i_hv)
-    do = rows_from(x.do, start, i_hv)
-    at = (start * S.HV + i_hv) * S.V
     rows = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
     row_grads = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + i
     weights = out.scores + i_ch * 2 * S.BT * S.BT
     operand = x.v_new.dtype.element_ty
     b_beta = tl.load(rows)
-    b_ds = tl.zeros([S.BT, S.BT], tl.float32)
-    b_da = tl.zeros([S.BT, S.BT], tl.float32)
-    b_vy = tl.zeros_like(b_beta)
-    b_nq = tl.zeros_like(b_beta)
-    b_nk = tl.zeros_like(b_beta)
-    # a pipeline would load for sums as well as for products, see `overwritten` in tests/aot/;
-    # those of fp32 are waited for
     STAGES: tl.constexpr = None if operand == tl.float32 else 1
-    for i_v in tl.range((S.V + S.BV - 1) // S.BV, num_stages=STAGES):
-        o_v = i_v * S.BV + tl.arange(0, S.BV)
-        b_do = load_rows(do, i, m_i, o_v, S.V).to(operand)
-        b_vn = load_block(x.v_new + i_ch * S.BT * S.V, i, o_v, S.BT, S.V)
-        b_y = load_block(x.y + i_ch * S.BT * S.V, i, o_v, S.BT, S.V)
-        b_ds = dot(b_do, tl.trans(b_vn), S.PRECISION, acc=b_ds)
-        if S.REMOVAL != "none":
-            b_da = dot(b_y, tl.trans(b_vn), S.PRECISION, acc=b_da)
-        b_v = load_rows(v, i, m_i, o_v, S.V).to(tl.float32)
-        b_y = b_y.to(tl.float32)
-        b_vy += tl.sum(b_v * b_y, axis=1)
-        if QNORM:
-            b_o = load_rows(Rows(x.o + at, S.HV * S.V, 0), i, m_i, o_v, S.V).to(tl.float32)
-            b_nq += tl.sum(b_do.to(tl.float32) * b_o, axis=1)
-        if R.NORM:
-            b_nk += tl.sum(b_vn.to(tl.float32) * b_y, axis=1)
-        store_rows(out.dv + at, b_y * b_beta[:, None], i, S.HV * S.V, m_i, o_v, S.V)
+    b_ds, b_da, b_vy, b_nq, b_nk = score_grads(
+        x, out, start, i_hv, i_ch, i, m_i, b_beta, S, QNORM, R.NORM, STAGES
+    )
     _raw, _rate, b_g = load_head_gate(gate, start, i_hv, i, m_i, R.GATE, R.EXP2)
     gc = running_sums(b_g, operand)
     q_scale, k_scale = tl.load(rows + planes.Q_SCALE * S.BT), tl.load(rows + planes.K_SCALE * S.BT)

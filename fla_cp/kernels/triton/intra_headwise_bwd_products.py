@@ -6,7 +6,6 @@ import triton.language as tl
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     dot,
-    load_block,
     load_part,
     load_rows,
     row_sums,
@@ -14,6 +13,14 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
 )
 from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.device.score_grads import load_scores
+
+
+@triton.jit
+def norm_bwd(b_d, b_x, b_n, rstd):
+    """The gradient of rows before their normalisation, from the one after (b_d), whose sum with the
+    rows x over channels is b_n; rstd: 1 / |x|."""
+    return b_d - b_x.to(tl.float32) * (b_n * rstd * rstd)[:, None]
 
 
 @triton.jit
@@ -44,13 +51,13 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
     # all loads at once: to wait for memory again costs more than registers do, which fp32 lacks
     b_k = load_rows(k, i, m_i, o_k, S.K)
     b_q = load_rows(q, i, m_i, o_k, S.K)
-    b_w = load_block(out.scores + i_ch * 2 * S.BT * S.BT, i, i, S.BT, S.BT)
+    b_w = load_scores(out, i_ch, 0, i, S)
     if S.REMOVAL != "none" and operand != tl.float32:
-        b_a = load_block(out.scores + (i_ch * 2 + 1) * S.BT * S.BT, i, i, S.BT, S.BT)
+        b_a = load_scores(out, i_ch, 1, i, S)
         b_beta = tl.load(row)
         b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
     b_diagonal = tl.load(row_grad)
-    # a number of each 32 bytes that later phases wait for, for the cache's sake
+    # Load one number of each 32 bytes that later phases read, so that they are in the cache then.
     if S.NS > 1:
         near = tl.arange(0, 64) * 8
         touched = tl.load(
@@ -92,8 +99,7 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
             b_n = tl.load(row_grad + planes.Q_DQ * S.BT)
         else:
             b_n = tl.sum(b_q.to(tl.float32) * b_dq, axis=1)
-        rstd = tl.load(row + planes.Q_SCALE * S.BT) / scale
-        b_dq -= b_q.to(tl.float32) * (b_n * rstd * rstd)[:, None]
+        b_dq = norm_bwd(b_dq, b_q, b_n, tl.load(row + planes.Q_SCALE * S.BT) / scale)
     store_rows(out.dq + (start * H + i_h) * S.K, b_dq, i, H * S.K, m_i, o_k, S.K)
 
     # column factor k in the states
@@ -108,7 +114,7 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
     b_c = tl.zeros([S.BT, S.BK], tl.float32)
     if S.REMOVAL != "none":
         if operand == tl.float32:
-            b_a = load_block(out.scores + (i_ch * 2 + 1) * S.BT * S.BT, i, i, S.BT, S.BT)
+            b_a = load_scores(out, i_ch, 1, i, S)
             b_beta = tl.load(row)
             b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
         b_dr *= -tl.load(row + planes.R_FACTOR * S.BT)[:, None]
@@ -130,8 +136,8 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
     tl.store(out.dgc + place, b_dgc)
     b_dk += b_c
     if R.NORM:
-        rstd = tl.load(row + planes.K_SCALE * S.BT)
-        b_dk -= b_k.to(tl.float32) * (tl.load(row_grad + planes.K_DK * S.BT) * rstd * rstd)[:, None]
+        b_n = tl.load(row_grad + planes.K_DK * S.BT)
+        b_dk = norm_bwd(b_dk, b_k, b_n, tl.load(row + planes.K_SCALE * S.BT))
     store_rows(out.dk + (start * H + i_h) * S.K, b_dk, i, H * S.K, m_i, o_k, S.K)
 
 
@@ -161,7 +167,7 @@ def dq_head_kernel(x, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
         i_ch = i_c * S.HV + i_hv
         row = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
         row_grad = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + i
-        b_w = load_block(out.scores + i_ch * 2 * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
+        b_w = load_scores(out, i_ch, 0, o_t, S)
         e_q, b_diagonal = tl.load(row + planes.Q_FACTOR * S.BT), tl.load(row_grad)
         if R.NORM and tiles > 1:
             b_norm += tl.load(row_grad + planes.Q_DQ * S.BT)
@@ -190,8 +196,7 @@ def dq_head_kernel(x, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
             if R.NORM:
                 if tiles == 1:
                     b_norm = tl.sum(b_q * b_dq, axis=1)
-                rstd = tl.load(row + planes.Q_SCALE * S.BT) / scale
-                b_dq -= b_q * (b_norm * rstd * rstd)[:, None]
+                b_dq = norm_bwd(b_dq, b_q, b_norm, tl.load(row + planes.Q_SCALE * S.BT) / scale)
             store_rows(out.dq + (start * H + i_h) * S.K, b_dq, i, H * S.K, m_i, o_k, S.K)
 
 
@@ -268,14 +273,14 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
                 row = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
                 b_k = load_rows(k, i, m_i, o_k, S.K)
             if operand == tl.float32:  # before beta r is loaded, for registers
-                b_w = load_block(out.scores + (i_ch * 2 + 1) * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
+                b_w = load_scores(out, i_ch, 1, o_t, S)
                 b_x = dot(b_w, b_k, S.PRECISION)
                 tl.debug_barrier()
             b_beta = tl.load(row)
             b_r = load_rows(r, i, m_i, o_k, S.K)
             b_rb = (b_beta[:, None] * b_r.to(tl.float32)).to(operand)
             if operand != tl.float32:
-                b_w = load_block(out.scores + (i_ch * 2 + 1) * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
+                b_w = load_scores(out, i_ch, 1, o_t, S)
             b_db = tl.sum(b_r.to(tl.float32) * b_dr, axis=1)
             b_shift = b_beta * b_db
             if operand != tl.float32:
@@ -300,7 +305,7 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
             place = (i_k * NC * S.HV + i_ch) * S.BT + i
             b_k = load_rows(k, i, m_i, o_k, S.K)
         # q in the scores
-        b_w = load_block(out.scores + i_ch * 2 * S.BT * S.BT, o_t, o_t, S.BT, S.BT)
+        b_w = load_scores(out, i_ch, 0, o_t, S)
         b_q = load_rows(q, i, m_i, o_k, S.K)
         b_c = dot(tl.trans(b_w), b_q, S.PRECISION, acc=b_c)
         b_dgc -= tl.sum(b_k.to(tl.float32) * b_c, axis=1)
@@ -311,8 +316,7 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
             b_nk += tl.load(row_grad + planes.K_DK * S.BT)
         if j == S.G - 1:
             if R.NORM:
-                rstd = tl.load(row + planes.K_SCALE * S.BT)
-                b_dk -= b_k.to(tl.float32) * (b_nk * rstd * rstd)[:, None]
+                b_dk = norm_bwd(b_dk, b_k, b_nk, tl.load(row + planes.K_SCALE * S.BT))
             store_rows(out.dk + (start * H + i_h) * S.K, b_dk, i, H * S.K, m_i, o_k, S.K)
         if S.REMOVAL == "p":
             tl.store(out.shift + place, b_shift)
@@ -321,7 +325,6 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
                 b_np += tl.load(row_grad + planes.K_DK * S.BT) - tl.load(row) * b_vy
             if j == S.G - 1:
                 if R.NORM:
-                    rstd = tl.load(row + planes.R_SCALE * S.BT)
                     b_r = load_rows(r, i, m_i, o_k, S.K)
-                    b_dp -= b_r.to(tl.float32) * (b_np * rstd * rstd)[:, None]
+                    b_dp = norm_bwd(b_dp, b_r, b_np, tl.load(row + planes.R_SCALE * S.BT))
                 store_rows(out.dp + (start * H + i_h) * S.K, b_dp, i, H * S.K, m_i, o_k, S.K)
