@@ -34,16 +34,17 @@ from fla_cp.rule import CHUNK, DeltaRule
 ptxas.choose()
 
 ALWAYS_KEPT: Final = 5
-"""How many fields of the chunks every backward reads, the first; all but T and Aqk are small."""
+"""How many of the first fields of the chunks every backward reads; all but T and Aqk are small."""
 
 
 OutputGrads = tuple[Chunks, Tensor]
-"""The chunks, and do as given: the reverse scans form themselves what they need of it."""
+"""The chunks, and do as given; the reverse scans form what they need of it."""
 
 
 def first_chunks(packing: Packing, HV: int, tuning: Tuning) -> int:
-    """How many chunks to form before the first summary starts: up to the last that a summary reads,
-    rounded up to a multiple for which kernels are not compiled again; 0 to form all at once."""
+    """How many chunks to form before the first summary starts; 0 to form all at once. It is the
+    last chunk that a summary reads, rounded up to a multiple for which kernels are not compiled
+    again."""
     if not packing.feeding or packing.frame is not None:
         return 0
     chunks = [cdiv(s.stop - s.start, CHUNK) for s in packing.segments]

@@ -32,7 +32,7 @@ ROWS = 8
 """Rows loaded at once."""
 
 CHANNELS = 128
-"""Of a program: four a lane. With eight the backward spills, at 255 registers."""
+"""Channels of a program, four for each thread. With eight the backward spills at 255 registers."""
 
 
 @constants
@@ -65,7 +65,7 @@ def tile_of(tiles, n, S: tl.constexpr):
 
 @triton.jit
 def load_taps(weight, o_c, m_c, W: tl.constexpr):
-    """weight by distance: that of the token itself first."""
+    """The weights by distance: first that of the token itself."""
     taps = ()
     for s in tl.static_range(W):
         taps = taps + (tl.load(weight + o_c * W + (W - 1 - s), mask=m_c, other=0.0).to(tl.float32),)
@@ -107,7 +107,8 @@ def load_reach(reach, t, stop, R: tl.constexpr):
 
 @triton.jit
 def within(window, b_x, reach):
-    """Tokens that b_x's token sees, itself first: others of its sequence, zero for the rest."""
+    """What the token of b_x sees: itself, then the tokens before it; zero for those of other
+    sequences."""
     seen = (b_x,)
     for s in tl.static_range(len(window)):
         seen = seen + (tl.where(reach > s, window[s], 0.0),)

@@ -1,12 +1,11 @@
-"""A state through the maps of a chain of segments, one program per chain, head and value tile.
+"""Folds chains of affine maps: one program per chain, head and value tile.
 
-A step reads one transition and one offset; the first does not multiply a state that is zero. The
-state lives in memory that only its program touches (K rows are too many for registers beside a
-transition), in two places that take turns; a barrier stands between what is written in one step and
-read in the next. Products are three TF32 products each, as good as fp32 here: what is rounded stays
-below 2^-20 of the terms. Where the transition of the steps is wanted as well, it is K further
-columns of the state, the first step's at first.
-"""
+A step reads one transition and one offset; the first step multiplies nothing where the state is
+zero. The state lives in memory that only its program touches, because K rows are too many for
+registers beside a transition. It alternates between two places, with a barrier between the writes
+of one step and the reads of the next. A product is three TF32 products, which is as good as fp32
+here: the rounding stays below 2^-20 of the terms. Where the product of the transitions is wanted as
+well, it is K further columns of the state, which start as the first step's transition."""
 
 import functools
 from typing import NamedTuple
@@ -57,7 +56,7 @@ def of_head(row, i_h, HV: tl.constexpr):
 @constants
 class FoldShape(NamedTuple):
     """W: columns of out, V or V + K. BR, BK: rows and columns of a transition's tile. M_ROW, B_ROW:
-    between the rows of a matrix of M and of B."""
+    the distance between rows of a matrix of M and of B."""
 
     HV: int
     K: int
@@ -73,8 +72,8 @@ class FoldShape(NamedTuple):
 
 @triton.jit
 def fold_kernel(M, B, start, out, places, first, starts, entries, steps, n, S: tl.constexpr):
-    """See `fla_cp.comm.affine.fold`. places [2, C, HV, K, W]: of the state. steps: int32 [3, n],
-    rows of M, B and out, -1 for none."""
+    """See `fla_cp.comm.affine.fold`. places [2, C, HV, K, W]: memory for the state. steps: int32
+    [3, n], rows of M, B and out, -1 for none."""
     tiles: tl.constexpr = (S.W + S.BV - 1) // S.BV
     i_c, i_h = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     chains = (tl.num_programs(0) // tiles).to(tl.int64)
@@ -130,7 +129,8 @@ def _columns(steps: Steps) -> Build:
 
 
 def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """x [*, HV, K, C], or a copy, with all rows of its matrices as far apart; and how far."""
+    """x [*, HV, K, C], or a copy, whose matrices all have rows at one distance; and that
+    distance."""
     if x is None:
         return None, 0
     _, heads, rows, _ = x.shape

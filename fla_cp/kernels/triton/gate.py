@@ -21,10 +21,10 @@ from fla_cp.kernels.triton.tile_table import power_of_two
 from fla_cp.rule import DeltaRule
 
 ELEMENTS = 4096
-"""Of a [BT, BK] tile."""
+"""Elements of a [BT, BK] tile."""
 
 TOKENS = 256
-"""Least tokens of a program of the backward: what a row of partial sums stands for."""
+"""The fewest tokens of a program of the backward, which writes one row of partial sums."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What is local to a chunk: memory for it, and which file forms it."""
+"""Memory for the chunks, and which file forms them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fla_cp.rule import CHUNK, DeltaRule
 
 
 def intra(rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning = TUNING) -> Chunks:
-    """The chunks of all tokens."""
+    """Forms the chunks of all tokens."""
     table, x, c = empty_chunks(rule, packing, x, tuning)
     NC = len(table.chunk_start)
     if NC and rule.per_head:
@@ -35,8 +35,8 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning = TUNING)
 def intra_in_two(
     rule: DeltaRule, packing: Packing, x: Inputs, first: int, tuning: Tuning = TUNING
 ) -> tuple[Chunks, Callable[[], None]]:
-    """With one decay a head: the chunks, of which the first are formed, and a call that forms the
-    others. The call allocates nothing, so that it may run on another stream."""
+    """With one decay a head: forms the first chunks, and returns all chunks and a call that forms
+    the others. The call allocates nothing, so that it may run on another stream."""
     table, x, c = empty_chunks(rule, packing, x, tuning)
     form = intra_headwise(rule, packing, c, x)
     form(0, first)

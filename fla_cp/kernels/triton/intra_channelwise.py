@@ -1,18 +1,20 @@
-"""Everything local to a chunk, in one pass over q, k, g and beta.
+"""Everything local to a chunk with one decay a channel, in one pass over q, k, g and beta.
 
-Per (chunk, value head): gate, norm, cumulative sum, Aqk, Akk and T = (I + Akk)^-1. Writes, in the
-operands' dtype and chunk by chunk, qg = scale q exp(gc), kin = k exp(gc), kg = k exp(gc_C - gc),
-T, Aqk (with scale), and in fp32 decay = exp(gc_C), the activated beta and what the rows are
-multiplied by; with a safe gate also gc of rows 15, 47 and 63 for the backward (anchors).
+For each (chunk, value head) the kernel forms the gate, the norms, the cumulative sums, Aqk, Akk and
+T = (I + Akk)^-1. It writes, in the operands' dtype and chunk by chunk, qg = scale q exp(gc),
+k_decayed = k exp(gc), kg = k exp(gc_C - gc), T and Aqk (with scale), and in fp32 decay = exp(gc_C),
+the activated beta and the factors of the rows. With a safe gate it also writes gc of rows 15, 47
+and 63 for the backward (anchors).
 
-Scores. With a safe gate, columns refer to the middle row m of their half of the chunk: k_j
-exp(gc_m - gc_j), whose exponent stays below 16 * 5 / ln 2 = 116 and so in the range of bf16. Rows
-refer once to the middle of the first half and once to that of their own, and each of the two
-products has the columns of one half. With any gate, the chunk is halved again and again: for pairs
-of neighbouring S-blocks (S = 32, 16, .., 1) all rows of second blocks meet all columns of first
-blocks in one [64, K] x [K, 64] product, with the last row of the first block as reference; every
-exponent is at most zero, and what lies outside the pairs is masked away.
-"""
+Scores with a safe gate: columns refer to the middle row m of their half of the chunk,
+k_j exp(gc_m - gc_j). The exponent stays below 16 * 5 / ln 2 = 116 and so within the range of bf16.
+Rows refer once to the middle of the first half and once to that of their own half, and each of the
+two products takes the columns of one half.
+
+Scores with any gate: the chunk is halved repeatedly. For pairs of neighbouring blocks of S rows
+(S = 32, 16, .., 1), all rows of second blocks meet all columns of first blocks in one
+[64, K] x [K, 64] product, with the last row of the first block as reference. Every exponent is at
+most zero, and what lies outside the pairs is masked away."""
 
 import triton
 import triton.language as tl
@@ -72,7 +74,7 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
     if R.NORM:
         q_scale *= tl.rsqrt(qq + EPS)
         k_scale *= tl.rsqrt(kk + EPS)
-    diagonal *= q_scale * k_scale  # in its place until the end, not in registers
+    diagonal *= q_scale * k_scale  # stored until the end, to free registers
     p_diagonal = out.Aqk + (i_ch * (S.TERMS * S.BT) + o_i) * S.BT + o_i
     tl.store(p_diagonal, diagonal.to(operand))
     if S.TERMS > 1:
@@ -97,7 +99,7 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
         b_q = load_rows(q, o_i, m_i, o_k, S.K).to(tl.float32) * q_scale[:, None]
         b_k = load_rows(k, o_i, m_i, o_k, S.K).to(tl.float32) * k_scale[:, None]
         d = apply_sums(e_upto if R.SAFE else load_sums(sums, UP_TO, o_i), steps, S.PRECISION)
-        # no addresses kept from tile to tile
+        # Form the addresses again, so that none stays in registers from tile to tile.
         r, c = opaque(o_i, n_rows + i_k, S.BT, 1000), opaque(o_k, n_rows + i_k, S.BT, 1000)
         ch = opaque(i_ch, n_rows + i_k, S.BT, 1000)
         last = tl.broadcast_to(c[None, :], [S.BT, S.BK])
@@ -167,7 +169,7 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
 
 @triton.jit
 def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr):
-    """Forms qg, k_decayed and kg again from the rows and anchors that `intra_kernel` wrote. A
+    """Recomputes qg, k_decayed and kg from the rows and anchors that `intra_kernel` wrote. A
     program has a (chunk, key tile) and a head."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -200,7 +202,7 @@ def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr
 
 
 def intra_channelwise(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
-    """A decay a channel."""
+    """Fills c, with one decay a channel."""
     (NC, HV, K), V, dtype = c.decay.shape, x.v.shape[2], x.q.dtype
     t = c.tuning.tile(stage_name("intra", rule, dtype), K, V, dtype)
     S, R = shape(rule, dtype, x.q.shape[1], HV, K, V, t), rule_options(rule, dtype)
@@ -224,7 +226,7 @@ def gated_operands(
     anchors: Tensor,
     tuning: Tuning = TUNING,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qg, k_decayed and kg of the forward, formed again, with one decay a channel. row_numbers:
+    """Recomputes qg, k_decayed and kg of the forward, with one decay a channel. row_numbers:
     `Chunks.rows`."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)

@@ -1,26 +1,26 @@
-"""Gradients of everything local to a chunk, from the two scans' results, in two launches and one
-of beta; long because a kernel is its list of arguments.
+"""The gradients of everything local to a chunk with one decay a channel, from what the scans left.
 
 With y = T^T dv_new (scan.py), the inverse needs no products of its own: dv = beta y and
 dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
 
-1. `scores_bwd_kernel`, a program per (chunk, head): dAqk, dAkk, dv, v's share of dbeta, and what
-   the backward of the q/k norm needs of whole rows: q dq = do o, since o is linear in q; and
+1. `scores_bwd_kernel`, a program per (chunk, head), forms dAqk, dAkk, dv, v's share of dbeta, and
+   two sums over whole rows for the backward of the norms: q dq = do o, since o is linear in q; and
    k dk = y (2 v_new - beta v), since k enters as k_i v_new_i^T and as a row of (I + Akk) v_new =
-   beta (v - kin S).
-2. `intra_bwd_kernel`, a program per (chunk, head, key tile): row and column factors of the scores
-   get their gradients level by level as in intra.py (with a safe gate: safe_bwd.py). gc enters as
-   exp(+gc_i) beside row factors and exp(-gc_j) beside column factors, so its gradient is
-   elementwise: row * drow - col * dcol. A level's rows are second and its columns first blocks of
-   pairs, so each row of the chunk is one or the other, and mirrored scores give both gradients in
-   one product; levels 2 to 5 are products of four blocks of 16, each within a warp.
-   Summed back along the chunk, a pair (i, j) adds to dg between j and i and must vanish before j:
-   row and col are therefore those that the products saw, rounded alike. (With q and k in fp32
-   instead, dg was off by 1.9% and ddt_bias by 5 to 9%: docs/log.md.)
+   beta (v - k_decayed S).
+2. `intra_bwd_kernel`, a program per (chunk, head, key tile), forms the gradients of the scores' row
+   and column factors level by level, as intra_channelwise.py forms the scores (with a safe gate:
+   intra_channelwise_bwd_safe.py). gc occurs as exp(+gc_i) in row factors and as exp(-gc_j) in
+   column factors, so its gradient is elementwise: row * drow - col * dcol. The rows of a level are
+   second blocks of pairs and its columns first blocks, so each row of the chunk is one or the
+   other, and mirrored scores give both gradients in one product. Levels 2 to 5 are products of four
+   blocks of 16, each within a warp.
+   The gradient of g is the sum of the gradient of gc from a row to the chunk's end. A pair (i, j)
+   adds to it between j and i and must cancel before j, so row and col are the factors that the
+   products saw, rounded alike. (With q and k in fp32 instead, dg was off by 1.9% and ddt_bias by 5
+   to 9%: docs/log.md.)
 
-The gradients of the scores go through memory (`dscores`, two [C, C] tiles a chunk), since
-transposing a product's result into another product is miscompiled on Hopper by Triton 3.4 to 3.7.0.
-"""
+The gradients of the scores go through memory (two [C, C] tiles a chunk), because Triton 3.4 to
+3.7.0 miscompiles on Hopper a product whose operand is another product's transposed result."""
 
 import functools
 
@@ -90,7 +90,7 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     b_dgc = b_q * b_dq - b_k * b_dc
     if REMOVES:
         b_dgc += b_beta * (b_k * b_dr)
-    b_dgc += tl.where((i == S.BT - 1)[:, None], b_dl[None, :], 0.0)  # held no longer, for registers
+    b_dgc += tl.where((i == S.BT - 1)[:, None], b_dl[None, :], 0.0)  # frees b_dl
 
     # row factors q and beta k, column factor k; first the levels within blocks of 16
     x_q, x_k, x_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
@@ -160,7 +160,7 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
         b_q = load_scaled(q, here.rows, planes.Q_SCALE, i, m_i, o_k, S.K)
         b_k = load_scaled(k, here.rows, planes.K_SCALE, i, m_i, o_k, S.K)
         b_beta = tl.load(here.rows + i)[:, None]
-    # the diagonal's row and column cancel in the gate's gradient
+    # after b_dgc: the diagonal's row and column cancel in it
     diagonal = tl.load(here.row_grads + i)[:, None]
     b_dq += diagonal * b_k
     b_dc += diagonal * b_q
@@ -189,7 +189,7 @@ def intra_channelwise_bwd(
     v_new: Tensor,
     grads: ScanGrads,
 ) -> Inputs:
-    """One decay a channel."""
+    """The gradients of the inputs, with one decay a channel."""
     table, dtype = tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     t = c.tuning.tile(stage_name("intra_bwd", rule, dtype), K, V, dtype)

@@ -1,13 +1,13 @@
-"""Gradients of everything local to a chunk where the gate is safe; see intra_bwd.py.
+"""The gradients of everything local to a chunk with a safe gate; see intra_channelwise_bwd.py.
 
-With |gc_i - gc_m| at most 16 * 5 / ln 2 = 116 to the middle row m of row i's half, one row factor
-x = q exp(gc_i - n) and one column factor y = k exp(n - gc_j) serve all: n is gc_m rounded to a
-whole power of two, n0 in the first half of the rows and n1 in the second. What refers to another n
-differs by a power of two, which is exact in bf16: pairs of a row in the second half and a column in
-the first, exp(n1 - n0); states entering, exp(n) x; states leaving, exp(gc_C - n) y. So all
-gradients of a factor are summed in one accumulator and multiplied by it once, and what a pair adds
-to the gradient of gc at its row it takes off at its column, with the same factors.
-"""
+|gc_i - gc_m| is at most 16 * 5 / ln 2 = 116 for the middle row m of row i's half. Therefore one row
+factor x = q exp(gc_i - n) and one column factor y = k exp(n - gc_j) serve all products, where n is
+gc_m rounded to a whole power of two: n0 in the first half of the rows and n1 in the second. A
+factor with another reference differs by a power of two, which is exact in bf16: exp(n1 - n0) for
+pairs of a row in the second half and a column in the first, exp(n) x for the states that enter, and
+exp(gc_C - n) y for the states that leave. All gradients of a factor are summed in one accumulator
+and multiplied by it once. What a pair adds to the gradient of gc at its row it subtracts at its
+column, with the same factors."""
 
 import triton
 import triton.language as tl
@@ -52,13 +52,13 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
 
     UNIT: tl.constexpr = 1.0 if R.EXP2 else 1.0 / LOG2E
 
-    # nearly all loads at once: to wait for memory again costs more than registers do
+    # Nearly all loads come first: to wait for memory again costs more than registers do.
     b_g = load_steps(gate, here.start, i_hv, i, m_i, o_k, S, R)
     b_k = load_rows(here.k, i, m_i, o_k, S.K)
     b_q = load_rows(here.q, i, m_i, o_k, S.K)
     b_ds = load_scores(here.scores, i)
-    # A number of each 32 bytes that later phases wait for, for the cache's sake: early, in fewer
-    # registers than what is there. NS of 1: tiles with no register to spare.
+    # Load one number of each 32 bytes that later phases read, so that they are in the cache then;
+    # the numbers themselves would take more registers. Tiles with NS of 1 have none to spare.
     if S.NS > 1:
         near = tl.arange(0, 32) * 8
         m_n = near < 3 * S.BT
@@ -69,7 +69,7 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
         touched += tl.load(first_anchor + place, mask=m_n, other=0.0)
     b_dl = row_sums(here.h, here.dh, i_k * S.BK, tl.arange(0, S.BK), tl.arange(0, 32), S.K, S.V)
     b_dq, b_dr, b_dc, _ = state_products(here, i, m_i, o_k, S, False)
-    if S.NS > 1:  # a use for them, as far as the compiler can tell: n_rows is never more
+    if S.NS > 1:  # never true, but the compiler cannot tell, and keeps the loads
         tl.store(here.rows + near, touched, mask=near * 0 + here.n_rows > S.BT)
     b_gc = sum_steps(sums, UP_TO, i, parts(b_g, operand), S.PRECISION)
     n0 = whole(tl.load(anchors, mask=m_k, other=0.0), UNIT)[None, :]
@@ -110,11 +110,11 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     b_c = dot(b_ds, shifted(b_x, shift, second).to(operand), S.PRECISION, acc=b_dc)
     b_dc = dot(b_ds, row, S.PRECISION, acc=b_dc)
 
-    # row factor beta k; exponentials are formed again, of a d that the compiler cannot tell to be d
+    # row factor beta k; the compiler cannot tell that d is the same, so it forms exponentials again
     d += here.n_rows // (S.BT + 1)
     f = decay_exp(d, R.EXP2)
     if REMOVES:
-        tl.debug_barrier()  # not loaded earlier, for registers
+        tl.debug_barrier()  # loads after it are not moved up, which frees registers
         i, at = opaque(i, here.n_rows, S.BT, 2), opaque(at, here.n_rows, S.BT, 2)
         if S.NS == 1:
             o_k = opaque(o_k, here.n_rows, S.BT, 2)

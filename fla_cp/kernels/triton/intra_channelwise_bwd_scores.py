@@ -1,4 +1,4 @@
-"""Backward of scores and values of a chunk, and of beta, with one decay a channel."""
+"""The backward of scores and values of a chunk, and of beta, with one decay a channel."""
 
 import torch
 import triton
@@ -15,8 +15,8 @@ from fla_cp.rule import DeltaRule
 
 @triton.jit
 def scores_bwd_kernel(x, out, chunks, S: tl.constexpr, R: tl.constexpr):
-    """x: `Saved`; out: `Grads`; chunks: `ChunkTable`. Of out.scores, below the
-    diagonal: dAqk, and dAkk of the rows k before beta; without a safe gate mirrored above it."""
+    """x: `Saved`; out: `Grads`; chunks: `ChunkTable`. Below the diagonal out.scores is dAqk, and
+    dAkk of the rows k before beta; without a safe gate it is mirrored above the diagonal."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_i = tl.arange(0, S.BT)
     m_i = o_i < tl.load(chunks.rows + i_c)

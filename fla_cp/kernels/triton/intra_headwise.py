@@ -1,16 +1,15 @@
-"""Local to a chunk with one decay a head; long because a kernel is its list of arguments.
+"""Everything local to a chunk with one decay a head.
 
 The decay of a pair of tokens is one number and multiplies their score. No exponent is above zero
 for any gate, so there is one path.
 
-Backward in three kernels: the scores' gradients, weighted with decays, norms and scale (W); dq,
-with W k, and dk, with W^T q, by a program per chunk, key tile and head; and the gate's. Of groups
-dq and dk have a kernel each, in which a program goes through the value heads of its group and sums
-over them in registers: sums of both beside the products would spill. The gate's gradient is, per
-row, the sum over channels of row factors times their gradients less column factors times theirs, as
-the products saw the factors: the inputs as they are, with norms and scale in W, so that their
-gradients come out as they are.
-"""
+The backward has three kernels. The first forms the gradients of the scores, weighted with decays,
+norms and scale (W). The second forms dq, with W k, and dk, with W^T q, in a program per chunk, key
+tile and head; with groups dq and dk have a kernel each, in which a program goes through the value
+heads of its group and sums over them in registers, because both sums beside the products would
+spill. The third forms the gradient of the gate: per row the sum over channels of row factors times
+their gradients, less column factors times theirs. The factors are those that the products saw: the
+inputs as given, with norms and scale in W."""
 
 import functools
 from collections.abc import Callable
@@ -50,8 +49,8 @@ from fla_cp.rule import DeltaRule
 
 @triton.jit
 def head_rows_kernel(gate, beta, rows, chunks, S: tl.constexpr, R: tl.constexpr, BH: tl.constexpr):
-    """The planes of rows [NC, HV, 9, C] that need neither q nor k: beta, and gc up to each row and
-    up to the one before. A program has BH heads of a chunk."""
+    """Writes the planes of rows [NC, HV, 9, C] that need neither q nor k: beta, and gc up to each
+    row and up to the row before. A program has BH heads of a chunk."""
     i_c = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, S.BT)[:, None]
     m_i = i < tl.load(chunks.rows + i_c)
@@ -93,8 +92,9 @@ def intra_head_kernel(
 
     _raw, _rate, b_g = load_head_gate(gate, start, i_hv, i, m_i, R.GATE, R.EXP2)
 
-    # Scores of the inputs as they are: the norms and decays multiply them afterwards. What the loop
-    # loads is for products alone: see `overwritten` in tests/aot/. Those of fp32 are waited for.
+    # These are the scores of the inputs as given; norms and decays multiply them afterwards. Only
+    # products may read what the loop loads (`overwritten` in tests/aot/), except in fp32, whose
+    # products are waited for.
     diagonal = tl.zeros_like(b_beta)
     qq, kk, pp = diagonal, diagonal, diagonal
     if operand != tl.float32:
@@ -113,7 +113,7 @@ def intra_head_kernel(
         b_qk = dot(b_q, tl.trans(b_k), S.PRECISION, acc=b_qk)
         b_r = b_k
         if S.REMOVAL == "p":
-            if operand == tl.float32:  # for registers: p not loaded before this product
+            if operand == tl.float32:  # p is not loaded before this product, to free registers
                 tl.debug_barrier()
             b_r = load_rows(p, i, m_i, o_k, S.K)
             if R.NORM and operand == tl.float32:
@@ -165,7 +165,8 @@ def intra_head_kernel(
 def intra_headwise(
     rule: DeltaRule, packing: Packing, c: Chunks, x: Inputs
 ) -> Callable[[int, int], None]:
-    """One decay a head. Returns a call that forms the chunks from a first to before another."""
+    """With one decay a head: returns a call (first, stop) that fills the chunks of c from `first`
+    to before `stop`."""
     table, dtype = tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), V = c.decay.shape, x.v.shape[2]
     whole = eligible.supports(c) and eligible.pays(packing, c)

@@ -1,4 +1,4 @@
-"""Backward of the local stage with one decay a head: scores, gate, beta, launches."""
+"""The backward of what is local to a chunk with one decay a head: scores, gate, beta, launches."""
 
 import functools
 
@@ -38,10 +38,10 @@ from fla_cp.rule import CHUNK, DeltaRule
 def scores_head_bwd_kernel(
     x, gate, out, chunks, S: tl.constexpr, R: tl.constexpr, QNORM: tl.constexpr
 ):
-    """x: `Saved`; gate: `Gate`; out: `Grads`; chunks: `ChunkTable`. Of out.scores,
-    below the diagonal: what the inputs k are weighted with in the gradients of q and of beta r.
-    out.row_grads: the diagonal's weight of k; with QNORM q dq and with NORM k dk of each row,
-    summed over channels, as `scores_bwd_kernel` forms them (with p those of k alone)."""
+    """x: `Saved`; gate: `Gate`; out: `Grads`; chunks: `ChunkTable`. Below the diagonal out.scores
+    is what multiplies the inputs k in the gradients of q and of beta r. out.row_grads: the
+    diagonal's factor of k; with QNORM q dq and with NORM k dk of each row, summed over channels, as
+    `scores_bwd_kernel` forms them (with p those of k alone)."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, S.BT)
     m_i = i < tl.load(chunks.rows + i_c)
@@ -89,8 +89,8 @@ def head_gate_bwd_kernel(
     SHARES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """gate: `Gate`; beta: `Beta`; out: `Grads`; chunks: `ChunkTable`. dg from the SHARES of dgc
-    and those of key tiles of shift; dbeta from v's share and those of key tiles."""
+    """gate: `Gate`; beta: `Beta`; out: `Grads`; chunks: `ChunkTable`. Forms dg from the SHARES of
+    dgc and the TILES of shift, and dbeta from v's share and those of the key tiles."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, S.BT)
     m_i = i < tl.load(chunks.rows + i_c)
@@ -133,8 +133,8 @@ def headwise_tiles(
     grads: ScanGrads,
     rows: tuple[Tensor, ...],
 ) -> tuple[Tile, ...]:
-    """Of stages that one kernel in Gluon does together: all there, or none. rows: what it reads
-    [T, H, K], none if it does not do this."""
+    """The tiles of stages that one kernel of sm90/ does together: it does all of them or none.
+    rows: what it reads [T, H, K]; empty if it does not support the call."""
     K, V = x.q.shape[2], x.v.shape[2]
     supports = bool(rows) and eligible.supports(c, *rows, x.v, grads.do)
     supports = supports and eligible.pays(packing, c)
@@ -154,7 +154,7 @@ def intra_headwise_bwd(
     v_new: Tensor,
     grads: ScanGrads,
 ) -> Inputs:
-    """One decay a head."""
+    """The gradients of the inputs, with one decay a head."""
     table, dtype = tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower

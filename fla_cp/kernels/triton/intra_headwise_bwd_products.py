@@ -48,7 +48,7 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
     row_grad = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + i
     place = (i_k * NC * H + i_ch) * S.BT + i
 
-    # all loads at once: to wait for memory again costs more than registers do, which fp32 lacks
+    # All loads come first: to wait for memory again costs more than registers do, which fp32 lacks.
     b_k = load_rows(k, i, m_i, o_k, S.K)
     b_q = load_rows(q, i, m_i, o_k, S.K)
     b_w = load_scores(out, i_ch, 0, i, S)
@@ -85,7 +85,7 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
             b_dl += tl.sum(b_h * b_dh, axis=1)
     if operand != tl.float32:
         b_dl = row_sums(x.h + i_ch * S.K * S.V, x.dh + i_ch * S.K * S.V, k0, o_kt, o_vt, S.K, S.V)
-    if S.NS > 1:  # a use for them, as far as the compiler can tell: n_rows is never more
+    if S.NS > 1:  # never true, but the compiler cannot tell, and keeps the loads
         tl.store(x.rows + near, touched, mask=near * 0 + n_rows > S.BT)
 
     # row factor q
@@ -104,7 +104,7 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
 
     # column factor k in the states
     b_c *= tl.load(row + planes.K_FACTOR * S.BT)[:, None]
-    # by itself, for it cancels what the last row gets of it
+    # summed by itself, because it cancels with its share in the last row
     b_end = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
     last = tl.sum(b_dl, axis=0) * tl.load(x.decay + i_ch * S.K) - tl.sum(b_end, axis=0)
     b_dgc += b_end + tl.where(i == S.BT - 1, last, 0.0)
@@ -118,7 +118,7 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
             b_beta = tl.load(row)
             b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
         b_dr *= -tl.load(row + planes.R_FACTOR * S.BT)[:, None]
-        # in the states k as it is, beside the scores beta k as the product sees it
+        # the states use k in fp32, the scores beta k as the product reads it
         b_db = tl.sum(b_k.to(tl.float32) * b_dr, axis=1)
         b_shift = b_beta * b_db - tl.sum(b_rb.to(tl.float32) * b_dr, axis=1)
         b_dr = dot(b_a, b_k, S.PRECISION, acc=b_dr)
@@ -180,7 +180,7 @@ def dq_head_kernel(x, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
             b_c = dot(b_do, tl.trans(b_h), S.PRECISION, acc=b_c)
         b_c *= e_q[:, None]
         b_k = load_rows(k, i, m_i, o_k, S.K)
-        # before the product: else Triton sums below in the layout of the load and moves fp32 there
+        # loaded before the product: else Triton sums in the layout of the load and moves fp32 there
         b_q = load_rows(q, i, m_i, o_k, S.K).to(tl.float32)
         b_c = dot(b_w, b_k, S.PRECISION, acc=b_c)
         tl.store(out.dgc + (i_k * NC * S.HV + i_ch) * S.BT + i, tl.sum(b_q * b_c, axis=1))
@@ -188,7 +188,7 @@ def dq_head_kernel(x, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
         b_c += b_diagonal[:, None] * b_k.to(tl.float32)
         b_dq = b_c if S.G == 1 else b_dq + b_c
         if j == S.G - 1:
-            if S.G > 1:  # loaded again, not kept beside the products
+            if S.G > 1:  # loaded again rather than kept during the products
                 tl.debug_barrier()
                 i = opaque(i, n_rows, S.BT, 1)
                 m_i = i < n_rows
@@ -202,11 +202,11 @@ def dq_head_kernel(x, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
-    """dk and dp as `dq_head_kernel` forms dq. out.dgc: the part of k and p.
+    """dk and dp, as `dq_head_kernel` forms dq. out.dgc: the part of k and p.
 
-    With groups, each phase is a branch that is always taken, or follows one, and loads k again. In
-    one block with the next phase the sums over the group would be added late, and their terms would
-    be kept meanwhile. A single head has registers to spare."""
+    With groups, each phase is a branch that is always taken, or follows one, and loads k again. If
+    it shared a block with the next phase, the compiler would add the sums over the group late and
+    keep their terms until then. A single head has registers to spare."""
     H: tl.constexpr = S.HV // S.G
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles
@@ -251,7 +251,7 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
                 x.h + i_ch * S.K * S.V, x.dh + i_ch * S.K * S.V, k0, o_kt, o_vt, S.K, S.V
             )
             b_c *= e_k[:, None]
-            # by itself, for it cancels what the last row gets of it
+            # summed by itself, because it cancels with its share in the last row
             b_dgc = -tl.sum(b_k.to(tl.float32) * b_c, axis=1)
             last = tl.sum(b_dl, axis=0) * end - tl.sum(b_dgc, axis=0)
             b_dgc += tl.where(i == S.BT - 1, last, 0.0)
@@ -272,7 +272,7 @@ def dk_head_kernel(x, out, chunks, tokens, S: tl.constexpr, R: tl.constexpr):
                 m_i = i < n_rows
                 row = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + i
                 b_k = load_rows(k, i, m_i, o_k, S.K)
-            if operand == tl.float32:  # before beta r is loaded, for registers
+            if operand == tl.float32:  # before beta r is loaded, to free registers
                 b_w = load_scores(out, i_ch, 1, o_t, S)
                 b_x = dot(b_w, b_k, S.PRECISION)
                 tl.debug_barrier()

@@ -1,5 +1,7 @@
-"""Launches that remember what they compiled: Triton looks at every argument again at each launch,
-which takes the host longer than a small kernel takes the GPU."""
+"""Launches that remember what they compiled.
+
+Triton looks at every argument again at each launch, which takes the host longer than a small kernel
+takes the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ runner: Callable[..., None] | None = None
 launches, or that leave them out."""
 
 MAX_REMEMBERED = 4096
-"""Compiled kernels remembered; beyond it all are forgotten."""
+"""The most compiled kernels that are remembered; then all are forgotten."""
 
 PLAIN = frozenset((int, str, bool, tuple, type(None)))
 """Types of arguments that are compared by value."""

@@ -1,4 +1,4 @@
-"""What launches of kernels hand each other: operands chunk by chunk, tables of a packing."""
+"""What the launches of kernels hand each other: chunks, and the tables of a packing."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ DENSE = torch.contiguous_format
 
 
 class Chunks(NamedTuple):
-    """Operands of the scans, chunk by chunk in token order: T, Aqk [NC, HV, terms * C, C] in the
-    inputs' dtype, one or two [C, C] terms that add up to it; fp32 decay [NC, HV, K] and rows
-    [NC, HV, planes, C] (beta, what q and k are multiplied by, and more (device/planes.py)); anchors
-    [NC, HV, 3, K], gc of rows 15, 47 and 63, empty but for a safe gate in bf16; qg, kin, kg
-    [NC, HV, C, K], with one decay a head the inputs q, k or p, and k [T, H, K]; v as given. In a
-    backward also o. Where the rule removes nothing, T is empty, and so is kin with a decay a
-    channel."""
+    """What the local stage forms of the chunks, in token order, and the scans read.
+
+    T, Aqk [NC, HV, terms * C, C]: in the inputs' dtype, one or two [C, C] terms that add up to it.
+    decay [NC, HV, K], rows [NC, HV, planes, C] (device/planes.py): fp32.
+    anchors [NC, HV, 3, K]: gc of rows 15, 47 and 63, fp32; empty without a safe gate in bf16.
+    qg, k_decayed, kg [NC, HV, C, K]; with one decay a head the inputs q, k or p, and k [T, H, K].
+    v: as given. o: in a backward only. Where the rule removes nothing, T is empty, and k_decayed
+    too with one decay a channel."""
 
     T: Tensor
     Aqk: Tensor
@@ -68,7 +69,7 @@ class Chunks(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Packing on the device, int32: of chunks [NC] and of segments [S]."""
+    """The packing on the device, int32: per chunk [NC] and per segment [S]."""
 
     chunk_start: Tensor
     chunk_rows: Tensor
@@ -82,7 +83,7 @@ class Tables(NamedTuple):
 
 
 class OutputGrads(NamedTuple):
-    """do as given; the reverse scan forms what it needs of it."""
+    """do as given."""
 
     do: Tensor
 
@@ -104,7 +105,7 @@ def _columns(packing: Packing) -> Columns:
         for a in range(s.start, s.stop, CHUNK):
             starts.append(a)
             rows.append(min(CHUNK, s.stop - a))
-    if packing.frame is not None:  # chunks of no tokens, at an address that exists
+    if packing.frame is not None:  # chunks without tokens, at an address that exists
         more = packing.frame.chunks - len(starts)
         starts, rows = starts + [0] * more, rows + [0] * more
     return (
@@ -128,7 +129,7 @@ def stage_name(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
 
 
 def planes(rule: DeltaRule) -> int:
-    """Of `Chunks.rows`."""
+    """How many planes `Chunks.rows` has."""
     return 9 if rule.per_head else 3
 
 

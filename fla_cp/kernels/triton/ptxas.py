@@ -1,9 +1,8 @@
-"""Which ptxas assembles the kernels: not 12.8, where a newer one comes with Triton.
+"""Which ptxas assembles the kernels: not 12.8 if Triton comes with a newer one.
 
-ptxas 12.8 reads registers that nothing wrote when it forms the descriptor of a wgmma operand again
-instead of keeping it: wrong results or an illegal memory access, in some kernels and not in others
-(docs/log.md). 12.9 does not. Triton keeps a newer one for Blackwell beside it.
-"""
+ptxas 12.8 reads registers that nothing wrote when it recomputes the descriptor of a wgmma operand
+instead of keeping it. Some kernels then give wrong results or an illegal memory access
+(docs/log.md). 12.9 does not. Triton brings a newer one for Blackwell."""
 
 from __future__ import annotations
 

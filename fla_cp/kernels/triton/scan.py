@@ -1,17 +1,17 @@
-"""States along the chunks of each segment, forward and in reverse; o is formed on the way.
+"""The states along the chunks of each segment, and o on the way.
 
-Operands come from intra.py, chunk by chunk and already gated, so that the serial chain is three
-products a chunk: kin S, T r, kg^T v_new (reverse: kg dS, T^T dv, kin^T x). With one decay a head
-(HEAD) a gated operand is the input times a number a row, so q, k and p are read as given and their
-factors (head.py) multiply what the products give or take.
+The local stage has written the operands chunk by chunk and already gated, so that the serial chain
+is three products a chunk: k_decayed S, T r and kg^T v_new (in reverse: kg dS, T^T dv, k_decayed^T
+x). With one decay a head a gated operand is the input times one number a row. The scans then read
+q, k and p as given, and the factors in `Chunks.rows` multiply what the products give or take.
 
-The state is a tuple of slices of BK keys: one in half precision. In fp32, where a product is three
-that hold their left operand in registers, a slice of each operand is loaded at a time, and AGAIN
-wherever it is used. Each of those products starts from zero: sums over slices are rounded adds.
+The state is a tuple of slices of BK keys, one slice in half precision. A product of fp32 operands
+is three products that hold their left operand in registers. There a slice of each operand is loaded
+at a time, and loaded again wherever it is used (RELOAD). Each of those products starts from zero:
+sums over slices are rounded additions.
 
-LLVM hoists addresses and descriptors of products out of the loop over chunks, some 60 registers:
-LEAN kernels, which would spill or lose half of their warps for it, keep them in the loop.
-"""
+LLVM hoists addresses and descriptors of products out of the loop over chunks, about 60 registers.
+LEAN kernels, which would spill or lose half of their warps, keep them in the loop."""
 
 import functools
 from collections.abc import Callable
@@ -86,16 +86,16 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
                 b_s += load_state(S0, S0.ptr + entry * S0.n + i_h * S0.h, o_s, o_v, S)
         b_S += (b_s,)
     operand = x.T.dtype.element_ty
-    AGAIN: tl.constexpr = operand == tl.float32
-    tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
-    KIN_IS_KG: tl.constexpr = S.HEAD and S.REMOVAL != "p" and not AGAIN
+    RELOAD: tl.constexpr = operand == tl.float32
+    tl.static_assert(RELOAD or SLICES == 1, "half precision loads operands whole")
+    SHARES_KG: tl.constexpr = S.HEAD and S.REMOVAL != "p" and not RELOAD
     PLANES: tl.constexpr = planes.HEADWISE_PLANES if S.HEAD else planes.CHANNELWISE_PLANES
     SQUARE: tl.constexpr = S.TERMS * S.BT * S.BT
-    LEAN: tl.constexpr = AGAIN or S.NS == 1 or S.BV > 64
+    LEAN: tl.constexpr = RELOAD or S.NS == 1 or S.BV > 64
     for c in tl.range(0, tl.cdiv(stop - start, S.BT), num_stages=S.NS, disable_licm=LEAN):
-        if AGAIN:
+        if RELOAD:
             start, first = reload(segments.start + i_s), reload(segments.chunk + i_s)
-        o_r = opaque_by(o_i, start) if AGAIN and S.HEAD else o_i
+        o_r = opaque_by(o_i, start) if RELOAD and S.HEAD else o_i
         i_ch = (first + c) * S.HV + i_h
         t = start + c * S.BT
         m_r = o_i < stop - t
@@ -105,7 +105,7 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
             b_Sb += (b_S[s].to(operand),)
             if h.ptr is not None:
                 store_state(h, h.ptr + i_ch * S.K * S.V, b_Sb[s], s * S.BK + o_k, o_v, S)
-        if not AGAIN:
+        if not RELOAD:
             b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_k, m_r, S)
             b_v = load_rows(rows_from(v, t, 0), o_r, m_r & value, o_v, S.V)
         b_r: tl.tensor = None
@@ -113,17 +113,17 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
         for s in tl.static_range(SLICES):
             o_s = s * S.BK + o_k
             if S.REMOVAL != "none":
-                if KIN_IS_KG:
-                    b_kin = b_kg
+                if SHARES_KG:
+                    b_kd = b_kg
                 else:
-                    b_kin = load_operand(x.k_decayed, i_ch, i_h, t, o_r, o_s, m_r, S)
-                b_r = dot(b_kin, b_Sb[s], S.PRECISION, acc=b_r)
-            if AGAIN and o is not None:
-                # beside more slices, addresses of two operands would spill
+                    b_kd = load_operand(x.k_decayed, i_ch, i_h, t, o_r, o_s, m_r, S)
+                b_r = dot(b_kd, b_Sb[s], S.PRECISION, acc=b_r)
+            if RELOAD and o is not None:
+                # with more slices, the addresses of two operands would spill
                 o_q = opaque_by(o_i, reload(segments.start + i_s)) if S.HEAD and SLICES > 2 else o_r
                 b_qg = load_operand(x.qg, i_ch, i_h, t, o_q, o_s, m_r, S)
                 b_o = dot(b_qg, b_Sb[s], S.PRECISION, acc=b_o)
-        if AGAIN:
+        if RELOAD:
             t = reload(segments.start + i_s) + c * S.BT
             b_v = load_rows(rows_from(v, t, 0), o_r, m_r & value, o_v, S.V)
         if S.REMOVAL == "none":
@@ -141,7 +141,7 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
         if v_new is not None:
             store_block(v_new + i_ch * S.BT * S.V, b_vn, o_i, o_v, S.BT, S.V)
         if o is not None:
-            if not AGAIN:
+            if not RELOAD:
                 b_qg = load_operand(x.qg, i_ch, i_h, t, o_r, o_k, m_r, S)
                 b_o = dot(b_qg, b_Sb[0], S.PRECISION)
             if S.HEAD:
@@ -158,7 +158,7 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
         for s in tl.static_range(SLICES):
             o_s = s * S.BK + o_k
             b_d = tl.load(x.decay + i_ch * S.K + o_s, mask=o_s < S.K, other=0.0)
-            if AGAIN:
+            if RELOAD:
                 b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_s, m_r, S)
             if S.HEAD and s == 0:
                 b_vn = (b_vn.to(tl.float32) * tl.load(row + planes.K_FACTOR * S.BT)[:, None]).to(
@@ -179,13 +179,13 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
 
 @functools.cache
 def _chosen(*names: str) -> Build:
-    """Some of a packing's segments, by the names of its properties."""
+    """The segments that some properties of a packing name."""
     return lambda packing: (sum((getattr(packing, name) for name in names), ()),)
 
 
 @functools.cache
 def _places(name: str) -> Build:
-    """For each segment its place among those of one property, -1 where it is none."""
+    """For each segment its place among those that a property names, -1 if it is not among them."""
 
     def columns(packing: Packing) -> Columns:
         place = {i: e for e, i in enumerate(getattr(packing, name))}
@@ -258,8 +258,8 @@ def launch_scan(
 
 
 def count_chains(packing: Packing, which: str) -> int:
-    """Segments of a scan on the rank that has most, and of the transitions that a summary forms
-    besides."""
+    """The segments of a scan on the rank that has most, plus the transitions that a summary forms
+    with them."""
     counts = packing.largest
     return int(getattr(counts, which)) + (counts.middle if which == "feeding" else 0)
 
@@ -295,7 +295,8 @@ def empty_states(
     outside: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """[count, HV, K, V], or with square [.., K, K]; outside: in the caller's layout in memory."""
+    """[count, HV, K, V], or [count, HV, K, K] with square. outside: in memory laid out as the
+    caller's states."""
     HV, K = c.decay.shape[1:]
     V = K if square else c.v.shape[2]
     v_first = outside and c.rule.state_v_first

@@ -1,4 +1,5 @@
-"""The reverse scan: gradients of the states, chunk by chunk."""
+"""The reverse scan: the gradients of the states, chunk by chunk; scan.py says how states are
+held."""
 
 from typing import Any
 
@@ -59,17 +60,17 @@ def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: 
                 b_s += flipped(load_state(dS_end, end, s * S.BK + o_k, o_v, S), FLIP)
         b_dS += (b_s,)
     operand = x.T.dtype.element_ty
-    AGAIN: tl.constexpr = operand == tl.float32
-    tl.static_assert(AGAIN or SLICES == 1, "half precision loads operands whole")
-    KIN_IS_KG: tl.constexpr = S.HEAD and S.REMOVAL != "p" and not AGAIN
+    RELOAD: tl.constexpr = operand == tl.float32
+    tl.static_assert(RELOAD or SLICES == 1, "half precision loads operands whole")
+    SHARES_KG: tl.constexpr = S.HEAD and S.REMOVAL != "p" and not RELOAD
     PLANES: tl.constexpr = planes.HEADWISE_PLANES if S.HEAD else planes.CHANNELWISE_PLANES
     SQUARE: tl.constexpr = S.TERMS * S.BT * S.BT
-    LEAN: tl.constexpr = AGAIN or S.NS == 1 or (S.HEAD and S.NS == 2)
+    LEAN: tl.constexpr = RELOAD or S.NS == 1 or (S.HEAD and S.NS == 2)
     n = tl.cdiv(stop - start, S.BT)
     for c in tl.range(0, n, num_stages=S.NS, disable_licm=LEAN):
-        if AGAIN:
+        if RELOAD:
             start, first = reload(segments.start + i_s), reload(segments.chunk + i_s)
-        o_r = opaque_by(o_i, start) if AGAIN and S.HEAD else o_i
+        o_r = opaque_by(o_i, start) if RELOAD and S.HEAD else o_i
         i_c = n - 1 - c
         i_ch = (first + i_c) * S.HV + i_h
         t = start + i_c * S.BT
@@ -84,19 +85,19 @@ def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: 
                     dh + i_ch * S.K * S.V, flipped(b_dSb[s], FLIP), s * S.BK + o_k, o_v, S.K, S.V
                 )
         b_A = load_block(x.Aqk + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
-        if not AGAIN:
+        if not RELOAD:
             b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_k, m_r, S)
         b_y: tl.tensor = None
         if not S.HEAD:
             b_y = times(tl.trans(b_A), b_do, FLIP, S.PRECISION)
         for s in tl.static_range(SLICES):
-            if AGAIN:
+            if RELOAD:
                 o_s = s * S.BK + o_k
                 b_kg = load_operand(x.kg, i_ch, i_h, t, o_r, o_s, m_r, S)
             b_y = times(b_kg, b_dSb[s], FLIP, S.PRECISION, acc=b_y)
         if S.HEAD:
             b_y *= row_factors(tl.load(row + planes.K_FACTOR * S.BT), FLIP)
-            if AGAIN:
+            if RELOAD:
                 b_A = load_block(x.Aqk + i_ch * SQUARE, o_r, o_i, S.BT, S.BT)
             b_y = times(tl.trans(b_A), b_do, FLIP, S.PRECISION, acc=b_y)
         if S.TERMS > 1:
@@ -113,7 +114,7 @@ def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: 
         if y is not None:
             b_yb = flipped(b_y.to(operand), FLIP)
             store_block(y + i_ch * S.BT * S.V, b_yb, o_i, o_v, S.BT, S.V)
-        if AGAIN:
+        if RELOAD:
             t = reload(segments.start + i_s) + i_c * S.BT
             b_do = flipped(load_rows(rows_from(do, t, 0), o_r, m_r, o_v, S.V).to(operand), FLIP)
         b_next: tl.tuple = ()
@@ -134,11 +135,11 @@ def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: 
             b_next = ()
             for s in tl.static_range(SLICES):
                 o_s = s * S.BK + o_k
-                if KIN_IS_KG:
-                    b_kin = b_kg
+                if SHARES_KG:
+                    b_kd = b_kg
                 else:
-                    b_kin = load_operand(x.k_decayed, i_ch, i_h, t, o_r, o_s, m_r, S)
-                b_next += (times(tl.trans(b_kin), b_x.to(operand), FLIP, S.PRECISION, acc=b_dS[s]),)
+                    b_kd = load_operand(x.k_decayed, i_ch, i_h, t, o_r, o_s, m_r, S)
+                b_next += (times(tl.trans(b_kd), b_x.to(operand), FLIP, S.PRECISION, acc=b_dS[s]),)
             b_dS = b_next
     if dS0.ptr is not None:
         for s in tl.static_range(SLICES):

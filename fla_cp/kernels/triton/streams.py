@@ -1,8 +1,7 @@
-"""Kernels that run at the same time as others: all use of CUDA streams beside the current one.
+"""CUDA streams beside the current one: kernels that run at the same time as others.
 
-What runs on a stream of its own allocates nothing there: memory is allocated before, on the current
-stream, and is held until the current stream has waited.
-"""
+Work on a stream of its own allocates nothing there. Its memory is allocated before, on the current
+stream, and is held until the current stream has waited."""
 
 from __future__ import annotations
 

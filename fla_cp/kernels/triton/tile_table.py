@@ -1,6 +1,7 @@
-"""Tile choices: a table of measured rows, rules for what was not measured; nothing is tuned at run
-time. `python -m benchmarks.tune` measures a row's candidates again and prints them.
-"""
+"""The choice of tiles: a table of measured rows, and rules for what was not measured.
+
+Nothing is tuned at run time. `python -m benchmarks.tune` measures a row's candidates again and
+prints them."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import torch
 
 
 class Tile(NamedTuple):
-    """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: most that a
-    thread may have, or None. sm90: the kernels of kernels/sm90/ run."""
+    """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: the most that a
+    thread may have, or None. sm90: a kernel of kernels/sm90/ runs."""
 
     BK: int
     BV: int
@@ -60,7 +61,7 @@ summaries; "_concurrent": of scans side by side; "_two": with two sums over a gr
 Figures: docs/log.md."""
 
 FULL_V_MIN_CHAINS = 128
-"""Chains from which scans take tiles of all values."""
+"""From this many (head, segment) chains on, one program covers all of V."""
 
 TILES_BY_CHAINS: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, Tile], ...]] = {
     (90, "scan", 128, 128, BF16): ((FULL_V_MIN_CHAINS, Tile(128, 128, 8, 2)),),
@@ -75,8 +76,8 @@ TILES_BY_CHAINS: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, T
         (64, Tile(128, 64, 4, 2)),
     ),
 }
-"""Wider tiles for scans with at least so many chains (heads times segments): what all value tiles
-of a chain read is then read less often, and the card is full all the same."""
+"""Wider tiles for scans with at least so many chains (heads times segments). The operands that all
+value tiles of a chain read are then read less often, and the GPU is full nevertheless."""
 
 
 NARROW, DEEP = Tile(128, 64, 4, 2, sm90=True), Tile(128, 64, 4, 3, sm90=True)
@@ -98,13 +99,14 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "dq_head": ((0, WHOLE),),
     "dk_head": ((0, WHOLE),),
 }
-"""Tiles in Gluon, K = V = 128. Of the scans in hopper.py by the least number of chains, measured;
-"_kept": o, states and v_new at once. Of what is local to a chunk only whether: hopper_intra.py does
-the forward, one kernel of hopper_bwd.py the stages of the backward together."""
+"""Tiles of the kernels of sm90/, for K = V = 128. Those of the scans are chosen by the least number
+of chains, as measured; "_kept" writes o, states and v_new at once. For the local stages the entry
+only says that a kernel exists: one for the forward, and one for all stages of the backward
+together."""
 
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
-    """For shapes without a row: compiles within the registers and shared memory of sm_90."""
+    """The tile of a shape without a row: it fits the registers and shared memory of sm_90."""
     stage = stage.removesuffix("_concurrent")
     if stage in ("intra", "intra_any", "intra_head"):
         narrow = stage == "intra_any" and (wide or k <= 64)
@@ -126,8 +128,8 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(16 if k <= 64 or wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
-        # A slice of the state, as many keys as wgmma has rows: with mma.sync, for 16 keys, ptxas
-        # miscompiles the reverse scan.
+        # A slice of the state has as many keys as wgmma has rows. Triton takes mma.sync for 16 keys,
+        # with which ptxas miscompiles the reverse scan.
         return Tile(64, 16, 4, 1)
     if k > 128:
         return Tile(k, min(v, 16 if stage.startswith("scan_bwd") else 32), 8, 1)
@@ -211,7 +213,7 @@ class Tuning:
 
 @functools.cache
 def _warn_unmeasured() -> None:
-    """Once a process."""
+    """Warns once a process."""
     warnings.warn(
         f"fla_cp's tiles were measured on compute capability 9.0 (H100, H200); on "
         f"{torch.cuda.get_device_name()} ({architecture() / 10}) the Triton kernels run with tiles "
@@ -224,8 +226,9 @@ TUNING = Tuning()
 
 
 def in_two_terms(stage: str, t: Tile) -> Tile:
-    """A scan's tile where T and Aqk have two terms. These would not fit into the shared memory of
-    three stages (in Gluon only the reverse scan's would not), and wider tiles spill."""
+    """A scan's tile where T and Aqk have two terms. With three stages these would not fit into
+    shared memory (with the kernels of sm90/ only in the reverse scan), and wider tiles would spill.
+    """
     back = stage.startswith("scan_bwd")
     if t.sm90:
         return NARROW if back and t == DEEP else t

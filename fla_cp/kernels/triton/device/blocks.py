@@ -75,8 +75,9 @@ def load_part(ptr, r, c, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def row_sums(x, y, r, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
-    """x * y summed over the columns of dense [R, C] blocks, for the rows from r on. Loaded anew:
-    what a pipelined loop loads for products is for them alone (`overwritten` in tests/aot/)."""
+    """x * y summed over the columns of dense [R, C] blocks, for the rows from r on. It loads x and
+    y itself: only products may read what a pipelined loop loads for them (`overwritten` in
+    tests/aot/)."""
     total = tl.zeros([o_r.shape[0]], tl.float32)
     for i_c in tl.static_range((C + o_c.shape[0] - 1) // o_c.shape[0]):
         b_x = load_part(x, r, i_c * o_c.shape[0], o_r, o_c, R, C).to(tl.float32)
@@ -96,13 +97,13 @@ def store_block(ptr, x, o_r, o_c, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def rounded_off(x, operand: tl.constexpr):
-    """What x loses as `operand`, as `operand`: the second of its two terms."""
+    """The part of x that rounding to `operand` loses, as `operand`: the second of its two terms."""
     return (x - x.to(operand).to(tl.float32)).to(operand)
 
 
 @triton.jit
 def store_square(ptr, i_ch, x, i, TERMS: tl.constexpr):
-    """T or Aqk of a chunk, x [C, C] in fp32, as TERMS tiles that add up to it."""
+    """Stores T or Aqk of a chunk, x [C, C] in fp32, as TERMS tiles that add up to it."""
     C: tl.constexpr = i.shape[0]
     store_block(ptr + i_ch * (TERMS * C * C), x, i, i, C, C)
     if TERMS > 1:
@@ -112,7 +113,7 @@ def store_square(ptr, i_ch, x, i, TERMS: tl.constexpr):
 
 @triton.jit
 def decay_exp(x, EXP2: tl.constexpr):
-    """Decay factor of a difference of gc, in log2 units with EXP2, else natural."""
+    """The decay factor of a difference of gc, which is in log2 units with EXP2, else natural."""
     if EXP2:
         return tl.exp2(x)
     else:
@@ -137,7 +138,7 @@ def parts(x, operand: tl.constexpr):
 
 @triton.jit
 def load_sums(sums, kind, i):
-    """sums[kind] [BT, BT] (sums.py)."""
+    """Table `kind` of decay_sums.py [BT, BT]."""
     BT: tl.constexpr = i.shape[0]
     return tl.load(sums + kind * BT * BT + i[:, None] * BT + i[None, :])
 

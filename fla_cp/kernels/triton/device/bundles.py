@@ -69,16 +69,16 @@ class Beta(NamedTuple):
 
 
 class ChunkTable(NamedTuple):
-    """Of each chunk its first token and how many rows it has, int32 [NC]."""
+    """For each chunk its first token and its number of rows, int32 [NC]."""
 
     start: Any
     rows: Any
 
 
 class Segments(NamedTuple):
-    """The segments that a scan runs, by number, int64; and of each segment of the packing the first
-    token, the one after the last, the first chunk, int32, and its row of the states that enter it
-    (leave it, in reverse; -1: none; ptr None: no states), int64."""
+    """The segments that a scan runs (order, int64). For each segment of the packing its first
+    token, the token after its last, its first chunk (int32), and its row in the states that enter
+    it, or in reverse leave it (state, int64): -1 if it has none, None if there are no states."""
 
     order: Any
     start: Any
@@ -88,8 +88,8 @@ class Segments(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What scans read of the chunks: see `fla_cp.kernels.triton.operands.Chunks`. With one decay a
-    head qg, k_decayed and kg are the inputs q, what reads the state, and k."""
+    """What the scans read of `fla_cp.kernels.triton.operands.Chunks`. With one decay a head qg,
+    k_decayed and kg are the inputs: q, the rows that read the state, and k."""
 
     qg: Rows
     k_decayed: Rows
@@ -114,8 +114,8 @@ class Formed(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the kernels of a backward read beside the gate: inputs, what the scans left, and rows,
-    decay and anchors of `Formed`."""
+    """What the kernels of a backward read beside the gate: the inputs, what the scans left, and
+    three fields of `Formed`."""
 
     q: Rows
     k: Rows
@@ -133,16 +133,17 @@ class Saved(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """What they write, and read of each other. Each is None where it does not occur.
+    """What the kernels of a backward write, and read of each other; None where it does not occur.
 
     dq, dk, dp [T, H, K] (per value head [T, HV, K] with one decay a channel), dv [T, HV, V], dg,
-    dbeta; per program dA_log and ddt_bias.
-    shares [1 + key tiles, T, HV]: of dbeta before the sigmoid's slope, in plane 0 that of v.
-    scores [NC, HV, 2, C, C]: gradients of Aqk and Akk, with one decay a head as weights of k.
+    dbeta [T, HV]; per program dA_log and ddt_bias.
+    shares [1 + key tiles, T, HV]: parts of dbeta before the sigmoid's slope; plane 0 is that of v.
+    scores [NC, HV, 2, C, C]: gradients of Aqk and Akk; with one decay a head, weights of k in dq
+    and dr.
     row_grads [NC, HV, 3, C]: see planes.py.
-    dgc [tiles, NC, HV, C]: parts of the gradient of gc, what comes from the chunk's end in the last
-    row. shift: with p, what its rows give to the sums up to the token before.
-    """
+    dgc [tiles, NC, HV, C]: parts of the gradient of gc; the last row also has that of the chunk's
+    end.
+    shift: like dgc, with p: the gradient of the sums up to the token before."""
 
     dq: Any
     dk: Any
@@ -161,9 +162,9 @@ class Grads(NamedTuple):
 
 @constants
 class Shape(NamedTuple):
-    """Heads (HV of values, G for each of q and k), dims, tile and precision. HEAD: one decay a
-    head. REMOVAL: the rule's. TERMS: tiles that add up to T and Aqk. PRECISION: of fp32 products.
-    NS: stages of the pipeline."""
+    """HV: value heads. G: value heads for each head of q and k. K, V: dims. BT: tokens of a chunk.
+    BK, BV, NS: tile and stages of the pipeline. HEAD: one decay a head. REMOVAL: the rule's. TERMS:
+    how many tiles add up to T and Aqk. PRECISION: of fp32 products."""
 
     HV: int
     G: int
@@ -181,8 +182,8 @@ class Shape(NamedTuple):
 
 @constants
 class RuleOptions(NamedTuple):
-    """What kernels of the local stages are compiled for besides. SAFE: they take the path of a safe
-    gate. BETA_SIGMOID: beta is given before its sigmoid."""
+    """What the kernels of the local stages are compiled for besides. SAFE: the path of a safe gate.
+    BETA_SIGMOID: beta is given before its sigmoid."""
 
     GATE: str
     NORM: bool
@@ -223,7 +224,8 @@ def beta(rule: DeltaRule, x: Inputs) -> Beta:
 
 
 SAFE_DTYPES = (torch.bfloat16,)
-"""Take the path of a safe gate: fp16 cannot hold 2^116, and what it rounds shows in fp32."""
+"""Dtypes that take the path of a safe gate. fp16 cannot hold 2^116; fp32 would show its
+rounding."""
 
 
 def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
@@ -232,14 +234,15 @@ def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
 
 
 def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
-    """How many terms T and Aqk are kept in. Those of fp32 inputs are in fp32, so one is enough."""
+    """How many terms T and Aqk are kept in. One is enough for fp32 inputs, whose T and Aqk are
+    fp32."""
     return 2 if rule.precise and dtype.itemsize == 2 else 1
 
 
 @functools.lru_cache(maxsize=1024)
 def shape(rule: DeltaRule, dtype: torch.dtype, H: int, HV: int, K: int, V: int, t: Tile) -> Shape:
-    """Of operands in dtype, with tile t."""
-    # three TF32 products are as good as fp32 here; half-precision operands ignore this
+    """The shape of a call on operands in dtype, with tile t."""
+    # Three TF32 products are as good as fp32 here. Half-precision operands ignore this.
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
     how = rule.per_head, rule.removal, terms(rule, dtype), precision
     return Shape(HV, HV // H, K, V, CHUNK, t.BK, t.BV, t.stages, *how)
@@ -252,5 +255,5 @@ def _rule_options(rule: DeltaRule, safe: bool) -> RuleOptions:
 
 
 def rule_options(rule: DeltaRule, dtype: torch.dtype) -> RuleOptions:
-    """For inputs in dtype."""
+    """The options of a call on inputs in dtype."""
     return _rule_options(rule, safe(rule, dtype))

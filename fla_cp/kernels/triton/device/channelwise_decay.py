@@ -45,7 +45,8 @@ def whole(gc, UNIT: tl.constexpr):
 
 @triton.jit
 def shifted(x, n, rows):
-    """x * 2^n in the rows, n [1, BK] from 0 down to -240: by two factors, as 2^n may underflow."""
+    """x * 2^n in some rows, n [1, BK] from 0 down to -240. Two factors form it, as 2^n may
+    underflow."""
     near = tl.where(rows, tl.exp2(tl.maximum(n, -120.0)), 1.0)
     far = tl.where(rows, tl.exp2(tl.minimum(n + 120.0, 0.0)), 1.0)
     return x * near * far

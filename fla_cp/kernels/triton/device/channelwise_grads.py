@@ -24,8 +24,8 @@ from fla_cp.kernels.triton.device.planes import GRAD_PLANES
 
 
 class Here(NamedTuple):
-    """A chunk and head of `Saved` and `Grads`: its first token, rows and number, and where each
-    tensor holds what belongs to it."""
+    """A chunk and head: its first token, rows and number, and where each tensor of `Saved` and
+    `Grads` holds what belongs to it."""
 
     start: Any
     n_rows: Any
@@ -59,9 +59,9 @@ def open_chunk(x, out, chunks, i_c, i_hv, S: tl.constexpr, PLANES: tl.constexpr)
 
 @triton.jit
 def state_products(x, i, m_i, o_k, S: tl.constexpr, SUMS: tl.constexpr):
-    """The states' part in the gradients of the row factors q and beta k (zero where the rule
-    removes nothing) and of the column factor k, [BT, BK] each; and with SUMS h dh summed over
-    values [BK], for kernels whose loop is not pipelined (`row_sums`)."""
+    """The states' part in the gradients of the row factors q and beta k and of the column factor k,
+    [BT, BK] each; that of beta k is zero where the rule removes nothing. With SUMS also h dh summed
+    over values [BK], for kernels whose loop is not pipelined (`row_sums`)."""
     b_dq = tl.zeros([S.BT, S.BK], tl.float32)
     b_dr = tl.zeros([S.BT, S.BK], tl.float32)
     b_dc = tl.zeros([S.BT, S.BK], tl.float32)
@@ -109,8 +109,8 @@ def load_scaled(x, rows, plane, i, m_i, o_k, K: tl.constexpr):
 
 @triton.jit
 def load_pairs(ptr, at, pairs):
-    """Scores at offsets [BT, BT] or [BT / 16, 16, 16], zero but for pairs. Those of [BT, BT] are
-    whole blocks of 16, so what is masked is not even loaded."""
+    """The scores at offsets [BT, BT] or [BT / 16, 16, 16], zero outside `pairs`. Pairs of [BT, BT]
+    are whole blocks of 16, so what is masked is not even loaded."""
     if len(at.shape) == 2:
         return tl.load(ptr + at, mask=pairs, other=0.0)
     else:
@@ -132,7 +132,7 @@ def level_grads(grads, f, factors, dscores, at, pairs, second, n_rows, S: tl.con
     b_dq += f_row * b_r
     b_t = b_x.to(tl.float32) * b_r
     if S.REMOVAL != "none":
-        if operand == tl.float32:  # for registers: not loaded earlier, no addresses kept
+        if operand == tl.float32:  # frees registers: nothing is loaded earlier, no address kept
             dscores = opaque(dscores, n_rows, S.BT, 2000)
             tl.debug_barrier()
         b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
@@ -160,9 +160,9 @@ def store_gate_grads(
     R: tl.constexpr,
     PHASE: tl.constexpr,
 ):
-    """From the gradients of gc [BT, BK]: those of g, and this program's shares of dA_log (one
-    number) and ddt_bias [BK]. The kernel's last phase, see `opaque`: all indices are formed again.
-    """
+    """Stores, from the gradients of gc [BT, BK], those of g and this program's shares of dA_log
+    (one number) and ddt_bias [BK]. It is a kernel's last phase and forms all indices again
+    (`opaque`)."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     tl.debug_barrier()
     n_rows = tl.load(chunks.rows + i_c)

@@ -1,7 +1,6 @@
-"""Which log decays a row adds up, as constant 0/1 matrices: exponents are then E @ g, by products.
+"""Which log decays a row adds up, as constant 0/1 matrices E: exponents are products E @ g.
 
-A difference of two cumulative sums would cancel; a sum of the steps between two rows does not.
-"""
+A difference of two cumulative sums would cancel; a sum of the steps between two rows does not."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)); a squared rsqrt is one instruction where a division is eight."""
+    """1 / (1 + exp(-x)). A squared rsqrt is one instruction; a division would be eight."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
     return root * root
 

@@ -10,8 +10,11 @@ from fla_cp.kernels.triton.device.gates import LOG2E, gate_value
 @triton.jit
 def load_head_gate(gate, start, i_h, o_i, m_i, GATE: tl.constexpr, EXP2: tl.constexpr):
     """raw = g + dt_bias [BT], rate = exp(A_log), and the log decay in the unit of gc, zero beyond
-    the chunk. Below -256 its exponential is zero whatever it multiplies; sums of what is less would
-    lose the digits of the rest. For several heads i_h and o_i broadcast to [BT, heads]."""
+    the chunk.
+
+    The log decay is cut at -256. Below that its exponential is zero whatever it multiplies, and
+    larger numbers would cost the sums their digits. For several heads i_h and o_i broadcast to [BT,
+    heads]."""
     at = gate.g + (i_h * gate.head + start * gate.row)
     raw = tl.load(at + o_i * gate.row, mask=m_i, other=0.0).to(tl.float32)
     rate = 1.0
@@ -27,9 +30,11 @@ def load_head_gate(gate, start, i_h, o_i, m_i, GATE: tl.constexpr, EXP2: tl.cons
 
 @triton.jit
 def running_sums(g, operand: tl.constexpr, BEFORE: tl.constexpr = False):
-    """Sums of the log decays up to each row, with it or BEFORE it, as addends [BT]. For fp32
-    there are two, that a difference of two sums does not cancel: sums of multiples of 1/1024,
-    which fp32 adds without rounding, and those of what is left."""
+    """Sums of the log decays up to each row, with it or, if BEFORE, without it, as a tuple of
+    addends [BT].
+
+    For fp32 there are two addends, so that a difference of two sums does not cancel: sums of
+    multiples of 1/1024, which fp32 adds without rounding, and sums of the remainders."""
     if operand == tl.float32:
         high = tl.floor(g * 1024.0) / 1024.0
         low = g - high
@@ -59,7 +64,7 @@ def decay_of(sums, EXP2: tl.constexpr):
 
 @triton.jit
 def last_of(x, i):
-    """The last element: a sum of its own would round otherwise than the running one."""
+    """The last element of x. A separate sum would round otherwise than the running one."""
     return tl.sum(tl.where(i == i.shape[0] - 1, x, 0.0), axis=0)
 
 

@@ -8,8 +8,8 @@ from fla_cp.kernels.triton.device.blocks import dot, pair_mask
 
 @triton.jit
 def nearest(x, TERMS: tl.constexpr):
-    """x in fp32; where two terms are kept, as the nearest number of TF32's eleven bits, since
-    products drop the others: they would err three times as much, all in one direction."""
+    """x in fp32; where two terms are kept, rounded to the eleven bits of TF32. Products would drop
+    the other bits, which errs three times as much and always in one direction."""
     if TERMS > 1:
         bits = tl.cast(x, tl.int32, bitcast=True)
         return tl.cast((bits + 0x1000) & -0x2000, tl.float32, bitcast=True)
@@ -19,11 +19,10 @@ def nearest(x, TERMS: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(A, D, BT: tl.constexpr, TERMS: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + A)^-1 of strictly lower A [BT, BT] with D [BT / 16, 16, 16], its diagonal blocks.
+    """(I + A)^-1 of strictly lower A [BT, BT]; D [BT / 16, 16, 16]: its diagonal blocks.
 
-    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]: inverses of S-blocks are joined to
-    inverses of 2S-blocks, all pairs at once; up to 16 in D.
-    """
+    [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]] joins inverses of blocks of S rows to
+    inverses of blocks of 2S rows, all pairs at once; up to 16 rows this happens in D."""
     j = tl.arange(0, 16)
     X = tl.where((j[:, None] == j[None, :])[None], 1.0, 0.0)
     X -= tl.where(pair_mask(j, 0)[None], D, 0.0)

@@ -31,7 +31,7 @@ GC_BEFORE = tl.constexpr(8)
 
 GRAD_PLANES = tl.constexpr(3)
 DIAGONAL = tl.constexpr(0)
-"""Of the row gradients [NC, HV, 3, C]: the diagonal of dAqk, with one decay a head times scales."""
+"""The diagonal of dAqk; with one decay a head it is multiplied by the scales of q and k."""
 Q_DQ = tl.constexpr(1)
 """q dq, summed over channels."""
 K_DK = tl.constexpr(2)

@@ -1,4 +1,5 @@
-"""The gradients of scores and values of a chunk, before decays and scales multiply the scores'."""
+"""The gradients of scores and values of a chunk; decays and scales multiply the scores'
+afterwards."""
 
 import triton
 import triton.language as tl
@@ -28,12 +29,12 @@ def score_grads(
     KNORM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """do v_new^T and y v_new^T [BT, BT] (the second only where the rule removes something); and for
-    each row, summed over values, v y, with QNORM do o, and with KNORM v_new y. Stores dv = beta y.
+    """do v_new^T and y v_new^T [BT, BT] (the second only where the rule removes something). Then,
+    for each row and summed over values, v y; with QNORM do o; with KNORM v_new y. Stores dv = beta
+    y.
 
-    STAGES is 1 in half precision: a pipeline would load for sums as well as for products (see
-    `overwritten` in tests/aot/). Products of fp32 are waited for.
-    """
+    STAGES is 1 in half precision: only products may read what a pipelined loop loads (`overwritten`
+    in tests/aot/). Products of fp32 are waited for."""
     v, do = rows_from(x.v, start, i_hv), rows_from(x.do, start, i_hv)
     at = (start * S.HV + i_hv) * S.V
     b_ds = tl.zeros([S.BT, S.BT], tl.float32)

@@ -39,7 +39,7 @@ def times(a, x, FLIP: tl.constexpr, PRECISION: tl.constexpr, acc=None):
 
 @triton.jit
 def row_factors(x, FLIP: tl.constexpr):
-    """x, a number for each row, as a factor of what `times` gives."""
+    """x, one number for each row, broadcast as a factor of what `times` gives."""
     if FLIP:
         return x[None, :]
     else:
