@@ -128,8 +128,8 @@ def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     if stage in ("intra_bwd", "intra_bwd_any"):
         return Tile(16 if k <= 64 or wide else 32, min(v, 32 if wide else 128), 4, 1)
     if wide:
-        # A slice of the state has as many keys as wgmma has rows. Triton takes mma.sync for 16 keys,
-        # with which ptxas miscompiles the reverse scan.
+        # A slice of the state has as many keys as wgmma has rows. For 16 keys it is mma.sync, with
+        # which ptxas miscompiles the reverse scan.
         return Tile(64, 16, 4, 1)
     if k > 128:
         return Tile(k, min(v, 16 if stage.startswith("scan_bwd") else 32), 8, 1)
