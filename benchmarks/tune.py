@@ -96,7 +96,7 @@ def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
     rows = (
         t._replace(BK=min(t.BK, k) or (k if name.startswith("scan") else 0), BV=min(t.BV, v))
         for t in CANDIDATES[name]
-        if not t.sm90 or (k, v) == (128, 128)
+        if t.folder == "triton" or (k, v) == (128, 128)
     )
     return tuple(dict.fromkeys(rows))
 

@@ -223,7 +223,7 @@ def test_one_gpu_chooses_as_before(cu, HV, per_head, segments, scans, chosen):
     choices, plan = run(chosen, Packing.build(cu), None, HV, per_head)
     assert (len(plan.packing.segments), len(plan.ahead.segments)) == segments
     tiles = {name: choices[name] for name in sorted(choices["scans"])}
-    found = (f"{name} {t.BV}{' triton' * (not t.sm90)}" for name, t in tiles.items())
+    found = (f"{name} {t.BV}{' triton' * (t.folder == 'triton')}" for name, t in tiles.items())
     assert "; ".join(found) == scans
 
 

@@ -87,12 +87,13 @@ def tile(c, dense=(), packing=None):
 
 def test_small_calls_keep_the_other_kernels():
     c = chunks()
-    assert not tile(c).sm90
+    assert tile(c).folder == "triton"
     c = c._replace(tuning=Tuning(min_chunk_heads=0))
-    assert tile(c).sm90
+    assert tile(c).folder == "sm90"
     states = torch.empty(3, 2, 128, 128).mT
-    assert not tile(c, (states,)).sm90
-    assert not tile(c._replace(tuning=Tuning(min_chunk_heads=0, architecture=100))).sm90
+    assert tile(c, (states,)).folder == "triton"
+    c = c._replace(tuning=Tuning(min_chunk_heads=0, architecture=100))
+    assert tile(c).folder == "triton"
 
 
 @pytest.mark.parametrize("most, supports", [(1024, False), (1025, True), (2**23, False)])
@@ -101,7 +102,7 @@ def test_the_rank_with_most_chunks_decides(most, supports):
     cu = (0, 192, 192 + 64 * most)
     loads = tuple(Workload.of(cu, [own]) for own in pairwise(cu))
     packing = Packing.build(cu, [(0, 192)], loads=loads)
-    assert tile(chunks(), packing=packing).sm90 == supports
+    assert (tile(chunks(), packing=packing).folder == "sm90") == supports
 
 
 def test_a_tile_that_does_not_fit_is_refused():
@@ -113,8 +114,8 @@ def test_a_tile_that_does_not_fit_is_refused():
 def test_every_stage_has_a_tile_for_any_number_of_chains():
     for stage in tile_table.SM90_TILES:
         for chains in (0, 1, 127, 128, 10000):
-            assert TUNING.tile(stage, 128, 128, BF16, chains, True).sm90
-            assert not TUNING.tile(stage, 128, 128, BF16, chains).sm90
+            assert TUNING.tile(stage, 128, 128, BF16, chains, "sm90").folder == "sm90"
+            assert TUNING.tile(stage, 128, 128, BF16, chains).folder == "triton"
 
 
 MEMBERS = [("gated_delta_rule", 1), ("gla", 1), ("comba", 1), ("kda", 1), ("simple_gla", 1)]

@@ -27,21 +27,21 @@ else:
     del TensorDescriptor
 
 if GLUON:  # outside of the try: an error in these files is an error, not a Triton without Gluon
-    from fla_cp.kernels.sm90 import intra_headwise as sm90_intra
-    from fla_cp.kernels.sm90 import intra_headwise_bwd as sm90_intra_bwd
-    from fla_cp.kernels.sm90 import scan as sm90_scan
-    from fla_cp.kernels.sm90 import scan_bwd as sm90_scan_bwd
+    from fla_cp.kernels.sm90 import intra_headwise, intra_headwise_bwd, scan, scan_bwd
 
 __all__ = [
+    "FOLDER",
     "GLUON",
     "fits",
+    "intra_headwise",
+    "intra_headwise_bwd",
     "pays",
-    "sm90_intra",
-    "sm90_intra_bwd",
-    "sm90_scan",
-    "sm90_scan_bwd",
+    "scan",
+    "scan_bwd",
     "supports",
 ]
+
+FOLDER = "sm90"
 
 MAX_CHUNK_HEADS = 2**24
 """Chunks times heads that are too many to be numbered."""

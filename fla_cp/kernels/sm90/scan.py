@@ -27,6 +27,7 @@ from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.triton.device.bundles import Segments
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, HEADWISE_PLANES, Q_FACTOR
 from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.tile_table import Tile
 from fla_cp.rule import CHUNK
 
 
@@ -57,6 +58,22 @@ def head_strides(c: Chunks, v: Tensor) -> tuple[int, int, int, int]:
     """`ScanMore.heads`."""
     gated = (x.stride(1) if c.of_heads else 0 for x in (c.qg, c.k_decayed, c.kg))
     return (*gated, v.stride(1))  # type: ignore[return-value]
+
+
+def scan_arguments(
+    c: Chunks,
+    t: Tile,
+    segments: Segments,
+    *,
+    o: Tensor | None,
+    h: Tensor | None,
+    v_new: Tensor | None,
+    transition: Tensor | None,
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel, and its arguments beside those of every scan."""
+    arguments = described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
+    arguments["more"] = ScanMore(head_strides(c, c.v), o, transition, segments)
+    return scan_sm90_kernel, arguments
 
 
 def described(c: Chunks, BV: int, **others: Tensor | None) -> dict[str, Any]:

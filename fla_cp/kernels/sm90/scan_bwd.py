@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_cp.kernels.sm90.scan import (
     at_segment,
     copy_chunks,
+    described,
+    head_strides,
     places_of,
     reads_own,
     removes,
@@ -25,6 +28,8 @@ from fla_cp.kernels.sm90.scan import (
 )
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.triton.device.bundles import Segments
+from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.tile_table import Tile
 
 
 class ScanBwdMore(NamedTuple):
@@ -164,3 +169,12 @@ def scan_bwd_sm90_kernel(
         (copy_chunks, (operands, places, ready, free, more.heads, at, True, True, S)),
     ], [1], [40])
     # fmt: on
+
+
+def scan_bwd_arguments(
+    c: Chunks, t: Tile, segments: Segments, do: Tensor, *, y: Tensor | None, dh: Tensor | None
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel, and its arguments beside those of every reverse scan."""
+    arguments = described(c, t.BV, do=do, y=y, dh=dh)
+    arguments["more"] = ScanBwdMore(head_strides(c, do), segments)
+    return scan_bwd_sm90_kernel, arguments

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
-from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import conv as convolution
 from fla_cp.kernels.triton import fold, gate, intra, ptxas, recurrent, streams
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import safe, terms
+from fla_cp.kernels.triton.generations import choose
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.kernels.triton.launch import cdiv
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, planes
@@ -155,9 +155,9 @@ class TritonBackend(Backend):
         (HV, K), V = chunks.decay.shape[1:], chunks.v.shape[2]
         if chunks.rule.removal == "p" or chunks.rule.keep_intermediates:
             return False
-        sm90 = eligible.supports(chunks) and eligible.pays(spec.packing, chunks)
+        folder = choose(spec.packing, chunks)
         tiles = (
-            self.tuning.tile(stage, K, V, chunks.Aqk.dtype, 0, sm90)
+            self.tuning.tile(stage, K, V, chunks.Aqk.dtype, 0, folder)
             for stage in ("scan_states_concurrent", "scan_bwd_concurrent")
         )
         programs = HV * spec.packing.largest.everything * sum(cdiv(V, t.BV) for t in tiles)

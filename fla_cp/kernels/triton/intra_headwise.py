@@ -17,7 +17,6 @@ from collections.abc import Callable
 import triton
 import triton.language as tl
 
-from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import tile_table
 from fla_cp.kernels.triton.device import planes
@@ -41,6 +40,7 @@ from fla_cp.kernels.triton.device.headwise_decay import (
     total_of,
 )
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
+from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, tables
 from fla_cp.partition.packing import Packing
@@ -169,17 +169,18 @@ def intra_headwise(
     to before `stop`."""
     table, dtype = tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), V = c.decay.shape, x.v.shape[2]
-    whole = eligible.supports(c) and eligible.pays(packing, c)
-    whole = whole and eligible.sm90_intra.reads(x)
-    t = c.tuning.tile("intra_head", K, V, dtype, 0, whole)
+    folder = choose(packing, c)
+    if folder != "triton" and not kernels_of(folder).intra_headwise.reads(x):
+        folder = "triton"
+    t = c.tuning.tile("intra_head", K, V, dtype, 0, folder)
     if c.terms > 1:
         t = t._replace(registers=None)  # would spill
     S, R = c.shape(t), rule_options(rule, dtype)
     given = gate(rule, x), beta(rule, x)
-    if t.sm90:
+    if t.folder != "triton":
         BH = min(32, tile_table.power_of_two(HV))
         launch(head_rows_kernel, (NC, cdiv(HV, BH)), *given, c.rows, table.chunks, S, R, BH)
-        return functools.partial(eligible.sm90_intra.intra_head, rule, table, x, c)
+        return functools.partial(kernels_of(t.folder).intra_headwise.intra_head, rule, table, x, c)
     qkp, out = (rows(x.q), rows(x.k), rows(x.p)), Formed(*c[:8])
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import store_block
@@ -15,6 +14,7 @@ from fla_cp.kernels.triton.device.bundles import Grads, beta, gate, rule_options
 from fla_cp.kernels.triton.device.gates import gate_slope, rate_slope, sigmoid
 from fla_cp.kernels.triton.device.headwise_decay import decays, load_head_gate, running_sums
 from fla_cp.kernels.triton.device.score_grads import score_grads
+from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.intra_headwise_bwd_products import (
     dk_head_kernel,
     dq_head_kernel,
@@ -136,13 +136,11 @@ def headwise_tiles(
     """The tiles of stages that one kernel of sm90/ does together: it does all of them or none.
     rows: what it reads [T, H, K]; empty if it does not support the call."""
     K, V = x.q.shape[2], x.v.shape[2]
-    supports = bool(rows) and eligible.supports(c, *rows, x.v, grads.do)
-    supports = supports and eligible.pays(packing, c)
-    for whole in (supports, False):
-        tiles = tuple(c.tuning.tile(name, K, V, x.q.dtype, 0, whole) for name in names)
-        if all(t.sm90 for t in tiles):
-            break
-    return tiles
+    folder = choose(packing, c, *rows, x.v, grads.do) if rows else "triton"
+    tiles = tuple(c.tuning.tile(name, K, V, x.q.dtype, 0, folder) for name in names)
+    if all(t.folder == folder for t in tiles):
+        return tiles
+    return tuple(c.tuning.tile(name, K, V, x.q.dtype) for name in names)
 
 
 def intra_headwise_bwd(
@@ -162,8 +160,9 @@ def intra_headwise_bwd(
     k_stage += "_two" * (x.p is not None and HV > H)
     read = (x.q, x.k) if x.p is None else () if HV > H else (x.q, x.k, x.p)
     ts, tq, tk = headwise_tiles(("scores_bwd_head", q_stage, k_stage), packing, x, c, grads, read)
+    whole = tk.folder != "triton"
     q_tiles, tiles = cdiv(K, tq.BK), cdiv(K, tk.BK)
-    parts = q_tiles + tiles if groups and not tk.sm90 else tiles
+    parts = q_tiles + tiles if groups and not whole else tiles
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     dq, dk, dv, dg = (torch.empty_like(z, memory_format=DENSE) for z in (x.q, x.k, x.v, x.g))
     out = Grads(
@@ -176,16 +175,18 @@ def intra_headwise_bwd(
         dA_log=None if x.A_log is None else single(NC, HV),
         ddt_bias=None if x.dt_bias is None else single(NC, HV),
         shares=None if x.beta is None else single(1 + tiles, tokens, HV),
-        scores=None if tk.sm90 else x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
-        row_grads=None if tk.sm90 else single(NC, HV, 3, CHUNK),
+        scores=None if whole else x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
+        row_grads=None if whole else single(NC, HV, 3, CHUNK),
         dgc=single(parts, NC, HV, CHUNK),
         shift=None if x.p is None else single(tiles, NC, HV, CHUNK),
     )
     R, shape_of = rule_options(rule, dtype), functools.partial(shape, rule, dtype, H, HV, K, V)
     log_decay, where = gate(rule, x), table.chunks
-    if NC and tk.sm90:
+    if NC and whole:
         programs = c.tuning.sm_count(x.q.device) or 1
-        eligible.sm90_intra_bwd.head_bwd(rule, table, x, c, h, v_new, grads, out, dv, programs)
+        kernels_of(tk.folder).intra_headwise_bwd.head_bwd(
+            rule, table, x, c, h, v_new, grads, out, dv, programs
+        )
     elif NC:
         x_saved, qnorm = saved(x, c, h, v_new, grads), rule.qk_l2norm and q_tiles > 1
         given = x_saved, log_decay, out, where, shape_of(ts), R, qnorm

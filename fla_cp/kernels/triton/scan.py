@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.comm.carry import States
-from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.triton import tile_table
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
@@ -38,6 +37,7 @@ from fla_cp.kernels.triton.device.blocks import (
 from fla_cp.kernels.triton.device.bundles import Segments, rows, state
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
 from fla_cp.kernels.triton.device.states import load_operand, load_state, store_state
+from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, tables
 from fla_cp.partition.device_tables import Build, Columns
@@ -238,23 +238,26 @@ def launch_scan(
         return lambda: None
     programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
     run = segments_of(packing, names, S0, "carried", c.v.device)
-    arguments: dict[str, Any] = {
-        "S0": state(None if S0 is None else S0.value),
-        "S_end": state(S_end),
-        "states": len(segments),
-        "S": c.shape(t),
-        "num_warps": t.warps,
-    }
-    if t.sm90:
-        sm90 = eligible.sm90_scan
-        kernel, heads = sm90.scan_sm90_kernel, sm90.head_strides(c, c.v)
-        arguments |= sm90.described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
-        arguments["more"] = sm90.ScanMore(heads, o, transition, run)
-    else:
-        kernel = scan_kernel
-        arguments |= {"x": c.scan_operands(), "v": rows(c.v), "o": o, "h": state(h)}
-        arguments |= {"v_new": v_new, "transition": transition, "segments": run}
+    take = scan_arguments if t.folder == "triton" else kernels_of(t.folder).scan.scan_arguments
+    kernel, arguments = take(c, t, run, o=o, h=h, v_new=v_new, transition=transition)
+    arguments |= {"S0": state(None if S0 is None else S0.value), "S_end": state(S_end)}
+    arguments |= {"states": len(segments), "S": c.shape(t), "num_warps": t.warps}
     return functools.partial(launch, kernel, (programs, HV), **arguments)
+
+
+def scan_arguments(
+    c: Chunks,
+    t: tile_table.Tile,
+    segments: Segments,
+    *,
+    o: Tensor | None,
+    h: Tensor | None,
+    v_new: Tensor | None,
+    transition: Tensor | None,
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel of this folder, and its arguments beside those of every scan."""
+    arguments = {"x": c.scan_operands(), "v": rows(c.v), "o": o, "h": state(h), "v_new": v_new}
+    return scan_kernel, arguments | {"transition": transition, "segments": segments}
 
 
 def count_chains(packing: Packing, which: str) -> int:
@@ -272,17 +275,17 @@ def scan_tile(
     dense: tuple[Tensor | None, ...],
     rows: Tensor,
 ) -> tile_table.Tile:
-    """The tile of a scan that reads `rows` [T, HV, V] and writes `dense`, which kernels of sm90/
-    need contiguous. segments: of the rank that has most, so that all ranks take the same tile."""
+    """The tile of a scan that reads `rows` [T, HV, V] and writes `dense`, which kernels for one
+    generation of GPUs need contiguous. segments: of the rank that has most, so that all ranks take
+    the same tile."""
     written = all(x is None or x.is_contiguous() for x in dense)
-    supports = written and eligible.supports(c, rows)
-    whether = supports and eligible.pays(packing, c)
+    folder = choose(packing, c, rows) if written else "triton"
     chains = segments * c.decay.shape[1]
-    if c.of_heads and not whether:
+    if c.of_heads and folder == "triton":
         # With one decay a head, tiles of all of V spill.
         chains = min(chains, tile_table.FULL_V_MIN_CHAINS - 1)
-    t = c.tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, whether)
-    if t.sm90 and not supports:
+    t = c.tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, folder)
+    if t.folder != folder and not (written and kernels_of(t.folder).supports(c, rows)):
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
     return t if c.terms == 1 else tile_table.in_two_terms(stage, t)
 

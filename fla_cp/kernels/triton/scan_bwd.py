@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.comm.carry import States
-from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     load_block,
@@ -17,7 +16,7 @@ from fla_cp.kernels.triton.device.blocks import (
     rows_from,
     store_block,
 )
-from fla_cp.kernels.triton.device.bundles import rows, state
+from fla_cp.kernels.triton.device.bundles import Segments, rows, state
 from fla_cp.kernels.triton.device.opaque import opaque_by, reload
 from fla_cp.kernels.triton.device.states import (
     flipped,
@@ -27,9 +26,11 @@ from fla_cp.kernels.triton.device.states import (
     store_state,
     times,
 )
+from fla_cp.kernels.triton.generations import kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks
 from fla_cp.kernels.triton.scan import count_chains, scan_tile, segments_of
+from fla_cp.kernels.triton.tile_table import Tile
 from fla_cp.partition.packing import Packing
 
 
@@ -169,21 +170,17 @@ def launch_scan_bwd(
     if not segments:
         return
     run = segments_of(packing, (which,), dS_end, "feeding", c.v.device)
-    arguments: dict[str, Any] = {
-        "y": y,
-        "dh": dh,
-        "dS_end": state(None if dS_end is None else dS_end.value),
-        "dS0": state(dS0),
-        "S": c.shape(t),
-        "num_warps": t.warps,
-    }
-    if t.sm90:
-        sm90, heads = eligible.sm90_scan_bwd, eligible.sm90_scan.head_strides(c, do)
-        kernel = sm90.scan_bwd_sm90_kernel
-        arguments |= eligible.sm90_scan.described(c, t.BV, do=do, y=y, dh=dh)
-        arguments["more"] = sm90.ScanBwdMore(heads, run)
-    else:
-        kernel = scan_bwd_kernel
-        arguments |= {"x": c.scan_operands(), "do": rows(do)}
-        arguments |= {"segments": run, "FLIP": t.BV >= 64 and not c.of_heads}
+    sister = kernels_of(t.folder).scan_bwd if t.folder != "triton" else None
+    take = scan_bwd_arguments if sister is None else sister.scan_bwd_arguments
+    kernel, arguments = take(c, t, run, do, y=y, dh=dh)
+    arguments |= {"dS_end": state(None if dS_end is None else dS_end.value), "dS0": state(dS0)}
+    arguments |= {"S": c.shape(t), "num_warps": t.warps}
     launch(kernel, (cdiv(V, t.BV) * len(segments), HV), **arguments)
+
+
+def scan_bwd_arguments(
+    c: Chunks, t: Tile, segments: Segments, do: Tensor, *, y: Tensor | None, dh: Tensor | None
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel of this folder, and its arguments beside those of every reverse scan."""
+    arguments = {"x": c.scan_operands(), "do": rows(do), "y": y, "dh": dh, "segments": segments}
+    return scan_bwd_kernel, arguments | {"FLIP": t.BV >= 64 and not c.of_heads}

@@ -15,14 +15,14 @@ import torch
 
 class Tile(NamedTuple):
     """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: the most that a
-    thread may have, or None. sm90: a kernel of kernels/sm90/ runs."""
+    thread may have, or None. folder: of the kernel, in kernels/."""
 
     BK: int
     BV: int
     warps: int
     stages: int
     registers: int | None = None
-    sm90: bool = False
+    folder: str = "triton"
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -80,9 +80,9 @@ TILES_BY_CHAINS: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, T
 value tiles of a chain read are then read less often, and the GPU is full nevertheless."""
 
 
-NARROW, DEEP = Tile(128, 64, 4, 2, sm90=True), Tile(128, 64, 4, 3, sm90=True)
-BROAD = Tile(128, 128, 8, 2, sm90=True)
-WHOLE = Tile(128, 128, 8, 1, sm90=True)
+NARROW, DEEP = Tile(128, 64, 4, 2, folder="sm90"), Tile(128, 64, 4, 3, folder="sm90")
+BROAD = Tile(128, 128, 8, 2, folder="sm90")
+WHOLE = Tile(128, 128, 8, 1, folder="sm90")
 SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),
@@ -93,7 +93,7 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan_states_concurrent": ((0, NARROW),),
     "scan_bwd_concurrent": ((0, NARROW),),
     "scan_bwd_ends_concurrent": ((0, NARROW),),
-    "intra_head": ((0, Tile(128, 0, 4, 1, sm90=True)),),
+    "intra_head": ((0, Tile(128, 0, 4, 1, folder="sm90")),),
     "scores_bwd_head": ((0, WHOLE),),
     "dqk_head": ((0, WHOLE),),
     "dq_head": ((0, WHOLE),),
@@ -103,6 +103,10 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
 of chains, as measured; "_kept" writes o, states and v_new at once. For the local stages the entry
 only says that a kernel exists: one for the forward, and one for all stages of the backward
 together."""
+
+
+GENERATION_TILES = {"sm90": SM90_TILES}
+"""By the folder of kernels for one generation of GPUs."""
 
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
@@ -155,10 +159,11 @@ def sm_count(device: torch.device) -> int:
 
 @functools.cache
 def _tile(
-    architecture: int, stage: str, k: int, v: int, dtype: torch.dtype, chains: int, sm90: bool
+    architecture: int, stage: str, k: int, v: int, dtype: torch.dtype, chains: int, folder: str
 ) -> Tile:
-    if sm90 and stage in SM90_TILES:
-        return next(t for least, t in SM90_TILES[stage] if chains >= least)
+    for least, tile in GENERATION_TILES.get(folder, {}).get(stage, ()):
+        if chains >= least:
+            return tile
     stage = stage.removesuffix("_kept")
     key = (architecture, stage, k, v, dtype)
     for least, fuller in TILES_BY_CHAINS.get(key, ()):
@@ -192,17 +197,23 @@ class Tuning:
     later_least: int = 2048
 
     def tile(
-        self, stage: str, K: int, V: int, dtype: torch.dtype, chains: int = 0, sm90: bool = False
+        self,
+        stage: str,
+        K: int,
+        V: int,
+        dtype: torch.dtype,
+        chains: int = 0,
+        folder: str = "triton",
     ) -> Tile:
         """The tile of a stage for one shape and operand dtype. chains: of a scan, how many there
-        are. sm90: whether the kernels of sm90/ run it."""
+        are. folder: whose kernels run it."""
         for name, forced in self.forced:
             if name == stage:
                 return forced
         on = architecture() if self.architecture is None else self.architecture
         if on != 90 and self.architecture is None:
             _warn_unmeasured()
-        return _tile(on, stage, power_of_two(K), power_of_two(V, 32), dtype, chains, sm90)
+        return _tile(on, stage, power_of_two(K), power_of_two(V, 32), dtype, chains, folder)
 
     def sm_count(self, device: torch.device) -> int:
         return sm_count(device) if self.sms is None else self.sms
@@ -230,7 +241,7 @@ def in_two_terms(stage: str, t: Tile) -> Tile:
     shared memory (with the kernels of sm90/ only in the reverse scan), and wider tiles would spill.
     """
     back = stage.startswith("scan_bwd")
-    if t.sm90:
+    if t.folder != "triton":
         return NARROW if back and t == DEEP else t
     most, warps = 32 if back else 64, 4 if t.BV > 64 else t.warps
     return Tile(t.BK, min(t.BV, most), warps, min(t.stages, 2))

@@ -1,0 +1,49 @@
+"""Kernels for one generation of GPUs: which stages run them instead of the Triton kernels here.
+
+A stage runs the kernels of the first of GENERATIONS that supports the call and pays, else the
+Triton kernels of this folder, which support every call. Kernels for Blackwell would be a folder
+sm100/ beside sm90/, an entry here, and tiles in `tile_table.GENERATION_TILES`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fla_cp.kernels.sm90 import eligible as sm90
+from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.partition.packing import Packing
+
+
+class Generation(Protocol):
+    """A folder of kernels: its name, what it supports, and a module for each stage that it has,
+    named as in this folder."""
+
+    FOLDER: str
+    scan: Any
+    scan_bwd: Any
+    intra_headwise: Any
+    intra_headwise_bwd: Any
+
+    def supports(self, c: Chunks, *rows: Tensor) -> bool:
+        """Whether the kernels compute the chunks and read `rows` [T, H, K] or [T, HV, V]."""
+
+    def pays(self, packing: Packing, c: Chunks) -> bool:
+        """Whether the call is large enough, decided alike on all ranks."""
+
+
+GENERATIONS: tuple[Generation, ...] = (sm90,)
+
+
+def choose(packing: Packing, c: Chunks, *rows: Tensor) -> str:
+    """The folder of the kernels that run a stage."""
+    for generation in GENERATIONS:
+        if generation.supports(c, *rows) and generation.pays(packing, c):
+            return generation.FOLDER
+    return "triton"
+
+
+def kernels_of(folder: str) -> Generation:
+    """The generation whose kernels are in a folder."""
+    return next(g for g in GENERATIONS if folder == g.FOLDER)
