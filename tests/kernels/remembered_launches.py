@@ -16,6 +16,7 @@ from triton.runtime import driver
 
 from fla_cp.kernels.sm90 import tma
 from fla_cp.kernels.triton import launch as launches
+from fla_cp.kernels.triton.device.bundles import Rows, rows
 from fla_cp.kernels.triton.launch import launch
 from tests.support.driver import Sm90Driver
 
@@ -167,9 +168,23 @@ def test_many_are_forgotten(recorder, monkeypatch):
 def test_a_descriptor_is_told_by_what_is_compiled_of_it():
     x = torch.zeros(64, 2, 128, dtype=torch.bfloat16)
     a, b = (tma.describe(t, 64, 64) for t in (x, x[:32]))
-    assert launches.specialization_key(a) == launches.specialization_key(b)
     others = tma.describe(x, 64, 128), tma.describe(x.float(), 64, 64)
-    assert len({launches.specialization_key(t) for t in (a, *others)}) == 3
+    assert key_of(a) == key_of(b)
+    assert len({key_of(t) for t in (a, *others)}) == 3
+
+
+def key_of(*values):
+    parts = []
+    launches.specialization_key(parts, values)
+    return tuple(parts)
+
+
+def test_what_is_compiled_apart_has_another_key():
+    x = torch.zeros(64)
+    given = [x, x[1:], x.bfloat16(), 0, 1, 1.0, None, "sum", (1, 2), (1, 2, 3), ((1,), 2), twice]
+    given += [rows(x.view(4, 4, 4)), Rows(None, 0, 0), Rows(x, 4, 0)]
+    keys = [key_of(*values) for values in (*([v] for v in given), [1, 2], [x, x])]
+    assert len(set(keys)) == len(keys)
 
 
 def test_a_descriptor_says_what_tritons_own_says():

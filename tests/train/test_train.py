@@ -378,7 +378,7 @@ def test_fewer_steps_than_the_resumed_ones_are_refused(reference, text, tmp_path
 def test_whole_packs_say_why_nothing_is_exchanged():
     """Such a run exchanges nothing, and says why; runs with other splits do not say so."""
 
-    def specialization_key(flags):
+    def is_whole(flags):
         config = parse([*BASE, *flags.split()])
         total = (config.data.micro_batch_size or 2) * config.data.seq_len
         cut = zigzag_token_ranges if config.parallel.layout == "zigzag" else contiguous_token_ranges
@@ -387,14 +387,12 @@ def test_whole_packs_say_why_nothing_is_exchanged():
         assert fla_cp.train.main.whole_packs(config) == (at_packs and config.parallel.cp > 1)
         return at_packs
 
-    assert specialization_key("--cp 2")
-    assert not specialization_key("--cp 2 --micro-batch-size 1")
-    assert not specialization_key("--cp 4")
-    assert not specialization_key("--cp 2 --parallel.layout zigzag")
-    assert specialization_key(
-        "--cp 2 --parallel.layout zigzag --global-batch-size 4 --micro-batch-size 4"
-    )
-    assert specialization_key("--cp 1")
+    assert is_whole("--cp 2")
+    assert not is_whole("--cp 2 --micro-batch-size 1")
+    assert not is_whole("--cp 4")
+    assert not is_whole("--cp 2 --parallel.layout zigzag")
+    assert is_whole("--cp 2 --parallel.layout zigzag --global-batch-size 4 --micro-batch-size 4")
+    assert is_whole("--cp 1")
 
 
 @pytest.mark.wide

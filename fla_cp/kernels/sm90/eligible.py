@@ -1,4 +1,4 @@
-"""Which calls the Gluon kernels of this folder support, and where they pay."""
+"""Which calls the Gluon kernels of this folder support, and for which they are faster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ else:
     del async_copy, fence_async_shared, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
     del TensorDescriptor
 
-if GLUON:  # outside of the try: an error in these files is an error, not a Triton without Gluon
+if GLUON:  # outside of the try, so that an error in these files is not taken for a missing Gluon
     from fla_cp.kernels.sm90 import intra_headwise, intra_headwise_bwd, scan, scan_bwd
 
 __all__ = [
@@ -44,13 +44,15 @@ __all__ = [
 FOLDER = "sm90"
 
 MAX_CHUNK_HEADS = 2**24
-"""Chunks times heads that are too many to be numbered."""
+"""The kernels number pairs of a chunk and a head in int32; there must be fewer than this."""
 
 
 def supports(c: Chunks, *rows: Tensor) -> bool:
-    """Whether the kernels can compute the chunks and rows [T, HV, V] or [T, H, K] read beside them:
-    this Triton has Gluon, the GPU is an sm_90, the operands are bf16, K = V = 128, and the TMA can
-    read every tensor (dense rows, 16-byte alignment, strides that are multiples of 8 elements)."""
+    """Whether the kernels can compute the chunks, and read `rows` [T, HV, V] or [T, H, K].
+
+    They can if this Triton has Gluon, the GPU is an sm_90, the operands are bf16, K = V = 128, and
+    the TMA can read every tensor: rows are dense and aligned to 16 bytes, and strides are multiples
+    of 8 elements."""
     if c.tuning.gluon is not None:
         return c.tuning.gluon
     return GLUON and c.tuning.on_sm90() and fits(c, *rows)
@@ -74,8 +76,8 @@ def fits(c: Chunks, *rows: Tensor) -> bool:
 
 
 def pays(packing: Packing, c: Chunks) -> bool:
-    """Whether there is work enough, for the rank that has most chunks: all ranks run the same
-    kernels."""
+    """Whether there is enough work. It is decided for the rank that has most chunks, so that all
+    ranks run the same kernels."""
     if c.tuning.gluon is not None:
         return c.tuning.gluon
     size = packing.largest.chunks * c.decay.shape[1]

@@ -1,10 +1,10 @@
-"""What is local to a chunk with one decay a head, for Hopper's tensor cores, in Gluon.
+"""The headwise local stage for the tensor cores of sm_90, in Gluon.
 
-triton/intra_headwise.py says what is computed; the results are the same up to rounding. Scores are
-formed once a key head; the decays of each of its value heads multiply them afterwards. The inverse
-of a chunk stays in registers: left operands are there already, if the rows of right operands are
-stored in the order in which registers hold columns (`turned`), and right operands are as narrow as
-the blocks that are joined.
+triton/intra_headwise.py explains what is computed; the results are equal up to rounding. Scores are
+formed once for each key head, and the decays of each of its value heads multiply them afterwards.
+The inverse of a chunk stays in registers. The result of a product is already laid out as the left
+operand of the next one, provided that the rows of the right operand are stored in the order in
+which registers hold columns (`turned`). Right operands are as narrow as the blocks that are joined.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from fla_cp.rule import DeltaRule
 
 @gluon.constexpr_function
 def stripes(*dims):
-    """The layout of tensor cores' results [64, N] in four warps, N in dims: a warp has 16 rows."""
+    """The layout of a tensor core's result [64, N] in four warps, where N is the product of dims:
+    each warp has 16 rows."""
     N = 1
     for n in dims:
         N *= n
@@ -69,13 +70,13 @@ def stripes(*dims):
 
 @gluon.constexpr_function
 def result(N):
-    """The same in two dims, as products of 32-bit numbers are asked for."""
+    """The same layout in two dims, in the form in which products of 32-bit numbers take it."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 8])
 
 
 @gluon.jit
 def indices(none, layout: gl.constexpr, A: gl.constexpr):
-    """Of each number of a tensor [64, A, ..] its row and its block of columns. none: 0."""
+    """For each element of a tensor [64, A, ..] its row and its block of columns. none: 0."""
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     i = none + gl.arange(0, 64, rows)[:, None][:, :, None]
@@ -85,7 +86,7 @@ def indices(none, layout: gl.constexpr, A: gl.constexpr):
 
 @gluon.jit
 def left(x):
-    """x [64, 64] as a left operand: columns c of each 8 in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    """x [64, 64] as a left operand. Each 8 columns stand in the order 0, 2, 4, 6, 1, 3, 5, 7."""
     x = gl.permute(gl.reshape(x, [64, 8, 4, 2]), [0, 1, 3, 2])
     operand: gl.constexpr = gl.DotOperandLayout(0, result(16), 1)
     return gl.convert_layout(gl.reshape(x, [64, 64]), operand)
@@ -93,7 +94,8 @@ def left(x):
 
 @gluon.jit
 def turned(x, place, N: gl.constexpr):
-    """x [64, N] as a right operand in shared memory, [N, 64] there, rows in the order of `left`."""
+    """x [64, N] as a right operand in shared memory, where it is [N, 64], with its rows in the
+    order in which `left` has its columns."""
     x = gl.permute(gl.reshape(x, [8, 4, 2, N]), [0, 2, 1, 3])
     place = place.permute((1, 0))
     place.store(gl.reshape(x, [64, N]))
@@ -104,7 +106,7 @@ def turned(x, place, N: gl.constexpr):
 
 @gluon.jit
 def nearest(x, TERMS: gl.constexpr):
-    """As in triton/device/inverse.py."""
+    """As `nearest` of triton/device/inverse.py."""
     if TERMS > 1:
         bits = gl.cast(x, gl.int32, bitcast=True)
         return gl.cast((bits + 0x1000) & -0x2000, gl.float32, bitcast=True)
@@ -114,7 +116,7 @@ def nearest(x, TERMS: gl.constexpr):
 
 @gluon.jit
 def product(a, b, N: gl.constexpr):
-    """[64, N], in TF32 as is the default."""
+    """a @ b, [64, N], in TF32 like Triton's default."""
     zero = gl.full([64, N], 0.0, gl.float32, result(N))
     x = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=(x,))
@@ -122,7 +124,8 @@ def product(a, b, N: gl.constexpr):
 
 @gluon.jit
 def pair(i, j, n: gl.constexpr):
-    """Rows in the second and columns in the first block of the same pair of blocks of 2^n."""
+    """Whether row i and column j are in the same pair of blocks of 2^n, the row in the second block
+    and the column in the first."""
     return ((i >> (n + 1)) == (j >> (n + 1))) & (((i >> n) & 1) > ((j >> n) & 1))
 
 
@@ -135,17 +138,18 @@ def small_product(a, b, layout: gl.constexpr):
 
 @gluon.jit
 def unit_lower_inverse(x, s_16, s_32, none, TERMS: gl.constexpr):
-    """(I + x)^-1 [64, 2, 32], of x [64, 64] what is below the diagonal; s_16 [2, 16, 64], s_32 [2,
-    32, 64]: shared memory. As in triton/device/inverse.py, but inverses of blocks are kept as the
-    rows they have. none: 0, in a form that the compiler cannot tell to be 0, else it keeps masks
-    from call to call."""
+    """(I + L)^-1 [64, 2, 32], where L is the part of x [64, 64] below the diagonal.
+
+    The algorithm is that of triton/device/inverse.py, but each row holds only the columns of its
+    own block's inverse. s_16 [2, 16, 64], s_32 [2, 32, 64]: shared memory. none: 0 in a form that
+    the compiler cannot tell to be 0; otherwise it would keep masks from one call to the next."""
     four: gl.constexpr = stripes(4, 16)
     two: gl.constexpr = stripes(2, 16)
     half: gl.constexpr = stripes(2, 32)
     small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     square: gl.constexpr = stripes(64)
 
-    # blocks of 16, one a warp
+    # Inverses of blocks of 16, one for each warp.
     i, a = indices(none, four, 4)
     own = gl.convert_layout(gl.reshape(x, [64, 4, 16]), four)
     D = gl.sum(gl.where(i // 16 == a, own, 0.0), 1)
@@ -159,7 +163,7 @@ def unit_lower_inverse(x, s_16, s_32, none, TERMS: gl.constexpr):
         X = X - small_product(N, nearest(small_product(C, N, small), TERMS), small)
     X = gl.reshape(X, [64, 16])
 
-    # joined to blocks of 32, [own or first, second]
+    # Joined to inverses of blocks of 32.
     i_s = none + gl.arange(0, 64, gl.SliceLayout(1, square))[:, None]
     j_s = gl.arange(0, 64, gl.SliceLayout(0, square))[None, :]
     x = nearest(gl.convert_layout(x, square), TERMS)
@@ -174,7 +178,7 @@ def unit_lower_inverse(x, s_16, s_32, none, TERMS: gl.constexpr):
     own = (i // 16) % 2 == a
     X = gl.where(own, X, gl.where(a == 0, -P, 0.0))
 
-    # joined to the whole
+    # Joined to the whole inverse.
     X = gl.reshape(X, [64, 32])
     C = left(gl.where(pair(i_s, j_s, 5), x, 0.0))
     P = product(C, turned(X, s_32.index(none), 32), 32)
@@ -189,7 +193,7 @@ def unit_lower_inverse(x, s_16, s_32, none, TERMS: gl.constexpr):
 
 @gluon.jit
 def copy_in(x, n, place, BT: gl.constexpr, K: gl.constexpr):
-    """Starts to copy the first n of x [BT, K], zeros beyond."""
+    """Starts to copy the first n rows of x [BT, K]; the rows after them become zero."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     i = gl.arange(0, BT, gl.SliceLayout(1, flat))
     j = gl.arange(0, K, gl.SliceLayout(0, flat))
@@ -199,14 +203,14 @@ def copy_in(x, n, place, BT: gl.constexpr, K: gl.constexpr):
 
 @gluon.jit
 def squares(place, acc: gl.constexpr):
-    """Of each row, summed, [BT], from shared memory."""
+    """The sum of squares of each row [BT] of a tile in shared memory."""
     x = place.load(gl.DotOperandLayout(0, acc, 2)).to(gl.float32)
     return gl.convert_layout(gl.sum(x * x, 1), gl.SliceLayout(1, acc))
 
 
 @gluon.jit
 def store_square(x, to, place, flat: gl.constexpr):
-    """x [64, 64] to memory, by way of shared memory."""
+    """Stores x [64, 64] by way of shared memory."""
     place.store(x)
     barrier()
     i = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None]
@@ -231,7 +235,7 @@ def weights(sums, of_columns, i, j, EXP2: gl.constexpr):
 
 @gluon.jit
 def store_terms(x, to, place, flat: gl.constexpr, TERMS: gl.constexpr):
-    """x [64, 64] in fp32 as TERMS squares that add up to it."""
+    """Stores x [64, 64], fp32, as TERMS tiles that add up to it."""
     store_square(x.to(place.dtype), to, place, flat)
     if TERMS > 1:
         barrier()  # the first is read
@@ -240,6 +244,7 @@ def store_terms(x, to, place, flat: gl.constexpr, TERMS: gl.constexpr):
 
 @gluon.jit
 def store_inverse(x, to, places, none, flat: gl.constexpr, TERMS: gl.constexpr):
+    """Stores (I + L)^-1 of x, see `unit_lower_inverse`."""
     s_out, s_16, s_32 = places
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     x = gl.reshape(unit_lower_inverse(x, s_16, s_32, none, TERMS), [64, 64])
@@ -302,13 +307,14 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     if R.NORM and S.REMOVAL == "k":
         k_scale = gl.rsqrt(gl.sum(gl.where(i[:, None] == j[None, :], b_rk, 0.0), 1) + EPS)
         r_scale = k_scale
-    # what is stored by way of shared memory and the inverse's operands take the inputs' place
+    # The inputs are not needed any more: results on their way to memory and the operands of the
+    # inverse take their place.
     s_out = s_q._reinterpret(half, [2, S.BT, S.BT], wide)
     s_16 = s_out.index(1)._reinterpret(gl.float32, [2, 16, S.BT], single)
     places = (s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, S.BT], single))
     barrier()
     LATER: gl.constexpr = OWN or (REMOVES and (S.G > 1 or S.TERMS > 1))
-    if LATER:  # kept there: in registers it would be beside each head's inverse
+    if LATER:  # kept in shared memory: registers do not hold it next to the inverse
         s_rk = gl.allocate_shared_memory(gl.float32, [S.BT, S.BT], single)
         s_rk.store(b_rk)
     for i_g in range(S.G):
@@ -318,7 +324,7 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         r = i + none
         if S.G > 1:
             gc, end = gl.load(at + GC * S.BT + r), gl.load(at + ((GC + 1) * S.BT - 1))
-        # k's scale is part of the out.decay
+        # The weights contain k's scale as part of the decay.
         of_columns = gl.convert_layout(gc - logarithm(k_scale, R.EXP2), gl.SliceLayout(0, acc))
         w = weights(gc, of_columns, r, j, R.EXP2)
         b_out = b_qk * w * q_scale[:, None]
@@ -343,7 +349,7 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         gl.store(out.decay + i_ch * S.K + gl.arange(0, S.K, spread), whole)
         if REMOVES and not LATER:
             store_inverse(b_rk, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
-    if LATER:  # by themselves, without q k in registers
+    if LATER:  # the inverses in a loop of their own, when the scores have left the registers
         barrier()
         for i_g in range(S.G):
             i_ch = i_c * S.HV + i_h * S.G + i_g
@@ -361,13 +367,15 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
 
 
 def reads(x: Inputs) -> bool:
-    """Whether rows are where copies of 16 bytes can be known to read them."""
+    """Whether the strides of q, k and p let the compiler prove that copies of 16 bytes are
+    aligned."""
     given = (t for t in (x.q, x.k, x.p) if t is not None)
     return all(n % 16 == 0 for t in given for n in t.stride()[:2])
 
 
 def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int, stop: int) -> None:
-    """Fills T, Aqk, decay and what `head_rows_kernel` left of rows, of some chunks."""
+    """Fills T, Aqk, decay, and the planes of rows that `head_rows_kernel` does not write, for the
+    chunks from `first` up to `stop`."""
     H, HV = x.q.shape[1], x.v.shape[1]
     fewer = x.p is not None or (c.terms > 1 and (HV > H or rule.removal == "none"))
     given = rows(x.q), rows(x.k), rows(x.k if x.p is None else x.p), Formed(*c[:8]), table.chunks

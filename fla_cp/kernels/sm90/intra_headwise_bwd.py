@@ -1,10 +1,10 @@
 """The headwise backward for the tensor cores of sm_90, in Gluon.
 
-triton/intra_headwise_bwd.py says what is computed; the results are the same up to rounding. Here
-one program does it all for a chunk and a key head, so that nothing is read twice and the gradients
-of the scores stay on the chip. An SM keeps one program, which goes through its share of chunks:
-while eight warps compute, a warp copies what the next chunk needs and another stores what the last
-one gave.
+triton/intra_headwise_bwd.py explains what is computed; the results are equal up to rounding. Here
+one program computes all gradients of a chunk and a key head, so that no operand is read twice and
+the gradients of the scores never leave the SM. Each SM runs one program, which works through its
+share of the chunks. Eight warps compute. Meanwhile one warp copies in the operands of the next
+chunk, and two store the gradients of the last one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fla_cp.kernels.sm90.intra_headwise_bwd_copies import copy_items, store_items, tiles_of
+from fla_cp.kernels.sm90.intra_headwise_bwd_copies import (
+    SLOT_GC,
+    SLOT_GC_BEFORE,
+    SLOT_K_FACTOR,
+    SLOT_K_SCALE,
+    SLOT_Q_SCALE,
+    SLOT_R_SCALE,
+    copy_items,
+    store_items,
+    tiles_of,
+)
 from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import ChunkTable, Grads, rule_options
@@ -42,17 +52,18 @@ def decayed(x, EXP2: gl.constexpr):
 
 @gluon.jit
 def row_of(s_rows, plane, layout: gl.constexpr):
-    """[BT, 1] of what `copy_items` copied of `Chunks.rows`."""
+    """[BT, 1]: one of the planes of `Chunks.rows` that `copy_items` copied."""
     return s_rows.index(plane).permute((1, 0)).load(layout)
 
 
 @gluon.jit
 def weights(s_rows, slot, scale, sums, keep, EXP2: gl.constexpr, layout: gl.constexpr):
-    """What scores are multiplied by [BT, BT]: of row i the plane `scale` and exp of the plane
-    `sums` less gc_j, of column j k's; zero where not kept."""
-    x = row_of(s_rows, slot + sums, layout) - s_rows.index(slot + 4).load(layout)
+    """The weights of scores [BT, BT]: scale_i exp(sums_i - gc_j) k_scale_j where `keep` is set, and
+    zero elsewhere. scale, sums: planes of the rows. slot: see `form_items`."""
+    x = row_of(s_rows, slot + sums, layout) - s_rows.index(slot + SLOT_GC).load(layout)
     x = gl.where(keep, decayed(gl.where(keep, x, 0.0), EXP2), 0.0)
-    return x * (row_of(s_rows, slot + scale, layout) * s_rows.index(slot + 2).load(layout))
+    k_scale = s_rows.index(slot + SLOT_K_SCALE).load(layout)
+    return x * (row_of(s_rows, slot + scale, layout) * k_scale)
 
 
 @gluon.jit
@@ -72,13 +83,42 @@ def rows_of(x):
 
 
 @gluon.jit
+def finish_head(
+    places, dq, dk, dp, diagonal, f_q, f_k, f_r, none, scale, S: gl.constexpr, R: gl.constexpr
+):
+    """Leaves the gradients of a key head's q, k and p in shared memory, in the inputs' place. f_q,
+    f_k, f_r: the scales of the last value head. none: 0 in a form that the compiler cannot tell to
+    be 0."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, S.K // 2, 16])
+    half: gl.constexpr = places[7].dtype
+    OWN: gl.constexpr = S.REMOVAL == "p"
+    # The diagonal's row and column cancel in the gate's gradient.
+    _do, _vn, _y, _v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, none)
+    b_k, b_q = s_k.load(wide).to(gl.float32), s_q.load(wide).to(gl.float32)
+    dq += diagonal[:, None] * b_k
+    dk += diagonal[:, None] * b_q
+    if R.NORM:
+        f_q = f_q * (1.0 / scale)
+        dq -= b_q * (gl.sum(b_q * dq, 1)[:, None] * f_q * f_q)
+        dk -= b_k * (gl.sum(b_k * dk, 1)[:, None] * f_k * f_k)
+    s_q.store(dq.to(half))
+    s_k.store(dk.to(half))
+    if OWN:
+        if R.NORM:
+            b_p = s_p.load(wide).to(gl.float32)
+            dp -= b_p * (gl.sum(b_p * dp, 1)[:, None] * f_r * f_r)
+        s_p.store(dp.to(half))
+
+
+@gluon.jit
 def form_items(
     places, ready, free, done, more, items, tokens, scale, S: gl.constexpr, R: gl.constexpr
 ):
+    """Forms the gradients of this program's items. An item is a chunk and a key head."""
     REMOVES: gl.constexpr = S.REMOVAL != "none"
     OWN: gl.constexpr = S.REMOVAL == "p"
-    READ: gl.constexpr = 5 if OWN else 2
-    BEFORE: gl.constexpr = 6 if OWN else 4
+    R_SCALE: gl.constexpr = SLOT_R_SCALE if OWN else SLOT_K_SCALE
+    R_SUMS: gl.constexpr = SLOT_GC_BEFORE if OWN else SLOT_GC
     H: gl.constexpr = S.HV // S.G
     half: gl.constexpr = places[7].dtype
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, S.BT // 2, 16])
@@ -86,8 +126,8 @@ def form_items(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     i = gl.arange(0, S.BT, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, S.BT, gl.SliceLayout(0, square))[None, :]
-    # a column in two parts, what differs between a thread's numbers and what between threads: rows
-    # are compared with a constant then, and no register is kept for each column
+    # A column index has two parts: c differs between the numbers of a thread, the rest between
+    # threads. Rows are then compared with constants, and columns take no registers.
     c = j & 25
     ahead = i - (j & 38)
     r = gl.arange(0, S.BT, gl.SliceLayout(1, wide))
@@ -96,29 +136,30 @@ def form_items(
     heads, visits = 0, 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         i_c, i_h = item // H, item % H
-        # sums over the group; diagonal: what k and q are weighted with in dq and dk; past: q dq
-        # less k dk, summed over channels, of the heads before
+        # Sums over the value heads of the group. diagonal: the weights of k and q in dq and dk.
+        # past: q dq - k dk of the heads before, summed over channels.
         dq, dk, dp = nothing, nothing, nothing
         diagonal = gl.full([S.BT], 0.0, gl.float32, gl.SliceLayout(1, wide))
         past = diagonal
         f_q = gl.full([S.BT, 1], 0.0, gl.float32, wide)
         f_k, f_r = f_q, f_q
         for i_g in range(S.G):
-            # here, else what depends on them is kept through the loop
+            # Loaded here: otherwise what depends on them stays in registers through the loop.
             n, t = gl.load(more.chunks.rows + i_c), gl.load(more.chunks.start + i_c)
             i_hv = i_h * S.G + i_g
             i_ch = (i_c * S.HV + i_hv).to(gl.int64)
             parity = visits & 1
-            # 0 in a form that the compiler cannot tell to be 0: else what it forms of each tile's
-            # address is kept in more registers than there are; in other forms below for what
-            # comes later, to be formed again
+            # slot is 0 in a form that the compiler cannot tell to be 0. Otherwise it would form the
+            # addresses of all tiles at the start, in more registers than there are. `row`, `later`,
+            # `after` and `again` below are other forms of 0, so that the phases that use them form
+            # their addresses anew.
             slot = (n + i_g) // (S.BT + S.G)
             stage = visits % S.NS
             s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, slot + stage, slot)
             s_rows, s_w, s_rb = places[9], places[10], places[11].index(slot)
             s_hT, s_dhT = s_h.permute((1, 0)), s_dh.permute((1, 0))
 
-            # products with v_new, states and their gradients, and dv meanwhile
+            # Products with v_new, states and their gradients; dv is formed meanwhile.
             mbarrier.wait(ready.index(4 + stage), (visits // S.NS) & 1)
             b_ds = warpgroup_mma(s_do, s_vn.permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(ready.index(0), parity)
@@ -138,10 +179,10 @@ def form_items(
             mbarrier.wait(ready.index(1), parity)
             b_dq = warpgroup_mma(s_do, s_hT, nothing, use_acc=False, is_async=True)
             b_dr = b_dq
-            if REMOVES and S.G == 1:  # for groups later: their sums leave no registers
+            if REMOVES and S.G == 1:  # groups do this later: their sums leave no registers here
                 b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
 
-            # the scores' gradients, weighted with decays, norms and scale
+            # The gradients of the scores, weighted with decays, norms and scale.
             if REMOVES:
                 b_ds, b_da = warpgroup_mma_wait(2 if S.G == 1 else 1, deps=(b_ds, b_da))
             else:
@@ -151,17 +192,17 @@ def form_items(
             of_row = gl.convert_layout(of_row, gl.SliceLayout(1, wide))
             keep = (d > c) & (i < n)
             if REMOVES:
-                w = weights(s_rows, slot, READ, BEFORE, keep, R.EXP2, square)
+                w = weights(s_rows, slot, R_SCALE, R_SUMS, keep, R.EXP2, square)
                 s_w.index(slot + 1).store((b_da * -w).to(half))
-            w = weights(s_rows, slot, 1, 4, keep, R.EXP2, square)
+            w = weights(s_rows, slot, SLOT_Q_SCALE, SLOT_GC, keep, R.EXP2, square)
             s_w.index(slot).store((b_ds * w).to(half))
 
             s_wq, s_wr = s_w.index(slot), s_w.index(slot + 1)
             row = (n + i_g) // (S.BT + S.G + 4)
 
-            if S.G > 1:  # begun here, else the sum before is kept beside this head's until then
-                f_q = row_of(s_rows, row + 1, wide)
-                e_q = f_q * decayed(row_of(s_rows, row + 4, wide), R.EXP2)
+            if S.G > 1:  # begun here, so that the sum so far and this head's part share registers
+                f_q = row_of(s_rows, row + SLOT_Q_SCALE, wide)
+                e_q = f_q * decayed(row_of(s_rows, row + SLOT_GC, wide), R.EXP2)
                 b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
                 b_dq = b_dq * e_q + dq
                 fence_async_shared()
@@ -184,16 +225,16 @@ def form_items(
                 b_dq, b_dr = warpgroup_mma_wait(1 if S.G == 1 else 0, deps=(b_dq, b_dr))
             else:
                 b_dq = warpgroup_mma_wait(1 if S.G == 1 else 0, deps=(b_dq,))
-            f_q = row_of(s_rows, row + 1, wide)
-            f_k = row_of(s_rows, row + 2, wide)
-            f_r = row_of(s_rows, row + READ, wide)
-            e_k = row_of(s_rows, row + 3, wide)
+            f_q = row_of(s_rows, row + SLOT_Q_SCALE, wide)
+            f_k = row_of(s_rows, row + SLOT_K_SCALE, wide)
+            f_r = row_of(s_rows, row + R_SCALE, wide)
+            e_k = row_of(s_rows, row + SLOT_K_FACTOR, wide)
             if S.G == 1:
-                b_dq = b_dq * (f_q * decayed(row_of(s_rows, row + 4, wide), R.EXP2))
-            e_r = f_r * decayed(row_of(s_rows, row + BEFORE, wide), R.EXP2)
+                b_dq = b_dq * (f_q * decayed(row_of(s_rows, row + SLOT_GC, wide), R.EXP2))
+            e_r = f_r * decayed(row_of(s_rows, row + R_SUMS, wide), R.EXP2)
             diagonal = diagonal + of_row * rows_of(f_q * f_k)
             mbarrier.arrive(free.index(0), count=1)
-            if S.G > 1:  # not before, for registers
+            if S.G > 1:  # not earlier: there are no registers for it
                 b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
             b_c = warpgroup_mma_wait(0, deps=(b_c,))
             mbarrier.arrive(free.index(1), count=1)
@@ -203,7 +244,7 @@ def form_items(
             s_q, s_k, s_p = places[6].index(after), places[7].index(after), places[8].index(after)
             s_rb = places[11].index(after)
 
-            # in the states
+            # What reaches q, r and k through the states.
             if S.G == 1:
                 mbarrier.wait(ready.index(3), heads & 1)
             b_c = b_c * e_k
@@ -213,25 +254,25 @@ def form_items(
                 s_rb.store((beta * s_r.load(wide).to(gl.float32)).to(half))
             fence_async_shared()
             barrier()
-            if REMOVES:  # loaded again: not kept over the barrier
+            if REMOVES:  # loaded again, so that nothing is kept over the barrier
                 again = (n + i_g) // (S.BT + S.G + 5)
                 s_r = places[8 if OWN else 7].index(again)
                 b_r = s_r.load(wide).to(gl.float32)
                 b_rb = places[11].index(again).load(wide).to(gl.float32)
                 b_dr = b_dr * -e_r
-                # in the states beta r as it is, beside the scores as the product sees it
+                # The states were read with beta r as it is, the scores with beta r rounded.
                 b_z = (beta * b_r - b_rb) * b_dr
                 b_k = places[7].index(again).load(wide).to(gl.float32)
                 if S.G == 1:
                     b_shift, b_kc = gl.reduce((b_z, b_k * b_c), 1, add_two)
-                else:  # one after the other, for registers
+                else:  # one after the other: together they need more registers
                     b_shift = gl.sum(b_z, 1)
                     b_kc = gl.sum(b_k * b_c, 1)
             else:
                 b_kc = gl.sum(s_k.load(wide).to(gl.float32) * b_c, 1)
             left += gl.sum(b_kc, 0)
 
-            # in the scores
+            # What reaches q, r and k through the scores.
             if S.G == 1:
                 b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
             else:
@@ -271,22 +312,8 @@ def form_items(
             gl.store(more.dgc + i_ch * S.BT + r, b_dgc + gl.where(r == S.BT - 1, left, 0.0))
             visits += 1
 
-        # the diagonal's row and column cancel in the gate's gradient
-        _do, _vn, _y, _v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, heads // 2**30)
-        b_k, b_q = s_k.load(wide).to(gl.float32), s_q.load(wide).to(gl.float32)
-        dq += diagonal[:, None] * b_k
-        dk += diagonal[:, None] * b_q
-        if R.NORM:
-            f_q = f_q * (1.0 / scale)
-            dq -= b_q * (gl.sum(b_q * dq, 1)[:, None] * f_q * f_q)
-            dk -= b_k * (gl.sum(b_k * dk, 1)[:, None] * f_k * f_k)
-        s_q.store(dq.to(half))
-        s_k.store(dk.to(half))
-        if OWN:
-            if R.NORM:
-                b_p = s_p.load(wide).to(gl.float32)
-                dp -= b_p * (gl.sum(b_p * dp, 1)[:, None] * f_r * f_r)
-            s_p.store(dp.to(half))
+        none_again = heads // 2**30
+        finish_head(places, dq, dk, dp, diagonal, f_q, f_k, f_r, none_again, scale, S, R)
         fence_async_shared()
         barrier()
         mbarrier.arrive(done.index(1), count=1)
@@ -294,10 +321,12 @@ def form_items(
 
 
 class BwdMore(NamedTuple):
-    """What the kernel takes beside TMA descriptors. The gradients as pointers; heads: strides of
-    heads of do, v, q, k and p; shares [2, T, HV], fp32: v's part of dbeta and the other, before the
-    sigmoid's slope; dgc [NC, HV, C], fp32: the gradient of gc, what comes from the chunk's end in
-    the last row; and with p shift, that of the sums up to the token before."""
+    """What the kernel takes besides TMA descriptors.
+
+    dq_rows, ..: the gradients as pointers. heads: the strides of heads of do, v, q, k and p.
+    shares [2, T, HV], fp32: the part of dbeta that comes from v, and the other one, both before the
+    sigmoid's slope. dgc [NC, HV, C], fp32: the gradient of gc; its last row also has what comes
+    from the end of the chunk. shift: with p, the gradient of the sums up to the token before."""
 
     dq_rows: Tensor
     dk_rows: Tensor
@@ -383,7 +412,7 @@ def head_bwd(
     dv: Tensor,
     programs: int,
 ) -> None:
-    """Fills out and dv. programs: at most so many, one an SM."""
+    """Fills out and dv. programs: how many to start at most, one for each SM."""
     items = len(table.chunk_start) * x.q.shape[1]
     p, dp = (x.k, out.dk) if x.p is None else (x.p, out.dp)
     read = {"do": grads.do, "v_new": v_new, "y": grads.y, "v": x.v, "q": x.q, "k": x.k, "p": p}

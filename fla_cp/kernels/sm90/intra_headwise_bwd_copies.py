@@ -1,4 +1,4 @@
-"""Warps of the local backward with one decay a head that copy tiles in and gradients out."""
+"""The warps of the headwise backward that copy operands in and gradients out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from fla_cp.kernels.triton.device.planes import HEADWISE_PLANES
 
+# Where each plane of `Chunks.rows` (device/planes.py) is put in shared memory. BETA is the first.
+SLOT_Q_SCALE = gl.constexpr(1)
+SLOT_K_SCALE = gl.constexpr(2)
+SLOT_K_FACTOR = gl.constexpr(3)
+SLOT_GC = gl.constexpr(4)
+SLOT_R_SCALE = gl.constexpr(5)
+SLOT_GC_BEFORE = gl.constexpr(6)
+
 
 @gluon.jit
 def tiles_of(places, stage, slot):
-    """The tiles of operands: do and v_new of a stage, and of the others the one there is."""
+    """The tiles of the operands. do and v_new have one for each stage of the pipeline, the others
+    have a single one. slot: 0, see `form_items`."""
     s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p, _rows, _w, _rb = places
     return (
         s_do.index(stage),
@@ -28,7 +37,8 @@ def tiles_of(places, stage, slot):
 
 @gluon.jit
 def copy_items(tensors, places, ready, free, more, items, S: gl.constexpr):
-    """A warp's work: what is read of each chunk and head, to its place as soon as this is free."""
+    """What one warp does: it copies the operands of each chunk and head to their places, each as
+    soon as its place is free."""
     do, v_new, y, v, h, dh, q, k, p, rows = tensors
     _do, _vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
     s_rows = places[9]
@@ -81,15 +91,15 @@ def copy_items(tensors, places, ready, free, more, items, S: gl.constexpr):
 
 @gluon.jit
 def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT: gl.constexpr):
-    """A block of x [T, H, D], also given as a pointer, of which n rows count."""
+    """Stores the first n rows of a block of x [T, H, D]; x_rows: x as a pointer."""
     again = n + i_h % 2
     if n == BT:
         tma.async_copy_shared_to_global(x, [t, i_h * D], block)
     else:  # rows of another sequence follow
         flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
         o_d = gl.arange(0, D, gl.SliceLayout(0, flat))
-        for part in gl.static_range(BT // 8):  # addresses formed again, see `opaque`
-            if part * 8 < n:  # branches, else loads of all parts are begun together
+        for part in gl.static_range(BT // 8):  # each forms its addresses anew (device/opaque.py)
+            if part * 8 < n:  # a branch, so that the loads of all parts do not start together
                 i = part * 8 + again // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
                 to = x_rows + ((t + i).to(gl.int64) * H + i_h)[:, None] * D + o_d[None, :]
                 gl.store(to, block.slice(part * 8, 8).load(flat), mask=(i < n)[:, None])
@@ -97,8 +107,8 @@ def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT
 
 @gluon.jit
 def store_items(tensors, places, free, done, more, items, S: gl.constexpr):
-    """A warp's work: dv takes the place of v, dq, dk and dp those of q, k and p, which are free
-    once it has stored them."""
+    """What the storing warps do: they store dv from v's place and dq, dk, dp from those of q, k and
+    p, and then declare these free."""
     dq, dk, dp, dv = tensors
     _do, _vn, _y, s_v, _h, _dh, s_q, s_k, s_p = tiles_of(places, 0, 0)
     heads, visits = 0, 0

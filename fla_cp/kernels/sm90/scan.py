@@ -1,11 +1,12 @@
-"""The scans for Hopper's tensor cores, in Gluon.
+"""The scan for the tensor cores of sm_90, in Gluon.
 
-What they compute is said in scan.py, and the results are the same up to rounding. eligible.py says
-which calls they support.
+triton/scan.py explains what is computed; the results are equal up to rounding. eligible.py decides
+which calls are supported.
 
-The state is held transposed, [BV, K], so that it and all that the serial chain makes of it are left
-operands in registers. Right operands come from shared memory, where a warp of its own copies them
-NS chunks ahead. Products are asynchronous: those off the chain run beside it.
+The state is held transposed, [BV, K]. It and everything that the serial chain forms from it are
+then left operands of products, which may stay in registers. Right operands are in shared memory: a
+warp of its own copies them there, NS chunks ahead. Products are asynchronous, so that those that
+are not on the chain run at the same time as it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from fla_cp.rule import CHUNK
 
 
 class ScanMore(NamedTuple):
-    """What the scans take beside TMA descriptors, which Triton takes as single arguments alone.
-    heads: strides of heads of qg, k_decayed, kg and v; o_rows: o as a pointer."""
+    """What the scan takes besides TMA descriptors, which Triton accepts only as single arguments.
+    heads: the strides of heads of qg, k_decayed, kg and v. o_rows: o as a pointer."""
 
     heads: tuple[int, int, int, int]
     o_rows: Any
@@ -42,8 +43,10 @@ class ScanMore(NamedTuple):
 
 
 class At(NamedTuple):
-    """The segment of a program: its first token, the one after its last, its first chunk, how many
-    chunks it has, its place among the segments; and the program's head and value tile."""
+    """Where a program works.
+
+    start, stop: the first token of its segment and the one after the last. first, n: the segment's first chunk, and how many it has. i_n: the segment's place among those
+    that run. i_h, i_v: the head and the value tile."""
 
     start: Any
     stop: Any
@@ -70,15 +73,15 @@ def scan_arguments(
     v_new: Tensor | None,
     transition: Tensor | None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The kernel, and its arguments beside those of every scan."""
+    """The kernel, and the arguments that the kernels of other folders do not have."""
     arguments = described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
     arguments["more"] = ScanMore(head_strides(c, c.v), o, transition, segments)
     return scan_sm90_kernel, arguments
 
 
 def described(c: Chunks, BV: int, **others: Tensor | None) -> dict[str, Any]:
-    """The descriptors of the chunks, and of what else is read or written, by name: tensors
-    [T, HV, V] and blocks of a chunk [NC, HV, rows, V]."""
+    """TMA descriptors by name: of the chunks, and of `others`, which are tensors [T, HV, V] or
+    blocks of chunks [NC, HV, rows, V]."""
     K = c.decay.shape[2]
     square = describe(c.Aqk, c.terms * CHUNK, CHUNK)
     found: dict[str, Any] = {
@@ -98,19 +101,19 @@ def described(c: Chunks, BV: int, **others: Tensor | None) -> dict[str, Any]:
 
 @gluon.constexpr_function
 def removes(S):
-    """Whether the rule removes something before it writes."""
+    """Whether the rule removes something from the state before it writes."""
     return S.REMOVAL != "none"
 
 
 @gluon.constexpr_function
 def reads_own(S):
-    """Whether what reads the state is another tensor than kg."""
+    """Whether the rows that read the state are another tensor than kg."""
     return S.REMOVAL != "none" and (not S.HEAD or S.REMOVAL == "p")
 
 
 @gluon.constexpr_function
 def bytes_of(S, OUT, OWN, REMOVES):
-    """How much is copied for a chunk."""
+    """How many bytes are copied for a chunk."""
     squares = (REMOVES + OUT) * S.TERMS * S.BT
     rows = 4 if S.HEAD else 1
     return 2 * S.BT * ((1 + OWN + OUT) * S.K + S.BV + squares) + 4 * (rows * S.BT + S.K)
@@ -118,7 +121,7 @@ def bytes_of(S, OUT, OWN, REMOVES):
 
 @gluon.jit
 def term(square, n: gl.constexpr, TERMS: gl.constexpr, BT: gl.constexpr):
-    """The first or second [BT, BT] of the TERMS of T or Aqk in shared memory."""
+    """Term n [BT, BT] of the TERMS terms of T or Aqk, in shared memory."""
     if TERMS == 1:
         return square
     else:
@@ -127,7 +130,7 @@ def term(square, n: gl.constexpr, TERMS: gl.constexpr, BT: gl.constexpr):
 
 @gluon.jit
 def rounded_off(x, half: gl.constexpr):
-    """What x loses as `half`: the second of its two terms."""
+    """What rounding x to `half` loses: the second of its two terms."""
     return (x - x.to(half).to(gl.float32)).to(half)
 
 
@@ -143,7 +146,8 @@ def copy_chunks(
     REVERSE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """A warp's work: each chunk's operands to their places as soon as these are free."""
+    """What one warp does: it copies the operands of each chunk to shared memory as soon as their
+    places are free."""
     qg, k_decayed, kg, v, T, Aqk, rows, decay = operands
     s_qg, s_kin, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     q_h, r_h, k_h, v_h = heads
@@ -186,7 +190,8 @@ def copy_chunks(
 
 @gluon.jit
 def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
-    """Shared memory for the operands of NS chunks, and two barriers for each: filled, and free."""
+    """Shared memory for the operands of NS chunks, and two barriers for each of the NS places: one
+    says that it is filled, the other that it is free."""
     qg, k_decayed, kg, v, T, Aqk, rows, decay = operands
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
@@ -218,6 +223,8 @@ def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
 def scan_chunks(
     places, ready, free, o, h, v_new, S0, S_end, more, at, entry, value, states, S: gl.constexpr
 ):
+    """What the computing warps do. entry: the segment's row in S0, or -1. value: whether the
+    program computes states, not a transition. states: how many programs do."""
     s_qg, s_kin, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
@@ -254,8 +261,8 @@ def scan_chunks(
         b_Sb = b_S.to(half)
         a_S = gl.convert_layout(b_Sb, left)
         mbarrier.wait(ready.index(s), (c // S.NS) & 1)
-        # what products left in registers is not touched while others are in flight: ptxas
-        # would wait for all of them; and loads from shared memory come first, not behind products
+        # While products are in flight, no result of another product in registers may be touched:
+        # ptxas would wait for all of them. So loads from shared memory come before the products.
         b_S = b_S * s_decay.index(s).load(state)
         b_v = s_v.index(s).permute((1, 0)).load(acc)
         b_beta = s_rows.index(s * FACTORS).load(acc)
@@ -362,7 +369,7 @@ def scan_chunks(
 
 @gluon.jit
 def at_segment(segments, i_n, i_h, i_v, S: gl.constexpr):
-    """`At`, and the segment's number."""
+    """`At` of a program, and the number of its segment."""
     i_s = gl.load(segments.order + i_n).to(gl.int32)
     start, stop = gl.load(segments.start + i_s), gl.load(segments.stop + i_s)
     n = (stop - start + S.BT - 1) // S.BT

@@ -1,4 +1,4 @@
-"""The reverse scan in Gluon for Hopper; scan.py has its sister and what both share."""
+"""The reverse scan for the tensor cores of sm_90, in Gluon. scan.py has what both scans share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fla_cp.kernels.triton.tile_table import Tile
 
 
 class ScanBwdMore(NamedTuple):
-    """As `ScanMore`; heads: of qg, k_decayed, kg and do."""
+    """Like `ScanMore`. heads: the strides of heads of qg, k_decayed, kg and do."""
 
     heads: tuple[int, int, int, int]
     segments: Segments
@@ -41,12 +41,13 @@ class ScanBwdMore(NamedTuple):
 
 @gluon.jit
 def scan_chunks_back(places, ready, free, y, dh, dS_end, dS0, more, at, leaving, S: gl.constexpr):
+    """What the computing warps do. leaving: the segment's row in dS_end, or -1."""
     s_qg, s_kin, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
     WRITES: gl.constexpr = (dh is not None) or (y is not None)
-    LATER: gl.constexpr = S.HEAD and S.TERMS > 1  # for registers
+    LATER: gl.constexpr = S.HEAD and S.TERMS > 1  # beta is loaded late, to save registers
     half: gl.constexpr = s_kg.dtype
     W: gl.constexpr = S.BV // 16
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, S.BT, 16])
@@ -74,7 +75,7 @@ def scan_chunks_back(places, ready, free, y, dh, dS_end, dS0, more, at, leaving,
         b_dSb = b_dS.to(half)
         a_S = gl.convert_layout(b_dSb, left)
         mbarrier.wait(ready.index(s), (c // S.NS) & 1)
-        b_dS = b_dS * s_decay.index(s).load(state)  # at.first: see `scan_chunks`
+        b_dS = b_dS * s_decay.index(s).load(state)  # before the products: see `scan_chunks`
         if not LATER:
             b_beta = s_rows.index(s * FACTORS).load(acc)
         s_o = s_do.index(s).permute((1, 0))
@@ -174,7 +175,7 @@ def scan_bwd_sm90_kernel(
 def scan_bwd_arguments(
     c: Chunks, t: Tile, segments: Segments, do: Tensor, *, y: Tensor | None, dh: Tensor | None
 ) -> tuple[Any, dict[str, Any]]:
-    """The kernel, and its arguments beside those of every reverse scan."""
+    """The kernel, and the arguments that the kernels of other folders do not have."""
     arguments = described(c, t.BV, do=do, y=y, dh=dh)
     arguments["more"] = ScanBwdMore(head_strides(c, do), segments)
     return scan_bwd_sm90_kernel, arguments

@@ -1,4 +1,4 @@
-"""Descriptions of tensors for the tensor memory accelerator (TMA), and its barriers."""
+"""Tensor descriptors for the TMA (tensor memory accelerator), and the barrier of a block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 class Kind(NamedTuple):
-    """What kernels are compiled for of a descriptor."""
+    """The facts of a descriptor that kernels are compiled for."""
 
     dtype: torch.dtype
     block: tuple[int, int]
@@ -30,8 +30,8 @@ def _kind(dtype: torch.dtype, rows: int, columns: int) -> Kind:
 
 
 class Described(TensorDescriptor):
-    """A descriptor without the checks of Triton's, which take longer than a small kernel: `fits`
-    has made them."""
+    """A descriptor that skips Triton's checks, which take longer than a small kernel. `fits` in
+    eligible.py has checked the same."""
 
     def __init__(self, base: Tensor, shape: list[int], row: int, kind: Kind):
         self.base, self.shape, self.strides = base, shape, [row, 1]
@@ -39,8 +39,8 @@ class Described(TensorDescriptor):
 
 
 def describe(x: Tensor, rows: int, columns: int) -> Described:
-    """Of x in two dims, in blocks: [T, H, N] as [T, columns of all heads], a dense x [.., N] as
-    [rows, N]."""
+    """The descriptor of x as a matrix that is read in blocks of [rows, columns]. x [T, H, N]
+    becomes [T, columns of all heads], a dense x [.., N] becomes [all rows, N]."""
     kind, N = _kind(x.dtype, rows, columns), x.shape[-1]
     if x.dim() != 3:
         return Described(x, [x.numel() // N, N], N, kind)

@@ -1,11 +1,11 @@
 """Launches that remember what they compiled.
 
-Triton looks at every argument again at each launch, which takes the host longer than a small kernel
-takes the GPU."""
+Triton inspects every argument at each launch. For a small kernel, that takes the host longer than
+the kernel takes the GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -13,17 +13,14 @@ from triton.language import constexpr
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fla_cp.kernels.triton.device.bundles import CONSTANTS
+from fla_cp.kernels.triton.device.bundles import BY_VALUE, CONSTANTS
 
 runner: Callable[..., None] | None = None
-"""Takes the place of every launch, `runner(kernel, grid, *given, **named)`: for tests that record
-launches, or that leave them out."""
+"""Tests that record or skip launches set this: it is then called in place of every launch, as
+`runner(kernel, grid, *given, **named)`."""
 
 MAX_REMEMBERED = 4096
 """The most compiled kernels that are remembered; then all are forgotten."""
-
-PLAIN = frozenset((int, str, bool, tuple, type(None)))
-"""Types of arguments that are compared by value."""
 
 _known: dict[tuple, tuple[Any, tuple[str, ...]]] = {}
 
@@ -53,14 +50,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
             runner(kernel, grid, *given, **named)
         return
     device = driver.active.get_current_device()
-    values = (*given, *named.values())
     # an id stays taken: what was compiled holds on to its functions
-    key = (
-        id(kernel),
-        device,
-        *named,
-        *[x if x.__class__ in PLAIN else specialization_key(x) for x in values],
-    )
+    parts = [id(kernel), device, *named]
+    specialization_key(parts, given)
+    specialization_key(parts, named.values())
+    key = tuple(parts)
     found = _known.get(key)
     if found is None:
         first = {name: for_compiler(x) for name, x in named.items()}
@@ -74,14 +68,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
     compiled[(*grid, 1, 1)[:3]](*given, *map(named.__getitem__, rest), stream=stream)
 
 
-def specialization_key(x: Any) -> Any:
-    """Kernels are compiled alike for two arguments, neither of them PLAIN, whose keys are equal."""
-    if isinstance(x, Tensor):
-        return (x.dtype,) if x.data_ptr() % 16 else x.dtype
-    if isinstance(x, tuple):
-        if x.__class__ in CONSTANTS:
-            return x
-        return tuple([y if y.__class__ in PLAIN else specialization_key(y) for y in x])
-    if x.__class__ is float:
-        return (x,)  # unlike an int
-    return id(x) if isinstance(x, JITFunction) else x.kind
+def specialization_key(parts: list[Any], values: Iterable[Any]) -> None:
+    """Appends to `parts` what tells kernels apart: they are compiled alike for two lists of
+    arguments for which the same is appended."""
+    for x in values:
+        kind = x.__class__
+        if kind in BY_VALUE:
+            parts.append(x)
+        elif isinstance(x, Tensor):
+            parts.append((x.dtype,) if x.data_ptr() % 16 else x.dtype)
+        elif isinstance(x, tuple):
+            parts += (kind, len(x))
+            specialization_key(parts, x)
+        elif kind is float:
+            parts.append((x,))  # unlike an int
+        else:
+            parts.append(id(x) if isinstance(x, JITFunction) else x.kind)

@@ -285,7 +285,8 @@ def scan_tile(
         # With one decay a head, tiles of all of V spill.
         chains = min(chains, tile_table.FULL_V_MIN_CHAINS - 1)
     t = c.tuning.tile(stage, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, folder)
-    if t.folder != folder and not (written and kernels_of(t.folder).supports(c, rows)):
+    forced = t.folder not in ("triton", folder)
+    if forced and not (written and kernels_of(t.folder).supports(c, rows)):
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
     return t if c.terms == 1 else tile_table.in_two_terms(stage, t)
 

@@ -20,12 +20,16 @@ from fla_cp.rule import CHUNK, DeltaRule
 CONSTANTS: set[type] = set()
 """Types of bundles of constants."""
 
+BY_VALUE: set[type] = {int, str, bool, type(None)}
+"""Types of arguments that a launch compares by value: plain ones, and bundles of constants."""
+
 B = TypeVar("B", bound=type)
 
 
 def constants(bundle: B) -> B:
     """Declares a bundle of constants."""
     CONSTANTS.add(bundle)
+    BY_VALUE.add(bundle)
     return bundle
 
 
