@@ -42,6 +42,7 @@ from fla_cp.partition.packing import Frame, Packing
 from fla_cp.partition.slots import link_slots
 from fla_cp.partition.token_ranges import Ranges, contiguous_token_ranges
 from fla_cp.partition.workload import Counts, Workload
+from fla_cp.rule import DeltaRule
 
 _NUMBERS = itertools.count()
 _BY_NUMBER: WeakValueDictionary[int, FLACPContext] = WeakValueDictionary()
@@ -262,25 +263,18 @@ _NAMES = {
 
 def compare_ranks(
     context: FLACPContext,
-    per_head: bool,
-    removal: str,
+    rule: DeltaRule,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     initial: Tensor | None,
     want_final: bool = False,
 ) -> None:
-    """Before a call of an operator: what decides how much it sends. shape: (HV, K, V)."""
+    """Compares, where that is due, what decides how much a call of an operator sends. shape: (HV,
+    K, V)."""
     if context.agreement is not None and context.agreement.due:
-        HV, K, V = shape
-        context.agreement.before(
-            _NAMES[per_head, removal],
-            HV=HV,
-            K=K,
-            V=V,
-            dtype=dtype,
-            initial_state=initial is not None,
-            output_final_state=want_final,
-        )
+        facts = dict(zip(("HV", "K", "V"), shape, strict=True), dtype=dtype)
+        facts |= {"initial_state": initial is not None, "output_final_state": want_final}
+        context.agreement.before(_NAMES[rule.per_head, rule.removal], **facts)
 
 
 # FSDP2 copies every dataclass among a module's arguments, with all that it holds, at every call

@@ -85,7 +85,7 @@ def begin_op(*args: Any) -> list[Tensor]:
     plan, context, rule = call.plan, call.context, call.rule
     assert context is not None
     context.check_alive()
-    compare_ranks(context, rule.per_head, rule.removal, call.shape, call.x.q.dtype, call.initial)
+    compare_ranks(context, rule, call.shape, call.x.q.dtype, call.initial)
     chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
     wire = call.wire(maps)
     chunks = plan.backend.scores(plan.spec, chunks)

@@ -1,5 +1,5 @@
-"""How the caller's arguments must fit each other, before any kernel or collective runs; all of it,
-hence long. What kind of thing each must be is checked first, in arguments.py.
+"""Checks of how the caller's arguments fit each other, before any kernel or collective runs.
+arguments.py has checked before what kind of thing each of them is.
 
 Each failure is a ValueError that names the argument, the rule and the value.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fla_cp.arguments import check_choice
 from fla_cp.context import FLACPContext
-from fla_cp.ops.options import Options
+from fla_cp.ops.options import Options, Tensors
 from fla_cp.partition.checks import check_cu_seqlens, check_host_copy
 from fla_cp.rule import DeltaRule
 
@@ -100,38 +100,19 @@ def check_sequences(
         raise ValueError(f"there must be at least one row and one token, got B={batch}, T={tokens}")
 
 
-def check_ndims(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    p: Tensor | None = None,
-    *,
-    per_head: bool = False,
-) -> None:
-    """Numbers of dimensions, before any of them is read."""
-    expected = [("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3 if per_head else 4)]
-    for name, x, ndim in (*expected, ("beta", beta, 3), ("p", p, 4)):
-        if x is not None and x.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(x)}")
+def check_ndims(x: Tensors, *, per_head: bool) -> None:
+    """Numbers of dimensions, before any dimension is read."""
+    for name, t, ndim in zip(x._fields, x, (4, 4, 4, 3 if per_head else 4, 3, 4), strict=True):
+        if t is not None and t.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(t)}")
 
 
 def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    p: Tensor | None,
-    options: Options,
-    rule: DeltaRule,
-    *,
-    sequences: int,
-    rows: int = 1,
+    x: Tensors, options: Options, rule: DeltaRule, *, sequences: int, rows: int = 1
 ) -> None:
-    """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`. rows: of k,
-    v and beta for each token of q and g (num_householder)."""
+    """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`. rows: how
+    many rows of k, v and beta there are for each token of q and g (num_householder)."""
+    q, k, v, g, beta, p = x
     A_log, dt_bias, initial_state = options.A_log, options.dt_bias, options.initial_state
     per_head = rule.per_head
     B, T, H, K = q.shape
@@ -154,7 +135,7 @@ def check_inputs(
         _check_shape("beta", beta, (B, T * rows, HV), "[B, T, HV]")
     if p is not None:
         _check_shape("p", p, (B, T, H, K), "[B, T, H, K] like q")
-    _check_dtypes(q, k, v, g, beta, p)
+    _check_dtypes(x)
 
     channels = 1 if per_head else K
     in_kernel = options.use_gate_in_kernel
@@ -176,17 +157,16 @@ def check_inputs(
             raise ValueError(f"{name} must be on q's device {device}, got {t.device}")
 
 
-def _check_dtypes(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, p: Tensor | None
-) -> None:
-    if q.dtype not in FLOATS:
-        raise ValueError(f"q must be bf16, fp16, fp32 or fp64, got {q.dtype}")
-    for name, x in (("k", k), ("v", v), ("p", p)):
-        if x is not None and x.dtype != q.dtype:
-            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-    for name, x in (("g", g), ("beta", beta)):
-        if x is not None and x.dtype not in (q.dtype, torch.float32):
-            raise ValueError(f"{name} must have q's dtype {q.dtype} or fp32, got {x.dtype}")
+def _check_dtypes(x: Tensors) -> None:
+    dtype = x.q.dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"q must be bf16, fp16, fp32 or fp64, got {dtype}")
+    for name, t in (("k", x.k), ("v", x.v), ("p", x.p)):
+        if t is not None and t.dtype != dtype:
+            raise ValueError(f"{name} must have q's dtype {dtype}, got {t.dtype}")
+    for name, t in (("g", x.g), ("beta", x.beta)):
+        if t is not None and t.dtype not in (dtype, torch.float32):
+            raise ValueError(f"{name} must have q's dtype {dtype} or fp32, got {t.dtype}")
 
 
 def _check_gate(

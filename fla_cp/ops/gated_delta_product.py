@@ -9,20 +9,25 @@ Source: DeltaProduct, arXiv 2502.10297.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from fla_cp.arguments import check_count
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
-from fla_cp.ops.family import GATED_DELTA_RULE, chunk, chunk_options, recurrent, recurrent_options
-
-_NO_BOUND = ("safe_gate", "lower_bound")
+from fla_cp.ops.family import GATED_DELTA_PRODUCT, chunk, recurrent
+from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
 
 
 def chunk_gated_delta_product(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    num_householder: int,
+    **options: Unpack[ChunkOptions],
 ) -> tuple[Tensor, ...]:
     """Over whole sequences, in chunks, differentiable in every floating input.
 
@@ -31,10 +36,7 @@ def chunk_gated_delta_product(
     `chunk_gated_delta_rule`, without return_intermediate_states.
     """
     n = check_count("num_householder", num_householder)
-    o = chunk_options(
-        "chunk_gated_delta_product", options, "return_intermediate_states", *_NO_BOUND
-    )
-    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, None, o, n)
+    return chunk(GATED_DELTA_PRODUCT, Tensors(q, k, v, g, beta), options, n)
 
 
 def cp_chunk_gated_delta_product(
@@ -54,10 +56,14 @@ def cp_chunk_gated_delta_product(
 
 
 def fused_recurrent_gated_delta_product(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    num_householder: int,
+    **options: Unpack[RecurrentOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_product` token by token, without gradients; see `fused_recurrent_kda`."""
     n = check_count("num_householder", num_householder)
-    o = recurrent_options("fused_recurrent_gated_delta_product", options, *_NO_BOUND)
-    name = "gated_delta_product"
-    return recurrent(GATED_DELTA_RULE, name, q, k, v, g, beta, None, o, n)
+    return recurrent(GATED_DELTA_PRODUCT, Tensors(q, k, v, g, beta), options, n)

@@ -7,7 +7,7 @@ Source: Gated Delta Networks, arXiv 2412.06464.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -15,27 +15,20 @@ from fla_cp.arguments import check_tensors
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_head_gate
-from fla_cp.ops.family import (
-    GATED_DELTA_RULE,
-    chunk,
-    chunk_options,
-    head_gate,
-    recurrent,
-    recurrent_options,
-)
+from fla_cp.ops.family import GATED_DELTA_RULE, chunk, head_gate, recurrent
+from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
 
 
 def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[ChunkOptions]
 ) -> tuple[Tensor, ...]:
-    """Over whole sequences, in chunks, differentiable in every floating input.
+    """The gated delta rule over whole sequences, in chunks, differentiable in every floating input.
 
     g: [B, T, HV], natural-log decay <= 0; with use_gate_in_kernel the raw projection, and
         g = -exp(A_log) softplus(g + dt_bias), A_log and dt_bias [HV], fp32.
     Everything else as in `chunk_kda`, without safe_gate and lower_bound.
     """
-    o = chunk_options("chunk_gated_delta_rule", options, "safe_gate", "lower_bound")
-    return chunk(GATED_DELTA_RULE, q, k, v, g, beta, None, o)
+    return chunk(GATED_DELTA_RULE, Tensors(q, k, v, g, beta), options)
 
 
 def cp_chunk_gated_delta_rule(
@@ -53,11 +46,10 @@ def cp_chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_rule` token by token, without gradients; see `fused_recurrent_kda`."""
-    o = recurrent_options("fused_recurrent_gated_delta_rule", options, "lower_bound")
-    return recurrent(GATED_DELTA_RULE, "gated_delta_rule", q, k, v, g, beta, None, o)
+    return recurrent(GATED_DELTA_RULE, Tensors(q, k, v, g, beta), options)
 
 
 def gdn_gate(

@@ -8,24 +8,24 @@ Sources: GLA, arXiv 2312.06635; simple GLA is Mamba-2's recurrence, arXiv 2405.2
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
-from fla_cp.ops.family import GLA, SIMPLE_GLA, chunk, chunk_options, recurrent, recurrent_options
+from fla_cp.ops.family import GLA, SIMPLE_GLA, chunk, recurrent
+from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
 
-_NO_BETA = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 
-
-def chunk_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """Over whole sequences, in chunks, differentiable in every floating input.
+def chunk_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Unpack[ChunkOptions]
+) -> tuple[Tensor, ...]:
+    """GLA over whole sequences, in chunks, differentiable in every floating input.
 
     g: [B, T, HV, K]. Everything else as in `chunk_kda`, without beta and its keywords.
     """
-    o = chunk_options("chunk_gla", options, *_NO_BETA)
-    return chunk(GLA, q, k, v, g, None, None, o)
+    return chunk(GLA, Tensors(q, k, v, g), options)
 
 
 def cp_chunk_gla(
@@ -37,19 +37,17 @@ def cp_chunk_gla(
 
 
 def fused_recurrent_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gla` token by token, without gradients; see `fused_recurrent_kda`."""
-    o = recurrent_options("fused_recurrent_gla", options, *_NO_BETA)
-    return recurrent(GLA, "gla", q, k, v, g, None, None, o)
+    return recurrent(GLA, Tensors(q, k, v, g), options)
 
 
 def chunk_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Unpack[ChunkOptions]
 ) -> tuple[Tensor, ...]:
     """`chunk_gla` with one decay a head: g [B, T, HV]."""
-    o = chunk_options("chunk_simple_gla", options, *_NO_BETA, "safe_gate", "lower_bound")
-    return chunk(SIMPLE_GLA, q, k, v, g, None, None, o)
+    return chunk(SIMPLE_GLA, Tensors(q, k, v, g), options)
 
 
 def cp_chunk_simple_gla(
@@ -61,8 +59,7 @@ def cp_chunk_simple_gla(
 
 
 def fused_recurrent_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_simple_gla` token by token, without gradients; see `fused_recurrent_kda`."""
-    o = recurrent_options("fused_recurrent_simple_gla", options, *_NO_BETA, "lower_bound")
-    return recurrent(SIMPLE_GLA, "simple_gla", q, k, v, g, None, None, o)
+    return recurrent(SIMPLE_GLA, Tensors(q, k, v, g), options)

@@ -8,7 +8,7 @@ Source: Kimi Linear report, arXiv 2510.26692.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -17,38 +17,12 @@ from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_gate_only
 from fla_cp.ops.family import KDA, chunk, gate_of, one_dim, recurrent
-from fla_cp.ops.options import Options
+from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
 from fla_cp.rule import DeltaRule
 
 
 def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    use_exp2: bool = True,
-    transpose_state_layout: bool | None = None,
-    state_v_first: bool | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    cp_context: FLACPContext | None = None,
-    precision: str = "default",
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[ChunkOptions]
 ) -> tuple[Tensor, ...]:
     """KDA over whole sequences, in chunks, differentiable in every floating input.
 
@@ -86,30 +60,7 @@ def chunk_kda(
     gradients of A_log and dt_bias are this rank's share, to be summed like any weight's.
     Raises ValueError as listed in arguments.py and ops/checks.py.
     """
-    options = Options(
-        A_log=A_log,
-        dt_bias=dt_bias,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        disable_recompute=disable_recompute,
-        return_intermediate_states=return_intermediate_states,
-        use_exp2=use_exp2,
-        transpose_state_layout=transpose_state_layout,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        cp_context=cp_context,
-        precision=precision,
-        impl=impl,
-    )
-    return chunk(KDA, q, k, v, g, beta, None, options)
+    return chunk(KDA, Tensors(q, k, v, g, beta), options)
 
 
 def cp_chunk_kda(
@@ -127,29 +78,7 @@ def cp_chunk_kda(
 
 
 def fused_recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    inplace_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
-    use_exp2: bool = True,
-    transpose_state_layout: bool | None = None,
-    state_v_first: bool | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    impl: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_kda` one token after another, without gradients; for inputs of up to 64 tokens.
 
@@ -167,26 +96,7 @@ def fused_recurrent_kda(
     Raises ValueError as listed in arguments.py and ops/checks.py, and if an input requires a
     gradient, unless gradients are off.
     """
-    options = Options(
-        A_log=A_log,
-        dt_bias=dt_bias,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        inplace_final_state=inplace_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        use_exp2=use_exp2,
-        transpose_state_layout=transpose_state_layout,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        impl=impl,
-    )
-    return recurrent(KDA, "kda", q, k, v, g, beta, None, options)
+    return recurrent(KDA, Tensors(q, k, v, g, beta), options)
 
 
 def kda_gate(

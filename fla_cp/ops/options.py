@@ -1,17 +1,65 @@
-"""The keyword options of the operators, once for all of them."""
+"""The keyword options of the operators, and the tensors that they take."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
 from fla_cp.context import FLACPContext
 
 
+class Tensors(NamedTuple):
+    """The inputs of a call, [B, T, ..]; `chunk_kda` gives their shapes, `chunk_comba` that of p."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None = None
+    p: Tensor | None = None
+
+
+class SharedOptions(TypedDict, total=False):
+    """The keywords of all operators, for type checkers. `chunk_kda` and `fused_recurrent_kda` say
+    what each means. An operator raises TypeError for those that it does not have."""
+
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    cu_seqlens_cpu: Tensor | None
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    use_exp2: bool
+    scale: float | None
+    lower_bound: float | None
+    transpose_state_layout: bool | None
+    state_v_first: bool | None
+    impl: str
+
+
+class ChunkOptions(SharedOptions, total=False):
+    """The keywords of an operator over whole sequences."""
+
+    cp_context: FLACPContext | None
+    safe_gate: bool
+    disable_recompute: bool
+    return_intermediate_states: bool
+    precision: str
+
+
+class RecurrentOptions(SharedOptions, total=False):
+    """The keywords of an operator token by token."""
+
+    inplace_final_state: bool
+
+
 class Options(NamedTuple):
-    """Keywords of a call, as the caller gave them; `chunk_kda` and `fused_recurrent_kda` say what
-    each means. An operator refuses those that it does not have."""
+    """The options of one call: what the caller gave, and the defaults."""
 
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
@@ -38,4 +86,9 @@ class Options(NamedTuple):
 
 
 TENSORS, FLAGS = slice(0, 5), slice(5, 15)
-"""Where in `Options` the tensors stand, and the options that are True or False."""
+"""Where the tensors stand in `Options`, and the options that are True or False."""
+
+_SHARED = SharedOptions.__annotations__.keys()
+CHUNK_ONLY = tuple(ChunkOptions.__annotations__.keys() - _SHARED)
+RECURRENT_ONLY = tuple(RecurrentOptions.__annotations__.keys() - _SHARED)
+"""The keywords that only one of the two forms of an operator has."""

@@ -45,8 +45,10 @@ class ScanMore(NamedTuple):
 class At(NamedTuple):
     """Where a program works.
 
-    start, stop: the first token of its segment and the one after the last. first, n: the segment's first chunk, and how many it has. i_n: the segment's place among those
-    that run. i_h, i_v: the head and the value tile."""
+    start, stop: the first token of its segment and the one after the last. first, n: the segment's
+    first chunk, and how many it has. i_n: the segment's place among those that run. i_h, i_v: the
+    head and the value tile.
+    """
 
     start: Any
     stop: Any
