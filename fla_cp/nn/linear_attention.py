@@ -1,4 +1,4 @@
-"""Layers of the family beside Kimi Delta Attention: one body, whose facts a member sets.
+"""The layers of the family: one body, whose facts a member sets. Kimi Delta Attention is in kda.py.
 
 Projections of q, k, v; a short convolution over all of them (one halo exchange); the operator with
 its gate inside; RMSNorm times the SiLU of an output gate; the output projection.
@@ -24,18 +24,19 @@ RECURRENT_TOKENS = 64
 """Longest input that a layer in evaluation mode, without gradients, takes token by token."""
 
 
-def takes_recurrent_form(module: nn.Module, x: Tensor, context: FLACPContext | None) -> bool:
-    """Whether an input [B, T, hidden] is a short prefix to evaluate."""
-    idle = not module.training and not torch.is_grad_enabled() and context is None
-    return idle and x.shape[1] <= RECURRENT_TOKENS
-
-
 class Core(nn.Module):
-    """The operator with the parameters that stay fp32 in a bf16 model: A_log [HV] and dt_bias
-    ([HV], or [HV*K] with `gates` = K). name: of the operator."""
+    """The operator with the parameters of its gate, A_log [HV] and dt_bias ([HV], or [HV*K] with
+    `gates` = K), which stay fp32.
+
+    It is a module of its own so that FSDP can shard it with an fp32 policy inside a bf16 model: the
+    decay is exp(-exp(A_log) ...), where bf16 would change the model. name: of the operator.
+    """
+
+    has_beta = True
+    allow_neg_eigval = False
 
     def __init__(
-        self, name: str, num_heads: int, num_v_heads: int, gates: int = 1, impl: str = "auto"
+        self, name: str, num_heads: int, num_v_heads: int, gates: int = 1, *, impl: str = "auto"
     ) -> None:
         super().__init__()
         self.name, self.num_heads, self.impl = name, num_heads, impl
@@ -44,19 +45,38 @@ class Core(nn.Module):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter of its own starts."""
+        """How each of its own parameters starts."""
         return {"A_log": LOG_DECAY_RATE, "dt_bias": STEP_BIAS}
 
     def reset_parameters(self) -> None:
-        """A uniform in [1, 16); step sizes log-uniform in [1e-3, 0.1], as in Mamba-2."""
+        """A is uniform in [1, 16), and step sizes are log-uniform in [1e-3, 0.1], as in Mamba-2."""
         reset(self)
 
-    def forward(self, *inputs: Any, recurrent: bool = False, **options: Any) -> Tensor:
+    def options(self, recurrent: bool) -> dict[str, Any]:
+        """The operator's keywords, except how the batch is divided."""
+        options = {
+            "A_log": at_least_fp32(self.A_log),
+            "dt_bias": at_least_fp32(self.dt_bias),
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "impl": self.impl,
+        }
+        if self.has_beta:
+            options["use_beta_sigmoid_in_kernel"] = True
+            options["allow_neg_eigval"] = self.allow_neg_eigval
+        return options
+
+    def forward(
+        self, *inputs: Any, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
+    ) -> Tensor:
         """Raw projections -> o [B, T, HV, V]; inputs as the operator's."""
-        form = "fused_recurrent" if recurrent else "chunk"
-        op = getattr(ops, f"{form}_{self.name}")
-        rates = {"A_log": at_least_fp32(self.A_log), "dt_bias": at_least_fp32(self.dt_bias)}
-        o: Tensor = op(*inputs, **rates, use_gate_in_kernel=True, impl=self.impl, **options)[0]
+        idle = not self.training and not torch.is_grad_enabled() and cp_context is None
+        recurrent = idle and inputs[0].shape[1] <= RECURRENT_TOKENS
+        options = {"cu_seqlens": cu_seqlens, **self.options(recurrent)}
+        if not recurrent:
+            options["cp_context"] = cp_context
+        op = getattr(ops, f"{'fused_recurrent' if recurrent else 'chunk'}_{self.name}")
+        o: Tensor = op(*inputs, **options)[0]
         return o
 
 
@@ -64,40 +84,40 @@ class CombaCore(Core):
     """p = b k reads the state before the decay, and q - d k reads it out; b = sigmoid(b_logit) and
     d are learnt for each head [H], fp32."""
 
-    def __init__(
-        self, name: str, num_heads: int, num_v_heads: int, gates: int = 1, impl: str = "auto"
-    ) -> None:
-        super().__init__(name, num_heads, num_v_heads, gates, impl)
+    def __init__(self, name: str, num_heads: int, *sizes: int, impl: str = "auto") -> None:
+        super().__init__(name, num_heads, *sizes, impl=impl)
         self.b_logit = nn.Parameter(torch.full((num_heads,), 2.0, dtype=torch.float32))
         self.d = nn.Parameter(torch.full((num_heads,), 0.02, dtype=torch.float32))
 
     def initial_values(self) -> dict[str, Initial]:
         return super().initial_values() | {"b_logit": Constant(2.0), "d": Constant(0.02)}
 
+    def options(self, recurrent: bool) -> dict[str, Any]:
+        return super().options(recurrent) | {"use_qk_l2norm_in_kernel": False}
+
     def forward(  # type: ignore[override]
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **batch: Any
     ) -> Tensor:
-        # normalised here, not in the operator: p = b k must keep its b
-        q, k = (
-            x
-            * torch.rsqrt(x.to(accumulator(x.dtype)).square().sum(-1, keepdim=True) + NORM_EPS).to(
-                x.dtype
-            )
-            for x in (q, k)
-        )
+        # They are normalised here, not in the operator, because p = b k must keep its b.
+        q, k = (x * _inverse_length(x) for x in (q, k))
         b, d = (x.to(k.dtype)[:, None] for x in (torch.sigmoid(self.b_logit), self.d))
-        options["use_qk_l2norm_in_kernel"] = False
-        return super().forward(q - d * k, k, v, b * k, g, beta, **options)
+        return super().forward(q - d * k, k, v, b * k, g, beta, **batch)
+
+
+def _inverse_length(x: Tensor) -> Tensor:
+    """1 / |x| over the last dim, in x's dtype, as the operators compute it."""
+    squares = x.to(accumulator(x.dtype)).square().sum(-1, keepdim=True)
+    return torch.rsqrt(squares + NORM_EPS).to(x.dtype)
 
 
 class LinearAttention(nn.Module):
-    """What the layers share; the members below say which operator it is.
+    """What the layers share. The members below say which operator it is.
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
     num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
     allow_neg_eigval: beta in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
-    Raises ValueError for sizes that are no integers from 1, for head counts that do not fit, and
-    when called with what is no x, cu_seqlens or cp_context, before a projection runs.
+    Raises ValueError for sizes that are not integers from 1 and for head counts that do not fit.
+    A call raises it, before any projection runs, for an unfit x, cu_seqlens or cp_context.
     """
 
     operator = ""
@@ -153,14 +173,15 @@ class LinearAttention(nn.Module):
         self.o_norm = self.make_norm(norm_eps)
         self.o_proj = nn.Linear(value, hidden_size, bias=False)
 
-    # What members may make otherwise. Parameters are drawn in the order in which they are made.
+    # Members may override these. Parameters are drawn in the order in which they are made.
 
     def linear(self, size: int) -> nn.Linear:
         """[.., hidden] -> [.., size]."""
         return nn.Linear(self.hidden_size, size, bias=False)
 
     def make_decay_projection(self) -> nn.Module:
-        """x -> raw log decays, [.., HV], or [.., HV*K] by way of a low rank, as in GLA and KDA."""
+        """x -> raw log decays, [.., HV], or with one for each channel [.., HV*K], through a low
+        rank as in GLA and KDA."""
         projection = self.linear(self.num_v_heads)
         if self.per_head:
             return projection  # drawn in any case: a seed gives the weights that it always gave
@@ -171,11 +192,13 @@ class LinearAttention(nn.Module):
         """x -> the output gate before its activation, [.., HV*V]."""
         return self.linear(self.num_v_heads * self.head_v_dim)
 
-    def make_core(self, impl: str) -> nn.Module:
+    def make_core(self, impl: str) -> Core:
         """The operator with its fp32 parameters."""
         gates = 1 if self.per_head else self.head_dim
         sizes = self.num_heads, self.num_v_heads, gates
-        return self.core_class(self.operator, *sizes, impl=impl)
+        core = self.core_class(self.operator, *sizes, impl=impl)
+        core.has_beta, core.allow_neg_eigval = self.has_beta, self.allow_neg_eigval
+        return core
 
     def make_norm(self, eps: float) -> nn.Module:
         """The norm of o."""
@@ -210,11 +233,14 @@ class LinearAttention(nn.Module):
         g, beta = rates()
         if not self.per_head:
             g = rearrange(g, "b t (h k) -> b t h k", h=HV)
+        inputs: list[Any] = [q, k, v, g]
         if beta is not None:
-            beta = rearrange(beta, "b t (n h) -> b (t n) h", n=n)
+            inputs.append(rearrange(beta, "b t (n h) -> b (t n) h", n=n))
+        if self.operator == "gated_delta_product":
+            inputs.append(n)
         with Overlap(lambda: self.early_gate(x)) as gate:
-            o = self.attend(q, k, v, g, beta, cu_seqlens, cp_context)
-        del rates, g, beta
+            o = self.core(*inputs, cu_seqlens=cu_seqlens, cp_context=cp_context)
+        del rates, g, beta, inputs
         return self.o_proj(rearrange(self.gated(o, x, gate()), "b t h v -> b t (h v)"))
 
     def rates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -223,38 +249,13 @@ class LinearAttention(nn.Module):
         return decay, self.b_proj(x) if self.has_beta else None
 
     def early_gate(self, x: Tensor) -> Tensor | None:
-        """What of the output gate is computed while the operator exchanges states."""
+        """The part of the output gate that is computed while the operator exchanges states."""
         return None
 
     def gated(self, o: Tensor, x: Tensor, early: Tensor | None) -> Tensor:
         """o [B, T, HV, V], normalised and gated."""
         gate = nn.functional.silu(self.g_proj(x))
         return self.o_norm(o) * rearrange(gate, "b t (h v) -> b t h v", h=self.num_v_heads)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cp_context: FLACPContext | None,
-    ) -> Tensor:
-        """The operator: o [B, T, HV, V]."""
-        inputs: list[Any] = [q, k, v, g]
-        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": cu_seqlens}
-        if beta is not None:
-            inputs.append(beta)
-            options["use_beta_sigmoid_in_kernel"] = True
-            options["allow_neg_eigval"] = self.allow_neg_eigval
-        if self.operator == "gated_delta_product":
-            inputs.append(self.rows)
-        recurrent = takes_recurrent_form(self, q, cp_context)
-        if not recurrent:
-            options["cp_context"] = cp_context
-        o: Tensor = self.core(*inputs, recurrent=recurrent, **options)
-        return o
 
 
 class GatedDeltaNet(LinearAttention):

@@ -32,8 +32,8 @@ def check_layer(
 def check_hidden(
     x: object, size: int, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
 ) -> None:
-    """What a layer is called with, before its projections run. x may be a DTensor here, which a
-    projection under tensor parallelism turns into a local one."""
+    """Arguments of a layer's call, before its projections run. x may be a DTensor here: under
+    tensor parallelism, a projection turns it into a local tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor, got {described(x)}")
     if x.ndim != 3 or x.shape[2] != size:
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter of its own starts."""
+        """How each of its own parameters starts."""
         return {"weight": Constant(1.0)}
 
     def reset_parameters(self) -> None:
@@ -86,7 +86,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter of its own starts."""
+        """How each of its own parameters starts."""
         bound = 1 / math.sqrt(self.kernel_size)
         return {"weight": Uniform(-bound, bound), "bias": Constant(0.0)}
 
