@@ -1,9 +1,9 @@
-"""What kind of thing each argument is: tensor, number, flag. Checked before anything is read of it;
-how the tensors fit each other is ops/checks.py's affair.
+"""Checks of what kind of thing each argument is: a tensor, a number, a flag. ops/checks.py then
+checks how tensors fit each other.
 
 Each failure is a ValueError that names the argument, the rule and what was given. Nothing is
-launched, and no value of a tensor is read but that of a scale without dims. These checks run at
-every call: a good one costs them about two microseconds on the host.
+launched, and no value of a tensor is read, except that of a scale without dims. The checks run at
+every call. A call that passes them spends about two microseconds of host time on them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _DENSE = torch.strided
 
 
 def described(value: object) -> str:
-    """How an error shows what was given: values that are short, types of the rest."""
+    """How an error shows what was given: a short value itself, otherwise its type."""
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
     return type(value).__name__
 
 
 def check_tensors(names: tuple[str, ...], values: tuple[object, ...], required: int) -> None:
-    """Dense tensors of whatever device and dtype, or None but for the first `required`."""
+    """Each value is a dense tensor, of any device and dtype. Those after the first `required` may
+    be None."""
     for x in values:
         if x is None:
             continue
@@ -57,7 +58,8 @@ def _check_each(names: tuple[str, ...], values: tuple[object, ...]) -> None:
 
 
 def check_flags(names: tuple[str, ...], values: tuple[object, ...]) -> None:
-    """True or False, not what merely counts as one of them, as the string "no" does."""
+    """Each value is True or False, not something that merely converts to a bool, like the string
+    "no"."""
     for value in values:
         if value is not True and value is not False:
             bad = next(n for n, v in zip(names, values, strict=True) if v is value)
@@ -72,8 +74,11 @@ def check_count(name: str, value: object) -> int:
 
 
 def check_scale(scale: object) -> float | None:
-    """The factor on o as a float, or None. A tensor without dims is read, which waits for its
-    device; it gets no gradient, so that one that asks for it is refused."""
+    """The factor on o as a float, or None.
+
+    A tensor without dims is read, which waits for its device. It would get no gradient, so one that
+    requires a gradient is refused.
+    """
     if scale is None or (type(scale) is float and -inf < scale < inf):
         return scale
     if isinstance(scale, Tensor):
@@ -96,7 +101,7 @@ def check_scale(scale: object) -> float | None:
 
 
 def check_lower_bound(lower_bound: object, name: str = "lower_bound") -> float | None:
-    """The least log decay of a step as a float, or None."""
+    """The smallest log decay of a step as a float, or None."""
     if lower_bound is None or (type(lower_bound) is float and -inf < lower_bound < 0):
         return lower_bound
     bound = _finite(name, lower_bound)
@@ -115,7 +120,8 @@ def _finite(name: str, value: object) -> float:
 
 
 def check_state_layout(transpose_state_layout: object, state_v_first: object) -> bool:
-    """Whether states are [V, K], by whichever of the option's two names was given."""
+    """Whether states are [V, K]. The option has two names, of which the caller gives at most
+    one."""
     if transpose_state_layout is None and state_v_first is None:
         return False
     if transpose_state_layout is not None and state_v_first is not None:
@@ -133,8 +139,8 @@ def check_state_layout(transpose_state_layout: object, state_v_first: object) ->
 def check_choice(
     name: str, value: object, choices: tuple[str, ...], *, or_none: bool = False
 ) -> None:
-    """One of some names. A tensor or an array is not compared with them, which need not give a
-    bool."""
+    """One of some names. The value must be a string: comparing a tensor or an array with a name
+    does not give a bool."""
     if not isinstance(value, str) or value not in choices:
         listed = ["None"] if or_none else []
         listed += map(repr, choices)

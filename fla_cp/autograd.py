@@ -14,7 +14,7 @@ from fla_cp.pipeline import Plan, Saved, backward, forward
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Turns autocast off where it is on; entering the context needlessly would take 10 us."""
+    """Turns autocast off if it is on. Entering the context without need would take 10 us."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
@@ -23,9 +23,9 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 class DeltaRuleFunction(torch.autograd.Function):
     """(plan, want_final, want_h, *Inputs, initial) -> o, final or None, h or None.
 
-    Tensors are packed as in `Inputs`; states are [.., V, K] with the rule's state_v_first. Under
-    a context the gradient of initial is equal on all ranks; A_log and dt_bias get this rank's share
-    of theirs, like any weight.
+    Tensors are packed as in `Inputs`. States are [.., V, K] with the rule's state_v_first. Under a
+    context, the gradient of initial is equal on all ranks, and A_log and dt_bias get this rank's
+    share of their gradients, like any weight.
     """
 
     @staticmethod

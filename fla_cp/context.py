@@ -1,4 +1,4 @@
-"""FLACPContext: which rank owns which tokens of one batch, and all that follows, hence long.
+"""FLACPContext: which rank owns which tokens of one batch, and what follows from it.
 
 Every rank builds the same table from the GLOBAL cu_seqlens, on the host. Example: sequences
 [0,100) and [100,160) on two ranks, contiguous: rank 0 owns [0,80), rank 1 [80,160); the first
@@ -46,16 +46,16 @@ from fla_cp.rule import DeltaRule
 
 _NUMBERS = itertools.count()
 _BY_NUMBER: WeakValueDictionary[int, FLACPContext] = WeakValueDictionary()
-"""A compiled graph holds a number where an eager call holds the context."""
+"""Contexts by the number that compiled graphs hold in their place."""
 
 _USED: deque[FLACPContext] = deque(maxlen=256)
-"""Contexts that compiled graphs ran under last, kept for their backward passes."""
-# a gloo group that is alive when the interpreter ends can abort the process
+"""The contexts that compiled graphs ran under last. They are kept for the backward passes."""
+# A gloo group that is still alive when the interpreter ends can abort the process.
 atexit.register(_USED.clear)
 
 
 def context_of(number: Tensor) -> FLACPContext | None:
-    """The context with this number; None for -1. Raises ValueError if it is gone."""
+    """The context with this number, None for -1. Raises ValueError if it no longer exists."""
     n = int(number)
     if n < 0:
         return None
@@ -71,11 +71,11 @@ class FLACPContext(Tabled):
     """The sharding of one batch; build it with `build_cp_context`, once for all layers.
 
     group: process group of the ranks that share the batch (None: one rank).
-    cu_seqlens: offsets of this rank's pieces of sequences, int32, on the device given.
-    cu_seqlens_cpu: the same on the host. global_cu_seqlens: those of the whole batch, host.
-    local_tokens: tokens that this rank holds. token_ranges: of all ranks, as given.
-    max_sequences: where it is given, the shape is fixed: offsets are padded with empty sequences,
-    and `update` makes it the context of another packing.
+    cu_seqlens: offsets of this rank's pieces of sequences, int32, on the device of the offsets
+    given. cu_seqlens_cpu: the same on the host. global_cu_seqlens: the offsets of the whole batch,
+    on the host. local_tokens: tokens that this rank holds. token_ranges: those of all ranks.
+    max_sequences: if given, the shape of the context is fixed. Offsets are padded with empty
+    sequences, and `update` makes it the context of another packing.
     """
 
     group: dist.ProcessGroup | None
@@ -100,13 +100,13 @@ class FLACPContext(Tabled):
 
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
-        with torch.inference_mode(False):  # compiled graphs save it for their backward
+        with torch.inference_mode(False):  # compiled graphs save the handle for their backward
             handle = Handle.of(number, self.packing, self.links, self.halo)
         object.__setattr__(self, "handle", handle)
         object.__setattr__(self, "crosses", self.links.any)
         name = "" if self.group is None else self.group.group_name
         object.__setattr__(self, "group_name", name)
-        # where this process stands in the whole job, to ask whether the group is alive
+        # The process's global rank, with which `check_alive` asks for the group.
         process = 0 if self.group is None else dist.get_global_rank(self.group, self.rank)
         object.__setattr__(self, "process", process)
         _BY_NUMBER[number] = self
@@ -127,7 +127,7 @@ class FLACPContext(Tabled):
                 ) from None
 
     def check_local_tokens(self, tokens: int) -> None:
-        """Raises ValueError unless this rank holds so many tokens."""
+        """Raises ValueError unless this rank holds that many tokens."""
         if tokens != self.local_tokens:
             raise ValueError(
                 f"under cp_context the local length must be context.local_tokens="
@@ -135,14 +135,14 @@ class FLACPContext(Tabled):
             )
 
     def before(self, call: str, **facts: object) -> None:
-        """Compares the ranks where that is due; see comm/agreement.py."""
+        """Compares the ranks if that is due; see comm/agreement.py."""
         if self.agreement is None or torch.compiler.is_compiling():
             return
         if self.agreement.due:
             self.agreement.before(call, **facts)
 
     def repeated(self, n: int) -> FLACPContext:
-        """The same sharding of a batch with n rows for each of its tokens; made once."""
+        """The same sharding of a batch that has n rows for each token. It is made once."""
         if torch.compiler.is_compiling():
             raise ValueError(
                 "rows of a context cannot be repeated under torch.compile: several householder "
@@ -170,20 +170,20 @@ class FLACPContext(Tabled):
         return {}
 
     def update(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None) -> None:
-        """Makes this the context of another packing of as many tokens, for a CUDA graph that was
-        captured under it.
+        """Makes this the context of another packing of the same number of tokens, for a CUDA graph
+        that was captured under it.
 
-        cu_seqlens: as for `build_cp_context`, equal on all ranks, of max_sequences sequences at
-            most. cu_seqlens_cpu: the same on the host; spares one device synchronisation.
-        Every tensor that kernels read keeps its shape and place and is written on the current
-        stream, on which the graph must be replayed next; the host waits for nothing. It must not be
-        called between a forward and its backward, nor while a graph made under the context runs on
+        cu_seqlens: as for `build_cp_context`, equal on all ranks, with at most max_sequences
+            sequences. cu_seqlens_cpu: the same on the host; it saves one device synchronisation.
+        Every tensor that kernels read keeps its shape and address. It is written on the current
+        stream, on which the graph must then be replayed; the host does not wait. Do not call it
+        between a forward and its backward, or while a graph captured under the context runs on
         another stream.
-        Ranks are compared, as at the first call under a context: all must call it. Over NCCL a
-        difference is raised by a later call over the group.
+        It is a collective, which compares the ranks as the first call under a context does. Over
+        NCCL, a later call over the group raises the error.
         Raises ValueError without max_sequences, for another number of tokens, for too many
-        sequences, for offsets that `build_cp_context` refuses, and if ranks differ; then, and for a
-        group that was destroyed, the context stays as it was.
+        sequences, for offsets that `build_cp_context` refuses, for a group that was destroyed, and
+        if ranks differ. The context then stays as it was.
         """
         self.check_alive()
         offsets = _read(cu_seqlens, cu_seqlens_cpu)
@@ -194,7 +194,7 @@ class FLACPContext(Tabled):
         self._refill(offsets)
 
     def _refill(self, offsets: tuple[int, ...]) -> None:
-        """Of arguments that were checked."""
+        """`update`, after its checks."""
         packing, links = _layout(offsets, self.token_ranges, self.rank, self.packing.frame)
         packing.take_tables(self.packing)
         links.take_tables(self.links)
@@ -216,9 +216,9 @@ class FLACPContext(Tabled):
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a global tensor, in local order.
 
-        x: `dim` of length total_tokens; or [B, T, ...] with dim=1 and B*T == total_tokens, whose
-        rows are folded into one, so that the result is [1, local_tokens, ...]. Differentiable:
-        the gradient of x holds this rank's tokens and zeros elsewhere.
+        x: its dimension `dim` has length total_tokens. With dim=1 it may also be [B, T, ...] with
+        B*T == total_tokens: its rows are then joined, and the result is [1, local_tokens, ...].
+        Differentiable: the gradient of x has this rank's tokens, and zeros elsewhere.
         Raises ValueError for another shape and for a group that was destroyed.
         """
         self.check_alive()
@@ -236,8 +236,8 @@ class FLACPContext(Tabled):
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The global tensor from every rank's local tokens: the inverse of `shard`.
 
-        A collective. Differentiable: every rank is taken to compute the same from the result, so
-        the gradient of x is this rank's part of the result's gradient.
+        A collective. Differentiable, on the assumption that every rank computes the same from the
+        result: the gradient of x is this rank's part of the result's gradient.
         Raises ValueError for another shape, for a group that was destroyed, and if ranks differ.
         """
         self.check_alive()
@@ -277,7 +277,7 @@ def compare_ranks(
         context.agreement.before(_NAMES[rule.per_head, rule.removal], **facts)
 
 
-# FSDP2 copies every dataclass among a module's arguments, with all that it holds, at every call
+# FSDP2 copies every dataclass among a module's arguments, with everything in it, at every call.
 del FLACPContext.__dataclass_fields__
 
 
@@ -327,21 +327,23 @@ def build_cp_context(
     group: process group, or None for one rank.
     conv1d_kernel_size: W of the causal convolutions that will run under the context.
     cu_seqlens_cpu: the same values on the host; spares one device synchronisation.
-    token_ranges: for each rank its [start, stop) ranges in local order; together they tile the
-        batch once. Default: contiguous, equal up to one token. See `zigzag_token_ranges`.
-    exchange: "auto", "all_gather", "ring", "scan", "heads" or, for GPUs of one host that read each
-        other's memory, "symmetric"; comm/exchange.py has their bytes.
+    token_ranges: for each rank its [start, stop) ranges in local order. Together they must cover
+        every token of the batch once. By default each rank has one range, and their lengths differ
+        by at most one token. See `zigzag_token_ranges` for another division.
+    exchange: "auto", "all_gather", "ring", "scan", "heads" or, for GPUs of one host that can read
+        each other's memory, "symmetric". comm/exchange/ lists the bytes that each of them sends.
     max_sequences: makes a context of fixed shape, for CUDA graphs: `FLACPContext.update` fills it
-        with another packing of as many tokens and up to so many sequences. It needs contiguous
-        ranges of a token at least and "auto", "all_gather" or "symmetric", always exchanges states,
-        cuts no segments inside a card, and takes neither states nor torch.compile.
-    check: whether ranks compare their tables, by one small collective: with the first call under
-        the context (None), in the build (True) or never (False). Equal on all ranks. With None and
-        True the first calls over a group are compared as well (comm/agreement.py).
+        with another packing of the same number of tokens and at most that many sequences. Such a
+        context needs contiguous ranges of at least one token and "auto", "all_gather" or
+        "symmetric". It always exchanges states, cuts no segments inside a GPU, and supports neither
+        initial or final states nor torch.compile.
+    check: when the ranks compare their tables, in one small collective: at the first call under the
+        context (None), in this function (True) or never (False). It must be equal on all ranks.
+        With None and True the first calls over a group are compared as well (comm/agreement.py).
 
     Raises ValueError for arguments that are not as above, for a group that was destroyed or does
-    not contain this process, for what max_sequences does not support, for "symmetric" where the
-    group cannot have it, and, with check=True, if ranks differ.
+    not contain this process, for what max_sequences does not support, for "symmetric" if the group
+    cannot have it, and, with check=True, if ranks differ.
     """
     offsets = _read(cu_seqlens, cu_seqlens_cpu)
     check_conv1d_kernel_size(conv1d_kernel_size)
@@ -420,12 +422,12 @@ def _context(
     *,
     checked: bool = False,
 ) -> FLACPContext:
-    """The context, from arguments that were checked. checked: ranks compare it."""
+    """The context, from arguments that were checked before. checked: whether ranks compare it."""
     rank, world_size = 0 if group is None else dist.get_rank(group), len(ranges)
     frame = None if max_sequences is None else _frame(max_sequences, ranges, rank)
     packing, links = _layout(offsets, ranges, rank, frame)
     width = (conv1d_kernel_size or 1) - 1
-    # of one sequence, if fixed: what is sent must not depend on the packing
+    # With a fixed shape, what is sent must not depend on the packing: it is that of one sequence.
     sequences = offsets if frame is None else (0, offsets[-1])
     agreement = None
     if checked and group is not None and world_size > 1:
@@ -458,7 +460,7 @@ def _facts(
     exchange: Exchange,
     max_sequences: int | None,
 ) -> dict[str, object]:
-    """What ranks compare of a context."""
+    """The facts of a context that ranks compare."""
     return {
         "cu_seqlens": offsets,
         "token_ranges": tuple(n for r in ranges for n in (len(r), *chain(*r))),
@@ -469,7 +471,7 @@ def _facts(
 
 
 def _check_update(context: FLACPContext, offsets: Sequence[int]) -> None:
-    """Another packing for a context of fixed shape."""
+    """Checks that a context of fixed shape can take another packing."""
     if context.max_sequences is None:
         raise ValueError("update needs a context built with max_sequences, got max_sequences=None")
     if offsets[-1] != context.total_tokens:

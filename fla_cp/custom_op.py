@@ -1,8 +1,8 @@
-"""The operator as two torch.library ops, `fla_cp::delta_rule` and its backward, which torch.compile
-puts into its graph. Eager calls take `DeltaRuleFunction`, which runs the same pipeline.
+"""The operator as two torch.library ops, `fla_cp::delta_rule` and its backward, for torch.compile.
+Eager calls use `DeltaRuleFunction`, which runs the same pipeline.
 
 These ops and those for several ranks (custom_op_cp.py) share most of their arguments, see `Call`.
-Where an output is missing, an empty tensor stands for it.
+An empty tensor stands for an output that is not wanted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def make_plan(
     backend: Backend,
     x: Inputs | None = None,
 ) -> Plan:
-    """With x, the backend may cut sequences into segments for its shape; else they stay whole."""
+    """The plan of a call. With x, the backend may cut sequences into segments that suit its
+    shape."""
     links, ahead = context.links if context else ONE_SLOT, packing
     if x is not None:
         (HV, V), K = x.v.shape[1:], x.q.shape[-1]
@@ -77,8 +78,8 @@ def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: in
 class Call:
     """The arguments that all ops share.
 
-    They are flat in a schema: the tensors, the fields of `DeltaRule`, impl, the `Handle` of the
-    context (number, sizes), and the rows of a batch without a context.
+    In a schema they are a flat list: the tensors, the fields of `DeltaRule`, impl, the `Handle` of
+    the context (number, sizes), and how many rows a batch without a context has.
     """
 
     x: Inputs
@@ -127,7 +128,7 @@ class Call:
         return q.new_empty(n, self.shape[0], *shape, dtype=accumulator(q.dtype))
 
     def or_empty(self, x: Tensor | None, *shape: int) -> Tensor:
-        """x, or where it is missing a tensor without elements: flat, or [0, HV, *shape]."""
+        """x, or if it is None a tensor without elements: flat, or [0, HV, *shape]."""
         if x is None:
             return self.new_states(0, *shape) if shape else self.x.q.new_empty(0)
         return x

@@ -4,8 +4,8 @@ exchange between them in the graph, where a compiler sees it and can overlap it 
     begin -> wire -> all_gather -> finish          forward
     begin_backward -> wire -> all_gather -> finish_backward
 
-The exchange is always the all-gather: its shapes are known. Final states (and the gradient of the
-initial ones) are each rank's own rows until the graph's all_reduce adds them.
+The exchange is always the all-gather, because its shapes are known. Each rank forms its own rows of
+the final states (and of the gradient of the initial ones); an all_reduce in the graph adds them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fla_cp.rule import DeltaRule
 
 
 class ShardedCall(Call):
-    """A call on one of several ranks, whose exchange stands in the graph, not in the plan."""
+    """A call on one of several ranks. Its exchange is part of the graph, not of the plan."""
 
     @cached_property
     def plan(self) -> Plan:

@@ -1,4 +1,4 @@
-"""What a compiled graph holds of a context: a number, and the sizes that shapes depend on."""
+"""What a compiled graph knows about a context: its number, and the sizes that shapes depend on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from fla_cp.rule import CHUNK
 
 
 class Sizes(NamedTuple):
-    """Of a packing, as far as shapes depend on them: chunks; segments that a state enters
-    (carried), leaves (feeding), passes through (middle); sequences; ranges, and of the rank that
-    has most (slots); whether any transition is sent (through, 0 or 1); tokens that other ranks'
-    convolutions read (sent), and of the rank that sends most (padded)."""
+    """The sizes of a packing that shapes depend on.
+
+    chunks, sequences, ranges: how many there are. carried, feeding, middle: how many segments a
+    state enters, leaves, and passes through. slots: the ranges of the rank that has most. through:
+    1 if any transition is sent, otherwise 0. sent: tokens that other ranks' convolutions read.
+    padded: the same of the rank that sends most.
+    """
 
     chunks: int
     carried: int = 0
@@ -31,9 +34,11 @@ class Sizes(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """What a compiled graph needs of a packing, as tensors on the host: torch.compile would compile
-    anew for every other int. number [1]: of the context, -1 for none. sizes: an empty tensor whose
-    shape holds, two more than each (it also compiles anew for 0 and 1), the fields of `Sizes`.
+    """A context for a compiled graph, as two tensors on the host: torch.compile would compile again
+    for every new int.
+
+    number [1]: of the context, -1 for none. sizes: an empty tensor whose shape holds the fields of
+    `Sizes`, each increased by two, because torch.compile also compiles again for 0 and 1.
     """
 
     number: Tensor

@@ -3,7 +3,7 @@
     gate, intra -> summarize -> [exchange] -> scan -> output
           summarize each segment -> state that enters each -> run each
 
-Without context parallelism and without cut segments nothing is summarized and nothing is sent.
+Without context parallelism, and if no sequence is cut into segments, nothing is summarized or sent.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fla_cp.rule import DeltaRule, accumulator
 
 
 class Plan(NamedTuple):
-    """One operator call: what is computed on which tokens (spec), by which kernels, and with which
-    ranks. ahead: the packing of the forward alone, which may be cut finer where nothing crosses
-    ranks; None for that of both."""
+    """One operator call: what is computed on which tokens (spec), by which kernels (backend), and
+    with which other ranks (links, exchange). ahead: a packing for the forward alone, which may be
+    cut finer if nothing crosses ranks; None: the forward has the same packing as the backward."""
 
     spec: Spec
     links: Links
@@ -42,8 +42,9 @@ class Plan(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward needs besides the inputs: `kept` by the backend, the states that enter
-    `Packing.carried`, and the segments' transitions (transposed, they are the adjoint's)."""
+    """What a backward needs besides the inputs. kept: what the backend saves. carried: the states
+    that enter `Packing.carried`. transition: the segments' transitions, which are, transposed,
+    those of the adjoint maps."""
 
     kept: Kept
     carried: Tensor
@@ -75,8 +76,8 @@ def _from_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None
 def _to_sequences(
     plan: Plan, segments: tuple[int, ...], states: Tensor, empty: Tensor | None
 ) -> Tensor:
-    """[N, ..] in the caller's layout, equal on all ranks, from states [E, HV, K, V] of this GPU's
-    segments; `empty` [N, ..] gives the rows of sequences without tokens."""
+    """States [N, ..] in the caller's layout, equal on all ranks, from states [E, HV, K, V] of this
+    GPU's segments. `empty` [N, ..] has the rows of sequences without tokens."""
     (rule, packing), group, device = plan.spec, plan.exchange.group, states.device
     if rule.state_v_first:
         states = states.mT
@@ -86,12 +87,12 @@ def _to_sequences(
     if empty is not None and packing.empty:
         rows = packing.index(packing.empty, device)
         out[rows] = empty[rows].to(out.dtype)
-    # every row has one owner, so that the sum copies it to all
+    # Every row is nonzero on one rank only, so the sum copies it to all ranks.
     return out if group is None else collectives.all_reduce(out, group)
 
 
 def prepare_chunks(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
-    """The chunks and the maps of this GPU's segments: what needs no state."""
+    """Forms the chunks and the maps of this GPU's segments, which need no state."""
     seeds = _from_sequences(plan.spec, plan.spec.packing.beginning, initial)
     return plan.backend.prepare_chunks(plan.spec, x, seeds)
 
@@ -107,7 +108,7 @@ def run_segments(
     want_final: bool,
     want_h: bool,
 ) -> Result:
-    """carried: the states that enter `Packing.carried`."""
+    """Runs the segments from the states that enter them. carried: those of `Packing.carried`."""
     spec, run = plan.spec, plan.backend
     rule, packing = spec
     S0 = join(_from_sequences(spec, packing.beginning, initial), carried)
@@ -154,7 +155,7 @@ def carry_maps(
 
 
 StartScan = Callable[[], Callable[[], ChunkStates]]
-"""A call that starts to recompute h and v_new and returns another, which waits for them."""
+"""A call that starts to recompute h and v_new, and returns a call that waits for them."""
 
 
 class Recomputed(NamedTuple):
@@ -179,7 +180,7 @@ def recompute_states(plan: Plan, initial: Tensor | None, saved: Saved, chunks: A
 def recompute(
     plan: Plan, x: Inputs, initial: Tensor | None, saved: Saved, o: Tensor | None, do: Tensor
 ) -> Recomputed:
-    """o: as the forward returned it, for a backend that reads it."""
+    """Recomputes what the forward did not keep. o: the forward's, for a backend that reads it."""
     chunks, kept = plan.backend.restore(plan.spec, x, saved.kept, o)
     states = recompute_states(plan, initial, saved, chunks)
     if kept is not None:
@@ -207,8 +208,9 @@ def run_segments_backward(
     want_dinitial: bool,
     concurrent: bool = True,
 ) -> tuple[Inputs, Tensor | None]:
-    """wait: gives the gradients that leave `Packing.feeding`. The forward's states, which need none
-    of them, are recomputed meanwhile; with `concurrent` also during the reverse scan."""
+    """wait: returns the gradients of the states that leave `Packing.feeding`. The forward's states
+    do not depend on them and are recomputed meanwhile, with `concurrent` also during the reverse
+    scan."""
     spec, run = plan.spec, plan.backend
     chunks, dout, start = values
     states = start()
@@ -232,8 +234,8 @@ def backward(
     *,
     want_dinitial: bool,
 ) -> tuple[Inputs, Tensor | None]:
-    """Gradients of the inputs and of the initial states. dfinal: equal on all ranks, like the final
-    states, as is the gradient returned. o: see `recompute`."""
+    """Gradients of the inputs and of the initial states. dfinal, like the final states, is equal on
+    all ranks, and so is the gradient of the initial states. o: see `recompute`."""
     recomputed = recompute(plan, x, initial, saved, o, do)
     # Overlap the recomputed states with the summary or, if an exchange follows, with it and the
     # reverse scan.

@@ -1,4 +1,4 @@
-"""DeltaRule: the facts of one operator call that do not change while it runs."""
+"""DeltaRule: the options of one operator call, fixed while it runs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ NORM_EPS = 1e-6
 
 
 class DeltaRule(NamedTuple):
-    """Options of one call, fixed for its forward and backward.
+    """Options of one call, the same in its forward and backward.
 
     scale: factor on o.
-    gate: a row of `stages.gate.GATES`: "given" (g is the log decay), "softplus", "sigmoid".
-    lower_bound: smallest log decay per step, natural log; None if the gate has no bound.
-    safe_gate: the caller promises g >= lower_bound, so one middle row may serve as reference.
+    gate: "given" (g is the log decay), "softplus" or "sigmoid"; `chunk_kda` has the formulas.
+    lower_bound: smallest log decay of a step, natural log; None if the gate has no bound.
+    safe_gate: the caller promises g >= lower_bound. Half a chunk then has one reference row.
     qk_l2norm: q and k are divided by their length first.
-    beta_factor: None if beta is given as it is, else beta = beta_factor * sigmoid(beta).
-    use_exp2: gates are cumulated in log2 units (else natural log).
-    state_v_first: states are [V, K] outside (`transpose_state_layout`), else [K, V].
-    keep_intermediates: backward reads w, u, h, v_new instead of forming them again.
-    per_head: one decay per value head, g [.., HV], instead of one per key channel.
-    removal: what is read from the state before v is added: "k" after the decay (delta rule), "p"
-        with a tensor of its own before the decay (Comba), "none" (gated linear attention).
-    precise: kernels in half precision hold in two terms what rounds most (docs/design.md, "Two
-        terms"): T, Aqk, and what these multiply inside a chunk.
+    beta_factor: None if beta is used as given, else beta = beta_factor * sigmoid(beta).
+    use_exp2: cumulative gates are in log2 units (otherwise natural log).
+    state_v_first: the caller's states are [V, K] (`transpose_state_layout`), otherwise [K, V].
+    keep_intermediates: the backward reads the forward's intermediates instead of recomputing them.
+    per_head: one decay for each value head, g [.., HV], instead of one for each key channel.
+    removal: what is read from the state and removed before v is added. "k": read with k after the
+        decay (delta rule). "p": read with p before the decay (Comba). "none": nothing (GLA).
+    precise: in half precision, kernels hold the tensors that round most as two terms
+        (docs/design.md, "Two terms"): T, Aqk, and what these multiply inside a chunk.
     """
 
     scale: float
@@ -50,7 +50,7 @@ class DeltaRule(NamedTuple):
 
     @property
     def gate_unit(self) -> float:
-        """What one natural-log unit of g is worth in the unit of gc."""
+        """One natural-log unit of g, in the unit of gc."""
         return 1.0 / math.log(2.0) if self.use_exp2 else 1.0
 
     @property

@@ -1,7 +1,7 @@
 """Affine maps of runs of tokens: their products, and the fold of a state through chains of them.
 
-Products are never formed in TF32, whatever `torch.set_float32_matmul_precision` allows elsewhere: a
-state passes through as many of them as a sequence has segments.
+Products are never formed in TF32, whatever `torch.set_float32_matmul_precision` allows elsewhere,
+because a state passes through as many of them as a sequence has segments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fla_cp.partition.device_tables import Tabled
 
 
 def _reduced(x: Tensor) -> bool:
-    """Whether a product of x would be formed in less than its own precision."""
+    """Whether torch would form a product of x in less than its own precision."""
     allowed = torch.get_float32_matmul_precision() != "highest"
     return x.is_cuda and x.dtype == torch.float32 and allowed
 
@@ -32,7 +32,7 @@ def product(then: Tensor, first: Tensor) -> Tensor:
 def leave(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Tensor:
     """transition @ state + offset, [.., K, V]: the state after a run of tokens.
 
-    Without a transition, or without a state that enters, the offset.
+    It is the offset if there is no transition, or if no state enters.
     """
     if transition is None or state is None:
         return offset
@@ -40,12 +40,12 @@ def leave(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Te
 
 
 class FoldTable(NamedTuple):
-    """Chains of maps as rows of tensors, host ints; -1 for none.
+    """Chains of maps, given as rows of tensors: host ints, -1 for none.
 
-    first [C+1]: where each chain's steps begin. start, entry [C]: row of the state that enters the
-    chain (-1: zero), and row of the result that receives it. transition, offset, store: of each
-    step, which takes the state through a map: its rows (-1: zero), and row of the result that
-    receives what leaves.
+    first [C+1]: where the steps of each chain begin. start, entry [C]: the row of the state that
+    enters the chain (-1: zero), and the row of the result that receives it. Each step takes the
+    state through a map. transition, offset: the map's rows (-1: zero). store: the row of the result
+    that receives the state after the step.
     """
 
     first: tuple[int, ...]
@@ -57,7 +57,7 @@ class FoldTable(NamedTuple):
 
     @classmethod
     def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> FoldTable:
-        """(start, entry, steps of (transition, offset, store)) of each chain."""
+        """From the (start, entry, list of (transition, offset, store)) of each chain."""
         first, steps = [0], []
         for _, _, own in chains:
             steps += own
@@ -67,7 +67,7 @@ class FoldTable(NamedTuple):
         return cls(tuple(first), starts, entries, *columns)
 
     def __call__(self, owner: Tabled) -> FoldTable:
-        """Itself, whatever the owner."""
+        """A table is also `Steps`, the same for every owner."""
         return self
 
 
@@ -75,8 +75,8 @@ Fold = Callable[..., Tensor]
 """A backend's `fold`."""
 
 Steps = Callable[[Any], FoldTable]
-"""Gives the steps of a fold from the object that keeps its tables. It also names the table there,
-as `device_tables.Build` does."""
+"""Returns the steps of a fold, from the object that keeps its tables. It is also the key of the
+table there, like `device_tables.Build`."""
 
 
 def fold(
@@ -89,12 +89,13 @@ def fold(
     *,
     transposed: bool,
 ) -> Tensor:
-    """out [E, HV, K, V], whose rows named in `steps` are written: the torch stage.
+    """Folds chains of maps: the torch stage. Writes the rows of out [E, HV, K, V] that `steps`
+    names.
 
-    owner: the packing or the links that `steps` is called with. transition [*, HV, K, K] (used as
-    its transpose with `transposed`), offset and start [*, HV, K, V]; the first two may be slices of
-    one tensor, side by side in its last dim. Where no state enters, out may be [E, HV, K, V+K]: it
-    then receives, next to each state, the transition of the steps up to it.
+    owner: the packing or links that `steps` is called with. transition [*, HV, K, K]: used as its
+    transpose if `transposed`. offset, start [*, HV, K, V]. transition and offset may be slices of
+    one tensor, next to each other in its last dim. If no state enters, out may be [E, HV, K, V+K]:
+    next to each state it then receives the transition of the steps up to it.
     """
     rows = owner.cached(steps, lambda: steps(owner))
     width = out.shape[-1]
@@ -120,7 +121,7 @@ def fold(
 
 
 def row_of(x: Tensor | None, row: int) -> Tensor | None:
-    """x[row]; None without x and for -1."""
+    """x[row], or None if there is no x or the row is -1."""
     return None if x is None or row < 0 else x[row]
 
 

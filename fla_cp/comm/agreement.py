@@ -1,16 +1,16 @@
-"""Compares what the ranks know of a batch and what they call, before any states are exchanged.
+"""Compares what the ranks know about a batch and what they call, before states are exchanged.
 
-Ranks with different tables would fold each other's states at the wrong places, and no error would
-show it; with different shapes the transport would abort, or wait without end. So the first call
+If ranks had different tables, they would fold each other's states at the wrong places without any
+error. If their shapes differed, the transport would abort or wait forever. Therefore the first call
 under a context, and each of the first WATCHED calls over a group, starts with one all-gather of
-SENT int64 a rank, in which all ranks find the same difference:
+SENT int64 from each rank, and all ranks find the same difference:
 
     all ranks of a context-parallel group must agree, but ranks [1] differ from rank 0 in
     HV (2 on ranks [0], 4 on ranks [1])
 
-Where the group's transport sends from the host (gloo), the host waits for each of them. Over NCCL
-it waits in the first WATCHED calls only: a later call over the group reads the others once they
-have arrived, and raises their error.
+If the group's transport sends from the host (gloo), the host waits for every comparison. Over NCCL
+it waits only in the first WATCHED calls. The results of later comparisons are read by a later call
+over the group, when they have arrived, and that call raises their error.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch import Tensor
 from fla_cp.comm import collectives
 
 WATCHED = 64
-"""How many calls over a group are compared: ranks of one program differ in one of the first, if at
-all. Equal calls count too, so that all ranks stop at the same call."""
+"""How many calls over a group are compared. If ranks of one program differ at all, they do so in
+one of the first calls. Every call counts, so that all ranks stop comparing at the same one."""
 
 SENT = 16
-"""Numbers that each rank sends; unused ones are zero."""
+"""How many numbers each rank sends. Unused ones are zero."""
 
 _PLAIN = (
     *map(str, (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
@@ -42,13 +42,14 @@ _PLAIN = (
     *("build_cp_context", "update", "unshard", "causal_conv1d", "chunk_kda", "chunk_comba"),
     *("chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla"),
 )
-"""Texts that an error can tell from the numbers that stand for them."""
+"""Texts that an error can show when it knows only the numbers that stand for them."""
 
 Facts = Mapping[str, Any]
 
 
 class _Late(NamedTuple):
-    """An all-gather whose result is on its way to `rows`, pinned, complete after `arrived`."""
+    """An all-gather whose result is being copied to `rows`, pinned memory; `arrived` ends the
+    copy."""
 
     rows: Tensor
     arrived: torch.cuda.Event
@@ -57,7 +58,8 @@ class _Late(NamedTuple):
 
 @dataclass
 class _Group:
-    """calls: how many were compared over a group. late: the results not read yet."""
+    """calls: how many calls over a group were compared. late: the results that were not read
+    yet."""
 
     calls: int = 0
     late: deque[_Late] = field(default_factory=deque)
@@ -67,7 +69,7 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
 
 class Agreement:
-    """What the ranks of one context compare: its table once, and the first calls of its group."""
+    """The comparisons of one context: its table, once, and the first calls of its group."""
 
     def __init__(self, group: dist.ProcessGroup, table: Facts) -> None:
         self._group = group
@@ -88,7 +90,7 @@ class Agreement:
         if not self.due:
             return
         if self._device().type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # the graph would repeat it, and what it captures has run before
+            return  # a graph would repeat the comparison, and its calls have run before
         self._read()
         watched = state.calls < WATCHED
         if watched or not self._known:
@@ -100,7 +102,7 @@ class Agreement:
         self._compare({"call": "build_cp_context"}, self._table, wait=True)
 
     def changed(self, table: Facts) -> None:
-        """Compares another table; over NCCL the host waits for nothing."""
+        """Compares another table. Over NCCL the host does not wait."""
         self._read()
         self._compare({"call": "update"}, table, wait=False)
         self._table = table
@@ -137,7 +139,7 @@ class Agreement:
 
 
 def _number(value: Any) -> int:
-    """The number that stands for a value: an int itself, else 56 bits of a hash."""
+    """The number that stands for a value: an int itself, otherwise 56 bits of a hash."""
     if isinstance(value, int):
         return int(value)
     data = array("q", value).tobytes() if isinstance(value, tuple) else str(value).encode()
@@ -155,7 +157,7 @@ def _check(gathered: Tensor, facts: Facts) -> None:
     names = list(facts)
     call = names.index("call")
     if any(row[call] != rows[0][call] for row in rows):
-        names = names[: call + 1]  # in another call the numbers after its name mean other things
+        names = names[: call + 1]  # the numbers after the name mean something else in other calls
     found, odd = [], set()
     for name, column in zip(names, zip(*rows, strict=True), strict=False):
         differing = {rank for rank, number in enumerate(column) if number != column[0]}
@@ -169,7 +171,7 @@ def _check(gathered: Tensor, facts: Facts) -> None:
 
 
 def _shown(value: Any, column: tuple[int, ...]) -> str:
-    """What the ranks sent for one fact, as far as this rank can read it. value: its own."""
+    """What the ranks sent for one fact, as far as this rank can decode it. value: its own."""
     if not isinstance(value, int) and not all(number in _READABLE for number in column):
         text = str(value)
         short = text if len(text) <= 80 else f"{text[:60]}.. of {len(text)} characters"

@@ -25,10 +25,12 @@ from fla_cp.partition.packing import Packing
 
 
 class AffineMap(NamedTuple):
-    """transition [M, HV, K, K] of `Packing.middle` and offset of the segments that hand a state
-    on, fp32 (fp64), in token order: `Packing.feeding` [F, HV, K, V] forward, `Packing.carried`
-    in reverse. A segment at the end of its sequence's run needs no transition: its offset
-    already contains the state it starts from. None where there is no such segment."""
+    """The affine maps of segments, fp32 (fp64), in token order; None if there are no such segments.
+
+    transition [M, HV, K, K]: of `Packing.middle`. offset [F, HV, K, V]: of the segments that hand a
+    state on, which are `Packing.feeding`, or in reverse `Packing.carried`. The first segment of a
+    sequence needs no transition: its offset contains the state that it starts from.
+    """
 
     transition: Tensor | None
     offset: Tensor | None
@@ -42,7 +44,7 @@ class States(NamedTuple):
 
 
 def join(*states: States | None) -> States | None:
-    """The given states as one list; None if there are none."""
+    """The given states as one; None if there are none."""
     given = [s for s in states if s is not None and s.segments]
     if len(given) < 2:
         return given[0] if given else None
@@ -60,11 +62,11 @@ def carry(
     reverse: bool = False,
     fold: Fold = fold,
 ) -> Callable[[], States]:
-    """Starts the exchange; the returned function waits and gives the state entering each segment
-    of `packing.carried` that is not seeded (reverse: dS leaving each of `packing.feeding`).
+    """Starts the exchange. The call that it returns waits, and returns the states that enter the
+    segments of `packing.carried` (in reverse: the gradients that leave `packing.feeding`).
 
-    links: the slot table, of the forward direction. The rest: see `SegmentMaps`.
-    Collectives: one exchange if any sequence of the global batch crosses a slot, else none.
+    links: the slot table of the forward direction. The rest: see `SegmentMaps`.
+    Collectives: one exchange if any sequence of the global batch crosses a slot, otherwise none.
     Source: docs/design.md "Affine maps".
     """
     if reverse:
@@ -77,8 +79,8 @@ def carry(
 class SegmentMaps(NamedTuple):
     """The maps of a rank's segments, folded from the first segment (reverse: from the last).
 
-    maps: see `AffineMap`; in reverse the transition is still the forward one. shape: (HV, K, V).
-    like: gives dtype and device. fold: the backend's.
+    maps: in reverse, the transition is still that of the forward. shape: (HV, K, V). like: a tensor
+    of the states' dtype and device. fold: the backend's.
     """
 
     maps: AffineMap
@@ -89,7 +91,7 @@ class SegmentMaps(NamedTuple):
     fold: Fold = fold
 
     def outgoing(self, links: Links) -> SlotMaps:
-        """The map of each owned range, for the exchange. links: of the direction."""
+        """The maps of this rank's ranges, for the exchange. links: those of this direction."""
         HV, K, V = self.shape
         packing, (transition, offset) = self.packing, self.maps
         if packing.single and offset is not None:
@@ -102,8 +104,8 @@ class SegmentMaps(NamedTuple):
         return unpack(wire[: packing.ranges], V)._replace(wire=wire)
 
     def entering(self, states: Tensor | None) -> States:
-        """The states entering the segments of `Packing.carried` (in reverse: leaving those of
-        `Packing.feeding`), from the states that enter the owned ranges."""
+        """The states that enter the segments of `Packing.carried` (in reverse: that leave those of
+        `Packing.feeding`), from the states that enter this rank's ranges."""
         sinks = self.packing.feeding if self.reverse else self.packing.carried
         if self.packing.single and sinks:
             assert states is not None
@@ -129,8 +131,8 @@ def _steps(table: str, reverse: bool) -> Steps:
 
 
 def _fold_tables(packing: Packing, reverse: bool) -> dict[str, FoldTable]:
-    """The folds of one rank and direction: "outgoing" gives the maps of its ranges, "entering" the
-    state entering each segment."""
+    """The folds of one rank and direction. "outgoing" forms the maps of its ranges, "entering" the
+    states that enter its segments."""
     sources = packing.carried if reverse else packing.feeding
     sinks = packing.feeding if reverse else packing.carried
     offset = {i: row for row, i in enumerate(sources)}

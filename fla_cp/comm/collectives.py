@@ -1,4 +1,4 @@
-"""The few torch.distributed calls that the package makes, in one place."""
+"""All torch.distributed communication of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Waitable(Protocol):
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
-    """[R, *x.shape] from all ranks, and the work to wait for before reading it."""
+    """The x of all ranks, [R, *x.shape], and the work to wait for before it is read."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     # torch 2.13 renames the call and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,8 +23,8 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
 
 
 gather_numbers = all_gather
-"""The same for what ranks compare (agreement.py): a name of its own, so that tests can count the
-exchanges without it."""
+"""The all-gather of agreement.py. It has a name of its own so that tests can count the other
+ones."""
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -52,12 +52,13 @@ def send_and_receive(
     """Starts to exchange (tensor, rank of the group) messages; returns the works to wait for."""
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
-    # A single message is a batch, too: NCCL warns about one outside a batch.
+    # NCCL warns about messages outside a batch, so a single message is a batch too.
     return dist.batch_isend_irecv(ops) if ops else []
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """`device` if the group's transport can send from it, else the device that it sends from."""
+    """`device` if the group's transport can send from it, otherwise the device that it sends
+    from."""
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -92,7 +93,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def all_gather_rows(x: Tensor, world_size: int, group_name: str) -> Tensor:
-    """x [n, D] of all ranks, [R * n, D]; in the backward each rank gets the sum of its rows'
-    gradients."""
+    """The x [n, D] of all ranks, as [R * n, D]. In the backward, each rank gets the gradients of
+    its rows, summed over ranks."""
     rows: Tensor = _GatherRows.apply(x, world_size, group_name)
     return rows

@@ -1,9 +1,9 @@
 """Boundary tokens of a causal convolution: the last W-1 tokens before each of a rank's ranges.
 
-A range may be shorter than the convolution, so its halo can come from several earlier ranks.
-Who sends which token is host arithmetic on the global table; one all-to-all moves them, and its
-mirror image returns their gradients. Bytes per rank and direction: at most (W-1)*D*itemsize a
-range.
+A range may be shorter than the convolution, so its halo can come from several earlier ranks. Which
+rank sends which token is computed on the host, from the global table. One all-to-all sends the
+tokens, and another returns their gradients. In each direction a rank receives at most
+(W-1)*D*itemsize bytes for each of its ranges.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
 class Gathered(NamedTuple):
-    """The same traffic as one all-gather, for a compiled graph, which then sees few shapes. rows:
-    local tokens that this rank sends, once each; padded: rows that each rank sends, zeros included;
-    take: for each row of the halo its row among all that were sent, R * padded where it has none.
+    """The same traffic as one all-gather, for compiled graphs, which then see few shapes.
+
+    rows: the local tokens that this rank sends, each once. padded: how many rows each rank sends,
+    including zeros. take: for each row of the halo, its place among all rows sent, or R * padded if
+    it has none.
     """
 
     rows: tuple[int, ...]
@@ -47,13 +49,13 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Halo(Tabled):
-    """The token traffic of one rank.
+    """The tokens that one rank sends and receives.
 
-    width: W-1, tokens before each range. ranges: how many ranges this rank owns.
-    send: local token of each row sent, by receiving rank. send_counts, receive_counts: rows to
-    and from each rank. place: row of the [ranges * width] halo where each received row belongs.
-    needed: whether any rank receives anything, so that all agree to skip the collective.
-    gathered: the same for one all-gather.
+    width: W-1, the tokens before each range. ranges: how many ranges this rank owns. send: the
+    local token of each row sent, ordered by receiving rank. send_counts, receive_counts: how many
+    rows go to each rank and come from it. place: where each received row belongs in the halo
+    [ranges * width]. needed: whether any rank receives anything; otherwise all ranks skip the
+    collective. gathered: the same traffic as an all-gather.
     """
 
     width: int
@@ -88,10 +90,10 @@ class Halo(Tabled):
         )
 
     def gather(self, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """x [T, D] -> the tokens before each range [ranges, width, D], zero where there are none.
+        """x [T, D] -> the tokens before each range, [ranges, width, D], zero if there are none.
 
-        Row width-1 is the token just before the range. Outside the range's sequence the rows
-        are not fetched: the convolution does not read them.
+        Row width-1 is the token just before the range. Tokens of other sequences are not fetched,
+        because the convolution does not read them.
         """
         halo = x.new_zeros(self.ranges * self.width, x.shape[-1])
         if self.needed:
@@ -103,8 +105,8 @@ class Halo(Tabled):
         return halo.view(self.ranges, self.width, x.shape[-1])
 
     def scatter_add(self, dx: Tensor, dhalo: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Adds the gradients of the halo [ranges*width, D] to dx [T, D] of their owners; they are
-        summed in dhalo's dtype, where dx has a shorter one."""
+        """Adds the gradients of the halo [ranges*width, D] to the dx [T, D] of the tokens' owners.
+        Sums are formed in dhalo's dtype."""
         if self.needed:
             rows = dhalo[self._index(self.place, dx.device)]
             got = _exchange(rows, self.receive_counts, self.send_counts, group)

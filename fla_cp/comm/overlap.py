@@ -1,7 +1,7 @@
 """Work that a layer does while an exchange is under way.
 
-A convolution or an operator starts its exchange and waits for it inside one call. Its caller hands
-over beforehand what can be done in the meantime:
+A convolution or an operator starts its exchange and waits for it inside one call. Before the call,
+the caller hands over the work that can be done in the meantime:
 
     with Overlap(lambda: self.g_proj(x)) as gate:
         o = self.core(...)
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 
 class _Handed(threading.local):
-    """What the next exchange of this thread may run; each thread gets a list of its own."""
+    """The work that the next exchange of this thread may run."""
 
     def __init__(self) -> None:
         self.work: list[Overlap] = []
@@ -31,10 +31,12 @@ _handed = _Handed()
 
 
 class Overlap(Generic[Found]):
-    """Runs f once: in the block, where an exchange is under way or, in a batch that needs none,
-    would be (so that ranks of several context-parallel groups run their modules in one order), or
-    when the result is asked for. In the block, the modes for gradients (of a backward) and autocast
-    are those from before it."""
+    """Runs f once: in the block, during an exchange, or else when the result is asked for.
+
+    In a batch that needs no exchange, f runs where the exchange would have been, so that ranks of
+    several context-parallel groups run their modules in the same order. f runs with the gradient
+    and autocast modes that were set when the block was entered.
+    """
 
     def __init__(self, f: Callable[[], Found]):
         self._f = f
@@ -69,8 +71,8 @@ class Overlap(Generic[Found]):
 
 
 def run_overlap(wait: Callable[[], Found]) -> Found:
-    """What `wait` returns, once the work handed over has been queued. If that work fails, the
-    exchange is waited for all the same: it still writes to its memory."""
+    """Runs the work that was handed over, and then returns what `wait` returns. If the work fails,
+    the exchange is waited for nevertheless, because it still writes to its memory."""
     work, _handed.work = _handed.work, []
     try:
         for one in work:

@@ -1,7 +1,7 @@
-"""Memory that the ranks of one host read from each other, over torch's symmetric memory.
+"""Memory that the ranks of one host can read from each other: torch's symmetric memory.
 
-It is optional: `why_not` finds out whether a group can have it. Reads are plain loads through the
-peers' addresses; there is no multicast, and no global setting is changed.
+It is optional, and `why_not` finds out whether a group can have it. Reads are plain loads through
+the peers' addresses. Multicast is not used, and no global setting is changed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from torch import Tensor
 from fla_cp.comm import collectives
 
 CAPTURED = 2
-"""The part that captured exchanges write; others write parts 0 and 1 in turn."""
+"""The part that captured exchanges write. Others write parts 0 and 1 in turn."""
 
 
 class PeerMemory:
     """Three parts of `count` elements on each rank's GPU, which all ranks of the group read.
 
-    Making one is a collective in which the host waits. Eager exchanges run on a stream of their
-    own, so that all ranks have read a part before it is written again: exchange n+2 writes where n
-    did, after the barrier of n+1, which each peer enters after its reads of n. A CUDA graph
-    repeats the parts of its capture, so captured exchanges have a part for themselves, and a second
-    barrier before it is written; an exchange under way is waited for before a graph is replayed.
+    The constructor is a collective in which the host waits. Eager exchanges run on a stream of
+    their own and write two parts in turn. All ranks have then read a part before it is written
+    again: exchange n+2 writes the part of n after the barrier of n+1, which each peer enters after
+    its reads of n. A replayed CUDA graph always writes the part of its capture. Captured exchanges
+    therefore have a third part, with a second barrier before it is written. An exchange under way
+    is waited for before a graph is replayed.
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int, dtype: torch.dtype):
@@ -49,10 +50,10 @@ class PeerMemory:
     def exchange(
         self, put: Callable[[Tensor], object], take: Callable[[tuple[Tensor, ...]], object]
     ) -> Callable[[], None]:
-        """Starts put(this rank's part) and, once all ranks have done so, take(the parts of all).
+        """Starts put(this rank's part) and, when all ranks have done so, take(the parts of all).
 
-        Both may only launch work, and allocate nothing. The call returned makes the current stream
-        wait for them; until then the caller keeps the tensors that they use.
+        Both may only launch work and must not allocate. The call that is returned makes the current
+        stream wait for them. Until then the caller must keep the tensors that they use.
         """
         captured = torch.cuda.is_current_stream_capturing()
         turn = CAPTURED if captured else self._turn
@@ -69,8 +70,7 @@ class PeerMemory:
 
 
 def _allocate(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that is not shared with other tensors, unlike that of symm_mem.empty: so its signals
-    are not shared either."""
+    """Memory of its own. Tensors of symm_mem.empty may share memory, and then share its signals."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory.empty_strided_p2p((3, count), (count, 1), dtype, device)
@@ -100,7 +100,7 @@ def known(group: dist.ProcessGroup) -> bool:
 
 
 def why_not(group: dist.ProcessGroup) -> str:
-    """Why the ranks of `group` cannot read each other's memory; "" on all of them if they can.
+    """Why the ranks of `group` cannot read each other's memory; "" if they can. All get the same.
 
     The first call for a group is a collective, which tries it.
     """
@@ -127,7 +127,7 @@ def _lack(device: torch.device) -> int:
 
 
 def _look(group: dist.ProcessGroup) -> str:
-    """Why not, as far as the ranks' own settings, hosts and GPUs tell; "" if nothing does."""
+    """A reason in the ranks' settings, hosts or GPUs; "" if there is none."""
     device = torch.device("cuda", torch.cuda.current_device())
     said = torch.tensor([_lack(device), _host(), device.index], device=device)
     gathered, work = collectives.all_gather(said, group)
@@ -149,9 +149,10 @@ def _host() -> int:
 
 
 def _try(group: dist.ProcessGroup) -> str:
-    """Why not, as far as a trial tells in which each rank reads a few numbers of all ranks."""
+    """A reason found by a trial, in which each rank reads numbers of all ranks; "" if it
+    succeeds."""
     world_size, device = dist.get_world_size(group), torch.cuda.current_device()
-    # Each rank allocates alone first: one that cannot would leave the others waiting for it.
+    # Each rank allocates alone first. If one rank failed later, the others would wait for it.
     alone, why = _made(lambda: _allocate(64, torch.int64, torch.device("cuda", device)), group)
     if alone is not None:
         memory, why = _made(lambda: PeerMemory(group, 64, torch.int64), group)
@@ -169,7 +170,7 @@ def _made(make: Callable[[], Any], group: dist.ProcessGroup) -> tuple[Any, str]:
     made, why = None, " of other ranks"
     try:
         made = make()
-    except Exception as failed:  # any failure will do: this memory is optional
+    except Exception as failed:  # whatever it is, this memory is optional
         why = f" ({failed})"
     return (None, why) if _any(made is None, group) else (made, "")
 

@@ -1,4 +1,4 @@
-"""Time that a step spends waiting for other ranks, measured where the waiting happens."""
+"""The time that a step spends waiting for other ranks, measured at each wait."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class ExchangeTimer:
 
 @dataclass
 class Waits:
-    """The exchanges that this process has waited for, for another thread to read.
+    """The exchanges that this process has waited for. Another thread reads it.
 
-    count: how many so far. now: what the one under way moves, "" between them. On CUDA only the
-    stream waits, so the host is hardly ever inside one, and `count` says how many it has queued.
+    count: how many so far. now: what the present exchange moves; "" if there is none. On CUDA only
+    the stream waits, so that the host is rarely inside an exchange, and `count` is the number that
+    it has queued.
     """
 
     count: int = 0
@@ -60,8 +61,8 @@ _timer: ExchangeTimer | None = None
 def measure_exchange() -> Iterator[ExchangeTimer]:
     """Measures every wait for a state or halo exchange of this process inside the block.
 
-    A module global rather than a context variable: on CUDA the backward runs in autograd's own
-    threads, which inherit no context.
+    The timer is a global of the module, not a context variable: the backward on CUDA runs in
+    threads of autograd, which inherit no context.
     """
     global _timer
     before, _timer = _timer, ExchangeTimer()
@@ -73,9 +74,10 @@ def measure_exchange() -> Iterator[ExchangeTimer]:
 
 @contextmanager
 def exchange_wait(device: torch.device, what: str = "exchange of states") -> Iterator[None]:
-    """Marks a wait for other ranks, for `measure_exchange`, the profiler's timeline and `waits`."""
+    """Records a wait for other ranks: in `measure_exchange`, the profiler's timeline and
+    `waits`."""
     waits.count += 1
-    waits.now = what  # after an error this stays, so that it says where the error was
+    waits.now = what  # it stays after an error, and then says where the error was
     with torch.profiler.record_function("fla_cp.exchange"):
         if _timer is None:
             yield

@@ -1,9 +1,9 @@
 """Backend: the stages of an operator, as the pipeline calls them.
 
-A backend is a frozen object with one method a stage. A variant is a subclass that overrides a
-stage, or `dataclasses.replace` of a field; `fla_cp.kernels.using` puts it in place for tests and
-measurements. What one stage hands to the next (`chunks`, `dout`, `dscan`) belongs to the backend:
-the pipeline only passes it on, so its type is Any here.
+A backend is a frozen object with one method for each stage. A variant is a subclass that overrides
+a stage, or a `dataclasses.replace` of a field; `fla_cp.kernels.using` puts it in place for tests
+and measurements. What one stage hands to the next (`chunks`, `dout`, `dscan`) belongs to the
+backend: the pipeline only passes it on, so its type is Any here.
 
 Shapes: T tokens, NC chunks of C = 64 tokens, S segments, HV value heads, K and V the dims of keys
 and values. States are [.., HV, K, V], fp32 (fp64 for fp64). Tensors of tokens and chunks have the

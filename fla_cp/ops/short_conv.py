@@ -1,4 +1,4 @@
-"""Short causal convolution, the tokens' mixer in front of every linear-attention layer."""
+"""Short causal convolution, which mixes neighbouring tokens before a linear-attention operator."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def causal_conv1d(
 
 
 class _Place(NamedTuple):
-    """Where each token's predecessors are, and what computes."""
+    """Where each token's predecessors are, and the backend that computes."""
 
     backend: Backend
     where: ConvRows
@@ -103,7 +103,7 @@ def _sequence_rows(offsets: tuple[int, ...], device: torch.device) -> ConvRows:
 
 
 def _context_rows(context: FLACPContext, width: int, device: torch.device) -> ConvRows:
-    """Kept by the context, for graphs that were captured under it."""
+    """The context keeps them, for graphs that were captured under it."""
     ranges = context.token_ranges[context.rank]
 
     def build() -> ConvRows:
@@ -147,7 +147,7 @@ class _CausalConv1d(torch.autograd.Function):
         if place.where.width and context is not None and context.halo is not None:
             halo = context.halo.gather(x, context.group).flatten(0, 1)
         fixed = context is not None and context.max_sequences is not None
-        # for autograd to find that `update` has changed it
+        # Saved so that autograd notices if `update` has changed it.
         reach = place.where.reach if fixed else None
         ctx.save_for_backward(x, halo, weight, bias, reach)
         ctx.silu, ctx.place = silu, place
@@ -166,8 +166,8 @@ class _CausalConv1d(torch.autograd.Function):
         return dx.to(x.dtype), dweight.to(weight.dtype), dbias, None, None
 
 
-# For torch.compile (see library.py): an op that is given the halo, and the halo by an all-gather
-# in the graph, whose shapes do not depend on who needs what.
+# For torch.compile (see custom_op.py): an op that takes the halo, and an all-gather in the graph
+# that forms it. The shapes do not depend on which rank needs which tokens.
 
 
 def _compiled_halo(x: Tensor, width: int, context: FLACPContext | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of how a batch is cut and who owns it: offsets, token ranges, groups.
+"""Checks of how a batch is divided and which rank owns what: offsets, token ranges, groups.
 
 Each failure is a ValueError that names the argument, the rule and the value, before anything runs.
 """
@@ -38,7 +38,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, tokens: int | None = None) -
 
 
 def check_host_copy(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, tokens: int | None = None) -> None:
-    """cu_seqlens_cpu holds what cu_seqlens holds, on the host; values compared if both do."""
+    """cu_seqlens_cpu is a host copy of cu_seqlens. Values are compared if both are on the host."""
     check_cu_seqlens("cu_seqlens_cpu", cu_seqlens_cpu, tokens)
     if cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(f"cu_seqlens_cpu must be on the CPU, got {cu_seqlens_cpu.device}")
@@ -66,8 +66,8 @@ def check_offsets(name: str, offsets: Sequence[int], tokens: int | None = None) 
 
 
 def token_ranges_of(token_ranges: object) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The ranges as they were given, with Python's integers. Raises ValueError for what is no list
-    of a rank's lists of pairs of integers; numpy's and torch's integers are."""
+    """The given ranges with Python's integers. Raises ValueError unless they are one list of pairs
+    of integers for each rank. Integers of numpy and torch are accepted."""
 
     def refuse(rule: str, what: object) -> NoReturn:
         raise ValueError(f"token_ranges must {rule}, got {what!r}") from None
@@ -103,7 +103,7 @@ def token_ranges_of(token_ranges: object) -> tuple[tuple[tuple[int, int], ...], 
 def check_token_ranges(
     ranges: Sequence[Sequence[tuple[int, int]]], total: int, world_size: int
 ) -> None:
-    """One list per rank of [start, stop), of integers, that together tile [0, total) once."""
+    """There is one list of [start, stop) for each rank, and together they tile [0, total) once."""
     if len(ranges) != world_size:
         raise ValueError(
             f"token_ranges must have one list per rank, got {len(ranges)} for {world_size} ranks"
@@ -126,7 +126,7 @@ def check_token_ranges(
 def check_max_sequences(
     most: int, offsets: Sequence[int], world_size: int, token_ranges: object, exchange: str
 ) -> None:
-    """What a context of fixed shape can be built from."""
+    """Arguments of a context of fixed shape."""
     if not _is_integer(most):
         raise ValueError(f"max_sequences must be an integer, or None, got {most!r}")
     if most < 1:
@@ -158,7 +158,7 @@ def _is_integer(x: object) -> bool:
 
 
 def check_exchange(exchange: object) -> None:
-    """The name of a scheme; `make_exchange` knows which there are."""
+    """The exchange is a name; `make_exchange` knows which names there are."""
     if not isinstance(exchange, str):
         raise ValueError(
             f"exchange must be the name of a scheme, such as 'auto', got {type(exchange).__name__}"
@@ -181,7 +181,7 @@ def check_group(group: Any) -> int:
             "group must be a torch.distributed.ProcessGroup, or None for one rank, got "
             f"{type(group).__name__}{hint}"
         ) from None
-    if rank < 0:  # torch gives processes outside a number instead of a group
+    if rank < 0:  # a process outside a group has a number in place of the group
         raise ValueError("group must contain this process, which is not one of its ranks")
     return world_size
 

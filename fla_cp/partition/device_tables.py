@@ -1,4 +1,4 @@
-"""Tables of host integers on their way to a device, and where they are kept."""
+"""Tables of host integers that are copied to a device and kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _T = TypeVar("_T")
 
 Columns = Sequence[Sequence[int] | Tensor]
 Build = Callable[[Any], Columns]
-"""Gives a table's columns, of the object that keeps it. It is also the table's name: a function of
-a module, or one that a function under `functools.cache` made."""
+"""Returns a table's columns for the object that keeps the table. It is also the table's key, so it
+must be a module's function, or one made by a function under `functools.cache`."""
 
 
 def _on_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values`, pinned if they go to CUDA, so that the host does not wait."""
+    """`values` as a host tensor, pinned if it goes to CUDA, so that the host does not wait."""
     table = torch.as_tensor(values, dtype=dtype, device="cpu")
     if table.is_inference() and not torch.is_inference_mode_enabled():
         table = table.clone()
@@ -30,20 +30,20 @@ def to_device(
 ) -> Tensor:
     """`values` on `device`."""
     device = torch.device(device)
-    # also under inference_mode: tables outlive a call, autograd saves them and `fill` writes them
+    # Tables outlive a call, autograd saves them, and `fill` writes them: no inference tensors.
     with torch.inference_mode(False):
         return _on_host(values, dtype, device).to(device, non_blocking=True)
 
 
 def fill(table: Tensor, values: Sequence[int] | Tensor) -> None:
-    """Writes `values`, as many as it has, into a table that exists; the host does not wait."""
+    """Writes `values` into an existing table of the same size. The host does not wait."""
     source = _on_host(values, table.dtype, table.device)
     assert source.shape == table.shape, (source.shape, table.shape)
     table.copy_(source, non_blocking=True)
 
 
 class Tabled:
-    """Keeps what is derived from it, each made once."""
+    """Keeps objects that are derived from it. Each is made once."""
 
     @cached_property
     def _cache(self) -> dict[Hashable, Any]:
@@ -54,14 +54,14 @@ class Tabled:
         return {}
 
     def cached(self, key: Hashable, build: Callable[[], _T]) -> _T:
-        """What `build` returns, made once for each key: it lives as long as this."""
+        """What `build` returns. It is made once for each key and lives as long as this object."""
         if key not in self._cache:
             self._cache[key] = build()
         found: _T = self._cache[key]
         return found
 
     def table(self, build: Build, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """The columns that `build` gives, on `device`.
+        """The columns that `build` returns, on `device`.
 
         Raises RuntimeError if they would have to be made while a CUDA graph is captured, which
         would copy from host memory again at each replay.
@@ -75,9 +75,9 @@ class Tabled:
         return self._on_devices[key]
 
     def take_tables(self, other: Tabled) -> None:
-        """Takes over the device tables of `other` (or its own) and fills them with this one's
-        values, in place and of the same shapes; the host does not wait. `other` makes its own
-        again where it is still used."""
+        """Takes over the device tables of `other` (which may be self) and fills them in place with
+        this object's values, which must have the same shapes. The host does not wait. `other` makes
+        new tables if it is still used."""
         tables = other._on_devices
         other.__dict__["_on_devices"] = {}
         for (build, _), columns in tables.items():

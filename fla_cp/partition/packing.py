@@ -1,11 +1,11 @@
-"""Packing: how the tokens on one card are cut into sequences, segments and chunks.
+"""Packing: how the tokens of one rank are divided into sequences, segments and chunks.
 
-Host arithmetic only; tensors appear when a backend asks for its tables on a device.
+This is host arithmetic. Tensors are made when a backend asks for its tables on a device.
 
-Terms. A card holds one or more token ranges of the global batch. Inside a range, the tokens of
-one sequence are a part; a part is cut into segments of at most `segment_chunks` chunks, and a
-segment into chunks of 64 tokens, the last one possibly shorter. Example: sequences of 100 and 60
-tokens, one card, no cutting: segments [0,100) and [100,160) with 2 and 1 chunks.
+Terms. A rank holds one or more token ranges of the global batch. Inside a range, the tokens of one
+sequence are a part. A part may be cut into segments, and a segment consists of chunks of 64 tokens,
+of which the last may be shorter. Example: sequences of 100 and 60 tokens on one rank, without cuts,
+are the segments [0,100) and [100,160) with 2 chunks and 1 chunk.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fla_cp.rule import CHUNK
 class Segment(NamedTuple):
     """A run of tokens of one sequence that is handled as one unit.
 
-    start, stop: local token offsets. sequence: global index.
-    begins, ends: the sequence's first / last token is here.
-    entry, exit: index of the owned range whose first / last token this is, if the sequence goes
-    on in an earlier / a later range; -1 otherwise.
+    start, stop: local token offsets. sequence: its index in the global batch. begins, ends: whether
+    the sequence's first token, and its last, are here. entry: if the sequence enters the rank's
+    range here, that range's index among the rank's ranges, otherwise -1. exit: the same if it
+    leaves the range here.
     """
 
     start: int
@@ -44,18 +44,17 @@ class Segment(NamedTuple):
 
     @property
     def continues(self) -> bool:
-        """True if the previous segment of this card's list is the one before it."""
+        """Whether the previous segment on this rank is the one before it in the sequence."""
         return not self.begins and self.entry < 0
 
 
 class Frame(NamedTuple):
-    """Sizes that every packing of a context with max_sequences has on this card, and what may
-    happen to it there.
+    """The sizes that all packings of a context with max_sequences have on one rank.
 
-    sequences: of the global batch. segments: padded with such without tokens, the last of which,
-    the spare, is one always. chunks: padded with such without tokens. enters, leaves: whether
-    another rank's state may enter or this one's leave. largest: see `Packing.largest`; None: its
-    own counts.
+    sequences: of the global batch. segments, chunks: how many there are, including segments and
+    chunks without tokens that fill the list. The last segment, the spare, never has tokens. enters,
+    leaves: whether a state may come from another rank or go to one. largest: see `Packing.largest`;
+    None means this rank's own counts.
     """
 
     sequences: int
@@ -67,7 +66,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, sequences: int, tokens: int, *, enters: bool, leaves: bool) -> Frame:
-        """For one range of `tokens` tokens."""
+        """The frame of a rank with one range of `tokens` tokens."""
         parts = min(sequences, tokens)
         chunks = (tokens + (CHUNK - 1) * parts) // CHUNK
         return cls(sequences, parts + 1, chunks, enters, leaves)
@@ -80,15 +79,15 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing(Tabled):
-    """The segments of one card, in local token order, and the tables derived from them.
+    """The segments of one rank, in local token order, and the tables derived from them.
 
-    tokens: local tokens. sequences: sequences of the global batch (N). ranges: token ranges that
-    this card owns. segments: see `Segment`.
-    empty: sequences without a token whose final state this card accounts for.
-    frame: the sizes that segments and chunks are padded to. Then exactly one segment is carried
-    where a state may enter, one feeding where one may leave, one middle where both: that of the
-    tokens, or the spare, whose map nobody reads.
-    loads: of all ranks, cut like this card's; none: it is alone, or has a frame.
+    tokens: local tokens. sequences: sequences of the global batch (N). ranges: how many token
+    ranges the rank owns. segments: see `Segment`. empty: the sequences without tokens whose final
+    state this rank provides.
+    frame: the sizes that segments and chunks are filled up to. With a frame, exactly one segment is
+    carried if a state may enter the rank, one is feeding if a state may leave it, and one is middle
+    if both: the segment that has the tokens, or else the spare, whose map nobody reads.
+    loads: the workloads of all ranks, cut as this rank's; empty if it is alone or has a frame.
     """
 
     tokens: int
@@ -110,8 +109,8 @@ class Packing(Tabled):
         frame: Frame | None = None,
         loads: tuple[Workload, ...] = (),
     ) -> Packing:
-        """Segments of the global token `ranges` (default: all tokens), in the given order; with a
-        frame of one range, padded to it. loads: of all ranks, uncut."""
+        """The packing of global token `ranges` (default: all tokens), in the given order. With a
+        frame there must be one range. loads: the workloads of all ranks, before cuts."""
         total = cu_seqlens[-1]
         ranges = [(0, total)] if ranges is None else ranges
         segments: list[Segment] = []
@@ -147,7 +146,7 @@ class Packing(Tabled):
         return whole.cut(segment_chunks) if segment_chunks else whole
 
     def cut(self, chunks: int) -> Packing:
-        """The same tokens, longer segments in pieces of equal length, at most `chunks` chunks."""
+        """The same tokens with longer segments cut into equal pieces of at most `chunks` chunks."""
         segments: list[Segment] = []
         for s in self.segments:
             count = -(-(s.stop - s.start) // CHUNK)
@@ -173,7 +172,7 @@ class Packing(Tabled):
 
     @cached_property
     def on_ranks(self) -> tuple[Workload, ...]:
-        """Loads of all ranks, or of this card where it is alone."""
+        """The workloads of all ranks, or of this one if it is alone."""
         if self.loads:
             return self.loads
         chunks = ((-(-(s.stop - s.start) // CHUNK), s) for s in self.segments)
@@ -181,27 +180,27 @@ class Packing(Tabled):
 
     @cached_property
     def largest(self) -> Counts:
-        """The most that any rank has, equal on all: what may decide which kernel a launch takes. In
-        a frame that of all packings."""
+        """The largest counts of any rank, which are equal on all ranks and may therefore decide
+        which kernel is launched. With a frame they cover all packings."""
         if self.frame is not None:
             return self.frame.largest or self.frame.counts
         return Counts.largest(load.counts for load in self.on_ranks)
 
     @cached_property
     def carried(self) -> tuple[int, ...]:
-        """Segments that some segment precedes, on this card or another."""
+        """Segments that a state enters, from this rank or another."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.begins)
         return self._or_spare(which, self.frame is not None and self.frame.enters)
 
     @cached_property
     def feeding(self) -> tuple[int, ...]:
-        """Segments that some segment follows, on this card or another."""
+        """Segments that hand their state on, on this rank or to another."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.ends)
         return self._or_spare(which, self.frame is not None and self.frame.leaves)
 
     @cached_property
     def middle(self) -> tuple[int, ...]:
-        """Segments through which a state passes: only these need a transition."""
+        """Segments through which a state passes. Only these need a transition."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.begins and not s.ends)
         frame = self.frame
         return self._or_spare(which, frame is not None and frame.enters and frame.leaves)
@@ -225,7 +224,8 @@ class Packing(Tabled):
 
     @cached_property
     def chains(self) -> tuple[tuple[int, ...], ...]:
-        """Runs of two or more linked segments of this card, and single ones that cross its edge."""
+        """Runs of linked segments of this rank: two or more of them, or one that crosses its
+        edge."""
         runs: list[list[int]] = []
         for i, s in enumerate(self.segments):
             if s.continues:
@@ -240,25 +240,24 @@ class Packing(Tabled):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Local: where each segment stops, after 0; without the spare."""
+        """0, and then where each segment stops, in local tokens; without the spare."""
         return (0, *(s.stop for s in (self.segments[:-1] if self.frame else self.segments)))
 
     @cached_property
     def single(self) -> bool:
-        """Whether the one range here has one segment at most at either edge: the range's map is
-        the segment's."""
+        """Whether there is one range, whose map is that of a single segment: no run has several."""
         return self.ranges == 1 and all(len(chain) == 1 for chain in self.chains)
 
     def index(self, which: Sequence[int], device: torch.device) -> Tensor:
-        """`which` as an int64 tensor on `device`, made once."""
+        """`which` as an int64 tensor on `device`. It is made once."""
         which = tuple(which)
         return self.cached((which, device), lambda: to_device(which, torch.int64, device))
 
     def steps(self, device: torch.device) -> StepTable:
-        """Chunk tables of the torch stages on `device`, made once.
+        """The chunk tables of the torch stages on `device`. They are made once.
 
-        Raises RuntimeError while a CUDA graph is captured for several packings: their shapes, and
-        the loops over them, follow the packing.
+        Raises RuntimeError while a CUDA graph is captured for several packings, because the tables'
+        shapes and the loops over them depend on the packing.
         """
         fixed = self.frame is not None and device.type == "cuda"
         if fixed and torch.cuda.is_current_stream_capturing():
@@ -285,21 +284,21 @@ def _parts(cu_seqlens: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, i
 
 
 class StepTable(NamedTuple):
-    """Chunks ordered so that step t of all segments lies side by side, longest segments first.
+    """An order of the chunks in which step t of all segments is one slice, longest segments first.
 
-    A scan then takes slices: at step t the chunks `bounds[t]` belong to the first
-    `bounds[t][1] - bounds[t][0]` segments of `walked`.
+    At step t, a scan takes the chunks `bounds[t]`. They belong to the first
+    `bounds[t][1] - bounds[t][0]` segments of `longest_first`.
 
-    gather [NC*C]: local token of each chunk row (0 where padded); padded [NC*C] bool or None.
-    scatter [T]: chunk row of each local token. walked: segments, longest first (host).
-    position: place of each segment in `walked` (host). bounds: chunk slice of each step (host).
-    natural [NC]: chunk of each chunk in token order.
+    gather [NC*C]: local token of each row of a chunk (0 for padding). padded [NC*C]: which rows are
+    padding, or None. scatter [T]: row of each local token. longest_first: the segments by length.
+    position: place of each segment in `longest_first`. bounds: the chunks of each step.
+    natural [NC]: place of each chunk, in token order. Those without a shape are on the host.
     """
 
     gather: Tensor
     padded: Tensor | None
     scatter: Tensor
-    walked: tuple[int, ...]
+    longest_first: tuple[int, ...]
     position: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
     natural: Tensor
@@ -332,7 +331,7 @@ class StepTable(NamedTuple):
             gather=to_device(gather, torch.int64, device),
             padded=to_device(padded, torch.bool, device) if padded.any() else None,
             scatter=to_device(scatter, torch.int64, device),
-            walked=tuple(order.tolist()),
+            longest_first=tuple(order.tolist()),
             position=tuple(position.tolist()),
             bounds=tuple(pairwise(edges)),
             natural=to_device(natural, torch.int64, device),
@@ -341,9 +340,9 @@ class StepTable(NamedTuple):
     def fold(
         self, subset: Subset | None = None, reverse: bool = False
     ) -> Iterator[tuple[slice, slice | Tensor]]:
-        """(states, chunks) of each step: rows of a state tensor and the chunks they meet.
+        """(rows of a state tensor, chunks) of each step.
 
-        States are in the order of `walked`, or, with a subset, in the subset's order.
+        States are in the order of `longest_first`, or, with a subset, in the subset's order.
         """
         for lo, hi in reversed(self.bounds) if reverse else self.bounds:
             if subset is None:
@@ -355,9 +354,10 @@ class StepTable(NamedTuple):
 
 
 class Subset(NamedTuple):
-    """Some segments, longest first, as `StepTable.walk` needs them.
+    """Some segments, longest first, as `StepTable.fold` needs them.
 
-    segments, places: segment and its place in the full order (host). rows: places on the device.
+    segments: their indices. places: their places in the full order, on the host. rows: the same on
+    the device.
     """
 
     segments: tuple[int, ...]

@@ -1,23 +1,24 @@
-"""How finely a card cuts its sequences: a rule on the host, from lengths and from the card's size.
+"""How finely sequences are cut into segments: a model of the time, from lengths and the GPU's size.
 
-A scan goes through the chunks of a segment one after another, and a segment is a few programs:
-heads times tiles of columns. Few heads and long sequences leave most of the card idle. Cut into
-segments, all of them run at once, but each must be summarised first (its offset, and its transition
-where a state passes through), and the maps folded.
+A scan processes the chunks of a segment one after another, in a few programs: one for each head and
+tile of columns. With few heads and long sequences, most of the GPU is idle. If a sequence is cut
+into segments, these run at the same time. But each segment must first be summarized (its offset,
+and its transition if a state passes through it), and the maps must be folded.
 
-    time(a scan of some segments) = max(step * longest, shared * programs * chunks / processors)
+    time(a scan of some segments) = max(step * longest, shared * programs * chunks / SMs)
 
-in microseconds: `step` a chunk when nothing else runs, `shared` a chunk of one program on a full
-multiprocessor. Forward: offsets and transitions in one launch, then the scan; backward: offsets in
-reverse (transitions are the forward's), states again, the scan in reverse. Where the card has room
-the states run beside another of these: the scan and the exchange before it, or, where nothing is
-exchanged, the offsets. What crosses ranks is summarised cut or not. The cut with the least time is
-taken if it saves a MARGIN. Where it does not for both directions, and no state crosses ranks, the
-forward may be cut alone.
+in microseconds. `step` is the time of a chunk when nothing else runs, `shared` the time of one
+program's chunk on a full SM. The forward forms offsets and transitions in one launch, and then
+scans. The backward forms the adjoint offsets (the transitions are the forward's), recomputes the
+states, and scans in reverse. If the GPU has room, the states are recomputed at the same time as the
+reverse scan and the exchange before it, or, if nothing is exchanged, as the adjoint offsets. What
+crosses ranks is summarized in any case. The cut with the least time is taken if it is below MARGIN
+of the uncut time. If no cut is for both directions, and no state crosses ranks, the forward alone
+may be cut.
 
-Ranks of one batch are cut at one length, chosen from what all of them hold. Where states cross
-ranks, all wait in each exchange for the slowest: of each step that rank counts that takes longest.
-Where none do, the rank that takes longest in all.
+All ranks of a batch cut at the same length, chosen from the workloads of all. If states cross
+ranks, every rank waits in each exchange for the slowest, so that each step counts with the rank for
+which it takes longest. If no state crosses ranks, the rank that takes longest in total counts.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from fla_cp.partition.packing import Packing
 from fla_cp.partition.workload import Counts, Workload
 
 COLUMNS = 32
-"""Of the state, that a program of the costs below has."""
+"""Columns of the state that a program has in the costs below."""
 
 
 class Cost(NamedTuple):
-    """step, shared; many: shared where a launch has at least MANY programs, which are then joined
-    to wider ones that read less."""
+    """step, shared: see above. many: `shared` of a launch with at least MANY programs, which are
+    then wider and read less."""
 
     step: float
     shared: float
@@ -44,28 +45,29 @@ MANY = 512
 
 SCAN, STATES, SUMMARY = Cost(1.39, 0.78, 0.80), Cost(1.15, 0.92, 0.95), Cost(0.80, 0.41, 0.34)
 SCAN_BWD, SUMMARY_BWD = Cost(1.48, 1.07, 1.10), Cost(0.88, 0.64, 0.64)
-"""Of the scan, the states again, offsets and transitions, the scan in reverse and its offsets; on
-an H200, K = V = 128, bf16 (docs/log.md). Other shapes change all of them alike."""
+"""The costs of the scan, of recomputing states, of offsets and transitions, of the reverse scan and
+of its offsets. Measured on an H200 with K = V = 128 in bf16 (docs/log.md). Other shapes change all
+of them by the same factor."""
 
 BOTH, CONCURRENT = 1.90, 1.50
-"""A step of the states again beside the scan in reverse, and beside its offsets, where all of their
-programs fit on the card at once."""
+"""A step of the states when they are recomputed at the same time as the reverse scan, and as its
+offsets, if all programs of both fit on the GPU at once."""
 
 FOLD = 5.0
-"""Folding in one segment: two products [K, K] x [K, V] after one another."""
+"""Folding in one segment: two products [K, K] x [K, V], one after the other."""
 
 EXTRA = 60.0
-"""The additional launches of a cut, in one direction, from Python."""
+"""Host time of the additional launches of a cut, in one direction."""
 
 MARGIN = 0.95
-"""A cut must promise at most this share of the uncut time."""
+"""A cut is made if its predicted time is at most this share of the uncut time."""
 
 SMALLEST = 8
-"""Chunks below which a segment is not cut: its maps would weigh more than its tokens."""
+"""The fewest chunks of a segment: the maps of shorter ones would outweigh their tokens."""
 
 
 class Steps(NamedTuple):
-    """Microseconds of a rank. fold: in one direction, with the launches that it needs."""
+    """Microseconds of a rank. fold: of one direction, with its launches."""
 
     summary: float
     scan: float
@@ -88,8 +90,9 @@ def predicted(
     processors: int,
     backward: bool = True,
 ) -> float:
-    """Microseconds of a forward and, with it, a backward, of all ranks' loads in segments of at
-    most so many chunks. value, key: programs of a segment for its state and for its transition."""
+    """Microseconds of a forward, and with `backward` of a backward too, of all ranks' loads in
+    segments of at most `most` chunks. value, key: how many programs form a segment's state, and its
+    transition."""
     cut = [load.cut(most) for load in loads]
     counts = Counts.largest(load.counts for load in cut)
     crosses = any(load.counts.carried for load in loads)
@@ -131,8 +134,8 @@ def predicted(
 def split(
     packing: Packing, value: int, key: int, processors: int, backward: bool = True
 ) -> Packing:
-    """`packing`, or the same tokens in shorter segments where that promises to be faster: on all
-    ranks, or on none. In a frame they stay whole."""
+    """`packing`, or the same tokens in shorter segments if that is predicted to be faster. All
+    ranks decide alike. With a frame, nothing is cut."""
 
     def best() -> Packing:
         loads = packing.on_ranks

@@ -14,10 +14,10 @@ from fla_cp.partition.token_ranges import Ranges
 class Links(Tabled):
     """Which slot belongs to whom and which continues its predecessor; equal on all ranks.
 
-    owner, row: rank of each slot, and its index among that rank's ranges. continues: slot s goes
-    on where slot s-1 stopped. through: one sequence enters, fills and leaves slot s.
-    slots_per_rank: largest number of ranges that a rank owns. fixed: one slot a rank, and what is
-    exchanged does not depend on the rest.
+    owner, row: the rank of each slot, and the slot's index among that rank's ranges. continues:
+    whether a sequence continues from slot s-1 into slot s. through: whether one sequence enters,
+    fills and leaves slot s. slots_per_rank: the largest number of ranges that a rank owns. fixed:
+    each rank has one slot, and what is exchanged does not depend on the packing.
     """
 
     owner: tuple[int, ...]
@@ -49,7 +49,7 @@ class Links(Tabled):
         return [s for s, r in enumerate(self.owner) if r == rank]
 
     def mirrored(self) -> Links:
-        """The table seen from the end: for gradients, which walk from later slots to earlier."""
+        """The table in reverse order, for gradients, which go from later slots to earlier ones."""
         return self._mirror
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which rank owns which tokens: the divisions that come with the package."""
+"""Which rank owns which tokens: the two divisions that the package provides."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from itertools import pairwise
 
 
 def contiguous_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """One range a rank, in order, lengths differing by at most one token."""
+    """One range for each rank, in order. Lengths differ by at most one token."""
     edges = [total * r // world_size for r in range(world_size + 1)]
     return [[edge] for edge in pairwise(edges)]
 
 
 def zigzag_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """Two ranges a rank, piece r and piece 2R-1-r of 2R equal pieces.
+    """Two ranges for each of R ranks: rank r has pieces r and 2R-1-r of 2R equal pieces.
 
-    This balances causal softmax attention, whose work grows along the sequence; layers of both
-    kinds can then share one sharding.
+    This balances causal softmax attention, whose work grows along the sequence, so that layers of
+    both kinds can share one sharding.
     """
     edges = [total * i // (2 * world_size) for i in range(2 * world_size + 1)]
     pieces = list(pairwise(edges))

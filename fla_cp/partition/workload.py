@@ -1,9 +1,11 @@
-"""Load: what a rank holds, as counts; every rank knows those of all, and so chooses as they do.
+"""Workload: how much a rank holds, in counts. Every rank knows those of all ranks, so that all of
+them choose alike.
 
-A part is what a range holds of one sequence (packing.py). Thousands of short documents are a few
-kinds of parts: of so many chunks, with the sequence's first token or not, and its last. Example:
-sequences of 100 and 60 tokens cut after 80: the first rank has a part of 2 chunks that begins, the
-second one of 1 chunk that ends and one of 1 chunk that does both.
+A part is what a range holds of one sequence (packing.py). Thousands of short documents are parts of
+a few kinds only. A kind is the number of chunks, and whether the sequence's first token and its
+last are in the part. Example: sequences of 100 and 60 tokens are divided after token 80. The first
+rank has a part of 2 chunks that begins its sequence. The second rank has a part of 1 chunk that
+ends its sequence, and one of 1 chunk that does both.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from fla_cp.rule import CHUNK
 
 
 class Part(NamedTuple):
-    """Of a sequence, or a segment of it. begins, ends: with its first / last token."""
+    """A part of a sequence, or a segment of one. begins, ends: whether it has the first and the
+    last token."""
 
     chunks: int
     begins: bool
@@ -28,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """Of some segments: how many, their chunks together, and those of the longest."""
+    """The number of some segments, of all their chunks, and of the chunks of the longest."""
 
     segments: int
     chunks: int
@@ -36,7 +39,7 @@ class Amount(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Segments by the properties of `Packing`, and chunks."""
+    """How many segments are in each property of `Packing`, and how many chunks there are."""
 
     everything: int
     feeding: int
@@ -46,13 +49,13 @@ class Counts(NamedTuple):
 
     @classmethod
     def largest(cls, counts: Iterable[Counts]) -> Counts:
-        """Of each the most."""
+        """The largest of each."""
         return cls(*map(max, zip(*counts, strict=True)))
 
 
 def pieces(chunks: int, most: int) -> tuple[int, int]:
-    """How many segments of equal length, at most `most` chunks, a part is cut into, and the chunks
-    of each but the last."""
+    """How many segments a part is cut into, of equal length and at most `most` chunks, and how many
+    chunks each of them has. The last may have fewer."""
     length = _ceil(chunks, _ceil(chunks, most))
     return _ceil(chunks, length), length
 
@@ -63,14 +66,13 @@ def _ceil(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """The parts that a rank holds, or the segments that they are cut into: how many of each kind,
-    of a token at least."""
+    """How many parts of each kind a rank holds, or segments if they are cut. None is empty."""
 
     kinds: tuple[tuple[Part, int], ...]
 
     @classmethod
     def of(cls, cu_seqlens: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Workload:
-        """Of global token `ranges`."""
+        """The workload of global token `ranges`."""
         kinds: Counter[Part] = Counter()
         for lo, hi in ranges:
             bounds = cu_seqlens[bisect_left(cu_seqlens, lo) : bisect_right(cu_seqlens, hi)]
@@ -93,7 +95,7 @@ class Workload:
         return cls._of(Counter(parts))
 
     def cut(self, most: int) -> Workload:
-        """The same as `Packing.cut` leaves it."""
+        """The workload after `Packing.cut`."""
         kinds: Counter[Part] = Counter()
         for part, n in self.kinds:
             if part.chunks <= most:
@@ -106,7 +108,7 @@ class Workload:
         return self._of(kinds)
 
     def folds(self, most: int) -> int:
-        """The most segments that are folded after one another when it is cut."""
+        """The largest number of segments that are folded one after another if it is cut."""
         crossing_or_cut = (
             pieces(chunks, most)[0]
             for (chunks, begins, ends), _ in self.kinds
@@ -116,7 +118,7 @@ class Workload:
 
     @cached_property
     def amounts(self) -> dict[str, Amount]:
-        """By properties of `Packing`."""
+        """The amounts of each property of `Packing`, by its name."""
 
         def of(entered: bool, left: bool) -> Amount:
             some = [

@@ -95,9 +95,9 @@ def test_chunk_tables_hold_each_token_once_longest_segment_first(seed):
     for packing in packings:
         table = packing.steps(torch.device("cpu"))
         lengths = [-(-(s.stop - s.start) // CHUNK) for s in packing.segments]
-        walked = [lengths[i] for i in table.walked]
-        assert walked == sorted(lengths, reverse=True)
-        assert [table.walked[p] for p in table.position] == list(range(len(lengths)))
+        by_length = [lengths[i] for i in table.longest_first]
+        assert by_length == sorted(lengths, reverse=True)
+        assert [table.longest_first[p] for p in table.position] == list(range(len(lengths)))
         rows = table.gather[table.scatter]
         assert torch.equal(rows, torch.arange(packing.tokens))
         kept = table.gather if table.padded is None else table.gather[~table.padded]

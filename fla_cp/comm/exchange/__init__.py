@@ -1,14 +1,14 @@
-"""Passing states between ranks: one affine map for each token range, never tokens.
+"""Exchange of states between ranks: one affine map for each token range, never tokens.
 
-Terms. A slot is a token range of the global batch; slots are numbered in sequence order and
-each belongs to one rank. The state leaving slot s and entering slot s+1 is
+Terms. A slot is a token range of the global batch. Slots are numbered in the order of their tokens,
+and each belongs to one rank. The state that leaves slot s and enters slot s+1 is
 
     out[s] = offset[s] + transition[s] @ in[s]        in[s+1] = out[s] if slot s+1 continues
 
-where the transition counts only if one sequence passes through the whole slot. Every scheme
-below takes the maps of this rank's slots and returns the states that enter them; a backward
-pass uses the same schemes over `Links.mirrored()`. What a rank receives per layer and
-direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
+where the transition counts only if one sequence passes through the whole slot. Every scheme below
+takes the maps of this rank's slots and returns the states that enter them. A backward uses the same
+schemes with `Links.mirrored()`. In each layer and direction a rank receives, in units of
+S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
 
     Local       nothing                                   one rank
     AllGather   (R-1) (S + M)                1 step       default up to 8 ranks
@@ -18,8 +18,8 @@ direction, in units of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
     Symmetric   (R-1) S + (R-2) M            1 step       ranks of one host, GPUs that read peers;
                                                           default for them from 8192 tokens a rank
 
-With fewer heads than ranks, ByHeads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent where no
-slot is passed through (two ranks, or documents shorter than a range).
+With fewer heads than ranks, ByHeads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent if no
+sequence passes through a whole slot (two ranks, or documents shorter than a range).
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ SCHEMES: dict[str, type[GroupExchange]] = {
 }
 
 ALL_GATHER_RANKS, HEADS_RANKS = 8, 128
-"""Largest world sizes for which "auto" gathers all maps, and for which it deals them by heads;
-beyond them the logarithmic scan. From the model in docs/design.md, with 32 heads."""
+"""The largest world sizes for which "auto" gathers all maps, and for which it deals them by heads.
+For more ranks it takes the logarithmic scan. From the model in docs/design.md, with 32 heads."""
 
 SYMMETRIC_TOKENS = 8192
-"""From so many tokens on the largest rank, "auto" reads peers' memory where the group can. The
-small kernels of that exchange find room beside scans that fill the GPU, where a collective waits
-for their end. With fewer tokens this makes no difference, and it was not measured
-(docs/design.md has the figures)."""
+"""From this many tokens on the largest rank, "auto" reads peers' memory if the group can. When
+scans fill the GPU, the small kernels of that exchange still find room, whereas a collective waits
+for the scans to end. With fewer tokens it was not measured (docs/design.md has the figures)."""
 
 
 def scheme_of(exchange: Exchange) -> str:
-    """The name of an exchange in `SCHEMES`; others, which only "auto" takes, by class."""
+    """The name of an exchange in `SCHEMES`, or its class's name if only "auto" takes it."""
     names: dict[type, str] = {kind: name for name, kind in SCHEMES.items()}
     return names.get(type(exchange), type(exchange).__name__.lower())
 
@@ -69,11 +68,12 @@ def make_exchange(
     fixed: bool = False,
     tokens: int = 0,
 ) -> Exchange:
-    """The exchange object for `scheme` ("auto", or a key of `SCHEMES`). fixed: the links are fixed;
-    "auto" then gathers their maps whatever the size. tokens: of the largest rank.
+    """The exchange for `scheme` ("auto", or a key of `SCHEMES`).
 
-    For "symmetric" the first call for a group is a collective. Raises ValueError for an unknown
-    scheme and, on all ranks, where the group cannot have symmetric memory.
+    fixed: the context has a fixed shape; "auto" then gathers maps whatever the world size. tokens:
+    of the largest rank. For "symmetric", the first call for a group is a collective.
+    Raises ValueError for an unknown scheme, and on all ranks if the group cannot have symmetric
+    memory.
     """
     if scheme != "auto" and scheme not in SCHEMES:
         raise ValueError(f"exchange must be one of {['auto', *SCHEMES]}, got {scheme!r}")

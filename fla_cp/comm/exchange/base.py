@@ -1,4 +1,4 @@
-"""What every exchange shares: the maps of slots, how they are packed to be sent, and their fold."""
+"""What all exchanges share: the maps of slots, how they are packed for sending, and their fold."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fla_cp.partition.slots import Links
 
 
 class SlotMaps(NamedTuple):
-    """Maps of this rank's slots: transition [J, HV, K, K] (or None) and offset [J, HV, K, V]. wire:
-    the tensor that `pack` would return, where they are slices of it."""
+    """The maps of this rank's slots: transition [J, HV, K, K] (or None) and offset [J, HV, K, V].
+    wire: the tensor that `pack` would return, if the maps are slices of it."""
 
     transition: Tensor | None
     offset: Tensor
@@ -26,8 +26,8 @@ class SlotMaps(NamedTuple):
 
 
 Rounds = Iterator[Tensor | None]
-"""The run of an exchange: None while messages are under way, and at last the states [J, HV, K, V]
-entering this rank's slots, zero where nothing enters."""
+"""A run of an exchange. It yields None while messages are under way, and at last the states
+[J, HV, K, V] that enter this rank's slots, which are zero if nothing enters."""
 
 
 class Pending:
@@ -38,7 +38,7 @@ class Pending:
         next(rounds)
 
     def wait(self) -> Tensor:
-        """States [J, HV, K, V] entering this rank's slots, zero where nothing enters."""
+        """The states [J, HV, K, V] that enter this rank's slots, zero if nothing enters."""
         with exchange_wait(self._device):
             *_, entering = self._rounds
         assert entering is not None
@@ -47,11 +47,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A scheme. `start` returns at once; work that needs no state may run before `wait`. fold: the
-    backend's, for schemes that fold gathered maps.
+    """A scheme. `start` returns at once, and work that needs no state may run before `wait`.
 
-    A subclass writes its `rounds` as a generator: what stands before the first yield runs in
-    `start`, the rest in `wait`.
+    A subclass writes `rounds` as a generator: the code before the first yield runs in `start`, the
+    rest in `wait`. fold: the backend's, for schemes that fold gathered maps.
     """
 
     group: dist.ProcessGroup | None = None
@@ -79,12 +78,12 @@ class GroupExchange(Exchange):
 
 @functools.cache
 def entering_table(rank: int, rows: int) -> Steps:
-    """The fold of all maps that gives the states entering the `rows` ranges of `rank`: all of them,
-    zero where nothing enters. A map's row is its rank's times slots_per_rank plus its own."""
+    """The fold of the maps of all ranks that forms the states entering the `rows` ranges of `rank`.
+    The row of a map is its rank times slots_per_rank, plus its index among the rank's ranges."""
 
     def steps(links: Links) -> FoldTable:
         found: list[list[tuple[int, int, int]]] = []
-        chain: list[tuple[int, int, int]] = []  # since the last slot that nothing passes through
+        chain: list[tuple[int, int, int]] = []  # steps since the last slot that nothing passes
         used, zero = 0, set(range(rows))  # steps up to this rank's last slot; ranges not entered
         for s in range(links.count):
             if links.owner[s] == rank and links.continues[s]:
@@ -98,7 +97,7 @@ def entering_table(rank: int, rows: int) -> Steps:
                 chain.append((row if links.through[s] else -1, row, -1))
         found += [chain[:used]] * (used > 0)
         found += [[(-1, -1, row)] for row in sorted(zero)]
-        if links.fixed:  # as many steps as there are slots before, at least one; zeros come first
+        if links.fixed:  # always one step for each slot before, and at least one: zeros fill up
             least = max(1, links.owner.index(rank))
             found = [[(-1, -1, -1)] * (least - len(found[0])) + found[0]]
         return FoldTable.of([(-1, -1, chain) for chain in found])
@@ -107,15 +106,15 @@ def entering_table(rank: int, rows: int) -> Steps:
 
 
 def fold_slots(maps: SlotMaps, links: Links, rank: int, like: Tensor, fold: Fold) -> Tensor:
-    """States entering the ranges of `rank`, like [J, HV, K, V], from the maps of all."""
+    """The states that enter the ranges of `rank`, like `like` [J, HV, K, V], from the maps of
+    all."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     steps = entering_table(rank, len(like))
     return fold(links, steps, maps.transition, maps.offset, None, out, transposed=False)
 
 
 def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, fold: Fold = fold) -> Tensor:
-    """States entering the slots of `rank`, like [J, HV, K, V], from the wires of all ranks (`pack`)
-    [R, slots_per_rank, ..]."""
+    """The same from the wires of all ranks (`pack`), [R, slots_per_rank, ..]."""
     return fold_slots(unpack(wires.flatten(0, 1), like.shape[-1]), links, rank, like, fold)
 
 
@@ -125,7 +124,8 @@ def wire_shape(links: Links, HV: int, K: int, V: int) -> tuple[int, int, int, in
 
 
 def pack(maps: SlotMaps, links: Links) -> Tensor:
-    """This rank's wire [slots_per_rank, HV, K, V+K], +K only where any transition is needed."""
+    """What this rank sends, its wire: [slots_per_rank, HV, K, V+K], or [.., V] if no rank needs a
+    transition."""
     if maps.wire is not None:
         return maps.wire
     transition, offset = maps.transition if links.any_through else None, maps.offset

@@ -16,8 +16,8 @@ from fla_cp.partition.slots import Links
 class PrefixScan(GroupExchange):
     """Prefix composition in ceil(log2 n) rounds (Hillis and Steele), for many ranks.
 
-    After round d every slot's map spans the 2^d slots up to it, or all back to where its
-    sequence began; from then on only its offset is sent.
+    After round d, each slot's map spans the 2^d slots up to it, or all slots since the beginning of
+    its sequence. In that case only its offset is sent from then on.
     """
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:

@@ -14,11 +14,11 @@ from fla_cp.partition.slots import Links
 
 
 class Ring(GroupExchange):
-    """States go from slot to slot, each rank applying its own map: fewest bytes, serial.
+    """States go from slot to slot, and each rank applies its own map: fewest bytes, but serial.
 
-    Every rank performs its sends and receives in slot order, so that no two ranks wait for
-    each other. Over NCCL, messages must not be the first that a group does unless it was made with
-    device_id: ranks without a neighbour send none.
+    Every rank sends and receives in the order of slots, so that no two ranks wait for each other.
+    Over NCCL, messages must not be the first communication of a group unless it was made with
+    device_id, because ranks without a neighbour send none.
     """
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:

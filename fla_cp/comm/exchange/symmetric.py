@@ -1,4 +1,4 @@
-"""Exchange through memory that GPUs of one host read from each other."""
+"""Symmetric: an exchange through memory that GPUs of one host read from each other."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fla_cp.partition.slots import Links
 
 
 class Symmetric(GroupExchange):
-    """Every rank puts its maps where its peers can read them, and reads from theirs those that its
-    fold needs (peer_memory.py).
+    """Every rank puts its maps where its peers can read them, and reads the peers' maps that its
+    own fold needs (peer_memory.py).
 
-    Each map is read once, into local memory, while other work may run; the fold would read a
-    transition for every tile of values.
+    Each map is copied once into local memory, while other work may run. The fold itself would read
+    a transition again for every tile of values.
     """
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
@@ -28,8 +28,8 @@ class Symmetric(GroupExchange):
         S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
         rank = dist.get_rank(self.group)
         transitions, offsets = links.cached((_read, rank, J), lambda: _read(links, rank, J))
-        # There is room for transitions even where none is sent: another size later would make
-        # the hosts wait.
+        # There is always room for transitions, even if none is sent: for another size later, the
+        # hosts would have to wait.
         memory = peer_memory.peer_memory(self.group, slots * (S + M), maps.offset.dtype)
         got = maps.offset.new_empty(len(offsets) * S + len(transitions) * M)
 
@@ -57,10 +57,10 @@ class Symmetric(GroupExchange):
 
 
 class SymmetricOrGather(GroupExchange):
-    """Symmetric where the group can have it, else AllGather.
+    """Symmetric if the group can have it, otherwise AllGather.
 
-    The first exchange finds out, because all ranks start it alike; a context may be built on a
-    thread of its own. If a CUDA graph captures the first exchange, it gathers.
+    The first exchange finds out, because all ranks start it together, whereas contexts may be built
+    on other threads. If a CUDA graph captures the first exchange, it gathers.
     """
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
@@ -82,7 +82,7 @@ def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[in
 
 @functools.cache
 def _entering_read(rank: int, rows: int) -> Steps:
-    """The steps of `entering_table`, whose rows count the maps of `_read` alone."""
+    """The steps of `entering_table`, with rows that count only the maps of `_read`."""
 
     def steps(links: Links) -> FoldTable:
         table = entering_table(rank, rows)(links)

@@ -39,7 +39,7 @@ def scan(spec: Spec, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor, Tens
     """h [NC, HV, K, V] at each chunk's start, v_new [NC, HV, C, V], S_end [S, HV, K, V]."""
     packing = spec.packing
     table = packing.steps(c.w.device)
-    S = _placed(packing, S0, table.walked, c)
+    S = _placed(packing, S0, table.longest_first, c)
     h = S.new_empty(c.w.shape[0], *S.shape[1:])
     v_new = torch.empty_like(c.u)
     for seg, chunk in table.fold():
@@ -128,7 +128,7 @@ def scan_bwd(
     """What `intra_bwd` needs, and the gradient of each segment's entry state [S, HV, K, V]."""
     packing, c = spec.packing, dout.chunks
     table = packing.steps(c.w.device)
-    dS = _placed(packing, dS_end, table.walked, c)
+    dS = _placed(packing, dS_end, table.longest_first, c)
     dh, dv = torch.empty_like(dout.into_h), torch.empty_like(c.u)
     for seg, chunk in table.fold(reverse=True):
         dh[chunk] = dS[seg]
