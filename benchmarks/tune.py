@@ -211,7 +211,7 @@ def stages(
         "scan_bwd": scan_bwd,
         "both_scans": both_scans,
         "beside_summary": beside_summary,
-        f"intra_bwd{path}": lambda: intra_bwd(rule, packing, x, c, h, v_new, dscan),
+        f"intra_bwd{path}": lambda: intra_bwd(packing, x, c, (h, v_new), dscan),
         "scan_ends": lambda: summarize(middle.packing, c, None)[1](),
         "scan_bwd_ends": lambda: backend.summarize_bwd(middle, dout, None, concurrent=False),
     }

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fla_cp.comm import affine
 from fla_cp.comm.carry import AffineMap, States
-from fla_cp.kernels.torch.conv import ConvRows
+from fla_cp.kernels.torch.conv import ConvInputs
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.partition.packing import Packing
@@ -141,29 +141,11 @@ class Backend(ABC):
     # operators of their own
 
     @abstractmethod
-    def conv(
-        self,
-        x: Tensor,
-        halo: Tensor,
-        where: ConvRows,
-        weight: Tensor,
-        bias: Tensor | None,
-        silu: bool,
-    ) -> Tensor:
-        """Depthwise causal convolution of x [T, D], in x's dtype; halo [ranges * (W-1), D] holds
-        the tokens before each range, weight is [D, W], bias [D]."""
+    def conv(self, c: ConvInputs) -> Tensor:
+        """Depthwise causal convolution, [T, D] in x's dtype."""
 
     @abstractmethod
-    def conv_bwd(
-        self,
-        x: Tensor,
-        halo: Tensor,
-        where: ConvRows,
-        weight: Tensor,
-        bias: Tensor | None,
-        silu: bool,
-        dy: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def conv_bwd(self, c: ConvInputs, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dx, dhalo, dweight and dbias, in fp32 (fp64 for fp64); dx may be in x's dtype."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ from fla_cp.comm.collectives import all_gather_rows
 from fla_cp.context import FLACPContext, context_of
 from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
-from fla_cp.kernels.torch.conv import ConvRows
+from fla_cp.kernels.torch.conv import ConvInputs, ConvRows
 from fla_cp.ops.checks import check_conv1d, check_conv1d_context, check_fixed_call, check_sequences
 from fla_cp.partition.checks import check_offsets
 from fla_cp.partition.token_ranges import Ranges
@@ -151,14 +151,14 @@ class _CausalConv1d(torch.autograd.Function):
         reach = place.where.reach if fixed else None
         ctx.save_for_backward(x, halo, weight, bias, reach)
         ctx.silu, ctx.place = silu, place
-        return place.backend.conv(x, halo, place.where, weight, bias, silu)
+        return place.backend.conv(ConvInputs(x, halo, place.where, weight, bias, silu))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, halo, weight, bias, _), place = ctx.saved_tensors, ctx.place
-        found = place.backend.conv_bwd(x, halo, place.where, weight, bias, ctx.silu, dy)
-        dx, dhalo, dweight, dbias = found
+        inputs = ConvInputs(x, halo, place.where, weight, bias, ctx.silu)
+        dx, dhalo, dweight, dbias = place.backend.conv_bwd(inputs, dy)
         context = place.context
         if place.where.width and context is not None and context.halo is not None:
             context.halo.scatter_add(dx, dhalo, context.group)
@@ -212,7 +212,7 @@ def _halo_tables_fake(
     )
 
 
-def _conv_run(
+def _inputs(
     x: Tensor,
     halo: Tensor,
     weight: Tensor,
@@ -222,33 +222,25 @@ def _conv_run(
     context: Tensor,
     sizes: Tensor,
     rows: int,
-) -> Tensor:
+) -> tuple[Backend, ConvInputs]:
+    """The backend and the inputs, from the arguments that both ops share."""
     place = _Place.of(impl, x, weight, context_of(context), rows)
-    return place.backend.conv(x, halo, place.where, weight, bias, silu)
+    return place.backend, ConvInputs(x, halo, place.where, weight, bias, silu)
+
+
+def _conv_run(*args: Any) -> Tensor:
+    backend, inputs = _inputs(*args)
+    return backend.conv(inputs)
 
 
 def _conv_fake(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _conv_backward_run(
-    dy: Tensor,
-    x: Tensor,
-    halo: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    impl: str,
-    context: Tensor,
-    sizes: Tensor,
-    rows: int,
-) -> list[Tensor]:
-    place = _Place.of(impl, x, weight, context_of(context), rows)
-    grads = place.backend.conv_bwd(x, halo, place.where, weight, bias, silu, dy)
-    return [
-        x.new_empty(0) if t is None or d is None else _fresh(d, t)
-        for d, t in zip(grads, (x, halo, weight, bias), strict=True)
-    ]
+def _conv_backward_run(dy: Tensor, *args: Any) -> list[Tensor]:
+    backend, c = _inputs(*args)
+    given = zip(backend.conv_bwd(c, dy), (c.x, c.halo, c.weight, c.bias), strict=True)
+    return [c.x.new_empty(0) if t is None or d is None else _fresh(d, t) for d, t in given]
 
 
 def _fresh(d: Tensor, like: Tensor) -> Tensor:

@@ -102,15 +102,15 @@ def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list
 
 def compile_conv(dtype: torch.dtype, halo: bool) -> list[Launch]:
     """Forward and backward with four taps, SiLU and a bias; with a halo as under a context."""
-    from fla_cp.kernels.torch.conv import ConvRows
+    from fla_cp.kernels.torch.conv import ConvInputs, ConvRows
     from fla_cp.kernels.triton.conv import conv, conv_bwd
 
     x, weight, bias = (torch.zeros(*s, dtype=dtype) for s in ((256, 1000), (1000, 4), (1000,)))
     where = ConvRows.build(torch.zeros(256), (256,), 3 * halo, x.device)
     front = x.new_empty(len(where.halo), 1000)
     with launched() as kernels:
-        y = conv(x, front, where, weight, bias, True)
-        conv_bwd(x, front, where, weight, bias, True, y)
+        inputs = ConvInputs(x, front, where, weight, bias, True)
+        conv_bwd(inputs, conv(inputs))
     return list(dict.fromkeys(kernels))
 
 

@@ -403,16 +403,16 @@ def of_gate(x: Named, actual: Named, exact: Named, *, dout: Tensor, bound: float
 def conv_stage(x: Named, impl: str) -> Named:
     """Both stages of the convolution for a rank with two ranges, with a halo or an empty one."""
     from fla_cp.kernels import resolve
-    from fla_cp.kernels.torch.conv import ConvRows
+    from fla_cp.kernels.torch.conv import ConvInputs, ConvRows
 
     x = {n: t.to(DEVICE) for n, t in x.items()}
     halo, W = len(x["halo"]) > 0, x["weight"].shape[1]
     reach = torch.cat([torch.arange(n) + 100 * halo for n in RANGES])
     where = ConvRows.build(reach, RANGES, (W - 1) * halo, x["x"].device)
     backend = resolve(impl, x["x"].device, x["x"].dtype)
-    operands = (x["x"], x["halo"], where, x["weight"], x["bias"], True)
-    dx, dhalo, dweight, dbias = backend.conv_bwd(*operands, x["dy"])
-    found = {"y": backend.conv(*operands), "dx": dx, "dweight": dweight, "dbias": dbias}
+    inputs = ConvInputs(x["x"], x["halo"], where, x["weight"], x["bias"], True)
+    dx, dhalo, dweight, dbias = backend.conv_bwd(inputs, x["dy"])
+    found = {"y": backend.conv(inputs), "dx": dx, "dweight": dweight, "dbias": dbias}
     return found | ({"dhalo": dhalo} if halo else {})
 
 

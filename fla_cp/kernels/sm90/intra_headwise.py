@@ -40,7 +40,6 @@ from fla_cp.kernels.triton.device.planes import (
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables
 from fla_cp.kernels.triton.tile_table import WHOLE
-from fla_cp.rule import DeltaRule
 
 
 @gluon.constexpr_function
@@ -373,10 +372,10 @@ def reads(x: Inputs) -> bool:
     return all(n % 16 == 0 for t in given for n in t.stride()[:2])
 
 
-def intra_head(rule: DeltaRule, table: Tables, x: Inputs, c: Chunks, first: int, stop: int) -> None:
+def intra_head(table: Tables, x: Inputs, c: Chunks, first: int, stop: int) -> None:
     """Fills T, Aqk, decay, and the planes of rows that `head_rows_kernel` does not write, for the
     chunks from `first` up to `stop`."""
-    H, HV = x.q.shape[1], x.v.shape[1]
+    rule, H, HV = c.rule, x.q.shape[1], x.v.shape[1]
     fewer = x.p is not None or (c.terms > 1 and (HV > H or rule.removal == "none"))
     given = rows(x.q), rows(x.k), rows(x.k if x.p is None else x.p), Formed(*c[:8]), table.chunks
     compiled = {"S": c.shape(WHOLE), "R": rule_options(rule, x.q.dtype), "num_warps": 4}

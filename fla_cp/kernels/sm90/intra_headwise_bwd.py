@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.sm90.intra_headwise_bwd_copies import (
     SLOT_GC,
     SLOT_GC_BEFORE,
@@ -39,7 +40,7 @@ from fla_cp.kernels.triton.device.bundles import ChunkTable, Grads, rule_options
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables
 from fla_cp.kernels.triton.tile_table import WHOLE
-from fla_cp.rule import CHUNK, DeltaRule
+from fla_cp.rule import CHUNK
 
 
 @gluon.jit
@@ -401,22 +402,20 @@ def head_bwd_sm90_kernel(
 
 
 def head_bwd(
-    rule: DeltaRule,
     table: Tables,
     x: Inputs,
     c: Chunks,
-    h: Tensor,
-    v_new: Tensor,
+    states: ChunkStates,
     grads: ScanGrads,
     out: Grads,
-    dv: Tensor,
     programs: int,
 ) -> None:
-    """Fills out and dv. programs: how many to start at most, one for each SM."""
+    """Fills out. programs: how many to start at most, one for each SM."""
+    h, v_new = states
     items = len(table.chunk_start) * x.q.shape[1]
     p, dp = (x.k, out.dk) if x.p is None else (x.p, out.dp)
     read = {"do": grads.do, "v_new": v_new, "y": grads.y, "v": x.v, "q": x.q, "k": x.k, "p": p}
-    written = {"dq": out.dq, "dk": out.dk, "dp": dp, "dv": dv}
+    written = {"dq": out.dq, "dk": out.dk, "dp": dp, "dv": out.dv}
     described = {n: describe(t, CHUNK, t.shape[-1]) for n, t in (read | written).items()}
     described |= {n: describe(t, *t.shape[-2:]) for n, t in (("h", h), ("dh", grads.dh))}
     heads = tuple(t.stride(1) for t in (grads.do, x.v, x.q, x.k, p))
@@ -426,11 +425,11 @@ def head_bwd(
         (min(programs, items),),
         **described,
         rows=describe(c.rows, 1, CHUNK),
-        more=BwdMore(out.dq, out.dk, dp, dv, *rest),
+        more=BwdMore(out.dq, out.dk, dp, out.dv, *rest),
         items=items,
         tokens=len(x.q),
-        scale=rule.scale,
+        scale=c.rule.scale,
         S=c.shape(WHOLE._replace(stages=2 if x.p is None else 1)),
-        R=rule_options(rule, x.q.dtype),
+        R=rule_options(c.rule, x.q.dtype),
         num_warps=8,
     )

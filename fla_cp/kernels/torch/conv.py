@@ -20,9 +20,10 @@ from fla_cp.rule import accumulator
 class ConvRows(NamedTuple):
     """Where the tokens before each token are.
 
-    reach [T], int32: how many tokens of its sequence are before it. lengths: of the ranges, in
-    order; width: halo rows of each, W - 1 or 0. rows [T], halo [ranges * width]: row of each token
-    and of each halo row in x_ext. kept: further tables of a backend, which live as long.
+    reach [T], int32: how many tokens of its sequence are before each token. lengths: those of the
+    ranges, in order. width: how many halo rows each range has, W - 1 or 0. rows [T], halo
+    [ranges * width]: the row of each token, and of each halo row, in x_ext. kept: further tables of
+    a backend.
     """
 
     reach: Tensor
@@ -48,6 +49,18 @@ class ConvRows(NamedTuple):
         return cls(reach, lengths, width, rows, halo, {})
 
 
+class ConvInputs(NamedTuple):
+    """x [T, D], halo [ranges * width, D] (the tokens before each range), where each token's
+    predecessors are, weight [D, W], bias [D] or None, and whether SiLU follows."""
+
+    x: Tensor
+    halo: Tensor
+    where: ConvRows
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool
+
+
 def _extend(x: Tensor, halo: Tensor, where: ConvRows) -> Tensor:
     if not len(halo):
         return x
@@ -64,12 +77,10 @@ def _tap(x_ext: Tensor, where: ConvRows, shift: int) -> Tensor:
     return taken.masked_fill((where.reach < shift)[:, None], 0)
 
 
-def conv(
-    x: Tensor, halo: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None, silu: bool
-) -> Tensor:
-    """y [T, D] in x's dtype; halo [ranges * width, D], weight [D, W], bias [D] or None."""
-    y = _linear(_extend(x, halo, where), where, weight, bias)
-    return (torch.nn.functional.silu(y) if silu else y).to(x.dtype)
+def conv(c: ConvInputs) -> Tensor:
+    """y [T, D] in x's dtype."""
+    y = _linear(_extend(c.x, c.halo, c.where), c.where, c.weight, c.bias)
+    return (torch.nn.functional.silu(y) if c.silu else y).to(c.x.dtype)
 
 
 def _linear(x_ext: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,16 +93,9 @@ def _linear(x_ext: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None)
     return y if bias is None else y + bias.to(dtype)
 
 
-def conv_bwd(
-    x: Tensor,
-    halo: Tensor,
-    where: ConvRows,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    dy: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def conv_bwd(c: ConvInputs, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dx [T, D], dhalo, dweight [D, W], dbias [D], in the accumulator's dtype."""
+    x, halo, where, weight, bias, silu = c
     dtype = accumulator(x.dtype)
     W = weight.shape[1]
     x_ext, dy = _extend(x, halo, where), dy.to(dtype)

@@ -208,7 +208,7 @@ class TritonBackend(Backend):
     def intra_bwd(
         self, spec: Spec, x: Inputs, chunks: Chunks, states: ChunkStates, dscan: ScanGrads
     ) -> Inputs:
-        return intra.intra_bwd(*spec, x, chunks, *states, dscan)
+        return intra.intra_bwd(spec.packing, x, chunks, states, dscan)
 
     def kept_shapes(
         self, rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int

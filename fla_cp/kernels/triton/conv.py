@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.torch import conv as torch_stage
-from fla_cp.kernels.torch.conv import ConvRows
+from fla_cp.kernels.torch.conv import ConvInputs
 from fla_cp.kernels.triton.device.blocks import divides, unit_rows
 from fla_cp.kernels.triton.device.bundles import Rows, constants
 from fla_cp.kernels.triton.device.gates import sigmoid
@@ -219,12 +219,12 @@ def _tiles(lengths: tuple[int, ...], width: int, size: int, device: torch.device
     return to_device(table.T.contiguous(), torch.int32, device)
 
 
-def _prepared(
-    x: Tensor, halo: Tensor, where: ConvRows, weight: Tensor, silu: bool
-) -> tuple[Tensor, int, tuple, ConvShape]:
-    """The table of tiles, how many programs there are, x to weight as the kernels take them, and S.
-    Tiles are as long as 4096 programs allow: each reads W - 1 rows of its neighbours and writes a
-    row of partial sums."""
+def _prepared(c: ConvInputs) -> tuple[Tensor, int, tuple, ConvShape]:
+    """The table of tiles, the number of programs, x to bias as the kernels take them, and S.
+
+    Tiles are as long as 4096 programs allow, because each tile reads W - 1 rows of its neighbour
+    and writes a row of partial sums."""
+    x, halo, where, weight, bias, silu = c
     T, D = x.shape
     blocks = cdiv(D, CHANNELS)
     size = 16
@@ -233,50 +233,37 @@ def _prepared(
     if size not in where.kept:
         where.kept[size] = _tiles(where.lengths, where.width, size, x.device)
     tiles = where.kept[size]
-    given = Rows(x, x.stride(0), 0), halo if len(halo) else None, weight.contiguous()
-    return (
-        tiles,
-        tiles.shape[1] * blocks,
-        given,
-        ConvShape(D, weight.shape[1], ROWS, CHANNELS, silu),
-    )
+    S = ConvShape(D, weight.shape[1], ROWS, CHANNELS, silu)
+    given = Rows(x, x.stride(0), 0), halo if len(halo) else None, weight.contiguous(), bias
+    return tiles, tiles.shape[1] * blocks, given, S
 
 
-def conv(
-    x: Tensor, halo: Tensor, where: ConvRows, weight: Tensor, bias: Tensor | None, silu: bool
-) -> Tensor:
-    if weight.shape[1] > MAX_TAPS:
-        return torch_stage.conv(x, halo, where, weight, bias, silu)
-    x = unit_rows(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tiles, programs, given, S = _prepared(x, halo, where, weight, silu)
+def conv(c: ConvInputs) -> Tensor:
+    if c.weight.shape[1] > MAX_TAPS:
+        return torch_stage.conv(c)
+    c = c._replace(x=unit_rows(c.x))
+    y = torch.empty(c.x.shape, dtype=c.x.dtype, device=c.x.device)
+    tiles, programs, given, S = _prepared(c)
     if programs:
-        rest = bias, y, tiles, where.reach, tiles.shape[1], S
+        rest = y, tiles, c.where.reach, tiles.shape[1], S
         launch(conv_kernel, (programs,), *given, *rest, num_warps=1)
     return y
 
 
-def conv_bwd(
-    x: Tensor,
-    halo: Tensor,
-    where: ConvRows,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    dy: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    D, W = weight.shape
+def conv_bwd(c: ConvInputs, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    D, W = c.weight.shape
     if W > MAX_TAPS:
-        return torch_stage.conv_bwd(x, halo, where, weight, bias, silu, dy)
-    x, dy = unit_rows(x), unit_rows(dy)
-    tiles, programs, given, S = _prepared(x, halo, where, weight, silu)
+        return torch_stage.conv_bwd(c, dy)
+    c, dy = c._replace(x=unit_rows(c.x)), unit_rows(dy)
+    x, halo, where, _, bias, _ = c
+    tiles, programs, given, S = _prepared(c)
     n = tiles.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dhalo = torch.zeros(halo.shape, dtype=torch.float32, device=x.device)
     partial = torch.empty(n, W + (bias is not None), D, dtype=torch.float32, device=x.device)
     if programs:
         grads = Rows(dy, dy.stride(0), 0), dx, dhalo, partial
-        rest = bias, *grads, tiles, where.reach, n, S
+        rest = *grads, tiles, where.reach, n, S
         launch(conv_bwd_kernel, (programs,), *given, *rest, num_warps=1)
     sums = partial.sum(0)
     dweight = sums[:W].flip(0).T.contiguous()

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
+from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import safe, terms
@@ -26,9 +26,9 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning = TUNING)
     table, x, c = empty_chunks(rule, packing, x, tuning)
     NC = len(table.chunk_start)
     if NC and rule.per_head:
-        intra_headwise(rule, packing, c, x)(0, NC)
+        intra_headwise(packing, x, c)(0, NC)
     elif NC:
-        intra_channelwise(rule, table, c, x)
+        intra_channelwise(table, x, c)
     return c
 
 
@@ -38,7 +38,7 @@ def intra_in_two(
     """With one decay a head: forms the first chunks, and returns all chunks and a call that forms
     the others. The call allocates nothing, so that it may run on another stream."""
     table, x, c = empty_chunks(rule, packing, x, tuning)
-    form = intra_headwise(rule, packing, c, x)
+    form = intra_headwise(packing, x, c)
     form(0, first)
     return c, functools.partial(form, first, len(table.chunk_start))
 
@@ -64,17 +64,10 @@ def empty_chunks(
 
 
 def intra_bwd(
-    rule: DeltaRule,
-    packing: Packing,
-    x: Inputs,
-    c: Chunks,
-    h: Tensor,
-    v_new: Tensor,
-    grads: ScanGrads,
+    packing: Packing, x: Inputs, c: Chunks, states: ChunkStates, grads: ScanGrads
 ) -> Inputs:
     """Gradients of the inputs, from those that the reverse scan leaves at the chunks."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     grads = grads._replace(do=unit_rows(grads.do))
-    return (intra_headwise_bwd if rule.per_head else intra_channelwise_bwd)(
-        rule, packing, x, c, h, v_new, grads
-    )
+    run = intra_headwise_bwd if c.rule.per_head else intra_channelwise_bwd
+    return run(packing, x, c, states, grads)

@@ -201,9 +201,9 @@ def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr
     store_block(out.kg + i_ch * S.BT * S.K, b_k * decay_exp(d, R.EXP2), o_i, o_k, S.BT, S.K)
 
 
-def intra_channelwise(rule: DeltaRule, table: Tables, c: Chunks, x: Inputs) -> None:
+def intra_channelwise(table: Tables, x: Inputs, c: Chunks) -> None:
     """Fills c, with one decay a channel."""
-    (NC, HV, K), V, dtype = c.decay.shape, x.v.shape[2], x.q.dtype
+    rule, (NC, HV, K), V, dtype = c.rule, c.decay.shape, x.v.shape[2], x.q.dtype
     t = c.tuning.tile(stage_name("intra", rule, dtype), K, V, dtype)
     S, R = shape(rule, dtype, x.q.shape[1], HV, K, V, t), rule_options(rule, dtype)
     given = rows(x.q), rows(x.k), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)

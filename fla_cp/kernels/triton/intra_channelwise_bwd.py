@@ -27,8 +27,8 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import apply_sums, decay_exp, parts, store_rows, sum_steps
@@ -57,7 +57,7 @@ from fla_cp.kernels.triton.operands import (
     tables,
 )
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK, DeltaRule
+from fla_cp.rule import CHUNK
 
 
 @triton.jit
@@ -181,16 +181,10 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
 
 
 def intra_channelwise_bwd(
-    rule: DeltaRule,
-    packing: Packing,
-    x: Inputs,
-    c: Chunks,
-    h: Tensor,
-    v_new: Tensor,
-    grads: ScanGrads,
+    packing: Packing, x: Inputs, c: Chunks, states: ChunkStates, grads: ScanGrads
 ) -> Inputs:
     """The gradients of the inputs, with one decay a channel."""
-    table, dtype = tables(packing, x.q.device), x.q.dtype
+    rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     t = c.tuning.tile(stage_name("intra_bwd", rule, dtype), K, V, dtype)
     ts = c.tuning.tile("scores_bwd", K, V, dtype)
@@ -213,7 +207,7 @@ def intra_channelwise_bwd(
         shift=None,
     )
     if NC:
-        read, where = saved(x, c, h, v_new, grads), table.chunks
+        read, where = saved(x, c, states, grads), table.chunks
         compiled = {"S": shape(rule, dtype, H, HV, K, V, ts), "R": R, "num_warps": ts.warps}
         launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
         kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
@@ -223,6 +217,5 @@ def intra_channelwise_bwd(
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk))
     dbeta = None if x.beta is None else beta_bwd(rule, x.beta, out.shares)
     dA_log = summed_over_chunks(out.dA_log, x.A_log)
-    return Inputs(
-        dq, dk, out.dv, out.dg, dbeta, dA_log, summed_over_chunks(out.ddt_bias, x.dt_bias)
-    )
+    ddt_bias = summed_over_chunks(out.ddt_bias, x.dt_bias)
+    return Inputs(dq, dk, out.dv, out.dg, dbeta, dA_log, ddt_bias)

@@ -44,7 +44,6 @@ from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, tables
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import DeltaRule
 
 
 @triton.jit
@@ -162,12 +161,10 @@ def intra_head_kernel(
         store_square(out.T, i_ch, b_T, i, S.TERMS)
 
 
-def intra_headwise(
-    rule: DeltaRule, packing: Packing, c: Chunks, x: Inputs
-) -> Callable[[int, int], None]:
+def intra_headwise(packing: Packing, x: Inputs, c: Chunks) -> Callable[[int, int], None]:
     """With one decay a head: returns a call (first, stop) that fills the chunks of c from `first`
     to before `stop`."""
-    table, dtype = tables(packing, x.q.device), x.q.dtype
+    rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), V = c.decay.shape, x.v.shape[2]
     folder = choose(packing, c)
     if folder != "triton" and not kernels_of(folder).intra_headwise.reads(x):
@@ -180,7 +177,7 @@ def intra_headwise(
     if t.folder != "triton":
         BH = min(32, tile_table.power_of_two(HV))
         launch(head_rows_kernel, (NC, cdiv(HV, BH)), *given, c.rows, table.chunks, S, R, BH)
-        return functools.partial(kernels_of(t.folder).intra_headwise.intra_head, rule, table, x, c)
+        return functools.partial(kernels_of(t.folder).intra_headwise.intra_head, table, x, c)
     qkp, out = (rows(x.q), rows(x.k), rows(x.p)), Formed(*c[:8])
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import store_block
@@ -31,7 +32,7 @@ from fla_cp.kernels.triton.operands import (
 )
 from fla_cp.kernels.triton.tile_table import Tile
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK, DeltaRule
+from fla_cp.rule import CHUNK
 
 
 @triton.jit
@@ -126,40 +127,31 @@ def head_gate_bwd_kernel(
 
 
 def headwise_tiles(
-    names: tuple[str, ...],
-    packing: Packing,
-    x: Inputs,
-    c: Chunks,
-    grads: ScanGrads,
-    rows: tuple[Tensor, ...],
+    names: tuple[str, ...], packing: Packing, c: Chunks, rows: tuple[Tensor, ...]
 ) -> tuple[Tile, ...]:
-    """The tiles of stages that one kernel of sm90/ does together: it does all of them or none.
-    rows: what it reads [T, H, K]; empty if it does not support the call."""
-    K, V = x.q.shape[2], x.v.shape[2]
-    folder = choose(packing, c, *rows, x.v, grads.do) if rows else "triton"
-    tiles = tuple(c.tuning.tile(name, K, V, x.q.dtype, 0, folder) for name in names)
+    """The tiles of stages that one kernel of sm90/ runs together: it runs all of them or none.
+    rows: the tensors [T, HV, V] that it reads; empty if it does not support the call."""
+    shape = c.decay.shape[2], c.v.shape[2], c.Aqk.dtype
+    folder = choose(packing, c, *rows) if rows else "triton"
+    tiles = tuple(c.tuning.tile(name, *shape, 0, folder) for name in names)
     if all(t.folder == folder for t in tiles):
         return tiles
-    return tuple(c.tuning.tile(name, K, V, x.q.dtype) for name in names)
+    return tuple(c.tuning.tile(name, *shape) for name in names)
 
 
 def intra_headwise_bwd(
-    rule: DeltaRule,
-    packing: Packing,
-    x: Inputs,
-    c: Chunks,
-    h: Tensor,
-    v_new: Tensor,
-    grads: ScanGrads,
+    packing: Packing, x: Inputs, c: Chunks, states: ChunkStates, grads: ScanGrads
 ) -> Inputs:
     """The gradients of the inputs, with one decay a head."""
-    table, dtype = tables(packing, x.q.device), x.q.dtype
+    rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
     k_stage += "_two" * (x.p is not None and HV > H)
-    read = (x.q, x.k) if x.p is None else () if HV > H else (x.q, x.k, x.p)
-    ts, tq, tk = headwise_tiles(("scores_bwd_head", q_stage, k_stage), packing, x, c, grads, read)
+    read = (
+        () if x.p is not None and HV > H else (x.q, x.k, x.k if x.p is None else x.p, x.v, grads.do)
+    )
+    ts, tq, tk = headwise_tiles(("scores_bwd_head", q_stage, k_stage), packing, c, read)
     whole = tk.folder != "triton"
     q_tiles, tiles = cdiv(K, tq.BK), cdiv(K, tk.BK)
     parts = q_tiles + tiles if groups and not whole else tiles
@@ -184,11 +176,10 @@ def intra_headwise_bwd(
     log_decay, where = gate(rule, x), table.chunks
     if NC and whole:
         programs = c.tuning.sm_count(x.q.device) or 1
-        kernels_of(tk.folder).intra_headwise_bwd.head_bwd(
-            rule, table, x, c, h, v_new, grads, out, dv, programs
-        )
+        run = kernels_of(tk.folder).intra_headwise_bwd.head_bwd
+        run(table, x, c, states, grads, out, programs)
     elif NC:
-        x_saved, qnorm = saved(x, c, h, v_new, grads), rule.qk_l2norm and q_tiles > 1
+        x_saved, qnorm = saved(x, c, states, grads), rule.qk_l2norm and q_tiles > 1
         given = x_saved, log_decay, out, where, shape_of(ts), R, qnorm
         launch(scores_head_bwd_kernel, (NC, HV), *given, num_warps=ts.warps)
         q_options, k_options = (

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import (
     ChunkTable,
@@ -82,12 +83,6 @@ class Tables(NamedTuple):
         return ChunkTable(self.chunk_start, self.chunk_rows)
 
 
-class OutputGrads(NamedTuple):
-    """do as given."""
-
-    do: Tensor
-
-
 class ScanGrads(NamedTuple):
     """do as given, y [NC, HV, C, V] and dh [NC, HV, K, V]."""
 
@@ -138,7 +133,7 @@ def summed_over_chunks(partial: Tensor | None, like: Tensor | None) -> Tensor | 
     return None if partial is None or like is None else partial.sum(0).view_as(like)
 
 
-def saved(x: Inputs, c: Chunks, h: Tensor, v_new: Tensor, grads: ScanGrads) -> Saved:
-    """What a backward of the local stage reads."""
-    inputs = rows(x.q), rows(x.k), rows(x.p), rows(x.v), rows(grads.do)
+def saved(x: Inputs, c: Chunks, states: ChunkStates, grads: ScanGrads) -> Saved:
+    """What the kernels of the local backward read."""
+    (h, v_new), inputs = states, (rows(x.q), rows(x.k), rows(x.p), rows(x.v), rows(grads.do))
     return Saved(*inputs, c.o, h, grads.dh, v_new, grads.y, c.rows, c.decay, c.anchors)
