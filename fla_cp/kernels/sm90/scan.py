@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.triton.device.bundles import Segments
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, HEADWISE_PLANES, Q_FACTOR
-from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.operands import Chunks, ScanOutputs
 from fla_cp.kernels.triton.tile_table import Tile
 from fla_cp.rule import CHUNK
 
@@ -66,18 +66,11 @@ def head_strides(c: Chunks, v: Tensor) -> tuple[int, int, int, int]:
 
 
 def scan_arguments(
-    c: Chunks,
-    t: Tile,
-    segments: Segments,
-    *,
-    o: Tensor | None,
-    h: Tensor | None,
-    v_new: Tensor | None,
-    transition: Tensor | None,
+    c: Chunks, t: Tile, segments: Segments, out: ScanOutputs
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel, and the arguments that the kernels of other folders do not have."""
-    arguments = described(c, t.BV, v=c.v, o=o, h=h, v_new=v_new)
-    arguments["more"] = ScanMore(head_strides(c, c.v), o, transition, segments)
+    arguments = described(c, t.BV, v=c.v, o=out.o, h=out.h, v_new=out.v_new)
+    arguments["more"] = ScanMore(head_strides(c, c.v), out.o, out.transition, segments)
     return scan_sm90_kernel, arguments
 
 

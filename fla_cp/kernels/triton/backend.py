@@ -23,7 +23,7 @@ from fla_cp.kernels.triton.device.bundles import safe, terms
 from fla_cp.kernels.triton.generations import choose
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.kernels.triton.launch import cdiv
-from fla_cp.kernels.triton.operands import Chunks, ScanGrads, planes
+from fla_cp.kernels.triton.operands import Chunks, ScanGrads, ScanOutputs, planes
 from fla_cp.kernels.triton.scan import chunk_buffers, empty_states, launch_scan
 from fla_cp.kernels.triton.scan_bwd import launch_scan_bwd
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
@@ -63,8 +63,8 @@ def summarize(
         return AffineMap(None, None), lambda: None
     offset = empty_states(c, len(feeding))
     transition = empty_states(c, len(middle), square=True) if middle else None
-    start = launch_scan(packing, c, seeds, "feeding", S_end=offset, transition=transition)
-    return AffineMap(transition, offset), start
+    out = ScanOutputs(S_end=offset, transition=transition)
+    return AffineMap(transition, offset), launch_scan(packing, c, seeds, "feeding", out)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class TritonBackend(Backend):
         if want_states and not spec.rule.keep_intermediates:  # for the caller only
             h, v_new = empty_states(chunks, len(chunks.decay), outside=True, dtype=v.dtype), None
         S_end = empty_states(chunks, len(packing.segments), outside=True) if want_end else None
-        launch_scan(packing, chunks, S0, "everything", o=o, h=h, v_new=v_new, S_end=S_end)()
+        launch_scan(packing, chunks, S0, "everything", ScanOutputs(o, h, v_new, S_end))()
         return o, h, v_new, S_end
 
     def keep(self, spec: Spec, chunks: Chunks, h: Tensor | None, v_new: Tensor | None) -> Kept:
@@ -167,7 +167,7 @@ class TritonBackend(Backend):
         packing = spec.packing
         h, v_new = chunk_buffers(packing, chunks)
         both = self.runs_concurrently(spec, chunks)
-        run = launch_scan(packing, chunks, S0, "everything", h=h, v_new=v_new, concurrent=both)
+        run = launch_scan(packing, chunks, S0, "everything", ScanOutputs(None, h, v_new), both)
         concurrent = both and bool(packing.segments)
         wait = streams.start(run, chunks.v.device, chunks, S0, concurrent=concurrent)
 

@@ -83,6 +83,18 @@ class Tables(NamedTuple):
         return ChunkTable(self.chunk_start, self.chunk_rows)
 
 
+class ScanOutputs(NamedTuple):
+    """What a scan writes, unless it is None: o [T, HV, V], the states at the chunks' starts h
+    [NC, HV, K, V], v_new [NC, HV, C, V], the states at the segments' ends S_end [E, HV, K, V], and
+    the transitions of `Packing.middle` [M, HV, K, K]."""
+
+    o: Tensor | None = None
+    h: Tensor | None = None
+    v_new: Tensor | None = None
+    S_end: Tensor | None = None
+    transition: Tensor | None = None
+
+
 class ScanGrads(NamedTuple):
     """do as given, y [NC, HV, C, V] and dh [NC, HV, K, V]."""
 

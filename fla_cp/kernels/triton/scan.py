@@ -39,7 +39,7 @@ from fla_cp.kernels.triton.device.opaque import opaque_by, reload
 from fla_cp.kernels.triton.device.states import load_operand, load_state, store_state
 from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import Chunks, tables
+from fla_cp.kernels.triton.operands import Chunks, ScanOutputs, tables
 from fla_cp.partition.device_tables import Build, Columns
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK
@@ -214,17 +214,13 @@ def launch_scan(
     c: Chunks,
     S0: States | None,
     which: str,
-    *,
-    o: Tensor | None = None,
-    h: Tensor | None = None,
-    v_new: Tensor | None = None,
-    S_end: Tensor | None = None,
-    transition: Tensor | None = None,
+    out: ScanOutputs,
     concurrent: bool = False,
 ) -> Callable[[], None]:
     """Returns a call that launches the scan and allocates nothing, so that another stream may run
-    it. which: the packing's property that names the segments. transition: to be filled for
-    `Packing.middle`. concurrent: the reverse scan runs at the same time."""
+    it. which: the packing's property that names the segments. concurrent: the reverse scan runs at
+    the same time."""
+    o, h, v_new, S_end, transition = out
     middle = () if transition is None else packing.middle
     segments, names = getattr(packing, which), (which, "middle") if middle else (which,)
     (HV, K), V = c.decay.shape[1:], c.v.shape[2]
@@ -239,25 +235,19 @@ def launch_scan(
     programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
     run = segments_of(packing, names, S0, "carried", c.v.device)
     take = scan_arguments if t.folder == "triton" else kernels_of(t.folder).scan.scan_arguments
-    kernel, arguments = take(c, t, run, o=o, h=h, v_new=v_new, transition=transition)
+    kernel, arguments = take(c, t, run, out)
     arguments |= {"S0": state(None if S0 is None else S0.value), "S_end": state(S_end)}
     arguments |= {"states": len(segments), "S": c.shape(t), "num_warps": t.warps}
     return functools.partial(launch, kernel, (programs, HV), **arguments)
 
 
 def scan_arguments(
-    c: Chunks,
-    t: tile_table.Tile,
-    segments: Segments,
-    *,
-    o: Tensor | None,
-    h: Tensor | None,
-    v_new: Tensor | None,
-    transition: Tensor | None,
+    c: Chunks, t: tile_table.Tile, segments: Segments, out: ScanOutputs
 ) -> tuple[Any, dict[str, Any]]:
-    """The kernel of this folder, and its arguments beside those of every scan."""
-    arguments = {"x": c.scan_operands(), "v": rows(c.v), "o": o, "h": state(h), "v_new": v_new}
-    return scan_kernel, arguments | {"transition": transition, "segments": segments}
+    """The kernel of this folder, and the arguments that those of other folders do not have."""
+    read = {"x": c.scan_operands(), "v": rows(c.v), "segments": segments}
+    written = {"o": out.o, "h": state(out.h), "v_new": out.v_new, "transition": out.transition}
+    return scan_kernel, read | written
 
 
 def count_chains(packing: Packing, which: str) -> int:
