@@ -193,7 +193,9 @@ def one(K: int, V: int, name: str, case: Case, dtype: torch.dtype) -> dict:
         return run(case, impl=impl, device=DEVICE, inputs=x)
 
     def fold(x: Named, actual: Named, exact: Named) -> Named:
-        return walks(case, x, actual["dg"].double() - exact["dg"]) if "dA_log" in exact else {}
+        return (
+            summed_errors(case, x, actual["dg"].double() - exact["dg"]) if "dA_log" in exact else {}
+        )
 
     return {"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype, fold)
 
@@ -211,7 +213,7 @@ def judged(
     """One row of the report.
 
     call(inputs, impl) gives the results by name. walk(fp64 inputs, actual, exact) gives additional
-    errors that some results may have, see `walks`.
+    errors that some results may have, see `summed_errors`.
     """
     row: dict = {"dtype": str(dtype).removeprefix("torch.")}
     try:
@@ -416,7 +418,7 @@ def conv_stage(x: Named, impl: str) -> Named:
     return found | ({"dhalo": dhalo} if halo else {})
 
 
-def walks(case: Case, x: Named, error: Tensor) -> Named:
+def summed_errors(case: Case, x: Named, error: Tensor) -> Named:
     """The errors that the gate's sums over tokens may have, given the error of dg [B, T, HV, K].
 
     dA_log and ddt_bias add up weight * dg before dg is rounded. The result is six standard

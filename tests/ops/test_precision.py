@@ -11,7 +11,8 @@ pytest.importorskip("triton")  # interpreted: conftest.py
 
 from fla_cp import chunk_gated_delta_rule, chunk_kda, fused_recurrent_kda
 from fla_cp.kernels.torch.intra import Inputs, Spec
-from fla_cp.kernels.triton import backend, intra, operands
+from fla_cp.kernels.triton import backend, intra
+from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.tile_table import TUNING
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
@@ -96,14 +97,15 @@ def test_kernels_with_a_decay_a_head_err_as_rounding_says(precision, in_gluon, m
 
 @pytest.mark.wide
 @pytest.mark.parametrize("in_gluon", [True, False])
-def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch):
+def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch, request):
     """In fp32, the only dtype in which the interpreter sums their gates. There the second terms are
     zero, and only T changes, whose products round to TF32.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     tune(monkeypatch, gluon=in_gluon)
-    for module in (backend, operands, intra):
-        monkeypatch.setattr(module, "terms", lambda rule, dtype: 1 + rule.precise)
+    monkeypatch.setattr(bundles, "TWO_TERMS_BYTES", 4)
+    bundles.shape.cache_clear()
+    request.addfinalizer(bundles.shape.cache_clear)
     _, x, _, keywords, do, _ = drawn(65, 64 if in_gluon else 32, False, torch.float32)
     keywords["impl"] = "triton"
     for inside in ({},) if in_gluon else ({}, {"safe_gate": False}):

@@ -237,10 +237,14 @@ def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
     return rule.safe_gate and not rule.per_head and dtype in SAFE_DTYPES
 
 
+TWO_TERMS_BYTES = 2
+"""Inputs of at most so many bytes have two terms. For fp32, whose T and Aqk are fp32, one is
+enough."""
+
+
 def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
-    """How many terms T and Aqk are kept in. One is enough for fp32 inputs, whose T and Aqk are
-    fp32."""
-    return 2 if rule.precise and dtype.itemsize == 2 else 1
+    """How many terms T and Aqk are kept in."""
+    return 2 if rule.precise and dtype.itemsize <= TWO_TERMS_BYTES else 1
 
 
 @functools.lru_cache(maxsize=1024)
