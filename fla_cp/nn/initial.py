@@ -1,10 +1,10 @@
 """How parameters start: one distribution for each, drawn whole or a few rows at a time.
 
-A module says in `initial_values` how each parameter of its own starts. `reset` draws them from
-torch's generator, as `reset_parameters` does everywhere. A trainer that shards its weights calls
-`rows` instead, for the rows that a rank holds: elements are independent, so any rows can be drawn
-by themselves. `rows` draws with NumPy, whose normal numbers have the same bits on every processor;
-those of `torch.Tensor.normal_` depend on its vector instructions.
+A module states in `initial_values` how each of its own parameters starts. `reset_parameters` draws
+them from torch's generator. A trainer that shards its weights calls `rows` instead, for the rows
+that a rank holds: elements are independent, so that any rows can be drawn alone. `rows` draws with
+NumPy, whose normal numbers have the same bits on every processor. Those of `torch.Tensor.normal_`
+depend on the processor's vector instructions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """`then` of a number in [low, high)."""
+    """A number in [low, high), to which `then` is applied."""
 
     low: float
     high: float
@@ -72,7 +72,7 @@ class Uniform:
                 x.copy_(self.then(x))
 
     def rows(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
-        # fp64 before the rounding, so that logarithms that differ in their last bit do not show
+        # In fp64, so that logarithms that differ in the last bit are rounded to the same number.
         draws = generator.random(shape, dtype=np.float32).astype(np.float64)
         values = torch.from_numpy(self.low + (self.high - self.low) * draws)
         return (values if self.then is None else self.then(values)).float()
@@ -90,11 +90,17 @@ STEP_BIAS = Uniform(math.log(1e-3), math.log(0.1), _bias_of_log_step)
 """dt_bias as in Mamba-2: step sizes log-uniform in [1e-3, 0.1)."""
 
 
-def reset(module: nn.Module) -> None:
-    """Draws the module's own parameters, in the order in which they were made.
+class InitializedModule(nn.Module):
+    """A module that states how each of its own parameters starts."""
 
-    It takes those that exist, so a constructor may call it before a subclass adds its own.
-    """
-    values = module.initial_values()  # type: ignore[operator]
-    for name, parameter in module.named_parameters(recurse=False):
-        values[name].fill_(parameter)
+    def initial_values(self) -> dict[str, Initial]:
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Draws the module's own parameters, in the order in which they were made.
+
+        It draws those that exist, so a constructor may call it before a subclass adds its own.
+        """
+        values = self.initial_values()
+        for name, parameter in self.named_parameters(recurse=False):
+            values[name].fill_(parameter)

@@ -8,6 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from fla_cp.arguments import check_lower_bound
+from fla_cp.context import FLACPContext
 from fla_cp.nn.linear_attention import Core, LinearAttention
 from fla_cp.nn.modules import GatedRMSNorm
 from fla_cp.ops.checks import SAFE_GATE_BOUND
@@ -41,6 +42,19 @@ class KDACore(Core):
         if not recurrent:
             options["safe_gate"] = self.gate_lower_bound is not None
         return options
+
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+    ) -> Tensor:
+        """Raw projections -> o [B, T, HV, V]; shapes as in `chunk_kda`."""
+        return super().forward(q, k, v, g, beta, cu_seqlens=cu_seqlens, cp_context=cp_context)
 
 
 class KimiDeltaAttention(LinearAttention):

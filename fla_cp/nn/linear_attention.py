@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fla_cp import ops
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
-from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, reset
+from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, InitializedModule
 from fla_cp.nn.modules import RMSNorm, ShortConvolution, at_least_fp32, check_hidden, check_layer
 from fla_cp.rule import NORM_EPS, accumulator
 
@@ -24,7 +24,7 @@ RECURRENT_TOKENS = 64
 """Longest input that a layer in evaluation mode, without gradients, takes token by token."""
 
 
-class Core(nn.Module):
+class Core(InitializedModule):
     """The operator with the parameters of its gate, A_log [HV] and dt_bias ([HV], or [HV*K] with
     `gates` = K), which stay fp32.
 
@@ -45,12 +45,8 @@ class Core(nn.Module):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each of its own parameters starts."""
-        return {"A_log": LOG_DECAY_RATE, "dt_bias": STEP_BIAS}
-
-    def reset_parameters(self) -> None:
         """A is uniform in [1, 16), and step sizes are log-uniform in [1e-3, 0.1], as in Mamba-2."""
-        reset(self)
+        return {"A_log": LOG_DECAY_RATE, "dt_bias": STEP_BIAS}
 
     def options(self, recurrent: bool) -> dict[str, Any]:
         """The operator's keywords, except how the batch is divided."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fla_cp.arguments import check_choice, check_count, check_flags, check_tensors, described
 from fla_cp.context import FLACPContext
-from fla_cp.nn.initial import Constant, Initial, Uniform, reset
+from fla_cp.nn.initial import Constant, Initial, InitializedModule, Uniform
 from fla_cp.ops import causal_conv1d
 from fla_cp.ops.checks import check_context
 
@@ -43,7 +43,7 @@ def check_hidden(
         check_context(cp_context)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(InitializedModule):
     """x / rms(x) * weight over the last dim, statistics in fp32."""
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
@@ -52,11 +52,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each of its own parameters starts."""
         return {"weight": Constant(1.0)}
-
-    def reset_parameters(self) -> None:
-        reset(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., size] -> [.., size], x's dtype."""
@@ -71,7 +67,7 @@ class GatedRMSNorm(RMSNorm):
         return super().forward(x) * torch.sigmoid(gate)
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(InitializedModule):
     """Depthwise causal convolution with SiLU over D channels; weight [D, W]."""
 
     def __init__(
@@ -86,12 +82,8 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each of its own parameters starts."""
         bound = 1 / math.sqrt(self.kernel_size)
         return {"weight": Uniform(-bound, bound), "bias": Constant(0.0)}
-
-    def reset_parameters(self) -> None:
-        reset(self)
 
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
