@@ -18,7 +18,8 @@ from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 @dataclass(frozen=True)
 class TorchBackend(Backend):
-    """A stage that is one function of this folder is named here; the others are put together."""
+    """Stages that are one function of this folder are assigned below; the others combine
+    several."""
 
     name: str = "torch"
     reads_output: bool = False

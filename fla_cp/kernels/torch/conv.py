@@ -50,8 +50,10 @@ class ConvRows(NamedTuple):
 
 
 class ConvInputs(NamedTuple):
-    """x [T, D], halo [ranges * width, D] (the tokens before each range), where each token's
-    predecessors are, weight [D, W], bias [D] or None, and whether SiLU follows."""
+    """The inputs of a convolution. x [T, D]. halo [ranges * width, D]: the tokens before each
+    range.
+    where: the places of the tokens before each token. weight [D, W]. bias [D] or None. silu:
+    whether SiLU follows."""
 
     x: Tensor
     halo: Tensor

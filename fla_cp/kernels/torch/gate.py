@@ -53,10 +53,10 @@ def _raw_and_rate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> tu
 
 
 def activate(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-    """Log decay per token, natural log, <= 0.
+    """The log decay of each token, natural log, <= 0.
 
-    g: [.., HV, K] in the accumulator's dtype; with the gate "given" it is returned, else it is the
-    raw projection. A_log [HV] and dt_bias [HV*K] or None.
+    g: [.., HV, K] in the accumulator's dtype. With the gate "given" it is returned as it is,
+    otherwise it is the raw projection. A_log [HV] and dt_bias [HV*K] or None.
     Source: Kimi Linear report, arXiv 2510.26692, and Mamba-2's softplus gate.
     """
     if rule.gate == "given":
@@ -91,7 +91,7 @@ def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor) -> Tensor:
 
 
 def activate_beta(rule: DeltaRule, beta: Tensor) -> Tensor:
-    """beta_factor * sigmoid(beta), or beta as it is."""
+    """beta_factor * sigmoid(beta), or beta as it is without a factor."""
     return beta if rule.beta_factor is None else rule.beta_factor * torch.sigmoid(beta)
 
 

@@ -22,16 +22,16 @@ from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 
 class Spec(NamedTuple):
-    """What is computed, as every stage is told: the options, and how the tokens are laid out."""
+    """What every stage computes: the options of the call, and how its tokens are laid out."""
 
     rule: DeltaRule
     packing: Packing
 
 
 class Inputs(NamedTuple):
-    """The caller's tensors, packed: q, k [T, H, K], v [T, HV, V], g [T, HV, K] ([T, HV] with one
-    decay a head), beta [T, HV] or None, A_log [HV] or None, dt_bias [HV*K] ([HV]) or None, p like k
-    or None."""
+    """The caller's tensors with one dim for all tokens: q, k [T, H, K], v [T, HV, V], g [T, HV, K]
+    ([T, HV] with one decay a head), beta [T, HV] or None, A_log [HV] or None, dt_bias [HV*K] ([HV])
+    or None, p like k or None."""
 
     q: Tensor
     k: Tensor
@@ -44,11 +44,11 @@ class Inputs(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Chunk-local tensors [NC, HV, C, .] in the accumulator's dtype; None where not formed.
+    """The tensors of chunks [NC, HV, C, .] in the accumulator's dtype; None if not formed.
 
-    q, k and p are normalised and repeated for each value head; v; beta [.., 1]; gc [.., K or 1] is
-    the sum of decays from the chunk's start; T and Aqk [.., C, C]. kg, w, u and decay
-    [NC, HV, K or 1], exp(gc) of the last row, are the scan's operands; qg is the output's.
+    q, k and p are normalised and repeated for each value head. beta is [.., 1]. gc [.., K or 1] is
+    the sum of log decays from the chunk's start. T and Aqk are [.., C, C]. The scan reads kg, w, u
+    and decay [NC, HV, K or 1], which is exp(gc) of the last row. The output reads qg.
     """
 
     q: Tensor
@@ -67,7 +67,7 @@ class Chunks(NamedTuple):
 
 
 def to_chunks(x: Tensor, packing: Packing) -> Tensor:
-    """[T, HV, D] -> [NC, HV, C, D]; rows beyond a segment's end are zero."""
+    """[T, HV, D] -> [NC, HV, C, D]. Rows beyond a segment's end are zero."""
     table = packing.steps(x.device)
     rows = x[table.gather] if len(x) else x.new_zeros(0, *x.shape[1:])
     if table.padded is not None:
@@ -81,7 +81,8 @@ def to_tokens(x: Tensor, packing: Packing) -> Tensor:
 
 
 class Prepared(NamedTuple):
-    """Inputs after gate, norm and beta, per token, in the accumulator's dtype; g [.., K or 1]."""
+    """The inputs of each token after gate, norm and sigmoid, in the accumulator's dtype; g
+    [.., K or 1]."""
 
     q: Tensor
     k: Tensor
@@ -111,15 +112,15 @@ def prepare(rule: DeltaRule, x: Inputs) -> Prepared:
 
 
 def _removed(k: Tensor, p: Tensor | None, gc: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that read the state, and the sum of decays before each: k reads after its own
-    token's decay, p before it."""
+    """The rows that read the state, and the sum of log decays up to each reading: k reads after its
+    own token's decay, p before it."""
     if p is None:
         return k, gc
     return p, torch.nn.functional.pad(gc[..., :-1, :], (0, 0, 1, 0))
 
 
 def intra(spec: Spec, x: Inputs, kept: tuple[Tensor, Tensor] | None = None) -> Chunks:
-    """The scan's operands; with `kept` = (T, Aqk), in a backward, the output's as well."""
+    """The operands of the scan, and in a backward, with `kept` = (T, Aqk), those of the output."""
     rule, packing = spec
     t = prepare(rule, x)
     group = t.v.shape[1] // t.q.shape[1]
@@ -146,7 +147,7 @@ def intra(spec: Spec, x: Inputs, kept: tuple[Tensor, Tensor] | None = None) -> C
 
 
 def scores(spec: Spec, chunks: Chunks) -> Chunks:
-    """Adds Aqk and qg, which only the output needs: work that can run during an exchange."""
+    """Adds Aqk and qg, which only the output needs. This can run during an exchange."""
     c, exp = chunks, spec.rule.exp
     Aqk = gram(c.q, c.k, c.gc, c.gc, exp, diagonal=True)
     return c._replace(Aqk=Aqk, qg=c.q * exp(c.gc))
@@ -215,7 +216,7 @@ def intra_bwd(
 
 
 def _prepare_bwd(spec: Spec, x: Inputs, d: Inputs) -> Inputs:
-    """Adjoint of `prepare`; d: gradients of its results, in chunk layout."""
+    """The adjoint of `prepare`. d: the gradients of its results, in chunk layout."""
     rule, packing = spec
     t = prepare(rule, x)
     H, group = t.q.shape[1], t.v.shape[1] // t.q.shape[1]

@@ -15,15 +15,17 @@ from fla_cp.rule import DeltaRule
 
 
 class Sequences(NamedTuple):
-    """Which tokens form a sequence. number: of sequences, N. offsets: int32 or int64 [N+1], as the
-    caller gave them, or None for sequences of equal length. host: the same on the host, or None."""
+    """Which tokens form a sequence. number: how many sequences there are, N. offsets: int32 or
+    int64 [N+1], as the caller gave them, or None for sequences of equal length. host: the same on
+    the host, or None."""
 
     number: int
     offsets: Tensor | None = None
     host: Tensor | None = None
 
     def bounds(self, tokens: int) -> list[int]:
-        """The N+1 offsets on the host, checked; waits for the device if they are only there."""
+        """The N+1 offsets on the host, checked. This waits for the device if they are only
+        there."""
         if self.offsets is None:
             return list(range(0, tokens + 1, tokens // self.number))
         values: list[int] = (self.offsets if self.host is None else self.host).tolist()

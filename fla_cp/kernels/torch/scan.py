@@ -24,7 +24,7 @@ from fla_cp.partition.packing import Packing
 
 
 def _placed(packing: Packing, states: States | None, order: tuple[int, ...], c: Chunks) -> Tensor:
-    """A state for each segment of `order`, zero for those that `states` lacks."""
+    """A state for each segment of `order`, zero for those that are not in `states`."""
     shape = c.w.shape[1], c.w.shape[-1], c.u.shape[-1] if states is None else states.value.shape[-1]
     out = c.w.new_zeros(len(order), *shape)
     if states is not None:
@@ -52,8 +52,8 @@ def scan(spec: Spec, c: Chunks, S0: States | None) -> tuple[Tensor, Tensor, Tens
 def summarize(spec: Spec, c: Chunks, seeds: States | None) -> AffineMap:
     """Affine maps of segments: transition of `packing.middle`, offset of `packing.feeding`.
 
-    The offset is the segment's last state when it starts from its seed (zero without one), so
-    that a segment which begins a sequence needs no transition.
+    The offset is the state at the end of a segment that starts from its seed, or from zero if it
+    has none. A segment that begins a sequence therefore needs no transition.
     """
     packing, offset, transition = spec.packing, None, None
     if packing.feeding:
@@ -83,7 +83,7 @@ def output(spec: Spec, c: Chunks, h: Tensor, v_new: Tensor) -> Tensor:
 
 
 class OutputGrads(NamedTuple):
-    """The chunks, and the adjoint of the output as far as it waits for no gradient of a state: do
+    """The chunks, and the part of the output's adjoint that needs no gradient of a state: do
     (scaled) and dv_local [NC, HV, C, V], and into_h = qg^T do [NC, HV, K, V]."""
 
     chunks: Chunks
@@ -93,14 +93,15 @@ class OutputGrads(NamedTuple):
 
 
 def output_bwd(spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
-    """From do [T, HV, V]."""
+    """`OutputGrads` from do [T, HV, V]."""
     assert chunks.qg is not None and chunks.Aqk is not None
     do = spec.rule.scale * to_chunks(do.to(chunks.u.dtype), spec.packing)
     return OutputGrads(chunks, do, chunks.Aqk.mT @ do, chunks.qg.mT @ do)
 
 
 def _step_bwd(dout: OutputGrads, chunk: slice | Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
-    """dv_new of a chunk, and the gradient of the state at its start from that at its end, dS."""
+    """dv_new of a chunk, and the gradient of the state at its start. dS: that of the state at its
+    end."""
     c = dout.chunks
     dv = dout.dv_local[chunk] + c.kg[chunk] @ dS
     return dv, c.decay[chunk][..., None] * dS + dout.into_h[chunk] - c.w[chunk].mT @ dv
@@ -109,8 +110,9 @@ def _step_bwd(dout: OutputGrads, chunk: slice | Tensor, dS: Tensor) -> tuple[Ten
 def summarize_bwd(
     spec: Spec, dout: OutputGrads, seeds: States | None, *, concurrent: bool
 ) -> Tensor | None:
-    """Adjoint offset of `packing.carried` [., HV, K, V]: the gradient of the state that enters a
-    segment when that of its last state is its seed. The transition is the forward's, transposed.
+    """The adjoint offsets of `packing.carried` [., HV, K, V]: the gradient of the state that enters
+    a segment if the gradient of the state at its end is its seed. The transition of the adjoint map
+    is the forward's, transposed.
     """
     packing, c = spec.packing, dout.chunks
     if not packing.carried:
@@ -125,7 +127,7 @@ def summarize_bwd(
 def scan_bwd(
     spec: Spec, dout: OutputGrads, dS_end: States | None, *, want_start: bool, concurrent: bool
 ) -> tuple[ScanGrads, Tensor]:
-    """What `intra_bwd` needs, and the gradient of each segment's entry state [S, HV, K, V]."""
+    """What `intra_bwd` needs, and the gradients of the states that enter segments [S, HV, K, V]."""
     packing, c = spec.packing, dout.chunks
     table = packing.steps(c.w.device)
     dS = _placed(packing, dS_end, table.longest_first, c)

@@ -1,10 +1,11 @@
 """Depthwise causal convolution (kernels/torch/conv.py) and its adjoint, one pass each.
 
-A program, one warp, goes through the tokens of one tile in order for 128 channels. It keeps the W -
-1 tokens before the present one in registers, so that each row of x is read once; R rows are loaded
-before any of them is used. A tile lies within one token range: its predecessors are all in x or all
-in the halo. Backward, the gradients of the W - 1 rows that later tokens still add to are kept the
-same way, and each program leaves its share of the gradients of weight and bias in `partial`.
+A program is one warp. It processes the tokens of one tile in order, for 128 channels, and keeps the
+W - 1 tokens before the present one in registers, so that each row of x is read once. R rows are
+loaded before any of them is used. A tile lies within one token range, so that the tokens before it
+are all in x or all in the halo. The backward keeps the gradients of W - 1 rows in the same way,
+because later tokens still add to them. Each program leaves its share of the gradients of weight and
+bias in `partial`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.partition.device_tables import to_device
 
 MAX_TAPS = 8
-"""W up to which the rows fit into registers; the torch stage takes wider convolutions."""
+"""The largest W whose rows fit into registers. The torch stage computes wider convolutions."""
 
 ROWS = 8
 """Rows loaded at once."""
@@ -48,8 +49,8 @@ class ConvShape(NamedTuple):
 
 @triton.jit
 def tile_of(tiles, n, S: tl.constexpr):
-    """This program's tile: its number, start, stop, end of its range, first halo row or -1; its
-    channels and which of them exist."""
+    """This program's tile: its number, start and stop, the end of its range, and its first halo row
+    or -1. Then the program's channels, and which of them exist."""
     blocks: tl.constexpr = (S.D + S.BC - 1) // S.BC
     i_t = tl.program_id(0) // blocks
     o_c = tl.program_id(0) % blocks * S.BC + tl.arange(0, S.BC)
@@ -65,7 +66,7 @@ def tile_of(tiles, n, S: tl.constexpr):
 
 @triton.jit
 def load_taps(weight, o_c, m_c, W: tl.constexpr):
-    """The weights by distance: first that of the token itself."""
+    """The weights by distance, the token's own first."""
     taps = ()
     for s in tl.static_range(W):
         taps = taps + (tl.load(weight + o_c * W + (W - 1 - s), mask=m_c, other=0.0).to(tl.float32),)
@@ -74,7 +75,7 @@ def load_taps(weight, o_c, m_c, W: tl.constexpr):
 
 @triton.jit
 def load_window(x, halo, start, row, o_c, m_c, S: tl.constexpr):
-    """The W - 1 tokens before `start`, nearest first; zero where there are none."""
+    """The W - 1 tokens before `start`, nearest first; zero if there are none."""
     m = start > 0
     if halo is not None:
         m = m | (row >= 0)
@@ -107,8 +108,8 @@ def load_reach(reach, t, stop, R: tl.constexpr):
 
 @triton.jit
 def within(window, b_x, reach):
-    """What the token of b_x sees: itself, then the tokens before it; zero for those of other
-    sequences."""
+    """The tokens that the convolution reads at b_x: b_x, then those before it, zero for tokens of
+    other sequences."""
     seen = (b_x,)
     for s in tl.static_range(len(window)):
         seen = seen + (tl.where(reach > s, window[s], 0.0),)
@@ -206,7 +207,8 @@ def conv_bwd_kernel(
 
 @lru_cache(maxsize=32)
 def _tiles(lengths: tuple[int, ...], width: int, size: int, device: torch.device) -> Tensor:
-    """[4, n] int32: start, stop, end of its range, first halo row or -1 of each tile."""
+    """For each tile its start and stop, the end of its range, and its first halo row or -1: [4, n],
+    int32."""
     columns: list[tuple[int, int, int, int]] = []
     base = 0
     for r, length in enumerate(lengths):

@@ -1,11 +1,11 @@
 """Folds chains of affine maps: one program per chain, head and value tile.
 
-A step reads one transition and one offset; the first step multiplies nothing where the state is
-zero. The state lives in memory that only its program touches, because K rows are too many for
-registers beside a transition. It alternates between two places, with a barrier between the writes
-of one step and the reads of the next. A product is three TF32 products, which is as good as fp32
-here: the rounding stays below 2^-20 of the terms. Where the product of the transitions is wanted as
-well, it is K further columns of the state, which start as the first step's transition."""
+A step reads one transition and one offset. If no state enters, the first step needs no product. The
+state is in memory that only its program uses, because registers cannot hold its K rows next to a
+transition. It alternates between two places, with a barrier between the writes of one step and the
+reads of the next. A product is formed as three TF32 products, whose rounding stays below 2^-20 of
+the terms, as good as fp32 here. If the product of the transitions is wanted as well, it is K more
+columns of the state, which start as the first step's transition."""
 
 import functools
 from typing import NamedTuple

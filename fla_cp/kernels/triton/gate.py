@@ -1,7 +1,7 @@
 """The gate alone: raw projection -> log decay, and its adjoint, one pass each.
 
-A program takes the tokens of one tile and one head. Backward, it leaves its share of the gradients
-of A_log and dt_bias, which are then summed.
+A program takes the tokens of one tile and one head. In the backward it also writes its share of the
+gradients of A_log and dt_bias, which are then summed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS = 256
 
 @triton.jit
 def load_head(gate, i_h, o_k, K: tl.constexpr):
-    """exp(A_log), 1 without; dt_bias [1, BK], 0 without."""
+    """exp(A_log), or 1 without A_log, and dt_bias [1, BK], or 0 without it."""
     rate, b_bias = 1.0, 0.0
     if gate.A_log is not None:
         rate = tl.exp(tl.load(gate.A_log + i_h).to(tl.float32))
@@ -55,8 +55,8 @@ def gate_kernel(gate, out, T, H: tl.constexpr, GATE: tl.constexpr, S: tl.constex
 def gate_bwd_kernel(
     gate, dout, dg, dA_log, ddt_bias, T, H: tl.constexpr, GATE: tl.constexpr, S: tl.constexpr
 ):
-    """dg [T, H, K]; a program's shares dA_log [*, H] and ddt_bias [*, H, K], fp32, which are
-    written where the gate has A_log and dt_bias."""
+    """dg [T, H, K], and each program's shares of dA_log [*, H] and ddt_bias [*, H, K], fp32, which
+    are written only if the gate has A_log and dt_bias."""
     i_h = (tl.program_id(0) % H).to(tl.int64)
     i_t = (tl.program_id(0) // H).to(tl.int64)
     o_k = tl.arange(0, S.BK)
@@ -141,7 +141,7 @@ def _run_backward(
     return [dg, *sums]
 
 
-# As torch.library ops, so that torch.compile need not look inside.
+# They are torch.library ops, so that torch.compile does not trace them.
 
 _ARGUMENTS = "Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound"
 gate_op = torch.library.custom_op(

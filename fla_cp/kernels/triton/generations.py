@@ -1,8 +1,8 @@
 """Kernels for one generation of GPUs: which stages run them instead of the Triton kernels here.
 
-A stage runs the kernels of the first of GENERATIONS that supports the call and pays, else the
-Triton kernels of this folder, which support every call. Kernels for Blackwell would be a folder
-sm100/ beside sm90/, an entry here, and tiles in `tile_table.GENERATION_TILES`.
+A stage runs the kernels of the first of GENERATIONS that supports the call and pays off. Otherwise
+it runs the Triton kernels of this folder, which support every call. Kernels for Blackwell would be
+a folder sm100/ next to sm90/, an entry here, and tiles in `tile_table.GENERATION_TILES`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fla_cp.partition.packing import Packing
 
 
 class Generation(Protocol):
-    """A folder of kernels: its name, what it supports, and a module for each stage that it has,
-    named as in this folder."""
+    """A folder of kernels: its name, the calls that it supports, and a module for each of its
+    stages, with the names of this folder."""
 
     FOLDER: str
     scan: Any
@@ -30,7 +30,7 @@ class Generation(Protocol):
         """Whether the kernels compute the chunks and read `rows` [T, H, K] or [T, HV, V]."""
 
     def pays(self, packing: Packing, c: Chunks) -> bool:
-        """Whether the call is large enough, decided alike on all ranks."""
+        """Whether the call is large enough. All ranks decide alike."""
 
 
 GENERATIONS: tuple[Generation, ...] = (sm90,)

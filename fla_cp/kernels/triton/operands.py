@@ -1,4 +1,4 @@
-"""What the launches of kernels hand each other: chunks, and the tables of a packing."""
+"""What launches pass to each other: the chunks, and the tables of a packing."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DENSE = torch.contiguous_format
 
 
 class Chunks(NamedTuple):
-    """What the local stage forms of the chunks, in token order, and the scans read.
+    """What the local stage forms for each chunk, in token order, and the scans read.
 
     T, Aqk [NC, HV, terms * C, C]: in the inputs' dtype, one or two [C, C] terms that add up to it.
     decay [NC, HV, K], rows [NC, HV, planes, C] (device/planes.py): fp32.
     anchors [NC, HV, 3, K]: gc of rows 15, 47 and 63, fp32; empty without a safe gate in bf16.
     qg, k_decayed, kg [NC, HV, C, K]; with one decay a head the inputs q, k or p, and k [T, H, K].
-    v: as given. o: in a backward only. Where the rule removes nothing, T is empty, and k_decayed
-    too with one decay a channel."""
+    v: as given. o: in a backward only. If the rule removes nothing, T is empty, and with one decay
+    a channel so is k_decayed."""
 
     T: Tensor
     Aqk: Tensor
@@ -70,7 +70,7 @@ class Chunks(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The packing on the device, int32: per chunk [NC] and per segment [S]."""
+    """The tables of a packing on the device, int32: of chunks [NC] and of segments [S]."""
 
     chunk_start: Tensor
     chunk_rows: Tensor
@@ -96,7 +96,7 @@ class ScanOutputs(NamedTuple):
 
 
 class ScanGrads(NamedTuple):
-    """do as given, y [NC, HV, C, V] and dh [NC, HV, K, V]."""
+    """do as given, and what the reverse scan writes: y [NC, HV, C, V] and dh [NC, HV, K, V]."""
 
     do: Tensor
     y: Tensor

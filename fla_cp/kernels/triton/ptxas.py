@@ -1,4 +1,4 @@
-"""Which ptxas assembles the kernels: not 12.8 if Triton comes with a newer one.
+"""The choice of the ptxas that assembles the kernels: not 12.8 if Triton has a newer one.
 
 ptxas 12.8 reads registers that nothing wrote when it recomputes the descriptor of a wgmma operand
 instead of keeping it. Some kernels then give wrong results or an illegal memory access
@@ -23,7 +23,7 @@ def _version(release: str) -> tuple[int, ...]:
 def choose() -> None:
     """Points Triton at a sound ptxas that the driver's CUDA version can load.
 
-    Does nothing where TRITON_PTXAS_PATH is set. Warns if there is none.
+    It does nothing if TRITON_PTXAS_PATH is set, and warns if there is no sound ptxas.
     """
     if os.environ.get("TRITON_PTXAS_PATH") or _version(knobs.nvidia.ptxas.version) >= SOUND:
         return

@@ -1,8 +1,8 @@
 """The recurrence token by token, forward only: for decoding and short prefixes.
 
 A program has one sequence, value head and value tile, and holds that part of the state in
-registers. A decode step is bound by reading and writing states once, so a tile's last dim is the
-one that is contiguous in memory: V, or K where states are [V, K].
+registers. A decode step spends its time reading and writing states, so the last dim of a tile is
+the one that is contiguous in memory: V, or K if states are [V, K].
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_row(ptr, o, N: tl.constexpr, m):
 
 @triton.jit
 def load_gates(ptr, o_k, K: tl.constexpr, m, PER_HEAD: tl.constexpr):
-    """[BK] in fp32: one number a channel, or the head's in all of them."""
+    """[BK] in fp32: one number for each channel, or the head's number in all of them."""
     if PER_HEAD:
         return tl.zeros([o_k.shape[0]], tl.float32) + tl.load(ptr, mask=m, other=0.0)
     else:
@@ -59,8 +59,8 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def load_token(x, t, m, o_k, o_v, S: tl.constexpr):
-    """q, k, g [BK], v [BV], beta and p [BK] of token t; zeros where m is False; 1 without beta, k
-    without p."""
+    """q, k [BK], v [BV], g [BK], beta and p [BK] of token t, zero if m is False. Without beta it is
+    1, and without p it is k."""
     b_k = load_row(x.k.ptr + t * x.k.row, o_k, S.K, m)
     b_beta, b_p = 1.0, b_k
     if x.beta.ptr is not None:
@@ -130,7 +130,7 @@ def recurrent_kernel(
         rate = tl.exp(tl.load(gate.A_log + i_h).to(tl.float32))
     if gate.dt_bias is not None:
         b_bias = load_gates(gate.dt_bias + i_h * (1 if S.HEAD else S.K), o_k, S.K, True, S.HEAD)
-    # the next token is on its way while the state takes this one
+    # The next token is loaded while the state is updated with this one.
     token = load_token(x, start, length > 0, o_k, o_v, S)
     for i in range(length):
         t = start + i
@@ -163,8 +163,8 @@ def recurrent_kernel(
 def recurrent(
     rule: DeltaRule, x: Inputs, S0: Tensor | None, S_end: Tensor | None, sequences: Sequences
 ) -> Tensor:
-    """As kernels/torch/recurrent.py, for states dense in their last two dims. Reads nothing on the
-    host."""
+    """As in kernels/torch/recurrent.py, for states that are dense in their last two dims. It reads
+    no value on the host."""
     q, k, v, g = map(unit_rows, x[:4])
     A_log, dt_bias = (None if r is None else r.contiguous() for r in (x.A_log, x.dt_bias))
     x = x._replace(q=q, k=k, v=v, g=g, A_log=A_log, dt_bias=dt_bias)

@@ -1,7 +1,7 @@
-"""CUDA streams beside the current one: kernels that run at the same time as others.
+"""CUDA streams for kernels that run at the same time as those of the current stream.
 
-Work on a stream of its own allocates nothing there. Its memory is allocated before, on the current
-stream, and is held until the current stream has waited."""
+Work on another stream does not allocate there. Its memory is allocated before, on the current
+stream, and is held until the current stream has waited for it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def side_stream(device: torch.device, current: int, priority: int = 0) -> torch.
 def start(
     run: Callable[[], None], device: torch.device, *held: object, concurrent: bool
 ) -> Callable[[], None]:
-    """Runs the launches of `run` after what the current stream has been given so far, at the same
-    time as what it is given next, or, unless `concurrent`, in the current stream. The call that is
-    returned makes the current stream wait for them. held: what they read."""
+    """Runs the launches of `run` after the work that the current stream has now. With `concurrent`
+    they run at the same time as its later work, otherwise in the stream itself. The call that is
+    returned makes the current stream wait for them. held: tensors that they read."""
     side = None
     if concurrent:
         stream = torch.cuda.current_stream(device)
@@ -45,8 +45,9 @@ def start(
 
 
 def first_then(few: Callable[[], None], many: Callable[[], None], device: torch.device) -> None:
-    """Runs both at the same time; the few long programs of the first, on a stream of high priority,
-    get SMs before the many short ones of the second. The current stream waits for both."""
+    """Runs both at the same time. The few long programs of the first are on a stream of high
+    priority, so that they get SMs before the many short ones of the second. The current stream
+    waits for both."""
     if device.type != "cuda":
         few()
         many()

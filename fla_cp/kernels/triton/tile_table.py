@@ -14,8 +14,9 @@ import torch
 
 
 class Tile(NamedTuple):
-    """BK, BV: key and value tile. warps, stages: of the compiled kernel. registers: the most that a
-    thread may have, or None. folder: of the kernel, in kernels/."""
+    """BK, BV: sizes of the key and value tile. warps, stages: those of the compiled kernel.
+    registers: the largest number that a thread may have, or None. folder: the kernel's folder in
+    kernels/."""
 
     BK: int
     BV: int
@@ -55,10 +56,10 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "dq_head", 128, 128, BF16): Tile(128, 128, 4, 1),
     (90, "dk_head", 128, 128, BF16): Tile(64, 128, 4, 1),
 }
-"""Measured: (compute capability, stage, K, V, dtype), K and V rounded up to powers of two. "_any":
-without a safe gate; "_head": with one decay a head; "_states": without o; "_ends": of the
-summaries; "_concurrent": of scans side by side; "_two": with two sums over a group, of dk and dp.
-Figures: docs/log.md."""
+"""Measured tiles by (compute capability, stage, K, V, dtype), with K and V rounded up to powers of
+two. Stages end in "_any" without a safe gate, "_head" with one decay a head, "_states" if a scan
+does not write o, "_ends" if it summarizes, "_concurrent" if two scans run at the same time, and
+"_two" if a kernel sums both dk and dp over a group. docs/log.md has the figures."""
 
 FULL_V_MIN_CHAINS = 128
 """From this many (head, segment) chains on, one program covers all of V."""
@@ -76,8 +77,9 @@ TILES_BY_CHAINS: dict[tuple[int, str, int, int, torch.dtype], tuple[tuple[int, T
         (64, Tile(128, 64, 4, 2)),
     ),
 }
-"""Wider tiles for scans with at least so many chains (heads times segments). The operands that all
-value tiles of a chain read are then read less often, and the GPU is full nevertheless."""
+"""Wider tiles for scans with at least that many chains (heads times segments). All value tiles of a
+chain read the same operands, so that wider tiles read them less often; with so many chains the GPU
+is full nevertheless."""
 
 
 NARROW, DEEP = Tile(128, 64, 4, 2, folder="sm90"), Tile(128, 64, 4, 3, folder="sm90")
@@ -99,18 +101,18 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "dq_head": ((0, WHOLE),),
     "dk_head": ((0, WHOLE),),
 }
-"""Tiles of the kernels of sm90/, for K = V = 128. Those of the scans are chosen by the least number
-of chains, as measured; "_kept" writes o, states and v_new at once. For the local stages the entry
-only says that a kernel exists: one for the forward, and one for all stages of the backward
-together."""
+"""Tiles of the kernels of sm90/, for K = V = 128. Scans have one for at least that many chains, as
+measured; "_kept" writes o, states and v_new at once. For the local stages an entry only says that a
+kernel exists: one for the forward, and one for all stages of the backward together."""
 
 
 GENERATION_TILES = {"sm90": SM90_TILES}
-"""By the folder of kernels for one generation of GPUs."""
+"""Tiles by the folder of the kernels."""
 
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
-    """The tile of a shape without a row: it fits the registers and shared memory of sm_90."""
+    """The tile of a shape that was not measured. It fits the registers and shared memory of
+    sm_90."""
     stage = stage.removesuffix("_concurrent")
     if stage in ("intra", "intra_any", "intra_head"):
         narrow = stage == "intra_any" and (wide or k <= 64)
@@ -175,17 +177,17 @@ def _tile(
 
 @dataclass(frozen=True)
 class Tuning:
-    """What decides which kernel a stage runs and with which tile. The backend of a plan holds one;
-    the defaults decide by the device.
+    """What decides which kernel a stage runs, and with which tile. The backend of a plan holds one.
 
-    forced: tiles of some stages, by name, which stand before every other choice.
-    gluon: whether the kernels of sm90/ run; None: where they support the call.
-    min_chunk_heads: chunks times heads beyond which they run: the host needs the time to describe
-        tensors to the TMA.
-    architecture: compute capability, 10 * major + minor. sms: streaming multiprocessors.
-    later_share, later_least: the chunks that no summary reads are formed after the others, while
-        these are summarised, where they are more than one in later_share and, times heads, more
-        than later_least.
+    forced: tiles of some stages, by name, which precede every other choice.
+    gluon: whether the kernels of sm90/ run; None: if they support the call.
+    min_chunk_heads: they run only for more chunks times heads than this, because the host needs
+        time to make TMA descriptors.
+    architecture: compute capability, 10 * major + minor; None: that of the GPU.
+    sms: streaming multiprocessors; None: those of the GPU.
+    later_share, later_least: the chunks that no summary reads may be formed after the others, while
+        these are summarized. That is done if they are more than one in later_share of all chunks
+        and, times heads, more than later_least.
     """
 
     forced: tuple[tuple[str, Tile], ...] = ()
@@ -237,9 +239,9 @@ TUNING = Tuning()
 
 
 def in_two_terms(stage: str, t: Tile) -> Tile:
-    """A scan's tile where T and Aqk have two terms. With three stages these would not fit into
-    shared memory (with the kernels of sm90/ only in the reverse scan), and wider tiles would spill.
-    """
+    """The tile of a scan whose T and Aqk have two terms. These would not fit into shared memory
+    with three stages (with the kernels of sm90/ only in the reverse scan), and wider tiles would
+    spill."""
     back = stage.startswith("scan_bwd")
     if t.folder != "triton":
         return NARROW if back and t == DEEP else t
