@@ -15,6 +15,7 @@ from fla_cp.comm.collectives import all_gather_rows
 from fla_cp.context import FLACPContext, context_of
 from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
+from fla_cp.kernels.differentiable_op import differentiable_op
 from fla_cp.kernels.torch.conv import ConvInputs, ConvRows
 from fla_cp.ops.checks import check_conv1d, check_conv1d_context, check_fixed_call, check_sequences
 from fla_cp.partition.checks import check_offsets
@@ -233,10 +234,6 @@ def _conv_run(*args: Any) -> Tensor:
     return backend.conv(inputs)
 
 
-def _conv_fake(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 def _conv_backward_run(dy: Tensor, *args: Any) -> list[Tensor]:
     backend, c = _inputs(*args)
     given = zip(backend.conv_bwd(c, dy), (c.x, c.halo, c.weight, c.bias), strict=True)
@@ -248,39 +245,11 @@ def _fresh(d: Tensor, like: Tensor) -> Tensor:
     return d.clone() if d is like else d.to(like.dtype)
 
 
-def _conv_backward_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
-    return [
-        dy.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t in rest[:4]
-    ]
-
-
-_COMMON = (
+conv_op = differentiable_op(
+    "causal_conv1d",
     "Tensor x, Tensor halo, Tensor weight, Tensor? bias, bool silu, str impl, Tensor context, "
-    "Tensor sizes, SymInt rows"
-)
-conv_op = torch.library.custom_op(
-    "fla_cp::causal_conv1d", _conv_run, mutates_args=(), schema=f"({_COMMON}) -> Tensor"
-)
-conv_op.register_fake(_conv_fake)
-conv_backward_op = torch.library.custom_op(
-    "fla_cp::causal_conv1d_backward",
+    "Tensor sizes, SymInt rows",
+    _conv_run,
     _conv_backward_run,
-    mutates_args=(),
-    schema=f"(Tensor dy, {_COMMON}) -> Tensor[]",
+    tensors=4,
 )
-conv_backward_op.register_fake(_conv_backward_fake)
-
-
-def _conv_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.fixed = inputs[4:]
-
-
-def _conv_autograd(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    grads = conv_backward_op(dy, *ctx.saved_tensors, *ctx.fixed)
-    given = zip(grads, ctx.saved_tensors, strict=True)
-    return (*(None if t is None else d for d, t in given), *[None] * 5)
-
-
-torch.library.register_autograd("fla_cp::causal_conv1d", _conv_autograd, setup_context=_conv_setup)

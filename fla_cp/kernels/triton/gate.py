@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fla_cp.kernels.differentiable_op import differentiable_op
 from fla_cp.kernels.triton.device.blocks import gate_rows, load_rows, store_rows, unit_rows
 from fla_cp.kernels.triton.device.bundles import Gate, Rows, constants
 from fla_cp.kernels.triton.device.gates import gate_slope, gate_value, rate_slope
@@ -141,45 +142,15 @@ def _run_backward(
     return [dg, *sums]
 
 
-# They are torch.library ops, so that torch.compile does not trace them.
-
-_ARGUMENTS = "Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound"
-gate_op = torch.library.custom_op(
-    "fla_cp::kda_gate", _run, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor"
-)
-gate_backward_op = torch.library.custom_op(
-    "fla_cp::kda_gate_backward",
+gate_op = differentiable_op(
+    "kda_gate",
+    "Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound",
+    _run,
     _run_backward,
-    mutates_args=(),
-    schema=f"(Tensor dout, {_ARGUMENTS}) -> Tensor[]",
+    tensors=3,
+    dtype=torch.float32,
 )
-
-
-@gate_op.register_fake
-def _fake(g: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(g.shape, dtype=torch.float32, device=g.device)
-
-
-@gate_backward_op.register_fake
-def _backward_fake(dout: Tensor, *rest: Any) -> list[Tensor]:
-    return [
-        dout.new_empty(0) if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t in rest[:3]
-    ]
-
-
-def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    *tensors, ctx.lower_bound = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    grads = gate_backward_op(dout, *ctx.saved_tensors, ctx.lower_bound)
-    given = zip(grads, ctx.saved_tensors, strict=True)
-    return (*(None if t is None else d for d, t in given), None)
-
-
-torch.library.register_autograd("fla_cp::kda_gate", _backward, setup_context=_setup)
+"""The gate as an op, which torch.compile does not trace."""
 
 
 def gate(rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
