@@ -84,6 +84,36 @@ def rows_of(x):
 
 
 @gluon.jit
+def weigh_scores(b_ds, b_da, s_rows, s_w, d, c, exists, slot, S: gl.constexpr, R: gl.constexpr):
+    """Stores the gradients of Aqk and Akk, b_ds and b_da, times the weights of the scores. Returns
+    the diagonal of b_ds [BT]. d == c on the diagonal, and d > c below it. exists: rows with a
+    token. slot: see `form_items`."""
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, S.BT // 2, 16])
+    half: gl.constexpr = s_w.dtype
+    R_SCALE: gl.constexpr = SLOT_R_SCALE if S.REMOVAL == "p" else SLOT_K_SCALE
+    R_SUMS: gl.constexpr = SLOT_GC_BEFORE if S.REMOVAL == "p" else SLOT_GC
+    diagonal = gl.sum(gl.where(d == c, b_ds, 0.0), 1)
+    keep = (d > c) & exists
+    if S.REMOVAL != "none":
+        w = weights(s_rows, slot, R_SCALE, R_SUMS, keep, R.EXP2, square)
+        s_w.index(slot + 1).store((b_da * -w).to(half))
+    w = weights(s_rows, slot, SLOT_Q_SCALE, SLOT_GC, keep, R.EXP2, square)
+    s_w.index(slot).store((b_ds * w).to(half))
+    return diagonal
+
+
+@gluon.jit
+def sum_of_products(s_h, s_dh, S: gl.constexpr):
+    """The sum of h * dh [K, V] over all elements."""
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
+    b_l = gl.full([16, S.V], 0.0, gl.float32, flat)
+    for part in gl.static_range(S.K // 16):
+        b_h = s_h.slice(part * 16, 16).load(flat).to(gl.float32)
+        b_l += b_h * s_dh.slice(part * 16, 16).load(flat).to(gl.float32)
+    return gl.sum(gl.sum(b_l, 1), 0)
+
+
+@gluon.jit
 def finish_head(
     places, dq, dk, dp, diagonal, f_q, f_k, f_r, none, scale, S: gl.constexpr, R: gl.constexpr
 ):
@@ -124,7 +154,6 @@ def form_items(
     half: gl.constexpr = places[7].dtype
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, S.BT // 2, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, S.K // 2, 16])
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
     i = gl.arange(0, S.BT, gl.SliceLayout(1, square))[:, None]
     j = gl.arange(0, S.BT, gl.SliceLayout(0, square))[None, :]
     # A column index has two parts: c differs between the numbers of a thread, the rest between
@@ -151,9 +180,8 @@ def form_items(
             i_ch = (i_c * S.HV + i_hv).to(gl.int64)
             parity = visits & 1
             # slot is 0 in a form that the compiler cannot tell to be 0. Otherwise it would form the
-            # addresses of all tiles at the start, in more registers than there are. `row`, `later`,
-            # `after` and `again` below are other forms of 0, so that the phases that use them form
-            # their addresses anew.
+            # addresses of all tiles at the start, in more registers than there are. `row` and
+            # `zero_..` below are other forms of 0. Phases that use them form their own addresses.
             slot = (n + i_g) // (S.BT + S.G)
             stage = visits % S.NS
             s_do, s_vn, s_y, s_v, s_h, s_dh, s_q, s_k, s_p = tiles_of(places, slot + stage, slot)
@@ -188,16 +216,8 @@ def form_items(
                 b_ds, b_da = warpgroup_mma_wait(2 if S.G == 1 else 1, deps=(b_ds, b_da))
             else:
                 b_ds = warpgroup_mma_wait(1, deps=(b_ds,))
-            d = ahead + slot
-            of_row = gl.sum(gl.where(d == c, b_ds, 0.0), 1)
+            of_row = weigh_scores(b_ds, b_da, s_rows, s_w, ahead + slot, c, i < n, slot, S, R)
             of_row = gl.convert_layout(of_row, gl.SliceLayout(1, wide))
-            keep = (d > c) & (i < n)
-            if REMOVES:
-                w = weights(s_rows, slot, R_SCALE, R_SUMS, keep, R.EXP2, square)
-                s_w.index(slot + 1).store((b_da * -w).to(half))
-            w = weights(s_rows, slot, SLOT_Q_SCALE, SLOT_GC, keep, R.EXP2, square)
-            s_w.index(slot).store((b_ds * w).to(half))
-
             s_wq, s_wr = s_w.index(slot), s_w.index(slot + 1)
             row = (n + i_g) // (S.BT + S.G + 4)
 
@@ -211,17 +231,14 @@ def form_items(
                 mbarrier.wait(ready.index(3), heads & 1)
                 b_dq = warpgroup_mma(s_wq, s_k, b_dq, is_async=True)
                 if REMOVES:
-                    later = (n + i_g) // (S.BT + S.G + 1)
-                    s_y, s_hT = places[2].index(later), places[4].index(later).permute((1, 0))
+                    zero_later = (n + i_g) // (S.BT + S.G + 1)
+                    s_y = places[2].index(zero_later)
+                    s_hT = places[4].index(zero_later).permute((1, 0))
                     b_dr = warpgroup_mma(s_y, s_hT, nothing, use_acc=False, is_async=True)
             mbarrier.wait(ready.index(2), parity)
             if S.G == 1:
                 b_c = warpgroup_mma(s_vn, s_dhT, nothing, use_acc=False, is_async=True)
-            b_l = gl.full([16, S.V], 0.0, gl.float32, flat)
-            for part in gl.static_range(S.K // 16):
-                b_h = s_h.slice(part * 16, 16).load(flat).to(gl.float32)
-                b_l += b_h * s_dh.slice(part * 16, 16).load(flat).to(gl.float32)
-            left = gl.sum(gl.sum(b_l, 1), 0)
+            left = sum_of_products(s_h, s_dh, S)
             if REMOVES:
                 b_dq, b_dr = warpgroup_mma_wait(1 if S.G == 1 else 0, deps=(b_dq, b_dr))
             else:
@@ -241,9 +258,9 @@ def form_items(
             mbarrier.arrive(free.index(1), count=1)
             mbarrier.arrive(free.index(4 + stage), count=1)
             left = gl.load(more.decay + i_ch * S.K) * left
-            after = (n + i_g) // (S.BT + S.G + 2)
-            s_q, s_k, s_p = places[6].index(after), places[7].index(after), places[8].index(after)
-            s_rb = places[11].index(after)
+            zero_after = (n + i_g) // (S.BT + S.G + 2)
+            s_q, s_k = places[6].index(zero_after), places[7].index(zero_after)
+            s_p, s_rb = places[8].index(zero_after), places[11].index(zero_after)
 
             # What reaches q, r and k through the states.
             if S.G == 1:
@@ -256,14 +273,14 @@ def form_items(
             fence_async_shared()
             barrier()
             if REMOVES:  # loaded again, so that nothing is kept over the barrier
-                again = (n + i_g) // (S.BT + S.G + 5)
-                s_r = places[8 if OWN else 7].index(again)
+                zero_again = (n + i_g) // (S.BT + S.G + 5)
+                s_r = places[8 if OWN else 7].index(zero_again)
                 b_r = s_r.load(wide).to(gl.float32)
-                b_rb = places[11].index(again).load(wide).to(gl.float32)
+                b_rb = places[11].index(zero_again).load(wide).to(gl.float32)
                 b_dr = b_dr * -e_r
                 # The states were read with beta r as it is, the scores with beta r rounded.
                 b_z = (beta * b_r - b_rb) * b_dr
-                b_k = places[7].index(again).load(wide).to(gl.float32)
+                b_k = places[7].index(zero_again).load(wide).to(gl.float32)
                 if S.G == 1:
                     b_shift, b_kc = gl.reduce((b_z, b_k * b_c), 1, add_two)
                 else:  # one after the other: together they need more registers
@@ -313,8 +330,8 @@ def form_items(
             gl.store(more.dgc + i_ch * S.BT + r, b_dgc + gl.where(r == S.BT - 1, left, 0.0))
             visits += 1
 
-        none_again = heads // 2**30
-        finish_head(places, dq, dk, dp, diagonal, f_q, f_k, f_r, none_again, scale, S, R)
+        zero = heads // 2**30
+        finish_head(places, dq, dk, dp, diagonal, f_q, f_k, f_r, zero, scale, S, R)
         fence_async_shared()
         barrier()
         mbarrier.arrive(done.index(1), count=1)

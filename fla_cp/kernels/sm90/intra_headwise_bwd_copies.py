@@ -92,7 +92,7 @@ def copy_items(tensors, places, ready, free, more, items, S: gl.constexpr):
 @gluon.jit
 def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT: gl.constexpr):
     """Stores the first n rows of a block of x [T, H, D]; x_rows: x as a pointer."""
-    again = n + i_h % 2
+    varied = n + i_h % 2
     if n == BT:
         tma.async_copy_shared_to_global(x, [t, i_h * D], block)
     else:  # rows of another sequence follow
@@ -100,7 +100,7 @@ def store_rows(x, x_rows, block, t, n, i_h, H: gl.constexpr, D: gl.constexpr, BT
         o_d = gl.arange(0, D, gl.SliceLayout(0, flat))
         for part in gl.static_range(BT // 8):  # each forms its addresses anew (device/opaque.py)
             if part * 8 < n:  # a branch, so that the loads of all parts do not start together
-                i = part * 8 + again // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
+                i = part * 8 + varied // (BT + 2 + part) + gl.arange(0, 8, gl.SliceLayout(1, flat))
                 to = x_rows + ((t + i).to(gl.int64) * H + i_h)[:, None] * D + o_d[None, :]
                 gl.store(to, block.slice(part * 8, 8).load(flat), mask=(i < n)[:, None])
 

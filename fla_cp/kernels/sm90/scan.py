@@ -144,7 +144,7 @@ def copy_chunks(
     """What one warp does: it copies the operands of each chunk to shared memory as soon as their
     places are free."""
     qg, k_decayed, kg, v, T, Aqk, rows, decay = operands
-    s_qg, s_kin, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
+    s_qg, s_k_decayed, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     q_h, r_h, k_h, v_h = heads
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
@@ -167,7 +167,7 @@ def copy_chunks(
             at_q, at_r, at_k = [i_ch * S.BT, 0], [i_ch * S.BT, 0], [i_ch * S.BT, 0]
         tma.async_copy_global_to_shared(decay, [i_ch, 0], bar, s_decay.index(s))
         if OWN:
-            tma.async_copy_global_to_shared(k_decayed, at_r, bar, s_kin.index(s))
+            tma.async_copy_global_to_shared(k_decayed, at_r, bar, s_k_decayed.index(s))
         tma.async_copy_global_to_shared(kg, at_k, bar, s_kg.index(s))
         tma.async_copy_global_to_shared(v, [t, at.i_h * v_h + at.i_v * S.BV], bar, s_v.index(s))
         to = s_rows.index(s * FACTORS)
@@ -220,7 +220,7 @@ def scan_chunks(
 ):
     """What the computing warps do. entry: the segment's row in S0, or -1. value: whether the
     program computes states, not a transition. states: how many programs do."""
-    s_qg, s_kin, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
+    s_qg, s_k_decayed, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
     OUT: gl.constexpr = o is not None
@@ -263,7 +263,7 @@ def scan_chunks(
         b_beta = s_rows.index(s * FACTORS).load(acc)
         s_r = s_kg.index(s)
         if OWN:
-            s_r = s_kin.index(s)
+            s_r = s_k_decayed.index(s)
         if REMOVES:
             b_r = warpgroup_mma(a_S, s_r.permute((1, 0)), zero, use_acc=False, is_async=True)
         if OUT:

@@ -42,7 +42,7 @@ class ScanBwdMore(NamedTuple):
 @gluon.jit
 def scan_chunks_back(places, ready, free, y, dh, dS_end, dS0, more, at, leaving, S: gl.constexpr):
     """What the computing warps do. leaving: the segment's row in dS_end, or -1."""
-    s_qg, s_kin, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
+    s_qg, s_k_decayed, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
@@ -125,7 +125,7 @@ def scan_chunks_back(places, ready, free, y, dh, dS_end, dS0, more, at, leaving,
             a_x = gl.convert_layout((-b_y * b_beta).to(half), left_of_state)
             s_r = s_kg.index(s)
             if OWN:
-                s_r = s_kin.index(s)
+                s_r = s_k_decayed.index(s)
             b_dS = warpgroup_mma(a_x, s_r, b_dS, is_async=True)
         if WRITES:
             tma.store_wait(0)

@@ -31,7 +31,7 @@ from fla_cp.kernels.triton.device.channelwise_grads import (
 )
 from fla_cp.kernels.triton.device.decay_sums import UP_TO
 from fla_cp.kernels.triton.device.gates import LOG2E
-from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.device.opaque import keep_loads, opaque, prefetch_lines
 
 
 @triton.jit
@@ -57,20 +57,17 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     b_k = load_rows(here.k, i, m_i, o_k, S.K)
     b_q = load_rows(here.q, i, m_i, o_k, S.K)
     b_ds = load_scores(here.scores, i)
-    # Load one number of each 32 bytes that later phases read, so that they are in the cache then;
-    # the numbers themselves would take more registers. Tiles with NS of 1 have none to spare.
-    if S.NS > 1:
+    if S.NS > 1:  # tiles with NS of 1 have no registers to spare
+        prefetched = prefetch_lines(here.rows, 3 * S.BT, 32)
+        prefetched += prefetch_lines(here.row_grads, 3 * S.BT, 32)
         near = tl.arange(0, 32) * 8
-        m_n = near < 3 * S.BT
-        touched = tl.load(here.rows + near, mask=m_n, other=0.0)
-        touched += tl.load(here.row_grads + near, mask=m_n, other=0.0)
         place = near // S.BK * S.K + i_k * S.BK + near % S.BK
         m_n = (near < 3 * S.BK) & (i_k * S.BK + near % S.BK < S.K)
-        touched += tl.load(first_anchor + place, mask=m_n, other=0.0)
+        prefetched += tl.load(first_anchor + place, mask=m_n, other=0.0)
     b_dl = row_sums(here.h, here.dh, i_k * S.BK, tl.arange(0, S.BK), tl.arange(0, 32), S.K, S.V)
     b_dq, b_dr, b_dc, _ = state_products(here, i, m_i, o_k, S, False)
-    if S.NS > 1:  # never true, but the compiler cannot tell, and keeps the loads
-        tl.store(here.rows + near, touched, mask=near * 0 + here.n_rows > S.BT)
+    if S.NS > 1:
+        keep_loads(here.rows, prefetched, here.n_rows, S.BT)
     b_gc = sum_steps(sums, UP_TO, i, parts(b_g, operand), S.PRECISION)
     n0 = whole(tl.load(anchors, mask=m_k, other=0.0), UNIT)[None, :]
     n1 = whole(tl.load(anchors + S.K, mask=m_k, other=0.0), UNIT)[None, :]

@@ -12,7 +12,7 @@ from fla_cp.kernels.triton.device.blocks import (
     rows_from,
     store_rows,
 )
-from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.device.opaque import keep_loads, opaque, prefetch_lines
 from fla_cp.kernels.triton.device.score_grads import load_scores
 
 
@@ -57,15 +57,11 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
         b_beta = tl.load(row)
         b_rb = (b_beta[:, None] * b_k.to(tl.float32)).to(operand)
     b_diagonal = tl.load(row_grad)
-    # Load one number of each 32 bytes that later phases read, so that they are in the cache then.
     if S.NS > 1:
-        near = tl.arange(0, 64) * 8
-        touched = tl.load(
-            x.rows + i_ch * planes.HEADWISE_PLANES * S.BT + near, mask=near < 7 * S.BT, other=0.0
-        )
-        touched += tl.load(
-            out.row_grads + i_ch * planes.GRAD_PLANES * S.BT + near, mask=near < 3 * S.BT, other=0.0
-        )
+        rows = x.rows + i_ch * planes.HEADWISE_PLANES * S.BT
+        prefetched = prefetch_lines(rows, 7 * S.BT, 64)
+        row_grads = out.row_grads + i_ch * planes.GRAD_PLANES * S.BT
+        prefetched += prefetch_lines(row_grads, 3 * S.BT, 64)
     b_dq = tl.zeros([S.BT, S.BK], tl.float32)
     b_dr = tl.zeros([S.BT, S.BK], tl.float32)
     b_c = tl.zeros([S.BT, S.BK], tl.float32)
@@ -85,8 +81,8 @@ def dqk_head_kernel(x, out, chunks, tokens, scale, S: tl.constexpr, R: tl.conste
             b_dl += tl.sum(b_h * b_dh, axis=1)
     if operand != tl.float32:
         b_dl = row_sums(x.h + i_ch * S.K * S.V, x.dh + i_ch * S.K * S.V, k0, o_kt, o_vt, S.K, S.V)
-    if S.NS > 1:  # never true, but the compiler cannot tell, and keeps the loads
-        tl.store(x.rows + near, touched, mask=near * 0 + n_rows > S.BT)
+    if S.NS > 1:
+        keep_loads(x.rows, prefetched, n_rows, S.BT)
 
     # row factor q
     b_dq *= tl.load(row + planes.Q_FACTOR * S.BT)[:, None]

@@ -24,6 +24,23 @@ def opaque_by(i, n):
 
 
 @triton.jit
+def prefetch_lines(ptr, count, LINES: tl.constexpr):
+    """Loads one number of each 32 bytes of `count` numbers at ptr, so that all of them are in the
+    cache when a later phase reads them; the numbers themselves would take more registers. LINES: at
+    least count / 8, a power of two. The result must go to `keep_loads`."""
+    at = tl.arange(0, LINES) * 8
+    return tl.load(ptr + at, mask=at < count, other=0.0)
+
+
+@triton.jit
+def keep_loads(ptr, x, n_rows, BT: tl.constexpr):
+    """Stores nothing, because n_rows <= BT, but the compiler cannot tell and keeps the loads of
+    x."""
+    at = tl.arange(0, x.shape[0]) * 8
+    tl.store(ptr + at, x, mask=at * 0 + n_rows > BT)
+
+
+@triton.jit
 def reload(ptr):
     """The number at ptr, loaded behind a barrier. The compiler takes it for another number than the
     one loaded before, and keeps no addresses that it made of that one."""
