@@ -27,37 +27,45 @@ def chunk_kda(
     """KDA over whole sequences, in chunks, differentiable in every floating input.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H; bf16, fp16, fp32, or fp64 (torch).
-    g: [B, T, HV, K], natural-log decay <= 0; with use_gate_in_kernel the raw projection, and
-        g = -exp(A_log) softplus(g + dt_bias), or with lower_bound
-        g = lower_bound * sigmoid(exp(A_log) (g + dt_bias)). q's dtype or fp32.
-    beta: [B, T, HV]; with use_beta_sigmoid_in_kernel before its sigmoid (times two with
-        allow_neg_eigval). q's dtype or fp32.
-    A_log: [HV], dt_bias: [HV*K] or [HV, K], fp32 or None; further dims of size 1, as in [1, 1, HV,
-        1], do no harm. Gradients have the shape that was given.
-    scale: factor on o, default K**-0.5. A tensor without dims is read on the host, which waits for
-        its device; one that requires a gradient is refused.
-    initial_state: [N, HV, K, V], fp32 (fp64 for fp64), or narrower, which is widened first;
-        [N, HV, V, K] with transpose_state_layout (or its synonym state_v_first; both at once are
-        refused). N = B, or the sequences of cu_seqlens, or those of the context's global batch.
-    use_qk_l2norm_in_kernel: q and k divided by sqrt(sum of squares + 1e-6) first.
-    safe_gate: promises g >= lower_bound, in [-5, 0), for each step; lower_bound may be left out
-        (-5) where g is given, but not with use_gate_in_kernel, whose gate it changes.
-    disable_recompute: keeps forward intermediates: faster backward, more memory, same result.
-    use_exp2: decays through exp2 (False: exp); equal within rounding.
-    cu_seqlens: int32 or int64 [N+1] offsets of packed sequences, B = 1. cu_seqlens_cpu: the same
-        on the host, spares a synchronisation.
-    cp_context: the tensors are this rank's tokens [1, T_local, ..]; see build_cp_context.
-    precision: "default" or "high". In bf16 and fp16 the kernels then hold in two terms what rounds
-        most where o is a small difference, as with keys that are nearly parallel: o, dv and dbeta
-        err several times less there, for more time and memory (docs/design.md, "Two terms"). In
-        fp32, fp64 and with impl="torch" both are the same.
-    impl: "auto" (by device), "torch" or "triton".
+    g: [B, T, HV, K], the natural-log decay, <= 0, in q's dtype or fp32.
+    beta: [B, T, HV], in q's dtype or fp32.
+
+    Keywords and their defaults:
+    use_gate_in_kernel=False: with True g is the raw projection, and the decay is
+        -exp(A_log) softplus(g + dt_bias), or with a lower_bound
+        lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+    A_log=None: [HV]. dt_bias=None: [HV*K] or [HV, K]. Both fp32; they may have more dims of size 1,
+        as in [1, 1, HV, 1]. Gradients have the shape that was given.
+    lower_bound=None: the smallest log decay of a step, below 0.
+    safe_gate=False: with True the caller promises g >= lower_bound, in [-5, 0), for each step. If g
+        is given, lower_bound may be left out and is -5.
+    use_beta_sigmoid_in_kernel=False: with True beta is given before its sigmoid.
+        allow_neg_eigval=False: with True the sigmoid is multiplied by two.
+    use_qk_l2norm_in_kernel=False: with True q and k are divided by sqrt(sum of squares + 1e-6).
+    scale=None: factor on o, K**-0.5 by default. A tensor without dims is read on the host, which
+        waits for its device. One that requires a gradient is refused.
+    initial_state=None: [N, HV, K, V], fp32 (fp64 for fp64) or narrower. N is B, or the number of
+        sequences of cu_seqlens, or of the context's global batch.
+    output_final_state=False, return_intermediate_states=False: see below.
+    transpose_state_layout=None, or its synonym state_v_first=None: with True states are
+        [N, HV, V, K]. Both at once are refused.
+    disable_recompute=False: with True the backward is faster but needs more memory.
+    use_exp2=True: decays are formed with exp2, otherwise with exp; they are equal within rounding.
+    cu_seqlens=None: int32 or int64 [N+1], the offsets of packed sequences; B = 1.
+        cu_seqlens_cpu=None: the same on the host, which saves a synchronisation.
+    cp_context=None: with a context the tensors are this rank's tokens [1, T_local, ..]; see
+        build_cp_context.
+    precision="default": with "high", kernels in bf16 and fp16 hold the tensors that round most as
+        two terms (docs/design.md, "Two terms"). If o is a small difference of large terms, as with
+        nearly parallel keys, the errors of o, dv and dbeta are several times smaller, for more time
+        and memory. In fp32, fp64 and with impl="torch" there is no difference.
+    impl="auto": by device, or "torch" or "triton".
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None), and
     with return_intermediate_states also the state at the start of each chunk of 64 tokens,
-    [B, NC, HV, K, V], in v's dtype whatever the impl, without gradient.
-    Under a context initial_state, final_state and their gradients are equal on all ranks;
-    gradients of A_log and dt_bias are this rank's share, to be summed like any weight's.
+    [B, NC, HV, K, V], in v's dtype, without gradient.
+    Under a context initial_state, final_state and their gradients are equal on all ranks. The
+    gradients of A_log and dt_bias are this rank's share, to be summed like those of any weight.
     Raises ValueError as listed in arguments.py and ops/checks.py.
     """
     return chunk(KDA, Tensors(q, k, v, g, beta), options)
@@ -82,14 +90,15 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_kda` one token after another, without gradients; for inputs of up to 64 tokens.
 
-    q, k, v, g, beta and all keywords that `chunk_kda` has too: as there.
-    inplace_final_state: the final states are written to initial_state's own memory, and that
-        tensor is returned. It must be fp32 (fp64 for fp64), dense in its last two dims, without
-        overlap.
-    cu_seqlens: on the device, impl="triton" does not read its values on the host, so that
-        nothing waits for the device: without cu_seqlens_cpu they are not checked, and tokens that
-        belong to no sequence have undefined outputs. impl="torch" reads and checks them.
-    A sequence without tokens passes its state on. On impl="triton" a call may be captured in a
+    Arguments and keywords are those of `chunk_kda`, without safe_gate, disable_recompute,
+    return_intermediate_states, cp_context and precision, and with:
+    inplace_final_state=False: with True the final states are written to the memory of
+        initial_state, and that tensor is returned. It must be fp32 (fp64 for fp64) and dense in its
+        last two dims, and its matrices must not overlap.
+    If cu_seqlens is on the device, impl="triton" does not read it on the host and waits for
+    nothing. Without cu_seqlens_cpu its values are then not checked, and tokens that belong to no
+    sequence have undefined outputs. impl="torch" reads and checks them.
+    A sequence without tokens passes its state on. With impl="triton" a call may be captured in a
     CUDA graph, once the same call has compiled its kernel.
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None).
@@ -109,9 +118,9 @@ def kda_gate(
 ) -> Tensor:
     """The gate alone: raw projection g [.., HV, K] -> log decay, natural log, fp32 (fp64).
 
-    -exp(A_log) softplus(g + dt_bias), or lower_bound * sigmoid(exp(A_log) (g + dt_bias)) with a
-    lower_bound. g: bf16, fp16, fp32 or fp64. A_log, dt_bias and impl: as in `chunk_kda`.
-    Differentiable.
+    It is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
+    lower_bound * sigmoid(exp(A_log) (g + dt_bias)). g: bf16, fp16, fp32 or fp64. A_log, dt_bias and
+    impl: as in `chunk_kda`. Differentiable.
     """
     check_tensors(("g", "A_log", "dt_bias"), (g, A_log, dt_bias), 1)
     lower_bound = check_lower_bound(lower_bound)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fla_cp
 from fla_cp import build_cp_context, nn
+from fla_cp.ops.options import ChunkOptions, Options, RecurrentOptions
 
 B, T, H, HV, K, V, W, N = 1, 6, 2, 4, 3, 5, 4, 2
 CONTEXT = build_cp_context(torch.tensor([0, T]), None, conv1d_kernel_size=W)
@@ -304,3 +305,12 @@ def test_more_of_layers():
     for bad in (None, [1.0], np.zeros(3)):
         with pytest.raises(ValueError, match="x must be a tensor, got"):
             nn.ShortConvolution(8)(bad)
+
+
+def test_keywords_are_declared_and_documented():
+    """What type checkers know, what a call takes, and what docstrings say with its default."""
+    chunk, recurrent = ChunkOptions.__annotations__, RecurrentOptions.__annotations__
+    assert {*chunk, *recurrent} == {*Options._fields}
+    for name, default in Options._field_defaults.items():
+        operator = fla_cp.chunk_kda if name in chunk else fla_cp.fused_recurrent_kda
+        assert f"{name}={default!r}".replace("'", '"') in operator.__doc__
