@@ -6,8 +6,6 @@ launched, and no value of a tensor is read, except that of a scale without dims.
 every call. A call that passes them spends about two microseconds of host time on them.
 """
 
-from __future__ import annotations
-
 from math import inf
 from numbers import Integral, Real
 

@@ -1,7 +1,5 @@
 """The autograd.Function of eager calls: what the forward saves for the backward."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

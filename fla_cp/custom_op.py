@@ -5,8 +5,6 @@ These ops and those for several ranks (custom_op_cp.py) share most of their argu
 An empty tensor stands for an output that is not wanted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

@@ -8,8 +8,6 @@ The exchange is always the all-gather, because its shapes are known. Each rank f
 the final states (and of the gradient of the initial ones); an all_reduce in the graph adds them.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, NamedTuple
 

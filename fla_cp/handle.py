@@ -1,8 +1,6 @@
 """What a compiled graph knows about a context: its number, and the sizes that shapes depend on."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +43,7 @@ class Handle(NamedTuple):
     sizes: Tensor
 
     @classmethod
-    def of(cls, number: int, p: Packing, links: Links, halo: Halo | None) -> Handle:
+    def of(cls, number: int, p: Packing, links: Links, halo: Halo | None) -> Self:
         return cls.make(
             number,
             Sizes(
@@ -63,7 +61,7 @@ class Handle(NamedTuple):
         )
 
     @classmethod
-    def make(cls, number: int, sizes: Sizes) -> Handle:
+    def make(cls, number: int, sizes: Sizes) -> Self:
         shape = [n + 2 for n in sizes]
         return cls(
             torch.full((1,), number, dtype=torch.int64, device="cpu"),

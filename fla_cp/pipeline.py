@@ -6,8 +6,6 @@
 Without context parallelism, and if no sequence is cut into segments, nothing is summarized or sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

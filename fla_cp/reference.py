@@ -3,8 +3,6 @@
 It shares nothing with the chunk form, is differentiable by autograd, and is slow. Use fp64.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """DeltaRule: the options of one operator call, fixed while it runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

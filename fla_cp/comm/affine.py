@@ -4,11 +4,9 @@ Products are never formed in TF32, whatever `torch.set_float32_matmul_precision`
 because a state passes through as many of them as a sequence has segments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -56,7 +54,7 @@ class FoldTable(NamedTuple):
     store: tuple[int, ...]
 
     @classmethod
-    def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> FoldTable:
+    def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> Self:
         """From the (start, entry, list of (transition, offset, store)) of each chain."""
         first, steps = [0], []
         for _, _, own in chains:
@@ -66,7 +64,7 @@ class FoldTable(NamedTuple):
         starts, entries = tuple(c[0] for c in chains), tuple(c[1] for c in chains)
         return cls(tuple(first), starts, entries, *columns)
 
-    def __call__(self, owner: Tabled) -> FoldTable:
+    def __call__(self, owner: Tabled) -> Self:
         """A table is also `Steps`, the same for every owner."""
         return self
 

@@ -13,8 +13,6 @@ it waits only in the first WATCHED calls. The results of later comparisons are r
 over the group, when they have arrived, and that call raises their error.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import deque

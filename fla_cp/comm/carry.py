@@ -8,8 +8,6 @@ A run of tokens maps the state that enters it to the state that leaves it,
 enters each of them; `carry(reverse=True)` is its adjoint.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from itertools import pairwise

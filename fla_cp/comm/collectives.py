@@ -1,7 +1,5 @@
 """All torch.distributed communication of the package."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

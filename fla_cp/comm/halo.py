@@ -6,12 +6,10 @@ tokens, and another returns their gradients. In each direction a rank receives a
 (W-1)*D*itemsize bytes for each of its ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -68,7 +66,7 @@ class Halo(Tabled):
     gathered: Gathered
 
     @classmethod
-    def build(cls, cu_seqlens: Sequence[int], token_ranges: Ranges, rank: int, width: int) -> Halo:
+    def build(cls, cu_seqlens: Sequence[int], token_ranges: Ranges, rank: int, width: int) -> Self:
         messages = _messages(cu_seqlens, token_ranges, width)
         R, ranges = len(token_ranges), len(token_ranges[rank])
         out = sorted((m for m in messages if m.sender == rank), key=lambda m: m[2:])

@@ -4,8 +4,6 @@ It is optional, and `why_not` finds out whether a group can have it. Reads are p
 the peers' addresses. Multicast is not used, and no global setting is changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The time that a step spends waiting for other ranks, measured at each wait."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ and values. States are [.., HV, K, V], fp32 (fp64 for fp64). Tensors of tokens a
 inputs' dtype, or the one in which the backend sums.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """torch.library ops with one output and a backward, for stages that are operators of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ NumPy, whose normal numbers have the same bits on every processor. Those of `tor
 depend on the processor's vector instructions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

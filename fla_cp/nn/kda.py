@@ -1,7 +1,5 @@
 """Kimi Delta Attention. Source: Kimi Linear report, arXiv 2510.26692, sec. 4."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from einops import rearrange

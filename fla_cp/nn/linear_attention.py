@@ -5,8 +5,6 @@ its gate inside; RMSNorm times the SiLU of an output gate; the output projection
 Source: Gated Delta Networks, arXiv 2412.06464, fig. 1, and the papers named at each member.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Building blocks of the layers."""
 
-from __future__ import annotations
-
 import math
 
 import torch

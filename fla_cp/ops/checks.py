@@ -4,8 +4,6 @@ arguments.py has checked before what kind of thing each of them is.
 Each failure is a ValueError that names the argument, the rule and the value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

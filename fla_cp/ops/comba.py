@@ -8,8 +8,6 @@ p = k that is the gated delta rule.
 Source: Comba, arXiv 2506.02475.
 """
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor

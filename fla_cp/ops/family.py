@@ -10,8 +10,6 @@ Comba                      a head          S_{t-1}^T p_t, before the decay
 GLA, simple GLA            channel, head   0, and b_t = 1
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

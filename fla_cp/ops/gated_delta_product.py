@@ -7,8 +7,6 @@ It is the gated delta rule over n rows a token, of which the first decays and th
 Source: DeltaProduct, arXiv 2502.10297.
 """
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor

@@ -5,8 +5,6 @@
 Source: Gated Delta Networks, arXiv 2412.06464.
 """
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor

@@ -6,8 +6,6 @@ simple GLA one per head.
 Sources: GLA, arXiv 2312.06635; simple GLA is Mamba-2's recurrence, arXiv 2405.21060.
 """
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor

@@ -6,8 +6,6 @@
 Source: Kimi Linear report, arXiv 2510.26692.
 """
 
-from __future__ import annotations
-
 from typing import Any, Unpack
 
 from torch import Tensor

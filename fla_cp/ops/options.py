@@ -1,7 +1,5 @@
 """The keyword options of the operators, and the tensors that they take."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypedDict
 
 from torch import Tensor

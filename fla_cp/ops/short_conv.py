@@ -1,9 +1,7 @@
 """Short causal convolution, which mixes neighbouring tokens before a linear-attention operator."""
 
-from __future__ import annotations
-
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +83,7 @@ class _Place(NamedTuple):
         context: FLACPContext | None,
         rows: int,
         offsets: tuple[int, ...] | None = None,
-    ) -> _Place:
+    ) -> Self:
         backend = resolve(impl, x.device, x.dtype)
         if context is not None:
             return cls(backend, _context_rows(context, weight.shape[1] - 1, x.device), context)

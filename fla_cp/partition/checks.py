@@ -3,8 +3,6 @@
 Each failure is a ValueError that names the argument, the rule and the value, before anything runs.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise

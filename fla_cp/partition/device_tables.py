@@ -1,10 +1,8 @@
 """Tables of host integers that are copied to a device and kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,7 +72,7 @@ class Tabled:
             self._on_devices[key] = tuple(to_device(c, dtype, device) for c in columns)
         return self._on_devices[key]
 
-    def take_tables(self, other: Tabled) -> None:
+    def take_tables(self, other: Self) -> None:
         """Takes over the device tables of `other` (which may be self) and fills them in place with
         this object's values, which must have the same shapes. The host does not wait. `other` makes
         new tables if it is still used."""

@@ -21,8 +21,6 @@ ranks, every rank waits in each exchange for the slowest, so that each step coun
 which it takes longest. If no state crosses ranks, the rank that takes longest in total counts.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from fla_cp.partition.packing import Packing

@@ -1,7 +1,5 @@
 """Which rank owns which tokens: the two divisions that the package provides."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 

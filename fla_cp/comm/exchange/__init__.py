@@ -22,8 +22,6 @@ With fewer heads than ranks, ByHeads receives (R-1)/HV (S + M) + (R-1)/R S. M is
 sequence passes through a whole slot (two ranks, or documents shorter than a range).
 """
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from fla_cp.comm import peer_memory

@@ -1,7 +1,5 @@
 """AllGather: every rank receives the maps of all slots."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from fla_cp.comm import collectives

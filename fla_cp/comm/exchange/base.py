@@ -1,7 +1,5 @@
 """What all exchanges share: the maps of slots, how they are packed for sending, and their fold."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """ByHeads: each rank folds the maps of some heads for all ranks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """PrefixScan: maps are composed over ranks in log2 steps."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 
 import torch

@@ -1,7 +1,5 @@
 """Ring: states travel from rank to rank, one after the other."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import torch

@@ -1,7 +1,5 @@
 """Symmetric: an exchange through memory that GPUs of one host read from each other."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

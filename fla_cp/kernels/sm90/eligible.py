@@ -1,7 +1,5 @@
 """Which calls the Gluon kernels of this folder support, and for which they are faster."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ operand of the next one, provided that the rows of the right operand are stored 
 which registers hold columns (`turned`). Right operands are as narrow as the blocks that are joined.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout

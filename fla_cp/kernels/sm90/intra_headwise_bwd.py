@@ -7,8 +7,6 @@ share of the chunks. Eight warps compute. Meanwhile one warp copies in the opera
 chunk, and two store the gradients of the last one.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

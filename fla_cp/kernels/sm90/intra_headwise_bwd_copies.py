@@ -1,7 +1,5 @@
 """The warps of the headwise backward that copy operands in and gradients out."""
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma

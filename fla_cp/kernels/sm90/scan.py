@@ -9,8 +9,6 @@ warp of its own copies them there, NS chunks ahead. Products are asynchronous, s
 are not on the chain run at the same time as it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The reverse scan for the tensor cores of sm_90, in Gluon. scan.py has what both scans share."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

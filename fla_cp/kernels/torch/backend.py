@@ -1,7 +1,5 @@
 """The backend of plain PyTorch: any device and dtype, and the reference of every kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -6,9 +6,7 @@ The tokens may lie in several ranges, each of which follows a halo of W-1 tokens
 The matrix `x_ext` holds all rows, those of each range after its halo.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ class ConvRows(NamedTuple):
     @classmethod
     def build(
         cls, reach: Tensor, lengths: tuple[int, ...], width: int, device: torch.device
-    ) -> ConvRows:
+    ) -> Self:
         """reach: on the host, or ready for use on a device."""
         count, total = len(lengths), sum(lengths)
         ranges = torch.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device="cpu"))

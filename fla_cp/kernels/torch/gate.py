@@ -4,8 +4,6 @@ A gate is an entry of `GATES`: its value and its derivatives. `raw` is g_raw + d
 is exp(A_log), both broadcast to [.., HV, K].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

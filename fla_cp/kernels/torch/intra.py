@@ -8,8 +8,6 @@ Per chunk, with rows i, j, decay e = exp(gc) from the chunk's start, and b = bet
 Source: docs/design.md "Chunk form"; Kimi Linear report, arXiv 2510.26692.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The recurrence token by token, all sequences in parallel: forward only."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ and mirrored, with dh' the gradient of the state at its end:
 Segments are independent here; the caller decides which state enters each (fla_cp/comm/carry.py).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -14,8 +14,6 @@ product per pair and one exponential per token and channel: any gate is safe, an
 tensor is formed. The rows may have sums of their own, between G of the row before and G.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

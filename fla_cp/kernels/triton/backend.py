@@ -4,8 +4,6 @@ Each stage has a file of its own with its kernels and their launches. A stage wi
 GPU generation asks them first, here `kernels/sm90`; another generation is a folder beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final

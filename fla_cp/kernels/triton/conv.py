@@ -8,8 +8,6 @@ because later tokens still add to them. Each program leaves its share of the gra
 bias in `partial`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A program takes the tokens of one tile and one head. In the backward it also wri
 gradients of A_log and dt_bias, which are then summed.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

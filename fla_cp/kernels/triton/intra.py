@@ -1,7 +1,5 @@
 """Memory for the chunks, and which file forms them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

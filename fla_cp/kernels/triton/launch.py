@@ -3,8 +3,6 @@
 Triton inspects every argument at each launch. For a small kernel, that takes the host longer than
 the kernel takes the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What launches pass to each other: the chunks, and the tables of a packing."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

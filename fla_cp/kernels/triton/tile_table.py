@@ -3,8 +3,6 @@
 Nothing is tuned at run time. `python -m benchmarks.tune` measures a row's candidates again and
 prints them."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from dataclasses import dataclass

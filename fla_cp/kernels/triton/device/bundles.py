@@ -5,8 +5,6 @@ of 1 as it does for single arguments. Bundles of constants, such as `Shape` and 
 known when a kernel is compiled: it takes them as `S: tl.constexpr` and `R: tl.constexpr`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple, TypeVar
 
