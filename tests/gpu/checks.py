@@ -192,12 +192,14 @@ def one(K: int, V: int, name: str, case: Case, dtype: torch.dtype) -> dict:
     def call(x: Named, impl: str) -> Named:
         return run(case, impl=impl, device=DEVICE, inputs=x)
 
-    def fold(x: Named, actual: Named, exact: Named) -> Named:
+    def gate_errors(x: Named, actual: Named, exact: Named) -> Named:
         return (
             summed_errors(case, x, actual["dg"].double() - exact["dg"]) if "dA_log" in exact else {}
         )
 
-    return {"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype, fold)
+    return {"K": K, "V": V, "case": name} | judged(
+        call, case.inputs(dtype=dtype), dtype, gate_errors
+    )
 
 
 def nothing(x: Named, actual: Named, exact: Named) -> Named:
@@ -208,12 +210,12 @@ def judged(
     call: Callable[[Named, str], Named],
     x: Named,
     dtype: torch.dtype,
-    fold: Callable[[Named, Named, Named], Named] = nothing,
+    additional: Callable[[Named, Named, Named], Named] = nothing,
 ) -> dict:
     """One row of the report.
 
-    call(inputs, impl) gives the results by name. walk(fp64 inputs, actual, exact) gives additional
-    errors that some results may have, see `summed_errors`.
+    call(inputs, impl) returns the results by name. additional(fp64 inputs, actual, exact) returns
+    further errors that some results may have, see `summed_errors`.
     """
     row: dict = {"dtype": str(dtype).removeprefix("torch.")}
     try:
@@ -224,7 +226,7 @@ def judged(
         rounded = {n: t.double() for n, t in x.items()}
         exact, plain = call(rounded, "torch"), call(x, "torch")
         row["same_bits"] = all(torch.equal(actual[n], again[n]) for n in actual)
-        more = fold(rounded, actual, exact)
+        more = additional(rounded, actual, exact)
         if dtype == FP32 and {"q", "A_log"} <= x.keys():
             more = added(more, of_approximations(call, rounded, exact))
         row["use"], row["worst"] = max(
@@ -434,14 +436,14 @@ def summed_errors(case: Case, x: Named, error: Tensor) -> Named:
         weight = raw
     size = error.square().mean((0, 1), keepdim=True).sqrt()
 
-    def fold(w: Tensor) -> Tensor:
+    def variance(w: Tensor) -> Tensor:
         terms = (w.abs() * size).flatten(0, 1)
         terms = torch.nn.functional.pad(terms, (0, 0, 0, 0, 0, -len(terms) % 64))
         return terms.unflatten(0, (-1, 64)).sum(1).square().sum(0)
 
     return {
-        "dA_log": 6 * fold(weight).sum(-1).sqrt(),
-        "ddt_bias": 6 * fold(torch.ones_like(weight)).sqrt().flatten(),
+        "dA_log": 6 * variance(weight).sum(-1).sqrt(),
+        "ddt_bias": 6 * variance(torch.ones_like(weight)).sqrt().flatten(),
     }
 
 
