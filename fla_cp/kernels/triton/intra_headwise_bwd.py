@@ -148,9 +148,7 @@ def intra_headwise_bwd(
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
     k_stage += "_two" * (x.p is not None and HV > H)
-    read = (
-        () if x.p is not None and HV > H else (x.q, x.k, x.k if x.p is None else x.p, x.v, grads.do)
-    )
+    read = () if x.p is not None and HV > H else (x.v, grads.do)
     ts, tq, tk = headwise_tiles(("scores_bwd_head", q_stage, k_stage), packing, c, read)
     whole = tk.folder != "triton"
     q_tiles, tiles = cdiv(K, tq.BK), cdiv(K, tk.BK)
