@@ -82,16 +82,16 @@ def rows_of(x):
 
 
 @gluon.jit
-def weigh_scores(b_ds, b_da, s_rows, s_w, d, c, exists, slot, S: gl.constexpr, R: gl.constexpr):
+def weigh_scores(b_ds, b_da, s_rows, s_w, d, c, i, n, slot, S: gl.constexpr, R: gl.constexpr):
     """Stores the gradients of Aqk and Akk, b_ds and b_da, times the weights of the scores. Returns
-    the diagonal of b_ds [BT]. d == c on the diagonal, and d > c below it. exists: rows with a
-    token. slot: see `form_items`."""
+    the diagonal of b_ds [BT]. d == c on the diagonal, and d > c below it. The first n rows i
+    have a token. slot: see `form_items`."""
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, S.BT // 2, 16])
     half: gl.constexpr = s_w.dtype
     R_SCALE: gl.constexpr = SLOT_R_SCALE if S.REMOVAL == "p" else SLOT_K_SCALE
     R_SUMS: gl.constexpr = SLOT_GC_BEFORE if S.REMOVAL == "p" else SLOT_GC
     diagonal = gl.sum(gl.where(d == c, b_ds, 0.0), 1)
-    keep = (d > c) & exists
+    keep = (d > c) & (i < n)
     if S.REMOVAL != "none":
         w = weights(s_rows, slot, R_SCALE, R_SUMS, keep, R.EXP2, square)
         s_w.index(slot + 1).store((b_da * -w).to(half))
@@ -214,7 +214,7 @@ def form_items(
                 b_ds, b_da = warpgroup_mma_wait(2 if S.G == 1 else 1, deps=(b_ds, b_da))
             else:
                 b_ds = warpgroup_mma_wait(1, deps=(b_ds,))
-            of_row = weigh_scores(b_ds, b_da, s_rows, s_w, ahead + slot, c, i < n, slot, S, R)
+            of_row = weigh_scores(b_ds, b_da, s_rows, s_w, ahead + slot, c, i, n, slot, S, R)
             of_row = gl.convert_layout(of_row, gl.SliceLayout(1, wide))
             s_wq, s_wr = s_w.index(slot), s_w.index(slot + 1)
             row = (n + i_g) // (S.BT + S.G + 4)
