@@ -38,7 +38,9 @@ TOGETHER = 8
 
 
 def check(name: str, kernels: list[Compiled]) -> list[str]:
-    """The faults of the kernels of one configuration."""
+    """The faults of the kernels of one configuration, which must launch one at least."""
+    if not kernels:
+        return [f"{name}: launches no kernel of that name"]
     return [
         f"{name}: {k.kernel}: {problem}"
         for k in kernels

@@ -253,7 +253,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         name = stage.removesuffix("_concurrent").removesuffix("_any")
         name = name.removesuffix("_states").removesuffix("_ends")
         name = {"scores_bwd_head": "scores_head_bwd", "intra_bwd": "safe_bwd"}.get(stage, name)
-        name += "_hopper" * (tile.folder == "sm90")
+        name += "_sm90" * (tile.folder == "sm90")
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 
     for stage in sorted({stage for _, stage, *_ in tile_table.TABLE}):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.aot.__main__ import check
 from tests.aot.compiling import disassembled, machine_code, overwritten, undefined
 
 
@@ -28,6 +29,10 @@ def test_kernels_compile_for_sm_90(only, tmp_path):
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+
+
+def test_a_configuration_that_launches_nothing_is_a_fault():
+    assert check("a name", []) == ["a name: launches no kernel of that name"]
 
 
 SASS = """
