@@ -12,6 +12,7 @@ import pytest
 import fla_cp.train.main
 from fla_cp.train.checkpoint import checkpoints
 from fla_cp.train.metrics import read_metrics
+from fla_cp.train.saver import Saver
 from fla_cp.train.untrusted import trusted_metadata
 from tests.support.checkpoints import Evil, as_format_1, disk_of, names
 
@@ -127,17 +128,18 @@ def test_damage_everywhere_ends_in_one_line(run, capsys):
 
 
 def test_full_disk_costs_periodic_checkpoints_only(tmp_path, monkeypatch, capsys):
-    calls = []
+    steps = []
 
-    def freed(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:
+    def freed(self, model, optimizer, progress):
+        steps.append(progress.step)
+        if len(steps) == 2:  # the disk is free again once the first checkpoint has failed
+            self.wait()
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
-        return original(*args, **kwargs)
+        start(self, model, optimizer, progress)
 
-    original = fla_cp.train.main.forward_backward
-    monkeypatch.setattr(fla_cp.train.main, "forward_backward", freed)
+    start = Saver.start
+    monkeypatch.setattr(Saver, "start", freed)
     with disk_of(100_000):
         assert train(tmp_path / "run", 5) == 0
     out = capsys.readouterr().out
