@@ -25,8 +25,7 @@ def described(value: object) -> str:
 
 
 def check_tensors(names: tuple[str, ...], values: tuple[object, ...], required: int) -> None:
-    """Each value is a dense tensor, of any device and dtype. Those after the first `required` may
-    be None."""
+    """Each value is a dense tensor of any dtype. Those after the first `required` may be None."""
     for x in values:
         if x is None:
             continue
@@ -56,8 +55,7 @@ def _check_each(names: tuple[str, ...], values: tuple[object, ...]) -> None:
 
 
 def check_flags(names: tuple[str, ...], values: tuple[object, ...]) -> None:
-    """Each value is True or False, not something that merely converts to a bool, like the string
-    "no"."""
+    """Each value is True or False, not something else that converts to a bool, like "no"."""
     for value in values:
         if value is not True and value is not False:
             bad = next(n for n, v in zip(names, values, strict=True) if v is value)
@@ -118,8 +116,7 @@ def _finite(name: str, value: object) -> float:
 
 
 def check_state_layout(transpose_state_layout: object, state_v_first: object) -> bool:
-    """Whether states are [V, K]. The option has two names, of which the caller gives at most
-    one."""
+    """Whether states are [V, K]. The option has two names; the caller gives at most one."""
     if transpose_state_layout is None and state_v_first is None:
         return False
     if transpose_state_layout is not None and state_v_first is not None:

@@ -269,8 +269,7 @@ def compare_ranks(
     initial: Tensor | None,
     want_final: bool = False,
 ) -> None:
-    """Compares, where that is due, what decides how much a call of an operator sends. shape: (HV,
-    K, V)."""
+    """Compares, if that is due, what decides how much a call sends. shape: (HV, K, V)."""
     if context.agreement is not None and context.agreement.due:
         facts = dict(zip(("HV", "K", "V"), shape, strict=True), dtype=dtype)
         facts |= {"initial_state": initial is not None, "output_final_state": want_final}

@@ -50,8 +50,7 @@ def make_plan(
     backend: Backend,
     x: Inputs | None = None,
 ) -> Plan:
-    """The plan of a call. With x, the backend may cut sequences into segments that suit its
-    shape."""
+    """The plan of a call. With x, the backend may cut sequences into segments."""
     links, ahead = context.links if context else ONE_SLOT, packing
     if x is not None:
         (HV, V), K = x.v.shape[1:], x.q.shape[-1]

@@ -61,8 +61,7 @@ class Result(NamedTuple):
 
 
 def _from_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None) -> States | None:
-    """States [E, HV, K, V] of some segments, from those of their sequences [N, ..] in the caller's
-    layout."""
+    """States [E, HV, K, V] of segments, from the caller's [N, ..] of their sequences."""
     if states is None:
         return None
     rule, packing = spec

@@ -46,8 +46,7 @@ Facts = Mapping[str, Any]
 
 
 class _Late(NamedTuple):
-    """An all-gather whose result is being copied to `rows`, pinned memory; `arrived` ends the
-    copy."""
+    """An all-gather whose result is being copied to `rows`, pinned; `arrived` ends the copy."""
 
     rows: Tensor
     arrived: torch.cuda.Event
@@ -56,8 +55,7 @@ class _Late(NamedTuple):
 
 @dataclass
 class _Group:
-    """calls: how many calls over a group were compared. late: the results that were not read
-    yet."""
+    """calls: how many calls of a group were compared. late: results that were not read yet."""
 
     calls: int = 0
     late: deque[_Late] = field(default_factory=deque)

@@ -21,8 +21,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
 
 
 gather_numbers = all_gather
-"""The all-gather of agreement.py. It has a name of its own so that tests can count the other
-ones."""
+"""The all-gather of agreement.py, with a name of its own so that tests can tell it apart."""
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -55,8 +54,7 @@ def send_and_receive(
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """`device` if the group's transport can send from it, otherwise the device that it sends
-    from."""
+    """`device` if the group's transport can send from it, otherwise the one it sends from."""
     if device.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -147,8 +147,7 @@ def _host() -> int:
 
 
 def _try(group: dist.ProcessGroup) -> str:
-    """A reason found by a trial, in which each rank reads numbers of all ranks; "" if it
-    succeeds."""
+    """A reason found by a trial, in which each rank reads from all ranks; "" if there is none."""
     world_size, device = dist.get_world_size(group), torch.cuda.current_device()
     # Each rank allocates alone first. If one rank failed later, the others would wait for it.
     alone, why = _made(lambda: _allocate(64, torch.int64, torch.device("cuda", device)), group)

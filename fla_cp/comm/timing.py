@@ -72,8 +72,7 @@ def measure_exchange() -> Iterator[ExchangeTimer]:
 
 @contextmanager
 def exchange_wait(device: torch.device, what: str = "exchange of states") -> Iterator[None]:
-    """Records a wait for other ranks: in `measure_exchange`, the profiler's timeline and
-    `waits`."""
+    """Records a wait for other ranks in `measure_exchange`, the profiler's trace and `waits`."""
     waits.count += 1
     waits.now = what  # it stays after an error, and then says where the error was
     with torch.profiler.record_function("fla_cp.exchange"):

@@ -224,8 +224,7 @@ class Packing(Tabled):
 
     @cached_property
     def chains(self) -> tuple[tuple[int, ...], ...]:
-        """Runs of linked segments of this rank: two or more of them, or one that crosses its
-        edge."""
+        """Runs of two or more linked segments of this rank, and single ones that cross its edge."""
         runs: list[list[int]] = []
         for i, s in enumerate(self.segments):
             if s.continues:

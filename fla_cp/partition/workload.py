@@ -22,8 +22,7 @@ from fla_cp.rule import CHUNK
 
 
 class Part(NamedTuple):
-    """A part of a sequence, or a segment of one. begins, ends: whether it has the first and the
-    last token."""
+    """A part of a sequence, or a segment. begins, ends: it has the first, the last token."""
 
     chunks: int
     begins: bool

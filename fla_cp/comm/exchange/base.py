@@ -104,8 +104,7 @@ def entering_table(rank: int, rows: int) -> Steps:
 
 
 def fold_slots(maps: SlotMaps, links: Links, rank: int, like: Tensor, fold: Fold) -> Tensor:
-    """The states that enter the ranges of `rank`, like `like` [J, HV, K, V], from the maps of
-    all."""
+    """The states that enter the ranges of `rank`, [J, HV, K, V] like `like`. maps: of all ranks."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     steps = entering_table(rank, len(like))
     return fold(links, steps, maps.transition, maps.offset, None, out, transposed=False)
@@ -122,8 +121,7 @@ def wire_shape(links: Links, HV: int, K: int, V: int) -> tuple[int, int, int, in
 
 
 def pack(maps: SlotMaps, links: Links) -> Tensor:
-    """What this rank sends, its wire: [slots_per_rank, HV, K, V+K], or [.., V] if no rank needs a
-    transition."""
+    """What this rank sends: [slots_per_rank, HV, K, V+K], or [.., V] without transitions."""
     if maps.wire is not None:
         return maps.wire
     transition, offset = maps.transition if links.any_through else None, maps.offset

@@ -364,8 +364,7 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
 
 
 def reads(x: Inputs) -> bool:
-    """Whether the strides of q, k and p let the compiler prove that copies of 16 bytes are
-    aligned."""
+    """Whether the strides of q, k and p prove that copies of 16 bytes are aligned."""
     given = (t for t in (x.q, x.k, x.p) if t is not None)
     return all(n % 16 == 0 for t in given for n in t.stride()[:2])
 

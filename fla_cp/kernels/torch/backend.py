@@ -16,8 +16,7 @@ from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 @dataclass(frozen=True)
 class TorchBackend(Backend):
-    """Stages that are one function of this folder are assigned below; the others combine
-    several."""
+    """Stages that are one function of this folder are assigned; the others combine several."""
 
     name: str = "torch"
     reads_output: bool = False

@@ -79,8 +79,7 @@ def to_tokens(x: Tensor, packing: Packing) -> Tensor:
 
 
 class Prepared(NamedTuple):
-    """The inputs of each token after gate, norm and sigmoid, in the accumulator's dtype; g
-    [.., K or 1]."""
+    """The tokens' inputs after gate, norm and sigmoid, in the accumulator's dtype."""
 
     q: Tensor
     k: Tensor

@@ -22,8 +22,7 @@ class Sequences(NamedTuple):
     host: Tensor | None = None
 
     def bounds(self, tokens: int) -> list[int]:
-        """The N+1 offsets on the host, checked. This waits for the device if they are only
-        there."""
+        """The N+1 offsets on the host, checked. It may have to wait for the device."""
         if self.offsets is None:
             return list(range(0, tokens + 1, tokens // self.number))
         values: list[int] = (self.offsets if self.host is None else self.host).tolist()

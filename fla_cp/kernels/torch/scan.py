@@ -98,8 +98,7 @@ def output_bwd(spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
 
 
 def _step_bwd(dout: OutputGrads, chunk: slice | Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
-    """dv_new of a chunk, and the gradient of the state at its start. dS: that of the state at its
-    end."""
+    """dv_new of a chunk, and the gradient of the state at its start. dS: that at its end."""
     c = dout.chunks
     dv = dout.dv_local[chunk] + c.kg[chunk] @ dS
     return dv, c.decay[chunk][..., None] * dS + dout.into_h[chunk] - c.w[chunk].mT @ dv

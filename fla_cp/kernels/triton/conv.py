@@ -205,8 +205,7 @@ def conv_bwd_kernel(
 
 @lru_cache(maxsize=32)
 def _tiles(lengths: tuple[int, ...], width: int, size: int, device: torch.device) -> Tensor:
-    """For each tile its start and stop, the end of its range, and its first halo row or -1: [4, n],
-    int32."""
+    """Start and stop of each tile, the end of its range, its first halo row or -1: int32 [4, n]."""
     columns: list[tuple[int, int, int, int]] = []
     base = 0
     for r, length in enumerate(lengths):

@@ -129,8 +129,7 @@ def _columns(steps: Steps) -> Build:
 
 
 def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
-    """x [*, HV, K, C], or a copy, whose matrices all have rows at one distance; and that
-    distance."""
+    """x [*, HV, K, C], or a copy, with all rows at the same distance; and that distance."""
     if x is None:
         return None, 0
     _, heads, rows, _ = x.shape

@@ -1,5 +1,4 @@
-"""The reverse scan: the gradients of the states, chunk by chunk; scan.py says how states are
-held."""
+"""The reverse scan: the gradients of the states, chunk by chunk. States are held as in scan.py."""
 
 from typing import Any
 

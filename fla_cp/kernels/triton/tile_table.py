@@ -109,8 +109,7 @@ GENERATION_TILES = {"sm90": SM90_TILES}
 
 
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
-    """The tile of a shape that was not measured. It fits the registers and shared memory of
-    sm_90."""
+    """The tile of a shape that was not measured. It fits registers and shared memory of sm_90."""
     stage = stage.removesuffix("_concurrent")
     if stage in ("intra", "intra_any", "intra_head"):
         narrow = stage == "intra_any" and (wide or k <= 64)

@@ -34,8 +34,7 @@ def prefetch_lines(ptr, count, LINES: tl.constexpr):
 
 @triton.jit
 def keep_loads(ptr, x, n_rows, BT: tl.constexpr):
-    """Stores nothing, because n_rows <= BT, but the compiler cannot tell and keeps the loads of
-    x."""
+    """Stores nothing, as n_rows <= BT, but the compiler cannot tell and keeps the loads of x."""
     at = tl.arange(0, x.shape[0]) * 8
     tl.store(ptr + at, x, mask=at * 0 + n_rows > BT)
 

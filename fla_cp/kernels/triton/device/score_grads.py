@@ -1,5 +1,4 @@
-"""The gradients of scores and values of a chunk; decays and scales multiply the scores'
-afterwards."""
+"""The gradients of scores and values of a chunk, without decays and scales of the scores."""
 
 import triton
 import triton.language as tl
