@@ -236,7 +236,8 @@ def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
 
 
 TWO_TERMS_BYTES = 2
-"""Dtypes of at most so many bytes have two terms. For fp32 one is enough."""
+"""Inputs of at most so many bytes have two terms. For fp32, whose T and Aqk are fp32, one is
+enough."""
 
 
 def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
