@@ -8,14 +8,14 @@ p = k that is the gated delta rule.
 Source: Comba, arXiv 2506.02475.
 """
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
 from fla_cp.ops.family import COMBA, chunk, recurrent
-from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
 
 
 def chunk_comba(
@@ -37,7 +37,7 @@ def cp_chunk_comba(
     g: Tensor,
     beta: Tensor,
     cp_context: FLACPContext,
-    **options: Any,
+    **options: Unpack[CPChunkOptions],
 ) -> tuple[Tensor, ...]:
     """`chunk_comba` of this rank's tokens under a context."""
     check_context(cp_context)

@@ -7,7 +7,7 @@ It is the gated delta rule over n rows a token, of which the first decays and th
 Source: DeltaProduct, arXiv 2502.10297.
 """
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from fla_cp.arguments import check_count
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
 from fla_cp.ops.family import GATED_DELTA_PRODUCT, chunk, recurrent
-from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
 
 
 def chunk_gated_delta_product(
@@ -45,12 +45,12 @@ def cp_chunk_gated_delta_product(
     beta: Tensor,
     num_householder: int,
     cp_context: FLACPContext,
-    **options: Any,
+    **options: Unpack[CPChunkOptions],
 ) -> tuple[Tensor, ...]:
     """`chunk_gated_delta_product` of this rank's tokens under a context."""
     check_context(cp_context)
-    options["cp_context"] = cp_context
-    return chunk_gated_delta_product(q, k, v, g, beta, num_householder, **options)
+    tensors = q, k, v, g, beta, num_householder
+    return chunk_gated_delta_product(*tensors, cp_context=cp_context, **options)
 
 
 def fused_recurrent_gated_delta_product(

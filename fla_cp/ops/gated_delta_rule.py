@@ -5,7 +5,7 @@
 Source: Gated Delta Networks, arXiv 2412.06464.
 """
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_head_gate
 from fla_cp.ops.family import GATED_DELTA_RULE, chunk, head_gate, recurrent
-from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
 
 
 def chunk_gated_delta_rule(
@@ -36,7 +36,7 @@ def cp_chunk_gated_delta_rule(
     g: Tensor,
     beta: Tensor,
     cp_context: FLACPContext,
-    **options: Any,
+    **options: Unpack[CPChunkOptions],
 ) -> tuple[Tensor, ...]:
     """`chunk_gated_delta_rule` of this rank's tokens under a context."""
     check_context(cp_context)

@@ -6,14 +6,14 @@ simple GLA one per head.
 Sources: GLA, arXiv 2312.06635; simple GLA is Mamba-2's recurrence, arXiv 2405.21060.
 """
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
 from fla_cp.ops.family import GLA, SIMPLE_GLA, chunk, recurrent
-from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
 
 
 def chunk_gla(
@@ -27,7 +27,12 @@ def chunk_gla(
 
 
 def cp_chunk_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, cp_context: FLACPContext, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    cp_context: FLACPContext,
+    **options: Unpack[CPChunkOptions],
 ) -> tuple[Tensor, ...]:
     """`chunk_gla` of this rank's tokens under a context."""
     check_context(cp_context)
@@ -49,7 +54,12 @@ def chunk_simple_gla(
 
 
 def cp_chunk_simple_gla(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, cp_context: FLACPContext, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    cp_context: FLACPContext,
+    **options: Unpack[CPChunkOptions],
 ) -> tuple[Tensor, ...]:
     """`chunk_simple_gla` of this rank's tokens under a context."""
     check_context(cp_context)

@@ -6,7 +6,7 @@
 Source: Kimi Linear report, arXiv 2510.26692.
 """
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_gate_only
 from fla_cp.ops.family import KDA, chunk, gate_of, one_dim, recurrent
-from fla_cp.ops.options import ChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
 from fla_cp.rule import DeltaRule
 
 
@@ -76,7 +76,7 @@ def cp_chunk_kda(
     g: Tensor,
     beta: Tensor,
     cp_context: FLACPContext,
-    **options: Any,
+    **options: Unpack[CPChunkOptions],
 ) -> tuple[Tensor, ...]:
     """`chunk_kda` of this rank's tokens under a context, with the same keywords."""
     check_context(cp_context)

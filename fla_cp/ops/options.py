@@ -40,14 +40,19 @@ class SharedOptions(TypedDict, total=False):
     impl: str
 
 
-class ChunkOptions(SharedOptions, total=False):
-    """The keywords of an operator over whole sequences."""
+class CPChunkOptions(SharedOptions, total=False):
+    """The keywords of an operator over whole sequences, under a context."""
 
-    cp_context: FLACPContext | None
     safe_gate: bool
     disable_recompute: bool
     return_intermediate_states: bool
     precision: str
+
+
+class ChunkOptions(CPChunkOptions, total=False):
+    """The keywords of an operator over whole sequences."""
+
+    cp_context: FLACPContext | None
 
 
 class RecurrentOptions(SharedOptions, total=False):
