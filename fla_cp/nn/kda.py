@@ -27,13 +27,14 @@ class KDACore(Core):
         allow_neg_eigval: bool = False,
         impl: str = "auto",
     ) -> None:
-        super().__init__("kda", num_v_heads, num_v_heads, head_dim, impl=impl)
+        sizes = num_v_heads, num_v_heads, head_dim
+        super().__init__("kda", *sizes, allow_neg_eigval=allow_neg_eigval, impl=impl)
         bound = check_lower_bound(gate_lower_bound, "gate_lower_bound")
         if bound is not None and bound < SAFE_GATE_BOUND:
             raise ValueError(
                 f"gate_lower_bound must be in [{SAFE_GATE_BOUND:g}, 0), got {gate_lower_bound}"
             )
-        self.gate_lower_bound, self.allow_neg_eigval = bound, allow_neg_eigval
+        self.gate_lower_bound, self.head_dim = bound, head_dim
 
     def options(self, recurrent: bool) -> dict[str, Any]:
         options = super().options(recurrent) | {"lower_bound": self.gate_lower_bound}
@@ -109,9 +110,13 @@ class KimiDeltaAttention(LinearAttention):
         return nn.Sequential(down, nn.Linear(self.head_v_dim, value, bias=True))
 
     def make_core(self, impl: str) -> Core:
-        core = KDACore(self.num_v_heads, self.head_dim, gate_lower_bound=self._bound, impl=impl)
-        core.allow_neg_eigval = self.allow_neg_eigval
-        return core
+        return KDACore(
+            self.num_v_heads,
+            self.head_dim,
+            gate_lower_bound=self._bound,
+            allow_neg_eigval=self.allow_neg_eigval,
+            impl=impl,
+        )
 
     def make_norm(self, eps: float) -> nn.Module:
         return GatedRMSNorm(self.head_v_dim, eps)

@@ -30,14 +30,20 @@ class Core(InitializedModule):
     decay is exp(-exp(A_log) ...), where bf16 would change the model. name: of the operator.
     """
 
-    has_beta = True
-    allow_neg_eigval = False
-
     def __init__(
-        self, name: str, num_heads: int, num_v_heads: int, gates: int = 1, *, impl: str = "auto"
+        self,
+        name: str,
+        num_heads: int,
+        num_v_heads: int,
+        gates: int = 1,
+        *,
+        has_beta: bool = True,
+        allow_neg_eigval: bool = False,
+        impl: str = "auto",
     ) -> None:
         super().__init__()
-        self.name, self.num_heads, self.impl = name, num_heads, impl
+        self.name, self.num_heads, self.num_v_heads = name, num_heads, num_v_heads
+        self.has_beta, self.allow_neg_eigval, self.impl = has_beta, allow_neg_eigval, impl
         self.A_log = nn.Parameter(torch.empty(num_v_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(num_v_heads * gates, dtype=torch.float32))
         self.reset_parameters()
@@ -78,8 +84,8 @@ class CombaCore(Core):
     """p = b k reads the state before the decay, and q - d k reads it out; b = sigmoid(b_logit) and
     d are learnt for each head [H], fp32."""
 
-    def __init__(self, name: str, num_heads: int, *sizes: int, impl: str = "auto") -> None:
-        super().__init__(name, num_heads, *sizes, impl=impl)
+    def __init__(self, name: str, num_heads: int, *sizes: int, **options: Any) -> None:
+        super().__init__(name, num_heads, *sizes, **options)
         self.b_logit = nn.Parameter(torch.full((num_heads,), 2.0, dtype=torch.float32))
         self.d = nn.Parameter(torch.full((num_heads,), 0.02, dtype=torch.float32))
 
@@ -190,9 +196,8 @@ class LinearAttention(nn.Module):
         """The operator with its fp32 parameters."""
         gates = 1 if self.per_head else self.head_dim
         sizes = self.num_heads, self.num_v_heads, gates
-        core = self.core_class(self.operator, *sizes, impl=impl)
-        core.has_beta, core.allow_neg_eigval = self.has_beta, self.allow_neg_eigval
-        return core
+        beta = {"has_beta": self.has_beta, "allow_neg_eigval": self.allow_neg_eigval}
+        return self.core_class(self.operator, *sizes, **beta, impl=impl)
 
     def make_norm(self, eps: float) -> nn.Module:
         """The norm of o."""

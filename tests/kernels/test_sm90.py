@@ -111,6 +111,14 @@ def test_a_tile_that_does_not_fit_is_refused():
         tile(chunks(K=64)._replace(tuning=tuning))
 
 
+def test_a_tile_of_triton_can_be_forced_where_sm90_would_run():
+    forced = (("scan", tile_table.Tile(128, 32, 4, 3)),)
+    c = chunks()._replace(tuning=Tuning(min_chunk_heads=0))
+    assert tile(c).folder == "sm90"
+    c = c._replace(tuning=Tuning(min_chunk_heads=0, forced=forced))
+    assert tile(c) == forced[0][1]
+
+
 def test_every_stage_has_a_tile_for_any_number_of_chains():
     for stage in tile_table.SM90_TILES:
         for chains in (0, 1, 127, 128, 10000):

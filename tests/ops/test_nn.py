@@ -92,6 +92,15 @@ def test_gate_starts_where_the_report_puts_it():
     assert step.max() <= 0.101
 
 
+def test_a_core_keeps_what_it_was_given():
+    core = KDACore(64, 16, gate_lower_bound=-5.0, allow_neg_eigval=True, impl="torch")
+    assert (core.num_v_heads, core.head_dim, core.gate_lower_bound) == (64, 16, -5.0)
+    assert core.allow_neg_eigval
+    assert core.impl == "torch"
+    layer = KimiDeltaAttention(24, 2, 8, num_v_heads=4, allow_neg_eigval=True, impl="torch").core
+    assert (layer.num_v_heads, layer.head_dim, layer.allow_neg_eigval) == (4, 8, True)
+
+
 def test_bf16_model_keeps_fp32_gate_parameters():
     mixer = KimiDeltaAttention(24, 2, 8).bfloat16()
     mixer.core.float()
