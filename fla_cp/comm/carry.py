@@ -27,7 +27,8 @@ class AffineMap(NamedTuple):
 
     transition [M, HV, K, K]: of `Packing.middle`. offset [F, HV, K, V]: of the segments that hand a
     state on, which are `Packing.feeding`, or in reverse `Packing.carried`. The first segment of a
-    sequence needs no transition: its offset contains the state that it starts from.
+    sequence (in reverse the last) needs no transition: its offset contains the state that it starts
+    from.
     """
 
     transition: Tensor | None

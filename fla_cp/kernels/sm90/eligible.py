@@ -41,6 +41,7 @@ __all__ = [
 
 FOLDER = "sm90"
 
+# Coordinates of the TMA are int32 too: times the K = 128 rows of a state, below 2**31.
 MAX_CHUNK_HEADS = 2**24
 """The kernels number pairs of a chunk and a head in int32; there must be fewer than this."""
 
