@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_PLAIN = (Tensor, Parameter)
+PLAIN_TENSORS = (Tensor, Parameter)
+"""Types of tensors that need no closer look."""
+
 _DENSE = torch.strided
 
 
@@ -29,7 +31,7 @@ def check_tensors(names: tuple[str, ...], values: tuple[object, ...], required: 
     for x in values:
         if x is None:
             continue
-        if type(x) not in _PLAIN or x.layout is not _DENSE or x.is_nested:  # type: ignore[attr-defined]
+        if type(x) not in PLAIN_TENSORS or x.layout is not _DENSE or x.is_nested:  # type: ignore[attr-defined]
             _check_each(names, values)
             break
     for x in values[:required]:

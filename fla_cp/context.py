@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fla_cp import remat
 from fla_cp.comm import Agreement, Exchange, Halo, Links, collectives, make_exchange, scheme_of
 from fla_cp.handle import Handle
 from fla_cp.partition.checks import (
@@ -135,10 +136,11 @@ class FLACPContext(Tabled):
             )
 
     def before(self, call: str, **facts: object) -> None:
-        """Compares the ranks if that is due; see comm/agreement.py."""
+        """Compares the ranks if that is due; see comm/agreement.py. A recomputation that exchanges
+        nothing compares nothing."""
         if self.agreement is None or torch.compiler.is_compiling():
             return
-        if self.agreement.due:
+        if self.agreement.due and not remat.recomputing():
             self.agreement.before(call, **facts)
 
     def repeated(self, n: int) -> FLACPContext:
@@ -270,7 +272,7 @@ def compare_ranks(
     want_final: bool = False,
 ) -> None:
     """Compares, if that is due, what decides how much a call sends. shape: (HV, K, V)."""
-    if context.agreement is not None and context.agreement.due:
+    if context.agreement is not None and context.agreement.due and not remat.recomputing():
         facts = dict(zip(("HV", "K", "V"), shape, strict=True), dtype=dtype)
         facts |= {"initial_state": initial is not None, "output_final_state": want_final}
         context.agreement.before(_NAMES[rule.per_head, rule.removal], **facts)

@@ -8,6 +8,7 @@ An empty tensor stands for an output that is not wanted.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -18,8 +19,9 @@ from fla_cp.context import FLACPContext, context_of
 from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs, Spec
-from fla_cp.partition.packing import Packing
-from fla_cp.pipeline import Plan, Result, Saved, backward, forward
+from fla_cp.partition.packing import Frame, Packing
+from fla_cp.pipeline import Plan, PlanKey, Result, Saved, announcement, backward, forward
+from fla_cp.replay import Replayed, layout
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 _SHARED = (
@@ -38,9 +40,23 @@ TENSORS = len(Inputs._fields) + 1
 ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
 
 
+MAX_REPLAYED = 1024
+"""The most kinds of calls that are remembered; then all are forgotten."""
+
+_replayed: dict[tuple, Replayed] = {}
+
+
 @lru_cache(maxsize=16)
 def packing_of(offsets: tuple[int, ...]) -> Packing:
     return Packing.build(offsets)
+
+
+@lru_cache(maxsize=16)
+def framed_packing_of(offsets: tuple[int, ...]) -> Packing:
+    """The packing filled up to sizes that others have, too, so that they share programs."""
+    chunks = [(b - a + CHUNK - 1) // CHUNK for a, b in pairwise(offsets)]
+    frame = Frame.around(sum(n > 0 for n in chunks), sum(chunks))
+    return Packing.build(offsets, frame=frame)
 
 
 def make_plan(
@@ -49,18 +65,21 @@ def make_plan(
     context: FLACPContext | None,
     backend: Backend,
     x: Inputs | None = None,
+    extra: int | None = None,
 ) -> Plan:
-    """The plan of a call. With x, the backend may cut sequences into segments."""
+    """The plan of a call. With x, the backend may cut sequences into segments. extra: see
+    `Backend.segment`."""
     links, ahead = context.links if context else ONE_SLOT, packing
     if x is not None:
-        (HV, V), K = x.v.shape[1:], x.q.shape[-1]
+        (HV, V), K = x.v.shape[-2:], x.q.shape[-1]
         shape = (HV, K, V, x.q.device)
-        whole, packing = packing, backend.segment(packing, *shape, True)
+        whole, packing = packing, backend.segment(packing, *shape, True, extra)
         ahead = packing
         if packing is whole and not links.any:
             ahead = backend.segment(packing, *shape, False)
     exchange = context.exchange if context else Local()
-    return Plan(Spec(rule, packing), links, exchange, backend, ahead)
+    key = PlanKey.of(packing, links, exchange)
+    return Plan(Spec(rule, packing), links, exchange, backend, ahead, key)
 
 
 def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: int, T: int) -> tuple:
@@ -117,7 +136,44 @@ class Call:
         else:
             packing = context.packing
             context.check_local_tokens(tokens)
-        return make_plan(self.rule, packing, context, self.backend)
+        backend = self.backend
+
+        def build() -> Plan:
+            return make_plan(self.rule, packing, context, backend, self.x, self.extra)
+
+        key = "plan of an op", self.rule, backend, *self.shape, self.x.q.device
+        return packing.cached(key, build)
+
+    @cached_property
+    def extra(self) -> int:
+        """How many segments a cut may add. A graph knows the segments of the uncut packing."""
+        HV, _, V = self.shape
+        return self.backend.extra_segments(HV, V, self.x.q.device)
+
+    def padded(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
+        """States [n, HV, K, columns] in `rows` rows and as many as a cut may add. The rest is
+        undefined; `saved_from` and `first` leave it out."""
+        out = self.new_states(rows + self.extra, self.shape[1], columns)
+        if x is None or len(x) == len(out):
+            return out if x is None else x
+        out[: len(x)] = x
+        return out
+
+    def replayed(
+        self, op: str, run: Callable[[], list[Tensor]], own: tuple[Tensor | None, ...], *flags: bool
+    ) -> list[Tensor]:
+        """What `run` returns. The second call of the op with the same facts is recorded, and later
+        ones replay it (replay.py). own: the op's tensors besides the shared ones. flags: what else
+        decides what the op does."""
+        tensors = (*self.x, self.initial, *own)
+        facts = tuple(None if t is None else layout(t) for t in tensors)
+        key = op, self.rule, self.plan.backend, flags, facts
+        if key not in _replayed:
+            if len(_replayed) >= MAX_REPLAYED:
+                _replayed.clear()
+            _replayed[key] = Replayed()
+        found: Any = _replayed[key](self.plan, None, tensors, lambda: tuple(run()))
+        return list(found)
 
     def new_states(self, n: int, *shape: int) -> Tensor:
         """[n, HV, *shape] in the accumulator's dtype."""
@@ -133,7 +189,9 @@ class Call:
     def results(self, found: Result) -> list[Tensor]:
         """[o, final, h, carried]."""
         h = None if found.h is None else found.h.clone()  # h may be one of `kept`
-        return [found.o, self.or_empty(found.final), self.or_empty(h), found.saved.carried]
+        (_, _, V), rows = self.shape, Handle.read(self.sizes).carried
+        carried = self.padded(found.saved.carried, rows, V)
+        return [found.o, self.or_empty(found.final), self.or_empty(h), carried]
 
     def fake_results(self, want_final: bool, want_h: bool) -> list[Tensor]:
         """What `results` returns, without values."""
@@ -143,7 +201,7 @@ class Call:
             v.new_empty(v.shape),
             self.new_states(sizes.sequences, *outside) if want_final else v.new_empty(0),
             self.new_states(sizes.chunks, *outside).to(v.dtype) if want_h else v.new_empty(0),
-            self.new_states(sizes.carried, K, V),
+            self.new_states(sizes.carried + self.extra, K, V),
         ]
 
     def kept(self, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
@@ -157,15 +215,17 @@ class Call:
         return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
-def or_none(x: Tensor) -> Tensor | None:
-    """x, or None where it has no rows."""
-    return x if len(x) else None
+def first(x: Tensor, segments: tuple[int, ...]) -> Tensor | None:
+    """The rows of `Call.padded` that belong to segments; None if there are none."""
+    return x[: len(segments)] if segments else None
 
 
-def saved_from(tensors: list[Tensor]) -> Saved:
+def saved_from(plan: Plan, tensors: list[Tensor]) -> Saved:
     """From carried, transition, *kept."""
     carried, transition, *kept = tensors
-    return Saved(tuple(kept), carried, or_none(transition))
+    packing = plan.packing
+    rows = carried[: len(packing.carried)]
+    return Saved(tuple(kept), rows, first(transition, packing.middle))
 
 
 def fake_gradients(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
@@ -186,16 +246,24 @@ def op(name: str, *, before: str = "", after: str = "") -> Callable[[Callable], 
 def delta_rule(*args: Any) -> list[Tensor]:
     """[o, final, h, carried, transition, *kept]."""
     call, (want_final, want_h) = Call.parse(args)
-    found = forward(call.plan, call.x, call.initial, want_final=want_final, want_h=want_h)
-    K, saved = call.shape[1], found.saved
-    return [*call.results(found), call.or_empty(saved.transition, K, K), *call.kept(saved.kept)]
+
+    def run() -> list[Tensor]:
+        given = call.plan, call.x, call.initial
+        wanted = {"want_final": want_final, "want_h": want_h}
+        with announcement(*given, **wanted, with_backward=False):
+            found = forward(*given, **wanted)
+        K, saved = call.shape[1], found.saved
+        transition = call.padded(saved.transition, Handle.read(call.sizes).middle, K)
+        return [*call.results(found), transition, *call.kept(saved.kept)]
+
+    return call.replayed("forward", run, (), want_final, want_h)
 
 
 @delta_rule.register_fake
 def _fake(*args: Any) -> list[Tensor]:
     call, wanted = Call.parse(args)
     K = call.shape[1]
-    transition = call.new_states(Handle.read(call.sizes).middle, K, K)
+    transition = call.new_states(Handle.read(call.sizes).middle + call.extra, K, K)
     return [*call.fake_results(*wanted), transition, *call.fake_kept(call.rule)]
 
 
@@ -203,9 +271,14 @@ def _fake(*args: Any) -> list[Tensor]:
 def delta_rule_backward(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     """Gradients of the inputs and of `initial`."""
     call, (o, saved, want) = Call.parse(args)
-    given = call.x, call.initial, saved_from(saved), o, do, dfinal
-    grads, dinitial = backward(call.plan, *given, want_dinitial=want)
-    return [call.or_empty(t) for t in (*grads, dinitial)]
+
+    def run() -> list[Tensor]:
+        given = call.x, call.initial, saved_from(call.plan, saved), o, do, dfinal
+        with announcement(call.plan, *given[:2], with_backward=True, want_dinitial=want):
+            grads, dinitial = backward(call.plan, *given, want_dinitial=want)
+        return [call.or_empty(t) for t in (*grads, dinitial)]
+
+    return call.replayed("backward", run, (do, dfinal, o, *saved), want)
 
 
 delta_rule_backward.register_fake(fake_gradients)

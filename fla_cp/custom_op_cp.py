@@ -20,7 +20,7 @@ from fla_cp.comm.carry import AffineMap, SegmentMaps, States
 from fla_cp.comm.collectives import traced_all_gather, traced_all_reduce
 from fla_cp.comm.exchange.base import Local, fold_wires, pack
 from fla_cp.context import FLACPContext, compare_ranks
-from fla_cp.custom_op import GRADS, TENSORS, Call, fake_gradients, op, or_none, saved_from
+from fla_cp.custom_op import GRADS, TENSORS, Call, fake_gradients, first, op, saved_from
 from fla_cp.handle import Handle
 from fla_cp.kernels import resolve
 from fla_cp.pipeline import Plan, Recomputed
@@ -84,19 +84,25 @@ def begin_op(*args: Any) -> list[Tensor]:
     assert context is not None
     context.check_alive()
     compare_ranks(context, rule, call.shape, call.x.q.dtype, call.initial)
-    chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
-    wire = call.wire(maps)
-    chunks = plan.backend.scores(plan.spec, chunks)
-    _, K, V = call.shape
-    offset, transition = call.or_empty(maps.offset, K, V), call.or_empty(maps.transition, K, K)
-    return [wire, offset, transition, *call.chunk_tensors(chunks)]
+
+    def run() -> list[Tensor]:
+        chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
+        wire = call.wire(maps)
+        chunks = plan.backend.scores(plan.spec, chunks)
+        (_, K, V), sizes = call.shape, Handle.read(call.sizes)
+        offset = call.padded(maps.offset, sizes.feeding, V)
+        transition = call.padded(maps.transition, sizes.middle, K)
+        return [wire, offset, transition, *call.chunk_tensors(chunks)]
+
+    return call.replayed("begin", run, ())
 
 
 @begin_op.register_fake
 def _begin_fake(*args: Any) -> list[Tensor]:
     call, _ = ShardedCall.parse(args)
-    (_, K, V), sizes = call.shape, Handle.read(call.sizes)
-    offset, transition = call.new_states(sizes.feeding, K, V), call.new_states(sizes.middle, K, K)
+    (_, K, V), sizes, extra = call.shape, Handle.read(call.sizes), call.extra
+    offset = call.new_states(sizes.feeding + extra, K, V)
+    transition = call.new_states(sizes.middle + extra, K, K)
     return [call.fake_wire(), offset, transition, *call.fake_kept(call.keeping)[:-2]]
 
 
@@ -107,12 +113,17 @@ _MAPS = ", Tensor wires, Tensor offset, Tensor transition, Tensor[] chunks"
 def finish_op(*args: Any) -> list[Tensor]:
     """[o, final, h, carried, *(h, v_new where they are kept)]; final: this rank's own rows."""
     call, (wires, offset, transition, tensors, want_final, want_h) = ShardedCall.parse(args)
-    maps = AffineMap(or_none(transition), or_none(offset))
-    chunks, carried = call.chunks_from(tensors, None), call.entering(maps, wires)
-    given = call.plan, call.x, call.initial, chunks, maps, carried
-    found = pipeline.run_segments(*given, want_final=want_final, want_h=want_h)
-    kept = found.saved.kept[-2:] if call.rule.keep_intermediates else ()
-    return [*call.results(found), *call.kept(kept)]
+    packing = call.plan.packing
+    maps = AffineMap(first(transition, packing.middle), first(offset, packing.feeding))
+
+    def run() -> list[Tensor]:
+        chunks, carried = call.chunks_from(tensors, None), call.entering(maps, wires)
+        given = call.plan, call.x, call.initial, chunks, maps, carried
+        found = pipeline.run_segments(*given, want_final=want_final, want_h=want_h)
+        kept = found.saved.kept[-2:] if call.rule.keep_intermediates else ()
+        return [*call.results(found), *call.kept(kept)]
+
+    return call.replayed("finish", run, (wires, offset, transition, *tensors), want_final, want_h)
 
 
 @finish_op.register_fake
@@ -126,19 +137,25 @@ def _finish_fake(*args: Any) -> list[Tensor]:
 def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     """[wire, offset, *chunks without those always kept]; no chunks where all are kept."""
     call, (o, tensors) = ShardedCall.parse(args)
-    saved = saved_from(tensors)
-    recomputed = pipeline.recompute(call.plan, call.x, call.initial, saved, o, do)
-    maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
-    found = [call.wire(maps, reverse=True), call.or_empty(maps.offset, *call.shape[1:])]
-    if call.rule.keep_intermediates:
-        return found
-    return found + call.without_always_kept(call.chunk_tensors(recomputed.chunks))
+    saved = saved_from(call.plan, tensors)
+
+    def run() -> list[Tensor]:
+        recomputed = pipeline.recompute(call.plan, call.x, call.initial, saved, o, do)
+        maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
+        rows, V = Handle.read(call.sizes).carried, call.shape[2]
+        found = [call.wire(maps, reverse=True), call.padded(maps.offset, rows, V)]
+        if call.rule.keep_intermediates:
+            return found
+        return found + call.without_always_kept(call.chunk_tensors(recomputed.chunks))
+
+    return call.replayed("begin backward", run, (do, dfinal, o, *tensors))
 
 
 @begin_backward_op.register_fake
 def _begin_backward_fake(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     call, _ = ShardedCall.parse(args)
-    found = [call.fake_wire(), call.new_states(Handle.read(call.sizes).carried, *call.shape[1:])]
+    rows = Handle.read(call.sizes).carried + call.extra
+    found = [call.fake_wire(), call.new_states(rows, *call.shape[1:])]
     if call.rule.keep_intermediates:
         return found
     return found + call.without_always_kept(call.fake_kept(call.keeping)[:-2])
@@ -151,24 +168,29 @@ _CHUNKS = ", Tensor o, Tensor[] saved, Tensor wires, Tensor offset, Tensor[] chu
 def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     """Gradients of the inputs and of `initial`: its own rows."""
     call, (o, tensors, wires, offset, chunks, want_dinitial) = ShardedCall.parse(args)
-    plan, saved = call.plan, saved_from(tensors)
-    if call.rule.keep_intermediates:
-        recomputed = pipeline.recompute(plan, call.x, call.initial, saved, o, do)
-    else:
-        for at, t in sorted(zip(plan.backend.always_kept(plan.rule), saved.kept, strict=True)):
-            chunks.insert(at, t)
-        formed = call.chunks_from(chunks, o)
-        dout = plan.backend.output_bwd(plan.spec, formed, do)
-        states = pipeline.recompute_states(plan, call.initial, saved, formed)
-        recomputed = Recomputed(formed, dout, states)
-    maps = AffineMap(saved.transition, or_none(offset))
+    plan, given_chunks = call.plan, list(chunks)
+    saved = saved_from(plan, tensors)
+    maps = AffineMap(saved.transition, first(offset, plan.packing.carried))
 
     def wait() -> States:
         return call.entering(maps, wires, reverse=True)
 
-    given = plan, call.x, recomputed, wait, dfinal
-    grads, dinitial = pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)
-    return [call.or_empty(t) for t in (*grads, dinitial)]
+    def run() -> list[Tensor]:
+        if call.rule.keep_intermediates:
+            recomputed = pipeline.recompute(plan, call.x, call.initial, saved, o, do)
+        else:
+            for at, t in sorted(zip(plan.backend.always_kept(plan.rule), saved.kept, strict=True)):
+                chunks.insert(at, t)
+            formed = call.chunks_from(chunks, o)
+            dout = plan.backend.output_bwd(plan.spec, formed, do)
+            states = pipeline.recompute_states(plan, call.initial, saved, formed)
+            recomputed = Recomputed(formed, dout, states)
+        given = plan, call.x, recomputed, wait, dfinal
+        grads, dinitial = pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)
+        return [call.or_empty(t) for t in (*grads, dinitial)]
+
+    own = do, dfinal, o, *tensors, wires, offset, *given_chunks
+    return call.replayed("finish backward", run, own, want_dinitial)
 
 
 finish_backward_op.register_fake(fake_gradients)

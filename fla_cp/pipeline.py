@@ -6,29 +6,71 @@
 Without context parallelism, and if no sequence is cut into segments, nothing is summarized or sent.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm import Exchange, Links, collectives, run_overlap
+from fla_cp.comm import Exchange, Links, collectives
 from fla_cp.comm.carry import AffineMap, States, carry, join
+from fla_cp.comm.exchange.base import Unsent
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept
+from fla_cp.kernels.rehearsal import announced, on_meta
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule, accumulator
+from fla_cp.tape import step
+
+
+class PlanKey:
+    """Plans of one kind of call do the same if their keys are equal. The hash is computed once."""
+
+    def __init__(self, *parts: Hashable) -> None:
+        self._parts = parts
+
+    @classmethod
+    def of(cls, packing: Packing, links: Links, exchange: Exchange) -> PlanKey:
+        """With a frame, the tokens of a rank and the sizes decide; else the packing itself. A key
+        does not keep the group alive."""
+        group = None if exchange.group is None else weakref.ref(exchange.group)
+        scheme: Any = type(exchange), group
+        where = packing.tokens, packing.ranges, scheme
+        if packing.frame is None:
+            exact = packing.sequences, packing.segments, packing.empty, packing.loads
+            return cls(*where, *exact, links)
+        slots = links.owner, links.row, links.slots_per_rank, links.fixed
+        return cls(*where, packing.frame, *slots)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, PlanKey) and self._parts == other._parts)
 
 
 class Plan(NamedTuple):
     """One operator call: what is computed on which tokens (spec), by which kernels (backend), and
     with which other ranks (links, exchange). ahead: a packing for the forward alone, which may be
-    cut finer if nothing crosses ranks; None: the forward has the same packing as the backward."""
+    cut finer if nothing crosses ranks; None: the forward has the same packing as the backward.
+    key: calls of one kind whose plans have equal keys do the same."""
 
     spec: Spec
     links: Links
     exchange: Exchange
     backend: Backend
     ahead: Packing | None = None
+    key: PlanKey | None = None
 
     @property
     def rule(self) -> DeltaRule:
@@ -37,6 +79,17 @@ class Plan(NamedTuple):
     @property
     def packing(self) -> Packing:
         return self.spec.packing
+
+    @property
+    def objects(self) -> dict[str, object]:
+        """What a tape finds in a plan, by expression."""
+        found = {
+            "plan.packing": self.packing,
+            "plan.links": self.links,
+            "plan.links.mirrored()": self.links.mirrored(),
+            "plan.exchange": self.exchange,
+        }
+        return found if self.ahead is None else {"plan.ahead": self.ahead, **found}
 
 
 class Saved(NamedTuple):
@@ -85,7 +138,12 @@ def _to_sequences(
         rows = packing.index(packing.empty, device)
         out[rows] = empty[rows].to(out.dtype)
     # Every row is nonzero on one rank only, so the sum copies it to all ranks.
-    return out if group is None else collectives.all_reduce(out, group)
+    return out if group is None else step(_sum_over_ranks, out, plan.exchange)
+
+
+def _sum_over_ranks(x: Tensor, exchange: Exchange) -> Tensor:
+    assert exchange.group is not None
+    return collectives.all_reduce(x, exchange.group)
 
 
 def prepare_chunks(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
@@ -137,13 +195,13 @@ def forward(
     chunks, maps = prepare_chunks(plan, x, initial)
     wait = carry_maps(plan, x, maps)
     chunks = plan.backend.scores(plan.spec, chunks)
-    carried = wait() if plan.exchange.group is None else run_overlap(wait)
+    carried = wait(overlap=plan.exchange.group is not None)
     return run_segments(plan, x, initial, chunks, maps, carried, **wanted)
 
 
 def carry_maps(
     plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False
-) -> Callable[[], States]:
+) -> Callable[..., States]:
     """Starts the exchange; see `fla_cp.comm.carry.carry`."""
     shape, fold = (x.v.shape[1], x.q.shape[-1], x.v.shape[-1]), plan.backend.fold
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
@@ -247,3 +305,42 @@ def backward(
     return run_segments_backward(
         plan, x, recomputed, wait, dfinal, want_dinitial=want_dinitial, concurrent=concurrent
     )
+
+
+def announcement(
+    plan: Plan,
+    x: Inputs,
+    initial: Tensor | None,
+    *,
+    want_final: bool = False,
+    want_h: bool = False,
+    with_backward: bool,
+    want_dinitial: bool = False,
+) -> announced:
+    """Announces this call, and with `with_backward` its backward too, to backends that compile."""
+    if not plan.backend.compiles:
+        return announced(None)
+    wanted = want_final, want_h, want_dinitial
+    return announced(functools.partial(_rehearse, plan, x, initial, wanted, with_backward))
+
+
+def _rehearse(
+    plan: Plan,
+    x: Inputs,
+    initial: Tensor | None,
+    wanted: tuple[bool, bool, bool],
+    with_backward: bool,
+) -> None:
+    """Runs a call on tensors without memory, and sends nothing."""
+    group, (want_final, want_h, want_dinitial) = plan.exchange.group, wanted
+    exchange = Unsent(rank=0 if group is None else dist.get_rank(group))
+    backend = plan.backend.rehearsing(x.q.device)
+    plan = plan._replace(backend=backend, exchange=exchange)
+    x = Inputs(*(None if t is None else on_meta(t) for t in x))  # type: ignore[arg-type]
+    initial = None if initial is None else on_meta(initial)
+    with torch.no_grad():
+        found = forward(plan, x, initial, want_final=want_final, want_h=want_h)
+        if with_backward:
+            o = found.o if backend.reads_output else None
+            given = plan, x, initial, found.saved, o, torch.empty_like(found.o), None
+            backward(*given, want_dinitial=want_dinitial)

@@ -1,5 +1,5 @@
-"""What the operators of the family share. A member is a few facts, and every call goes one way
-through here: options -> checks -> plan -> run.
+"""What the operators of the family share. A few facts describe a member, and every call takes the
+same way: options -> checks -> plan -> run.
 
 S_t = Diag(a_t) S_{t-1} + b_t k_t (v_t - r_t)^T          o_t = scale * S_t^T q_t
 
@@ -11,6 +11,7 @@ GLA, simple GLA            channel, head   0, and b_t = 1
 """
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from fla_cp.arguments import (
     check_state_layout,
     check_tensors,
 )
-from fla_cp.autograd import DeltaRuleFunction
+from fla_cp.autograd import DeltaRuleFunction, token_rows
 from fla_cp.context import compare_ranks
 from fla_cp.handle import Handle
 from fla_cp.kernels import Backend, resolve
@@ -40,15 +41,18 @@ from fla_cp.ops.checks import (
     check_ndims,
     check_sequences,
 )
+from fla_cp.ops.known import key_of, known_calls, remember
 from fla_cp.ops.options import CHUNK_ONLY, FLAGS, RECURRENT_ONLY, TENSORS, Options, Tensors
-from fla_cp.partition.checks import check_offsets
+from fla_cp.partition.checks import check_host_copy, check_offsets
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import DeltaRule, accumulator
+from fla_cp.pipeline import Plan
+from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
 
 class Member(NamedTuple):
     """name: of its operators, chunk_<name> and fused_recurrent_<name>. per_head: one decay a head,
-    g [B, T, HV]. removal: "k", "p" or "none", see `DeltaRule`. without: keywords that it has not.
+    g [B, T, HV]. removal: "k", "p" or "none", see `DeltaRule`. without: keywords that its operators
+    do not have.
     """
 
     name: str
@@ -88,57 +92,120 @@ def chunk(
     member: Member, x: Tensors, options: Mapping[str, Any], rows: int = 1
 ) -> tuple[Tensor, ...]:
     """One call over whole sequences, in chunks; see `chunk_kda`. rows: how many rows of k, v and
-    beta each token has, see gated_delta_product.py."""
-    o = _options(f"chunk_{member.name}", (*member.without, *RECURRENT_ONLY), options)
-    rule = _checked(member, x, o)
-    context = o.cp_context
-    check_choice("precision", o.precision, ("default", "high"))
-    check_sequences(x.q.shape[1], x.q.shape[0], o.cu_seqlens, context, o.cu_seqlens_cpu)
-    check_fixed_call(
-        context,
-        initial_state=o.initial_state,
-        output_final_state=o.output_final_state,
-        return_intermediate_states=o.return_intermediate_states,
-    )
-    packing = None
-    if torch.compiler.is_compiling():  # the op looks the packing up when it runs
-        sequences = x.q.shape[0]
+    beta each token has, see gated_delta_product.py.
+
+    Arguments are checked unless a call with the same facts was checked before (known.py).
+    """
+    if torch.compiler.is_compiling():
+        return _traced(member, x, options, rows)
+    key = key_of(member, x, options, rows)
+    known = None if key is None else known_calls.get(key)
+    context = options.get("cp_context")
+    if known is not None:
+        o = Options(**options)
+        packing = _packing(x, o, rows, known.backend) if context is None else context.packing
         if context is not None:
-            sequences = Handle.read(context.handle.sizes).sequences
-    else:
-        packing = context.packing if context else _packing(x.q, o, rows)
-        sequences = packing.sequences
-    check_inputs(x, o, rule, sequences=sequences, rows=rows)
-    backend = resolve(o.impl, x.q.device, x.q.dtype)
-    (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
+            context.check_alive()
+        elif o.cu_seqlens is not None and o.cu_seqlens_cpu is not None:
+            check_host_copy(o.cu_seqlens, o.cu_seqlens_cpu, x.q.shape[1])
+        if o.initial_state is not None and len(o.initial_state) != packing.sequences:
+            known = None
+    if known is None:
+        o, rule, packing = _checked_call(member, x, options, rows)
+        context = o.cp_context
+        backend = resolve(o.impl, x.q.device, x.q.dtype)
+        wanted = {"want_final": o.output_final_state, "want_h": o.return_intermediate_states}
+        known = remember(key, rule, backend, **wanted)
+    rule, backend = known.rule, known.backend
+    if context is not None:
+        shape = x.v.shape[2], x.q.shape[-1], x.v.shape[3]
+        compare_ranks(context, rule, shape, x.q.dtype, o.initial_state, o.output_final_state)
     rates = o.A_log, o.dt_bias
     if rows > 1:
         if context is not None:
             context = context.repeated(rows)
             packing = context.packing
         x = _spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
+        rule, rates = rule._replace(gate="given"), (None, None)
+    inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p)
+
+    def build() -> Plan:
+        return custom_op.make_plan(rule, packing, context, backend, inputs)
+
+    plan = build() if key is None else packing.cached(known.number, build)
+    out, final, h = DeltaRuleFunction.apply(
+        known.kind, plan, *inputs, _accumulated(o.initial_state, x.q)
+    )
+    if rows > 1:
+        out = out[:, rows - 1 :: rows]
+    if not o.return_intermediate_states:
+        return out, final
+    return out, final, h.unflatten(0, (out.shape[0], -1))
+
+
+def _checked_call(
+    member: Member, x: Tensors, options: Mapping[str, Any], rows: int
+) -> tuple[Options, DeltaRule, Packing]:
+    """The options, the rule and the packing of a call, after all checks."""
+    o, rule = _checked_options(member, x, options)
+    context, sequences = o.cp_context, len(x.q)
+    if context is not None:
+        sequences = context.packing.sequences
+    elif o.cu_seqlens is not None:
+        sequences = len(o.cu_seqlens) - 1
+    check_inputs(x, o, rule, sequences=sequences, rows=rows)
+    if context is not None:
+        return o, rule, context.packing
+    return o, rule, _packing(x, o, rows, resolve(o.impl, x.q.device, x.q.dtype))
+
+
+def _checked_options(
+    member: Member, x: Tensors, options: Mapping[str, Any]
+) -> tuple[Options, DeltaRule]:
+    """The options and the rule of a call, after all checks but those of `check_inputs`."""
+    o = _options(f"chunk_{member.name}", (*member.without, *RECURRENT_ONLY), options)
+    rule = _checked(member, x, o)
+    check_choice("precision", o.precision, ("default", "high"))
+    check_sequences(x.q.shape[1], x.q.shape[0], o.cu_seqlens, o.cp_context, o.cu_seqlens_cpu)
+    check_fixed_call(
+        o.cp_context,
+        initial_state=o.initial_state,
+        output_final_state=o.output_final_state,
+        return_intermediate_states=o.return_intermediate_states,
+    )
+    return o, rule
+
+
+def _traced(
+    member: Member, x: Tensors, options: Mapping[str, Any], rows: int
+) -> tuple[Tensor, ...]:
+    """`chunk` under torch.compile, as ops of torch.library (custom_op.py). They look up the packing
+    when they run."""
+    o, rule = _checked_options(member, x, options)
+    context, sequences = o.cp_context, x.q.shape[0]
+    if context is not None:
+        sequences = Handle.read(context.handle.sizes).sequences
+    check_inputs(x, o, rule, sequences=sequences, rows=rows)
+    (B, T), rates = x.q.shape[:2], (o.A_log, o.dt_bias)
+    if rows > 1:
+        if context is not None:
+            context = context.repeated(rows)
+        backend = resolve(o.impl, x.q.device, x.q.dtype)
+        x = _spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
         rule, rates, T = rule._replace(gate="given"), (None, None), T * rows
-    if context is not None and not torch.compiler.is_compiling():  # else the op does
-        shape, wanted = (HV, K, V), o.output_final_state
-        compare_ranks(context, rule, shape, x.q.dtype, o.initial_state, wanted)
-    inputs = _token_rows(x, *rates)
+    inputs = token_rows(Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p))
     given = (*inputs, _accumulated(o.initial_state, x.q))
     outputs = o.output_final_state, o.return_intermediate_states
     final: Any
-    if packing is None and context is not None and context.world_size > 1:
+    if context is not None and context.world_size > 1:
         out, final, h = custom_op_cp.sharded_delta_rule(context, rule, o.impl, given, *outputs)
-        final = final if o.output_final_state else None
-    elif packing is None:
-        fixed = custom_op.constants(rule, o.impl, context, B, T)
-        found = custom_op.delta_rule(*given, *fixed, *outputs)
-        out, h = found[0], found[2]
-        final = found[1] if o.output_final_state else None
     else:
-        plan = custom_op.make_plan(rule, packing, context, backend, inputs)
-        out, final, h = DeltaRuleFunction.apply(plan, *outputs, *given)
-    out = out.view(B, T, HV, V)
+        fixed = custom_op.constants(rule, o.impl, context, B, T)
+        out, final, h, *_ = custom_op.delta_rule(*given, *fixed, *outputs)
+    out = out.view(B, T, *x.v.shape[2:])
     if rows > 1:
         out = out[:, rows - 1 :: rows]
+    final = final if o.output_final_state else None
     if not o.return_intermediate_states:
         return out, final
     return out, final, h.unflatten(0, (B, -1))
@@ -171,13 +238,14 @@ def recurrent(
     elif o.output_final_state:
         shape = (N, HV, V, K) if rule.state_v_first else (N, HV, K, V)
         final = torch.empty(shape, dtype=accumulator(q.dtype), device=q.device)
-    out = backend.recurrent(rule, _token_rows(x, *rates), first, final, Sequences(N, cu, cu_cpu))
+    inputs = token_rows(Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p))
+    out = backend.recurrent(rule, inputs, first, final, Sequences(N, cu, cu_cpu))
     out = out.view(B, T, HV, V)
     return out if rows == 1 else out[:, rows - 1 :: rows], final
 
 
 def _checked(member: Member, x: Tensors, o: Options) -> DeltaRule:
-    """The rule of a call, after checks of the kind of each argument and the dims of tensors."""
+    """The rule of a call, after checks of each argument's type and of the tensors' ndims."""
     values: tuple[Any, ...] = o
     check_tensors(_NAMES, (*x, *values[TENSORS]), _REQUIRED[member.removal])
     check_flags(_FLAGS, values[FLAGS])
@@ -219,10 +287,9 @@ def head_gate(backend: Backend, g: Tensor, A_log: Tensor | None, dt_bias: Tensor
 def _spread(
     backend: Backend, x: Tensors, rates: tuple[Tensor | None, Tensor | None] | None, rows: int
 ) -> Tensors:
-    """x with `rows` rows of q and g for each token: g is in the first, q in the last, and the
-    others
-    are zero. rates: A_log and dt_bias if g is raw. It is then activated here, since a row without a
-    decay has no raw projection."""
+    """x with `rows` rows of q and g for each token: g is in the first row, q in the last, and the
+    others are zero. rates: A_log and dt_bias if g is raw. The gate is then applied here, because no
+    raw projection stands for a row without decay."""
     q, g = x.q, x.g
     if rates is not None:
         g = head_gate(backend, g, *rates)
@@ -233,7 +300,7 @@ def _spread(
 
 
 def _accumulated(state: Tensor | None, q: Tensor) -> Tensor | None:
-    """The state in the dtype that the operator computes with, if it was given in a narrower one."""
+    """The state in the dtype in which the operator computes states."""
     dtype = accumulator(q.dtype)
     return state if state is None or state.dtype == dtype else state.to(dtype)
 
@@ -243,18 +310,16 @@ def one_dim(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.ndim == 1 else x.flatten()
 
 
-def _token_rows(x: Tensors, A_log: Tensor | None, dt_bias: Tensor | None) -> Inputs:
-    """The inputs with their first two dims, B and T, folded into one."""
-    q, k, v, g, beta, p = (None if t is None else t.reshape(-1, *t.shape[2:]) for t in x)
-    assert q is not None and k is not None and v is not None and g is not None
-    return Inputs(q, k, v, g, beta, one_dim(A_log), one_dim(dt_bias), p)
-
-
-def _packing(q: Tensor, o: Options, rows: int) -> Packing:
+def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
     """The packing of a call without a context."""
+    (B, T), (HV, V) = x.q.shape[:2], x.v.shape[2:]
     if o.cu_seqlens is None:
-        B, T = q.shape[0], q.shape[1] * rows
-        return custom_op.packing_of(tuple(range(0, B * T + 1, T)))
+        return custom_op.packing_of(tuple(range(0, B * T * rows + 1, T * rows)))
     offsets = tuple((o.cu_seqlens if o.cu_seqlens_cpu is None else o.cu_seqlens_cpu).tolist())
-    check_offsets("cu_seqlens", offsets, q.shape[1])
-    return custom_op.packing_of(offsets if rows == 1 else tuple(rows * i for i in offsets))
+    check_offsets("cu_seqlens", offsets, T)
+    states = o.initial_state is not None or o.output_final_state or o.return_intermediate_states
+    if states or rows > 1 or len(offsets) == 2:
+        return custom_op.packing_of(offsets if rows == 1 else tuple(rows * i for i in offsets))
+    longest = -(-max(b - a for a, b in pairwise(offsets)) // CHUNK)
+    whole = backend.stays_whole(longest, -(-T // CHUNK), HV, V, x.q.device)
+    return custom_op.framed_packing_of(offsets) if whole else custom_op.packing_of(offsets)

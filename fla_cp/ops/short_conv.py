@@ -1,6 +1,6 @@
 """Short causal convolution, which mixes neighbouring tokens before a linear-attention operator."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fla_cp import remat
 from fla_cp.arguments import check_tensors
+from fla_cp.comm import run_overlap
 from fla_cp.comm.collectives import all_gather_rows
 from fla_cp.context import FLACPContext, context_of
 from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.differentiable_op import differentiable_op
+from fla_cp.kernels.rehearsal import announced, on_meta
 from fla_cp.kernels.torch.conv import ConvInputs, ConvRows
 from fla_cp.ops.checks import check_conv1d, check_conv1d_context, check_fixed_call, check_sequences
 from fla_cp.partition.checks import check_offsets
@@ -136,6 +139,14 @@ def _ranges_rows(
     return ConvRows.build(_reach(cu_seqlens, ranges), _lengths(ranges), width, device)
 
 
+def _rehearse(backend: Backend, c: ConvInputs) -> None:
+    """Runs both directions on tensors without memory (`fla_cp.kernels.rehearsal`)."""
+    where = c.where._replace(reach=on_meta(c.where.reach), kept={})
+    bias = None if c.bias is None else on_meta(c.bias)
+    c = ConvInputs(on_meta(c.x), on_meta(c.halo), where, on_meta(c.weight), bias, c.silu)
+    backend.conv_bwd(c, backend.conv(c))
+
+
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -144,13 +155,17 @@ class _CausalConv1d(torch.autograd.Function):
         context = place.context
         halo = x.new_empty(0, x.shape[1])
         if place.where.width and context is not None and context.halo is not None:
-            halo = context.halo.gather(x, context.group).flatten(0, 1)
+            halo = _halo(x, context)
         fixed = context is not None and context.max_sequences is not None
         # Saved so that autograd notices if `update` has changed it.
         reach = place.where.reach if fixed else None
         ctx.save_for_backward(x, halo, weight, bias, reach)
         ctx.silu, ctx.place = silu, place
-        return place.backend.conv(ConvInputs(x, halo, place.where, weight, bias, silu))
+        inputs = ConvInputs(x, halo, place.where, weight, bias, silu)
+        announce = place.backend.compiles and any(ctx.needs_input_grad)
+        call = partial(_rehearse, place.backend, inputs) if announce else None
+        with announced(call):
+            return place.backend.conv(inputs)
 
     @staticmethod
     @once_differentiable
@@ -163,6 +178,22 @@ class _CausalConv1d(torch.autograd.Function):
             context.halo.scatter_add(dx, dhalo, context.group)
         dbias = None if bias is None else dbias.to(bias.dtype)
         return dx.to(x.dtype), dweight.to(weight.dtype), dbias, None, None
+
+
+def _halo(x: Tensor, context: FLACPContext) -> Tensor:
+    """The tokens before each range, [ranges * width, D]: exchanged, or under
+    `remat.selective_checkpoint` those that the first run has received."""
+    assert context.halo is not None
+    call = ("causal_conv1d", tuple(x.shape), x.dtype)
+    kept = remat.kept(call)
+    if kept is None:
+        halo = context.halo.gather(x, context.group).flatten(0, 1)
+        remat.keep(call, (halo,))
+        return halo
+    if context.group is not None:
+        run_overlap(lambda: None)  # where `gather` runs it: torch compares what is saved
+    assert kept[0] is not None
+    return kept[0]
 
 
 # For torch.compile (see custom_op.py): an op that takes the halo, and an all-gather in the graph
@@ -180,7 +211,18 @@ def _compiled_halo(x: Tensor, width: int, context: FLACPContext | None) -> Tenso
     wires = F.pad(x.index_select(0, rows), (0, 0, 0, sizes.padded - sizes.sent))
     if context.world_size > 1:
         wires = all_gather_rows(wires, context.world_size, context.group_name)
-    return F.pad(wires, (0, 0, 0, 1)).index_select(0, take)
+    halo: Tensor = received_halo(F.pad(wires, (0, 0, 0, 1)).index_select(0, take))
+    return halo
+
+
+@torch.library.custom_op("fla_cp::received_halo", mutates_args=())
+def received_halo(halo: Tensor) -> Tensor:
+    """A copy of the halo, which `remat.selective_checkpoint` keeps in a compiled graph."""
+    return halo.clone()
+
+
+received_halo.register_fake(torch.empty_like)
+received_halo.register_autograd(lambda ctx, grad: grad)
 
 
 def _halo_tables(x: Tensor, context: Tensor, sizes: Tensor, width: int) -> tuple[Tensor, Tensor]:

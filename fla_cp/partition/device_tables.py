@@ -7,6 +7,8 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from fla_cp.tape import active, paused
+
 _T = TypeVar("_T")
 
 Columns = Sequence[Sequence[int] | Tensor]
@@ -54,7 +56,8 @@ class Tabled:
     def cached(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """What `build` returns. It is made once for each key and lives as long as this object."""
         if key not in self._cache:
-            self._cache[key] = build()
+            with paused():
+                self._cache[key] = build()
         found: _T = self._cache[key]
         return found
 
@@ -68,9 +71,13 @@ class Tabled:
         if key not in self._on_devices:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("run the same call once before it is captured in a CUDA graph")
-            columns = build(self)
-            self._on_devices[key] = tuple(to_device(c, dtype, device) for c in columns)
-        return self._on_devices[key]
+            with paused():
+                columns = build(self)
+                self._on_devices[key] = tuple(to_device(c, dtype, device) for c in columns)
+        found, tape = self._on_devices[key], active()
+        if tape is not None:
+            tape.table(self, build, dtype, found)
+        return found
 
     def take_tables(self, other: Self) -> None:
         """Takes over the device tables of `other` (which may be self) and fills them in place with

@@ -49,12 +49,13 @@ class Segment(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The sizes that all packings of a context with max_sequences have on one rank.
+    """The sizes that several packings have in common on one rank: those of a context with
+    max_sequences, or packings without a context that differ by little.
 
     sequences: of the global batch. segments, chunks: how many there are, including segments and
     chunks without tokens that fill the list. The last segment, the spare, never has tokens. enters,
     leaves: whether a state may come from another rank or go to one. largest: see `Packing.largest`;
-    None means this rank's own counts.
+    None means this rank's own counts. filled: chunks before this one have tokens in every packing.
     """
 
     sequences: int
@@ -63,18 +64,38 @@ class Frame(NamedTuple):
     enters: bool
     leaves: bool
     largest: Counts | None = None
+    filled: int = 0
+
+    @classmethod
+    def around(cls, segments: int, chunks: int) -> Frame:
+        """The frame of packings without a context that have about so many segments and chunks.
+        Chunks are rounded up by at most a sixteenth, or to a multiple of 8."""
+        room = _rounded(segments + 1, max(4, _half_power(segments) // 4))
+        step = max(8, _half_power(chunks) // 16)
+        full = _rounded(chunks, step)
+        return cls(0, room, full, enters=False, leaves=False, filled=max(0, full - step))
 
     @classmethod
     def of(cls, sequences: int, tokens: int, *, enters: bool, leaves: bool) -> Frame:
         """The frame of a rank with one range of `tokens` tokens."""
         parts = min(sequences, tokens)
         chunks = (tokens + (CHUNK - 1) * parts) // CHUNK
-        return cls(sequences, parts + 1, chunks, enters, leaves)
+        filled = -(-tokens // CHUNK)
+        return cls(sequences, parts + 1, chunks, enters, leaves, filled=filled)
 
     @property
     def counts(self) -> Counts:
         through = self.enters and self.leaves
         return Counts(self.segments, int(self.leaves), int(self.enters), int(through), self.chunks)
+
+
+def _rounded(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _half_power(n: int) -> int:
+    """The largest power of two that is at most n; 1 for n < 1."""
+    return 1 << max(n, 1).bit_length() - 1
 
 
 @dataclass(frozen=True)

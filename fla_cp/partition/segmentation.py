@@ -129,11 +129,24 @@ def predicted(
     return max(rank.sum() for rank in ranks)
 
 
+def stays_whole(longest: int, chunks: int, value: int, processors: int) -> bool:
+    """Whether no cut can pay off in a call without a context, whose longest segment and whose
+    segments together have so many chunks: even uncut, no scan waits for its longest segment."""
+    shared = min(cost.shared / cost.step for cost in (SCAN, STATES, SCAN_BWD))
+    return not processors or longest * processors <= shared * value * chunks
+
+
 def split(
-    packing: Packing, value: int, key: int, processors: int, backward: bool = True
+    packing: Packing,
+    value: int,
+    key: int,
+    processors: int,
+    backward: bool = True,
+    extra: int | None = None,
 ) -> Packing:
     """`packing`, or the same tokens in shorter segments if that is predicted to be faster. All
-    ranks decide alike. With a frame, nothing is cut."""
+    ranks decide alike. With a frame, nothing is cut. extra: the most segments that the cut may add
+    on a rank; None: any number."""
 
     def best() -> Packing:
         loads = packing.on_ranks
@@ -142,12 +155,13 @@ def split(
         chosen, least = longest, MARGIN * predicted(loads, longest, *shape)
         most = SMALLEST
         while most < longest:
-            time = predicted(loads, most, *shape)
-            if time < least:
-                chosen, least = most, time
+            if extra is None or max(load.added(most) for load in loads) <= extra:
+                time = predicted(loads, most, *shape)
+                if time < least:
+                    chosen, least = most, time
             most *= 2
         return packing if chosen == longest else packing.cut(chosen)
 
     if processors and packing.frame is None:
-        return packing.cached(("split", value, key, processors, backward), best)
+        return packing.cached(("split", value, key, processors, backward, extra), best)
     return packing

@@ -106,6 +106,10 @@ class Workload:
             kinds[Part(part.chunks - (count - 1) * length, False, part.ends)] += n
         return self._of(kinds)
 
+    def added(self, most: int) -> int:
+        """How many segments `Packing.cut` adds."""
+        return sum(n * (pieces(part.chunks, most)[0] - 1) for part, n in self.kinds)
+
     def folds(self, most: int) -> int:
         """The largest number of segments that are folded one after another if it is cut."""
         crossing_or_cut = (

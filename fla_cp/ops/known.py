@@ -1,0 +1,82 @@
+"""What is decided once for all eager calls that are alike."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fla_cp.arguments import PLAIN_TENSORS
+from fla_cp.autograd import Kind
+from fla_cp.context import FLACPContext
+from fla_cp.kernels import Backend, resolve
+from fla_cp.ops.options import Tensors
+from fla_cp.replay import Replayed, layout
+from fla_cp.rule import DeltaRule
+
+
+class Known(NamedTuple):
+    """What is decided for calls with one `key_of`. number: no other has it; caches use it."""
+
+    number: int
+    rule: DeltaRule
+    backend: Backend
+    kind: Kind
+
+
+MAX_KNOWN = 1024
+"""The most keys that are remembered; then all are forgotten."""
+
+known_calls: dict[tuple, Known] = {}
+_numbers = itertools.count()
+
+
+def remember(
+    key: tuple | None, rule: DeltaRule, backend: Backend, *, want_final: bool, want_h: bool
+) -> Known:
+    """What is now known of calls with this key; None stands for a call that is not remembered."""
+    kind = Kind(want_final, want_h, Replayed(), Replayed())
+    known = Known(next(_numbers), rule, backend, kind)
+    if key is not None:
+        if len(known_calls) >= MAX_KNOWN:
+            known_calls.clear()
+        known_calls[key] = known
+    return known
+
+
+_CONSTANTS = (bool, int, float, str, type(None))
+"""Types of options that are compared by value."""
+
+
+def key_of(
+    member: tuple, x: Tensors, options: Mapping[str, Any], rows: int
+) -> tuple[object, ...] | None:
+    """What decides how an eager call runs, and whether its arguments are right. None if one of them
+    has an unusual type; such calls are checked each time.
+
+    Values of tensors are not part of it. `chunk` checks at every call what depends on them: offsets
+    of sequences, and how many initial states there must be.
+    """
+    parts: list[Any] = [member, rows]
+    try:
+        for t in x:
+            if t is None and t is not x.q:
+                parts.append(None)
+            elif t.__class__ in PLAIN_TENSORS and t.layout is torch.strided and not t.is_nested:
+                parts.append(layout(t))
+            else:
+                return None
+        for name, value in options.items():
+            kind = value.__class__
+            if kind in _CONSTANTS:
+                parts.append((name, kind, value))
+            elif kind is FLACPContext:
+                parts.append((name, value.local_tokens, value.max_sequences is None))
+            elif kind in PLAIN_TENSORS and value.layout is torch.strided and not value.is_nested:
+                parts.append((name, layout(value)))
+            else:
+                return None
+        backend = resolve(options.get("impl", "auto"), x.q.device, x.q.dtype)
+    except (ValueError, RuntimeError):  # a wrong impl; a tensor without an address (torch.func)
+        return None  # the checks and autograd say what is wrong
+    return (id(backend), *parts)  # the id stays taken: `Known` holds the backend

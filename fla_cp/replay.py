@@ -1,0 +1,103 @@
+"""Repeated calls: which of them are recorded (tape.py), and which replay a program (program.py)."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from fla_cp.program import Flat, Program, program
+from fla_cp.tape import NotReplayable, Tape
+
+MAX_PROGRAMS = 64
+"""The most programs that one kind of call keeps in a direction; the oldest is then forgotten."""
+
+
+def access(x: Tensor) -> tuple:
+    """How a tensor of known shape, dtype and device is read: its strides, and its address modulo
+    16, because kernels are compiled for aligned addresses."""
+    return x.stride(), x.data_ptr() % 16
+
+
+def layout(x: Tensor) -> tuple:
+    """All that decides how a tensor is read, apart from the address itself."""
+    return x.shape, x.dtype, x.device, *access(x)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Turns autocast off if it is on. `torch.autocast` alone would take 10 us in every call."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+class Replayed:
+    """One direction of a kind of call. The first call with a key runs as it is, the second is also
+    recorded, and later ones run the program, unless the call cannot be replayed.
+
+    known: for each key a program, or in words why there is none. With FLA_CP_REPLAY=0 in the
+    environment nothing is recorded.
+    """
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[Hashable, Program | str] = OrderedDict()
+        self.enabled = os.environ.get("FLA_CP_REPLAY", "1") != "0"
+
+    def __call__(
+        self, plan: Any, own: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], Flat]
+    ) -> Flat:
+        """What `run` returns, which it computes from plan and inputs alone, without autocast.
+
+        plan: a `fla_cp.pipeline.Plan`. own: what else decides what the call does, besides the kind
+        of call and plan.key. In particular, if the layouts of inputs are not part of the kind, they
+        must be part of it.
+        """
+        first = inputs[0]
+        assert first is not None
+        with without_autocast(first.device.type):
+            stream = plan.backend.replay_stream(first.device) if self.enabled else None
+            # Modes that watch torch ops, as selective checkpoints do, must see them in every call.
+            if stream is None or _get_current_dispatch_mode() is not None:
+                return run()
+            return self._run((plan.key, own), plan, inputs, run, stream)
+
+    def _run(
+        self,
+        key: Hashable,
+        plan: Any,
+        inputs: Sequence[Tensor | None],
+        run: Callable[[], Flat],
+        stream: int,
+    ) -> Flat:
+        found, first = self.known.get(key), inputs[0]
+        assert first is not None
+        if isinstance(found, Program):
+            return found.run(plan, inputs, stream)
+        if found is None:
+            self._keep(key, "seen once")
+        if found != "seen once" or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return run()
+        given = [id(x) for x in inputs if x is not None]
+        if len(set(given)) < len(given):  # a tape could not tell two uses of one tensor apart
+            return run()
+        tape = Tape(inputs, plan.objects, exact=plan.packing.frame is None)
+        for x in plan.backend.replay_constants(first):
+            tape.constant(x)
+        with tape:
+            results = run()
+        try:
+            self._keep(key, program(tape, results))
+        except NotReplayable as error:
+            self._keep(key, str(error))
+        return results
+
+    def _keep(self, key: Hashable, found: Program | str) -> None:
+        self.known[key] = found
+        if len(self.known) > MAX_PROGRAMS:
+            self.known.popitem(last=False)
