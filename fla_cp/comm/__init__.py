@@ -10,7 +10,7 @@ from fla_cp.comm.exchange.ring import Ring
 from fla_cp.comm.exchange.symmetric import Symmetric, SymmetricOrGather
 from fla_cp.comm.halo import Halo
 from fla_cp.comm.overlap import Overlap, run_overlap
-from fla_cp.comm.timing import ExchangeTimer, measure_exchange
+from fla_cp.comm.timing import ExchangeTimer, measure_exchange, unmeasured
 from fla_cp.partition.slots import Links
 
 __all__ = [
@@ -32,4 +32,5 @@ __all__ = [
     "measure_exchange",
     "run_overlap",
     "scheme_of",
+    "unmeasured",
 ]

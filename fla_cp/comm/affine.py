@@ -5,6 +5,7 @@ because a state passes through as many of them as a sequence has segments.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -71,6 +72,25 @@ class FoldTable(NamedTuple):
 
 Fold = Callable[..., Tensor]
 """A backend's `fold`."""
+
+
+@dataclass(frozen=True)
+class PeerFold:
+    """A fold whose backend can also pass states from rank to rank through the memory of GPUs, in
+    one kernel (`fla_cp.comm.peer_memory.Mailboxes`).
+
+    room(HV, K, V): the elements of one state in a mailbox, and the number of tiles, each of which
+    has flags of its own. pass_on(transition, offset, crossing, mail, out): launches this rank's
+    part of the exchange; `fla_cp.kernels.triton.exchange.pass_on` describes the arguments.
+    """
+
+    fold: Fold
+    room: Callable[[int, int, int], tuple[int, int]]
+    pass_on: Callable[..., None]
+
+    def __call__(self, *given: Any, **named: Any) -> Tensor:
+        return self.fold(*given, **named)
+
 
 Steps = Callable[[Any], FoldTable]
 """Returns the steps of a fold, from the object that keeps its tables. It is also the key of the

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from fla_cp.comm import Exchange, Links, SlotMaps
 from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
-from fla_cp.comm.exchange.base import unpack, wire_shape
+from fla_cp.comm.exchange.base import Pending, unpack, wire_shape
+from fla_cp.comm.overlap import run_overlap
 from fla_cp.partition.packing import Packing
+from fla_cp.tape import step
 
 
 class AffineMap(NamedTuple):
@@ -60,9 +62,10 @@ def carry(
     *,
     reverse: bool = False,
     fold: Fold = fold,
-) -> Callable[[], States]:
+) -> Callable[..., States]:
     """Starts the exchange. The call that it returns waits, and returns the states that enter the
-    segments of `packing.carried` (in reverse: the gradients that leave `packing.feeding`).
+    segments of `packing.carried` (in reverse: the gradients that leave `packing.feeding`). With
+    overlap=True it first runs the work that was handed over (overlap.py).
 
     links: the slot table of the forward direction. The rest: see `SegmentMaps`.
     Collectives: one exchange if any sequence of the global batch crosses a slot, otherwise none.
@@ -71,8 +74,25 @@ def carry(
     if reverse:
         links = links.mirrored()
     segments = SegmentMaps(maps, packing, shape, like, reverse, fold)
-    pending = exchange.start(segments.outgoing(links), links, fold) if links.any else None
-    return lambda: segments.entering(None if pending is None else pending.wait())
+    pending = step(_start, exchange, segments.outgoing(links), links, fold) if links.any else None
+
+    def wait(overlap: bool = False) -> States:
+        if pending is None and not overlap:
+            return segments.entering(None)
+        return segments.entering(step(_wait, pending, overlap))
+
+    return wait
+
+
+def _start(exchange: Exchange, maps: SlotMaps, links: Links, fold: Fold) -> Pending:
+    return exchange.start(maps, links, fold)
+
+
+def _wait(pending: Pending | None, overlap: bool) -> Tensor | None:
+    def wait() -> Tensor | None:
+        return None if pending is None else pending.wait()
+
+    return run_overlap(wait) if overlap else wait()
 
 
 class SegmentMaps(NamedTuple):

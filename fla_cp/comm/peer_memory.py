@@ -1,14 +1,19 @@
-"""Memory that the ranks of one host can read from each other: torch's symmetric memory.
+"""Memory that the ranks of one host share: torch's symmetric memory.
 
-It is optional, and `why_not` finds out whether a group can have it. Reads are plain loads through
-the peers' addresses. Multicast is not used, and no global setting is changed.
+It is optional, and `why_not` finds out whether a group can have it. Ranks read and write it by
+plain loads and stores at the peers' addresses. Multicast is not used, and no global setting is
+changed.
+
+An exchange uses it in one of two ways. `PeerMemory`: each rank writes its own part and, after a
+barrier, reads the parts of others. `Mailboxes`: each rank writes into the memory of its neighbours,
+and a kernel waits for what it needs.
 """
 
 import hashlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,16 +38,12 @@ class PeerMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int, dtype: torch.dtype):
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         self.device = torch.device("cuda", torch.cuda.current_device())
         with torch.inference_mode(False):  # the memory outlives a call
-            self._mine = _allocate(count, dtype, self.device)
-            self._handle = _SymmetricMemory.rendezvous(self._mine, group.group_name)
-            ranks = range(dist.get_world_size(group))
-            parts = [self._handle.get_buffer(r, (3, count), dtype).unbind() for r in ranks]
-        self._parts = list(zip(*parts, strict=True))
-        self._stream = torch.cuda.Stream(self.device, priority=-1)
+            self._mine = _allocate((3, count), dtype, self.device)
+            self._handle, every = _shared(self._mine, group)
+        self._parts = list(zip(*(x.unbind() for x in every), strict=True))
+        self._stream = _stream(group, self.device)
         self._turn = 0
 
     def exchange(
@@ -67,15 +68,139 @@ class PeerMemory:
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
 
 
-def _allocate(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+class Mailbox(NamedTuple):
+    """What one rank's kernel reads and writes in an exchange between neighbours. "Before" and
+    "next" are meant in the direction of the states: in a backward, the next rank is rank - 1.
+
+    Of this rank: inbox [2 * size] fp32, room for two states, which the rank before writes. arrived
+    int32 [tiles], the number of the last state in the inbox, which the rank before sets. read int32
+    [tiles], the number of the last exchange that the next rank has finished, which the next rank
+    sets. number int32 [tiles], the exchanges of this rank; no other rank sees it.
+
+    Of the neighbours: next_inbox and next_arrived; previous_read, the `read` of the rank before.
+    The first rank has neither inbox, arrived nor previous_read; the last has neither read nor
+    next_inbox and next_arrived. They are None there.
+    """
+
+    number: Tensor
+    inbox: Tensor | None
+    arrived: Tensor | None
+    previous_read: Tensor | None
+    read: Tensor | None
+    next_inbox: Tensor | None
+    next_arrived: Tensor | None
+
+
+class Room(NamedTuple):
+    """The size of a mailbox: room for two states of `size` fp32 elements, and flags for tiles."""
+
+    size: int
+    tiles: int
+
+    @property
+    def flags(self) -> int:
+        """The length of an array of flags, so that each begins at a multiple of 128 bytes."""
+        return -(-self.tiles // 32) * 32
+
+    @property
+    def elements(self) -> int:
+        """Elements of 4 bytes that each rank needs for the mailboxes of both directions."""
+        return 2 * (2 * self.size + 2 * self.flags)
+
+
+def mailbox(
+    memory: list[Tensor], number: Tensor, rank: int, room: Room, *, reverse: bool
+) -> Mailbox:
+    """The mailbox of a rank. reverse: for states that pass from rank + 1 to rank.
+
+    memory: that of all ranks, fp32 [room.elements], zero at first. number: int32 [room.tiles], zero
+    at first. A direction has its own share of the memory, which both neighbours know.
+    """
+    half = room.elements // 2
+
+    def parts(r: int) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+        if not 0 <= r < len(memory):
+            return None, None, None
+        inbox, flags = memory[r][reverse * half :][:half].split((2 * room.size, 2 * room.flags))
+        arrived, read = flags.view(torch.int32).chunk(2)
+        return inbox, arrived, read
+
+    ahead = -1 if reverse else 1
+    (inbox, arrived, read), (_, _, previous_read) = parts(rank), parts(rank - ahead)
+    next_inbox, next_arrived, _ = parts(rank + ahead)
+    if previous_read is None:
+        inbox = arrived = None
+    if next_inbox is None:
+        read = None
+    return Mailbox(number, inbox, arrived, previous_read, read, next_inbox, next_arrived)
+
+
+class Mailboxes:
+    """The mailboxes of one rank, for states that pass from rank to rank in either direction.
+
+    The constructor is a collective in which the host waits. Exchanges run on the group's stream,
+    one after the other, and count in device memory: a captured exchange therefore uses the same
+    memory as others. An exchange under way is waited for before a graph is replayed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, room: Room):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        rank = dist.get_rank(group)
+        with torch.inference_mode(False):  # the memory outlives a call
+            mine = _allocate((room.elements,), torch.float32, self.device).zero_()
+            numbers = torch.zeros(2, room.tiles, dtype=torch.int32, device=self.device)
+            # No peer knows the memory before all ranks have met in the rendezvous.
+            torch.cuda.synchronize(self.device)
+            self._handle, every = _shared(mine, group)
+            self._boxes = [
+                mailbox(every, numbers[reverse], rank, room, reverse=bool(reverse))
+                for reverse in (0, 1)
+            ]
+        self._mine, self._stream = mine, _stream(group, self.device)
+
+    def exchange(self, run: Callable[[Mailbox], object], *, reverse: bool) -> Callable[[], None]:
+        """Starts run(this rank's mailbox), in which all ranks take part.
+
+        It may only launch work and must not allocate. The call that is returned makes the current
+        stream wait for it. Until then the caller must keep the tensors that it uses.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            run(self._boxes[reverse])
+            done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(done)
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of its own. Tensors of symm_mem.empty may share memory, and then share its signals."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    return _SymmetricMemory.empty_strided_p2p((3, count), (count, 1), dtype, device)
+    strides = torch.empty(shape, dtype=dtype, device="meta").stride()
+    return _SymmetricMemory.empty_strided_p2p(shape, strides, dtype, device)
+
+
+def _shared(mine: Tensor, group: dist.ProcessGroup) -> tuple[Any, list[Tensor]]:
+    """The handle of what `_allocate` gave to each rank, and these tensors of all ranks."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    handle = _SymmetricMemory.rendezvous(mine, group.group_name)
+    ranks = range(dist.get_world_size(group))
+    return handle, [handle.get_buffer(r, mine.shape, mine.dtype) for r in ranks]
+
+
+_STREAMS: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDictionary()
+
+
+def _stream(group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream:
+    """The stream of all exchanges of a group: ranks then run them in the same order."""
+    if group not in _STREAMS:
+        _STREAMS[group] = torch.cuda.Stream(device, priority=-1)
+    return _STREAMS[group]
 
 
 _Memories = dict[tuple[int, torch.dtype], PeerMemory]
 _MADE: WeakKeyDictionary[dist.ProcessGroup, _Memories] = WeakKeyDictionary()
+_BOXES: WeakKeyDictionary[dist.ProcessGroup, dict[Room, Mailboxes]] = WeakKeyDictionary()
 _REASONS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
@@ -86,10 +211,26 @@ def peer_memory(group: dist.ProcessGroup, count: int, dtype: torch.dtype) -> Pee
     """
     made = _MADE.setdefault(group, {})
     if (count, dtype) not in made:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("run the same call once before it is captured in a CUDA graph")
+        _not_captured()
         made[count, dtype] = PeerMemory(group, count, dtype)
     return made[count, dtype]
+
+
+def mailboxes(group: dist.ProcessGroup, room: Room) -> Mailboxes:
+    """The group's mailboxes of this size, made at the first call, by all ranks at once.
+
+    Raises RuntimeError if they would have to be made while a CUDA graph is captured.
+    """
+    made = _BOXES.setdefault(group, {})
+    if room not in made:
+        _not_captured()
+        made[room] = Mailboxes(group, room)
+    return made[room]
+
+
+def _not_captured() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run the same call once before it is captured in a CUDA graph")
 
 
 def known(group: dist.ProcessGroup) -> bool:
@@ -150,7 +291,7 @@ def _try(group: dist.ProcessGroup) -> str:
     """A reason found by a trial, in which each rank reads from all ranks; "" if there is none."""
     world_size, device = dist.get_world_size(group), torch.cuda.current_device()
     # Each rank allocates alone first. If one rank failed later, the others would wait for it.
-    alone, why = _made(lambda: _allocate(64, torch.int64, torch.device("cuda", device)), group)
+    alone, why = _made(lambda: _allocate((3, 64), torch.int64, torch.device("cuda", device)), group)
     if alone is not None:
         memory, why = _made(lambda: PeerMemory(group, 64, torch.int64), group)
     if why:

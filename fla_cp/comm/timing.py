@@ -82,3 +82,14 @@ def exchange_wait(device: torch.device, what: str = "exchange of states") -> Ite
             with _timer.interval(device):
                 yield
     waits.now = ""
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """In the block no wait is measured: a CUDA graph is captured, whose events have no times."""
+    global _timer
+    before, _timer = _timer, None
+    try:
+        yield
+    finally:
+        _timer = before

@@ -13,7 +13,7 @@ inputs' dtype, or the one in which the backend sums.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,14 +44,41 @@ class Backend(ABC):
     name: str
     reads_output: bool
 
+    # programs that replay a call (tape.py)
+
+    def replay_stream(self, device: torch.device) -> int | None:
+        """The address of the current stream; None if calls are not to be replayed."""
+        return None
+
+    def replay_constants(self, q: Tensor) -> tuple[Tensor, ...]:
+        """Tensors that are read in every call on inputs like q, and never change."""
+        return ()
+
     # forward
 
     def segment(
-        self, packing: Packing, HV: int, K: int, V: int, device: torch.device, backward: bool
+        self,
+        packing: Packing,
+        HV: int,
+        K: int,
+        V: int,
+        device: torch.device,
+        backward: bool,
+        extra: int | None = None,
     ) -> Packing:
         """The packing, cut into more segments where that fills the GPU, alike on all ranks.
-        backward: the cut serves both directions."""
+        backward: the cut serves both directions. extra: the most segments that it may add on a
+        rank; None: any number."""
         return packing
+
+    def stays_whole(self, longest: int, chunks: int, HV: int, V: int, device: torch.device) -> bool:
+        """Whether `segment` is known to cut no packing of so many chunks, of which the longest
+        segment has `longest`."""
+        return False
+
+    def extra_segments(self, HV: int, V: int, device: torch.device) -> int:
+        """The most segments that a compiled graph may add, for which it reserves memory."""
+        return 0
 
     @abstractmethod
     def prepare_chunks(self, spec: Spec, x: Inputs, seeds: States | None) -> tuple[Any, AffineMap]:
@@ -119,6 +146,16 @@ class Backend(ABC):
         self, spec: Spec, x: Inputs, chunks: Any, states: ChunkStates, dscan: Any
     ) -> Inputs:
         """Gradients of the inputs, each in its input's shape and dtype."""
+
+    # for compiling ahead
+
+    compiles: ClassVar[bool] = False
+    """Whether kernels are compiled at their first launch, so that calls are announced
+    (`fla_cp.kernels.rehearsal`)."""
+
+    def rehearsing(self, device: torch.device) -> Self:
+        """This backend for tensors without memory that stand for those on `device`."""
+        return self
 
     fold = staticmethod(affine.fold)
     """States through chains of affine maps; a backend may replace it with a kernel."""

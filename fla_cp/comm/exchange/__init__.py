@@ -15,11 +15,13 @@ S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
     Ring        S                            R-1 steps    fewest bytes, longest chain
     PrefixScan  ceil(log2(R-1)) (S + M) + S  log2 steps   default beyond 128 ranks
     ByHeads     (R-1)/R (2 S + M)            2 steps      default from 9 to 128 ranks
-    Symmetric   (R-1) S + (R-2) M            1 step       ranks of one host, GPUs that read peers;
+    Symmetric   S, or (R-1) S + (R-2) M      R-1 or 1     ranks of one host, GPUs that share memory;
                                                           default for them from 8192 tokens a rank
 
-With fewer heads than ranks, ByHeads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent if no
-sequence passes through a whole slot (two ranks, or documents shorter than a range).
+Symmetric passes the state from rank to rank, in one kernel, if each rank has one slot and the
+backend has that kernel; otherwise each rank reads its peers' maps. With fewer heads than ranks,
+ByHeads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent if no sequence passes through a whole
+slot (two ranks, or documents shorter than a range).
 """
 
 import torch.distributed as dist

@@ -68,6 +68,20 @@ class Local(Exchange):
         yield fold_slots(maps, links, 0, maps.offset, fold)
 
 
+@dataclass(frozen=True)
+class Unsent(Exchange):
+    """Sends nothing and returns states without values, for a rehearsal (`fla_cp.pipeline`). The
+    maps of all ranks are folded as if they had been gathered. rank: this one."""
+
+    rank: int = 0
+
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        wire = pack(maps, links)
+        yield None
+        wires = wire.new_empty(max(links.owner) + 1, *wire.shape)
+        yield fold_wires(wires, links, self.rank, maps.offset, fold)
+
+
 class GroupExchange(Exchange):
     """A scheme among the ranks of a group."""
 

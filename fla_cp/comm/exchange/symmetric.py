@@ -1,4 +1,4 @@
-"""Symmetric: an exchange through memory that GPUs of one host read from each other."""
+"""Symmetric: an exchange through memory that GPUs of one host share."""
 
 import functools
 
@@ -7,21 +7,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import peer_memory
-from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
+from fla_cp.comm.affine import Fold, FoldTable, PeerFold, Steps, fold
 from fla_cp.comm.exchange.all_gather import AllGather
 from fla_cp.comm.exchange.base import GroupExchange, Pending, Rounds, SlotMaps, entering_table
+from fla_cp.partition.device_tables import Build, Columns
 from fla_cp.partition.slots import Links
 
 
 class Symmetric(GroupExchange):
-    """Every rank puts its maps where its peers can read them, and reads the peers' maps that its
-    own fold needs (peer_memory.py).
+    """An exchange in one of two ways (peer_memory.py).
 
-    Each map is copied once into local memory, while other work may run. The fold itself would read
-    a transition again for every tile of values.
+    With one slot a rank, in the order of the ranks, and a backend that has a kernel for it, the
+    state itself passes from rank to rank: each rank applies its own map to what arrives and writes
+    the result into the next rank's memory.
+
+    Otherwise every rank puts its maps where its peers can read them, and reads the peers' maps that
+    its own fold needs. Each map is copied once into local memory, while other work may run. The
+    fold itself would read a transition again for every tile of values.
     """
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        ranks = tuple(range(dist.get_world_size(self.group)))
+        in_line = links.slots_per_rank == 1 and links.owner in (ranks, ranks[::-1])
+        if isinstance(fold, PeerFold) and in_line and maps.offset.dtype == torch.float32:
+            return self._pass_on(maps, links, fold)
+        return self._read(maps, links, fold)
+
+    def _pass_on(self, maps: SlotMaps, links: Links, fold: PeerFold) -> Rounds:
+        _, HV, K, V = maps.offset.shape
+        (table,) = links.table(crossing(dist.get_rank(self.group)), torch.int32, maps.offset.device)
+        transition = maps.transition if links.any_through else None
+        out = torch.empty_like(maps.offset, memory_format=torch.contiguous_format)
+        boxes = peer_memory.mailboxes(self.group, peer_memory.Room(*fold.room(HV, K, V)))
+        arrived = boxes.exchange(
+            lambda mail: fold.pass_on(transition, maps.offset, table, mail, out),
+            reverse=links.owner[0] != 0,
+        )
+        yield None
+        arrived()
+        yield out
+
+    def _read(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
         J, HV, K, V = maps.offset.shape
         S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
         rank = dist.get_rank(self.group)
@@ -66,6 +92,17 @@ class SymmetricOrGather(GroupExchange):
         able = known and not peer_memory.why_not(self.group)
         scheme = Symmetric(self.group) if able else AllGather(self.group)
         return scheme.start(maps, links, fold)
+
+
+@functools.cache
+def crossing(rank: int) -> Build:
+    """For a rank with one slot: whether a state enters it, leaves it, and passes through it."""
+
+    def columns(links: Links) -> Columns:
+        s = links.owner.index(rank)
+        return [(int(links.continues[s]), int(links.feeds(s)), int(links.through[s]))]
+
+    return columns
 
 
 def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -442,7 +442,7 @@ def head_bwd(
         rows=describe(c.rows, 1, CHUNK),
         more=BwdMore(out.dq, out.dk, dp, out.dv, *rest),
         items=items,
-        tokens=len(x.q),
+        tokens=0 if out.shares is None else out.shares.shape[1],
         scale=c.rule.scale,
         S=c.shape(WHOLE._replace(stages=2 if x.p is None else 1)),
         R=rule_options(c.rule, x.q.dtype),

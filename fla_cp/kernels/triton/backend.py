@@ -5,8 +5,8 @@ GPU generation asks them first, here `kernels/sm90`; another generation is a fol
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import conv as convolution
-from fla_cp.kernels.triton import fold, gate, intra, ptxas, recurrent, streams
+from fla_cp.kernels.triton import exchange, fold, gate, intra, ptxas, recurrent, streams
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import safe, terms
+from fla_cp.kernels.triton.device.decay_sums import sums
 from fla_cp.kernels.triton.generations import choose
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
-from fla_cp.kernels.triton.launch import cdiv
+from fla_cp.kernels.triton.launch import cdiv, current_stream
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, ScanOutputs, planes
 from fla_cp.kernels.triton.scan import chunk_buffers, empty_states, launch_scan
 from fla_cp.kernels.triton.scan_bwd import launch_scan_bwd
@@ -67,23 +68,48 @@ def summarize(
 
 @dataclass(frozen=True)
 class TritonBackend(Backend):
-    """Stages on CUDA devices. tuning: chooses kernels and tiles."""
+    """Stages on CUDA devices. tuning: chooses kernels and tiles. one_stream: nothing runs at the
+    same time, in a rehearsal."""
 
     name: str = "triton"
     reads_output: bool = True
+    compiles = True
     tuning: Tuning = TUNING
+    one_stream: bool = False
 
-    fold = staticmethod(fold.fold)
+    fold = exchange.fold if exchange.ENABLED else staticmethod(fold.fold)
     conv = staticmethod(convolution.conv)
     conv_bwd = staticmethod(convolution.conv_bwd)
     gate = staticmethod(gate.gate)
     recurrent = staticmethod(recurrent.recurrent)
 
+    def replay_stream(self, device: torch.device) -> int | None:
+        return current_stream()
+
+    def replay_constants(self, q: Tensor) -> tuple[Tensor, ...]:
+        return (sums(q.dtype, q.device),)
+
     def segment(
-        self, packing: Packing, HV: int, K: int, V: int, device: torch.device, backward: bool
+        self,
+        packing: Packing,
+        HV: int,
+        K: int,
+        V: int,
+        device: torch.device,
+        backward: bool,
+        extra: int | None = None,
     ) -> Packing:
         value, key = (HV * cdiv(n, segmentation.COLUMNS) for n in (V, K))
-        return segmentation.split(packing, value, key, self.tuning.sm_count(device), backward)
+        processors = self.tuning.sm_count(device)
+        return segmentation.split(packing, value, key, processors, backward, extra)
+
+    def stays_whole(self, longest: int, chunks: int, HV: int, V: int, device: torch.device) -> bool:
+        value = HV * cdiv(V, segmentation.COLUMNS)
+        return segmentation.stays_whole(longest, chunks, value, self.tuning.sm_count(device))
+
+    def extra_segments(self, HV: int, V: int, device: torch.device) -> int:
+        """Twice what it takes to give every SM a program of the scan."""
+        return 2 * cdiv(self.tuning.sm_count(device), HV * cdiv(V, segmentation.COLUMNS))
 
     def prepare_chunks(
         self, spec: Spec, x: Inputs, seeds: States | None
@@ -166,7 +192,7 @@ class TritonBackend(Backend):
         h, v_new = chunk_buffers(packing, chunks)
         both = self.runs_concurrently(spec, chunks)
         run = launch_scan(packing, chunks, S0, "everything", ScanOutputs(None, h, v_new), both)
-        concurrent = both and bool(packing.segments)
+        concurrent = both and bool(packing.segments) and not self.one_stream
         wait = streams.start(run, chunks.v.device, chunks, S0, concurrent=concurrent)
 
         def result() -> ChunkStates:
@@ -207,6 +233,10 @@ class TritonBackend(Backend):
         self, spec: Spec, x: Inputs, chunks: Chunks, states: ChunkStates, dscan: ScanGrads
     ) -> Inputs:
         return intra.intra_bwd(spec.packing, x, chunks, states, dscan)
+
+    def rehearsing(self, device: torch.device) -> Self:
+        sms = self.tuning.sm_count(device)
+        return replace(self, tuning=replace(self.tuning, sms=sms), one_stream=True)
 
     def kept_shapes(
         self, rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int

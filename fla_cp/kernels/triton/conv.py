@@ -130,7 +130,7 @@ def load_bias(bias, o_c, m_c):
         return tl.zeros([o_c.shape[0]], tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def conv_kernel(x, halo, weight, bias, y, tiles, reach, n, S: tl.constexpr):
     """x: `Rows`, [T, D]; y [T, D], halo [*, D], weight [D, W], bias [D]; int32 tiles [4, n],
     reach [T]."""
@@ -152,7 +152,7 @@ def conv_kernel(x, halo, weight, bias, y, tiles, reach, n, S: tl.constexpr):
             tl.store(p, b_y.to(y.dtype.element_ty), mask=m_c & (t + r < stop))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def conv_bwd_kernel(
     x, halo, weight, bias, dy, dx, dhalo, partial, tiles, reach, n, S: tl.constexpr
 ):

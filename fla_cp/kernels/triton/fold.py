@@ -70,7 +70,7 @@ class FoldShape(NamedTuple):
     TRANSPOSED: bool
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def fold_kernel(M, B, start, out, places, first, starts, entries, steps, n, S: tl.constexpr):
     """See `fla_cp.comm.affine.fold`. places [2, C, HV, K, W]: memory for the state. steps: int32
     [3, n], rows of M, B and out, -1 for none."""

@@ -51,6 +51,7 @@ from fla_cp.kernels.triton.operands import (
     DENSE,
     Chunks,
     ScanGrads,
+    empty_shares,
     saved,
     stage_name,
     summed_over_chunks,
@@ -200,7 +201,7 @@ def intra_channelwise_bwd(
         dbeta=None,
         dA_log=None if x.A_log is None else single(NC * tiles, HV),
         ddt_bias=None if x.dt_bias is None else single(NC, HV, K),
-        shares=single(1 + tiles, tokens, HV),
+        shares=empty_shares(1 + tiles, x),
         scores=x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
         row_grads=single(NC, HV, 3, CHUNK),
         dgc=None,
@@ -211,8 +212,10 @@ def intra_channelwise_bwd(
         compiled = {"S": shape(rule, dtype, H, HV, K, V, ts), "R": R, "num_warps": ts.warps}
         launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
         kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
-        given = gate(rule, x), sums(dtype, x.q.device), out, where, tokens, rule.scale, S, R
-        launch(kernel, (NC * tiles, HV), read, *given, num_warps=t.warps, maxnreg=t.registers)
+        given = gate(rule, x), sums(dtype, x.q.device), out, where
+        rest = out.shares.shape[1], rule.scale, S, R
+        compiled = {"num_warps": t.warps, "maxnreg": t.registers}
+        launch(kernel, (NC * tiles, HV), read, *given, *rest, **compiled)
     if HV > H:
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk))
     dbeta = None if x.beta is None else beta_bwd(rule, x.beta, out.shares)

@@ -75,10 +75,15 @@ def beta_bwd_kernel(
 
 
 def beta_bwd(rule: DeltaRule, beta: Tensor, shares: Tensor) -> Tensor:
+    """dbeta [T, HV], from the sum of `shares` [*, T', HV], see `empty_shares`: the rows after the
+    first T have no meaning."""
+    T, rows = len(beta), shares.shape[1]
+    if rows > T:  # so that the kernel may read all rows
+        beta = torch.nn.functional.pad(beta, (0, 0, 0, rows - T))
     dbeta = torch.empty(beta.shape, dtype=beta.dtype, device=beta.device)
     n = dbeta.numel()
     if n:
         given, sigmoid = (beta.stride(0), rule.beta_factor or 1.0), rule.beta_factor is not None
         options = {"HV": beta.shape[1], "SHARES": len(shares), "BETA_SIGMOID": sigmoid, "B": 1024}
         launch(beta_bwd_kernel, (cdiv(n, 1024),), beta, shares, dbeta, n, *given, **options)
-    return dbeta
+    return dbeta[:T]

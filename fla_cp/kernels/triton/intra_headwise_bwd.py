@@ -23,9 +23,11 @@ from fla_cp.kernels.triton.intra_headwise_bwd_products import (
 )
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import (
+    ALIGNED,
     DENSE,
     Chunks,
     ScanGrads,
+    empty_shares,
     saved,
     summed_over_chunks,
     tables,
@@ -144,7 +146,7 @@ def intra_headwise_bwd(
 ) -> Inputs:
     """The gradients of the inputs, with one decay a head."""
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
-    (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
+    (NC, HV, K), H, V = c.decay.shape, x.q.shape[1], x.v.shape[2]
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
     k_stage += "_two" * (x.p is not None and HV > H)
@@ -164,7 +166,7 @@ def intra_headwise_bwd(
         dbeta=None if x.beta is None else torch.empty_like(x.beta, memory_format=DENSE),
         dA_log=None if x.A_log is None else single(NC, HV),
         ddt_bias=None if x.dt_bias is None else single(NC, HV),
-        shares=None if x.beta is None else single(1 + tiles, tokens, HV),
+        shares=None if x.beta is None else empty_shares(1 + tiles, x),
         scores=None if whole else x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
         row_grads=None if whole else single(NC, HV, 3, CHUNK),
         dgc=single(parts, NC, HV, CHUNK),
@@ -172,6 +174,7 @@ def intra_headwise_bwd(
     )
     R, shape_of = rule_options(rule, dtype), functools.partial(shape, rule, dtype, H, HV, K, V)
     log_decay, where = gate(rule, x), table.chunks
+    tokens = ALIGNED if out.shares is None else out.shares.shape[1]
     if NC and whole:
         programs = c.tuning.sm_count(x.q.device) or 1
         run = kernels_of(tk.folder).intra_headwise_bwd.head_bwd

@@ -3,24 +3,45 @@
 Triton inspects every argument at each launch. For a small kernel, that takes the host longer than
 the kernel takes the GPU."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.language import constexpr
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from fla_cp.kernels.triton.compiling import first_launch
 from fla_cp.kernels.triton.device.bundles import BY_VALUE, CONSTANTS
+from fla_cp.tape import active
+from fla_cp.tape_items import OfAddress
 
 runner: Callable[..., None] | None = None
 """Tests that record or skip launches set this: it is then called in place of every launch, as
 `runner(kernel, grid, *given, **named)`."""
 
+INTERPRETED = knobs.runtime.interpret
+"""Whether kernels were defined for Triton's interpreter, which has no launches to replay."""
+
 MAX_REMEMBERED = 4096
 """The most compiled kernels that are remembered; then all are forgotten."""
 
 _known: dict[tuple, tuple[Any, tuple[str, ...]]] = {}
+
+
+@contextmanager
+def redirected(run: Callable[..., None]) -> Iterator[None]:
+    """In the block `run` is the `runner`."""
+    global runner
+    before, runner = runner, run
+    try:
+        yield
+    finally:
+        runner = before
 
 
 def cdiv(a: int, b: int) -> int:
@@ -42,6 +63,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
         if not interpreted:
             given = tuple(map(for_compiler, given))
             named = {name: for_compiler(x) for name, x in named.items()}
+        tape = active()
+        if tape is not None:
+            tape.failed = "another thread watched the launches"
         if runner is None:
             kernel[grid](*given, **named)
         else:
@@ -53,17 +77,92 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
     specialization_key(parts, given)
     specialization_key(parts, named.values())
     key = tuple(parts)
-    found = _known.get(key)
+    found, tape = _known.get(key), active()
     if found is None:
         first = {name: for_compiler(x) for name, x in named.items()}
-        compiled = kernel[grid](*map(for_compiler, given), **first)
+        values = tuple(map(for_compiler, given))
+        compiled = first_launch(kernel, grid, values, first, redirected)
         if len(_known) >= MAX_REMEMBERED:
             _known.clear()
-        _known[key] = compiled, tuple(kernel.arg_names[len(given) :])
-        return
-    compiled, rest = found
-    stream = driver.active.get_current_stream(device)
-    compiled[(*grid, 1, 1)[:3]](*given, *map(named.__getitem__, rest), stream=stream)
+        rest = tuple(kernel.arg_names[len(given) :])
+        _known[key] = compiled, rest
+        args = (*given, *map(named.__getitem__, rest))
+    else:
+        compiled, rest = found
+        args = (*given, *map(named.__getitem__, rest))
+        stream = driver.active.get_current_stream(device)
+        compiled[(*grid, 1, 1)[:3]](*args, stream=stream)
+    if tape is not None:
+        bare, args = without_descriptors(compiled, args)
+        fixed = compiled.function, compiled.packed_metadata, None, None, None
+        tape.add_launch((bare, fixed), grid, args, driver.active.get_current_stream(device))
+
+
+def current_stream() -> int | None:
+    """The address of the current stream; None if launches are interpreted or watched."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if INTERPRETED or runner is not None or any(getattr(h, "calls", h) for h in hooks):
+        return None
+    stream: int = driver.active.get_current_stream(driver.active.get_current_device())
+    return stream
+
+
+class _Address(NamedTuple):
+    """The memory of a descriptor."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+MAX_TENSOR_MAPS = 64
+"""The most addresses for which one argument of a program keeps descriptors; then all are made
+again."""
+
+
+class TensorMaps:
+    """Makes the arguments that stand for a descriptor, and keeps them by address, because memory is
+    often where it was in an earlier call. meta: Triton's, of the compiled kernel; None where the
+    launcher takes the descriptor itself."""
+
+    def __init__(self, described: Any, meta: Any) -> None:
+        self.like = copy.copy(described)
+        self.like.base = None
+        self.meta, self.many = meta, meta is not None
+        self.found: dict[int, Any] = {}
+
+    def __call__(self, address: int) -> Any:
+        found = self.found.get(address)
+        if found is None:
+            if len(self.found) >= MAX_TENSOR_MAPS:
+                self.found.clear()
+            found = copy.copy(self.like)
+            found.base = _Address(address)
+            if self.many:
+                found = make_tensordesc_arg(found, self.meta)
+            self.found[address] = found
+        return found
+
+
+def without_descriptors(compiled: Any, args: tuple) -> tuple[Any, tuple]:
+    """The launcher of a compiled kernel, and the arguments for it. A launcher that encodes
+    descriptors at every launch is replaced by the one that it hands them to."""
+    run = compiled.run
+    if not any(hasattr(x, "block_shape") for x in args):
+        return run, args
+    inner = getattr(getattr(run, "launch", None), "__closure__", None)
+    names = run.launch.__code__.co_freevars if inner else ()
+    metas: Any = iter(())
+    if inner and {"launcher", "tensordesc_meta"} <= set(names):
+        cells = dict(zip(names, inner, strict=True))
+        run = copy.copy(run)
+        run.launch = cells["launcher"].cell_contents
+        metas = iter(cells["tensordesc_meta"].cell_contents)
+    return run, tuple(
+        OfAddress(x.base, TensorMaps(x, next(metas, None))) if hasattr(x, "block_shape") else x
+        for x in args
+    )
 
 
 def specialization_key(parts: list[Any], values: Iterable[Any]) -> None:

@@ -1,6 +1,6 @@
 """What launches pass to each other: the chunks, and the tables of a packing."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,16 @@ from fla_cp.kernels.triton.device.bundles import (
     shape,
     terms,
 )
+from fla_cp.kernels.triton.launch import cdiv
 from fla_cp.kernels.triton.tile_table import TUNING, Tile, Tuning
 from fla_cp.partition.device_tables import Columns
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
 
 DENSE = torch.contiguous_format
+
+ALIGNED: Final = 16
+"""Triton compiles a kernel for ints that this divides, and again for others."""
 
 
 class Chunks(NamedTuple):
@@ -136,6 +140,18 @@ def stage_name(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
 def planes(rule: DeltaRule) -> int:
     """How many planes `Chunks.rows` has."""
     return 9 if rule.per_head else 3
+
+
+def empty_shares(count: int, x: Inputs) -> Tensor:
+    """Memory for `count` parts of dbeta [count, T', HV], fp32. T' is T rounded up to a multiple of
+    16: Triton compiles kernels that take it for such multiples, so no other T compiles them again.
+    """
+    T = len(x.q)
+    rows = ALIGNED * cdiv(T, ALIGNED)
+    shares = torch.empty(count, rows, x.v.shape[1], dtype=torch.float32, device=x.q.device)
+    if rows > T:
+        shares[:, T:].zero_()  # nothing writes them, but they are added up, too
+    return shares
 
 
 def summed_over_chunks(partial: Tensor | None, like: Tensor | None) -> Tensor | None:

@@ -72,7 +72,7 @@ def load_token(x, t, m, o_k, o_v, S: tl.constexpr):
     return b_q, b_k, b_v, load_gates(x.g.ptr + t * x.g.row, o_k, S.K, m, S.HEAD), b_beta, b_p
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def recurrent_kernel(
     x,
     gate,

@@ -304,5 +304,5 @@ def chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
     buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
     if packing.frame is not None:  # no scan writes chunks of no tokens, but `intra_bwd` reads them
         for x in buffers:
-            x[cdiv(packing.tokens, CHUNK) :].zero_()
+            x[packing.frame.filled :].zero_()
     return buffers

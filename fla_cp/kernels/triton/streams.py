@@ -7,18 +7,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
+
+from fla_cp.tape import active
 
 URGENT = -1
 """Priority of a stream whose programs get SMs before those of the current stream."""
 
 
+class Fork:
+    """A stream beside the one that is current, and the two events between them. Events are used
+    again: one that is recorded once more stands for later work of the same stream, so that a wait
+    for it is never too short."""
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self.main = torch.cuda.current_stream(device)
+        self.side = torch.cuda.Stream(device, priority)
+        self._from_main, self._from_side = torch.cuda.Event(), torch.cuda.Event()
+
+    def side_waits(self) -> None:
+        """Makes the side stream wait for what the main one has now."""
+        self._from_main.record(self.main)
+        self.side.wait_event(self._from_main)
+
+    def main_waits(self) -> None:
+        """Makes the main stream wait for what the side stream has now."""
+        self._from_side.record(self.side)
+        self.main.wait_event(self._from_side)
+
+
 @functools.lru_cache
-def side_stream(device: torch.device, current: int, priority: int = 0) -> torch.cuda.Stream:
-    """The stream for work that runs at the same time as the stream numbered `current`."""
-    return torch.cuda.Stream(device, priority)
+def fork_of(device: torch.device, priority: int, stream: int) -> Fork:
+    """The fork of the current stream, whose address is `stream`."""
+    return Fork(device, priority)
+
+
+def open_fork(device: torch.device, priority: int) -> Fork:
+    """The fork of the current stream. Its side starts after what the stream has now."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    fork, tape = fork_of(device, priority, stream), active()
+    fork.side_waits()
+    if tape is not None:
+        make = functools.partial(fork_of, device, priority)
+        tape.add_fork(stream, fork.side.cuda_stream, make)
+    return fork
+
+
+def close_fork(fork: Fork) -> None:
+    """Makes the main stream wait for the side."""
+    fork.main_waits()
+    tape = active()
+    if tape is not None:
+        tape.add_join(fork.side.cuda_stream)
 
 
 def start(
@@ -27,18 +68,16 @@ def start(
     """Runs the launches of `run` after the work that the current stream has now. With `concurrent`
     they run at the same time as its later work, otherwise in the stream itself. The call that is
     returned makes the current stream wait for them. held: tensors that they read."""
-    side = None
-    if concurrent:
-        stream = torch.cuda.current_stream(device)
-        side = side_stream(device, stream.stream_id)
-        side.wait_stream(stream)
-    with nullcontext() if side is None else torch.cuda.stream(side):
+    if not concurrent:
+        run()
+        return lambda: None
+    fork = open_fork(device, 0)
+    with torch.cuda.stream(fork.side):
         run()
     reads = [held]
 
     def wait() -> None:
-        if side is not None:
-            torch.cuda.current_stream(device).wait_stream(side)
+        close_fork(fork)
         reads.clear()
 
     return wait
@@ -52,12 +91,9 @@ def first_then(few: Callable[[], None], many: Callable[[], None], device: torch.
         few()
         many()
         return
-    stream = torch.cuda.current_stream(device)
-    urgent = side_stream(device, stream.stream_id, URGENT)
-    urgent.wait_stream(stream)
-    ready = urgent.record_event()
-    with torch.cuda.stream(urgent):
+    fork = open_fork(device, URGENT)
+    close_fork(fork)  # the second starts when the first may
+    with torch.cuda.stream(fork.side):
         few()
-    stream.wait_event(ready)
     many()
-    stream.wait_stream(urgent)
+    close_fork(fork)
