@@ -30,6 +30,7 @@ from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.distributed import Ranks, local_ranks, threads_per_rank
 from fla_cp.train.integrity import Damaged, FileSums, check_sizes, unpack_sums, unseal, verify
 from fla_cp.train.model import shape_of
+from fla_cp.train.optim import Stepper
 from fla_cp.train.untrusted import CheckedReader, check_places, reading
 
 FORMAT = 2
@@ -39,9 +40,9 @@ PARTIAL = ".partial-"
 ASIDE = "damaged-"
 _NAME = re.compile(r"step-(\d{8,})")
 
-MODEL_NEUTRAL = ("size", "impl", "remat")
+MODEL_NEUTRAL = ("size", "impl", "compile", "remat", "offload")
 """Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
-DATA_NEUTRAL = ("micro_batch_size",)
+DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers")
 """Fields of DataConfig that do not change the batches."""
 
 
@@ -222,6 +223,7 @@ def facts(config: TrainConfig, vocab_size: int, packs: int, dtype: torch.dtype) 
             {
                 "model": {k: v for k, v in model.items() if k not in MODEL_NEUTRAL},
                 "data": {k: v for k, v in data.items() if k not in DATA_NEUTRAL},
+                "optimizer": config.optim.name,
             }
         )
     )
@@ -243,7 +245,8 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
     now: the `facts` of this run. Data may change on purpose, for example between stages of a
     training, so a difference is only noted. With another model the weights would not fit, or would
     mean something else: this raises UserError, in one line with every flag, both values, and how to
-    take over the checkpoint's configuration.
+    take over the checkpoint's configuration. Another optimiser is refused as well, since its state
+    would be missing.
     """
     try:
         record, _ = read_record(path)
@@ -258,6 +261,12 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
         advice = f"; to continue it, use --config {config} instead" if config.is_file() else ""
         raise UserError(
             f"--resume: {path} was trained with {before}, but this run has {after}{advice}"
+        )
+    optimizer = record.get("optimizer", "adamw")  # the only one before there was a choice
+    if optimizer != now["optimizer"]:
+        raise UserError(
+            f"--resume: {path} was trained with --optimizer {optimizer}, whose state --optimizer "
+            f"{now['optimizer']} cannot continue"
         )
     notes = []
     for name, value in now["data"].items():
@@ -283,11 +292,7 @@ def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 def load(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
-    trust: bool = False,
+    path: Path, model: nn.Module, optimizer: Stepper, ranks: Ranks, trust: bool = False
 ) -> Progress:
     """Fills model and optimiser from a checkpoint of any split; returns how far the run was.
 

@@ -82,8 +82,17 @@ class ModelConfig:
     """Lowest log decay per token of kda, in [-5, 0); None leaves the gate unbounded."""
     impl: Annotated[Literal["auto", "torch", "triton"], _short("--impl")] = "auto"
     """Backend of the operators; auto chooses by device."""
-    remat: Annotated[bool, _short("--remat")] = False
-    """Recompute each block in the backward instead of keeping its activations."""
+    compile: Annotated[Literal["auto", "on", "off"], _short("--compile")] = "auto"
+    """Compile each block with torch.compile, which fuses what stands between its products: steps
+    take less time, the first one more. auto: on cuda, but not with --remat selective. --compile
+    alone means on."""
+    remat: Annotated[Literal["none", "selective", "full"], _short("--remat")] = "none"
+    """What the backward recomputes of each block. none: nothing. selective: projections, norms,
+    gates and SwiGLU, but no operator and no exchange between ranks. full: everything, exchanges
+    too; --remat alone means full. docs/training.md has the bytes that each one keeps."""
+    offload: Annotated[bool, _short("--offload")] = False
+    """Let what each block keeps wait for the backward in the host's memory: only on GPUs. It goes
+    over PCIe twice a step, so prefer it with --remat full or selective, which keep least."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +107,15 @@ class DataConfig:
     """Packs of a step, over all data-parallel ranks."""
     micro_batch_size: Annotated[int | None, _short("--micro-batch-size")] = None
     """Packs that one forward and backward takes on a data-parallel rank; None: all of its packs."""
+    max_documents: int | None = None
+    """With --cuda-graphs: the most documents of a micro-batch, so that one graph serves all
+    packings. Each costs the GPU up to a chunk of 64 tokens more. A micro-batch that has more runs
+    without the graph. Blocks are then not compiled."""
     eval_batches: Annotated[int, _short("--eval-batches")] = 4
     """Held-out batches (of global_batch_size packs) that an evaluation reads, always the same."""
+    workers: Annotated[int | None, _short("--workers")] = None
+    """Processes of each rank that read and prepare batches ahead. None: 2 on cuda and 0 on the CPU,
+    where the rank reads by itself."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +137,16 @@ class ParallelConfig:
     """How states travel between cp ranks; see fla_cp.comm."""
     device: Annotated[Literal["auto", "cpu", "cuda"], _short("--device")] = "auto"
     """auto: cuda where every local rank has a GPU, else cpu."""
+    cuda_graphs: Annotated[bool, _short("--cuda-graphs")] = False
+    """Capture a micro-batch's forward and backward in a CUDA graph, so that the GPU does not wait
+    for the host. For packs that are divided alike, for example one document each; for others set
+    data.max_documents. Takes the memory of a micro-batch's activations for good."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _short("--dtype")] = "auto"
     """Compute dtype; parameters and optimiser stay float32. auto: bfloat16 on cuda."""
+    reduce: Literal["step", "micro_batch"] = "step"
+    """How often gradients are reduced over the ranks, if a step has several micro-batches. step:
+    once, which sends least, but until then each rank holds the gradients of all parameters, 4 bytes
+    each. micro_batch: each time, so that a rank holds only the gradients of its own shard."""
     notice_seconds: float = 60.0
     """Without progress for so long, rank 0 (or the lowest that lives) says who waits for whom."""
     timeout_seconds: float = 600.0
@@ -163,8 +187,16 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with linear warm-up and a cosine decay over run.max_steps."""
+    """The optimiser; its learning rate over run.max_steps: linear warm-up, then the schedule."""
 
+    name: Annotated[Literal["adamw", "muon"], _short("--optimizer")] = "adamw"
+    """adamw, or muon: Muon for the matrices of the blocks' linear layers, AdamW for all other
+    parameters. Muon's steps are scaled to the size of AdamW's, so both take the same lr."""
+    schedule: Annotated[Literal["cosine", "wsd"], _short("--schedule")] = "cosine"
+    """cosine: decays from the warm-up to the last step. wsd (warm-up, stable, decay): stays at its
+    peak until the last decay_ratio of the steps and then decays linearly."""
+    decay_ratio: float = 0.2
+    """Share of run.max_steps in which wsd decays."""
     lr: Annotated[float | None, _short("--lr")] = None
     """Peak learning rate. None: by model size, 4e-3, 1e-3 or 4e-4."""
     min_lr_ratio: float = 0.1
@@ -180,6 +212,8 @@ class OptimConfig:
     """AdamW's second-moment decay."""
     eps: float = 1e-8
     """Added to AdamW's denominator."""
+    momentum: float = 0.95
+    """Muon's momentum, which is Nesterov's."""
     clip_norm: Annotated[float, _short("--clip-norm")] = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
@@ -248,6 +282,27 @@ class TrainConfig:
     """TOML file whose values replace the defaults; flags win over it."""
 
 
+BARE = {"remat": ("full", "none"), "compile": ("on", "off")}
+"""Options of the model that may stand without a value: what --NAME and --no-NAME then mean. In TOML
+they may be true or false."""
+
+
+def _with_values(argv: Sequence[str]) -> list[str]:
+    """The arguments with a value for each option of BARE that has none."""
+    given = []
+    for i, word in enumerate(argv):
+        flag = word.removeprefix("--").removeprefix("model.") if word.startswith("--") else ""
+        last = i + 1 == len(argv) or argv[i + 1].startswith("-")
+        if flag in BARE and last:
+            given += [word, BARE[flag][0]]
+        elif flag.removeprefix("no-") in BARE and flag not in BARE:
+            name = flag.removeprefix("no-")
+            given += [f"--model.{name}", BARE[name][1]]
+        else:
+            given.append(word)
+    return given
+
+
 def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
     """The validated configuration of a command line (without the program's name).
 
@@ -264,7 +319,7 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
         config = tyro.cli(
             TrainConfig,
             prog="launch/train.py",
-            args=list(argv),
+            args=_with_values(argv),
             default=default,
             console_outputs=not quiet,
         )
@@ -333,6 +388,8 @@ def _from_table(kind: type, table: dict, file: str, prefix: str) -> Any:
                 raise UserError(f"--config: {name} in {file} must be a table, got {value!r}")
             values[key] = _from_table(hints[key], value, file, f"{name}.")
         else:
+            if name.removeprefix("model.") in BARE and type(value) is bool:
+                value = BARE[key][0 if value else 1]
             values[key] = _typed(hints[key], value, f"--config: {name} in {file}")
     return kind(**values)
 
@@ -411,6 +468,15 @@ def validate(config: TrainConfig) -> None:
     need(shards >= 1, "--dp-shard", "at least 1, or -1 for what is left", shards)
     at_least(1, seq_len=data.seq_len, global_batch_size=data.global_batch_size)
     at_least(1, micro_batch_size=data.micro_batch_size, eval_batches=data.eval_batches)
+    documents = data.max_documents
+    need(documents is None or documents >= 1, "--data.max-documents", "at least 1", documents)
+    wanted = documents is None or parallel.cuda_graphs
+    need(wanted, "--data.max-documents", "left out without --cuda-graphs", documents)
+    repeats = model.remat == "selective" and model.compile == "on"  # around a compiled block
+    need(not repeats, "--compile", "auto or off with --remat selective", model.compile)
+    fixed = documents is not None and model.compile == "on"
+    need(not fixed, "--data.max-documents", "left out with --compile", documents)
+    at_least(0, workers=data.workers)
     at_least(1, max_steps=run.max_steps, log_every=run.log_every)
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
@@ -437,8 +503,10 @@ def validate(config: TrainConfig) -> None:
     need(optim.lr > 0, "--lr", "positive", optim.lr)
     need(0 <= optim.min_lr_ratio <= 1, "--optim.min-lr-ratio", "in [0, 1]", optim.min_lr_ratio)
     need(optim.weight_decay >= 0, "--optim.weight-decay", "at least 0", optim.weight_decay)
-    for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
-        need(0 <= beta < 1, f"--optim.{name}", "in [0, 1)", beta)
+    for name in ("beta1", "beta2", "momentum"):
+        decay = getattr(optim, name)
+        need(0 <= decay < 1, f"--optim.{name}", "in [0, 1)", decay)
+    need(0 <= optim.decay_ratio <= 1, "--optim.decay-ratio", "in [0, 1]", optim.decay_ratio)
     need(optim.eps > 0, "--optim.eps", "positive", optim.eps)
 
     batch, dp = data.global_batch_size, parallel.dp
@@ -455,6 +523,9 @@ def validate(config: TrainConfig) -> None:
         f"a divisor of the {batch // dp} packs of a data-parallel rank",
         micro,
     )
+    several = micro is not None and micro < batch // dp
+    clash = parallel.cuda_graphs and several and parallel.reduce == "step"
+    need(not clash, "--parallel.reduce", "micro_batch with --cuda-graphs", parallel.reduce)
     rows = (micro or batch // dp) * data.seq_len
     need(
         rows >= parallel.cp,

@@ -8,6 +8,8 @@ target.
 
 All data are a function of (spec, seq_len, split, seed) and of the files, so every rank that builds
 the same data set reads the same tokens. Ranks check this with `batch_hash`.
+
+loader.py turns packs into the micro-batches of a rank.
 """
 
 import hashlib
@@ -15,7 +17,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -66,6 +68,20 @@ class ArraySource:
         self.offsets = offsets
         self.vocab_size = vocab_size
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Moves the arrays into shared memory, which a worker process maps instead of a copy."""
+        if not hasattr(self, "_shared"):
+            self._shared = [_shared_copy(array) for array in (self.tokens, self.offsets)]
+            self._view()
+        return {"_shared": self._shared, "vocab_size": self.vocab_size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._view()
+
+    def _view(self) -> None:
+        self.tokens, self.offsets = (x.numpy().view(dtype) for x, dtype in self._shared)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -75,6 +91,21 @@ class ArraySource:
     def starts(self, start: int, stop: int) -> np.ndarray:
         first, last = np.searchsorted(self.offsets, [start, stop], side="right")
         return np.unique(self.offsets[first:last])
+
+
+def _shared_copy(array: np.ndarray) -> tuple[Tensor, np.dtype]:
+    """The bytes of an array [N] in shared memory, as uint8, and the array's dtype."""
+    array = np.ascontiguousarray(array)
+    shared = torch.empty(array.nbytes, dtype=torch.uint8, device="cpu")
+    try:
+        shared.share_memory_()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"--data.workers: {array.nbytes} bytes of tokens must fit into shared memory "
+            "(/dev/shm), where the workers read them; take --data.workers 0 or --data memmap:PATH"
+        ) from error
+    shared.numpy()[:] = array.view(np.uint8)
+    return shared, array.dtype
 
 
 class PackedDataset(Dataset[Batch]):

@@ -344,17 +344,19 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
 
     model: a Decoder with float32 parameters, on the meta device or with the same values on every
     rank (float64 for dtype float64, which only the reference of the parity check uses). The
-    parameters stay float32 and are cast to `dtype` for compute. Those of a block's `mixer.core` are
-    not cast, since decay rates lose their meaning in bfloat16: they have a group of their own.
+    parameters stay float32 and are cast to `dtype` for compute. Those of each block's `mixer.core`
+    are not cast, since decay rates lose their meaning in bfloat16. They are small, and one group
+    holds those of all blocks, which `gathered` gathers for a whole forward.
     Gradients are sums over ranks, not means, in float32: the loss is already divided by the global
     number of targets.
     """
     widest = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=widest)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.get_submodule("blocks").children():
-        if dtype != widest:
-            fully_shard(block.get_submodule("mixer.core"), mesh=ranks.fsdp_mesh, mp_policy=exact)
+    blocks = list(model.get_submodule("blocks").children())
+    if dtype != widest:
+        shard_cores([block.get_submodule("mixer.core") for block in blocks], ranks, exact)
+    for block in blocks:
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
     for module in model.modules():
@@ -363,6 +365,27 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def shard_cores(cores: list[nn.Module], ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+    """Makes one group of the parameters of all cores, without hooks: torch.compile could not trace
+    them in the middle of a block. `gathered` takes their place, and FSDP's callback at the end of a
+    backward, which reduces gradients of groups whose hooks did not run."""
+    fully_shard(cores, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
+    for core in cores:
+        core._forward_pre_hooks.clear()
+        core._forward_hooks.clear()
+
+
+@contextmanager
+def gathered(core: nn.Module) -> Iterator[None]:
+    """Gathers the parameters of all cores, given one of them, for a forward and its backward."""
+    group = core if isinstance(core, FSDPModule) else None
+    if group is not None:
+        group.unshard()
+    yield
+    if group is not None and not torch.is_grad_enabled():  # else the end of the backward does it
+        group.reshard()
 
 
 def describe(ranks: Ranks, dtype: torch.dtype) -> str:

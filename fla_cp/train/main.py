@@ -34,23 +34,16 @@ from fla_cp.train.config import TrainConfig, UserError, parse
 from fla_cp.train.data import PackedDataset, Split, build_dataset
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
+from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
 from fla_cp.train.model import build_sharded
+from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
-from fla_cp.train.step import (
-    HeldOut,
-    agree,
-    build_optimizer,
-    forward_backward,
-    learning_rate,
-    micro_batches,
-    reduce_metrics,
-    update,
-)
+from fla_cp.train.step import Feed, HeldOut, agree, forward_backward, reduce_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +85,14 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
 
 
 def check_impl(config: TrainConfig, ranks: Ranks) -> None:
-    """Raises UserError if this device cannot run --impl."""
+    """Raises UserError if this device cannot run --impl, or has no use for --offload."""
+    if config.parallel.cuda_graphs and ranks.device.type == "cpu":
+        raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
+    if config.model.offload and ranks.device.type == "cpu":
+        raise UserError(
+            "--offload needs --device cuda: on the CPU all activations are in the host's memory "
+            "already; leave it out or say --no-offload"
+        )
     try:
         resolve(config.model.impl, ranks.device, compute_dtype(config.parallel.dtype, ranks.device))
     except ValueError as error:
@@ -144,7 +144,8 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     differences = checkpoint.check_matches(found, facts) if found is not None else []
     begin_run(config, run, ranks, lock)
     seed = config.run.seed if found is None else None  # a checkpoint fills the weights
-    model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype)
+    free = config.data.max_documents is None  # no compiled graph takes a fixed context
+    model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype, compiled=free)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = build_optimizer(model, config.optim)
 
@@ -217,7 +218,7 @@ class Loop:
         data: PackedDataset,
         held_out: HeldOut | None,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Stepper,
         progress: checkpoint.Progress,
         log: RunLog,
         saver: Saver,
@@ -226,6 +227,8 @@ class Loop:
         self.data, self.held_out = data, held_out
         self.model, self.optimizer = model, optimizer
         self.progress, self.log, self.saver = progress, log, saver
+        graphs = config.parallel.cuda_graphs
+        self.graphs = Graphs(model, config.data.max_documents) if graphs else None
         self.skips = divergence.Skips(config.run.max_skips)
         self.checked = False  # whether the ranks have compared their contexts
 
@@ -238,39 +241,47 @@ class Loop:
         """
         last = self.config.run.steps
         start = self.progress.step
-        if start == 0 and self.held_out:
-            nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
-            self._record(**nothing, lr=0.0, exchange_ms=0.0, evaluate=True)
-        batches = micro_batches(self.config, self.data, self.ranks, start)
         stopped = False
-        with stop_on_signal() as received:
-            while self.progress.step < last and not stopped:
-                stopped = self._step(batches, received)
-                self.saver.poll()
-            with announced("checkpoint"):
-                self.saver.wait()
-            if self.skips.count and not stopped:
-                raise divergence.Diverged(f"the last steps are missing: {self.skips.report()}")
-            if self.skips.count:
-                self.saver.keep += 1
-            # true as well if the periodic checkpoint of this step failed
-            if self.progress.step > self.saver.step:
-                divergence.check_weights(self.model, self.ranks, self.progress.step)
+        # Its workers start to read while the first evaluation runs.
+        with Feed(self.config, self.data, self.ranks, start) as feed:
+            if start == 0 and self.held_out:
+                nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
+                self._record(**nothing, lr=0.0, exchange_ms=0.0, evaluate=True)
+            with stop_on_signal() as received:
+                while self.progress.step < last and not stopped:
+                    stopped = self._step(feed, received)
+                    self.saver.poll()
                 with announced("checkpoint"):
-                    self.saver.write(self.model, self.optimizer, self.progress)
+                    self.saver.wait()
+                if self.skips.count and not stopped:
+                    raise divergence.Diverged(f"the last steps are missing: {self.skips.report()}")
+                if self.skips.count:
+                    self.saver.keep += 1
+                # true as well if the periodic checkpoint of this step failed
+                if self.progress.step > self.saver.step:
+                    divergence.check_weights(self.model, self.ranks, self.progress.step)
+                    with announced("checkpoint"):
+                        self.saver.write(self.model, self.optimizer, self.progress)
         return stopped
 
-    def _step(self, batches: Iterator, received: list[int]) -> bool:
-        """Takes one step, with its evaluation and checkpoint. True if a rank was asked to stop."""
+    def _step(self, feed: Feed, received: list[int]) -> bool:
+        """Takes one step, with its evaluation and checkpoint. True if a rank was asked to stop.
+
+        The host waits for the device once, in `reduce_metrics`; before, it fetches the next batch.
+        An evaluation, a checkpoint and a skipped step read from the device once more each.
+        """
         config, ranks = self.config, self.ranks
         step = self.progress.step + 1
         begin = time.perf_counter()
-        mark("data", step=step)
-        batch = next(batches)
+        mark("data", step=step, first=not self.checked)  # workers may still be starting
+        batch = feed.take()
         agreed = agree(batch, ranks, stop=bool(received))
         with measure_exchange() as timer:
             check, self.checked = not self.checked, True
-            share = forward_backward(self.model, batch, agreed.targets, config, ranks, check)
+            given = self.model, batch, agreed.targets, config, ranks, check, self.graphs
+            share = forward_backward(*given)
+        if step < config.run.steps and not agreed.stop:
+            feed.read_ahead()
         loss, norm = reduce_metrics(share, self.model, ranks)
         mark("update", first=check)
         rate = learning_rate(config.optim, step, config.run.steps)
@@ -280,7 +291,10 @@ class Loop:
             self.skips.end()
         else:
             self.log.print(self.skips.add(step, loss, norm, self.model, ranks))
-        self.optimizer.zero_grad()
+        if self.graphs is None:
+            self.optimizer.zero_grad()
+        else:
+            zero_gradients(self.model)
         seconds = time.perf_counter() - begin
         skipped = self.progress.skipped + (not finite)
         self.progress = checkpoint.Progress(step, skipped)
@@ -291,7 +305,7 @@ class Loop:
             grad_norm=norm,
             lr=rate,
             tokens_per_second=tokens_per_step(config) / seconds,
-            exchange_ms=timer.elapsed_ms(),
+            exchange_ms=timer.elapsed_ms(),  # its events have passed: reduce_metrics has waited
             evaluate=bool(every) and (step % every == 0 or step == config.run.max_steps),
         )
         self.skips.check()
@@ -323,7 +337,8 @@ class Loop:
     ) -> None:
         held_out = self.held_out.loss(self.model) if evaluate and self.held_out else None
         mark("metrics")
-        exchange_ms, memory = self.ranks.host_max([exchange_ms, peak_memory(self.ranks.device)])
+        memory = float(peak_memory(self.ranks.device, graphs=self.graphs is not None))
+        exchange_ms, memory = self.ranks.host_max([exchange_ms, memory])
         speed, world = tokens_per_second, self.ranks.world_size
         self.log.write(
             Metrics(

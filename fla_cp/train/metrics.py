@@ -49,10 +49,12 @@ class Metrics:
         }
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far, of the CUDA allocator or, on CPU, of this process's resident set."""
+def peak_memory(device: torch.device, *, graphs: bool = False) -> int:
+    """Peak bytes so far, of the CUDA allocator or, on CPU, of this process's resident set. graphs:
+    count the memory of CUDA graphs, which is reserved but not allocated."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated
+        return peak(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from fla_cp import FLACPContext
 from fla_cp import nn as layers
 from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
+from fla_cp.remat import Offloaded, selective_checkpoint
 from fla_cp.train.config import ModelConfig
-from fla_cp.train.distributed import Ranks, shard_model
+from fla_cp.train.distributed import Ranks, gathered, shard_model
+from fla_cp.train.loss import chunked_cross_entropy
 from fla_cp.train.weights import give_memory, initialise
 
 CONV_SIZE = 4
 INIT_STD = 0.02
-# Number of float32 logits that one cross-entropy may hold: 2^25 elements are 128 MiB, and their
-# gradient takes as much again.
-MAX_LOGITS = 2**25
+# No module here draws random numbers. Saving the generators' states would make the host wait.
+NO_DROPOUT: dict[str, Any] = {"preserve_rng_state": False}
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.shape = shape_of(config)
-        self.remat = config.remat
+        self.remat, self.offload = config.remat, config.offload
         self.embedding = nn.Embedding(vocab_size, self.shape.hidden_size)
         self.blocks = nn.ModuleList(
             Block(config, self.shape, layer_idx) for layer_idx in range(self.shape.layers)
@@ -169,35 +172,28 @@ class Decoder(nn.Module):
 
         tokens, labels: [1, T_local] int64, this rank's part under `context`. A label of -100 is not
         counted.
-        Returns a float32 scalar (nats, summed over this rank's targets), or [1, T_local, vocab].
+        Returns a scalar (nats, summed over this rank's targets; float64 for float64, else float32),
+        or [1, T_local, vocab].
         """
         x = self.embedding(tokens)
-        for block in self.blocks:
-            if self.remat and torch.is_grad_enabled():
-                x = checkpoint(block, x, context, use_reentrant=False)
-            else:
-                x = block(x, context)
+        with gathered(self.blocks[0].get_submodule("mixer.core")):
+            for block in self.blocks:
+                x = self.run_block(block, x, context)
         x = self.norm(x)
         if labels is None:
             return self.head(x)
-        return self._loss(x.flatten(0, 1), labels.flatten())
+        return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, labels.flatten())
 
-    def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        rows = max(1, MAX_LOGITS // self.head.out_features)
-        if len(labels) <= rows:
-            return _cross_entropy(x, self.head.weight, labels)
-        parts = [
-            # recomputes its logits in the backward, so that only one part exists at a time
-            checkpoint(_cross_entropy, a, self.head.weight, b, use_reentrant=False)
-            for a, b in zip(x.split(rows), labels.split(rows), strict=True)
-        ]
-        return torch.stack(parts).sum()
-
-
-def _cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Sum over rows, in float32. x: [T, hidden]; weight: [vocab, hidden]; labels: [T]."""
-    logits = F.linear(x, weight).float()
-    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    def run_block(self, block: nn.Module, x: Tensor, context: FLACPContext) -> Tensor:
+        """The block's output; what its backward needs is kept as `remat` and `offload` say."""
+        if not torch.is_grad_enabled():
+            return block(x, context)
+        with Offloaded(x.device, block) if self.offload else nullcontext():
+            if self.remat == "none":
+                return block(x, context)
+            if self.remat == "selective":
+                return selective_checkpoint(block, x, context, offload=self.offload, **NO_DROPOUT)
+            return checkpoint(block, x, context, use_reentrant=False, **NO_DROPOUT)
 
 
 def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Decoder:
@@ -210,22 +206,40 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Decoder:
 
 
 def build_sharded(
-    config: ModelConfig, vocab_size: int, seed: int | None, ranks: Ranks, dtype: torch.dtype
+    config: ModelConfig,
+    vocab_size: int,
+    seed: int | None,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = True,
 ) -> Decoder:
     """A decoder of which this rank allocates only its own shard, on its device.
 
     seed: seed of the weights; None leaves them zero, for a checkpoint to fill. dtype: compute
     dtype, see `shard_model`; with float64 the parameters are float64 too, with the same values.
+    compiled: whether compile="auto" may compile the blocks.
     """
     with torch.device("meta"):
         model = Decoder(config, vocab_size)
     if dtype == torch.float64:
         model.double()
     shard_model(model, ranks, dtype)
+    # A selective checkpoint around a compiled block could not keep operators from running again.
+    auto = compiled and ranks.device.type == "cuda" and config.remat != "selective"
+    if config.compile == "on" or (config.compile == "auto" and auto):
+        compile_blocks(model)
     give_memory(model, ranks.device)
     if seed is not None:
         initialise(model, seed)
     return model
+
+
+def compile_blocks(model: Decoder) -> None:
+    """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
+    share one code object, so that a shape is compiled once."""
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -32,12 +32,20 @@ def end_with_launcher() -> bool:
     launcher = os.environ.pop(LAUNCHER, None)  # not for our own children
     if STARTED not in os.environ or sys.platform != "linux":
         return False
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        print(f"note: this rank may outlive a killed launcher: prctl: {reason}", file=sys.stderr)
+    if problem := end_with_parent():
+        print(f"note: this rank may outlive a killed launcher: {problem}", file=sys.stderr)
         return False
     if launcher is not None and os.getppid() != int(launcher):
         raise SystemExit(f"error: launcher {launcher} ended before this rank began")
     return True
+
+
+def end_with_parent() -> str:
+    """Asks the kernel to kill this process when its parent ends; returns what failed, or ""."""
+    if sys.platform != "linux":
+        return "only Linux can do that"
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        return f"prctl: {os.strerror(ctypes.get_errno())}"
+    return ""

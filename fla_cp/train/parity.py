@@ -36,16 +36,9 @@ from fla_cp.train.config import TrainConfig
 from fla_cp.train.data import PackedDataset
 from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.model import build_sharded
+from fla_cp.train.optim import build_optimizer, learning_rate, update
 from fla_cp.train.progress import announced
-from fla_cp.train.step import (
-    agree,
-    build_optimizer,
-    forward_backward,
-    learning_rate,
-    micro_batches,
-    reduce_metrics,
-    update,
-)
+from fla_cp.train.step import Feed, agree, forward_backward, reduce_metrics
 
 LOSS_BUDGET = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3}
 # An element whose gradient consists of rounding alone moves by a whole step in either direction.
@@ -163,13 +156,13 @@ class Run:
         self.model = build_sharded(config.model, dataset.vocab_size, config.run.seed, ranks, dtype)
         self.config, self.ranks = config, ranks
         self.optimizer = build_optimizer(self.model, config.optim)
-        self.batches = micro_batches(config, dataset, ranks, 0)
+        self.feed = Feed(config, dataset, ranks, 0, workers=0)
         self.step, self.norm = 0, 0.0
 
     def backward(self) -> float:
         """Computes the gradients of the next batch; returns its global loss."""
         self.step += 1
-        batch = next(self.batches)
+        batch = self.feed.take()
         targets = agree(batch, self.ranks).targets
         first = self.step == 1
         share = forward_backward(self.model, batch, targets, self.config, self.ranks, check=first)

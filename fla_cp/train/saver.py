@@ -41,6 +41,7 @@ from fla_cp.train.checkpoint import (
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.integrity import FileSums, SummedWriter, pack_sums, seal
+from fla_cp.train.optim import Stepper
 
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for the slowest rank's disk, while training goes on."""
@@ -104,7 +105,7 @@ class Saver:
         self.pending: _Pending | None = None
         self.notes: list[str] = []  # lines from the thread that writes
 
-    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    def start(self, model: nn.Module, optimizer: Stepper, progress: Progress) -> None:
         """Begins to write in the background, after the checkpoint before. A failure is printed."""
         begin = time.perf_counter()
         self.wait()
@@ -166,7 +167,7 @@ class Saver:
             self.say(f"warning: {self._failure(pending.step, error)}")
         self._say_notes()
 
-    def write(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
+    def write(self, model: nn.Module, optimizer: Stepper, progress: Progress) -> Path:
         """Writes a checkpoint, after the pending one; returns its folder. Raises SaveFailed."""
         self.wait()
         partial = self._prepare(progress)
@@ -213,9 +214,7 @@ class Saver:
         self.ranks.decide(make)
         return partial
 
-    def _state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
-    ) -> dict[str, Any]:
+    def _state(self, model: nn.Module, optimizer: Stepper, progress: Progress) -> dict[str, Any]:
         parameters, moments = get_state_dict(model, optimizer)
         return {
             "model": parameters,

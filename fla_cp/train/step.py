@@ -1,4 +1,4 @@
-"""One training step: batches, context, forward and backward, global metrics, update.
+"""One training step: batches, context, forward and backward, global metrics; optim.py updates.
 
 The loss of a rank is its share, (sum over its targets) / (targets of the whole global batch), so
 that losses and gradients are plain sums over ranks and do not depend on how the batch is split.
@@ -7,63 +7,122 @@ that losses and gradients are plain sums over ranks and do not depend on how the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
-from accelerate.data_loader import prepare_data_loader
-from accelerate.state import PartialState
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.distributed.fsdp import FSDPModule
 
-from fla_cp import FLACPContext, build_cp_context, zigzag_token_ranges
-from fla_cp.train.config import OptimConfig, TrainConfig
-from fla_cp.train.data import IGNORE, Batch, PackedDataset, StepBatchSampler, batch_hash, collate
+from fla_cp import FLACPContext, build_cp_context
+from fla_cp.train.config import TrainConfig
+from fla_cp.train.data import IGNORE, Batch, PackedDataset, StepBatchSampler
 from fla_cp.train.distributed import Ranks
-from fla_cp.train.model import CONV_SIZE, parameter_groups
+from fla_cp.train.graphs import Graphs
+from fla_cp.train.loader import Share, Sharing, StepLoader, token_ranges
+from fla_cp.train.model import CONV_SIZE
 from fla_cp.train.progress import mark
 from fla_cp.train.weights import local_tensor
 
 
-class _GlobalBatches(BatchSampler):
-    """A step sampler with the attributes that accelerate needs to cut each batch over ranks."""
+@dataclass
+class MicroBatch:
+    """One forward and backward's part of a step: on the host, and on the device once placed.
 
-    def __init__(self, steps: StepBatchSampler) -> None:
-        self.steps = steps
-        self.batch_size = steps.global_batch_size
-        self.drop_last = True
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.steps)
-
-
-def micro_batches(
-    config: TrainConfig, dataset: PackedDataset, ranks: Ranks, start_step: int
-) -> Iterator[list[Batch]]:
-    """For each step from `start_step` on, this data-parallel rank's micro-batches, on the host.
-
-    All ranks of a cp group get the same micro-batches.
+    share: this rank's part of the batch. ahead: tokens, labels and context, if `Feed` has placed
+    them already.
     """
-    batch = config.data.global_batch_size
-    size = config.data.micro_batch_size or batch // ranks.dp
 
-    def cut(packs: list[Batch]) -> list[Batch]:
-        return [collate(packs[i : i + size]) for i in range(0, len(packs), size)]
+    share: Share
+    ahead: Placed | None = None
 
-    PartialState(cpu=ranks.device.type == "cpu")  # otherwise accelerate chooses a device
-    sampler = StepBatchSampler(len(dataset), batch, config.run.seed, start_step)
-    loader = DataLoader(dataset, batch_sampler=_GlobalBatches(sampler), collate_fn=cut)
-    # Ranks of a cp group count as one process. Dispatched batches would be cut between them.
-    return iter(
-        prepare_data_loader(
-            loader,
-            num_processes=ranks.dp,
-            process_index=ranks.dp_rank,
-            split_batches=True,
-            dispatch_batches=False,
+    def placed(self, config: TrainConfig, ranks: Ranks, check: bool = False) -> Placed:
+        """Tokens, labels and context, see `place`."""
+        if self.ahead is None:
+            return place(self.share, config, ranks, check)
+        assert not check, "contexts are compared before any is placed ahead"
+        return self.ahead
+
+
+class Feed:
+    """The micro-batches of each step from `start_step` on, for this data-parallel rank.
+
+    All ranks of a cp group get parts of the same batches. On CUDA, `read_ahead` copies the next
+    step's batch to the GPU on a stream of its own, while the present step runs. workers: processes
+    that read; None: as configured. As a context manager it ends them.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dataset: PackedDataset,
+        ranks: Ranks,
+        start_step: int,
+        workers: int | None = None,
+    ) -> None:
+        self.config, self.ranks = config, ranks
+        cuda = ranks.device.type == "cuda"
+        if workers is None:
+            workers = config.data.workers
+        batch = config.data.global_batch_size
+        self.loader = StepLoader(
+            dataset,
+            StepBatchSampler(len(dataset), batch, config.run.seed, start_step),
+            sharing(config, ranks),
+            dp=ranks.dp,
+            dp_rank=ranks.dp_rank,
+            workers=(2 if cuda else 0) if workers is None else workers,
+            pinned=cuda,
         )
-    )
+        self.stream = torch.cuda.Stream(ranks.device) if cuda else None
+        self.next: list[MicroBatch] | None = None
+
+    def __enter__(self) -> Feed:
+        self.loader.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.next = None
+        self.loader.__exit__(kind, error, at)
+
+    def take(self) -> list[MicroBatch]:
+        """The next step's micro-batches. Keep them until the step's losses have been read.
+
+        Their memory on the GPU may be used for the next batch as soon as they are dropped.
+        """
+        batches, self.next = self.next, None
+        if batches is None:
+            return self._read()
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        return batches
+
+    def read_ahead(self) -> None:
+        """Takes the next step's batch from the workers and places it. Call it while a step runs."""
+        mark("data of the next step")
+        batches = self._read()
+        # stream(None) changes nothing
+        with torch.cuda.stream(self.stream):
+            for batch in batches:
+                batch.ahead = place(batch.share, self.config, self.ranks)
+        self.next = batches
+
+    def _read(self) -> list[MicroBatch]:
+        return [MicroBatch(share) for share in next(self.loader)]
+
+
+def sharing(config: TrainConfig, ranks: Ranks) -> Sharing:
+    """How this rank makes its micro-batches from packs."""
+    data = config.data
+    size = data.micro_batch_size or data.global_batch_size // ranks.dp
+    return Sharing(size, ranks.cp, ranks.rank % ranks.cp, config.parallel.layout)
 
 
 @dataclass(frozen=True)
@@ -77,7 +136,7 @@ class Agreement:
     stop: bool
 
 
-def agree(batches: Sequence[Batch], ranks: Ranks, stop: bool = False) -> Agreement:
+def agree(batches: Sequence[MicroBatch], ranks: Ranks, stop: bool = False) -> Agreement:
     """Counts the global batch's targets and checks that cp peers hold the same batch.
 
     Uses one host collective of three integers per rank. Raises RuntimeError that names the ranks
@@ -85,11 +144,11 @@ def agree(batches: Sequence[Batch], ranks: Ranks, stop: bool = False) -> Agreeme
     """
     digest = 0
     for batch in batches:
-        digest = (digest * 31 + batch_hash(batch)) % 2**63
-    targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
-    table = ranks.host_gather([digest, targets, stop])
+        digest = (digest * 31 + batch.share.digest) % 2**63
+    targets = sum(batch.share.targets for batch in batches)
+    table = ranks.host_gather([digest, targets, stop]).numpy()
     table = rearrange(table, "(dp cp) facts -> dp cp facts", cp=ranks.cp)
-    odd = (table[:, :, :2] != table[:, :1, :2]).any(-1).flatten().nonzero().flatten().tolist()
+    odd = (table[:, :, :2] != table[:, :1, :2]).any(-1).flatten().nonzero()[0].tolist()
     if odd:
         raise RuntimeError(
             f"every rank of a cp group must hold the same batch, but ranks {odd} differ from the "
@@ -98,50 +157,58 @@ def agree(batches: Sequence[Batch], ranks: Ranks, stop: bool = False) -> Agreeme
     return Agreement(int(table[:, 0, 1].sum()), bool(table[:, :, 2].any()))
 
 
-def place(
-    batch: Batch, config: TrainConfig, ranks: Ranks, check: bool = False
-) -> tuple[Tensor, Tensor, FLACPContext]:
+Placed = tuple[Tensor, Tensor, FLACPContext]
+
+
+def place(share: Share, config: TrainConfig, ranks: Ranks, check: bool = False) -> Placed:
     """This rank's tokens and labels [1, T_local] on the device, and their context.
 
-    check: compare the contexts of the cp group (one small collective).
+    Copies from pinned memory do not make the host wait. check: compare the contexts of the cp group
+    (one small collective).
     """
-    total = batch["tokens"].shape[1]
-    zigzag = config.parallel.layout == "zigzag"
     context = build_cp_context(
-        batch["cu_seqlens"].to(ranks.device, non_blocking=True),
+        share.cu_seqlens.to(ranks.device, non_blocking=True),
         ranks.cp_group,
         conv1d_kernel_size=CONV_SIZE,
-        cu_seqlens_cpu=batch["cu_seqlens"],
-        token_ranges=zigzag_token_ranges(total, ranks.cp) if zigzag else None,
+        cu_seqlens_cpu=share.cu_seqlens,
+        token_ranges=token_ranges(share.total, ranks.cp, config.parallel.layout),
         exchange=config.parallel.exchange,
         check=check,
     )
-    tokens, labels = (context.shard(batch[name], 1) for name in ("tokens", "labels"))
     return (
-        tokens.to(ranks.device, non_blocking=True),
-        labels.to(ranks.device, non_blocking=True),
+        share.tokens.to(ranks.device, non_blocking=True),
+        share.labels.to(ranks.device, non_blocking=True),
         context,
     )
 
 
 def forward_backward(
     model: nn.Module,
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     targets: int,
     config: TrainConfig,
     ranks: Ranks,
     check: bool = False,
+    graphs: Graphs | None = None,
 ) -> Tensor:
     """Adds this global batch's gradients to the model's; returns this rank's share of the loss.
 
-    targets: number of targets of the global batch. Gradients are reduced in each micro-batch, so
-    that they are accumulated in sharded form. The result is a float32 scalar on the device; its sum
-    over ranks is the mean loss in nats per target.
+    targets: number of targets of the global batch. Gradients are reduced over the ranks after the
+    last micro-batch or after each, see `ParallelConfig.reduce`. The result is a float32 scalar on
+    the device; its sum over ranks is the mean loss in nats per target. check: compare the contexts
+    of the cp group. graphs: CUDA graphs that take the micro-batches.
     """
     share = torch.zeros((), dtype=torch.float32, device=ranks.device)
-    for batch in batches:
+    for i, batch in enumerate(batches):
+        last = i + 1 == len(batches)
+        if isinstance(model, FSDPModule) and config.parallel.reduce == "step":
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
         mark("forward", first=check)
-        tokens, labels, context = place(batch, config, ranks, check)
+        tokens, labels, context = batch.placed(config, ranks, check)
+        if graphs is not None and not check:
+            share += graphs.loss(tokens, labels, context, 1 / max(targets, 1))
+            continue
         loss = model(tokens, context, labels) / max(targets, 1)
         mark("backward", first=check)
         loss.backward()
@@ -150,7 +217,10 @@ def forward_backward(
 
 
 def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float, float]:
-    """Global loss and gradient norm, equal on all ranks. The step's only read from the device."""
+    """Global loss and gradient norm, equal on all ranks. The step's only read from the device.
+
+    After it, all work of the step's forward and backward is done.
+    """
     mark("sum of losses and gradients")
     grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     square = nn.utils.get_total_norm(grads).double().square()
@@ -158,42 +228,6 @@ def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float
     both = ranks.sum(torch.stack([share.double(), square / ranks.dp_replicate]))
     loss, square = both.tolist()
     return loss, math.sqrt(square) if square >= 0 else math.nan
-
-
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    assert config.lr is not None, "with_recipe sets it"
-    return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
-
-
-def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Rate of a step (1 to max_steps): linear warm-up, then cosine down to lr * min_lr_ratio."""
-    lr, warmup = config.lr, config.warmup_steps
-    assert lr is not None and warmup is not None, "with_recipe sets them"
-    if step <= warmup:
-        return lr * step / warmup
-    done = (step - warmup) / max(1, max_steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
-
-
-@torch.no_grad()
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, grad_norm: float, clip: float
-) -> None:
-    """Clips the gradients to the global norm `clip` (0: no clipping) and takes one step."""
-    if 0 < clip < grad_norm:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                local_tensor(parameter.grad).mul_(clip / grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
 
 
 class HeldOut:
@@ -209,8 +243,9 @@ class HeldOut:
         self.packs = min(config.data.eval_batches * batch, len(dataset))
         rounds = math.ceil(self.packs / ranks.dp)
         mine = [self._pack(dataset, ranks.dp_rank + i * ranks.dp) for i in range(rounds)]
-        size = config.data.micro_batch_size or batch // ranks.dp
-        self.batches = [collate(mine[i : i + size]) for i in range(0, rounds, size)]
+        shares = sharing(config, ranks)(mine)
+        cuda = ranks.device.type == "cuda"
+        self.batches = [share.pinned() if cuda else share for share in shares]
 
     def _pack(self, dataset: PackedDataset, index: int) -> Batch:
         if index < self.packs:
@@ -231,5 +266,9 @@ class HeldOut:
             total[0] += model(tokens, context, labels)
             total[1] += (labels != IGNORE).sum()
         model.train()
+        if isinstance(model, FSDPModule):
+            # No backward follows, so the last group would stay gathered: model.parameters() would
+            # be without their shards, and a CUDA graph's updates would never reach the next forward
+            model.reshard()
         loss, targets = self.ranks.sum(total).tolist()
         return loss / max(targets, 1.0)

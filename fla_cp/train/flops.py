@@ -1,0 +1,143 @@
+"""Floating-point operations of a training step, and the share of the GPUs' peak that they make.
+
+A product of an m x k and a k x n matrix counts as 2mnk operations. Counted are:
+
+- every linear layer (those of the mixers, SwiGLU and the head, tied or not); its backward has two
+  products of the same size
+- the operator's chunk form with chunks of C = 64 rows (docs/design.md): scores, inverse, operands,
+  states and output, with the adjoints that the algebra needs
+
+Not counted are the embedding, norms, gates, activations, the short convolution (8 operations a
+channel and token), the loss behind the logits, and the optimiser. Nothing that is computed a second
+time to save memory counts either, neither the operator's own recomputation nor --remat.
+
+The count is the number of operations that the model's definition needs. Kernels may run more, for
+example on zeros above the diagonal of a triangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from fla_cp.nn.linear_attention import LinearAttention
+from fla_cp.rule import CHUNK
+from fla_cp.train.model import Decoder
+
+PEAK_FLOP_S = 989e12
+"""Operations a second of one H100 or H200 (SXM) in bf16 without sparsity, as NVIDIA states it."""
+
+
+class Products(NamedTuple):
+    """Operations of one part of a step.
+
+    forward, backward: what the model needs. extra: what the torch backend runs besides. In its
+    backward it forms operands and states again, and it multiplies rows that are known to be zero.
+    """
+
+    forward: float
+    backward: float
+    extra: float = 0.0
+
+    @property
+    def needed(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def executed(self) -> float:
+        return self.needed + self.extra
+
+    def plus(self, other: Products) -> Products:
+        """The sum of both, field by field."""
+        return Products(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Products(0.0, 0.0)
+
+
+def step_flops(
+    model: Decoder, tokens: int, documents: Sequence[int] | None = None
+) -> dict[str, Products]:
+    """The operations of one forward and backward over a batch, by part.
+
+    The parts are projections, scores (Akk and Aqk), inverse (T), operands (w and u), states,
+    output, ffn and head.
+
+    model: a decoder; one on the meta device will do. tokens: of the whole batch. documents: the
+    documents' lengths, whose sum is `tokens`. With them, the rows that fill a document's last chunk
+    count too, because the backends process whole chunks. Without them they do not count, which is
+    right for the utilisation of a GPU.
+    Raises ValueError if the lengths do not add up, or for a mixer that has no formula.
+    """
+    if documents is not None and sum(documents) != tokens:
+        raise ValueError(f"documents must have {tokens} tokens in all, got {sum(documents)}")
+    parts: dict[str, Products] = {"head": _linear(model.head, tokens)}
+
+    def add(name: str, products: Products) -> None:
+        parts[name] = parts.get(name, NOTHING).plus(products)
+
+    for block in model.blocks.children():
+        mixer = block.get_submodule("mixer")
+        if not isinstance(mixer, LinearAttention):
+            raise ValueError(f"there is no formula for the mixer {type(mixer).__name__}")
+        for name, module in (("projections", mixer), ("ffn", block.get_submodule("ffn"))):
+            for linear in module.modules():
+                if isinstance(linear, nn.Linear):
+                    add(name, _linear(linear, tokens))
+        lengths = [tokens] if documents is None else documents
+        chunks = [length * mixer.rows / CHUNK for length in lengths]
+        if documents is not None:
+            chunks = [float(-(-length * mixer.rows // CHUNK)) for length in lengths]
+        for name, products in _operator(mixer, sum(chunks)).items():
+            add(name, products)
+    return parts
+
+
+def needed(parts: dict[str, Products]) -> float:
+    """Operations of all parts, without recomputation."""
+    return sum(part.needed for part in parts.values())
+
+
+def utilisation(
+    operations: float, seconds: float, gpus: int = 1, peak: float = PEAK_FLOP_S
+) -> float:
+    """Model FLOPs utilisation (MFU): the share, in [0, 1], of the GPUs' peak.
+
+    operations: of a whole step, over all GPUs; see `needed`. seconds: of the step. peak: operations
+    a second of one GPU.
+    """
+    return operations / (seconds * gpus * peak)
+
+
+def _linear(layer: nn.Linear, tokens: int) -> Products:
+    forward = 2.0 * tokens * layer.in_features * layer.out_features
+    return Products(forward, 2 * forward)
+
+
+def _operator(mixer: LinearAttention, chunks: float) -> dict[str, Products]:
+    """The products of one operator call by part. chunks: of each value head."""
+    C, K, V = CHUNK, mixer.head_dim, mixer.head_v_dim
+    each = chunks * mixer.num_v_heads
+    removes = int(mixer.has_beta)
+    read = 1 / mixer.rows  # the share of the rows whose query is not zero
+    # With one decay a channel the torch backend forms only what is below the diagonal.
+    gram = each * (2 * C * C if mixer.per_head else C * (C - 1)) * K
+    square_k, square_v, state = (2 * each * n for n in (C * C * K, C * C * V, C * K * V))
+    out = state + square_v
+
+    scores = (removes + read) * gram
+    operands = removes * (square_k + square_v)
+    states = (removes + 1) * state
+    # What removes nothing has w = 0, which the torch backend multiplies in three scans.
+    zeros = 0 if removes else 3 * state
+    return {
+        "scores": Products(scores, 2 * scores, 3 * (1 - read) * gram),
+        # The adjoint of T needs one product, y v_new^T with y = T^T dv_new.
+        "inverse": Products(removes * each * C * (C - 1) * (C - 2) / 3, removes * square_v),
+        # u and w share one adjoint, y; their gradients follow from it without a product with T.
+        "operands": Products(operands, removes * square_v, operands),
+        "states": Products(states, 2 * states, states + zeros),
+        "output": Products(read * out, 2 * read * out, 3 * (1 - read) * out),
+    }
