@@ -28,8 +28,8 @@ from fla_cp.train.checkpoint import Progress
 from fla_cp.train.config import parse
 from fla_cp.train.distributed import Ranks, joined, local_ranks, threads_per_rank
 from fla_cp.train.model import build_sharded
+from fla_cp.train.optim import build_optimizer
 from fla_cp.train.saver import Saver
-from fla_cp.train.step import build_optimizer
 
 VOCABULARY = 32_000
 

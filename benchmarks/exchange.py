@@ -4,6 +4,7 @@
 
 One document over as many GPUs of this host, 32 heads, K = V = 128: each rank's median of 60. Every
 call is launched from Python between two events, so that launches are part of the eager figures.
+"symmetric" passes the state from rank to rank, "symmetric, reads" reads the peers' maps.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def microseconds(f: Callable[[], object], count: int = 60) -> float:
 def measure(rank: int, R: int) -> dict[str, Any]:
     import fla_cp.kernels.triton.backend  # noqa: F401, chooses ptxas
     from fla_cp.comm import SlotMaps, collectives, exchange, peer_memory
+    from fla_cp.comm.affine import Fold
     from fla_cp.comm.exchange.base import fold_wires, pack
-    from fla_cp.kernels.triton.fold import fold
+    from fla_cp.kernels.triton.exchange import fold
     from fla_cp.partition.slots import link_slots
 
     group = dist.group.WORLD
@@ -63,16 +65,18 @@ def measure(rank: int, R: int) -> dict[str, Any]:
         "fold": microseconds(lambda: fold_wires(wires, links, rank, maps.offset, fold)),
         "all_gather alone": microseconds(lambda: collectives.all_gather(wire, group)[1].wait()),
     }
-    schemes = {"all_gather": exchange.AllGather(group)}
+    schemes: dict[str, tuple[exchange.Exchange, Fold]]
+    schemes = {"all_gather": (exchange.AllGather(group), fold)}
     if reason := peer_memory.why_not(group):
         found["no symmetric"] = reason
-    else:
-        schemes["symmetric"] = exchange.Symmetric(group)
+    else:  # with the backend's fold in one kernel; with another it reads the peers' maps
+        schemes["symmetric"] = exchange.Symmetric(group), fold
+        schemes["symmetric, reads"] = exchange.Symmetric(group), fold.fold
     states = {}
-    for name, scheme in schemes.items():
+    for name, (scheme, by) in schemes.items():
 
-        def call(scheme: exchange.Exchange = scheme) -> torch.Tensor:
-            return scheme.start(maps, links, fold).wait()
+        def call(scheme: exchange.Exchange = scheme, by: Fold = by) -> torch.Tensor:
+            return scheme.start(maps, links, by).wait()
 
         found[name] = microseconds(call)
         graph = torch.cuda.CUDAGraph()

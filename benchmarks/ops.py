@@ -1,4 +1,5 @@
-"""An operator forward and forward + backward, beside a peer's in the same run.
+"""An operator forward and forward + backward, beside a peer's in the same run: time of the device
+and of the host, and what the host does (`benchmarks.host`).
 
     python -m benchmarks.ops [--op kda] [--shapes target,t8k] [--peer fla] [--stages] [--out FILE]
 
@@ -23,6 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import host
+from benchmarks.host import host_milliseconds
 from benchmarks.members import MEMBERS, Member, draws, io_bytes, options, peer, products
 from benchmarks.shapes import SHAPES, Shape
 
@@ -95,20 +98,6 @@ def milliseconds(f: Callable, device: str) -> float:
     return statistics.median(times)
 
 
-def host_milliseconds(f: Callable, device: str, calls: int = 20) -> float | None:
-    """Time until a call returns, with nothing queued before it; small calls take this long."""
-    if device != "cuda":
-        return None
-    times = []
-    for _ in range(calls):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        f()
-        times.append(1e3 * (time.perf_counter() - started))
-    torch.cuda.synchronize()
-    return round(statistics.median(times), 3)
-
-
 def peak_gib(f: Callable, device: str) -> float | None:
     """Largest memory allocated while f runs, including its inputs."""
     if device != "cuda":
@@ -168,6 +157,10 @@ def measure(
     del result
     peak = peak_gib(whole, device)
     row["peak_gib"] = None if peak is None else round(peak - before, 2)
+    for what in directions if who == "fla_cp" else ():  # after the peak, since it keeps tensors
+        row[what] |= host.facts(run[what], device)
+        mine, bare = row[what]["host_ms"], row[what].get("bare_ms")
+        row[what]["host_over_bare"] = round(mine / bare, 2) if mine and bare else None
     print(f"{who} {shape.name}: {row}", flush=True)
     return row, whole()
 
@@ -195,7 +188,8 @@ def environment() -> dict[str, object]:
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "commit": commit or None,
-        "unit": "ms of the device, medians; host_ms: until the call returns; peak_gib: with inputs",
+        "unit": "ms of the device, medians; host_ms: until the call returns; bare_ms: the host's "
+        "for the same launches alone; peak_gib: with inputs",
     }
     if torch.cuda.is_available():
         import triton
@@ -212,23 +206,25 @@ def environment() -> dict[str, object]:
 
 
 def table(rows: list[dict]) -> str:
-    lines = [
-        "| shape | op | forward ms | forward + backward ms | host ms | peak GiB | first call s "
-        "| vs peer |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    counts = [name.replace("_", " ") for name in host.COUNTS]
+    head = ["shape", "op", "forward ms", "forward + backward ms", "host ms", "bare ms"]
+    head += ["host / bare", *counts, "peak GiB", "first call s", "vs peer"]
+    lines = [head, ["---"] * len(head)]
     for r in rows:
-        peak = "" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}"
         found = [r[what] for what in ("forward", "both") if what in r]
-        host = [x.get("host_ms") for x in found]
-        host_ms = "" if None in host else " / ".join(f"{x:.2f}" for x in host)
-        ratio = " / ".join(f"{x:.2f}x" for x in r.get("ratio", []))
-        lines.append(
-            f"| {r['shape']} | {r['op']} | {found[0]['ms']:.3f} "
-            f"| {'' if len(found) == 1 else format(found[1]['ms'], '.3f')} "
-            f"| {host_ms} | {peak} | {r['first_call_s']} | {ratio} |"
-        )
-    return "\n".join(lines)
+
+        def pair(name: str, form: str = "", found: list[dict] = found) -> str:
+            values = [x.get(name) for x in found]
+            return "" if None in values else " / ".join(format(x, form) for x in values)
+
+        line = [r["shape"], r["op"], format(found[0]["ms"], ".3f")]
+        line += ["" if len(found) == 1 else format(found[1]["ms"], ".3f")]
+        line += [pair("host_ms", ".2f"), pair("bare_ms", ".3f"), pair("host_over_bare", ".2f")]
+        line += [pair(name) for name in host.COUNTS]
+        line += ["" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}", str(r["first_call_s"])]
+        line += [" / ".join(f"{x:.2f}x" for x in r.get("ratio", []))]
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:

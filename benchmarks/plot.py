@@ -1,6 +1,9 @@
-"""Bars of one result of `benchmarks.ops`: each shape's time by op, and the stages if it has them.
+"""A picture of one result of `benchmarks.ops` or `benchmarks.train`.
 
-python -m benchmarks.plot RESULT.json --out PLOT.png
+    python -m benchmarks.plot RESULT.json --out PLOT.png
+
+Of an operator: bars of each shape's time by op, and of its stages if the result has them. Of
+training steps: tokens/s over GPUs, and the time of a step by kind of kernel if it was profiled.
 """
 
 from __future__ import annotations
@@ -8,9 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 
-def plot(result: dict, out: Path) -> None:
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files. Raises SystemExit without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -18,6 +23,12 @@ def plot(result: dict, out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def plot(result: dict, out: Path) -> None:
+    """Draws a result of `benchmarks.ops`."""
+    plt = pyplot()
     rows = result["rows"]
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
     ops = list(dict.fromkeys(r["op"] for r in rows))
@@ -55,12 +66,58 @@ def plot(result: dict, out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
+def plot_steps(result: dict, out: Path) -> None:
+    """Draws a result of `benchmarks.train`. Dotted lines are the ideal from one GPU on."""
+    plt = pyplot()
+    rows = [r for r in result["rows"] if "tokens_per_second" in r]
+    profiled = [r for r in rows if "profile" in r]
+    panels = 1 + bool(profiled)
+    figure, ((*axes,),) = plt.subplots(1, panels, figsize=(6.5 * panels, 4.5), squeeze=False)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for r in rows:
+        lines.setdefault(step_name(r), []).append((r["gpus"], r["tokens_per_second"]))
+    for n, (name, points) in enumerate(lines.items()):
+        gpus, speeds = zip(*sorted(points), strict=True)
+        axes[0].plot(gpus, speeds, "o-", color=f"C{n}", label=name)
+        ideal = [speeds[0] * count / gpus[0] for count in gpus]
+        axes[0].plot(gpus, ideal, ":", color=f"C{n}")
+    counts = sorted({r["gpus"] for r in rows})
+    axes[0].set_xticks(counts, [str(count) for count in counts])
+    axes[0].set(xlabel="GPUs", ylabel="tokens/s (dotted: ideal)", ylim=(0, None))
+    axes[0].legend(fontsize="small")
+    kinds = list(dict.fromkeys(kind for r in profiled for kind in r["profile"]["kinds"]))
+    at = [0.0] * len(profiled)
+    for n, kind in enumerate(kinds):
+        ms = [r["profile"]["kinds"].get(kind, 0.0) for r in profiled]
+        axes[1].barh(range(len(profiled)), ms, left=at, color=f"C{n}", label=kind)
+        at = [a + b for a, b in zip(at, ms, strict=True)]
+    if profiled:
+        names = [f"{step_name(r)}, {r['gpus']} GPU{'s' * (r['gpus'] > 1)}" for r in profiled]
+        axes[1].set_yticks(range(len(profiled)), names, fontsize="small")
+        axes[1].invert_yaxis()
+        axes[1].set_xlabel("ms a step, by kind of kernel")
+        axes[1].legend(fontsize="small")
+    figure.suptitle(f"training steps, {result.get('gpu', 'CPU')}, {result['date']}")
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def step_name(row: dict) -> str:
+    """Whose model, which one, and on what, in a few words."""
+    who = {"fla_cp": "", "fla": "FLA "}[row["who"]]
+    packed = ", packed" if row["data"] == "packed" else ""
+    flags = f" {row['flags']}" if row["flags"] else ""
+    return f"{who}{row['model']}, {row['tokens']} tokens{packed}{flags}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("result", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    plot(json.loads(args.result.read_text()), args.out)
+    result = json.loads(args.result.read_text())
+    draw = plot_steps if result.get("benchmark") == "train" else plot
+    draw(result, args.out)
 
 
 if __name__ == "__main__":

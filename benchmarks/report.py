@@ -16,18 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import cp_scaling
+from benchmarks import cp_scaling, report_steps
 from benchmarks import report_tables as tables
 from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Sides, number
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "current"
 
-README_PERFORMANCE, README_SCALING = "kda-shapes-fla", "cp"
-"""The results whose tables README shows, by name."""
+README_PERFORMANCE, README_SCALING, README_TRAINING = "kda-shapes-fla", "cp", "train"
+"""The results that README shows, by name. The last one may be missing."""
 
 README_SHAPES = ("target", "target-any", "t8k", "t131k", "h4", "packed16k")
 README_TOKENS, README_GPUS = (32768, 131072, 1048576), (1, 2, 4)
+README_MODELS, README_STEP_TOKENS = ("340M", "1.3B"), 65536
 
 
 def load(folder: Path = RESULTS) -> list[Result]:
@@ -92,12 +93,45 @@ SECTIONS = (
         tables.scaling_command,
     ),
     Section(
-        "Training step",
+        "Training steps",
+        "A step of the trainer on one sequence over all GPUs, batch and optimiser included, beside "
+        "FLA's own model class with the same sizes; MFU counts what the model needs "
+        "(`fla_cp/train/flops.py`) against 989 TFLOP/s a GPU, and a ratio is our tokens/s over "
+        "FLA's.",
+        lambda r: r.data.get("benchmark") == "train",
+        report_steps.training_steps,
+        report_steps.steps_command,
+        "![Tokens/s over GPUs, and the time of a step by kind of kernel](train-steps.png)",
+        missing="`python -m benchmarks.train --peer fla --profile --out "
+        "benchmarks/results/current/train.json`",
+    ),
+    Section(
+        "Runs of the trainer",
         "Each row is one run of the trainer with a model of 1.3 billion parameters in bf16; the "
         "first steps of a run compile kernels.",
         lambda r: "cp" in next(iter(r.rows), {}),
         tables.training,
         lambda r: f"`{r.data['command']}`",
+    ),
+    Section(
+        "First calls",
+        "Each operator runs forward and backward in processes of its own, for each T in turn: with "
+        "an empty Triton cache and kernels compiled one by one, with an empty cache and kernels "
+        "compiled side by side, and with the cache that the second left.",
+        has("calls"),
+        tables.first_calls,
+        tables.first_calls_command,
+        missing="`python -m benchmarks.first_call`",
+    ),
+    Section(
+        "New packings",
+        "Calls on packed documents, forward and backward, H = 32: each with a packing that was "
+        "never seen before, or all with the same one; a ratio is the time of the former over that "
+        "of the latter.",
+        lambda r: r.data.get("benchmark") == "packings",
+        tables.packings,
+        tables.packings_command,
+        missing="`python -m benchmarks.host --packings`",
     ),
     Section(
         "Exchange of states",
@@ -228,6 +262,11 @@ def readme_scaling(result: Result) -> str:
     return f"{tables.table(head, rows)}\n\n{tables.source(result)}"
 
 
+def readme_training(result: Result | None) -> str:
+    """README's line about training steps."""
+    return report_steps.in_words(result, README_MODELS, README_STEP_TOKENS)
+
+
 def between(text: str, name: str, new: str) -> str:
     """`text` with `new` between the markers <!-- name --> and <!-- /name -->."""
     first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
@@ -243,6 +282,7 @@ def pages(results: list[Result], root: Path) -> dict[Path, str]:
     readme = (root / "README.md").read_text()
     readme = between(readme, "performance", readme_performance(by_name[README_PERFORMANCE]))
     readme = between(readme, "scaling", readme_scaling(by_name[README_SCALING]))
+    readme = between(readme, "training", readme_training(by_name.get(README_TRAINING)))
     return {root / "docs" / "performance.md": performance_page(results), root / "README.md": readme}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from benchmarks.host import COUNTS
 from benchmarks.shapes import SHAPES
 
 MISSING = "not measured"
@@ -178,7 +179,7 @@ def beside_peer(result: Result) -> str:
         ("ratio", lambda s: ratio(s.ratios.get("both"))),
         ("peak GiB", lambda s: number(s.ours["peak_gib"])),
         (f"{peer}, peak GiB", lambda s: number(s.peer.get("peak_gib"))),
-    ) + stages(result)
+    ) + below(result)
 
 
 def alone(result: Result) -> str:
@@ -191,7 +192,38 @@ def alone(result: Result) -> str:
         ("share of the bound", lambda r: slashed(ms(r, d, "share_of_floor") for d in BOTH)),
         ("peak GiB", lambda r: number(r["peak_gib"])),
         ("first call, s", lambda r: number(r["first_call_s"])),
-    ) + stages(result)
+    ) + below(result)
+
+
+def below(result: Result) -> str:
+    """The tables below one of an operator: the host's, and the stages', each if it was measured."""
+    return of_host(result) + stages(result)
+
+
+def of_host(result: Result) -> str:
+    """A table of what the host does in our calls, if the run counted it."""
+    rows = [s.ours for s in sides(result) if ms(s.ours, "forward", "launches") is not None]
+    if not rows:
+        return ""
+    pairs = {"host, ms": "host_ms", "launches alone, ms": "bare_ms", "ratio": "host_over_bare"}
+    counts = {name.replace("_", " "): name for name in COUNTS}
+    found = columns(
+        rows,
+        ("shape", lambda r: shape(r["shape"], result.data["operator"])),
+        *((head, _both(name, number)) for head, name in pairs.items()),
+        *((head, _both(name, whole)) for head, name in counts.items()),
+    )
+    title = (
+        "\n\nThe host's work in a call, in the forward / in the forward and the backward: the time "
+        "until the call returns, the time for its kernel launches alone, the former over the "
+        "latter, and what is counted:\n\n"
+    )
+    return title + found
+
+
+def _both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:
+    """A cell with a fact of both directions."""
+    return lambda r: slashed((ms(r, d, name) for d in BOTH if d in r), show)
 
 
 def stages(result: Result) -> str:
@@ -326,6 +358,43 @@ def overlap(result: Result) -> str:
 
 
 # operators bound by memory, errors, and the host's work
+
+
+def first_calls_command(result: Result) -> str:
+    return module("first_call", result)
+
+
+def first_calls(result: Result) -> str:
+    return columns(
+        [(row, call) for row in result.rows for call in row["calls"]],
+        ("operator", lambda x: x[0]["operator"].upper()),
+        ("cache", lambda x: x[0]["mode"]),
+        ("imports, s", lambda x: number(x[0]["import torch"] + x[0]["import fla_cp"])),
+        ("start of torch, s", lambda x: number(x[0]["start torch"])),
+        ("T", lambda x: str(x[1]["T"])),
+        ("first call, s", lambda x: number(x[1]["first"]["s"])),
+        ("kernels compiled", lambda x: str(x[1]["first"]["compiled"])),
+        ("later calls, ms", lambda x: number(1e3 * x[1]["again"])),
+    )
+
+
+def packings_command(result: Result) -> str:
+    counts, tokens = (joined(r[name] for r in result.rows) for name in ("packings", "T"))
+    flags = [f"--packings {counts}", f"--tokens {tokens}"]
+    return module("host", result, *flags, f"--op {joined(r['op'] for r in result.rows)}")
+
+
+def packings(result: Result) -> str:
+    return columns(
+        result.rows,
+        ("calls", lambda r: f"{r['packings']} packings"),
+        ("operator", lambda r: r["op"].upper()),
+        ("T", lambda r: str(r["T"])),
+        ("one packing, ms a call", lambda r: number(r["one_ms"])),
+        ("new packings, ms a call", lambda r: number(r["new_ms"])),
+        ("ratio", lambda r: ratio(r["ratio"])),
+        ("variants compiled meanwhile", lambda r: str(r["variants"])),
+    )
 
 
 def bandwidth_command(result: Result) -> str:

@@ -15,14 +15,19 @@ EXCHANGE, OTHER = "exchange", "elementwise, norms"
 KINDS = {
     "nccl": EXCHANGE,
     "symmetric_memory": EXCHANGE,
+    "exchange": EXCHANGE,
     "scan": "scans, folds",
     "fold": "scans, folds",
     "intra": "local to a chunk",
     "scores": "local to a chunk",
     "conv": "convolution",
+    "adam": "optimiser",
     "nvjet": "projections",
     "gemm": "projections",
+    "kernel_h_": "scans, folds",  # FLA's
+    "chunk_": "local to a chunk",  # FLA's
 }
+"""Kinds of kernels by a part of their name; the first part that occurs decides."""
 
 
 def kind(name: str) -> str:

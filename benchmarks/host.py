@@ -1,0 +1,260 @@
+"""What the host does in an operator call, and what a new packing costs.
+
+    python -m benchmarks.host --packings [COUNT] [--tokens 8192,32768] [--op kda,gdn] [--out FILE]
+
+times COUNT calls, forward and backward, each with a packing that was never seen before, and as many
+calls with one packing. `benchmarks.ops` uses the other functions here: they find the programs that
+a call replays, count what these do, and time their launches alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.members import MEMBERS, draws, options
+from benchmarks.shapes import Shape
+
+COUNTS = {
+    "launches": "launches",
+    "torch_ops": "ops",
+    "allocations": "allocations",
+    "descriptors": "descriptors",
+}
+"""What is counted in a call, and the field of `fla_cp.program.Program` that has it."""
+
+LEAST_DOCUMENTS, MOST_DOCUMENTS = 8, 24
+"""How many documents a packing has at random."""
+
+WARM_PACKINGS = 100
+"""The most calls before the timed ones, each with a packing of its own. They compile kernels."""
+
+UNIT = "ms of wall clock for a forward and a backward; the device is waited for once, at the end"
+
+
+class Replay(NamedTuple):
+    """A program that ran, and what it was given: a plan, input tensors and a stream's address."""
+
+    program: Any
+    plan: Any
+    inputs: tuple[Tensor | None, ...]
+    stream: int
+
+
+class Launch(NamedTuple):
+    """A kernel's launcher and all its arguments."""
+
+    run: Callable[..., None]
+    args: tuple
+
+
+def host_milliseconds(f: Callable, device: str, calls: int = 20) -> float | None:
+    """Time until a call returns, with nothing queued before it; small calls take this long."""
+    if device != "cuda":
+        return None
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        f()
+        times.append(1e3 * (time.perf_counter() - started))
+    torch.cuda.synchronize()
+    return round(statistics.median(times), 3)
+
+
+def replays(f: Callable) -> tuple[list[Replay], str]:
+    """The programs that a call of f replays, in their order, and why there are none, or not all.
+
+    f calls operators of fla_cp. It runs three times: what was recorded before is forgotten, so that
+    the programs found are those of f and no others.
+    """
+    ours = sys.modules.get("fla_cp.ops.known")  # a peer's process may not have imported ours
+    if ours is None:
+        return [], "fla_cp is not imported"
+    ours.known_calls.clear()
+    f()
+    f()
+    known = [d.known for x in ours.known_calls.values() for d in (x.kind.forward, x.kind.backward)]
+    recorded = [(where, key, p) for where in known for key, p in where.items()]
+    why = [p for _, _, p in recorded if isinstance(p, str)]
+    programs = [entry for entry in recorded if not isinstance(entry[2], str)]
+    if not programs:
+        return [], "; ".join(why) or "no call was recorded"
+    found: list[Replay] = []
+
+    def note(program: Any, plan: Any, inputs: tuple, stream: int) -> tuple:
+        found.append(Replay(program, plan, tuple(inputs), stream))
+        return program.run(plan, inputs, stream)
+
+    for where, key, program in programs:
+        where[key] = program._replace(run=partial(note, program))
+    try:
+        f()
+    finally:
+        for where, key, program in programs:
+            where[key] = program
+    return found, "; ".join(why)
+
+
+_LAUNCH = re.compile(r"^    (c\d+)\(\d+, \d+, \d+, w\d+a, ", re.MULTILINE)
+"""A line of a program that launches a kernel: no other takes a stream's address."""
+
+
+def launches(replay: Replay) -> tuple[list[Launch], dict[str, object]]:
+    """The launches of a replay with fixed addresses, and what must be kept alive as long as they
+    are used. The program runs once, in earnest."""
+    program, found = replay.program, []
+    names = dict(program.run.__globals__)
+
+    def noting(run: Callable[..., None]) -> Callable[..., None]:
+        def launch(*args: object) -> None:
+            found.append(Launch(run, args))
+            run(*args)
+
+        return launch
+
+    for name in set(_LAUNCH.findall(program.source)):
+        names[name] = noting(names[name])
+    head, _ = program.source.rsplit("\n    return ", 1)
+    exec(f"{head}\n    return locals()", names)
+    kept = names["run"](replay.plan, replay.inputs, replay.stream)
+    if len(found) != program.launches:
+        raise RuntimeError(f"a program of {program.launches} launches made {len(found)}")
+    return found, kept
+
+
+class Bare:
+    """A call that makes the launches of replays again, one after another, with the addresses of one
+    run. It does nothing else: no allocation, no torch op, no wait between streams, no autograd.
+    What the kernels compute is therefore meaningless."""
+
+    def __init__(self, found: list[Replay]) -> None:
+        made = [launches(replay) for replay in found]
+        self._launches = [tuple(launch) for each, _ in made for launch in each]
+        self._kept = [kept for _, kept in made]
+
+    def __call__(self) -> None:
+        for run, args in self._launches:
+            run(*args)
+
+
+def facts(f: Callable, device: str) -> dict[str, Any]:
+    """What a call of f does on the host, by `COUNTS`, and bare_ms, the host's time for its launches
+    alone; None for bare_ms without a GPU. Counted is what the replayed programs do: an operator's
+    own torch ops outside of them are not. If a direction is not replayed, there is nothing but
+    `not_replayed`, which says why."""
+    found, why = replays(f)
+    if why or not found:
+        return {"not_replayed": why}
+    counts = {n: sum(getattr(r.program, x) for r in found) for n, x in COUNTS.items()}
+    return {**counts, "bare_ms": host_milliseconds(Bare(found), device)}
+
+
+def packings(count: int, T: int, seed: int, device: str) -> list[dict[str, Tensor]]:
+    """Keywords of calls whose T tokens are cut into 8 to 24 documents at random places."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        inner = draw.sample(range(1, T), draw.randint(LEAST_DOCUMENTS, MOST_DOCUMENTS) - 1)
+        on_host = torch.tensor([0, *sorted(inner), T])
+        found.append({"cu_seqlens": on_host.to(device), "cu_seqlens_cpu": on_host})
+    return found
+
+
+def _variants() -> int:
+    """How many variants of kernels were compiled or loaded until now."""
+    module = sys.modules.get("fla_cp.kernels.triton.launch")
+    return 0 if module is None else len(module._known)
+
+
+def measure_packings(name: str, shape: Shape, count: int, device: str) -> dict[str, Any]:
+    """A row: the time of `count` calls, each with a new packing, over that with one packing.
+
+    Kernels are compiled before, by calls with other packings; `variants` says how many were
+    nevertheless compiled or loaded while the new packings were timed.
+    """
+    import fla_cp
+
+    member = MEMBERS[name]
+    x, do = draws(member, shape, device)
+    keywords, op = options(member, shape), getattr(fla_cp, member.ours)
+
+    def milliseconds(given: list[dict[str, Tensor]]) -> float:
+        started = time.perf_counter()
+        for packing in given:
+            o = op(**x, **keywords, **packing)[0]
+            torch.autograd.grad(o, list(x.values()), do)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - started)
+
+    new = packings(count, shape.T, 0, device)
+    milliseconds(packings(min(count, WARM_PACKINGS), shape.T, 1, device))
+    variants = _variants()
+    many = milliseconds(new)
+    variants = _variants() - variants
+    milliseconds(new[:1] * 3)
+    one = milliseconds(new[:1] * count)
+    return {
+        "op": name,
+        "T": shape.T,
+        "H": shape.HV,
+        "packings": count,
+        "new_ms": round(many / count, 4),
+        "one_ms": round(one / count, 4),
+        "ratio": round(many / one, 3),
+        "variants": variants,
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """The rows of `measure_packings`, in Markdown."""
+    lines = [
+        "| calls | op | T | one packing, ms a call | new packings, ms a call | ratio "
+        "| variants compiled meanwhile |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['packings']} packings | {r['op']} | {r['T']} | {r['one_ms']:.3f} "
+        f"| {r['new_ms']:.3f} | {r['ratio']:.2f}x | {r['variants']} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    from benchmarks.ops import environment
+
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser.add_argument("--packings", nargs="?", type=int, const=1000, required=True, help="1000")
+    parser.add_argument("--tokens", default="8192,32768" if cuda else "256")
+    parser.add_argument("--op", default="kda,gdn", help=f"of {', '.join(MEMBERS)}")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    device, size = ("cuda", {}) if cuda else ("cpu", {"H": 2, "HV": 2, "K": 16, "V": 16})
+    rows: list[dict] = []
+    for name in args.op.split(","):
+        for T in map(int, args.tokens.split(",")):
+            shape = Shape(f"packed {T}", T, **size)
+            rows.append(measure_packings(name, shape, args.packings, device))
+            print(rows[-1], flush=True)
+            if args.out:  # after each row, since a run may be stopped
+                found = {**environment(), "benchmark": "packings", "unit": UNIT, "rows": rows}
+                args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Tables of what `benchmarks.train` measured, in Markdown; benchmarks/report.py shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from benchmarks.report_tables import (
+    MISSING,
+    Result,
+    Row,
+    columns,
+    joined,
+    module,
+    number,
+    ratio,
+    source,
+    table,
+    whole,
+)
+
+
+class Steps(NamedTuple):
+    """One case of `benchmarks.train`: our row, the row of FLA's model for the same work, which runs
+    on one GPU, and our rows of the same work by GPUs. What was not measured is an empty row."""
+
+    ours: Row
+    peer: Row
+    by_gpus: dict[int, Row]
+
+    @property
+    def ratio(self) -> float | None:
+        """Our tokens/s over those of FLA's model, on one GPU each."""
+        return _over(self.ours, self.peer)
+
+    @property
+    def speed_up(self) -> float | None:
+        """Tokens/s over those of one GPU."""
+        return _over(self.ours, self.by_gpus.get(1, {}))
+
+
+def _over(a: Row, b: Row) -> float | None:
+    name = "tokens_per_second"
+    return a[name] / b[name] if name in a and name in b else None
+
+
+def steps(result: Result | None) -> list[Steps]:
+    """Our rows beside those of FLA's model.
+
+    FLA's row has the same flags of the trainer or, if there is none, no flags.
+    """
+    rows = [] if result is None else result.rows
+    names = ("model", "tokens", "data")
+    found = []
+    for row in (r for r in rows if r["who"] == "fla_cp"):
+        same = [r for r in rows if all(r[n] == row[n] for n in names)]
+        peers = {r["flags"]: r for r in same if r["who"] != "fla_cp" and r["gpus"] == row["gpus"]}
+        alike = {r["gpus"]: r for r in same if r["who"] == "fla_cp" and r["flags"] == row["flags"]}
+        found.append(Steps(row, peers.get(row["flags"], peers.get("", {})), alike))
+    return found
+
+
+def steps_command(result: Result) -> str:
+    ours = [r for r in result.rows if r["who"] == "fla_cp"]
+    names = {"models": "model", "seq-len": "tokens", "data": "data", "gpus": "gpus"}
+    flags = [f"--{flag} {joined(r[name] for r in ours)}" for flag, name in names.items()]
+    given = dict.fromkeys(r["flags"] for r in ours)
+    flags += [f'--flags "{text}"' for text in given] if set(given) != {""} else []
+    flags += ["--peer fla"] if any(r["who"] == "fla" for r in result.rows) else []
+    flags += ["--profile"] if any("profile" in r for r in ours) else []
+    return module("train", result, *flags)
+
+
+def speed(row: Row) -> str:
+    """Tokens/s, or why there are none."""
+    return row["error"] if "error" in row else whole(row.get("tokens_per_second"))
+
+
+def percent(x: float | None) -> str:
+    return MISSING if x is None else f"{100 * x:.1f}%"
+
+
+def document(row: Row) -> str:
+    return "one document" if row["data"] == "one" else "packed documents"
+
+
+def training_steps(result: Result) -> str:
+    found = steps(result)
+    flags = any(s.ours["flags"] for s in found)
+
+    def on_one(cell: Callable[[Steps], str]) -> Callable[[Steps], str]:
+        return lambda s: "-" if s.ours["gpus"] > 1 else cell(s)  # FLA's model runs on one GPU
+
+    text = columns(
+        found,
+        ("model", lambda s: s.ours["model"]),
+        ("tokens", lambda s: f"{s.ours['tokens']}, {document(s.ours)}"),
+        *([("flags", lambda s: f"`{s.ours['flags']}`" if s.ours["flags"] else "-")] * flags),
+        ("GPUs", lambda s: str(s.ours["gpus"])),
+        ("tokens/s", lambda s: speed(s.ours)),
+        ("over one GPU", lambda s: ratio(s.speed_up) if s.ours["gpus"] > 1 else "-"),
+        ("MFU", lambda s: percent(s.ours.get("mfu"))),
+        ("step, ms", lambda s: number(s.ours.get("step_ms"))),
+        ("host, ms", lambda s: number(s.ours.get("host_ms"))),
+        ("peak GiB", lambda s: number(s.ours.get("peak_gib"))),
+        ("FLA, tokens/s", on_one(lambda s: speed(s.peer))),
+        ("FLA, peak GiB", on_one(lambda s: number(s.peer.get("peak_gib")))),
+        ("ratio", on_one(lambda s: ratio(s.ratio))),
+    )
+    return text + profiles(result)
+
+
+def profiles(result: Result, kernels: int = 5) -> str:
+    """A table of what the profiled steps spend their time on, if there are any."""
+    rows = [r for r in result.rows if "profile" in r]
+    if not rows:
+        return ""
+    kinds = list(dict.fromkeys(name for r in rows for name in r["profile"]["kinds"]))
+    side = {"fla_cp": "", "fla": "FLA, "}
+
+    def name(r: Row) -> str:
+        gpus = f"{r['gpus']} GPU{'s' * (r['gpus'] > 1)}"
+        flags = f", `{r['flags']}`" if r["flags"] else ""
+        return f"{side[r['who']]}{r['model']}, {r['tokens']}, {document(r)}, {gpus}{flags}"
+
+    shares = columns(
+        rows,
+        ("step", name),
+        ("ms", lambda r: number(r["profile"]["wall_ms"])),
+        ("kernels run", lambda r: percent(r["profile"]["busy"])),
+        ("without exchanges", lambda r: percent(r["profile"]["computing"])),
+        *((f"{kind}, ms", _of_kind(kind)) for kind in kinds),
+    )
+    longest = [
+        [name(r), f"`{k['name'].replace('|', '/')[:60]}`", number(k["ms"]), number(k["calls"])]
+        for r in rows
+        for k in r["profile"]["kernels"][:kernels]
+    ]
+    return (
+        "\n\nShare of the profiled steps in which kernels run, and time by kind of kernel:\n\n"
+        f"{shares}\n\nLongest kernels, a step:\n\n"
+        f"{table(['step', 'kernel', 'ms', 'calls'], longest)}"
+    )
+
+
+def _of_kind(kind: str) -> Callable[[Row], str]:
+    return lambda r: number(r["profile"]["kinds"].get(kind, 0.0))
+
+
+def in_words(result: Result | None, models: tuple[str, ...], tokens: int) -> str:
+    """README's line: one document of so many tokens, with the fastest flags for each model."""
+    if result is None:
+        return f"Speed of training steps, beside FLA's own model class: {MISSING}."
+    here = [s for s in steps(result) if (s.ours["tokens"], s.ours["data"]) == (tokens, "one")]
+    one = [s for s in here if s.ours["gpus"] == 1]
+    nothing = Steps({}, {}, {})
+    texts = []
+    for model in models:
+        rows = [s for s in one if s.ours["model"] == model]
+        best = max(rows, key=lambda s: s.ours.get("tokens_per_second", 0.0), default=nothing)
+        two = Steps(best.by_gpus.get(2, {}), {}, best.by_gpus)
+        texts.append(
+            f"{model} {speed(best.ours)} on one GPU (MFU {percent(best.ours.get('mfu'))}; FLA's "
+            f"own model class {speed(best.peer)}, ratio {ratio(best.ratio)}) and {speed(two.ours)} "
+            f"on two (speed-up {ratio(two.speed_up)})"
+        )
+    first = f"Training on one document of {tokens} tokens, in tokens/s"
+    return f"{first}: {'; '.join(texts)}. {source(result)}"
