@@ -145,6 +145,20 @@ def compile_fold(K: int, V: int) -> list[Launch]:
     return list(dict.fromkeys(kernels))
 
 
+def compile_exchange(K: int, V: int) -> list[Launch]:
+    """An exchange of the first, a middle and the last rank, of transitions and their transposes."""
+    from fla_cp.comm import SlotMaps
+    from tests.support.one_memory import Neighbours, in_line
+
+    links, ranks, out = in_line(3), Neighbours(3, 2, K, V, "cpu"), torch.zeros(1, 2, K, V)
+    M = torch.zeros(1, 2, K, K)
+    with launched() as kernels:
+        for transition in (M, M.mT, None):
+            for rank in range(3):
+                ranks.run(rank, links, SlotMaps(transition, out), out)
+    return list(dict.fromkeys(kernels))
+
+
 def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     """The calls that are compiled, by name.
 
@@ -189,6 +203,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     yield "gla bf16 safe", call
     for K, V in SIZES:
         yield f"fold {K}x{V}", functools.partial(compile_fold, K, V)
+        yield f"exchange {K}x{V}", functools.partial(compile_exchange, K, V)
     for name, dtype in DTYPES.items():
         for halo in (False, True):
             call = functools.partial(compile_conv, dtype, halo)

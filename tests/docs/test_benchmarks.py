@@ -2,12 +2,28 @@
 
 import json
 import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
 import fla_cp
-from benchmarks import bandwidth, compare, cp_scaling, members, ops, plot, shapes, timeline
+from benchmarks import (
+    bandwidth,
+    compare,
+    cp_scaling,
+    first_call,
+    host,
+    loss,
+    members,
+    ops,
+    plot,
+    remat,
+    report,
+    report_tables,
+    shapes,
+    timeline,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +58,17 @@ def test_counts_by_hand():
     assert members.products(members.MEMBERS["gla"], s)[0] == without
 
 
+def test_first_calls(monkeypatch):
+    monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: False)
+    row = first_call.measure("kda", [40, 41], 2)
+    assert [call["T"] for call in row["calls"]] == [40, 41]
+    assert all(call["first"]["s"] > 0 and call["again"] > 0 for call in row["calls"])
+    rows = [{"operator": "kda", "mode": mode, **row} for mode in first_call.MODES]
+    table = report_tables.first_calls(report_tables.Result("first-call", {"rows": rows}))
+    lines = table.splitlines()
+    assert len(lines) == 2 + 2 * len(rows) and {line.count("|") for line in lines} == {9}
+
+
 @pytest.mark.parametrize("name", members.MEMBERS)
 def test_every_member_runs(name):
     member, shape = members.MEMBERS[name], shapes.Shape("s", T=40, H=2, HV=2, K=16, V=16)
@@ -64,13 +91,76 @@ def test_forward_alone(tmp_path):
     assert len(result) == 1
     other = row | {"op": "fla_cp", "ratio": [1.25]}
     cells = [line.split("|") for line in ops.table([row, other]).splitlines()[2:]]
-    assert [len(line) for line in cells] == [10, 10]
+    assert [len(line) for line in cells] == [16, 16]
     assert [line[4].strip() for line in cells] == ["", ""]
-    assert [line[8].strip() for line in cells] == ["", "1.25x"]
+    assert [line[14].strip() for line in cells] == ["", "1.25x"]
     path = tmp_path / "alone.json"
     path.write_text(json.dumps({"date": "today", "rows": [row, other]}))
     assert set(compare.times(path)) == {(r["op"], "s", "forward") for r in (row, other)}
     plot.plot(json.loads(path.read_text()), tmp_path / "alone.png")
+
+
+def test_table_has_the_work_of_the_host(result):
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["both"]["not_replayed"] == "no call was recorded"  # the torch stages are not
+    for n, what in enumerate(("forward", "both"), 1):
+        row[what] |= {"host_ms": 0.06 * n, "bare_ms": 0.02 * n, "host_over_bare": 3.0}
+        row[what] |= dict(zip(host.COUNTS, (2 * n, 0, 7 * n, 1), strict=True))
+    head, _, line = ([c.strip() for c in line.split("|")] for line in ops.table([row]).split("\n"))
+    cells = dict(zip(head, line, strict=True))
+    assert (cells["host ms"], cells["bare ms"]) == ("0.06 / 0.12", "0.020 / 0.040")
+    assert cells["host / bare"] == "3.00 / 3.00"
+    assert (cells["launches"], cells["torch ops"]) == ("2 / 4", "0 / 0")
+    assert (cells["allocations"], cells["descriptors"]) == ("7 / 14", "1 / 1")
+    found = report_tables.Result("kda", {"operator": "kda", "rows": [row]})
+    *_, line = report_tables.of_host(found).splitlines()
+    cells = [c.strip() for c in line.strip("|").split("|")][1:]
+    assert cells[:3] == ["0.0600 / 0.120", "0.0200 / 0.0400", "3.00 / 3.00"]
+    assert cells[3:] == ["2 / 4", "0 / 0", "7 / 14", "1 / 1"]
+    del row["forward"]["launches"]
+    assert report_tables.of_host(found) == ""
+
+
+def test_packings_are_different_and_whole():
+    found = host.packings(200, 4096, 0, "cpu")
+    offsets = [tuple(p["cu_seqlens_cpu"].tolist()) for p in found]
+    assert len(set(offsets)) == 200
+    for given, row in zip(found, offsets, strict=True):
+        assert given["cu_seqlens"].tolist() == list(row)
+        assert row[0] == 0 and row[-1] == 4096 and all(a < b for a, b in pairwise(row))
+    documents = {len(row) - 1 for row in offsets}
+    assert min(documents) == host.LEAST_DOCUMENTS and max(documents) == host.MOST_DOCUMENTS
+
+
+def test_new_packings_are_timed(tmp_path, monkeypatch, capsys):
+    """Each call has a packing of its own, none is used before it is timed, and the calls after
+    these have one."""
+    used = []
+
+    def noted(run, *args, **named):
+        used.append(tuple(named["cu_seqlens_cpu"].tolist()))
+        return run(*args, **named)
+
+    for name in ("chunk_kda", "chunk_gated_delta_rule"):
+        monkeypatch.setattr(fla_cp, name, partial(noted, getattr(fla_cp, name)))
+    monkeypatch.setattr(host.torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "packings.json"
+    host.main(["--packings", "4", "--tokens", "130", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["op"], r["T"], r["packings"]) for r in rows] == [("kda", 130, 4), ("gdn", 130, 4)]
+    for r in rows:
+        assert r["ratio"] == pytest.approx(r["new_ms"] / r["one_ms"], rel=1e-2)
+    warm, new, same = used[:4], used[4:8], used[8:15]
+    assert len({*warm, *new}) == 8 and set(same) == {new[0]}
+    assert used[15:] == used[:15]
+    assert capsys.readouterr().out.count("| 4 packings |") == 2
+    result = report_tables.Result("packings", json.loads(out.read_text()))
+    table = report_tables.packings(result).splitlines()[2:]
+    assert [line.split(" | ")[:3] for line in table] == [
+        ["| 4 packings", op, "130"] for op in ("KDA", "GDN")
+    ]
+    assert "--packings 4 --tokens 130 --op kda,gdn" in report_tables.packings_command(result)
+    assert [s.title for s in report.SECTIONS if s.has(result)] == ["New packings"]
 
 
 def test_documents_tile_the_row():
@@ -209,3 +299,29 @@ def test_timeline(tmp_path):
     assert (tmp_path / "t.png").stat().st_size > 1000
     with pytest.raises(SystemExit, match="not those of 3 equal steps"):
         timeline.kernels({"traceEvents": events[1:], "steps": 3})
+
+
+@pytest.mark.wide
+def test_modes_of_remat(tmp_path, monkeypatch):
+    monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: False)
+    remat.main(["--layers", "1", "--tokens", "65", "--out", str(tmp_path / "remat.json")])
+    rows = json.loads((tmp_path / "remat.json").read_text())["rows"]
+    assert [row["mode"] for row in rows] == list(remat.MODES)
+    assert all(row["ms"] > 0 and row["max_difference"] < 1e-4 for row in rows)
+
+
+def test_ways_to_a_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: False)
+    loss.main(["--tokens", "300", "--out", str(tmp_path / "loss.json")])
+    report = json.loads((tmp_path / "loss.json").read_text())
+    rows = {row["way"]: row for row in report["rows"]}
+    assert {"whole", "checkpointed", "chunked"} <= set(rows)
+    assert all(row["ms"] > 0 and row["errors"]["dx"] < 1e-5 for row in rows.values())
+    assert report["tokens"] == 300
+
+    def wrong(x, weight, labels):
+        return 1.001 * loss.whole(x, weight, labels)
+
+    monkeypatch.setattr(loss, "ways", lambda: {"whole": loss.whole, "wrong": wrong})
+    with pytest.raises(SystemExit, match=r"wrong: errors .* in \['loss', 'dx', 'dweight'\]"):
+        loss.main(["--tokens", "300"])

@@ -449,10 +449,12 @@ def summed_errors(case: Case, x: Named, error: Tensor) -> Named:
 
 def parts() -> dict[str, Callable[[], Rows]]:
     """The checks that run in a process of their own, by name."""
+    from tests.gpu.exchange import check_exchange
     from tests.support.members import BY_NAME
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling
+    found["exchange"] = check_exchange
     for K, V in SIZES:
         for n in range(3):
             found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))

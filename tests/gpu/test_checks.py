@@ -8,7 +8,7 @@ from tests.gpu import said
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from tests.gpu import checks
+from tests.gpu import checks, exchange
 from tests.gpu.__main__ import SMALL_CALL
 from tests.support.closeness import share_of_budget
 
@@ -62,6 +62,22 @@ def test_the_gpu_checks_of_the_family(name, small):
     rows = checks.check_family(name)
     assert len(rows) == 7
     assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
+
+
+@pytest.mark.bits
+@pytest.mark.wide
+def test_the_gpu_check_of_the_exchange(small, monkeypatch):
+    """It passes, and it fails if a rank applies another rank's map."""
+    monkeypatch.setattr(exchange, "EXCHANGES", ((2, 24, 16),))
+    rows = exchange.check_exchange()
+    assert len(rows) == 2 and all(row["ok"] for row in rows), rows
+    fine = exchange.exchanged
+
+    def wrong(x, impl, **how):
+        return fine({n: t.roll(1, 0) if impl == "triton" else t for n, t in x.items()}, impl, **how)
+
+    monkeypatch.setattr(exchange, "exchanged", wrong)
+    assert not any(row["ok"] for row in exchange.check_exchange())
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])

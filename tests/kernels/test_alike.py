@@ -29,7 +29,8 @@ from fla_cp.rule import DeltaRule
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 BACKEND = TritonBackend(tuning=Tuning(sms=132))
-STREAM = SimpleNamespace(stream_id=0, wait_stream=lambda other: None)
+STREAM = SimpleNamespace(cuda_stream=0)
+FORK = SimpleNamespace(side=STREAM, side_waits=lambda: None, main_waits=lambda: None)
 
 
 class Zeros:
@@ -67,7 +68,7 @@ def chosen(monkeypatch):
     monkeypatch.setattr(Tuning, "tile", noting_tile)
     for module in (scan, scan_bwd):
         monkeypatch.setattr(module, "scan_tile", noting_scan)
-    monkeypatch.setattr(streams, "side_stream", lambda *args: STREAM)
+    monkeypatch.setattr(streams, "fork_of", lambda *args: FORK)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(launch, "runner", lambda *args, **options: None)
@@ -230,9 +231,12 @@ def test_one_gpu_chooses_as_before(cu, HV, per_head, segments, scans, chosen):
 def test_a_rank_without_tokens_waits_for_no_stream(chosen, monkeypatch):
     """It starts no side stream, so it must not wait for one: a CUDA graph could not be captured."""
     waits = []
-    stream = SimpleNamespace(stream_id=0, wait_stream=waits.append)
-    monkeypatch.setattr(streams, "side_stream", lambda *args: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+
+    def wait():
+        waits.append(1)
+
+    fork = SimpleNamespace(side=STREAM, side_waits=wait, main_waits=wait)
+    monkeypatch.setattr(streams, "fork_of", lambda *args: fork)
     for _ in ranks(chosen, (0, 4096), [[(0, 4096)], []], 4, False):
         pass
     assert len(waits) == 2  # on the first rank: before the side stream starts, and for its results

@@ -262,6 +262,7 @@ def test_prefetched_lines_change_no_bit(member):
 def test_order_of_concurrent_scans(chunks, monkeypatch):
     """The inputs of the side stream exist before it starts, and its results are waited for."""
     from contextlib import contextmanager
+    from types import SimpleNamespace
 
     from benchmarks.tune import cut_into, forced, now
     from fla_cp import chunk_gated_delta_rule
@@ -274,14 +275,11 @@ def test_order_of_concurrent_scans(chunks, monkeypatch):
     }
     events, streams = [], ["main"]
 
-    class Stream:
-        stream_id = 0
-
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            events.append(f"{self.name} waits for {other.name}")
+    side = SimpleNamespace(
+        side="side",
+        side_waits=lambda: events.append("side waits for main"),
+        main_waits=lambda: events.append("main waits for side"),
+    )
 
     def logged(kernel, grid, *args, **kwargs):
         if (name := kernel.fn.__name__) in ("scan_kernel", "scan_bwd_kernel", "dqk_head_kernel"):
@@ -291,7 +289,7 @@ def test_order_of_concurrent_scans(chunks, monkeypatch):
 
     @contextmanager
     def on(stream):
-        streams.append(stream.name)
+        streams.append(stream)
         yield
         streams.pop()
 
@@ -304,9 +302,9 @@ def test_order_of_concurrent_scans(chunks, monkeypatch):
             return torch.autograd.grad(o.sum(), q)[0]
 
     plain = gradient()
-    main, side = Stream("main"), Stream("side")
     monkeypatch.setattr(type(now()), "runs_concurrently", lambda self, packing, c: True)
-    monkeypatch.setattr(of_streams, "side_stream", lambda device, concurrent: side)
+    main = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(of_streams, "fork_of", lambda device, priority, stream: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(launches, "runner", logged)
@@ -430,25 +428,15 @@ def test_two_streams_wait_for_each_other(monkeypatch):
 
     said, current = [], ["main"]
 
-    class Stream:
-        stream_id = 0
-
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            said.append(f"{self.name} waits for {other.name}")
-
-        def record_event(self):
-            said.append(f"{self.name} is marked")
-            return f"the mark of {self.name}"
-
-        def wait_event(self, event):
-            said.append(f"{self.name} waits for {event}")
+    fork = SimpleNamespace(
+        side="urgent",
+        side_waits=lambda: said.append("urgent waits for main"),
+        main_waits=lambda: said.append("main waits for urgent"),
+    )
 
     @contextmanager
     def on(stream):
-        current.append(stream.name)
+        current.append(stream)
         yield
         current.pop()
 
@@ -464,9 +452,9 @@ def test_two_streams_wait_for_each_other(monkeypatch):
 
     monkeypatch.setattr(backend.intra, "intra_in_two", in_two)
     monkeypatch.setattr(backend, "summarize", summary)
-    urgent = {-1: Stream("urgent")}
-    monkeypatch.setattr(streams, "side_stream", lambda *args: urgent[args[2]])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    forks = {streams.URGENT: fork}
+    monkeypatch.setattr(streams, "fork_of", lambda device, priority, stream: forks[priority])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "stream", on)
     tensor = SimpleNamespace(device=torch.device("cuda"), shape=(32768, 32, 128))
     x, packing = SimpleNamespace(q=tensor, v=tensor), Packing.build((0, 32768)).cut(256)
@@ -476,9 +464,8 @@ def test_two_streams_wait_for_each_other(monkeypatch):
     assert said == [
         "first chunks on main",
         "urgent waits for main",
-        "urgent is marked",
+        "main waits for urgent",
         "summary on urgent",
-        "main waits for the mark of urgent",
         "rest on main",
         "main waits for urgent",
     ]

@@ -1,4 +1,4 @@
-"""Remembered launches. The tests are in remembered_launches.py."""
+"""Launches whose kernels are not interpreted. The tests are in the files that this one runs."""
 
 import os
 import subprocess
@@ -11,19 +11,16 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.wide
-def test_remembered_launches_run_what_triton_runs():
-    """In a process of its own: after tests that interpret kernels, Triton may not compile."""
+@pytest.mark.parametrize(
+    "name", ["remembered_launches", "replayed_counts", "compiled_variants", "compiled_together"]
+)
+def test_launches_that_are_compiled(name):
+    """In a process of its own, without conftest.py: after tests that interpret kernels, Triton may
+    not compile."""
     clean = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST_", "TRITON_INTERP"))}
+    options = ["-q", "-p", "no:cacheprovider", "--noconftest"]
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/kernels/remembered_launches.py",
-        ],
+        [sys.executable, "-m", "pytest", *options, f"tests/kernels/{name}.py"],
         cwd=Path(__file__).parents[2],
         env=clean,
         capture_output=True,

@@ -1,6 +1,8 @@
 """Symmetric memory: many exchanges in a row, late readers, CUDA graphs between them, all exact.
 
-Offsets are scaled by powers of two, so that one all-gather gives the expected result exactly.
+Offsets are scaled by powers of two, so that one all-gather gives the expected result exactly. With
+contiguous ranges a state passes from rank to rank (`Mailboxes`), otherwise ranks read their peers'
+maps (`PeerMemory`).
 """
 
 import gc
@@ -33,7 +35,7 @@ def drawn(group, rank, ranges):
     """Links of one document in both directions, this rank's maps, and the states that enter its
     slots.
     """
-    from fla_cp.kernels.triton.fold import fold
+    from fla_cp.kernels.triton.exchange import fold
 
     T, R, device = 40 * group.size(), group.size(), device_of(group)
     links = link_slots((0, T), tuple(map(tuple, RANGES[ranges](T, R))))
@@ -60,21 +62,52 @@ def sleep(rng):
 
 @contextmanager
 def late_readers(rng):
-    """Makes ranks read their peers' parts some time after the barrier."""
-    original = peer_memory.PeerMemory.exchange
+    """Makes ranks late: to read their peers' parts after the barrier, or to start their kernel."""
+    read, pass_on = peer_memory.PeerMemory.exchange, peer_memory.Mailboxes.exchange
 
-    def exchange(self, put, take):
+    def late_read(self, put, take):
         def late(parts):
             sleep(rng)
             take(parts)
 
-        return original(self, put, late)
+        return read(self, put, late)
 
-    peer_memory.PeerMemory.exchange = exchange
+    def late_pass_on(self, run, *, reverse):
+        def late(mail):
+            sleep(rng)
+            run(mail)
+
+        return pass_on(self, late, reverse=reverse)
+
+    peer_memory.PeerMemory.exchange = late_read
+    peer_memory.Mailboxes.exchange = late_pass_on
     try:
         yield
     finally:
-        peer_memory.PeerMemory.exchange = original
+        peer_memory.PeerMemory.exchange = read
+        peer_memory.Mailboxes.exchange = pass_on
+
+
+@contextmanager
+def counted():
+    """Collects the names of the classes that run exchanges."""
+    kinds, ran = (peer_memory.PeerMemory, peer_memory.Mailboxes), []
+    originals = [kind.exchange for kind in kinds]
+
+    def count(kind, original):
+        def exchange(self, *args, **named):
+            ran.append(kind.__name__)
+            return original(self, *args, **named)
+
+        return exchange
+
+    for kind, original in zip(kinds, originals, strict=True):
+        kind.exchange = count(kind, original)
+    try:
+        yield ran
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.exchange = original
 
 
 @contextmanager
@@ -99,17 +132,21 @@ def many_in_a_row(group, rank, ranges):
     rng, found, pending = random.Random(rank), [], deque()
 
     def collect():
-        n, started = pending.popleft()
-        found.append((n, n % 2, started.wait()))
+        n, way, started = pending.popleft()
+        found.append((n, way, started.wait()))
 
-    with late_readers(rng), no_waiting():
+    with late_readers(rng), counted() as ran, no_waiting():
         for n in range(300):
             sleep(rng)
-            pending.append((n, Symmetric(group).start(scaled(maps, n), both[n % 2], fold)))
+            # also several in one direction: a rank may then run ahead of those after it
+            way = n // 7 % 2 if n % 3 else n % 2
+            started = Symmetric(group).start(scaled(maps, n), both[way], fold)
+            pending.append((n, way, started))
             while len(pending) > rng.randrange(4):
                 collect()
         while pending:
             collect()
+    assert set(ran) == {"Mailboxes" if ranges == "contiguous" else "PeerMemory"}
     check(rank, found, exact)
 
 
@@ -148,13 +185,17 @@ def test_replays_between_others(run, ranges):
 
 
 def not_made_while_captured(group, rank):
-    def capture():
+    def capture(make):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=device_of(group))  # torch warns of an empty graph
-            peer_memory.peer_memory(group, 12345, torch.float32)
+            make()
 
-    with pytest.raises(RuntimeError, match="run the same call once before it is captured"):
-        capture()
+    for make in (
+        lambda: peer_memory.peer_memory(group, 12345, torch.float32),
+        lambda: peer_memory.mailboxes(group, peer_memory.Room(12345, 7)),
+    ):
+        with pytest.raises(RuntimeError, match="run the same call once before it is captured"):
+            capture(make)
 
 
 def test_peer_memory_is_not_made_while_a_graph_is_captured(run):
@@ -165,13 +206,16 @@ def test_peer_memory_is_not_made_while_a_graph_is_captured(run):
 def freed(group, rank):
     other = dist.new_group(list(range(group.size())))
     assert not peer_memory.why_not(other)
-    made = weakref.ref(peer_memory.peer_memory(other, 1 << 20, torch.float32))
-    assert made() is not None
+    made = [
+        weakref.ref(peer_memory.peer_memory(other, 1 << 20, torch.float32)),
+        weakref.ref(peer_memory.mailboxes(other, peer_memory.Room(1 << 20, 128))),
+    ]
+    assert all(memory() is not None for memory in made)
     dist.barrier(group=group)
     dist.destroy_process_group(other)
     del other
     gc.collect()
-    assert made() is None
+    assert all(memory() is None for memory in made)
 
 
 def test_peer_memory_is_freed_with_its_group(run):
@@ -191,22 +235,13 @@ def compiled(group, rank):
     # Dynamo of torch 2.11 instantiates autograd.Function, and torch warns about that
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
     graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    results, exchanges = [], []
-    exchange = peer_memory.PeerMemory.exchange
-
-    def counted(*args):
-        exchanges.append(args)
-        return exchange(*args)
-
-    peer_memory.PeerMemory.exchange = counted
-    try:
-        for f, expected in ((layer, 2), (graph, 0)):
-            exchanges.clear()
+    results = []
+    with counted() as ran:
+        for f, expected in ((layer, ["Mailboxes"] * 2), (graph, [])):
+            ran.clear()
             y = f(x, cp_context=context)
             results.append((y.detach(), *torch.autograd.grad(y.sum(), [x, *layer.parameters()])))
-            assert len(exchanges) == expected
-    finally:
-        peer_memory.PeerMemory.exchange = exchange
+            assert ran == expected
     for a, b in zip(*results, strict=True):
         a, b = a.float(), b.float()
         assert (a - b).abs().max() <= 2**-6 * a.abs().max()
@@ -221,34 +256,25 @@ def chosen_by_itself(group, rank):
     """ "auto" takes it from 8192 tokens a rank on, at the first exchange, with the all-gather's
     results.
     """
-    device, made = device_of(group), []
+    device = device_of(group)
     torch.manual_seed(0)
     layer = KimiDeltaAttention(64, 2, 32).to(device, torch.bfloat16)
-    exchange = peer_memory.PeerMemory.exchange
-
-    def counted(*args):
-        made.append(args)
-        return exchange(*args)
-
-    peer_memory.PeerMemory.exchange = counted
     results = []
-    try:
+    with counted() as ran:
         for tokens, scheme, expected in (
-            (8191, "auto", 0),
-            (8192, "all_gather", 0),
-            (8192, "auto", 2),
+            (8191, "auto", []),
+            (8192, "all_gather", []),
+            (8192, "auto", ["Mailboxes"] * 2),
         ):
             cu = torch.tensor((0, tokens * group.size()), device=device)
             context = build_cp_context(cu, group, conv1d_kernel_size=4, exchange=scheme)
-            made.clear()
             gen = torch.Generator(device).manual_seed(rank)
             x = torch.randn(1, tokens, 64, device=device, generator=gen).to(torch.bfloat16)
             x.requires_grad_()
+            ran.clear()
             y = layer(x, cp_context=context)
             results.append((y.detach(), *torch.autograd.grad(y.sum(), x)))
-            assert len(made) == expected, (tokens, scheme)
-    finally:
-        peer_memory.PeerMemory.exchange = exchange
+            assert ran == expected, (tokens, scheme)
     for a, b in zip(*results[1:], strict=True):
         assert torch.equal(a, b)
 

@@ -16,7 +16,8 @@ from fla_cp import (
     custom_op_cp,
     zigzag_token_ranges,
 )
-from fla_cp.kernels import TORCH
+from fla_cp.kernels import TORCH, using
+from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.nn import KimiDeltaAttention
 from fla_cp.ops import short_conv
 from fla_cp.rule import DeltaRule
@@ -74,6 +75,34 @@ def test_compiled_operator_equals_eager(case, v_first):
         both.append((o, final, h, *grads))
     for i, (a, b) in enumerate(zip(*both, strict=True)):
         assert_exact(f"result {i}", b, a)
+
+
+class Cut(TorchBackend):
+    """A backend that cuts every two chunks, as far as a graph has memory for it."""
+
+    def segment(self, packing, HV, K, V, device, backward, extra=None):
+        cut = packing.cut(2)
+        added = len(cut.segments) - len(packing.segments)
+        assert extra is None or 0 < added <= extra
+        return cut
+
+    def extra_segments(self, HV, V, device):
+        return 5
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_compiled_calls_are_cut_into_segments(keep):
+    case = Case("cut", T=600, K=8, V=16, options=options(**INSIDE, disable_recompute=keep))
+    x = {n: t.requires_grad_() for n, t in case.inputs().items()}
+    f, both = call(case, return_intermediate_states=True), []
+    for run, backend in ((f, TORCH), (f, Cut()), (compiled(f), Cut())):
+        with using(backend):
+            o, final, h = run(x)
+            loss = o.sin().sum() + final.cos().sum()
+            both.append((o, final, h, *torch.autograd.grad(loss, list(x.values()))))
+    for i, (whole, eager, found) in enumerate(zip(*both, strict=True)):
+        assert_exact(f"result {i}", eager, whole)
+        assert_exact(f"result {i}", found, whole)
 
 
 @pytest.mark.wide
@@ -266,6 +295,15 @@ def test_ranks_exchange_in_the_graph(gloo_pool, where, keep):
         # forward: states and rows of the convolution; backward: states and gradients of the rows
         assert sum("all_gather_into_tensor" in n for n in names) == 3, names
         assert sum("reduce_scatter_tensor" in n for n in names) == 1
+
+
+def sharded_cut(group, rank):
+    with using(Cut()):
+        sharded(group, rank, [0, 1000], 1000)
+
+
+def test_ranks_cut_in_the_graph(gloo_pool):
+    gloo_pool.run(sharded_cut, world_size=2)
 
 
 @pytest.mark.wide

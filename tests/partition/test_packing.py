@@ -6,8 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from fla_cp.comm import Local
+from fla_cp.custom_op import ONE_SLOT, framed_packing_of
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.slots import link_slots
+from fla_cp.pipeline import PlanKey
 from fla_cp.rule import CHUNK
 
 
@@ -131,3 +134,22 @@ def test_tables_are_made_once_per_device():
     assert packing.steps(cpu) is packing.steps(cpu)
     assert packing.index([1, 0], cpu) is packing.index((1, 0), cpu)
     assert packing.index([1, 0], cpu).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frames_of_packings_without_a_context(seed):
+    """Packings of as many tokens share few frames, which hold all of their chunks and segments and
+    promise no chunk that one of them lacks."""
+    rng, T, frames = random.Random(seed), 32768, set()
+    for _ in range(50):
+        edges = sorted(rng.sample(range(1, T), rng.randint(7, 23)))
+        packing = framed_packing_of((0, *edges, T))
+        chunks = sum(-(-(s.stop - s.start) // 64) for s in packing.segments)
+        frame = packing.frame
+        assert frame.filled <= chunks <= frame.chunks <= chunks * 17 / 16 + 1
+        assert len(packing.segments) == frame.segments
+        assert packing.segments[-1].start == packing.segments[-1].stop  # the spare
+        frames.add(frame)
+        key = PlanKey.of(packing, ONE_SLOT, Local())
+        assert key == PlanKey.of(framed_packing_of((0, *edges, T)), ONE_SLOT, Local())
+    assert len(frames) <= 12

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fla_cp import build_cp_context, zigzag_token_ranges
 from fla_cp.comm.affine import FoldTable, fold, leave, product
 from fla_cp.comm.carry import AffineMap, SegmentMaps, carry
-from fla_cp.comm.exchange.base import pack
+from fla_cp.comm.exchange.base import Local, pack
 from fla_cp.kernels import TORCH, using
 from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.partition.packing import Packing
@@ -220,7 +220,11 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
         return stage
 
     stages = {n: noting(n) for n in ("scan_output", "scan", "scan_bwd")}
-    stages["segment"] = lambda self, packing, *shape: packing if shape[-1] else packing.cut(2)
+
+    def segment(self, packing, HV, K, V, device, backward, extra=None):
+        return packing if backward else packing.cut(2)
+
+    stages["segment"] = segment
     cutting = type("Cut", (TritonBackend,), stages)()
     monkeypatch.setitem(fla_cp.kernels._replaced, "triton", cutting)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -229,7 +233,7 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
 
     x = SimpleNamespace(q=torch.zeros(700, 1, 8), v=torch.zeros(700, 1, 8))
     for crosses, count in ((False, 6), (True, 1)):
-        context = SimpleNamespace(links=SimpleNamespace(any=crosses), exchange=None)
+        context = SimpleNamespace(links=SimpleNamespace(any=crosses), exchange=Local())
         plan = make_plan(None, Packing.build((0, 700)), context, cutting, x)
         assert (len(plan.packing.segments), len(plan.ahead.segments)) == (1, count)
 

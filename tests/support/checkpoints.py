@@ -14,14 +14,18 @@ from fla_cp.train.config import parse
 from fla_cp.train.distributed import Ranks, shard_model
 from fla_cp.train.integrity import unseal
 from fla_cp.train.model import build_model
+from fla_cp.train.optim import build_optimizer
 from fla_cp.train.saver import Saver
-from fla_cp.train.step import build_optimizer
 
 FLAGS = (
     "--device cpu --model.layers 1 --model.hidden-size 32 --model.num-heads 2 --model.head-dim 16 "
     "--run.keep-checkpoints 2"
 )
 VOCAB = 64
+
+
+def optimizers_of(optimizer):
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
 
 
 class OneRank:
@@ -57,7 +61,9 @@ class OneRank:
         found = {}
         for name, p in self.model.named_parameters():
             found[name] = p.full_tensor().clone()
-            for key, value in self.optimizer.state[p].items():
+            states = [o.state for o in optimizers_of(self.optimizer)]
+            (state,) = [state[p] for state in states if p in state]
+            for key, value in state.items():
                 found[f"{name}.{key}"] = getattr(value, "full_tensor", lambda v=value: v)().clone()
         return found
 

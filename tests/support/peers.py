@@ -28,6 +28,36 @@ class ThreadMemory:
         return lambda: None
 
 
+class ThreadMailboxes:
+    """Like `Mailboxes`, with tensors that the threads of a group share. The ranks' kernels run one
+    after the other, in the direction of the states, because an interpreted kernel cannot wait.
+
+    Elements of an inbox that no rank wrote are NaN.
+    """
+
+    def __init__(self, group, room, shared):
+        self.group, self.rank, self.memory = group, dist.get_rank(group), shared
+        self.room = room
+        mine = torch.zeros(room.elements)
+        for half in mine.chunk(2):
+            half[: 2 * room.size] = torch.nan
+        shared[self.rank] = mine
+        self.numbers = torch.zeros(2, room.tiles, dtype=torch.int32)
+
+    def exchange(self, run, *, reverse):
+        R = self.group.size()
+        dist.barrier(group=self.group)
+        every = [self.memory[r] for r in range(R)]
+        mail = peers.mailbox(
+            every, self.numbers[int(reverse)], self.rank, self.room, reverse=reverse
+        )
+        for r in reversed(range(R)) if reverse else range(R):
+            if r == self.rank:
+                run(mail)
+            dist.barrier(group=self.group)
+        return lambda: None
+
+
 class Part:
     """One rank's part, as another rank sees it."""
 
@@ -56,6 +86,14 @@ def of_threads(patch) -> dict[int, int]:
             made[mine] = ThreadMemory(group, count, dtype, tensors, read)
         return made[mine]
 
+    def mailboxes(group, room):
+        key = (group.size(), room)
+        mine = (threading.get_ident(), *key)
+        if mine not in made:
+            made[mine] = ThreadMailboxes(group, room, shared.setdefault(key, {}))
+        return made[mine]
+
     patch.setattr(peers, "peer_memory", peer_memory)
+    patch.setattr(peers, "mailboxes", mailboxes)
     patch.setattr(peers, "why_not", lambda group: "")
     return read

@@ -16,7 +16,7 @@ from fla_cp.train.config import (
     to_toml,
 )
 from fla_cp.train.model import SHAPES, shape_of
-from fla_cp.train.step import learning_rate
+from fla_cp.train.optim import learning_rate
 
 SHORT = {
     "--cp 4": "--parallel.cp 4",
@@ -35,6 +35,9 @@ SHORT = {
     "--seed 3": "--run.seed 3",
     "--check-parity": "--parity.check",
     "--remat": "--model.remat",
+    "--optimizer muon": "--optim.name muon",
+    "--schedule wsd": "--optim.schedule wsd",
+    "--workers 3": "--data.workers 3",
 }
 
 OTHER = [
@@ -105,6 +108,9 @@ def test_missing_toml():
         ("--lr 0", "--lr must be positive, got 0.0"),
         ("--lr nan", "--lr must be finite, got nan"),
         ("--optim.beta2 1", r"--optim.beta2 must be in \[0, 1\), got 1.0"),
+        ("--optim.momentum 1", r"--optim.momentum must be in \[0, 1\), got 1.0"),
+        ("--optim.decay-ratio 1.5", r"--optim.decay-ratio must be in \[0, 1\], got 1.5"),
+        ("--workers -1", "--workers must be at least 0, got -1"),
         ("--optim.min-lr-ratio 2", r"--optim.min-lr-ratio must be in \[0, 1\], got 2.0"),
         ("--model.head-dim 512", "--model.head-dim must be at most 256, got 512"),
         ("--model.gate-lower-bound -6", r"--model.gate-lower-bound must be in \[-5, 0\), got -6"),

@@ -4,25 +4,23 @@ The trainer's functions run on the ranks of the session's pool: a launcher for e
 ten times as long. tests/train/test_train.py starts one as a user does.
 """
 
-import functools
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import fla_cp.train.parity
 from fla_cp.comm.exchange.all_gather import AllGather
 from fla_cp.train.config import parse
 from fla_cp.train.data import build_dataset
-from fla_cp.train.distributed import Ranks
+from tests.support.meshes import ranks_of
 
 SPLITS = {
     "cp": "--cp 4",
+    "micro-batches and Muon": "--cp 4 --micro-batch-size 1 --optimizer muon",
     "cp and shards": "--cp 2 --dp-shard 2",
-    "zigzag and replicas": "--cp 2 --dp-replicate 2 --parallel.layout zigzag --remat",
+    "zigzag and replicas": "--cp 2 --dp-replicate 2 --parallel.layout zigzag --remat selective",
 }
 FLAGS = [
     *("--model.layers", "2", "--model.hidden-size", "32", "--device", "cpu"),
@@ -41,29 +39,6 @@ def text(tmp_path_factory):
     for i in range(240):
         (folder / f"{i}.txt").write_text("".join(rng.choices("abcdefgh ", k=rng.randint(5, 60))))
     return f"text:{folder}"
-
-
-@functools.cache
-def ranks_of(split, rank):
-    """The `Ranks` that `joined` would give, on the pool's existing process group."""
-    p = parse(split.split()).parallel
-    sizes = (p.dp_replicate, p.dp_shard, p.cp)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
-    names = ("dp_replicate", "fsdp")
-    fsdp = init_device_mesh("cpu", (p.dp_replicate, p.dp_shard * p.cp), mesh_dim_names=names)
-    return Ranks(
-        rank=rank,
-        world_size=p.world_size,
-        device=torch.device("cpu"),
-        mesh=mesh,
-        fsdp_mesh=fsdp if p.dp_replicate > 1 else fsdp["fsdp"],
-        cp_group=mesh.get_group("cp"),
-        host_group=dist.group.WORLD,
-        cp=p.cp,
-        dp_rank=rank // p.cp,
-        dp=p.dp,
-        dp_replicate=p.dp_replicate,
-    )
 
 
 def wrong_gradient(patch, rank, name):
@@ -127,6 +102,7 @@ MIXERS = ["kda", "gdn", "comba", "gdp", "gla", "simple_gla"]
 @pytest.mark.parametrize("split, mixer", [
     ("zigzag and replicas", "kda"),
     ("cp", "gdn"),
+    ("micro-batches and Muon", "kda"),
     ("cp and shards", "comba"),
     ("cp", "gdp"),
     ("zigzag and replicas", "gla"),

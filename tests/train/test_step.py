@@ -6,14 +6,15 @@ import sys
 import pytest
 import torch
 
-import fla_cp.train.model
+import fla_cp.train.loss
 from fla_cp import build_cp_context
 from fla_cp.train.config import parse
 from fla_cp.train.data import collate
 from fla_cp.train.distributed import Ranks, joined, shard_model
+from fla_cp.train.loader import Sharing
 from fla_cp.train.metrics import Metrics, plot_losses
 from fla_cp.train.model import build_model, parameter_groups
-from fla_cp.train.step import HeldOut, agree
+from fla_cp.train.step import HeldOut, MicroBatch, agree
 
 MODEL = [
     *("--model.layers", "2", "--model.hidden-size", "32"),
@@ -43,7 +44,8 @@ def test_ranks_agree_on_targets_and_stops_and_refuse_different_batches():
     def answer(rows):
         object.__setattr__(ranks, "answer", rows)
 
-    batch = [collate([pack(1)]), collate([pack(2)])]
+    sharing = Sharing(1, cp=2, cp_rank=0, layout="contiguous")
+    batch = [MicroBatch(share) for share in sharing([pack(1), pack(2)])]
     answer(lambda mine: torch.tensor([mine, mine, [5, 7, 1], [5, 7, 0]]))
     agreed = agree(batch, ranks)
     assert (agreed.targets, agreed.stop) == (207, True)
@@ -72,8 +74,8 @@ def test_held_out_loss_is_exact_for_every_split(one_rank):
         for name, value in values.items():
             object.__setattr__(ranks, name, value)
         part = HeldOut(config, packs, ranks)
-        assert sum(len(batch["tokens"][0]) for batch in part.batches) == 300
-        count = sum(int((batch["labels"] != -100).sum()) for batch in part.batches)
+        assert sum(batch.total for batch in part.batches) == 300
+        count = sum(batch.targets for batch in part.batches)
         totals += torch.tensor([part.loss(model) * count, count], dtype=torch.float64)
     assert totals[1] == 10 + 50 + 90
     assert whole == pytest.approx(float(totals[0] / totals[1]), rel=1e-6)
@@ -83,8 +85,8 @@ def test_cross_entropy_in_parts_equals_the_whole(monkeypatch):
     batch = collate([pack(0)])
     context = build_cp_context(batch["cu_seqlens"], None, conv1d_kernel_size=4)
     results = []
-    for limit in (fla_cp.train.model.MAX_LOGITS, 64 * 40):
-        monkeypatch.setattr(fla_cp.train.model, "MAX_LOGITS", limit)
+    for limit in (fla_cp.train.loss.CHUNK_BYTES, 2 * 4 * 64 * 40):
+        monkeypatch.setattr(fla_cp.train.loss, "CHUNK_BYTES", limit)
         model = build_model(parse(MODEL).model, 64, 0)
         loss = model(batch["tokens"], context, batch["labels"])
         loss.backward()

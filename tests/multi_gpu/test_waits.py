@@ -1,0 +1,36 @@
+"""The host waits for the device once in a training step, as CUDA itself reports it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = [
+    *("--device", "cuda", "--data", "synthetic", "--seq-len", "1024", "--eval-every", "0"),
+    *("--global-batch-size", "4", "--micro-batch-size", "2", "--clip-norm", "0.01"),
+    "--run.no-tensorboard",
+]
+
+
+@pytest.mark.parametrize(
+    "cp,flags", [(1, ""), (1, "--optimizer muon"), (2, ""), (2, "--optimizer muon --workers 1")]
+)
+def test_the_host_waits_once_in_a_step(tmp_path, cp, flags):
+    if torch.cuda.device_count() < cp:
+        pytest.skip(f"{cp} ranks need {cp} GPUs, this machine has {torch.cuda.device_count()}")
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(cp)] if cp > 1 else []
+    done = subprocess.run(
+        [sys.executable, *start, "-m", "tests.support.waits", *FLAGS, "--cp", str(cp)]
+        + [*flags.split(), "--out", str(tmp_path / "run")],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one wait in each of 4 steps" in done.stdout

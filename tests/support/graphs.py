@@ -1,0 +1,33 @@
+"""Steps with and without CUDA graphs on a GPU, compared: `python -m tests.support.graphs FLAGS`."""
+
+import sys
+import tempfile
+
+import torch
+
+from tests.support.loops import steps_taken
+
+MODEL = [
+    *("--model.layers", "2", "--model.hidden-size", "128", "--model.num-heads", "2"),
+    *("--seq-len", "512", "--global-batch-size", "2", "--device", "cuda", "--dtype", "float32"),
+    *("--max-steps", "10", "--eval-every", "5", "--eval-batches", "1"),
+]
+
+
+def main(flags: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rest = [flag for flag in flags if not flag.startswith("--data.max")]
+        plain, weights, _ = steps_taken(MODEL, f"{folder}/plain", *rest, steps=10)
+        rows, found, graphs = steps_taken(
+            MODEL, f"{folder}/graphs", "--cuda-graphs", *flags, steps=10
+        )
+    for mine, theirs in zip(rows, plain, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert abs(a - b) <= 1e-3 * abs(b), (rows, plain)
+    for a, b in zip(found, weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+    print(f"{len(graphs.graphs)} graphs, equal steps")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

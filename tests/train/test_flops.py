@@ -1,0 +1,108 @@
+"""The count of a step's operations, against torch's own counter and against numbers by hand."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fla_cp import build_cp_context
+from fla_cp.rule import CHUNK
+from fla_cp.train.config import parse
+from fla_cp.train.flops import needed, step_flops, utilisation
+from fla_cp.train.model import MIXERS, Decoder, build_model
+
+VOCABULARY = 96
+
+
+def model_flags(mixer, *more):
+    return [
+        *("--mixer", mixer, "--impl", "torch", "--model.layers", "2"),
+        *("--model.hidden-size", "48", "--model.num-heads", "3", "--model.head-dim", "16", *more),
+    ]
+
+
+def of_inverse(A, B, *args, out_val=None, **kwargs):
+    """Operations of inverting unit triangular matrices [.., C, C], which torch does not count."""
+    *batch, C, _ = A
+    return int(torch.Size(batch).numel()) * C * (C - 1) * (C - 2) // 3
+
+
+def counted(config, documents):
+    """Operations of a forward and backward by torch's counter."""
+    model = build_model(config.model, VOCABULARY, 0)
+    offsets = torch.tensor([0, *documents]).cumsum(0)
+    context = build_cp_context(offsets, None, conv1d_kernel_size=4)
+    tokens = torch.randint(VOCABULARY, (1, sum(documents)))
+    counter = FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.linalg_solve_triangular: of_inverse}
+    )
+    with counter:
+        model(tokens, context, tokens).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("documents", [[256], [200], [100, 1, 64, 91]], ids=str)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_formula_counts_what_the_torch_backend_runs(mixer, documents):
+    config = parse(model_flags(mixer))
+    parts = step_flops(build_model(config.model, VOCABULARY, 0), sum(documents), documents)
+    formula = sum(part.executed for part in parts.values())
+    assert formula == pytest.approx(counted(config, documents), rel=1e-6)
+    # no part is so small that the bound could not see that it is wrong
+    operator = sum(parts[n].executed for n in ("scores", "operands", "states", "output"))
+    assert operator > 0.1 * formula
+
+
+@pytest.mark.parametrize("tied", ["True", "False"])
+def test_a_tied_head_counts_like_any_other(tied):
+    config = parse(model_flags("kda", "--model.tie-embeddings", tied))
+    parts = step_flops(build_model(config.model, VOCABULARY, 0), 128, [128])
+    assert parts["head"].needed == 3 * 2 * 128 * 48 * VOCABULARY
+    formula = sum(part.executed for part in parts.values())
+    assert formula == pytest.approx(counted(config, [128]), rel=1e-6)
+
+
+def test_kda_by_hand():
+    """One layer on the meta device, of the sizes of 340M."""
+    config = parse(["--model", "340M", "--model.layers", "1"])
+    with torch.device("meta"):
+        model = Decoder(config.model, 32000)
+    T, D, H, K = 4096, 1024, 8, 128
+    parts = step_flops(model, T)
+    # q, k, v, output; both low ranks of decay and gate; beta
+    weights = 4 * D * D + 2 * (D * K + K * D) + D * H
+    assert parts["projections"].forward == 2 * T * weights
+    assert parts["ffn"].forward == 2 * T * 3 * D * 2752
+    assert parts["head"].forward == 2 * T * D * 32000
+    each = H * T // CHUNK
+    assert parts["scores"].forward == each * 2 * 64 * 63 * K
+    assert parts["operands"].forward == each * 2 * 64 * 64 * (K + K)
+    assert parts["states"].forward == each * 2 * 2 * 64 * K * K
+    assert parts["output"].forward == each * (2 * 64 * K * K + 2 * 64 * 64 * K)
+    assert needed(parts) == sum(p.forward + p.backward for p in parts.values())
+    assert needed(parts) < sum(p.executed for p in parts.values())
+
+
+def test_padding_and_rows_that_nothing_reads_are_not_needed():
+    model = build_model(parse(model_flags("gdp")).model, VOCABULARY, 0)
+    whole = step_flops(model, 128)
+    assert needed(step_flops(model, 129)) == pytest.approx(needed(whole) * 129 / 128)
+    padded = step_flops(model, 129, [129])
+    assert padded["states"].forward == 5 / 4 * whole["states"].forward  # 2 rows a token
+    simple = build_model(parse(model_flags("gdn")).model, VOCABULARY, 0)
+    assert whole["output"].needed == step_flops(simple, 128)["output"].needed
+    assert whole["states"].needed == 2 * step_flops(simple, 128)["states"].needed
+
+
+def test_utilisation():
+    assert utilisation(989e12, 1.0) == 1.0
+    assert utilisation(989e12, 2.0, gpus=4) == 1 / 8
+    assert utilisation(5e11, 1.0, peak=1e12) == 0.5
+
+
+def test_refusals():
+    model = build_model(parse(model_flags("kda")).model, VOCABULARY, 0)
+    with pytest.raises(ValueError, match="documents must have 100 tokens in all, got 90"):
+        step_flops(model, 100, [50, 40])
+    model.blocks[0].mixer = torch.nn.Linear(48, 48)
+    with pytest.raises(ValueError, match="no formula for the mixer Linear"):
+        step_flops(model, 100)

@@ -1,0 +1,135 @@
+"""Steps through CUDA graphs equal steps without them. On the CPU a stand-in repeats the call that
+was captured, and holds it to what a graph needs: gradients stay where they are."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fla_cp.train.config import UserError, parse
+from fla_cp.train.data import build_dataset
+from fla_cp.train.distributed import joined
+from fla_cp.train.graphs import MAX_GRAPHS, SEEN_BEFORE, Graph, Graphs
+from fla_cp.train.step import HeldOut
+from fla_cp.train.weights import local_tensor
+from tests.support.loops import steps_taken, training_loop
+
+MODEL = [
+    *("--model.layers", "2", "--model.hidden-size", "32"),
+    *("--model.num-heads", "2", "--model.head-dim", "16"),
+    *("--seq-len", "192", "--global-batch-size", "2", "--device", "cpu", "--lr", "0.01"),
+    *("--max-steps", "8", "--eval-every", "4", "--eval-batches", "1"),
+]
+
+
+def addresses(model):
+    return [local_tensor(p.grad).data_ptr() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Stands in for capturing; returns how many micro-batches each graph has repeated."""
+    found = []
+
+    def capture(self, tokens, labels, context):
+        tokens, labels = tokens.clone(), labels.clone()
+        factor, loss = torch.ones(()), torch.zeros(())
+        place, number = addresses(self.model), len(found)
+        found.append(0)
+        assert place, "gradients must be there before a graph adds to them"
+
+        def run():
+            found[number] += 1
+            assert all(isinstance(p, DTensor) for p in self.model.parameters())
+            loss.copy_(self._eager(tokens, labels, context, factor))
+            assert addresses(self.model) == place
+
+        return Graph(SimpleNamespace(replay=run), tokens, labels, factor, context, loss)
+
+    monkeypatch.setattr(Graphs, "_capture", capture)
+    return found
+
+
+def compared(tmp_path, *flags):
+    plain, weights, _ = steps_taken(MODEL, tmp_path / "plain")
+    rows, found, graphs = steps_taken(MODEL, tmp_path / "graphs", "--cuda-graphs", *flags)
+    assert sum(r[2] > 0 for r in rows) == 2
+    for mine, theirs in zip(rows, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-6)
+    return graphs
+
+
+def test_one_graph_serves_every_packing_of_a_fixed_context(captures, tmp_path):
+    graphs = compared(tmp_path, "--data.max-documents", "12")
+    # the first step compares the ranks, and then SEEN_BEFORE steps run as they are
+    assert captures == [8 - 1 - SEEN_BEFORE]
+    assert graphs.fixed.max_sequences == 12
+
+
+def test_packs_of_one_document_share_a_graph(captures, tmp_path):
+    """Their packing is the same in each step."""
+    (tmp_path / "long.txt").write_text("one long document " * 2000)
+    steps_taken(
+        MODEL, tmp_path / "graphs", "--cuda-graphs", "--data", f"text:{tmp_path / 'long.txt'}"
+    )
+    assert captures == [8 - 1 - SEEN_BEFORE]
+
+
+def test_few_graphs_are_kept(captures, tmp_path, monkeypatch):
+    config = parse([*MODEL, "--cuda-graphs", "--out", str(tmp_path)])
+    with joined(config.parallel) as ranks, training_loop(config, ranks) as (loop, feed):
+        loop._step(feed, [])
+        tokens, labels, context = feed.take()[0].placed(config, ranks)
+        for n in range(2 * MAX_GRAPHS):
+            offsets = (0, n + 1, 384)
+            other = SimpleNamespace(global_cu_seqlens=offsets, token_ranges=context.token_ranges)
+            monkeypatch.setattr(loop.graphs, "_eager", lambda *given: torch.zeros(()))
+            for _ in range(SEEN_BEFORE + 2):
+                loop.graphs.loss(tokens, labels, other, 1.0)
+    assert len(captures) == MAX_GRAPHS
+
+
+def test_more_documents_than_allowed_run_without_a_graph(captures, tmp_path):
+    graphs = compared(tmp_path, "--data.max-documents", "1")
+    assert graphs.fixed is None  # packings that came often have graphs of their own
+
+
+def test_parameters_are_shards_after_an_evaluation(tmp_path):
+    """A group that stayed gathered would hide its shards from the norm of the gradients, and keep
+    old weights for the next evaluation."""
+    config = parse([*MODEL, "--out", str(tmp_path)])
+    with joined(config.parallel) as ranks, training_loop(config, ranks) as (loop, _):
+        HeldOut(config, build_dataset("stdlib", 192, "valid", 0), ranks).loss(loop.model)
+        assert all(isinstance(p, DTensor) for p in loop.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--data.max-documents", "3"], "left out without --cuda-graphs, got 3"),
+        (["--cuda-graphs", "--data.max-documents", "0"], "at least 1, got 0"),
+        (["--cuda-graphs", "--data.max-documents", "3", "--compile"], "left out with --compile"),
+        (["--remat", "selective", "--compile"], "auto or off with --remat selective, got on"),
+        (
+            ["--cuda-graphs", "--micro-batch-size", "1"],
+            "--parallel.reduce must be micro_batch with --cuda-graphs, got step",
+        ),
+    ],
+)
+def test_what_graphs_refuse(flags, message):
+    with pytest.raises(UserError, match=message):
+        parse([*MODEL, *flags])
+
+
+def test_graphs_need_a_gpu(tmp_path):
+    from fla_cp.train.main import check_impl
+
+    config = parse([*MODEL, "--cuda-graphs"])
+    with (
+        joined(replace(config.parallel)) as ranks,
+        pytest.raises(UserError, match="--cuda-graphs needs --device cuda, got cpu"),
+    ):
+        check_impl(config, ranks)

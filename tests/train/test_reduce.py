@@ -1,0 +1,67 @@
+"""Gradients over several micro-batches are reduced once a step, or after each micro-batch."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fla_cp.train.config import parse
+from fla_cp.train.data import ArraySource, PackedDataset
+from fla_cp.train.model import build_sharded
+from fla_cp.train.step import Feed, agree, forward_backward
+from tests.support.meshes import ranks_of
+
+FLAGS = [
+    *("--model.layers", "2", "--model.hidden-size", "32", "--device", "cpu"),
+    *("--model.num-heads", "2", "--model.head-dim", "16", "--dtype", "float32"),
+    *("--seq-len", "40", "--global-batch-size", "6", "--micro-batch-size"),
+]
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients(group, rank, split):
+    ranks, found = ranks_of(split, rank), {}
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(64, (400,), generator=generator).numpy()
+    data = PackedDataset(ArraySource(tokens, torch.tensor([0, 30, 210, 400]).numpy(), 64), 40)
+    for name, size in (("step", 1), ("micro_batch", 1), ("whole", 3)):
+        reduce = "step" if name == "whole" else name
+        config = parse([*FLAGS, str(size), *split.split(), "--parallel.reduce", reduce])
+        model = build_sharded(config.model, 64, 0, ranks, torch.float32)
+        counts, losses = [], []
+        with Feed(config, data, ranks, 0) as feed:
+            for step in range(2):
+                model.zero_grad()
+                batch = feed.take()
+                targets = agree(batch, ranks).targets
+                with Counted() as counted:
+                    share = forward_backward(model, batch, targets, config, ranks, step == 0)
+                counts.append(counted.calls["_reduce_scatter_base_"])
+                losses.append(float(ranks.sum(share)))
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        found[name] = counts, losses, grads
+    return found
+
+
+@pytest.mark.parametrize("split", ["--cp 2 --dp-shard 2", "--cp 2 --dp-replicate 2"])
+def test_gradients_are_reduced_once_a_step(gloo_pool, split):
+    for found in gloo_pool.run(_gradients, split):
+        (once, *step), (thrice, *each), (one, *whole) = (
+            found[name] for name in ("step", "micro_batch", "whole")
+        )
+        assert once == one == [3, 3]  # two blocks and the rest
+        assert thrice == [9, 9]
+        torch.testing.assert_close(step, each, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-6)
