@@ -168,6 +168,12 @@ class FLACPContext(Tabled):
         return self._repeated[n]
 
     @cached_property
+    def plans(self) -> Tabled:
+        """Keeps the plans of calls under this context. The packing must not keep them: they hold it
+        and the group, which would then live on until Python looks for reference cycles."""
+        return Tabled()
+
+    @cached_property
     def _repeated(self) -> dict[int, FLACPContext]:
         return {}
 
@@ -211,6 +217,7 @@ class FLACPContext(Tabled):
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)
+        self.__dict__.pop("plans", None)
         self.take_tables(self)
         for n, context in self._repeated.items():
             context._refill(_times(n, offsets))

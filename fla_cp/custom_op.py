@@ -5,7 +5,7 @@ These ops and those for several ranks (custom_op_cp.py) share most of their argu
 An empty tensor stands for an output that is not wanted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -82,6 +82,15 @@ def make_plan(
     return Plan(Spec(rule, packing), links, exchange, backend, ahead, key)
 
 
+def kept_plan(
+    packing: Packing, context: FLACPContext | None, key: Hashable, build: Callable[[], Plan]
+) -> Plan:
+    """What `build` returns. It is built once for each key and kept as long as the context, or as
+    the packing without one."""
+    keeper = packing if context is None else context.plans
+    return keeper.cached(key, build)
+
+
 def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: int, T: int) -> tuple:
     """The ops' shared arguments after the tensors. rule_fields: those of `DeltaRule`, in order."""
     if context is not None:
@@ -142,7 +151,7 @@ class Call:
             return make_plan(self.rule, packing, context, backend, self.x, self.extra)
 
         key = "plan of an op", self.rule, backend, *self.shape, self.x.q.device
-        return packing.cached(key, build)
+        return kept_plan(packing, context, key, build)
 
     @cached_property
     def extra(self) -> int:

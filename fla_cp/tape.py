@@ -95,6 +95,12 @@ class Tape(TorchDispatchMode):
             if x is not None:
                 self._own(x, "input", place)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: otherwise PyTorch imports torch._dynamo, which takes a second, during the first
+        operation that is recorded. Nothing is compiled while a tape records."""
+        return False
+
     def __enter__(self) -> Tape:
         super().__enter__()
         _active.tape = self

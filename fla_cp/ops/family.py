@@ -132,7 +132,7 @@ def chunk(
     def build() -> Plan:
         return custom_op.make_plan(rule, packing, context, backend, inputs)
 
-    plan = build() if key is None else packing.cached(known.number, build)
+    plan = build() if key is None else custom_op.kept_plan(packing, context, known.number, build)
     out, final, h = DeltaRuleFunction.apply(
         known.kind, plan, *inputs, _accumulated(o.initial_state, x.q)
     )

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from fla_cp import build_cp_context, chunk_kda
+from fla_cp import build_cp_context, causal_conv1d, chunk_gated_delta_product, chunk_kda
 from fla_cp.comm import Overlap
 from fla_cp.comm.exchange.base import Exchange, Local
 from fla_cp.custom_op import ONE_SLOT, packing_of
@@ -305,3 +305,48 @@ def test_calls_of_several_ranks(exchange, autocast):
     for rank, (a, b) in enumerate(zip(found, exact, strict=True)):
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             assert torch.equal(x, y), (rank, i)
+
+
+def calls_under(context):
+    """One of each kind, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator)
+    q, v = (context.shard(draw(1, 150, 2, d)).requires_grad_() for d in (8, 6))
+    g, beta = -q.detach().abs(), v.detach()[..., 0].sigmoid()
+    o, _ = chunk_kda(q, q, v, g, beta, cp_context=context, use_qk_l2norm_in_kernel=True)
+    k, v2, b2 = (x.repeat_interleave(2, 1) for x in (q, v, beta))
+    p, _ = chunk_gated_delta_product(q, k, v2, g[..., 0], b2, 2, cp_context=context)
+    c = causal_conv1d(q.flatten(2), torch.ones(16, 3), cp_context=context)
+    sum(x.square().sum() for x in (o, p, c)).backward()
+
+
+def dropped(group, rank, options):
+    """Whether a context's exchange is gone once the context is, before Python has looked for
+    reference cycles."""
+    packings = [torch.tensor(x) for x in ((0, 40, 150), (0, 100, 150))]
+    context = build_cp_context(packings[0], group, conv1d_kernel_size=3, **options)
+    for offsets in 2 * packings:
+        if context.max_sequences is not None:
+            context.update(offsets)
+        calls_under(context)
+    seen = weakref.ref(context.exchange)
+    del context
+    return seen() is None
+
+
+CONTEXTS = [
+    *({"exchange": x} for x in ("all_gather", "ring", "scan", "heads")),
+    {"max_sequences": 3},
+]
+
+
+@pytest.mark.parametrize("options", CONTEXTS, ids=str)
+@pytest.mark.parametrize("backend", [TORCH, RECORDED], ids=["run", "replayed"])
+def test_nothing_keeps_a_context_or_its_group(backend, options):
+    """PyTorch may abort a process that still holds a gloo group when it ends."""
+    gc.disable()
+    try:
+        with using(backend):
+            assert run_threads(dropped, 2, options) == [True, True]
+    finally:
+        gc.enable()
