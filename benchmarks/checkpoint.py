@@ -25,10 +25,10 @@ import torch
 
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
-from fla_cp.train.config import parse
 from fla_cp.train.distributed import Ranks, joined, local_ranks, threads_per_rank
 from fla_cp.train.model import build_sharded
 from fla_cp.train.optim import build_optimizer
+from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver
 
 VOCABULARY = 32_000

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.ops import environment, host_milliseconds, milliseconds, peak_gib
 from fla_cp import FLACPContext, build_cp_context, remat
-from fla_cp.train.config import parse
 from fla_cp.train.model import Decoder, build_model
+from fla_cp.train.parse import parse
 
 MODES = {
     "none": "--remat none",

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from benchmarks.step_profile import Row
-from fla_cp.train.config import TrainConfig, parse
+from fla_cp.train.config import TrainConfig
 from fla_cp.train.data import ArraySource, PackedDataset
 from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.flops import needed, step_flops
 from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.model import Decoder, Shape, build_sharded, shape_of
 from fla_cp.train.optim import build_optimizer, learning_rate, update
+from fla_cp.train.parse import parse
 from fla_cp.train.step import Feed, agree, forward_backward, reduce_metrics
 
 PEER = "fla"

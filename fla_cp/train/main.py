@@ -30,7 +30,7 @@ from accelerate.utils import set_seed
 from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
 from fla_cp.train import checkpoint, divergence
-from fla_cp.train.config import TrainConfig, UserError, parse
+from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import PackedDataset, Split, build_dataset
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
@@ -40,6 +40,7 @@ from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
 from fla_cp.train.model import build_sharded
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
 from fla_cp.train.parity import compare, write_report
+from fla_cp.train.parse import parse
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver

@@ -14,10 +14,11 @@ from datetime import datetime
 from pathlib import Path
 
 from fla_cp.train import checkpoint, restart
-from fla_cp.train.config import TrainConfig, UserError, to_toml
+from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import read_metrics
+from fla_cp.train.parse import to_toml
 from fla_cp.train.progress import announced
 
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
-from fla_cp.train.config import parse
 from fla_cp.train.distributed import Ranks, shard_model
 from fla_cp.train.integrity import unseal
 from fla_cp.train.model import build_model
 from fla_cp.train.optim import build_optimizer
+from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver
 
 FLAGS = (

@@ -4,13 +4,13 @@ import contextlib
 from pathlib import Path
 
 from fla_cp.train import checkpoint
-from fla_cp.train.config import parse
 from fla_cp.train.data import build_dataset
 from fla_cp.train.distributed import compute_dtype, joined
 from fla_cp.train.main import Loop
 from fla_cp.train.metrics import RunLog
 from fla_cp.train.model import build_sharded
 from fla_cp.train.optim import build_optimizer
+from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver
 from fla_cp.train.step import Feed, HeldOut
 from fla_cp.train.weights import local_tensor

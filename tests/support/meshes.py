@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fla_cp.train.config import parse
 from fla_cp.train.distributed import Ranks
+from fla_cp.train.parse import parse
 
 
 @functools.cache

@@ -13,8 +13,8 @@ import warnings
 import torch
 
 import fla_cp.train.main
-from fla_cp.train.config import parse
 from fla_cp.train.distributed import joined
+from fla_cp.train.parse import parse
 from tests.support.loops import training_loop
 
 WARM, MEASURED = 5, 4

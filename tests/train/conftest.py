@@ -2,8 +2,8 @@
 
 import pytest
 
-from fla_cp.train.config import parse
 from fla_cp.train.distributed import joined
+from fla_cp.train.parse import parse
 
 
 @pytest.fixture(scope="module")

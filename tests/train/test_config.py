@@ -5,18 +5,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from fla_cp.train.config import (
-    RECIPES,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-    UserError,
-    load_toml,
-    parse,
-    to_toml,
-)
+from fla_cp.train.config import RECIPES, ModelConfig, OptimConfig, TrainConfig, UserError
 from fla_cp.train.model import SHAPES, shape_of
 from fla_cp.train.optim import learning_rate
+from fla_cp.train.parse import load_toml, parse, to_toml
 
 SHORT = {
     "--cp 4": "--parallel.cp 4",

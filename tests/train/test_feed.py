@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from fla_cp.train.config import parse
 from fla_cp.train.data import (
     ArraySource,
     PackedDataset,
@@ -22,6 +21,7 @@ from fla_cp.train.data import (
     collate,
 )
 from fla_cp.train.loader import Sharing, StepLoader, token_ranges
+from fla_cp.train.parse import parse
 from fla_cp.train.step import Feed
 from tests.support.processes import alive, children, wait_for
 

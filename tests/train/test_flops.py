@@ -6,9 +6,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fla_cp import build_cp_context
 from fla_cp.rule import CHUNK
-from fla_cp.train.config import parse
 from fla_cp.train.flops import needed, step_flops, utilisation
 from fla_cp.train.model import MIXERS, Decoder, build_model
+from fla_cp.train.parse import parse
 
 VOCABULARY = 96
 

@@ -10,12 +10,13 @@ import pytest
 
 import fla_cp.train.main
 from fla_cp.train.checkpoint import checkpoints, step_of
-from fla_cp.train.config import UserError, load_toml, parse, to_toml
+from fla_cp.train.config import UserError
 from fla_cp.train.distributed import joined
 from fla_cp.train.distributed import launch as launch_ranks
 from fla_cp.train.loopback import LoopbackRendezvous
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parent import LAUNCHER, STARTED
+from fla_cp.train.parse import load_toml, parse, to_toml
 from tests.support.processes import alive, children, is_loopback, listening, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]

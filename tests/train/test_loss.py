@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fla_cp import build_cp_context
 from fla_cp.train import loss as module
-from fla_cp.train.config import parse
 from fla_cp.train.loss import CHUNK_BYTES, chunk_rows, chunked_cross_entropy
 from fla_cp.train.model import build_model
+from fla_cp.train.parse import parse
 from tests.support.closeness import assert_within_budget
 
 HIDDEN, VOCABULARY = 24, 97

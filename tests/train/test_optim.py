@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
-from fla_cp.train.config import OptimConfig, UserError, parse
+from fla_cp.train.config import OptimConfig, UserError
 from fla_cp.train.model import MIXERS, Decoder, build_sharded
 from fla_cp.train.optim import (
     Optimizers,
@@ -21,6 +21,7 @@ from fla_cp.train.optim import (
     orthogonalised,
     update,
 )
+from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver
 from tests.support.checkpoints import FLAGS, VOCAB, OneRank, names
 from tests.support.meshes import ranks_of

@@ -12,8 +12,8 @@ import torch
 
 import fla_cp.train.parity
 from fla_cp.comm.exchange.all_gather import AllGather
-from fla_cp.train.config import parse
 from fla_cp.train.data import build_dataset
+from fla_cp.train.parse import parse
 from tests.support.meshes import ranks_of
 
 SPLITS = {

@@ -11,9 +11,10 @@ import pytest
 
 import fla_cp.train.main
 from fla_cp.train import restart
-from fla_cp.train.config import UserError, parse
+from fla_cp.train.config import UserError
 from fla_cp.train.exit_codes import DIVERGED
 from fla_cp.train.metrics import read_metrics
+from fla_cp.train.parse import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12

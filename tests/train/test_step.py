@@ -8,12 +8,12 @@ import torch
 
 import fla_cp.train.loss
 from fla_cp import build_cp_context
-from fla_cp.train.config import parse
 from fla_cp.train.data import collate
 from fla_cp.train.distributed import Ranks, joined, shard_model
 from fla_cp.train.loader import Sharing
 from fla_cp.train.metrics import Metrics, plot_losses
 from fla_cp.train.model import build_model, parameter_groups
+from fla_cp.train.parse import parse
 from fla_cp.train.step import HeldOut, MicroBatch, agree
 
 MODEL = [

@@ -20,10 +20,11 @@ import torch
 import fla_cp.train.main
 import fla_cp.train.parity
 from fla_cp import contiguous_token_ranges, zigzag_token_ranges
-from fla_cp.train.config import UserError, load_toml, parse
+from fla_cp.train.config import UserError
 from fla_cp.train.distributed import launch as launch_ranks
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.model import build_model
+from fla_cp.train.parse import load_toml, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "launch" / "train.py"

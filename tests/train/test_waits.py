@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fla_cp.train.main
-from fla_cp.train.config import parse
+from fla_cp.train.parse import parse
 from tests.support.loops import training_loop
 
 READS = ("item", "tolist", "numpy", "cpu", "__int__", "__float__", "__bool__", "__index__")

@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from fla_cp.comm.timing import exchange_wait, waits
 from fla_cp.train import progress
-from fla_cp.train.config import UserError, parse
+from fla_cp.train.config import UserError
 from fla_cp.train.exit_codes import HUNG
 from fla_cp.train.meeting import meet
 from fla_cp.train.outlook import Limits, Record, Seen, blamed, explain, hung
+from fla_cp.train.parse import parse
 from fla_cp.train.watch import Own, Watch, watched
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fla_cp.train.weights
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Normal, Uniform
-from fla_cp.train.config import parse
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.model import MIXERS, build_model, build_sharded
+from fla_cp.train.parse import parse
 from fla_cp.train.weights import owned_rows
 from tests.support.ranks import run_threads
 

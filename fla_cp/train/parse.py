@@ -1,0 +1,140 @@
+"""A run's configuration from a command line and TOML files, and back to TOML.
+
+Values come from the defaults of `config`, from `--config FILE.toml` and from flags; a later source
+wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import io
+import json
+import os
+import tomllib
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from fla_cp.train.config import TrainConfig, UserError, with_recipe
+from fla_cp.train.rules import validate
+
+BARE = {"remat": ("full", "none"), "compile": ("on", "off")}
+"""Options of the model that may stand without a value: what --NAME and --no-NAME then mean. In TOML
+they may be true or false."""
+
+
+def _with_values(argv: Sequence[str]) -> list[str]:
+    """The arguments with a value for each option of BARE that has none."""
+    given = []
+    for i, word in enumerate(argv):
+        flag = word.removeprefix("--").removeprefix("model.") if word.startswith("--") else ""
+        last = i + 1 == len(argv) or argv[i + 1].startswith("-")
+        if flag in BARE and last:
+            given += [word, BARE[flag][0]]
+        elif flag.removeprefix("no-") in BARE and flag not in BARE:
+            name = flag.removeprefix("no-")
+            given += [f"--model.{name}", BARE[name][1]]
+        else:
+            given.append(word)
+    return given
+
+
+def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
+    """The validated configuration of a command line (without the program's name).
+
+    quiet: print nothing on a parse error (ranks other than 0). Raises UserError for an unreadable
+    file, an unknown or ill-typed TOML key, or a value that breaks a rule; SystemExit for flags
+    that tyro refuses.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", nargs="?")  # without a value, tyro's message is shown
+    path = finder.parse_known_args(list(argv))[0].config
+    default = load_toml(Path(path)) if path else TrainConfig()
+    # console_outputs=False does not silence tyro's errors about values
+    with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
+        config = tyro.cli(
+            TrainConfig,
+            prog="launch/train.py",
+            args=_with_values(argv),
+            default=default,
+            console_outputs=not quiet,
+        )
+    parallel = config.parallel.resolved(int(os.environ.get("WORLD_SIZE", "1")))
+    config = with_recipe(dataclasses.replace(config, parallel=parallel, config=None))
+    validate(config)
+    return config
+
+
+def load_toml(path: Path) -> TrainConfig:
+    """The configuration in a TOML file: the defaults with the file's values. Raises UserError."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--config: {path} is not valid TOML: {error}") from None
+    return _from_table(TrainConfig, table, str(path), "")
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The configuration as TOML that `load_toml` reads back; fields that are None are left out."""
+    lines: list[str] = []
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        if not dataclasses.is_dataclass(value):
+            continue
+        lines.append(f"[{section.name}]")
+        for item in dataclasses.fields(value):
+            entry = getattr(value, item.name)
+            if entry is not None:
+                # JSON strings, numbers and booleans are valid TOML, except for the character DEL
+                value_text = json.dumps(entry, ensure_ascii=False).replace("\x7f", "\\u007f")
+                lines.append(f"{item.name} = {value_text}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _from_table(kind: type, table: dict, file: str, prefix: str) -> Any:
+    hints = get_type_hints(kind)
+    known = [f.name for f in dataclasses.fields(kind) if f.name != "config"]
+    values = {}
+    for key, value in table.items():
+        name = prefix + key
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+            raise UserError(f"--config: unknown key {name} in {file}; {hint}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                raise UserError(f"--config: {name} in {file} must be a table, got {value!r}")
+            values[key] = _from_table(hints[key], value, file, f"{name}.")
+        else:
+            if name.removeprefix("model.") in BARE and type(value) is bool:
+                value = BARE[key][0 if value else 1]
+            values[key] = _typed(hints[key], value, f"--config: {name} in {file}")
+    return kind(**values)
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """The value, as an instance of the annotated type. Raises UserError."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for option in options:
+        if get_origin(option) is Literal:
+            if value in get_args(option):
+                return value
+        elif option is float and type(value) in (int, float):
+            return float(value)
+        elif type(value) is option:
+            return value
+    wanted = [
+        "one of " + ", ".join(map(repr, get_args(o))) if get_origin(o) is Literal else o.__name__
+        for o in options
+        if o is not type(None)
+    ]
+    raise UserError(f"{where} must be {' or '.join(wanted)}, got {value!r}")

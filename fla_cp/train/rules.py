@@ -1,0 +1,135 @@
+"""What a run's configuration must be, checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, get_origin, get_type_hints
+
+from fla_cp.train.config import SEEDS, TrainConfig, UserError
+
+
+def _check_texts(config: TrainConfig) -> None:
+    """Raises UserError for a path or name that a file system or config.toml cannot hold."""
+    texts = (("--data", config.data.source), ("--resume", config.run.resume))
+    for flag, text in (*texts, ("--out", config.run.out)):
+        if text is None:
+            continue
+        if not text:
+            raise UserError(f"{flag} must not be empty, got {text!r}")
+        if any(unicodedata.category(letter) == "Cc" for letter in text):
+            raise UserError(f"{flag} must not hold control characters, got {text!r}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{flag} must be valid UTF-8, got {text!r}") from None
+    if config.run.out is not None:
+        folder = Path(config.run.out)
+        for path in (folder, *folder.parents):
+            if os.path.exists(path) and not os.path.isdir(path):
+                below = "" if path == folder else f": {path} is one"
+                raise UserError(f"--out must be a folder, not a file, got {config.run.out}{below}")
+
+
+def _numbers(config: TrainConfig) -> Iterator[tuple[str, float]]:
+    """Every float that is set, with its short flag or, if it has none, its full one."""
+    for section in dataclasses.fields(config):
+        hints = get_type_hints(type(getattr(config, section.name)), include_extras=True)
+        for name, hint in hints.items():
+            value = getattr(getattr(config, section.name), name)
+            if isinstance(value, float):
+                full = f"--{section.name}.{name}".replace("_", "-")
+                short = hint.__metadata__[0].aliases if get_origin(hint) is Annotated else ()
+                yield (short or (full,))[0], value
+
+
+def validate(config: TrainConfig) -> None:
+    """Raises UserError with the flag, the rule and the value of the first broken rule."""
+
+    def need(ok: bool, flag: str, rule: str, value: object) -> None:
+        if not ok:
+            raise UserError(f"{flag} must be {rule}, got {value}")
+
+    def at_least(low: int, **flags: float | None) -> None:
+        for name, value in flags.items():
+            if value is not None:
+                need(value >= low, "--" + name.replace("_", "-"), f"at least {low}", value)
+
+    for flag, value in _numbers(config):
+        need(math.isfinite(value), flag, "finite", value)
+    model, data, parallel = config.model, config.data, config.parallel
+    optim, run, parity = config.optim, config.run, config.parity
+    at_least(1, cp=parallel.cp, dp_replicate=parallel.dp_replicate)
+    shards = parallel.dp_shard
+    need(shards >= 1, "--dp-shard", "at least 1, or -1 for what is left", shards)
+    at_least(1, seq_len=data.seq_len, global_batch_size=data.global_batch_size)
+    at_least(1, micro_batch_size=data.micro_batch_size, eval_batches=data.eval_batches)
+    documents = data.max_documents
+    need(documents is None or documents >= 1, "--data.max-documents", "at least 1", documents)
+    wanted = documents is None or parallel.cuda_graphs
+    need(wanted, "--data.max-documents", "left out without --cuda-graphs", documents)
+    repeats = model.remat == "selective" and model.compile == "on"  # around a compiled block
+    need(not repeats, "--compile", "auto or off with --remat selective", model.compile)
+    fixed = documents is not None and model.compile == "on"
+    need(not fixed, "--data.max-documents", "left out with --compile", documents)
+    at_least(0, workers=data.workers)
+    at_least(1, max_steps=run.max_steps, log_every=run.log_every)
+    at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
+    need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
+    _check_texts(config)
+    at_least(1, max_skips=run.max_skips)
+    at_least(0, warmup_steps=optim.warmup_steps, clip_norm=optim.clip_norm)
+    need(run.keep_checkpoints >= 1, "--run.keep-checkpoints", "at least 1", run.keep_checkpoints)
+    for name in ("notice_seconds", "timeout_seconds", "rendezvous_seconds"):
+        seconds = getattr(parallel, name)
+        flag = f"--parallel.{name.replace('_', '-')}"
+        # clocks and timeouts can represent the upper end
+        need(1 <= seconds <= 1e6, flag, "in [1, 1000000]", seconds)
+    at_least(0, max_restarts=parallel.max_restarts)
+    twice = parity.check and parallel.max_restarts
+    need(not twice, "--max-restarts", "0 with --check-parity", parallel.max_restarts)
+    need(parity.steps >= 1, "--parity.steps", "at least 1", parity.steps)
+    for name in ("layers", "hidden_size", "num_heads", "head_dim"):
+        value = getattr(model, name)
+        need(value is None or value >= 1, f"--model.{name.replace('_', '-')}", "at least 1", value)
+    need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
+    bound = model.gate_lower_bound
+    need(bound is None or -5 <= bound < 0, "--model.gate-lower-bound", "in [-5, 0)", bound)
+    assert optim.lr is not None, "with_recipe sets it"
+    need(optim.lr > 0, "--lr", "positive", optim.lr)
+    need(0 <= optim.min_lr_ratio <= 1, "--optim.min-lr-ratio", "in [0, 1]", optim.min_lr_ratio)
+    need(optim.weight_decay >= 0, "--optim.weight-decay", "at least 0", optim.weight_decay)
+    for name in ("beta1", "beta2", "momentum"):
+        decay = getattr(optim, name)
+        need(0 <= decay < 1, f"--optim.{name}", "in [0, 1)", decay)
+    need(0 <= optim.decay_ratio <= 1, "--optim.decay-ratio", "in [0, 1]", optim.decay_ratio)
+    need(optim.eps > 0, "--optim.eps", "positive", optim.eps)
+
+    batch, dp = data.global_batch_size, parallel.dp
+    need(
+        batch % dp == 0,
+        "--global-batch-size",
+        f"a multiple of dp-shard * dp-replicate = {parallel.dp_shard} * {parallel.dp_replicate}",
+        batch,
+    )
+    micro = data.micro_batch_size
+    need(
+        micro is None or (batch // dp) % micro == 0,
+        "--micro-batch-size",
+        f"a divisor of the {batch // dp} packs of a data-parallel rank",
+        micro,
+    )
+    several = micro is not None and micro < batch // dp
+    clash = parallel.cuda_graphs and several and parallel.reduce == "step"
+    need(not clash, "--parallel.reduce", "micro_batch with --cuda-graphs", parallel.reduce)
+    rows = (micro or batch // dp) * data.seq_len
+    need(
+        rows >= parallel.cp,
+        "--cp",
+        f"at most the {rows} tokens of a micro-batch (--micro-batch-size packs of --seq-len)",
+        parallel.cp,
+    )
