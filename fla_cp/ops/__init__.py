@@ -1,5 +1,6 @@
 """Operators."""
 
+from fla_cp.ops.attention import causal_attention
 from fla_cp.ops.comba import chunk_comba, cp_chunk_comba, fused_recurrent_comba
 from fla_cp.ops.gated_delta_product import (
     chunk_gated_delta_product,
@@ -24,6 +25,7 @@ from fla_cp.ops.kda import chunk_kda, cp_chunk_kda, fused_recurrent_kda, kda_gat
 from fla_cp.ops.short_conv import causal_conv1d
 
 __all__ = [
+    "causal_attention",
     "causal_conv1d",
     "chunk_comba",
     "chunk_gated_delta_product",

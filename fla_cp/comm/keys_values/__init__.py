@@ -1,0 +1,1 @@
+"""How softmax attention gets the keys and values of other ranks."""

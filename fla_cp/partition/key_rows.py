@@ -1,0 +1,222 @@
+"""Which keys the queries of a rank attend to, and which rank has them.
+
+A rank's tokens fall into pieces: the parts of its ranges that lie in one sequence. The queries of a
+piece attend to the keys of its sequence from the first token to the piece's last, so a rank needs
+the keys of its sequences up to its own last token in each, and no others. Everything here is
+computed on the host, from tables that all ranks have.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fla_cp.partition.device_tables import Tabled, to_device
+from fla_cp.partition.token_ranges import Ranges
+
+Runs = tuple[tuple[int, int], ...]
+"""[start, stop) runs of rows, in order."""
+
+
+class Piece(NamedTuple):
+    """Tokens [lo, hi) of the batch, which lie in the sequence that starts at `begin`."""
+
+    begin: int
+    lo: int
+    hi: int
+
+
+def pieces(offsets: Sequence[int], ranges: Iterable[tuple[int, int]]) -> list[Piece]:
+    """The pieces of a rank's ranges, in local order. offsets: those of the batch's sequences."""
+    found = []
+    for lo, hi in ranges:
+        while lo < hi:
+            i = bisect_right(offsets, lo)  # the first offset beyond lo; empty sequences have none
+            stop = min(hi, offsets[i])
+            found.append(Piece(offsets[i - 1], lo, stop))
+            lo = stop
+    return found
+
+
+def _needed(own: Sequence[Piece]) -> list[tuple[int, int]]:
+    """The keys of the batch that pieces attend to, as [start, stop) in order."""
+    ends: dict[int, int] = {}
+    for piece in own:
+        ends[piece.begin] = max(piece.hi, ends.get(piece.begin, 0))
+    return sorted(ends.items())
+
+
+class _Run(NamedTuple):
+    """Tokens [lo, hi) of the batch, which begin at row `at` of some tensor."""
+
+    lo: int
+    hi: int
+    at: int
+
+
+def _common(wanted: Sequence[tuple[int, int]], ranges: Ranges) -> list[_Run]:
+    """The part of `wanted` that a rank with these ranges has; rows are its local tokens."""
+    bases = accumulate((hi - lo for lo, hi in ranges), initial=0)
+    starts = [lo for lo, _ in wanted]
+    found = []
+    for (lo, hi), base in zip(ranges, bases, strict=False):
+        for a, b in wanted[max(0, bisect_right(starts, lo) - 1) :]:
+            if a >= hi:
+                break
+            start, stop = max(a, lo), min(b, hi)
+            if start < stop:
+                found.append(_Run(start, stop, base + start - lo))
+    return found
+
+
+def _rows(runs: Sequence[_Run], lo: int, hi: int) -> list[tuple[int, int]]:
+    """The rows of tokens [lo, hi). runs: all of them, ordered by token."""
+    found = []
+    for run in runs[max(0, bisect_right(runs, lo, key=lambda r: r.lo) - 1) :]:
+        if run.lo >= hi:
+            break
+        start, stop = max(lo, run.lo), min(hi, run.hi)
+        if start < stop:
+            row = run.at + start - run.lo
+            found.append((row, row + stop - start))
+    return found
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """The same rows in as few runs as possible."""
+    found: list[tuple[int, int]] = []
+    for lo, hi in runs:
+        if found and found[-1][1] == lo:
+            found[-1] = found[-1][0], hi
+        else:
+            found.append((lo, hi))
+    return tuple(found)
+
+
+def count(runs: Iterable[tuple[int, int]]) -> int:
+    """How many rows runs have."""
+    return sum(hi - lo for lo, hi in runs)
+
+
+def indices(runs: Runs, device: torch.device) -> Tensor:
+    """The rows of runs, int64."""
+    parts = [torch.arange(lo, hi, device="cpu") for lo, hi in runs]
+    rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+    return to_device(rows, torch.int64, device)
+
+
+@dataclass(frozen=True)
+class Lengths(Tabled):
+    """Sequences of queries and of keys, side by side in memory: the i-th queries attend to the i-th
+    keys. Their last tokens are the same token if `causal`, otherwise all keys come before."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    causal: bool = True
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Of the queries and of the keys."""
+        return max(self.queries, default=0), max(self.keys, default=0)
+
+    def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """[N+1] offsets of the queries and of the keys, int32."""
+        return self.cached(
+            device, lambda: (_offsets(self.queries, device), _offsets(self.keys, device))
+        )
+
+
+def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return to_device(tuple(accumulate(lengths, initial=0)), torch.int32, device)
+
+
+@dataclass(frozen=True)
+class KeyRows(Tabled):
+    """How the keys of a rank's pieces come to the rank.
+
+    send: for each rank, the local tokens that it gets, this rank included. receive: how many tokens
+    come from each rank; in rank order they are the rows of the buffer that arrives. take: the rows
+    of the buffer that make up the keys of all pieces, piece by piece; None if these are all rows in
+    order. A row may be taken more than once, but only once in each of `rounds`, [start, stop) runs
+    of what was taken. lengths: of the pieces and their keys. crosses: whether any rank needs
+    another's tokens; otherwise all ranks skip the exchange.
+    """
+
+    tokens: int
+    send: tuple[Runs, ...]
+    receive: tuple[int, ...]
+    take: Runs | None
+    rounds: tuple[Runs, ...]
+    lengths: Lengths
+    crosses: bool
+
+    @classmethod
+    def build(cls, offsets: Sequence[int], token_ranges: Sequence[Ranges], rank: int) -> KeyRows:
+        mine = pieces(offsets, token_ranges[rank])
+        wanted = [_needed(pieces(offsets, ranges)) for ranges in token_ranges]
+        crosses = any(count(x) > count(own) for x, own in zip(wanted, token_ranges, strict=True))
+        send = tuple(
+            _joined((r.at, r.at + r.hi - r.lo) for r in _common(want, token_ranges[rank]))
+            for want in wanted
+        )
+        arrived, at, receive = [], 0, []
+        for ranges in token_ranges:
+            runs = _common(wanted[rank], ranges)
+            for run in runs:
+                arrived.append(_Run(run.lo, run.hi, at))
+                at += run.hi - run.lo
+            receive.append(sum(run.hi - run.lo for run in runs))
+        arrived.sort()
+        taken = _joined(rows for p in mine for rows in _rows(arrived, p.begin, p.hi))
+        whole = taken == _joined([(0, at)] if at else [])
+        lengths = Lengths(tuple(p.hi - p.lo for p in mine), tuple(p.hi - p.begin for p in mine))
+        rounds = () if whole else _rounds(mine)
+        return cls(
+            tokens=count(token_ranges[rank]),
+            send=send,
+            receive=tuple(receive),
+            take=None if whole else taken,
+            rounds=rounds,
+            lengths=lengths,
+            crosses=crosses,
+        )
+
+    @cached_property
+    def send_counts(self) -> tuple[int, ...]:
+        return tuple(map(count, self.send))
+
+    def sent(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The local tokens that each rank gets."""
+        return self.cached(
+            ("send", device), lambda: tuple(indices(runs, device) for runs in self.send)
+        )
+
+    def taken(self, device: torch.device) -> Tensor | None:
+        """`take` as rows."""
+        if self.take is None:
+            return None
+        runs = self.take
+        return self.cached(("take", device), lambda: indices(runs, device))
+
+
+def _rounds(mine: Sequence[Piece]) -> tuple[Runs, ...]:
+    """The keys of pieces in as few rounds as possible that take a sequence's keys once each."""
+    found: list[list[tuple[int, int]]] = []
+    seen: dict[int, int] = {}
+    at = 0
+    for piece in mine:
+        n = seen.get(piece.begin, 0)
+        seen[piece.begin] = n + 1
+        if n == len(found):
+            found.append([])
+        length = piece.hi - piece.begin
+        found[n].append((at, at + length))
+        at += length
+    return tuple(map(_joined, found))

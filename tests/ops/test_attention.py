@@ -1,0 +1,130 @@
+"""Softmax attention against the plain formula in fp64, on one rank and sharded in every way."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fla_cp import build_cp_context, causal_attention, zigzag_token_ranges
+from fla_cp.kernels import attention
+from tests.support.ranks import run_threads
+
+OFFSETS = (0, 37, 40, 40, 101, 150)
+RANGES = {
+    "contiguous": None,
+    "zigzag": lambda R: zigzag_token_ranges(150, R),
+    "uneven": lambda R: [[(0, 3)], [(3, 90)], *[[] for _ in range(R - 3)], [(90, 150)]],
+    "crossed": lambda R: [[(120, 150), (0, 20)], [(60, 120)], [(20, 60)], []][:R],
+}
+
+
+def drawn(T=150, H=4, HK=2, K=8, V=6, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, T, H, K), (1, T, HK, K), (1, T, HK, V), (1, T, H, V)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def plain(q, k, v, offsets, scale=None):
+    """The formula, one sequence at a time."""
+    groups, outs = q.shape[2] // k.shape[2], []
+    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    for lo, hi in pairwise(offsets):
+        a, b, c = (x[0, lo:hi].transpose(0, 1) for x in (q, k, v))
+        scores = a @ b.mT * (a.shape[-1] ** -0.5 if scale is None else scale)
+        mask = torch.ones(hi - lo, hi - lo, dtype=torch.bool).triu(1)
+        outs.append((scores.masked_fill(mask, -math.inf).softmax(-1) @ c).transpose(0, 1))
+    return torch.cat(outs)[None]
+
+
+def results(attend, tensors, do):
+    """o and the gradients."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    o = attend(*leaves)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def exact(offsets=OFFSETS, **sizes):
+    *tensors, do = drawn(**sizes)
+    return results(lambda *x: plain(*x, offsets), tensors, do)
+
+
+@pytest.mark.parametrize("block", [512, 16])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
+def test_packed_sequences(heads, block, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", block)
+    sizes = {"H": heads[0], "HK": heads[1]}
+    *tensors, do = drawn(**sizes)
+    packed = torch.tensor(OFFSETS)
+    found = results(lambda *x: causal_attention(*x, cu_seqlens=packed), tensors, do)
+    torch.testing.assert_close(found, exact(**sizes))
+
+
+def test_rows_are_sequences_of_their_own():
+    *tensors, do = drawn()
+    rows = [x.view(3, 50, *x.shape[2:]) for x in (*tensors, do)]
+    found = results(lambda *x: causal_attention(*x, scale=0.3), rows[:3], rows[3])
+    wanted = results(lambda *x: plain(*x, (0, 50, 100, 150), 0.3), tensors, do)
+    torch.testing.assert_close([x.flatten(0, 1)[None] for x in found], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounded_inputs(dtype):
+    """The error is at most twice that of the plain formula in the same dtype."""
+    *tensors, do = (x.to(dtype) for x in drawn())
+    packed = torch.tensor(OFFSETS)
+    found = results(lambda *x: causal_attention(*x, cu_seqlens=packed), tensors, do)
+    same = results(lambda *x: plain(*x, OFFSETS), tensors, do)
+    wide = [x.double() for x in tensors]
+    wanted = results(lambda *x: plain(*x, OFFSETS), wide, do.double())
+    for ours, theirs, right in zip(found, same, wanted, strict=True):
+        assert ours.dtype == dtype
+        assert (ours - right).norm() <= 2 * (theirs - right).norm()
+
+
+def sharded(group, rank, layout, offsets):
+    R = group.size()
+    ranges = RANGES[layout]
+    context = build_cp_context(
+        torch.tensor(offsets), group, token_ranges=None if ranges is None else ranges(R)
+    )
+    *tensors, do = (context.shard(x) for x in drawn())
+    found = results(lambda *x: causal_attention(*x, cp_context=context), tensors, do)
+    return [context.unshard(x) for x in found]
+
+
+@pytest.mark.parametrize("offsets", [OFFSETS, (0, 150), (0, 37, 75, 112, 150)], ids=str)
+@pytest.mark.parametrize("layout", RANGES)
+def test_ranks_equal_one(layout, offsets):
+    wanted = exact(offsets)
+    for found in run_threads(sharded, 4, layout, offsets):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_processes_equal_one(gloo_pool):
+    wanted = exact()
+    for found in gloo_pool.run(sharded, "zigzag", OFFSETS, world_size=2):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"k": (1, 150, 2, 9)}, "k must have q's K = 8 channels, got 9"),
+        ({"v": (1, 150, 4, 6)}, "v must have k's HK = 2 heads, got 4"),
+        ({"k": (1, 150, 3, 8), "v": (1, 150, 3, 6)}, "a multiple of k's HK = 3, got H = 4"),
+        ({"v": (1, 149, 2, 6)}, "v must have q's rows and tokens"),
+        ({"q": (150, 4, 8)}, r"q must be \[B, T, heads, channels\], got shape"),
+    ],
+)
+def test_shapes_that_do_not_fit(changed, message):
+    shapes = {"q": (1, 150, 4, 8), "k": (1, 150, 2, 8), "v": (1, 150, 2, 6)} | changed
+    with pytest.raises(ValueError, match=message):
+        causal_attention(*(torch.zeros(s) for s in shapes.values()))
+
+
+def test_a_context_of_fixed_shape_is_refused():
+    q, k, v, _ = drawn()
+    context = build_cp_context(torch.tensor(OFFSETS), None, max_sequences=8)
+    with pytest.raises(ValueError, match="cp_context must be built without max_sequences"):
+        causal_attention(q, k, v, cp_context=context)
