@@ -37,6 +37,7 @@ SENT = 16
 _PLAIN = (
     *map(str, (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
     *("allgather", "ring", "scan", "heads", "symmetric", "nearest", "local"),
+    *("gathered", "by_heads", "causal_attention", "keys_of"),
     *("build_cp_context", "update", "unshard", "causal_conv1d", "chunk_kda", "chunk_comba"),
     *("chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla"),
 )

@@ -45,7 +45,7 @@ def pieces(offsets: Sequence[int], ranges: Iterable[tuple[int, int]]) -> list[Pi
     return found
 
 
-def _needed(own: Sequence[Piece]) -> list[tuple[int, int]]:
+def needed(own: Sequence[Piece]) -> list[tuple[int, int]]:
     """The keys of the batch that pieces attend to, as [start, stop) in order."""
     ends: dict[int, int] = {}
     for piece in own:
@@ -53,7 +53,7 @@ def _needed(own: Sequence[Piece]) -> list[tuple[int, int]]:
     return sorted(ends.items())
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Tokens [lo, hi) of the batch, which begin at row `at` of some tensor."""
 
     lo: int
@@ -61,7 +61,7 @@ class _Run(NamedTuple):
     at: int
 
 
-def _common(wanted: Sequence[tuple[int, int]], ranges: Ranges) -> list[_Run]:
+def common_runs(wanted: Sequence[tuple[int, int]], ranges: Ranges) -> list[Run]:
     """The part of `wanted` that a rank with these ranges has; rows are its local tokens."""
     bases = accumulate((hi - lo for lo, hi in ranges), initial=0)
     starts = [lo for lo, _ in wanted]
@@ -72,11 +72,11 @@ def _common(wanted: Sequence[tuple[int, int]], ranges: Ranges) -> list[_Run]:
                 break
             start, stop = max(a, lo), min(b, hi)
             if start < stop:
-                found.append(_Run(start, stop, base + start - lo))
+                found.append(Run(start, stop, base + start - lo))
     return found
 
 
-def _rows(runs: Sequence[_Run], lo: int, hi: int) -> list[tuple[int, int]]:
+def _rows(runs: Sequence[Run], lo: int, hi: int) -> list[tuple[int, int]]:
     """The rows of tokens [lo, hi). runs: all of them, ordered by token."""
     found = []
     for run in runs[max(0, bisect_right(runs, lo, key=lambda r: r.lo) - 1) :]:
@@ -89,7 +89,7 @@ def _rows(runs: Sequence[_Run], lo: int, hi: int) -> list[tuple[int, int]]:
     return found
 
 
-def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+def joined(runs: Iterable[tuple[int, int]]) -> Runs:
     """The same rows in as few runs as possible."""
     found: list[tuple[int, int]] = []
     for lo, hi in runs:
@@ -160,22 +160,22 @@ class KeyRows(Tabled):
     @classmethod
     def build(cls, offsets: Sequence[int], token_ranges: Sequence[Ranges], rank: int) -> KeyRows:
         mine = pieces(offsets, token_ranges[rank])
-        wanted = [_needed(pieces(offsets, ranges)) for ranges in token_ranges]
+        wanted = [needed(pieces(offsets, ranges)) for ranges in token_ranges]
         crosses = any(count(x) > count(own) for x, own in zip(wanted, token_ranges, strict=True))
         send = tuple(
-            _joined((r.at, r.at + r.hi - r.lo) for r in _common(want, token_ranges[rank]))
+            joined((r.at, r.at + r.hi - r.lo) for r in common_runs(want, token_ranges[rank]))
             for want in wanted
         )
         arrived, at, receive = [], 0, []
         for ranges in token_ranges:
-            runs = _common(wanted[rank], ranges)
+            runs = common_runs(wanted[rank], ranges)
             for run in runs:
-                arrived.append(_Run(run.lo, run.hi, at))
+                arrived.append(Run(run.lo, run.hi, at))
                 at += run.hi - run.lo
             receive.append(sum(run.hi - run.lo for run in runs))
         arrived.sort()
-        taken = _joined(rows for p in mine for rows in _rows(arrived, p.begin, p.hi))
-        whole = taken == _joined([(0, at)] if at else [])
+        taken = joined(rows for p in mine for rows in _rows(arrived, p.begin, p.hi))
+        whole = taken == joined([(0, at)] if at else [])
         lengths = Lengths(tuple(p.hi - p.lo for p in mine), tuple(p.hi - p.begin for p in mine))
         rounds = () if whole else _rounds(mine)
         return cls(
@@ -219,4 +219,4 @@ def _rounds(mine: Sequence[Piece]) -> tuple[Runs, ...]:
         length = piece.hi - piece.begin
         found[n].append((at, at + length))
         at += length
-    return tuple(map(_joined, found))
+    return tuple(map(joined, found))

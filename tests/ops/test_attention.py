@@ -1,12 +1,14 @@
 """Softmax attention against the plain formula in fp64, on one rank and sharded in every way."""
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 
 from fla_cp import build_cp_context, causal_attention, zigzag_token_ranges
+from fla_cp.comm.keys_values import SCHEMES
 from fla_cp.kernels.torch import attention
 from tests.support.ranks import run_threads
 
@@ -82,29 +84,87 @@ def test_rounded_inputs(dtype):
         assert (ours - right).norm() <= 2 * (theirs - right).norm()
 
 
-def sharded(group, rank, layout, offsets):
+def sharded(group, rank, layout, offsets, exchange="auto", dtype=torch.float64, **sizes):
     R = group.size()
     ranges = RANGES[layout]
     context = build_cp_context(
         torch.tensor(offsets), group, token_ranges=None if ranges is None else ranges(R)
     )
-    *tensors, do = (context.shard(x) for x in drawn())
-    found = results(lambda *x: causal_attention(*x, cp_context=context), tensors, do)
-    return [context.unshard(x) for x in found]
+    *tensors, do = (context.shard(x) for x in drawn(dtype=dtype, **sizes))
+    attend = partial(causal_attention, cp_context=context, exchange=exchange)
+    return [context.unshard(x) for x in results(attend, tensors, do)]
 
 
 @pytest.mark.parametrize("offsets", [OFFSETS, (0, 150), (0, 37, 75, 112, 150)], ids=str)
 @pytest.mark.parametrize("layout", RANGES)
-def test_ranks_equal_one(layout, offsets):
+@pytest.mark.parametrize("exchange", SCHEMES)
+def test_ranks_equal_one(exchange, layout, offsets):
     wanted = exact(offsets)
-    for found in run_threads(sharded, 4, layout, offsets):
+    for found in run_threads(partial(sharded, exchange=exchange), 4, layout, offsets):
         torch.testing.assert_close(found, wanted)
 
 
-def test_processes_equal_one(gloo_pool):
+@pytest.mark.parametrize(
+    "R, heads", [(2, (4, 4)), (2, (4, 1)), (3, (3, 3)), (4, (8, 2)), (4, (4, 4))], ids=str
+)
+@pytest.mark.parametrize("exchange", SCHEMES)
+def test_heads_of_every_kind(exchange, R, heads):
+    sizes = {"H": heads[0], "HK": heads[1]}
+    wanted = exact(**sizes)
+    for found in run_threads(partial(sharded, exchange=exchange, **sizes), R, "zigzag", OFFSETS):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("exchange", SCHEMES)
+def test_rounded_inputs_on_ranks(exchange):
+    """In bf16 the error is at most twice that of the plain formula in bf16."""
+    *tensors, do = (x.bfloat16() for x in drawn())
+    same = results(lambda *x: plain(*x, OFFSETS), tensors, do)
+    wide = [x.double() for x in tensors]
+    wanted = results(lambda *x: plain(*x, OFFSETS), wide, do.double())
+    call = partial(sharded, exchange=exchange, dtype=torch.bfloat16)
+    for found in run_threads(call, 4, "zigzag", OFFSETS):
+        for ours, theirs, right in zip(found, same, wanted, strict=True):
+            assert ours.dtype == torch.bfloat16
+            assert (ours - right).norm() <= 2 * (theirs - right).norm()
+
+
+@pytest.mark.parametrize("exchange", SCHEMES)
+def test_processes_equal_one(gloo_pool, exchange):
     wanted = exact()
-    for found in gloo_pool.run(sharded, "zigzag", OFFSETS, world_size=2):
+    for found in gloo_pool.run(sharded, "zigzag", OFFSETS, exchange, world_size=2):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_scheme_that_does_not_exist():
+    q, k, v, _ = drawn()
+    message = "exchange must be 'auto', 'gathered', 'by_heads' or 'ring', got 'heads'"
+    with pytest.raises(ValueError, match=message):
+        causal_attention(q, k, v, exchange="heads")
+
+
+def test_heads_that_the_ranks_do_not_divide():
+    message = "exchange='by_heads' needs query heads .* got H = 4, HK = 2 on 3 ranks"
+    with pytest.raises(ValueError, match=message):
+        run_threads(sharded, 3, "contiguous", OFFSETS, "by_heads")
+
+
+def differing(group, rank):
+    sharded(group, rank, "contiguous", OFFSETS, "ring" if rank else "gathered")
+
+
+def test_ranks_that_ask_for_different_schemes():
+    message = r"exchange_of_keys \(gathered on ranks \[0\], ring on ranks \[1\]\)"
+    with pytest.raises(ValueError, match=message):
+        run_threads(differing, 2)
+
+
+def test_every_scheme_on_one_rank():
+    """Where no keys cross, all schemes are the same."""
+    *tensors, do = drawn()
+    for exchange in SCHEMES:
+        attend = partial(causal_attention, cu_seqlens=torch.tensor(OFFSETS), exchange=exchange)
+        torch.testing.assert_close(results(attend, tensors, do), exact())
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,61 @@
-"""How softmax attention gets the keys and values of other ranks."""
+"""Exchange of keys and values for softmax attention, where tokens have to travel.
+
+A token's keys and values are B = HK (K + V) itemsize bytes, its queries and results H (K + V)
+itemsize. In a forward and a backward of one document over R ranks of T tokens each, a rank
+receives at most
+
+    gathered   (R-1) T B                    keys and values to the queries that read them
+    by_heads   2 (R-1) T (H/R + max(HK/R, 1)) (K + V) itemsize      whole documents for H/R heads
+    ring       3/2 (R-1) T B or more        as gathered, step by step, and again in the backward
+
+Figures for any documents and ranges come from `KeysValues.traffic`, and docs/design.md has
+examples. "auto" takes the scheme with the fewest bytes on its busiest rank, among those that can
+run and whose keys and values fit: `MAX_GATHERED` bytes on a rank. A ring always fits.
+"""
+
+from __future__ import annotations
+
+from fla_cp.comm.keys_values.base import KeysValues, Sizes
+from fla_cp.comm.keys_values.by_heads import ByHeads
+from fla_cp.comm.keys_values.gathered import Gathered
+from fla_cp.comm.keys_values.ring import Ring
+from fla_cp.partition.key_tables import KeyTables
+
+__all__ = ["EXCHANGES", "SCHEMES", "KeysValues", "Sizes", "make_exchange"]
+
+SCHEMES: dict[str, type[KeysValues]] = {"gathered": Gathered, "by_heads": ByHeads, "ring": Ring}
+"""In the order of preference for equal bytes."""
+
+EXCHANGES = ("auto", *SCHEMES)
+
+MAX_GATHERED = 8 << 30
+"""Bytes of keys and values of other ranks that "auto" lets a rank hold in one call. Their gradients
+take as much again in the backward."""
+
+
+def make_exchange(
+    exchange: str, tables: KeyTables, sizes: Sizes, *, allowed: tuple[str, ...] = tuple(SCHEMES)
+) -> tuple[str, KeysValues]:
+    """The name and the scheme for `exchange`, one of `EXCHANGES`; equal on all ranks. allowed: what
+    "auto" may take. If no rank needs another's keys, it is "gathered", which then sends nothing.
+
+    Raises ValueError if the scheme that was asked for cannot run with these sizes.
+    """
+    schemes = {name: kind(tables, sizes) for name, kind in SCHEMES.items()}
+    if not tables.rows.crosses:
+        return "gathered", schemes["gathered"]
+    if exchange == "auto":
+        exchange = tables.cached((make_exchange, sizes, allowed), lambda: _chosen(schemes, allowed))
+    elif (refusal := schemes[exchange].refusal()) is not None:
+        raise ValueError(f"exchange={exchange!r} {refusal}")
+    return exchange, schemes[exchange]
+
+
+def _chosen(schemes: dict[str, KeysValues], allowed: tuple[str, ...]) -> str:
+    fitting = [
+        name
+        for name in allowed
+        if schemes[name].refusal() is None
+        and (name == "ring" or schemes[name].memory() <= MAX_GATHERED)
+    ]
+    return min(fitting, key=lambda name: schemes[name].busiest)

@@ -13,12 +13,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fla_cp.comm import collectives
+from fla_cp import remat
+from fla_cp.comm.keys_values.base import Kernels, KeysValues, Traffic, exchanged
 from fla_cp.comm.overlap import run_overlap
-from fla_cp.comm.timing import exchange_wait
 from fla_cp.partition.key_rows import KeyRows
 from fla_cp.rule import accumulator
+
+
+class Gathered(KeysValues):
+    """Each rank gets the keys and values that its queries attend to, and computes by itself."""
+
+    def traffic(self) -> list[Traffic]:
+        tokens = zip(self.tables.crossings.sent, self.tables.crossings.received, strict=True)
+        each = ((sent + received) * self.sizes.key_bytes for sent, received in tokens)
+        return [Traffic(n, n) for n in each]
+
+    def memory(self) -> int:
+        return max(self.tables.crossings.gathered) * self.sizes.key_bytes
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: dist.ProcessGroup | None,
+        scale: float,
+        kernels: Kernels,
+    ) -> Tensor:
+        rows = self.tables.rows
+        k, v = gather_all((k, v), rows, group)
+        return kernels.over(q, k, v, rows.lengths, scale)
+
+
+def gather_all(
+    xs: Sequence[Tensor], rows: KeyRows, group: dist.ProcessGroup | None
+) -> list[Tensor]:
+    """`gather` of tensors [T, ..] of one dtype, in one exchange."""
+    flat = [x.flatten(1) for x in xs]
+    if rows.crosses:
+        sizes = [x.shape[1] for x in flat]
+        found = list(gather(torch.cat(flat, 1), rows, group).split(sizes, 1))
+    else:
+        found = [gather(x, rows, group) for x in flat]
+    return [y.unflatten(1, x.shape[1:]) for x, y in zip(xs, found, strict=True)]
 
 
 def gather(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
@@ -39,46 +78,53 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
         ctx.rows, ctx.group = rows, group
-        arrived = x
-        if rows.crosses:
-            leaving = x[torch.cat(rows.sent(x.device))]
-            arrived = _exchange(leaving, rows.send_counts, rows.receive, group)
-        taken = rows.taken(x.device)
-        return arrived if taken is None else arrived[taken]
+        return bring(x, rows, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        rows, device = ctx.rows, grad.device
-        taken = rows.taken(device)
-        if taken is not None:
-            runs = [run for round_ in rows.rounds for run in round_]
-            places = [taken[lo:hi] for lo, hi in runs]
-            grad = _summed([grad[lo:hi] for lo, hi in runs], places, sum(rows.receive))
-        if rows.crosses:
-            back = _exchange(grad.contiguous(), rows.receive, rows.send_counts, ctx.group)
-            grad = _summed(back.split(rows.send_counts), rows.sent(device), rows.tokens)
-        return grad, None, None
+        return give_back(grad, ctx.rows, ctx.group), None, None
 
 
-def _summed(parts: Sequence[Tensor], places: Sequence[Tensor], rows: int) -> Tensor:
-    """The sum [rows, n] of parts, in their dtype, formed in fp32 (fp64). places: the rows of each
-    part, which names none twice, so that the order of the sums is fixed."""
-    like = parts[0]
+def bring(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
+    """`gather` without a graph."""
+    arrived = _arrived(x, rows, group) if rows.crosses else x
+    taken = rows.taken(x.device)
+    return arrived if taken is None else arrived[taken]
+
+
+def _arrived(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
+    """What comes from all ranks or, in the recomputation of a `remat.selective_checkpoint`, what
+    came in its first run."""
+    call = ("keys and values", tuple(x.shape), x.dtype)
+    kept = remat.kept(call)
+    if kept is None:
+        leaving = x[torch.cat(rows.sent(x.device))]
+        arrived = exchanged(leaving, rows.send_counts, rows.receive, group)
+        remat.keep(call, (arrived,))
+        return arrived
+    run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
+    assert kept[0] is not None
+    return kept[0]
+
+
+def give_back(grad: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
+    """The adjoint of `bring`."""
+    taken = rows.taken(grad.device)
+    if taken is not None:
+        runs = [run for round_ in rows.rounds for run in round_]
+        places = [taken[lo:hi] for lo, hi in runs]
+        grad = _summed([grad[lo:hi] for lo, hi in runs], places, grad, sum(rows.receive))
+    if rows.crosses:
+        back = exchanged(grad.contiguous(), rows.receive, rows.send_counts, group)
+        grad = _summed(back.split(rows.send_counts), rows.sent(grad.device), grad, rows.tokens)
+    return grad
+
+
+def _summed(parts: Sequence[Tensor], places: Sequence[Tensor], like: Tensor, rows: int) -> Tensor:
+    """The sum [rows, n] of parts, in the dtype of `like`, formed in fp32 (fp64). places: the rows
+    of each part, which names none twice, so that the order of the sums is fixed."""
     total = like.new_zeros(rows, like.shape[1], dtype=accumulator(like.dtype))
     for part, place in zip(parts, places, strict=True):
         total.index_add_(0, place, part.to(total.dtype))
     return total.to(like.dtype)
-
-
-def _exchange(
-    x: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: dist.ProcessGroup | None
-) -> Tensor:
-    assert group is not None, "tokens cross between ranks"
-    out, work = collectives.all_to_all(x, list(send), list(receive), group)
-
-    def wait() -> Tensor:
-        with exchange_wait(x.device, "exchange of keys and values"):
-            work.wait()
-        return out
-
-    return run_overlap(wait)

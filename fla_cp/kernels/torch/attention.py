@@ -27,17 +27,17 @@ MAX_CHANNELS = 256
 
 class Attended(NamedTuple):
     """o [Tq, H, V] in q's dtype; lse [H, Tq], the log of the sum of exponentials of each query's
-    scores, fp32 (fp64 for fp64); state: what the kernel's backward wants besides."""
+    scores, fp32 (fp64 for fp64)."""
 
     o: Tensor
     lse: Tensor
-    state: tuple[Tensor, ...] = ()
 
 
 def flash_runs(q: Tensor, v: Tensor) -> bool:
-    """Whether flash attention computes these queries and values."""
+    """Whether flash attention computes these queries and values. It refuses to compute none."""
     return (
         q.is_cuda
+        and len(q) > 0
         and q.dtype in (torch.bfloat16, torch.float16)
         and max(q.shape[-1], v.shape[-1]) <= MAX_CHANNELS
     )
@@ -45,21 +45,32 @@ def flash_runs(q: Tensor, v: Tensor) -> bool:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Attended:
     """q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V]; H is a multiple of HK. Query h reads key head
-    h // (H / HK). Every sequence of queries has keys."""
+    h // (H / HK). Every sequence has queries and keys."""
     return (_flash if flash_runs(q, v) else _torch)(q, k, v, lengths, scale)
 
 
 def attend_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Attended, lengths: Lengths, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    lengths: Lengths,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, in their dtypes. found: o and lse over all keys that the queries
-    attend to. k and v may be some of these."""
+    """The gradients of q, k and v, in their dtypes. o, lse: over all keys that the queries attend
+    to. k and v may be some of these."""
     backward = _flash_bwd if flash_runs(q, v) else _torch_bwd
-    return backward(do, q, k, v, found, lengths, scale)
+    return backward(do, q, k, v, Attended(o, lse), lengths, scale)
 
 
 def _widened(x: Tensor, channels: int) -> Tensor:
-    return x if x.shape[-1] == channels else F.pad(x, (0, channels - x.shape[-1]))
+    """x with as many channels, and with its rows where the kernel can load 16 bytes at once."""
+    if x.shape[-1] != channels:
+        return F.pad(x, (0, channels - x.shape[-1]))
+    aligned = not any(n % 8 for n in (x.storage_offset(), *x.stride()[:-1]))
+    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _flash_channels(q: Tensor, v: Tensor) -> int:
@@ -69,30 +80,35 @@ def _flash_channels(q: Tensor, v: Tensor) -> int:
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Attended:
     D, V = _flash_channels(q, v), v.shape[-1]
-    o, lse, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+    longest, longest_keys = lengths.longest
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(_widened(x, D) for x in (q, k, v)),
         *lengths.offsets(q.device),
-        *lengths.longest,
+        # a bound; with 1 the kernel would take its path for decoding, which moves heads into rows
+        max(longest, 2),
+        longest_keys,
         0.0,
         lengths.causal,
         False,
         scale=scale,
     )
-    return Attended(o[..., :V], lse, (seed, unused))
+    return Attended(o[..., :V], lse)
 
 
 def _flash_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Attended, lengths: Lengths, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     D, V = _flash_channels(q, v), v.shape[-1]
+    unread = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(_widened(x, D) for x in (do, q, k, v, found.o)),
-        found.lse,
+        found.lse.contiguous(),  # the kernel reads no strides of it
         *lengths.offsets(q.device),
         *lengths.longest,
         0.0,
         lengths.causal,
-        *found.state,
+        unread,
+        unread,
         scale=scale,
     )
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :V]

@@ -1,0 +1,204 @@
+"""Keys and values come one rank after the other, and a running softmax adds up what each gives.
+
+In each step a rank holds the keys of one other rank, while those of the next are under way. The
+backward goes round a second time with the final o and log-sum-exp, and returns the gradients of
+each rank's keys and values to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_cp import remat
+from fla_cp.comm.keys_values.base import Arriving, Kernels, KeysValues, Traffic
+from fla_cp.comm.overlap import run_overlap
+from fla_cp.partition.ring_steps import Part, RingSteps, Rows, Step
+from fla_cp.rule import accumulator
+
+
+class Ring(KeysValues):
+    """Sends what `Gathered` sends, but in up to R-1 steps, and once more in the backward."""
+
+    def traffic(self) -> list[Traffic]:
+        tokens = zip(self.tables.crossings.sent, self.tables.crossings.received, strict=True)
+        row = self.sizes.key_bytes
+        return [Traffic((2 * s + r) * row, (2 * r + s) * row) for s, r in tokens]
+
+    def memory(self) -> int:
+        return 2 * max(self.tables.crossings.pairs.values(), default=0) * self.sizes.key_bytes
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: dist.ProcessGroup | None,
+        scale: float,
+        kernels: Kernels,
+    ) -> Tensor:
+        assert group is not None, "a ring needs several ranks"
+        o: Tensor = _Ring.apply(q, k, v, RingCall(self.tables.ring, group, scale, kernels))
+        return o
+
+
+class RingCall(NamedTuple):
+    """What both directions share."""
+
+    ring: RingSteps
+    group: dist.ProcessGroup
+    scale: float
+    kernels: Kernels
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
+        shapes = tuple(q.shape), tuple(v.shape), q.dtype
+        name = ("ring", *shapes, call.scale)
+        kept = remat.kept(name)
+        if kept is None:
+            o, lse = ring(q, k, v, call)
+            remat.keep(name, (o, lse))
+        else:
+            run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
+            o, lse = (x for x in kept if x is not None)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.call = call
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        return *ring_bwd(do, q, k, v, o, lse, ctx.call), None
+
+
+class _Wire(NamedTuple):
+    """Keys and values side by side, [n, HK * (K + V)]; k and v have the shapes of theirs."""
+
+    rows: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> _Wire:
+        return cls(torch.cat((k.flatten(1), v.flatten(1)), 1), k, v)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values in rows like these."""
+        shapes = self.k.shape[1:], self.v.shape[1:]
+        k, v = rows.split([shape.numel() for shape in shapes], 1)
+        return k.unflatten(1, shapes[0]), v.unflatten(1, shapes[1])
+
+
+def _only(R: int, rank: int, n: int) -> list[int]:
+    """n rows to or from one rank."""
+    return [n * (r == rank) for r in range(R)]
+
+
+def _forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
+    """Every rank issues one all-to-all, in which it sends to at most one rank."""
+    R, out = dist.get_world_size(group), step.send.of(wire)
+    return Arriving(out, _only(R, step.to, len(out)), _only(R, step.source, step.receive), group)
+
+
+def ring(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
+    """o [T, H, V] in q's dtype and lse [H, T]; sums in fp32 (fp64)."""
+    steps, wire = call.ring.steps, _Wire.of(k, v)
+    dtype = accumulator(q.dtype)
+    o = q.new_empty(len(q), q.shape[1], v.shape[2], dtype=dtype)
+    lse = q.new_empty(len(q), q.shape[1], dtype=dtype)
+    first = _forward_step(wire.rows, steps[0], call.group)
+
+    def own() -> Tensor:
+        part = call.ring.own
+        found = _attend(q, k, v, part, call)
+        part.queries.put(o, found[0])
+        part.queries.put(lse, found[1])
+        return first.wait()
+
+    rows = run_overlap(own)
+    for step, then in zip(steps, (*steps[1:], None), strict=True):
+        arriving = None if then is None else _forward_step(wire.rows, then, call.group)
+        theirs = wire.split(rows)
+        for part in step.parts:
+            _merge(o, lse, part.queries, *_attend(q, *theirs, part, call))
+        del theirs
+        if arriving is not None:
+            rows = arriving.wait()
+    return o.to(q.dtype), lse.T.contiguous()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, call: RingCall) -> tuple[Tensor, Tensor]:
+    """o [Tq, H, V] in q's dtype and lse [Tq, H] of a part's queries over its keys."""
+    given = part.queries.of(q), part.keys.of(k), part.keys.of(v)
+    found = call.kernels.attend(*given, part.lengths, call.scale)
+    return found.o, found.lse.T
+
+
+def _merge(o: Tensor, lse: Tensor, rows: Rows, o_new: Tensor, lse_new: Tensor) -> None:
+    """Adds the softmax over further keys to that of some queries."""
+    before = rows.of(lse)
+    after = torch.logaddexp(before, lse_new)
+    old, new = ((x - after).exp()[..., None] for x in (before, lse_new))
+    rows.put(o, rows.of(o) * old + o_new * new)
+    rows.put(lse, after)
+
+
+def ring_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: RingCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v in their dtypes. Sums over ranks are formed in fp32 (fp64), in a
+    fixed order; what travels are the kernel's results, in its dtype."""
+    steps, wire, group = call.ring.steps, _Wire.of(k, v), call.group
+    dq = torch.zeros_like(q, dtype=accumulator(q.dtype))
+    total = torch.zeros_like(wire.rows, dtype=dq.dtype)
+    arriving = _forward_step(wire.rows, steps[0], group)
+
+    def backward(part: Part, k: Tensor, v: Tensor) -> Tensor:
+        """Adds the gradient of the queries; returns that of the keys and values, side by side."""
+        rows = part.queries
+        dq_part, *grads = call.kernels.attend_bwd(
+            rows.of(do), rows.of(q), part.keys.of(k), part.keys.of(v),
+            rows.of(o), rows.of(lse.T).T, part.lengths, call.scale,
+        )  # fmt: skip
+        rows.add(dq, dq_part)
+        return torch.cat([d.flatten(1) for d in grads], 1)
+
+    own = call.ring.own
+    own.keys.add(total, backward(own, k, v))
+    returning: list[tuple[Arriving, Rows]] = []
+    for step, then in zip(steps, (*steps[1:], None), strict=True):
+        rows = arriving.wait()
+        if then is not None:
+            arriving = _forward_step(wire.rows, then, group)
+        grads = torch.zeros_like(rows, dtype=dq.dtype)
+        theirs = wire.split(rows)
+        for part in step.parts:
+            part.keys.add(grads, backward(part, *theirs))
+        del theirs, rows
+        _finish(total, returning)
+        returning.append((_return_step(grads.to(k.dtype), step, group), step.send))
+    _finish(total, returning)
+    dk, dv = wire.split(total)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _return_step(grads: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
+    """The gradients of what `_forward_step` brought, back to where it came from."""
+    R = dist.get_world_size(group)
+    return Arriving(
+        grads, _only(R, step.source, step.receive), _only(R, step.to, step.send.count), group
+    )
+
+
+def _finish(total: Tensor, returning: list[tuple[Arriving, Rows]]) -> None:
+    """Adds the gradients that are under way."""
+    for arriving, rows in returning:
+        rows.add(total, arriving.wait())
+    returning.clear()
