@@ -24,7 +24,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 Tensors = tuple[Tensor | None, ...]
 
-COMPILED = ("delta_rule", "delta_rule_begin", "delta_rule_finish", "received_halo")
+COMPILED = (
+    "causal_attention",
+    "delta_rule",
+    "delta_rule_begin",
+    "delta_rule_finish",
+    "received_halo",
+)
 """The ops `fla_cp::` whose results a compiled graph keeps."""
 
 
@@ -33,8 +39,9 @@ def selective_checkpoint(
 ) -> Any:
     """`function(*args)`, of which a backward recomputes all but the operators of this package.
 
-    Kept are the operators' outputs and what their backward reads (T, Aqk and the exchanged states),
-    and the convolutions' exchanged tokens. The recomputation launches no kernel of an operator and
+    Kept are the operators' outputs and what their backward reads (T, Aqk and the exchanged states;
+    of attention the log-sum-exp and the exchanged keys and values), and the convolutions' exchanged
+    tokens. The recomputation launches no kernel of an operator and
     issues no collective of this package, except those of `FLACPContext.unshard`.
 
     offload: whether what is kept waits for the backward in the host's memory, see `HostCopy`.

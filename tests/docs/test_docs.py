@@ -16,6 +16,9 @@ from torch import Tensor
 
 from fla_cp import build_cp_context, chunk_kda, cp_chunk_kda
 from fla_cp.comm import collectives
+from fla_cp.comm.keys_values import SCHEMES, Sizes
+from fla_cp.partition.key_tables import KeyTables
+from fla_cp.partition.token_ranges import contiguous_token_ranges, zigzag_token_ranges
 from tests.support import peers
 from tests.support.closeness import assert_exact
 from tests.support.ranks import run_threads
@@ -111,7 +114,7 @@ def test_documented_flags_and_defaults_are_the_trainers():
 
 def test_pages_stay_short():
     assert len(README.splitlines()) <= 130
-    assert len(DESIGN.splitlines()) <= 291
+    assert len(DESIGN.splitlines()) <= 325
 
 
 def test_documented_exit_codes_are_the_trainers():
@@ -272,6 +275,22 @@ def test_bytes_of_each_exchange(scheme, monkeypatch):
         S, M = map(Fraction, re.findall(r"[\d/]+", cells[header.index(scheme) - 1]))
         expected = (S * SIZE_V + M * SIZE_K) * HEADS * SIZE_K * 4
         assert max(run_threads(received_bytes, int(ranks), scheme, counters)) == expected, ranks
+
+
+def test_bytes_of_each_exchange_of_keys_and_values():
+    """As `traffic` gives them; tests/comm/test_keys_values.py counts that."""
+    header, *rows = tables(DESIGN, "Exchange of keys and values")[0]
+    layouts = {"": contiguous_token_ranges, ", zig-zag": zigzag_token_ranges}
+    T, H, HK, K, V, itemsize = 24, 16, 8, 5, 3, 2
+    token = (K + V) * itemsize
+    for ranks, *cells in rows[:-1]:
+        R = int(ranks)
+        for column, cell in zip(header[1:], cells, strict=True):
+            name, comma, rest = column.partition(",")
+            ranges = tuple(tuple(r) for r in layouts[comma + rest](T * R, R))
+            scheme = SCHEMES[name](KeyTables((0, T * R), ranges, 0), Sizes(H, HK, K, V, itemsize))
+            Q, X = map(Fraction, re.findall(r"[\d/]+", cell))
+            assert scheme.busiest == (Q * H + X * HK) * T * token, (R, column)
 
 
 @pytest.mark.parametrize("name", ["default", "disable_recompute=True"])

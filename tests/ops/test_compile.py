@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 from fla_cp import (
     build_cp_context,
+    causal_attention,
     causal_conv1d,
     chunk_kda,
     custom_op,
@@ -20,6 +21,7 @@ from fla_cp.kernels import TORCH, using
 from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.nn import KimiDeltaAttention
 from fla_cp.ops import short_conv
+from fla_cp.ops.attention_op import attention_op
 from fla_cp.rule import DeltaRule
 from tests.support.cases import INSIDE, PACKED, Case, options
 from tests.support.closeness import assert_exact
@@ -133,6 +135,70 @@ def test_rows_without_context_compile_too():
     for B, T in ((2, 70), (2, 90), (3, 64)):
         x = torch.randn(B, T, 16, dtype=torch.float64)
         assert_exact("y", run(x), layer(x))
+
+
+def attention_step(q, k, v, cp_context=None, exchange="auto"):
+    return causal_attention(q.sin(), k, v, cp_context=cp_context, exchange=exchange).cos()
+
+
+def attention_graphs(contexts, exchange="auto"):
+    """Compares compiled attention with eager; returns how many graphs there are."""
+    gen, run = torch.Generator().manual_seed(0), compiled(attention_step)
+    for n, context in enumerate(contexts):
+        drawn = [
+            context.shard(torch.randn(1, context.total_tokens, *s, generator=gen).double())
+            for s in ((4, 8), (2, 8), (2, 6))
+        ]
+        results = []
+        for f in (attention_step, run):
+            leaves = [x.detach().requires_grad_() for x in drawn]
+            o = f(*leaves, cp_context=context, exchange=exchange)
+            results.append((o.detach(), *torch.autograd.grad(o.square().sum(), leaves)))
+        for i, (a, b) in enumerate(zip(*results, strict=True)):
+            assert_exact(f"result {i} of packing {n}", b, a)
+    return counters["stats"]["unique_graphs"]
+
+
+PACKINGS = [(0, 100), (0, 5, 60, 131), (0, 20, 90), (0, 301)]
+
+
+def test_attention_has_two_graphs_at_most():
+    contexts = [build_cp_context(torch.tensor(cu), None) for cu in PACKINGS]
+    assert attention_graphs(contexts) <= 2
+
+
+def compiled_attention(group, rank, exchange):
+    torch._dynamo.reset()
+    counters.clear()
+    contexts = [
+        build_cp_context(
+            torch.tensor(cu), group, token_ranges=zigzag_token_ranges(cu[-1], group.size())
+        )
+        for cu in PACKINGS
+    ]
+    return attention_graphs(contexts, exchange)
+
+
+@pytest.mark.parametrize("exchange", ["auto", "gathered", "by_heads", "ring"])
+def test_attention_over_ranks_has_two_graphs_at_most(gloo_pool, exchange):
+    assert max(gloo_pool.run(compiled_attention, exchange, world_size=2)) <= 2
+
+
+def test_rows_of_attention_compile_too():
+    run = compiled(attention_step)
+    for B, T in ((2, 70), (3, 50)):
+        q, k, v = (torch.randn(B, T, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+        assert_exact("o", run(q, k, v), attention_step(q, k, v))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+def test_opcheck_of_attention(heads):
+    context = build_cp_context(torch.tensor([0, 20, 70]), None)
+    q, k, v = (
+        torch.randn(70, h, n).requires_grad_()
+        for h, n in zip((*heads, heads[1]), (8, 8, 6), strict=True)
+    )
+    torch.library.opcheck(attention_op, (q, k, v, 0.5, "auto", *context.handle, 1))
 
 
 def test_cu_seqlens_under_compile_names_the_way_out():

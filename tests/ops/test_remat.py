@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from fla_cp import build_cp_context, chunk_kda, remat
+from fla_cp import build_cp_context, causal_attention, chunk_kda, remat, zigzag_token_ranges
 from fla_cp.comm import collectives
+from fla_cp.comm.keys_values import SCHEMES
 from fla_cp.kernels import TORCH, using
+from fla_cp.kernels.torch import attention
 from fla_cp.nn import GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
 from fla_cp.remat import selective_checkpoint, selective_contexts
 from tests.support.closeness import assert_exact
@@ -227,6 +229,57 @@ def test_equal_gradients_and_no_collective_twice(name, R):
         parts = zip(*(shares[mode] for _, shares, _ in ranks), strict=True)
         for i, (grads, expected) in enumerate(zip(parts, ranks[0][2], strict=True)):
             assert_exact(f"gradient {i}, {mode}", sum(grads), expected)
+
+
+def attention_in(group, rank, drawn, exchange, counts):
+    """Gradients of checkpointed attention, equal to those without; the collectives of each mode,
+    forward and backward, and how often the forward's kernel ran."""
+    context = build_cp_context(
+        torch.tensor(CU), group, token_ranges=zigzag_token_ranges(CU[-1], group.size())
+    )
+    q, k, v = (context.shard(x).requires_grad_() for x in drawn)
+
+    def f(q, k, v):
+        o = causal_attention(q.sin(), k.sin(), v, cp_context=context, exchange=exchange)
+        return o.cos()
+
+    def run(call):
+        marks = [Counter(counts.get(threading.get_ident()))]
+        o = call(f, q, k, v)
+        marks.append(Counter(counts.get(threading.get_ident())))
+        grads = torch.autograd.grad(o.square().sum(), (q, k, v))
+        marks.append(Counter(counts.get(threading.get_ident())))
+        return [marks[1] - marks[0], marks[2] - marks[1]], (o.detach(), *grads)
+
+    run(PLAIN["none"])  # compares the ranks
+    expected = run(PLAIN["none"])
+    found = {"none": expected[0]}
+    for mode in ("full", *SELECTIVE):
+        found[mode], tensors = run({**PLAIN, **SELECTIVE}[mode])
+        for i, (a, b) in enumerate(zip(tensors, expected[1], strict=True)):
+            assert_exact(f"result {i}, {mode}", a, b)
+    return found
+
+
+@pytest.mark.parametrize("exchange", SCHEMES)
+def test_keys_and_values_are_not_exchanged_twice(exchange):
+    torch.manual_seed(0)
+    drawn = [torch.randn(1, CU[-1], h, 8, dtype=torch.float64) for h in (4, 2, 2)]
+    attend = attention.attend
+    with counted_collectives() as counts:
+
+        def counted(*args):
+            counts[threading.get_ident()]["attend"] += 1
+            return attend(*args)
+
+        with mock.patch.object(attention, "attend", counted):
+            ranks = run_threads(attention_in, 4, drawn, exchange, counts)
+    for found in ranks:
+        for mode in SELECTIVE:
+            assert found[mode] == found["none"], mode
+        forward, backward = found["none"]
+        assert found["full"] == [forward, backward + forward]
+        assert forward["all_to_all"] > 0
 
 
 def in_processes(group, rank, name):

@@ -1,12 +1,12 @@
 """Exchange of keys and values for softmax attention, where tokens have to travel.
 
-A token's keys and values are B = HK (K + V) itemsize bytes, its queries and results H (K + V)
-itemsize. In a forward and a backward of one document over R ranks of T tokens each, a rank
-receives at most
+Let X = T HK (K + V) itemsize be the bytes of the keys and values of T tokens, and
+Q = T H (K + V) itemsize those of their queries and results. In a forward and a backward of one
+document over R contiguous ranges of T tokens, the busiest rank sends or receives
 
-    gathered   (R-1) T B                    keys and values to the queries that read them
-    by_heads   2 (R-1) T (H/R + max(HK/R, 1)) (K + V) itemsize      whole documents for H/R heads
-    ring       3/2 (R-1) T B or more        as gathered, step by step, and again in the backward
+    gathered   (R-1) X                                keys and values go to the queries
+    by_heads   2 (R-1)/R (Q + max(1, R/HK) X)         whole documents for H/R heads
+    ring       2 (R-1) X                              as gathered, and once more in the backward
 
 Figures for any documents and ranges come from `KeysValues.traffic`, and docs/design.md has
 examples. "auto" takes the scheme with the fewest bytes on its busiest rank, among those that can

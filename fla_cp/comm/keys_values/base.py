@@ -48,10 +48,12 @@ class Found(Protocol):
 
 
 class Kernels(Protocol):
-    """What computes attention: q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V] of sequences side by
-    side."""
+    """`fla_cp.kernels.torch.attention`, which computes on q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V] of
+    sequences side by side."""
 
-    def over(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Tensor:
+    def attention_over(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None
+    ) -> Tensor:
         """o, differentiable."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Found:
@@ -115,13 +117,14 @@ class Arriving:
     def __init__(
         self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
     ):
-        self._out, self._work = collectives.all_to_all(x, list(send), list(receive), group)
+        self.under_way = [collectives.all_to_all(x, list(send), list(receive), group)]
 
     def wait(self) -> Tensor:
-        """[sum(receive), n] in rank order."""
-        with exchange_wait(self._out.device, "exchange of keys and values"):
-            self._work.wait()
-        return self._out
+        """[sum(receive), n] in rank order. May be called once: nothing here keeps the rows."""
+        out, work = self.under_way.pop()
+        with exchange_wait(out.device, "exchange of keys and values"):
+            work.wait()
+        return out
 
 
 def exchanged(

@@ -60,7 +60,7 @@ class ByHeads(KeysValues):
         wire = torch.cat([x.flatten(2) for x in shares], 2).transpose(0, 1)
         rows = _Moved.apply(wire.flatten(0, 1), order, group, True).split(sizes, 1)
         qs, ks, vs = (x.unflatten(1, s.shape[2:]) for x, s in zip(rows, shares, strict=True))
-        o = kernels.over(qs, ks, vs, order.lengths, scale)
+        o = kernels.attention_over(qs, ks, vs, order.lengths, scale)
         back: Tensor = _Moved.apply(o.flatten(1), order, group, False)
         return back.view(R, len(q), q.shape[1] // R, v.shape[2]).transpose(0, 1).flatten(1, 2)
 

@@ -44,7 +44,7 @@ class Gathered(KeysValues):
     ) -> Tensor:
         rows = self.tables.rows
         k, v = gather_all((k, v), rows, group)
-        return kernels.over(q, k, v, rows.lengths, scale)
+        return kernels.attention_over(q, k, v, rows.lengths, scale)
 
 
 def gather_all(
@@ -77,8 +77,20 @@ def gather(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
+        """What comes from all ranks or, in the recomputation of a `remat.selective_checkpoint`,
+        what came in its first run."""
         ctx.rows, ctx.group = rows, group
-        return bring(x, rows, group)
+        if not rows.crosses:
+            return bring(x, rows, group)
+        call = ("keys and values", tuple(x.shape), x.dtype)
+        kept = remat.kept(call)
+        if kept is None:
+            arrived = _arrived(x, rows, group)
+            remat.keep(call, (arrived,))
+            return _taken(arrived, rows)
+        run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
+        assert kept[0] is not None
+        return _taken(kept[0], rows)
 
     @staticmethod
     @once_differentiable
@@ -88,24 +100,17 @@ class _Gather(torch.autograd.Function):
 
 def bring(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
     """`gather` without a graph."""
-    arrived = _arrived(x, rows, group) if rows.crosses else x
-    taken = rows.taken(x.device)
-    return arrived if taken is None else arrived[taken]
+    return _taken(_arrived(x, rows, group) if rows.crosses else x, rows)
 
 
 def _arrived(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
-    """What comes from all ranks or, in the recomputation of a `remat.selective_checkpoint`, what
-    came in its first run."""
-    call = ("keys and values", tuple(x.shape), x.dtype)
-    kept = remat.kept(call)
-    if kept is None:
-        leaving = x[torch.cat(rows.sent(x.device))]
-        arrived = exchanged(leaving, rows.send_counts, rows.receive, group)
-        remat.keep(call, (arrived,))
-        return arrived
-    run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
-    assert kept[0] is not None
-    return kept[0]
+    leaving = x[torch.cat(rows.sent(x.device))]
+    return exchanged(leaving, rows.send_counts, rows.receive, group)
+
+
+def _taken(arrived: Tensor, rows: KeyRows) -> Tensor:
+    taken = rows.taken(arrived.device)
+    return arrived if taken is None else arrived[taken]
 
 
 def give_back(grad: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:

@@ -78,7 +78,7 @@ class _Ring(torch.autograd.Function):
         return *ring_bwd(do, q, k, v, o, lse, ctx.call), None
 
 
-class _Wire(NamedTuple):
+class Wire(NamedTuple):
     """Keys and values side by side, [n, HK * (K + V)]; k and v have the shapes of theirs."""
 
     rows: Tensor
@@ -86,7 +86,7 @@ class _Wire(NamedTuple):
     v: Tensor
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> _Wire:
+    def of(cls, k: Tensor, v: Tensor) -> Wire:
         return cls(torch.cat((k.flatten(1), v.flatten(1)), 1), k, v)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def _only(R: int, rank: int, n: int) -> list[int]:
     return [n * (r == rank) for r in range(R)]
 
 
-def _forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
+def forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
     """Every rank issues one all-to-all, in which it sends to at most one rank."""
     R, out = dist.get_world_size(group), step.send.of(wire)
     return Arriving(out, _only(R, step.to, len(out)), _only(R, step.source, step.receive), group)
@@ -109,11 +109,11 @@ def _forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arrivin
 
 def ring(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
     """o [T, H, V] in q's dtype and lse [H, T]; sums in fp32 (fp64)."""
-    steps, wire = call.ring.steps, _Wire.of(k, v)
+    steps, wire = call.ring.steps, Wire.of(k, v)
     dtype = accumulator(q.dtype)
     o = q.new_empty(len(q), q.shape[1], v.shape[2], dtype=dtype)
     lse = q.new_empty(len(q), q.shape[1], dtype=dtype)
-    first = _forward_step(wire.rows, steps[0], call.group)
+    first = forward_step(wire.rows, steps[0], call.group)
 
     def own() -> Tensor:
         part = call.ring.own
@@ -124,7 +124,7 @@ def ring(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tenso
 
     rows = run_overlap(own)
     for step, then in zip(steps, (*steps[1:], None), strict=True):
-        arriving = None if then is None else _forward_step(wire.rows, then, call.group)
+        arriving = None if then is None else forward_step(wire.rows, then, call.group)
         theirs = wire.split(rows)
         for part in step.parts:
             _merge(o, lse, part.queries, *_attend(q, *theirs, part, call))
@@ -155,10 +155,10 @@ def ring_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v in their dtypes. Sums over ranks are formed in fp32 (fp64), in a
     fixed order; what travels are the kernel's results, in its dtype."""
-    steps, wire, group = call.ring.steps, _Wire.of(k, v), call.group
+    steps, wire, group = call.ring.steps, Wire.of(k, v), call.group
     dq = torch.zeros_like(q, dtype=accumulator(q.dtype))
     total = torch.zeros_like(wire.rows, dtype=dq.dtype)
-    arriving = _forward_step(wire.rows, steps[0], group)
+    arriving = forward_step(wire.rows, steps[0], group)
 
     def backward(part: Part, k: Tensor, v: Tensor) -> Tensor:
         """Adds the gradient of the queries; returns that of the keys and values, side by side."""
@@ -176,7 +176,7 @@ def ring_bwd(
     for step, then in zip(steps, (*steps[1:], None), strict=True):
         rows = arriving.wait()
         if then is not None:
-            arriving = _forward_step(wire.rows, then, group)
+            arriving = forward_step(wire.rows, then, group)
         grads = torch.zeros_like(rows, dtype=dq.dtype)
         theirs = wire.split(rows)
         for part in step.parts:
@@ -190,7 +190,7 @@ def ring_bwd(
 
 
 def _return_step(grads: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
-    """The gradients of what `_forward_step` brought, back to where it came from."""
+    """The gradients of what `forward_step` brought, back to where it came from."""
     R = dist.get_world_size(group)
     return Arriving(
         grads, _only(R, step.source, step.receive), _only(R, step.to, step.send.count), group

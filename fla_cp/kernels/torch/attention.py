@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from fla_cp import remat
 from fla_cp.partition.key_rows import Lengths
 from fla_cp.rule import accumulator
 
@@ -63,6 +65,38 @@ def attend_bwd(
     to. k and v may be some of these."""
     backward = _flash_bwd if flash_runs(q, v) else _torch_bwd
     return backward(do, q, k, v, Attended(o, lse), lengths, scale)
+
+
+def attention_over(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None
+) -> Tensor:
+    """q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V] of sequences side by side -> o [Tq, H, V]."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    o: Tensor = _Attention.apply(q, k, v, lengths, factor)
+    return o
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float
+    ) -> Tensor:
+        call = ("attention", tuple(q.shape), tuple(v.shape), q.dtype, scale)
+        kept = remat.kept(call)
+        if kept is None:
+            kept = attend(q, k, v, lengths, scale)
+            remat.keep(call, kept)
+        o, lse = kept
+        assert o is not None
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.lengths, ctx.scale = lengths, scale
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        return *attend_bwd(do, q, k, v, o, lse, ctx.lengths, ctx.scale), None, None
 
 
 def _widened(x: Tensor, channels: int) -> Tensor:

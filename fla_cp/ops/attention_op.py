@@ -1,0 +1,134 @@
+"""Softmax attention under torch.compile: one op a direction, with the exchange inside.
+
+The keys that come to a rank have a length of their own in every packing, so that no graph could
+save them: the backward lets them come again. Only `Gathered` and `Ring` run here, because by heads
+the results would have to come again too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fla_cp.comm.keys_values import Sizes
+from fla_cp.comm.keys_values.gathered import bring, give_back
+from fla_cp.comm.keys_values.ring import Ring, RingCall, Wire, ring, ring_bwd
+from fla_cp.context import context_of
+from fla_cp.kernels.torch import attention as kernels
+from fla_cp.ops.attention_plan import agreed_scheme, key_tables
+from fla_cp.partition.key_rows import KeyRows
+from fla_cp.rule import accumulator
+
+COMPILED_SCHEMES = ("gathered", "ring")
+
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, float scale, str exchange, Tensor context, Tensor sizes, "
+    "SymInt rows"
+)
+
+
+class _Call(NamedTuple):
+    """What the arguments that both ops share say. ring: None if keys and values are gathered."""
+
+    rows: KeyRows
+    group: dist.ProcessGroup | None
+    scale: float
+    ring: RingCall | None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        exchange: str,
+        number: Tensor,
+        sizes: Tensor,
+        rows: int,
+    ) -> Self:
+        context = context_of(number)
+        group = None
+        if context is not None:
+            context.check_alive()
+            context.check_local_tokens(len(q))
+            group = context.group
+        tables = key_tables(rows, len(q) // rows, None, context)
+        heads = Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
+        wanted = exchange if exchange in COMPILED_SCHEMES else "auto"
+        scheme = agreed_scheme(wanted, tables, heads, q.dtype, context, COMPILED_SCHEMES)
+        around = None
+        if isinstance(scheme, Ring):
+            assert group is not None
+            around = RingCall(tables.ring, group, scale, kernels)
+        return cls(tables.rows, group, scale, around)
+
+    def brought(self, wire: Wire) -> tuple[Tensor, Tensor]:
+        return wire.split(bring(wire.rows, self.rows, self.group))
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    call = _Call.of(q, k, v, *rest)
+    if call.ring is not None:
+        return ring(q, k, v, call.ring)
+    keys, values = call.brought(Wire.of(k, v))
+    o, lse = kernels.attend(q, keys, values, call.rows.lengths, call.scale)
+    return o.contiguous(), lse.contiguous()
+
+
+def _run_backward(do: Tensor, o: Tensor, lse: Tensor, *given: Any) -> list[Tensor]:
+    (q, k, v), call = given[:3], _Call.of(*given)
+    if call.ring is not None:
+        return [d.contiguous() for d in ring_bwd(do, q, k, v, o, lse, call.ring)]
+    wire = Wire.of(k, v)
+    keys, values = call.brought(wire)
+    dq, dk, dv = kernels.attend_bwd(do, q, keys, values, o, lse, call.rows.lengths, call.scale)
+    grads = torch.cat((dk.flatten(1), dv.flatten(1)), 1)
+    returned = wire.split(give_back(grads, call.rows, call.group))
+    return [dq.contiguous(), *(d.contiguous() for d in returned)]
+
+
+attention_op: Any = torch.library.custom_op(
+    "fla_cp::causal_attention", _run, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+)
+"""q [T, H, K], k [T, HK, K], v [T, HK, V] of this rank -> o [T, H, V] and lse [H, T]."""
+
+_backward_op: Any = torch.library.custom_op(
+    "fla_cp::causal_attention_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor o, Tensor lse, {_ARGUMENTS}) -> Tensor[]",
+)
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    T, H, _ = q.shape
+    return q.new_empty(T, H, v.shape[2]), q.new_empty(H, T, dtype=accumulator(q.dtype))
+
+
+@_backward_op.register_fake
+def _(do: Tensor, o: Tensor, lse: Tensor, *given: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in given[:3]]
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *inputs[5:7], *output)
+    ctx.rest = inputs[3], inputs[4], inputs[7]
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, do: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if do is None:
+        return (None,) * 8
+    q, k, v, number, sizes, o, lse = ctx.saved_tensors
+    scale, exchange, rows = ctx.rest
+    shared = q, k, v, scale, exchange, number, sizes, rows
+    return *_backward_op(do, o, lse, *shared), *[None] * 5
+
+
+attention_op.register_autograd(_gradients, setup_context=_setup)

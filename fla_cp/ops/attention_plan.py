@@ -1,0 +1,61 @@
+"""Which keys a call of softmax attention reads, and how they come: decided before anything runs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fla_cp.comm.keys_values import SCHEMES, KeysValues, Sizes, make_exchange
+from fla_cp.context import FLACPContext
+from fla_cp.partition.checks import check_offsets
+from fla_cp.partition.key_tables import KeyTables
+
+
+def key_tables(
+    B: int, T: int, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
+) -> KeyTables:
+    """Where the keys are that the queries of a call attend to."""
+    if cp_context is None:
+        if cu_seqlens is None:
+            return _tables_of(tuple(range(0, B * T + 1, T)))
+        offsets = tuple(cu_seqlens.tolist())
+        check_offsets("cu_seqlens", offsets, T)
+        return _tables_of(offsets)
+    check_context_shape(cp_context)
+    given = cp_context.global_cu_seqlens, cp_context.token_ranges, cp_context.rank
+    tables: KeyTables = cp_context.plans.cached(KeyTables, lambda: KeyTables(*given))
+    return tables
+
+
+def check_context_shape(cp_context: FLACPContext) -> None:
+    """The documents may be any: what a rank sends follows from them."""
+    if cp_context.max_sequences is not None:
+        raise ValueError(
+            "cp_context must be built without max_sequences for attention, got max_sequences="
+            f"{cp_context.max_sequences}"
+        )
+
+
+@lru_cache(maxsize=16)
+def _tables_of(offsets: tuple[int, ...]) -> KeyTables:
+    """On one rank that has all tokens."""
+    return KeyTables(offsets, (((0, offsets[-1]),),), 0)
+
+
+def agreed_scheme(
+    exchange: str,
+    tables: KeyTables,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    cp_context: FLACPContext | None,
+    allowed: tuple[str, ...] = tuple(SCHEMES),
+) -> KeysValues:
+    """The scheme of a call (`make_exchange`), after the ranks have compared it if that is due."""
+    name, scheme = make_exchange(exchange, tables, sizes, allowed=allowed)
+    if cp_context is not None:
+        facts = sizes._asdict()
+        del facts["itemsize"]
+        cp_context.before("causal_attention", **facts, dtype=dtype, exchange_of_keys=name)
+    return scheme
