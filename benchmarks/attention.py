@@ -272,7 +272,7 @@ def exchanges(
             "both_ms": round(max(times), 3),
             "busy_ms": round(max(busy), 3),
             "balance": round(max(busy) / statistics.mean(busy), 3),
-            "mib": round(scheme.busiest / 2**20, 2),
+            "bytes": scheme.busiest,
             "peak_gib": round(max(peaks), 2),
         }
 
@@ -319,9 +319,8 @@ def numbers(text: str) -> list[int]:
     return [int(n) for n in names(text)]
 
 
-def main() -> None:
-    import torch.multiprocessing as multiprocessing
-
+def parsed(given: list[str] | None = None) -> argparse.Namespace:
+    """The arguments, with what follows from the device."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     kinds = ("cuda", "cpu")
     parser.add_argument("--device", choices=kinds, default=kinds[not torch.cuda.is_available()])
@@ -330,11 +329,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=numbers, default=[])
     parser.add_argument("--exchanges", type=names, default=["gathered", "by_heads", "ring"])
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     args.known = TINY if args.device == "cpu" else SHAPES
     args.dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     args.shapes = args.shapes or list(args.known)
     args.tokens = args.tokens or ([200] if args.device == "cpu" else [8192, 32768, 131072])
+    return args
+
+
+def main() -> None:
+    import torch.multiprocessing as multiprocessing
+
+    args = parsed()
     rows: list[dict[str, Any]] = []
 
     def keep(found: list[dict[str, Any]]) -> None:

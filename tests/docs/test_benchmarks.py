@@ -12,6 +12,7 @@ import pytest
 
 import fla_cp
 from benchmarks import (
+    attention,
     bandwidth,
     compare,
     cp_scaling,
@@ -28,6 +29,7 @@ from benchmarks import (
     shapes,
     timeline,
 )
+from tests.support.ranks import run_threads
 
 
 @pytest.fixture(scope="module")
@@ -306,6 +308,41 @@ def test_timeline(tmp_path):
 
 
 @pytest.mark.wide
+def test_attention_beside_its_peer(monkeypatch):
+    monkeypatch.setattr(attention, "REPEATS", 1)
+    rows = list(attention.alone(attention.parsed(["--device", "cpu", "--tokens", "60"])))
+    assert len(rows) == len(attention.TINY) * len(attention.DOCUMENTS)
+    assert all(row["ours_both_ms"] > 0 and row["torch_forward_ms"] > 0 for row in rows)
+    assert all(max(row["errors"].values()) < 1e-5 for row in rows)
+
+
+def test_products_of_attention_by_hand():
+    # 3 + 1 pairs of a query and a key; two products of 2 heads with 4 and 5 channels
+    assert attention.forward_flops(attention.Heads(2, 1, 4, 5), (0, 2, 3)) == 2 * 2 * (3 + 1) * 9
+
+
+def sharded_attention(group, rank, args):
+    return list(attention.sharded(args, "cpu"))
+
+
+def test_every_exchange_of_attention(monkeypatch):
+    monkeypatch.setattr(attention, "REPEATS", 1)
+    args = attention.parsed(["--device", "cpu", "--tokens", "60", "--shapes", "gqa-128"])
+    rows, _ = run_threads(sharded_attention, 2, args)
+    assert len(rows) == len(attention.DOCUMENTS) * len(attention.LAYOUTS) * 3
+    for row in rows:
+        assert row["both_ms"] > 0
+        assert (row["bytes"] > 0) == (
+            row["layout"] == "zigzag" or row["documents"] == "one document"
+        )
+
+
+def test_an_error_of_attention_stops_the_benchmark(monkeypatch):
+    monkeypatch.setattr(attention, "MAX_ERROR", 0.0)
+    with pytest.raises(SystemExit, match="wrong results with Heads"):
+        attention.errors(attention.TINY["mla"], "cpu", attention.torch.float32)
+
+
 def test_modes_of_remat(tmp_path, monkeypatch):
     monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: False)
     remat.main(["--layers", "1", "--tokens", "65", "--out", str(tmp_path / "remat.json")])

@@ -6,6 +6,7 @@ import torch
 from fla_cp import build_cp_context, causal_attention
 from fla_cp.comm.keys_values import SCHEMES
 from tests.support.ranks_against_one import RANGES, assert_close, device_of
+from tests.support.sweeps import crossed
 
 T = 520
 PACKINGS = {"one document": (0, T), "odd places": (0, 1, 77, 77, 300, 519, T)}
@@ -39,9 +40,8 @@ def compare(group, rank, packing, heads, ranges, exchange):
             assert_close(what, a, context.shard(b), context.shard(c))
 
 
-@pytest.mark.parametrize("exchange", SCHEMES)
-@pytest.mark.parametrize("ranges", RANGES)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    "exchange, ranges, heads, packing", crossed(SCHEMES, RANGES, HEADS, PACKINGS)
+)
 def test_ranks_equal_one(run, packing, heads, ranges, exchange):
     run(compare, packing, heads, ranges, exchange)

@@ -48,8 +48,8 @@ class Found(Protocol):
 
 
 class Kernels(Protocol):
-    """`fla_cp.kernels.torch.attention`, which computes on q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V] of
-    sequences side by side."""
+    """`fla_cp.kernels.torch.attention`, on q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V] of sequences
+    side by side."""
 
     def attention_over(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None
