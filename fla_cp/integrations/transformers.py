@@ -213,6 +213,12 @@ def _check_call(
         raise ValueError(
             f"only input_ids may be passed by position under a context, got {len(args)} arguments"
         )
+    tokens = tuple(sum(hi - lo for lo, hi in ranges) for ranges in context.token_ranges)
+    if 0 in tokens:
+        raise ValueError(
+            f"every rank must have tokens, because transformers cannot reshape none, got {tokens} "
+            "tokens by rank"
+        )
     for name in ("attention_mask", *_OWN_PACKING):
         if keywords.get(name) is not None:
             raise ValueError(f"{name} must be left out: the context has the documents")
