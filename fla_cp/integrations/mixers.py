@@ -1,0 +1,220 @@
+"""What mixes tokens in models of transformers, under a context.
+
+Under a context a mixer runs transformers' own `forward`, compiled against other globals: where that
+code looks up the functions of its module that mix tokens, it finds those below. The module itself,
+the classes and the models beside it stay as they are. transformers hands the keywords of a model's
+call on to these functions, so the context comes with the call. A recomputation of an activation
+checkpoint has it too, in whichever thread it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from fla_cp.context import FLACPContext
+from fla_cp.ops import causal_attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from fla_cp.ops.attention import attention_over, key_rows, keys_of
+from fla_cp.ops.options import ChunkOptions
+
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""Keywords by which transformers asks for another attention than the causal one."""
+
+
+def _convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    cp_context: FLACPContext,
+    **others: object,
+) -> Tensor:
+    """hidden_states [1, D, T_local] -> the same shape and dtype. Parameters may be wider, as under
+    autocast."""
+    x = hidden_states.transpose(1, 2)
+    bias = None if bias is None else bias.to(x.dtype)
+    return causal_conv1d(
+        x, weight.to(x.dtype), bias, activation, cp_context=cp_context
+    ).transpose(1, 2)
+
+
+def _recurrence(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """`operator` without the keywords of a model's call that it does not have."""
+    known = ChunkOptions.__annotations__
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **keywords: object
+    ) -> tuple[Tensor, ...]:
+        options = cast(ChunkOptions, {k: v for k, v in keywords.items() if k in known})
+        return operator(query, key, value, g, beta, **options)
+
+    return run
+
+
+def _one_dtype(*xs: Tensor) -> list[Tensor]:
+    """Under autocast some of a mixer's tensors are narrower than others: torch's own attention
+    would convert them."""
+    kind = xs[0].device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else xs[0].dtype
+    return [x.to(dtype) for x in xs]
+
+
+def _check_attention(dropout: float, keywords: Mapping[str, object]) -> None:
+    if dropout:
+        raise ValueError(f"attention_dropout must be 0 under a context, got {dropout}")
+    if keywords.get("is_causal") is False:
+        raise ValueError("is_causal must not be False under a context")
+    for name in UNSUPPORTED:
+        if keywords.get(name) is not None:
+            raise ValueError(f"{name} must be left out under a context, got {keywords[name]!r}")
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    cp_context: FLACPContext,
+    **keywords: object,
+) -> tuple[Tensor, None]:
+    """query [1, H, T_local, K], key [1, HK, T_local, K], value [1, HK, T_local, V] ->
+    (o [1, T_local, H, V], no weights)."""
+    _check_attention(dropout, keywords)
+    q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
+    return causal_attention(q, k, v, scale=scaling, cp_context=cp_context), None
+
+
+def _latent_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    cp_context: FLACPContext,
+    **keywords: object,
+) -> tuple[Tensor, None]:
+    """The same with keys and values [1, H, ..] that were expanded from `_Latents`."""
+    _check_attention(dropout, keywords)
+    q, k, v = (x[0].transpose(0, 1) for x in _one_dtype(query, key, value))
+    lengths = key_rows(1, len(q), None, cp_context).lengths
+    return attention_over(q, k, v, lengths, scaling)[None], None
+
+
+class _Latents:
+    """Stands where latent attention looks for its cache, which it asks for the latents of all keys.
+    They are exchanged in place of the keys and values, which are many times larger."""
+
+    def __init__(self, context: FLACPContext):
+        self.context = context
+
+    def update(self, kv_nope: Tensor, k_rot: Tensor, layer: int) -> tuple[Tensor, ...]:
+        """Each [1, 1, T_local, R] -> [1, 1, keys, R]."""
+        rows = key_rows(1, kv_nope.shape[2], None, self.context)
+        xs = [x[0].transpose(0, 1) for x in _one_dtype(k_rot, kv_nope)]
+        k_rot, kv_nope = (y.transpose(0, 1)[None] for y in keys_of(rows, self.context, *xs))
+        return kv_nope, k_rot
+
+
+class _Interfaces:
+    """Stands for transformers' table of attention functions."""
+
+    def __init__(self, attention: Callable[..., tuple[Tensor, None]]):
+        self.attention = attention
+
+    def get_interface(self, *asked: object) -> Callable[..., tuple[Tensor, None]]:
+        return self.attention
+
+
+class _Kind(NamedTuple):
+    """replaced: names that the mixer's `forward` looks up, and what it finds under a context."""
+
+    replaced: dict[str, object]
+    latent: bool = False
+
+
+_KDA = _Kind(
+    {"chunk_kimi_delta_attention": _recurrence(chunk_kda), "causal_conv1d_fn": _convolution}
+)
+_GATED_DELTA = _Kind(
+    {
+        "torch_chunk_gated_delta_rule": _recurrence(chunk_gated_delta_rule),
+        "causal_conv1d_fn": _convolution,
+    }
+)
+_ATTENTION = _Kind({"ALL_ATTENTION_FUNCTIONS": _Interfaces(_attention)})
+_LATENT_ATTENTION = _Kind({"ALL_ATTENTION_FUNCTIONS": _Interfaces(_latent_attention)}, latent=True)
+
+KINDS = {
+    "KimiLinearDeltaAttention": _KDA,
+    "KimiLinearAttention": _LATENT_ATTENTION,
+    "Qwen3NextGatedDeltaNet": _GATED_DELTA,
+    "Qwen3NextAttention": _ATTENTION,
+    "Qwen3_5GatedDeltaNet": _GATED_DELTA,
+    "Qwen3_5Attention": _ATTENTION,
+    "Qwen3_5MoeGatedDeltaNet": _GATED_DELTA,
+    "Qwen3_5MoeAttention": _ATTENTION,
+    "OlmoHybridGatedDeltaNet": _GATED_DELTA,
+    "OlmoHybridAttention": _ATTENTION,
+}
+"""Mixers by the names of their classes."""
+
+
+def parallel_forward(mixer: nn.Module) -> MethodType:
+    """A `forward` for this mixer alone: with cp_context it runs under that context, without it is
+    the one of its class.
+
+    Raises ValueError if the class's `forward` does not call what would have to be replaced.
+    """
+    kind = KINDS[type(mixer).__name__]
+    stock = type(mixer).forward
+    replaced = _with_globals(stock, kind.replaced)
+
+    @functools.wraps(stock)
+    def forward(
+        self: nn.Module, *args: Any, cp_context: FLACPContext | None = None, **keywords: Any
+    ) -> Any:
+        if cp_context is None:
+            return stock(self, *args, **keywords)
+        if kind.latent:
+            keywords["past_key_values"] = _Latents(cp_context)
+        return replaced(self, *args, cp_context=cp_context, **keywords)
+
+    return MethodType(forward, mixer)
+
+
+def _with_globals(function: Any, replaced: Mapping[str, object]) -> FunctionType:
+    """A copy of `function` that finds `replaced` among its globals. A decorated function keeps its
+    decorators: the innermost one is copied, and each decorator's function around its copy."""
+    names, closure = function.__globals__, function.__closure__
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        for name in replaced:
+            if name not in function.__code__.co_names:
+                raise ValueError(
+                    f"{function.__qualname__} must call {name} to run under a context, but it does "
+                    "not in this version of transformers"
+                )
+        names = {**names, **replaced}
+    else:
+        copy = _with_globals(inner, replaced)
+        cells = closure or ()
+        closure = tuple(CellType(copy) if c.cell_contents is inner else c for c in cells)
+        assert closure != cells, function.__qualname__
+    made = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.wraps(function)(made)
