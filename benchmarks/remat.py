@@ -40,7 +40,7 @@ BUDGET = 2e-2
 
 def blocks(model: Decoder, x: Tensor, context: FLACPContext) -> Tensor:
     for block in model.blocks:
-        x = model.run_block(block, x, context)
+        x, _ = model.run_block(block, x, context)
     return x
 
 

@@ -1,5 +1,6 @@
 """Layers."""
 
+from fla_cp.nn.experts import Experts
 from fla_cp.nn.kda import KDACore, KimiDeltaAttention
 from fla_cp.nn.linear_attention import (
     Comba,
@@ -8,10 +9,12 @@ from fla_cp.nn.linear_attention import (
     GatedLinearAttention,
     SimpleGatedLinearAttention,
 )
-from fla_cp.nn.modules import GatedRMSNorm, RMSNorm, ShortConvolution
+from fla_cp.nn.modules import GatedRMSNorm, RMSNorm, ShortConvolution, SwiGLU
+from fla_cp.nn.routing import Router, RoutingStatistics, load_balancing_loss
 
 __all__ = [
     "Comba",
+    "Experts",
     "GatedDeltaNet",
     "GatedDeltaProduct",
     "GatedLinearAttention",
@@ -19,6 +22,10 @@ __all__ = [
     "KDACore",
     "KimiDeltaAttention",
     "RMSNorm",
+    "Router",
+    "RoutingStatistics",
     "ShortConvolution",
     "SimpleGatedLinearAttention",
+    "SwiGLU",
+    "load_balancing_loss",
 ]

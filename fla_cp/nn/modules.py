@@ -94,6 +94,20 @@ class ShortConvolution(InitializedModule):
         return causal_conv1d(x, weight, bias, "silu", cu_seqlens, cp_context, impl=self.impl)
 
 
+class SwiGLU(nn.Module):
+    """x [..., hidden] -> down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.up = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """x, in fp32 if `module.to(torch.bfloat16)` has rounded it. A model that keeps these parameters
     fp32, as the trainer does, loses nothing."""

@@ -40,7 +40,7 @@ PARTIAL = ".partial-"
 ASIDE = "damaged-"
 _NAME = re.compile(r"step-(\d{8,})")
 
-MODEL_NEUTRAL = ("size", "impl", "compile", "remat", "offload")
+MODEL_NEUTRAL = ("size", "impl", "compile", "remat", "offload", "aux_loss", "bias_rate")
 """Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
 DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers")
 """Fields of DataConfig that do not change the batches."""

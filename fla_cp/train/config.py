@@ -65,6 +65,25 @@ class ModelConfig:
     """Key and value channels of a head, at most 256."""
     tie_embeddings: bool | None = None
     """Use the embedding as the output head."""
+    experts: int | None = None
+    """Experts of each block, in place of SwiGLU. None: no mixture of experts."""
+    experts_per_token: int = 2
+    """Experts that a token takes, besides the shared ones."""
+    shared_experts: int = 0
+    """Experts that every token takes; with softmax their output has a gate, as in Qwen3-Next."""
+    expert_size: int | None = None
+    """Inner width of an expert. None: so that a token's experts together have that of SwiGLU."""
+    routing: Literal["softmax", "sigmoid"] = "softmax"
+    """How experts are scored: softmax as in Qwen3, or sigmoid with a bias for the choice alone, as
+    in Kimi Linear."""
+    aux_loss: float | None = None
+    """Factor of the load-balancing loss, whose gradient is added; the loss that is shown is without
+    it. None: 0.001 with softmax, 0 with sigmoid."""
+    bias_rate: float | None = None
+    """With sigmoid: how far a step moves the bias of each expert towards equal loads. None:
+    0.001."""
+    dense_layers: int = 0
+    """The first blocks, which keep SwiGLU."""
     gate_lower_bound: float | None = None
     """Lowest log decay per token of kda, in [-5, 0); None leaves the gate unbounded."""
     impl: Annotated[Literal["auto", "torch", "triton"], _short("--impl")] = "auto"

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fla_cp.nn import Router
 from fla_cp.train import loopback, parent, restart
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
@@ -345,8 +346,9 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     model: a Decoder with float32 parameters, on the meta device or with the same values on every
     rank (float64 for dtype float64, which only the reference of the parity check uses). The
     parameters stay float32 and are cast to `dtype` for compute. Those of each block's `mixer.core`
-    are not cast, since decay rates lose their meaning in bfloat16. They are small, and one group
-    holds those of all blocks, which `gathered` gathers for a whole forward.
+    are not cast, since decay rates lose their meaning in bfloat16, nor are those of routers, whose
+    scores decide. They are small, and one group holds those of all blocks, which `gathered` gathers
+    for a whole forward. Experts are sharded with their block, by expert.
     Gradients are sums over ranks, not means, in float32: the loss is already divided by the global
     number of targets.
     """
@@ -355,7 +357,9 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     blocks = list(model.get_submodule("blocks").children())
     if dtype != widest:
-        shard_cores([block.get_submodule("mixer.core") for block in blocks], ranks, exact)
+        cores = [block.get_submodule("mixer.core") for block in blocks]
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        shard_cores([*cores, *routers], ranks, exact)
     for block in blocks:
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
@@ -368,9 +372,9 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
 
 
 def shard_cores(cores: list[nn.Module], ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
-    """Makes one group of the parameters of all cores, without hooks: torch.compile could not trace
-    them in the middle of a block. `gathered` takes their place, and FSDP's callback at the end of a
-    backward, which reduces gradients of groups whose hooks did not run."""
+    """Makes one group of the parameters of all cores and routers, without hooks: torch.compile
+    could not trace them in the middle of a block. `gathered` takes their place, and FSDP's callback
+    at the end of a backward, which reduces gradients of groups whose hooks did not run."""
     fully_shard(cores, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
     for core in cores:
         core._forward_pre_hooks.clear()

@@ -4,6 +4,7 @@ A product of an m x k and a k x n matrix counts as 2mnk operations. Counted are:
 
 - every linear layer (those of the mixers, SwiGLU and the head, tied or not); its backward has two
   products of the same size
+- routers, and of a mixture's experts those that a token takes
 - the operator's chunk form with chunks of C = 64 rows (docs/design.md): scores, inverse, operands,
   states and output, with the adjoints that the algebra needs
 
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fla_cp.nn.experts import Experts
 from fla_cp.nn.linear_attention import LinearAttention
 from fla_cp.rule import CHUNK
 from fla_cp.train.model import Decoder
@@ -86,6 +88,8 @@ def step_flops(
             for linear in module.modules():
                 if isinstance(linear, nn.Linear):
                     add(name, _linear(linear, tokens))
+        for layer in (module for module in block.modules() if isinstance(module, Experts)):
+            add("ffn", _experts(layer, tokens))
         lengths = [tokens] if documents is None else documents
         chunks = [length * mixer.rows / CHUNK for length in lengths]
         if documents is not None:
@@ -113,6 +117,14 @@ def utilisation(
 
 def _linear(layer: nn.Linear, tokens: int) -> Products:
     forward = 2.0 * tokens * layer.in_features * layer.out_features
+    return Products(forward, 2 * forward)
+
+
+def _experts(layer: Experts, tokens: int) -> Products:
+    """The router, and the products of the experts that a token takes."""
+    E, hidden, ffn = layer.experts.down.shape
+    each = E + layer.router.experts_per_token * 3 * ffn
+    forward = 2.0 * tokens * hidden * each
     return Products(forward, 2 * forward)
 
 

@@ -44,7 +44,7 @@ from fla_cp.train.parse import parse
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
-from fla_cp.train.step import Feed, HeldOut, agree, forward_backward, reduce_metrics
+from fla_cp.train.step import Feed, HeldOut, agree, balance_of, forward_backward, reduce_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,6 +89,12 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
     """Raises UserError if this device cannot run --impl, or has no use for --offload."""
     if config.parallel.cuda_graphs and ranks.device.type == "cpu":
         raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
+    bfloat16 = compute_dtype(config.parallel.dtype, ranks.device) == torch.bfloat16
+    if config.parallel.cuda_graphs and config.model.experts is not None and not bfloat16:
+        raise UserError(
+            "--cuda-graphs with --model.experts needs --dtype bfloat16: in float32 the products of "
+            f"experts make the host wait, got {config.parallel.dtype}"
+        )
     if config.model.offload and ranks.device.type == "cpu":
         raise UserError(
             "--offload needs --device cuda: on the CPU all activations are in the host's memory "
@@ -341,6 +347,7 @@ class Loop:
         memory = float(peak_memory(self.ranks.device, graphs=self.graphs is not None))
         exchange_ms, memory = self.ranks.host_max([exchange_ms, memory])
         speed, world = tokens_per_second, self.ranks.world_size
+        balance = balance_of(self.model)
         self.log.write(
             Metrics(
                 step=self.progress.step,
@@ -353,6 +360,7 @@ class Loop:
                 peak_memory_bytes=int(memory),
                 exchange_ms=exchange_ms,
                 skipped=self.progress.skipped,
+                expert_load=balance.load if balance is not None else None,
             )
         )
 

@@ -27,7 +27,8 @@ class Metrics:
     tokens_per_second: sum over all ranks. peak_memory_bytes: maximum over ranks, of the GPU's
     allocator or, on CPU, of the process. exchange_ms: maximum over ranks of the time that forward
     and backward waited for states of other ranks. skipped: steps skipped so far because their loss
-    or gradient was not finite.
+    or gradient was not finite. expert_load: with experts, the tokens of the busiest expert over
+    the mean of its layer, from 1.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Metrics:
     peak_memory_bytes: int
     exchange_ms: float
     skipped: int
+    expert_load: float | None = None
 
     def finite(self) -> dict[str, Any]:
         """The fields as JSON values: NaN and infinities become None."""
@@ -167,6 +169,8 @@ def _brief(m: Metrics, sharded: bool) -> str:
     ]
     if sharded:
         parts.append(f"exchange {m.exchange_ms:.1f} ms")
+    if m.expert_load is not None:
+        parts.append(f"load {m.expert_load:.2f}")
     if m.skipped:
         parts.append(f"skipped {m.skipped}")
     return "  ".join(parts)

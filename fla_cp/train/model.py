@@ -1,4 +1,7 @@
-"""A small decoder language model: embedding, blocks of a token mixer and SwiGLU, output head."""
+"""A small decoder language model: embedding, blocks, output head.
+
+A block is a token mixer and SwiGLU, or experts in place of SwiGLU.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fla_cp import FLACPContext
 from fla_cp import nn as layers
+from fla_cp.nn import RoutingStatistics, SwiGLU
+from fla_cp.nn.experts import Experts, ExpertWeights
 from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
 from fla_cp.remat import Offloaded, selective_checkpoint
+from fla_cp.train.balance import Balance
 from fla_cp.train.config import ModelConfig
 from fla_cp.train.distributed import Ranks, gathered, shard_model
 from fla_cp.train.loss import chunked_cross_entropy
@@ -23,6 +29,8 @@ from fla_cp.train.weights import give_memory, initialise
 
 CONV_SIZE = 4
 INIT_STD = 0.02
+INTO_RESIDUAL = ("mixer.o_proj", "ffn.down", "ffn.experts", "ffn.shared.down")
+"""Names of the modules whose matrix (of experts: down) writes into the residual stream."""
 # No module here draws random numbers. Saving the generators' states would make the host wait.
 NO_DROPOUT: dict[str, Any] = {"preserve_rng_state": False}
 
@@ -83,25 +91,38 @@ def _initial_values(module: nn.Module, std: float) -> dict[str, Initial]:
         return {"weight": Normal(INIT_STD)}
     if isinstance(module, nn.RMSNorm):
         return {"weight": Constant(1.0)}
+    if isinstance(module, ExpertWeights):
+        return {"gate_up": Normal(INIT_STD), "down": Normal(std)}
     own = getattr(module, "initial_values", dict)
     return own() if not isinstance(module, Decoder) else {}
 
 
-class SwiGLU(nn.Module):
-    """x [..., hidden] -> down(silu(gate(x)) * up(x))."""
+def expert_size(config: ModelConfig, shape: Shape) -> int:
+    """Inner width of an expert. By default a token's experts together have that of SwiGLU."""
+    if config.expert_size is not None:
+        return config.expert_size
+    return 64 * math.ceil(shape.ffn_size / (config.experts_per_token + config.shared_experts) / 64)
 
-    def __init__(self, hidden_size: int, ffn_size: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.up = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+def _feed_forward(config: ModelConfig, shape: Shape, layer_idx: int) -> nn.Module:
+    """What follows the token mixer of a block. Shared experts have a gate where Qwen3-Next has it,
+    with softmax; the one weight of a token with one expert is not divided by itself."""
+    if config.experts is None or layer_idx < config.dense_layers:
+        return SwiGLU(shape.hidden_size, shape.ffn_size)
+    return Experts(
+        shape.hidden_size,
+        expert_size(config, shape),
+        config.experts,
+        config.experts_per_token,
+        routing=config.routing,
+        normalize=config.experts_per_token > 1,
+        shared_experts=config.shared_experts,
+        shared_gate=config.routing == "softmax" and config.shared_experts > 0,
+    )
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: token mixer, then SwiGLU."""
+    """Pre-norm residual block: token mixer, then SwiGLU or experts."""
 
     def __init__(self, config: ModelConfig, shape: Shape, layer_idx: int) -> None:
         super().__init__()
@@ -117,11 +138,15 @@ class Block(nn.Module):
             **bound,
         )
         self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
-        self.ffn = SwiGLU(shape.hidden_size, shape.ffn_size)
+        self.ffn = _feed_forward(config, shape, layer_idx)
 
-    def forward(self, x: Tensor, context: FLACPContext) -> Tensor:
+    def forward(self, x: Tensor, context: FLACPContext) -> tuple[Tensor, RoutingStatistics | None]:
+        """The residual stream behind this block, and what its experts report, if it has any."""
         x = x + self.mixer(self.mixer_norm(x), cp_context=context)
-        return x + self.ffn(self.ffn_norm(x))
+        y, statistics = self.ffn(self.ffn_norm(x)), None
+        if isinstance(self.ffn, Experts):
+            y, statistics = y
+        return x + y, statistics
 
 
 class Decoder(nn.Module):
@@ -141,7 +166,20 @@ class Decoder(nn.Module):
         )
         self.norm = nn.RMSNorm(self.shape.hidden_size, eps=1e-5)
         self.head = nn.Linear(self.shape.hidden_size, vocab_size, bias=False)
+        self.balance: Balance | None = None
+        if config.experts is not None:
+            self.balance = Balance(len(self.expert_layers()), config)
         self.tie_weights()
+
+    def expert_layers(self) -> list[Experts]:
+        """The mixtures of experts, in the order of the blocks."""
+        layers = (block.get_submodule("ffn") for block in self.blocks)
+        return [layer for layer in layers if isinstance(layer, Experts)]
+
+    def move_biases(self) -> None:
+        """Moves the routers' biases by the loads of the step; see `Balance`."""
+        if self.balance is not None:
+            self.balance.move_biases([layer.router for layer in self.expert_layers()])
 
     def tie_weights(self) -> None:
         """Makes the head share the embedding's weight if the shape says so.
@@ -160,7 +198,7 @@ class Decoder(nn.Module):
         residual = 1 / math.sqrt(2 * self.shape.layers)
         values = {}
         for name, module in self.named_modules():
-            std = INIT_STD * (residual if name.endswith(("mixer.o_proj", "ffn.down")) else 1.0)
+            std = INIT_STD * (residual if name.endswith(INTO_RESIDUAL) else 1.0)
             for parameter, value in _initial_values(module, std).items():
                 values[f"{name}.{parameter}"] = value
         return values
@@ -173,19 +211,26 @@ class Decoder(nn.Module):
         tokens, labels: [1, T_local] int64, this rank's part under `context`. A label of -100 is not
         counted.
         Returns a scalar (nats, summed over this rank's targets; float64 for float64, else float32),
-        or [1, T_local, vocab].
+        or [1, T_local, vocab]. With experts, the scalar's gradient contains that of the
+        load-balancing loss.
         """
-        x = self.embedding(tokens)
+        x, statistics = self.embedding(tokens), []
         with gathered(self.blocks[0].get_submodule("mixer.core")):
             for block in self.blocks:
-                x = self.run_block(block, x, context)
+                x, found = self.run_block(block, x, context)
+                statistics.append(found)
         x = self.norm(x)
         if labels is None:
             return self.head(x)
-        return chunked_cross_entropy(x.flatten(0, 1), self.head.weight, labels.flatten())
+        loss = chunked_cross_entropy(x.flatten(0, 1), self.head.weight, labels.flatten())
+        if self.balance is None or not torch.is_grad_enabled():
+            return loss
+        return self.balance.counted(loss, [s for s in statistics if s is not None], labels)
 
-    def run_block(self, block: nn.Module, x: Tensor, context: FLACPContext) -> Tensor:
-        """The block's output; what its backward needs is kept as `remat` and `offload` say."""
+    def run_block(
+        self, block: nn.Module, x: Tensor, context: FLACPContext
+    ) -> tuple[Tensor, RoutingStatistics | None]:
+        """The block's results; what its backward needs is kept as `remat` and `offload` say."""
         if not torch.is_grad_enabled():
             return block(x, context)
         with Offloaded(x.device, block) if self.offload else nullcontext():
@@ -224,6 +269,8 @@ def build_sharded(
         model = Decoder(config, vocab_size)
     if dtype == torch.float64:
         model.double()
+    if model.balance is not None and ranks.world_size > 1:
+        model.balance.group = dist.group.WORLD
     shard_model(model, ranks, dtype)
     # A selective checkpoint around a compiled block could not keep operators from running again.
     auto = compiled and ranks.device.type == "cuda" and config.remat != "selective"

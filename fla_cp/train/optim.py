@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fla_cp.train.config import OptimConfig
-from fla_cp.train.model import parameter_groups
+from fla_cp.train.model import Decoder, parameter_groups
 from fla_cp.train.weights import local_tensor
 
 
@@ -239,6 +239,7 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
 def update(model: nn.Module, optimizer: Stepper, lr: float, grad_norm: float, clip: float) -> None:
     """Clips the gradients to the global norm `clip` (0: no clipping) and takes one step.
 
+    The biases of experts' routers move as well, by the loads that `reduce_metrics` has summed.
     grad_norm: the global norm of the gradients. Does not wait for the device.
     """
     if 0 < clip < grad_norm:
@@ -247,3 +248,5 @@ def update(model: nn.Module, optimizer: Stepper, lr: float, grad_norm: float, cl
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
+    if isinstance(model, Decoder):
+        model.move_biases()

@@ -180,8 +180,17 @@ class Run:
         self.optimizer.zero_grad()
 
     def weights(self) -> Named:
-        """Unsharded weights on the host of rank 0; empty on the other ranks. Collective."""
-        return self._whole(dict(self.model.named_parameters()))
+        """Unsharded weights on the host of rank 0; empty on the other ranks. Collective.
+
+        The biases of experts' routers, which steps move as well, are among them.
+        """
+        return self._whole(self._moved())
+
+    def _moved(self) -> Named:
+        """What steps change: parameters, and the buffers that checkpoints hold."""
+        kept = self.model.state_dict()
+        buffers = {n: x for n, x in self.model.named_buffers() if n in kept}
+        return {**dict(self.model.named_parameters()), **buffers}
 
     def grads(self) -> Named:
         """Unsharded gradients, like `weights`."""
@@ -198,12 +207,14 @@ class Run:
     @torch.no_grad()
     def put(self, weights: Named) -> None:
         """Gives the model the weights that rank 0 passes; others may pass anything. Collective."""
-        for name, p in self.model.named_parameters():
+        for name, p in self._moved().items():
             whole = torch.empty(p.shape, dtype=p.dtype, device=self.ranks.device)
             if self.ranks.rank == 0:
                 whole.copy_(weights[name])
-            assert isinstance(p, DTensor)
-            p.to_local().copy_(distribute_tensor(whole, p.device_mesh, p.placements).to_local())
+            if isinstance(p, DTensor):
+                p.to_local().copy_(distribute_tensor(whole, p.device_mesh, p.placements).to_local())
+            else:  # a buffer, the same on all ranks: the others add nothing
+                p.copy_(self.ranks.sum(whole if self.ranks.rank == 0 else whole.zero_()))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

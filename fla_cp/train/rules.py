@@ -11,6 +11,13 @@ from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
 from fla_cp.train.config import SEEDS, TrainConfig, UserError
+from fla_cp.train.model import shape_of
+
+EXPERT_OPTIONS = (
+    *("experts_per_token", "shared_experts", "expert_size", "routing"),
+    *("aux_loss", "bias_rate", "dense_layers"),
+)
+"""Fields of ModelConfig that say something only with `experts`."""
 
 
 def _check_texts(config: TrainConfig) -> None:
@@ -45,6 +52,42 @@ def _numbers(config: TrainConfig) -> Iterator[tuple[str, float]]:
                 full = f"--{section.name}.{name}".replace("_", "-")
                 short = hint.__metadata__[0].aliases if get_origin(hint) is Annotated else ()
                 yield (short or (full,))[0], value
+
+
+def _check_experts(config: TrainConfig) -> None:
+    """Raises UserError for options of experts that do not fit each other or the model."""
+    model = config.model
+
+    def need(ok: bool, name: str, rule: str) -> None:
+        if not ok:
+            flag = f"--model.{name.replace('_', '-')}"
+            raise UserError(f"{flag} must be {rule}, got {getattr(model, name)}")
+
+    for name in ("experts", "experts_per_token", "expert_size"):
+        value = getattr(model, name)
+        need(value is None or value >= 1, name, "at least 1")
+    for name in ("shared_experts", "aux_loss", "bias_rate", "dense_layers"):
+        need((getattr(model, name) or 0) >= 0, name, "at least 0")
+    if model.experts is None:
+        for field in dataclasses.fields(model):
+            if field.name in EXPERT_OPTIONS:
+                unset = getattr(model, field.name) == field.default
+                need(unset, field.name, "left out without --model.experts")
+        return
+    most = model.experts
+    need(model.experts_per_token <= most, "experts_per_token", f"at most the {most} experts")
+    layers = shape_of(model).layers
+    need(model.dense_layers < layers, "dense_layers", f"below the number of blocks, {layers}")
+    fits = not model.bias_rate or model.routing == "sigmoid"
+    need(fits, "bias_rate", "left out with --model.routing softmax")
+    data, aux = config.data, model.aux_loss
+    balanced = aux or (aux is None and model.routing == "softmax")
+    if config.parity.check and balanced and config.parallel.dp > 1 and data.micro_batch_size:
+        raise UserError(
+            "--micro-batch-size must be left out with --check-parity, data parallelism and "
+            "--model.aux-loss, whose loads are those of the micro-batches of all ranks, "
+            f"got {data.micro_batch_size}"
+        )
 
 
 def validate(config: TrainConfig) -> None:
@@ -97,6 +140,7 @@ def validate(config: TrainConfig) -> None:
         value = getattr(model, name)
         need(value is None or value >= 1, f"--model.{name.replace('_', '-')}", "at least 1", value)
     need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
+    _check_experts(config)
     bound = model.gate_lower_bound
     need(bound is None or -5 <= bound < 0, "--model.gate-lower-bound", "in [-5, 0)", bound)
     assert optim.lr is not None, "with_recipe sets it"

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fla_cp import FLACPContext, build_cp_context
+from fla_cp.train.balance import Balance
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.data import IGNORE, Batch, PackedDataset, StepBatchSampler
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.graphs import Graphs
 from fla_cp.train.loader import Share, Sharing, StepLoader, token_ranges
-from fla_cp.train.model import CONV_SIZE
+from fla_cp.train.model import CONV_SIZE, Decoder
 from fla_cp.train.progress import mark
 from fla_cp.train.weights import local_tensor
 
@@ -199,6 +200,9 @@ def forward_backward(
     of the cp group. graphs: CUDA graphs that take the micro-batches.
     """
     share = torch.zeros((), dtype=torch.float32, device=ranks.device)
+    balance = balance_of(model)
+    if balance is not None:
+        balance.counts.zero_()
     for i, batch in enumerate(batches):
         last = i + 1 == len(batches)
         if isinstance(model, FSDPModule) and config.parallel.reduce == "step":
@@ -219,15 +223,27 @@ def forward_backward(
 def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float, float]:
     """Global loss and gradient norm, equal on all ranks. The step's only read from the device.
 
-    After it, all work of the step's forward and backward is done.
+    It also sums the loads of experts and sets `load` of the model's `Balance`. After it, all work
+    of the step's forward and backward is done.
     """
     mark("sum of losses and gradients")
     grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     square = nn.utils.get_total_norm(grads).double().square()
     # Each of the dp_replicate replicas holds the whole reduced gradient.
-    both = ranks.sum(torch.stack([share.double(), square / ranks.dp_replicate]))
-    loss, square = both.tolist()
+    parts = torch.stack([share.double(), square / ranks.dp_replicate])
+    balance = balance_of(model)
+    if balance is None:
+        loss, square = ranks.sum(parts).tolist()
+    else:
+        parts = ranks.sum(torch.cat([parts, balance.counts.flatten().double()]))
+        load = balance.largest(parts[2:].view_as(balance.counts))
+        loss, square, balance.load = torch.cat([parts[:2], load[None]]).tolist()
     return loss, math.sqrt(square) if square >= 0 else math.nan
+
+
+def balance_of(model: nn.Module) -> Balance | None:
+    """What counts the loads of the model's experts, if it has any."""
+    return model.balance if isinstance(model, Decoder) else None
 
 
 class HeldOut:

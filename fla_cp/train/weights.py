@@ -30,13 +30,17 @@ BLOCK = 2**16
 
 
 def give_memory(model: Decoder, device: torch.device) -> None:
-    """Allocates the parameters of a decoder on the meta device, filled with zeros."""
-    assert not list(model.buffers()), "a buffer has no initial value"
+    """Allocates the parameters and buffers of a decoder on the meta device, filled with zeros.
+
+    Zero is where the buffers start: the biases and loads of experts.
+    """
     model.to_empty(device=device)
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
             local_tensor(parameter).zero_()
+        for buffer in model.buffers():
+            buffer.zero_()
 
 
 def local_tensor(x: Tensor) -> Tensor:

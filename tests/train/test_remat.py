@@ -187,7 +187,7 @@ def kept_bytes(model: Decoder, T: int) -> int:
         torch.autograd.graph.saved_tensors_hooks(note, lambda x: x),
     ):
         for block in model.blocks:
-            x = model.run_block(block, x, context)
+            x, _ = model.run_block(block, x, context)
     return sum(size for size, _ in kept.values())
 
 

@@ -64,7 +64,13 @@ def of_device(mode):
     return [p for p in mode.places if p[0] not in HOST_FILES and p not in HOST]
 
 
-@pytest.mark.parametrize("flags", ["", "--optimizer muon --schedule wsd", "--micro-batch-size 1"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("", "--optimizer muon --schedule wsd", "--micro-batch-size 1"),
+        "--model.experts 4 --model.routing sigmoid --model.aux-loss 0.1",
+    ],
+)
 def test_a_step_reads_from_the_device_once(ranks, tmp_path, flags):
     config = parse(
         f"--device cpu --data synthetic --seq-len 60 --eval-every 0 --clip-norm 0.01 --max-steps 9 "

@@ -59,11 +59,11 @@ def shards_of(config, replicas, shards, dtype=torch.float32, seed=3):
     return run_threads(on_rank, world)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [*MIXERS, "kda --model.experts 3"])
 @pytest.mark.parametrize("split", [(1, 1), (1, 2), (1, 5), (2, 3)])
 def test_every_split_starts_from_the_same_bits(mixer, split, monkeypatch):
     monkeypatch.setattr(fla_cp.train.weights, "BLOCK", 500)  # shards begin and end inside of blocks
-    config = small("--mixer", mixer, "--model.tie-embeddings", str(split == (1, 5)))
+    config = small("--mixer", *mixer.split(), "--model.tie-embeddings", str(split == (1, 5)))
     whole = dict(build_model(config, VOCAB, 3).named_parameters())
     seen = dict.fromkeys(whole, 0)
     for rank, held in enumerate(shards_of(config, *split)):

@@ -1,0 +1,176 @@
+"""Which experts a token goes to, with which weights, and what keeps the experts equally loaded.
+
+Two ways are common. Scores by softmax with a loss that grows with the imbalance: Qwen3 and Switch
+Transformer (arXiv 2101.03961, sec. 2.2). Scores by sigmoid with a bias that is added for the choice
+alone and follows the loads without a gradient: DeepSeek-V3 (arXiv 2412.19437, sec. 2.1.2) and Kimi
+Linear.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fla_cp.arguments import check_choice, check_count, check_flags
+from fla_cp.comm import collectives
+from fla_cp.nn.initial import Initial, InitializedModule, Normal
+from fla_cp.replay import without_autocast
+from fla_cp.rule import accumulator
+
+ROUTER_STD = 0.02
+SUM_FLOOR = 1e-20
+"""Added to the sum of the chosen scores, as DeepSeek-V3 does: sigmoids may all be 0."""
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a call go.
+
+    experts: [N, k] int64, best first. weights: [N, k], of the chosen experts. probabilities:
+    [N, E], the scores divided by their sum. Both are fp32, or fp64 for fp64 tokens.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    probabilities: Tensor
+
+
+class RoutingStatistics(NamedTuple):
+    """What a layer's routing adds up to over the tokens of a call, on this rank.
+
+    counts: [E] int64, the tokens that chose each expert. probabilities: [E], their probabilities
+    summed, with a gradient.
+    """
+
+    counts: Tensor
+    probabilities: Tensor
+
+
+class Router(InitializedModule):
+    """Chooses `experts_per_token` of `num_experts` by scores of x W^T, computed in fp32 (fp64).
+
+    routing: "softmax" or "sigmoid"; the latter has the buffer correction_bias [E], which is added
+    to the scores for the choice alone. normalize: divide the weights of a token by their sum.
+    scale: factor on the weights. num_groups, top_groups: choose only from the `top_groups` groups
+    of num_experts / num_groups neighbours whose two best scores have the largest sums. Among equal
+    scores the expert with the lowest number is chosen.
+    Raises ValueError for counts that do not fit each other.
+    """
+
+    correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        routing: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+    ) -> None:
+        super().__init__()
+        counts = {"hidden_size": hidden_size, "num_experts": num_experts}
+        counts |= {"experts_per_token": experts_per_token}
+        for name, value in {**counts, "num_groups": num_groups, "top_groups": top_groups}.items():
+            check_count(name, value)
+        check_choice("routing", routing, ("softmax", "sigmoid"))
+        check_flags(("normalize",), (normalize,))
+        if num_experts % num_groups:
+            raise ValueError(
+                "num_experts must be a multiple of num_groups, "
+                f"got num_experts={num_experts}, num_groups={num_groups}"
+            )
+        if top_groups > num_groups:
+            raise ValueError(
+                f"top_groups must be at most num_groups={num_groups}, got {top_groups}"
+            )
+        most = num_experts // num_groups * top_groups
+        if experts_per_token > most:
+            raise ValueError(
+                f"experts_per_token must be at most the {most} experts that may be chosen, "
+                f"got {experts_per_token}"
+            )
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
+        self.routing, self.normalize, self.scale = routing, normalize, scale
+        self.num_groups, self.top_groups = num_groups, top_groups
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        bias = torch.zeros(num_experts, dtype=torch.float32) if routing == "sigmoid" else None
+        self.register_buffer("correction_bias", bias)
+        self.reset_parameters()
+
+    def initial_values(self) -> dict[str, Initial]:
+        return {"weight": Normal(ROUTER_STD)}
+
+    def forward(self, x: Tensor) -> Routing:
+        """x [N, hidden] -> `Routing`."""
+        wide = accumulator(x.dtype)
+        with without_autocast(x.device.type):
+            logits = F.linear(x.to(wide), self.weight.to(wide))
+            if self.routing == "softmax":
+                scores = probabilities = logits.softmax(-1)
+            else:
+                scores = logits.sigmoid()
+                probabilities = scores / (scores.sum(-1, keepdim=True) + SUM_FLOOR)
+            experts = self.chosen(scores.detach())
+            weights = scores.gather(1, experts)
+            if self.normalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + SUM_FLOOR)
+            return Routing(experts, weights * self.scale, probabilities)
+
+    def chosen(self, scores: Tensor) -> Tensor:
+        """The experts [N, k] of tokens with scores [N, E]."""
+        if self.correction_bias is not None:
+            scores = scores + self.correction_bias
+        if self.top_groups < self.num_groups:
+            groups = scores.unflatten(1, (self.num_groups, -1))
+            best = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+            # a stable sort, unlike topk, says which of equal scores comes first, on every device
+            ranks = best.sort(dim=-1, descending=True, stable=True).indices
+            out = torch.ones_like(best, dtype=torch.bool).scatter(
+                1, ranks[:, : self.top_groups], False
+            )
+            scores = groups.masked_fill(out[..., None], -torch.inf).flatten(1)
+        ranked = scores.sort(dim=-1, descending=True, stable=True).indices
+        return ranked[:, : self.experts_per_token]
+
+    @torch.no_grad()
+    def move_bias(self, counts: Tensor, rate: float) -> None:
+        """Raises the bias of experts with less than the mean load by `rate`, and lowers that of
+        experts with more.
+
+        counts: [E], the tokens of a step that chose each expert, over all ranks. Raises ValueError
+        without a bias.
+        """
+        if self.correction_bias is None:
+            raise ValueError(f'a bias needs routing="sigmoid", got {self.routing!r}')
+        loads = counts.to(torch.float64)
+        self.correction_bias.add_(torch.sign(loads.mean() - loads), alpha=rate)
+
+
+def load_balancing_loss(
+    statistics: RoutingStatistics, experts_per_token: int, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """This rank's share of E sum_e f_e P_e: the sum over the ranks of `group` is the loss.
+
+    f_e is the part of all ranks' tokens that chose expert e, and P_e their mean probability of it,
+    so that equal loads give `experts_per_token`, the least for probabilities that follow the loads.
+    f has no gradient. The gradients of the shares, summed over ranks, are therefore those of the
+    loss, however the tokens are divided, and no gradient crosses ranks. All ranks must call it.
+
+    statistics: of one layer, or of several with counts and probabilities [.., E]. group: the ranks
+    that share the batch, of context and data parallelism together; None: this rank alone.
+    Returns a tensor without the last dim, in the dtype of the probabilities.
+    Source: Switch Transformers, arXiv 2101.03961, eq. 4; with k experts a token as in Qwen3.
+    """
+    counts, probabilities = statistics
+    counts = counts.detach()
+    if group is not None:
+        counts = collectives.all_reduce(counts.clone(), group)
+    loads = counts.to(torch.float64)
+    tokens = (loads.sum(-1, keepdim=True) / experts_per_token).clamp(min=1.0)
+    factor = (loads / tokens / tokens).to(probabilities.dtype)
+    return counts.shape[-1] * (factor * probabilities).sum(-1)

@@ -1,0 +1,80 @@
+"""The loads of a decoder's experts over a step, and what the trainer does to even them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fla_cp.comm import collectives
+from fla_cp.nn import Router, RoutingStatistics, load_balancing_loss
+from fla_cp.train.config import ModelConfig
+from fla_cp.train.data import IGNORE
+
+AUX_LOSS = 0.001
+"""Factor of the load-balancing loss with softmax, as in Qwen3."""
+
+BIAS_RATE = 0.001
+"""Step of the correction bias with sigmoid, as in DeepSeek-V3."""
+
+
+class Balance(nn.Module):
+    """Counts the tokens of each expert over the micro-batches of a step.
+
+    layers: how many blocks have experts. counts: [layers, experts] int64 on the device, of this
+    rank, and of all ranks once `reduce_metrics` has summed them. A CUDA graph adds to them where
+    they are. group: the ranks of the run; None: one rank. load: after `reduce_metrics`, the
+    largest number of tokens of an expert over the mean of its layer, for the worst layer.
+    """
+
+    counts: Tensor
+
+    def __init__(self, layers: int, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.experts is not None
+        softmax = config.routing == "softmax"
+        self.experts_per_token = config.experts_per_token
+        self.aux_loss, self.bias_rate = config.aux_loss, config.bias_rate
+        if self.aux_loss is None:
+            self.aux_loss = AUX_LOSS if softmax else 0.0
+        if self.bias_rate is None:
+            self.bias_rate = 0.0 if softmax else BIAS_RATE
+        device = torch.get_default_device()  # meta, while a sharded model is made
+        counts = torch.zeros(layers, config.experts, dtype=torch.int64, device=device)
+        self.register_buffer("counts", counts, persistent=False)
+        self.group: dist.ProcessGroup | None = None
+        self.load: float | None = None
+
+    def counted(
+        self, loss: Tensor, statistics: Sequence[RoutingStatistics], labels: Tensor
+    ) -> Tensor:
+        """Counts a micro-batch; returns the loss, with the gradient of the balancing loss as well.
+
+        loss: summed over this rank's targets. labels: their tokens, -100 for none. The balancing
+        loss is the mean over layers, over the tokens of this micro-batch on all ranks. It counts
+        once for each target, so that the step's division by all targets fits both. Collective if
+        there is a balancing loss.
+        """
+        found = RoutingStatistics(*(torch.stack(part) for part in zip(*statistics, strict=True)))
+        self.counts += found.counts
+        if not self.aux_loss:
+            return loss
+        share = load_balancing_loss(found, self.experts_per_token, self.group).mean()
+        targets = (labels != IGNORE).sum()
+        if self.group is not None:
+            targets = collectives.all_reduce(targets, self.group)
+        share = self.aux_loss * targets * share
+        return loss + (share - share.detach())
+
+    def largest(self, counts: Tensor) -> Tensor:
+        """Keeps the counts of all ranks; returns the worst layer's `load`, on the device."""
+        self.counts.copy_(counts)
+        return (counts.amax(-1) / counts.mean(-1)).amax()
+
+    def move_biases(self, routers: Sequence[Router]) -> None:
+        """Moves each router's bias by the step's counts of all ranks."""
+        if self.bias_rate:
+            for router, counts in zip(routers, self.counts, strict=True):
+                router.move_bias(counts, self.bias_rate)
