@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,9 +344,9 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
 
     model: a Decoder with float32 parameters, on the meta device or with the same values on every
     rank (float64 for dtype float64, which only the reference of the parity check uses). The
-    parameters stay float32 and are cast to `dtype` for compute. Those of each block's `mixer.core`
-    are not cast, since decay rates lose their meaning in bfloat16. They are small, and one group
-    holds those of all blocks, which `gathered` gathers for a whole forward.
+    parameters stay float32 and are cast to `dtype` for compute. Those of the recurrent mixers'
+    cores are not cast, since decay rates lose their meaning in bfloat16. They are small, and one
+    group holds those of all blocks, which `gathered` gathers for a whole forward.
     Gradients are sums over ranks, not means, in float32: the loss is already divided by the global
     number of targets.
     """
@@ -355,7 +355,7 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     blocks = list(model.get_submodule("blocks").children())
     if dtype != widest:
-        shard_cores([block.get_submodule("mixer.core") for block in blocks], ranks, exact)
+        shard_cores(cores_of(blocks), ranks, exact)
     for block in blocks:
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
@@ -367,10 +367,18 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     return model
 
 
+def cores_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The cores of the recurrent mixers. Softmax attention has none."""
+    mixers = (block.get_submodule("mixer") for block in blocks)
+    return [mixer.get_submodule("core") for mixer in mixers if hasattr(mixer, "core")]
+
+
 def shard_cores(cores: list[nn.Module], ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Makes one group of the parameters of all cores, without hooks: torch.compile could not trace
     them in the middle of a block. `gathered` takes their place, and FSDP's callback at the end of a
     backward, which reduces gradients of groups whose hooks did not run."""
+    if not cores:
+        return
     fully_shard(cores, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
     for core in cores:
         core._forward_pre_hooks.clear()
@@ -378,9 +386,9 @@ def shard_cores(cores: list[nn.Module], ranks: Ranks, policy: MixedPrecisionPoli
 
 
 @contextmanager
-def gathered(core: nn.Module) -> Iterator[None]:
-    """Gathers the parameters of all cores, given one of them, for a forward and its backward."""
-    group = core if isinstance(core, FSDPModule) else None
+def gathered(cores: Sequence[nn.Module]) -> Iterator[None]:
+    """Gathers the parameters of all cores, which are one group, for a forward and its backward."""
+    group = cores[0] if cores and isinstance(cores[0], FSDPModule) else None
     if group is not None:
         group.unshard()
     yield

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
-from fla_cp.train.config import SEEDS, TrainConfig, UserError
+from fla_cp.train.config import SEEDS, ModelConfig, TrainConfig, UserError
+from fla_cp.train.pattern import SOFTMAX, parse_pattern, parse_stretch
 
 
 def _check_texts(config: TrainConfig) -> None:
@@ -45,6 +46,24 @@ def _numbers(config: TrainConfig) -> Iterator[tuple[str, float]]:
                 full = f"--{section.name}.{name}".replace("_", "-")
                 short = hint.__metadata__[0].aliases if get_origin(hint) is Annotated else ()
                 yield (short or (full,))[0], value
+
+
+def _mixers(model: ModelConfig) -> set[str]:
+    """The mixers that the model may have. Raises UserError for texts that name none."""
+    if model.pattern is not None and model.mixer is not None:
+        raise UserError(
+            f"--model.pattern must be left out beside --mixer {model.mixer}, got {model.pattern}"
+        )
+    try:
+        flag, names = "--model.pattern:", {str(model.mixer)}
+        if model.pattern is not None:
+            names = set(parse_pattern(model.pattern))
+        flag = "--model.rope-scaling"
+        if model.rope_scaling is not None:
+            parse_stretch(model.rope_scaling)
+    except ValueError as error:
+        raise UserError(f"{flag} {error}") from None
+    return names
 
 
 def validate(config: TrainConfig) -> None:
@@ -97,6 +116,13 @@ def validate(config: TrainConfig) -> None:
         value = getattr(model, name)
         need(value is None or value >= 1, f"--model.{name.replace('_', '-')}", "at least 1", value)
     need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
+    softmax = sorted(_mixers(model) & set(SOFTMAX))
+    graphs = softmax and parallel.cuda_graphs
+    need(not graphs, "--cuda-graphs", f"left out with {' and '.join(softmax)}", "--cuda-graphs")
+    small = softmax and model.head_dim == 1
+    need(not small, "--model.head-dim", f"at least 2 with {' and '.join(softmax)}", model.head_dim)
+    theta = model.rope_theta
+    need(theta is None or theta > 1, "--model.rope-theta", "above 1", theta)
     bound = model.gate_lower_bound
     need(bound is None or -5 <= bound < 0, "--model.gate-lower-bound", "in [-5, 0)", bound)
     assert optim.lr is not None, "with_recipe sets it"
