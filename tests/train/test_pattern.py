@@ -1,12 +1,16 @@
 """Hybrids: patterns on the command line, named sizes, and documents that see nothing of others."""
 
+import shutil
+
 import pytest
 import torch
 
 from fla_cp import build_cp_context, zigzag_token_ranges
 from fla_cp.nn import Attention, GatedDeltaNet, KimiDeltaAttention, MultiHeadLatentAttention
 from fla_cp.train.config import UserError
-from fla_cp.train.model import Decoder, build_model
+from fla_cp.train.main import main
+from fla_cp.train.metrics import read_metrics
+from fla_cp.train.model import Decoder, build_model, compile_blocks
 from fla_cp.train.parse import load_toml, parse, to_toml
 from fla_cp.train.pattern import block_mixers, parse_pattern
 from tests.support.closeness import assert_exact
@@ -135,3 +139,47 @@ def test_recomputed_blocks_have_the_same_gradients(remat):
         found.append([p.grad for p in model.parameters()])
     for a, b in zip(*found, strict=True):
         assert_exact(remat, b, a)
+
+
+# torch 2.13: dynamo reads .grad of the inputs of what follows the mixer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_give_the_same(monkeypatch):
+    """Recurrent blocks in one graph, others around their mixer."""
+    torch._dynamo.reset()
+    original, fullgraph = torch.compile, []
+
+    def compiled(function, **options):
+        fullgraph.append(options["fullgraph"])
+        return original(function, backend="aot_eager", **options)
+
+    models = [model_of("--model.pattern kda,mla,attention") for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", compiled)
+        compile_blocks(models[1])
+    assert fullgraph == [True, False, False]
+    for documents in ([0, 30, 100], [0, 10, 11, 100]):
+        context = build_cp_context(torch.tensor(documents), None, conv1d_kernel_size=4)
+        tokens = torch.arange(100)[None] % 64
+        for model in models:
+            model.zero_grad()
+            model(tokens, context, tokens).backward()
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert_exact("gradient", b.grad, a.grad)
+
+
+def losses(run, *flags):
+    model = ["--model.pattern", "kda,attention,mla", *SMALL.split()]
+    data = ["--data", "synthetic", "--seq-len", "64", "--global-batch-size", "1"]
+    run_flags = ["--out", str(run), "--eval-every", "0", "--run.no-tensorboard"]
+    assert main([*model, *data, *run_flags, "--device", "cpu", "--lr", "0.01", *flags]) == 0
+    return [row["loss"] for row in read_metrics(run / "metrics.jsonl")]
+
+
+@pytest.mark.bits
+def test_a_resumed_hybrid_goes_on_alike(tmp_path):
+    flags = ["--max-steps", "4", "--checkpoint-every", "2"]
+    whole = losses(tmp_path / "whole", *flags)
+    shutil.copytree(tmp_path / "whole", tmp_path / "halved")
+    shutil.rmtree(tmp_path / "halved" / "checkpoints" / "step-00000004")
+    assert losses(tmp_path / "halved", *flags, "--resume", "auto") == whole
+    assert len(whole) == 4
