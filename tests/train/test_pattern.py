@@ -172,7 +172,7 @@ def losses(run, *flags):
     data = ["--data", "synthetic", "--seq-len", "64", "--global-batch-size", "1"]
     run_flags = ["--out", str(run), "--eval-every", "0", "--run.no-tensorboard"]
     assert main([*model, *data, *run_flags, "--device", "cpu", "--lr", "0.01", *flags]) == 0
-    return [row["loss"] for row in read_metrics(run / "metrics.jsonl")]
+    return [row["loss"] for row in read_metrics(run)]
 
 
 @pytest.mark.bits
