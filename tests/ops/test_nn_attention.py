@@ -343,3 +343,72 @@ def test_yarn_as_in_transformers(dim, base, factor, length):
     found = Rotary(dim, base, YaRN(factor, length))
     torch.testing.assert_close(found.frequencies().float(), wanted, rtol=1e-5, atol=0)
     assert found.magnitude == pytest.approx(magnitude)
+
+
+def rotary_tables(rotary, n):
+    """transformers' tables [1, n, dim] of one sequence."""
+    angles = torch.arange(n, dtype=torch.float64)[:, None] * rotary.frequencies()
+    return tuple(torch.cat([t, t], -1)[None] for t in (angles.cos(), angles.sin()))
+
+
+def causal_mask(n):
+    return torch.full((1, 1, n, n), -math.inf, dtype=torch.float64).triu(1)
+
+
+def test_attention_is_that_of_qwen3_next():
+    pytest.importorskip("transformers")
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+    config = theirs.Qwen3NextConfig(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5
+    )
+    config._attn_implementation = "eager"
+    stock = theirs.Qwen3NextAttention(config, 0).double().eval()
+    torch.nn.init.normal_(stock.q_norm.weight)
+    layer = Attention(24, 4, 2, 8, qk_norm=True, output_gate=True, rotary_dim=2).double()
+    q, g = stock.q_proj.weight.data.view(4, 2, 8, 24).unbind(1)  # head by head
+    layer.q_proj.weight.data.copy_(q.flatten(0, 1))
+    layer.g_proj.weight.data.copy_(g.flatten(0, 1))
+    for name in ("k_proj", "v_proj", "o_proj"):
+        layer.get_submodule(name).weight.data.copy_(stock.get_submodule(name).weight.data)
+    for name in ("q_norm", "k_norm"):
+        layer.get_submodule(name).weight.data.copy_(1 + stock.get_submodule(name).weight.data)
+    x, n = drawn()[0][:, :50], 50
+    wanted = stock(x, rotary_tables(layer.rotary, n), causal_mask(n))[0]
+    # its norms compute in fp32
+    torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [None, 7])
+def test_latent_attention_is_that_of_deepseek_v3(rank):
+    pytest.importorskip("transformers")
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
+    rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
+    config = theirs.DeepseekV3Config(
+        hidden_size=24,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        q_lora_rank=rank,
+        rope_interleave=False,
+        rope_parameters=rope,
+        **LATENT,
+    )
+    config._attn_implementation = "eager"
+    stock = theirs.DeepseekV3Attention(config, 0).double().eval()
+    layer = MultiHeadLatentAttention(
+        24, 3, q_lora_rank=rank, rope_scaling=YaRN(4, 64), norm_eps=1e-6, **LATENT
+    ).double()
+    names = {"kv_down": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj"}
+    names |= {"o_proj": "o_proj"}
+    names |= (
+        {"q_proj": "q_proj"}
+        if rank is None
+        else {"q_proj.0": "q_a_proj", "q_proj.1": "q_a_layernorm", "q_proj.2": "q_b_proj"}
+    )
+    for ours, other in names.items():
+        layer.get_submodule(ours).weight.data.copy_(stock.get_submodule(other).weight.data)
+    x, n = drawn()[0][:, :50], 50
+    wanted = stock(x, rotary_tables(layer.rotary, n), causal_mask(n))[0]
+    torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-6)
