@@ -11,7 +11,7 @@ from torch import Tensor
 from fla_cp.arguments import check_scale, check_tensors
 from fla_cp.comm.keys_values.gathered import gather
 from fla_cp.context import FLACPContext
-from fla_cp.kernels.attention import Attended, attend, attend_bwd
+from fla_cp.kernels.torch.attention import Attended, attend, attend_bwd
 from fla_cp.ops.checks import FLOATS, check_sequences
 from fla_cp.partition.checks import check_offsets
 from fla_cp.partition.key_rows import KeyRows, Lengths

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fla_cp import build_cp_context, causal_attention, zigzag_token_ranges
-from fla_cp.kernels import attention
+from fla_cp.kernels.torch import attention
 from tests.support.ranks import run_threads
 
 OFFSETS = (0, 37, 40, 40, 101, 150)
