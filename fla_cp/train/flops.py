@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fla_cp.kernels.attention import BLOCK
+from fla_cp.kernels.torch.attention import BLOCK
 from fla_cp.nn import Attention, MultiHeadLatentAttention
 from fla_cp.nn.linear_attention import LinearAttention
 from fla_cp.rule import CHUNK
