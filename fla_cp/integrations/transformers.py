@@ -144,9 +144,7 @@ def _mixer(i: int, layer: nn.Module) -> nn.Module:
     parts = [getattr(layer, name) for name in _MIXERS if hasattr(layer, name)]
     if [part for part in parts if _name(part) in KINDS] != parts or len(parts) != 1:
         got = " and ".join(map(_name, parts)) or "nothing"
-        raise ValueError(
-            f"layer {i} must mix tokens with one of {', '.join(KINDS)}, got {got}"
-        )
+        raise ValueError(f"layer {i} must mix tokens with one of {', '.join(KINDS)}, got {got}")
     (mixer,) = parts
     if "forward" in vars(mixer):
         raise ValueError(

@@ -1,7 +1,9 @@
 """Layers."""
 
+from fla_cp.nn.attention import Attention
 from fla_cp.nn.experts import Experts
 from fla_cp.nn.kda import KDACore, KimiDeltaAttention
+from fla_cp.nn.latent_attention import MultiHeadLatentAttention
 from fla_cp.nn.linear_attention import (
     Comba,
     GatedDeltaNet,
@@ -10,9 +12,11 @@ from fla_cp.nn.linear_attention import (
     SimpleGatedLinearAttention,
 )
 from fla_cp.nn.modules import GatedRMSNorm, RMSNorm, ShortConvolution, SwiGLU
+from fla_cp.nn.rotary import YaRN
 from fla_cp.nn.routing import Router, RoutingStatistics, load_balancing_loss
 
 __all__ = [
+    "Attention",
     "Comba",
     "Experts",
     "GatedDeltaNet",
@@ -21,11 +25,13 @@ __all__ = [
     "GatedRMSNorm",
     "KDACore",
     "KimiDeltaAttention",
+    "MultiHeadLatentAttention",
     "RMSNorm",
     "Router",
     "RoutingStatistics",
     "ShortConvolution",
     "SimpleGatedLinearAttention",
     "SwiGLU",
+    "YaRN",
     "load_balancing_loss",
 ]

@@ -42,6 +42,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 MODEL_NEUTRAL = ("size", "impl", "compile", "remat", "offload", "aux_loss", "bias_rate")
 """Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
+POSITIONS = ("rope_theta", "rope_scaling")
+"""Fields of the model that may change when a run is resumed, to train on longer sequences."""
 DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers")
 """Fields of DataConfig that do not change the batches."""
 
@@ -240,20 +242,21 @@ def _shown(section: str, name: str, value: Any) -> str:
 
 
 def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
-    """Compares a checkpoint with this run; returns notes on data options that differ.
+    """Compares a checkpoint with this run; returns notes on options that differ.
 
-    now: the `facts` of this run. Data may change on purpose, for example between stages of a
-    training, so a difference is only noted. With another model the weights would not fit, or would
-    mean something else: this raises UserError, in one line with every flag, both values, and how to
-    take over the checkpoint's configuration. Another optimiser is refused as well, since its state
-    would be missing.
+    now: the `facts` of this run. Data and rotary positions may change on purpose, for example
+    between stages of a training, so a difference is only noted. With another model the weights
+    would not fit, or would mean something else: this raises UserError, in one line with every flag,
+    both values, and how to take over the checkpoint's configuration. Another optimiser is refused
+    as well, since its state would be missing.
     """
     try:
         record, _ = read_record(path)
     except Damaged as error:
         raise UserError(f"--resume: {path} is damaged: {error}") from None
     saved, new = record["model"], now["model"]
-    changed = [name for name in new if name in saved and saved[name] != new[name]]
+    differ = [name for name in new if name in saved and saved[name] != new[name]]
+    changed = [name for name in differ if name not in POSITIONS]
     if changed:
         before = " and ".join(_shown("model", name, saved[name]) for name in changed)
         after = " and ".join(_shown("model", name, new[name]) for name in changed)
@@ -268,7 +271,12 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
             f"--resume: {path} was trained with --optimizer {optimizer}, whose state --optimizer "
             f"{now['optimizer']} cannot continue"
         )
-    notes = []
+    notes = [
+        f"rotary positions differ: {_shown('model', name, new[name])}, "
+        f"before {_shown('model', name, saved[name])}"
+        for name in differ
+        if name in POSITIONS
+    ]
     for name, value in now["data"].items():
         if name in record["data"] and record["data"][name] != value:
             flag = _OTHER_FLAGS.get(name, f"--data.{name.replace('_', '-')}")

@@ -6,11 +6,14 @@ one (`--cp`). The text below a field is its help text there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
+
+from fla_cp.train.pattern import PATTERNS, Mixer, parse_stretch
 
 
 class UserError(ValueError):
@@ -25,8 +28,8 @@ def _short(*flags: str) -> Any:
 class Recipe:
     """Defaults of a named size for the length of the training and the learning rate.
 
-    The recipes of 340M and 1.3B assume AdamW and batches of about 0.5 million tokens, which is
-    common for these sizes; the one of tiny is for the bytes of `stdlib` on a CPU.
+    Those of 340M and above assume AdamW and batches of about 0.5 million tokens, which is common
+    for the smaller ones; the one of tiny is for the bytes of `stdlib` on a CPU.
     """
 
     lr: float
@@ -38,6 +41,8 @@ RECIPES = {
     "tiny": Recipe(lr=4e-3, warmup_steps=20, max_steps=150),
     "340M": Recipe(lr=1e-3, warmup_steps=1024, max_steps=20480),
     "1.3B": Recipe(lr=4e-4, warmup_steps=2000, max_steps=100_000),
+    "kimi-linear": Recipe(lr=3e-4, warmup_steps=2000, max_steps=100_000),
+    "qwen3-next": Recipe(lr=2e-4, warmup_steps=2000, max_steps=100_000),
 }
 
 SEEDS = 2**32
@@ -48,13 +53,18 @@ SEEDS = 2**32
 class ModelConfig:
     """The decoder. A named size sets every dimension; the others override one each."""
 
-    size: Annotated[Literal["tiny", "340M", "1.3B"], _short("--model")] = "tiny"
-    """Named size; `tiny` trains on a CPU."""
-    mixer: Annotated[
-        Literal["kda", "gdn", "comba", "gdp", "gla", "simple_gla"], _short("--mixer")
-    ] = "kda"
-    """Token mixer of each block: Kimi Delta Attention, Gated DeltaNet, Comba, Gated DeltaProduct,
-    GLA or simple GLA."""
+    size: Annotated[
+        Literal["tiny", "340M", "1.3B", "kimi-linear", "qwen3-next"], _short("--model")
+    ] = "tiny"
+    """Named size; `tiny` trains on a CPU. kimi-linear and qwen3-next have the layers of Kimi Linear
+    48B-A3B and Qwen3-Next 80B-A3B, with SwiGLU in each block."""
+    mixer: Annotated[Mixer | None, _short("--mixer")] = None
+    """Token mixer of every block: Kimi Delta Attention, Gated DeltaNet, Comba, Gated DeltaProduct,
+    GLA, simple GLA, or softmax attention: gated with grouped queries, or latent (MLA). None: by
+    model size, kda or a pattern."""
+    pattern: str | None = None
+    """Mixers of a hybrid, in place of --mixer: kda*3,mla repeats three blocks of kda and one of
+    mla over all blocks; the last repetition may be cut."""
     layers: int | None = None
     """Number of blocks."""
     hidden_size: int | None = None
@@ -84,6 +94,14 @@ class ModelConfig:
     0.001."""
     dense_layers: int = 0
     """The first blocks, which keep SwiGLU."""
+    rope_theta: float | None = None
+    """Base of the rotary positions of attention and mla. None: by model size, 10000 or 1e7."""
+    rope_scaling: str | None = None
+    """yarn:FACTOR[:ORIGINAL]: rotary positions for sequences FACTOR times longer than the ORIGINAL
+    tokens that the model was trained with; without ORIGINAL, --seq-len / FACTOR."""
+    mla_rope: bool = False
+    """Rotary positions in mla, as in DeepSeek-V3. Without, mla has no positions, as in Kimi
+    Linear."""
     gate_lower_bound: float | None = None
     """Lowest log decay per token of kda, in [-5, 0); None leaves the gate unbounded."""
     impl: Annotated[Literal["auto", "torch", "triton"], _short("--impl")] = "auto"
@@ -204,7 +222,7 @@ class OptimConfig:
     decay_ratio: float = 0.2
     """Share of run.max_steps in which wsd decays."""
     lr: Annotated[float | None, _short("--lr")] = None
-    """Peak learning rate. None: by model size, 4e-3, 1e-3 or 4e-4."""
+    """Peak learning rate. None: by model size, 4e-3 to 2e-4."""
     min_lr_ratio: float = 0.1
     """Last learning rate, as a share of the peak."""
     warmup_steps: Annotated[int | None, _short("--warmup-steps")] = None
@@ -291,6 +309,7 @@ class TrainConfig:
 def with_recipe(config: TrainConfig) -> TrainConfig:
     """The configuration with the values of `RECIPES` where the user has set none."""
     recipe, optim, run = RECIPES[config.model.size], config.optim, config.run
+    model = _with_mixers(config.model, config.data.seq_len)
     steps = recipe.max_steps if run.max_steps is None else run.max_steps
     lr = recipe.lr if optim.lr is None else optim.lr
     warmup = optim.warmup_steps
@@ -298,6 +317,23 @@ def with_recipe(config: TrainConfig) -> TrainConfig:
         warmup = min(recipe.warmup_steps, max(steps, 0) // 5)
     return dataclasses.replace(
         config,
+        model=model,
         optim=dataclasses.replace(optim, lr=lr, warmup_steps=warmup),
         run=dataclasses.replace(run, max_steps=steps),
     )
+
+
+def _with_mixers(model: ModelConfig, seq_len: int) -> ModelConfig:
+    """The model with the mixers of its size if none are named, and with YaRN's original length. A
+    text that is wrong stays as it is, for `validate` to refuse."""
+    changes: dict[str, Any] = {}
+    if model.mixer is None and model.pattern is None:
+        pattern = PATTERNS.get(model.size)
+        changes = {"mixer": "kda"} if pattern is None else {"pattern": pattern}
+    if model.rope_scaling is not None:
+        with contextlib.suppress(ValueError):
+            stretch = parse_stretch(model.rope_scaling)
+            if stretch.original is None:
+                original = max(1, round(seq_len / stretch.factor))
+                changes["rope_scaling"] = str(stretch._replace(original=original))
+    return dataclasses.replace(model, **changes)

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,10 +345,10 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
 
     model: a Decoder with float32 parameters, on the meta device or with the same values on every
     rank (float64 for dtype float64, which only the reference of the parity check uses). The
-    parameters stay float32 and are cast to `dtype` for compute. Those of each block's `mixer.core`
-    are not cast, since decay rates lose their meaning in bfloat16, nor are those of routers, whose
-    scores decide. They are small, and one group holds those of all blocks, which `gathered` gathers
-    for a whole forward. Experts are sharded with their block, by expert.
+    parameters stay float32 and are cast to `dtype` for compute. Those of the recurrent mixers'
+    cores are not cast, since decay rates lose their meaning in bfloat16, nor are those of routers,
+    whose scores decide. They are small, and one group holds those of all blocks, which `gathered`
+    gathers for a whole forward. Experts are sharded with their block, by expert.
     Gradients are sums over ranks, not means, in float32: the loss is already divided by the global
     number of targets.
     """
@@ -357,9 +357,7 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     blocks = list(model.get_submodule("blocks").children())
     if dtype != widest:
-        cores = [block.get_submodule("mixer.core") for block in blocks]
-        routers = [module for module in model.modules() if isinstance(module, Router)]
-        shard_cores([*cores, *routers], ranks, exact)
+        shard_cores(exact_parts(blocks), ranks, exact)
     for block in blocks:
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
@@ -371,10 +369,21 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     return model
 
 
+def exact_parts(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The parts of blocks that stay float32: cores of recurrent mixers, and routers."""
+    blocks = list(blocks)
+    mixers = (block.get_submodule("mixer") for block in blocks)
+    cores = [mixer.get_submodule("core") for mixer in mixers if hasattr(mixer, "core")]
+    parts = (part for block in blocks for part in block.modules())
+    return cores + [part for part in parts if isinstance(part, Router)]
+
+
 def shard_cores(cores: list[nn.Module], ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Makes one group of the parameters of all cores and routers, without hooks: torch.compile
     could not trace them in the middle of a block. `gathered` takes their place, and FSDP's callback
     at the end of a backward, which reduces gradients of groups whose hooks did not run."""
+    if not cores:
+        return
     fully_shard(cores, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
     for core in cores:
         core._forward_pre_hooks.clear()
@@ -382,9 +391,9 @@ def shard_cores(cores: list[nn.Module], ranks: Ranks, policy: MixedPrecisionPoli
 
 
 @contextmanager
-def gathered(core: nn.Module) -> Iterator[None]:
-    """Gathers the parameters of all cores, given one of them, for a forward and its backward."""
-    group = core if isinstance(core, FSDPModule) else None
+def gathered(cores: Sequence[nn.Module]) -> Iterator[None]:
+    """Gathers the parameters of all cores, which are one group, for a forward and its backward."""
+    group = cores[0] if cores and isinstance(cores[0], FSDPModule) else None
     if group is not None:
         group.unshard()
     yield

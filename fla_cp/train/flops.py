@@ -7,6 +7,8 @@ A product of an m x k and a k x n matrix counts as 2mnk operations. Counted are:
 - routers, and of a mixture's experts those that a token takes
 - the operator's chunk form with chunks of C = 64 rows (docs/design.md): scores, inverse, operands,
   states and output, with the adjoints that the algebra needs
+- softmax attention: the products of each query with the keys and values that it reads, and their
+  adjoints
 
 Not counted are the embedding, norms, gates, activations, the short convolution (8 operations a
 channel and token), the loss behind the logits, and the optimiser. Nothing that is computed a second
@@ -23,6 +25,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fla_cp.kernels.torch.attention import BLOCK
+from fla_cp.nn import Attention, MultiHeadLatentAttention
 from fla_cp.nn.experts import Experts
 from fla_cp.nn.linear_attention import LinearAttention
 from fla_cp.rule import CHUNK
@@ -65,12 +69,12 @@ def step_flops(
     """The operations of one forward and backward over a batch, by part.
 
     The parts are projections, scores (Akk and Aqk), inverse (T), operands (w and u), states,
-    output, ffn and head.
+    output, attention, ffn and head.
 
     model: a decoder; one on the meta device will do. tokens: of the whole batch. documents: the
     documents' lengths, whose sum is `tokens`. With them, the rows that fill a document's last chunk
     count too, because the backends process whole chunks. Without them they do not count, which is
-    right for the utilisation of a GPU.
+    right for the utilisation of a GPU; softmax attention then counts as over one document.
     Raises ValueError if the lengths do not add up, or for a mixer that has no formula.
     """
     if documents is not None and sum(documents) != tokens:
@@ -82,8 +86,6 @@ def step_flops(
 
     for block in model.blocks.children():
         mixer = block.get_submodule("mixer")
-        if not isinstance(mixer, LinearAttention):
-            raise ValueError(f"there is no formula for the mixer {type(mixer).__name__}")
         for name, module in (("projections", mixer), ("ffn", block.get_submodule("ffn"))):
             for linear in module.modules():
                 if isinstance(linear, nn.Linear):
@@ -91,6 +93,11 @@ def step_flops(
         for layer in (module for module in block.modules() if isinstance(module, Experts)):
             add("ffn", _experts(layer, tokens))
         lengths = [tokens] if documents is None else documents
+        if isinstance(mixer, (Attention, MultiHeadLatentAttention)):
+            add("attention", _attention(mixer, lengths))
+            continue
+        if not isinstance(mixer, LinearAttention):
+            raise ValueError(f"there is no formula for the mixer {type(mixer).__name__}")
         chunks = [length * mixer.rows / CHUNK for length in lengths]
         if documents is not None:
             chunks = [float(-(-length * mixer.rows // CHUNK)) for length in lengths]
@@ -153,3 +160,20 @@ def _operator(mixer: LinearAttention, chunks: float) -> dict[str, Products]:
         "states": Products(states, 2 * states, states + zeros),
         "output": Products(read * out, 2 * read * out, 3 * (1 - read) * out),
     }
+
+
+def _attention(mixer: Attention | MultiHeadLatentAttention, lengths: Sequence[int]) -> Products:
+    """The products of softmax attention over documents of these lengths."""
+    if isinstance(mixer, Attention):
+        K = V = mixer.head_dim
+    else:
+        K, V = mixer.qk_head_dim, mixer.v_head_dim
+    H = mixer.num_heads
+    pairs = 2.0 * H * sum(n * (n + 1) / 2 for n in lengths)
+    forward = pairs * (K + V)
+    # The torch backend multiplies blocks of queries with all keys up to the block's end, forms the
+    # scores again in the backward, and sums do * o of each query as a product.
+    ends = (min(lo + BLOCK, n) for n in lengths for lo in range(0, n, BLOCK))
+    blocks = 2.0 * H * sum((end - (end - 1) // BLOCK * BLOCK) * end for end in ends)
+    executed = blocks * (4 * K + 3 * V) + 2.0 * H * V * sum(lengths)
+    return Products(forward, 2 * forward, executed - 3 * forward)

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fla_cp import FLACPContext
-from fla_cp import nn as layers
 from fla_cp.nn import RoutingStatistics, SwiGLU
+from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.experts import Experts, ExpertWeights
 from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
 from fla_cp.remat import Offloaded, selective_checkpoint
 from fla_cp.train.balance import Balance
 from fla_cp.train.config import ModelConfig
-from fla_cp.train.distributed import Ranks, gathered, shard_model
+from fla_cp.train.distributed import Ranks, exact_parts, gathered, shard_model
 from fla_cp.train.loss import chunked_cross_entropy
+from fla_cp.train.mixers import make_mixer
+from fla_cp.train.pattern import block_mixers
 from fla_cp.train.weights import give_memory, initialise
 
-CONV_SIZE = 4
 INIT_STD = 0.02
 INTO_RESIDUAL = ("mixer.o_proj", "ffn.down", "ffn.experts", "ffn.shared.down")
 """Names of the modules whose matrix (of experts: down) writes into the residual stream."""
@@ -37,13 +38,24 @@ NO_DROPOUT: dict[str, Any] = {"preserve_rng_state": False}
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a decoder."""
+    """Dimensions of a decoder.
+
+    num_heads, head_dim: of recurrent layers; value_heads: their value heads for each key head.
+    attention_width: channels of a head of attention, as a multiple of head_dim. queries_per_key:
+    query heads that share a key head, if they divide num_heads. ffn_ratio: inner width of SwiGLU
+    over the outer one, by default 8/3, so that 3 matrices cost what 2 of 4x do.
+    """
 
     layers: int
     hidden_size: int
     num_heads: int
     head_dim: int
     tie_embeddings: bool
+    value_heads: int = 1
+    attention_width: int = 1
+    queries_per_key: int = 4
+    ffn_ratio: float = 8 / 3
+    rope_theta: float = 10000.0
 
     def __str__(self) -> str:
         return (
@@ -54,32 +66,47 @@ class Shape:
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of SwiGLU: 8/3 of the outer one, so that 3 matrices cost what 2 of 4x do."""
-        return 64 * math.ceil(self.hidden_size * 8 / 3 / 64)
+        """Inner width of SwiGLU, a multiple of 64."""
+        return 64 * math.ceil(self.hidden_size * self.ffn_ratio / 64)
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Channels of a head of attention."""
+        return self.attention_width * self.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key heads of attention."""
+        return self.num_heads // math.gcd(self.num_heads, self.queries_per_key)
 
 
 SHAPES = {
     "tiny": Shape(layers=2, hidden_size=128, num_heads=2, head_dim=64, tie_embeddings=True),
     "340M": Shape(layers=24, hidden_size=1024, num_heads=8, head_dim=128, tie_embeddings=False),
     "1.3B": Shape(layers=24, hidden_size=2048, num_heads=16, head_dim=128, tie_embeddings=False),
+    "kimi-linear": Shape(
+        layers=27, hidden_size=2304, num_heads=32, head_dim=128, tie_embeddings=False, ffn_ratio=4
+    ),
+    "qwen3-next": Shape(
+        layers=48,
+        hidden_size=2048,
+        num_heads=16,
+        head_dim=128,
+        tie_embeddings=False,
+        value_heads=2,
+        attention_width=2,
+        queries_per_key=8,
+        ffn_ratio=2.5,
+        rope_theta=1e7,
+    ),
 }
 
 
 def shape_of(config: ModelConfig) -> Shape:
     """The shape of the named size, with the dimensions that the configuration sets."""
-    names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings")
+    names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings", "rope_theta")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     return replace(SHAPES[config.size], **given)
-
-
-MIXERS = {
-    "kda": layers.KimiDeltaAttention,
-    "gdn": layers.GatedDeltaNet,
-    "comba": layers.Comba,
-    "gdp": layers.GatedDeltaProduct,
-    "gla": layers.GatedLinearAttention,
-    "simple_gla": layers.SimpleGatedLinearAttention,
-}
 
 
 def _initial_values(module: nn.Module, std: float) -> dict[str, Initial]:
@@ -124,19 +151,10 @@ def _feed_forward(config: ModelConfig, shape: Shape, layer_idx: int) -> nn.Modul
 class Block(nn.Module):
     """Pre-norm residual block: token mixer, then SwiGLU or experts."""
 
-    def __init__(self, config: ModelConfig, shape: Shape, layer_idx: int) -> None:
+    def __init__(self, mixer: str, config: ModelConfig, shape: Shape, layer_idx: int) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
-        bound = {"gate_lower_bound": config.gate_lower_bound} if config.mixer == "kda" else {}
-        self.mixer = MIXERS[config.mixer](
-            shape.hidden_size,
-            shape.num_heads,
-            shape.head_dim,
-            conv_size=CONV_SIZE,
-            impl=config.impl,
-            layer_idx=layer_idx,
-            **bound,
-        )
+        self.mixer = make_mixer(mixer, config, shape, layer_idx)
         self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
         self.ffn = _feed_forward(config, shape, layer_idx)
 
@@ -161,8 +179,9 @@ class Decoder(nn.Module):
         self.shape = shape_of(config)
         self.remat, self.offload = config.remat, config.offload
         self.embedding = nn.Embedding(vocab_size, self.shape.hidden_size)
+        mixers = block_mixers(config.pattern or config.mixer or "kda", self.shape.layers)
         self.blocks = nn.ModuleList(
-            Block(config, self.shape, layer_idx) for layer_idx in range(self.shape.layers)
+            Block(mixer, config, self.shape, layer_idx) for layer_idx, mixer in enumerate(mixers)
         )
         self.norm = nn.RMSNorm(self.shape.hidden_size, eps=1e-5)
         self.head = nn.Linear(self.shape.hidden_size, vocab_size, bias=False)
@@ -215,7 +234,7 @@ class Decoder(nn.Module):
         load-balancing loss.
         """
         x, statistics = self.embedding(tokens), []
-        with gathered(self.blocks[0].get_submodule("mixer.core")):
+        with gathered(exact_parts(self.blocks)):
             for block in self.blocks:
                 x, found = self.run_block(block, x, context)
                 statistics.append(found)
@@ -284,9 +303,14 @@ def build_sharded(
 
 def compile_blocks(model: Decoder) -> None:
     """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
-    share one code object, so that a shape is compiled once."""
+    share one code object, so that a shape is compiled once. Mixers of softmax attention run as they
+    are, between the compiled parts of their blocks."""
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)
+        mixer = block.get_submodule("mixer")
+        traced = not isinstance(mixer, SoftmaxAttention)
+        if not traced:
+            mixer.forward = torch.compiler.disable(mixer.forward)
+        block.forward = torch.compile(block.forward, fullgraph=traced)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

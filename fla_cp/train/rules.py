@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
-from fla_cp.train.config import SEEDS, TrainConfig, UserError
+from fla_cp.train.config import SEEDS, ModelConfig, TrainConfig, UserError
 from fla_cp.train.model import shape_of
+from fla_cp.train.pattern import SOFTMAX, parse_pattern, parse_stretch
 
 EXPERT_OPTIONS = (
     *("experts_per_token", "shared_experts", "expert_size", "routing"),
@@ -90,6 +91,24 @@ def _check_experts(config: TrainConfig) -> None:
         )
 
 
+def _mixers(model: ModelConfig) -> set[str]:
+    """The mixers that the model may have. Raises UserError for texts that name none."""
+    if model.pattern is not None and model.mixer is not None:
+        raise UserError(
+            f"--model.pattern must be left out beside --mixer {model.mixer}, got {model.pattern}"
+        )
+    try:
+        flag, names = "--model.pattern:", {str(model.mixer)}
+        if model.pattern is not None:
+            names = set(parse_pattern(model.pattern))
+        flag = "--model.rope-scaling"
+        if model.rope_scaling is not None:
+            parse_stretch(model.rope_scaling)
+    except ValueError as error:
+        raise UserError(f"{flag} {error}") from None
+    return names
+
+
 def validate(config: TrainConfig) -> None:
     """Raises UserError with the flag, the rule and the value of the first broken rule."""
 
@@ -141,6 +160,13 @@ def validate(config: TrainConfig) -> None:
         need(value is None or value >= 1, f"--model.{name.replace('_', '-')}", "at least 1", value)
     need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
     _check_experts(config)
+    softmax = sorted(_mixers(model) & set(SOFTMAX))
+    graphs = softmax and parallel.cuda_graphs
+    need(not graphs, "--cuda-graphs", f"left out with {' and '.join(softmax)}", "--cuda-graphs")
+    small = softmax and model.head_dim == 1
+    need(not small, "--model.head-dim", f"at least 2 with {' and '.join(softmax)}", model.head_dim)
+    theta = model.rope_theta
+    need(theta is None or theta > 1, "--model.rope-theta", "above 1", theta)
     bound = model.gate_lower_bound
     need(bound is None or -5 <= bound < 0, "--model.gate-lower-bound", "in [-5, 0)", bound)
     assert optim.lr is not None, "with_recipe sets it"

@@ -23,7 +23,8 @@ from fla_cp.train.data import IGNORE, Batch, PackedDataset, StepBatchSampler
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.graphs import Graphs
 from fla_cp.train.loader import Share, Sharing, StepLoader, token_ranges
-from fla_cp.train.model import CONV_SIZE, Decoder
+from fla_cp.train.mixers import CONV_SIZE
+from fla_cp.train.model import Decoder
 from fla_cp.train.progress import mark
 from fla_cp.train.weights import local_tensor
 

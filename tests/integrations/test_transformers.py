@@ -15,16 +15,10 @@ from tests.support.sweeps import crossed
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from transformers import AttentionInterface  # noqa: E402
+from transformers import AttentionInterface
 
-from fla_cp.integrations.transformers import parallelize, under  # noqa: E402
-from tests.support.stock_models import (  # noqa: E402
-    MODELS,
-    documents_alone,
-    drawn_tokens,
-    gradients,
-    stock_model,
-)
+from fla_cp.integrations.transformers import parallelize, under
+from tests.support.stock_models import MODELS, documents_alone, drawn_tokens, gradients, stock_model
 
 OFFSETS = (0, 37, 40, 40, 101, 150)
 LOGITS = 1e-5

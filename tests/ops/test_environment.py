@@ -242,6 +242,10 @@ LAYERS = {
     "product": lambda: nn.GatedDeltaProduct(8, 1, 4),
     "gla": lambda: nn.GatedLinearAttention(8, 1, 4),
     "simple_gla": lambda: nn.SimpleGatedLinearAttention(8, 1, 4),
+    "attention": lambda: nn.Attention(8, 2, 1, 4, qk_norm=True, output_gate=True),
+    "mla": lambda: nn.MultiHeadLatentAttention(
+        8, 2, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4
+    ),
 }
 
 

@@ -129,3 +129,16 @@ def test_another_model_is_refused_and_other_data_noted(tmp_path, ranks):
         "the resumed run's data differ: --seed is 3, was 0",
         "the resumed run's data differ: packs in --data is 9, was 10",
     ]
+
+
+def test_a_hybrid_is_resumed_with_other_positions_and_no_other_pattern(tmp_path, ranks):
+    hybrid = "--model.pattern kda,attention"
+    one = OneRank(ranks, hybrid)
+    path = one.save(tmp_path, 1)
+    stretched = OneRank(ranks, hybrid + " --model.rope-theta 5e5 --model.rope-scaling yarn:4:1024")
+    assert checkpoint.check_matches(path, stretched.facts()) == [
+        "rotary positions differ: --model.rope-theta 500000.0, before --model.rope-theta 10000.0",
+        "rotary positions differ: --model.rope-scaling yarn:4:1024, before no --model.rope-scaling",
+    ]
+    with pytest.raises(UserError, match=r"--model.pattern kda,attention, but .* gdn,attention"):
+        checkpoint.check_matches(path, OneRank(ranks, "--model.pattern gdn,attention").facts())

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
 from fla_cp.train.config import OptimConfig, UserError
-from fla_cp.train.model import MIXERS, Decoder, build_sharded
+from fla_cp.train.mixers import MIXERS
+from fla_cp.train.model import Decoder, build_sharded
 from fla_cp.train.optim import (
     Optimizers,
     ShardedMuon,
@@ -97,7 +98,8 @@ def test_muon_takes_the_matrices_of_linear_layers_and_adamw_the_rest(mixer):
     assert taken | rest == set(of.values()) and not taken & rest
     assert all(name.startswith("blocks.") and of_linear(model, name) for name in taken)
     assert {"blocks.0.mixer.q_proj.weight", "blocks.1.ffn.down.weight"} <= taken
-    assert {"embedding.weight", "norm.weight", "blocks.0.mixer.qkv_conv.weight"} <= rest
+    own = {"attention": "q_norm", "mla": "kv_norm"}.get(mixer, "qkv_conv")
+    assert {"embedding.weight", "norm.weight", f"blocks.0.mixer.{own}.weight"} <= rest
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
     assert [group["weight_decay"] for group in muon.param_groups] == [0.1]
 

@@ -18,6 +18,7 @@ from tests.support.meshes import ranks_of
 
 SPLITS = {
     "cp": "--cp 4",
+    "zigzag": "--cp 4 --parallel.layout zigzag",
     "micro-batches and Muon": "--cp 4 --micro-batch-size 1 --optimizer muon",
     "cp and shards": "--cp 2 --dp-shard 2",
     "zigzag and replicas": "--cp 2 --dp-replicate 2 --parallel.layout zigzag --remat selective",
@@ -84,7 +85,8 @@ def late_step(patch, rank, _):
 
 def reports(group, rank, split, data, mixer, seed, faults):
     """The report of every fault, on rank 0."""
-    flags = ["--mixer", mixer, "--seed", str(seed), "--data", data]
+    kind = "--model.pattern" if "," in mixer else "--mixer"
+    flags = [kind, mixer, "--seed", str(seed), "--data", data]
     config = parse([*FLAGS, *split.split(), *flags])
     dataset = build_dataset(config.data.source, config.data.seq_len, "train", config.run.seed)
     found = []
@@ -107,6 +109,11 @@ MIXERS = ["kda", "gdn", "comba", "gdp", "gla", "simple_gla"]
     ("cp", "gdp"),
     ("zigzag and replicas", "gla"),
     ("cp and shards", "simple_gla"),
+    ("cp", "kda,attention"),
+    ("zigzag and replicas", "kda,mla"),
+    pytest.param("zigzag", "gdn,attention", marks=pytest.mark.wide),
+    pytest.param("cp", "kda,mla", marks=pytest.mark.wide),
+    pytest.param("zigzag", "attention,mla", marks=pytest.mark.wide),
 ])  # fmt: skip
 def test_every_mixer_trains_like_one_rank(gloo_pool, text, split, mixer):
     (report,), *_ = gloo_pool.run(reports, SPLITS[split], text, mixer, 1, [(None, None)])

@@ -1,0 +1,141 @@
+"""Softmax attention with grouped queries, for hybrids with the recurrent layers.
+
+Source: Qwen3-Next's attention layer: RMSNorm on the heads of q and k (arXiv 2302.05442), rotary
+positions on some channels, and a sigmoid gate on the output (arXiv 2505.06708).
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from fla_cp.arguments import check_count, check_flags
+from fla_cp.comm import Overlap
+from fla_cp.context import FLACPContext
+from fla_cp.nn.modules import RMSNorm, check_hidden
+from fla_cp.nn.rotary import Rotary, YaRN, rotate
+from fla_cp.ops import causal_attention
+from fla_cp.ops.attention import key_rows
+from fla_cp.ops.checks import check_sequences
+
+
+class SoftmaxAttention(nn.Module):
+    """What attention layers share. Sizes are integers from 1.
+
+    Raises ValueError for others. A call raises it, before any projection runs, for an unfit x,
+    cu_seqlens or cp_context.
+    """
+
+    def __init__(self, layer_idx: int | None, **sizes: int) -> None:
+        super().__init__()
+        for name, size in sizes.items():
+            check_count(name, size)
+        self.hidden_size, self.num_heads = sizes["hidden_size"], sizes["num_heads"]
+        self.layer_idx = layer_idx
+
+    def linear(self, size: int) -> nn.Linear:
+        """[.., hidden] -> [.., size]."""
+        return nn.Linear(self.hidden_size, size, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter again, linear ones as torch does."""
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+
+    def check(
+        self, x: Tensor, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
+    ) -> tuple[int, int]:
+        """B and T of a call."""
+        check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
+        B, T, _ = x.shape
+        check_sequences(T, B, cu_seqlens, cp_context)
+        return B, T
+
+
+class Attention(SoftmaxAttention):
+    """Each token attends to the tokens of its sequence up to itself, with grouped queries.
+
+    hidden_size: width of x. num_heads: H query heads of head_dim channels. num_kv_heads: heads of
+    keys and values, a divisor of num_heads (default: equal). qk_norm: RMSNorm on each head of q and
+    k. output_gate: o is multiplied by a sigmoid of a projection of x. rope_theta: base of the
+    rotary positions, which restart in each sequence; None: no positions. rotary_dim: the rotated
+    channels of a head (default: all). rope_scaling: YaRN, whose magnitude is applied to the rotated
+    channels of q and k.
+    Raises ValueError as `SoftmaxAttention` and `Rotary` do, for heads that do not fit, and for
+    rotary_dim above head_dim.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int = 128,
+        *,
+        qk_norm: bool = False,
+        output_gate: bool = False,
+        rope_theta: float | None = 10000.0,
+        rotary_dim: int | None = None,
+        rope_scaling: YaRN | None = None,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        super().__init__(
+            layer_idx,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                "num_heads must be a multiple of num_kv_heads, "
+                f"got num_heads={num_heads}, num_kv_heads={num_kv_heads}"
+            )
+        check_flags(("qk_norm", "output_gate"), (qk_norm, output_gate))
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.rotary = None
+        if rope_theta is not None:
+            dim = head_dim if rotary_dim is None else rotary_dim
+            self.rotary = Rotary(dim, rope_theta, rope_scaling)
+            if dim > head_dim:
+                raise ValueError(f"rotary_dim must be at most head_dim={head_dim}, got {dim}")
+
+        self.q_proj = self.linear(num_heads * head_dim)
+        self.k_proj = self.linear(num_kv_heads * head_dim)
+        self.v_proj = self.linear(num_kv_heads * head_dim)
+        self.g_proj = self.linear(num_heads * head_dim) if output_gate else None
+        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
+    ) -> Tensor:
+        """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden]."""
+        B, T = self.check(x, cu_seqlens, cp_context)
+        q, k, v = (
+            rearrange(project(x), "b t (h k) -> b t h k", k=self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            lengths = key_rows(B, T, cu_seqlens, cp_context).lengths
+            tables = self.rotary.tables(lengths, v, self.rotary.magnitude)
+            q, k = rotate(q, tables), rotate(k, tables)
+        # Autocast may have run the norms in another dtype.
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        with Overlap(lambda: self.gate(x)) as gate:
+            o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, cp_context=cp_context)
+        o, factor = rearrange(o, "b t h k -> b t (h k)"), gate()
+        return self.o_proj(o if factor is None else o * factor)
+
+    def gate(self, x: Tensor) -> Tensor | None:
+        """The factor on o [B, T, H * head_dim], if there is one. It is computed while keys and
+        values are exchanged."""
+        return None if self.g_proj is None else torch.sigmoid(self.g_proj(x))

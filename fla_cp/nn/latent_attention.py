@@ -1,0 +1,119 @@
+"""Multi-head latent attention (MLA). Source: DeepSeek-V2, arXiv 2405.04434, sec. 2.1; without
+positions as in Kimi Linear, arXiv 2510.26692, sec. 4.
+
+All heads' keys and values are projections of one latent vector a token. Between ranks travel only
+the latents and the channels of the keys that all heads share. Each rank expands those that it got.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from fla_cp.comm import Overlap
+from fla_cp.context import FLACPContext
+from fla_cp.nn.attention import SoftmaxAttention
+from fla_cp.nn.modules import RMSNorm
+from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
+from fla_cp.ops.attention import attention_over, key_rows, keys_of
+
+
+class MultiHeadLatentAttention(SoftmaxAttention):
+    """Each token attends to the tokens of its sequence up to itself, with keys from latents.
+
+    hidden_size: width of x. num_heads: H. kv_lora_rank: channels of a latent. qk_nope_head_dim:
+    channels of a head's q and k that are projected from the latent. qk_rope_head_dim: further
+    channels, whose k is shared by all heads. v_head_dim: channels of a head's v. q_lora_rank: rank
+    of the projection of q, with an RMSNorm inside (default: a plain projection).
+    rope_theta: base of the rotary positions of the shared channels, which restart in each sequence;
+    None: no positions (NoPE), as in Kimi Linear. rope_scaling: YaRN, whose magnitude is applied to
+    all channels, through the scale, as in DeepSeek-V3.
+    Raises ValueError as `SoftmaxAttention` and `Rotary` do.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        kv_lora_rank: int = 512,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        q_lora_rank: int | None = None,
+        rope_theta: float | None = 10000.0,
+        rope_scaling: YaRN | None = None,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__(
+            layer_idx,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            q_lora_rank=1 if q_lora_rank is None else q_lora_rank,
+        )
+        self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.rotary = None
+        if rope_theta is not None:
+            self.rotary = Rotary(qk_rope_head_dim, rope_theta, rope_scaling)
+        self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        magnitude = 1.0 if self.rotary is None else self.rotary.magnitude
+        self.scale = self.qk_head_dim**-0.5 * magnitude**2
+
+        def between(rank: int, size: int) -> nn.Linear:
+            return nn.Linear(rank, num_heads * size, bias=False)
+
+        self.q_proj: nn.Module
+        if q_lora_rank is None:
+            self.q_proj = self.linear(num_heads * self.qk_head_dim)
+        else:
+            up = between(q_lora_rank, self.qk_head_dim)
+            self.q_proj = nn.Sequential(
+                self.linear(q_lora_rank), RMSNorm(q_lora_rank, norm_eps), up
+            )
+        self.kv_down = self.linear(kv_lora_rank + qk_rope_head_dim)
+        self.kv_norm = RMSNorm(kv_lora_rank, norm_eps)
+        self.kv_up = between(kv_lora_rank, qk_nope_head_dim + v_head_dim)
+        self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
+    ) -> Tensor:
+        """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
+
+        Between ranks, kv_lora_rank + qk_rope_head_dim numbers a token travel, in the dtype of the
+        projections; q is projected in the meantime.
+        """
+        B, T = self.check(x, cu_seqlens, cp_context)
+        rows = key_rows(B, T, cu_seqlens, cp_context)
+        latent, shared = self.kv_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        tables = None if self.rotary is None else self.rotary.tables(rows.lengths, shared)
+        if tables is not None:
+            shared = rotate(shared[:, :, None], tables)[:, :, 0]
+        latent = self.kv_norm(latent).to(shared.dtype)  # autocast may choose another
+        with Overlap(lambda: self.queries(x, tables)) as queries:
+            latent, shared = keys_of(rows, cp_context, *(y.flatten(0, 1) for y in (latent, shared)))
+        k, v = self.expanded(latent, shared)
+        o = attention_over(queries().to(v.dtype), k, v, rows.lengths, self.scale)
+        return self.o_proj(rearrange(o, "(b t) h v -> b t (h v)", b=B))
+
+    def queries(self, x: Tensor, tables: Tables | None) -> Tensor:
+        """[B * T, H, qk_head_dim]: first the channels of the latents, then the shared ones."""
+        q: Tensor = rearrange(self.q_proj(x), "b t (h k) -> b t h k", h=self.num_heads)
+        if tables is not None:
+            plain, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+            q = torch.cat([plain, rotate(rotated, tables)], -1)
+        return q.flatten(0, 1)
+
+    def expanded(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """k [N, H, qk_head_dim] and v [N, H, v_head_dim] of N tokens' latents and shared keys."""
+        each = rearrange(self.kv_up(latent), "n (h k) -> n h k", h=self.num_heads)
+        k, v = each.split([self.qk_nope_head_dim, self.v_head_dim], -1)
+        repeated = shared[:, None].expand(-1, self.num_heads, -1)
+        return torch.cat([k, repeated], -1), v

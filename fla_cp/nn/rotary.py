@@ -1,0 +1,138 @@
+"""Rotary positions (RoPE, arXiv 2104.09864), also stretched to longer sequences by YaRN.
+
+Channels i and i + dim / 2 of a head form a pair, which position p turns by p * base**(-2i / dim).
+The product of a query and a key then depends on the distance between them. DeepSeek's checkpoints
+pair neighbouring channels instead, which is the same layer with the rows of its projections in
+another order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fla_cp.arguments import check_count, described
+from fla_cp.partition.device_tables import to_device
+from fla_cp.partition.key_rows import Lengths
+from fla_cp.rule import accumulator
+
+Tables = tuple[Tensor, Tensor]
+"""cos and sin [T, dim / 2] of each token's angles."""
+
+
+def _check_above(name: str, value: object, low: float, *, or_equal: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and (value > low or (or_equal and value == low)) and value < math.inf):  # type: ignore[operator]
+        rule = f"from {low:g}" if or_equal else f"above {low:g}"
+        raise ValueError(f"{name} must be a finite number {rule}, got {described(value)}")
+
+
+@dataclass(frozen=True)
+class YaRN:
+    """Positions of a model that was trained on shorter sequences. Source: arXiv 2309.00071, sec. 3.
+
+    factor: how many times longer sequences become. original_length: their tokens before. Pairs that
+    turn more than beta_fast times within original_length stay as they are, those that turn less
+    than beta_slow times turn `factor` times slower, and those between are interpolated.
+    Raises ValueError for numbers out of range.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_above("factor", self.factor, 1, or_equal=True)
+        check_count("original_length", self.original_length)
+        _check_above("beta_slow", self.beta_slow, 0)
+        _check_above("beta_fast", self.beta_fast, self.beta_slow, or_equal=True)
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on queries and on keys, so that attention is as sharp as over fewer tokens."""
+        return 0.1 * math.log(self.factor) + 1
+
+    def applied(self, frequencies: Tensor, base: float) -> Tensor:
+        """Frequencies [dim / 2] of the pairs, in radians a token."""
+        pairs = len(frequencies)
+
+        def pair(turns: float) -> float:
+            """The pair that turns so often within original_length."""
+            return pairs * math.log(self.original_length / (2 * math.pi * turns)) / math.log(base)
+
+        low = max(math.floor(pair(self.beta_fast)), 0)
+        high = min(math.ceil(pair(self.beta_slow)), 2 * pairs - 1)
+        width = max(high - low, 1e-3)
+        index = torch.arange(pairs, dtype=torch.float64, device="cpu")
+        slowed = ((index - low) / width).clamp(0, 1)
+        return frequencies * (1 - slowed + slowed / self.factor)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotation of the first `dim` channels of a head.
+
+    dim: even, from 2. base: the longest period is about 2 pi base tokens. scaling: for sequences
+    longer than those that the model was trained on.
+    Raises ValueError for other values.
+    """
+
+    dim: int
+    base: float = 10000.0
+    scaling: YaRN | None = None
+
+    def __post_init__(self) -> None:
+        if check_count("rotary_dim", self.dim) % 2:
+            raise ValueError(f"rotary_dim must be even, got {self.dim}")
+        _check_above("rope_theta", self.base, 1)
+        if self.scaling is not None and not isinstance(self.scaling, YaRN):
+            raise ValueError(f"rope_scaling must be a YaRN or None, got {described(self.scaling)}")
+
+    @property
+    def magnitude(self) -> float:
+        """Factor that YaRN wants on queries and on keys."""
+        return 1.0 if self.scaling is None else self.scaling.magnitude
+
+    def frequencies(self) -> Tensor:
+        """[dim / 2] radians a token, fp64, on the host."""
+        even = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu")
+        plain = self.base ** (-even / self.dim)
+        return plain if self.scaling is None else self.scaling.applied(plain, self.base)
+
+    def tables(self, lengths: Lengths, like: Tensor, magnitude: float = 1.0) -> Tables:
+        """The tables of all queries, on like's device, fp32 (fp64 if like is). Positions count from
+        the beginning of each sequence. The angles are formed in fp64, since fp32 is wrong by up to
+        0.06 at a million tokens. magnitude: a factor on both. Made once for all layers."""
+        dtype, device = accumulator(like.dtype), like.device
+
+        def build() -> Tables:
+            with torch.inference_mode(False):  # a later backward reads them
+                turns = self.frequencies().to(device)
+                angles = positions(lengths, device).to(torch.float64)[:, None] * turns
+                return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+
+        return lengths.cached((self, magnitude, dtype, device), build)
+
+
+def positions(lengths: Lengths, device: torch.device) -> Tensor:
+    """[sum(lengths.queries)] int64: how many tokens of its sequence come before each query."""
+    parts = [
+        torch.arange(keys - queries, keys, device="cpu")
+        for queries, keys in zip(lengths.queries, lengths.keys, strict=True)
+    ]
+    found = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+    return to_device(found, torch.int64, device)
+
+
+def rotate(x: Tensor, tables: Tables) -> Tensor:
+    """x [B, T, H, D] with its first channels rotated, in x's dtype. tables: of B * T tokens."""
+    cos, sin = (t.unflatten(0, x.shape[:2])[:, :, None] for t in tables)
+    n = cos.shape[-1]
+    a, b, rest = x.split([n, n, x.shape[-1] - 2 * n], -1)
+    wide_a, wide_b = a.to(cos.dtype), b.to(cos.dtype)
+    turned = wide_a * cos - wide_b * sin, wide_b * cos + wide_a * sin
+    return torch.cat([*(t.to(x.dtype) for t in turned), rest], -1)

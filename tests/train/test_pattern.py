@@ -1,0 +1,185 @@
+"""Hybrids: patterns on the command line, named sizes, and documents that see nothing of others."""
+
+import shutil
+
+import pytest
+import torch
+
+from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.nn import Attention, GatedDeltaNet, KimiDeltaAttention, MultiHeadLatentAttention
+from fla_cp.train.config import UserError
+from fla_cp.train.main import main
+from fla_cp.train.metrics import read_metrics
+from fla_cp.train.model import Decoder, build_model, compile_blocks
+from fla_cp.train.parse import load_toml, parse, to_toml
+from fla_cp.train.pattern import block_mixers, parse_pattern
+from tests.support.closeness import assert_exact
+from tests.support.ranks import run_threads
+
+SMALL = (
+    "--model.layers 3 --model.hidden-size 32 --model.num-heads 2 --model.head-dim 16 --impl torch "
+)
+
+
+def model_of(flags, dtype=torch.float64):
+    return build_model(parse((SMALL + flags).split()).model, 64, 0).to(dtype)
+
+
+def test_a_pattern_repeats_over_the_blocks():
+    assert parse_pattern("kda*3, mla") == ("kda", "kda", "kda", "mla")
+    assert block_mixers("kda*2,mla", 7) == ("kda", "kda", "mla", "kda", "kda", "mla", "kda")
+    kinds = [type(block.mixer) for block in model_of("--model.pattern gdn,attention").blocks]
+    assert kinds == [GatedDeltaNet, Attention, GatedDeltaNet]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--model.pattern kda,mlaa", "'mlaa' in 'kda,mlaa' must be a mixer: kda, gdn, .*, mla"),
+        ("--model.pattern kda,", "'' in 'kda,' must be a mixer"),
+        ("--model.pattern kda*0,mla", r"'kda\*0' in .* must be kda\*COUNT, COUNT from 1"),
+        ("--model.pattern kda*x", r"'kda\*x' in 'kda\*x' must be kda\*COUNT"),
+        ("--model.pattern kda,mla --mixer gdn", "left out beside --mixer gdn, got kda,mla"),
+        ("--model.pattern kda,mla --cuda-graphs", "--cuda-graphs must be left out with mla"),
+        ("--mixer attention --model.head-dim 1", "at least 2 with attention, got 1"),
+        ("--model.rope-theta 1", "--model.rope-theta must be above 1, got 1.0"),
+        ("--model.rope-scaling ntk:4", "must be yarn:FACTOR or yarn:FACTOR:ORIGINAL, got 'ntk:4'"),
+        ("--model.rope-scaling yarn:x", "must be yarn:FACTOR or yarn:FACTOR:ORIGINAL"),
+        ("--model.rope-scaling yarn:0.5", "must have a FACTOR from 1, got 'yarn:0.5'"),
+        ("--model.rope-scaling yarn:2:0", "must have an ORIGINAL from 1, got 'yarn:2:0'"),
+    ],
+)
+def test_bad_flags_name_what_is_wrong(flags, message):
+    with pytest.raises(UserError, match=message):
+        parse(flags.split())
+
+
+def test_a_hybrid_survives_toml(tmp_path):
+    flags = ["--model.pattern", "kda*3,mla", "--model.rope-scaling", "yarn:4", "--seq-len", "8192"]
+    config = parse(flags)
+    assert (config.model.mixer, config.model.rope_scaling) == (None, "yarn:4:2048")
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load_toml(tmp_path / "config.toml") == config
+
+
+def test_kimi_linear_has_the_published_layers():
+    with torch.device("meta"):
+        model = Decoder(parse(["--model", "kimi-linear"]).model, 163840)
+    latent = [i for i, b in enumerate(model.blocks, 1) if not hasattr(b.mixer, "core")]
+    assert (len(model.blocks), latent) == (27, [4, 8, 12, 16, 20, 24, 27])
+    kda, mla = model.blocks[0], model.blocks[3].mixer
+    assert isinstance(kda.mixer, KimiDeltaAttention)
+    assert isinstance(mla, MultiHeadLatentAttention)
+    assert kda.mixer.q_proj.weight.shape == (32 * 128, 2304)
+    assert kda.ffn.up.weight.shape == (9216, 2304)
+    assert mla.kv_down.weight.shape == (512 + 64, 2304)
+    assert mla.kv_up.weight.shape == (32 * (128 + 128), 512)
+    assert mla.q_proj.weight.shape == (32 * (128 + 64), 2304)
+    assert mla.rotary is None
+
+
+def test_qwen3_next_has_the_published_layers():
+    with torch.device("meta"):
+        model = Decoder(parse(["--model", "qwen3-next"]).model, 151936)
+    full = [i for i, b in enumerate(model.blocks) if isinstance(b.mixer, Attention)]
+    assert (len(model.blocks), full) == (48, list(range(3, 48, 4)))
+    gdn, attention = model.blocks[0], model.blocks[3].mixer
+    assert gdn.mixer.q_proj.weight.shape == (16 * 128, 2048)
+    assert gdn.mixer.v_proj.weight.shape == (32 * 128, 2048)
+    assert gdn.ffn.up.weight.shape == (5120, 2048)
+    assert attention.q_proj.weight.shape == attention.g_proj.weight.shape == (16 * 256, 2048)
+    assert attention.k_proj.weight.shape == (2 * 256, 2048)
+    assert (attention.rotary.dim, attention.rotary.base) == (64, 1e7)
+
+
+def test_options_of_positions_reach_the_layers():
+    flags = "--model.pattern attention,mla --model.rope-theta 5e5 --model.rope-scaling yarn:4:1024"
+    blocks = model_of(flags + " --model.mla-rope").blocks
+    for block in blocks:
+        rotary = block.mixer.rotary
+        assert (rotary.base, rotary.scaling.factor, rotary.scaling.original_length) == (
+            5e5,
+            4,
+            1024,
+        )
+    assert model_of(flags).blocks[1].mixer.rotary is None
+
+
+def logits(group, rank, model, batches):
+    """Of the tokens from 61 on."""
+    R, T = group.size(), len(batches[0])
+    context = build_cp_context(
+        torch.tensor([0, 61, T]),
+        group,
+        conv1d_kernel_size=4,
+        token_ranges=zigzag_token_ranges(T, R),
+    )
+    found = (model(context.shard(tokens[None]), context) for tokens in batches)
+    return [context.unshard(y).detach()[:, 61:] for y in found]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("pattern", ["kda,mla,attention", "gdn,attention"])
+def test_a_document_does_not_see_the_one_before(pattern):
+    model = model_of(f"--model.pattern {pattern} --model.mla-rope", torch.float32)
+    tokens = torch.arange(150) % 64
+    changed = torch.where(torch.arange(150) < 61, (7 * tokens + 3) % 64, tokens)
+    for a, b in run_threads(logits, 4, model, [tokens, changed]):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_recomputed_blocks_have_the_same_gradients(remat):
+    tokens = torch.arange(100)[None] % 64
+    context = build_cp_context(torch.tensor([0, 30, 100]), None, conv1d_kernel_size=4)
+    found = []
+    for mode in ("none", remat):
+        model = model_of(f"--model.pattern kda,mla,attention --remat {mode}")
+        model(tokens, context, tokens).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert_exact(remat, b, a)
+
+
+# torch 2.13: dynamo reads .grad of the inputs of what follows the mixer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_give_the_same(monkeypatch):
+    """Recurrent blocks in one graph, others around their mixer."""
+    torch._dynamo.reset()
+    original, fullgraph = torch.compile, []
+
+    def compiled(function, **options):
+        fullgraph.append(options["fullgraph"])
+        return original(function, backend="aot_eager", **options)
+
+    models = [model_of("--model.pattern kda,mla,attention") for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", compiled)
+        compile_blocks(models[1])
+    assert fullgraph == [True, False, False]
+    for documents in ([0, 30, 100], [0, 10, 11, 100]):
+        context = build_cp_context(torch.tensor(documents), None, conv1d_kernel_size=4)
+        tokens = torch.arange(100)[None] % 64
+        for model in models:
+            model.zero_grad()
+            model(tokens, context, tokens).backward()
+        for a, b in zip(*(model.parameters() for model in models), strict=True):
+            assert_exact("gradient", b.grad, a.grad)
+
+
+def losses(run, *flags):
+    model = ["--model.pattern", "kda,attention,mla", *SMALL.split()]
+    data = ["--data", "synthetic", "--seq-len", "64", "--global-batch-size", "1"]
+    run_flags = ["--out", str(run), "--eval-every", "0", "--run.no-tensorboard"]
+    assert main([*model, *data, *run_flags, "--device", "cpu", "--lr", "0.01", *flags]) == 0
+    return [row["loss"] for row in read_metrics(run)]
+
+
+@pytest.mark.bits
+def test_a_resumed_hybrid_goes_on_alike(tmp_path):
+    flags = ["--max-steps", "4", "--checkpoint-every", "2"]
+    whole = losses(tmp_path / "whole", *flags)
+    shutil.copytree(tmp_path / "whole", tmp_path / "halved")
+    shutil.rmtree(tmp_path / "halved" / "checkpoints" / "step-00000004")
+    assert losses(tmp_path / "halved", *flags, "--resume", "auto") == whole
+    assert len(whole) == 4
