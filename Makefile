@@ -6,7 +6,7 @@ SHELL := /bin/bash
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := train,plot,dev,triton
+EXTRAS := train,hf,plot,dev,triton
 
 # Overridable: make train ARGS="--max-steps 50", make test PYTEST_ARGS="-k data", PYTHON=/path/to/python3.12
 PYTHON      ?=

@@ -44,7 +44,7 @@ MODEL_NEUTRAL = ("size", "impl", "compile", "remat", "offload", "aux_loss", "bia
 """Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
 POSITIONS = ("rope_theta", "rope_scaling")
 """Fields of the model that may change when a run is resumed, to train on longer sequences."""
-DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers")
+DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache")
 """Fields of DataConfig that do not change the batches."""
 
 
@@ -211,8 +211,12 @@ def read_metadata(path: Path, files: Sequence[FileSums], trust: bool) -> dcp.Met
     return reading(trust)[0](text)
 
 
-def facts(config: TrainConfig, vocab_size: int, packs: int, dtype: torch.dtype) -> dict[str, Any]:
+def facts(
+    config: TrainConfig, vocab_size: int, packs: int | str, dtype: torch.dtype
+) -> dict[str, Any]:
     """The options that a resumed run should share with the run before, as JSON values.
+
+    packs: how much data there is, see `Packs.extent`.
 
     Every option counts unless MODEL_NEUTRAL or DATA_NEUTRAL names it, so a new option is compared
     without being listed here.

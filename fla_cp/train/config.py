@@ -124,7 +124,17 @@ class DataConfig:
     """What is trained on, and how much of it a step takes."""
 
     source: Annotated[str, _short("--data")] = "stdlib"
-    """stdlib, synthetic, text:PATH or memmap:PATH."""
+    """stdlib, synthetic, text:PATH, memmap:PATH, hf:PATH (a data set that `datasets` has saved, or
+    parquet or jsonl files), or a mixture by shares of tokens: text:A:0.7,hf:B:0.3."""
+    tokenizer: Annotated[str | None, _short("--tokenizer")] = None
+    """Folder of a tokenizer that transformers has saved, for stdlib, text and hf; memmap must have
+    its vocabulary. None: the bytes of stdlib and text are the tokens."""
+    column: str | None = None
+    """Column of hf:PATH that holds texts or conversations. None: text, messages, or prompt and
+    completion."""
+    cache: str | None = None
+    """Folder for tokenised documents, which may be deleted at any time. None: fla_cp in
+    $XDG_CACHE_HOME or ~/.cache."""
     seq_len: Annotated[int, _short("--seq-len")] = 4096
     """Tokens of a pack; documents are packed into it, none attends to another."""
     global_batch_size: Annotated[int, _short("--global-batch-size")] = 2

@@ -9,41 +9,24 @@ target.
 All data are a function of (spec, seq_len, split, seed) and of the files, so every rank that builds
 the same data set reads the same tokens. Ranks check this with `batch_hash`.
 
-loader.py turns packs into the micro-batches of a rank.
+sources.py builds the data set that `--data` names; loader.py turns packs into the micro-batches of
+a rank.
 """
 
-import hashlib
-import os
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, Subset
 
-from fla_cp.train.memmap import MemmapSource
-from fla_cp.train.synthetic import synthetic_source
-
-Split = Literal["train", "valid"]
 Batch = dict[str, Tensor]
 
 IGNORE = -100  # cross_entropy's own ignore_index
-HELD_OUT = 0.03
-MAX_TEXT_BYTES = 1 << 30
-SNIFFED_BYTES = 8192
-SPECS = ("stdlib", "text:PATH", "memmap:PATH", "synthetic")
-
-# `stdlib` leaves out tests (repetitive), code tables and one file of prose (not code), installed
-# packages, and the files of the machine's vendor (they differ between machines with one Python).
-STDLIB_SKIP = {
-    *("test", "tests", "idle_test", "encodings", "pydoc_data"),
-    *("site-packages", "dist-packages", "sitecustomize.py", "usercustomize.py"),
-}
-STDLIB_SKIP_PREFIXES = ("_sysconfigdata", "config-")
 
 
 class TokenSource(Protocol):
@@ -58,6 +41,9 @@ class TokenSource(Protocol):
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """Positions p with `start < p <= stop` at which a document begins, ascending, distinct."""
+
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens `[start, stop)` count as targets, bool; None if all of them do."""
 
 
 class ArraySource:
@@ -92,6 +78,9 @@ class ArraySource:
         first, last = np.searchsorted(self.offsets, [start, stop], side="right")
         return np.unique(self.offsets[first:last])
 
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        return None
+
 
 def _shared_copy(array: np.ndarray) -> tuple[Tensor, np.dtype]:
     """The bytes of an array [N] in shared memory, as uint8, and the array's dtype."""
@@ -108,13 +97,40 @@ def _shared_copy(array: np.ndarray) -> tuple[Tensor, np.dtype]:
     return shared, array.dtype
 
 
-class PackedDataset(Dataset[Batch]):
-    """Map-style packs of `seq_len` tokens from `[first, stop)` of a source.
+class PackList(Protocol):
+    """Packs with a length."""
 
-    `dataset[i]` is a dict of CPU tensors: tokens int64 [T]; labels int64 [T], the next token of
-    the same document or -100 where there is none in this split; cu_seqlens int32 [n+1] from 0 to
-    T, without empty documents. Tokens at the end of the stream that do not fill a pack are left
-    out. notes: lines for the user about how the data were read.
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+
+class Packs(Dataset[Batch]):
+    """A data set of packs of `seq_len` tokens, and the order in which a training reads them.
+
+    `packs[i]` is a dict of CPU tensors: tokens int64 [T]; labels int64 [T], the next token of the
+    same document, or -100 where there is none in this split or where it does not count as a target;
+    cu_seqlens int32 [n+1] from 0 to T, without empty documents. notes: lines for the user about how
+    the data were read. extent: how much there is, the same on all ranks.
+    """
+
+    vocab_size: int
+    notes: tuple[str, ...]
+    extent: int | str
+
+    def sampler(self, global_batch_size: int, seed: int, start_step: int = 0) -> StepSampler:
+        """The indices of the packs of each step, from `start_step` on."""
+        raise NotImplementedError
+
+    def head(self, count: int) -> PackList:
+        """At most `count` packs, always the same ones, with a length: those of an evaluation."""
+        raise NotImplementedError
+
+
+class PackedDataset(Packs):
+    """Packs of `seq_len` tokens from `[first, stop)` of a source.
+
+    Tokens at the end of the stream that do not fill a pack are left out.
     Raises ValueError if `seq_len` < 1 or the stream does not fill one pack.
     """
 
@@ -142,8 +158,16 @@ class PackedDataset(Dataset[Batch]):
                 f"pack of seq_len={seq_len}: give more data or a shorter seq_len"
             )
 
+        self.extent = len(self)
+
     def __len__(self) -> int:
         return (self.stop - self.first) // self.seq_len
+
+    def sampler(self, global_batch_size: int, seed: int, start_step: int = 0) -> StepSampler:
+        return StepBatchSampler(len(self), global_batch_size, seed, start_step)
+
+    def head(self, count: int) -> PackList:
+        return Subset(self, range(min(count, len(self))))
 
     def __getitem__(self, index: int) -> Batch:
         if not -len(self) <= index < len(self):
@@ -154,6 +178,9 @@ class PackedDataset(Dataset[Batch]):
         begins = self.source.starts(start, start + T) - start
         tokens, labels = block[:T], np.full(T, IGNORE, dtype=np.int64)
         labels[: len(block) - 1] = block[1:]
+        counted = self.source.counted(start + 1, start + len(block))
+        if counted is not None:
+            labels[: len(block) - 1][~counted] = IGNORE
         labels[begins - 1] = IGNORE
         cu_seqlens = np.concatenate([[0], begins[begins < T], [T]]).astype(np.int32)
         return {
@@ -163,71 +190,27 @@ class PackedDataset(Dataset[Batch]):
         }
 
 
-def build_dataset(spec: str, seq_len: int, split: Split, seed: int) -> PackedDataset:
-    """The packed data set that `spec` names.
+class StepSampler(Sampler[list[int]]):
+    """Infinite batch sampler: `global_batch_size` pack indices a step. `step` is the next to yield.
 
-    spec: one of
-        stdlib       the bytes of the running Python's standard library, one document a file
-        text:PATH    the bytes of a file, or of each text file below a folder; binary files (with a
-                     NUL in their first 8 KiB) and unreadable files are skipped with a note
-        memmap:PATH  tokens written by `write_memmap`
-        synthetic    generated from `seed`, which nothing else depends on
-    Bytes are tokens 0..255. split: `valid` holds out about 3% of the files, chosen by a hash of
-    their relative path; for `memmap`, or with too few files, the last 3% of the stream.
-    Raises ValueError for an unknown spec or split, missing or malformed files, too few tokens.
-    """
-    if split not in ("train", "valid"):
-        raise ValueError(f"split must be 'train' or 'valid', got {split!r}")
-    kind, _, path = spec.partition(":")
-    name = f"the {split} split of {spec!r}"
-    notes: list[str] = []
-    source: TokenSource
-    if spec == "stdlib":
-        source = _byte_source(_held_out_split(_stdlib_files(), split))
-        return PackedDataset(source, seq_len, name=name)
-    if spec == "synthetic":
-        tokens, offsets, vocab_size = synthetic_source(seed, split)
-        return PackedDataset(ArraySource(tokens, offsets, vocab_size), seq_len, name=name)
-    if kind == "text" and path:
-        files, skipped = _text_files(Path(path))
-        if skipped and split == "train":  # both splits skip the same files: one note is enough
-            notes.append(_skipped_note(path, skipped))
-        chosen = _held_out_split(files, split)
-        if 0 < len(chosen) < len(files):
-            return PackedDataset(_byte_source(chosen), seq_len, name=name, notes=notes)
-        source = _byte_source(files)
-    elif kind == "memmap" and path:
-        source = MemmapSource(Path(path))
-    else:
-        raise ValueError(f"unknown data {spec!r}: expected one of {', '.join(SPECS)}")
-    cut = len(source) - int(len(source) * HELD_OUT)
-    first, stop = (0, cut) if split == "train" else (cut, len(source))
-    return PackedDataset(source, seq_len, first=first, stop=stop, name=name, notes=notes)
-
-
-class StepBatchSampler(Sampler[list[int]]):
-    """Infinite batch sampler: `global_batch_size` pack indices a step, a new order each epoch.
-
-    The order is a function of (seed, num_packs) alone. Step s takes its entries
-    `[s * global_batch_size, (s + 1) * global_batch_size)`, across the ends of epochs. So any step
-    can be read directly, and a batch may be larger than an epoch. `step` is the next one to yield.
-    Raises ValueError if `num_packs` or `global_batch_size` is below 1, or seed or step below 0.
+    Step s takes the positions `[s * global_batch_size, (s + 1) * global_batch_size)` of an endless
+    order of packs, which `packs` computes for any position directly. So the step is all that a
+    checkpoint has to hold.
+    Raises ValueError if `global_batch_size` is below 1, or seed or step below 0.
     """
 
-    def __init__(self, num_packs: int, global_batch_size: int, seed: int, start_step: int = 0):
-        if num_packs < 1 or global_batch_size < 1:
-            raise ValueError(
-                "num_packs and global_batch_size must be at least 1, "
-                f"got {num_packs} and {global_batch_size}"
-            )
+    def __init__(self, global_batch_size: int, seed: int, start_step: int = 0):
+        if global_batch_size < 1:
+            raise ValueError(f"global_batch_size must be at least 1, got {global_batch_size}")
         if seed < 0 or start_step < 0:
             raise ValueError(f"seed and start_step must be >= 0, got {seed} and {start_step}")
-        self.num_packs = num_packs
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.step = start_step
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+
+    def packs(self, start: int, stop: int) -> list[int]:
+        """Pack indices at the positions `[start, stop)` of the order."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -237,13 +220,38 @@ class StepBatchSampler(Sampler[list[int]]):
 
     def batch(self, step: int) -> list[int]:
         """Pack indices of one step; it does not depend on earlier calls."""
-        position, stop = step * self.global_batch_size, (step + 1) * self.global_batch_size
+        return self.packs(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+class StepBatchSampler(StepSampler):
+    """All of `num_packs` packs in each epoch, in an order that is new for each.
+
+    The order is a function of (seed, num_packs) alone. Steps continue across the ends of epochs, so
+    a batch may be larger than an epoch.
+    Raises ValueError as `StepSampler` does, and if `num_packs` is below 1.
+    """
+
+    def __init__(self, num_packs: int, global_batch_size: int, seed: int, start_step: int = 0):
+        if num_packs < 1:
+            raise ValueError(f"num_packs must be at least 1, got {num_packs}")
+        super().__init__(global_batch_size, seed, start_step)
+        self.num_packs = num_packs
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def packs(self, start: int, stop: int) -> list[int]:
         indices: list[int] = []
-        while position < stop:
-            epoch, offset = divmod(position, self.num_packs)
-            taken = self._order_of(epoch)[offset : offset + stop - position]
+        while start < stop:
+            epoch, offset = divmod(start, self.num_packs)
+            taken = self._order_of(epoch)[offset : offset + stop - start]
             indices.extend(taken.tolist())
-            position += len(taken)
+            start += len(taken)
         return indices
 
     def _order_of(self, epoch: int) -> np.ndarray:
@@ -251,12 +259,6 @@ class StepBatchSampler(Sampler[list[int]]):
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.num_packs)
             self._epoch = epoch
         return self._order
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
 
 
 def collate(packs: Sequence[Batch]) -> Batch:
@@ -298,85 +300,3 @@ def _positional_sum(values: np.ndarray) -> int:
     words ^= words >> np.uint64(32)
     words *= np.uint64(0x94D049BB133111EB)
     return int(words.sum(dtype=np.uint64))
-
-
-File = tuple[str, Path]  # the relative path with forward slashes, and the full path
-
-
-def _stdlib_files() -> list[File]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = _walk(root, lambda n: n not in STDLIB_SKIP and not n.startswith(STDLIB_SKIP_PREFIXES))
-    files = [file for file in files if file[0].endswith(".py")]
-    if not files:
-        raise ValueError(f"no .py files in this Python's standard library folder {root}")
-    return files
-
-
-def _text_files(path: Path) -> tuple[list[File], list[str]]:
-    """The files to read, and the names of the files in the folder that are skipped.
-
-    If `path` is a file, it is read whatever it holds.
-    """
-    if path.is_file():
-        return [(path.name, path)], []
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"text: {path} must be a file or a folder, not a device, pipe or socket")
-    if not path.is_dir():
-        raise ValueError(f"text: no file or folder at {path}")
-    found = _walk(path, lambda name: not name.startswith("."))
-    if not found:
-        raise ValueError(f"text: no files below {path} (hidden ones are left out)")
-    files = [file for file in found if _is_text(file[1])]
-    kept = set(files)
-    skipped = [name for name, file in found if (name, file) not in kept]
-    if not files:
-        raise ValueError(
-            f"text: all {len(found)} files below {path} are binary or cannot be read, "
-            f"{skipped[0]!r} among them; name a single file to train on its bytes all the same"
-        )
-    return files, skipped
-
-
-def _is_text(path: Path) -> bool:
-    """Whether a file can be read and has no NUL in its first bytes, the rule that grep uses."""
-    try:
-        with open(path, "rb") as file:
-            return b"\0" not in file.read(SNIFFED_BYTES)
-    except OSError:
-        return False
-
-
-def _skipped_note(path: str, skipped: Sequence[str]) -> str:
-    names = ", ".join(map(repr, skipped[:3])) + (", .." if len(skipped) > 3 else "")
-    files = f"{len(skipped)} file{'s' * (len(skipped) > 1)}"
-    return f"note: skipped {files} below {path} that are binary or cannot be read: {names}"
-
-
-def _walk(root: Path, keep: Callable[[str], bool]) -> list[File]:
-    """Regular files below `root`, by relative path. `keep` decides by name which are entered."""
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = filter(keep, folders)
-        files += [Path(folder, name) for name in filter(keep, names)]
-    return sorted((path.relative_to(root).as_posix(), path) for path in files if path.is_file())
-
-
-def _held_out_split(files: Iterable[File], split: Split) -> list[File]:
-    def held_out(name: str) -> bool:
-        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-        return int.from_bytes(digest[:8], "big") < HELD_OUT * 2**64
-
-    return [file for file in files if held_out(file[0]) == (split == "valid")]
-
-
-def _byte_source(files: Sequence[File]) -> ArraySource:
-    size = sum(path.stat().st_size for _, path in files)
-    if size > MAX_TEXT_BYTES:
-        raise ValueError(
-            f"text is held in memory, so at most {MAX_TEXT_BYTES} bytes, got {size}: "
-            "tokenise it with fla_cp.train.memmap.write_memmap and use memmap:PATH"
-        )
-    documents = [path.read_bytes() for _, path in files]
-    tokens = np.frombuffer(b"".join(documents), dtype=np.uint8)
-    offsets = np.cumsum([0] + [len(document) for document in documents], dtype=np.int64)
-    return ArraySource(tokens, offsets, vocab_size=256)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fla_cp import contiguous_token_ranges, zigzag_token_ranges
-from fla_cp.train.data import IGNORE, Batch, StepBatchSampler, batch_hash, collate
+from fla_cp.train.data import IGNORE, Batch, StepSampler, batch_hash, collate
 from fla_cp.train.parent import end_with_parent
 
 
@@ -90,7 +90,7 @@ class Sharing:
 class _OwnPacks:
     """The pack indices of one data-parallel rank in each step, without end."""
 
-    def __init__(self, steps: StepBatchSampler, dp: int, dp_rank: int) -> None:
+    def __init__(self, steps: StepSampler, dp: int, dp_rank: int) -> None:
         size = steps.global_batch_size // dp
         self.steps, self.own = steps, slice(dp_rank * size, (dp_rank + 1) * size)
 
@@ -115,7 +115,7 @@ class StepLoader:
     def __init__(
         self,
         dataset: Dataset[Batch],
-        steps: StepBatchSampler,
+        steps: StepSampler,
         sharing: Sharing,
         *,
         dp: int = 1,

@@ -31,7 +31,7 @@ from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
 from fla_cp.train import checkpoint, divergence
 from fla_cp.train.config import TrainConfig, UserError
-from fla_cp.train.data import PackedDataset, Split, build_dataset
+from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.graphs import Graphs, zero_gradients
@@ -44,7 +44,9 @@ from fla_cp.train.parse import parse
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
+from fla_cp.train.sources import Reading, build_dataset
 from fla_cp.train.step import Feed, HeldOut, agree, balance_of, forward_backward, reduce_metrics
+from fla_cp.train.text_files import Split
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,14 +108,17 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
         raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
 
 
-def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> PackedDataset:
+@announced("data")
+def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> Packs:
     """The packs of one split. Raises UserError, on all ranks, if one of them cannot read them.
 
     To be called before the run folder is made, so that a mistake leaves no folder. Collective.
     """
     dataset, problem = None, ""
+    data = config.data
+    reading = Reading(data.tokenizer, data.column, data.cache)
     try:
-        dataset = build_dataset(config.data.source, config.data.seq_len, split, config.run.seed)
+        dataset = build_dataset(data.source, data.seq_len, split, config.run.seed, reading)
     except (ValueError, OSError) as error:
         problem = str(error)
     problems = ranks.gather(problem)
@@ -147,7 +152,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     run, found = folder.path, folder.found
     set_seed(config.run.seed)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
-    facts = checkpoint.facts(config, data.vocab_size, len(data), dtype)
+    facts = checkpoint.facts(config, data.vocab_size, data.extent, dtype)
     differences = checkpoint.check_matches(found, facts) if found is not None else []
     begin_run(config, run, ranks, lock)
     seed = config.run.seed if found is None else None  # a checkpoint fills the weights
@@ -159,7 +164,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     notes = [
         describe(ranks, dtype),
         f"model {config.model.size}: {parameters / 1e6:.2f} M parameters, {model.shape}",
-        f"data {config.data.source}: {len(data)} packs of {config.data.seq_len} tokens, "
+        f"data {config.data.source}: {described(data)} of {config.data.seq_len} tokens, "
         f"vocabulary {data.vocab_size}; {tokens_per_step(config)} tokens a step",
         *data.notes,
         *(valid.notes if valid is not None else ()),
@@ -180,7 +185,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     log = RunLog(run, config.run, ranks, progress.step if found else None)
     for note in notes:
         log.print(note)
-    held_out = HeldOut(config, valid, ranks) if valid is not None else None
+    held_out = read_held_out(config, valid, ranks) if valid is not None else None
     diverged, stopped = "", False
     try:
         keep = config.run.keep_checkpoints
@@ -198,6 +203,19 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     elif ranks.rank == 0:
         summarise(config, run, log.rows, stopped)
     return DIVERGED if diverged else 0
+
+
+@announced("held-out data")
+def read_held_out(config: TrainConfig, valid: Packs, ranks: Ranks) -> HeldOut:
+    """The packs of the evaluations, tokenised if need be."""
+    return HeldOut(
+        config, valid.head(config.data.eval_batches * config.data.global_batch_size), ranks
+    )
+
+
+def described(data: Packs) -> str:
+    """How much a data set has, in words that end in "packs"."""
+    return f"{data.extent} packs" if isinstance(data.extent, int) else f"{data.extent} in packs"
 
 
 def tokens_per_step(config: TrainConfig) -> int:
@@ -222,7 +240,7 @@ class Loop:
         self,
         config: TrainConfig,
         ranks: Ranks,
-        data: PackedDataset,
+        data: Packs,
         held_out: HeldOut | None,
         model: torch.nn.Module,
         optimizer: Stepper,

@@ -1,17 +1,22 @@
-"""Memory-mapped token files: PATH.bin, PATH.json and, optionally, PATH.offsets.
+"""Memory-mapped token files: PATH.bin, PATH.json and, optionally, PATH.offsets and PATH.mask.
 
     PATH.bin      the tokens, little-endian uint16 or uint32, one document after the other
     PATH.json     {"dtype": "uint16" | "uint32", "vocab_size": int}, and at most one of
                   {"eos_id": int}        a document ends after each such token
                   {"offsets": "FILE"}    in the same folder: little-endian int64 [documents + 1]
                                          from 0 to the number of tokens, never decreasing
-                  With neither, the file is one document.
+                  With neither, the file is one document. Optionally
+                  {"mask": "FILE"}       in the same folder: one byte a token, 1 where the token is
+                                         a target of the training, 0 where it is only context
+
+PATH may also be a folder that `fla-cp-tokenize` wrote, whose files are FOLDER/tokens.*.
 
 Tokens are read when they are used, so a file may be larger than memory.
 """
 
 import json
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,18 +29,28 @@ OFFSETS_BLOCK = 1 << 20
 
 
 def write_memmap(
-    path: str | Path, documents: Iterable[Any], vocab_size: int, dtype: str = "uint16"
+    path: str | Path,
+    documents: Iterable[Any],
+    vocab_size: int,
+    dtype: str = "uint16",
+    masks: Iterable[Any] | None = None,
 ) -> None:
     """Writes documents (each a sequence of token ids) as PATH.bin, PATH.json and PATH.offsets.
 
-    path: with or without the .bin ending. One document is held in memory at a time.
-    Raises ValueError for an unknown dtype, a vocabulary that it cannot hold, or a token outside
-    `[0, vocab_size)`.
+    path: with or without the .bin ending. masks: for each document the tokens that count as
+    targets, bool, as long as the document; they are written as PATH.mask. One document is held in
+    memory at a time.
+    Raises ValueError for an unknown dtype, a vocabulary that it cannot hold, a token outside
+    `[0, vocab_size)`, or masks that do not fit the documents.
     """
     _check_vocab(vocab_size, dtype)
     base = _base(Path(path))
     offsets = [0]
-    with open(f"{base}.bin", "wb") as file:
+    each_mask = None if masks is None else iter(masks)
+    with ExitStack() as files:
+        file = files.enter_context(open(f"{base}.bin", "wb"))
+        if each_mask is not None:
+            mask_file = files.enter_context(open(f"{base}.mask", "wb"))
         for index, document in enumerate(documents):
             tokens = np.asarray(document)
             if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
@@ -47,9 +62,29 @@ def write_memmap(
                 )
             file.write(tokens.astype(DTYPES[dtype]).tobytes())
             offsets.append(offsets[-1] + tokens.size)
+            if each_mask is not None:
+                mask = np.asarray(next(each_mask, ()), dtype=bool)
+                if mask.size != tokens.size:
+                    raise ValueError(
+                        f"document {index}: its mask must have as many values as it has tokens, "
+                        f"{tokens.size}, got {mask.size}"
+                    )
+                mask_file.write(mask.tobytes())
     np.array(offsets, dtype=OFFSET).tofile(f"{base}.offsets")
+    write_sidecar(base, vocab_size, dtype, masked=masks is not None)
+
+
+def write_sidecar(base: Path, vocab_size: int, dtype: str, masked: bool) -> None:
+    """Writes BASE.json for files with offsets and, if `masked`, a mask."""
     meta = {"dtype": dtype, "vocab_size": vocab_size, "offsets": f"{base.name}.offsets"}
+    if masked:
+        meta["mask"] = f"{base.name}.mask"
     Path(f"{base}.json").write_text(json.dumps(meta) + "\n")
+
+
+def narrowest(vocab_size: int) -> str:
+    """The smallest dtype that holds all tokens of a vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class MemmapSource:
@@ -57,7 +92,7 @@ class MemmapSource:
 
     Raises ValueError that names the file and the broken rule. The constructor checks sizes, dtype,
     vocabulary, the types in PATH.json and the offsets, which it reads once; `read` raises for a
-    token outside the vocabulary.
+    token outside the vocabulary, `counted` for a mask of other values than 0 and 1.
     """
 
     def __init__(self, path: Path):
@@ -88,6 +123,16 @@ class MemmapSource:
             )
         if self.offsets_file is not None:
             self._check_offsets(self.offsets_file)
+        mask = meta.get("mask")
+        self.mask_file = None if mask is None else base.parent / mask
+        if self.mask_file is not None:
+            if not self.mask_file.is_file():
+                raise ValueError(f"memmap: no file at {self.mask_file}")
+            if (found := self.mask_file.stat().st_size) != size:
+                raise ValueError(
+                    f"{self.mask_file}: must hold one byte for each of the {size} tokens, "
+                    f"got {found}"
+                )
 
     def _check_offsets(self, file: Path) -> None:
         if not file.is_file():
@@ -121,8 +166,14 @@ class MemmapSource:
         assert self.offsets_file is not None
         return np.memmap(self.offsets_file, dtype=OFFSET, mode="r")
 
+    @cached_property
+    def _mask(self) -> np.ndarray:
+        assert self.mask_file is not None
+        return np.memmap(self.mask_file, dtype=np.uint8, mode="r")
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_tokens", "_offsets")}
+        mapped = ("_tokens", "_offsets", "_mask")
+        return {k: v for k, v in self.__dict__.items() if k not in mapped}
 
     def __len__(self) -> int:
         return self.size
@@ -145,6 +196,17 @@ class MemmapSource:
         first, last = np.searchsorted(self._offsets, [start, stop], side="right")
         return np.unique(np.asarray(self._offsets[first:last]))
 
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        if self.mask_file is None:
+            return None
+        mask = self._mask[start:stop]
+        if mask.size and mask.max() > 1:
+            position = start + int(mask.argmax())
+            raise ValueError(
+                f"{self.mask_file}: must hold only 0 and 1, got {mask.max()} at {position}"
+            )
+        return mask == 1
+
 
 def _sidecar(file: Path) -> dict[str, Any]:
     """The contents of PATH.json. Raises ValueError if a key or the type of a value is wrong."""
@@ -154,7 +216,8 @@ def _sidecar(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} must be JSON that holds dtype and vocab_size: {error}") from error
     if not isinstance(meta, dict):
         raise ValueError(f"{file} must hold a JSON object, got {type(meta).__name__}")
-    kinds: dict[str, type] = {"dtype": str, "vocab_size": int, "eos_id": int, "offsets": str}
+    kinds: dict[str, type] = {"dtype": str, "vocab_size": int, "eos_id": int}
+    kinds |= {"offsets": str, "mask": str}
     if unknown := set(meta) - set(kinds):
         raise ValueError(f"{file}: unknown keys {sorted(unknown)}")
     meta = {name: value for name, value in meta.items() if value is not None}
@@ -166,8 +229,9 @@ def _sidecar(file: Path) -> dict[str, Any]:
         if type(value) is not kinds[name]:
             wanted = {str: "a string", int: "an integer"}[kinds[name]]
             raise ValueError(f"{file}: {name} must be {wanted}, got {value!r}")
-    if meta.get("offsets") == "" or "\0" in meta.get("offsets", ""):
-        raise ValueError(f"{file}: offsets must name a file, got {meta['offsets']!r}")
+    for name in ("offsets", "mask"):
+        if meta.get(name) == "" or "\0" in meta.get(name, ""):
+            raise ValueError(f"{file}: {name} must name a file, got {meta[name]!r}")
     return meta
 
 
@@ -180,4 +244,6 @@ def _check_vocab(vocab_size: object, dtype: str, where: str = "memmap") -> None:
 
 
 def _base(path: Path) -> Path:
+    if (path / "tokens.bin").is_file():
+        return path / "tokens"
     return path.with_suffix("") if path.suffix == ".bin" else path

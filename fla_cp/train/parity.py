@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fla_cp.train.config import TrainConfig
-from fla_cp.train.data import PackedDataset
+from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.model import build_sharded
 from fla_cp.train.optim import build_optimizer, learning_rate, update
@@ -151,7 +151,7 @@ class Run:
     """Steps of one model, each in two halves, so that the gradients in between can be read."""
 
     def __init__(
-        self, config: TrainConfig, dataset: PackedDataset, ranks: Ranks, dtype: torch.dtype
+        self, config: TrainConfig, dataset: Packs, ranks: Ranks, dtype: torch.dtype
     ) -> None:
         self.model = build_sharded(config.model, dataset.vocab_size, config.run.seed, ranks, dtype)
         self.config, self.ranks = config, ranks
@@ -264,7 +264,7 @@ def _kind(parameter: str) -> str:
     return re.sub(r"^blocks\.\d+\.", "", parameter)
 
 
-def compare(config: TrainConfig, dataset: PackedDataset, ranks: Ranks) -> Report | None:
+def compare(config: TrainConfig, dataset: Packs, ranks: Ranks) -> Report | None:
     """Takes the steps in both ways; returns the report on rank 0, else None. Collective."""
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     parity = config.parity

@@ -23,8 +23,16 @@ EXPERT_OPTIONS = (
 
 def _check_texts(config: TrainConfig) -> None:
     """Raises UserError for a path or name that a file system or config.toml cannot hold."""
-    texts = (("--data", config.data.source), ("--resume", config.run.resume))
-    for flag, text in (*texts, ("--out", config.run.out)):
+    data, run = config.data, config.run
+    texts = {
+        "--data": data.source,
+        "--tokenizer": data.tokenizer,
+        "--data.column": data.column,
+        "--data.cache": data.cache,
+        "--resume": run.resume,
+        "--out": run.out,
+    }
+    for flag, text in texts.items():
         if text is None:
             continue
         if not text:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from fla_cp import FLACPContext, build_cp_context
 from fla_cp.train.balance import Balance
 from fla_cp.train.config import TrainConfig
-from fla_cp.train.data import IGNORE, Batch, PackedDataset, StepBatchSampler
+from fla_cp.train.data import IGNORE, Batch, PackList, Packs
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.graphs import Graphs
 from fla_cp.train.loader import Share, Sharing, StepLoader, token_ranges
@@ -59,7 +59,7 @@ class Feed:
     def __init__(
         self,
         config: TrainConfig,
-        dataset: PackedDataset,
+        dataset: Packs,
         ranks: Ranks,
         start_step: int,
         workers: int | None = None,
@@ -71,7 +71,7 @@ class Feed:
         batch = config.data.global_batch_size
         self.loader = StepLoader(
             dataset,
-            StepBatchSampler(len(dataset), batch, config.run.seed, start_step),
+            dataset.sampler(batch, config.run.seed, start_step),
             sharing(config, ranks),
             dp=ranks.dp,
             dp_rank=ranks.dp_rank,
@@ -250,10 +250,10 @@ def balance_of(model: nn.Module) -> Balance | None:
 class HeldOut:
     """The held-out loss, over packs that do not depend on the split.
 
-    packs: the first eval_batches * global_batch_size packs of the valid split, or all there are.
+    dataset: packs of the valid split, of which at most eval_batches * global_batch_size are read.
     """
 
-    def __init__(self, config: TrainConfig, dataset: PackedDataset, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, dataset: PackList, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.warm = False  # whether an evaluation has run
         batch = config.data.global_batch_size
@@ -264,7 +264,7 @@ class HeldOut:
         cuda = ranks.device.type == "cuda"
         self.batches = [share.pinned() if cuda else share for share in shares]
 
-    def _pack(self, dataset: PackedDataset, index: int) -> Batch:
+    def _pack(self, dataset: PackList, index: int) -> Batch:
         if index < self.packs:
             return dataset[index]
         # All ranks run the same number of forwards. A rank without a pack uses one without targets.

@@ -4,7 +4,6 @@ import contextlib
 from pathlib import Path
 
 from fla_cp.train import checkpoint
-from fla_cp.train.data import build_dataset
 from fla_cp.train.distributed import compute_dtype, joined
 from fla_cp.train.main import Loop
 from fla_cp.train.metrics import RunLog
@@ -12,6 +11,7 @@ from fla_cp.train.model import build_sharded
 from fla_cp.train.optim import build_optimizer
 from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver
+from fla_cp.train.sources import build_dataset
 from fla_cp.train.step import Feed, HeldOut
 from fla_cp.train.weights import local_tensor
 
@@ -25,7 +25,7 @@ def training_loop(config, ranks):
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     model = build_sharded(config.model, data.vocab_size, config.run.seed, ranks, dtype)
     optimizer = build_optimizer(model, config.optim)
-    facts = checkpoint.facts(config, data.vocab_size, len(data), dtype)
+    facts = checkpoint.facts(config, data.vocab_size, data.extent, dtype)
     log, progress = RunLog(run, config.run, ranks, None), checkpoint.Progress()
     with (
         contextlib.closing(log),

@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import fla_cp.train.data
 import fla_cp.train.memmap
-from fla_cp.train.data import (
-    ArraySource,
-    PackedDataset,
-    StepBatchSampler,
-    batch_hash,
-    build_dataset,
-    collate,
-)
+from fla_cp.train.data import ArraySource, PackedDataset, StepBatchSampler, batch_hash, collate
 from fla_cp.train.memmap import MemmapSource, write_memmap
+from fla_cp.train.sources import build_dataset
+from fla_cp.train.text_files import held_out_split
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [], [12, 13]]
 
@@ -146,7 +140,7 @@ def test_binary_and_unreadable_files_of_a_folder_are_skipped_with_a_note(tmp_pat
     os.mkfifo(root / "pipe")  # reading it would wait for ever
     late = root / "late.bin"
     late.write_bytes(b"x" * 8192 + b"\x00")  # the first bytes decide, as for grep
-    held_out = fla_cp.train.data._held_out_split([("late.bin", late)], "valid")
+    held_out = held_out_split([("late.bin", late)], "valid")
     train = build_dataset(f"text:{root}", 64, "train", seed=0)
     assert len(train.source) == kept + (0 if held_out else 8193)
     (note,) = train.notes
@@ -224,6 +218,29 @@ def test_memmap_with_eos_or_with_tokens_alone(tmp_path):
     assert pack["labels"].tolist() == [5, 0, -100, -100, 7, -100]
     (tmp_path / "t.json").write_text('{"dtype": "uint16", "vocab_size": 8}')
     assert MemmapSource(tmp_path / "t.bin").starts(0, 6).tolist() == []
+
+
+def test_memmap_mask_leaves_labels_out(tmp_path):
+    documents, masks = [[1, 2, 3, 4], [], [5, 6]], [[0, 1, 0, 1], [], [1, 1]]
+    write_memmap(tmp_path / "t", documents, 8, masks=masks)
+    source = MemmapSource(tmp_path / "t")
+    assert source.counted(0, 6).tolist() == [False, True, False, True, True, True]
+    assert source.counted(3, 5).dtype == bool
+    copy = pickle.loads(pickle.dumps(PackedDataset(source, 3)))
+    assert copy[0]["labels"].tolist() == [2, -100, 4]
+    assert copy[1]["labels"].tolist() == [-100, 6, -100]
+    for wrong in ([[0, 1], [], [1, 1]], [[0, 1, 0, 1], []]):
+        with pytest.raises(ValueError, match=r"document \d: its mask must have as many values as"):
+            write_memmap(tmp_path / "w", documents, 8, masks=wrong)
+    (tmp_path / "t.mask").write_bytes(b"\0\1\0\2\1\1")
+    with pytest.raises(ValueError, match=r"t.mask: must hold only 0 and 1, got 2 at 3"):
+        MemmapSource(tmp_path / "t").counted(1, 6)
+    (tmp_path / "t.mask").write_bytes(b"\0\1")
+    with pytest.raises(ValueError, match="must hold one byte for each of the 6 tokens, got 2"):
+        MemmapSource(tmp_path / "t")
+    (tmp_path / "t.mask").unlink()
+    with pytest.raises(ValueError, match=r"memmap: no file at .*t\.mask"):
+        MemmapSource(tmp_path / "t")
 
 
 def test_memmap_is_not_read_ahead_and_pickles_small(tmp_path):
@@ -378,8 +395,8 @@ def test_sampler_feeds_a_data_loader():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0, 1, 0), "num_packs and global_batch_size must be at least 1, got 0 and 1"),
-        ((1, 0, 0), "got 1 and 0"),
+        ((0, 1, 0), "num_packs must be at least 1, got 0"),
+        ((1, 0, 0), "global_batch_size must be at least 1, got 0"),
         ((1, 1, -1), "seed and start_step must be >= 0, got -1 and 0"),
         ((1, 1, 0, -2), "got 0 and -2"),
     ],

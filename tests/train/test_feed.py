@@ -12,16 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from fla_cp.train.data import (
-    ArraySource,
-    PackedDataset,
-    StepBatchSampler,
-    batch_hash,
-    build_dataset,
-    collate,
-)
+from fla_cp.train.data import ArraySource, PackedDataset, StepBatchSampler, batch_hash, collate
 from fla_cp.train.loader import Sharing, StepLoader, token_ranges
 from fla_cp.train.parse import parse
+from fla_cp.train.sources import build_dataset
 from fla_cp.train.step import Feed
 from tests.support.processes import alive, children, wait_for
 
@@ -163,8 +157,9 @@ def test_the_error_of_a_worker_is_raised_with_its_text():
 
 SCRIPT = """
 import os, sys, time
-from fla_cp.train.data import StepBatchSampler, build_dataset
+from fla_cp.train.data import StepBatchSampler
 from fla_cp.train.loader import Sharing, StepLoader
+from fla_cp.train.sources import build_dataset
 
 if __name__ == "__main__":
     data = build_dataset("synthetic", 50, "train", 0)
@@ -233,8 +228,9 @@ def test_feed_reads_ahead_in_order(ranks):
 
 
 ABANDONED = """
-from fla_cp.train.data import StepBatchSampler, build_dataset
+from fla_cp.train.data import StepBatchSampler
 from fla_cp.train.loader import Sharing, StepLoader
+from fla_cp.train.sources import build_dataset
 
 if __name__ == "__main__":
     data = build_dataset("synthetic", 50, "train", 0)

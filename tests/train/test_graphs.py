@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fla_cp.train.config import UserError
-from fla_cp.train.data import build_dataset
 from fla_cp.train.distributed import joined
 from fla_cp.train.graphs import MAX_GRAPHS, SEEN_BEFORE, Graph, Graphs
 from fla_cp.train.parse import parse
+from fla_cp.train.sources import build_dataset
 from fla_cp.train.step import HeldOut
 from fla_cp.train.weights import local_tensor
 from tests.support.loops import steps_taken, training_loop

@@ -4,6 +4,7 @@ The trainer's functions run on the ranks of the session's pool: a launcher for e
 ten times as long. tests/train/test_train.py starts one as a user does.
 """
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -12,8 +13,8 @@ import torch
 
 import fla_cp.train.parity
 from fla_cp.comm.exchange.all_gather import AllGather
-from fla_cp.train.data import build_dataset
 from fla_cp.train.parse import parse
+from fla_cp.train.sources import Reading, build_dataset
 from tests.support.meshes import ranks_of
 
 SPLITS = {
@@ -146,3 +147,30 @@ def test_small_faults_are_found(gloo_pool, text, mixer):
             assert over == [what], f"{name}\n{report.table()}"
         if fault is late_step:
             assert not over and max(report.updates) > 0.9
+
+
+def masked(group, rank, split, data, tokenizer, cache):
+    """The report on conversations, and how many labels of a pack count, on rank 0."""
+    flags = ["--data", data, "--tokenizer", tokenizer, "--data.cache", cache]
+    config = parse([*FLAGS, *split.split(), *flags])
+    reading = Reading(tokenizer, None, cache)
+    dataset = build_dataset(data, config.data.seq_len, "train", config.run.seed, reading)
+    found = fla_cp.train.parity.compare(config, dataset, ranks_of(split, rank))
+    return found, [int((dataset[i]["labels"] != -100).sum()) for i in range(4)]
+
+
+def test_conversations_train_like_one_rank(gloo_pool, tmp_path):
+    """The mean is over the labels that count, and ranks have different numbers of them."""
+    tokenizers = pytest.importorskip("tests.support.tokenizers")
+    pytest.importorskip("datasets")
+    tokenizers.save_tokenizer(tmp_path / "tokenizer")
+    rng, rows = random.Random(0), []
+    for _ in range(80):
+        texts = rng.choice(tokenizers.TEXT) * rng.randint(1, 3), rng.choice(tokenizers.TEXT)
+        turns = zip(("user", "assistant"), texts, strict=True)
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"hf:{tmp_path}/chat.jsonl", str(tmp_path / "tokenizer"), str(tmp_path / "cache")
+    (report, counts), *_ = gloo_pool.run(masked, SPLITS["cp and shards"], *given)
+    assert report.passed, report.table()
+    assert all(10 < count < 140 for count in counts)

@@ -1,0 +1,254 @@
+"""The documents that a tokenizer turns into tokens: text files, and rows of data sets.
+
+A row is text, an instruction or a conversation, by its columns: "text", "prompt" and "completion",
+or "messages". `--data.column` names another column, of strings or of conversations.
+
+About 3% of the documents are held out: the files or rows that a hash chooses, or the `validation`
+split of a saved DatasetDict. Where the hash leaves a split without documents, the last 3% of each
+file's bytes are held out, or the last 3% of the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fla_cp.train.text_files import HELD_OUT, File, Split, held_out_split
+from fla_cp.train.tokenizer import Form, needs_extra
+
+PIECE_BYTES = 1 << 20
+"""A longer text file is cut behind a line end after so many bytes, into several documents."""
+
+VALIDATION = ("validation", "valid", "test")
+"""Names of a DatasetDict's split that is held out; the first that exists."""
+
+
+class Documents(Protocol):
+    """Documents of one form. size: bytes of all of them, about. digest: a hash that changes if they
+    do. notes: lines for the user."""
+
+    form: Form
+    size: int
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Sequence[int]) -> tuple[list[Any], list[str]]:
+        """The documents at these indices, and what to call each in an error."""
+
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of a file."""
+
+    path: str
+    start: int
+    stop: int
+
+
+class TextDocuments:
+    """Text files, each a document; those over PIECE_BYTES are several.
+
+    files: what may be read. split: the part that is held out, the other part, or None for all.
+    Bytes that are not UTF-8 become U+FFFD. Raises ValueError if a split has no text.
+    """
+
+    form: Form = "text"
+
+    def __init__(self, files: Sequence[File], split: Split | None) -> None:
+        chosen = files if split is None else held_out_split(files, split)
+        by_hash = 0 < len(chosen) < len(files)
+        pieces: list[Piece] = []
+        total = hashlib.sha256(b"text")
+        for name, path in chosen if by_hash else files:
+            facts = path.stat()
+            total.update(f"{name}\0{facts.st_size} {facts.st_mtime_ns}".encode(errors="replace"))
+            start, stop = 0, facts.st_size
+            if split is not None and not by_hash:
+                cut = _line_end(path, stop - int(stop * HELD_OUT), stop)
+                start, stop = (0, cut) if split == "train" else (cut, stop)
+            total.update(f" {start} {stop}".encode())
+            pieces += _pieces(path, start, stop)
+        self.pieces = pieces
+        self.size = sum(piece.stop - piece.start for piece in pieces)
+        self.digest = total.hexdigest()
+        if not pieces:
+            raise ValueError(f"text: the {split or 'whole'} split must have text, got none")
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def read(self, indices: Sequence[int]) -> tuple[list[str], list[str]]:
+        texts, names = [], []
+        for piece in (self.pieces[i] for i in indices):
+            with open(piece.path, "rb") as file:
+                file.seek(piece.start)
+                texts.append(file.read(piece.stop - piece.start).decode(errors="replace"))
+            names.append(f"{piece.path} from byte {piece.start}")
+        return texts, names
+
+
+def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
+    pieces = []
+    while start < stop:
+        end = _line_end(path, start + PIECE_BYTES, stop)
+        pieces.append(Piece(str(path), start, end))
+        start = end
+    return pieces
+
+
+def _line_end(path: Path, at: int, stop: int) -> int:
+    """The first position behind a line end from `at` on, at most `stop`.
+
+    In a line of more than PIECE_BYTES, the first position from there on where a character begins.
+    """
+    if at >= stop:
+        return stop
+    with open(path, "rb") as file:
+        file.seek(at)
+        at += len(line := file.readline(PIECE_BYTES))
+        if line.endswith(b"\n"):
+            return min(at, stop)
+        while at < stop and (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:
+            at += 1
+    return min(at, stop)
+
+
+class RowDocuments:
+    """Rows of a data set on disk, read through `datasets`.
+
+    path: a folder that `save_to_disk` wrote, a .parquet or .jsonl file, or a folder with such files
+    of one kind. column: a column to read instead of those that the module names. cache: folder for
+    the memory-mapped form of jsonl and parquet files. Processes that receive this object open the
+    rows themselves. Raises ValueError for a path or columns that do not fit, and an empty split.
+    """
+
+    def __init__(self, path: Path, column: str | None, split: Split | None, cache: Path) -> None:
+        needs_extra("--data hf:PATH", "datasets")
+        self.path, self.cache, self.split = path, cache, split
+        self.form, self.columns = _columns(self._rows, column, path)
+        total = hashlib.sha256(f"rows {self.columns} {self._separate}".encode())
+        for file in sorted(file for file in _stored(path) if file.is_file()):
+            facts = file.stat()
+            total.update(
+                f"{file.name}\0{facts.st_size} {facts.st_mtime_ns}".encode(errors="replace")
+            )
+        total.update(self._indices.tobytes())
+        self.digest = total.hexdigest()
+        share = len(self._indices) / max(len(self._rows), 1)
+        self.size = max(1, int(self._rows.data.nbytes * share))
+        if not len(self._indices):
+            raise ValueError(f"hf: the {split or 'whole'} split of {path} must have rows, got none")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_opened", "_indices")}
+
+    @cached_property
+    def _opened(self) -> tuple[Any, bool]:
+        """The rows, and whether the held-out ones are a split of their own."""
+        return _open_rows(self.path, self.split, self.cache)
+
+    @property
+    def _rows(self) -> Any:
+        return self._opened[0]
+
+    @property
+    def _separate(self) -> bool:
+        return self._opened[1]
+
+    @cached_property
+    def _indices(self) -> np.ndarray:
+        rows = len(self._rows)
+        indices = np.arange(rows, dtype=np.int64)
+        if self.split is None or self._separate:
+            return indices
+        held_out = _hashed(indices) < HELD_OUT
+        if held_out.all() or not held_out.any():
+            held_out = indices >= rows - max(1, int(rows * HELD_OUT))
+        return indices[held_out == (self.split == "valid")]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, indices: Sequence[int]) -> tuple[list[Any], list[str]]:
+        rows = self._indices[np.asarray(indices, dtype=np.int64)].tolist()
+        found = self._rows[rows]
+        columns = [found[name] for name in self.columns]
+        names = [f"{self.path}: {' and '.join(self.columns)} of row {row}" for row in rows]
+        return list(columns[0] if len(columns) == 1 else zip(*columns, strict=True)), names
+
+
+def _hashed(indices: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each index, which does not depend on how many there are."""
+    words = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    return words.astype(np.float64) / 2.0**64
+
+
+def _stored(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("*"))
+
+
+def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    if (path / "dataset_dict.json").is_file():
+        names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        if "train" not in names:
+            raise ValueError(f"hf: {path} must have a split named train, got {', '.join(names)}")
+        valid = next((name for name in VALIDATION if name in names), None)
+        name = valid if valid is not None and split == "valid" else "train"
+        return datasets.load_from_disk(str(path / name)), valid is not None
+    if (path / "state.json").is_file():
+        return datasets.load_from_disk(str(path)), False
+    files = [path] if path.is_file() else sorted(path.glob("*"))
+    kinds = {
+        kind: [str(file) for file in files if file.suffix == kind]
+        for kind in (".parquet", ".jsonl")
+    }
+    kinds = {kind: found for kind, found in kinds.items() if found}
+    if len(kinds) != 1:
+        raise ValueError(
+            "hf: the path must be a data set that save_to_disk wrote, or .parquet or .jsonl files "
+            f"of one kind, got {' and '.join(kinds) or 'neither'} at {path}"
+        )
+    ((kind, found),) = kinds.items()
+    read = datasets.Dataset.from_parquet if kind == ".parquet" else datasets.Dataset.from_json
+    try:
+        return read(found, cache_dir=str(cache / "datasets")), False
+    except datasets.exceptions.DatasetGenerationError as error:
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise ValueError(f"hf: {path} cannot be read as {kind[1:]}: {reason}") from error
+
+
+def _columns(rows: Any, column: str | None, path: Path) -> tuple[Form, tuple[str, ...]]:
+    """The form of the rows, and the columns that hold them."""
+    names = rows.column_names
+    if column is not None:
+        if column not in names:
+            raise ValueError(
+                f"--data.column must be a column of {path}, one of {', '.join(names)}, "
+                f"got {column!r}"
+            )
+        text = getattr(rows.features[column], "dtype", None) in ("string", "large_string")
+        return "text" if text else "chat", (column,)
+    known: dict[Form, tuple[str, ...]] = {
+        "text": ("text",),
+        "instruction": ("prompt", "completion"),
+        "chat": ("messages",),
+    }
+    found = [(form, needed) for form, needed in known.items() if set(needed) <= set(names)]
+    if len(found) != 1:
+        raise ValueError(
+            f"hf: {path} must have one of the columns text, messages, or prompt and completion, "
+            f"got {', '.join(names)}; --data.column names one of text or conversations"
+        )
+    return found[0]

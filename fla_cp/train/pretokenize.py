@@ -1,0 +1,149 @@
+"""Entry point of `fla-cp-tokenize`: documents to the token files of memmap.py, before a training.
+
+fla-cp-tokenize text:corpus/ --tokenizer DIR --out tokens/
+fla-cp-train --data memmap:tokens/
+
+Processes tokenise groups of documents, each into files of its own below a folder beside --out. When
+all are there, they are joined in the order of the documents, and the result gets its name at once:
+--out is either whole or missing. The same command after an interruption takes the groups that are
+there and goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from fla_cp.train.exit_codes import MISTAKE
+from fla_cp.train.memmap import OFFSET, narrowest, write_sidecar
+from fla_cp.train.shards import Shards
+from fla_cp.train.sources import Reading, open_documents
+from fla_cp.train.tokenizer import Tokenizer
+
+GROUP_BYTES = 1 << 22
+"""Text of a group of documents, about."""
+
+
+def tokenize(
+    source: str,
+    tokenizer: str,
+    out: Path,
+    *,
+    column: str | None = None,
+    processes: int = 1,
+    progress: bool = False,
+) -> str:
+    """Writes the tokens of a source to OUT/tokens.*; returns a line that says what was written.
+
+    source: stdlib, text:PATH or hf:PATH. tokenizer: its folder. out: a folder that does not exist.
+    column: see RowDocuments. processes: how many tokenise; with 1, this one does. progress: show a
+    bar. Raises ValueError for a source that cannot be read or tokenised, or an `out` that exists.
+    """
+    if processes < 1:
+        raise ValueError(f"--processes must be at least 1, got {processes}")
+    if out.exists():
+        raise ValueError(f"--out must not exist yet, got {out}")
+    parts = out.with_name(f".{out.name}.parts")
+    opened = open_documents(source, None, Reading(column=column, cache=str(parts)))
+    if opened is None:
+        raise ValueError(f"the source must be stdlib, text:PATH or hf:PATH, got {source!r}")
+    documents, notes = opened
+    for note in notes:
+        print(note, file=sys.stderr)
+    shards = Shards(documents, Tokenizer(tokenizer), parts, GROUP_BYTES, shuffled=False)
+    _make(shards, min(processes, len(shards)), progress)
+    line = _join(shards, parts / "joined")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    (parts / "joined").rename(out)
+    shutil.rmtree(parts)
+    return f"{line}; train with --data memmap:{out}"
+
+
+def _make(shards: Shards, processes: int, progress: bool) -> None:
+    """Makes all shards that are missing."""
+    from tqdm import tqdm
+
+    missing = [shard for shard in range(len(shards)) if not shards.exists(shard)]
+    bar = tqdm(total=len(shards), initial=len(shards) - len(missing), disable=not progress)
+    with bar:
+        if processes == 1:
+            for shard in missing:
+                shards.make(shard)
+                bar.update()
+            return
+        pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin)
+        try:
+            for done in as_completed([pool.submit(shards.make, shard) for shard in missing]):
+                done.result()
+                bar.update()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """Turns off the threads of a tokenizer: there is a process for each processor already."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _join(shards: Shards, folder: Path) -> str:
+    """Writes the tokens of all shards into one file, and offsets and mask likewise."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    masked = shards.documents.form != "text"
+    names = ("tokens.bin", "tokens.mask") if masked else ("tokens.bin",)
+    for name in names:
+        with open(folder / name, "wb") as whole:
+            for shard in range(len(shards)):
+                with open(shards.path(shard) / name, "rb") as part:
+                    shutil.copyfileobj(part, whole)
+    total = count = 0
+    with open(folder / "tokens.offsets", "wb") as whole:
+        np.zeros(1, dtype=OFFSET).tofile(whole)
+        for shard in range(len(shards)):
+            ends = np.fromfile(shards.path(shard) / "tokens.offsets", dtype=OFFSET)[1:] + total
+            ends.astype(OFFSET).tofile(whole)
+            total, count = int(ends[-1]), count + len(ends)
+    if not total:
+        raise ValueError(f"the documents must have at least one token, got {count} empty ones")
+    vocab_size = shards.tokenizer.vocab_size
+    write_sidecar(folder / "tokens", vocab_size, narrowest(vocab_size), masked)
+    return f"{count} documents, {total} tokens of a vocabulary of {vocab_size}"
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Tokenises as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
+    parser = argparse.ArgumentParser(
+        prog="fla-cp-tokenize", description="Writes token files for fla-cp-train --data memmap:OUT."
+    )
+    parser.add_argument("source", help="stdlib, text:PATH or hf:PATH, as for fla-cp-train --data")
+    parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write; must not exist")
+    parser.add_argument("--column", help="column of hf:PATH that holds texts or conversations")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    given = parser.parse_args(argv)
+    if find_spec("tqdm") is None:
+        print("error: fla-cp-tokenize needs tqdm: pip install 'fla_cp[hf]'", file=sys.stderr)
+        return MISTAKE
+    try:
+        line = tokenize(
+            given.source,
+            given.tokenizer,
+            given.out,
+            column=given.column,
+            processes=given.processes,
+            progress=sys.stderr.isatty(),
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    print(line)
+    return 0

@@ -1,0 +1,188 @@
+"""Documents for a tokenizer: text files in pieces, rows by their columns, and what is held out."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+import fla_cp.train.documents
+from fla_cp.train.documents import RowDocuments, TextDocuments
+from fla_cp.train.text_files import text_files
+from tests.support.tokenizers import TEXT
+
+datasets = pytest.importorskip("datasets")
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def texts(path, split):
+    documents = TextDocuments(text_files(path)[0], split)
+    found, names = documents.read(range(len(documents)))
+    assert len(names) == len(found)
+    assert documents.size == sum(len(text.encode()) for text in found)
+    return found
+
+
+def rows(path, split, cache, column=None):
+    documents = RowDocuments(path, column, split, cache)
+    return documents.read(range(len(documents)))[0]
+
+
+def write_jsonl(path, values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def test_long_files_are_cut_behind_line_ends_and_nothing_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(fla_cp.train.documents, "PIECE_BYTES", 100)
+    lines = "".join(f"{i} {'ä' * (i % 30)}\n" for i in range(100))
+    unbroken = "äöü€" * 100
+    (tmp_path / "lines.txt").write_text(lines)
+    (tmp_path / "unbroken.txt").write_text(unbroken)
+    found = texts(tmp_path, None)
+    assert "".join(found) == lines + unbroken
+    assert len(found) > 30 and "\N{REPLACEMENT CHARACTER}" not in "".join(found)
+    of_lines = [text for text in found if "\n" in text]
+    assert all(text.endswith("\n") for text in of_lines)
+    assert all(len(text.encode()) < 300 for text in found)
+
+
+def test_a_file_alone_holds_out_its_tail_and_files_hold_out_files(tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"line {i}\n" for i in range(1000)))
+    train, valid = texts(book, "train"), texts(book, "valid")
+    assert "".join(train + valid) == book.read_text()
+    assert 0.02 < len(valid[0]) / len(train[0]) < 0.04 and train[0].endswith("\n")
+    many = tmp_path / "many"
+    many.mkdir()
+    for i in range(200):
+        (many / f"{i}.txt").write_text(f"file {i}")
+    train, valid = texts(many, "train"), texts(many, "valid")
+    assert sorted(train + valid) == sorted(f"file {i}" for i in range(200))
+    assert 1 <= len(valid) <= 20
+    (tmp_path / "one.txt").write_text("one line")
+    with pytest.raises(ValueError, match="text: the valid split must have text, got none"):
+        texts(tmp_path / "one.txt", "valid")
+
+
+def test_bytes_that_are_not_utf_8_are_replaced(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a\xffb")
+    assert TextDocuments(text_files(tmp_path)[0], None).read([0])[0] == [
+        "a\N{REPLACEMENT CHARACTER}b"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["saved", "splits", "parquet", "jsonl", "folder"])
+def test_rows_of_every_kind_of_data_set(kind, tmp_path):
+    values = [f"{i}: {TEXT[i % len(TEXT)]}" for i in range(300)]
+    table = datasets.Dataset.from_dict({"text": values, "id": list(range(300))})
+    path = tmp_path / "data"
+    if kind == "saved":
+        table.save_to_disk(str(path))
+    elif kind == "splits":
+        parts = {"train": table.select(range(280)), "validation": table.select(range(280, 300))}
+        datasets.DatasetDict(parts).save_to_disk(str(path))
+    elif kind == "parquet":
+        path = path.with_suffix(".parquet")
+        table.to_parquet(str(path))
+    elif kind == "jsonl":
+        path = write_jsonl(path.with_suffix(".jsonl"), [{"text": value} for value in values])
+    else:
+        path.mkdir()
+        for i in range(2):
+            part = values[150 * i : 150 * (i + 1)]
+            write_jsonl(path / f"{i}.jsonl", [{"text": value} for value in part])
+    train, valid = (rows(path, split, tmp_path / "cache") for split in ("train", "valid"))
+    assert set(train) | set(valid) == set(values) and not set(train) & set(valid)
+    assert valid == values[280:] if kind == "splits" else 1 <= len(valid) <= 20
+    if kind != "splits":
+        assert rows(path, None, tmp_path / "cache") == values
+
+
+def test_few_rows_hold_out_the_last_and_rows_that_are_added_move_none(tmp_path):
+    def split_of(count, split):
+        path = write_jsonl(tmp_path / f"{count}.jsonl", [{"text": f"{i}"} for i in range(count)])
+        return rows(path, split, tmp_path / "cache")
+
+    assert split_of(5, "train") == ["0", "1", "2", "3"] and split_of(5, "valid") == ["4"]
+    with pytest.raises(ValueError, match=r"the train split of .* must have rows, got none"):
+        split_of(1, "train")
+    few, many = split_of(200, "valid"), split_of(400, "valid")
+    assert few and [row for row in many if int(row) < 200] == few
+
+
+@pytest.mark.parametrize(
+    "row, column, form, read",
+    [
+        ({"text": "a", "id": 1}, None, "text", "a"),
+        ({"body": "a", "text": "b"}, "body", "text", "a"),
+        ({"prompt": "a", "completion": "b"}, None, "instruction", ("a", "b")),
+        ({"messages": MESSAGES}, None, "chat", MESSAGES),
+        ({"talk": MESSAGES, "text": "a"}, "talk", "chat", MESSAGES),
+    ],
+)
+def test_columns_say_what_a_row_is(row, column, form, read, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [row, row])
+    documents = RowDocuments(path, column, None, tmp_path / "cache")
+    assert documents.form == form
+    found, names = documents.read([1])
+    assert found == [read]
+    assert names[0].startswith(f"{path}: ") and names[0].endswith(" of row 1")
+    copy = pickle.loads(data := pickle.dumps(documents))
+    assert len(data) < 1000 and copy.read([1]) == (found, names)
+
+
+@pytest.mark.parametrize(
+    "row, column, message",
+    [
+        (
+            {"body": "a"},
+            None,
+            "must have one of the columns text, messages, or prompt and .* got body",
+        ),
+        ({"text": "a", "messages": MESSAGES}, None, "must have one of the columns text, messages"),
+        ({"text": "a"}, "body", r"--data.column must be a column of .*, one of text, got 'body'"),
+    ],
+)
+def test_unclear_columns_are_refused(row, column, message, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [row, row])
+    with pytest.raises(ValueError, match=message):
+        RowDocuments(path, column, None, tmp_path / "cache")
+
+
+def test_unusable_paths_are_named(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{")
+    with pytest.raises(ValueError, match=r"bad.jsonl cannot be read as jsonl: JSON parse error"):
+        RowDocuments(tmp_path / "bad.jsonl", None, None, tmp_path / "cache")
+    (tmp_path / "x.parquet").write_text("no")
+    with pytest.raises(ValueError, match=r"of one kind, got \.parquet and \.jsonl at"):
+        RowDocuments(tmp_path, None, None, tmp_path / "cache")
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(
+        str(tmp_path / "dict")
+    )
+    with pytest.raises(ValueError, match=r"must have a split named train, got test"):
+        RowDocuments(tmp_path / "dict", None, None, tmp_path / "cache")
+
+
+def test_digests_follow_the_documents(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i}", "body": "b"} for i in range(99)])
+    found = [
+        RowDocuments(path, column, split, tmp_path / "cache").digest
+        for column in ("text", "body")
+        for split in ("train", "valid", None)
+    ]
+    assert len(set(found)) == 6
+    again = RowDocuments(path, "text", "train", tmp_path / "other").digest
+    assert again == found[0]
+    write_jsonl(path, [{"text": f"{i + 1}", "body": "b"} for i in range(99)])
+    assert RowDocuments(path, "text", "train", tmp_path / "cache").digest != found[0]
+    text = tmp_path / "a.txt"
+    text.write_text("a\nb\n" * 50)
+    splits = [TextDocuments([("a.txt", text)], s).digest for s in ("train", "valid", None)]
+    assert len(set(splits)) == 3
+
+
+def test_the_share_that_is_held_out():
+    share = (fla_cp.train.documents._hashed(np.arange(100_000)) < 0.03).mean()
+    assert 0.028 < share < 0.032

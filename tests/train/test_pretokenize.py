@@ -1,0 +1,123 @@
+"""fla-cp-tokenize: the token files are those of the documents, by any number of processes."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fla_cp.train.pretokenize
+from fla_cp.train.memmap import MemmapSource
+from fla_cp.train.pretokenize import run, tokenize
+from fla_cp.train.shards import Shards
+from fla_cp.train.sources import Reading, build_dataset
+from fla_cp.train.tokenizer import Tokenizer
+from tests.support.tokenizers import TEXT, save_tokenizer
+
+pytest.importorskip("datasets")
+
+FILES = ("tokens.bin", "tokens.json", "tokens.mask", "tokens.offsets")
+
+
+@pytest.fixture
+def chat(tmp_path, monkeypatch):
+    """A tokenizer and a file of conversations that makes several shards."""
+    monkeypatch.setattr(fla_cp.train.pretokenize, "GROUP_BYTES", 2000)
+    save_tokenizer(tmp_path / "tokenizer")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": f"{TEXT[i % len(TEXT)]} {i}"},
+            ]
+        }
+        for i in range(150)
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path, [row["messages"] for row in rows]
+
+
+def contents(folder):
+    assert sorted(file.name for file in folder.iterdir()) == sorted(FILES)
+    return [(folder / name).read_bytes() for name in FILES]
+
+
+def test_files_hold_all_documents_in_order(chat, tmp_path, capsys):
+    path, talks = chat
+    flags = [f"hf:{path}", "--tokenizer", str(tmp_path / "tokenizer")]
+    for processes in (1, 2):
+        out = str(tmp_path / f"out{processes}")
+        assert run([*flags, "--out", out, "--processes", str(processes)]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("150 documents, ") and f"train with --data memmap:{out}" in said
+    assert contents(tmp_path / "out1") == contents(tmp_path / "out2")
+    assert not list(tmp_path.glob(".out*"))
+    source = MemmapSource(tmp_path / "out1")
+    names = [f"row {i}" for i in range(150)]
+    encoded = Tokenizer(tmp_path / "tokenizer").encode("chat", talks, names)
+    assert np.array_equal(source.read(0, len(source)), np.concatenate([e.tokens for e in encoded]))
+    counted = np.concatenate([e.counted for e in encoded])
+    assert np.array_equal(source.counted(0, len(source)), counted)
+    ends = np.cumsum([len(e.tokens) for e in encoded])
+    assert source.starts(0, len(source)).tolist() == ends.tolist()
+    packs = build_dataset(
+        f"memmap:{tmp_path / 'out1'}", 64, "train", 0, Reading(str(tmp_path / "tokenizer"))
+    )
+    labels = packs[0]["labels"]
+    wanted = np.where(counted[1:65], source.read(1, 65), -100)
+    assert labels.tolist() == wanted.tolist()
+
+
+def test_texts_have_no_mask_and_an_end_token(tmp_path):
+    tokenizer = Tokenizer(save_tokenizer(tmp_path / "tokenizer"))
+    (tmp_path / "text").mkdir()
+    for i in range(10):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"{TEXT[i]} {i}")
+    out = tmp_path / "new" / "out"
+    tokenize(f"text:{tmp_path / 'text'}", str(tokenizer.folder), out)
+    source = MemmapSource(out)
+    assert source.counted(0, 5) is None
+    assert source.starts(0, len(source)).size == 10
+    text = tokenizer.hf.decode(source.read(0, len(source)))
+    assert text == "".join(f"{TEXT[i]} {i}<|end|>" for i in range(10))
+
+
+def test_an_interruption_keeps_what_is_done_and_leaves_no_result(chat, tmp_path, monkeypatch):
+    path, _ = chat
+    out, made = tmp_path / "out", []
+    write = Shards._write
+
+    def interrupted(self, shard, path):
+        if len(made) == 3:
+            made.append(None)
+            raise KeyboardInterrupt
+        made.append(shard)
+        write(self, shard, path)
+
+    monkeypatch.setattr(Shards, "_write", interrupted)
+    given = f"hf:{path}", str(tmp_path / "tokenizer"), out
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(*given)
+    assert not out.exists() and made == [0, 1, 2, None]
+    tokenize(*given)
+    assert made[4:] == list(range(3, 3 + len(made[4:]))) and len(made) > 5
+    tokenize(*given[:2], tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("memmap:x --out {0}/o", "the source must be stdlib, text:PATH or hf:PATH, got 'memmap:x'"),
+        ("text:{0}/nothing --out {0}/o", "text: no file or folder at"),
+        ("text:{0}/chat.jsonl --out {0}/tokenizer", "--out must not exist yet, got"),
+        ("text:{0}/chat.jsonl --out {0}/o --processes 0", "--processes must be at least 1, got 0"),
+        ("hf:{0}/chat.jsonl --out {0}/o --column x", "--data.column must be a column of"),
+    ],
+)
+def test_mistakes_end_in_one_line(flags, message, chat, tmp_path, capsys):
+    given = [word.format(tmp_path) for word in flags.split()]
+    assert run([*given, "--tokenizer", str(tmp_path / "tokenizer")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert not (tmp_path / "o").exists()
