@@ -181,13 +181,28 @@ class Backend(ABC):
 
     @abstractmethod
     def conv_bwd(self, c: ConvInputs, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """dx, dhalo, dweight and dbias, in fp32 (fp64 for fp64); dx may be in x's dtype."""
+        """dx, dhalo, dweight and dbias, in fp32 (fp64 for fp64). dx and dweight may be in the
+        dtype of x and weight."""
 
     @abstractmethod
     def gate(
         self, rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
     ) -> Tensor:
         """The log decay of raw projections g [.., HV, K], in fp32 (fp64); differentiable."""
+
+    @abstractmethod
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str
+    ) -> Tensor:
+        """x / rms(x) * weight * activation(gate) over the last dim, for x, gate [.., H, V] and
+        weight [V], in x's dtype. activation: a name in `ACTIVATIONS` of
+        kernels/torch/gated_norm.py."""
+
+    @abstractmethod
+    def gated_norm_bwd(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, dy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, dgate and dweight, in their inputs' dtypes."""
 
     @abstractmethod
     def recurrent(

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from einops import rearrange
 from torch import Tensor, nn
 
 from fla_cp.arguments import check_lower_bound
 from fla_cp.context import FLACPContext
 from fla_cp.nn.linear_attention import Core, LinearAttention
 from fla_cp.nn.modules import GatedRMSNorm
+from fla_cp.nn.projections import Projections
 from fla_cp.ops.checks import SAFE_GATE_BOUND
 
 
@@ -17,6 +17,8 @@ class KDACore(Core):
 
     gate_lower_bound, allow_neg_eigval, impl: as in `KimiDeltaAttention`.
     """
+
+    in_one_call = True
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class KimiDeltaAttention(LinearAttention):
     """
 
     operator = "kda"
+    in_one_call = True
     per_head = False
     decay_name = "f_proj"
 
@@ -119,13 +122,7 @@ class KimiDeltaAttention(LinearAttention):
         )
 
     def make_norm(self, eps: float) -> nn.Module:
-        return GatedRMSNorm(self.head_v_dim, eps)
+        return GatedRMSNorm(self.head_v_dim, eps, impl=self.core.impl)
 
-    def early_gate(self, x: Tensor) -> Tensor:
-        gate: Tensor = self.g_proj(x)
-        return gate
-
-    def gated(self, o: Tensor, x: Tensor, early: Tensor | None) -> Tensor:
-        gate = rearrange(early, "b t (h v) -> b t h v", h=self.num_v_heads)
-        normed: Tensor = self.o_norm(o, gate)
-        return normed
+    def early_gate(self, project: Projections) -> Tensor:
+        return project(self.g_proj)

@@ -5,17 +5,25 @@ its gate inside; RMSNorm times the SiLU of an output gate; the output projection
 Source: Gated Delta Networks, arXiv 2412.06464, fig. 1, and the papers named at each member.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from fla_cp import ops
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, InitializedModule
-from fla_cp.nn.modules import RMSNorm, ShortConvolution, at_least_fp32, check_hidden, check_layer
+from fla_cp.nn.modules import (
+    GatedRMSNorm,
+    ShortConvolution,
+    at_least_fp32,
+    check_hidden,
+    check_layer,
+)
+from fla_cp.nn.one_call import one_call
+from fla_cp.nn.projections import Projections, is_low_rank
 from fla_cp.rule import NORM_EPS, accumulator
 
 RECURRENT_TOKENS = 64
@@ -29,6 +37,8 @@ class Core(InitializedModule):
     It is a module of its own so that FSDP can shard it with an fp32 policy inside a bf16 model: the
     decay is exp(-exp(A_log) ...), where bf16 would change the model. name: of the operator.
     """
+
+    in_one_call = True
 
     def __init__(
         self,
@@ -200,8 +210,8 @@ class LinearAttention(nn.Module):
         return self.core_class(self.operator, *sizes, **beta, impl=impl)
 
     def make_norm(self, eps: float) -> nn.Module:
-        """The norm of o."""
-        return RMSNorm(self.head_v_dim, eps)
+        """The norm of o, times its gate."""
+        return GatedRMSNorm(self.head_v_dim, eps, "silu", self.core.impl)
 
     def reset_parameters(self) -> None:
         """Draws every parameter again, linear ones as torch does."""
@@ -220,47 +230,68 @@ class LinearAttention(nn.Module):
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
         n = self.rows
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        exchanges = cp_context is not None and cp_context.world_size > 1
+        inputs = self.input_projections()
+        project = Projections(x, inputs)
+        y = one_call(self, project, cu_seqlens, cp_context)
+        if y is not None:
+            return y
+        qkv = self.read_qkv(project, () if exchanges else inputs[3:])
         # One convolution, hence one exchange of its halo, for all three.
-        with Overlap(lambda: self.rates(x)) as rates:
-            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context).split(
-                [H * K, n * H * K, n * HV * V], -1
-            )
-        q = rearrange(q, "b t (h k) -> b t h k", h=H)
-        k = rearrange(k, "b t (n h k) -> b (t n) h k", n=n, h=H)
-        v = rearrange(v, "b t (n h v) -> b (t n) h v", n=n, h=HV)
+        heads = (H, K), (n * H, K), (n * HV, V)
+        with Overlap(lambda: self.rates(project)) as rates:
+            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context, heads)
+        B, T = q.shape[:2]
         g, beta = rates()
-        if not self.per_head:
-            g = rearrange(g, "b t (h k) -> b t h k", h=HV)
-        inputs: list[Any] = [q, k, v, g]
+        operands: list[Any] = [q, k.reshape(B, n * T, H, K), v.reshape(B, n * T, HV, V)]
+        operands.append(g.view(B, T, HV) if self.per_head else g.view(B, T, HV, K))
         if beta is not None:
-            inputs.append(rearrange(beta, "b t (n h) -> b (t n) h", n=n))
+            operands.append(beta.reshape(B, n * T, HV))
         if self.operator == "gated_delta_product":
-            inputs.append(n)
-        with Overlap(lambda: self.early_gate(x)) as gate:
-            o = self.core(*inputs, cu_seqlens=cu_seqlens, cp_context=cp_context)
-        del rates, g, beta, inputs
-        return self.o_proj(rearrange(self.gated(o, x, gate()), "b t h v -> b t (h v)"))
+            operands.append(n)
+        with Overlap(lambda: self.early_gate(project)) as gate:
+            o = self.core(*operands, cu_seqlens=cu_seqlens, cp_context=cp_context)
+        del rates, g, beta, operands
+        return self.o_proj(self.gated(o, project, gate()).flatten(-2))
 
-    def rates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Raw decays [B, T, HV], or [B, T, HV*K], and raw beta [B, T, n*HV]."""
-        decay: Tensor = getattr(self, self.decay_name)(x)
-        return decay, self.b_proj(x) if self.has_beta else None
+    def input_projections(self) -> list[nn.Module]:
+        """The modules that read x: those of q, k and v, and then the others."""
+        beta = [self.b_proj] if self.has_beta else []
+        decay: nn.Module = getattr(self, self.decay_name)
+        return [self.q_proj, self.k_proj, self.v_proj, self.g_proj, decay, *beta]
 
-    def early_gate(self, x: Tensor) -> Tensor | None:
+    def read_qkv(self, project: Projections, others: Sequence[nn.Module]) -> Tensor:
+        """q, k and v before their convolution, [B, T, D]. others: what else to compute at once, if
+        modules are joined."""
+        qkv = self.q_proj, self.k_proj, self.v_proj
+        if not project.joined:
+            return torch.cat([project(module) for module in qkv], -1)
+        found, *rest = project.join(qkv, *((module,) for module in others))
+        project.keep(others, rest)
+        return found.view(*project.x.shape[:2], found.shape[1])
+
+    def rates(self, project: Projections) -> tuple[Tensor, Tensor | None]:
+        """Raw decays [.., HV], or [.., HV*K], and raw beta [.., n*HV]."""
+        others = self.input_projections()[3:]
+        project.prepare(*(m for m in others if m is not self.g_proj or is_low_rank(m)))
+        decay = project(getattr(self, self.decay_name))
+        return decay, project(self.b_proj) if self.has_beta else None
+
+    def early_gate(self, project: Projections) -> Tensor | None:
         """The part of the output gate that is computed while the operator exchanges states."""
         return None
 
-    def gated(self, o: Tensor, x: Tensor, early: Tensor | None) -> Tensor:
+    def gated(self, o: Tensor, project: Projections, early: Tensor | None) -> Tensor:
         """o [B, T, HV, V], normalised and gated."""
-        gate = nn.functional.silu(self.g_proj(x))
-        return self.o_norm(o) * rearrange(gate, "b t (h v) -> b t h v", h=self.num_v_heads)
+        normed: Tensor = self.o_norm(o, project(self.g_proj) if early is None else early)
+        return normed
 
 
 class GatedDeltaNet(LinearAttention):
     """Gated DeltaNet, arXiv 2412.06464: the gated delta rule."""
 
     operator = "gated_delta_rule"
+    in_one_call = True
 
 
 class Comba(LinearAttention):
@@ -283,6 +314,7 @@ class GatedLinearAttention(LinearAttention):
     """GLA, arXiv 2312.06635, with the gate of KDA: a decay per key channel, nothing removed."""
 
     operator = "gla"
+    in_one_call = True
     per_head = False
     has_beta = False
 
@@ -291,4 +323,5 @@ class SimpleGatedLinearAttention(LinearAttention):
     """Simple GLA (Mamba-2's recurrence, arXiv 2405.21060): a decay per head, nothing removed."""
 
     operator = "simple_gla"
+    in_one_call = True
     has_beta = False

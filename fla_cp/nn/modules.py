@@ -5,11 +5,21 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fla_cp.arguments import check_choice, check_count, check_flags, check_tensors, described
+from fla_cp.arguments import (
+    PLAIN_TENSORS,
+    check_choice,
+    check_count,
+    check_flags,
+    check_tensors,
+    described,
+)
 from fla_cp.context import FLACPContext
+from fla_cp.kernels import TORCH, resolve
+from fla_cp.kernels.torch.gated_norm import ACTIVATIONS
 from fla_cp.nn.initial import Constant, Initial, InitializedModule, Uniform
-from fla_cp.ops import causal_conv1d
 from fla_cp.ops.checks import check_context
+from fla_cp.ops.gated_norm import gated_norm
+from fla_cp.ops.short_conv import Heads, causal_conv1d, conv1d_heads
 
 
 def check_layer(
@@ -58,11 +68,29 @@ class RMSNorm(InitializedModule):
 
 
 class GatedRMSNorm(RMSNorm):
-    """RMSNorm(x) * sigmoid(gate): the output gate of the Kimi Linear report."""
+    """RMSNorm(x) * activation(gate), with one kernel in each direction on CUDA.
+
+    activation: "sigmoid", the output gate of the Kimi Linear report, or "silu". impl: "auto",
+    "torch" or "triton".
+    """
+
+    def __init__(
+        self, size: int, eps: float = 1e-5, activation: str = "sigmoid", impl: str = "auto"
+    ) -> None:
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        super().__init__(size, eps)
+        self.activation, self.impl = activation, impl
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """x, gate [.., size] -> [.., size]."""
-        return super().forward(x) * torch.sigmoid(gate)
+        """x [.., size], gate of as many elements in the same order -> [.., size], x's dtype."""
+        given = x, gate.reshape(x.shape), self.weight
+        plain = x.dtype == gate.dtype and all(t.__class__ in PLAIN_TENSORS for t in given)
+        if not plain or torch.compiler.is_compiling() or transformed():
+            return TORCH.gated_norm(*given, self.eps, self.activation)
+        backend = resolve(self.impl, x.device, x.dtype)
+        if not backend.compiles:
+            return TORCH.gated_norm(*given, self.eps, self.activation)
+        return gated_norm(backend, *given, self.eps, self.activation)
 
 
 class ShortConvolution(InitializedModule):
@@ -84,14 +112,26 @@ class ShortConvolution(InitializedModule):
         return {"weight": Uniform(-bound, bound), "bias": Constant(0.0)}
 
     def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+        heads: Heads | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
-        `causal_conv1d`."""
+        `causal_conv1d`. With heads its parts, [B, T, H, K] for each (H, K) of them."""
         check_tensors(("x",), (x,), 1)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        weight = self.weight.to(x.dtype)
-        return causal_conv1d(x, weight, bias, "silu", cu_seqlens, cp_context, impl=self.impl)
+        given = x, self.weight.to(x.dtype), bias, "silu", cu_seqlens, cp_context
+        if heads is None:
+            return causal_conv1d(*given, impl=self.impl)
+        return conv1d_heads(*given, heads, impl=self.impl)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func, such as vmap or grad, is under way."""
+    # torch.autograd.Function asks in the same way (torch 2.10 to 2.13); no public call says so.
+    return torch._C._are_functorch_transforms_active()
 
 
 class SwiGLU(nn.Module):

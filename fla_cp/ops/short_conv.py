@@ -22,6 +22,9 @@ from fla_cp.ops.checks import check_conv1d, check_conv1d_context, check_fixed_ca
 from fla_cp.partition.checks import check_offsets
 from fla_cp.partition.token_ranges import Ranges
 
+Heads = tuple[tuple[int, int], ...]
+"""Parts of the channels: for each the number of heads, and the channels of a head."""
+
 
 def causal_conv1d(
     x: Tensor,
@@ -45,6 +48,41 @@ def causal_conv1d(
     Returns y like x. Sums in fp32 (fp64 for fp64).
     Raises ValueError as in arguments.py and ops/checks.py.
     """
+    given = x, weight, bias, activation, cu_seqlens, cp_context
+    (y,) = _parts(*given, heads=None, impl=impl)
+    return y.view(x.shape)
+
+
+def conv1d_heads(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    cp_context: FLACPContext | None,
+    heads: Heads,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, ...]:
+    """The result of `causal_conv1d` in parts, [B, T, H, K] for each (H, K) of heads.
+
+    The parts are views of one tensor and must not be changed in place.
+    """
+    return _parts(x, weight, bias, activation, cu_seqlens, cp_context, heads=heads, impl=impl)
+
+
+def _parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    cp_context: FLACPContext | None,
+    *,
+    heads: Heads | None,
+    impl: str,
+) -> tuple[Tensor, ...]:
+    """What `conv1d_heads` returns, or y [B * T, D] without heads."""
     names = ("x", "weight", "bias", "cu_seqlens")
     check_tensors(names, (x, weight, bias, cu_seqlens), 2)
     check_conv1d(x, weight, bias, activation)
@@ -58,19 +96,25 @@ def causal_conv1d(
         handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
         halo = _compiled_halo(flat, weight.shape[1] - 1, cp_context)
         y = conv_op(flat, halo, weight, bias, silu, impl, *handle, B)
-    else:
-        offsets = None
-        if cu_seqlens is not None:
-            offsets = tuple(cu_seqlens.tolist())
-            check_offsets("cu_seqlens", offsets, T)
-        place = _Place.of(impl, flat, weight, cp_context, B, offsets)
-        if cp_context is not None:
-            cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype)
-        y = _CausalConv1d.apply(flat, weight, bias, silu, place)
-    return y.view(B, T, D)
+        return (y,) if heads is None else _views(y, B, heads)
+    offsets = None
+    if cu_seqlens is not None:
+        offsets = tuple(cu_seqlens.tolist())
+        check_offsets("cu_seqlens", offsets, T)
+    place = Place.of(impl, flat, weight, cp_context, B, offsets)
+    if cp_context is not None:
+        cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype)
+    found: tuple[Tensor, ...] = _CausalConv1d.apply(flat, weight, bias, silu, place, B, heads)
+    return found
 
 
-class _Place(NamedTuple):
+def _views(y: Tensor, rows: int, heads: Heads) -> tuple[Tensor, ...]:
+    """y [B * T, D] as [B, T, H, K] for each (H, K) of heads; rows: B."""
+    parts, T = y.split([H * K for H, K in heads], 1), len(y) // rows
+    return tuple(p.view(rows, T, *each) for p, each in zip(parts, heads, strict=True))
+
+
+class Place(NamedTuple):
     """Where each token's predecessors are, and the backend that computes."""
 
     backend: Backend
@@ -139,6 +183,12 @@ def _ranges_rows(
     return ConvRows.build(_reach(cu_seqlens, ranges), _lengths(ranges), width, device)
 
 
+def conv_announced(backend: Backend, c: ConvInputs, *, with_backward: bool) -> announced:
+    """Announces the stage, and its backward, to backends that compile."""
+    announce = backend.compiles and with_backward
+    return announced(partial(_rehearse, backend, c) if announce else None)
+
+
 def _rehearse(backend: Backend, c: ConvInputs) -> None:
     """Runs both directions on tensors without memory (`fla_cp.kernels.rehearsal`)."""
     where = c.where._replace(reach=on_meta(c.where.reach), kept={})
@@ -148,10 +198,19 @@ def _rehearse(backend: Backend, c: ConvInputs) -> None:
 
 
 class _CausalConv1d(torch.autograd.Function):
+    """(x [B * T, D], weight, bias, silu, place, B, heads) -> what `_parts` returns."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, place: _Place
-    ) -> Tensor:
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        silu: bool,
+        place: Place,
+        rows: int,
+        heads: Heads | None,
+    ) -> tuple[Tensor, ...]:
         context = place.context
         halo = x.new_empty(0, x.shape[1])
         if place.where.width and context is not None and context.halo is not None:
@@ -160,24 +219,24 @@ class _CausalConv1d(torch.autograd.Function):
         # Saved so that autograd notices if `update` has changed it.
         reach = place.where.reach if fixed else None
         ctx.save_for_backward(x, halo, weight, bias, reach)
-        ctx.silu, ctx.place = silu, place
+        ctx.silu, ctx.place, ctx.in_parts = silu, place, heads is not None
         inputs = ConvInputs(x, halo, place.where, weight, bias, silu)
-        announce = place.backend.compiles and any(ctx.needs_input_grad)
-        call = partial(_rehearse, place.backend, inputs) if announce else None
-        with announced(call):
-            return place.backend.conv(inputs)
+        with conv_announced(place.backend, inputs, with_backward=any(ctx.needs_input_grad)):
+            y = place.backend.conv(inputs)
+        return (y,) if heads is None else _views(y, rows, heads)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (x, halo, weight, bias, _), place = ctx.saved_tensors, ctx.place
+        dy = torch.cat([d.flatten(0, 1).flatten(1) for d in grads], 1) if ctx.in_parts else grads[0]
         inputs = ConvInputs(x, halo, place.where, weight, bias, ctx.silu)
         dx, dhalo, dweight, dbias = place.backend.conv_bwd(inputs, dy)
         context = place.context
         if place.where.width and context is not None and context.halo is not None:
             context.halo.scatter_add(dx, dhalo, context.group)
         dbias = None if bias is None else dbias.to(bias.dtype)
-        return dx.to(x.dtype), dweight.to(weight.dtype), dbias, None, None
+        return dx.to(x.dtype), dweight.to(weight.dtype), dbias, None, None, None, None
 
 
 def _halo(x: Tensor, context: FLACPContext) -> Tensor:
@@ -265,7 +324,7 @@ def _inputs(
     rows: int,
 ) -> tuple[Backend, ConvInputs]:
     """The backend and the inputs, from the arguments that both ops share."""
-    place = _Place.of(impl, x, weight, context_of(context), rows)
+    place = Place.of(impl, x, weight, context_of(context), rows)
     return place.backend, ConvInputs(x, halo, place.where, weight, bias, silu)
 
 

@@ -127,6 +127,17 @@ def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
     return list(dict.fromkeys(kernels))
 
 
+def compile_norm(V: int, dtype: torch.dtype, activation: str) -> list[Launch]:
+    """Forward and backward, with a gate that is part of a wider tensor."""
+    from fla_cp.kernels.triton.gated_norm import gated_norm, gated_norm_bwd
+
+    x, wide = torch.zeros(256, 2, V, dtype=dtype), torch.zeros(256, 4 * V, dtype=dtype)
+    given = x, wide[:, : 2 * V].view(256, 2, V), torch.zeros(V, dtype=dtype), 1e-5, activation
+    with launched() as kernels:
+        gated_norm_bwd(*given, gated_norm(*given))
+    return list(dict.fromkeys(kernels))
+
+
 def compile_fold(K: int, V: int) -> list[Launch]:
     """A fold with entry states, in reverse, with transitions, and of the maps that ranks sent."""
     from fla_cp.comm.affine import FoldTable
@@ -208,6 +219,9 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for halo in (False, True):
             call = functools.partial(compile_conv, dtype, halo)
             yield f"conv {name}{' halo' * halo}", call
+        for V, activation in product((64, 96, 128, 256), ("sigmoid", "silu")):
+            call = functools.partial(compile_norm, V, dtype, activation)
+            yield f"norm {V} {name} {activation}", call
         for bound in (None, -5.0):
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call

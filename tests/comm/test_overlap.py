@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
 from fla_cp.comm import Overlap, collectives, halo, run_overlap
 from fla_cp.comm.exchange import base as exchange
-from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
+from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention, projections
 from tests.support.closeness import assert_exact
 
 
@@ -58,9 +58,8 @@ def test_a_failure_still_waits_and_leaves_nothing_behind():
 
 
 @contextmanager
-def recorded(layer):
-    """The operations in one call of the layer, in order."""
-    log: list[str] = []
+def recorded(layer, log, hooked=True):
+    """Adds the operations in calls of the layer to log, in order; with hooked also its modules."""
     patch = pytest.MonkeyPatch()
     for name in ("all_to_all", "all_gather"):
         real = getattr(collectives, name)
@@ -73,7 +72,7 @@ def recorded(layer):
     hooks = [
         getattr(layer, name).register_forward_hook(lambda *_, name=name: log.append(name))
         for name in ("a_proj", "b_proj", "f_proj", "g_proj", "o_proj")
-        if hasattr(layer, name)
+        if hooked and hasattr(layer, name)
     ]
     try:
         yield log
@@ -105,10 +104,11 @@ def order(group, rank, kind):
         backward: list[str] = []
 
         def noted(module, _, out, to=backward, names=names):
+            out = out[0] if isinstance(out, tuple) else out  # the convolution's are one node's
             out.register_hook(lambda _: to.append(names[module]))
 
         hooks = [m.register_forward_hook(noted) for m in layer.children()]
-        with recorded(layer) as log:
+        with recorded(layer, []) as log:
             y = layer(context.shard(x), cp_context=context)
         y.sum().backward()
         for hook in hooks:
@@ -126,6 +126,51 @@ def test_projections_run_between_start_and_wait(gloo_pool, kind):
         assert crossing == ORDER[kind]
         assert apart == " ".join(w for w in ORDER[kind].split() if w not in ("start", "wait"))
         assert backward == backward_apart
+
+
+# The first product is that of q, k and v, the last that of o_proj. In parentheses: columns.
+JOINED = {
+    KimiDeltaAttention: "joined(48) start joined(18) linear(16) wait start linear(16) wait "
+    "linear(24)",
+    GatedDeltaNet: "joined(48) start joined(4) wait start wait linear(16) linear(24)",
+}
+
+
+def joined_order(group, rank, kind):
+    """The order of products without hooks, where projections share them; results and gradients
+    beside those of one rank."""
+    torch.manual_seed(0)
+    layer, log = kind(24, 2, 8).double(), []
+    x = torch.randn(1, 96, 24, dtype=torch.float64)
+    alone = build_cp_context(torch.tensor([0, 96]), None, conv1d_kernel_size=4)
+    context = build_cp_context(torch.tensor([0, 96]), group, conv1d_kernel_size=4)
+    exact = layer(x, cp_context=alone)
+    product, linear = projections.joint_product, torch.nn.functional.linear
+
+    def joint_product(x, weights):
+        log.append(f"joined({sum(map(len, weights))})")
+        return product(x, weights)
+
+    def one_product(x, weight, bias=None):
+        log.append(f"linear({len(weight)})")
+        return linear(x, weight, bias)
+
+    with recorded(layer, log, hooked=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(projections, "joint_product", joint_product)
+        patch.setattr(torch.nn.functional, "linear", one_product)
+        y = layer(context.shard(x), cp_context=context)
+    assert_exact("y", y.detach(), context.shard(exact).detach())
+    leaves = list(layer.parameters())
+    grads, expected = (torch.autograd.grad(t.square().sum(), leaves) for t in (y, exact))
+    return " ".join(log), [(a, b) for a, b in zip(grads, expected, strict=True)]
+
+
+@pytest.mark.parametrize("kind", JOINED, ids=lambda kind: kind.__name__)
+def test_joined_products_run_between_start_and_wait(gloo_pool, kind):
+    (log, mine), (other_log, others) = gloo_pool.run(joined_order, kind, world_size=2)
+    assert log == other_log == JOINED[kind]
+    for (a, exact), (b, _) in zip(mine, others, strict=True):
+        assert_exact("gradient", a + b, exact)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's, by itself

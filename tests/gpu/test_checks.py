@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from fla_cp import kda_gate
+from fla_cp.kernels import resolve
 from tests.gpu import said
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from tests.gpu import checks, exchange
+from tests.gpu import checks, exchange, layers
 from tests.gpu.__main__ import SMALL_CALL
 from tests.support.closeness import share_of_budget
 
@@ -78,6 +79,28 @@ def test_the_gpu_check_of_the_exchange(small, monkeypatch):
 
     monkeypatch.setattr(exchange, "exchanged", wrong)
     assert not any(row["ok"] for row in exchange.check_exchange())
+
+
+@pytest.mark.bits
+@pytest.mark.wide
+def test_the_gpu_checks_of_layers(small, monkeypatch):
+    """They pass, and they fail on a wrong stage and on a wrong gradient."""
+    monkeypatch.setattr(layers, "NORMS", ((70, 2, 24),))
+    monkeypatch.setattr(layers, "LAYERS", ((2, 30),))
+    monkeypatch.setattr(layers, "BF16", F32)
+    monkeypatch.setattr(layers, "HEADS", {"num_heads": 1, "num_v_heads": 2, "head_dim": 16})
+    monkeypatch.setattr(layers, "CALLS", 1)
+    rows = layers.check_norm() + layers.check_layers()
+    assert len(rows) == 3 * 2 + 3 and all(row["ok"] for row in rows), rows
+    backend = type(resolve("triton", torch.device("cpu"), F32))
+    fine = backend.gated_norm_bwd
+
+    def wrong(*given):
+        dx, dgate, dweight = fine(*given)
+        return dx, dgate * 1.01, dweight
+
+    monkeypatch.setattr(backend, "gated_norm_bwd", staticmethod(wrong))
+    assert not any(row["ok"] for row in layers.check_norm() + layers.check_layers())
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])

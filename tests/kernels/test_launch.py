@@ -12,7 +12,14 @@ pytest.importorskip("triton")
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "name", ["remembered_launches", "replayed_counts", "compiled_variants", "compiled_together"]
+    "name",
+    [
+        "remembered_launches",
+        "replayed_counts",
+        "compiled_variants",
+        "compiled_together",
+        "layer_counts",
+    ],
 )
 def test_launches_that_are_compiled(name):
     """In a process of its own, without conftest.py: after tests that interpret kernels, Triton may

@@ -1,7 +1,15 @@
-"""A CUDA driver for Triton on a machine without a GPU."""
+"""CUDA drivers for Triton on a machine without a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 
 class Sm90Driver:
@@ -28,3 +36,94 @@ class Sm90Driver:
     @classmethod
     def is_active(cls) -> bool:
         return True
+
+
+class Stream:
+    """A stream without work. Those that are made have other addresses than the first, 0."""
+
+    made = 0
+
+    def __init__(self, *_: Any) -> None:
+        Stream.made += 1
+        self.cuda_stream = Stream.made
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        pass
+
+
+class IdleDriver(Sm90Driver):
+    """Compiles kernels for an H200 and notes the names of those that are launched, which do
+    nothing."""
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+        names: list[str] = []
+        driver = self
+
+        class Launcher:
+            def __init__(self, src: Any, metadata: Any) -> None:
+                pass
+
+            def __call__(self, x: int, y: int, z: int, stream: int, function: int, *_: Any) -> None:
+                driver.launches.append(names[function])
+
+        class Utils:
+            def load_binary(self, name: str, *_: Any) -> tuple[int, ...]:
+                names.append(name)
+                return 1, len(names) - 1, 32, 0, 1024
+
+            def get_device_properties(self, device: int) -> dict[str, int]:
+                return {"max_shared_mem": 232448}
+
+        self.launcher_cls, self.utils = Launcher, Utils()
+        main = Stream()
+        main.cuda_stream = 0
+        self.streams = [main]
+        self.cuda = SimpleNamespace(
+            Stream=Stream,
+            Event=Event,
+            stream=self.inside,
+            current_stream=lambda _: self.streams[-1],
+        )
+
+    @contextmanager
+    def inside(self, stream: Stream) -> Iterator[None]:
+        self.streams.append(stream)
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return self.streams[-1].cuda_stream
+
+
+@contextmanager
+def idle() -> Iterator[IdleDriver]:
+    """In the block, calls on CPU tensors run the Triton backend as on an H200, except that kernels
+    do nothing: the host does its whole work, and results are meaningless.
+
+    Kernels must not be interpreted in this process.
+    """
+    from fla_cp.kernels import using
+    from fla_cp.kernels.triton import streams
+    from fla_cp.kernels.triton.backend import TRITON
+    from fla_cp.ops.known import known_calls
+
+    facts = {"sms": 132, "architecture": 90, "gluon": True}
+    backend = replace(TRITON, name="torch", tuning=replace(TRITON.tuning, **facts))
+    before, found = driver._active, IdleDriver()
+    driver.set_active(found)
+    known_calls.clear()
+    with patch.object(streams, "torch", SimpleNamespace(cuda=found.cuda)), using(backend):
+        try:
+            yield found
+        finally:
+            driver._active = before
+            streams.fork_of.cache_clear()
+            known_calls.clear()

@@ -12,6 +12,7 @@ from torch import nn
 
 from fla_cp import build_cp_context, remat
 from fla_cp.comm import collectives
+from fla_cp.nn.projections import COLUMNS
 from fla_cp.rule import CHUNK, DeltaRule
 from fla_cp.train.config import UserError
 from fla_cp.train.main import check_impl
@@ -216,7 +217,9 @@ def sizes_of(model: Decoder) -> dict[str, int]:
     shape = model.shape
     width = shape.num_heads * shape.head_dim
     heads, dim = shape.num_heads, shape.head_dim
-    return {"D": shape.hidden_size, "N": width, "H": heads, "K": dim, "F": shape.ffn_size}
+    fill = -(3 * width + 2 * dim + heads) % COLUMNS
+    sizes = {"D": shape.hidden_size, "N": width, "H": heads, "K": dim, "F": shape.ffn_size}
+    return {**sizes, "P": fill}
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch import conv as convolution
-from fla_cp.kernels.torch import gate, intra, recurrent, scan
+from fla_cp.kernels.torch import gate, gated_norm, intra, recurrent, scan
 from fla_cp.kernels.torch.intra import Chunks, Inputs, Spec
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
@@ -28,6 +28,8 @@ class TorchBackend(Backend):
     intra_bwd = staticmethod(intra.intra_bwd)
     conv = staticmethod(convolution.conv)
     conv_bwd = staticmethod(convolution.conv_bwd)
+    gated_norm_bwd = staticmethod(gated_norm.gated_norm_bwd)
+    gated_norm = staticmethod(gated_norm.gated_norm)
     recurrent = staticmethod(recurrent.recurrent)
 
     def prepare_chunks(

@@ -15,7 +15,7 @@ from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import conv as convolution
-from fla_cp.kernels.triton import exchange, fold, gate, intra, ptxas, recurrent, streams
+from fla_cp.kernels.triton import exchange, fold, gate, gated_norm, intra, ptxas, recurrent, streams
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import safe, terms
 from fla_cp.kernels.triton.device.decay_sums import sums
@@ -81,6 +81,8 @@ class TritonBackend(Backend):
     conv = staticmethod(convolution.conv)
     conv_bwd = staticmethod(convolution.conv_bwd)
     gate = staticmethod(gate.gate)
+    gated_norm_bwd = staticmethod(gated_norm.gated_norm_bwd)
+    gated_norm = staticmethod(gated_norm.gated_norm)
     recurrent = staticmethod(recurrent.recurrent)
 
     def replay_stream(self, device: torch.device) -> int | None:

@@ -156,8 +156,8 @@ def conv_kernel(x, halo, weight, bias, y, tiles, reach, n, S: tl.constexpr):
 def conv_bwd_kernel(
     x, halo, weight, bias, dy, dx, dhalo, partial, tiles, reach, n, S: tl.constexpr
 ):
-    """x, dy: `Rows`; dx [T, D]; dhalo [*, D], fp32; partial [n, W, D], fp32 (W + 1 with a bias), by
-    distance."""
+    """x, dy: `Rows`; dx [T, D]; dhalo [*, D], fp32; partial [n, W, D], fp32 (W + 1 with a bias), in
+    the order of the weights."""
     i_t, start, stop, end, row, o_c, m_c = tile_of(tiles, n, S)
     taps = load_taps(weight, o_c, m_c, S.W)
     b_bias = load_bias(bias, o_c, m_c)
@@ -198,7 +198,7 @@ def conv_bwd_kernel(
                 tl.store(p, b_dx, mask=m_c & (o_t < start) & (row >= 0))
     partial += i_t * (S.W + (bias is not None)) * S.D + o_c
     for s in tl.static_range(S.W):
-        tl.store(partial + s * S.D, dtaps[s], mask=m_c)
+        tl.store(partial + (S.W - 1 - s) * S.D, dtaps[s], mask=m_c)
     if bias is not None:
         tl.store(partial + S.W * S.D, dbias, mask=m_c)
 
@@ -258,12 +258,13 @@ def conv_bwd(c: ConvInputs, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor 
     tiles, programs, given, S = _prepared(c)
     n = tiles.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dhalo = torch.zeros(halo.shape, dtype=torch.float32, device=x.device)
+    zeros = torch.zeros if len(halo) else torch.empty
+    dhalo = zeros(halo.shape, dtype=torch.float32, device=x.device)
     partial = torch.empty(n, W + (bias is not None), D, dtype=torch.float32, device=x.device)
     if programs:
         grads = Rows(dy, dy.stride(0), 0), dx, dhalo, partial
         rest = *grads, tiles, where.reach, n, S
         launch(conv_bwd_kernel, (programs,), *given, *rest, num_warps=1)
     sums = partial.sum(0)
-    dweight = sums[:W].flip(0).T.contiguous()
+    dweight = torch.empty(D, W, dtype=c.weight.dtype, device=x.device).copy_(sums[:W].T)
     return dx, dhalo, dweight, None if bias is None else sums[W]
