@@ -39,9 +39,9 @@ def _convolution(
     autocast."""
     x = hidden_states.transpose(1, 2)
     bias = None if bias is None else bias.to(x.dtype)
-    return causal_conv1d(
-        x, weight.to(x.dtype), bias, activation, cp_context=cp_context
-    ).transpose(1, 2)
+    return causal_conv1d(x, weight.to(x.dtype), bias, activation, cp_context=cp_context).transpose(
+        1, 2
+    )
 
 
 def _recurrence(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -213,8 +213,7 @@ def _with_globals(function: Any, replaced: Mapping[str, object]) -> FunctionType
         cells = closure or ()
         closure = tuple(CellType(copy) if c.cell_contents is inner else c for c in cells)
         assert closure != cells, function.__qualname__
-    made = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, closure
-    )
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
-    return functools.wraps(function)(made)
+    functools.update_wrapper(made, function)
+    return made

@@ -4,6 +4,7 @@ import copy
 import sys
 import threading
 from functools import cache, partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,16 +16,10 @@ from tests.support.sweeps import crossed
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from transformers import AttentionInterface  # noqa: E402
+from transformers import AttentionInterface
 
-from fla_cp.integrations.transformers import parallelize, under  # noqa: E402
-from tests.support.stock_models import (  # noqa: E402
-    MODELS,
-    documents_alone,
-    drawn_tokens,
-    gradients,
-    stock_model,
-)
+from fla_cp.integrations.transformers import parallelize, under
+from tests.support.stock_models import MODELS, documents_alone, drawn_tokens, gradients, stock_model
 
 OFFSETS = (0, 37, 40, 40, 101, 150)
 LOGITS = 1e-5
@@ -223,7 +218,7 @@ def test_autocast(kind):
 
 
 def documents(x):
-    return [x[:, a:b] for a, b in zip(OFFSETS, OFFSETS[1:], strict=False) if b > a]
+    return [x[:, a:b] for a, b in pairwise(OFFSETS) if b > a]
 
 
 class Strange(nn.Module):
@@ -231,7 +226,7 @@ class Strange(nn.Module):
 
 
 def test_models_and_layers_that_are_not_known():
-    with pytest.raises(ValueError, match="model must be one of KimiLinearForCausalLM.*Linear"):
+    with pytest.raises(ValueError, match=r"model must be one of KimiLinearForCausalLM.*Linear"):
         parallelize(nn.Linear(2, 2))
     name = f"{__name__}.Strange"
     model = copy.deepcopy(alone("qwen3_5")[0])
