@@ -77,6 +77,7 @@ def parallelize(model: _Model) -> _Model:
         predicts nothing. The loss is this rank's share of the batch's mean. The shares of all ranks
         add up to it, and so do the gradients.
     shift_labels, num_items_in_batch: as transformers has them. shift_labels are this rank's.
+    impl, precision: as for the operators (`chunk_kda`).
     Logits, and whatever else is a token's, are of this rank's tokens.
 
     Raises ImportError without transformers 5.23 or later, and ValueError for another model, for a

@@ -93,6 +93,23 @@ def test_packed_documents_are_apart(kind):
     assert_same(found, alone(kind)[1])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["kimi_linear", pytest.param("qwen3_5", marks=pytest.mark.wide)])
+def test_kernels(kind, monkeypatch):
+    """The Triton kernels, interpreted."""
+    pytest.importorskip("triton")
+    model, (tokens, labels) = parallelized(kind), drawn()
+    call = partial(model, input_ids=tokens, labels=labels, cp_context=one_rank(), impl="triton")
+    with pytest.raises(ValueError, match="impl='triton' runs on CUDA devices, got cpu"):
+        call()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    out = call()
+    out.loss.backward()
+    found = out.logits.detach(), out.loss.item(), gradients(model)
+    assert_same(found, alone(kind)[1])
+
+
 def rank_share(group, rank, kind, layout, remat):
     model, (tokens, labels) = parallelized(kind), drawn()
     if REMAT[remat] is not None:
