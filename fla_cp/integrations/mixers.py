@@ -33,15 +33,16 @@ def _convolution(
     activation: str | None = None,
     *,
     cp_context: FLACPContext,
+    impl: str = "auto",
     **others: object,
 ) -> Tensor:
     """hidden_states [1, D, T_local] -> the same shape and dtype. Parameters may be wider, as under
     autocast."""
     x = hidden_states.transpose(1, 2)
     bias = None if bias is None else bias.to(x.dtype)
-    return causal_conv1d(x, weight.to(x.dtype), bias, activation, cp_context=cp_context).transpose(
-        1, 2
-    )
+    return causal_conv1d(
+        x, weight.to(x.dtype), bias, activation, cp_context=cp_context, impl=impl
+    ).transpose(1, 2)
 
 
 def _recurrence(operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -215,4 +216,5 @@ def _with_globals(function: Any, replaced: Mapping[str, object]) -> FunctionType
         assert closure != cells, function.__qualname__
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
-    return functools.wraps(function)(made)
+    functools.update_wrapper(made, function)
+    return made

@@ -77,6 +77,7 @@ def parallelize(model: _Model) -> _Model:
         predicts nothing. The loss is this rank's share of the batch's mean. The shares of all ranks
         add up to it, and so do the gradients.
     shift_labels, num_items_in_batch: as transformers has them. shift_labels are this rank's.
+    impl, precision: as for the operators (`chunk_kda`).
     Logits, and whatever else is a token's, are of this rank's tokens.
 
     Raises ImportError without transformers 5.23 or later, and ValueError for another model, for a
@@ -121,7 +122,7 @@ def _check_version() -> None:
         raise ImportError(f"parallelize needs {needs}, got {found}: pip install 'fla_cp[hf]'")
 
 
-def _name(module: nn.Module) -> str:
+def _name(module: object) -> str:
     """A class of transformers without its module, any other with it."""
     kind = type(module)
     if kind.__module__.startswith("transformers.models."):
@@ -222,13 +223,13 @@ def _check_call(
             raise ValueError(f"{name} must be left out: the context has the documents")
     if keywords.get("past_key_values") is not None or keywords.get("use_cache"):
         raise ValueError("use_cache and past_key_values must be left out under a context")
-    given = {"input_ids": args[0] if args else keywords.get("input_ids")}
-    given["inputs_embeds"] = keywords.get("inputs_embeds")
-    given = {name: x for name, x in given.items() if x is not None}
+    named = dict(keywords, input_ids=args[0]) if args else keywords
+    given = [name for name in ("input_ids", "inputs_embeds") if named.get(name) is not None]
     if len(given) != 1:
-        raise ValueError(f"one of input_ids and inputs_embeds must be given, got {list(given)}")
-    given |= {k: keywords[k] for k in ("labels", "shift_labels") if keywords.get(k) is not None}
-    for name, x in given.items():
+        raise ValueError(f"one of input_ids and inputs_embeds must be given, got {given}")
+    labels = [name for name in ("labels", "shift_labels") if named.get(name) is not None]
+    for name in (*given, *labels):
+        x = named[name]
         if tuple(x.shape[:2]) != (1, context.local_tokens):
             raise ValueError(
                 f"{name} must have this rank's tokens, [1, {context.local_tokens}], which "
@@ -240,7 +241,7 @@ def _check_call(
             f"position_ids must be those of this rank's {context.local_tokens} tokens, got shape "
             f"{tuple(positions.shape)}"
         )
-    found: Tensor = next(iter(given.values()))
+    found: Tensor = named[given[0]]
     return found
 
 

@@ -4,10 +4,13 @@ import copy
 import sys
 import threading
 from functools import cache, partial
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from fla_cp import build_cp_context, zigzag_token_ranges
 from tests.support.ranks import run_threads
@@ -46,10 +49,18 @@ def drawn():
 
 
 @cache
-def alone(kind):
-    """A stock model, and what it gives for each document alone."""
+def made(kind):
     model = stock_model(kind)
     return model, documents_alone(model, *drawn(), OFFSETS)
+
+
+ONE_AT_A_TIME = threading.Lock()  # ranks that are threads share the random number generator
+
+
+def alone(kind):
+    """A stock model, and what it gives for each document alone."""
+    with ONE_AT_A_TIME:
+        return made(kind)
 
 
 def parallelized(kind):
@@ -82,6 +93,23 @@ def test_packed_documents_are_apart(kind):
     assert_same(found, alone(kind)[1])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["kimi_linear", pytest.param("qwen3_5", marks=pytest.mark.wide)])
+def test_kernels(kind, monkeypatch):
+    """The Triton kernels, interpreted."""
+    pytest.importorskip("triton")
+    model, (tokens, labels) = parallelized(kind), drawn()
+    call = partial(model, input_ids=tokens, labels=labels, cp_context=one_rank(), impl="triton")
+    with pytest.raises(ValueError, match="impl='triton' runs on CUDA devices, got cpu"):
+        call()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    out = call()
+    out.loss.backward()
+    found = out.logits.detach(), out.loss.item(), gradients(model)
+    assert_same(found, alone(kind)[1])
+
+
 def rank_share(group, rank, kind, layout, remat):
     model, (tokens, labels) = parallelized(kind), drawn()
     if REMAT[remat] is not None:
@@ -108,6 +136,51 @@ def added(shares):
 def test_ranks_equal_one(kind, layout, remat, R):
     wanted = alone(kind)[1]
     assert_same(added(run_threads(rank_share, R, kind, layout, remat)), wanted)
+
+
+def seen_by_layers(group, rank):
+    """The keywords that a layer gets, [positions, mask, cache]."""
+    model, found = parallelized("qwen3_next"), []
+    ranges = zigzag_token_ranges(150, group.size())
+    options = {"conv1d_kernel_size": 4, "token_ranges": ranges}
+    context = build_cp_context(torch.tensor(OFFSETS), group, **options)
+
+    def keep(layer, args, keywords):
+        found.extend(keywords[n] for n in ("position_ids", "attention_mask", "past_key_values"))
+
+    model.model.layers[1].register_forward_pre_hook(keep, with_kwargs=True)
+    model(context.shard(drawn()[0]), cp_context=context)
+    return context.unshard(found[0]), *found[1:]
+
+
+def test_documents_count_from_zero_without_masks_and_caches():
+    places = torch.cat([torch.arange(b - a) for a, b in pairwise(OFFSETS)])[None]
+    for positions, mask, cache_of_keys in run_threads(seen_by_layers, 2):
+        assert positions.equal(places)
+        assert mask is None
+        assert cache_of_keys is None
+
+
+def shares_under_fsdp(group, rank, kind):
+    """The mean gradient that FSDP2 forms, with the loss times the number of ranks."""
+    model, (tokens, labels) = parallelized(kind), drawn()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    context = build_cp_context(torch.tensor(OFFSETS), group, conv1d_kernel_size=4)
+    mine = {"input_ids": context.shard(tokens), "labels": context.shard(labels)}
+    with under(context):
+        out = model(**mine)
+    (out.loss * group.size()).backward()
+    grads = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
+    return context.unshard(out.logits.detach()), out.loss.item(), grads
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", MODELS)
+def test_fsdp(gloo_pool, kind):
+    (logits, loss, grads), (_, other, _) = gloo_pool.run(shares_under_fsdp, kind, world_size=2)
+    assert_same((logits, loss + other, grads), alone(kind)[1])
 
 
 @pytest.mark.wide
@@ -217,7 +290,7 @@ def test_autocast(kind):
 
 
 def documents(x):
-    return [x[:, a:b] for a, b in zip(OFFSETS, OFFSETS[1:], strict=False) if b > a]
+    return [x[:, a:b] for a, b in pairwise(OFFSETS) if b > a]
 
 
 class Strange(nn.Module):
@@ -225,7 +298,7 @@ class Strange(nn.Module):
 
 
 def test_models_and_layers_that_are_not_known():
-    with pytest.raises(ValueError, match="model must be one of KimiLinearForCausalLM.*Linear"):
+    with pytest.raises(ValueError, match=r"model must be one of KimiLinearForCausalLM.*Linear"):
         parallelize(nn.Linear(2, 2))
     name = f"{__name__}.Strange"
     model = copy.deepcopy(alone("qwen3_5")[0])
