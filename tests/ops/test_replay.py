@@ -3,6 +3,8 @@ other values. Kernels are stood in for by functions that read and write memory b
 
 import ctypes
 import random
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -444,3 +446,16 @@ def test_streams_that_a_program_could_not_find_again(forks, stream):
         assert torch.equal(found, x + 1)
     (known,) = replayed.known.values()
     assert "stream" in known
+
+
+def test_recording_does_not_import_dynamo():
+    """It would take a second of a process's first calls."""
+    code = (
+        "import sys, torch\n"
+        "from fla_cp.tape import Tape\n"
+        "x = torch.zeros(2, device='cpu')\n"
+        "with Tape((x,), {}, exact=True) as tape: x + 1\n"
+        "assert len(tape.items) == 1\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
