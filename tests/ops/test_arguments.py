@@ -44,6 +44,11 @@ def entries():
             good = {"x": torch.zeros(B, T, 3), "weight": torch.zeros(3, W), "bias": torch.zeros(3)}
             found[name] = op, {**good, "cu_seqlens": None}, ["x", "weight"], []
             continue
+        if name == "causal_attention":
+            sizes = {"q": (B, T, HV, K), "k": (B, T, H, K), "v": (B, T, H, V)}
+            good = {n: torch.zeros(s) for n, s in sizes.items()}
+            found[name] = op, {**good, "cu_seqlens": None}, list(sizes), []
+            continue
         good = {n: torch.zeros(s) for n, s in shapes(name).items()}
         required = list(good)
         if "product" in name:
@@ -183,7 +188,16 @@ def test_householder_steps(name, bad):
     refused(op, good, "num_householder", bad, "^num_householder must be an integer from 1, got")
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+def test_exchanges_of_keys_and_values():
+    op, good, _, _ = ENTRIES["causal_attention"]
+    for bad in (None, 1, "heads", ["ring"], np.array(["ring"]), torch.ones(2)):
+        with pytest.raises(
+            ValueError, match=r"^exchange must be 'auto', 'gathered', 'by_heads' or"
+        ):
+            op(**good, exchange=bad)
+
+
+@pytest.mark.parametrize("name", [n for n in ENTRIES if n != "causal_attention"])
 def test_implementations(name):
     op, good, _, _ = ENTRIES[name]
     for bad in (None, 1, "cuda", ["auto"], np.array(["auto"]), torch.ones(2)):
