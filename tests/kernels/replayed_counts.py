@@ -5,7 +5,6 @@ H200. test_launch.py runs this file in a process of its own.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from fla_cp.kernels.triton import streams
 from fla_cp.kernels.triton.backend import TritonBackend
 from fla_cp.ops.known import known_calls
 from fla_cp.program import Program
-from tests.support.driver import Sm90Driver
+from tests.support.driver import IdleDriver
 
 T, H, D = 64, 4, 128
 
@@ -80,64 +79,19 @@ class Waited(NamedTuple):
     other: int
 
 
-class Recorder(Sm90Driver):
-    """Replaces the CUDA driver, its launcher and torch's streams. Launches and waits are recorded
-    in order, with the tensors that they name, so that no memory is used again meanwhile."""
+class Recorder(IdleDriver):
+    """Records launches and waits in order, with the tensors that they name, so that no memory is
+    used again meanwhile."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.found: list[Launched | Waited] = []
-        names: list[str] = []
-        recorder = self
 
-        class Launcher:
-            def __init__(self, src: Any, metadata: Any) -> None:
-                pass
+    def launched(self, *launch: Any) -> None:
+        self.found.append(Launched(*launch))
 
-            def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
-                launched = Launched(function, names[function], (x, y, z), stream, args)
-                recorder.found.append(launched)
-
-        class Utils:
-            def load_binary(self, name, kernel, shared, device):
-                names.append(name)
-                return 1, len(names) - 1, 32, 0, 1024
-
-            def get_device_properties(self, device):
-                return {"max_shared_mem": 232448}
-
-        class Stream:
-            made = 70
-
-            def __init__(self, *_: Any) -> None:
-                Stream.made += 1
-                self.cuda_stream = Stream.made
-
-            def wait_event(self, event: Any) -> None:
-                recorder.found.append(Waited(self.cuda_stream, event.stream))
-
-        class Event:
-            def record(self, stream: Stream) -> None:
-                self.stream = stream.cuda_stream
-
-        self.launcher_cls, self.utils = Launcher, Utils()
-        self.streams = [Stream()]
-        self.cuda = SimpleNamespace(
-            Stream=Stream,
-            Event=Event,
-            stream=self.inside,
-            current_stream=lambda _: self.streams[-1],
-        )
-
-    @contextmanager
-    def inside(self, stream: Any) -> Iterator[None]:
-        self.streams.append(stream)
-        try:
-            yield
-        finally:
-            self.streams.pop()
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return self.streams[-1].cuda_stream
+    def waited(self, stream: int, other: int) -> None:
+        self.found.append(Waited(stream, other))
 
     def take(self) -> list[Launched | Waited]:
         """What was recorded since the last call of this."""

@@ -38,27 +38,16 @@ class Sm90Driver:
         return True
 
 
-class Stream:
-    """A stream without work. Those that are made have other addresses than the first, 0."""
-
-    made = 0
-
-    def __init__(self, *_: Any) -> None:
-        Stream.made += 1
-        self.cuda_stream = Stream.made
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-
 class Event:
-    def record(self, stream: Stream) -> None:
-        pass
+    """What a stream had to do when the event was recorded."""
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream.cuda_stream
 
 
 class IdleDriver(Sm90Driver):
-    """Compiles kernels for an H200 and notes the names of those that are launched, which do
-    nothing."""
+    """Replaces the CUDA driver, its launcher and torch's streams (`cuda`). Kernels are compiled for
+    an H200 and do nothing. launches: the names of those that were launched."""
 
     def __init__(self) -> None:
         self.launches: list[str] = []
@@ -69,8 +58,11 @@ class IdleDriver(Sm90Driver):
             def __init__(self, src: Any, metadata: Any) -> None:
                 pass
 
-            def __call__(self, x: int, y: int, z: int, stream: int, function: int, *_: Any) -> None:
-                driver.launches.append(names[function])
+            def __call__(
+                self, x: int, y: int, z: int, stream: int, function: int, *rest: Any
+            ) -> None:
+                _, _, _, _, *args = rest  # packed metadata, metadata and two hooks
+                driver.launched(function, names[function], (x, y, z), stream, tuple(args))
 
         class Utils:
             def load_binary(self, name: str, *_: Any) -> tuple[int, ...]:
@@ -80,10 +72,20 @@ class IdleDriver(Sm90Driver):
             def get_device_properties(self, device: int) -> dict[str, int]:
                 return {"max_shared_mem": 232448}
 
+        class Stream:
+            """A stream without work. The main one has the address 0."""
+
+            made = 0
+
+            def __init__(self, *_: Any) -> None:
+                self.cuda_stream = Stream.made
+                Stream.made += 1
+
+            def wait_event(self, event: Event) -> None:
+                driver.waited(self.cuda_stream, event.stream)
+
         self.launcher_cls, self.utils = Launcher, Utils()
-        main = Stream()
-        main.cuda_stream = 0
-        self.streams = [main]
+        self.streams = [Stream()]
         self.cuda = SimpleNamespace(
             Stream=Stream,
             Event=Event,
@@ -91,8 +93,17 @@ class IdleDriver(Sm90Driver):
             current_stream=lambda _: self.streams[-1],
         )
 
+    def launched(
+        self, kernel: int, name: str, grid: tuple[int, int, int], stream: int, args: tuple
+    ) -> None:
+        """A kernel, given by number and name, is launched."""
+        self.launches.append(name)
+
+    def waited(self, stream: int, other: int) -> None:
+        """A stream waits for what another one has now."""
+
     @contextmanager
-    def inside(self, stream: Stream) -> Iterator[None]:
+    def inside(self, stream: Any) -> Iterator[None]:
         self.streams.append(stream)
         try:
             yield
