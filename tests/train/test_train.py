@@ -403,7 +403,7 @@ def test_mistakes_end_in_one_line_on_any_number_of_ranks():
     assert code == 2
     assert err.splitlines() == [
         "error: --data: unknown data 'nothing': expected one of "
-        "stdlib, text:PATH, memmap:PATH, synthetic"
+        "stdlib, text:PATH, memmap:PATH, hf:PATH, synthetic, A:WEIGHT,B:WEIGHT"
     ]
 
 
