@@ -1,0 +1,92 @@
+"""A local folder of a causal language model that transformers has: its config.json and what it must
+say. Nothing here imports transformers, so that a mistake is found at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fla_cp.integrations.safetensors_folder import INDEX, PICKLED, SINGLE
+
+STOCK_TYPES = ("kimi_linear", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+"""The `model_type` of folders that can be trained: those that `parallelize` knows."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_OTHER_MODALITIES = ("vision_config", "audio_config", "visual", "vision_tower")
+_NEUTRAL = (
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+    *("_name_or_path", "use_cache", "output_router_logits", "router_aux_loss_coef"),
+)
+"""Keys of config.json that do not change what the weights mean."""
+
+
+def read_config_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The contents of the folder's config.json, which describes a model that can be trained.
+
+    Raises ValueError, with the key and its value, for a folder without config.json, for a model
+    that `parallelize` does not know, for quantised weights, towers of other modalities, dropout,
+    soft caps and attention windows.
+    """
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise ValueError(f"must be a folder, got {str(folder)!r}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold an object, got {type(config).__name__}")
+    for name in _OTHER_MODALITIES:
+        if config.get(name) is not None:
+            raise ValueError(
+                f"{path} must describe a text model, but it has {name}: vision and audio towers "
+                "are not trained; save the text model alone"
+            )
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name) is not None:
+            method = config[name].get("quant_method") if isinstance(config[name], dict) else None
+            raise ValueError(
+                f"{path} must describe weights that are not quantised, but it has {name}"
+                + (f" ({method})" if method else "")
+            )
+    kind = config.get("model_type")
+    if kind not in STOCK_TYPES:
+        raise ValueError(f"{path} must have a model_type of {', '.join(STOCK_TYPES)}, got {kind!r}")
+    for name, value, rule in _refused(config):
+        raise ValueError(f"{path} must have {name} {rule}, got {value!r}")
+    return config
+
+
+def _refused(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Keys with values that cannot be trained under a context: (key, value, rule)."""
+    for name, value in config.items():
+        if "dropout" in name and value:
+            yield name, value, "0"
+        if re.search(r"soft_?cap", name) and value is not None:
+            yield name, value, "left out"
+        if name == "sliding_window" and value is not None and config.get("use_sliding_window", True):
+            yield name, value, "left out"
+
+
+def has_weights(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder has weights, in whichever format."""
+    path = Path(folder)
+    known = any((path / name).is_file() for name in (SINGLE, INDEX))
+    return known or any(next(path.glob(kind), None) is not None for kind in PICKLED)
+
+
+def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder has a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def shape_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the weights depend on, from config.json: its keys and values but for neutral ones."""
+    return {name: value for name, value in config.items() if name not in _NEUTRAL}
+
