@@ -70,7 +70,11 @@ def _refused(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield name, value, "0"
         if re.search(r"soft_?cap", name) and value is not None:
             yield name, value, "left out"
-        if name == "sliding_window" and value is not None and config.get("use_sliding_window", True):
+        if (
+            name == "sliding_window"
+            and value is not None
+            and config.get("use_sliding_window", True)
+        ):
             yield name, value, "left out"
 
 
@@ -86,7 +90,7 @@ def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
-def shape_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the weights depend on, from config.json: its keys and values but for neutral ones."""
+def folder_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the weights depend on: the keys and values of config.json but for neutral ones."""
+    config = read_config_json(folder)
     return {name: value for name, value in config.items() if name not in _NEUTRAL}
-

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def _runs(numbers: Tensor, most: int) -> Iterator[tuple[int, int, int, int]]:
     """Stretches of rows that follow each other in one source: (place, source, begin, end)."""
     breaks = (numbers.diff() != 1).nonzero().flatten() + 1
     edges = [0, *breaks.tolist(), len(numbers)]
-    for lo, hi in zip(edges[:-1], edges[1:], strict=True):
+    for lo, hi in pairwise(edges):
         for at in range(lo, hi, most):
             source, begin = divmod(int(numbers[at]), _SOURCE)
             yield at, source, begin, begin + min(most, hi - at)
@@ -240,4 +241,3 @@ def _target(
         return found[0] if isinstance(found, list) else found
 
     return Target(name, shape, named, convert)
-

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from fla_cp.integrations.stock_folder import folder_facts
 from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.distributed import Ranks, local_ranks, threads_per_rank
 from fla_cp.train.integrity import Damaged, FileSums, check_sizes, unpack_sums, unseal, verify
@@ -40,7 +41,7 @@ PARTIAL = ".partial-"
 ASIDE = "damaged-"
 _NAME = re.compile(r"step-(\d{8,})")
 
-MODEL_NEUTRAL = ("size", "impl", "compile", "remat", "offload", "aux_loss", "bias_rate")
+MODEL_NEUTRAL = ("size", "init", "impl", "compile", "remat", "offload", "aux_loss", "bias_rate")
 """Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
 POSITIONS = ("rope_theta", "rope_scaling")
 """Fields of the model that may change when a run is resumed, to train on longer sequences."""
@@ -221,7 +222,9 @@ def facts(
     Every option counts unless MODEL_NEUTRAL or DATA_NEUTRAL names it, so a new option is compared
     without being listed here.
     """
-    model = {**asdict(config.model), **asdict(shape_of(config.model)), "vocab_size": vocab_size}
+    folder = config.model.folder
+    shape = asdict(shape_of(config.model)) if folder is None else folder_facts(folder)
+    model = {**asdict(config.model), **shape, "vocab_size": vocab_size}
     data = {**asdict(config.data), "seed": config.run.seed, "packs": packs}
     data["dtype"] = str(dtype).removeprefix("torch.")
     return json.loads(

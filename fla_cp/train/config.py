@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import os
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.train.pattern import PATTERNS, Mixer, parse_stretch
 
 
@@ -45,6 +49,12 @@ RECIPES = {
     "qwen3-next": Recipe(lr=2e-4, warmup_steps=2000, max_steps=100_000),
 }
 
+FOLDER_RECIPE = Recipe(lr=1e-5, warmup_steps=100, max_steps=1000)
+"""For hf:DIR, whose weights are trained already."""
+
+FOLDER = "hf:"
+"""What --model starts with where a folder follows."""
+
 SEEDS = 2**32
 """Seeds are below this: accelerate seeds NumPy's global generator, which takes no larger one."""
 
@@ -53,11 +63,12 @@ SEEDS = 2**32
 class ModelConfig:
     """The decoder. A named size sets every dimension; the others override one each."""
 
-    size: Annotated[
-        Literal["tiny", "340M", "1.3B", "kimi-linear", "qwen3-next"], _short("--model")
-    ] = "tiny"
-    """Named size; `tiny` trains on a CPU. kimi-linear and qwen3-next have the layers of Kimi Linear
-    48B-A3B and Qwen3-Next 80B-A3B, with SwiGLU in each block."""
+    size: Annotated[str, _short("--model")] = "tiny"
+    """Named size: tiny (which trains on a CPU), 340M, 1.3B, kimi-linear or qwen3-next, which have
+    the layers of Kimi Linear 48B-A3B and Qwen3-Next 80B-A3B, with SwiGLU in each block. Or hf:DIR,
+    a folder with a model of transformers; then only init, impl and remat may follow."""
+    init: Literal["weights", "random"] = "weights"
+    """With hf:DIR: the folder's weights, or random ones, as transformers draws them."""
     mixer: Annotated[Mixer | None, _short("--mixer")] = None
     """Token mixer of every block: Kimi Delta Attention, Gated DeltaNet, Comba, Gated DeltaProduct,
     GLA, simple GLA, or softmax attention: gated with grouped queries, or latent (MLA). None: by
@@ -118,6 +129,21 @@ class ModelConfig:
     """Let what each block keeps wait for the backward in the host's memory: only on GPUs. It goes
     over PCIe twice a step, so prefer it with --remat full or selective, which keep least."""
 
+    @property
+    def folder(self) -> str | None:
+        """The folder of hf:DIR, or None for a named size."""
+        return self.size.removeprefix(FOLDER) if self.size.startswith(FOLDER) else None
+
+    @property
+    def name(self) -> str:
+        """The size's name, or for hf:DIR the folder's own name and a hash of its path, in letters
+        that a path and a pattern of paths may hold."""
+        if self.folder is None:
+            return self.size
+        path = os.path.abspath(self.folder)
+        digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+        return f"hf-{re.sub(r'[^A-Za-z0-9._-]', '-', os.path.basename(path))}-{digest}"
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -128,7 +154,8 @@ class DataConfig:
     parquet or jsonl files), or a mixture by shares of tokens: text:A:0.7,hf:B:0.3."""
     tokenizer: Annotated[str | None, _short("--tokenizer")] = None
     """Folder of a tokenizer that transformers has saved, for stdlib, text and hf; memmap must have
-    its vocabulary. None: the bytes of stdlib and text are the tokens."""
+    its vocabulary. None: with --model hf:DIR, that of DIR if it has one; otherwise the
+    bytes of stdlib and text are the tokens."""
     column: str | None = None
     """Column of hf:PATH that holds texts or conversations. None: text, messages, or prompt and
     completion."""
@@ -232,11 +259,11 @@ class OptimConfig:
     decay_ratio: float = 0.2
     """Share of run.max_steps in which wsd decays."""
     lr: Annotated[float | None, _short("--lr")] = None
-    """Peak learning rate. None: by model size, 4e-3 to 2e-4."""
+    """Peak learning rate. None: by model size, 4e-3 to 2e-4; with hf:DIR, 1e-5."""
     min_lr_ratio: float = 0.1
     """Last learning rate, as a share of the peak."""
     warmup_steps: Annotated[int | None, _short("--warmup-steps")] = None
-    """Steps of linear warm-up. None: by model size, 20, 1024 or 2000, but at most a fifth of
+    """Steps of linear warm-up. None: by model size, 20 to 2000, but at most a fifth of
     run.max_steps."""
     weight_decay: float = 0.1
     """Decay of matrices; norms, biases, A_log and dt_bias have none."""
@@ -257,8 +284,8 @@ class RunConfig:
     """How long to train, and what is written where."""
 
     max_steps: Annotated[int | None, _short("--max-steps")] = None
-    """Optimiser steps of the whole run, those before a resume included. None: by model size, 150,
-    20480 or 100000."""
+    """Optimiser steps of the whole run, those before a resume included. None: by model size, 150
+    to 100000; with hf:DIR, 1000."""
     seed: Annotated[int, _short("--seed")] = 0
     """Seed of the weights and of the order of the data, below 2^32."""
     eval_every: Annotated[int, _short("--eval-every")] = 25
@@ -318,8 +345,13 @@ class TrainConfig:
 
 def with_recipe(config: TrainConfig) -> TrainConfig:
     """The configuration with the values of `RECIPES` where the user has set none."""
-    recipe, optim, run = RECIPES[config.model.size], config.optim, config.run
-    model = _with_mixers(config.model, config.data.seq_len)
+    optim, run, data = config.optim, config.run, config.data
+    if config.model.folder is None:
+        recipe = RECIPES.get(config.model.size, RECIPES["tiny"])  # `validate` refuses other names
+        model = _with_mixers(config.model, data.seq_len)
+    else:
+        recipe, model = FOLDER_RECIPE, _absolute(config.model)
+        data = _with_tokenizer(data, model)
     steps = recipe.max_steps if run.max_steps is None else run.max_steps
     lr = recipe.lr if optim.lr is None else optim.lr
     warmup = optim.warmup_steps
@@ -328,9 +360,23 @@ def with_recipe(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         model=model,
+        data=data,
         optim=dataclasses.replace(optim, lr=lr, warmup_steps=warmup),
         run=dataclasses.replace(run, max_steps=steps),
     )
+
+
+def _absolute(model: ModelConfig) -> ModelConfig:
+    """The model with the folder's whole path, which a resumed run finds from anywhere."""
+    return dataclasses.replace(model, size=FOLDER + os.path.abspath(model.folder or ""))
+
+
+def _with_tokenizer(data: DataConfig, model: ModelConfig) -> DataConfig:
+    """The data with the tokenizer of hf:DIR, if it has one and documents are to be tokenised."""
+    documents = re.search(r"(^|,)(stdlib|text:|hf:)", data.source) is not None
+    if data.tokenizer is not None or not documents or not has_tokenizer(model.folder or ""):
+        return data
+    return dataclasses.replace(data, tokenizer=model.folder)
 
 
 def _with_mixers(model: ModelConfig, seq_len: int) -> ModelConfig:

@@ -30,6 +30,7 @@ from accelerate.utils import set_seed
 from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
 from fla_cp.train import checkpoint, divergence
+from fla_cp.train.build import build_language_model
 from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
@@ -37,7 +38,6 @@ from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
-from fla_cp.train.model import build_sharded
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
@@ -74,6 +74,7 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     check_impl(config, ranks)
     dataset = load_data(config, "train", ranks)
     run = open_run(config, ranks, lock).path
+    check_folder(config, dataset.vocab_size, weights=True)
     begin_run(config, run, ranks, lock)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     if ranks.rank == 0:
@@ -106,6 +107,16 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
         resolve(config.model.impl, ranks.device, compute_dtype(config.parallel.dtype, ranks.device))
     except ValueError as error:
         raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
+
+
+@announced("model of transformers")
+def check_folder(config: TrainConfig, vocab_size: int, *, weights: bool) -> None:
+    """Raises UserError if --model hf:DIR cannot be trained on these tokens. To be called before the
+    run folder is made. weights: whether those of DIR will be loaded."""
+    if config.model.folder is not None:
+        from fla_cp.train.stock import check_stock
+
+        check_stock(config.model, vocab_size, weights=weights)
 
 
 @announced("data")
@@ -154,16 +165,17 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     facts = checkpoint.facts(config, data.vocab_size, data.extent, dtype)
     differences = checkpoint.check_matches(found, facts) if found is not None else []
+    check_folder(config, data.vocab_size, weights=found is None)
     begin_run(config, run, ranks, lock)
     seed = config.run.seed if found is None else None  # a checkpoint fills the weights
     free = config.data.max_documents is None  # no compiled graph takes a fixed context
-    model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype, compiled=free)
+    model = build_language_model(config.model, data.vocab_size, seed, ranks, dtype, compiled=free)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = build_optimizer(model, config.optim)
 
     notes = [
         describe(ranks, dtype),
-        f"model {config.model.size}: {parameters / 1e6:.2f} M parameters, {model.shape}",
+        f"model {config.model.name}: {parameters / 1e6:.2f} M parameters, {model.shape}",
         f"data {config.data.source}: {described(data)} of {config.data.seq_len} tokens, "
         f"vocabulary {data.vocab_size}; {tokens_per_step(config)} tokens a step",
         *data.notes,
@@ -399,7 +411,7 @@ def summarise(config: TrainConfig, run: Path, rows: list[dict], stopped: bool) -
             print(f"{label} loss: {first:.4f} (step {a}) -> {last:.4f} (step {b})")
     if rows and rows[-1]["skipped"]:
         print(f"skipped steps: {rows[-1]['skipped']}")
-    title = f"{config.model.size} on {config.data.source}, cp {config.parallel.cp}"
+    title = f"{config.model.name} on {config.data.source}, cp {config.parallel.cp}"
     print(plot_losses(run, rows, title))
     print(f"results: {run}/ (metrics.jsonl, config.toml, checkpoints)", flush=True)
 

@@ -24,6 +24,7 @@ from fla_cp.remat import Offloaded, selective_checkpoint
 from fla_cp.train.balance import Balance
 from fla_cp.train.config import ModelConfig
 from fla_cp.train.distributed import Ranks, exact_parts, gathered, shard_model
+from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import chunked_cross_entropy
 from fla_cp.train.mixers import make_mixer
 from fla_cp.train.pattern import block_mixers
@@ -167,7 +168,7 @@ class Block(nn.Module):
         return x + y, statistics
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """A language model over the tokens that this rank owns.
 
     config: sizes and options. vocab_size: number of token ids. The weights are set by `build_model`
@@ -185,10 +186,12 @@ class Decoder(nn.Module):
         )
         self.norm = nn.RMSNorm(self.shape.hidden_size, eps=1e-5)
         self.head = nn.Linear(self.shape.hidden_size, vocab_size, bias=False)
-        self.balance: Balance | None = None
         if config.experts is not None:
             self.balance = Balance(len(self.expert_layers()), config)
         self.tie_weights()
+
+    def exact_parts(self) -> list[nn.Module]:
+        return exact_parts(self.blocks)
 
     def expert_layers(self) -> list[Experts]:
         """The mixtures of experts, in the order of the blocks."""
@@ -234,7 +237,7 @@ class Decoder(nn.Module):
         load-balancing loss.
         """
         x, statistics = self.embedding(tokens), []
-        with gathered(exact_parts(self.blocks)):
+        with gathered(self.exact_parts()):
             for block in self.blocks:
                 x, found = self.run_block(block, x, context)
                 statistics.append(found)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
 from fla_cp.train.config import SEEDS, ModelConfig, TrainConfig, UserError
+from fla_cp.train.folder_rules import check_model_name
 from fla_cp.train.model import shape_of
 from fla_cp.train.pattern import SOFTMAX, parse_pattern, parse_stretch
 
@@ -25,6 +26,7 @@ def _check_texts(config: TrainConfig) -> None:
     """Raises UserError for a path or name that a file system or config.toml cannot hold."""
     data, run = config.data, config.run
     texts = {
+        "--model": config.model.size,
         "--data": data.source,
         "--tokenizer": data.tokenizer,
         "--data.column": data.column,
@@ -133,6 +135,8 @@ def validate(config: TrainConfig) -> None:
         need(math.isfinite(value), flag, "finite", value)
     model, data, parallel = config.model, config.data, config.parallel
     optim, run, parity = config.optim, config.run, config.parity
+    _check_texts(config)
+    check_model_name(config)
     at_least(1, cp=parallel.cp, dp_replicate=parallel.dp_replicate)
     shards = parallel.dp_shard
     need(shards >= 1, "--dp-shard", "at least 1, or -1 for what is left", shards)
@@ -150,7 +154,6 @@ def validate(config: TrainConfig) -> None:
     at_least(1, max_steps=run.max_steps, log_every=run.log_every)
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
-    _check_texts(config)
     at_least(1, max_skips=run.max_skips)
     at_least(0, warmup_steps=optim.warmup_steps, clip_norm=optim.clip_norm)
     need(run.keep_checkpoints >= 1, "--run.keep-checkpoints", "at least 1", run.keep_checkpoints)

@@ -87,7 +87,7 @@ def _look(
 def _name(config: TrainConfig, launchers: Sequence[int]) -> str:
     if config.run.out is not None:
         return config.run.out
-    suffix = config.model.size + ("-parity" if config.parity.check else "")
+    suffix = config.model.name + ("-parity" if config.parity.check else "")
     if restart.restarted():
         newest_first = sorted(Path("runs").glob(f"*-{suffix}"), reverse=True)
         if found := restart.find(launchers, newest_first):

@@ -22,9 +22,9 @@ from fla_cp.train.config import TrainConfig
 from fla_cp.train.data import IGNORE, Batch, PackList, Packs
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.graphs import Graphs
+from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loader import Share, Sharing, StepLoader, token_ranges
 from fla_cp.train.mixers import CONV_SIZE
-from fla_cp.train.model import Decoder
 from fla_cp.train.progress import mark
 from fla_cp.train.weights import local_tensor
 
@@ -244,7 +244,7 @@ def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float
 
 def balance_of(model: nn.Module) -> Balance | None:
     """What counts the loads of the model's experts, if it has any."""
-    return model.balance if isinstance(model, Decoder) else None
+    return model.balance if isinstance(model, LanguageModel) else None
 
 
 class HeldOut:

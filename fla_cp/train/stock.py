@@ -1,0 +1,249 @@
+"""A model of transformers in the trainer: --model hf:DIR.
+
+It is made on the meta device from DIR/config.json, parallelized, and sharded like our own decoder.
+stock_weights.py fills it. transformers computes hidden states; the head's loss is chunked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fla_cp import FLACPContext
+from fla_cp.integrations.safetensors_folder import TensorFolder
+from fla_cp.integrations.stock_layout import Layout, layout_of
+from fla_cp.integrations.transformers import parallelize
+from fla_cp.nn import RoutingStatistics
+from fla_cp.remat import selective_contexts
+from fla_cp.train.balance import Balance
+from fla_cp.train.config import ModelConfig, UserError
+from fla_cp.train.distributed import Ranks, gathered, shard_model
+from fla_cp.train.language_model import LanguageModel
+from fla_cp.train.loss import chunked_cross_entropy
+from fla_cp.train.mixers import CONV_SIZE
+from fla_cp.train.stock_weights import initialise_stock, load_stock, stock_memory
+
+EXACT = ("A_log", "dt_bias")
+"""Parameters of recurrences that are not cast, since decay rates lose their meaning in bfloat16."""
+
+_ROUTER = re.compile(r"Top[kK]Router$")
+
+
+class StockModel(LanguageModel):
+    """A causal language model of transformers over the tokens that this rank owns.
+
+    stock: what `open_stock` returns. config: whose impl and remat count.
+    """
+
+    def __init__(self, stock: Any, config: ModelConfig) -> None:
+        super().__init__()
+        self.impl = config.impl
+        set_apart(stock)
+        self.stock = stock
+        self.routers = [m for m in stock.modules() if _ROUTER.search(type(m).__name__)]
+        self._found: list[RoutingStatistics] | None = None
+        if self.routers:
+            self.balance = _balance(self.routers, stock.config)
+            for router in self.routers:
+                router.register_forward_hook(self._observe)
+        # Its own labels are not used, so its loss over experts would not be, either.
+        stock.config.output_router_logits = False
+        if config.remat != "none":
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            if config.remat == "selective":
+                options["context_fn"] = selective_contexts
+            stock.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+
+    @property
+    def shape(self) -> str:
+        """The model's dimensions, in words."""
+        config = self.stock.config
+        tied = "tied" if config.tie_word_embeddings else "untied"
+        return (
+            f"{type(self.stock).__name__}, {config.num_hidden_layers} layers of width "
+            f"{config.hidden_size}, {tied} head"
+        )
+
+    def block_list(self) -> list[nn.Module]:
+        return list(self.stock.model.layers)
+
+    def exact_parts(self) -> list[nn.Module]:
+        return [module for module in self.modules() if isinstance(module, Exact)]
+
+    def tie_weights(self) -> None:
+        """Makes the head share the embedding's weight if the configuration says so. To be called
+        once more after `to_empty`."""
+        if self.stock.config.tie_word_embeddings:
+            self.stock.lm_head.weight = self.stock.model.embed_tokens.weight
+
+    def forward(
+        self, tokens: Tensor, context: FLACPContext, labels: Tensor | None = None
+    ) -> Tensor:
+        """Summed cross-entropy of the labels, or logits without labels; see `LanguageModel`."""
+        with gathered(self.exact_parts()), self._routing() as found:
+            out = self.stock.model(input_ids=tokens, cp_context=context, impl=self.impl)
+        x, head = out.last_hidden_state, self.stock.lm_head
+        if labels is None:
+            return head(x)
+        loss = chunked_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
+        if self.balance is None or not torch.is_grad_enabled():
+            return loss
+        return self.balance.counted(loss, found, labels)
+
+    @contextmanager
+    def _routing(self) -> Iterator[list[RoutingStatistics]]:
+        """Collects what routers report in the block, but not when a backward runs them again."""
+        found: list[RoutingStatistics] = []
+        self._found = found
+        try:
+            yield found
+        finally:
+            self._found = None
+
+    def _observe(self, router: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Sums up a router's choices. Runs in a recomputation too, which must save the same
+        tensors."""
+        logits, _, experts = outputs
+        zeros = torch.zeros(logits.shape[-1], dtype=torch.int64, device=logits.device)
+        chosen = experts.flatten()
+        counts = zeros.scatter_add(0, chosen, torch.ones_like(chosen))
+        probabilities = logits.softmax(-1, dtype=torch.float32).sum(0)
+        if self._found is not None:
+            self._found.append(RoutingStatistics(counts, probabilities))
+
+
+class Exact(nn.Module):
+    """Holds the parameters of a recurrence that are gathered apart from its block."""
+
+
+def set_apart(stock: nn.Module) -> None:
+    """Moves the parameters EXACT of each module into a part `exact`, in place.
+
+    FSDP casts whole modules. The module still finds them as its attributes.
+    """
+    for module in list(stock.modules()):
+        names = [name for name in EXACT if isinstance(module._parameters.get(name), nn.Parameter)]
+        if not names:
+            continue
+        exact = Exact()
+        for name in names:
+            exact.register_parameter(name, module._parameters.pop(name))
+        module.exact = exact
+        kind = type(module)
+        found = {name: property(partial(_exact, name=name)) for name in names}
+        module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **found})
+
+
+def _exact(module: nn.Module, name: str) -> Tensor:
+    return getattr(module.exact, name)
+
+
+def _balance(routers: list[Any], config: Any) -> Balance:
+    """Loads of the stock routers. Their loss counts where transformers would add it."""
+    asked = getattr(config, "output_router_logits", False)
+    factor = getattr(config, "router_aux_loss_coef", 0.0) if asked else 0.0
+    first = routers[0]
+    own = ModelConfig(
+        experts=first.num_experts, experts_per_token=first.top_k, aux_loss=factor, bias_rate=0.0
+    )
+    return Balance(len(routers), own)
+
+
+def open_stock(folder: str) -> Any:
+    """The model that the folder's config.json describes, on the meta device, in float32.
+
+    Raises ValueError if transformers refuses the configuration or `parallelize` the model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            stock = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as error:  # transformers raises all kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{folder}/config.json: {type(error).__name__}: {reason}") from error
+    for name, module in stock.named_modules():
+        size = getattr(module, "conv_kernel_size", CONV_SIZE)
+        if size != CONV_SIZE:
+            raise ValueError(f"the convolution of {name} must have {CONV_SIZE} taps, got {size}")
+    head = stock.lm_head
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise ValueError(f"lm_head must be a linear layer without a bias, got {head}")
+    return stock
+
+
+def weights_of(stock: Any, folder: str) -> tuple[TensorFolder, Layout]:
+    """The folder's tensors, and where those of the modules stand among them.
+
+    stock: what `open_stock` returns, with its own modules. Raises ValueError for weights that are
+    missing, quantised, damaged or of another model.
+    """
+    stored = TensorFolder(folder)
+    for name, tensor in stored.tensors.items():
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ValueError(f"{folder}: {name} must not be quantised, got {str(tensor.dtype)[6:]}")
+    shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
+    return stored, layout_of(stock, shapes)
+
+
+def check_stock(config: ModelConfig, vocab_size: int, *, weights: bool) -> None:
+    """Raises UserError if --model hf:DIR cannot be trained on tokens of this vocabulary.
+
+    weights: whether the folder's weights will be loaded; a checkpoint needs none of them.
+    """
+    assert config.folder is not None
+    try:
+        stock = open_stock(config.folder)
+        if weights and config.init == "weights":
+            weights_of(stock, config.folder)
+        parallelize(stock)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"--model hf:{config.folder}: {error}") from error
+    if vocab_size > stock.config.vocab_size:
+        raise UserError(
+            f"--data must have at most the {stock.config.vocab_size} tokens of "
+            f"--model hf:{config.folder}, got {vocab_size}"
+        )
+
+
+def build_stock(
+    config: ModelConfig, seed: int | None, ranks: Ranks, dtype: torch.dtype
+) -> StockModel:
+    """A model of transformers of which this rank allocates and reads only its own shard.
+
+    seed: None leaves the weights zero, for a checkpoint to fill; otherwise they are the folder's,
+    or with init="random" those of this seed. dtype: see `build_sharded`. Raises UserError for
+    weights that do not fit.
+    """
+    folder = config.folder
+    assert folder is not None
+    stock = open_stock(folder)
+    weights = None
+    if seed is not None and config.init == "weights":
+        try:
+            weights = weights_of(stock, folder)
+        except ValueError as error:
+            raise UserError(f"--model hf:{folder}: {error}") from error
+    if dtype == torch.float64:
+        stock.double()
+        stock.config._experts_implementation = "eager"  # grouped products refuse float64
+    model = StockModel(parallelize(stock), config)
+    if model.balance is not None and ranks.world_size > 1:
+        model.balance.group = dist.group.WORLD
+    shard_model(model, ranks, dtype)
+    stock_memory(model, ranks.device)
+    if weights is not None:
+        load_stock(model, *weights)
+    elif seed is not None:
+        initialise_stock(model, seed)
+    return model
