@@ -184,9 +184,7 @@ def tied_names(model: Any) -> set[str]:
     return {"lm_head.weight"} if model.lm_head.weight is model.model.embed_tokens.weight else set()
 
 
-def _matcher(
-    model: Any, known: Mapping[str, Shape]
-) -> Callable[[str], tuple[str, Any, str | None]]:
+def _matcher(model: Any, known: dict[str, Shape]) -> Callable[[str], tuple[str, Any, str | None]]:
     """(name of a published tensor) -> name of the modules' tensor, its converter and the pattern
     of the converter that names it, both None where the tensor is renamed at most."""
     from transformers.conversion_mapping import get_model_conversion_mapping

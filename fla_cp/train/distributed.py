@@ -31,7 +31,7 @@ from fla_cp.nn import Router
 from fla_cp.train import loopback, parent, restart
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
-from fla_cp.train.language_model import LanguageModel
+from fla_cp.train.language_model import LanguageModel, blocks_of
 from fla_cp.train.meeting import meet
 from fla_cp.train.progress import mark, waiting
 from fla_cp.train.watch import watched
@@ -348,19 +348,17 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     or with the same values on every rank (float64 for dtype float64, which only the reference of
     the parity check uses). The parameters stay float32 and are cast to `dtype` for compute. Those
     of `exact_parts` are not cast: of recurrent mixers' cores, since decay rates lose their meaning
-    in bfloat16, and of routers, whose scores decide. They are small, and one group holds those of all blocks, which `gathered`
-    gathers for a whole forward. Experts are sharded with their block, by expert.
-    Gradients are sums over ranks, not means, in float32: the loss is already divided by the global
-    number of targets.
+    in bfloat16, and of routers, whose scores decide. They are small, and one group holds those of
+    all blocks, which `gathered` gathers for a whole forward. Experts are sharded with their block,
+    by expert. Gradients are sums over ranks, not means, in float32: the loss is already divided by
+    the global number of targets.
     """
     widest = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=widest)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
-    known = isinstance(model, LanguageModel)
-    if dtype != widest and known:
+    if dtype != widest and isinstance(model, LanguageModel):
         shard_cores(model.exact_parts(), ranks, exact)
-    blocks = model.block_list() if known else list(model.get_submodule("blocks").children())
-    for block in blocks:
+    for block in blocks_of(model):
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
     for module in model.modules():

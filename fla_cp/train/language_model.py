@@ -28,3 +28,10 @@ class LanguageModel(nn.Module):
 
     def move_biases(self) -> None:
         """Moves the routers' biases by the loads of the step, if the trainer does that."""
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a LanguageModel, or of any model that has them as `blocks`."""
+    if isinstance(model, LanguageModel):
+        return model.block_list()
+    return list(model.get_submodule("blocks").children())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fla_cp.train.config import OptimConfig
-from fla_cp.train.language_model import LanguageModel
+from fla_cp.train.language_model import LanguageModel, blocks_of
 from fla_cp.train.model import parameter_groups
 from fla_cp.train.weights import local_tensor
 
@@ -186,8 +186,7 @@ Stepper = torch.optim.Optimizer | Optimizers
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> Stepper:
-    """The optimiser that the configuration names. model: a LanguageModel whose parameters are
-    sharded."""
+    """The optimiser that the configuration names. model: one whose blocks are sharded."""
     assert config.lr is not None, "with_recipe sets it"
     groups = parameter_groups(model, config.weight_decay)
     matrices = block_matrices(model) if config.name == "muon" else []
@@ -209,12 +208,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Stepper:
     return Optimizers(muon, adamw)
 
 
-def block_matrices(model: LanguageModel) -> list[Tensor]:
+def block_matrices(model: nn.Module) -> list[Tensor]:
     """The matrices of the linear layers in a model's blocks: what Muon trains.
 
     Embedding, head, norms, convolutions and constants of heads are not among them.
     """
-    modules = (module for block in model.block_list() for module in block.modules())
+    modules = (module for block in blocks_of(model) for module in block.modules())
     return [module.weight for module in modules if isinstance(module, nn.Linear)]
 
 

@@ -176,8 +176,8 @@ def open_stock(folder: str) -> Any:
         size = getattr(module, "conv_kernel_size", CONV_SIZE)
         if size != CONV_SIZE:
             raise ValueError(f"the convolution of {name} must have {CONV_SIZE} taps, got {size}")
-    head = stock.lm_head
-    if type(head) is not nn.Linear or head.bias is not None:
+    head: Any = stock.lm_head
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ValueError(f"lm_head must be a linear layer without a bias, got {head}")
     return stock
 

@@ -92,7 +92,8 @@ def _draw(stock: Any, module: nn.Module, holders: list[nn.Module]) -> None:
     for part, drawn in zip(holders, whole, strict=True):
         for name, parameter in part.named_parameters(recurse=False):
             rows = owned_rows(parameter)
-            local_tensor(parameter).copy_(drawn._parameters[name][rows.start : rows.stop])
+            values = drawn.get_parameter(name)
+            local_tensor(parameter).copy_(values[rows.start : rows.stop])
 
 
 def _whole(module: nn.Module) -> nn.Module:
