@@ -1,0 +1,118 @@
+"""--model hf:DIR: models of transformers train like plain transformers, and like one rank."""
+
+import random
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+import fla_cp.train.parity
+from fla_cp.integrations.safetensors_folder import TensorFolder
+from fla_cp.train.build import build_language_model
+from fla_cp.train.optim import build_optimizer, learning_rate, update
+from fla_cp.train.parse import parse
+from fla_cp.train.sources import build_dataset
+from fla_cp.train.step import Feed, agree, forward_backward, reduce_metrics
+from tests.support.meshes import ranks_of
+from tests.support.stock_folders import FLAGS, save_stock, stock_losses
+from tests.support.stock_models import MODELS, stock_model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Kind of model -> its folder."""
+    root = tmp_path_factory.mktemp("models")
+    return {kind: save_stock(root / kind, kind) for kind in MODELS}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Documents of 5 to 60 bytes."""
+    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
+    for i in range(240):
+        (folder / f"{i}.txt").write_text("".join(rng.choices("abcdefgh ", k=rng.randint(5, 60))))
+    return f"text:{folder}"
+
+
+@pytest.fixture(scope="module")
+def one_document(tmp_path_factory):
+    path = tmp_path_factory.mktemp("document") / "one.txt"
+    path.write_text("".join(random.Random(1).choices("abcdefgh ", k=4000)))
+    return f"text:{path}"
+
+
+def data_of(config):
+    return build_dataset(config.data.source, config.data.seq_len, "train", config.run.seed)
+
+
+def losses(model, config, ranks, steps):
+    """Losses of a model's steps in the trainer, and the peaks of expert load."""
+    optimizer = build_optimizer(model, config.optim)
+    found = []
+    with Feed(config, data_of(config), ranks, 0, workers=0) as feed:
+        for step in range(1, steps + 1):
+            batch = feed.take()
+            targets = agree(batch, ranks).targets
+            share = forward_backward(model, batch, targets, config, ranks)
+            loss, norm = reduce_metrics(share, model, ranks)
+            rate = learning_rate(config.optim, step, config.run.steps)
+            update(model, optimizer, rate, norm, config.optim.clip_norm)
+            optimizer.zero_grad()
+            found.append(loss)
+    return found
+
+
+def on_rank(group, rank, flags, steps, dtype=torch.float32, ranks=None):
+    config = parse(flags)
+    ranks = ranks_of(" ".join(flags[: flags.index("--device")]), rank) if ranks is None else ranks
+    model = build_language_model(config.model, 256, config.run.seed, ranks, dtype)
+    return losses(model, config, ranks, steps)
+
+
+def flags_of(split, folder, data, *more):
+    return [*split.split(), *FLAGS, "--model", f"hf:{folder}", "--data", data, *more]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_steps_are_those_of_plain_transformers(gloo_pool, ranks, folders, one_document, kind):
+    """One document a step: cp 1, and cp 4 with remat, against the stock model and torch's AdamW."""
+    flags = flags_of("--cp 1", folders[kind], one_document, "--global-batch-size", "1")
+    config = parse(flags)
+    with Feed(config, data_of(config), ranks, 0, workers=0) as feed:
+        shares = [feed.take()[0].share for _ in range(3)]
+    packs = [{"input_ids": share.tokens[0], "labels": share.labels[0]} for share in shares]
+    model = stock_model(kind, vocab_size=256)
+    wanted = torch.tensor(stock_losses(model, packs, 3, config))
+    found = {"cp 1": on_rank(None, 0, flags, 3, ranks=ranks)}
+    flags = ["--cp", "4", *flags[2:], "--remat", "full"]
+    found["cp 4"] = gloo_pool.run(on_rank, flags, 3)[0]
+    for name, values in found.items():
+        assert (torch.tensor(values) - wanted).abs().max() < 1e-5, (name, values, wanted)
+    assert abs(wanted[0] - wanted[2]) > 1e-3  # the steps did something
+
+
+def report(group, rank, split, flags):
+    config = parse(flags)
+    return fla_cp.train.parity.compare(config, data_of(config), ranks_of(split, rank))
+
+
+SPLITS = {
+    "kimi_linear": ("--cp 4", "--parallel.layout", "zigzag"),
+    "qwen3_next": ("--cp 2 --dp-shard 2", "--remat", "selective"),
+    "qwen3_5": ("--cp 4", "--remat", "selective", "--optimizer", "muon"),
+    "qwen3_5_moe": ("--cp 4", "--remat", "full", "--micro-batch-size", "1"),
+    "olmo_hybrid": ("--cp 2 --dp-replicate 2",),
+}
+
+
+@pytest.mark.parametrize("kind", SPLITS)
+def test_every_model_trains_like_one_rank(gloo_pool, folders, text, kind):
+    split, *more = SPLITS[kind]
+    flags = flags_of(split, folders[kind], text, "--check-parity", *more)
+    found = gloo_pool.run(report, split, flags)[0]
+    assert found.passed, found.table()
+    for row in found.rows:
+        limit = 1e-3 if row.parameter.endswith(("A_log", "dt_bias")) else 1e-4
+        assert row.budget < limit, f"{row.parameter}\n{found.table()}"
