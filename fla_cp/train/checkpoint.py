@@ -103,13 +103,18 @@ def find(resume: str, run: Path) -> list[Path]:
 
 
 def newest_whole(
-    found: Sequence[Path], resume: str, trust: bool, ranks: Ranks, say: Callable[[str], None]
+    found: Sequence[Path],
+    resume: str,
+    trust: bool,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    flag: str = "--resume",
 ) -> tuple[Path | None, list[Path]]:
     """The first of these checkpoints that is undamaged, and the damaged ones before it.
 
     The path is None where there are no checkpoints at all. found: what `find` returned, the same on
-    all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. Every rank
-    verifies a part of the files. Raises UserError if all checkpoints are damaged. Collective.
+    all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. flag: what named
+    them, for errors. Every rank verifies a part of the files. Raises UserError if all checkpoints are damaged. Collective.
     """
     problem = ""
     for i, path in enumerate(found):
@@ -120,9 +125,11 @@ def newest_whole(
             say(f"{path} is damaged: {problem}; trying the one before")
     if not found:
         return None, []
-    message = f"--resume: {found[-1]} is damaged: {problem}"
+    message = f"{flag}: {found[-1]} is damaged: {problem}"
     if Path(resume) != found[-1]:
-        message += "; no checkpoint here is whole (to start afresh: --resume none, another --out)"
+        message += "; no checkpoint here is whole"
+        if flag == "--resume":
+            message += " (to start afresh: --resume none, another --out)"
     raise UserError(message)
 
 
