@@ -19,7 +19,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 _OTHER_MODALITIES = ("vision_config", "audio_config", "visual", "vision_tower")
 _NEUTRAL = (
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
-    *("_name_or_path", "use_cache", "output_router_logits", "router_aux_loss_coef"),
+    *(
+        "_name_or_path",
+        "use_cache",
+        "max_position_embeddings",
+        "output_router_logits",
+        "router_aux_loss_coef",
+    ),
 )
 """Keys of config.json that do not change what the weights mean."""
 

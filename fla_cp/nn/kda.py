@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fla_cp.arguments import check_lower_bound
+from fla_cp.arguments import check_flags, check_lower_bound
 from fla_cp.context import FLACPContext
 from fla_cp.nn.linear_attention import Core, LinearAttention
 from fla_cp.nn.modules import GatedRMSNorm
@@ -64,7 +64,8 @@ class KimiDeltaAttention(LinearAttention):
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
     num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
     gate_lower_bound: None for the softplus gate; a value in [-5, 0) bounds the log decay of a
-    step and selects the safe gate. allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+    step and selects the safe gate. gate_bias: whether the output gate has a bias, as in the report;
+    the published Kimi Linear has none. allow_neg_eigval: beta in (0, 2) instead of (0, 1).
     impl: "auto", "torch" or "triton".
     Raises ValueError as `LinearAttention` does.
     """
@@ -85,11 +86,13 @@ class KimiDeltaAttention(LinearAttention):
         conv_size: int = 4,
         norm_eps: float = 1e-5,
         gate_lower_bound: float | None = None,
+        gate_bias: bool = True,
         allow_neg_eigval: bool = False,
         impl: str = "auto",
         layer_idx: int | None = None,
     ) -> None:
-        self._bound = gate_lower_bound
+        check_flags(("gate_bias",), (gate_bias,))
+        self._bound, self._gate_bias = gate_lower_bound, gate_bias
         super().__init__(
             hidden_size,
             num_heads,
@@ -110,7 +113,7 @@ class KimiDeltaAttention(LinearAttention):
 
     def make_gate_projection(self) -> nn.Module:
         down, value = self.linear(self.head_v_dim), self.num_v_heads * self.head_v_dim
-        return nn.Sequential(down, nn.Linear(self.head_v_dim, value, bias=True))
+        return nn.Sequential(down, nn.Linear(self.head_v_dim, value, bias=self._gate_bias))
 
     def make_core(self, impl: str) -> Core:
         return KDACore(

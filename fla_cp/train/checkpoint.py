@@ -43,7 +43,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 MODEL_NEUTRAL = ("size", "init", "impl", "compile", "remat", "offload", "aux_loss", "bias_rate")
 """Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
-POSITIONS = ("rope_theta", "rope_scaling")
+POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters")
 """Fields of the model that may change when a run is resumed, to train on longer sequences."""
 DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache")
 """Fields of DataConfig that do not change the batches."""
@@ -104,13 +104,18 @@ def find(resume: str, run: Path) -> list[Path]:
 
 
 def newest_whole(
-    found: Sequence[Path], resume: str, trust: bool, ranks: Ranks, say: Callable[[str], None]
+    found: Sequence[Path],
+    resume: str,
+    trust: bool,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    flag: str = "--resume",
 ) -> tuple[Path | None, list[Path]]:
     """The first of these checkpoints that is undamaged, and the damaged ones before it.
 
     The path is None where there are no checkpoints at all. found: what `find` returned, the same on
-    all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. Every rank
-    verifies a part of the files. Raises UserError if all checkpoints are damaged. Collective.
+    all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. flag: what named
+    them, for errors. Every rank verifies a part of the files. Raises UserError if all checkpoints are damaged. Collective.
     """
     problem = ""
     for i, path in enumerate(found):
@@ -121,9 +126,11 @@ def newest_whole(
             say(f"{path} is damaged: {problem}; trying the one before")
     if not found:
         return None, []
-    message = f"--resume: {found[-1]} is damaged: {problem}"
+    message = f"{flag}: {found[-1]} is damaged: {problem}"
     if Path(resume) != found[-1]:
-        message += "; no checkpoint here is whole (to start afresh: --resume none, another --out)"
+        message += "; no checkpoint here is whole"
+        if flag == "--resume":
+            message += " (to start afresh: --resume none, another --out)"
     raise UserError(message)
 
 
@@ -217,14 +224,15 @@ def facts(
 ) -> dict[str, Any]:
     """The options that a resumed run should share with the run before, as JSON values.
 
-    packs: how much data there is, see `Packs.extent`.
+    packs: how much data there is, see `Packs.extent`. The folder of a model of transformers is
+    among them, but a resumed run may have it elsewhere.
 
     Every option counts unless MODEL_NEUTRAL or DATA_NEUTRAL names it, so a new option is compared
     without being listed here.
     """
     folder = config.model.folder
     shape = asdict(shape_of(config.model)) if folder is None else folder_facts(folder)
-    model = {**asdict(config.model), **shape, "vocab_size": vocab_size}
+    model = {**asdict(config.model), "vocab_size": vocab_size, **shape}
     data = {**asdict(config.data), "seed": config.run.seed, "packs": packs}
     data["dtype"] = str(dtype).removeprefix("torch.")
     return json.loads(
@@ -233,6 +241,7 @@ def facts(
                 "model": {k: v for k, v in model.items() if k not in MODEL_NEUTRAL},
                 "data": {k: v for k, v in data.items() if k not in DATA_NEUTRAL},
                 "optimizer": config.optim.name,
+                "folder": folder,
             }
         )
     )

@@ -1,8 +1,10 @@
-"""Entry point of `fla-cp-train` and launch/train.py: it trains, or says which extra is missing."""
+"""Entry points of `fla-cp-train` and launch/train.py, and of `fla-cp-export`: they do their work, or
+say which extra is missing."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from fla_cp.train.exit_codes import MISTAKE
@@ -15,13 +17,28 @@ NEEDED = ("accelerate", "tyro", "tqdm", "tensorboard")
 def run() -> int:
     """Trains as sys.argv says and returns the exit code, see fla_cp/train/exit_codes.py."""
     end_with_launcher()  # first, because the other imports take seconds
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        print(
-            f"error: fla-cp-train needs {', '.join(missing)}: pip install 'fla_cp[train]'",
-            file=sys.stderr,
-        )
+    if _lacks("fla-cp-train", "train", NEEDED):
         return MISTAKE
     from fla_cp.train.main import main
 
     return main()
+
+
+def run_export() -> int:
+    """Exports as sys.argv says and returns the exit code, see fla_cp/train/exit_codes.py."""
+    needed = (*NEEDED, "safetensors", "transformers")
+    if _lacks("fla-cp-export", "train,hf", needed):
+        return MISTAKE
+    from fla_cp.train.export import main
+
+    return main()
+
+
+def _lacks(program: str, extras: str, needed: Sequence[str]) -> bool:
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        print(
+            f"error: {program} needs {', '.join(missing)}: pip install 'fla_cp[{extras}]'",
+            file=sys.stderr,
+        )
+    return bool(missing)

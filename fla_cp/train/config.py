@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from fla_cp.integrations.stock_folder import has_tokenizer
-from fla_cp.train.pattern import PATTERNS, Mixer, parse_stretch
+from fla_cp.train.pattern import PATTERNS, Mixer, parse_pattern, parse_stretch
 
 
 class UserError(ValueError):
@@ -86,6 +86,9 @@ class ModelConfig:
     """Key and value channels of a head, at most 256."""
     tie_embeddings: bool | None = None
     """Use the embedding as the output head."""
+    norm_eps: float | None = None
+    """Added to the mean square in the norms, but for that of mla, which has 1e-6. None: by model
+    size, 1e-5 or 1e-6 (qwen3-next)."""
     experts: int | None = None
     """Experts of each block, in place of SwiGLU. None: no mixture of experts."""
     experts_per_token: int = 2
@@ -105,6 +108,8 @@ class ModelConfig:
     0.001."""
     dense_layers: int = 0
     """The first blocks, which keep SwiGLU."""
+    routing_scale: float = 1.0
+    """Factor on the weights of a token's experts; the published Kimi Linear has 2.446."""
     rope_theta: float | None = None
     """Base of the rotary positions of attention and mla. None: by model size, 10000 or 1e7."""
     rope_scaling: str | None = None
@@ -115,6 +120,9 @@ class ModelConfig:
     Linear."""
     gate_lower_bound: float | None = None
     """Lowest log decay per token of kda, in [-5, 0); None leaves the gate unbounded."""
+    gate_bias: bool | None = None
+    """Whether the output gate of kda has a bias. None: yes, but not beside mla, since the published
+    Kimi Linear has none."""
     impl: Annotated[Literal["auto", "torch", "triton"], _short("--impl")] = "auto"
     """Backend of the operators; auto chooses by device."""
     compile: Annotated[Literal["auto", "on", "off"], _short("--compile")] = "auto"
@@ -386,6 +394,11 @@ def _with_mixers(model: ModelConfig, seq_len: int) -> ModelConfig:
     if model.mixer is None and model.pattern is None:
         pattern = PATTERNS.get(model.size)
         changes = {"mixer": "kda"} if pattern is None else {"pattern": pattern}
+    if model.gate_bias is None:
+        words = changes.get("pattern", model.pattern) or ""
+        with contextlib.suppress(ValueError):
+            if words and {"kda", "mla"} <= set(parse_pattern(words)):
+                changes["gate_bias"] = False
     if model.rope_scaling is not None:
         with contextlib.suppress(ValueError):
             stretch = parse_stretch(model.rope_scaling)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 CONV_SIZE = 4
 
+LATENT_NORM_EPS = 1e-6
+"""In the norm of the latents, as in DeepSeek-V3 and Kimi Linear, whatever the other norms have."""
+
 MIXERS = {
     "kda": layers.KimiDeltaAttention,
     "gdn": layers.GatedDeltaNet,
@@ -33,8 +36,10 @@ def make_mixer(name: str, config: ModelConfig, shape: Shape, layer_idx: int) -> 
     kind: type[nn.Module] = MIXERS[name]
     if name not in SOFTMAX:
         options: dict[str, Any] = {"conv_size": CONV_SIZE, "impl": config.impl}
+        options["norm_eps"] = shape.norm_eps
         if name == "kda":
             options["gate_lower_bound"] = config.gate_lower_bound
+            options["gate_bias"] = config.gate_bias is not False
         options["num_v_heads"] = shape.num_heads * shape.value_heads
         sizes = shape.hidden_size, shape.num_heads, shape.head_dim
         return kind(*sizes, layer_idx=layer_idx, **options)
@@ -53,6 +58,7 @@ def make_mixer(name: str, config: ModelConfig, shape: Shape, layer_idx: int) -> 
             qk_norm=True,
             output_gate=True,
             rotary_dim=max(2, shape.attention_head_dim // 8 * 2),
+            norm_eps=shape.norm_eps,
             **options,
         )
     if not config.mla_rope:
@@ -64,5 +70,6 @@ def make_mixer(name: str, config: ModelConfig, shape: Shape, layer_idx: int) -> 
         qk_nope_head_dim=shape.head_dim,
         qk_rope_head_dim=max(2, shape.head_dim // 4 * 2),
         v_head_dim=shape.head_dim,
+        norm_eps=LATENT_NORM_EPS,
         **options,
     )

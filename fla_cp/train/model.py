@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class Shape:
     num_heads, head_dim: of recurrent layers; value_heads: their value heads for each key head.
     attention_width: channels of a head of attention, as a multiple of head_dim. queries_per_key:
     query heads that share a key head, if they divide num_heads. ffn_ratio: inner width of SwiGLU
-    over the outer one, by default 8/3, so that 3 matrices cost what 2 of 4x do.
+    over the outer one, by default 8/3, so that 3 matrices cost what 2 of 4x do. norm_eps: of all
+    norms but that of latents.
     """
 
     layers: int
@@ -57,6 +58,7 @@ class Shape:
     queries_per_key: int = 4
     ffn_ratio: float = 8 / 3
     rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
 
     def __str__(self) -> str:
         return (
@@ -99,13 +101,14 @@ SHAPES = {
         queries_per_key=8,
         ffn_ratio=2.5,
         rope_theta=1e7,
+        norm_eps=1e-6,
     ),
 }
 
 
 def shape_of(config: ModelConfig) -> Shape:
     """The shape of the named size, with the dimensions that the configuration sets."""
-    names = ("layers", "hidden_size", "num_heads", "head_dim", "tie_embeddings", "rope_theta")
+    names = [field.name for field in fields(Shape) if hasattr(config, field.name)]
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     return replace(SHAPES[config.size], **given)
 
@@ -144,6 +147,7 @@ def _feed_forward(config: ModelConfig, shape: Shape, layer_idx: int) -> nn.Modul
         config.experts_per_token,
         routing=config.routing,
         normalize=config.experts_per_token > 1,
+        scale=config.routing_scale,
         shared_experts=config.shared_experts,
         shared_gate=config.routing == "softmax" and config.shared_experts > 0,
     )
@@ -154,9 +158,9 @@ class Block(nn.Module):
 
     def __init__(self, mixer: str, config: ModelConfig, shape: Shape, layer_idx: int) -> None:
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
+        self.mixer_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.mixer = make_mixer(mixer, config, shape, layer_idx)
-        self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
+        self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.ffn = _feed_forward(config, shape, layer_idx)
 
     def forward(self, x: Tensor, context: FLACPContext) -> tuple[Tensor, RoutingStatistics | None]:
@@ -171,20 +175,20 @@ class Block(nn.Module):
 class Decoder(LanguageModel):
     """A language model over the tokens that this rank owns.
 
-    config: sizes and options. vocab_size: number of token ids. The weights are set by `build_model`
-    and `build_sharded`.
+    config: sizes and options. vocab_size: number of token ids. shape: dimensions, in place of those
+    that config names. The weights are set by `build_model` and `build_sharded`.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, shape: Shape | None = None) -> None:
         super().__init__()
-        self.shape = shape_of(config)
+        self.shape = shape_of(config) if shape is None else shape
         self.remat, self.offload = config.remat, config.offload
         self.embedding = nn.Embedding(vocab_size, self.shape.hidden_size)
         mixers = block_mixers(config.pattern or config.mixer or "kda", self.shape.layers)
         self.blocks = nn.ModuleList(
             Block(mixer, config, self.shape, layer_idx) for layer_idx, mixer in enumerate(mixers)
         )
-        self.norm = nn.RMSNorm(self.shape.hidden_size, eps=1e-5)
+        self.norm = nn.RMSNorm(self.shape.hidden_size, eps=self.shape.norm_eps)
         self.head = nn.Linear(self.shape.hidden_size, vocab_size, bias=False)
         if config.experts is not None:
             self.balance = Balance(len(self.expert_layers()), config)

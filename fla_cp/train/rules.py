@@ -17,7 +17,7 @@ from fla_cp.train.pattern import SOFTMAX, parse_pattern, parse_stretch
 
 EXPERT_OPTIONS = (
     *("experts_per_token", "shared_experts", "expert_size", "routing"),
-    *("aux_loss", "bias_rate", "dense_layers"),
+    *("aux_loss", "bias_rate", "dense_layers", "routing_scale"),
 )
 """Fields of ModelConfig that say something only with `experts`."""
 
@@ -77,6 +77,7 @@ def _check_experts(config: TrainConfig) -> None:
     for name in ("experts", "experts_per_token", "expert_size"):
         value = getattr(model, name)
         need(value is None or value >= 1, name, "at least 1")
+    need(model.routing_scale > 0, "routing_scale", "above 0")
     for name in ("shared_experts", "aux_loss", "bias_rate", "dense_layers"):
         need((getattr(model, name) or 0) >= 0, name, "at least 0")
     if model.experts is None:
@@ -176,6 +177,8 @@ def validate(config: TrainConfig) -> None:
     need(not graphs, "--cuda-graphs", f"left out with {' and '.join(softmax)}", "--cuda-graphs")
     small = softmax and model.head_dim == 1
     need(not small, "--model.head-dim", f"at least 2 with {' and '.join(softmax)}", model.head_dim)
+    eps = model.norm_eps
+    need(eps is None or eps > 0, "--model.norm-eps", "above 0", eps)
     theta = model.rope_theta
     need(theta is None or theta > 1, "--model.rope-theta", "above 1", theta)
     bound = model.gate_lower_bound
