@@ -15,17 +15,17 @@ from fla_cp.integrations.safetensors_folder import INDEX, PICKLED, SINGLE
 STOCK_TYPES = ("kimi_linear", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """The `model_type` of folders that can be trained: those that `parallelize` knows."""
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+TOKENIZER_PATTERNS = (
+    *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.tiktoken"),
+)
+"""Files of a tokenizer."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _OTHER_MODALITIES = ("vision_config", "audio_config", "visual", "vision_tower")
 _NEUTRAL = (
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
-    *(
-        "_name_or_path",
-        "use_cache",
-        "max_position_embeddings",
-        "output_router_logits",
-        "router_aux_loss_coef",
-    ),
+    *("_name_or_path", "use_cache", "max_position_embeddings"),
+    *("output_router_logits", "router_aux_loss_coef"),
 )
 """Keys of config.json that do not change what the weights mean."""
 
@@ -93,7 +93,7 @@ def has_weights(folder: str | os.PathLike[str]) -> bool:
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
     """Whether the folder has a tokenizer."""
-    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+    return any((Path(folder) / name).is_file() for name in _TOKENIZERS)
 
 
 def folder_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from fla_cp.train.distributed import Ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.integrity import Damaged
 from fla_cp.train.model import Decoder, Shape
+from fla_cp.train.stock_checkpoint import export_checkpoint
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
 
@@ -67,9 +68,12 @@ def _exported(path: Path, out: Path, dtype: torch.dtype, shard_bytes: int, trust
             f"RUN: {path} is of format 1, which does not say what its model's options were; resume "
             "it for one step and export that"
         )
+    metadata = checkpoint.read_metadata(path, files, trust)
+    if record.get("folder") is not None:
+        return export_checkpoint(path, record, metadata, out, dtype, shard_bytes, trust)
     decoder = recorded_decoder(record)
     layout = layout_of(decoder)
-    weights = _Weights(path, decoder, checkpoint.read_metadata(path, files, trust), trust)
+    weights = _Weights(path, decoder, metadata, trust)
     with new_folder(out) as partial:
         ids = _save_tokenizer(record["data"].get("tokenizer"), partial)
         length = {layout.length_name: record["data"]["seq_len"]}

@@ -13,10 +13,13 @@ class LanguageModel(nn.Module):
     A call takes (tokens, context, labels): tokens and labels [1, T_local] int64, of which a label
     of -100 is not counted. It returns the summed cross-entropy of this rank's targets, or logits
     [1, T_local, vocabulary] without labels.
+
+    balance: counts the loads of experts, if the model has any.
     """
 
-    balance: Balance | None = None
-    """Counts the loads of experts, if the model has any."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.balance: Balance | None = None
 
     def block_list(self) -> list[nn.Module]:
         """The blocks, each of which is sharded and gathered by itself."""

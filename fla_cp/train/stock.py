@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fla_cp import FLACPContext
-from fla_cp.integrations.safetensors_folder import TensorFolder
-from fla_cp.integrations.stock_layout import Layout, layout_of
+from fla_cp.integrations.stock_model import open_stock, weights_of
 from fla_cp.integrations.transformers import parallelize
 from fla_cp.nn import RoutingStatistics
 from fla_cp.remat import selective_contexts
@@ -156,44 +155,14 @@ def _balance(routers: list[Any], config: Any) -> Balance:
     return Balance(len(routers), own)
 
 
-def open_stock(folder: str) -> Any:
-    """The model that the folder's config.json describes, on the meta device, in float32.
-
-    Raises ValueError if transformers refuses the configuration or `parallelize` the model.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            stock = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
-            )
-    except Exception as error:  # transformers raises all kinds
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{folder}/config.json: {type(error).__name__}: {reason}") from error
+def opened(folder: str) -> Any:
+    """`open_stock`, whose convolutions must have as many taps as the trainer's contexts."""
+    stock = open_stock(folder)
     for name, module in stock.named_modules():
         size = getattr(module, "conv_kernel_size", CONV_SIZE)
         if size != CONV_SIZE:
             raise ValueError(f"the convolution of {name} must have {CONV_SIZE} taps, got {size}")
-    head: Any = stock.lm_head
-    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
-        raise ValueError(f"lm_head must be a linear layer without a bias, got {head}")
     return stock
-
-
-def weights_of(stock: Any, folder: str) -> tuple[TensorFolder, Layout]:
-    """The folder's tensors, and where those of the modules stand among them.
-
-    stock: what `open_stock` returns, with its own modules. Raises ValueError for weights that are
-    missing, quantised, damaged or of another model.
-    """
-    stored = TensorFolder(folder)
-    for name, tensor in stored.tensors.items():
-        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise ValueError(f"{folder}: {name} must not be quantised, got {str(tensor.dtype)[6:]}")
-    shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
-    return stored, layout_of(stock, shapes)
 
 
 def check_stock(config: ModelConfig, vocab_size: int, *, weights: bool) -> None:
@@ -203,7 +172,7 @@ def check_stock(config: ModelConfig, vocab_size: int, *, weights: bool) -> None:
     """
     assert config.folder is not None
     try:
-        stock = open_stock(config.folder)
+        stock = opened(config.folder)
         if weights and config.init == "weights":
             weights_of(stock, config.folder)
         parallelize(stock)
@@ -227,7 +196,7 @@ def build_stock(
     """
     folder = config.folder
     assert folder is not None
-    stock = open_stock(folder)
+    stock = opened(folder)
     weights = None
     if seed is not None and config.init == "weights":
         try:

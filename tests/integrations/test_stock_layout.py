@@ -76,7 +76,7 @@ def test_files_that_do_not_fit_are_named(tmp_path):
     model, shapes = on_meta(tmp_path), shapes_of(stored)
     assert layout_of(model, {**shapes, "mtp.norm.weight": (32,)}).ignored == ("mtp.norm.weight",)
     expert = "model.layers.0.mlp.experts.1.up_proj.weight"
-    with pytest.raises(ValueError, match="model.norm.weight of Qwen3NextForCausalLM is missing"):
+    with pytest.raises(ValueError, match=r"model.norm.weight of Qwen3NextForCausalLM is missing"):
         layout_of(model, {n: s for n, s in shapes.items() if n != "model.norm.weight"})
     with pytest.raises(ValueError, match=r"other.weight must be a tensor of Qwen3NextForCausalLM"):
         layout_of(model, {**shapes, "other.weight": (3,)})

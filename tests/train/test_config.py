@@ -72,7 +72,7 @@ def test_flags_win_over_toml_and_toml_over_defaults(tmp_path):
         ("zzz = 1\n", "unknown key zzz in .*; known: model, data"),
         ("[data]\nseq_len = '3'\n", "data.seq_len in .* must be int, got '3'"),
         ("[data]\nseq_len = true\n", "data.seq_len in .* must be int, got True"),
-        ("[model]\nsize = '7B'\n", "model.size in .* must be one of 'tiny', .*, got '7B'"),
+        ("[model]\nsize = '7B'\n", "--model must be one of 'tiny', .*, or hf:DIR, got '7B'"),
         ("data = 3\n", "data in .* must be a table, got 3"),
         ("[data\n", "is not valid TOML"),
         ("[parallel]\ncp = 0\n", "--cp must be at least 1, got 0"),

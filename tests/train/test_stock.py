@@ -9,7 +9,6 @@ pytest.importorskip("transformers")
 import torch
 
 import fla_cp.train.parity
-from fla_cp.integrations.safetensors_folder import TensorFolder
 from fla_cp.train.build import build_language_model
 from fla_cp.train.optim import build_optimizer, learning_rate, update
 from fla_cp.train.parse import parse
@@ -22,9 +21,11 @@ from tests.support.stock_models import MODELS, stock_model
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Kind of model -> its folder."""
+    """Kind of model -> its folder; "balanced" has an auxiliary loss."""
     root = tmp_path_factory.mktemp("models")
-    return {kind: save_stock(root / kind, kind) for kind in MODELS}
+    balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    found = {kind: save_stock(root / kind, kind) for kind in MODELS}
+    return found | {"balanced": save_stock(root / "balanced", "qwen3_next", **balanced)}
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,7 @@ SPLITS = {
     "qwen3_5": ("--cp 4", "--remat", "selective", "--optimizer", "muon"),
     "qwen3_5_moe": ("--cp 4", "--remat", "full", "--micro-batch-size", "1"),
     "olmo_hybrid": ("--cp 2 --dp-replicate 2",),
+    "balanced": ("--cp 2 --dp-shard 2", "--remat", "full"),
 }
 
 
