@@ -30,6 +30,7 @@ from fla_cp.nn import Attention, MultiHeadLatentAttention
 from fla_cp.nn.experts import Experts
 from fla_cp.nn.linear_attention import LinearAttention
 from fla_cp.rule import CHUNK
+from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.model import Decoder
 
 PEAK_FLOP_S = 989e12
@@ -63,47 +64,118 @@ class Products(NamedTuple):
 NOTHING = Products(0.0, 0.0)
 
 
+class Recurrence(NamedTuple):
+    """A recurrent mixer. heads: of values, of K key and V value channels. removes: whether it is a
+    delta rule. per_head: one decay a head, not a channel. rows: of a token."""
+
+    heads: int
+    K: int
+    V: int
+    removes: bool = True
+    per_head: bool = True
+    rows: int = 1
+
+
+class Softmax(NamedTuple):
+    """Softmax attention. K: channels of queries and keys; V: of values."""
+
+    heads: int
+    K: int
+    V: int
+
+
+class Routed(NamedTuple):
+    """A mixture of experts, each a SwiGLU of inner width ffn, and its router."""
+
+    experts: int
+    experts_per_token: int
+    hidden: int
+    ffn: int
+
+
+class Layer(NamedTuple):
+    """A block's parts: linear layers of the mixer and of what follows it, experts, and mixer."""
+
+    projections: Sequence[nn.Linear]
+    ffn: Sequence[nn.Linear]
+    routed: Sequence[Routed]
+    mixer: Recurrence | Softmax
+
+
+def linears(module: nn.Module) -> list[nn.Linear]:
+    """All linear layers inside a module."""
+    return [part for part in module.modules() if isinstance(part, nn.Linear)]
+
+
 def step_flops(
-    model: Decoder, tokens: int, documents: Sequence[int] | None = None
+    model: LanguageModel, tokens: int, documents: Sequence[int] | None = None
 ) -> dict[str, Products]:
     """The operations of one forward and backward over a batch, by part.
 
     The parts are projections, scores (Akk and Aqk), inverse (T), operands (w and u), states,
     output, attention, ffn and head.
 
-    model: a decoder; one on the meta device will do. tokens: of the whole batch. documents: the
-    documents' lengths, whose sum is `tokens`. With them, the rows that fill a document's last chunk
+    model: a decoder or a model of transformers; one on the meta device will do. tokens: of the
+    whole batch. documents: the documents' lengths, whose sum is `tokens`. With them, the rows that fill a document's last chunk
     count too, because the backends process whole chunks. Without them they do not count, which is
     right for the utilisation of a GPU; softmax attention then counts as over one document.
     Raises ValueError if the lengths do not add up, or for a mixer that has no formula.
     """
     if documents is not None and sum(documents) != tokens:
         raise ValueError(f"documents must have {tokens} tokens in all, got {sum(documents)}")
-    parts: dict[str, Products] = {"head": _linear(model.head, tokens)}
+    head, layers = _described(model)
+    parts: dict[str, Products] = {"head": _linear(head, tokens)}
 
     def add(name: str, products: Products) -> None:
         parts[name] = parts.get(name, NOTHING).plus(products)
 
-    for block in model.blocks.children():
-        mixer = block.get_submodule("mixer")
-        for name, module in (("projections", mixer), ("ffn", block.get_submodule("ffn"))):
-            for linear in module.modules():
-                if isinstance(linear, nn.Linear):
-                    add(name, _linear(linear, tokens))
-        for layer in (module for module in block.modules() if isinstance(module, Experts)):
-            add("ffn", _experts(layer, tokens))
-        lengths = [tokens] if documents is None else documents
-        if isinstance(mixer, (Attention, MultiHeadLatentAttention)):
+    lengths = [tokens] if documents is None else documents
+    for layer in layers:
+        for name, found in (("projections", layer.projections), ("ffn", layer.ffn)):
+            for linear in found:
+                add(name, _linear(linear, tokens))
+        for routed in layer.routed:
+            add("ffn", _experts(routed, tokens))
+        mixer = layer.mixer
+        if isinstance(mixer, Softmax):
             add("attention", _attention(mixer, lengths))
             continue
-        if not isinstance(mixer, LinearAttention):
-            raise ValueError(f"there is no formula for the mixer {type(mixer).__name__}")
         chunks = [length * mixer.rows / CHUNK for length in lengths]
         if documents is not None:
             chunks = [float(-(-length * mixer.rows // CHUNK)) for length in lengths]
         for name, products in _operator(mixer, sum(chunks)).items():
             add(name, products)
     return parts
+
+
+def _described(model: LanguageModel) -> tuple[nn.Linear, list[Layer]]:
+    """The head and the blocks."""
+    if isinstance(model, Decoder):
+        return model.head, [_own_layer(block) for block in model.block_list()]
+    from fla_cp.train.stock_flops import described
+
+    return described(model)
+
+
+def _own_layer(block: nn.Module) -> Layer:
+    mixer, ffn = block.get_submodule("mixer"), block.get_submodule("ffn")
+    routed = []
+    for module in block.modules():
+        if isinstance(module, Experts):
+            E, hidden, width = module.experts.down.shape
+            routed.append(Routed(E, module.router.experts_per_token, hidden, width))
+    return Layer(linears(mixer), linears(ffn), routed, _own_mixer(mixer))
+
+
+def _own_mixer(mixer: nn.Module) -> Recurrence | Softmax:
+    if isinstance(mixer, Attention):
+        return Softmax(mixer.num_heads, mixer.head_dim, mixer.head_dim)
+    if isinstance(mixer, MultiHeadLatentAttention):
+        return Softmax(mixer.num_heads, mixer.qk_head_dim, mixer.v_head_dim)
+    if isinstance(mixer, LinearAttention):
+        sizes = mixer.num_v_heads, mixer.head_dim, mixer.head_v_dim
+        return Recurrence(*sizes, mixer.has_beta, mixer.per_head, mixer.rows)
+    raise ValueError(f"there is no formula for the mixer {type(mixer).__name__}")
 
 
 def needed(parts: dict[str, Products]) -> float:
@@ -127,19 +199,18 @@ def _linear(layer: nn.Linear, tokens: int) -> Products:
     return Products(forward, 2 * forward)
 
 
-def _experts(layer: Experts, tokens: int) -> Products:
+def _experts(layer: Routed, tokens: int) -> Products:
     """The router, and the products of the experts that a token takes."""
-    E, hidden, ffn = layer.experts.down.shape
-    each = E + layer.router.experts_per_token * 3 * ffn
-    forward = 2.0 * tokens * hidden * each
+    each = layer.experts + layer.experts_per_token * 3 * layer.ffn
+    forward = 2.0 * tokens * layer.hidden * each
     return Products(forward, 2 * forward)
 
 
-def _operator(mixer: LinearAttention, chunks: float) -> dict[str, Products]:
+def _operator(mixer: Recurrence, chunks: float) -> dict[str, Products]:
     """The products of one operator call by part. chunks: of each value head."""
-    C, K, V = CHUNK, mixer.head_dim, mixer.head_v_dim
-    each = chunks * mixer.num_v_heads
-    removes = int(mixer.has_beta)
+    C, K, V = CHUNK, mixer.K, mixer.V
+    each = chunks * mixer.heads
+    removes = int(mixer.removes)
     read = 1 / mixer.rows  # the share of the rows whose query is not zero
     # With one decay a channel the torch backend forms only what is below the diagonal.
     gram = each * (2 * C * C if mixer.per_head else C * (C - 1)) * K
@@ -162,13 +233,9 @@ def _operator(mixer: LinearAttention, chunks: float) -> dict[str, Products]:
     }
 
 
-def _attention(mixer: Attention | MultiHeadLatentAttention, lengths: Sequence[int]) -> Products:
+def _attention(mixer: Softmax, lengths: Sequence[int]) -> Products:
     """The products of softmax attention over documents of these lengths."""
-    if isinstance(mixer, Attention):
-        K = V = mixer.head_dim
-    else:
-        K, V = mixer.qk_head_dim, mixer.v_head_dim
-    H = mixer.num_heads
+    H, K, V = mixer
     pairs = 2.0 * H * sum(n * (n + 1) / 2 for n in lengths)
     forward = pairs * (K + V)
     # The torch backend multiplies blocks of queries with all keys up to the block's end, forms the
