@@ -114,7 +114,8 @@ def newest_whole(
 
     The path is None where there are no checkpoints at all. found: what `find` returned, the same on
     all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. flag: what named
-    them, for errors. Every rank verifies a part of the files. Raises UserError if all checkpoints are damaged. Collective.
+    them, for errors. Every rank verifies a part of the files. Raises UserError if all checkpoints
+    are damaged. Collective.
     """
     problem = ""
     for i, path in enumerate(found):

@@ -278,6 +278,10 @@ class RunConfig:
     resume: Annotated[str, _short("--resume")] = "none"
     """none; auto: newest whole checkpoint of --out, if any; or a run's or a checkpoint's path.
     auto without --out looks in the newest runs/ folder of this model that has a checkpoint."""
+    init_from: Annotated[str | None, _short("--init-from")] = None
+    """Folder of a model of transformers (Kimi Linear or Qwen3-Next) whose weights a new run starts
+    from; the sizes are those of this configuration and must be the same. A resumed run does not
+    read it."""
     trust_checkpoint: bool = False
     """Load a checkpoint whose pickles hold what torch's own do not; they may run any code."""
     out: Annotated[str | None, _short("--out")] = None

@@ -35,6 +35,7 @@ from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.graphs import Graphs, zero_gradients
+from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
 from fla_cp.train.model import build_sharded
@@ -154,8 +155,12 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     facts = checkpoint.facts(config, data.vocab_size, data.extent, dtype)
     differences = checkpoint.check_matches(found, facts) if found is not None else []
+    source, initial = config.run.init_from, None
+    if source is not None and found is None:
+        initial = InitialFolder(source, config.model, data.vocab_size, ranks)
     begin_run(config, run, ranks, lock)
-    seed = config.run.seed if found is None else None  # a checkpoint fills the weights
+    filled = found is not None or initial is not None  # by a checkpoint, or from the folder
+    seed = None if filled else config.run.seed
     free = config.data.max_documents is None  # no compiled graph takes a fixed context
     model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype, compiled=free)
     parameters = sum(p.numel() for p in model.parameters())
@@ -175,6 +180,10 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
             "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
             "(--micro-batch-size 1) would be sharded"
         )
+    if initial is not None:
+        initial.fill(model)
+        notes.append(f"weights from {source}")
+        notes += [f"note: {difference}" for difference in initial.notes]
     progress = checkpoint.Progress()
     if found is not None:
         progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)
