@@ -38,7 +38,7 @@ class InitialFolder:
             with torch.device("meta"):
                 decoder = Decoder(config, vocab_size)
             self.layout = layout_of(decoder)
-            self.folder = TensorFolder(path)
+            self.folder = TensorFolder(path, self.layout.renamed)
             self.notes = check_folder(self.layout, self.folder)
         except (ValueError, OSError) as error:
             problem = str(error)
@@ -69,14 +69,12 @@ class InitialFolder:
     def _differing_copy(self, parameters: dict[str, torch.nn.Parameter]) -> str:
         """A tensor that the decoder has tied to another one, but the folder not; "" for none."""
         for name, other in self.layout.copies.items():
+            if name not in self.folder.tensors:
+                continue
             (run,) = self.layout.tensors[other].runs
             rows = owned_rows(parameters[run.own])
-            both = [
-                self.folder.read(one, rows.start, rows.stop)
-                for one in (name, other)
-                if one in self.folder.tensors
-            ]
-            if len(both) == 2 and not torch.equal(*both):
+            both = [self.folder.read(one, rows.start, rows.stop) for one in (name, other)]
+            if not torch.equal(*both):
                 return (
                     f"{name} in {self.path} must equal {other}, because this run's head is tied to "
                     "its embedding; say --model.tie-embeddings False"
