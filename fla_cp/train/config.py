@@ -75,6 +75,9 @@ class ModelConfig:
     """Key and value channels of a head, at most 256."""
     tie_embeddings: bool | None = None
     """Use the embedding as the output head."""
+    vocab_size: int | None = None
+    """Rows of the embedding and of the head, such as those of a model for --init-from. None: as
+    many as the data have tokens, which is the least."""
     norm_eps: float | None = None
     """Added to the mean square in the norms, but for that of mla, which has 1e-6. None: by model
     size, 1e-5 or 1e-6 (qwen3-next)."""

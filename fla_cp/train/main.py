@@ -38,7 +38,7 @@ from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
-from fla_cp.train.model import build_sharded
+from fla_cp.train.model import build_sharded, vocabulary
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
@@ -153,16 +153,17 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     run, found = folder.path, folder.found
     set_seed(config.run.seed)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
-    facts = checkpoint.facts(config, data.vocab_size, data.extent, dtype)
+    vocab_size = vocabulary(config.model, data.vocab_size)
+    facts = checkpoint.facts(config, vocab_size, data.extent, dtype)
     differences = checkpoint.check_matches(found, facts) if found is not None else []
     source, initial = config.run.init_from, None
     if source is not None and found is None:
-        initial = InitialFolder(source, config.model, data.vocab_size, ranks)
+        initial = InitialFolder(source, config.model, vocab_size, ranks)
     begin_run(config, run, ranks, lock)
     filled = found is not None or initial is not None  # by a checkpoint, or from the folder
     seed = None if filled else config.run.seed
     free = config.data.max_documents is None  # no compiled graph takes a fixed context
-    model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype, compiled=free)
+    model = build_sharded(config.model, vocab_size, seed, ranks, dtype, compiled=free)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = build_optimizer(model, config.optim)
 

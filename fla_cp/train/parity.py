@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype
-from fla_cp.train.model import build_sharded
+from fla_cp.train.model import build_sharded, vocabulary
 from fla_cp.train.optim import build_optimizer, learning_rate, update
 from fla_cp.train.progress import announced
 from fla_cp.train.step import Feed, agree, forward_backward, reduce_metrics
@@ -153,7 +153,8 @@ class Run:
     def __init__(
         self, config: TrainConfig, dataset: Packs, ranks: Ranks, dtype: torch.dtype
     ) -> None:
-        self.model = build_sharded(config.model, dataset.vocab_size, config.run.seed, ranks, dtype)
+        rows = vocabulary(config.model, dataset.vocab_size)
+        self.model = build_sharded(config.model, rows, config.run.seed, ranks, dtype)
         self.config, self.ranks = config, ranks
         self.optimizer = build_optimizer(self.model, config.optim)
         self.feed = Feed(config, dataset, ranks, 0, workers=0)

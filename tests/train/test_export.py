@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fla_cp.train.main
 from fla_cp.integrations.safetensors_folder import TensorFolder, write_tensors
-from fla_cp.train.checkpoint import checkpoints
+from fla_cp.train.checkpoint import checkpoints, load
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import joined
 from fla_cp.train.export import export
@@ -22,6 +22,7 @@ from fla_cp.train.export import main as export_main
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.model import build_model, build_sharded
+from fla_cp.train.optim import build_optimizer
 from fla_cp.train.weights import local_tensor
 from tests.support.checkpoints import as_format_1
 from tests.support.exported import (
@@ -345,6 +346,31 @@ def test_other_positions_and_further_heads_are_noted(made, tmp_path):
     assert positions.startswith("rotary positions differ: rope_parameters is {")
     assert further == "1 tensors such as mtp.norm.weight have no place and are not read"
     assert "rope_parameters" not in refusal(tmp_path / "hf", KIMI)
+
+
+def test_a_larger_vocabulary_than_the_datas(tmp_path, capsys):
+    random_run(tmp_path / "run", QWEN)
+    export(tmp_path / "run", tmp_path / "hf")  # of 97 tokens, while synthetic data have 64
+    flags = ["--init-from", str(tmp_path / "hf"), "--eval-every", "0", *QWEN.split()]
+    assert train(tmp_path / "a", 1, *flags, "--model.vocab-size", "97") == 0
+    export(tmp_path / "a", tmp_path / "again")
+    assert loaded(tmp_path / "again").config.vocab_size == 97
+    capsys.readouterr()
+    assert train(tmp_path / "b", 1, *flags) == 2
+    assert "vocab_size in config.json" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+    assert train(tmp_path / "b", 1, *flags, "--model.vocab-size", "63") == 2
+    assert "--model.vocab-size must be at least 64" in capsys.readouterr().err
+
+
+def test_a_checkpoint_with_other_weights_is_not_resumed(tmp_path):
+    random_run(tmp_path / "run", KIMI + "--model.gate-bias True")
+    (path,) = checkpoints(tmp_path / "run")
+    config = model_config(KIMI)
+    said = "holds model.blocks.0.mixer.g_proj.1.bias, which this model does not have"
+    with pytest.raises(UserError, match=said), joined(config.parallel) as ranks:
+        model = build_sharded(config.model, VOCAB, 0, ranks, torch.float32)
+        load(path, model, build_optimizer(model, config.optim), ranks)
 
 
 def test_flags_that_do_not_go_together():

@@ -2,7 +2,7 @@
 
 The published files have three convolutions of [D, 1, W] where the decoder has one, A_log as
 [1, 1, H, 1], and each expert's matrices by themselves as w1 (gate), w3 (up) and w2 (down).
-Source: the names and shapes of moonshotai/Kimi-Linear-48B-A3B-Instruct.
+Source: moonshotai/Kimi-Linear-48B-A3B-Instruct, as transformers 5.23 reads and writes its files.
 """
 
 from __future__ import annotations
