@@ -67,15 +67,22 @@ class StoredTensor:
 class TensorFolder:
     """The tensors of a folder by name, of which `read` loads one, or some of its rows, at a time.
 
-    path: a local folder. Only the heads of its files are read here.
+    path: a local folder. Only the heads of its files are read here. renamed: names in the files ->
+    names by which those tensors are known here.
     Raises ValueError, with the name of the file, for a folder without safetensors, for one that has
     pickled weights alone, and for shards that are missing, cut short or at odds with the index.
     Raises ImportError without the library safetensors.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], renamed: Mapping[str, str] | None = None
+    ) -> None:
         self.path = Path(path)
-        self.tensors: Mapping[str, StoredTensor] = self._stored()
+        stored = self._stored()
+        self._names = {(renamed or {}).get(name, name): name for name in stored}
+        self.tensors: Mapping[str, StoredTensor] = {
+            known: stored[name] for known, name in self._names.items()
+        }
         self._file, self._opened, self._mapped = "", None, 0
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
@@ -92,8 +99,8 @@ class TensorFolder:
             raise ValueError(f"begin and end must be rows of {name}, 0 to {rows}: {begin}, {end}")
         opened: Any = self._open(stored, end - begin)
         if not stored.shape:
-            return opened.get_tensor(name).clone()
-        return opened.get_slice(name)[begin:end].clone()
+            return opened.get_tensor(self._names[name]).clone()
+        return opened.get_slice(self._names[name])[begin:end].clone()
 
     def close(self) -> None:
         """Closes the shard that is open, if any. A later `read` opens it again."""

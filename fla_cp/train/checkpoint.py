@@ -115,7 +115,8 @@ def newest_whole(
 
     The path is None where there are no checkpoints at all. found: what `find` returned, the same on
     all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. flag: what named
-    them, for errors. Every rank verifies a part of the files. Raises UserError if all checkpoints are damaged. Collective.
+    them, for errors. Every rank verifies a part of the files. Raises UserError if all checkpoints
+    are damaged. Collective.
     """
     problem = ""
     for i, path in enumerate(found):
@@ -336,6 +337,11 @@ def load(
     hyper = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     parameters, moments = get_state_dict(model, optimizer)
     names = metadata.state_dict_metadata
+    if unknown := {n for n in names if n.startswith("model.")} - {f"model.{n}" for n in parameters}:
+        raise UserError(
+            f"--resume: {path} holds {min(unknown)}, which this model does not have; the run may "
+            "have been started by a version with other defaults, such as --model.gate-bias True"
+        )
     random = {k: v for k, v in random_state(ranks).items() if f"random.{k}" in names}
     state: dict[str, Any] = {
         "model": parameters,

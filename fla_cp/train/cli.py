@@ -1,5 +1,7 @@
-"""Entry points of `fla-cp-train` and launch/train.py, and of `fla-cp-export`: they do their work, or
-say which extra is missing."""
+"""Entry points of `fla-cp-train` and `fla-cp-export`, which say which extra is missing.
+
+launch/train.py uses the first one, too.
+"""
 
 from __future__ import annotations
 

@@ -86,6 +86,9 @@ class ModelConfig:
     """Key and value channels of a head, at most 256."""
     tie_embeddings: bool | None = None
     """Use the embedding as the output head."""
+    vocab_size: int | None = None
+    """Rows of the embedding and of the head, such as those of a model for --init-from. None: as
+    many as the data have tokens, which is the least."""
     norm_eps: float | None = None
     """Added to the mean square in the norms, but for that of mla, which has 1e-6. None: by model
     size, 1e-5 or 1e-6 (qwen3-next)."""
@@ -305,6 +308,10 @@ class RunConfig:
     resume: Annotated[str, _short("--resume")] = "none"
     """none; auto: newest whole checkpoint of --out, if any; or a run's or a checkpoint's path.
     auto without --out looks in the newest runs/ folder of this model that has a checkpoint."""
+    init_from: Annotated[str | None, _short("--init-from")] = None
+    """Folder of a model of transformers (Kimi Linear or Qwen3-Next) whose weights a new run starts
+    from; the sizes are those of this configuration and must be the same. A resumed run does not
+    read it."""
     trust_checkpoint: bool = False
     """Load a checkpoint whose pickles hold what torch's own do not; they may run any code."""
     out: Annotated[str | None, _short("--out")] = None

@@ -48,7 +48,7 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     trust: bool = False,
 ) -> str:
-    """Writes a run's newest whole checkpoint as a folder; returns a line that says what was written.
+    """Writes a run's newest whole checkpoint as a folder; returns a line about it.
 
     run: a run folder, or a checkpoint. out: a folder that does not exist, or an empty one. dtype:
     of the weights; decays and biases of routers stay float32. shard_bytes: see `write_tensors`.

@@ -116,9 +116,10 @@ def step_flops(
     output, attention, ffn and head.
 
     model: a decoder or a model of transformers; one on the meta device will do. tokens: of the
-    whole batch. documents: the documents' lengths, whose sum is `tokens`. With them, the rows that fill a document's last chunk
-    count too, because the backends process whole chunks. Without them they do not count, which is
-    right for the utilisation of a GPU; softmax attention then counts as over one document.
+    whole batch. documents: the documents' lengths, whose sum is `tokens`. With them, the rows that
+    fill a document's last chunk count too, because the backends process whole chunks. Without them
+    they do not count, which is right for the utilisation of a GPU; softmax attention then counts as
+    over one document.
     Raises ValueError if the lengths do not add up, or for a mixer that has no formula.
     """
     if documents is not None and sum(documents) != tokens:

@@ -48,6 +48,11 @@ def _check_folder(config: TrainConfig, folder: str) -> None:
         )
     if config.parallel.cuda_graphs:
         raise UserError(f"--cuda-graphs must be left out with {flag}, whose code makes hosts wait")
+    if config.run.init_from is not None:
+        raise UserError(
+            f"--init-from must be left out with {flag}, whose weights a run starts from, got "
+            f"{config.run.init_from}"
+        )
     try:
         read_config_json(folder)
     except ValueError as error:

@@ -36,8 +36,10 @@ from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.graphs import Graphs, zero_gradients
+from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
+from fla_cp.train.model import Decoder, vocabulary
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
@@ -163,13 +165,18 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     run, found = folder.path, folder.found
     set_seed(config.run.seed)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
-    facts = checkpoint.facts(config, data.vocab_size, data.extent, dtype)
+    vocab_size = vocabulary(config.model, data.vocab_size)
+    facts = checkpoint.facts(config, vocab_size, data.extent, dtype)
     differences = checkpoint.check_matches(found, facts) if found is not None else []
     check_folder(config, data.vocab_size, weights=found is None)
+    source, initial = config.run.init_from, None
+    if source is not None and found is None:
+        initial = InitialFolder(source, config.model, vocab_size, ranks)
     begin_run(config, run, ranks, lock)
-    seed = config.run.seed if found is None else None  # a checkpoint fills the weights
+    filled = found is not None or initial is not None  # by a checkpoint, or from the folder
+    seed = None if filled else config.run.seed
     free = config.data.max_documents is None  # no compiled graph takes a fixed context
-    model = build_language_model(config.model, data.vocab_size, seed, ranks, dtype, compiled=free)
+    model = build_language_model(config.model, vocab_size, seed, ranks, dtype, compiled=free)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = build_optimizer(model, config.optim)
 
@@ -187,6 +194,11 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
             "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
             "(--micro-batch-size 1) would be sharded"
         )
+    if initial is not None:
+        assert isinstance(model, Decoder)  # --init-from is refused beside hf:DIR
+        initial.fill(model)
+        notes.append(f"weights from {source}")
+        notes += [f"note: {difference}" for difference in initial.notes]
     progress = checkpoint.Progress()
     if found is not None:
         progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)

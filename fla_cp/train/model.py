@@ -22,7 +22,7 @@ from fla_cp.nn.experts import Experts, ExpertWeights
 from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
 from fla_cp.remat import Offloaded, selective_checkpoint
 from fla_cp.train.balance import Balance
-from fla_cp.train.config import ModelConfig
+from fla_cp.train.config import ModelConfig, UserError
 from fla_cp.train.distributed import Ranks, exact_parts, gathered, shard_model
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import chunked_cross_entropy
@@ -111,6 +111,18 @@ def shape_of(config: ModelConfig) -> Shape:
     names = [field.name for field in fields(Shape) if hasattr(config, field.name)]
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     return replace(SHAPES[config.size], **given)
+
+
+def vocabulary(config: ModelConfig, data: int) -> int:
+    """Rows of the embedding. data: how many tokens the data have. Raises UserError for too few."""
+    if config.vocab_size is None:
+        return data
+    if config.vocab_size < data:
+        raise UserError(
+            f"--model.vocab-size must be at least {data}, the tokens that the data have, got "
+            f"{config.vocab_size}"
+        )
+    return config.vocab_size
 
 
 def _initial_values(module: nn.Module, std: float) -> dict[str, Initial]:

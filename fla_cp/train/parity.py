@@ -36,6 +36,7 @@ from fla_cp.train.build import build_language_model
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype
+from fla_cp.train.model import vocabulary
 from fla_cp.train.optim import build_optimizer, learning_rate, update
 from fla_cp.train.progress import announced
 from fla_cp.train.step import Feed, agree, forward_backward, reduce_metrics
@@ -153,9 +154,8 @@ class Run:
     def __init__(
         self, config: TrainConfig, dataset: Packs, ranks: Ranks, dtype: torch.dtype
     ) -> None:
-        self.model = build_language_model(
-            config.model, dataset.vocab_size, config.run.seed, ranks, dtype
-        )
+        rows = vocabulary(config.model, dataset.vocab_size)
+        self.model = build_language_model(config.model, rows, config.run.seed, ranks, dtype)
         self.config, self.ranks = config, ranks
         self.optimizer = build_optimizer(self.model, config.optim)
         self.feed = Feed(config, dataset, ranks, 0, workers=0)

@@ -32,6 +32,7 @@ def _check_texts(config: TrainConfig) -> None:
         "--data.column": data.column,
         "--data.cache": data.cache,
         "--resume": run.resume,
+        "--init-from": run.init_from,
         "--out": run.out,
     }
     for flag, text in texts.items():
@@ -166,6 +167,8 @@ def validate(config: TrainConfig) -> None:
     at_least(0, max_restarts=parallel.max_restarts)
     twice = parity.check and parallel.max_restarts
     need(not twice, "--max-restarts", "0 with --check-parity", parallel.max_restarts)
+    unread = parity.check and run.init_from is not None
+    need(not unread, "--init-from", "left out with --check-parity", run.init_from)
     need(parity.steps >= 1, "--parity.steps", "at least 1", parity.steps)
     for name in ("layers", "hidden_size", "num_heads", "head_dim"):
         value = getattr(model, name)

@@ -62,6 +62,12 @@ def test_an_index_counts_the_bytes_and_equal_tensors_give_equal_files(tmp_path):
     assert files(first) == files(written(tmp_path / "b", drawn(), shard_bytes=200))
 
 
+def test_tensors_may_have_other_names_here(tmp_path):
+    folder = TensorFolder(written(tmp_path / "m", drawn()), {"matrix": "known", "absent": "x"})
+    assert set(folder.tensors) == {"known", *drawn()} - {"matrix"}
+    assert torch.equal(folder.read("known", 1, 3), drawn()["matrix"][1:3])
+
+
 def test_rows_that_a_tensor_does_not_have_are_refused(tmp_path):
     folder = TensorFolder(written(tmp_path / "m", drawn()))
     for rows in ((-1, 2), (0, 7), (3, 2)):

@@ -66,6 +66,20 @@ def test_equals_the_report(factor, bound):
         assert_exact("y", mixer(x), plain(mixer, x, factor, bound))
 
 
+def test_no_gate_bias_is_a_bias_of_zero():
+    with_bias, without = layer(), layer(gate_bias=False)
+    assert set(dict(with_bias.named_parameters())) - set(dict(without.named_parameters())) == {
+        "g_proj.1.bias"
+    }
+    torch.nn.init.zeros_(with_bias.g_proj[1].bias)
+    without.load_state_dict(with_bias.state_dict(), strict=False)
+    x = torch.randn(2, 70, 24, dtype=torch.float64)
+    with torch.no_grad():
+        assert_exact("y", without(x), with_bias(x))
+    with pytest.raises(ValueError, match="gate_bias must be"):
+        layer(gate_bias=1)
+
+
 def test_rows_equal_packed_sequences():
     mixer = layer()
     x = torch.randn(2, 70, 24, dtype=torch.float64)

@@ -100,6 +100,7 @@ def test_equals_a_layer_that_calls_its_modules(kind):
 
 @pytest.mark.parametrize("options", [
     {"gate_lower_bound": -5.0}, {"allow_neg_eigval": True}, {"conv_size": 1}, {"conv_size": 7},
+    {"gate_bias": False},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("T", [1, 64, 65])
 def test_options_of_a_layer_in_one_call(options, T):

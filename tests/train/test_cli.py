@@ -40,3 +40,14 @@ def test_the_extra_has_what_it_looks_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert tuple(r.partition(">")[0] for r in project["optional-dependencies"]["train"]) == NEEDED
     assert project["scripts"]["fla-cp-train"] == "fla_cp.train.cli:run"
+
+
+def test_export_says_which_extras_to_install():
+    code = "import sys; sys.modules['safetensors'] = None; "
+    code += "from fla_cp.train.cli import run_export; sys.exit(run_export())"
+    given = [sys.executable, "-c", code, "--help"]
+    result = subprocess.run(given, cwd=ROOT, capture_output=True, text=True)
+    message = "error: fla-cp-export needs safetensors: pip install 'fla_cp[train,hf]'\n"
+    assert (result.returncode, result.stderr) == (MISTAKE, message)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]["fla-cp-export"] == "fla_cp.train.cli:run_export"

@@ -43,6 +43,7 @@ def test_a_pattern_repeats_over_the_blocks():
         ("--model.pattern kda,mla --cuda-graphs", "--cuda-graphs must be left out with mla"),
         ("--mixer attention --model.head-dim 1", "at least 2 with attention, got 1"),
         ("--model.rope-theta 1", "--model.rope-theta must be above 1, got 1.0"),
+        ("--model.norm-eps 0", "--model.norm-eps must be above 0, got 0.0"),
         ("--model.rope-scaling ntk:4", "must be yarn:FACTOR or yarn:FACTOR:ORIGINAL, got 'ntk:4'"),
         ("--model.rope-scaling yarn:x", "must be yarn:FACTOR or yarn:FACTOR:ORIGINAL"),
         ("--model.rope-scaling yarn:0.5", "must have a FACTOR from 1, got 'yarn:0.5'"),
@@ -52,6 +53,32 @@ def test_a_pattern_repeats_over_the_blocks():
 def test_bad_flags_name_what_is_wrong(flags, message):
     with pytest.raises(UserError, match=message):
         parse(flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags, bias",
+    [
+        ("--model.pattern kda*3,mla", False),
+        ("--model kimi-linear", False),
+        ("--model.pattern kda*3,mla --model.gate-bias True", True),
+        ("--model.pattern kda,attention", True),
+        ("", True),
+        ("--mixer kda --model.gate-bias False", False),
+    ],
+)
+def test_kda_has_no_gate_bias_beside_mla(flags, bias):
+    model = model_of(flags + " --model.layers 1")
+    assert (model.blocks[0].mixer.g_proj[1].bias is not None) == bias
+
+
+def test_eps_of_all_norms_but_that_of_latents():
+    model = model_of("--model.pattern gdn,attention,mla --model.norm-eps 1e-3")
+    eps = {name: m.eps for name, m in model.named_modules() if hasattr(m, "eps")}
+    assert eps.pop("blocks.2.mixer.kv_norm") == 1e-6
+    assert len(eps) == 10 and set(eps.values()) == {1e-3}
+    with torch.device("meta"):
+        named = [Decoder(parse(["--model", size]).model, 64) for size in ("340M", "qwen3-next")]
+    assert [model.norm.eps for model in named] == [1e-5, 1e-6]
 
 
 def test_a_hybrid_survives_toml(tmp_path):

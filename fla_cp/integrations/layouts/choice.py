@@ -33,7 +33,9 @@ def layout_of(decoder: Any) -> Layout:
     Raises ValueError for mixers that no published model has together, and for what the model cannot
     express, with the block and the reason.
     """
-    kinds = {type(block.mixer): i for i, block in reversed(list(enumerate(decoder.blocks)))}
+    kinds: dict[type[nn.Module], int] = {}
+    for i, block in enumerate(decoder.blocks):
+        kinds.setdefault(type(block.mixer), i)
     for model in _MODELS:
         if set(kinds) <= set(model.mixers):
             return model.layout(decoder)
@@ -41,5 +43,5 @@ def layout_of(decoder: Any) -> Layout:
         f"{model.name} has {' and '.join(kind.__name__ for kind in model.mixers)}"
         for model in _MODELS
     )
-    got = " and ".join(f"{kind.__name__} (block {i})" for kind, i in reversed(kinds.items()))
+    got = " and ".join(f"{kind.__name__} (block {i})" for kind, i in kinds.items())
     raise ValueError(f"no published layout has the mixers of this model, {got}: {known}")

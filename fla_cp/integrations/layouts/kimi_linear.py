@@ -2,7 +2,7 @@
 
 The published files have three convolutions of [D, 1, W] where the decoder has one, A_log as
 [1, 1, H, 1], and each expert's matrices by themselves as w1 (gate), w3 (up) and w2 (down).
-Source: the names and shapes of moonshotai/Kimi-Linear-48B-A3B-Instruct.
+Source: moonshotai/Kimi-Linear-48B-A3B-Instruct, as transformers 5.23 reads and writes its files.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def kimi_linear(decoder: Any) -> Layout:
         "model_max_length",
         copies,
         writes_copies=True,
+        renamed=_renamed(config),
     )
 
 
@@ -107,6 +108,14 @@ def _add_moe(table: Table, name: str, own: str) -> None:
     table.whole(f"{name}.gate.e_score_correction_bias", f"{own}.router.correction_bias")
     add_experts(table, f"{name}.experts", f"{own}.experts", "w1", "w3", "w2")
     add_swiglu(table, f"{name}.shared_experts", f"{own}.shared")
+
+
+def _renamed(config: dict[str, Any]) -> dict[str, str]:
+    """transformers 5.23 writes SwiGLU under the name of experts, if there are any: it undoes a
+    renaming of both."""
+    layers = [f"model.layers.{i}" for i in range(config["first_k_dense_replace"])]
+    parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+    return {f"{x}.block_sparse_moe.{p}": f"{x}.mlp.{p}" for x in layers for p in parts}
 
 
 def _config(decoder: Any) -> dict[str, Any]:

@@ -64,10 +64,11 @@ class Layout:
 
     model_type: of config.json. config: what config.json says of the model, under the published
     names. own: shapes of the decoder's parameters and persistent buffers, tied ones once. tensors:
-    the published ones by name, in the order in which they are written. copies: tensors that a
+    the published ones by name, in the order in which they are written. length_name: what
+    config.json calls the length of sequences, which `config` need not have. copies: tensors that a
     folder may have besides, if they equal another one: {name: of which}. writes_copies: whether it
-    must have them. ignored: prefixes of names of parts that the decoder does not have and does not
-    miss. length_name: what config.json calls the length of sequences, which `config` need not have.
+    must have them. renamed: other names that a folder may have -> those of `tensors`. ignored:
+    prefixes of names of parts that the decoder does not have and does not miss.
     """
 
     model_type: str
@@ -77,6 +78,7 @@ class Layout:
     length_name: str
     copies: Mapping[str, str] = field(default_factory=dict)
     writes_copies: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     def assembled(self, name: str, own: Callable[[str], Tensor]) -> Tensor:

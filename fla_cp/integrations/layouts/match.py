@@ -1,0 +1,115 @@
+"""Whether a folder of a published model is that of a decoder, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fla_cp.integrations.layouts.table import Layout
+from fla_cp.integrations.safetensors_folder import TensorFolder
+
+NEUTRAL = (
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache"),
+    *("initializer_range", "attention_dropout", "output_router_logits", "router_aux_loss_coef"),
+    *("pretraining_tp", "tie_word_embeddings", "intermediate_size", "moe_intermediate_size"),
+    "shared_expert_intermediate_size",
+)
+"""Options that do not change the model, or only the shapes of tensors, which are compared too."""
+
+POSITIONS = ("rope_parameters",)
+"""Options that may differ on purpose, to train on longer sequences."""
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_folder(layout: Layout, folder: TensorFolder) -> list[str]:
+    """Compares a folder with a decoder's layout; returns notes on what differs on purpose.
+
+    Raises ValueError, with the name of the option or tensor, for a quantised model, a model with a
+    vision tower, another architecture, an option that makes another model, and tensors that are
+    missing, too many, of another shape or without floating-point numbers.
+    """
+    config = read_config(folder.path)
+    if config.get("model_type") != layout.model_type:
+        raise ValueError(
+            f"{folder.path} must be a model of type {layout.model_type}, which has the mixers of "
+            f"this run's --model.pattern, got {config.get('model_type')!r}"
+        )
+    notes = _compare_options(layout, folder.path, config)
+    _compare_names(layout, folder)
+    for name, stored in folder.tensors.items():
+        published = layout.tensors.get(layout.copies.get(name, name))
+        if published is None:
+            continue
+        if stored.shape != published.shape:
+            raise ValueError(
+                f"{name} in {folder.path} must have the shape {published.shape} of this run's "
+                f"model, got {stored.shape}"
+            )
+        if stored.dtype not in FLOATS:
+            raise ValueError(
+                f"{name} in {folder.path} must have a floating dtype of 16 bits or more, got "
+                f"{stored.dtype}: quantised weights are not read"
+            )
+    ignored = [name for name in folder.tensors if name.startswith(layout.ignored)]
+    if ignored:
+        notes.append(f"{len(ignored)} tensors such as {ignored[0]} have no place and are not read")
+    return notes
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of a folder's config.json. Raises ValueError for one that cannot be read, of a
+    quantised model, or of one with a vision tower."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} must have a config.json of a model: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"config.json in {folder} must be an object, got {config!r:.40}")
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name):
+            raise ValueError(f"{folder} must not be quantised, got {name} {config[name]!r:.80}")
+    for name in ("vision_config", "audio_config"):
+        if config.get(name):
+            kind = name.removesuffix("_config")
+            raise ValueError(f"{folder} must be a text model, but it has a {kind} tower ({name})")
+    return config
+
+
+def _compare_options(layout: Layout, path: Path, config: dict[str, Any]) -> list[str]:
+    """As transformers understands both, with its defaults."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[layout.model_type]
+    ours = kind.from_dict(dict(layout.config))
+    try:
+        theirs = kind.from_dict(config)
+    except Exception as error:  # transformers and the libraries below raise all kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"config.json in {path} is refused by transformers: {reason}") from None
+    notes = []
+    for name in kind.__annotations__:
+        found, wanted = getattr(theirs, name), getattr(ours, name)
+        if name in NEUTRAL or found == wanted:
+            continue
+        if name not in POSITIONS:
+            raise ValueError(
+                f"{name} in config.json of {path} must be {wanted!r}, as this run's options say, "
+                f"got {found!r}"
+            )
+        notes.append(f"rotary positions differ: {name} is {wanted}, in {path} {found}")
+    return notes
+
+
+def _compare_names(layout: Layout, folder: TensorFolder) -> None:
+    wanted = set(layout.tensors)
+    optional = set(layout.copies)
+    found = {name for name in folder.tensors if not name.startswith(layout.ignored)}
+    for what, names in (("lacks", wanted - found), ("has", found - wanted - optional)):
+        if names:
+            first = ", ".join(sorted(names)[:3]) + (", .." if len(names) > 3 else "")
+            end = "" if what == "lacks" else ", for which this run's model has no place"
+            raise ValueError(f"{folder.path} {what} {first} ({len(names)} in all){end}")

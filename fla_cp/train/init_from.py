@@ -1,0 +1,87 @@
+"""--init-from: weights of a published model's folder, read by each rank for its own shard.
+
+weights = InitialFolder(folder, config, vocab_size, ranks)    # checks names, shapes, options
+weights.fill(model)                                           # reads the rows of this rank
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fla_cp.integrations.layouts import layout_of
+from fla_cp.integrations.layouts.match import check_folder
+from fla_cp.integrations.safetensors_folder import TensorFolder
+from fla_cp.train.config import ModelConfig, UserError
+from fla_cp.train.distributed import Ranks
+from fla_cp.train.model import Decoder
+from fla_cp.train.progress import announced
+from fla_cp.train.tokenizer import needs_extra
+from fla_cp.train.weights import local_tensor, owned_rows
+
+FLAG = "--init-from"
+
+
+class InitialFolder:
+    """A folder that fits a decoder.
+
+    path: of a folder like those of `fla-cp-export`. config, vocab_size: of the decoder. notes: what
+    differs on purpose.
+    Raises UserError, on all ranks, for a folder that does not fit; see `check_folder`. Collective.
+    """
+
+    def __init__(self, path: str, config: ModelConfig, vocab_size: int, ranks: Ranks) -> None:
+        self.path, self.ranks = path, ranks
+        self.notes: list[str] = []
+        problem = ""
+        try:
+            needs_extra(FLAG, "safetensors", "transformers")
+            with torch.device("meta"):
+                decoder = Decoder(config, vocab_size)
+            self.layout = layout_of(decoder)
+            self.folder = TensorFolder(path, self.layout.renamed)
+            self.notes = check_folder(self.layout, self.folder)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        self._agree(problem)
+
+    @announced("initial weights")
+    def fill(self, model: Decoder) -> None:
+        """Fills this rank's shard. A rank holds one parameter's rows of the folder at a time, and
+        reads no others. Raises UserError, on all ranks, for files that cannot be read. Collective.
+        """
+        problem = ""
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        try:
+            with torch.no_grad():
+                for name in self.layout.own:
+                    whole = parameters.get(name, buffers.get(name))
+                    assert whole is not None, name
+                    rows = owned_rows(whole)
+                    values = self.layout.read_rows(self.folder, name, rows.start, rows.stop)
+                    local_tensor(whole).copy_(values)
+            problem = self._differing_copy(parameters)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        finally:
+            self.folder.close()
+        self._agree(problem)
+
+    def _differing_copy(self, parameters: dict[str, torch.nn.Parameter]) -> str:
+        """A tensor that the decoder has tied to another one, but the folder not; "" for none."""
+        for name, other in self.layout.copies.items():
+            if name not in self.folder.tensors:
+                continue
+            (run,) = self.layout.tensors[other].runs
+            rows = owned_rows(parameters[run.own])
+            both = [self.folder.read(one, rows.start, rows.stop) for one in (name, other)]
+            if not torch.equal(*both):
+                return (
+                    f"{name} in {self.path} must equal {other}, because this run's head is tied to "
+                    "its embedding; say --model.tie-embeddings False"
+                )
+        return ""
+
+    def _agree(self, problem: str) -> None:
+        problem = self.ranks.first_problem(problem)
+        if problem:
+            raise UserError(f"{FLAG}: {problem}")
