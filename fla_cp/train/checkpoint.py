@@ -337,11 +337,6 @@ def load(
     hyper = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     parameters, moments = get_state_dict(model, optimizer)
     names = metadata.state_dict_metadata
-    if unknown := {n for n in names if n.startswith("model.")} - {f"model.{n}" for n in parameters}:
-        raise UserError(
-            f"--resume: {path} holds {min(unknown)}, which this model does not have; the run may "
-            "have been started by a version with other defaults, such as --model.gate-bias True"
-        )
     random = {k: v for k, v in random_state(ranks).items() if f"random.{k}" in names}
     state: dict[str, Any] = {
         "model": parameters,
@@ -361,6 +356,11 @@ def load(
         )
     except (CheckpointException, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume: {path} cannot be loaded: {first_cause(error)}") from error
+    if unknown := {n for n in names if n.startswith("model.")} - {f"model.{n}" for n in parameters}:
+        raise UserError(
+            f"--resume: {path} holds {min(unknown)}, which this model does not have; the run may "
+            "have been started by a version with other defaults, such as --model.gate-bias True"
+        )
     for group, values in zip(optimizer.param_groups, hyper, strict=True):
         group.update(values)
     if f"cpu-{ranks.rank}" in random:

@@ -28,9 +28,9 @@ README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
-PAGES = ("cuda_graphs", "design", "first_calls", "training")
-WRITTEN = ("runs", "checkpoints", "config.toml", "metrics.jsonl")
-"""What a run writes."""
+PAGES = ("cuda_graphs", "design", "export", "first_calls", "training")
+WRITTEN = ("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json")
+"""What a run or an export writes."""
 
 
 def tables(text, heading):

@@ -109,13 +109,14 @@ class Layout:
         return found.view(end - begin, *shape[1:])
 
     def _published_rows(self, folder: TensorFolder, name: str, at: int, rows: int) -> Tensor:
-        """[rows, width], with the decoder's values."""
+        """[rows, width], with the decoder's values, in the folder's dtype or fp32."""
         published = self.tensors[name]
         if published.shape[0] == published.rows:
             found = folder.read(name, at, at + rows)
         else:  # what is not cut by its first dimension is small
             found = folder.read(name).reshape(-1, published.width)[at : at + rows]
-        return found.reshape(rows, published.width).to(torch.float32) + published.minus
+        found = found.reshape(rows, published.width)
+        return found.to(torch.float32) + published.minus if published.minus else found
 
     @cached_property
     def _places(self) -> dict[str, list[Place]]:
