@@ -145,8 +145,17 @@ class CPAccelerator(Accelerator):
         in another way, and if the ranks of a cp group are given different batches.
         """
         for part in args:
+            if isinstance(part, AcceleratedScheduler) and not isinstance(
+                part, DataParallelScheduler
+            ):
+                raise ValueError(
+                    "a scheduler that another Accelerator has prepared would take a step for each "
+                    "rank of a cp group: pass the scheduler itself"
+                )
             if isinstance(part, nn.Module) and not getattr(part, "_is_accelerate_prepared", False):
                 take_whole_batches(part, self._place)
+                if self.is_fsdp2:
+                    _name_layers(self.state.fsdp_plugin, part)
         return super().prepare(*args, device_placement=device_placement)
 
     def _prepare_cp(self, *args: Any) -> Any:
@@ -171,12 +180,7 @@ class CPAccelerator(Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As accelerate's, which takes a step of the schedule for each process, because each reads
         batches of its own. Here the ranks of a cp group read one batch and take one step."""
-        if isinstance(scheduler, AcceleratedScheduler):
-            if not isinstance(scheduler, DataParallelScheduler):
-                raise ValueError(
-                    "a scheduler that another Accelerator has prepared would take a step for each "
-                    "rank of a cp group: pass the scheduler itself"
-                )
+        if isinstance(scheduler, DataParallelScheduler):
             return super().prepare_scheduler(scheduler)
         prepared = super().prepare_scheduler(scheduler)
         self._schedulers.pop()
@@ -198,7 +202,7 @@ class CPAccelerator(Accelerator):
             return super().gather_for_metrics(input_data, use_gather_object)
         tensors = not use_gather_object
         try:
-            recursively_apply(_one_length, input_data, error_on_other_type=True)
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
             tensors = False
         if tensors:
@@ -249,10 +253,6 @@ class DataParallelScheduler(AcceleratedScheduler):
             last = getattr(self.scheduler, "total_steps", None)
             if not together or last is None or self.scheduler._step_count <= last:
                 super().step(*args, **keywords)
-
-
-def _one_length(x: Tensor) -> Tensor:
-    return x
 
 
 def _check(given: Mapping[str, Any], config: ParallelismConfig | None, started: int) -> None:
@@ -328,6 +328,15 @@ def _fsdp_plugin(
             param_dtype=dtype, reduce_dtype=torch.float32
         )
     return plugin
+
+
+def _name_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Names the layers that FSDP2 shards one by one, if the script has not: accelerate fails at
+    names of layers that the model's class could have but the model has not, such as a tower's."""
+    names = getattr(model, "_no_split_modules", None)
+    if names and plugin.transformer_cls_names_to_wrap is None:
+        found = {type(part).__name__ for part in model.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(found.intersection(names))
 
 
 @contextmanager
