@@ -147,7 +147,7 @@ def _cut(given: dict[str, Any], place: Place, wanted: Mapping[str, object]) -> F
         targets = _shifted(tensors["labels"], documents)
     if targets is not None and "shift_labels" in wanted:
         tensors["shift_labels"] = targets
-        if "labels" not in wanted:
+        if "labels" in tensors and "labels" not in wanted:
             del given["labels"], tensors["labels"]
     counted = given.get("num_items_in_batch") is not None
     if targets is not None and "num_items_in_batch" in wanted and not counted:
