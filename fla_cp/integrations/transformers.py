@@ -97,6 +97,11 @@ def parallelize(model: _Model) -> _Model:
     return model
 
 
+def is_parallelized(module: nn.Module) -> bool:
+    """Whether `parallelize` was called with this module, or with the language model around it."""
+    return _enter_text_model in module._forward_pre_hooks.values()
+
+
 @contextmanager
 def under(context: FLACPContext) -> Iterator[FLACPContext]:
     """Calls of parallelized models in this block, and in this thread, run under `context`, where

@@ -1,0 +1,60 @@
+"""Continues to train a Qwen3.5 (random weights, 4B's shape or --shape) with accelerate:
+
+accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --mixed_precision bf16 \
+    examples/accelerate_hybrid.py --cp 2
+"""
+
+import argparse
+from random import Random
+
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from fla_cp.integrations.accelerate import CPAccelerator
+from fla_cp.integrations.transformers import parallelize
+from fla_cp.train.loss import chunked_cross_entropy
+
+
+class Chunked(torch.nn.Module):  # logits of 131072 tokens and 248320 ids would take 65 GB
+    _no_split_modules = ("Qwen3_5DecoderLayer",)  # FSDP2 shards each of them
+
+    def __init__(self, config):
+        super().__init__()
+        self.model = parallelize(Qwen3_5ForCausalLM(config))
+
+    def forward(self, input_ids, shift_labels, num_items_in_batch, cp_context):
+        x = self.model.model(input_ids=input_ids, cp_context=cp_context).last_hidden_state
+        loss = chunked_cross_entropy(x[0], self.model.lm_head.weight, shift_labels[0])
+        return loss / num_items_in_batch
+
+
+def row(index, tokens, vocab_size):  # two documents that count on from a random number
+    a, b, n = Random(index).sample(range(1, min(tokens, vocab_size)), 3)
+    ids = torch.cat([torch.arange(a, a + n), torch.arange(b, b + tokens - n)]) % vocab_size
+    return {"input_ids": ids, "labels": ids, "seq_lens": [n, tokens - n]}
+
+
+parser = argparse.ArgumentParser()
+for name, default in {"cp": 1, "dp": 1, "tokens": 262144, "steps": 20, "lr": 1e-4}.items():
+    parser.add_argument(f"--{name}", type=type(default), default=default)
+parser.add_argument("--shape", nargs="*", default=[], help="such as num_hidden_layers=8")
+args = parser.parse_args()
+sizes = ParallelismConfig(cp_size=args.cp, dp_shard_size=args.dp)
+plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap")
+plugin.activation_checkpointing = True
+accelerator = CPAccelerator(parallelism_config=sizes, fsdp_plugin=plugin)
+torch.manual_seed(0)
+changes = {name: int(value) for name, value in (text.split("=") for text in args.shape)}
+config = Qwen3_5TextConfig(**{"hidden_size": 2560, "intermediate_size": 9216} | changes)
+model, data = Chunked(config), [row(i, args.tokens, config.vocab_size) for i in range(args.steps)]
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data))
+for batch in loader:
+    loss = model(**batch)
+    accelerator.backward(loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.print(f"loss {accelerator.reduce(loss, 'mean'):.4f}, norm of gradients {norm:.3f}")
+accelerator.end_training()

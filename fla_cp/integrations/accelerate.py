@@ -1,0 +1,350 @@
+"""Accelerate's Accelerator with context parallelism for hybrid models.
+
+    accelerator = CPAccelerator(
+        parallelism_config=ParallelismConfig(cp_size=4),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        ...
+
+docs/accelerate.md says what a script may do, what is refused, and why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, RandomSampler
+
+from fla_cp.context import FLACPContext
+from fla_cp.integrations.whole_batches import LAYOUTS, Place, take_whole_batches
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import get_sampler
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import PartialState
+    from accelerate.utils import (
+        DataLoaderConfiguration,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        broadcast_object_list,
+        gather_object,
+        recursively_apply,
+    )
+except ImportError as error:
+    raise ImportError(
+        "CPAccelerator needs accelerate 1.15 or later: pip install 'fla_cp[train]'"
+    ) from error
+
+USE_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"
+"""Set by `accelerate launch --use_parallelism_config`."""
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class CPAccelerator(Accelerator):
+    """An Accelerator whose ranks along `cp` share each sequence of a hybrid model.
+
+    Takes the arguments of accelerate's Accelerator, and by name:
+    parallelism_config: sizes of dp_replicate, dp_shard and cp; also from `accelerate launch`.
+    fsdp_plugin: FSDP2 (fsdp_version=2), which shards parameters over dp_shard x cp.
+    layout: "contiguous" or "zigzag", which balances attention over ranks.
+    exchange: how states travel between ranks, as for `build_cp_context`.
+    conv1d_kernel_size: that of the model's convolutions; None: found in the model.
+
+    The ranks of a cp group behave as one: each is given the same batch, returns its loss and logs
+    the same. Gradients are means over all ranks, so that they are those of data parallelism alone.
+    Runs on CPU over gloo as well, where accelerate itself refuses cp.
+
+    Raises ValueError for what would train something else than one rank does: tensor and sequence
+    parallelism, FSDP1, DeepSpeed, Megatron-LM, FP8, TorchDynamo, and data loaders that dispatch
+    batches from one rank.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        parallelism_config: ParallelismConfig | None = None,
+        layout: str = "contiguous",
+        exchange: str = "auto",
+        conv1d_kernel_size: int | None = None,
+        **keywords: Any,
+    ) -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        given = inspect.signature(Accelerator.__init__).bind(self, *args, **keywords).arguments
+        del given["self"]
+        launched = os.environ.get(USE_CONFIG, "false").lower() == "true"
+        if parallelism_config is None and launched:
+            parallelism_config = ParallelismConfig()
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        _check(given, parallelism_config, started)
+        config = parallelism_config or ParallelismConfig()
+        plugin = given["fsdp_plugin"] = _fsdp_plugin(given, needed=started > 1)
+        if started > 1 and not torch.accelerator.is_available():
+            given["cpu"] = True  # accelerate would take each rank for a process of its own
+        loaders = given.setdefault("dataloader_config", None) or DataLoaderConfiguration()
+        _check_loaders(loaders)
+        loaders.dispatch_batches = False  # None would dispatch the batches of iterable data sets
+        given["dataloader_config"] = loaders
+        with _without(USE_CONFIG):
+            super().__init__(**given)
+        if self.num_processes > 1 and not self.is_fsdp2:
+            self._shard_on_cpu(plugin)
+        self.state.parallelism_config = config
+        self.state.device_mesh = config.get_device_mesh(self.device.type)
+        config._validate_accelerator(self)
+        group = self.torch_device_mesh.get_group("cp") if config.cp_enabled else None
+        self._place = Place(group, layout, exchange, conv1d_kernel_size)
+
+    def _shard_on_cpu(self, plugin: FullyShardedDataParallelPlugin) -> None:
+        """Tells accelerate that it runs FSDP2, which it does on GPUs only by itself."""
+        for state in (self.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
+        self.state.fsdp_plugin = plugin
+
+    @property
+    def context(self) -> FLACPContext | None:
+        """The context of the last call of a prepared model: its `unshard` joins what that call
+        returned for each token, such as logits."""
+        return self._place.context
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This rank's place among those that share a sequence."""
+        return self.process_index % self._place.size
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As accelerate's. A model is one that `parallelize` knows, or whose forward takes
+        cp_context. It is then called with whole batches, equal on all ranks of a cp group:
+
+        input_ids, labels and other tensors [B, T, ..], labels not shifted. attention_mask,
+        position_ids, seq_idx, seq_lens, cu_seqlens or cu_seq_lens_q tell of documents and padding,
+        see `documents_of`; without them each row is a document.
+        The loss is that of the whole batch. Logits, and whatever else is a token's, are [1,
+        local_tokens, ..]: this rank's part of all rows, see `context`.
+
+        A model of yours gets this rank's [1, local_tokens, ..] and cp_context. Its loss must be
+        this rank's share. If its forward takes them, it also gets shift_labels (each token's
+        target) and num_items_in_batch (targets of the batch), and divides by the latter.
+
+        Raises ValueError for another model. A call raises ValueError for documents that are told
+        in another way, and if the ranks of a cp group are given different batches.
+        """
+        for part in args:
+            if isinstance(part, AcceleratedScheduler) and not isinstance(
+                part, DataParallelScheduler
+            ):
+                raise ValueError(
+                    "a scheduler that another Accelerator has prepared would take a step for each "
+                    "rank of a cp group: pass the scheduler itself"
+                )
+            if isinstance(part, nn.Module) and not getattr(part, "_is_accelerate_prepared", False):
+                take_whole_batches(part, self._place)
+                if self.is_fsdp2:
+                    _name_layers(self.state.fsdp_plugin, part)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _prepare_cp(self, *args: Any) -> Any:
+        """Nothing, in place of torch's context parallelism."""
+        return args
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> DataLoader:
+        """As accelerate's. The ranks of a cp group read the same batches, shuffled alike."""
+        _check_loaders(self.dataloader_config)
+        sampler = get_sampler(data_loader)
+        if self.num_processes > 1 and isinstance(sampler, RandomSampler) and not sampler.generator:
+            seed = torch.empty((), dtype=torch.int64, device="cpu").random_().item()
+            (seed,) = broadcast_object_list([seed])
+            sampler.generator = torch.Generator("cpu").manual_seed(seed)
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's, which takes a step of the schedule for each process, because each reads
+        batches of its own. Here the ranks of a cp group read one batch and take one step."""
+        if isinstance(scheduler, DataParallelScheduler):
+            return super().prepare_scheduler(scheduler)
+        prepared = super().prepare_scheduler(scheduler)
+        self._schedulers.pop()
+        times = 1 if self.split_batches else self.num_processes // self._place.size
+        self._schedulers.append(DataParallelScheduler(prepared, times))
+        return self._schedulers[-1]
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """As accelerate's; returns the norm over all ranks, a tensor without dimensions."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As accelerate's, from one rank of each cp group, since they have the same samples."""
+        size = self._place.size
+        if size == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        tensors = not use_gather_object
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            tensors = False
+        if tensors:
+            data = recursively_apply(lambda x: self._of_groups(self.gather(x)), input_data)
+        else:
+            found = gather_object([input_data])[::size]
+            data = [x for part in found for x in (part if isinstance(part, list) else [part])]
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return data
+        return (
+            recursively_apply(lambda x: x[: state.remainder], data)
+            if tensors
+            else data[: state.remainder]
+        )
+
+    def _of_groups(self, x: Tensor) -> Tensor:
+        """Of rows [ranks * B, ..] those of the first rank of each cp group."""
+        return x.unflatten(0, (self.num_processes, -1))[:: self._place.size].flatten(0, 1)
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Leaves the buffers whole, where accelerate's cuts them into heads and tails: the prepared
+        model cuts what it is called with."""
+        yield
+
+
+class DataParallelScheduler(AcceleratedScheduler):
+    """Takes as many steps of the schedule as there are batches in an optimiser's step."""
+
+    def __init__(self, prepared: AcceleratedScheduler, times: int) -> None:
+        super().__init__(
+            prepared.scheduler,
+            prepared.optimizers,
+            step_with_optimizer=prepared.step_with_optimizer,
+            split_batches=True,  # one step of the schedule at a time
+        )
+        self.times = times
+
+    def step(self, *args: Any, **keywords: Any) -> None:
+        together = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.times if together else 1):
+            last = getattr(self.scheduler, "total_steps", None)
+            if not together or last is None or self.scheduler._step_count <= last:
+                super().step(*args, **keywords)
+
+
+def _check(given: Mapping[str, Any], config: ParallelismConfig | None, started: int) -> None:
+    """Raises ValueError for what does not go with context parallelism here."""
+    if config is None and started > 1:
+        raise ValueError(
+            f"parallelism_config must be given for {started} ranks, for example "
+            f"ParallelismConfig(cp_size={started})"
+        )
+    for name in ("tp_size", "sp_size"):
+        size = getattr(config, name, 1)
+        if size != 1:
+            raise ValueError(f"{name} must be 1, got {size}; give these ranks to cp_size")
+    if config is not None and config.total_size != started:
+        sizes = (config.dp_replicate_size, config.dp_shard_size, config.cp_size)
+        product = " x ".join(map(str, sizes))
+        raise ValueError(
+            f"dp_replicate_size x dp_shard_size x cp_size = {product} must be the number of ranks, "
+            f"but {started} were started: accelerate launch --num_processes {config.total_size}"
+        )
+    engines = {
+        "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
+        "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
+        "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
+    }
+    for name, variable in engines.items():
+        if given.get(name) is not None or os.environ.get(variable, "false").lower() == "true":
+            raise ValueError(f"{name} must be left out: CPAccelerator shards with FSDP2")
+    if _precision(given) == "fp8":
+        raise ValueError("mixed_precision must be no, fp16 or bf16, got fp8")
+    plugin, backend = given.get("dynamo_plugin"), given.get("dynamo_backend")
+    if plugin is not None:
+        backend = plugin.backend
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no") if backend is None else backend
+    if str(getattr(backend, "value", backend)).lower() != "no":
+        raise ValueError(
+            f"dynamo_backend must be no, got {backend}: the model's call reads the batch on the "
+            "host, which torch.compile cannot trace; compile parts of the model instead"
+        )
+
+
+def _precision(given: Mapping[str, Any]) -> str:
+    wanted = given.get("mixed_precision")
+    return str(os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if wanted is None else wanted)
+
+
+def _check_loaders(config: DataLoaderConfiguration) -> None:
+    if config.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches must be False or None, got True: the rank that dispatches gives each "
+            "rank of a cp group rows of its own; with dispatch_batches=False all ranks read the "
+            "data and take their share"
+        )
+
+
+def _fsdp_plugin(
+    given: Mapping[str, Any], *, needed: bool
+) -> FullyShardedDataParallelPlugin | None:
+    """The plugin of the script or of `accelerate launch`, with exact sums of gradients."""
+    plugin = given.get("fsdp_plugin")
+    if plugin is None and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        plugin = FullyShardedDataParallelPlugin()
+    version = getattr(plugin, "fsdp_version", None)
+    if version != 2 and (needed or plugin is not None):
+        got = "none" if plugin is None else f"fsdp_version={version}"
+        raise ValueError(
+            "fsdp_plugin must be FullyShardedDataParallelPlugin(fsdp_version=2), got " + got
+        )
+    dtype = PRECISIONS.get(_precision(given))
+    if plugin is not None and plugin.mixed_precision_policy is None and dtype is not None:
+        # accelerate would add up the ranks' gradients, and return the loss, in 16 bits
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32
+        )
+    return plugin
+
+
+def _name_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Names the layers that FSDP2 shards one by one, if the script has not: accelerate fails at
+    names of layers that the model's class could have but the model has not, such as a tower's."""
+    names = getattr(model, "_no_split_modules", None)
+    if names and plugin.transformer_cls_names_to_wrap is None:
+        found = {type(part).__name__ for part in model.modules()}
+        plugin.transformer_cls_names_to_wrap = sorted(found.intersection(names))
+
+
+@contextmanager
+def _without(variable: str) -> Iterator[None]:
+    """Holds back a variable of the environment in the block."""
+    value = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[variable] = value
