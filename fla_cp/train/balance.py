@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from fla_cp.comm import collectives
 from fla_cp.nn import Router, RoutingStatistics, load_balancing_loss
 from fla_cp.train.config import ModelConfig
 from fla_cp.train.data import IGNORE
+
+if TYPE_CHECKING:
+    from fla_cp.train.model import Shape
 
 AUX_LOSS = 0.001
 """Factor of the load-balancing loss with softmax, as in Qwen3."""
@@ -31,18 +35,18 @@ class Balance(nn.Module):
 
     counts: Tensor
 
-    def __init__(self, layers: int, config: ModelConfig) -> None:
+    def __init__(self, layers: int, config: ModelConfig, shape: Shape) -> None:
         super().__init__()
-        assert config.experts is not None
-        softmax = config.routing == "softmax"
-        self.experts_per_token = config.experts_per_token
+        assert shape.experts is not None
+        softmax = shape.routing == "softmax"
+        self.experts_per_token = shape.experts_per_token
         self.aux_loss, self.bias_rate = config.aux_loss, config.bias_rate
         if self.aux_loss is None:
             self.aux_loss = AUX_LOSS if softmax else 0.0
         if self.bias_rate is None:
             self.bias_rate = 0.0 if softmax else BIAS_RATE
         device = torch.get_default_device()  # meta, while a sharded model is made
-        counts = torch.zeros(layers, config.experts, dtype=torch.int64, device=device)
+        counts = torch.zeros(layers, shape.experts, dtype=torch.int64, device=device)
         self.register_buffer("counts", counts, persistent=False)
         self.group: dist.ProcessGroup | None = None
         self.load: float | None = None

@@ -37,7 +37,7 @@ from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
-from fla_cp.train.model import build_sharded
+from fla_cp.train.model import build_sharded, shape_of
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
@@ -92,7 +92,7 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
     if config.parallel.cuda_graphs and ranks.device.type == "cpu":
         raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
     bfloat16 = compute_dtype(config.parallel.dtype, ranks.device) == torch.bfloat16
-    if config.parallel.cuda_graphs and config.model.experts is not None and not bfloat16:
+    if config.parallel.cuda_graphs and shape_of(config.model).experts and not bfloat16:
         raise UserError(
             "--cuda-graphs with --model.experts needs --dtype bfloat16: in float32 the products of "
             f"experts make the host wait, got {config.parallel.dtype}"
@@ -158,12 +158,14 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     seed = config.run.seed if found is None else None  # a checkpoint fills the weights
     free = config.data.max_documents is None  # no compiled graph takes a fixed context
     model = build_sharded(config.model, data.vocab_size, seed, ranks, dtype, compiled=free)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
+    if model.balance is not None:
+        parameters += f" ({model.active_parameters() / 1e6:.2f} M of them for a token)"
     optimizer = build_optimizer(model, config.optim)
 
     notes = [
         describe(ranks, dtype),
-        f"model {config.model.size}: {parameters / 1e6:.2f} M parameters, {model.shape}",
+        f"model {config.model.size}: {parameters}, {model.shape}",
         f"data {config.data.source}: {described(data)} of {config.data.seq_len} tokens, "
         f"vocabulary {data.vocab_size}; {tokens_per_step(config)} tokens a step",
         *data.notes,

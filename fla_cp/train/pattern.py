@@ -16,6 +16,8 @@ SOFTMAX = ("attention", "mla")
 
 PATTERNS = {
     # layers 4, 8, 12, 16, 20, 24 and 27 of 27
+    "kimi-linear-small": "kda*3,mla",
+    "qwen3-next-small": "gdn*3,attention",
     "kimi-linear": ",".join(["kda*3,mla"] * 6 + ["kda*2,mla"]),
     "qwen3-next": "gdn*3,attention",
 }
