@@ -14,8 +14,8 @@ from fla_cp.handle import Sizes as PackingSizes
 from fla_cp.kernels.torch import attention
 from fla_cp.kernels.torch.attention import attention_over as attention_over
 from fla_cp.ops.attention_op import attention_op
-from fla_cp.ops.attention_plan import agreed_scheme, check_context_shape, key_tables
-from fla_cp.ops.checks import FLOATS, check_sequences
+from fla_cp.ops.attention_plan import agreed_scheme, key_tables
+from fla_cp.ops.checks import FLOATS, check_fixed_call, check_sequences
 from fla_cp.partition.key_rows import KeyRows
 
 
@@ -43,8 +43,8 @@ def causal_attention(
         most. "auto": that with the fewest bytes which fits in memory. Compiled graphs take
         "gathered" or "ring", and exchange keys and values again in the backward.
     Returns o [B, T, H, V] in q's dtype. Softmax in fp32 (fp64).
-    Raises ValueError as in arguments.py and ops/checks.py, for a context of fixed shape
-    (max_sequences), and for "by_heads" with heads that the ranks do not divide.
+    Raises ValueError as in arguments.py and ops/checks.py, for "by_heads" with heads that the ranks
+    do not divide, and for "by_heads" and "ring" under a context of fixed shape (max_sequences).
     """
     check_tensors(("q", "k", "v", "cu_seqlens"), (q, k, v, cu_seqlens), 3)
     _check_shapes(q, k, v)
@@ -57,7 +57,7 @@ def causal_attention(
     if torch.compiler.is_compiling():
         handle = Handle.make(-1, PackingSizes(0))
         if cp_context is not None:
-            check_context_shape(cp_context)
+            check_fixed_call(cp_context)
             handle = cp_context.handle
         o = attention_op(q, k, v, factor, exchange, *handle, B)[0]
     else:

@@ -23,19 +23,10 @@ def key_tables(
         offsets = tuple(cu_seqlens.tolist())
         check_offsets("cu_seqlens", offsets, T)
         return _tables_of(offsets)
-    check_context_shape(cp_context)
     given = cp_context.global_cu_seqlens, cp_context.token_ranges, cp_context.rank
-    tables: KeyTables = cp_context.plans.cached(KeyTables, lambda: KeyTables(*given))
-    return tables
-
-
-def check_context_shape(cp_context: FLACPContext) -> None:
-    """The documents may be any: what a rank sends follows from them."""
-    if cp_context.max_sequences is not None:
-        raise ValueError(
-            "cp_context must be built without max_sequences for attention, got max_sequences="
-            f"{cp_context.max_sequences}"
-        )
+    if (most := cp_context.max_sequences) is None:
+        return cp_context.plans.cached(KeyTables, lambda: KeyTables(*given))
+    return cp_context.cached(KeyTables, lambda: KeyTables.fixed(*given, most))
 
 
 @lru_cache(maxsize=16)
@@ -52,7 +43,15 @@ def agreed_scheme(
     cp_context: FLACPContext | None,
     allowed: tuple[str, ...] = tuple(SCHEMES),
 ) -> KeysValues:
-    """The scheme of a call (`make_exchange`), after the ranks have compared it if that is due."""
+    """The scheme of a call (`make_exchange`), after the ranks have compared it if that is due.
+    Raises ValueError for another than "gathered" under a context of fixed shape."""
+    if tables.lengths is not None:
+        if exchange not in ("auto", "gathered"):
+            raise ValueError(
+                "exchange must be 'auto' or 'gathered' under a context with max_sequences, got "
+                f"{exchange!r}"
+            )
+        exchange = "gathered"
     name, scheme = make_exchange(exchange, tables, sizes, allowed=allowed)
     if cp_context is not None:
         facts = sizes._asdict()

@@ -47,7 +47,7 @@ def flash_runs(q: Tensor, v: Tensor) -> bool:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Attended:
     """q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V]; H is a multiple of HK. Query h reads key head
-    h // (H / HK). Every sequence has queries and keys."""
+    h // (H / HK). Every sequence that has queries has keys."""
     return (_flash if flash_runs(q, v) else _torch)(q, k, v, lengths, scale)
 
 
@@ -145,7 +145,11 @@ def _flash_bwd(
         unread,
         scale=scale,
     )
-    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :V]
+    dk, dv = dk[..., : k.shape[-1]], dv[..., :V]
+    idle = lengths.unread(q.device)
+    if idle is not None:  # no kernel says that it writes the gradients of these keys
+        dk, dv = (d.masked_fill(idle[:, None, None], 0.0) for d in (dk, dv))
+    return dq[..., : q.shape[-1]], dk, dv
 
 
 class _Block(NamedTuple):
