@@ -9,6 +9,9 @@ from torch import Tensor
 
 from fla_cp.comm.keys_values import SCHEMES, KeysValues, Sizes, make_exchange
 from fla_cp.context import FLACPContext
+from fla_cp.handle import Handle
+from fla_cp.handle import Sizes as PackingSizes
+from fla_cp.ops.checks import check_fixed_call
 from fla_cp.partition.checks import check_offsets
 from fla_cp.partition.key_tables import KeyTables
 
@@ -27,6 +30,14 @@ def key_tables(
     if (most := cp_context.max_sequences) is None:
         return cp_context.plans.cached(KeyTables, lambda: KeyTables(*given))
     return cp_context.cached(KeyTables, lambda: KeyTables.fixed(*given, most))
+
+
+def handle_of(cp_context: FLACPContext | None) -> Handle:
+    """What a compiled graph has in place of a context. Raises ValueError for a fixed shape."""
+    if cp_context is None:
+        return Handle.make(-1, PackingSizes(0))
+    check_fixed_call(cp_context)
+    return cp_context.handle
 
 
 @lru_cache(maxsize=16)

@@ -41,6 +41,7 @@ from fla_cp.train.model import build_sharded, shape_of
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
+from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
@@ -96,6 +97,12 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
         raise UserError(
             "--cuda-graphs with --model.experts needs --dtype bfloat16: in float32 the products of "
             f"experts make the host wait, got {config.parallel.dtype}"
+        )
+    softmax = [name for name in SOFTMAX if name in mixers_of(config.model)]
+    if config.parallel.cuda_graphs and config.data.max_documents and softmax and not bfloat16:
+        raise UserError(
+            f"--data.max-documents with {' and '.join(softmax)} needs --dtype bfloat16, since "
+            f"PyTorch's flash attention takes no float32, got {config.parallel.dtype}"
         )
     if config.model.offload and ranks.device.type == "cpu":
         raise UserError(

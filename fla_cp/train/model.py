@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fla_cp import FLACPContext
 from fla_cp.nn import RoutingStatistics, SwiGLU
-from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.experts import Experts, ExpertWeights
 from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
 from fla_cp.remat import Offloaded, selective_checkpoint
@@ -350,14 +349,9 @@ def build_sharded(
 
 def compile_blocks(model: Decoder) -> None:
     """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
-    share one code object, so that a shape is compiled once. Mixers of softmax attention run as they
-    are, between the compiled parts of their blocks."""
+    share one code object, so that a shape is compiled once."""
     for block in model.blocks:
-        mixer = block.get_submodule("mixer")
-        traced = not isinstance(mixer, SoftmaxAttention)
-        if not traced:
-            mixer.forward = torch.compiler.disable(mixer.forward)
-        block.forward = torch.compile(block.forward, fullgraph=traced)
+        block.forward = torch.compile(block.forward, fullgraph=True)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

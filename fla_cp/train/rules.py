@@ -176,8 +176,6 @@ def validate(config: TrainConfig) -> None:
     need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
     _check_experts(config)
     softmax = sorted(_mixers(model) & set(SOFTMAX))
-    graphs = softmax and parallel.cuda_graphs
-    need(not graphs, "--cuda-graphs", f"left out with {' and '.join(softmax)}", "--cuda-graphs")
     small = softmax and model.head_dim == 1
     need(not small, "--model.head-dim", f"at least 2 with {' and '.join(softmax)}", model.head_dim)
     theta = model.rope_theta

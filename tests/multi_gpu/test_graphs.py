@@ -11,7 +11,13 @@ from tests.support.processes import ROOT, environment
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    "flags", ["--data.max-documents=16", "--compile off", "--compile on"], ids=lambda x: x[2:]
+    "flags",
+    [
+        *("--data.max-documents=16", "--compile off", "--compile on"),
+        "--data.max-documents=16 --dtype bfloat16 --model.pattern kda,attention",
+        "--data.max-documents=16 --dtype bfloat16 --model.pattern kda,mla --model.mla-rope",
+    ],
+    ids=lambda x: x[2:],
 )
 def test_steps_through_graphs(flags):
     done = subprocess.run(

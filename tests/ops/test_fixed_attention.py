@@ -122,3 +122,11 @@ def test_lengths_of_every_rank():
         [5, 6, 7, 8, 9, 10, 11],
     ]
     assert not after[3].any() and lengths.longest == (7, 12)
+
+
+def test_torch_operations_are_not_captured_for_several_packings(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    lengths = FixedLengths((0, 4), (0, 4), 2)
+    with pytest.raises(RuntimeError, match="only flash attention can be captured"):
+        list(attention._blocks(lengths, torch.device("cuda")))
+    assert list(attention._blocks(Lengths((4,), (4,)), torch.device("cuda")))
