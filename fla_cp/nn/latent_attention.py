@@ -16,13 +16,8 @@ from fla_cp.context import FLACPContext
 from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.modules import RMSNorm
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
-from fla_cp.ops.attention import (
-    Expanded,
-    attention_over,
-    compiled_latent_attention,
-    key_rows,
-    keys_of,
-)
+from fla_cp.ops.attention import attention_over, compiled_latent_attention, key_rows, keys_of
+from fla_cp.ops.latent_attention_op import Expanded
 
 
 class MultiHeadLatentAttention(SoftmaxAttention):

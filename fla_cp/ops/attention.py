@@ -14,7 +14,6 @@ from fla_cp.kernels.torch.attention import attention_over as attention_over
 from fla_cp.ops.attention_op import attention_op
 from fla_cp.ops.attention_plan import agreed_scheme, handle_of, key_tables
 from fla_cp.ops.checks import FLOATS, check_sequences
-from fla_cp.ops.latent_attention_op import Expanded as Expanded
 from fla_cp.ops.latent_attention_op import latent_op, positions_op
 from fla_cp.partition.key_rows import KeyRows
 
