@@ -97,7 +97,7 @@ class ModelConfig:
     expert_size: int | None = None
     """Inner width of an expert. None: by model size, else so that a token's experts together have
     that of SwiGLU."""
-    expert_scale: float | None = None
+    routing_scale: float | None = None
     """Factor on the weights of a token's experts. None: by model size, else 1."""
     routing: Literal["softmax", "sigmoid"] | None = None
     """How experts are scored: softmax as in Qwen3, or sigmoid with a bias for the choice alone, as
@@ -151,6 +151,9 @@ class DataConfig:
     cache: str | None = None
     """Folder for tokenised documents, which may be deleted at any time. None: fla_cp in
     $XDG_CACHE_HOME or ~/.cache."""
+    cache_gib: float = 64.0
+    """GiB of tokenised documents that the cache may have, those of all data together; of more, the
+    least recently used are deleted."""
     seq_len: Annotated[int, _short("--seq-len")] = 4096
     """Tokens of a pack; documents are packed into it, none attends to another."""
     global_batch_size: Annotated[int, _short("--global-batch-size")] = 2

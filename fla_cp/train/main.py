@@ -30,6 +30,7 @@ from accelerate.utils import set_seed
 from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
 from fla_cp.train import checkpoint, divergence
+from fla_cp.train.cache_limit import GIB
 from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
@@ -123,7 +124,8 @@ def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> Packs:
     """
     dataset, problem = None, ""
     data = config.data
-    reading = Reading(data.tokenizer, data.column, data.cache)
+    limit = round(data.cache_gib * GIB)
+    reading = Reading(data.tokenizer, data.column, data.cache, limit)
     try:
         dataset = build_dataset(data.source, data.seq_len, split, config.run.seed, reading)
     except (ValueError, OSError) as error:

@@ -60,7 +60,7 @@ class Shape:
     experts_per_token: int = 2
     shared_experts: int = 0
     expert_size: int | None = None
-    expert_scale: float = 1.0
+    routing_scale: float = 1.0
     routing: str = "softmax"
     dense_layers: int = 0
 
@@ -105,7 +105,7 @@ KIMI_LINEAR = Shape(
     experts_per_token=8,
     shared_experts=1,
     expert_size=1024,
-    expert_scale=2.446,
+    routing_scale=2.446,
     routing="sigmoid",
     dense_layers=1,
 )
@@ -180,7 +180,7 @@ def _feed_forward(shape: Shape, layer_idx: int) -> nn.Module:
         shape.experts_per_token,
         routing=shape.routing,
         normalize=shape.experts_per_token > 1,
-        scale=shape.expert_scale,
+        scale=shape.routing_scale,
         shared_experts=shape.shared_experts,
         shared_gate=shape.routing == "softmax" and shape.shared_experts > 0,
     )

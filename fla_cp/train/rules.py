@@ -15,7 +15,7 @@ from fla_cp.train.model import shape_of
 from fla_cp.train.pattern import SOFTMAX, parse_pattern, parse_stretch
 
 EXPERT_OPTIONS = (
-    *("experts_per_token", "shared_experts", "expert_size", "expert_scale", "routing"),
+    *("experts_per_token", "shared_experts", "expert_size", "routing_scale", "routing"),
     *("dense_layers", "aux_loss", "bias_rate"),
 )
 """Fields of ModelConfig that say something only with `experts`."""
@@ -77,8 +77,8 @@ def _check_experts(config: TrainConfig) -> None:
         need(value is None or value >= 1, name, "at least 1")
     for name in ("experts", "shared_experts", "aux_loss", "bias_rate", "dense_layers"):
         need((getattr(model, name) or 0) >= 0, name, "at least 0")
-    scale = model.expert_scale
-    need(scale is None or scale > 0, "expert_scale", "above 0")
+    scale = model.routing_scale
+    need(scale is None or scale > 0, "routing_scale", "above 0")
     shape = shape_of(model)
     most, layers = shape.experts, shape.layers
     if most is None:
@@ -154,6 +154,7 @@ def validate(config: TrainConfig) -> None:
     fixed = documents is not None and model.compile == "on"
     need(not fixed, "--data.max-documents", "left out with --compile", documents)
     at_least(0, workers=data.workers)
+    need(data.cache_gib > 0, "--data.cache-gib", "positive", data.cache_gib)
     at_least(1, max_steps=run.max_steps, log_every=run.log_every)
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)

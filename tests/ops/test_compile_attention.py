@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of attention layers: one graph for the first packing and one for the
+"""torch.compile(fullgraph=True) of attention layers: one graph for a first packing and one for all
 others, with the results of the eager layer."""
 
 import pytest

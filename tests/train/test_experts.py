@@ -288,8 +288,11 @@ def _parity(group, rank):
     "flags, message",
     [
         ("--model.experts -1", "--model.experts must be at least 0, got -1"),
-        ("--model.experts 4 --model.expert-scale 0", "--model.expert-scale must be above 0, got 0"),
-        ("--model.experts 0 --model.expert-scale 2", "left out without --model.experts, got 2.0"),
+        (
+            "--model.experts 4 --model.routing-scale 0",
+            "--model.routing-scale must be above 0, got 0",
+        ),
+        ("--model.experts 0 --model.routing-scale 2", "left out without --model.experts, got 2.0"),
         (
             "--model kimi-linear --model.experts 4",
             "--model.experts-per-token must be at most the 4 experts, got 8",

@@ -314,6 +314,15 @@ def test_parity_of_a_split(text, tmp_path):
         assert name in out
 
 
+@pytest.mark.wide
+@pytest.mark.slow
+def test_parity_of_compiled_latent_attention(text, tmp_path):
+    """One graph of each block serves one rank and each of two."""
+    flags = ["--cp", "2", "--compile", "--check-parity", "--parity.steps", "2"]
+    flags += ["--model.pattern", "kda,mla", "--model.mla-rope"]
+    assert "parity holds" in run_ranks(*text, *flags, "--out", str(tmp_path / "run"))
+
+
 def test_parity_fails_on_a_wrong_gradient(text, tmp_path, monkeypatch, capsys):
     def wrong(model, batches, targets, config, ranks, check=False):
         share = original(model, batches, targets, config, ranks, check)
