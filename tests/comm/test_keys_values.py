@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, causal_attention, zigzag_token_ranges
-from fla_cp.comm import Overlap, collectives, keys_values
-from fla_cp.comm.keys_values import SCHEMES, Sizes, base, make_exchange, ring
+from fla_cp.comm import Overlap, collectives, keys_values, overlap
+from fla_cp.comm.keys_values import SCHEMES, Sizes, make_exchange, ring
 from fla_cp.ops.attention_plan import key_tables
 from fla_cp.partition.key_tables import KeyTables
 from fla_cp.partition.token_ranges import contiguous_token_ranges
@@ -151,7 +151,7 @@ def order_of_work(group, rank, exchange, log):
 
 @pytest.mark.parametrize("exchange", SCHEMES)
 def test_work_runs_while_keys_are_under_way(exchange, monkeypatch):
-    log, start, wait = defaultdict(list), base.Arriving.__init__, base.Arriving.wait
+    log, start, wait = defaultdict(list), overlap.Arriving.__init__, overlap.Arriving.wait
 
     def started(*args):
         log[threading.get_ident()].append("start")
@@ -161,7 +161,7 @@ def test_work_runs_while_keys_are_under_way(exchange, monkeypatch):
         log[threading.get_ident()].append("wait")
         return wait(*args)
 
-    monkeypatch.setattr(base.Arriving, "__init__", started)
-    monkeypatch.setattr(base.Arriving, "wait", waited)
+    monkeypatch.setattr(overlap.Arriving, "__init__", started)
+    monkeypatch.setattr(overlap.Arriving, "wait", waited)
     for found in run_threads(order_of_work, R, exchange, log):
         assert found == ["start", "work", "wait"]
