@@ -171,7 +171,7 @@ def test_work_runs_while_keys_are_under_way(exchange, monkeypatch):
 @pytest.mark.parametrize("R", [2, 4, 8, 16, 32])
 @pytest.mark.parametrize("layout", [contiguous_token_ranges, zigzag_token_ranges])
 def test_latents_are_the_fewest_bytes_wherever_heads_divide(layout, R):
-    """Why latent attention has no other exchange, with the sizes of Kimi Linear (docs/design.md)."""
+    """Why latent attention has no other exchange, at Kimi Linear's sizes (comm/keys_values)."""
     n = 64 * R
     tables = KeyTables((0, n), tuple(tuple(map(tuple, r)) for r in layout(n, R)), 0)
     latents = SCHEMES["gathered"](tables, Sizes(32, 1, 512, 64, 2))
