@@ -39,6 +39,7 @@ from fla_cp.partition.checks import (
     token_ranges_of,
 )
 from fla_cp.partition.device_tables import Tabled, fill, to_device
+from fla_cp.partition.key_tables import KeyTables
 from fla_cp.partition.packing import Frame, Packing
 from fla_cp.partition.slots import link_slots
 from fla_cp.partition.token_ranges import Ranges, contiguous_token_ranges
@@ -219,6 +220,8 @@ class FLACPContext(Tabled):
             object.__setattr__(self, name, value)
         self.__dict__.pop("plans", None)
         self.take_tables(self)
+        if (keys := self._cache.get(KeyTables)) is not None:
+            keys.lengths.fill(self.global_cu_seqlens)
         for n, context in self._repeated.items():
             context._refill(_times(n, offsets))
 

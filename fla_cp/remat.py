@@ -29,6 +29,7 @@ COMPILED = (
     "delta_rule",
     "delta_rule_begin",
     "delta_rule_finish",
+    "latent_attention",
     "received_halo",
 )
 """The ops `fla_cp::` whose results a compiled graph keeps."""

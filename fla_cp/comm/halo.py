@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm import collectives
-from fla_cp.comm.overlap import run_overlap
-from fla_cp.comm.timing import exchange_wait
+from fla_cp.comm.overlap import exchanged, run_overlap
 from fla_cp.partition.device_tables import Tabled, to_device
 
+WHAT = "a convolution's halo"
 Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
@@ -96,7 +95,7 @@ class Halo(Tabled):
         halo = x.new_zeros(self.ranges * self.width, x.shape[-1])
         if self.needed:
             rows = x[self._index(self.send, x.device)]
-            got = _exchange(rows, self.send_counts, self.receive_counts, group)
+            got = exchanged(rows, self.send_counts, self.receive_counts, group, WHAT)
             halo[self._index(self.place, x.device)] = got
         elif group is not None:
             run_overlap(lambda: None)
@@ -107,7 +106,7 @@ class Halo(Tabled):
         Sums are formed in dhalo's dtype."""
         if self.needed:
             rows = dhalo[self._index(self.place, dx.device)]
-            got = _exchange(rows, self.receive_counts, self.send_counts, group)
+            got = exchanged(rows, self.receive_counts, self.send_counts, group, WHAT)
             owned = tuple(sorted(set(self.send)))
             row = {t: i for i, t in enumerate(owned)}
             into = self._index(owned, dx.device)
@@ -144,18 +143,3 @@ def _messages(cu_seqlens: Sequence[int], token_ranges: Ranges, width: int) -> li
             start, sender, _, base = owned[j]
             messages.append(_Message(sender, base + t - start, r, (row + 1) * width - (lo - t)))
     return messages
-
-
-def _exchange(
-    rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: dist.ProcessGroup | None
-) -> Tensor:
-    if group is None:
-        return rows
-    out, work = collectives.all_to_all(rows, list(send), list(receive), group)
-
-    def wait() -> Tensor:
-        with exchange_wait(rows.device, "exchange of a convolution's halo"):
-            work.wait()
-        return out
-
-    return run_overlap(wait)

@@ -11,11 +11,16 @@ the caller hands over the work that can be done in the meantime:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fla_cp.comm import collectives
+from fla_cp.comm.timing import exchange_wait
 
 Found = TypeVar("Found")
 
@@ -80,3 +85,40 @@ def run_overlap(wait: Callable[[], Found]) -> Found:
     finally:
         found = wait()
     return found
+
+
+class Arriving:
+    """Rows under way from other ranks. send, receive: rows to and from each rank. what: the rows'
+    name, for who waits too long."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        group: dist.ProcessGroup,
+        what: str,
+    ):
+        self.under_way = [collectives.all_to_all(x, list(send), list(receive), group)]
+        self.what = what
+
+    def wait(self) -> Tensor:
+        """[sum(receive), n] in rank order. May be called once: nothing here keeps the rows."""
+        out, work = self.under_way.pop()
+        with exchange_wait(out.device, f"exchange of {self.what}"):
+            work.wait()
+        return out
+
+
+def exchanged(
+    x: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: dist.ProcessGroup | None,
+    what: str,
+) -> Tensor:
+    """x [sum(send), n] -> [sum(receive), n]; without a group x itself. Runs the work that was
+    handed over meanwhile."""
+    if group is None:
+        return x
+    return run_overlap(Arriving(x, send, receive, group, what).wait)

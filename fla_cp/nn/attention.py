@@ -14,10 +14,11 @@ from fla_cp.arguments import check_count, check_flags
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.modules import RMSNorm, check_hidden
-from fla_cp.nn.rotary import Rotary, YaRN, rotate
+from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
 from fla_cp.ops import causal_attention
-from fla_cp.ops.attention import key_rows
+from fla_cp.ops.attention import compiled_positions, key_rows
 from fla_cp.ops.checks import check_sequences
+from fla_cp.rule import accumulator
 
 
 class SoftmaxAttention(nn.Module):
@@ -26,6 +27,8 @@ class SoftmaxAttention(nn.Module):
     Raises ValueError for others. A call raises it, before any projection runs, for an unfit x,
     cu_seqlens or cp_context.
     """
+
+    rotary: Rotary | None = None
 
     def __init__(self, layer_idx: int | None, **sizes: int) -> None:
         super().__init__()
@@ -53,6 +56,23 @@ class SoftmaxAttention(nn.Module):
         B, T, _ = x.shape
         check_sequences(T, B, cu_seqlens, cp_context)
         return B, T
+
+    def rotary_tables(
+        self,
+        like: Tensor,
+        cu_seqlens: Tensor | None,
+        cp_context: FLACPContext | None,
+        magnitude: float = 1.0,
+    ) -> Tables | None:
+        """The rotary tables of the tokens of like [B, T, ..]; None without positions."""
+        B, T = like.shape[:2]
+        if self.rotary is None:
+            return None
+        if torch.compiler.is_compiling():
+            positions = compiled_positions(like.flatten(0, 1), cp_context, B)
+            return self.rotary.turned(positions, accumulator(like.dtype), magnitude)
+        lengths = key_rows(B, T, cu_seqlens, cp_context).lengths
+        return self.rotary.tables(lengths, like, magnitude)
 
 
 class Attention(SoftmaxAttention):
@@ -98,7 +118,6 @@ class Attention(SoftmaxAttention):
             )
         check_flags(("qk_norm", "output_gate"), (qk_norm, output_gate))
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        self.rotary = None
         if rope_theta is not None:
             dim = head_dim if rotary_dim is None else rotary_dim
             self.rotary = Rotary(dim, rope_theta, rope_scaling)
@@ -117,7 +136,7 @@ class Attention(SoftmaxAttention):
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
     ) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden]."""
-        B, T = self.check(x, cu_seqlens, cp_context)
+        self.check(x, cu_seqlens, cp_context)
         q, k, v = (
             rearrange(project(x), "b t (h k) -> b t h k", k=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -125,8 +144,8 @@ class Attention(SoftmaxAttention):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            lengths = key_rows(B, T, cu_seqlens, cp_context).lengths
-            tables = self.rotary.tables(lengths, v, self.rotary.magnitude)
+            tables = self.rotary_tables(v, cu_seqlens, cp_context, self.rotary.magnitude)
+            assert tables is not None
             q, k = rotate(q, tables), rotate(k, tables)
         # Autocast may have run the norms in another dtype.
         q, k = q.to(v.dtype), k.to(v.dtype)

@@ -16,7 +16,8 @@ from fla_cp.context import FLACPContext
 from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.modules import RMSNorm
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
-from fla_cp.ops.attention import attention_over, key_rows, keys_of
+from fla_cp.ops.attention import attention_over, compiled_latent_attention, key_rows, keys_of
+from fla_cp.ops.latent_attention_op import Expanded
 
 
 class MultiHeadLatentAttention(SoftmaxAttention):
@@ -59,7 +60,6 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         )
         self.kv_lora_rank, self.v_head_dim = kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
-        self.rotary = None
         if rope_theta is not None:
             self.rotary = Rotary(qk_rope_head_dim, rope_theta, rope_scaling)
         self.qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
@@ -91,16 +91,23 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         projections; q is projected in the meantime.
         """
         B, T = self.check(x, cu_seqlens, cp_context)
-        rows = key_rows(B, T, cu_seqlens, cp_context)
         latent, shared = self.kv_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        tables = None if self.rotary is None else self.rotary.tables(rows.lengths, shared)
+        tables = self.rotary_tables(shared, cu_seqlens, cp_context)
         if tables is not None:
             shared = rotate(shared[:, :, None], tables)[:, :, 0]
         latent = self.kv_norm(latent).to(shared.dtype)  # autocast may choose another
-        with Overlap(lambda: self.queries(x, tables)) as queries:
-            latent, shared = keys_of(rows, cp_context, *(y.flatten(0, 1) for y in (latent, shared)))
-        k, v = self.expanded(latent, shared)
-        o = attention_over(queries().to(v.dtype), k, v, rows.lengths, self.scale)
+        latent, shared = latent.flatten(0, 1), shared.flatten(0, 1)
+        if torch.compiler.is_compiling():
+            q = self.queries(x, tables).to(shared.dtype)
+            weight = self.kv_up.weight.to(shared.dtype)
+            o = compiled_latent_attention(q, latent, shared, weight, self.scale, cp_context, B)
+        else:
+            rows = key_rows(B, T, cu_seqlens, cp_context)
+            with Overlap(lambda: self.queries(x, tables)) as queries:
+                latent, shared = keys_of(rows, cp_context, latent, shared)
+            each = rearrange(self.kv_up(latent), "n (h k) -> n h k", h=self.num_heads)
+            k, v = Expanded.of(each, shared, self.v_head_dim)
+            o = attention_over(queries().to(v.dtype), k, v, rows.lengths, self.scale)
         return self.o_proj(rearrange(o, "(b t) h v -> b t (h v)", b=B))
 
     def queries(self, x: Tensor, tables: Tables | None) -> Tensor:
@@ -110,10 +117,3 @@ class MultiHeadLatentAttention(SoftmaxAttention):
             plain, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
             q = torch.cat([plain, rotate(rotated, tables)], -1)
         return q.flatten(0, 1)
-
-    def expanded(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """k [N, H, qk_head_dim] and v [N, H, v_head_dim] of N tokens' latents and shared keys."""
-        each = rearrange(self.kv_up(latent), "n (h k) -> n h k", h=self.num_heads)
-        k, v = each.split([self.qk_nope_head_dim, self.v_head_dim], -1)
-        repeated = shared[:, None].expand(-1, self.num_heads, -1)
-        return torch.cat([k, repeated], -1), v

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fla_cp.arguments import check_count, described
-from fla_cp.partition.device_tables import to_device
 from fla_cp.partition.key_rows import Lengths
 from fla_cp.rule import accumulator
 
@@ -67,7 +66,7 @@ class YaRN:
         low = max(math.floor(pair(self.beta_fast)), 0)
         high = min(math.ceil(pair(self.beta_slow)), 2 * pairs - 1)
         width = max(high - low, 1e-3)
-        index = torch.arange(pairs, dtype=torch.float64, device="cpu")
+        index = torch.arange(pairs, dtype=torch.float64, device=frequencies.device)
         slowed = ((index - low) / width).clamp(0, 1)
         return frequencies * (1 - slowed + slowed / self.factor)
 
@@ -97,9 +96,9 @@ class Rotary:
         """Factor that YaRN wants on queries and on keys."""
         return 1.0 if self.scaling is None else self.scaling.magnitude
 
-    def frequencies(self) -> Tensor:
-        """[dim / 2] radians a token, fp64, on the host."""
-        even = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu")
+    def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
+        """[dim / 2] radians a token, fp64."""
+        even = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         plain = self.base ** (-even / self.dim)
         return plain if self.scaling is None else self.scaling.applied(plain, self.base)
 
@@ -111,21 +110,17 @@ class Rotary:
 
         def build() -> Tables:
             with torch.inference_mode(False):  # a later backward reads them
-                turns = self.frequencies().to(device)
-                angles = positions(lengths, device).to(torch.float64)[:, None] * turns
-                return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+                return self.turned(lengths.positions(device), dtype, magnitude)
 
+        if lengths.changes:  # a CUDA graph forms them at each replay
+            return self.turned(lengths.positions(device), dtype, magnitude)
         return lengths.cached((self, magnitude, dtype, device), build)
 
-
-def positions(lengths: Lengths, device: torch.device) -> Tensor:
-    """[sum(lengths.queries)] int64: how many tokens of its sequence come before each query."""
-    parts = [
-        torch.arange(keys - queries, keys, device="cpu")
-        for queries, keys in zip(lengths.queries, lengths.keys, strict=True)
-    ]
-    found = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
-    return to_device(found, torch.int64, device)
+    def turned(self, positions: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> Tables:
+        """The tables in `dtype` of tokens at `positions` [T], int64, of their sequences."""
+        turns = self.frequencies(positions.device)
+        angles = positions.to(torch.float64)[:, None] * turns
+        return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def rotate(x: Tensor, tables: Tables) -> Tensor:

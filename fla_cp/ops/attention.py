@@ -9,13 +9,12 @@ from fla_cp.arguments import check_choice, check_scale, check_tensors
 from fla_cp.comm.keys_values import EXCHANGES, Sizes
 from fla_cp.comm.keys_values.gathered import gather_all
 from fla_cp.context import FLACPContext
-from fla_cp.handle import Handle
-from fla_cp.handle import Sizes as PackingSizes
 from fla_cp.kernels.torch import attention
 from fla_cp.kernels.torch.attention import attention_over as attention_over
 from fla_cp.ops.attention_op import attention_op
-from fla_cp.ops.attention_plan import agreed_scheme, check_context_shape, key_tables
+from fla_cp.ops.attention_plan import agreed_scheme, handle_of, key_tables
 from fla_cp.ops.checks import FLOATS, check_sequences
+from fla_cp.ops.latent_attention_op import latent_op, positions_op
 from fla_cp.partition.key_rows import KeyRows
 
 
@@ -43,8 +42,8 @@ def causal_attention(
         most. "auto": that with the fewest bytes which fits in memory. Compiled graphs take
         "gathered" or "ring", and exchange keys and values again in the backward.
     Returns o [B, T, H, V] in q's dtype. Softmax in fp32 (fp64).
-    Raises ValueError as in arguments.py and ops/checks.py, for a context of fixed shape
-    (max_sequences), and for "by_heads" with heads that the ranks do not divide.
+    Raises ValueError as in arguments.py and ops/checks.py, for "by_heads" with heads that the ranks
+    do not divide, and for "by_heads" and "ring" under a context of fixed shape (max_sequences).
     """
     check_tensors(("q", "k", "v", "cu_seqlens"), (q, k, v, cu_seqlens), 3)
     _check_shapes(q, k, v)
@@ -55,11 +54,7 @@ def causal_attention(
     factor = K**-0.5 if scale is None else scale
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if torch.compiler.is_compiling():
-        handle = Handle.make(-1, PackingSizes(0))
-        if cp_context is not None:
-            check_context_shape(cp_context)
-            handle = cp_context.handle
-        o = attention_op(q, k, v, factor, exchange, *handle, B)[0]
+        o = attention_op(q, k, v, factor, exchange, *handle_of(cp_context), B)[0]
     else:
         tables = key_tables(B, T, cu_seqlens, cp_context)
         sizes = Sizes(H, k.shape[1], K, v.shape[2], q.element_size())
@@ -83,6 +78,33 @@ def keys_of(rows: KeyRows, cp_context: FLACPContext | None, *xs: Tensor) -> list
         group, size = cp_context.group, sum(x.shape[1:].numel() for x in xs)
         cp_context.before("keys_of", size=size, dtype=xs[0].dtype)
     return gather_all(xs, rows, group)
+
+
+def compiled_latent_attention(
+    q: Tensor,
+    latent: Tensor,
+    shared: Tensor,
+    weight: Tensor,
+    scale: float,
+    cp_context: FLACPContext | None,
+    B: int,
+) -> Tensor:
+    """Latent attention in a compiled graph: o [B * T, H, V].
+
+    q [B * T, H, K], latent [B * T, R] and shared [B * T, p] of this rank's tokens; weight
+    [H * (K - p + V), R] expands a latent to the first K - p channels of each head's k, and its v.
+    The other p channels of every k are `shared`. Latents and shared channels of other tokens come
+    from the ranks that have them, once more in the backward.
+    """
+    o: Tensor = latent_op(q, latent, shared, weight, scale, *handle_of(cp_context), B)[0]
+    return o
+
+
+def compiled_positions(like: Tensor, cp_context: FLACPContext | None, B: int) -> Tensor:
+    """In a compiled graph, how many tokens of its sequence come before each of like's tokens
+    [B * T, ..]: [B * T] int64."""
+    found: Tensor = positions_op(like, *handle_of(cp_context), B)
+    return found
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from fla_cp.comm.keys_values import SCHEMES, KeysValues, Sizes, make_exchange
 from fla_cp.context import FLACPContext
+from fla_cp.handle import Handle
+from fla_cp.handle import Sizes as PackingSizes
+from fla_cp.ops.checks import check_fixed_call
 from fla_cp.partition.checks import check_offsets
 from fla_cp.partition.key_tables import KeyTables
 
@@ -23,19 +26,18 @@ def key_tables(
         offsets = tuple(cu_seqlens.tolist())
         check_offsets("cu_seqlens", offsets, T)
         return _tables_of(offsets)
-    check_context_shape(cp_context)
     given = cp_context.global_cu_seqlens, cp_context.token_ranges, cp_context.rank
-    tables: KeyTables = cp_context.plans.cached(KeyTables, lambda: KeyTables(*given))
-    return tables
+    if (most := cp_context.max_sequences) is None:
+        return cp_context.plans.cached(KeyTables, lambda: KeyTables(*given))
+    return cp_context.cached(KeyTables, lambda: KeyTables.fixed(*given, most))
 
 
-def check_context_shape(cp_context: FLACPContext) -> None:
-    """The documents may be any: what a rank sends follows from them."""
-    if cp_context.max_sequences is not None:
-        raise ValueError(
-            "cp_context must be built without max_sequences for attention, got max_sequences="
-            f"{cp_context.max_sequences}"
-        )
+def handle_of(cp_context: FLACPContext | None) -> Handle:
+    """What a compiled graph has in place of a context. Raises ValueError for a fixed shape."""
+    if cp_context is None:
+        return Handle.make(-1, PackingSizes(0))
+    check_fixed_call(cp_context)
+    return cp_context.handle
 
 
 @lru_cache(maxsize=16)
@@ -52,7 +54,15 @@ def agreed_scheme(
     cp_context: FLACPContext | None,
     allowed: tuple[str, ...] = tuple(SCHEMES),
 ) -> KeysValues:
-    """The scheme of a call (`make_exchange`), after the ranks have compared it if that is due."""
+    """The scheme of a call (`make_exchange`), after the ranks have compared it if that is due.
+    Raises ValueError for another than "gathered" under a context of fixed shape."""
+    if tables.lengths is not None:
+        if exchange not in ("auto", "gathered"):
+            raise ValueError(
+                "exchange must be 'auto' or 'gathered' under a context with max_sequences, got "
+                f"{exchange!r}"
+            )
+        exchange = "gathered"
     name, scheme = make_exchange(exchange, tables, sizes, allowed=allowed)
     if cp_context is not None:
         facts = sizes._asdict()

@@ -28,8 +28,14 @@ def _on_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.d
 def to_device(
     values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """`values` on `device`."""
+    """`values` on `device`.
+
+    Raises RuntimeError while a CUDA graph is captured, which would copy from host memory again at
+    each replay.
+    """
     device = torch.device(device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run the same call once before it is captured in a CUDA graph")
     # Tables outlive a call, autograd saves them, and `fill` writes them: no inference tensors.
     with torch.inference_mode(False):
         return _on_host(values, dtype, device).to(device, non_blocking=True)
@@ -62,15 +68,9 @@ class Tabled:
         return found
 
     def table(self, build: Build, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """The columns that `build` returns, on `device`.
-
-        Raises RuntimeError if they would have to be made while a CUDA graph is captured, which
-        would copy from host memory again at each replay.
-        """
+        """The columns that `build` returns, on `device`. They are made once, see `to_device`."""
         key = (build, device)
         if key not in self._on_devices:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("run the same call once before it is captured in a CUDA graph")
             with paused():
                 columns = build(self)
                 self._on_devices[key] = tuple(to_device(c, dtype, device) for c in columns)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,11 +115,13 @@ def indices(runs: Runs, device: torch.device) -> Tensor:
 @dataclass(frozen=True)
 class Lengths(Tabled):
     """Sequences of queries and of keys, side by side in memory: the i-th queries attend to the i-th
-    keys. Their last tokens are the same token if `causal`, otherwise all keys come before."""
+    keys. Their last tokens are the same token if `causal`, otherwise all keys come before.
+    changes: whether another packing may be filled in, see `FixedLengths`."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     causal: bool = True
+    changes: ClassVar[bool] = False
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -128,13 +130,34 @@ class Lengths(Tabled):
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """[N+1] offsets of the queries and of the keys, int32."""
+
+        def build() -> tuple[Tensor, Tensor]:
+            queries, keys = (offsets_of(lengths) for lengths in (self.queries, self.keys))
+            return to_device(queries, torch.int32, device), to_device(keys, torch.int32, device)
+
+        return self.cached(device, build)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """[sum(queries)] int64: how many tokens of its sequence come before each query."""
         return self.cached(
-            device, lambda: (_offsets(self.queries, device), _offsets(self.keys, device))
+            ("positions", device), lambda: to_device(positions_of(self), torch.int64, device)
         )
 
+    def unread(self, device: torch.device) -> Tensor | None:
+        """[sum(keys)] bool, the keys that no query reads; None if there is none in any packing."""
+        return None
 
-def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return to_device(tuple(accumulate(lengths, initial=0)), torch.int32, device)
+
+def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    """0, and then where each sequence ends."""
+    return tuple(accumulate(lengths, initial=0))
+
+
+def positions_of(lengths: Lengths) -> Tensor:
+    """`Lengths.positions` on the host."""
+    both = zip(lengths.queries, lengths.keys, strict=True)
+    parts = [torch.arange(m - n, m, device="cpu") for n, m in both]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,14 @@ class KeyRows(Tabled):
     crosses: bool
 
     @classmethod
-    def build(cls, offsets: Sequence[int], token_ranges: Sequence[Ranges], rank: int) -> KeyRows:
+    def build(
+        cls,
+        offsets: Sequence[int],
+        token_ranges: Sequence[Ranges],
+        rank: int,
+        lengths: Lengths | None = None,
+    ) -> KeyRows:
+        """lengths: in place of those of the rank's pieces."""
         mine = pieces(offsets, token_ranges[rank])
         wanted = [needed(pieces(offsets, ranges)) for ranges in token_ranges]
         crosses = any(count(x) > count(own) for x, own in zip(wanted, token_ranges, strict=True))
@@ -176,7 +206,8 @@ class KeyRows(Tabled):
         arrived.sort()
         taken = joined(rows for p in mine for rows in _rows(arrived, p.begin, p.hi))
         whole = taken == joined([(0, at)] if at else [])
-        lengths = Lengths(tuple(p.hi - p.lo for p in mine), tuple(p.hi - p.begin for p in mine))
+        if lengths is None:
+            lengths = Lengths(tuple(p.hi - p.lo for p in mine), tuple(p.hi - p.begin for p in mine))
         rounds = () if whole else _rounds(mine)
         return cls(
             tokens=count(token_ranges[rank]),

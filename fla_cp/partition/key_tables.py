@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from fla_cp.partition.device_tables import Tabled
+from fla_cp.partition.fixed_lengths import FixedLengths
 from fla_cp.partition.head_order import HeadOrder
 from fla_cp.partition.key_crossings import Crossings
 from fla_cp.partition.key_rows import KeyRows
@@ -15,11 +17,22 @@ from fla_cp.partition.token_ranges import Ranges
 
 @dataclass(frozen=True)
 class KeyTables(Tabled):
-    """offsets: those of the batch's sequences. token_ranges: of all ranks."""
+    """offsets: those of the batch's sequences. token_ranges: of all ranks. lengths: under a context
+    of fixed shape, where the offsets are those of one sequence and say what is exchanged."""
 
     offsets: tuple[int, ...]
     token_ranges: tuple[Ranges, ...]
     rank: int
+    lengths: FixedLengths | None = None
+
+    @classmethod
+    def fixed(
+        cls, offsets: tuple[int, ...], token_ranges: tuple[Ranges, ...], rank: int, most: int
+    ) -> Self:
+        """For every packing of at most `most` sequences, beginning with `offsets`."""
+        (tokens,) = token_ranges[rank]
+        lengths = FixedLengths(offsets, tokens, most)
+        return cls((0, offsets[-1]), token_ranges, rank, lengths)
 
     @property
     def ranks(self) -> int:
@@ -27,7 +40,7 @@ class KeyTables(Tabled):
 
     @cached_property
     def rows(self) -> KeyRows:
-        return KeyRows.build(self.offsets, self.token_ranges, self.rank)
+        return KeyRows.build(self.offsets, self.token_ranges, self.rank, self.lengths)
 
     @cached_property
     def crossings(self) -> Crossings:

@@ -20,6 +20,16 @@ BIAS_RATE = 0.001
 """Step of the correction bias with sigmoid, as in DeepSeek-V3."""
 
 
+def rates(config: ModelConfig, routing: str) -> dict[str, float]:
+    """`aux_loss` and `bias_rate` of a `Balance`: as configured, else by the kind of routing."""
+    aux_loss, bias_rate = (AUX_LOSS, 0.0) if routing == "softmax" else (0.0, BIAS_RATE)
+    if config.aux_loss is not None:
+        aux_loss = config.aux_loss
+    if config.bias_rate is not None:
+        bias_rate = config.bias_rate
+    return {"aux_loss": aux_loss, "bias_rate": bias_rate}
+
+
 class Balance(nn.Module):
     """Counts the tokens of each expert over the micro-batches of a step.
 
@@ -27,22 +37,25 @@ class Balance(nn.Module):
     rank, and of all ranks once `reduce_metrics` has summed them. A CUDA graph adds to them where
     they are. group: the ranks of the run; None: one rank. load: after `reduce_metrics`, the
     largest number of tokens of an expert over the mean of its layer, for the worst layer.
+    aux_loss: factor of the load-balancing loss; bias_rate: step of the correction biases; 0: none.
     """
 
     counts: Tensor
 
-    def __init__(self, layers: int, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        experts_per_token: int,
+        *,
+        aux_loss: float,
+        bias_rate: float,
+    ) -> None:
         super().__init__()
-        assert config.experts is not None
-        softmax = config.routing == "softmax"
-        self.experts_per_token = config.experts_per_token
-        self.aux_loss, self.bias_rate = config.aux_loss, config.bias_rate
-        if self.aux_loss is None:
-            self.aux_loss = AUX_LOSS if softmax else 0.0
-        if self.bias_rate is None:
-            self.bias_rate = 0.0 if softmax else BIAS_RATE
+        self.experts_per_token = experts_per_token
+        self.aux_loss, self.bias_rate = aux_loss, bias_rate
         device = torch.get_default_device()  # meta, while a sharded model is made
-        counts = torch.zeros(layers, config.experts, dtype=torch.int64, device=device)
+        counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.register_buffer("counts", counts, persistent=False)
         self.group: dist.ProcessGroup | None = None
         self.load: float | None = None

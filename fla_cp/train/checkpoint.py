@@ -45,7 +45,7 @@ MODEL_NEUTRAL = ("size", "init", "impl", "compile", "remat", "offload", "aux_los
 """Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
 POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters")
 """Fields of the model that may change when a run is resumed, to train on longer sequences."""
-DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache")
+DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache", "cache_gib")
 """Fields of DataConfig that do not change the batches."""
 
 

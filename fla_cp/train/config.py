@@ -45,6 +45,8 @@ RECIPES = {
     "tiny": Recipe(lr=4e-3, warmup_steps=20, max_steps=150),
     "340M": Recipe(lr=1e-3, warmup_steps=1024, max_steps=20480),
     "1.3B": Recipe(lr=4e-4, warmup_steps=2000, max_steps=100_000),
+    "kimi-linear-small": Recipe(lr=8e-4, warmup_steps=2000, max_steps=20480),
+    "qwen3-next-small": Recipe(lr=6e-4, warmup_steps=2000, max_steps=20480),
     "kimi-linear": Recipe(lr=3e-4, warmup_steps=2000, max_steps=100_000),
     "qwen3-next": Recipe(lr=2e-4, warmup_steps=2000, max_steps=100_000),
 }
@@ -64,9 +66,10 @@ class ModelConfig:
     """The decoder. A named size sets every dimension; the others override one each."""
 
     size: Annotated[str, _short("--model")] = "tiny"
-    """Named size: tiny (which trains on a CPU), 340M, 1.3B, kimi-linear or qwen3-next, which have
-    the layers of Kimi Linear 48B-A3B and Qwen3-Next 80B-A3B, with SwiGLU in each block. Or hf:DIR,
-    a folder with a model of transformers; then only init, impl and remat may follow."""
+    """Named size: tiny (which trains on a CPU), 340M, 1.3B, kimi-linear-small, qwen3-next-small,
+    kimi-linear or qwen3-next. The last two are Kimi Linear 48B-A3B and Qwen3-Next 80B-A3B, experts
+    included; the small ones have the same layers and fit one GPU. Or hf:DIR, a folder with a model
+    of transformers; then only init, impl and remat may follow."""
     init: Literal["weights", "random"] = "weights"
     """With hf:DIR: the folder's weights, or random ones, as transformers draws them."""
     mixer: Annotated[Mixer | None, _short("--mixer")] = None
@@ -93,26 +96,29 @@ class ModelConfig:
     """Added to the mean square in the norms, but for that of mla, which has 1e-6. None: by model
     size, 1e-5 or 1e-6 (qwen3-next)."""
     experts: int | None = None
-    """Experts of each block, in place of SwiGLU. None: no mixture of experts."""
-    experts_per_token: int = 2
-    """Experts that a token takes, besides the shared ones."""
-    shared_experts: int = 0
-    """Experts that every token takes; with softmax their output has a gate, as in Qwen3-Next."""
+    """Experts of each block, in place of SwiGLU. 0: no mixture of experts. None: by model size;
+    those that are not hybrids have none. So are the sizes and choices below."""
+    experts_per_token: int | None = None
+    """Experts that a token takes, besides the shared ones. None: by model size, else 2."""
+    shared_experts: int | None = None
+    """Experts that every token takes; with softmax their output has a gate, as in Qwen3-Next. None:
+    by model size, else 0."""
     expert_size: int | None = None
-    """Inner width of an expert. None: so that a token's experts together have that of SwiGLU."""
-    routing: Literal["softmax", "sigmoid"] = "softmax"
+    """Inner width of an expert. None: by model size, else so that a token's experts together have
+    that of SwiGLU."""
+    routing_scale: float | None = None
+    """Factor on the weights of a token's experts. None: by model size, else 1."""
+    routing: Literal["softmax", "sigmoid"] | None = None
     """How experts are scored: softmax as in Qwen3, or sigmoid with a bias for the choice alone, as
-    in Kimi Linear."""
+    in Kimi Linear. None: by model size, else softmax."""
     aux_loss: float | None = None
     """Factor of the load-balancing loss, whose gradient is added; the loss that is shown is without
     it. None: 0.001 with softmax, 0 with sigmoid."""
     bias_rate: float | None = None
     """With sigmoid: how far a step moves the bias of each expert towards equal loads. None:
     0.001."""
-    dense_layers: int = 0
-    """The first blocks, which keep SwiGLU."""
-    routing_scale: float = 1.0
-    """Factor on the weights of a token's experts; the published Kimi Linear has 2.446."""
+    dense_layers: int | None = None
+    """The first blocks, which keep SwiGLU. None: by model size, else 0."""
     rope_theta: float | None = None
     """Base of the rotary positions of attention and mla. None: by model size, 10000 or 1e7."""
     rope_scaling: str | None = None
@@ -173,6 +179,9 @@ class DataConfig:
     cache: str | None = None
     """Folder for tokenised documents, which may be deleted at any time. None: fla_cp in
     $XDG_CACHE_HOME or ~/.cache."""
+    cache_gib: float = 64.0
+    """GiB of tokenised documents that the cache may have, those of all data together; of more, the
+    least recently used are deleted."""
     seq_len: Annotated[int, _short("--seq-len")] = 4096
     """Tokens of a pack; documents are packed into it, none attends to another."""
     global_batch_size: Annotated[int, _short("--global-batch-size")] = 2

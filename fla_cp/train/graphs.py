@@ -11,7 +11,7 @@ context is of fixed shape, and is updated in place (docs/cuda_graphs.md).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,10 @@ SEEN_BEFORE = 2
 
 MAX_GRAPHS = 4
 """The most graphs, each with the memory of a micro-batch's activations."""
+
+
+MAX_SEEN = 16
+"""The most packings without a graph that are remembered, with their tables."""
 
 
 @dataclass
@@ -47,6 +51,15 @@ class Graph:
         return self.loss
 
 
+@dataclass
+class Seen:
+    """A packing that has no graph yet. context: of its first step, which has made its tables by the
+    time it is captured. times: how many steps it took."""
+
+    context: FLACPContext
+    times: int = 0
+
+
 class Graphs:
     """The graphs of a model's micro-batches, by packing. All ranks have the same ones, since they
     have the same packings. max_documents: see DataConfig."""
@@ -54,7 +67,7 @@ class Graphs:
     def __init__(self, model: nn.Module, max_documents: int | None = None) -> None:
         self.model, self.max_documents = model, max_documents
         self.fixed: FLACPContext | None = None
-        self.seen: Counter[tuple[int, ...]] = Counter()
+        self.seen: OrderedDict[tuple[int, ...], Seen] = OrderedDict()
         self.graphs: dict[tuple[int, ...], Graph] = {}
 
     def context(self, made: FLACPContext) -> FLACPContext:
@@ -87,12 +100,21 @@ class Graphs:
         found = self.graphs.get(packing)
         if found is not None:
             return found.replay(tokens, labels, factor)
-        self.seen[packing] += 1
-        if self.seen[packing] <= SEEN_BEFORE or len(self.graphs) >= MAX_GRAPHS:
+        seen = self._seen(packing, context)
+        if seen.times <= SEEN_BEFORE or len(self.graphs) >= MAX_GRAPHS:
             scale = torch.full((), factor, dtype=torch.float32, device=tokens.device)
-            return self._eager(tokens, labels, context, scale)
-        self.graphs[packing] = self._capture(tokens, labels, context)
+            return self._eager(tokens, labels, seen.context, scale)
+        self.graphs[packing] = self._capture(tokens, labels, seen.context)
         return self.graphs[packing].replay(tokens, labels, factor)
+
+    def _seen(self, packing: tuple[int, ...], context: FLACPContext) -> Seen:
+        """Counts a step of a packing. A packing that has not come for long is forgotten."""
+        seen = self.seen.setdefault(packing, Seen(context))
+        seen.times += 1
+        self.seen.move_to_end(packing)
+        if len(self.seen) > MAX_SEEN:
+            self.seen.popitem(last=False)
+        return seen
 
     def _eager(
         self, tokens: Tensor, labels: Tensor, context: FLACPContext, factor: Tensor

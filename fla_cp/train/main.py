@@ -31,6 +31,7 @@ from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
 from fla_cp.train import checkpoint, divergence
 from fla_cp.train.build import build_language_model
+from fla_cp.train.cache_limit import GIB
 from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
@@ -39,10 +40,11 @@ from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
-from fla_cp.train.model import Decoder, vocabulary
+from fla_cp.train.model import Decoder, shape_of, vocabulary
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
+from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
@@ -95,10 +97,17 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
     if config.parallel.cuda_graphs and ranks.device.type == "cpu":
         raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
     bfloat16 = compute_dtype(config.parallel.dtype, ranks.device) == torch.bfloat16
-    if config.parallel.cuda_graphs and config.model.experts is not None and not bfloat16:
+    graphs = config.parallel.cuda_graphs  # refused with hf:DIR
+    if graphs and shape_of(config.model).experts and not bfloat16:
         raise UserError(
             "--cuda-graphs with --model.experts needs --dtype bfloat16: in float32 the products of "
             f"experts make the host wait, got {config.parallel.dtype}"
+        )
+    softmax = [name for name in SOFTMAX if name in mixers_of(config.model)]
+    if config.parallel.cuda_graphs and config.data.max_documents and softmax and not bfloat16:
+        raise UserError(
+            f"--data.max-documents with {' and '.join(softmax)} needs --dtype bfloat16, since "
+            f"PyTorch's flash attention takes no float32, got {config.parallel.dtype}"
         )
     if config.model.offload and ranks.device.type == "cpu":
         raise UserError(
@@ -129,7 +138,8 @@ def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> Packs:
     """
     dataset, problem = None, ""
     data = config.data
-    reading = Reading(data.tokenizer, data.column, data.cache)
+    limit = round(data.cache_gib * GIB)
+    reading = Reading(data.tokenizer, data.column, data.cache, limit)
     try:
         dataset = build_dataset(data.source, data.seq_len, split, config.run.seed, reading)
     except (ValueError, OSError) as error:
@@ -177,12 +187,14 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     seed = None if filled else config.run.seed
     free = config.data.max_documents is None  # no compiled graph takes a fixed context
     model = build_language_model(config.model, vocab_size, seed, ranks, dtype, compiled=free)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
+    if isinstance(model, Decoder) and model.balance is not None:
+        parameters += f" ({model.active_parameters() / 1e6:.2f} M of them for a token)"
     optimizer = build_optimizer(model, config.optim)
 
     notes = [
         describe(ranks, dtype),
-        f"model {config.model.name}: {parameters / 1e6:.2f} M parameters, {model.shape}",
+        f"model {config.model.name}: {parameters}, {model.shape}",
         f"data {config.data.source}: {described(data)} of {config.data.seq_len} tokens, "
         f"vocabulary {data.vocab_size}; {tokens_per_step(config)} tokens a step",
         *data.notes,

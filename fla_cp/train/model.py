@@ -17,11 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fla_cp import FLACPContext
 from fla_cp.nn import RoutingStatistics, SwiGLU
-from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.experts import Experts, ExpertWeights
 from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
 from fla_cp.remat import Offloaded, selective_checkpoint
-from fla_cp.train.balance import Balance
+from fla_cp.train.balance import Balance, rates
 from fla_cp.train.config import ModelConfig, UserError
 from fla_cp.train.distributed import Ranks, exact_parts, gathered, shard_model
 from fla_cp.train.language_model import LanguageModel
@@ -45,7 +44,8 @@ class Shape:
     attention_width: channels of a head of attention, as a multiple of head_dim. queries_per_key:
     query heads that share a key head, if they divide num_heads. ffn_ratio: inner width of SwiGLU
     over the outer one, by default 8/3, so that 3 matrices cost what 2 of 4x do. norm_eps: of all
-    norms but that of latents.
+    norms but that of latents. experts and what follows: see `ModelConfig`; None experts: there are
+    none.
     """
 
     layers: int
@@ -59,6 +59,13 @@ class Shape:
     ffn_ratio: float = 8 / 3
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    experts: int | None = None
+    experts_per_token: int = 2
+    shared_experts: int = 0
+    expert_size: int | None = None
+    routing_scale: float = 1.0
+    routing: str = "softmax"
+    dense_layers: int = 0
 
     def __str__(self) -> str:
         return (
@@ -73,6 +80,13 @@ class Shape:
         return 64 * math.ceil(self.hidden_size * self.ffn_ratio / 64)
 
     @property
+    def expert_width(self) -> int:
+        """Inner width of an expert. By default a token's experts together have that of SwiGLU."""
+        if self.expert_size is not None:
+            return self.expert_size
+        return 64 * math.ceil(self.ffn_size / (self.experts_per_token + self.shared_experts) / 64)
+
+    @property
     def attention_head_dim(self) -> int:
         """Channels of a head of attention."""
         return self.attention_width * self.head_dim
@@ -83,34 +97,64 @@ class Shape:
         return self.num_heads // math.gcd(self.num_heads, self.queries_per_key)
 
 
+KIMI_LINEAR = Shape(
+    layers=27,
+    hidden_size=2304,
+    num_heads=32,
+    head_dim=128,
+    tie_embeddings=False,
+    ffn_ratio=4,
+    experts=256,
+    experts_per_token=8,
+    shared_experts=1,
+    expert_size=1024,
+    routing_scale=2.446,
+    routing="sigmoid",
+    dense_layers=1,
+)
+"""Kimi Linear 48B-A3B."""
+
+QWEN3_NEXT = Shape(
+    layers=48,
+    hidden_size=2048,
+    num_heads=16,
+    head_dim=128,
+    tie_embeddings=False,
+    value_heads=2,
+    attention_width=2,
+    queries_per_key=8,
+    ffn_ratio=2.5,
+    rope_theta=1e7,
+    norm_eps=1e-6,
+    experts=512,
+    experts_per_token=10,
+    shared_experts=1,
+    expert_size=512,
+)
+"""Qwen3-Next 80B-A3B."""
+
 SHAPES = {
     "tiny": Shape(layers=2, hidden_size=128, num_heads=2, head_dim=64, tie_embeddings=True),
     "340M": Shape(layers=24, hidden_size=1024, num_heads=8, head_dim=128, tie_embeddings=False),
     "1.3B": Shape(layers=24, hidden_size=2048, num_heads=16, head_dim=128, tie_embeddings=False),
-    "kimi-linear": Shape(
-        layers=27, hidden_size=2304, num_heads=32, head_dim=128, tie_embeddings=False, ffn_ratio=4
+    "kimi-linear-small": replace(
+        KIMI_LINEAR, layers=12, hidden_size=768, num_heads=8, experts=32, expert_size=384
     ),
-    "qwen3-next": Shape(
-        layers=48,
-        hidden_size=2048,
-        num_heads=16,
-        head_dim=128,
-        tie_embeddings=False,
-        value_heads=2,
-        attention_width=2,
-        queries_per_key=8,
-        ffn_ratio=2.5,
-        rope_theta=1e7,
-        norm_eps=1e-6,
+    "qwen3-next-small": replace(
+        QWEN3_NEXT, layers=12, hidden_size=1024, num_heads=8, experts=64, expert_size=256
     ),
+    "kimi-linear": KIMI_LINEAR,
+    "qwen3-next": QWEN3_NEXT,
 }
 
 
 def shape_of(config: ModelConfig) -> Shape:
     """The shape of the named size, with the dimensions that the configuration sets."""
-    names = [field.name for field in fields(Shape) if hasattr(config, field.name)]
+    size = SHAPES[config.size]
+    names = [f.name for f in fields(size) if hasattr(config, f.name)]
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    return replace(SHAPES[config.size], **given)
+    shape = replace(size, **given)
+    return shape if shape.experts else replace(shape, experts=None)
 
 
 def vocabulary(config: ModelConfig, data: int) -> int:
@@ -140,28 +184,21 @@ def _initial_values(module: nn.Module, std: float) -> dict[str, Initial]:
     return own() if not isinstance(module, Decoder) else {}
 
 
-def expert_size(config: ModelConfig, shape: Shape) -> int:
-    """Inner width of an expert. By default a token's experts together have that of SwiGLU."""
-    if config.expert_size is not None:
-        return config.expert_size
-    return 64 * math.ceil(shape.ffn_size / (config.experts_per_token + config.shared_experts) / 64)
-
-
-def _feed_forward(config: ModelConfig, shape: Shape, layer_idx: int) -> nn.Module:
+def _feed_forward(shape: Shape, layer_idx: int) -> nn.Module:
     """What follows the token mixer of a block. Shared experts have a gate where Qwen3-Next has it,
     with softmax; the one weight of a token with one expert is not divided by itself."""
-    if config.experts is None or layer_idx < config.dense_layers:
+    if shape.experts is None or layer_idx < shape.dense_layers:
         return SwiGLU(shape.hidden_size, shape.ffn_size)
     return Experts(
         shape.hidden_size,
-        expert_size(config, shape),
-        config.experts,
-        config.experts_per_token,
-        routing=config.routing,
-        normalize=config.experts_per_token > 1,
-        scale=config.routing_scale,
-        shared_experts=config.shared_experts,
-        shared_gate=config.routing == "softmax" and config.shared_experts > 0,
+        shape.expert_width,
+        shape.experts,
+        shape.experts_per_token,
+        routing=shape.routing,
+        normalize=shape.experts_per_token > 1,
+        scale=shape.routing_scale,
+        shared_experts=shape.shared_experts,
+        shared_gate=shape.routing == "softmax" and shape.shared_experts > 0,
     )
 
 
@@ -173,7 +210,7 @@ class Block(nn.Module):
         self.mixer_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.mixer = make_mixer(mixer, config, shape, layer_idx)
         self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.ffn = _feed_forward(config, shape, layer_idx)
+        self.ffn = _feed_forward(shape, layer_idx)
 
     def forward(self, x: Tensor, context: FLACPContext) -> tuple[Tensor, RoutingStatistics | None]:
         """The residual stream behind this block, and what its experts report, if it has any."""
@@ -202,8 +239,13 @@ class Decoder(LanguageModel):
         )
         self.norm = nn.RMSNorm(self.shape.hidden_size, eps=self.shape.norm_eps)
         self.head = nn.Linear(self.shape.hidden_size, vocab_size, bias=False)
-        if config.experts is not None:
-            self.balance = Balance(len(self.expert_layers()), config)
+        if self.shape.experts is not None:
+            self.balance = Balance(
+                len(self.expert_layers()),
+                self.shape.experts,
+                self.shape.experts_per_token,
+                **rates(config, self.shape.routing),
+            )
         self.tie_weights()
 
     def exact_parts(self) -> list[nn.Module]:
@@ -213,6 +255,14 @@ class Decoder(LanguageModel):
         """The mixtures of experts, in the order of the blocks."""
         layers = (block.get_submodule("ffn") for block in self.blocks)
         return [layer for layer in layers if isinstance(layer, Experts)]
+
+    def active_parameters(self) -> int:
+        """How many parameters a token meets: all but those of the experts that it does not take."""
+        idle = 0
+        for layer in self.expert_layers():
+            each = sum(p.numel() for p in layer.experts.parameters()) // layer.router.num_experts
+            idle += each * (layer.router.num_experts - layer.router.experts_per_token)
+        return sum(p.numel() for p in self.parameters()) - idle
 
     def move_biases(self) -> None:
         """Moves the routers' biases by the loads of the step; see `Balance`."""
@@ -322,14 +372,9 @@ def build_sharded(
 
 def compile_blocks(model: Decoder) -> None:
     """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
-    share one code object, so that a shape is compiled once. Mixers of softmax attention run as they
-    are, between the compiled parts of their blocks."""
+    share one code object, so that a shape is compiled once."""
     for block in model.blocks:
-        mixer = block.get_submodule("mixer")
-        traced = not isinstance(mixer, SoftmaxAttention)
-        if not traced:
-            mixer.forward = torch.compiler.disable(mixer.forward)
-        block.forward = torch.compile(block.forward, fullgraph=traced)
+        block.forward = torch.compile(block.forward, fullgraph=True)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

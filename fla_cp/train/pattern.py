@@ -7,7 +7,10 @@ over the blocks; the last repetition may be cut.
 from __future__ import annotations
 
 from itertools import cycle, islice
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+if TYPE_CHECKING:
+    from fla_cp.train.config import ModelConfig
 
 Mixer = Literal["kda", "gdn", "comba", "gdp", "gla", "simple_gla", "attention", "mla"]
 
@@ -16,6 +19,8 @@ SOFTMAX = ("attention", "mla")
 
 PATTERNS = {
     # layers 4, 8, 12, 16, 20, 24 and 27 of 27
+    "kimi-linear-small": "kda*3,mla",
+    "qwen3-next-small": "gdn*3,attention",
     "kimi-linear": ",".join(["kda*3,mla"] * 6 + ["kda*2,mla"]),
     "qwen3-next": "gdn*3,attention",
 }
@@ -39,6 +44,11 @@ def parse_pattern(text: str) -> tuple[str, ...]:
 def block_mixers(pattern: str, layers: int) -> tuple[str, ...]:
     """The mixer of each block."""
     return tuple(islice(cycle(parse_pattern(pattern)), layers))
+
+
+def mixers_of(config: ModelConfig) -> tuple[str, ...]:
+    """The mixers of one repetition. Raises ValueError for a pattern that names none."""
+    return parse_pattern(config.pattern or config.mixer or "kda")
 
 
 class Stretch(NamedTuple):

@@ -16,8 +16,8 @@ from fla_cp.train.model import shape_of
 from fla_cp.train.pattern import SOFTMAX, parse_pattern, parse_stretch
 
 EXPERT_OPTIONS = (
-    *("experts_per_token", "shared_experts", "expert_size", "routing"),
-    *("aux_loss", "bias_rate", "dense_layers", "routing_scale"),
+    *("experts_per_token", "shared_experts", "expert_size", "routing_scale", "routing"),
+    *("dense_layers", "aux_loss", "bias_rate"),
 )
 """Fields of ModelConfig that say something only with `experts`."""
 
@@ -75,26 +75,32 @@ def _check_experts(config: TrainConfig) -> None:
             flag = f"--model.{name.replace('_', '-')}"
             raise UserError(f"{flag} must be {rule}, got {getattr(model, name)}")
 
-    for name in ("experts", "experts_per_token", "expert_size"):
+    for name in ("experts_per_token", "expert_size"):
         value = getattr(model, name)
         need(value is None or value >= 1, name, "at least 1")
-    need(model.routing_scale > 0, "routing_scale", "above 0")
-    for name in ("shared_experts", "aux_loss", "bias_rate", "dense_layers"):
+    for name in ("experts", "shared_experts", "aux_loss", "bias_rate", "dense_layers"):
         need((getattr(model, name) or 0) >= 0, name, "at least 0")
-    if model.experts is None:
-        for field in dataclasses.fields(model):
-            if field.name in EXPERT_OPTIONS:
-                unset = getattr(model, field.name) == field.default
-                need(unset, field.name, "left out without --model.experts")
+    scale = model.routing_scale
+    need(scale is None or scale > 0, "routing_scale", "above 0")
+    shape = shape_of(model)
+    most, layers = shape.experts, shape.layers
+    if most is None:
+        for name in EXPERT_OPTIONS:
+            need(getattr(model, name) is None, name, "left out without --model.experts")
         return
-    most = model.experts
-    need(model.experts_per_token <= most, "experts_per_token", f"at most the {most} experts")
-    layers = shape_of(model).layers
-    need(model.dense_layers < layers, "dense_layers", f"below the number of blocks, {layers}")
-    fits = not model.bias_rate or model.routing == "sigmoid"
-    need(fits, "bias_rate", "left out with --model.routing softmax")
+
+    def fits(ok: bool, name: str, rule: str) -> None:
+        """The same for a value that the size may have set."""
+        if not ok:
+            flag = f"--model.{name.replace('_', '-')}"
+            raise UserError(f"{flag} must be {rule}, got {getattr(shape, name)}")
+
+    fits(shape.experts_per_token <= most, "experts_per_token", f"at most the {most} experts")
+    fits(shape.dense_layers < layers, "dense_layers", f"below the number of blocks, {layers}")
+    free = not model.bias_rate or shape.routing == "sigmoid"
+    need(free, "bias_rate", "left out with --model.routing softmax")
     data, aux = config.data, model.aux_loss
-    balanced = aux or (aux is None and model.routing == "softmax")
+    balanced = aux or (aux is None and shape.routing == "softmax")
     if config.parity.check and balanced and config.parallel.dp > 1 and data.micro_batch_size:
         raise UserError(
             "--micro-batch-size must be left out with --check-parity, data parallelism and "
@@ -153,6 +159,7 @@ def validate(config: TrainConfig) -> None:
     fixed = documents is not None and model.compile == "on"
     need(not fixed, "--data.max-documents", "left out with --compile", documents)
     at_least(0, workers=data.workers)
+    need(data.cache_gib > 0, "--data.cache-gib", "positive", data.cache_gib)
     at_least(1, max_steps=run.max_steps, log_every=run.log_every)
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
@@ -174,10 +181,9 @@ def validate(config: TrainConfig) -> None:
         value = getattr(model, name)
         need(value is None or value >= 1, f"--model.{name.replace('_', '-')}", "at least 1", value)
     need((model.head_dim or 1) <= 256, "--model.head-dim", "at most 256", model.head_dim)
-    _check_experts(config)
+    if model.folder is None:
+        _check_experts(config)
     softmax = sorted(_mixers(model) & set(SOFTMAX))
-    graphs = softmax and parallel.cuda_graphs
-    need(not graphs, "--cuda-graphs", f"left out with {' and '.join(softmax)}", "--cuda-graphs")
     small = softmax and model.head_dim == 1
     need(not small, "--model.head-dim", f"at least 2 with {' and '.join(softmax)}", model.head_dim)
     eps = model.norm_eps

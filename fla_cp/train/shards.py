@@ -13,16 +13,20 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from fla_cp.train.cache_limit import mark_used, prune
 from fla_cp.train.documents import Documents
 from fla_cp.train.memmap import DTYPES, MemmapSource, narrowest, write_memmap
 from fla_cp.train.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
 
 FORMAT = 1
 """Version of the shards: one that writes other tokens for the same documents needs another."""
@@ -38,7 +42,8 @@ class Shards:
 
     root: folder in which these shards have a folder of their own, whose name depends on documents,
     tokenizer and grouping. shard_bytes: text of a shard, about. shuffled: group the documents in an
-    order that is random, but always the same.
+    order that is random, but always the same. limit: bytes that all shards below root may have; of
+    more, the least recently used are deleted. None: as many as there are.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class Shards:
         root: Path,
         shard_bytes: int,
         shuffled: bool = True,
+        limit: int | None = None,
     ) -> None:
+        self.root, self.limit, self.unpruned = root, limit, limit or 0
         self.documents, self.tokenizer, self.shuffled = documents, tokenizer, shuffled
         self.group = max(1, shard_bytes * len(documents) // max(documents.size, 1))
         facts = f"{FORMAT} {documents.digest} {tokenizer.digest} {self.group} {shuffled}"
@@ -77,12 +84,22 @@ class Shards:
         """
         path = self.path(shard)
         if self.exists(shard):
+            mark_used(path)
             return path
         self.folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not self.exists(shard):
                 self._write(shard, path)
+                self._prune(path)
         return path
+
+    def _prune(self, made: Path) -> None:
+        """Keeps the limit. The folder is looked through only after each 64th of it was written."""
+        if self.limit is not None:
+            self.unpruned += sum(file.stat().st_size for file in made.iterdir())
+            if self.unpruned >= self.limit // 64:
+                self.unpruned = 0
+                prune(self.root, self.limit, made)
 
     def _write(self, shard: int, path: Path) -> None:
         chosen = self._order[shard * self.group : (shard + 1) * self.group]
@@ -109,12 +126,21 @@ class Shards:
 
     def tokens(self, shard: int) -> int:
         """How many tokens a shard has; it is made if need be."""
-        size = (self.make(shard) / "tokens.bin").stat().st_size
+        size = self._opened(shard, lambda path: (path / "tokens.bin").stat().st_size)
         return size // DTYPES[narrowest(self.tokenizer.vocab_size)].itemsize
 
     def source(self, shard: int) -> MemmapSource:
         """The tokens of a shard; it is made if need be."""
-        return MemmapSource(self.make(shard))
+        return self._opened(shard, MemmapSource)
+
+    def _opened(self, shard: int, read: Callable[[Path], _T]) -> _T:
+        """What `read` finds in a shard, which another process may delete before it is read."""
+        try:
+            return read(self.make(shard))
+        except (OSError, ValueError):
+            if self.exists(shard):
+                raise
+            return read(self.make(shard))
 
 
 @contextmanager

@@ -34,11 +34,13 @@ SPECS = ("stdlib", "text:PATH", "memmap:PATH", "hf:PATH", "synthetic", "A:WEIGHT
 @dataclass(frozen=True)
 class Reading:
     """How documents are read. tokenizer: folder of a tokenizer; None: bytes are tokens. column: see
-    RowDocuments. cache: folder for tokenised documents; None: `default_cache`."""
+    RowDocuments. cache: folder for tokenised documents; None: `default_cache`. limit: bytes of
+    tokenised documents that it may have, see `Shards`."""
 
     tokenizer: str | None = None
     column: str | None = None
     cache: str | None = None
+    limit: int | None = None
 
     @property
     def root(self) -> Path:
@@ -117,7 +119,9 @@ def _source(
         raise ValueError(f"{spec!r} needs --tokenizer, the folder of a tokenizer")
     if tokenizer is not None and (opened := open_documents(spec, split, reading)) is not None:
         documents, notes = opened
-        shards = Shards(documents, tokenizer, reading.root / "tokens", shard_bytes(seq_len))
+        shards = Shards(
+            documents, tokenizer, reading.root / "tokens", shard_bytes(seq_len), limit=reading.limit
+        )
         return TokenisedPacks(shards, seq_len, seed, ahead=split == "train", name=name, notes=notes)
     if spec == "stdlib":
         return PackedDataset(_bytes(held_out_split(stdlib_files(), split)), seq_len, name=name)

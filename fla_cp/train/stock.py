@@ -149,10 +149,7 @@ def _balance(routers: list[Any], config: Any) -> Balance:
     asked = getattr(config, "output_router_logits", False)
     factor = getattr(config, "router_aux_loss_coef", 0.0) if asked else 0.0
     first = routers[0]
-    own = ModelConfig(
-        experts=first.num_experts, experts_per_token=first.top_k, aux_loss=factor, bias_rate=0.0
-    )
-    return Balance(len(routers), own)
+    return Balance(len(routers), first.num_experts, first.top_k, aux_loss=factor, bias_rate=0.0)
 
 
 def opened(folder: str) -> Any:

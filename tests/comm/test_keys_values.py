@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, causal_attention, zigzag_token_ranges
-from fla_cp.comm import Overlap, collectives, keys_values
-from fla_cp.comm.keys_values import SCHEMES, Sizes, base, make_exchange, ring
+from fla_cp.comm import Overlap, collectives, keys_values, overlap
+from fla_cp.comm.keys_values import SCHEMES, Sizes, make_exchange, ring
+from fla_cp.nn import MultiHeadLatentAttention
 from fla_cp.ops.attention_plan import key_tables
 from fla_cp.partition.key_tables import KeyTables
 from fla_cp.partition.token_ranges import contiguous_token_ranges
@@ -151,7 +152,7 @@ def order_of_work(group, rank, exchange, log):
 
 @pytest.mark.parametrize("exchange", SCHEMES)
 def test_work_runs_while_keys_are_under_way(exchange, monkeypatch):
-    log, start, wait = defaultdict(list), base.Arriving.__init__, base.Arriving.wait
+    log, start, wait = defaultdict(list), overlap.Arriving.__init__, overlap.Arriving.wait
 
     def started(*args):
         log[threading.get_ident()].append("start")
@@ -161,7 +162,29 @@ def test_work_runs_while_keys_are_under_way(exchange, monkeypatch):
         log[threading.get_ident()].append("wait")
         return wait(*args)
 
-    monkeypatch.setattr(base.Arriving, "__init__", started)
-    monkeypatch.setattr(base.Arriving, "wait", waited)
+    monkeypatch.setattr(overlap.Arriving, "__init__", started)
+    monkeypatch.setattr(overlap.Arriving, "wait", waited)
     for found in run_threads(order_of_work, R, exchange, log):
         assert found == ["start", "work", "wait"]
+
+
+@pytest.mark.parametrize("R", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("layout", [contiguous_token_ranges, zigzag_token_ranges])
+def test_latents_are_the_fewest_bytes_wherever_heads_divide(layout, R):
+    """Why latent attention has no other exchange, at Kimi Linear's sizes (comm/keys_values)."""
+    n = 64 * R
+    tables = KeyTables((0, n), tuple(tuple(map(tuple, r)) for r in layout(n, R)), 0)
+    latents = SCHEMES["gathered"](tables, Sizes(32, 1, 512, 64, 2))
+    around = SCHEMES["ring"](tables, Sizes(32, 1, 512, 64, 2))
+    expanded = SCHEMES["by_heads"](tables, Sizes(32, 32, 192, 128, 2))
+    assert expanded.refusal() is None
+    assert latents.busiest < min(expanded.busiest, around.busiest)
+    more = KeyTables((0, 128), tuple(((a, a + 2),) for a in range(0, 128, 2)), 0)
+    assert SCHEMES["by_heads"](more, Sizes(32, 32, 192, 128, 2)).refusal() is not None
+
+
+def test_latent_attention_takes_no_exchange():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'exchange'"):
+        MultiHeadLatentAttention(24, 2, exchange="ring")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'exchange'"):
+        MultiHeadLatentAttention(24, 2)(torch.zeros(1, 3, 24), exchange="by_heads")

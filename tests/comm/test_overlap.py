@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fla_cp import build_cp_context, contiguous_token_ranges, zigzag_token_ranges
-from fla_cp.comm import Overlap, collectives, halo, run_overlap
+from fla_cp.comm import Overlap, collectives, overlap, run_overlap
 from fla_cp.comm.exchange import base as exchange
 from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention, projections
 from tests.support.closeness import assert_exact
@@ -65,7 +65,7 @@ def recorded(layer, log, hooked=True):
         real = getattr(collectives, name)
         start = lambda *a, real=real: (log.append("start"), real(*a))[1]  # noqa: E731
         patch.setattr(collectives, name, start)
-    for module in (halo, exchange):
+    for module in (overlap, exchange):
         real = module.exchange_wait
         wait = lambda *a, real=real: (log.append("wait"), real(*a))[1]  # noqa: E731
         patch.setattr(module, "exchange_wait", wait)

@@ -1,7 +1,6 @@
 """What README and the pages of docs/ say is run, recomputed or measured here."""
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from fla_cp.partition.key_tables import KeyTables
 from fla_cp.partition.token_ranges import contiguous_token_ranges, zigzag_token_ranges
 from tests.support import peers
 from tests.support.closeness import assert_exact
+from tests.support.processes import environment
 from tests.support.ranks import run_threads
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +59,10 @@ def example(tmp_path):
 
 
 def run_example(example, *launcher):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("RANK", None)
+    alone = environment(OMP_NUM_THREADS="1")
+    alone.pop("RANK", None)
     command = [sys.executable, *launcher, str(example)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return re.findall(r"rank (\d): (\d+) of 300 tokens, \|o\| ([\d.]+)", done.stdout)
 

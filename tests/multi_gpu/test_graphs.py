@@ -1,24 +1,28 @@
 """Training steps through CUDA graphs equal steps without them, also after an evaluation."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT, environment
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    "flags", ["--data.max-documents=16", "--compile off", "--compile on"], ids=lambda x: x[2:]
+    "flags",
+    [
+        *("--data.max-documents=16", "--compile off", "--compile on"),
+        "--data.max-documents=16 --dtype bfloat16 --model.pattern kda,attention",
+        "--data.max-documents=16 --dtype bfloat16 --model.pattern kda,mla --model.mla-rope",
+    ],
+    ids=lambda x: x[2:],
 )
 def test_steps_through_graphs(flags):
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.graphs", *flags.split()],
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
+        env=environment(TRITON_INTERPRET="0"),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,14 +1,13 @@
 """The host waits for the device once in a training step, as CUDA itself reports it."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT, environment
+
 FLAGS = [
     *("--device", "cuda", "--data", "synthetic", "--seq-len", "1024", "--eval-every", "0"),
     *("--global-batch-size", "4", "--micro-batch-size", "2", "--clip-norm", "0.01"),
@@ -26,7 +25,7 @@ def test_the_host_waits_once_in_a_step(tmp_path, cp, flags):
     done = subprocess.run(
         [sys.executable, *start, "-m", "tests.support.waits", *FLAGS, "--cp", str(cp)]
         + [*flags.split(), "--out", str(tmp_path / "run")],
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
+        env=environment(TRITON_INTERPRET="0"),
         cwd=ROOT,
         capture_output=True,
         text=True,

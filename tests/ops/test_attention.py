@@ -181,10 +181,3 @@ def test_shapes_that_do_not_fit(changed, message):
     shapes = {"q": (1, 150, 4, 8), "k": (1, 150, 2, 8), "v": (1, 150, 2, 6)} | changed
     with pytest.raises(ValueError, match=message):
         causal_attention(*(torch.zeros(s) for s in shapes.values()))
-
-
-def test_a_context_of_fixed_shape_is_refused():
-    q, k, v, _ = drawn()
-    context = build_cp_context(torch.tensor(OFFSETS), None, max_sequences=8)
-    with pytest.raises(ValueError, match="cp_context must be built without max_sequences"):
-        causal_attention(q, k, v, cp_context=context)

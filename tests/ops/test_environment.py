@@ -383,4 +383,4 @@ def test_every_tensor_that_the_package_makes_says_where():
                     given = {k.arg for k in call.keywords}
                     where = f"{file.relative_to(package)}:{call.lineno} torch.{made}"
                     assert "device" in given, where
-                    assert made in ("tensor", "arange") or "dtype" in given, where
+                    assert made in ("tensor", "as_tensor", "arange") or "dtype" in given, where

@@ -313,9 +313,6 @@ def test_bad_calls(name):
         layer(x[:, :100], cu_seqlens=torch.tensor([0, 100]), cp_context=context)
     with pytest.raises(ValueError, match="hidden_size=24"):
         layer(x[..., 1:])
-    fixed = build_cp_context(torch.tensor([0, T]), None, max_sequences=4)
-    with pytest.raises(ValueError, match="without max_sequences for attention"):
-        layer(x, cp_context=fixed)
 
 
 def test_angles_are_right_far_from_the_beginning():

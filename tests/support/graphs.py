@@ -9,12 +9,15 @@ from tests.support.loops import steps_taken
 
 MODEL = [
     *("--model.layers", "2", "--model.hidden-size", "128", "--model.num-heads", "2"),
-    *("--seq-len", "512", "--global-batch-size", "2", "--device", "cuda", "--dtype", "float32"),
+    *("--seq-len", "512", "--global-batch-size", "2", "--device", "cuda"),
     *("--max-steps", "10", "--eval-every", "5", "--eval-batches", "1"),
 ]
 
 
 def main(flags: list[str]) -> None:
+    if "--dtype" not in flags:
+        flags = [*flags, "--dtype", "float32"]
+    rounded = "bfloat16" in flags  # there flash attention adds in no fixed order, either
     with tempfile.TemporaryDirectory() as folder:
         rest = [flag for flag in flags if not flag.startswith("--data.max")]
         plain, weights, _ = steps_taken(MODEL, f"{folder}/plain", *rest, steps=10)
@@ -23,9 +26,12 @@ def main(flags: list[str]) -> None:
         )
     for mine, theirs in zip(rows, plain, strict=True):
         for a, b in zip(mine, theirs, strict=True):
-            assert abs(a - b) <= 1e-3 * abs(b), (rows, plain)
+            assert abs(a - b) <= (3e-2 if rounded else 1e-3) * abs(b), (rows, plain)
     for a, b in zip(found, weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+        if rounded:
+            assert (a - b).norm() <= 0.1 * b.norm()
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
     print(f"{len(graphs.graphs)} graphs, equal steps")
 
 

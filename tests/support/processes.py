@@ -1,4 +1,4 @@
-"""Facts about other processes: their children, whether they are alive, and where they listen."""
+"""Other processes: their environment, their children, whether they are alive, where they listen."""
 
 import ipaddress
 import os
@@ -9,7 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 240  # seconds; a busy machine takes 60 to import torch in two ranks
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment, in which Python finds this clone first, and then what it finds
+    here; and `more`."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout: float = PATIENCE) -> Any:

@@ -287,7 +287,16 @@ def _parity(group, rank):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--model.experts 0", "--model.experts must be at least 1, got 0"),
+        ("--model.experts -1", "--model.experts must be at least 0, got -1"),
+        (
+            "--model.experts 4 --model.routing-scale 0",
+            "--model.routing-scale must be above 0, got 0",
+        ),
+        ("--model.experts 0 --model.routing-scale 2", "left out without --model.experts, got 2.0"),
+        (
+            "--model kimi-linear --model.experts 4",
+            "--model.experts-per-token must be at most the 4 experts, got 8",
+        ),
         ("--model.experts 4 --model.experts-per-token 5", "at most the 4 experts, got 5"),
         ("--model.experts 4 --model.dense-layers 3", "below the number of blocks, 3, got 3"),
         ("--model.experts 4 --model.expert-size 0", "--model.expert-size must be at least 1"),

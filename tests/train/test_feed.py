@@ -17,9 +17,8 @@ from fla_cp.train.loader import Sharing, StepLoader, token_ranges
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset
 from fla_cp.train.step import Feed
-from tests.support.processes import alive, children, wait_for
+from tests.support.processes import alive, children, environment, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 T = 50
 
 
@@ -177,7 +176,7 @@ def test_workers_leave_signals_to_their_rank_and_end_with_it(tmp_path):
     script.write_text(SCRIPT)
     process = subprocess.Popen(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -244,7 +243,5 @@ if __name__ == "__main__":
 def test_a_rank_that_fails_does_not_wait_for_its_workers(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ABANDONED.replace("raise", "import builtins; builtins.kept = loader; raise"))
-    done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=240
-    )
+    done = subprocess.run([sys.executable, str(script)], env=environment(), timeout=240)
     assert done.returncode == 7

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import joined
-from fla_cp.train.graphs import MAX_GRAPHS, SEEN_BEFORE, Graph, Graphs
+from fla_cp.train.graphs import MAX_GRAPHS, MAX_SEEN, SEEN_BEFORE, Graph, Graphs
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset
 from fla_cp.train.step import HeldOut
@@ -53,9 +53,10 @@ def captures(monkeypatch):
     return found
 
 
-def compared(tmp_path, *flags):
-    plain, weights, _ = steps_taken(MODEL, tmp_path / "plain")
-    rows, found, graphs = steps_taken(MODEL, tmp_path / "graphs", "--cuda-graphs", *flags)
+def compared(tmp_path, *flags, model=()):
+    model = [*MODEL, *model]
+    plain, weights, _ = steps_taken(model, tmp_path / "plain")
+    rows, found, graphs = steps_taken(model, tmp_path / "graphs", "--cuda-graphs", *flags)
     assert sum(r[2] > 0 for r in rows) == 2
     for mine, theirs in zip(rows, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
@@ -68,6 +69,39 @@ def test_one_graph_serves_every_packing_of_a_fixed_context(captures, tmp_path):
     # the first step compares the ranks, and then SEEN_BEFORE steps run as they are
     assert captures == [8 - 1 - SEEN_BEFORE]
     assert graphs.fixed.max_sequences == 12
+
+
+def test_one_graph_serves_every_packing_of_softmax_attention(captures, tmp_path):
+    model = ["--model.pattern", "mla,attention", "--model.mla-rope"]
+    compared(tmp_path, "--data.max-documents", "12", model=model)
+    assert captures == [8 - 1 - SEEN_BEFORE]
+
+
+def test_a_captured_packing_is_that_of_its_first_step(captures, tmp_path):
+    """That context has made its tables; a new one would have to copy them while it is captured."""
+    (tmp_path / "long.txt").write_text("one long document " * 2000)
+    data = ["--data", f"text:{tmp_path / 'long.txt'}"]
+    *_, graphs = steps_taken(MODEL, tmp_path / "graphs", "--cuda-graphs", *data)
+    ((packing, graph),) = graphs.graphs.items()
+    assert graph.context is graphs.seen[packing].context
+
+
+def test_packings_that_do_not_come_back_are_forgotten():
+    graphs = Graphs(torch.nn.Linear(1, 1))
+    for n in range(3 * MAX_SEEN):
+        graphs._seen((n,), None)
+        graphs._seen((-1,), None)
+    assert len(graphs.seen) == MAX_SEEN and graphs.seen[-1,].times == 3 * MAX_SEEN
+
+
+def test_attention_for_all_packings_needs_bfloat16(tmp_path):
+    from fla_cp.train.main import check_impl
+
+    flags = ["--mixer", "mla", "--cuda-graphs", "--data.max-documents", "3", "--dtype", "float32"]
+    config = parse([*MODEL, *flags])
+    ranks = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(UserError, match=r"with mla needs --dtype bfloat16, .* got float32"):
+        check_impl(config, ranks)
 
 
 def test_packs_of_one_document_share_a_graph(captures, tmp_path):

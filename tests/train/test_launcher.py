@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,16 @@ from fla_cp.train.loopback import LoopbackRendezvous
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parent import LAUNCHER, STARTED
 from fla_cp.train.parse import load_toml, parse, to_toml
-from tests.support.processes import alive, children, is_loopback, listening, wait_for
+from tests.support.processes import (
+    ROOT,
+    alive,
+    children,
+    environment,
+    is_loopback,
+    listening,
+    wait_for,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "16", "--model.num-heads", "1"),
     *("--model.head-dim", "16", "--device", "cpu", "--data", "synthetic", "--seq-len", "64"),
@@ -37,8 +43,15 @@ ctypes.PyDLL(None).sleep(600)
 def clean(**more):
     """The environment of this process without the variables of a launcher."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rest = {k: v for k, v in os.environ.items() if k not in (*names, STARTED, LAUNCHER)}
-    return {**rest, "PYTHONPATH": str(ROOT), **more}
+    rest = {k: v for k, v in environment().items() if k not in (*names, STARTED, LAUNCHER)}
+    return {**rest, **more}
+
+
+def test_children_find_what_this_process_finds(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/somewhere/else")
+    assert environment()["PYTHONPATH"] == os.pathsep.join([str(ROOT), "/somewhere/else"])
+    monkeypatch.delenv("PYTHONPATH")
+    assert environment(A="b")["PYTHONPATH"] == str(ROOT)
 
 
 def start(command, tmp_path, **environment):

@@ -15,8 +15,8 @@ from fla_cp.train.config import UserError
 from fla_cp.train.exit_codes import DIVERGED
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import parse
+from tests.support.processes import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
 FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "16", "--model.num-heads", "1"),
@@ -173,10 +173,12 @@ def run_killed(folder, victims, *flags, launcher=()):
     folder.mkdir()
     script = folder / "killed.py"
     script.write_text(KILLED)
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    clean = environment(VICTIMS=victims)
+    for name in ("RANK", "WORLD_SIZE"):
+        clean.pop(name, None)
     done = subprocess.run(
         [sys.executable, *launcher, str(script), *FLAGS, "--cp", "2", *flags],
-        env={**clean, "PYTHONPATH": str(ROOT), "VICTIMS": victims},
+        env=clean,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

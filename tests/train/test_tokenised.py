@@ -51,8 +51,8 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(fla_cp.train.tokenised, "PACKS_A_SHARD", 1)
 
 
-def dataset(folder, cache, spec="text:{}/text", split="train", seq_len=T, seed=0):
-    reading = Reading(str(folder / "tokenizer"), None, str(cache))
+def dataset(folder, cache, spec="text:{}/text", split="train", seq_len=T, seed=0, limit=None):
+    reading = Reading(str(folder / "tokenizer"), None, str(cache), limit)
     return build_dataset(spec.format(folder), seq_len, split, seed, reading)
 
 
@@ -162,6 +162,37 @@ def test_shards_are_made_once_and_ahead(folder, tmp_path, monkeypatch):
     epoch_of(dataset(folder, tmp_path))
     assert sorted(shard for shard, _ in made) == list(range(len(data.shards)))
     assert not list(data.shards.folder.glob("*.lock")) + list(data.shards.folder.glob(".*"))
+
+
+def test_a_small_cache_gives_the_same_packs(folder, tmp_path):
+    """Shards come and go while they are read, also those of other data."""
+    every = dataset(folder, tmp_path / "a")
+    wanted = epoch_of(every)
+    sizes = [sum(f.stat().st_size for f in p.iterdir()) for p in every.shards.folder.glob("0*")]
+    dataset(folder, tmp_path / "b", split="valid")[0]
+    small = dataset(folder, tmp_path / "b", limit=3 * max(sizes))
+    small.ahead = False  # a thread would still be making a shard at the end
+    for a, b in zip(wanted, epoch_of(small), strict=True):
+        assert torch.equal(a["tokens"], b["tokens"])
+    left = list((tmp_path / "b" / "tokens").glob("*/0*"))
+    assert sum(f.stat().st_size for p in left for f in p.iterdir()) <= 3 * max(sizes)
+    assert small.shards.folder in {path.parent for path in left}
+    assert len(left) < len(sizes)
+
+
+def test_a_shard_that_is_deleted_before_it_is_read_is_made_again(folder, tmp_path, monkeypatch):
+    shards, made = dataset(folder, tmp_path / "a").shards, []
+    original = Shards.make
+
+    def deleted(self, shard):
+        path = original(self, shard)
+        made.append(path)
+        if len(made) == 1:
+            shutil.rmtree(path)
+        return path
+
+    monkeypatch.setattr(Shards, "make", deleted)
+    assert len(shards.source(0)) and len(made) == 2
 
 
 def test_threads_that_need_one_shard_make_it_once(folder, tmp_path, monkeypatch):

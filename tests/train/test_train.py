@@ -25,8 +25,8 @@ from fla_cp.train.distributed import launch as launch_ranks
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.model import build_model
 from fla_cp.train.parse import load_toml, parse
+from tests.support.processes import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "launch" / "train.py"
 STEPS = 20
 # 2 packs of 150 tokens: no end of a chunk or a shard is the end of a pack or a document
@@ -63,13 +63,13 @@ def run_here(*flags):
     return fla_cp.train.main.main([*BASE, *flags])
 
 
-def start(*flags, base=BASE, launcher=(), **environment):
+def start(*flags, base=BASE, launcher=(), **more):
     """Starts a run as a process of its own, in a session of its own."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    clean = {k: v for k, v in os.environ.items() if k not in names}
+    clean = {k: v for k, v in environment().items() if k not in names}
     return subprocess.Popen(
         [sys.executable, *launcher, *([] if launcher else [str(TRAIN)]), *base, *flags],
-        env={**clean, **environment},
+        env={**clean, **more},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -269,7 +269,7 @@ def test_ranks_skip_alike_where_one_has_a_nan(text, tmp_path):
     )
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     flags = ["--cp", "2", "--max-steps", "6", "--out", str(tmp_path / "run")]
-    run_ranks(*text, *flags, launcher=torchrun, PYTHONPATH=str(ROOT))
+    run_ranks(*text, *flags, launcher=torchrun)
     rows = read_metrics(tmp_path / "run")
     assert [row["skipped"] for row in rows] == [0, 0, 0, 1, 1, 1, 1]
     assert rows[3]["loss"] is None
@@ -312,6 +312,15 @@ def test_parity_of_a_split(text, tmp_path):
     assert all(row["norm"] > 0 for row in report["rows"])
     for name in [row["parameter"] for row in report["rows"]]:
         assert name in out
+
+
+@pytest.mark.wide
+@pytest.mark.slow
+def test_parity_of_compiled_latent_attention(text, tmp_path):
+    """One graph of each block serves one rank and each of two."""
+    flags = ["--cp", "2", "--compile", "--check-parity", "--parity.steps", "2"]
+    flags += ["--model.pattern", "kda,mla", "--model.mla-rope"]
+    assert "parity holds" in run_ranks(*text, *flags, "--out", str(tmp_path / "run"))
 
 
 def test_parity_fails_on_a_wrong_gradient(text, tmp_path, monkeypatch, capsys):

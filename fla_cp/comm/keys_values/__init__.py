@@ -11,6 +11,16 @@ document over R contiguous ranges of T tokens, the busiest rank sends or receive
 Figures for any documents and ranges come from `KeysValues.traffic`, and docs/design.md has
 examples. "auto" takes the scheme with the fewest bytes on its busiest rank, among those that can
 run and whose keys and values fit: `MAX_GATHERED` bytes on a rank. A ring always fits.
+
+Latent attention (`nn.MultiHeadLatentAttention`) has no choice: it gathers latents, kv_lora_rank +
+qk_rope_head_dim numbers a token, and each rank expands those that it got. By heads, keys and values
+would travel expanded. With the sizes of Kimi Linear (32 heads of 192 and 128 channels, 576 numbers
+in a latent) these are 10240 numbers a token, with as many for queries and results, shared by R
+ranks. The latents are fewer bytes up to 71 ranks, with zig-zag ranges up to 47, but 32 heads can be
+divided among 32 ranks at most. A ring sends the latents once more in the backward, so it never
+saves bytes. It would save memory: gathered, a rank holds the expanded keys and values of all tokens
+that its queries read, 20 KiB a token in bf16. With `--remat full`, and in compiled graphs, they are
+not kept for the backward, which expands them again.
 """
 
 from __future__ import annotations

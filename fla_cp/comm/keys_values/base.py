@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm import collectives
-from fla_cp.comm.overlap import run_overlap
-from fla_cp.comm.timing import exchange_wait
 from fla_cp.partition.key_rows import Lengths
 from fla_cp.partition.key_tables import KeyTables
+
+WHAT = "keys and values"
+"""What travels, as a rank that waits too long says it."""
 
 
 class Sizes(NamedTuple):
@@ -109,27 +108,3 @@ class KeysValues:
     def busiest(self) -> int:
         """Bytes that the busiest rank sends or receives, whichever are more."""
         return max(max(rank) for rank in self.traffic())
-
-
-class Arriving:
-    """Rows under way from other ranks. send, receive: rows to and from each rank."""
-
-    def __init__(
-        self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-    ):
-        self.under_way = [collectives.all_to_all(x, list(send), list(receive), group)]
-
-    def wait(self) -> Tensor:
-        """[sum(receive), n] in rank order. May be called once: nothing here keeps the rows."""
-        out, work = self.under_way.pop()
-        with exchange_wait(out.device, "exchange of keys and values"):
-            work.wait()
-        return out
-
-
-def exchanged(
-    x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
-) -> Tensor:
-    """x [sum(send), n] -> [sum(receive), n]. Runs the work that was handed over meanwhile."""
-    assert group is not None, "tokens cross between ranks"
-    return run_overlap(Arriving(x, send, receive, group).wait)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
-from fla_cp.comm.keys_values.base import Kernels, KeysValues, Traffic, exchanged
-from fla_cp.comm.overlap import run_overlap
+from fla_cp.comm.keys_values.base import WHAT, Kernels, KeysValues, Traffic
+from fla_cp.comm.overlap import exchanged, run_overlap
 from fla_cp.partition.head_order import HeadOrder
 
 
@@ -100,5 +100,5 @@ class _Moved(torch.autograd.Function):
 def _moved(x: Tensor, order: HeadOrder, group: dist.ProcessGroup | None, to_heads: bool) -> Tensor:
     mine = [order.tokens[order.rank]] * len(order.tokens)
     if to_heads:
-        return order.arrived.of(exchanged(x, mine, order.tokens, group))
-    return exchanged(order.leaving.of(x), order.tokens, mine, group)
+        return order.arrived.of(exchanged(x, mine, order.tokens, group, WHAT))
+    return exchanged(order.leaving.of(x), order.tokens, mine, group, WHAT)

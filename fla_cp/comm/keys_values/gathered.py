@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
-from fla_cp.comm.keys_values.base import Kernels, KeysValues, Traffic, exchanged
-from fla_cp.comm.overlap import run_overlap
+from fla_cp.comm.keys_values.base import WHAT, Kernels, KeysValues, Traffic
+from fla_cp.comm.overlap import exchanged, run_overlap
 from fla_cp.partition.key_rows import KeyRows
 from fla_cp.rule import accumulator
 
@@ -105,7 +105,7 @@ def bring(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
 
 def _arrived(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
     leaving = x[torch.cat(rows.sent(x.device))]
-    return exchanged(leaving, rows.send_counts, rows.receive, group)
+    return exchanged(leaving, rows.send_counts, rows.receive, group, WHAT)
 
 
 def _taken(arrived: Tensor, rows: KeyRows) -> Tensor:
@@ -121,7 +121,7 @@ def give_back(grad: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> T
         places = [taken[lo:hi] for lo, hi in runs]
         grad = _summed([grad[lo:hi] for lo, hi in runs], places, grad, sum(rows.receive))
     if rows.crosses:
-        back = exchanged(grad.contiguous(), rows.receive, rows.send_counts, group)
+        back = exchanged(grad.contiguous(), rows.receive, rows.send_counts, group, WHAT)
         grad = _summed(back.split(rows.send_counts), rows.sent(grad.device), grad, rows.tokens)
     return grad
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
-from fla_cp.comm.keys_values.base import Arriving, Kernels, KeysValues, Traffic
-from fla_cp.comm.overlap import run_overlap
+from fla_cp.comm.keys_values.base import WHAT, Kernels, KeysValues, Traffic
+from fla_cp.comm.overlap import Arriving, run_overlap
 from fla_cp.partition.ring_steps import Part, RingSteps, Rows, Step
 from fla_cp.rule import accumulator
 
@@ -104,7 +104,8 @@ def _only(R: int, rank: int, n: int) -> list[int]:
 def forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
     """Every rank issues one all-to-all, in which it sends to at most one rank."""
     R, out = dist.get_world_size(group), step.send.of(wire)
-    return Arriving(out, _only(R, step.to, len(out)), _only(R, step.source, step.receive), group)
+    send, receive = _only(R, step.to, len(out)), _only(R, step.source, step.receive)
+    return Arriving(out, send, receive, group, WHAT)
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
@@ -192,9 +193,8 @@ def ring_bwd(
 def _return_step(grads: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
     """The gradients of what `forward_step` brought, back to where it came from."""
     R = dist.get_world_size(group)
-    return Arriving(
-        grads, _only(R, step.source, step.receive), _only(R, step.to, step.send.count), group
-    )
+    send, receive = _only(R, step.source, step.receive), _only(R, step.to, step.send.count)
+    return Arriving(grads, send, receive, group, WHAT)
 
 
 def _finish(total: Tensor, returning: list[tuple[Arriving, Rows]]) -> None:

@@ -47,7 +47,7 @@ def flash_runs(q: Tensor, v: Tensor) -> bool:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Attended:
     """q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V]; H is a multiple of HK. Query h reads key head
-    h // (H / HK). Every sequence has queries and keys."""
+    h // (H / HK). Every sequence that has queries has keys."""
     return (_flash if flash_runs(q, v) else _torch)(q, k, v, lengths, scale)
 
 
@@ -145,7 +145,11 @@ def _flash_bwd(
         unread,
         scale=scale,
     )
-    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., :V]
+    dk, dv = dk[..., : k.shape[-1]], dv[..., :V]
+    idle = lengths.unread(q.device)
+    if idle is not None:  # no kernel says that it writes the gradients of these keys
+        dk, dv = (d.masked_fill(idle[:, None, None], 0.0) for d in (dk, dv))
+    return dq[..., : q.shape[-1]], dk, dv
 
 
 class _Block(NamedTuple):
@@ -156,9 +160,17 @@ class _Block(NamedTuple):
     hidden: int
 
 
-def _blocks(lengths: Lengths) -> Iterator[_Block]:
+def _blocks(lengths: Lengths, device: torch.device) -> Iterator[_Block]:
     """Blocks of queries with the keys that they attend to. In a causal block, query i reads all of
-    its keys but the last `hidden` - i."""
+    its keys but the last `hidden` - i.
+
+    Raises RuntimeError while a CUDA graph is captured for several packings, whose blocks differ.
+    """
+    if lengths.changes and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "under a context with max_sequences only flash attention can be captured in a CUDA "
+            f"graph, in bf16 or fp16 with at most {MAX_CHANNELS} channels a head"
+        )
     first_query = first_key = 0
     for n, m in zip(lengths.queries, lengths.keys, strict=True):
         for lo in range(0, n, BLOCK):
@@ -191,7 +203,7 @@ def _torch(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> A
     grouped, keys, values = _grouped(q, heads), k.to(dtype), v.to(dtype)
     o = q.new_empty(*q.shape[:2], v.shape[-1])
     lse = q.new_empty(q.shape[1], len(q), dtype=dtype)
-    for block in _blocks(lengths):
+    for block in _blocks(lengths, q.device):
         scores = _scores(grouped[block.queries], keys[block.keys], block, scale)
         log = scores.logsumexp(-1, keepdim=True)
         out = torch.einsum("hgnm,mhv->nhgv", (scores - log).exp(), values[block.keys])
@@ -207,7 +219,7 @@ def _torch_bwd(
     grouped, keys, values = _grouped(q, heads), k.to(dtype), v.to(dtype)
     given, out = _grouped(do, heads), _grouped(found.o, heads)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
-    for block in _blocks(lengths):
+    for block in _blocks(lengths, q.device):
         rows, cols = block.queries, block.keys
         log = found.lse[:, rows].unflatten(0, (heads, -1))[..., None]
         p = (_scores(grouped[rows], keys[cols], block, scale) - log).exp()

@@ -1,0 +1,112 @@
+"""torch.compile(fullgraph=True) of attention layers: one graph for a first packing and one for all
+others, with the results of the eager layer."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.nn import Attention, MultiHeadLatentAttention, YaRN
+from fla_cp.ops.latent_attention_op import latent_op, positions_op
+from tests.support.closeness import assert_exact
+from tests.support.sweeps import crossed
+
+# Dynamo makes an instance of each autograd.Function that it traces (torch 2.13)
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+SIZES = {"kv_lora_rank": 6, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 5}
+LAYERS = {
+    "latent": lambda: MultiHeadLatentAttention(16, 3, rope_theta=None, **SIZES),
+    "latent rotary": lambda: MultiHeadLatentAttention(
+        16, 2, q_lora_rank=7, rope_scaling=YaRN(4, 64), **SIZES
+    ),
+    "grouped rotary": lambda: Attention(
+        16, 4, 2, 8, qk_norm=True, output_gate=True, rotary_dim=4, rope_scaling=YaRN(4, 64)
+    ),
+}
+PACKINGS = [(0, 100), (0, 5, 60, 131), (0, 20, 90), (0, 301)]
+
+
+def graphs_of(name, group):
+    """Compares the compiled layer with the eager one; returns how many graphs there are."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    layer = LAYERS[name]().double()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    R = 1 if group is None else group.size()
+    for n, offsets in enumerate(PACKINGS):
+        ranges = zigzag_token_ranges(offsets[-1], R)
+        context = build_cp_context(torch.tensor(offsets), group, token_ranges=ranges)
+        x, dy = (
+            context.shard(torch.randn(1, offsets[-1], 16, dtype=torch.float64)) for _ in range(2)
+        )
+        results = []
+        for f in (layer, run):
+            leaf = x.detach().requires_grad_()
+            y = f(leaf, cp_context=context)
+            grads = torch.autograd.grad(y, [leaf, *layer.parameters()], dy)
+            results.append((y.detach(), *grads))
+        for i, (a, b) in enumerate(zip(*results, strict=True)):
+            assert_exact(f"result {i} of packing {n}", b, a)
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", crossed(["latent rotary", "grouped rotary", "latent"], fast=2))
+def test_layers_have_two_graphs_at_most(name):
+    assert graphs_of(name, None) <= 2
+
+
+def on_ranks(group, rank, name):
+    return graphs_of(name, group)
+
+
+@pytest.mark.parametrize("name", crossed(["latent", "latent rotary", "grouped rotary"], fast=1))
+def test_layers_over_ranks_have_two_graphs_at_most(gloo_pool, name):
+    assert max(gloo_pool.run(on_ranks, name, world_size=2)) <= 2
+
+
+@pytest.mark.parametrize("name", crossed(["latent rotary", "grouped rotary"], fast=1))
+def test_rows_compile_too(name):
+    torch._dynamo.reset()
+    layer = LAYERS[name]().double()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for B, T in ((2, 70), (3, 50)):
+        x = torch.randn(B, T, 16, dtype=torch.float64)
+        assert_exact("y", run(x).detach(), layer(x).detach())
+
+
+def test_autocast_compiles_too():
+    torch._dynamo.reset()
+    layer, x = LAYERS["latent rotary"](), torch.randn(1, 70, 16)
+    context = build_cp_context(torch.tensor([0, 30, 70]), None)
+    found = []
+    for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = f(x, cp_context=context)
+        y.float().sum().backward()
+        found.append((y.detach(), layer.kv_up.weight.grad))
+        layer.zero_grad()
+    (y, dw), (y_compiled, dw_compiled) = found
+    assert y_compiled.dtype == torch.bfloat16 and dw_compiled.dtype == torch.float32
+    assert (y_compiled - y).norm() <= 2**-7 * y.norm()
+    assert (dw_compiled - dw).norm() <= 2**-6 * dw.norm()
+
+
+def test_a_context_of_fixed_shape_is_refused():
+    torch._dynamo.reset()
+    layer = LAYERS["latent"]()
+    context = build_cp_context(torch.tensor([0, 70]), None, max_sequences=2)
+    with pytest.raises(Exception, match="cannot be used under torch"):
+        torch.compile(layer, fullgraph=True, backend="eager")(
+            torch.randn(1, 70, 16), cp_context=context
+        )
+
+
+def test_opcheck():
+    context = build_cp_context(torch.tensor([0, 20, 70]), None)
+    shapes = [(70, 2, 12), (70, 6), (70, 4), (2 * 13, 6)]
+    inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+    torch.library.opcheck(latent_op, (*inputs, 0.5, *context.handle, 1))
+    torch.library.opcheck(positions_op, (inputs[0].detach(), *context.handle, 1))
+    assert positions_op(inputs[0].detach(), *context.handle, 1).tolist() == [*range(20), *range(50)]
