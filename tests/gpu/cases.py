@@ -33,6 +33,7 @@ def cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype]]:
     yield "grouped packed fp32", Case("p", T=1000, **grouped, cu_seqlens=cu, options=inside), FP32
     yield "given slow", Case("g", T=1000, **shape, decay=1e-3), BF16
     yield "given strong", Case("g", T=300, **shape, decay=40.0), BF16
+    yield "given mixed", Case("g", T=300, **shape, decay=3.5), BF16  # of both paths' chunks
     yield "given safe", Case("g", T=300, **shape, decay=5.0, options=options(**SAFE)), BF16
     yield "none", Case("g", T=300, **shape, decay=0.0), BF16
     yield "rows", Case("r", T=130, B=3, **shape, options=safe), BF16

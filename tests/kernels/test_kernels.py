@@ -4,6 +4,8 @@ Inputs are fp32, since the interpreter's bf16 arithmetic is not the hardware's. 
 a GPU what only a GPU can show.
 """
 
+import math
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -82,6 +84,30 @@ def test_kernels_err_like_the_torch_stages(case):
     rounded = {n: t.double() for n, t in case.inputs(dtype=torch.float32).items()}
     exact, baseline = oracle(case, rounded), run(case, torch.float32)
     compare(case, run(case, torch.float32, impl="triton"), exact, baseline)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("inside", "strong-decay")])
+def test_one_path_serves_every_chunk_of_fp32(case, monkeypatch):
+    monkeypatch.setattr(fla_cp.kernels.triton.device.bundles, "SAFE_DTYPES", ())
+    test_kernels_err_like_the_torch_stages(case)
+
+
+def test_each_chunk_takes_the_path_that_its_decays_allow():
+    """2^-100 over 16 rows is the bound: one path for what decays less, the other for the rest."""
+    case = Case("steep", T=150, H=1, HV=2, K=24, V=16)
+    bound = 100 * math.log(2)
+    x = case.inputs(dtype=torch.float32)
+    g = x["g"].fill_(-0.1)
+    g[0, :64, 0] = -0.99 * bound / 16
+    g[0, 64:128, 1] = -1.01 * bound / 16
+    g[0, 64 + 20, 0, 7] = -bound  # one channel of one token
+    g[0, 140, 1, 23] = -bound
+    exact = oracle(case, {n: t.double() for n, t in x.items()})
+    baseline = run(case, torch.float32, inputs=x)
+    compare(case, run(case, torch.float32, impl="triton", inputs=x), exact, baseline)
+    given = Inputs(*(x[n][0] for n in PACKED), A_log=None, dt_bias=None)
+    chunks = intra(DeltaRule(scale=0.3), Packing.build((0, 150)), given)
+    assert chunks.steep.tolist() == [[0, 0], [1, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("gate", [{}, SAFE], ids=["any", "safe"])

@@ -33,7 +33,8 @@ def chunks(NC=3, HV=2, K=128, V=128, dtype=BF16, heads=False, **given):
     x = {n: torch.empty(k, dtype=dtype) for n in ("qg", "k_decayed", "kg")}
     x |= {n: torch.empty(NC, HV, 64, 64, dtype=dtype) for n in ("T", "Aqk")}
     x |= {"decay": torch.empty(NC, HV, K), "rows": torch.empty(NC, HV, 9 if heads else 3, 64)}
-    x |= {"anchors": torch.empty(0), "v": torch.empty(tokens, HV, V, dtype=dtype)}
+    x |= {n: torch.empty(0) for n in ("anchors", "steep")}
+    x |= {"v": torch.empty(tokens, HV, V, dtype=dtype)}
     return Chunks(**x | given, rule=DeltaRule(scale=1.0, per_head=heads))
 
 

@@ -23,7 +23,7 @@ from fla_cp.kernels.sm90.scan import rounded_off
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS, rows_from
-from fla_cp.kernels.triton.device.bundles import Formed, rows, rule_options
+from fla_cp.kernels.triton.device.bundles import rows, rule_options
 from fla_cp.kernels.triton.device.planes import (
     GC,
     GC_BEFORE,
@@ -374,7 +374,7 @@ def intra_head(table: Tables, x: Inputs, c: Chunks, first: int, stop: int) -> No
     chunks from `first` up to `stop`."""
     rule, H, HV = c.rule, x.q.shape[1], x.v.shape[1]
     fewer = x.p is not None or (c.terms > 1 and (HV > H or rule.removal == "none"))
-    given = rows(x.q), rows(x.k), rows(x.k if x.p is None else x.p), Formed(*c[:8]), table.chunks
+    given = rows(x.q), rows(x.k), rows(x.k if x.p is None else x.p), c.formed(), table.chunks
     compiled = {"S": c.shape(WHOLE), "R": rule_options(rule, x.q.dtype), "num_warps": 4}
     registers = 168 if fewer else 128  # three programs an SM, or four
     grid, kernel = (stop - first, H), intra_head_sm90_kernel

@@ -17,7 +17,8 @@ from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import conv as convolution
 from fla_cp.kernels.triton import exchange, fold, gate, gated_norm, intra, ptxas, recurrent, streams
 from fla_cp.kernels.triton.device.blocks import unit_rows
-from fla_cp.kernels.triton.device.bundles import safe, terms
+from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
+from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
 from fla_cp.kernels.triton.device.decay_sums import sums
 from fla_cp.kernels.triton.generations import choose
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
@@ -32,7 +33,7 @@ from fla_cp.rule import CHUNK, DeltaRule
 
 ptxas.choose()
 
-ALWAYS_KEPT: Final = 5
+ALWAYS_KEPT: Final = 6
 """How many of the first fields of the chunks every backward reads; all but T and Aqk are small."""
 
 
@@ -160,15 +161,15 @@ class TritonBackend(Backend):
     ) -> tuple[Chunks, ChunkStates | None]:
         given: Any = kept
         rule, states = spec.rule, given[-2:] if spec.rule.keep_intermediates else None
-        T, Aqk, decay, rows, anchors = given[:ALWAYS_KEPT]
+        formed = given[:ALWAYS_KEPT]
         if rule.per_head:
             qg, k_decayed, kg = map(unit_rows, (x.q, x.k if x.p is None else x.p, x.k))
         elif rule.keep_intermediates:
             qg, k_decayed, kg = given[ALWAYS_KEPT:-2]
         else:
-            qg, k_decayed, kg = gated_operands(*spec, x, rows, anchors, self.tuning)
+            qg, k_decayed, kg = gated_operands(*spec, x, *formed[3:5], self.tuning)
         v = unit_rows(x.v)
-        chunks = Chunks(T, Aqk, decay, rows, anchors, qg, k_decayed, kg, v, rule, o, self.tuning)
+        chunks = Chunks(*formed, qg, k_decayed, kg, v, rule, o, self.tuning)
         return chunks, states
 
     def output_bwd(self, spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
@@ -251,7 +252,8 @@ class TritonBackend(Backend):
             (square, dtype),
             ((NC, HV, K), torch.float32),
             ((NC, HV, planes(rule), CHUNK), torch.float32),
-            ((NC, HV, 3, K) if safe(rule, dtype) else nothing, torch.float32),
+            ((NC, HV, ANCHORS.value, K) if anchored(rule, dtype) else nothing, torch.float32),
+            ((NC, HV) if by_chunk(rule, dtype) else nothing, torch.int32),
         ]
         if rule.keep_intermediates:
             if not rule.per_head:

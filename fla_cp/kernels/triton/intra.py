@@ -8,7 +8,8 @@ import torch
 from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import unit_rows
-from fla_cp.kernels.triton.device.bundles import safe, terms
+from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
+from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
 from fla_cp.kernels.triton.intra_channelwise import empty_gated, intra_channelwise
 from fla_cp.kernels.triton.intra_channelwise_bwd import intra_channelwise_bwd
 from fla_cp.kernels.triton.intra_headwise import intra_headwise
@@ -56,8 +57,10 @@ def empty_chunks(
     T, Aqk = x.q.new_empty((0,) if rule.removal == "none" else square), x.q.new_empty(square)
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
     rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
-    anchors = decay.new_empty((NC, HV, 3, K) if safe(rule, x.q.dtype) else (0,))
-    chunks = Chunks(T, Aqk, decay, rows, anchors, qg, k_decayed, kg, x.v, rule, tuning=tuning)
+    anchors = decay.new_empty((NC, HV, ANCHORS.value, K) if anchored(rule, x.q.dtype) else (0,))
+    flags = (NC, HV) if by_chunk(rule, x.q.dtype) else (0,)
+    formed = T, Aqk, decay, rows, anchors, rows.new_empty(flags, dtype=torch.int32)
+    chunks = Chunks(*formed, qg, k_decayed, kg, x.v, rule, tuning=tuning)
     return table, x, chunks
 
 

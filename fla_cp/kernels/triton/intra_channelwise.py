@@ -3,18 +3,22 @@
 For each (chunk, value head) the kernel forms the gate, the norms, the cumulative sums, Aqk, Akk and
 T = (I + Akk)^-1. It writes, in the operands' dtype and chunk by chunk, qg = scale q exp(gc),
 k_decayed = k exp(gc), kg = k exp(gc_C - gc), T and Aqk (with scale), and in fp32 decay = exp(gc_C),
-the activated beta and the factors of the rows. With a safe gate it also writes gc of rows 15, 47
-and 63 for the backward (anchors).
+the activated beta and the factors of the rows. The path of a safe gate also writes gc of rows 15,
+31, 47 and 63 (anchors). Any gate takes this path too in bf16: the kernel is launched once for each
+path. The first launch serves all chunks. The second finds those whose decays are too strong for the
+first path, marks them (steep) and writes what belongs to them again.
 
-Scores with a safe gate: columns refer to the middle row m of their half of the chunk,
+Scores on the path of a safe gate: columns refer to the middle row m of their half of the chunk,
 k_j exp(gc_m - gc_j). The exponent stays below 16 * 5 / ln 2 = 116 and so within the range of bf16.
 Rows refer once to the middle of the first half and once to that of their own half, and each of the
 two products takes the columns of one half.
 
-Scores with any gate: the chunk is halved repeatedly. For pairs of neighbouring blocks of S rows
-(S = 32, 16, .., 1), all rows of second blocks meet all columns of first blocks in one
+Scores on the path of any gate: the chunk is halved repeatedly. For pairs of neighbouring blocks of
+S rows (S = 32, 16, .., 1), all rows of second blocks meet all columns of first blocks in one
 [64, K] x [K, 64] product, with the last row of the first block as reference. Every exponent is at
 most zero, and what lies outside the pairs is masked away."""
+
+import functools
 
 import triton
 import triton.language as tl
@@ -39,14 +43,27 @@ from fla_cp.kernels.triton.device.blocks import (
     sum_steps,
     unit_rows,
 )
-from fla_cp.kernels.triton.device.bundles import Formed, beta, gate, rows, rule_options, shape
-from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
+from fla_cp.kernels.triton.device.bundles import (
+    Formed,
+    beta,
+    gate,
+    local_paths,
+    rows,
+    rule_options,
+    shape,
+)
+from fla_cp.kernels.triton.device.channelwise_decay import (
+    ANCHORS,
+    blocks_of_16,
+    is_steep,
+    load_steps,
+)
 from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO, sums
 from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import Chunks, Tables, stage_name, tables
+from fla_cp.kernels.triton.operands import Chunks, Tables, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
@@ -66,6 +83,11 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
     k = rows_from(k, start, i_h)
     i_ch = i_c * S.HV + i_hv
     operand = out.k_decayed.dtype.element_ty
+    if R.BY_CHUNK:
+        steep = is_steep(out.anchors + i_ch * ANCHORS * S.K, S, R)
+        tl.store(out.steep + i_ch, steep.to(tl.int32))
+        if not steep:
+            return
 
     b_beta = load_beta(beta, start, i_hv, o_i, m_i, R.BETA_SIGMOID)
     q_scale = tl.zeros_like(b_beta) + scale
@@ -104,8 +126,8 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
         ch = opaque(i_ch, n_rows + i_k, S.BT, 1000)
         last = tl.broadcast_to(c[None, :], [S.BT, S.BK])
         if R.SAFE:
-            place = (ch * 3 + r // 32 + r // (S.BT - 1))[:, None] * S.K + last
-            at = ((r % 32 == 15) | (r == S.BT - 1))[:, None] & (c < S.K)[None, :]
+            place = (ch * ANCHORS + r // 16)[:, None] * S.K + last
+            at = (r % 16 == 15)[:, None] & (c < S.K)[None, :]
             tl.store(out.anchors + place, d, mask=at)
         e = decay_exp(d, R.EXP2)
         store_block(out.qg + ch * S.BT * S.K, b_q * e, r, c, S.BT, S.K)
@@ -192,10 +214,9 @@ def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr
     if S.REMOVAL != "none":
         store_block(out.k_decayed + i_ch * S.BT * S.K, b_k * e, o_i, o_k, S.BT, S.K)
     if R.SAFE:
-        d = (
-            tl.load(out.anchors + (i_ch * 3 + 2) * S.K + o_k, mask=o_k < S.K, other=0.0)[None, :]
-            - d
-        )
+        d = (tl.load(out.anchors + (i_ch * ANCHORS + 3) * S.K + o_k, mask=o_k < S.K, other=0.0))[
+            None, :
+        ] - d
     else:
         d = sum_steps(sums, AFTER, o_i, steps, S.PRECISION)
     store_block(out.kg + i_ch * S.BT * S.K, b_k * decay_exp(d, R.EXP2), o_i, o_k, S.BT, S.K)
@@ -204,11 +225,12 @@ def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr
 def intra_channelwise(table: Tables, x: Inputs, c: Chunks) -> None:
     """Fills c, with one decay a channel."""
     rule, (NC, HV, K), V, dtype = c.rule, c.decay.shape, x.v.shape[2], x.q.dtype
-    t = c.tuning.tile(stage_name("intra", rule, dtype), K, V, dtype)
-    S, R = shape(rule, dtype, x.q.shape[1], HV, K, V, t), rule_options(rule, dtype)
+    shape_of = functools.partial(shape, rule, dtype, x.q.shape[1], HV, K, V)
     given = rows(x.q), rows(x.k), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
-    out, compiled = Formed(*c[:8]), {"num_warps": t.warps, "maxnreg": t.registers}
-    launch(intra_kernel, (NC, HV), *given, out, table.chunks, rule.scale, S, R, **compiled)
+    for path, R in local_paths(rule, dtype):  # the last one reads what the first one wrote
+        t = c.tuning.tile("intra" + path, K, V, dtype)
+        compiled = {"S": shape_of(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
+        launch(intra_kernel, (NC, HV), *given, c.formed(), table.chunks, rule.scale, **compiled)
 
 
 def empty_gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,7 +257,7 @@ def gated_operands(
     gated = empty_gated(rule, NC, x)
     if NC:
         S, R = shape(rule, dtype, H, HV, K, V, t), rule_options(rule, dtype)
-        out = Formed(None, None, None, row_numbers, anchors, *gated)
+        out = Formed(None, None, None, row_numbers, anchors, None, *gated)
         given = rows(x.q), rows(x.k), gate(rule, x), sums(dtype, x.q.device), out, table.chunks
         launch(gated_kernel, (NC * cdiv(K, t.BK), HV), *given, S, R, num_warps=t.warps)
     return gated

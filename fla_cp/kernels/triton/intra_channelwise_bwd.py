@@ -32,7 +32,7 @@ from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import apply_sums, decay_exp, parts, store_rows, sum_steps
-from fla_cp.kernels.triton.device.bundles import Grads, gate, rule_options, shape
+from fla_cp.kernels.triton.device.bundles import Grads, gate, local_paths, rule_options, shape
 from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
 from fla_cp.kernels.triton.device.channelwise_grads import (
     as_rows,
@@ -53,7 +53,6 @@ from fla_cp.kernels.triton.operands import (
     ScanGrads,
     empty_shares,
     saved,
-    stage_name,
     summed_over_chunks,
     tables,
 )
@@ -68,6 +67,8 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if R.BY_CHUNK and tl.load(x.steep + i_c * S.HV + i_hv) == 0:
+        return
     here = open_chunk(x, out, chunks, i_c, i_hv, S, planes.CHANNELWISE_PLANES)
     i = tl.arange(0, S.BT)
     m_i = i < here.n_rows
@@ -187,9 +188,12 @@ def intra_channelwise_bwd(
     """The gradients of the inputs, with one decay a channel."""
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
-    t = c.tuning.tile(stage_name("intra_bwd", rule, dtype), K, V, dtype)
+    paths = [
+        (c.tuning.tile("intra_bwd" + path, K, V, dtype), R) for path, R in local_paths(rule, dtype)
+    ]
+    BK = paths[0][0].BK  # of all paths, since the parts of dbeta and dA_log are those of key tiles
     ts = c.tuning.tile("scores_bwd", K, V, dtype)
-    S, R, tiles = shape(rule, dtype, H, HV, K, V, t), rule_options(rule, dtype), cdiv(K, t.BK)
+    tiles, shape_of = cdiv(K, BK), functools.partial(shape, rule, dtype, H, HV, K, V)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     dq, dk = (x.q.new_empty(tokens, HV, K, dtype=None if HV == H else torch.float32) for _ in "qk")
     out = Grads(
@@ -209,13 +213,13 @@ def intra_channelwise_bwd(
     )
     if NC:
         read, where = saved(x, c, states, grads), table.chunks
-        compiled = {"S": shape(rule, dtype, H, HV, K, V, ts), "R": R, "num_warps": ts.warps}
+        compiled = {"S": shape_of(ts), "R": rule_options(rule, dtype), "num_warps": ts.warps}
         launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
-        kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
-        given = gate(rule, x), sums(dtype, x.q.device), out, where
-        rest = out.shares.shape[1], rule.scale, S, R
-        compiled = {"num_warps": t.warps, "maxnreg": t.registers}
-        launch(kernel, (NC * tiles, HV), read, *given, *rest, **compiled)
+        given = gate(rule, x), sums(dtype, x.q.device), out, where, out.shares.shape[1], rule.scale
+        for t, R in paths:
+            kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
+            compiled = {"S": shape_of(t._replace(BK=BK)), "R": R, "num_warps": t.warps}
+            launch(kernel, (NC * tiles, HV), read, *given, **compiled, maxnreg=t.registers)
     if HV > H:
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk))
     dbeta = None if x.beta is None else beta_bwd(rule, x.beta, out.shares)

@@ -1,4 +1,5 @@
-"""The gradients of everything local to a chunk with a safe gate; see intra_channelwise_bwd.py.
+"""The gradients of everything local to a chunk on the path of a safe gate; see
+intra_channelwise_bwd.py.
 
 |gc_i - gc_m| is at most 16 * 5 / ln 2 = 116 for the middle row m of row i's half. Therefore one row
 factor x = q exp(gc_i - n) and one column factor y = k exp(n - gc_j) serve all products, where n is
@@ -22,7 +23,7 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
     sum_steps,
 )
-from fla_cp.kernels.triton.device.channelwise_decay import load_steps, shifted, whole
+from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS, load_steps, shifted, whole
 from fla_cp.kernels.triton.device.channelwise_grads import (
     load_scores,
     open_chunk,
@@ -47,7 +48,7 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     operand = x.v_new.dtype.element_ty
     o_k = i_k * S.BK + tl.arange(0, S.BK)
     m_k = o_k < S.K
-    first_anchor = x.anchors + here.i_ch * 3 * S.K
+    first_anchor = x.anchors + here.i_ch * ANCHORS * S.K
     anchors = first_anchor + o_k
 
     UNIT: tl.constexpr = 1.0 if R.EXP2 else 1.0 / LOG2E
@@ -62,7 +63,7 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
         prefetched += prefetch_lines(here.row_grads, 3 * S.BT, 32)
         near = tl.arange(0, 32) * 8
         place = near // S.BK * S.K + i_k * S.BK + near % S.BK
-        m_n = (near < 3 * S.BK) & (i_k * S.BK + near % S.BK < S.K)
+        m_n = (near < ANCHORS * S.BK) & (i_k * S.BK + near % S.BK < S.K)
         prefetched += tl.load(first_anchor + place, mask=m_n, other=0.0)
     b_dl = row_sums(here.h, here.dh, i_k * S.BK, tl.arange(0, S.BK), tl.arange(0, 32), S.K, S.V)
     b_dq, b_dr, b_dc, _ = state_products(here, i, m_i, o_k, S, False)
@@ -70,8 +71,8 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
         keep_loads(here.rows, prefetched, here.n_rows, S.BT)
     b_gc = sum_steps(sums, UP_TO, i, parts(b_g, operand), S.PRECISION)
     n0 = whole(tl.load(anchors, mask=m_k, other=0.0), UNIT)[None, :]
-    n1 = whole(tl.load(anchors + S.K, mask=m_k, other=0.0), UNIT)[None, :]
-    end = tl.load(anchors + 2 * S.K, mask=m_k, other=0.0)[None, :]
+    n1 = whole(tl.load(anchors + 2 * S.K, mask=m_k, other=0.0), UNIT)[None, :]
+    end = tl.load(anchors + 3 * S.K, mask=m_k, other=0.0)[None, :]
     first = (i < S.BT // 2)[:, None]
     d = b_gc - tl.where(first, n0, n1) * UNIT
     e = tl.where(first, tl.exp2(n0), tl.exp2(n1))
@@ -84,7 +85,7 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     second = (i >= S.BT // 2)[:, None]
     b_y = b_k * decay_exp(-d, R.EXP2)
     near, far = b_y.to(operand), shifted(b_y, shift, first).to(operand)
-    last = decay_exp(tl.load(anchors + 2 * S.K, mask=m_k, other=0.0), R.EXP2)
+    last = decay_exp(tl.load(anchors + 3 * S.K, mask=m_k, other=0.0), R.EXP2)
     b_dl = b_dl * last + tl.sum(near.to(tl.float32) * b_dc, axis=0)
 
     # row factor q
@@ -99,7 +100,7 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     b_dq = b_dq * f + tl.load(here.row_grads + i)[:, None] * b_k  # and the diagonal
     if R.NORM:
         b_dq -= b_q * (tl.load(here.row_grads + planes.Q_DQ * S.BT + i) / (scale * scale))[:, None]
-    at = (here.start * S.HV + i_hv) * S.K
+    at = (here.start * S.HV + opaque(i_hv, here.n_rows, S.BT, 3)) * S.K
     b_dq *= tl.load(here.rows + planes.Q_SCALE * S.BT + i)[:, None]
     store_rows(out.dq + at, b_dq, i, S.HV * S.K, m_i, o_k, S.K)
     b_dk = tl.load(here.row_grads + i)[:, None] * b_q

@@ -16,7 +16,7 @@ from fla_cp.rule import DeltaRule
 @triton.jit
 def scores_bwd_kernel(x, out, chunks, S: tl.constexpr, R: tl.constexpr):
     """x: `Saved`; out: `Grads`; chunks: `ChunkTable`. Below the diagonal out.scores is dAqk, and
-    dAkk of the rows k before beta; without a safe gate it is mirrored above the diagonal."""
+    dAkk of the rows k before beta; for the path of any gate it is mirrored above the diagonal."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_i = tl.arange(0, S.BT)
     m_i = o_i < tl.load(chunks.rows + i_c)
@@ -33,12 +33,15 @@ def scores_bwd_kernel(x, out, chunks, S: tl.constexpr, R: tl.constexpr):
     tl.store(row_grads + o_i, b_diagonal)
     b_ds = tl.where(below, b_ds, 0.0)
     if not R.SAFE:
-        b_ds += tl.trans(b_ds)
+        mirrored = 1.0
+        if R.BY_CHUNK:
+            mirrored = tl.load(x.steep + i_ch).to(tl.float32)
+        b_ds += tl.trans(b_ds) * mirrored
     store_block(dscores, b_ds, o_i, o_i, S.BT, S.BT)
     if S.REMOVAL != "none":
         b_da = tl.where(below, -b_da, 0.0)
         if not R.SAFE:
-            b_da += tl.trans(b_da)
+            b_da += tl.trans(b_da) * mirrored
         store_block(dscores + S.BT * S.BT, b_da, o_i, o_i, S.BT, S.BT)
     tl.store(out.shares + (start + o_i) * S.HV + i_hv, b_dbeta, mask=m_i)
     if R.NORM:

@@ -28,7 +28,7 @@ from fla_cp.kernels.triton.device.blocks import (
     rows_from,
     store_square,
 )
-from fla_cp.kernels.triton.device.bundles import Formed, beta, gate, rows, rule_options
+from fla_cp.kernels.triton.device.bundles import beta, gate, rows, rule_options
 from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.headwise_decay import (
     decay_of,
@@ -178,7 +178,7 @@ def intra_headwise(packing: Packing, x: Inputs, c: Chunks) -> Callable[[int, int
         BH = min(32, tile_table.power_of_two(HV))
         launch(head_rows_kernel, (NC, cdiv(HV, BH)), *given, c.rows, table.chunks, S, R, BH)
         return functools.partial(kernels_of(t.folder).intra_headwise.intra_head, table, x, c)
-    qkp, out = (rows(x.q), rows(x.k), rows(x.p)), Formed(*c[:8])
+    qkp, out = (rows(x.q), rows(x.k), rows(x.p)), c.formed()
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
 
     def form(first: int, stop: int) -> None:

@@ -9,6 +9,7 @@ from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import (
     ChunkTable,
+    Formed,
     Operands,
     Rows,
     Saved,
@@ -35,7 +36,10 @@ class Chunks(NamedTuple):
 
     T, Aqk [NC, HV, terms * C, C]: in the inputs' dtype, one or two [C, C] terms that add up to it.
     decay [NC, HV, K], rows [NC, HV, planes, C] (device/planes.py): fp32.
-    anchors [NC, HV, 3, K]: gc of rows 15, 47 and 63, fp32; empty without a safe gate in bf16.
+    anchors [NC, HV, 4, K]: gc of rows 15, 31, 47 and 63, fp32; empty with one decay a head, and in
+    another dtype than bf16.
+    steep [NC, HV]: 1 where the decays are too strong for the path of a safe gate, else 0, int32;
+    empty where one path serves all chunks.
     qg, k_decayed, kg [NC, HV, C, K]; with one decay a head the inputs q, k or p, and k [T, H, K].
     v: as given. o: in a backward only. If the rule removes nothing, T is empty, and with one decay
     a channel so is k_decayed."""
@@ -45,6 +49,7 @@ class Chunks(NamedTuple):
     decay: Tensor
     rows: Tensor
     anchors: Tensor
+    steep: Tensor
     qg: Tensor
     k_decayed: Tensor
     kg: Tensor
@@ -66,8 +71,15 @@ class Chunks(NamedTuple):
         (HV, K), V = self.decay.shape[1:], self.v.shape[2]
         return shape(self.rule, self.Aqk.dtype, self.kg.shape[1], HV, K, V, t)
 
+    def steep_or_none(self) -> Tensor | None:
+        return self.steep if self.steep.dim() == 2 else None
+
+    def formed(self) -> Formed:
+        """What the local stage writes."""
+        return Formed(*self[:9])._replace(steep=self.steep_or_none())
+
     def scan_operands(self) -> Operands:
-        q, r, k = (rows(x) if self.of_heads else Rows(x, 0, 0) for x in self[5:8])
+        q, r, k = (rows(x) if self.of_heads else Rows(x, 0, 0) for x in self[6:9])
         return Operands(q, r, k, self.rows, self.T, self.Aqk, self.decay)
 
 
@@ -162,4 +174,6 @@ def summed_over_chunks(partial: Tensor | None, like: Tensor | None) -> Tensor | 
 def saved(x: Inputs, c: Chunks, states: ChunkStates, grads: ScanGrads) -> Saved:
     """What the kernels of the local backward read."""
     (h, v_new), inputs = states, (rows(x.q), rows(x.k), rows(x.p), rows(x.v), rows(grads.do))
-    return Saved(*inputs, c.o, h, grads.dh, v_new, grads.y, c.rows, c.decay, c.anchors)
+    return Saved(
+        *inputs, c.o, h, grads.dh, v_new, grads.y, c.rows, c.decay, c.anchors, c.steep_or_none()
+    )

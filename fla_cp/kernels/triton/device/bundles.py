@@ -103,13 +103,15 @@ class Operands(NamedTuple):
 
 
 class Formed(NamedTuple):
-    """What the local stage writes: the first fields of `Chunks`."""
+    """What the local stage writes: the first fields of `Chunks`. steep: None if one path serves all
+    chunks."""
 
     T: Any
     Aqk: Any
     decay: Any
     rows: Any
     anchors: Any
+    steep: Any
     qg: Any
     k_decayed: Any
     kg: Any
@@ -117,7 +119,7 @@ class Formed(NamedTuple):
 
 class Saved(NamedTuple):
     """What the kernels of a backward read beside the gate: the inputs, what the scans left, and
-    three fields of `Formed`."""
+    four fields of `Formed`."""
 
     q: Rows
     k: Rows
@@ -132,6 +134,7 @@ class Saved(NamedTuple):
     rows: Any
     decay: Any
     anchors: Any
+    steep: Any
 
 
 class Grads(NamedTuple):
@@ -185,12 +188,14 @@ class Shape(NamedTuple):
 @constants
 class RuleOptions(NamedTuple):
     """What the kernels of the local stages are compiled for besides. SAFE: the path of a safe gate.
+    BY_CHUNK: the path of any gate serves only chunks and heads whose decays the other path cannot.
     BETA_SIGMOID: beta is given before its sigmoid."""
 
     GATE: str
     NORM: bool
     BETA_SIGMOID: bool
     SAFE: bool
+    BY_CHUNK: bool
     EXP2: bool
 
 
@@ -230,9 +235,19 @@ SAFE_DTYPES = (torch.bfloat16,)
 rounding."""
 
 
+def anchored(rule: DeltaRule, dtype: torch.dtype) -> bool:
+    """Whether any chunk may take the path of a safe gate, which needs anchors."""
+    return not rule.per_head and dtype in SAFE_DTYPES
+
+
 def safe(rule: DeltaRule, dtype: torch.dtype) -> bool:
-    """Whether the local kernels take the path of a safe gate."""
-    return rule.safe_gate and not rule.per_head and dtype in SAFE_DTYPES
+    """Whether all chunks take the path of a safe gate."""
+    return rule.safe_gate and anchored(rule, dtype)
+
+
+def by_chunk(rule: DeltaRule, dtype: torch.dtype) -> bool:
+    """Whether each chunk takes the path that its decays allow."""
+    return not rule.safe_gate and anchored(rule, dtype)
 
 
 TWO_TERMS_BYTES = 2
@@ -255,11 +270,16 @@ def shape(rule: DeltaRule, dtype: torch.dtype, H: int, HV: int, K: int, V: int, 
 
 
 @functools.lru_cache(maxsize=1024)
-def _rule_options(rule: DeltaRule, safe: bool) -> RuleOptions:
-    sigmoid = rule.beta_factor is not None
-    return RuleOptions(rule.gate, rule.qk_l2norm, sigmoid, safe, rule.use_exp2)
-
-
 def rule_options(rule: DeltaRule, dtype: torch.dtype) -> RuleOptions:
-    """The options of a call on inputs in dtype."""
-    return _rule_options(rule, safe(rule, dtype))
+    """The options of a call on inputs in dtype; with BY_CHUNK those of the path of any gate."""
+    sigmoid, paths = rule.beta_factor is not None, (safe(rule, dtype), by_chunk(rule, dtype))
+    return RuleOptions(rule.gate, rule.qk_l2norm, sigmoid, *paths, rule.use_exp2)
+
+
+@functools.lru_cache(maxsize=1024)
+def local_paths(rule: DeltaRule, dtype: torch.dtype) -> tuple[tuple[str, RuleOptions], ...]:
+    """The paths that the local kernels with one decay a channel are launched for, in their order:
+    the end of the stage's name in the table of tiles, and the options."""
+    R = rule_options(rule, dtype)
+    own = "" if R.SAFE else "_any", R
+    return (("", R._replace(SAFE=True, BY_CHUNK=False)), own) if R.BY_CHUNK else (own,)
