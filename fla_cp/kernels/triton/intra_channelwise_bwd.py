@@ -67,9 +67,9 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
-    if R.BY_CHUNK and tl.load(x.steep + i_c * S.HV + i_hv) == 0:
-        return
     here = open_chunk(x, out, chunks, i_c, i_hv, S, planes.CHANNELWISE_PLANES)
+    if R.BY_CHUNK and tl.load(x.steep + here.i_ch) == 0:
+        return
     i = tl.arange(0, S.BT)
     m_i = i < here.n_rows
     operand = x.v_new.dtype.element_ty

@@ -100,7 +100,9 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     b_dq = b_dq * f + tl.load(here.row_grads + i)[:, None] * b_k  # and the diagonal
     if R.NORM:
         b_dq -= b_q * (tl.load(here.row_grads + planes.Q_DQ * S.BT + i) / (scale * scale))[:, None]
-    at = (here.start * S.HV + opaque(i_hv, here.n_rows, S.BT, 3)) * S.K
+    at = (here.start * S.HV + i_hv) * S.K
+    if S.NS > 1:
+        at = (here.start * S.HV + opaque(i_hv, here.n_rows, S.BT, 3)) * S.K
     b_dq *= tl.load(here.rows + planes.Q_SCALE * S.BT + i)[:, None]
     store_rows(out.dq + at, b_dq, i, S.HV * S.K, m_i, o_k, S.K)
     b_dk = tl.load(here.row_grads + i)[:, None] * b_q
@@ -116,6 +118,8 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
         i, at = opaque(i, here.n_rows, S.BT, 2), opaque(at, here.n_rows, S.BT, 2)
         if S.NS == 1:
             o_k = opaque(o_k, here.n_rows, S.BT, 2)
+            i_k, i_c = opaque(i_k, here.n_rows, S.BT, 2), opaque(i_c, here.n_rows, S.BT, 2)
+            i_hv = opaque(i_hv, here.n_rows, S.BT, 2)
         m_i = i < here.n_rows
         b_da = load_scores(here.scores + S.BT * S.BT, i)
         b_r = dot(b_da, near, S.PRECISION, acc=b_dr)
