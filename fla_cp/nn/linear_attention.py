@@ -260,12 +260,14 @@ class LinearAttention(nn.Module):
         decay: nn.Module = getattr(self, self.decay_name)
         return [self.q_proj, self.k_proj, self.v_proj, self.g_proj, decay, *beta]
 
-    def read_qkv(self, project: Projections, others: Sequence[nn.Module]) -> Tensor:
-        """q, k and v before their convolution, [B, T, D]. others: what else to compute at once, if
-        modules are joined."""
+    def read_qkv(
+        self, project: Projections, others: Sequence[nn.Module]
+    ) -> Tensor | tuple[Tensor, ...]:
+        """q, k and v before their convolution, in one tensor [B, T, D] if modules are joined, else
+        each. others: what else to compute at once, if modules are joined."""
         qkv = self.q_proj, self.k_proj, self.v_proj
         if not project.joined:
-            return torch.cat([project(module) for module in qkv], -1)
+            return tuple(project(module) for module in qkv)
         found, *rest = project.join(qkv, *((module,) for module in others))
         project.keep(others, rest)
         return found.view(*project.x.shape[:2], found.shape[1])

@@ -19,7 +19,7 @@ from fla_cp.kernels.torch.gated_norm import ACTIVATIONS
 from fla_cp.nn.initial import Constant, Initial, InitializedModule, Uniform
 from fla_cp.ops.checks import check_context
 from fla_cp.ops.gated_norm import gated_norm
-from fla_cp.ops.short_conv import Heads, causal_conv1d, conv1d_heads
+from fla_cp.ops.short_conv import Heads, causal_conv1d, conv1d_heads, conv1d_parts
 
 
 def check_layer(
@@ -113,19 +113,25 @@ class ShortConvolution(InitializedModule):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, ...],
         cu_seqlens: Tensor | None = None,
         cp_context: FLACPContext | None = None,
         heads: Heads | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
-        `causal_conv1d`. With heads its parts, [B, T, H, K] for each (H, K) of them."""
-        check_tensors(("x",), (x,), 1)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        given = x, self.weight.to(x.dtype), bias, "silu", cu_seqlens, cp_context
+        `causal_conv1d`. With heads its parts, [B, T, H, K] for each (H, K) of them, and x may be
+        given in such parts too, [B, T, H * K]."""
+        parts = x if isinstance(x, tuple) else (x,)
+        check_tensors(("x",) * len(parts), parts, 1)
+        dtype = parts[0].dtype
+        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        given = weight, bias, "silu", cu_seqlens, cp_context
+        if isinstance(x, tuple):
+            assert heads is not None
+            return conv1d_parts(x, *given, heads, impl=self.impl)
         if heads is None:
-            return causal_conv1d(*given, impl=self.impl)
-        return conv1d_heads(*given, heads, impl=self.impl)
+            return causal_conv1d(x, *given, impl=self.impl)
+        return conv1d_heads(x, *given, heads, impl=self.impl)
 
 
 def transformed() -> bool:

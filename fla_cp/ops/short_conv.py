@@ -1,5 +1,6 @@
 """Short causal convolution, which mixes neighbouring tokens before a linear-attention operator."""
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Self
 
@@ -71,6 +72,56 @@ def conv1d_heads(
     return _parts(x, weight, bias, activation, cu_seqlens, cp_context, heads=heads, impl=impl)
 
 
+def conv1d_parts(
+    xs: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    cp_context: FLACPContext | None,
+    heads: Heads,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, ...]:
+    """`conv1d_heads` of the channels of xs side by side, [B, T, H * K] for each (H, K) of heads.
+
+    A traced call runs a convolution for each of xs, with one exchange for all, and copies none.
+    """
+    if not torch.compiler.is_compiling():
+        x = torch.cat(list(xs), -1)
+        return conv1d_heads(x, weight, bias, activation, cu_seqlens, cp_context, heads, impl=impl)
+    sizes = [x.shape[2] for x in xs]
+    weights = weight.split(sizes)
+    biases = [None] * len(xs) if bias is None else bias.split(sizes)
+    for given in zip(xs, weights, biases, strict=True):
+        check_conv1d(*given, activation)
+    B, T, _ = xs[0].shape
+    check_sequences(T, B, cu_seqlens, cp_context)
+    if cp_context is not None:
+        check_conv1d_context(weight.shape[1], cp_context)
+        check_fixed_call(cp_context)
+    parts = _traced(
+        [x.reshape(B * T, -1) for x in xs], weights, biases, activation, cp_context, impl, B
+    )
+    return tuple(y.view(B, T, *each) for y, each in zip(parts, heads, strict=True))
+
+
+def _traced(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str | None,
+    cp_context: FLACPContext | None,
+    impl: str,
+    rows: int,
+) -> list[Tensor]:
+    """y of each x [B * T, D], of some of the channels. rows: B."""
+    handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
+    halos = _compiled_halos(xs, weights[0].shape[1] - 1, cp_context)
+    rest = activation is not None, impl, *handle, rows
+    return [conv_op(*given, *rest) for given in zip(xs, halos, weights, biases, strict=True)]
+
+
 def _parts(
     x: Tensor,
     weight: Tensor,
@@ -93,9 +144,7 @@ def _parts(
     B, T, D = x.shape
     flat, silu = x.reshape(B * T, D), activation is not None
     if torch.compiler.is_compiling():
-        handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
-        halo = _compiled_halo(flat, weight.shape[1] - 1, cp_context)
-        y = conv_op(flat, halo, weight, bias, silu, impl, *handle, B)
+        (y,) = _traced([flat], [weight], [bias], activation, cp_context, impl, B)
         return (y,) if heads is None else _views(y, B, heads)
     offsets = None
     if cu_seqlens is not None:
@@ -259,19 +308,23 @@ def _halo(x: Tensor, context: FLACPContext) -> Tensor:
 # that forms it. The shapes do not depend on which rank needs which tokens.
 
 
-def _compiled_halo(x: Tensor, width: int, context: FLACPContext | None) -> Tensor:
-    """[ranges * width, D] as `Halo.gather` gives it; differentiable."""
+def _compiled_halos(
+    xs: Sequence[Tensor], width: int, context: FLACPContext | None
+) -> Sequence[Tensor]:
+    """For each x [B * T, D], [ranges * width, D] as `Halo.gather` gives it; differentiable."""
     if width == 0 or context is None or context.halo is None:
-        return x.new_empty(0, x.shape[1])
+        return [x.new_empty(0, x.shape[1]) for x in xs]
     sizes = Handle.read(context.handle.sizes)
     if not context.halo.needed:
-        return x.new_zeros(sizes.ranges * width, x.shape[1])
-    rows, take = halo_tables(x, *context.handle, width)
-    wires = F.pad(x.index_select(0, rows), (0, 0, 0, sizes.padded - sizes.sent))
+        return [x.new_zeros(sizes.ranges * width, x.shape[1]) for x in xs]
+    channels = [x.shape[1] for x in xs]
+    rows, take = halo_tables(xs[0], *context.handle, width, sum(channels))
+    sent = torch.cat([x.index_select(0, rows) for x in xs], 1)
+    wires = F.pad(sent, (0, 0, 0, sizes.padded - sizes.sent))
     if context.world_size > 1:
         wires = all_gather_rows(wires, context.world_size, context.group_name)
     halo: Tensor = received_halo(F.pad(wires, (0, 0, 0, 1)).index_select(0, take))
-    return halo
+    return [part.contiguous() for part in halo.split(channels, 1)]
 
 
 @torch.library.custom_op("fla_cp::received_halo", mutates_args=())
@@ -284,11 +337,13 @@ received_halo.register_fake(torch.empty_like)
 received_halo.register_autograd(lambda ctx, grad: grad)
 
 
-def _halo_tables(x: Tensor, context: Tensor, sizes: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _halo_tables(
+    x: Tensor, context: Tensor, sizes: Tensor, width: int, channels: int
+) -> tuple[Tensor, Tensor]:
     found = context_of(context)
     assert found is not None and found.halo is not None
     found.check_alive()
-    found.before("causal_conv1d", D=x.shape[1], W=width + 1, dtype=x.dtype)
+    found.before("causal_conv1d", D=channels, W=width + 1, dtype=x.dtype)
     rows, take = found.halo.gather_tables(x.device)
     return rows.clone(), take.clone()
 
@@ -297,13 +352,13 @@ halo_tables = torch.library.custom_op(
     "fla_cp::halo_tables",
     _halo_tables,
     mutates_args=(),
-    schema="(Tensor x, Tensor context, Tensor sizes, int width) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor context, Tensor sizes, int width, int channels) -> (Tensor, Tensor)",
 )
 
 
 @halo_tables.register_fake
 def _halo_tables_fake(
-    x: Tensor, context: Tensor, sizes: Tensor, width: int
+    x: Tensor, context: Tensor, sizes: Tensor, width: int, channels: int
 ) -> tuple[Tensor, Tensor]:
     size = Handle.read(sizes)
     return (

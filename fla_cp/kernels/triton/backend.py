@@ -161,14 +161,15 @@ class TritonBackend(Backend):
     ) -> tuple[Chunks, ChunkStates | None]:
         given: Any = kept
         rule, states = spec.rule, given[-2:] if spec.rule.keep_intermediates else None
-        formed = given[:ALWAYS_KEPT]
+        T, Aqk, decay, rows, anchors, steep = given[:ALWAYS_KEPT]
         if rule.per_head:
             qg, k_decayed, kg = map(unit_rows, (x.q, x.k if x.p is None else x.p, x.k))
         elif rule.keep_intermediates:
             qg, k_decayed, kg = given[ALWAYS_KEPT:-2]
         else:
-            qg, k_decayed, kg = gated_operands(*spec, x, *formed[3:5], self.tuning)
+            qg, k_decayed, kg = gated_operands(*spec, x, rows, anchors, self.tuning)
         v = unit_rows(x.v)
+        formed = T, Aqk, decay, rows, anchors, steep
         chunks = Chunks(*formed, qg, k_decayed, kg, v, rule, o, self.tuning)
         return chunks, states
 

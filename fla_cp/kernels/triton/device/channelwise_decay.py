@@ -42,8 +42,8 @@ between 2^-100 and 2^100, which leaves q and k the range from 2^-26 to 2^27."""
 
 @triton.jit
 def is_steep(anchors, S: tl.constexpr, R: tl.constexpr):
-    """Whether a chunk and head needs the path of any gate. anchors: gc of its rows, [ANCHORS, K]. gc
-    falls from row to row, so the anchors tell its largest step over 16 rows."""
+    """Whether a chunk and head needs the path of any gate. anchors: gc of its rows, [ANCHORS, K].
+    gc falls from row to row, so the anchors tell its largest step over 16 rows."""
     furthest = 0.0
     for first in tl.range(0, S.K, S.BK):
         k = first + tl.arange(0, S.BK)
