@@ -35,13 +35,17 @@ CHECKED_TOKENS = 32768
 COPY_TB_S, MATMUL_TFLOP_S = 4.25, 700.0
 """Measured ceilings of an H200: device copy (read + write) and bf16 matmul."""
 
+CHAIN = 4
+"""Calls with one backward. A backward alone also pays for waking autograd's thread."""
+
 Call = Callable[..., tuple]
 
 
 def runner(
     op: Call, member: Member, shape: Shape, device: str, **more: object
 ) -> dict[str, Callable]:
-    """The forward, and forward with backward; each returns a tuple of its tensors."""
+    """The forward, forward with backward, and `CHAIN` forwards with one backward for all, as in a
+    model; each returns a tuple of its tensors."""
     x, do = draws(member, shape, device)
     keywords = options(member, shape) | more
     if shape.cu_seqlens is not None:
@@ -55,7 +59,13 @@ def runner(
         (o,) = forward()
         return (o, *torch.autograd.grad(o, list(x.values()), do))
 
-    return {"forward": forward, "both": both}
+    def chain() -> tuple[Tensor, ...]:
+        leaves = [{n: t.detach().requires_grad_() for n, t in x.items()} for _ in range(CHAIN)]
+        outputs = [op(**each, **keywords)[0] for each in leaves]
+        every = [t for each in leaves for t in each.values()]
+        return torch.autograd.grad(outputs, every, [do] * CHAIN)
+
+    return {"forward": forward, "both": both, "chain": chain}
 
 
 SPAN_MS, LEAST_CALLS, CACHE_BYTES, CLOCK_KHZ = 100.0, 5, 1 << 28, 2_000_000
@@ -154,6 +164,9 @@ def measure(
             "tflop_s": round(flops / ms / 1e9, 1),
             "share_of_floor": float(f"{floor / ms:.3g}"),
         }
+        if what == "both" and device == "cuda":
+            chained = host_milliseconds(run["chain"], device)
+            row[what]["chained_host_ms"] = chained and round(chained / CHAIN, 3)
     del result
     peak = peak_gib(whole, device)
     row["peak_gib"] = None if peak is None else round(peak - before, 2)
@@ -188,8 +201,9 @@ def environment() -> dict[str, object]:
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "commit": commit or None,
-        "unit": "ms of the device, medians; host_ms: until the call returns; bare_ms: the host's "
-        "for the same launches alone; peak_gib: with inputs",
+        "unit": "ms of the device, medians; host_ms: until the call returns; chained_host_ms: of "
+        f"one of {CHAIN} calls with one backward; bare_ms: the host's for the same launches alone; "
+        "peak_gib: with inputs",
     }
     if torch.cuda.is_available():
         import triton
@@ -208,7 +222,7 @@ def environment() -> dict[str, object]:
 def table(rows: list[dict]) -> str:
     counts = [name.replace("_", " ") for name in host.COUNTS]
     head = ["shape", "op", "forward ms", "forward + backward ms", "host ms", "bare ms"]
-    head += ["host / bare", *counts, "peak GiB", "first call s", "vs peer"]
+    head += ["host / bare", "host ms in a chain", *counts, "peak GiB", "first call s", "vs peer"]
     lines = [head, ["---"] * len(head)]
     for r in rows:
         found = [r[what] for what in ("forward", "both") if what in r]
@@ -220,6 +234,8 @@ def table(rows: list[dict]) -> str:
         line = [r["shape"], r["op"], format(found[0]["ms"], ".3f")]
         line += ["" if len(found) == 1 else format(found[1]["ms"], ".3f")]
         line += [pair("host_ms", ".2f"), pair("bare_ms", ".3f"), pair("host_over_bare", ".2f")]
+        chained = found[-1].get("chained_host_ms")
+        line += ["" if chained is None else format(chained, ".2f")]
         line += [pair(name) for name in host.COUNTS]
         line += ["" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}", str(r["first_call_s"])]
         line += [" / ".join(f"{x:.2f}x" for x in r.get("ratio", []))]
