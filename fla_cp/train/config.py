@@ -228,6 +228,10 @@ class ParallelConfig:
     """How often gradients are reduced over the ranks, if a step has several micro-batches. step:
     once, which sends least, but until then each rank holds the gradients of all parameters, 4 bytes
     each. micro_batch: each time, so that a rank holds only the gradients of its own shard."""
+    reshard: Literal["auto", "always", "never"] = "auto"
+    """When the gathered parameters of a block are freed: after its forward and again after its
+    backward (always), or only after its backward (never), which gathers them once instead of twice
+    but holds a copy of all in the compute dtype. auto: never where one rank has all parameters."""
     notice_seconds: float = 60.0
     """Without progress for so long, rank 0 (or the lowest that lives) says who waits for whom."""
     timeout_seconds: float = 600.0

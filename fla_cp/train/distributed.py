@@ -153,7 +153,8 @@ class Ranks:
 
     mesh: axes (dp_replicate, dp_shard, cp). fsdp_mesh: (dp_replicate, fsdp), or (fsdp,) without
     replicas. cp_group: None if cp is 1. host_group: all ranks, for tensors on the CPU, so that
-    agreeing on a number never waits for the GPU.
+    agreeing on a number never waits for the GPU. reshard: whether the gathered parameters of a
+    block are freed after its forward.
     """
 
     rank: int
@@ -167,6 +168,7 @@ class Ranks:
     dp_rank: int
     dp: int
     dp_replicate: int
+    reshard: bool = True
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all ranks, in place, on the device."""
@@ -248,6 +250,7 @@ class Ranks:
             dp_rank=0,
             dp=1,
             dp_replicate=1,
+            reshard=False,
         )
 
 
@@ -320,6 +323,9 @@ def _with_groups(config: ParallelConfig, rank: int, world: int, device: torch.de
         dp_rank=rank // config.cp,
         dp=config.dp,
         dp_replicate=config.dp_replicate,
+        reshard=fsdp_mesh["fsdp"].size() > 1
+        if config.reshard == "auto"
+        else config.reshard == "always",
     )
 
 
@@ -359,7 +365,9 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     if dtype != widest and isinstance(model, LanguageModel):
         shard_cores(model.exact_parts(), ranks, exact)
     for block in blocks_of(model):
-        fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy)
+        fully_shard(
+            block, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=ranks.reshard
+        )
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -283,9 +283,10 @@ class HeldOut:
             total[0] += model(tokens, context, labels)
             total[1] += (labels != IGNORE).sum()
         model.train()
-        if isinstance(model, FSDPModule):
-            # No backward follows, so the last group would stay gathered: model.parameters() would
-            # be without their shards, and a CUDA graph's updates would never reach the next forward
-            model.reshard()
+        # No backward follows, so groups would stay gathered: model.parameters() would be without
+        # their shards, and a CUDA graph's updates would never reach the next forward.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         loss, targets = self.ranks.sum(total).tolist()
         return loss / max(targets, 1.0)

@@ -23,7 +23,9 @@ def training_loop(config, ranks):
     run.mkdir(parents=True, exist_ok=True)
     data = build_dataset(config.data.source, config.data.seq_len, "train", config.run.seed)
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
-    model = build_sharded(config.model, data.vocab_size, config.run.seed, ranks, dtype)
+    free = config.data.max_documents is None
+    given = config.model, data.vocab_size, config.run.seed, ranks, dtype
+    model = build_sharded(*given, compiled=free)
     optimizer = build_optimizer(model, config.optim)
     facts = checkpoint.facts(config, data.vocab_size, data.extent, dtype)
     log, progress = RunLog(run, config.run, ranks, None), checkpoint.Progress()

@@ -1,6 +1,7 @@
-"""Gradients over several micro-batches are reduced once a step, or after each micro-batch."""
+"""How often a step reduces gradients and gathers parameters over the ranks."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fla_cp.train.data import ArraySource, PackedDataset
 from fla_cp.train.model import build_sharded
 from fla_cp.train.parse import parse
-from fla_cp.train.step import Feed, agree, forward_backward
+from fla_cp.train.step import Feed, HeldOut, agree, forward_backward
 from tests.support.meshes import ranks_of
 
 FLAGS = [
@@ -53,6 +54,40 @@ def _gradients(group, rank, split):
         grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
         found[name] = counts, losses, grads
     return found
+
+
+def _gathers(group, rank, reshard):
+    split = "--cp 2 --dp-shard 2"
+    ranks = replace(ranks_of(split, rank), reshard=reshard)
+    tokens = torch.randint(64, (400,), generator=torch.Generator().manual_seed(0)).numpy()
+    data = PackedDataset(ArraySource(tokens, torch.tensor([0, 30, 210, 400]).numpy(), 64), 40)
+    config = parse([*FLAGS, "3", *split.split(), "--eval-batches", "1"])
+    model = build_sharded(config.model, 64, 0, ranks, torch.float32)
+    held_out, counts, values = HeldOut(config, data, ranks), [], []
+    with Feed(config, data, ranks, 0) as feed:
+        for _ in range(2):
+            model.zero_grad()
+            batch = feed.take()
+            targets = agree(batch, ranks).targets
+            with Counted() as counted:
+                share = forward_backward(model, batch, targets, config, ranks)
+            counts.append(counted.calls["_allgather_base_"])
+            with Counted() as counted:
+                values.append(held_out.loss(model))
+            counts.append(counted.calls["_allgather_base_"])
+            values.append(float(ranks.sum(share)))
+            for p in model.parameters():  # fails if the evaluation left a parameter gathered
+                p.data.add_(p.grad, alpha=-0.1)
+    return counts, values
+
+
+def test_parameters_are_gathered_once_a_step_or_twice(gloo_pool):
+    always, never = (gloo_pool.run(_gathers, reshard)[0] for reshard in (True, False))
+    assert always[1] == never[1]
+    # In each direction the two blocks exchange states. Forward: two blocks and the rest. Backward:
+    # the blocks, unless they stay gathered; the rest always does.
+    assert always[0] == [(2 + 3) + (2 + 2), 2 + 3] * 2
+    assert never[0] == [(2 + 3) + 2, 2 + 3] * 2
 
 
 @pytest.mark.parametrize("split", ["--cp 2 --dp-shard 2", "--cp 2 --dp-replicate 2"])
