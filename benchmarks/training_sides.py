@@ -17,9 +17,9 @@ from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.flops import needed, step_flops
 from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.model import Decoder, Shape, build_sharded, shape_of
-from fla_cp.train.optim import build_optimizer, learning_rate, update
+from fla_cp.train.optim import build_optimizer, learning_rate
 from fla_cp.train.parse import parse
-from fla_cp.train.step import Feed, agree, forward_backward, reduce_metrics
+from fla_cp.train.step import Feed, agree, finish, forward_backward
 
 PEER = "fla"
 
@@ -110,13 +110,13 @@ class Trainer:
         self.feed.read_ahead()
 
     def metrics(self) -> float:
-        loss, self.norm = reduce_metrics(self.share, self.model, self.ranks)
+        """Takes the optimiser's step as well, which the trainer queues before it reads the loss."""
+        rate = learning_rate(self.config.optim, self.steps, self.config.run.steps)
+        given = self.model, self.optimizer, rate, self.config, self.ranks
+        loss, _, _ = finish(self.share, *given)
         return loss
 
     def update(self) -> None:
-        optim = self.config.optim
-        rate = learning_rate(optim, self.steps, self.config.run.steps)
-        update(self.model, self.optimizer, rate, self.norm, optim.clip_norm)
         if self.graphs is None:
             self.optimizer.zero_grad()
         else:

@@ -7,7 +7,6 @@ fla-cp-train --config runs/x/config.toml --resume auto
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -41,7 +40,7 @@ from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
 from fla_cp.train.model import Decoder, shape_of, vocabulary
-from fla_cp.train.optim import Stepper, build_optimizer, learning_rate, update
+from fla_cp.train.optim import Stepper, build_optimizer, learning_rate
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
 from fla_cp.train.pattern import SOFTMAX, mixers_of
@@ -49,7 +48,7 @@ from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
 from fla_cp.train.sources import Reading, build_dataset
-from fla_cp.train.step import Feed, HeldOut, agree, balance_of, forward_backward, reduce_metrics
+from fla_cp.train.step import Feed, HeldOut, agree, balance_of, finish, forward_backward
 from fla_cp.train.text_files import Split
 
 
@@ -328,7 +327,7 @@ class Loop:
     def _step(self, feed: Feed, received: list[int]) -> bool:
         """Takes one step, with its evaluation and checkpoint. True if a rank was asked to stop.
 
-        The host waits for the device once, in `reduce_metrics`; before, it fetches the next batch.
+        The host waits for the device once, in `finish`; before, it fetches the next batch.
         An evaluation, a checkpoint and a skipped step read from the device once more each.
         """
         config, ranks = self.config, self.ranks
@@ -343,12 +342,10 @@ class Loop:
             share = forward_backward(*given)
         if step < config.run.steps and not agreed.stop:
             feed.read_ahead()
-        loss, norm = reduce_metrics(share, self.model, ranks)
-        mark("update", first=check)
         rate = learning_rate(config.optim, step, config.run.steps)
-        finite = math.isfinite(loss) and math.isfinite(norm)  # the same on all ranks
+        mine = self.model, self.optimizer
+        loss, norm, finite = finish(share, *mine, rate, config, ranks, check)
         if finite:
-            update(self.model, self.optimizer, rate, norm, config.optim.clip_norm)
             self.skips.end()
         else:
             self.log.print(self.skips.add(step, loss, norm, self.model, ranks))
@@ -366,7 +363,7 @@ class Loop:
             grad_norm=norm,
             lr=rate,
             tokens_per_second=tokens_per_step(config) / seconds,
-            exchange_ms=timer.elapsed_ms(),  # its events have passed: reduce_metrics has waited
+            exchange_ms=timer.elapsed_ms(),  # its events have passed: `finish` has waited
             evaluate=bool(every) and (step % every == 0 or step == config.run.max_steps),
         )
         self.skips.check()

@@ -89,6 +89,26 @@ class ShardedMuon(torch.optim.Muon):
             weight.add_(step, alpha=-lr * 0.2 * math.sqrt(max(shape)))
 
 
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW on the shards of this rank. Its state is sharded like the parameters.
+
+    torch's own step takes each DTensor through DTensor's dispatch, and the GPU waits for the host
+    meanwhile: about 12 ms for the 459 parameters of 340M (torch 2.11, H200).
+
+    grad_scale, found_inf: for `update_ahead`; torch's step reads them, as a GradScaler sets them.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fills the lists of parameters, gradients and states, as torch's does, with shards."""
+        is_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_tensor, tensors)
+        return is_complex
+
+
 def _sharding(matrices: Sequence[Tensor]) -> tuple[int, dist.ProcessGroup | None]:
     """The number of ranks that share the rows of these matrices, and their group (None: one rank).
 
@@ -193,7 +213,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Stepper:
     others = set(model.parameters()) - set(matrices)
     for group in groups:
         group["params"] = [p for p in group["params"] if p in others]
-    adamw = torch.optim.AdamW(
+    adamw = ShardedAdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -251,3 +271,25 @@ def update(model: nn.Module, optimizer: Stepper, lr: float, grad_norm: float, cl
     optimizer.step()
     if isinstance(model, LanguageModel):
         model.move_biases()
+
+
+@torch.no_grad()
+def update_ahead(optimizer: Stepper, lr: float, norm: Tensor, finite: Tensor, clip: float) -> bool:
+    """Queues the optimiser's step before the host knows the norm: the GPU clips, or skips the step.
+
+    norm: the global norm of the gradients, a scalar on the device. finite: whether to take the
+    step, a bool scalar there. Returns False, and does nothing, for optimisers and dtypes that
+    cannot do so.
+    """
+    single = all(p.dtype == torch.float32 for g in optimizer.param_groups for p in g["params"])
+    if not isinstance(optimizer, ShardedAdamW) or not single:
+        return False
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.grad_scale = (norm / clip).clamp(min=1.0).float() if clip > 0 else None
+    optimizer.found_inf = finite.logical_not().float()
+    try:
+        optimizer.step()
+    finally:
+        optimizer.grad_scale = optimizer.found_inf = None
+    return True

@@ -25,6 +25,7 @@ from fla_cp.train.graphs import Graphs
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loader import Share, Sharing, StepLoader, token_ranges
 from fla_cp.train.mixers import CONV_SIZE
+from fla_cp.train.optim import Stepper, update, update_ahead
 from fla_cp.train.progress import mark
 from fla_cp.train.weights import local_tensor
 
@@ -221,12 +222,53 @@ def forward_backward(
     return share
 
 
+class Sums:
+    """Global loss and gradient norm, equal on all ranks, on their way to the host.
+
+    values: [loss, square of the norm] or [.., largest load of an expert], fp64 on the device.
+    """
+
+    def __init__(self, values: Tensor, balance: Balance | None) -> None:
+        self.values, self.balance = values, balance
+        self.copied: torch.cuda.Event | None = None
+        self.host = values
+        if values.is_cuda:
+            empty = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self.host = empty.copy_(values, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    @property
+    def norm(self) -> Tensor:
+        """On the device."""
+        return self.values[1].sqrt()
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether loss and norm are; on the device."""
+        return torch.isfinite(self.values[0]) & torch.isfinite(self.norm)
+
+    def read(self) -> tuple[float, float]:
+        """Loss and norm. Waits for the work before them, and not for what was queued since. Sets
+        `load` of the model's `Balance`."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        loss, square, *load = self.host.tolist()
+        if self.balance is not None:
+            (self.balance.load,) = load
+        return loss, math.sqrt(square) if square >= 0 else math.nan
+
+
 def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float, float]:
     """Global loss and gradient norm, equal on all ranks. The step's only read from the device.
 
-    It also sums the loads of experts and sets `load` of the model's `Balance`. After it, all work
-    of the step's forward and backward is done.
+    After it, all work of the step's forward and backward is done.
     """
+    return queue_sums(share, model, ranks).read()
+
+
+def queue_sums(share: Tensor, model: nn.Module, ranks: Ranks) -> Sums:
+    """Queues the sums of the loss, of the gradients' squares and of the loads of experts."""
     mark("sum of losses and gradients")
     grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     square = nn.utils.get_total_norm(grads).double().square()
@@ -234,12 +276,36 @@ def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float
     parts = torch.stack([share.double(), square / ranks.dp_replicate])
     balance = balance_of(model)
     if balance is None:
-        loss, square = ranks.sum(parts).tolist()
-    else:
-        parts = ranks.sum(torch.cat([parts, balance.counts.flatten().double()]))
-        load = balance.largest(parts[2:].view_as(balance.counts))
-        loss, square, balance.load = torch.cat([parts[:2], load[None]]).tolist()
-    return loss, math.sqrt(square) if square >= 0 else math.nan
+        return Sums(ranks.sum(parts), None)
+    parts = ranks.sum(torch.cat([parts, balance.counts.flatten().double()]))
+    load = balance.largest(parts[2:].view_as(balance.counts))
+    return Sums(torch.cat([parts[:2], load[None]]), balance)
+
+
+def finish(
+    share: Tensor,
+    model: nn.Module,
+    optimizer: Stepper,
+    lr: float,
+    config: TrainConfig,
+    ranks: Ranks,
+    check: bool = False,
+) -> tuple[float, float, bool]:
+    """Takes the optimiser's step, unless the loss or the gradient norm is not finite.
+
+    share: from `forward_backward`. Returns the global loss and norm, and whether they are finite.
+    The host waits for the device once, to read them. An optimiser that can works meanwhile.
+    """
+    sums, clip = queue_sums(share, model, ranks), config.optim.clip_norm
+    ahead = update_ahead(optimizer, lr, sums.norm, sums.finite, clip)
+    loss, norm = sums.read()
+    mark("update", first=check)
+    finite = math.isfinite(loss) and math.isfinite(norm)  # the same on all ranks
+    if finite and not ahead:
+        update(model, optimizer, lr, norm, clip)
+    elif finite and isinstance(model, LanguageModel):
+        model.move_biases()
+    return loss, norm, finite
 
 
 def balance_of(model: nn.Module) -> Balance | None:

@@ -97,9 +97,9 @@ def test_forward_alone(tmp_path):
     assert len(result) == 1
     other = row | {"op": "fla_cp", "ratio": [1.25]}
     cells = [line.split("|") for line in ops.table([row, other]).splitlines()[2:]]
-    assert [len(line) for line in cells] == [16, 16]
+    assert [len(line) for line in cells] == [17, 17]
     assert [line[4].strip() for line in cells] == ["", ""]
-    assert [line[14].strip() for line in cells] == ["", "1.25x"]
+    assert [line[15].strip() for line in cells] == ["", "1.25x"]
     path = tmp_path / "alone.json"
     path.write_text(json.dumps({"date": "today", "rows": [row, other]}))
     assert set(compare.times(path)) == {(r["op"], "s", "forward") for r in (row, other)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress
@@ -16,11 +16,13 @@ from fla_cp.train.mixers import MIXERS
 from fla_cp.train.model import Decoder, build_sharded
 from fla_cp.train.optim import (
     Optimizers,
+    ShardedAdamW,
     ShardedMuon,
     build_optimizer,
     learning_rate,
     orthogonalised,
     update,
+    update_ahead,
 )
 from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver
@@ -188,6 +190,55 @@ def test_clipping_scales_gradients_and_zero_leaves_them(ranks, name):
         found = [p.grad.full_tensor() for p in one.model.parameters()]
         torch.testing.assert_close(found, [factor * g for g in grads])
         assert {group["lr"] for group in one.optimizer.param_groups} == {0.5}
+
+
+def _adamw_steps(group, rank):
+    """Weights after steps of ShardedAdamW and of torch's AdamW on the same sharded parameters."""
+    mesh, found = init_device_mesh("cpu", (4,)), []
+    for kind in (ShardedAdamW, torch.optim.AdamW):
+        parameters = [nn.Parameter(distribute_tensor(x, mesh, [Shard(0)])) for x in drawn(0)]
+        optimizer = kind(parameters, lr=0.1, weight_decay=0.1, fused=True)
+        for step in range(3):
+            for p, grad in zip(parameters, drawn(step + 1), strict=True):
+                p.grad = distribute_tensor(grad, mesh, [Shard(0)])
+            optimizer.step()
+        state = [optimizer.state[p]["exp_avg_sq"] for p in parameters]
+        assert all(isinstance(t, DTensor) for t in state)
+        found.append([t.full_tensor().detach() for t in (*parameters, *state)])
+    return found
+
+
+@pytest.mark.bits
+def test_adamw_of_shards_is_torchs(gloo_pool):
+    for ours, torchs in gloo_pool.run(_adamw_steps):
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("clip", [0.0, 2.0, 20.0])
+def test_a_step_before_the_norm_is_known_is_the_same(ranks, clip):
+    ahead, known = (OneRank(ranks) for _ in range(2))
+    for one in (ahead, known):
+        for p in one.model.parameters():
+            p.grad = p.detach().cos()
+    norm, yes, no = torch.tensor(8.0, dtype=torch.float64), torch.tensor(True), torch.tensor(False)
+    update(known.model, known.optimizer, 0.5, 8.0, clip)
+    before = whole(ahead.model)
+    assert update_ahead(ahead.optimizer, 0.5, norm * math.nan, no, clip)
+    torch.testing.assert_close(whole(ahead.model), before, rtol=0, atol=0)
+    assert update_ahead(ahead.optimizer, 0.5, norm, yes, clip)
+    torch.testing.assert_close(whole(ahead.model), whole(known.model), rtol=1e-6, atol=1e-7)
+    steps = [state["step"].item() for state in ahead.optimizer.state.values()]
+    assert set(steps) == {1.0}
+    assert {group["lr"] for group in ahead.optimizer.param_groups} == {0.5}
+
+
+def test_muon_and_fp64_wait_for_the_norm(ranks):
+    norm, yes = torch.tensor(8.0), torch.tensor(True)
+    assert not update_ahead(OneRank(ranks, "--optimizer muon").optimizer, 0.5, norm, yes, 1.0)
+    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    wide.grad = torch.ones_like(wide)
+    assert not update_ahead(ShardedAdamW([wide], lr=0.1, fused=True), 0.5, norm, yes, 1.0)
+    assert wide.tolist() == [1.0, 1.0]
 
 
 def test_muon_refuses_a_closure():

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fla_cp.train.main
+import fla_cp.train.step
 from fla_cp.train.parse import parse
 from tests.support.loops import training_loop
 
@@ -82,19 +82,19 @@ def test_a_step_reads_from_the_device_once(ranks, tmp_path, flags):
         with Reads() as reads, Scalars() as scalars:
             loop._step(feed, [])
         assert loop.progress.step == 2 and loop.skips.count == 0
-    assert of_device(reads) == [("step.py", "reduce_metrics")]
+    assert of_device(reads) == [("step.py", "read")]
     assert of_device(scalars) == []
 
 
 def test_the_counters_see_a_read(ranks, tmp_path, monkeypatch):
     """The test above fails if a step reads once more."""
-    original = fla_cp.train.main.update
+    original = fla_cp.train.step.update_ahead
 
-    def reading(model, *args):
-        next(model.parameters()).to_local().sum().item()
-        original(model, *args)
+    def reading(optimizer, *args):
+        optimizer.param_groups[0]["params"][0].to_local().sum().item()
+        return original(optimizer, *args)
 
-    monkeypatch.setattr(fla_cp.train.main, "update", reading)
+    monkeypatch.setattr(fla_cp.train.step, "update_ahead", reading)
     config = parse(
         f"--device cpu --data synthetic --seq-len 60 --eval-every 0 --max-steps 9 "
         f"--model.layers 1 --model.hidden-size 32 --model.num-heads 2 --model.head-dim 16 "
@@ -102,5 +102,5 @@ def test_the_counters_see_a_read(ranks, tmp_path, monkeypatch):
     )
     with training_loop(config, ranks) as (loop, feed), Reads() as reads, Scalars() as scalars:
         loop._step(feed, [])
-    assert of_device(reads) == [("step.py", "reduce_metrics"), ("test_waits.py", "reading")]
+    assert of_device(reads) == [("test_waits.py", "reading"), ("step.py", "read")]
     assert of_device(scalars) == [("test_waits.py", "reading")]
