@@ -127,7 +127,7 @@ def check_folder(config: TrainConfig, vocab_size: int, *, weights: bool) -> None
     if config.model.folder is not None:
         from fla_cp.train.stock import check_stock
 
-        check_stock(config.model, vocab_size, weights=weights)
+        check_stock(config, vocab_size, weights=weights)
 
 
 @announced("data")

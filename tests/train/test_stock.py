@@ -10,6 +10,8 @@ import torch
 
 import fla_cp.train.parity
 from fla_cp.train.build import build_language_model
+from fla_cp.train.config import UserError
+from fla_cp.train.main import check_folder
 from fla_cp.train.optim import build_optimizer, learning_rate, update
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset
@@ -118,3 +120,21 @@ def test_every_model_trains_like_one_rank(gloo_pool, folders, text, kind):
     for row in found.rows:
         limit = 1e-3 if row.parameter.endswith(("A_log", "dt_bias")) else 1e-4
         assert row.budget < limit, f"{row.parameter}\n{found.table()}"
+
+
+def test_parity_needs_the_same_micro_batches_for_a_balancing_loss(folders, text):
+    def check(kind, split, *more):
+        config = parse(flags_of(split, folders[kind], text, *more))
+        check_folder(config, 256, weights=True)
+
+    given = "--check-parity", "--micro-batch-size", "1"
+    message = (
+        "^--micro-batch-size must be left out with --check-parity, data parallelism and the "
+        "router_aux_loss_coef of --model hf:.*balanced, .* got 1"
+    )
+    with pytest.raises(UserError, match=message):
+        check("balanced", "--dp-shard 2", *given)
+    check("qwen3_next", "--dp-shard 2", *given)
+    check("balanced", "--cp 2", *given)
+    check("balanced", "--dp-shard 2", *given[1:])
+    check("balanced", "--dp-shard 2", given[0])
