@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.step_profile import Row
 from fla_cp.integrations.stock_folder import read_config_json
-from fla_cp.train.build import build_language_model
+from fla_cp.train.build import build_sharded
 from fla_cp.train.config import FOLDER, TrainConfig
 from fla_cp.train.data import ArraySource, PackedDataset
 from fla_cp.train.distributed import Ranks, compute_dtype
@@ -110,7 +110,7 @@ class Trainer:
         dtype = compute_dtype(config.parallel.dtype, ranks.device)
         free = config.data.max_documents is None  # no compiled graph takes a fixed context
         given = config.model, case.vocabulary, 0, ranks, dtype
-        self.model = build_language_model(*given, compiled=free)
+        self.model = build_sharded(*given, compiled=free)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.flops = step_operations(case)

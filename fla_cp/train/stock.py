@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fla_cp import FLACPContext
@@ -23,11 +22,12 @@ from fla_cp.nn import RoutingStatistics
 from fla_cp.remat import selective_contexts
 from fla_cp.train.balance import Balance, check_micro_batches
 from fla_cp.train.config import ModelConfig, TrainConfig, UserError
-from fla_cp.train.distributed import Ranks, gathered, shard_model
+from fla_cp.train.distributed import Ranks, gathered
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import chunked_cross_entropy
 from fla_cp.train.mixers import CONV_SIZE
-from fla_cp.train.stock_weights import initialise_stock, load_stock, stock_memory
+from fla_cp.train.stock_weights import compute_buffers, initialise_stock, load_stock
+from fla_cp.train.weights import allocate
 
 EXACT = ("A_log", "dt_bias")
 """Parameters of recurrences that are not cast, since decay rates lose their meaning in bfloat16."""
@@ -77,8 +77,6 @@ class StockModel(LanguageModel):
         return [module for module in self.modules() if isinstance(module, Exact)]
 
     def tie_weights(self) -> None:
-        """Makes the head share the embedding's weight if the configuration says so. To be called
-        once more after `to_empty`."""
         if self.stock.config.tie_word_embeddings:
             self.stock.lm_head.weight = self.stock.model.embed_tokens.weight
 
@@ -202,7 +200,7 @@ def build_stock(
     """A model of transformers of which this rank allocates and reads only its own shard.
 
     seed: None leaves the weights zero, for a checkpoint to fill; otherwise they are the folder's,
-    or with init="random" those of this seed. dtype: see `build_sharded`. Raises UserError for
+    or with init="random" those of this seed. dtype: see `allocate`. Raises UserError for
     weights that do not fit.
     """
     folder = config.folder
@@ -215,13 +213,10 @@ def build_stock(
         except ValueError as error:
             raise UserError(f"--model hf:{folder}: {error}") from error
     if dtype == torch.float64:
-        stock.double()
         stock.config._experts_implementation = "eager"  # grouped products refuse float64
     model = StockModel(parallelize(stock), config)
-    if model.balance is not None and ranks.world_size > 1:
-        model.balance.group = dist.group.WORLD
-    shard_model(model, ranks, dtype)
-    stock_memory(model, ranks.device)
+    allocate(model, ranks, dtype)
+    compute_buffers(model)
     if weights is not None:
         load_stock(model, *weights)
     elif seed is not None:

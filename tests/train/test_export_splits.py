@@ -1,7 +1,5 @@
 """What runs on four ranks export: named sizes with their experts, and models of transformers."""
 
-import random
-
 import pytest
 import torch
 
@@ -61,23 +59,15 @@ def four_ranks(group, rank, flags):
         return fla_cp.train.main.train(config, ranks_of("--device cpu --cp 4", rank), lock)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Documents of 5 to 60 bytes."""
-    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
-    for i in range(120):
-        (folder / f"{i}.txt").write_text("".join(rng.choices("abcdefgh ", k=rng.randint(5, 60))))
-    return f"text:{folder}"
-
-
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "kind",
     [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.wide) for kind in MODELS],
 )
-def test_four_ranks_export_what_one_rank_does(gloo_pool, tmp_path, monkeypatch, text, kind):
+def test_four_ranks_export_what_one_rank_does(gloo_pool, tmp_path, monkeypatch, short_texts, kind):
     """Two steps on four ranks; one rank goes on from their checkpoint without changing a weight."""
-    flags = [*MODELS[kind].replace("FOLDER", str(tmp_path)).split(), *RUN.split(), "--data", text]
+    flags = [*MODELS[kind].replace("FOLDER", str(tmp_path)).split(), *RUN.split()]
+    flags += ["--data", short_texts]
     if kind.startswith("hf "):
         save_stock(tmp_path / kind[3:], kind[3:])
     split = [*flags, "--cp", "4", "--parallel.layout", "zigzag"]
