@@ -73,6 +73,9 @@ def stock_model(kind, seed=0, **changes):
                 x.normal_(std=0.5 * x.shape[-1] ** -0.5)
             else:
                 x.add_(torch.randn_like(x), alpha=0.1)
+        for name, x in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                x.uniform_(-0.3, 0.3)
     return model.train()
 
 
