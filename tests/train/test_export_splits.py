@@ -22,7 +22,7 @@ TINY = (
 )
 RUN = (
     "--device cpu --impl torch --seq-len 75 --global-batch-size 2 --optim.weight-decay 0.1 "
-    "--lr 0.05 --warmup-steps 0 --eval-every 0 --run.no-tensorboard"
+    "--lr 0.05 --warmup-steps 0 --eval-every 0"
 )
 STILL = "--lr 1e-45"
 """A step at this rate changes no weight; the biases of routers have a rate of their own."""
