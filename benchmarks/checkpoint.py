@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from fla_cp.train import checkpoint
+from fla_cp.train.build import build_sharded
 from fla_cp.train.checkpoint import Progress
 from fla_cp.train.distributed import Ranks, joined, local_ranks, threads_per_rank
-from fla_cp.train.model import build_sharded
 from fla_cp.train.optim import build_optimizer
 from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import statistics
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -11,27 +12,40 @@ import numpy as np
 import torch
 
 from benchmarks.step_profile import Row
-from fla_cp.train.config import TrainConfig
+from fla_cp.integrations.stock_folder import read_config_json
+from fla_cp.train.build import build_sharded
+from fla_cp.train.config import FOLDER, TrainConfig
 from fla_cp.train.data import ArraySource, PackedDataset
 from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.flops import needed, step_flops
 from fla_cp.train.graphs import Graphs, zero_gradients
-from fla_cp.train.model import Decoder, Shape, build_sharded, shape_of
+from fla_cp.train.language_model import LanguageModel
+from fla_cp.train.model import Decoder, Shape, shape_of
 from fla_cp.train.optim import build_optimizer, learning_rate
 from fla_cp.train.parse import parse
 from fla_cp.train.step import Feed, agree, finish, forward_backward
 
 PEER = "fla"
 
-VOCABULARY = {"tiny": 256, "340M": 32000, "1.3B": 32000}
+VOCABULARY = {
+    "tiny": 256,
+    "340M": 32000,
+    "1.3B": 32000,
+    "kimi-linear-small": 163840,
+    "qwen3-next-small": 151936,
+    "kimi-linear": 163840,
+    "qwen3-next": 151936,
+}
+"""Tokens of each size that may be measured, besides hf:DIR."""
 SHORTEST, LONGEST = 16, 8192
 """Lengths of packed documents, in tokens; they are log-uniform in between."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is measured. who: "fla_cp", or PEER for the peer's model. tokens: of the sequence, which
-    all GPUs share. data: "one" document or "packed" ones. flags: of the trainer, as one text."""
+    """What is measured. who: "fla_cp", or PEER for the peer's model. model: a size or hf:DIR.
+    tokens: of the sequence, which all GPUs share. data: "one" document or "packed" ones. flags: of
+    the trainer, as one text."""
 
     who: str
     model: str
@@ -50,6 +64,13 @@ class Case:
         sizes = ["--model", self.model, "--seq-len", str(self.tokens), "--cp", str(self.gpus)]
         steps = ["--global-batch-size", "1", "--eval-every", "0", "--max-steps", "1000"]
         return parse([*sizes, *steps, *shlex.split(self.flags)])
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        if self.model.startswith(FOLDER):
+            return read_config_json(self.model.removeprefix(FOLDER))["vocab_size"]
+        return VOCABULARY[self.model]
 
     def found(self, rows: Iterable[Row]) -> Row | None:
         """This case's row, if it is there."""
@@ -87,12 +108,12 @@ class Trainer:
     def __init__(self, case: Case, config: TrainConfig, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         dtype = compute_dtype(config.parallel.dtype, ranks.device)
-        vocabulary = VOCABULARY[case.model]
         free = config.data.max_documents is None  # no compiled graph takes a fixed context
-        self.model = build_sharded(config.model, vocabulary, 0, ranks, dtype, compiled=free)
+        given = config.model, case.vocabulary, 0, ranks, dtype
+        self.model = build_sharded(*given, compiled=free)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.flops = step_operations(config, vocabulary, case.tokens)
+        self.flops = step_operations(case)
         self.feed = Feed(config, dataset(case), ranks, 0, workers=0)
         self.steps = 0
         graphs = config.parallel.cuda_graphs
@@ -135,10 +156,10 @@ class FLAModel:
 
         self.ranks, self.clip = ranks, config.optim.clip_norm
         with ranks.device:
-            self.model = fla_model(config, VOCABULARY[case.model])
+            self.model = fla_model(config, case.vocabulary)
         self.model.train()
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.flops = step_operations(config, VOCABULARY[case.model], case.tokens)
+        self.flops = step_operations(case)
         if config.model.remat not in (False, "none"):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         dtype = compute_dtype(config.parallel.dtype, ranks.device)
@@ -203,23 +224,37 @@ def fla_sizes(shape: Shape, gate_lower_bound: float | None) -> dict[str, Any]:
     }
 
 
-def meta_model(config: TrainConfig, vocabulary: int) -> Decoder:
+def meta_model(case: Case) -> LanguageModel:
+    """The trainer's model of a case, on the meta device."""
+    config = case.config().model
+    if config.folder is not None:
+        from fla_cp.train.stock import StockModel, opened
+
+        return StockModel(opened(config.folder), config)
     with torch.device("meta"):
-        return Decoder(config.model, vocabulary)
+        return Decoder(config, case.vocabulary)
 
 
-def step_operations(config: TrainConfig, vocabulary: int, tokens: int) -> float | None:
-    """Operations that a step of one sequence needs; None for a model that has no formula."""
+def step_operations(case: Case) -> float | None:
+    """Operations that a step needs; None for a model that has no formula. Those of softmax
+    attention over packed documents are the mean of all packs."""
+    model = meta_model(case)
     try:
-        return needed(step_flops(meta_model(config, vocabulary), tokens))
+        parts = step_flops(model, case.tokens)
     except ValueError:
         return None
+    found = needed(parts)
+    if "attention" not in parts or case.data == "one":
+        return found
+    packs = [pack["cu_seqlens"].diff().tolist() for pack in dataset(case)]
+    packed = [step_flops(model, case.tokens, lengths)["attention"].needed for lengths in packs]
+    return found - parts["attention"].needed + statistics.mean(packed)
 
 
 def dataset(case: Case, packs: int = 32) -> PackedDataset:
     """Random tokens in packs of `case.tokens`, each one document or several; from a fixed seed."""
     generator = np.random.default_rng(0)
-    vocabulary, total = VOCABULARY[case.model], packs * case.tokens
+    vocabulary, total = case.vocabulary, packs * case.tokens
     # int32 holds any vocabulary; as int64 the tokens would take twice the memory.
     tokens = generator.integers(vocabulary, size=total, dtype=np.int32)
     offsets = np.arange(packs + 1) * case.tokens

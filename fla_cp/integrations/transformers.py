@@ -83,7 +83,8 @@ def parallelize(model: _Model) -> _Model:
     Raises ImportError without transformers 5.23 or later, and ValueError for another model, for a
     kind of layer that is not known, and for layers whose `forward` was already replaced. A call
     raises ValueError for what it does not support: caches, attention masks, packings that are
-    passed beside the context, attention with dropout, and router losses over several ranks.
+    passed beside the context, attention with dropout, and router losses and logits_to_keep over
+    several ranks.
     """
     _check_version()
     text = _text_model(model)
@@ -188,6 +189,12 @@ def _enter_head(
         raise ValueError(
             "output_router_logits must be False under a context of several ranks, because the "
             f"loss over experts is not a sum over tokens, got {router}"
+        )
+    kept = keywords.get("logits_to_keep", 0)
+    if context.world_size > 1 and not (isinstance(kept, int) and kept == 0):
+        raise ValueError(
+            "logits_to_keep must be 0 under a context of several ranks, because it counts the "
+            f"tokens of one rank, got {kept}"
         )
     if keywords.get("labels") is not None:
         _take_labels(context, keywords)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fla_cp.comm import collectives
 from fla_cp.nn import Router, RoutingStatistics, load_balancing_loss
-from fla_cp.train.config import ModelConfig
+from fla_cp.train.config import ModelConfig, TrainConfig, UserError
 from fla_cp.train.data import IGNORE
 
 AUX_LOSS = 0.001
@@ -28,6 +28,21 @@ def rates(config: ModelConfig, routing: str) -> dict[str, float]:
     if config.bias_rate is not None:
         bias_rate = config.bias_rate
     return {"aux_loss": aux_loss, "bias_rate": bias_rate}
+
+
+def check_micro_batches(config: TrainConfig, aux_loss: float, origin: str) -> None:
+    """Raises UserError if --check-parity would compare load-balancing losses of other batches.
+
+    One rank takes the micro-batches of data-parallel ranks one after the other, and the loss of
+    their loads together is not the mean of their losses. aux_loss: its factor. origin: what sets
+    it, for the message.
+    """
+    size = config.data.micro_batch_size
+    if config.parity.check and aux_loss and config.parallel.dp > 1 and size:
+        raise UserError(
+            "--micro-batch-size must be left out with --check-parity, data parallelism and "
+            f"{origin}, whose loads are those of the micro-batches of all ranks, got {size}"
+        )
 
 
 class Balance(nn.Module):

@@ -1,4 +1,4 @@
-"""The model that --model names: our own decoder, or one of transformers."""
+"""The model that --model names, sharded: our own decoder, or one of transformers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 
 from fla_cp.train.config import ModelConfig
 from fla_cp.train.distributed import Ranks
-from fla_cp.train.model import Decoder, build_sharded
+from fla_cp.train.model import Decoder, compile_blocks
+from fla_cp.train.weights import allocate, initialise
 
 if TYPE_CHECKING:
     from fla_cp.train.stock import StockModel
 
 
-def build_language_model(
+def build_sharded(
     config: ModelConfig,
     vocab_size: int,
     seed: int | None,
@@ -25,11 +26,22 @@ def build_language_model(
 ) -> Decoder | StockModel:
     """The model, of which this rank allocates only its own shard, on its device.
 
-    Arguments are those of `build_sharded`; `compiled` does not concern a model of transformers.
+    seed: seed of the weights; None leaves them zero, for a checkpoint to fill. dtype: see
+    `allocate`. vocab_size, and compiled, which is whether compile="auto" may compile the blocks, do
+    not concern a model of transformers.
     Raises UserError if the weights of hf:DIR do not fit.
     """
-    if config.folder is None:
-        return build_sharded(config, vocab_size, seed, ranks, dtype, compiled=compiled)
-    from fla_cp.train.stock import build_stock
+    if config.folder is not None:
+        from fla_cp.train.stock import build_stock
 
-    return build_stock(config, seed, ranks, dtype)
+        return build_stock(config, seed, ranks, dtype)
+    with torch.device("meta"):
+        model = Decoder(config, vocab_size)
+    allocate(model, ranks, dtype)
+    # A selective checkpoint around a compiled block could not keep operators from running again.
+    auto = compiled and ranks.device.type == "cuda" and config.remat != "selective"
+    if config.compile == "on" or (config.compile == "auto" and auto):
+        compile_blocks(model)
+    if seed is not None:
+        initialise(model, seed)
+    return model

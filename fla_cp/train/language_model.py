@@ -29,6 +29,10 @@ class LanguageModel(nn.Module):
         """The parts whose parameters are not cast to a narrower compute dtype."""
         return []
 
+    def tie_weights(self) -> None:
+        """Makes the head share the embedding's weight if the model is tied. To be called once more
+        after `to_empty`, which allocates two separate weights."""
+
     def move_biases(self) -> None:
         """Moves the routers' biases by the loads of the step, if the trainer does that."""
 

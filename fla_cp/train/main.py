@@ -29,7 +29,7 @@ from accelerate.utils import set_seed
 from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
 from fla_cp.train import checkpoint, divergence
-from fla_cp.train.build import build_language_model
+from fla_cp.train.build import build_sharded
 from fla_cp.train.cache_limit import GIB
 from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
@@ -126,7 +126,7 @@ def check_folder(config: TrainConfig, vocab_size: int, *, weights: bool) -> None
     if config.model.folder is not None:
         from fla_cp.train.stock import check_stock
 
-        check_stock(config.model, vocab_size, weights=weights)
+        check_stock(config, vocab_size, weights=weights)
 
 
 @announced("data")
@@ -185,7 +185,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     filled = found is not None or initial is not None  # by a checkpoint, or from the folder
     seed = None if filled else config.run.seed
     free = config.data.max_documents is None  # no compiled graph takes a fixed context
-    model = build_language_model(config.model, vocab_size, seed, ranks, dtype, compiled=free)
+    model = build_sharded(config.model, vocab_size, seed, ranks, dtype, compiled=free)
     parameters = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
     if isinstance(model, Decoder) and model.balance is not None:
         parameters += f" ({model.active_parameters() / 1e6:.2f} M of them for a token)"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +21,7 @@ from fla_cp.nn.initial import Constant, Initial, Normal, Uniform
 from fla_cp.remat import Offloaded, selective_checkpoint
 from fla_cp.train.balance import Balance, rates
 from fla_cp.train.config import ModelConfig, UserError
-from fla_cp.train.distributed import Ranks, exact_parts, gathered, shard_model
+from fla_cp.train.distributed import exact_parts, gathered
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import chunked_cross_entropy
 from fla_cp.train.mixers import make_mixer
@@ -225,7 +224,7 @@ class Decoder(LanguageModel):
     """A language model over the tokens that this rank owns.
 
     config: sizes and options. vocab_size: number of token ids. shape: dimensions, in place of those
-    that config names. The weights are set by `build_model` and `build_sharded`.
+    that config names. `build_model` sets the weights, and build.py those of a rank's shard.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, shape: Shape | None = None) -> None:
@@ -270,10 +269,6 @@ class Decoder(LanguageModel):
             self.balance.move_biases([layer.router for layer in self.expert_layers()])
 
     def tie_weights(self) -> None:
-        """Makes the head share the embedding's weight if the shape says so.
-
-        To be called once more after `to_empty`, which allocates two separate weights.
-        """
         if self.shape.tie_embeddings:
             self.head.weight = self.embedding.weight
 
@@ -335,38 +330,6 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Decoder:
         model = Decoder(config, vocab_size)
     give_memory(model, torch.device("cpu"))
     initialise(model, seed)
-    return model
-
-
-def build_sharded(
-    config: ModelConfig,
-    vocab_size: int,
-    seed: int | None,
-    ranks: Ranks,
-    dtype: torch.dtype,
-    *,
-    compiled: bool = True,
-) -> Decoder:
-    """A decoder of which this rank allocates only its own shard, on its device.
-
-    seed: seed of the weights; None leaves them zero, for a checkpoint to fill. dtype: compute
-    dtype, see `shard_model`; with float64 the parameters are float64 too, with the same values.
-    compiled: whether compile="auto" may compile the blocks.
-    """
-    with torch.device("meta"):
-        model = Decoder(config, vocab_size)
-    if dtype == torch.float64:
-        model.double()
-    if model.balance is not None and ranks.world_size > 1:
-        model.balance.group = dist.group.WORLD
-    shard_model(model, ranks, dtype)
-    # A selective checkpoint around a compiled block could not keep operators from running again.
-    auto = compiled and ranks.device.type == "cuda" and config.remat != "selective"
-    if config.compile == "on" or (config.compile == "auto" and auto):
-        compile_blocks(model)
-    give_memory(model, ranks.device)
-    if seed is not None:
-        initialise(model, seed)
     return model
 
 

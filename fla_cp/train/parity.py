@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fla_cp.train.build import build_language_model
+from fla_cp.train.build import build_sharded
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype
@@ -155,7 +155,7 @@ class Run:
         self, config: TrainConfig, dataset: Packs, ranks: Ranks, dtype: torch.dtype
     ) -> None:
         rows = vocabulary(config.model, dataset.vocab_size)
-        self.model = build_language_model(config.model, rows, config.run.seed, ranks, dtype)
+        self.model = build_sharded(config.model, rows, config.run.seed, ranks, dtype)
         self.config, self.ranks = config, ranks
         self.optimizer = build_optimizer(self.model, config.optim)
         self.feed = Feed(config, dataset, ranks, 0, workers=0)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
+from fla_cp.train.balance import check_micro_batches, rates
 from fla_cp.train.config import SEEDS, ModelConfig, TrainConfig, UserError
 from fla_cp.train.folder_rules import check_model_name
 from fla_cp.train.model import shape_of
@@ -99,14 +100,7 @@ def _check_experts(config: TrainConfig) -> None:
     fits(shape.dense_layers < layers, "dense_layers", f"below the number of blocks, {layers}")
     free = not model.bias_rate or shape.routing == "sigmoid"
     need(free, "bias_rate", "left out with --model.routing softmax")
-    data, aux = config.data, model.aux_loss
-    balanced = aux or (aux is None and shape.routing == "softmax")
-    if config.parity.check and balanced and config.parallel.dp > 1 and data.micro_batch_size:
-        raise UserError(
-            "--micro-batch-size must be left out with --check-parity, data parallelism and "
-            "--model.aux-loss, whose loads are those of the micro-batches of all ranks, "
-            f"got {data.micro_batch_size}"
-        )
+    check_micro_batches(config, rates(model, shape.routing)["aux_loss"], "--model.aux-loss")
 
 
 def _mixers(model: ModelConfig) -> set[str]:

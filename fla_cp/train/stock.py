@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fla_cp import FLACPContext
@@ -21,13 +20,14 @@ from fla_cp.integrations.stock_model import open_stock, weights_of
 from fla_cp.integrations.transformers import parallelize
 from fla_cp.nn import RoutingStatistics
 from fla_cp.remat import selective_contexts
-from fla_cp.train.balance import Balance
-from fla_cp.train.config import ModelConfig, UserError
-from fla_cp.train.distributed import Ranks, gathered, shard_model
+from fla_cp.train.balance import Balance, check_micro_batches
+from fla_cp.train.config import ModelConfig, TrainConfig, UserError
+from fla_cp.train.distributed import Ranks, gathered
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import chunked_cross_entropy
 from fla_cp.train.mixers import CONV_SIZE
-from fla_cp.train.stock_weights import initialise_stock, load_stock, stock_memory
+from fla_cp.train.stock_weights import compute_buffers, initialise_stock, load_stock
+from fla_cp.train.weights import allocate
 
 EXACT = ("A_log", "dt_bias")
 """Parameters of recurrences that are not cast, since decay rates lose their meaning in bfloat16."""
@@ -46,7 +46,7 @@ class StockModel(LanguageModel):
         self.impl = config.impl
         set_apart(stock)
         self.stock = stock
-        self.routers = [m for m in stock.modules() if _ROUTER.search(type(m).__name__)]
+        self.routers = _routers(stock)
         self._found: list[RoutingStatistics] | None = None
         if self.routers:
             self.balance = _balance(self.routers, stock.config)
@@ -77,8 +77,6 @@ class StockModel(LanguageModel):
         return [module for module in self.modules() if isinstance(module, Exact)]
 
     def tie_weights(self) -> None:
-        """Makes the head share the embedding's weight if the configuration says so. To be called
-        once more after `to_empty`."""
         if self.stock.config.tie_word_embeddings:
             self.stock.lm_head.weight = self.stock.model.embed_tokens.weight
 
@@ -144,11 +142,19 @@ def _exact(module: nn.Module, name: str) -> Tensor:
     return getattr(module.exact, name)
 
 
-def _balance(routers: list[Any], config: Any) -> Balance:
-    """Loads of the stock routers. Their loss counts where transformers would add it."""
+def _routers(stock: nn.Module) -> list[Any]:
+    return [module for module in stock.modules() if _ROUTER.search(type(module).__name__)]
+
+
+def _aux_loss(config: Any) -> float:
+    """The factor of the load-balancing loss, which counts where transformers would add it."""
     asked = getattr(config, "output_router_logits", False)
-    factor = getattr(config, "router_aux_loss_coef", 0.0) if asked else 0.0
-    first = routers[0]
+    return getattr(config, "router_aux_loss_coef", 0.0) if asked else 0.0
+
+
+def _balance(routers: list[Any], config: Any) -> Balance:
+    """Loads of the stock routers."""
+    first, factor = routers[0], _aux_loss(config)
     return Balance(len(routers), first.num_experts, first.top_k, aux_loss=factor, bias_rate=0.0)
 
 
@@ -162,24 +168,30 @@ def opened(folder: str) -> Any:
     return stock
 
 
-def check_stock(config: ModelConfig, vocab_size: int, *, weights: bool) -> None:
-    """Raises UserError if --model hf:DIR cannot be trained on tokens of this vocabulary.
+def check_stock(config: TrainConfig, vocab_size: int, *, weights: bool) -> None:
+    """Raises UserError if --model hf:DIR cannot be trained on tokens of this vocabulary, or not as
+    `check_micro_batches` says.
 
     weights: whether the folder's weights will be loaded; a checkpoint needs none of them.
     """
-    assert config.folder is not None
+    folder = config.model.folder
+    assert folder is not None
+    flag = f"--model hf:{folder}"
     try:
-        stock = opened(config.folder)
-        if weights and config.init == "weights":
-            weights_of(stock, config.folder)
+        stock = opened(folder)
+        if weights and config.model.init == "weights":
+            weights_of(stock, folder)
         parallelize(stock)
     except (ValueError, ImportError) as error:
-        raise UserError(f"--model hf:{config.folder}: {error}") from error
+        raise UserError(f"{flag}: {error}") from error
     if vocab_size > stock.config.vocab_size:
         raise UserError(
-            f"--data must have at most the {stock.config.vocab_size} tokens of "
-            f"--model hf:{config.folder}, got {vocab_size}"
+            f"--data must have at most the {stock.config.vocab_size} tokens of {flag}, got "
+            f"{vocab_size}"
         )
+    if _routers(stock):
+        origin = f"the router_aux_loss_coef of {flag}"
+        check_micro_batches(config, _aux_loss(stock.config), origin)
 
 
 def build_stock(
@@ -188,7 +200,7 @@ def build_stock(
     """A model of transformers of which this rank allocates and reads only its own shard.
 
     seed: None leaves the weights zero, for a checkpoint to fill; otherwise they are the folder's,
-    or with init="random" those of this seed. dtype: see `build_sharded`. Raises UserError for
+    or with init="random" those of this seed. dtype: see `allocate`. Raises UserError for
     weights that do not fit.
     """
     folder = config.folder
@@ -201,13 +213,10 @@ def build_stock(
         except ValueError as error:
             raise UserError(f"--model hf:{folder}: {error}") from error
     if dtype == torch.float64:
-        stock.double()
         stock.config._experts_implementation = "eager"  # grouped products refuse float64
     model = StockModel(parallelize(stock), config)
-    if model.balance is not None and ranks.world_size > 1:
-        model.balance.group = dist.group.WORLD
-    shard_model(model, ranks, dtype)
-    stock_memory(model, ranks.device)
+    allocate(model, ranks, dtype)
+    compute_buffers(model)
     if weights is not None:
         load_stock(model, *weights)
     elif seed is not None:

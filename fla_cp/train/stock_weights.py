@@ -28,15 +28,8 @@ def published_name(name: str) -> str:
 
 
 @torch.no_grad()
-def stock_memory(model: StockModel, device: torch.device) -> None:
-    """Allocates parameters and buffers of a model on the meta device, filled with zeros, but for
-    buffers that no file holds, such as the frequencies of rotary positions: those are computed."""
-    model.to_empty(device=device)
-    model.tie_weights()
-    for parameter in model.parameters():
-        local_tensor(parameter).zero_()
-    for buffer in model.buffers():
-        buffer.zero_()
+def compute_buffers(model: StockModel) -> None:
+    """Fills buffers that no file holds, such as the frequencies of rotary positions."""
     kept = model.state_dict()
     for prefix, module in model.stock.named_modules(prefix="stock"):
         own = module._buffers

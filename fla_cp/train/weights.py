@@ -1,4 +1,5 @@
-"""Initial weights: the model is made on the meta device and sharded; then each rank draws its rows.
+"""Memory and initial weights: a model is made on the meta device and sharded; then each rank
+allocates its rows, and draws those of a decoder.
 
 A parameter's values are a function of (seed, its full name, its shape). They are drawn in blocks of
 rows, each with a generator of its own. So a rank draws only the blocks that contain its rows, and
@@ -16,10 +17,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fla_cp.nn.initial import Initial
+from fla_cp.train.distributed import Ranks, shard_model
+from fla_cp.train.language_model import LanguageModel
 
 if TYPE_CHECKING:
     from fla_cp.train.model import Decoder
@@ -29,18 +33,31 @@ if TYPE_CHECKING:
 BLOCK = 2**16
 
 
-def give_memory(model: Decoder, device: torch.device) -> None:
-    """Allocates the parameters and buffers of a decoder on the meta device, filled with zeros.
+def allocate(model: LanguageModel, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Shards a model on the meta device, in place, and allocates this rank's shard.
 
-    Zero is where the buffers start: the biases and loads of experts.
+    dtype: compute dtype, see `shard_model`; with float64 the parameters are float64 too.
+    """
+    if dtype == torch.float64:
+        model.double()
+    if model.balance is not None and ranks.world_size > 1:
+        model.balance.group = dist.group.WORLD
+    shard_model(model, ranks, dtype)
+    give_memory(model, ranks.device)
+
+
+@torch.no_grad()
+def give_memory(model: LanguageModel, device: torch.device) -> None:
+    """Allocates the parameters and buffers of a model on the meta device, filled with zeros.
+
+    Zero is where the buffers of a decoder start: the biases and loads of experts.
     """
     model.to_empty(device=device)
     model.tie_weights()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            local_tensor(parameter).zero_()
-        for buffer in model.buffers():
-            buffer.zero_()
+    for parameter in model.parameters():
+        local_tensor(parameter).zero_()
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def local_tensor(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from benchmarks import plot, report, report_steps, step_profile, timeline, train, training_sides
 from benchmarks.report_tables import MISSING, Result
 from benchmarks.training_sides import Case
+from fla_cp.train.flops import step_flops
 
 TINY = Case("fla_cp", "tiny", 128, "one", 1, "--model.layers 1")
 
@@ -71,7 +72,7 @@ def test_a_case_of_one_rank(one_rank):
     assert side.steps == 1 + train.WARM + 2 + train.ISSUED
     assert any((a != b).any() for a, b in zip(before, side.model.parameters(), strict=True))
     assert row["parameters"] == sum(p.numel() for p in side.model.parameters())
-    assert row["flops"] == training_sides.step_operations(TINY.config(), 256, 128) > 0
+    assert row["flops"] == training_sides.step_operations(TINY) > 0
     assert TINY.found([{"who": "other"}, row]) is row
 
 
@@ -84,6 +85,72 @@ def test_a_loss_that_cannot_be_is_refused(one_rank):
     side = Wrong(TINY, TINY.config(), one_rank)
     with pytest.raises(RuntimeError, match=r"near ln\(vocabulary\) = 5.55, got"):
         train.measure(side, TINY, one_rank, 1, False)
+
+
+RANDOM = "--model.init random --remat full"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of transformers with experts, whose weights are random but no longer small."""
+    pytest.importorskip("transformers", minversion="5.23")
+    from tests.support.stock_folders import save_stock
+
+    return save_stock(tmp_path_factory.mktemp("models") / "qwen", "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("flags", [RANDOM, ""])
+def test_a_model_of_transformers(one_rank, folder, flags):
+    case = Case("fla_cp", f"hf:{folder}", 128, "packed", 1, flags)
+    side = training_sides.Trainer(case, case.config(), one_rank)
+    row = train.measure(side, case, one_rank, 2, False)
+    assert (case.vocabulary, row["model"]) == (256, f"hf:{folder}")
+    assert row["parameters"] == sum(p.numel() for p in side.model.parameters()) > 1e4
+    assert row["tokens_per_second"] > 0 and row["flops"] > 6 * 128 * 256 * 32  # the head's alone
+    if flags == "":
+        with pytest.raises(RuntimeError, match=r"must be at least ln\(vocabulary\) = 5.55, got 0"):
+            train.measure(Still(case, case.config(), one_rank), case, one_rank, 1, False)
+
+
+class Still(training_sides.Trainer):
+    def metrics(self):
+        return 0.1 * super().metrics()
+
+
+@pytest.mark.wide
+def test_the_whole_program_with_a_model_of_transformers(folder, tmp_path):
+    flags = ["--models", f"hf:{folder}", "--gpus", "2", "--seq-len", "128", "--steps", "1"]
+    out = tmp_path / "train.json"
+    assert train.main([*flags, "--out", str(out), "--flags", RANDOM]) == 0
+    (row,) = rows_of(out)
+    assert row["tokens_per_second"] > 0 and row["flops"] > 0
+
+
+def test_operations_of_attention_over_packed_documents(folder):
+    """The mean over packs; recurrences and products count by the token."""
+    for model, flags in (f"hf:{folder}", ""), ("tiny", "--model.pattern kda,attention"):
+        one, packed = (Case("fla_cp", model, 500, data, 1, flags) for data in ("one", "packed"))
+        parts = step_flops(training_sides.meta_model(one), 500)
+        less = training_sides.step_operations(one) - training_sides.step_operations(packed)
+        pairs = [
+            sum(n * (n + 1) for n in pack["cu_seqlens"].diff().tolist())
+            for pack in training_sides.dataset(packed)
+        ]
+        share = sum(pairs) / len(pairs) / (500 * 501)
+        assert 0 < share < 0.9
+        assert less == pytest.approx((1 - share) * parts["attention"].needed)
+    tiny = [Case("fla_cp", "tiny", 500, data, 1, "") for data in ("one", "packed")]
+    assert len({training_sides.step_operations(case) for case in tiny}) == 1
+
+
+def test_a_model_without_a_formula_has_no_operations(monkeypatch, folder):
+    from fla_cp.train import stock_flops
+
+    def unknown(mixer):
+        raise ValueError(f"there is no formula for the mixer {type(mixer).__name__}")
+
+    monkeypatch.setattr(stock_flops, "_mixer", unknown)
+    assert training_sides.step_operations(Case("fla_cp", f"hf:{folder}", 9, "one", 1, "")) is None
 
 
 def test_documents():
@@ -146,7 +213,16 @@ def test_a_case_that_takes_too_long(monkeypatch):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--models", "7B"], "--models must be of tiny, 340M, 1.3B, got 7B"),
+        (
+            ["--models", "7B"],
+            "--models must be of tiny, 340M, 1.3B, kimi-linear-small, qwen3-next-small, "
+            "kimi-linear, qwen3-next, hf:DIR, got 7B",
+        ),
+        (["--models", "hf:/no/such"], "--model hf:/no/such: must be a folder, got '/no/such'"),
+        (
+            ["--models", "tiny,hf:a", "--peer", "fla"],
+            "--peer must be left out with --models hf:a, got fla",
+        ),
         (["--data", "one,two"], "--data must be of one, packed, got two"),
         (["--peer-only"], "--peer-only needs --peer"),
         (["--peer", "fla"], "--peer fla needs a GPU"),

@@ -14,15 +14,7 @@ from fla_cp.integrations.layouts.table import Run, Table
 from fla_cp.train.model import Decoder, build_model
 from fla_cp.train.parse import parse
 
-KIMI = (
-    "--model kimi-linear --model.experts 256 --model.experts-per-token 8 --model.shared-experts 1 "
-    "--model.expert-size 1024 --model.routing sigmoid --model.dense-layers 1 "
-    "--model.routing-scale 2.446"
-)
-QWEN = (
-    "--model qwen3-next --model.experts 512 --model.experts-per-token 10 --model.shared-experts 1 "
-    "--model.expert-size 512"
-)
+KIMI, QWEN = "--model kimi-linear", "--model qwen3-next"
 
 
 def meta(flags, vocab):

@@ -255,6 +255,30 @@ def test_positions_may_be_given(kind):
     assert not torch.allclose(call(position_ids=3 * places).logits, call().logits, atol=1e-3)
 
 
+def with_positions(group, rank, kind, places):
+    """Logits of all tokens, with this rank's columns of `places` as positions."""
+    options = {"conv1d_kernel_size": 4}
+    if group is not None:
+        options["token_ranges"] = zigzag_token_ranges(150, group.size())
+    context = build_cp_context(torch.tensor(OFFSETS), group, **options)
+    mine = places[..., context.shard(torch.arange(150)[None])[0]]
+    call = {"input_ids": context.shard(drawn()[0]), "position_ids": mine}
+    with torch.no_grad():
+        return context.unshard(parallelized(kind)(**call, cp_context=context).logits)
+
+
+@pytest.mark.parametrize("kind, rows", [("qwen3_5", 4), ("qwen3_5", 3), ("qwen3_next", 0)])
+def test_given_positions_are_those_of_a_ranks_own_tokens(kind, rows):
+    """[1, T], or as in Qwen3.5 [3, 1, T] and [4, 1, T], of which each rank has its own columns."""
+    places = 3 * torch.arange(150)[None]
+    if rows:
+        places = places.expand(rows, 1, 150) * torch.arange(1, rows + 1)[:, None, None]
+    wanted = with_positions(None, 0, kind, places)
+    assert not torch.allclose(wanted, alone(kind)[1][0], atol=1e-3)
+    for found in run_threads(with_positions, 2, kind, places):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=LOGITS)
+
+
 def given_labels(group, rank, shifted):
     """The shares of the loss from labels that the caller has shifted or counted."""
     model, (tokens, labels) = parallelized("qwen3_5"), drawn()
@@ -396,6 +420,20 @@ def test_attention_with_dropout():
         model(TOKENS)
     with under(one_rank()):
         model.eval()(TOKENS)
+
+
+def kept_logits(group, rank, kept):
+    context = build_cp_context(torch.tensor(OFFSETS), group, conv1d_kernel_size=4)
+    call = partial(parallelized("qwen3_5"), context.shard(TOKENS), cp_context=context)
+    assert call(logits_to_keep=0).logits.shape[1] == context.local_tokens
+    return call(logits_to_keep=kept).logits.shape[1]
+
+
+def test_logits_to_keep_count_the_tokens_of_one_rank():
+    assert run_threads(kept_logits, 1, 7) == [7]
+    for kept in (7, torch.tensor([0])):
+        with pytest.raises(ValueError, match="logits_to_keep must be 0 under a context of several"):
+            run_threads(kept_logits, 2, kept)
 
 
 def router_loss(group, rank):

@@ -6,9 +6,10 @@ import torch
 
 from fla_cp import build_cp_context
 from fla_cp.train import checkpoint
+from fla_cp.train.build import build_sharded
 from fla_cp.train.checkpoint import Progress
 from fla_cp.train.distributed import joined
-from fla_cp.train.model import build_model, build_sharded
+from fla_cp.train.model import build_model
 from fla_cp.train.optim import build_optimizer
 from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver

@@ -4,10 +4,10 @@ import contextlib
 from pathlib import Path
 
 from fla_cp.train import checkpoint
+from fla_cp.train.build import build_sharded
 from fla_cp.train.distributed import compute_dtype, joined
 from fla_cp.train.main import Loop
 from fla_cp.train.metrics import RunLog
-from fla_cp.train.model import build_sharded
 from fla_cp.train.optim import build_optimizer
 from fla_cp.train.parse import parse
 from fla_cp.train.saver import Saver

@@ -35,3 +35,27 @@ def ranks_of(flags, rank):
         dp=p.dp,
         dp_replicate=p.dp_replicate,
     )
+
+
+def ranks_over(mesh, rank, group=None):
+    """The `Ranks` of a split without context parallelism whose FSDP mesh is `mesh`. group: for
+    collectives on the host."""
+    world = mesh.size()
+    return Ranks(
+        rank=rank,
+        world_size=world,
+        device=torch.device("cpu"),
+        mesh=mesh,
+        fsdp_mesh=mesh,
+        cp_group=None,
+        host_group=group,
+        cp=1,
+        dp_rank=rank,
+        dp=world,
+        dp_replicate=1,
+    )
+
+
+def shard_ranks(world, rank, group=None):
+    """`ranks_over` a mesh of its own over all ranks of a world."""
+    return ranks_over(init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",)), rank, group)

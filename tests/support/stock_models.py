@@ -73,7 +73,32 @@ def stock_model(kind, seed=0, **changes):
                 x.normal_(std=0.5 * x.shape[-1] ** -0.5)
             else:
                 x.add_(torch.randn_like(x), alpha=0.1)
+        for name, x in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                x.uniform_(-0.3, 0.3)
     return model.train()
+
+
+def routing_margins(model):
+    """A list that gets, at each call of a router, by how much the scores of the last expert taken
+    and of the first one left differ, for the token with the least difference.
+
+    Rounding decides between scores that differ by no more, and with another expert a loss differs
+    by far more than rounding.
+    """
+    margins = []
+
+    def note(router, inputs, outputs):
+        scores = outputs[0].detach().float()
+        bias = getattr(router, "e_score_correction_bias", None)
+        scores = scores.softmax(-1) if bias is None else scores.sigmoid() + bias
+        best = scores.topk(router.top_k + 1, -1).values
+        margins.append((best[:, -2] - best[:, -1]).min().item())
+
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(note)
+    return margins
 
 
 def drawn_tokens(total, seed=1):

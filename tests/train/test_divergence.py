@@ -12,11 +12,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fla_cp.train.main
+from fla_cp.train.build import build_sharded
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.divergence import find_not_finite
 from fla_cp.train.metrics import read_metrics
-from fla_cp.train.model import build_sharded
 from fla_cp.train.parse import parse
 from tests.support.ranks import run_threads
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fla_cp.train.main
 from fla_cp import build_cp_context
 from fla_cp.nn import Experts, Router, SwiGLU
+from fla_cp.train.build import build_sharded
 from fla_cp.train.checkpoint import checkpoints
 from fla_cp.train.config import UserError
 from fla_cp.train.data import ArraySource, PackedDataset
@@ -16,7 +17,7 @@ from fla_cp.train.distributed import joined
 from fla_cp.train.flops import step_flops
 from fla_cp.train.main import check_impl
 from fla_cp.train.metrics import read_metrics
-from fla_cp.train.model import Decoder, build_model, build_sharded
+from fla_cp.train.model import Decoder, build_model
 from fla_cp.train.optim import build_optimizer, update
 from fla_cp.train.parse import parse
 from fla_cp.train.step import Feed, agree, forward_backward, reduce_metrics

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fla_cp.train.main
 from fla_cp.integrations.safetensors_folder import TensorFolder, write_tensors
+from fla_cp.train.build import build_sharded
 from fla_cp.train.checkpoint import checkpoints, load
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import joined
@@ -21,7 +22,7 @@ from fla_cp.train.export import export
 from fla_cp.train.export import main as export_main
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.metrics import read_metrics
-from fla_cp.train.model import build_model, build_sharded
+from fla_cp.train.model import build_model
 from fla_cp.train.optim import build_optimizer
 from fla_cp.train.weights import local_tensor
 from tests.support.checkpoints import as_format_1

@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fla_cp.train import checkpoint
+from fla_cp.train.build import build_sharded
 from fla_cp.train.checkpoint import Progress
 from fla_cp.train.config import OptimConfig, UserError
 from fla_cp.train.mixers import MIXERS
-from fla_cp.train.model import Decoder, build_sharded
+from fla_cp.train.model import Decoder
 from fla_cp.train.optim import (
     Optimizers,
     ShardedAdamW,

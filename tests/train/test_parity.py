@@ -34,15 +34,6 @@ FAULT = 1.0001
 """A gradient times this is off by 1e-4."""
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Documents of 5 to 60 bytes, so that some cross the end of every rank."""
-    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
-    for i in range(240):
-        (folder / f"{i}.txt").write_text("".join(rng.choices("abcdefgh ", k=rng.randint(5, 60))))
-    return f"text:{folder}"
-
-
 def wrong_gradient(patch, rank, name):
     """Changes the gradient of one parameter in the split's run, like a missing factor or term."""
     original = fla_cp.train.parity.forward_backward
@@ -116,8 +107,8 @@ MIXERS = ["kda", "gdn", "comba", "gdp", "gla", "simple_gla"]
     pytest.param("cp", "kda,mla", marks=pytest.mark.wide),
     pytest.param("zigzag", "attention,mla", marks=pytest.mark.wide),
 ])  # fmt: skip
-def test_every_mixer_trains_like_one_rank(gloo_pool, text, split, mixer):
-    (report,), *_ = gloo_pool.run(reports, SPLITS[split], text, mixer, 1, [(None, None)])
+def test_every_mixer_trains_like_one_rank(gloo_pool, short_texts, split, mixer):
+    (report,), *_ = gloo_pool.run(reports, SPLITS[split], short_texts, mixer, 1, [(None, None)])
     assert report.passed, report.table()
     for row in report.rows:
         # a decay rate has two elements, whose terms nearly cancel: its rounding may be larger
@@ -138,8 +129,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("mixer", ["kda", pytest.param("gdn", marks=pytest.mark.wide)])
-def test_small_faults_are_found(gloo_pool, text, mixer):
-    found = gloo_pool.run(reports, SPLITS["cp"], text, mixer, 0, list(FAULTS.values()))[0]
+def test_small_faults_are_found(gloo_pool, short_texts, mixer):
+    found = gloo_pool.run(reports, SPLITS["cp"], short_texts, mixer, 0, list(FAULTS.values()))[0]
     for (name, (fault, what)), report in zip(FAULTS.items(), found, strict=True):
         assert not report.passed, f"{name}\n{report.table()}"
         over = [row.parameter for row in report.rows if not row.within]

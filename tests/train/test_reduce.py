@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fla_cp.train.build import build_sharded
 from fla_cp.train.data import ArraySource, PackedDataset
-from fla_cp.train.model import build_sharded
 from fla_cp.train.parse import parse
 from fla_cp.train.step import Feed, HeldOut, agree, forward_backward
 from tests.support.meshes import ranks_of

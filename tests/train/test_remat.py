@@ -14,9 +14,10 @@ from fla_cp import build_cp_context, remat
 from fla_cp.comm import collectives
 from fla_cp.nn.projections import COLUMNS
 from fla_cp.rule import CHUNK, DeltaRule
+from fla_cp.train.build import build_sharded
 from fla_cp.train.config import UserError
 from fla_cp.train.main import check_impl
-from fla_cp.train.model import Decoder, build_model, build_sharded
+from fla_cp.train.model import Decoder, build_model
 from fla_cp.train.parse import load_toml, parse
 from tests.support.closeness import assert_exact
 from tests.support.ranks import run_threads

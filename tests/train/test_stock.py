@@ -9,7 +9,9 @@ pytest.importorskip("transformers")
 import torch
 
 import fla_cp.train.parity
-from fla_cp.train.build import build_language_model
+from fla_cp.train.build import build_sharded
+from fla_cp.train.config import UserError
+from fla_cp.train.main import check_folder
 from fla_cp.train.optim import build_optimizer, learning_rate, update
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset
@@ -26,15 +28,6 @@ def folders(tmp_path_factory):
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
     found = {kind: save_stock(root / kind, kind) for kind in MODELS}
     return found | {"balanced": save_stock(root / "balanced", "qwen3_next", **balanced)}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Documents of 5 to 60 bytes."""
-    folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
-    for i in range(240):
-        (folder / f"{i}.txt").write_text("".join(rng.choices("abcdefgh ", k=rng.randint(5, 60))))
-    return f"text:{folder}"
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +61,7 @@ def losses(model, config, ranks, steps):
 def on_rank(group, rank, flags, steps, dtype=torch.float32, ranks=None):
     config = parse(flags)
     ranks = ranks_of(" ".join(flags[: flags.index("--device")]), rank) if ranks is None else ranks
-    model = build_language_model(config.model, 256, config.run.seed, ranks, dtype)
+    model = build_sharded(config.model, 256, config.run.seed, ranks, dtype)
     return losses(model, config, ranks, steps)
 
 
@@ -110,11 +103,29 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("kind", SPLITS)
-def test_every_model_trains_like_one_rank(gloo_pool, folders, text, kind):
+def test_every_model_trains_like_one_rank(gloo_pool, folders, short_texts, kind):
     split, *more = SPLITS[kind]
-    flags = flags_of(split, folders[kind], text, "--check-parity", *more)
+    flags = flags_of(split, folders[kind], short_texts, "--check-parity", *more)
     found = gloo_pool.run(report, split, flags)[0]
     assert found.passed, found.table()
     for row in found.rows:
         limit = 1e-3 if row.parameter.endswith(("A_log", "dt_bias")) else 1e-4
         assert row.budget < limit, f"{row.parameter}\n{found.table()}"
+
+
+def test_parity_needs_the_same_micro_batches_for_a_balancing_loss(folders, short_texts):
+    def check(kind, split, *more):
+        config = parse(flags_of(split, folders[kind], short_texts, *more))
+        check_folder(config, 256, weights=True)
+
+    given = "--check-parity", "--micro-batch-size", "1"
+    message = (
+        "^--micro-batch-size must be left out with --check-parity, data parallelism and the "
+        "router_aux_loss_coef of --model hf:.*balanced, .* got 1"
+    )
+    with pytest.raises(UserError, match=message):
+        check("balanced", "--dp-shard 2", *given)
+    check("qwen3_next", "--dp-shard 2", *given)
+    check("balanced", "--cp 2", *given)
+    check("balanced", "--dp-shard 2", *given[1:])
+    check("balanced", "--dp-shard 2", given[0])

@@ -9,43 +9,26 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import fla_cp.integrations.stock_layout
 from fla_cp import build_cp_context
 from fla_cp.integrations.safetensors_folder import TensorFolder
 from fla_cp.train import loss
-from fla_cp.train.build import build_language_model
+from fla_cp.train.build import build_sharded
 from fla_cp.train.config import ModelConfig
-from fla_cp.train.distributed import Ranks
 from fla_cp.train.stock_weights import published_name
 from fla_cp.train.weights import local_tensor, owned_rows
 from tests.support.held import Held
+from tests.support.meshes import shard_ranks
 from tests.support.ranks import run_threads
 from tests.support.stock_folders import save_stock
 from tests.support.stock_models import stock_model
 
 
-def ranks_over(mesh, rank, world_size):
-    return Ranks(
-        rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
-        mesh=mesh,
-        fsdp_mesh=mesh,
-        cp_group=None,
-        host_group=None,
-        cp=1,
-        dp_rank=rank,
-        dp=world_size,
-        dp_replicate=1,
-    )
-
-
 def shares_of(folder, ranks, init="weights", seed=0):
     """{name: (rows, values)} of a rank's share, and its persistent buffers."""
     config = ModelConfig(size=f"hf:{folder}", init=init)
-    model = build_language_model(config, 256, seed, ranks, torch.float32)
+    model = build_sharded(config, 256, seed, ranks, torch.float32)
     shares = {
         published_name(name): (owned_rows(p), local_tensor(p.detach()).clone())
         for name, p in model.named_parameters()
@@ -59,8 +42,7 @@ def built(folder, world, **options):
     """`shares_of` each rank."""
 
     def on_rank(group, rank):
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
-        return shares_of(folder, ranks_over(mesh, rank, world), **options)
+        return shares_of(folder, shard_ranks(world, rank), **options)
 
     return run_threads(on_rank, world)
 
@@ -83,8 +65,7 @@ def test_shares_are_the_rows_of_the_files(tmp_path, kind, tied, world):
 
 
 def drawn_on(group, rank, folder):
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
-    return shares_of(folder, ranks_over(mesh, rank, 4), init="random")[0]
+    return shares_of(folder, shard_ranks(4, rank), init="random")[0]
 
 
 @pytest.mark.parametrize("kind", ["kimi_linear", "olmo_hybrid"])
@@ -125,13 +106,12 @@ def test_a_rank_holds_its_share_and_a_piece_of_a_file(tmp_path, monkeypatch, kin
 
     # FSDP needs ranks; of these only one loads, since torch counts the tensors of a thread.
     def on_rank(group, rank):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
         config = ModelConfig(size=f"hf:{folder}")
-        ranks = ranks_over(mesh, rank, 4)
+        ranks = shard_ranks(4, rank)
         if rank != 3:
-            return build_language_model(config, 256, None, ranks, torch.float32) and None
+            return build_sharded(config, 256, None, ranks, torch.float32) and None
         with held:
-            model = build_language_model(config, 256, 0, ranks, torch.float32)
+            model = build_sharded(config, 256, 0, ranks, torch.float32)
         return sum(local_tensor(p).nbytes for p in model.parameters())
 
     share = run_threads(on_rank, 4)[3]
@@ -148,9 +128,8 @@ def test_logits_are_never_held(tmp_path, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_BYTES", 2**22)
 
     def on_rank(group, rank):
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
         config = ModelConfig(size=f"hf:{folder}", remat="full")
-        model = build_language_model(config, 256, 0, ranks_over(mesh, rank, 1), torch.float32)
+        model = build_sharded(config, 256, 0, shard_ranks(1, rank), torch.float32)
         offsets = torch.tensor([0, 200, tokens])
         context = build_cp_context(offsets, None, conv1d_kernel_size=4)
         ids = torch.arange(tokens)[None] % 90
@@ -170,9 +149,8 @@ def test_decay_rates_stay_float32(tmp_path):
     seen = {}
 
     def on_rank(group, rank):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
         config = ModelConfig(size=f"hf:{folder}")
-        model = build_language_model(config, 256, 0, ranks_over(mesh, rank, 2), torch.bfloat16)
+        model = build_sharded(config, 256, 0, shard_ranks(2, rank), torch.bfloat16)
         gate = model.stock.model.layers[0].self_attn.forget_gate
         gate.register_forward_pre_hook(
             lambda m, _: seen.update(A=m.A_log.dtype, b=m.dt_bias.dtype, w=m.f_a_proj.weight.dtype)
@@ -198,12 +176,11 @@ def test_an_auxiliary_loss_counts_where_transformers_adds_it(tmp_path):
         save_stock(folder, "qwen3_next", output_router_logits=asked, router_aux_loss_coef=0.5)
 
         def on_rank(group, rank, folder=folder):
-            mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
             results = []
             for remat in ("none", "full", "selective"):
                 config = ModelConfig(size=f"hf:{folder}", remat=remat)
-                ranks = ranks_over(mesh, rank, 1)
-                model = build_language_model(config, 256, 0, ranks, torch.float64)
+                ranks = shard_ranks(1, rank)
+                model = build_sharded(config, 256, 0, ranks, torch.float64)
                 context = build_cp_context(torch.tensor([0, 30, 70]), None, conv1d_kernel_size=4)
                 ids = torch.arange(70)[None] % 90
                 value = model(ids, context, ids)

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fla_cp.train.weights
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Normal, Uniform
-from fla_cp.train.distributed import Ranks
+from fla_cp.train.build import build_sharded
 from fla_cp.train.mixers import MIXERS
-from fla_cp.train.model import build_model, build_sharded
+from fla_cp.train.model import build_model
 from fla_cp.train.parse import parse
 from fla_cp.train.weights import owned_rows
+from tests.support.meshes import ranks_over, shard_ranks
 from tests.support.ranks import run_threads
 
 SMALL = [
@@ -30,34 +31,17 @@ def small(*flags):
     return parse([*SMALL, *flags]).model
 
 
-def ranks_over(mesh, rank, world_size, group=None):
-    return Ranks(
-        rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
-        mesh=mesh,
-        fsdp_mesh=mesh,
-        cp_group=None,
-        host_group=group,
-        cp=1,
-        dp_rank=rank,
-        dp=world_size,
-        dp_replicate=1,
-    )
-
-
 def shards_of(config, replicas, shards, dtype=torch.float32, seed=3):
     """{name: (rows, values)} for each rank of a split."""
-    world = replicas * shards
 
     def on_rank(group, rank):
         mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("dp_replicate", "fsdp"))
-        ranks = ranks_over(mesh if replicas > 1 else mesh["fsdp"], rank, world)
+        ranks = ranks_over(mesh if replicas > 1 else mesh["fsdp"], rank)
         model = build_sharded(config, VOCAB, seed, ranks, dtype)
         assert (model.head.weight is model.embedding.weight) == model.shape.tie_embeddings
         return {n: (owned_rows(p), p.detach().to_local()) for n, p in model.named_parameters()}
 
-    return run_threads(on_rank, world)
+    return run_threads(on_rank, replicas * shards)
 
 
 @pytest.mark.parametrize("mixer", [*MIXERS, "kda --model.experts 3"])
@@ -164,8 +148,7 @@ def resident():
 
 def start_in_memory(group, rank, size):
     """(peak growth of the resident set while making a model, bytes of this rank's shard)."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
-    ranks = ranks_over(mesh, rank, size, group)
+    ranks = shard_ranks(size, rank, group)
     build_sharded(small(), VOCAB, 0, ranks, torch.float32)  # modules that are loaded once
     gc.collect()
     before, seen, done = resident(), [], threading.Event()

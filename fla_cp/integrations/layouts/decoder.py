@@ -6,6 +6,7 @@ block has mixer_norm, mixer, ffn_norm and ffn. It may be on the meta device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -49,10 +50,21 @@ def norm_eps(decoder: Any, model: str, *others: nn.Module) -> float:
     return eps
 
 
-def dense_size(decoder: Any, otherwise: int) -> int:
-    """Inner width of SwiGLU, or `otherwise` where experts are in every block."""
+def common_config(decoder: Any, eps: float) -> dict[str, Any]:
+    """What config.json says of every published model in the same words. eps: of the norms.
+
+    The inner width is that of SwiGLU, or of the experts where they are in every block.
+    """
     sizes = [b.ffn.gate.out_features for b in decoder.blocks if isinstance(b.ffn, SwiGLU)]
-    return sizes[0] if sizes else otherwise
+    sizes += [layer.experts.down.shape[2] for layer in experts_of(decoder).values()]
+    return {
+        "vocab_size": decoder.embedding.num_embeddings,
+        "hidden_size": decoder.embedding.embedding_dim,
+        "num_hidden_layers": len(decoder.blocks),
+        "intermediate_size": sizes[0],
+        "hidden_act": "silu",
+        "rms_norm_eps": eps,
+    }
 
 
 def dense_blocks(decoder: Any, model: str) -> int:
@@ -71,6 +83,40 @@ def check_experts(layer: Experts, model: str, routing: str, where: str) -> None:
     need(router.routing == routing, model, where, f'have routing="{routing}"', router.routing)
     shared = layer.shared is not None
     need(shared, model, where, "have a shared expert (--model.shared-experts)", "none")
+
+
+def add_decoder(
+    table: Table,
+    decoder: Any,
+    add_mixer: Callable[[Table, str, str, Any], None],
+    add_moe: Callable[[Table, str, str], None],
+    *,
+    minus: float = 0.0,
+) -> None:
+    """The embedding, the blocks, the last norm, and the head unless it is tied.
+
+    add_mixer: adds a block's mixer, given the published name of the block, our name of the mixer,
+    and the mixer. add_moe: likewise for experts. minus: of the norms, see `Published`.
+    """
+    table.whole("model.embed_tokens.weight", "embedding.weight")
+    for i, block in enumerate(decoder.blocks):
+        name, own = f"model.layers.{i}", f"blocks.{i}"
+        table.whole(f"{name}.input_layernorm.weight", f"{own}.mixer_norm.weight", minus=minus)
+        add_mixer(table, name, f"{own}.mixer", block.mixer)
+        after = f"{name}.post_attention_layernorm.weight"
+        table.whole(after, f"{own}.ffn_norm.weight", minus=minus)
+        if isinstance(block.ffn, Experts):
+            add_moe(table, name, f"{own}.ffn")
+        else:
+            add_swiglu(table, f"{name}.mlp", f"{own}.ffn")
+    table.whole("model.norm.weight", "norm.weight", minus=minus)
+    if not is_tied(decoder):
+        table.whole("lm_head.weight", "head.weight")
+
+
+def tied_head(decoder: Any) -> dict[str, str]:
+    """The head as a copy of the embedding, if it is one; see `Layout.copies`."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if is_tied(decoder) else {}
 
 
 def add_swiglu(table: Table, name: str, own: str) -> None:

@@ -12,16 +12,17 @@ from typing import Any
 from torch import nn
 
 from fla_cp.integrations.layouts.decoder import (
+    add_decoder,
     add_experts,
     add_swiglu,
     check_experts,
+    common_config,
     dense_blocks,
-    dense_size,
     experts_of,
-    is_tied,
     mixers_of,
     need,
     norm_eps,
+    tied_head,
 )
 from fla_cp.integrations.layouts.table import Layout, Run, Table
 from fla_cp.nn import Experts, KimiDeltaAttention, MultiHeadLatentAttention
@@ -59,36 +60,26 @@ def kimi_linear(decoder: Any) -> Layout:
     """
     table = Table("kimi_linear", decoder)
     config = _config(decoder)
-    table.whole("model.embed_tokens.weight", "embedding.weight")
-    for i, block in enumerate(decoder.blocks):
-        name, own = f"model.layers.{i}", f"blocks.{i}"
-        table.whole(f"{name}.input_layernorm.weight", f"{own}.mixer_norm.weight")
-        if isinstance(block.mixer, KimiDeltaAttention):
-            _add_kda(table, f"{name}.self_attn", f"{own}.mixer", block.mixer)
-        else:
-            for part, parameter in _MLA.items():
-                table.whole(f"{name}.self_attn.{part}.weight", f"{own}.mixer.{parameter}")
-        table.whole(f"{name}.post_attention_layernorm.weight", f"{own}.ffn_norm.weight")
-        if isinstance(block.ffn, Experts):
-            _add_moe(table, f"{name}.block_sparse_moe", f"{own}.ffn")
-        else:
-            add_swiglu(table, f"{name}.mlp", f"{own}.ffn")
-    table.whole("model.norm.weight", "norm.weight")
-    copies = {}
-    if is_tied(decoder):  # transformers does not tie this model, so the head is written as well
-        copies["lm_head.weight"] = "model.embed_tokens.weight"
-    else:
-        table.whole("lm_head.weight", "head.weight")
+    add_decoder(table, decoder, _add_mixer, _add_moe)
     return Layout(
         "kimi_linear",
         config,
         table.own,
         table.tensors(),
         "model_max_length",
-        copies,
-        writes_copies=True,
+        tied_head(decoder),
+        writes_copies=True,  # transformers does not tie this model
         renamed=_renamed(config),
     )
+
+
+def _add_mixer(table: Table, block: str, own: str, mixer: nn.Module) -> None:
+    name = f"{block}.self_attn"
+    if isinstance(mixer, KimiDeltaAttention):
+        _add_kda(table, name, own, mixer)
+        return
+    for part, parameter in _MLA.items():
+        table.whole(f"{name}.{part}.weight", f"{own}.{parameter}")
 
 
 def _add_kda(table: Table, name: str, own: str, layer: KimiDeltaAttention) -> None:
@@ -103,7 +94,8 @@ def _add_kda(table: Table, name: str, own: str, layer: KimiDeltaAttention) -> No
     table.whole(f"{name}.dt_bias", f"{own}.core.dt_bias")
 
 
-def _add_moe(table: Table, name: str, own: str) -> None:
+def _add_moe(table: Table, block: str, own: str) -> None:
+    name = f"{block}.block_sparse_moe"
     table.whole(f"{name}.gate.weight", f"{own}.router.weight")
     table.whole(f"{name}.gate.e_score_correction_bias", f"{own}.router.correction_bias")
     add_experts(table, f"{name}.experts", f"{own}.experts", "w1", "w3", "w2")
@@ -129,20 +121,16 @@ def _config(decoder: Any) -> dict[str, Any]:
     for i, layer in experts.items():
         _check_moe(layer, f"the experts of block {i}")
     heads = next(block.mixer.num_heads for block in decoder.blocks)
-    found = {
+    eps = norm_eps(decoder, MODEL, *(latent.kv_norm for latent in mla.values()))
+    found = common_config(decoder, eps) | {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
-        "vocab_size": decoder.embedding.num_embeddings,
-        "hidden_size": decoder.embedding.embedding_dim,
-        "num_hidden_layers": len(decoder.blocks),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "linear_attn_config": {
             "kda_layers": [i + 1 for i in kda],
             "full_attn_layers": [i + 1 for i in mla],
         },
-        "hidden_act": "silu",
-        "rms_norm_eps": norm_eps(decoder, MODEL, *(latent.kv_norm for latent in mla.values())),
         "first_k_dense_replace": dense_blocks(decoder, MODEL),
         "tie_word_embeddings": False,
     }
@@ -163,8 +151,6 @@ def _config(decoder: Any) -> dict[str, Any]:
             "qk_rope_head_dim": latent.qk_rope_head_dim,
             "v_head_dim": latent.v_head_dim,
         }
-    inner = next(iter(experts.values())).experts.down.shape[2] if experts else 0
-    found["intermediate_size"] = dense_size(decoder, inner)
     return found | (_moe_config(next(iter(experts.values()))) if experts else {})
 
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from fla_cp.integrations.layouts.decoder import (
+    add_decoder,
     add_experts,
     add_swiglu,
     check_experts,
+    common_config,
     dense_blocks,
-    dense_size,
     experts_of,
     is_tied,
     mixers_of,
     need,
     norm_eps,
+    tied_head,
 )
 from fla_cp.integrations.layouts.table import Layout, Run, Table
 from fla_cp.nn import Attention, Experts, GatedDeltaNet
@@ -37,27 +41,20 @@ def qwen3_next(decoder: Any) -> Layout:
     """
     table = Table("qwen3_next", decoder)
     config = _config(decoder)
-    table.whole("model.embed_tokens.weight", "embedding.weight")
-    for i, block in enumerate(decoder.blocks):
-        name, own = f"model.layers.{i}", f"blocks.{i}"
-        table.whole(f"{name}.input_layernorm.weight", f"{own}.mixer_norm.weight", minus=1.0)
-        if isinstance(block.mixer, GatedDeltaNet):
-            _add_gdn(table, f"{name}.linear_attn", f"{own}.mixer", block.mixer)
-        else:
-            _add_attention(table, f"{name}.self_attn", f"{own}.mixer", block.mixer)
-        table.whole(f"{name}.post_attention_layernorm.weight", f"{own}.ffn_norm.weight", minus=1.0)
-        if isinstance(block.ffn, Experts):
-            _add_moe(table, f"{name}.mlp", f"{own}.ffn")
-        else:
-            add_swiglu(table, f"{name}.mlp", f"{own}.ffn")
-    table.whole("model.norm.weight", "norm.weight", minus=1.0)
-    if not is_tied(decoder):
-        table.whole("lm_head.weight", "head.weight")
-    copies = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied(decoder) else {}
+    add_decoder(table, decoder, _add_mixer, _add_moe, minus=1.0)
+    copies = tied_head(decoder)
     # Layers that predict further tokens, which transformers does not load either.
     return Layout(
         "qwen3_next", config, table.own, table.tensors(), LENGTH, copies, ignored=("mtp.",)
     )
+
+
+def _add_mixer(table: Table, block: str, own: str, mixer: nn.Module) -> None:
+    if isinstance(mixer, GatedDeltaNet):
+        _add_gdn(table, f"{block}.linear_attn", own, mixer)
+    else:
+        assert isinstance(mixer, Attention)
+        _add_attention(table, f"{block}.self_attn", own, mixer)
 
 
 def _add_gdn(table: Table, name: str, own: str, layer: GatedDeltaNet) -> None:
@@ -92,7 +89,8 @@ def _add_attention(table: Table, name: str, own: str, layer: Attention) -> None:
         table.whole(f"{name}.{part}.weight", f"{own}.{part}.weight", minus=1.0)
 
 
-def _add_moe(table: Table, name: str, own: str) -> None:
+def _add_moe(table: Table, block: str, own: str) -> None:
+    name = f"{block}.mlp"
     table.whole(f"{name}.gate.weight", f"{own}.router.weight")
     add_experts(table, f"{name}.experts", f"{own}.experts", "gate_proj", "up_proj", "down_proj")
     add_swiglu(table, f"{name}.shared_expert", f"{own}.shared")
@@ -111,18 +109,11 @@ def _config(decoder: Any) -> dict[str, Any]:
         _check_moe(mixture, f"the experts of block {i}")
     first = dense_blocks(decoder, MODEL)
     kinds = {True: "linear_attention", False: "full_attention"}
-    inner = next(iter(experts.values())).experts.down.shape[2] if experts else 0
-    found = {
+    found = common_config(decoder, norm_eps(decoder, MODEL)) | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
-        "vocab_size": decoder.embedding.num_embeddings,
-        "hidden_size": decoder.embedding.embedding_dim,
-        "num_hidden_layers": len(decoder.blocks),
         "layer_types": [kinds[i in gdn] for i in range(len(decoder.blocks))],
-        "hidden_act": "silu",
-        "rms_norm_eps": norm_eps(decoder, MODEL),
         "attention_bias": False,
-        "intermediate_size": dense_size(decoder, inner),
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(first)),
         "num_experts": 0,
