@@ -50,7 +50,8 @@ def said(source: str) -> str:
 
 
 def warn_if_stale(path: Path) -> None:
-    """Prints a warning unless the report at `path` is about these kernels and all checks passed."""
+    """Prints a warning unless the report at `path` is about these kernels, whole, and all checks
+    passed."""
     report = json.loads(path.read_text()) if path.exists() else {"kernels": {}, "failed": 0}
     now = kernel_hashes()
     changed = sorted(n for n, digest in now.items() if report["kernels"].get(n) != digest)
@@ -58,6 +59,12 @@ def warn_if_stale(path: Path) -> None:
         print(
             f"warning: fla_cp/kernels: {', '.join(changed)} changed since the last GPU run recorded"
             f" in {path.name}: unverified on a GPU. Run `python -m tests.gpu` on one."
+        )
+    missing = report.get("missing", ())
+    if missing:
+        print(
+            f"warning: {len(missing)} parts are missing in {path.name}: {', '.join(missing)}. "
+            "`python -m tests.gpu` on a GPU adds them."
         )
     if report["failed"]:
         print(f"warning: {report['failed']} checks failed in the last GPU run, see {path.name}")
@@ -73,12 +80,24 @@ def group_of(row: dict) -> str:
     return row["case"].split()[0].rstrip("0123456789")
 
 
-def write_report(path: Path, facts: dict, rows: list[dict]) -> dict:
+def kept_rows(path: Path) -> dict[str, list[dict]]:
+    """The rows of each part that the report at `path` has, if it is about these kernels."""
+    found: dict[str, list[dict]] = {}
+    if path.exists() and json.loads(path.read_text())["kernels"] == kernel_hashes():
+        for line in rows_path(path).read_text().splitlines():
+            row = json.loads(line)
+            found.setdefault(row.get("part", ""), []).append(row)
+    return found
+
+
+def write_report(path: Path, facts: dict, parts: dict[str, list[dict]], missing: list[str]) -> dict:
     """Writes the summary to `path` and all rows to a file next to it; returns the summary.
 
-    facts: date, GPU, versions. The summary has the number of checks that passed and failed and, for
-    each group of checks, their number and the largest share of an error budget.
+    facts: date, GPU, versions. parts: the rows of each part that has run. missing: the other parts.
+    The summary has the number of checks that passed and failed and, for each group of checks, their
+    number and the largest share of an error budget.
     """
+    rows = [row | {"part": part} for part, found in parts.items() for row in found]
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(group_of(row), []).append(row)
@@ -86,6 +105,7 @@ def write_report(path: Path, facts: dict, rows: list[dict]) -> dict:
         **facts,
         "passed": sum(row["ok"] for row in rows),
         "failed": sum(not row["ok"] for row in rows),
+        "missing": missing,
         "rows": rows_path(path).name,
         "worst share of a budget": {
             name: f"{max(map(ratio, found)):.3f} in {len(found)}"

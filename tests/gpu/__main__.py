@@ -1,7 +1,8 @@
 """The kernels on a GPU against fp64: `python -m tests.gpu [--out tests/gpu/report.json]`.
 
-Every part runs in a process of its own, all at once and on all GPUs, so that one failing kernel
-does not hide the others. What is checked is in checks.py.
+Every part runs in a process of its own, so that one failing kernel does not hide the others. Parts
+that passed on the same kernels in an earlier run are kept, so that several short runs make one
+report. What is checked is in checks.py.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from typing import IO
 
-from tests.gpu import REPORT, ROOT, warn_if_stale, write_report
+from tests.gpu import REPORT, ROOT, kept_rows, warn_if_stale, write_report
 
 
 def sanitize() -> dict:
@@ -79,11 +82,55 @@ def part(name: str) -> list[dict]:
     return [sanitize()] if name == SANITIZER else checks.parts()[name]()
 
 
+def all_ok(rows: list[dict] | None) -> bool:
+    return rows is not None and all(row["ok"] for row in rows)
+
+
+def run_parts(names: list[str], jobs: int, limit: float) -> dict[str, list[dict]]:
+    """The rows of each part that ends within `limit` seconds, `jobs` of them at a time on all GPUs.
+    A part that fails has one row that says so."""
+    import torch
+
+    ends, gpus = time.time() + limit, torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    done: dict[str, list[dict]] = {}
+    running: dict[str, tuple[subprocess.Popen, IO[str]]] = {}
+    waiting = list(enumerate(names))
+    while (waiting or running) and time.time() < ends:
+        while waiting and len(running) < jobs:
+            n, name = waiting.pop(0)
+            at = {"CUDA_VISIBLE_DEVICES": visible[n % gpus]} if gpus > 1 else {}
+            command = [sys.executable, "-m", "tests.gpu", "--part", name]
+            out = tempfile.TemporaryFile("w+")  # noqa: SIM115, read when the part has ended
+            running[name] = (
+                subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | at
+                ),
+                out,
+            )
+        for name, (child, out) in list(running.items()):
+            if child.poll() is None:
+                continue
+            del running[name]
+            out.seek(0)
+            said = out.read()
+            line = next((x for x in said.splitlines() if x.startswith("ROWS ")), None)
+            died = [{"case": f"all of {name}", "ok": False, "error": said[-300:]}]
+            done[name] = json.loads(line[5:]) if line else died
+            print(f"{len(done)} of {len(names)} parts: {name}", flush=True)
+        time.sleep(0.2)
+    for child, _ in running.values():
+        child.kill()
+    return done
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=REPORT)
     parser.add_argument("--part", help="check this part here and print JSON")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for all parts")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parts at a time")
+    parser.add_argument("--again", action="store_true", help="run what --out has, too")
     parser.add_argument("--stale", action="store_true", help="only warn if --out is out of date")
     args = parser.parse_args()
     if args.stale:
@@ -98,29 +145,10 @@ def main() -> int:
     import fla_cp.kernels.triton.backend  # noqa: F401, chooses the assembler that the report names
     from tests.gpu import checks
 
-    started, gpus = time.time(), torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    children = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu", "--part", name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | ({"CUDA_VISIBLE_DEVICES": visible[n % gpus]} if gpus > 1 else {}),
-        )
-        for n, name in enumerate([SANITIZER, *checks.parts()])
-    }
-    rows = []
-    for name, child in children.items():
-        try:
-            out, _ = child.communicate(timeout=max(1.0, started + args.limit - time.time()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            out, _ = child.communicate()
-        line = next((x for x in out.splitlines() if x.startswith("ROWS ")), None)
-        died = [{"case": f"all of {name}", "ok": False, "error": out[-300:]}]
-        rows += json.loads(line[5:]) if line else died
+    started, every = time.time(), [SANITIZER, *checks.parts()]
+    kept = {} if args.again else kept_rows(args.out)
+    done = {name: kept[name] for name in every if all_ok(kept.get(name))}
+    done |= run_parts([name for name in every if name not in done], args.jobs, args.limit)
     facts = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
@@ -129,11 +157,15 @@ def main() -> int:
         "ptxas": triton.knobs.nvidia.ptxas.version,
         "seconds": round(time.time() - started),
     }
-    report = write_report(args.out, facts, rows)
-    for row in rows:
+    done = {name: done[name] for name in every if name in done}
+    missing = [name for name in every if name not in done]
+    report = write_report(args.out, facts, done, missing)
+    for row in (row for rows in done.values() for row in rows):
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
-    print(f"{report['passed']} passed, {report['failed']} failed")
-    return 1 if report["failed"] else 0
+    print(
+        f"{report['passed']} passed, {report['failed']} failed, parts without a result: {missing}"
+    )
+    return 1 if report["failed"] or missing else 0
 
 
 if __name__ == "__main__":
