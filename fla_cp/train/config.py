@@ -329,8 +329,14 @@ class RunConfig:
     """Steps between printed lines where there is no terminal for a progress bar."""
     max_skips: Annotated[int, _short("--max-skips")] = 10
     """Steps in a row whose loss or gradient is not finite, all skipped, that end the run."""
-    tensorboard: bool = True
-    """Write TensorBoard events into the run folder."""
+    tracker: Annotated[str, _short("--tracker")] = "tensorboard"
+    """Where metrics go besides metrics.jsonl: names with commas between them of tensorboard, wandb,
+    mlflow, comet_ml, aim, swanlab, clearml, dvclive, trackio; or none."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in `tracker`."""
+        return () if self.tracker == "none" else tuple(self.tracker.split(","))
 
     @property
     def steps(self) -> int:

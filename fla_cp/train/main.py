@@ -51,6 +51,7 @@ from fla_cp.train.saver import Saver
 from fla_cp.train.sources import Reading, build_dataset
 from fla_cp.train.step import Feed, HeldOut, agree, balance_of, forward_backward, reduce_metrics
 from fla_cp.train.text_files import Split
+from fla_cp.train.trackers import check_installed, start_trackers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,6 +170,7 @@ def stop_on_signal() -> Iterator[list[int]]:
 def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     """Trains to --max-steps or until a signal asks it to stop; writes the run folder."""
     check_impl(config, ranks)
+    check_installed(config.run.trackers, ranks)
     data = load_data(config, "train", ranks)
     valid = load_data(config, "valid", ranks) if config.run.eval_every else None
     folder = open_run(config, ranks, lock)
@@ -216,14 +218,15 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)
         notes.append(f"resumed from {found} at step {progress.step}")
         notes += [f"note: {difference}" for difference in differences]
+    trackers = start_trackers(config, run, ranks, progress.step)
     if ranks.rank == 0:
         notes += checkpoint.clean(run, after=progress.step)
-    log = RunLog(run, config.run, ranks, progress.step if found else None)
+    log = RunLog(run, config.run, ranks, progress.step if found else None, trackers)
     for note in notes:
         log.print(note)
-    held_out = read_held_out(config, valid, ranks) if valid is not None else None
     diverged, stopped = "", False
     try:
+        held_out = read_held_out(config, valid, ranks) if valid is not None else None
         keep = config.run.keep_checkpoints
         with closing(Saver(run, facts, keep, ranks, log.print, progress.step)) as saver:
             loop = Loop(config, ranks, data, held_out, model, optimizer, progress, log, saver)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
-from fla_cp.train.config import SEEDS, ModelConfig, TrainConfig, UserError
+from fla_cp.train.config import SEEDS, ModelConfig, RunConfig, TrainConfig, UserError
 from fla_cp.train.folder_rules import check_model_name
 from fla_cp.train.model import shape_of
 from fla_cp.train.pattern import SOFTMAX, parse_pattern, parse_stretch
@@ -34,6 +34,7 @@ def _check_texts(config: TrainConfig) -> None:
         "--resume": run.resume,
         "--init-from": run.init_from,
         "--out": run.out,
+        "--tracker": run.tracker,
     }
     for flag, text in texts.items():
         if text is None:
@@ -109,6 +110,21 @@ def _check_experts(config: TrainConfig) -> None:
         )
 
 
+def _check_trackers(run: RunConfig) -> None:
+    """Raises UserError for a name that accelerate does not know, and for one that comes twice."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # a second of imports, not for every tool
+
+    for i, name in enumerate(run.trackers):
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise UserError(
+                f"--tracker must be none, or names of {known} with commas between them, "
+                f"got {run.tracker!r}"
+            )
+        if name in run.trackers[:i]:
+            raise UserError(f"--tracker must name each tracker once, got {run.tracker!r}")
+
+
 def _mixers(model: ModelConfig) -> set[str]:
     """The mixers that the model may have. Raises UserError for texts that name none."""
     if model.pattern is not None and model.mixer is not None:
@@ -144,6 +160,7 @@ def validate(config: TrainConfig) -> None:
     model, data, parallel = config.model, config.data, config.parallel
     optim, run, parity = config.optim, config.run, config.parity
     _check_texts(config)
+    _check_trackers(run)
     check_model_name(config)
     at_least(1, cp=parallel.cp, dp_replicate=parallel.dp_replicate)
     shards = parallel.dp_shard

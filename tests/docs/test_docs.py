@@ -29,7 +29,10 @@ DESIGN = (ROOT / "docs" / "design.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
 PAGES = ("cuda_graphs", "design", "export", "first_calls", "training")
-WRITTEN = ("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json")
+WRITTEN = (
+    *("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json", "profile"),
+    *("trackers.json", "tensorboard", "wandb", "mlflow", "comet_ml", ".aim", "swanlab", "dvclive"),
+)
 """What a run or an export writes."""
 
 
