@@ -333,6 +333,18 @@ class RunConfig:
     """Where metrics go besides metrics.jsonl: names with commas between them of tensorboard, wandb,
     mlflow, comet_ml, aim, swanlab, clearml, dvclive, trackio; or none."""
 
+    profile: Annotated[str | None, _short("--profile")] = None
+    """A:B profiles the steps from A to before B, on every rank: traces and tables go to profile/ in
+    the run folder. These steps are slower, and otherwise the same."""
+
+    @property
+    def profiled(self) -> range | None:
+        """The steps of `profile`, which `validate` has checked."""
+        if self.profile is None:
+            return None
+        first, end = map(int, self.profile.split(":"))
+        return range(first, end)
+
     @property
     def trackers(self) -> tuple[str, ...]:
         """The names in `tracker`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,22 @@ def _check_trackers(run: RunConfig) -> None:
             raise UserError(f"--tracker must name each tracker once, got {run.tracker!r}")
 
 
+def _check_profile(config: TrainConfig) -> None:
+    """Raises UserError for a --profile that is no range of the run's steps."""
+    text, last = config.run.profile, config.run.steps
+    if text is None:
+        return
+    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    if found is None or not 1 <= int(found[1]) < int(found[2]):
+        raise UserError(
+            f"--profile must be A:B for the steps A to B - 1, with 1 <= A < B, got {text!r}"
+        )
+    if int(found[2]) > last + 1:
+        raise UserError(f"--profile must end at most at {last + 1}, --max-steps + 1, got {text}")
+    if config.parity.check:
+        raise UserError(f"--profile must be left out with --check-parity, got {text}")
+
+
 def _mixers(model: ModelConfig) -> set[str]:
     """The mixers that the model may have. Raises UserError for texts that name none."""
     if model.pattern is not None and model.mixer is not None:
@@ -178,6 +195,7 @@ def validate(config: TrainConfig) -> None:
     at_least(0, workers=data.workers)
     need(data.cache_gib > 0, "--data.cache-gib", "positive", data.cache_gib)
     at_least(1, max_steps=run.max_steps, log_every=run.log_every)
+    _check_profile(config)
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
     at_least(1, max_skips=run.max_skips)
