@@ -2,7 +2,8 @@
 
     python -m benchmarks.timeline RANK0.json [RANK1.json ..] --out PLOT.png [--title TEXT]
 
-Traces are what `python -m benchmarks.cp_scaling --trace` writes.
+Traces are what `python -m benchmarks.cp_scaling --trace` writes, and on GPUs --profile of the
+trainer.
 """
 
 from __future__ import annotations

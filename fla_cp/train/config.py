@@ -333,8 +333,26 @@ class RunConfig:
     """Steps between printed lines where there is no terminal for a progress bar."""
     max_skips: Annotated[int, _short("--max-skips")] = 10
     """Steps in a row whose loss or gradient is not finite, all skipped, that end the run."""
-    tensorboard: bool = True
-    """Write TensorBoard events into the run folder."""
+    tracker: Annotated[str, _short("--tracker")] = "tensorboard"
+    """Where metrics go besides metrics.jsonl: names with commas between them of tensorboard, wandb,
+    mlflow, comet_ml, aim, swanlab, clearml, dvclive, trackio; or none."""
+
+    profile: Annotated[str | None, _short("--profile")] = None
+    """A:B profiles the steps from A to before B, on every rank: traces and tables go to profile/ in
+    the run folder. These steps are slower, and otherwise the same."""
+
+    @property
+    def profiled(self) -> range | None:
+        """The steps of `profile`, which `validate` has checked."""
+        if self.profile is None:
+            return None
+        first, end = map(int, self.profile.split(":"))
+        return range(first, end)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The names in `tracker`."""
+        return () if self.tracker == "none" else tuple(self.tracker.split(","))
 
     @property
     def steps(self) -> int:

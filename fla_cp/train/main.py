@@ -44,12 +44,14 @@ from fla_cp.train.optim import Stepper, build_optimizer, learning_rate
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
 from fla_cp.train.pattern import SOFTMAX, mixers_of
+from fla_cp.train.profile import StepProfile, missed
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
 from fla_cp.train.sources import Reading, build_dataset
 from fla_cp.train.step import Feed, HeldOut, agree, balance_of, finish, forward_backward
 from fla_cp.train.text_files import Split
+from fla_cp.train.trackers import check_installed, start_trackers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,6 +170,7 @@ def stop_on_signal() -> Iterator[list[int]]:
 def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     """Trains to --max-steps or until a signal asks it to stop; writes the run folder."""
     check_impl(config, ranks)
+    check_installed(config.run.trackers, ranks)
     data = load_data(config, "train", ranks)
     valid = load_data(config, "valid", ranks) if config.run.eval_every else None
     folder = open_run(config, ranks, lock)
@@ -215,18 +218,23 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)
         notes.append(f"resumed from {found} at step {progress.step}")
         notes += [f"note: {difference}" for difference in differences]
+    notes += missed(config.run.profiled, progress.step)
+    trackers = start_trackers(config, run, ranks, progress.step)
     if ranks.rank == 0:
         notes += checkpoint.clean(run, after=progress.step)
-    log = RunLog(run, config.run, ranks, progress.step if found else None)
+    log = RunLog(run, config.run, ranks, progress.step if found else None, trackers)
     for note in notes:
         log.print(note)
-    held_out = read_held_out(config, valid, ranks) if valid is not None else None
     diverged, stopped = "", False
     try:
+        held_out = read_held_out(config, valid, ranks) if valid is not None else None
         keep = config.run.keep_checkpoints
-        with closing(Saver(run, facts, keep, ranks, log.print, progress.step)) as saver:
+        with (
+            closing(Saver(run, facts, keep, ranks, log.print, progress.step)) as saver,
+            StepProfile(run, config.run.profiled, ranks, log.print) as profile,
+        ):
             loop = Loop(config, ranks, data, held_out, model, optimizer, progress, log, saver)
-            stopped = loop.run_all()
+            stopped = loop.run_all(profile)
     except divergence.Diverged as error:
         diverged = str(error)
     finally:
@@ -292,7 +300,7 @@ class Loop:
         self.skips = divergence.Skips(config.run.max_skips)
         self.checked = False  # whether the ranks have compared their contexts
 
-    def run_all(self) -> bool:
+    def run_all(self, profile: StepProfile) -> bool:
         """Takes the remaining steps; returns True if a signal asked it to stop before the last one.
 
         Raises Diverged, on all ranks, if the last steps were skipped. If it is asked to stop while
@@ -309,7 +317,8 @@ class Loop:
                 self._record(**nothing, lr=0.0, exchange_ms=0.0, evaluate=True)
             with stop_on_signal() as received:
                 while self.progress.step < last and not stopped:
-                    stopped = self._step(feed, received)
+                    with profile.step(self.progress.step + 1):
+                        stopped = self._step(feed, received)
                     self.saver.poll()
                 with announced("checkpoint"):
                     self.saver.wait()

@@ -1,4 +1,4 @@
-"""Reports of a run: JSON lines, a progress bar or printed lines, TensorBoard, and a loss plot."""
+"""Reports of a run: JSON lines, a progress bar or printed lines, trackers, and a loss plot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import resource
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fla_cp.train.config import RunConfig
 from fla_cp.train.distributed import Ranks
+
+if TYPE_CHECKING:
+    from fla_cp.train.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,21 @@ class RunLog:
     """Writes and shows the metrics of one run on rank 0; does nothing on the other ranks.
 
     run: the run folder. start_step: the step of the checkpoint that the run resumes from, or None.
-    Lines of later steps that an earlier run wrote are deleted; with None, all of them.
+    Lines of later steps that an earlier run wrote are deleted; with None, all of them. trackers:
+    started; they get the metrics too and are closed with this log.
     """
 
-    def __init__(self, run: Path, config: RunConfig, ranks: Ranks, start_step: int | None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        config: RunConfig,
+        ranks: Ranks,
+        start_step: int | None,
+        trackers: Trackers | None = None,
+    ) -> None:
         self.run, self.config = run, config
         self.main, self.sharded = ranks.rank == 0, ranks.cp > 1
-        self.tracker = _tensorboard(run, ranks) if config.tensorboard else None
+        self.trackers = trackers
         self.bar = None
         self.rows: list[dict[str, Any]] = []
         if not self.main:
@@ -123,15 +134,15 @@ class RunLog:
                 print(text, flush=True)
 
     def write(self, metrics: Metrics) -> None:
-        """Writes the metrics of one step to the file and to TensorBoard, and shows them."""
+        """Writes the metrics of one step to the file and to the trackers, and shows them."""
         if not self.main:
             return
         row = metrics.finite()
         self.rows.append(row)
         self.file.write(json.dumps(row) + "\n")
-        if self.tracker is not None:
+        if self.trackers is not None:
             values = {k: v for k, v in row.items() if k != "step" and v is not None}
-            self.tracker.log(values, step=metrics.step)
+            self.trackers.log(values, metrics.step)
         self._show(metrics)
 
     def _show(self, m: Metrics) -> None:
@@ -152,9 +163,8 @@ class RunLog:
         if self.bar is not None:
             self.bar.close()
         self.file.close()
-        if self.tracker is not None:
-            # end_training would also destroy the process group, on this rank only
-            self.tracker.get_tracker("tensorboard").finish()
+        if self.trackers is not None:
+            self.trackers.close()
 
 
 def _brief(m: Metrics, sharded: bool) -> str:
@@ -180,23 +190,6 @@ def _thousands(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
-
-
-def _tensorboard(run: Path, ranks: Ranks) -> Any:
-    """An Accelerator whose tracker writes into RUN/tensorboard, or None without TensorBoard."""
-    from accelerate import Accelerator
-
-    try:
-        import tensorboard  # noqa: F401
-    except ModuleNotFoundError:
-        if ranks.rank == 0:
-            print("TensorBoard is not installed (extra `train`): no events are written")
-        return None
-    accelerator = Accelerator(
-        cpu=ranks.device.type == "cpu", log_with="tensorboard", project_dir=run
-    )
-    accelerator.init_trackers("tensorboard")
-    return accelerator
 
 
 def plot_losses(run: Path, rows: list[dict[str, Any]], title: str) -> str:

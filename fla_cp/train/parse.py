@@ -29,6 +29,22 @@ BARE = {"remat": ("full", "none"), "compile": ("on", "off")}
 they may be true or false."""
 
 
+GONE = {
+    "run.tensorboard": "use --tracker tensorboard, which is the default, or --tracker none "
+    "(in a TOML file run.tracker)"
+}
+"""Options of former versions, and what to do instead."""
+
+
+def _refuse_gone(argv: Sequence[str]) -> None:
+    """Raises UserError for a flag of GONE, with or without "no-" and a value."""
+    for word in argv:
+        flag = word.split("=")[0]
+        name = flag.replace(".no-", ".").replace("-", "_")
+        if name.startswith("__") and name[2:] in GONE:
+            raise UserError(f"{flag} is no longer an option; {GONE[name[2:]]}")
+
+
 def _with_values(argv: Sequence[str]) -> list[str]:
     """The arguments with a value for each option of BARE that has none."""
     given = []
@@ -52,6 +68,7 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
     file, an unknown or ill-typed TOML key, or a value that breaks a rule; SystemExit for flags
     that tyro refuses.
     """
+    _refuse_gone(argv)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", nargs="?")  # without a value, tyro's message is shown
     path = finder.parse_known_args(list(argv))[0].config
@@ -106,6 +123,8 @@ def _from_table(kind: type, table: dict, file: str, prefix: str) -> Any:
     values = {}
     for key, value in table.items():
         name = prefix + key
+        if name in GONE:
+            raise UserError(f"--config: {name} in {file} is no longer an option; {GONE[name]}")
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"

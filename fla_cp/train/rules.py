@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
 from fla_cp.train.balance import check_micro_batches, rates
-from fla_cp.train.config import SEEDS, ModelConfig, TrainConfig, UserError
+from fla_cp.train.config import SEEDS, ModelConfig, RunConfig, TrainConfig, UserError
 from fla_cp.train.folder_rules import check_model_name
 from fla_cp.train.model import shape_of
 from fla_cp.train.pattern import SOFTMAX, parse_pattern, parse_stretch
@@ -35,6 +36,7 @@ def _check_texts(config: TrainConfig) -> None:
         "--resume": run.resume,
         "--init-from": run.init_from,
         "--out": run.out,
+        "--tracker": run.tracker,
     }
     for flag, text in texts.items():
         if text is None:
@@ -103,6 +105,37 @@ def _check_experts(config: TrainConfig) -> None:
     check_micro_batches(config, rates(model, shape.routing)["aux_loss"], "--model.aux-loss")
 
 
+def _check_trackers(run: RunConfig) -> None:
+    """Raises UserError for a name that accelerate does not know, and for one that comes twice."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # a second of imports, not for every tool
+
+    for i, name in enumerate(run.trackers):
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise UserError(
+                f"--tracker must be none, or names of {known} with commas between them, "
+                f"got {run.tracker!r}"
+            )
+        if name in run.trackers[:i]:
+            raise UserError(f"--tracker must name each tracker once, got {run.tracker!r}")
+
+
+def _check_profile(config: TrainConfig) -> None:
+    """Raises UserError for a --profile that is no range of the run's steps."""
+    text, last = config.run.profile, config.run.steps
+    if text is None:
+        return
+    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    if found is None or not 1 <= int(found[1]) < int(found[2]):
+        raise UserError(
+            f"--profile must be A:B for the steps A to B - 1, with 1 <= A < B, got {text!r}"
+        )
+    if int(found[2]) > last + 1:
+        raise UserError(f"--profile must end at most at {last + 1}, --max-steps + 1, got {text}")
+    if config.parity.check:
+        raise UserError(f"--profile must be left out with --check-parity, got {text}")
+
+
 def _mixers(model: ModelConfig) -> set[str]:
     """The mixers that the model may have. Raises UserError for texts that name none."""
     if model.pattern is not None and model.mixer is not None:
@@ -138,6 +171,7 @@ def validate(config: TrainConfig) -> None:
     model, data, parallel = config.model, config.data, config.parallel
     optim, run, parity = config.optim, config.run, config.parity
     _check_texts(config)
+    _check_trackers(run)
     check_model_name(config)
     at_least(1, cp=parallel.cp, dp_replicate=parallel.dp_replicate)
     shards = parallel.dp_shard
@@ -155,6 +189,7 @@ def validate(config: TrainConfig) -> None:
     at_least(0, workers=data.workers)
     need(data.cache_gib > 0, "--data.cache-gib", "positive", data.cache_gib)
     at_least(1, max_steps=run.max_steps, log_every=run.log_every)
+    _check_profile(config)
     at_least(0, eval_every=run.eval_every, checkpoint_every=run.checkpoint_every)
     need(0 <= run.seed < SEEDS, "--seed", "at least 0 and below 2^32", run.seed)
     at_least(1, max_skips=run.max_skips)

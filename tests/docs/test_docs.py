@@ -28,8 +28,11 @@ README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
-PAGES = ("cuda_graphs", "design", "export", "first_calls", "training")
-WRITTEN = ("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json")
+PAGES = ("cuda_graphs", "design", "examples", "export", "first_calls", "training")
+WRITTEN = (
+    *("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json", "profile"),
+    *("trackers.json", "tensorboard", "wandb", "mlflow", "comet_ml", ".aim", "swanlab", "dvclive"),
+)
 """What a run or an export writes."""
 
 

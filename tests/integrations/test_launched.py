@@ -93,23 +93,29 @@ def test_example_with_accelerate():
     assert numbers(found) == pytest.approx(wanted, abs=2e-3)  # three digits are printed
 
 
+def torchrun(ranks, *words):
+    """What a script prints under torchrun."""
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return run("-m", *launch, *words)
+
+
+def test_example_with_transformers():
+    script = ROOT / "examples/transformers_hybrid.py"
+    arguments = ["--tokens", "203", "--steps", "4", "--lr", "0.01", "--shape", *TINY.split()]
+    one, two = (torchrun(n, script, *arguments).splitlines() for n in (1, 2))
+    line = r"step (\d): loss (\d\.\d{4}), (\d+) tokens/s, 0\.00 GiB"
+    one, two = ([re.fullmatch(line, text).groups() for text in lines] for lines in (one, two))
+    losses = [float(loss) for _, loss, _ in one]
+    assert [step for step, *_ in one] == ["1", "2", "3", "4"]
+    assert losses[-1] < losses[0] - 0.3
+    assert [float(loss) for _, loss, _ in two] == pytest.approx(losses, abs=2e-4)
+    assert all(int(speed) > 0 for _, _, speed in one + two)
+
+
 def test_example_from_scratch():
     script = ROOT / "examples/kda_mla_from_scratch.py"
     arguments = ["--hidden", "32", "--heads", "2", "--tokens", "203", "--steps", "4"]
-    one, two = (
-        numbers(
-            run(
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                n,
-                script,
-                *arguments,
-            )
-        )
-        for n in (1, 2)
-    )
+    one, two = (numbers(torchrun(n, script, *arguments)) for n in (1, 2))
     assert len(one) == 4
     assert one[-1] < one[0]
     assert two == pytest.approx(one, abs=2e-4)  # four digits are printed

@@ -11,7 +11,8 @@ from tests.support.processes import ROOT, environment
 FLAGS = [
     *("--device", "cuda", "--data", "synthetic", "--seq-len", "1024", "--eval-every", "0"),
     *("--global-batch-size", "4", "--micro-batch-size", "2", "--clip-norm", "0.01"),
-    "--run.no-tensorboard",
+    "--tracker",
+    "none",
 ]
 
 

@@ -36,7 +36,7 @@ OTHER = [
     *("--model", "340M", "--model.mixer", "kda", "--model.layers", "3", "--remat"),
     *("--data", 'text:/a "quoted" path', "--micro-batch-size", "2", "--global-batch-size", "8"),
     *("--cp", "2", "--dp-shard", "2", "--dtype", "bfloat16", "--lr", "0.001", "--out", "runs/x"),
-    *("--parity.loss-budget", "1e-7", "--run.no-tensorboard"),
+    *("--parity.loss-budget", "1e-7", "--tracker", "none"),
 ]
 
 

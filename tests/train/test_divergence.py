@@ -24,7 +24,7 @@ BASE = [
     *("--model.layers", "2", "--model.hidden-size", "32"),
     *("--model.num-heads", "2", "--model.head-dim", "16"),
     *("--device", "cpu", "--data", "synthetic", "--seq-len", "64", "--global-batch-size", "2"),
-    *("--lr", "0.01", "--warmup-steps", "0", "--eval-every", "0", "--run.no-tensorboard"),
+    *("--lr", "0.01", "--warmup-steps", "0", "--eval-every", "0", "--tracker", "none"),
 ]
 
 

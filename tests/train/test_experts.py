@@ -229,7 +229,7 @@ def test_routers_stay_float32_and_experts_are_sharded(ranks):
 FLAGS = [
     *SIZES,
     *("--seq-len", "64", "--data", "synthetic", "--global-batch-size", "2", "--eval-every", "0"),
-    *("--warmup-steps", "1", "--lr", "0.01", "--run.no-tensorboard", "--checkpoint-every", "2"),
+    *("--warmup-steps", "1", "--lr", "0.01", "--tracker", "none", "--checkpoint-every", "2"),
 ]
 
 

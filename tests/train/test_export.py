@@ -157,7 +157,7 @@ def test_a_folder_in_bfloat16_keeps_what_must_stay_exact(made, tmp_path):
 RUN = [
     *TINY.split(),
     *("--global-batch-size", "1", "--eval-every", "2", "--eval-batches", "1"),
-    *("--run.no-tensorboard", "--lr", "0.01", "--warmup-steps", "1"),
+    *("--tracker", "none", "--lr", "0.01", "--warmup-steps", "1"),
 ]
 
 

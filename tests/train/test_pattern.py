@@ -249,7 +249,7 @@ def test_compiled_blocks_give_the_same(monkeypatch):
 def losses(run, *flags):
     model = ["--model.pattern", "kda,attention,mla", *SMALL.split()]
     data = ["--data", "synthetic", "--seq-len", "64", "--global-batch-size", "1"]
-    run_flags = ["--out", str(run), "--eval-every", "0", "--run.no-tensorboard"]
+    run_flags = ["--out", str(run), "--eval-every", "0", "--tracker", "none"]
     assert main([*model, *data, *run_flags, "--device", "cpu", "--lr", "0.01", *flags]) == 0
     return [row["loss"] for row in read_metrics(run)]
 

@@ -22,7 +22,7 @@ FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "16", "--model.num-heads", "1"),
     *("--model.head-dim", "16", "--device", "cpu", "--data", "synthetic", "--seq-len", "96"),
     *("--lr", "0.01", "--warmup-steps", "2", "--max-steps", str(STEPS), "--eval-every", "0"),
-    *("--checkpoint-every", "4", "--run.no-tensorboard"),
+    *("--checkpoint-every", "4", "--tracker", "none"),
 ]
 
 

@@ -20,7 +20,7 @@ FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "32", "--model.num-heads", "2"),
     *("--model.head-dim", "16", "--device", "cpu", "--seq-len", "64", "--data", "synthetic"),
     *("--global-batch-size", "1", "--eval-every", "0", "--checkpoint-every", "2"),
-    *("--warmup-steps", "1", "--lr", "0.01", "--run.no-tensorboard"),
+    *("--warmup-steps", "1", "--lr", "0.01", "--tracker", "none"),
 ]
 
 

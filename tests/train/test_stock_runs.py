@@ -34,7 +34,7 @@ def root(tmp_path_factory):
 def train(root, kind, run, steps, *flags):
     own = ["--model", f"hf:{root}/org/models/{kind}", "--data", f"text:{root}/text.txt"]
     out = ["--out", str(run)] if run else []
-    quick = ["--max-steps", str(steps), "--run.no-tensorboard", "--seq-len", "64"]
+    quick = ["--max-steps", str(steps), "--tracker", "none", "--seq-len", "64"]
     return fla_cp.train.main.main([*FLAGS, *own, *out, *quick, *flags])
 
 
@@ -98,7 +98,7 @@ def test_what_is_exported_is_loaded_and_exported_again(root, tmp_path, kind):
 def test_names_of_runs_and_resume_auto_survive_slashes(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(root / "org/models/olmo_hybrid", tmp_path / "a/my model[1]")
-    flags = ["--data", f"text:{root}/text.txt", "--seq-len", "64", "--run.no-tensorboard"]
+    flags = ["--data", f"text:{root}/text.txt", "--seq-len", "64", "--tracker", "none"]
     for steps in (1, 2):
         model = ["--model", "hf:a/my model[1]/", "--max-steps", str(steps), "--resume", "auto"]
         assert fla_cp.train.main.main([*FLAGS, *flags, *model]) == 0

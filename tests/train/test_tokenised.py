@@ -225,7 +225,7 @@ FLAGS = [
     *("--model.layers", "1", "--model.hidden-size", "32", "--model.num-heads", "2"),
     *("--model.head-dim", "16", "--device", "cpu", "--seq-len", "32", "--max-steps", "4"),
     *("--global-batch-size", "4", "--eval-every", "2", "--checkpoint-every", "2"),
-    *("--warmup-steps", "1", "--lr", "0.01", "--run.no-tensorboard"),
+    *("--warmup-steps", "1", "--lr", "0.01", "--tracker", "none"),
 ]
 
 

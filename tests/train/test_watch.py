@@ -390,7 +390,7 @@ def test_stopped_ranks_are_named_and_end_the_run(device, tmp_path):
         *("--model.head-dim", "16", "--device", device, "--data", "synthetic", "--seq-len", "64"),
         *("--cp", "2", "--max-steps", "1000000", "--eval-every", "0", "--log-every", "1000000"),
         *("--parallel.notice-seconds", "3", "--parallel.timeout-seconds", "10"),
-        *("--run.no-tensorboard", "--out", str(tmp_path / "run")),
+        *("--tracker", "none", "--out", str(tmp_path / "run")),
     ]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "launch" / "train.py"), *flags],

@@ -1,0 +1,60 @@
+"""Continues to train a Qwen3.5 (random weights, 4B's shape or --shape) in a plain PyTorch loop:
+torchrun --nproc-per-node 2 examples/transformers_hybrid.py    # 262144 tokens over two GPUs
+"""
+
+import argparse
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.integrations.transformers import parallelize
+from fla_cp.train.loss import chunked_cross_entropy
+
+
+class Chunked(Qwen3_5ForCausalLM):  # logits of 131072 tokens and 248320 ids would take 65 GB
+    def forward(self, ids, labels, context):
+        x = self.model(input_ids=ids, cp_context=context).last_hidden_state
+        return chunked_cross_entropy(x[0], self.lm_head.weight, labels[0])
+
+
+def main(shape, tokens, group, dtype):
+    torch.manual_seed(0)  # the same weights and documents on all ranks
+    model = Chunked(Qwen3_5TextConfig(**shape))
+    parallelize(model.model).activation_checkpointing_enable()
+    for module in (*model.model.layers, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    for step in range(args.steps):
+        start, (cut, a, b) = time.perf_counter(), torch.randint(1, tokens, (3,)).tolist()
+        ids = torch.cat([torch.arange(a, a + cut), torch.arange(b, b + tokens - cut)])[None]
+        ids, offsets = ids % model.config.vocab_size, torch.tensor([0, cut, tokens])
+        labels = ids.roll(-1).index_fill(1, offsets[1:] - 1, -100)  # a document's last has none
+        ranges = zigzag_token_ranges(tokens, group.size())  # which balances attention
+        context = build_cp_context(offsets, group, conv1d_kernel_size=4, token_ranges=ranges)
+        loss = model(context.shard(ids), context.shard(labels), context) / (labels != -100).sum()
+        (loss * group.size()).backward()  # a share; FSDP2 takes the mean of the gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach())
+        text = f"loss {loss.item():.4f}, {tokens / (time.perf_counter() - start):.0f} tokens/s"
+        if group.rank() == 0:
+            print(f"step {step + 1}: {text}, {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+
+
+parser = argparse.ArgumentParser()
+for name, default in {"tokens": 262144, "steps": 20, "lr": 1e-4}.items():
+    parser.add_argument(f"--{name}", type=type(default), default=default)
+parser.add_argument("--shape", nargs="*", default=[], help="such as num_hidden_layers=8")
+args, cuda = parser.parse_args(), torch.cuda.is_available()
+shape = {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
+shape |= {name: int(value) for name, value in (text.split("=") for text in args.shape)}
+dist.init_process_group()
+torch.set_default_device(f"cuda:{dist.get_node_local_rank()}" if cuda else "cpu")
+main(shape, args.tokens, dist.group.WORLD, torch.bfloat16 if cuda else torch.float32)
+gc.collect()  # model and contexts hold the group, which must not outlive the next line
+dist.destroy_process_group()
