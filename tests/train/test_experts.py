@@ -242,7 +242,9 @@ def test_a_resumed_run_has_the_biases(tmp_path, monkeypatch, capsys):
     loops = []
     original = fla_cp.train.main.Loop.run_all
     monkeypatch.setattr(
-        fla_cp.train.main.Loop, "run_all", lambda loop: (loops.append(loop), original(loop))[1]
+        fla_cp.train.main.Loop,
+        "run_all",
+        lambda loop, *a: (loops.append(loop), original(loop, *a))[1],
     )
     assert train(tmp_path / "run", 4) == 0
     saved = checkpoints(tmp_path / "run")[0]

@@ -77,8 +77,8 @@ def test_four_ranks_export_what_one_rank_does(gloo_pool, tmp_path, monkeypatch, 
     tokens = torch.randint(256, (1, 150), generator=torch.Generator().manual_seed(1))
     original, found = fla_cp.train.main.Loop.run_all, []
 
-    def noted(loop):
-        stopped = original(loop)
+    def noted(loop, *rest):
+        stopped = original(loop, *rest)
         found.append(logits_of(loop.model, tokens))
         return stopped
 

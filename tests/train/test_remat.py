@@ -240,22 +240,27 @@ def test_bytes_of_selective_in_bfloat16_on_a_gpu():
     kernels = pytest.importorskip("fla_cp.kernels.triton.backend")
     with torch.device("meta"):
         sizes = sizes_of(Decoder(parse(["--model", "340M"]).model, 64))
-    rule = DeltaRule(1.0, gate="softplus", qk_l2norm=True, beta_factor=1.0)
+    bounded = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
+    rule = DeltaRule(1.0, qk_l2norm=True, beta_factor=1.0)._replace(**bounded)
 
     def kept(**changes):
         given = rule._replace(**changes), torch.bfloat16, 1, sizes["H"], sizes["K"], sizes["K"]
         shapes = kernels.TRITON.kept_shapes(*given)
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes) / CHUNK
 
-    bounded = kept(gate="sigmoid", lower_bound=-5.0, safe_gate=True) - kept()
+    unbounded = kept(gate="softplus", lower_bound=None, safe_gate=False) - kept()
     intermediates = (kept(keep_intermediates=True) - kept()) / sizes["H"]
-    assert (bounded / sizes["H"], intermediates) == (24, 1536)
+    assert (unbounded * CHUNK / sizes["H"], intermediates) == (4, 1536)
     found = {"selective": 2 * (sizes["D"] + sizes["N"]) + kept(), "full": 2 * sizes["D"]}
     for row in table("| `--remat` | bfloat16"):
         assert int(row[2]) == evaluate(row[1], sizes) == found[row[0]]
     moved = found["selective"] * 131072 * 24 / 2**30
     page = " ".join(PAGE.read_text(encoding="utf-8").split())
-    for claim in (f"{moved:.1f} GiB in each direction", "adds 24H bytes", "1536 bytes for each"):
+    for claim in (
+        f"{moved:.1f} GiB in each direction",
+        "adds 4H bytes for each chunk",
+        "1536 bytes for each",
+    ):
         assert claim in page
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -159,6 +160,7 @@ def test_a_tracker_that_cannot_start_ends_the_run(lines, tmp_path, capsys):
     assert line == "error: --tracker lines cannot start: no start: the server is away"
     assert read_metrics(run) == []
     lines.broken = set()
+    time.sleep(1.1)  # readers order TensorBoard's files by the second of their start
     assert train(run, 2, "tensorboard,lines") == 0  # the folder may be used
     assert list(scalars(run)) == [1, 2]
     lines.broken = {"store"}
