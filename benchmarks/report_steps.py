@@ -148,21 +148,27 @@ def _of_kind(kind: str) -> Callable[[Row], str]:
 
 
 def in_words(result: Result | None, models: tuple[str, ...], tokens: int) -> str:
-    """README's line: one document of so many tokens, with the fastest flags for each model."""
-    if result is None:
-        return f"Speed of training steps, beside FLA's own model class: {MISSING}."
-    here = [s for s in steps(result) if (s.ours["tokens"], s.ours["data"]) == (tokens, "one")]
-    one = [s for s in here if s.ours["gpus"] == 1]
-    nothing = Steps({}, {}, {})
+    """README's line: one document, with the fastest flags of each model. tokens: its length, or the
+    greatest that was measured for a model."""
+    measured = [s for s in steps(result) if s.ours["data"] == "one" and s.ours["gpus"] == 1]
     texts = []
     for model in models:
-        rows = [s for s in one if s.ours["model"] == model]
-        best = max(rows, key=lambda s: s.ours.get("tokens_per_second", 0.0), default=nothing)
+        mine = [s for s in measured if s.ours["model"] == model and "tokens_per_second" in s.ours]
+        here = [s for s in mine if s.ours["tokens"] == tokens]
+        if not mine:
+            continue
+        length = tokens if here else max(s.ours["tokens"] for s in mine)
+        same = (s for s in mine if s.ours["tokens"] == length)
+        best = max(same, key=lambda s: s.ours["tokens_per_second"])
+        facts = [f"MFU {percent(best.ours.get('mfu'))}"]
+        if best.ratio is not None:
+            facts.append(f"FLA's own model class {speed(best.peer)}, ratio {ratio(best.ratio)}")
+        text = f"{model} {speed(best.ours)} at {length} tokens ({'; '.join(facts)})"
         two = Steps(best.by_gpus.get(2, {}), {}, best.by_gpus)
-        texts.append(
-            f"{model} {speed(best.ours)} on one GPU (MFU {percent(best.ours.get('mfu'))}; FLA's "
-            f"own model class {speed(best.peer)}, ratio {ratio(best.ratio)}) and {speed(two.ours)} "
-            f"on two (speed-up {ratio(two.speed_up)})"
-        )
-    first = f"Training on one document of {tokens} tokens, in tokens/s"
+        if two.speed_up is not None:
+            text += f", {speed(two.ours)} on two GPUs (speed-up {ratio(two.speed_up)})"
+        texts.append(text)
+    if result is None or not texts:
+        return f"Speed of training steps, beside FLA's own model class: {MISSING}."
+    first = "Training on one document and one GPU, in tokens/s"
     return f"{first}: {'; '.join(texts)}. {source(result)}"

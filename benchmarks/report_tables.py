@@ -211,14 +211,24 @@ def of_host(result: Result) -> str:
         rows,
         ("shape", lambda r: shape(r["shape"], result.data["operator"])),
         *((head, _both(name, number)) for head, name in pairs.items()),
+        *([("in a chain, ms", _chained)] * any(map(_has_chain, rows))),
         *((head, _both(name, whole)) for head, name in counts.items()),
     )
     title = (
         "\n\nThe host's work in a call, in the forward / in the forward and the backward: the time "
         "until the call returns, the time for its kernel launches alone, the former over the "
-        "latter, and what is counted:\n\n"
+        "latter, and what is counted. In a chain several calls share one backward, as in a model; "
+        "this is the time of one of them in both directions:\n\n"
     )
     return title + found
+
+
+def _has_chain(row: Row) -> bool:
+    return ms(row, "both", "chained_host_ms") is not None
+
+
+def _chained(row: Row) -> str:
+    return number(ms(row, "both", "chained_host_ms"))
 
 
 def _both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:

@@ -21,6 +21,8 @@ KINDS = {
     "fold": "scans, folds",
     "intra": "local to a chunk",
     "scores": "local to a chunk",
+    "safe_bwd": "local to a chunk",
+    "gated_kernel": "local to a chunk",
     "conv": "convolution",
     "adam": "optimiser",
     "nvjet": "projections",
