@@ -100,9 +100,7 @@ def conv1d_parts(
     if cp_context is not None:
         check_conv1d_context(weight.shape[1], cp_context)
         check_fixed_call(cp_context)
-    parts = _traced(
-        [x.reshape(B * T, -1) for x in xs], weights, biases, activation, cp_context, impl, B
-    )
+    parts = _traced([x.flatten(0, 1) for x in xs], weights, biases, activation, cp_context, impl, B)
     return tuple(y.view(B, T, *each) for y, each in zip(parts, heads, strict=True))
 
 
