@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fla_cp.kernels.torch.attention import BLOCK
@@ -193,6 +194,49 @@ def utilisation(
     a second of one GPU.
     """
     return operations / (seconds * gpus * peak)
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations a second of a GPU whose rate is known here, in bf16; else None."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return PEAK_FLOP_S if "H200" in name or ("H100" in name and "PCIe" not in name) else None
+
+
+class Meter:
+    """The utilisation of a run's steps.
+
+    model: may be sharded. gpus: of the run. peak: operations a second of each; None: unknown. For
+    an unknown peak and for mixers without a formula, there is no utilisation.
+    """
+
+    def __init__(self, model: nn.Module, gpus: int, peak: float | None) -> None:
+        self.gpus, self.peak = gpus, peak
+        self.a_token, self.softmax = 0.0, list[Softmax]()
+        if peak is None or not isinstance(model, LanguageModel):
+            self.peak = None
+            return
+        try:
+            parts = step_flops(model, CHUNK)
+        except ValueError:
+            self.peak = None
+            return
+        parts.pop("attention", None)
+        self.a_token = needed(parts) / CHUNK
+        _, layers = _described(model)
+        self.softmax = [layer.mixer for layer in layers if isinstance(layer.mixer, Softmax)]
+
+    def share(self, tokens: int, lengths: Sequence[int], seconds: float) -> float | None:
+        """MFU of a step that took so many seconds. tokens: of the whole step. lengths: of some of
+        its documents, which stand for all in softmax attention."""
+        if self.peak is None:
+            return None
+        operations = self.a_token * tokens
+        if self.softmax:
+            shown = sum(_attention(mixer, lengths).needed for mixer in self.softmax)
+            operations += shown * tokens / max(1, sum(lengths))
+        return utilisation(operations, seconds, self.gpus, self.peak)
 
 
 def _linear(layer: nn.Linear, tokens: int) -> Products:

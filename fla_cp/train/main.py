@@ -35,6 +35,7 @@ from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
+from fla_cp.train.flops import Meter, peak_of
 from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
@@ -49,7 +50,15 @@ from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
 from fla_cp.train.sources import Reading, build_dataset
-from fla_cp.train.step import Feed, HeldOut, agree, balance_of, finish, forward_backward
+from fla_cp.train.step import (
+    Feed,
+    HeldOut,
+    agree,
+    balance_of,
+    document_lengths,
+    finish,
+    forward_backward,
+)
 from fla_cp.train.text_files import Split
 from fla_cp.train.trackers import check_installed, start_trackers
 
@@ -299,6 +308,8 @@ class Loop:
         self.graphs = Graphs(model, config.data.max_documents) if graphs else None
         self.skips = divergence.Skips(config.run.max_skips)
         self.checked = False  # whether the ranks have compared their contexts
+        dtype = compute_dtype(config.parallel.dtype, ranks.device)
+        self.meter = Meter(model, ranks.world_size, peak_of(ranks.device, dtype))
 
     def run_all(self, profile: StepProfile) -> bool:
         """Takes the remaining steps; returns True if a signal asked it to stop before the last one.
@@ -313,7 +324,7 @@ class Loop:
         # Its workers start to read while the first evaluation runs.
         with Feed(self.config, self.data, self.ranks, start) as feed:
             if start == 0 and self.held_out:
-                nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second"))
+                nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu"))
                 self._record(**nothing, lr=0.0, exchange_ms=0.0, evaluate=True)
             with stop_on_signal() as received:
                 while self.progress.step < last and not stopped:
@@ -372,6 +383,7 @@ class Loop:
             grad_norm=norm,
             lr=rate,
             tokens_per_second=tokens_per_step(config) / seconds,
+            mfu=self.meter.share(tokens_per_step(config), document_lengths(batch), seconds),
             exchange_ms=timer.elapsed_ms(),  # its events have passed: `finish` has waited
             evaluate=bool(every) and (step % every == 0 or step == config.run.max_steps),
         )
@@ -399,6 +411,7 @@ class Loop:
         grad_norm: float | None,
         lr: float,
         tokens_per_second: float | None,
+        mfu: float | None,
         exchange_ms: float,
         evaluate: bool,
     ) -> None:
@@ -421,6 +434,7 @@ class Loop:
                 exchange_ms=exchange_ms,
                 skipped=self.progress.skipped,
                 expert_load=balance.load if balance is not None else None,
+                mfu=mfu,
             )
         )
 

@@ -31,7 +31,8 @@ class Metrics:
     allocator or, on CPU, of the process. exchange_ms: maximum over ranks of the time that forward
     and backward waited for states of other ranks. skipped: steps skipped so far because their loss
     or gradient was not finite. expert_load: with experts, the tokens of the busiest expert over
-    the mean of its layer, from 1.
+    the mean of its layer, from 1. mfu: share, in [0, 1], of the GPUs' peak that the model's own
+    operations make (`flops.Meter`); None on other devices than H100 and H200.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Metrics:
     exchange_ms: float
     skipped: int
     expert_load: float | None = None
+    mfu: float | None = None
 
     def finite(self) -> dict[str, Any]:
         """The fields as JSON values: NaN and infinities become None."""
@@ -169,12 +171,14 @@ class RunLog:
 
 def _brief(m: Metrics, sharded: bool) -> str:
     """The metrics in one line. sharded: with the time of exchanges."""
+    speed = [f"MFU {100 * m.mfu:.1f}%"] if m.mfu is not None else []
     parts = [
         f"loss {m.loss:.4f}",
         f"norm {m.grad_norm:.2f}",
         f"lr {m.lr:.1e}",
         f"{_thousands(m.tokens_per_second)} tokens/s",
         f"({_thousands(m.tokens_per_second_per_gpu)} a rank)",
+        *speed,
         f"{m.peak_memory_bytes / 2**30:.2f} GiB",
     ]
     if sharded:

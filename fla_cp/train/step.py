@@ -128,6 +128,11 @@ def sharing(config: TrainConfig, ranks: Ranks) -> Sharing:
     return Sharing(size, ranks.cp, ranks.rank % ranks.cp, config.parallel.layout)
 
 
+def document_lengths(batches: Sequence[MicroBatch]) -> list[int]:
+    """Tokens of each document of these micro-batches, on all cp ranks together."""
+    return [n for batch in batches for n in batch.share.cu_seqlens.diff().tolist()]
+
+
 @dataclass(frozen=True)
 class Agreement:
     """Facts that all ranks share before a step.

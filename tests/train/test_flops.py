@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fla_cp import build_cp_context
 from fla_cp.rule import CHUNK
-from fla_cp.train.flops import needed, step_flops, utilisation
+from fla_cp.train.flops import PEAK_FLOP_S, Meter, needed, peak_of, step_flops, utilisation
 from fla_cp.train.mixers import MIXERS
 from fla_cp.train.model import Decoder, build_model
 from fla_cp.train.parse import parse
@@ -113,6 +113,42 @@ def test_utilisation():
     assert utilisation(989e12, 1.0) == 1.0
     assert utilisation(989e12, 2.0, gpus=4) == 1 / 8
     assert utilisation(5e11, 1.0, peak=1e12) == 0.5
+
+
+@pytest.mark.parametrize(
+    "flags", ["--mixer kda", "--model.pattern kda,attention,mla", "--mixer gdp"]
+)
+def test_utilisation_of_a_runs_steps(flags):
+    """Equal documents stand for all; rows that fill a chunk do not count."""
+    sizes = "--model.layers 3 --model.hidden-size 48 --model.num-heads 3 --model.head-dim 16"
+    model = build_model(parse(f"{flags} {sizes} --impl torch".split()).model, VOCABULARY, 0)
+    lengths = [3 * CHUNK, 3 * CHUNK]
+    parts = step_flops(model, 6 * CHUNK, lengths)
+    found = Meter(model, 4, 1e9).share(12 * CHUNK, lengths, 0.5)
+    assert found == pytest.approx(utilisation(2 * needed(parts), 0.5, 4, 1e9), rel=1e-12)
+
+
+def test_no_utilisation_without_a_peak_or_a_formula(monkeypatch):
+    model = build_model(parse(["--model.layers", "1"]).model, VOCABULARY, 0)
+    assert Meter(model, 1, None).share(64, [64], 1.0) is None
+    assert peak_of(torch.device("cpu"), torch.bfloat16) is None
+    monkeypatch.setattr("fla_cp.train.flops._own_mixer", refuse)
+    assert Meter(model, 1, 1e9).share(64, [64], 1.0) is None
+
+
+def refuse(mixer):
+    raise ValueError("there is no formula for it")
+
+
+@pytest.mark.parametrize(
+    "name, known",
+    [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", False)],
+)
+def test_the_peak_of_a_gpu(monkeypatch, name, known):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    gpu = torch.device("cuda")
+    assert peak_of(gpu, torch.bfloat16) == (PEAK_FLOP_S if known else None)
+    assert peak_of(gpu, torch.float32) is None
 
 
 def test_refusals():

@@ -42,7 +42,14 @@ BASE = [
 ]
 KEYS = [
     *("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_second"),
-    *("tokens_per_second_per_gpu", "peak_memory_bytes", "exchange_ms", "skipped", "expert_load"),
+    *(
+        "tokens_per_second_per_gpu",
+        "peak_memory_bytes",
+        "exchange_ms",
+        "skipped",
+        "expert_load",
+        "mfu",
+    ),
 ]
 
 
