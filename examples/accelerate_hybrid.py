@@ -1,4 +1,4 @@
-"""Continues to train a Qwen3.5 (random weights, 4B's shape or --shape) with accelerate:
+"""Continues to train a Qwen3.5 (random weights, 4B's shape, or --shape num_hidden_layers=8 ..):
 
 accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --mixed_precision bf16 \
     examples/accelerate_hybrid.py --cp 2
@@ -38,15 +38,15 @@ def row(index, tokens, vocab_size):  # two documents that count on from a random
 parser = argparse.ArgumentParser()
 for name, default in {"cp": 1, "dp": 1, "tokens": 262144, "steps": 20, "lr": 1e-4}.items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
-parser.add_argument("--shape", nargs="*", default=[], help="such as num_hidden_layers=8")
+parser.add_argument("--shape", nargs="*", default=[], type=lambda text: text.split("="))
 args = parser.parse_args()
 sizes = ParallelismConfig(cp_size=args.cp, dp_shard_size=args.dp)
 plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap")
 plugin.activation_checkpointing = True
 accelerator = CPAccelerator(parallelism_config=sizes, fsdp_plugin=plugin)
 torch.manual_seed(0)
-changes = {name: int(value) for name, value in (text.split("=") for text in args.shape)}
-config = Qwen3_5TextConfig(**{"hidden_size": 2560, "intermediate_size": 9216} | changes)
+shape = {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
+config = Qwen3_5TextConfig(**shape | {name: int(n) for name, n in args.shape})
 model, data = Chunked(config), [row(i, args.tokens, config.vocab_size) for i in range(args.steps)]
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data))

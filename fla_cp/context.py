@@ -52,8 +52,16 @@ _BY_NUMBER: WeakValueDictionary[int, FLACPContext] = WeakValueDictionary()
 
 _USED: deque[FLACPContext] = deque(maxlen=256)
 """The contexts that compiled graphs ran under last. They are kept for the backward passes."""
-# A gloo group that is still alive when the interpreter ends can abort the process.
-atexit.register(_USED.clear)
+
+
+@atexit.register
+def _let_go() -> None:
+    """A gloo group that is still alive when the interpreter ends can abort the process. In a script
+    without functions, variables such as a model or a loss keep contexts until then."""
+    _USED.clear()
+    for context in [*_BY_NUMBER.values()]:
+        for holder in (context.exchange, context):
+            getattr(holder, "__dict__", {}).clear()
 
 
 def context_of(number: Tensor) -> FLACPContext | None:

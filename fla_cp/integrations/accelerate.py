@@ -156,7 +156,12 @@ class CPAccelerator(Accelerator):
                 take_whole_batches(part, self._place)
                 if self.is_fsdp2:
                     _name_layers(self.state.fsdp_plugin, part)
-        return super().prepare(*args, device_placement=device_placement)
+        tied = [part for part in args if isinstance(part, nn.Module) and _keep_ties(part)]
+        try:
+            return super().prepare(*args, device_placement=device_placement)
+        finally:
+            for part in tied:
+                del vars(part)["tie_weights"]
 
     def _prepare_cp(self, *args: Any) -> Any:
         """Nothing, in place of torch's context parallelism."""
@@ -337,6 +342,31 @@ def _name_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> No
     if names and plugin.transformer_cls_names_to_wrap is None:
         found = {type(part).__name__ for part in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(found.intersection(names))
+
+
+def _keep_ties(model: nn.Module) -> bool:
+    """Gives a model with shared parameters a `tie_weights`, if it has none; returns whether it did.
+
+    With efficient loading, which `accelerate launch` asks for, accelerate moves the model to the
+    meta device and back. That makes a parameter of each name, and with `tie_weights` it shares them
+    again.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    ties = [same for same in names.values() if len(same) > 1]
+    if not ties or hasattr(model, "tie_weights"):
+        return False
+
+    def tie_weights() -> None:
+        for first, *others in ties:
+            parameter = model.get_parameter(first)
+            for name in others:
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, parameter)
+
+    vars(model)["tie_weights"] = tie_weights
+    return True
 
 
 @contextmanager

@@ -6,11 +6,13 @@ In between the batch becomes one row of documents, of which each rank takes a pa
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,16 @@ IGNORED = -100
 """A label that is not counted."""
 
 
+_PLACES: WeakValueDictionary[int, Place] = WeakValueDictionary()
+
+
+@atexit.register
+def _let_go() -> None:
+    """As in fla_cp/context.py: nothing may hold a group when the interpreter ends."""
+    for place in [*_PLACES.values()]:
+        vars(place).clear()
+
+
 @dataclass
 class Place:
     """This rank among those that share a sequence.
@@ -42,6 +54,9 @@ class Place:
     exchange: str = "auto"
     width: int | None = None
     context: FLACPContext | None = None
+
+    def __post_init__(self) -> None:
+        _PLACES[id(self)] = self
 
     @property
     def size(self) -> int:

@@ -130,7 +130,10 @@ def sharing(config: TrainConfig, ranks: Ranks) -> Sharing:
 
 def document_lengths(batches: Sequence[MicroBatch]) -> list[int]:
     """Tokens of each document of these micro-batches, on all cp ranks together."""
-    return [n for batch in batches for n in batch.share.cu_seqlens.diff().tolist()]
+    lengths: list[int] = []
+    for batch in batches:
+        lengths += batch.share.cu_seqlens.diff().tolist()
+    return lengths
 
 
 @dataclass(frozen=True)

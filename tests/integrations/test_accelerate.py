@@ -296,6 +296,51 @@ def test_module_that_takes_a_context(gloo_pool):
             assert (grads[name] - x.grad).norm() <= 2e-5 * x.grad.norm(), name
 
 
+class Tied(Small):
+    """Its head is its embedding, and it has no `tie_weights`, as models of transformers have."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+def tied(group, rank, efficient):
+    with fresh_state(rank, 4):
+        plugin = {"auto_wrap_policy": "no_wrap", "cpu_ram_efficient_loading": efficient}
+        accelerator = accelerator_of({"cp_size": 4}, fsdp=plugin)
+        torch.manual_seed(3)
+        model = Tied()
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+        losses = []
+        for _ in range(3):
+            loss = model(**small_batch())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert model.head.weight is model.embedding.weight
+        return losses
+
+
+@pytest.mark.parametrize("efficient", [False, True])
+def test_tied_weights_stay_tied(gloo_pool, efficient):
+    torch.manual_seed(3)
+    model, tokens = Tied(), drawn_tokens(45, seed=8)
+    optimizer, wanted = optimizer_of(model), []
+    for _ in range(3):
+        loss = 0
+        for part in tokens.split([20, 25], 1):
+            targets = F.pad(part[:, 1:], (0, 1), value=-100)
+            loss = loss + model(part, targets, num_items_in_batch=43)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert wanted[2] < 0.9 * wanted[0]
+    for found in gloo_pool.run(tied, efficient):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 def resumed(group, rank, folder):
     with fresh_state(rank, 4):
         accelerator = accelerator_of(SPLITS["dp 2 x cp 2"])

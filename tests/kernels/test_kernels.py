@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-import fla_cp.kernels.triton.backend
-import fla_cp.kernels.triton.intra
 from benchmarks import tune
 from fla_cp import build_cp_context, chunk_kda, zigzag_token_ranges
 from fla_cp.kernels.torch.intra import Inputs, Spec
+from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.intra import intra
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.partition.packing import Packing
@@ -37,9 +36,20 @@ pytestmark = [
 def interpreted(monkeypatch):
     """Lets kernels run on CPU tensors, in this module only, and fp32 take the path of bf16."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(
-        fla_cp.kernels.triton.device.bundles, "SAFE_DTYPES", (torch.float32, torch.bfloat16)
-    )
+    take_both_paths(monkeypatch, torch.float32, torch.bfloat16)
+    yield
+    forget_paths()
+
+
+def take_both_paths(monkeypatch, *dtypes):
+    """Lets these dtypes take the path of a safe gate."""
+    monkeypatch.setattr(bundles, "SAFE_DTYPES", dtypes)
+    forget_paths()
+
+
+def forget_paths():
+    for remembered in (bundles.rule_options, bundles.local_paths):
+        remembered.cache_clear()
 
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
@@ -88,7 +98,7 @@ def test_kernels_err_like_the_torch_stages(case):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("inside", "strong-decay")])
 def test_one_path_serves_every_chunk_of_fp32(case, monkeypatch):
-    monkeypatch.setattr(fla_cp.kernels.triton.device.bundles, "SAFE_DTYPES", ())
+    take_both_paths(monkeypatch)
     test_kernels_err_like_the_torch_stages(case)
 
 

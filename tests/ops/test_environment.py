@@ -9,6 +9,8 @@ import contextlib
 import functools
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 
 import fla_cp
 from fla_cp import build_cp_context, nn, ops, zigzag_token_ranges
+from tests.support.processes import environment
 from tests.support.ranks import run_threads
 
 CU = torch.tensor([0, 3, 3, 70, 75])
@@ -384,3 +387,30 @@ def test_every_tensor_that_the_package_makes_says_where():
                     where = f"{file.relative_to(package)}:{call.lineno} torch.{made}"
                     assert "device" in given, where
                     assert made in ("tensor", "as_tensor", "arange") or "dtype" in given, where
+
+
+FLAT = """
+import atexit, weakref
+import torch, torch.distributed as dist
+seen = []
+atexit.register(lambda: print("held" if seen[0]() is not None else "free"))  # the last to run
+import fla_cp, fla_cp.nn
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+offsets = torch.tensor([0, 40, 70])
+context = fla_cp.build_cp_context(offsets, dist.new_group([0]), conv1d_kernel_size=4)
+seen.append(weakref.ref(context.group))
+layer = fla_cp.nn.KimiDeltaAttention(32, 2, head_dim=16)
+loss = layer(torch.randn(1, 70, 32), cp_context=context).sum()
+loss.backward()
+layer.cycle = [layer, context]
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_without_functions_gives_its_group_back():
+    """A gloo group that lives until the interpreter's end aborts some of the processes."""
+    done = subprocess.run(
+        [sys.executable, "-c", FLAT], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "free\n"
