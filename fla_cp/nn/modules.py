@@ -1,6 +1,7 @@
 """Building blocks of the layers."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,16 @@ from fla_cp.context import FLACPContext
 from fla_cp.kernels import TORCH, resolve
 from fla_cp.kernels.torch.gated_norm import ACTIVATIONS
 from fla_cp.nn.initial import Constant, Initial, InitializedModule, Uniform
-from fla_cp.ops.checks import check_context
+from fla_cp.ops.checks import check_context, check_conv1d_state, check_sequences
 from fla_cp.ops.gated_norm import gated_norm
-from fla_cp.ops.short_conv import Heads, causal_conv1d, conv1d_heads, conv1d_parts
+from fla_cp.ops.short_conv import (
+    Heads,
+    causal_conv1d,
+    causal_conv1d_update,
+    conv1d_heads,
+    conv1d_parts,
+    head_views,
+)
 
 
 def check_layer(
@@ -117,21 +125,114 @@ class ShortConvolution(InitializedModule):
         cu_seqlens: Tensor | None = None,
         cp_context: FLACPContext | None = None,
         heads: Heads | None = None,
-    ) -> Tensor | tuple[Tensor, ...]:
+        *,
+        residual: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_final_state: bool | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
+    ) -> Any:
         """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
         `causal_conv1d`. With heads its parts, [B, T, H, K] for each (H, K) of them, and x may be
-        given in such parts too, [B, T, H * K]."""
+        given in such parts too, [B, T, H * K].
+
+        residual: [B, T, D], added after the activation. cache: [N, D, W], the state that the N
+        sequences start from. output_final_state: if given, the result is (y, cache), with None as
+        the cache for False. cu_seqlens_cpu: the values of cu_seqlens on the host.
+        As in FLA, a call with a cache and one token for each sequence, without a context and while
+        no gradients are recorded, updates the cache in place (`step`) and returns it.
+        """
         parts = x if isinstance(x, tuple) else (x,)
         check_tensors(("x",) * len(parts), parts, 1)
-        dtype = parts[0].dtype
-        weight, bias = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-        given = weight, bias, "silu", cu_seqlens, cp_context
+        if not residual is cache is output_final_state is cu_seqlens_cpu is None:
+            whole = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+            where = cu_seqlens, cp_context, cu_seqlens_cpu
+            y, final = self._with_cache(whole, residual, cache, output_final_state, *where)
+            found = y if heads is None else head_views(y.flatten(0, 1), len(y), heads)
+            return found if output_final_state is None else (found, final)
+        given = *self._parameters_in(parts[0].dtype), "silu", cu_seqlens, cp_context
         if isinstance(x, tuple):
             assert heads is not None
             return conv1d_parts(x, *given, heads, impl=self.impl)
         if heads is None:
             return causal_conv1d(x, *given, impl=self.impl)
         return conv1d_heads(x, *given, heads, impl=self.impl)
+
+    def step(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        cache: Tensor | None = None,
+        output_final_state: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """y and the cache after one more token of each sequence; see `causal_conv1d_update`.
+
+        x: [N, 1, D] or [1, N, D]. residual: like x. cache: [N, D, W], updated in place; None: the
+        tokens are the first. The cache is returned only with output_final_state. Forward only: call
+        it under torch.no_grad().
+        """
+        check_tensors(("x", "residual", "cache"), (x, residual, cache), 1)
+        weight, bias = self._parameters_in(x.dtype)
+        if cache is None:
+            shape = x.shape[:-1].numel(), *weight.shape
+            cache = torch.zeros(shape, dtype=x.dtype, device=x.device)
+        y, cache = causal_conv1d_update(x, cache, residual, weight, bias, "silu", impl=self.impl)
+        return y, (cache if output_final_state else None)
+
+    def _parameters_in(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+
+    def _with_cache(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cache: Tensor | None,
+        output_final_state: bool | None,
+        cu_seqlens: Tensor | None,
+        cp_context: FLACPContext | None,
+        cu_seqlens_cpu: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """y [B, T, D], and the final state if it is wanted."""
+        if output_final_state is not None:
+            check_flags(("output_final_state",), (output_final_state,))
+        wanted = bool(output_final_state)
+        if cache is not None:
+            given = cu_seqlens, cp_context, cu_seqlens_cpu
+            names = ("cache", "cu_seqlens", "cu_seqlens_cpu")
+            check_tensors(names, (cache, cu_seqlens, cu_seqlens_cpu), 1)
+            if x.ndim != 3:
+                raise ValueError(f"x must be [B, T, D], got shape {tuple(x.shape)}")
+            N, T, _ = x.shape
+            check_sequences(T, N, *given)
+            if cp_context is not None:
+                N = len(cp_context.global_cu_seqlens) - 1
+            elif cu_seqlens is not None:
+                N = len(cu_seqlens) - 1
+            check_conv1d_state("cache", cache, (N, *self.weight.shape), x)
+            offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+            recorded = torch.is_grad_enabled() or cp_context is not None
+            if not recorded and _one_token_each(T, offsets):
+                return self.step(x, residual, cache, wanted)
+        weight, bias = self._parameters_in(x.dtype)
+        return causal_conv1d(
+            x,
+            weight,
+            bias,
+            "silu",
+            cu_seqlens,
+            cp_context,
+            residual=residual,
+            initial_state=cache,
+            output_final_state=wanted,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            impl=self.impl,
+        )
+
+
+def _one_token_each(T: int, offsets: Tensor | None) -> bool:
+    """Whether each sequence has one token, in rows of T tokens or between the offsets."""
+    if offsets is None:
+        return T == 1
+    return len(offsets) == T + 1 and bool((offsets.diff() == 1).all())
 
 
 def transformed() -> bool:

@@ -22,8 +22,8 @@ from fla_cp.nn.modules import GatedRMSNorm, ShortConvolution, transformed
 from fla_cp.nn.projections import Projections, watched
 from fla_cp.nn.whole_layer import Call, Facts, Values, Weights
 from fla_cp.ops.checks import FLOATS, MAX_DIM, check_conv1d_context, check_sequences
+from fla_cp.ops.conv_rows import Place
 from fla_cp.ops.known import Known, remember
-from fla_cp.ops.short_conv import Place
 from fla_cp.pipeline import Plan
 from fla_cp.program import Flat
 from fla_cp.replay import access

@@ -15,10 +15,10 @@ from fla_cp import pipeline
 from fla_cp.kernels.torch.conv import ConvInputs
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.nn.projections import joint_gradients, joint_product, split_product
+from fla_cp.ops.conv_rows import Place, conv_announced
 from fla_cp.ops.family import gate_of
 from fla_cp.ops.gated_norm import norm_announced
 from fla_cp.ops.known import Known
-from fla_cp.ops.short_conv import Place, conv_announced
 from fla_cp.pipeline import Plan, Saved, announcement
 from fla_cp.program import Flat
 from fla_cp.rule import DeltaRule

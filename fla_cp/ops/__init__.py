@@ -22,11 +22,12 @@ from fla_cp.ops.gla import (
     fused_recurrent_simple_gla,
 )
 from fla_cp.ops.kda import chunk_kda, cp_chunk_kda, fused_recurrent_kda, kda_gate
-from fla_cp.ops.short_conv import causal_conv1d
+from fla_cp.ops.short_conv import causal_conv1d, causal_conv1d_update
 
 __all__ = [
     "causal_attention",
     "causal_conv1d",
+    "causal_conv1d_update",
     "chunk_comba",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",

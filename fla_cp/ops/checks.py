@@ -272,6 +272,28 @@ def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
             raise ValueError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}")
 
 
+def check_residual(residual: Tensor, x: Tensor) -> None:
+    """What is added to the output of a convolution."""
+    if residual.shape != x.shape:
+        raise ValueError(f"residual must have x's shape {_shape(x)}, got {_shape(residual)}")
+    if residual.device != x.device:
+        raise ValueError(f"residual must be on x's device {x.device}, got {residual.device}")
+    if residual.dtype != x.dtype:
+        raise ValueError(f"residual must have x's dtype {x.dtype}, got {residual.dtype}")
+
+
+def check_conv1d_state(name: str, state: Tensor, shape: tuple[int, int, int], x: Tensor) -> None:
+    """The last tokens before sequences, [N, D, W]."""
+    _check_shape(name, state, shape, "[N, D, W]")
+    if state.device != x.device:
+        raise ValueError(f"{name} must be on x's device {x.device}, got {state.device}")
+    if state.dtype not in (FLOATS if x.dtype == torch.float64 else FLOATS[:-1]):
+        raise ValueError(
+            f"{name} must be bf16, fp16 or fp32 (fp64 with x of fp64), got {state.dtype} with x of "
+            f"{x.dtype}"
+        )
+
+
 def check_conv1d_context(width: int, context: FLACPContext) -> None:
     """The context must have a halo table for this convolution."""
     if width > 1 and (context.halo is None or context.halo.width != width - 1):

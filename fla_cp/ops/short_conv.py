@@ -1,30 +1,65 @@
 """Short causal convolution, which mixes neighbouring tokens before a linear-attention operator."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fla_cp import remat
-from fla_cp.arguments import check_tensors
-from fla_cp.comm import run_overlap
-from fla_cp.comm.collectives import all_gather_rows
-from fla_cp.context import FLACPContext, context_of
-from fla_cp.handle import Handle, Sizes
-from fla_cp.kernels import Backend, resolve
-from fla_cp.kernels.differentiable_op import differentiable_op
-from fla_cp.kernels.rehearsal import announced, on_meta
-from fla_cp.kernels.torch.conv import ConvInputs, ConvRows
-from fla_cp.ops.checks import check_conv1d, check_conv1d_context, check_fixed_call, check_sequences
+from fla_cp.arguments import check_flags, check_tensors
+from fla_cp.context import FLACPContext
+from fla_cp.kernels.torch.conv import ConvInputs
+from fla_cp.ops.checks import (
+    check_conv1d,
+    check_conv1d_context,
+    check_conv1d_state,
+    check_fixed_call,
+    check_forward_only,
+    check_residual,
+    check_sequences,
+)
+from fla_cp.ops.conv_op import traced_conv, traced_conv_after
+from fla_cp.ops.conv_rows import Place, conv_announced, exchanged_halo
+from fla_cp.ops.conv_states import Tables, conv_step, conv_with_states
 from fla_cp.partition.checks import check_offsets
-from fla_cp.partition.token_ranges import Ranges
 
 Heads = tuple[tuple[int, int], ...]
 """Parts of the channels: for each the number of heads, and the channels of a head."""
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_context: FLACPContext | None = None,
+    *,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_context: FLACPContext | None = None,
+    *,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool,
+    cu_seqlens_cpu: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def causal_conv1d(
@@ -35,9 +70,13 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
     cp_context: FLACPContext | None = None,
     *,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     impl: str = "auto",
-) -> Tensor:
-    """Depthwise causal convolution, y[t] = act(bias + sum_s weight[:, W-1-s] * x[t-s]).
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    """Depthwise causal convolution, y[t] = act(bias + sum_s weight[:, W-1-s] * x[t-s]) + r[t].
 
     x: [B, T, D], bf16, fp16, fp32 or fp64; under a context the rank's local tokens
         [1, T_local, D].
@@ -45,13 +84,161 @@ def causal_conv1d(
     cu_seqlens: [N+1] offsets of packed sequences (B = 1); nothing crosses from one to the next.
     cp_context: built with conv1d_kernel_size=W; the W-1 tokens before the rank's ranges come
         from as many earlier ranks as it takes, and their gradients go back.
+    residual: r, added after the activation; shape and dtype of x.
+    initial_state: [N, D, W], the last W tokens before each sequence, the newest in the last column;
+        bf16, fp16 or fp32 (fp64 with x of fp64), read in x's dtype. N = B, or the number of
+        sequences; under a context those of the whole batch, with equal values on all ranks.
+    output_final_state: if given, y is returned together with the final states, or with None.
+    cu_seqlens_cpu: the values of cu_seqlens on the host; spares a device synchronisation.
     impl: "auto" (by device), "torch" or "triton".
-    Returns y like x. Sums in fp32 (fp64 for fp64).
-    Raises ValueError as in arguments.py and ops/checks.py.
+    Returns y like x, and with output_final_state True or False, as in FLA, (y, final_state).
+    final_state [N, D, W] has x's dtype and holds the last W tokens of each sequence: of one shorter
+    than W, also the end of its initial state, or zeros without one. Under a context it is equal on
+    all ranks. So is the gradient of initial_state, provided that the gradient of final_state is.
+    Sums in fp32 (fp64 for fp64); y is rounded to x's dtype before residual is added.
+    Differentiable in x, weight, bias, residual and initial_state.
+    Raises ValueError as in arguments.py and ops/checks.py, and for states under a context with
+    max_sequences, or under both a context and torch.compile.
     """
     given = x, weight, bias, activation, cu_seqlens, cp_context
-    (y,) = _parts(*given, heads=None, impl=impl)
-    return y.view(x.shape)
+    if residual is initial_state is output_final_state is None:
+        (y,) = _parts(*given, heads=None, impl=impl, cu_seqlens_cpu=cu_seqlens_cpu)
+        return y.view(x.shape)
+    more = residual, initial_state, output_final_state, cu_seqlens_cpu
+    N = _check_whole(*given, *more)
+    final = None
+    if initial_state is None and not output_final_state:
+        (y,) = _parts(*given, heads=None, impl=impl, cu_seqlens_cpu=cu_seqlens_cpu)
+        y = y.view(x.shape)
+    else:
+        y, final = _with_states(*given, initial_state, output_final_state, cu_seqlens_cpu, impl, N)
+    if residual is not None:
+        y = y + residual
+    return y if output_final_state is None else (y, final)
+
+
+def _check_whole(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    cp_context: FLACPContext | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+    output_final_state: bool | None,
+    cu_seqlens_cpu: Tensor | None,
+) -> int:
+    """The number of sequences of a call with residual or states, after all checks."""
+    names = ("x", "weight", "bias", "cu_seqlens", "residual", "initial_state", "cu_seqlens_cpu")
+    values = x, weight, bias, cu_seqlens, residual, initial_state, cu_seqlens_cpu
+    check_tensors(names, values, 2)
+    if output_final_state is not None:
+        check_flags(("output_final_state",), (output_final_state,))
+    check_conv1d(x, weight, bias, activation)
+    B, T, D = x.shape
+    check_sequences(T, B, cu_seqlens, cp_context, cu_seqlens_cpu)
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    if cp_context is not None:
+        check_conv1d_context(weight.shape[1], cp_context)
+        states = {"initial_state": initial_state, "output_final_state": output_final_state}
+        check_fixed_call(cp_context, **states)
+        N = len(cp_context.global_cu_seqlens) - 1
+        if torch.compiler.is_compiling() and (initial_state is not None or output_final_state):
+            raise ValueError(
+                "initial_state and output_final_state of causal_conv1d must be left out under a "
+                "cp_context and torch.compile: call it outside of the compiled function"
+            )
+    if residual is not None:
+        check_residual(residual, x)
+    if initial_state is not None:
+        check_conv1d_state("initial_state", initial_state, (N, D, weight.shape[1]), x)
+    return N
+
+
+def _with_states(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    cp_context: FLACPContext | None,
+    initial_state: Tensor | None,
+    output_final_state: bool | None,
+    cu_seqlens_cpu: Tensor | None,
+    impl: str,
+    sequences: int,
+) -> tuple[Tensor, Tensor | None]:
+    """y [B, T, D] and the final states, of arguments that were checked."""
+    B, T, D = x.shape
+    state = None if initial_state is None else initial_state.to(x.dtype)
+    if torch.compiler.is_compiling():
+        y = traced_conv_after(x, weight, bias, activation, state, impl)
+        if not output_final_state:
+            return y, None
+        before = x.new_zeros(B, weight.shape[1], D) if state is None else state.mT
+        return y, torch.cat((before, x), 1)[:, -weight.shape[1] :].mT.contiguous()
+    if cp_context is not None:
+        offsets = cp_context.global_cu_seqlens
+    else:
+        offsets = _host_offsets(x, cu_seqlens, cu_seqlens_cpu)
+    flat, wanted = x.reshape(B * T, D), bool(output_final_state)
+    flags = {"initial": state is not None, "final": wanted}
+    tables = Tables.of(impl, flat, weight, cp_context, offsets, **flags)
+    if cp_context is not None:
+        states = {"initial_state": state is not None, "output_final_state": wanted}
+        cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype, **states)
+    y, final = conv_with_states(flat, weight, bias, activation is not None, state, tables)
+    return y.view(x.shape), final
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """One decoding step of `causal_conv1d`: one more token of each of N sequences, forward only.
+
+    x: [N, D], [N, 1, D] or [1, N, D], bf16, fp16, fp32 or fp64.
+    cache: [N, D, W], a final state of `causal_conv1d`; bf16, fp16 or fp32 (fp64 with x of fp64). It
+        is updated in place: its columns move by one to the left, and the token becomes the last.
+    residual: shape and dtype of x. weight: [D, W] and bias: [D], x's dtype. The others as for
+    `causal_conv1d`; the order is FLA's.
+    Returns (y, cache): y like x, and the same cache.
+    Raises ValueError as in arguments.py and ops/checks.py, and for an argument that requires a
+    gradient while gradients are recorded.
+    """
+    names = ("x", "weight", "cache", "residual", "bias")
+    values = x, weight, cache, residual, bias
+    check_tensors(names, values, 3)
+    assert weight is not None
+    if x.ndim not in (2, 3) or (x.ndim == 3 and 1 not in x.shape[:2]):
+        raise ValueError(f"x must be [N, D], [N, 1, D] or [1, N, D], got shape {tuple(x.shape)}")
+    D = x.shape[-1]
+    N = x.shape[:-1].numel()
+    check_conv1d(x.view(1, N, D) if x.ndim == 2 else x, weight, bias, activation)
+    if N < 1:
+        raise ValueError(f"x must hold a token of at least one sequence, got {tuple(x.shape)}")
+    check_conv1d_state("cache", cache, (N, D, weight.shape[1]), x)
+    if any(s == 0 and n > 1 for s, n in zip(cache.stride(), cache.shape, strict=True)):
+        raise ValueError(f"cache must not overlap itself, got strides {cache.stride()}")
+    if residual is not None:
+        check_residual(residual, x)
+    check_forward_only("causal_conv1d_update", "causal_conv1d", names, values)
+    rows, silu = x.reshape(N, D), activation is not None
+    if torch.compiler.is_compiling():
+        state = cache.to(x.dtype)
+        y = traced_conv_after(rows[:, None], weight, bias, activation, state, impl)
+    else:
+        y = conv_step(rows, cache, weight, bias, silu, impl)
+    cache.copy_(torch.cat((cache[:, :, 1:], rows[:, :, None].to(cache.dtype)), 2))
+    y = y.reshape(x.shape)
+    return y if residual is None else y + residual, cache
 
 
 def conv1d_heads(
@@ -100,24 +287,10 @@ def conv1d_parts(
     if cp_context is not None:
         check_conv1d_context(weight.shape[1], cp_context)
         check_fixed_call(cp_context)
-    parts = _traced([x.flatten(0, 1) for x in xs], weights, biases, activation, cp_context, impl, B)
+    parts = traced_conv(
+        [x.flatten(0, 1) for x in xs], weights, biases, activation, cp_context, impl, B
+    )
     return tuple(y.view(B, T, *each) for y, each in zip(parts, heads, strict=True))
-
-
-def _traced(
-    xs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    activation: str | None,
-    cp_context: FLACPContext | None,
-    impl: str,
-    rows: int,
-) -> list[Tensor]:
-    """y of each x [B * T, D], of some of the channels. rows: B."""
-    handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
-    halos = _compiled_halos(xs, weights[0].shape[1] - 1, cp_context)
-    rest = activation is not None, impl, *handle, rows
-    return [conv_op(*given, *rest) for given in zip(xs, halos, weights, biases, strict=True)]
 
 
 def _parts(
@@ -130,118 +303,48 @@ def _parts(
     *,
     heads: Heads | None,
     impl: str,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """What `conv1d_heads` returns, or y [B * T, D] without heads."""
-    names = ("x", "weight", "bias", "cu_seqlens")
-    check_tensors(names, (x, weight, bias, cu_seqlens), 2)
+    names = ("x", "weight", "bias", "cu_seqlens", "cu_seqlens_cpu")
+    check_tensors(names, (x, weight, bias, cu_seqlens, cu_seqlens_cpu), 2)
     check_conv1d(x, weight, bias, activation)
-    check_sequences(x.shape[1], x.shape[0], cu_seqlens, cp_context)
+    check_sequences(x.shape[1], x.shape[0], cu_seqlens, cp_context, cu_seqlens_cpu)
     if cp_context is not None:
         check_conv1d_context(weight.shape[1], cp_context)
         check_fixed_call(cp_context)
     B, T, D = x.shape
     flat, silu = x.reshape(B * T, D), activation is not None
     if torch.compiler.is_compiling():
-        (y,) = _traced([flat], [weight], [bias], activation, cp_context, impl, B)
-        return (y,) if heads is None else _views(y, B, heads)
+        (y,) = traced_conv([flat], [weight], [bias], activation, cp_context, impl, B)
+        return (y,) if heads is None else head_views(y, B, heads)
     offsets = None
     if cu_seqlens is not None:
-        offsets = tuple(cu_seqlens.tolist())
-        check_offsets("cu_seqlens", offsets, T)
+        offsets = _host_offsets(x, cu_seqlens, cu_seqlens_cpu)
     place = Place.of(impl, flat, weight, cp_context, B, offsets)
     if cp_context is not None:
-        cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype)
+        states = {"initial_state": False, "output_final_state": False}
+        cp_context.before("causal_conv1d", D=D, W=weight.shape[1], dtype=x.dtype, **states)
     found: tuple[Tensor, ...] = _CausalConv1d.apply(flat, weight, bias, silu, place, B, heads)
     return found
 
 
-def _views(y: Tensor, rows: int, heads: Heads) -> tuple[Tensor, ...]:
+def _host_offsets(
+    x: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> tuple[int, ...]:
+    """The offsets of the sequences in x [B, T, D], checked."""
+    B, T, _ = x.shape
+    if cu_seqlens is None:
+        return tuple(range(0, B * T + 1, T))
+    offsets = tuple((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist())
+    check_offsets("cu_seqlens", offsets, T)
+    return offsets
+
+
+def head_views(y: Tensor, rows: int, heads: Heads) -> tuple[Tensor, ...]:
     """y [B * T, D] as [B, T, H, K] for each (H, K) of heads; rows: B."""
     parts, T = y.split([H * K for H, K in heads], 1), len(y) // rows
     return tuple(p.view(rows, T, *each) for p, each in zip(parts, heads, strict=True))
-
-
-class Place(NamedTuple):
-    """Where each token's predecessors are, and the backend that computes."""
-
-    backend: Backend
-    where: ConvRows
-    context: FLACPContext | None
-
-    @classmethod
-    def of(
-        cls,
-        impl: str,
-        x: Tensor,
-        weight: Tensor,
-        context: FLACPContext | None,
-        rows: int,
-        offsets: tuple[int, ...] | None = None,
-    ) -> Self:
-        backend = resolve(impl, x.device, x.dtype)
-        if context is not None:
-            return cls(backend, _context_rows(context, weight.shape[1] - 1, x.device), context)
-        if offsets is None:
-            offsets = tuple(range(0, len(x) + 1, len(x) // rows))
-        return cls(backend, _sequence_rows(offsets, x.device), None)
-
-
-@lru_cache(maxsize=16)
-def _sequence_rows(offsets: tuple[int, ...], device: torch.device) -> ConvRows:
-    at = torch.arange(offsets[-1], device="cpu")
-    bounds = torch.tensor(offsets, device="cpu")
-    start, lengths = bounds[:-1], bounds.diff()
-    reach = at - torch.repeat_interleave(start, lengths)
-    return ConvRows.build(reach, offsets[-1:], 0, device)
-
-
-def _context_rows(context: FLACPContext, width: int, device: torch.device) -> ConvRows:
-    """The context keeps them, for graphs that were captured under it."""
-    ranges = context.token_ranges[context.rank]
-
-    def build() -> ConvRows:
-        if context.max_sequences is None:
-            return _ranges_rows(context.global_cu_seqlens, ranges, width, device)
-        (reach,) = context.table(_context_reach, torch.int32, device)
-        return ConvRows.build(reach, _lengths(ranges), width, device)
-
-    return context.cached((ConvRows, width, device), build)
-
-
-def _context_reach(context: FLACPContext) -> tuple[Tensor]:
-    return (_reach(context.global_cu_seqlens, context.token_ranges[context.rank]),)
-
-
-def _reach(cu_seqlens: tuple[int, ...], ranges: Ranges) -> Tensor:
-    """`ConvRows.reach` of the tokens in `ranges`."""
-    cu = torch.tensor(cu_seqlens, device="cpu")
-    token = torch.cat([torch.arange(lo, hi, device="cpu") for lo, hi in ranges or [(0, 0)]])
-    return token - cu[torch.searchsorted(cu, token, right=True) - 1]
-
-
-def _lengths(ranges: Ranges) -> tuple[int, ...]:
-    return tuple(hi - lo for lo, hi in ranges)
-
-
-@lru_cache(maxsize=16)
-def _ranges_rows(
-    cu_seqlens: tuple[int, ...], ranges: Ranges, width: int, device: torch.device
-) -> ConvRows:
-    return ConvRows.build(_reach(cu_seqlens, ranges), _lengths(ranges), width, device)
-
-
-def conv_announced(backend: Backend, c: ConvInputs, *, with_backward: bool) -> announced:
-    """Announces the stage, and its backward, to backends that compile."""
-    announce = backend.compiles and with_backward
-    return announced(partial(_rehearse, backend, c) if announce else None)
-
-
-def _rehearse(backend: Backend, c: ConvInputs) -> None:
-    """Runs both directions on tensors without memory (`fla_cp.kernels.rehearsal`)."""
-    where = c.where._replace(reach=on_meta(c.where.reach), kept={})
-    bias = None if c.bias is None else on_meta(c.bias)
-    c = ConvInputs(on_meta(c.x), on_meta(c.halo), where, on_meta(c.weight), bias, c.silu)
-    backend.conv_bwd(c, backend.conv(c))
 
 
 class _CausalConv1d(torch.autograd.Function):
@@ -261,7 +364,7 @@ class _CausalConv1d(torch.autograd.Function):
         context = place.context
         halo = x.new_empty(0, x.shape[1])
         if place.where.width and context is not None and context.halo is not None:
-            halo = _halo(x, context)
+            halo = exchanged_halo(x, context)
         fixed = context is not None and context.max_sequences is not None
         # Saved so that autograd notices if `update` has changed it.
         reach = place.where.reach if fixed else None
@@ -270,7 +373,7 @@ class _CausalConv1d(torch.autograd.Function):
         inputs = ConvInputs(x, halo, place.where, weight, bias, silu)
         with conv_announced(place.backend, inputs, with_backward=any(ctx.needs_input_grad)):
             y = place.backend.conv(inputs)
-        return (y,) if heads is None else _views(y, rows, heads)
+        return (y,) if heads is None else head_views(y, rows, heads)
 
     @staticmethod
     @once_differentiable
@@ -284,124 +387,3 @@ class _CausalConv1d(torch.autograd.Function):
             context.halo.scatter_add(dx, dhalo, context.group)
         dbias = None if bias is None else dbias.to(bias.dtype)
         return dx.to(x.dtype), dweight.to(weight.dtype), dbias, None, None, None, None
-
-
-def _halo(x: Tensor, context: FLACPContext) -> Tensor:
-    """The tokens before each range, [ranges * width, D]: exchanged, or under
-    `remat.selective_checkpoint` those that the first run has received."""
-    assert context.halo is not None
-    call = ("causal_conv1d", tuple(x.shape), x.dtype)
-    kept = remat.kept(call)
-    if kept is None:
-        halo = context.halo.gather(x, context.group).flatten(0, 1)
-        remat.keep(call, (halo,))
-        return halo
-    if context.group is not None:
-        run_overlap(lambda: None)  # where `gather` runs it: torch compares what is saved
-    assert kept[0] is not None
-    return kept[0]
-
-
-# For torch.compile (see custom_op.py): an op that takes the halo, and an all-gather in the graph
-# that forms it. The shapes do not depend on which rank needs which tokens.
-
-
-def _compiled_halos(
-    xs: Sequence[Tensor], width: int, context: FLACPContext | None
-) -> Sequence[Tensor]:
-    """For each x [B * T, D], [ranges * width, D] as `Halo.gather` gives it; differentiable."""
-    if width == 0 or context is None or context.halo is None:
-        return [x.new_empty(0, x.shape[1]) for x in xs]
-    sizes = Handle.read(context.handle.sizes)
-    if not context.halo.needed:
-        return [x.new_zeros(sizes.ranges * width, x.shape[1]) for x in xs]
-    channels = [x.shape[1] for x in xs]
-    rows, take = halo_tables(xs[0], *context.handle, width, sum(channels))
-    sent = torch.cat([x.index_select(0, rows) for x in xs], 1)
-    wires = F.pad(sent, (0, 0, 0, sizes.padded - sizes.sent))
-    if context.world_size > 1:
-        wires = all_gather_rows(wires, context.world_size, context.group_name)
-    halo: Tensor = received_halo(F.pad(wires, (0, 0, 0, 1)).index_select(0, take))
-    return [part.contiguous() for part in halo.split(channels, 1)]
-
-
-@torch.library.custom_op("fla_cp::received_halo", mutates_args=())
-def received_halo(halo: Tensor) -> Tensor:
-    """A copy of the halo, which `remat.selective_checkpoint` keeps in a compiled graph."""
-    return halo.clone()
-
-
-received_halo.register_fake(torch.empty_like)
-received_halo.register_autograd(lambda ctx, grad: grad)
-
-
-def _halo_tables(
-    x: Tensor, context: Tensor, sizes: Tensor, width: int, channels: int
-) -> tuple[Tensor, Tensor]:
-    found = context_of(context)
-    assert found is not None and found.halo is not None
-    found.check_alive()
-    found.before("causal_conv1d", D=channels, W=width + 1, dtype=x.dtype)
-    rows, take = found.halo.gather_tables(x.device)
-    return rows.clone(), take.clone()
-
-
-halo_tables = torch.library.custom_op(
-    "fla_cp::halo_tables",
-    _halo_tables,
-    mutates_args=(),
-    schema="(Tensor x, Tensor context, Tensor sizes, int width, int channels) -> (Tensor, Tensor)",
-)
-
-
-@halo_tables.register_fake
-def _halo_tables_fake(
-    x: Tensor, context: Tensor, sizes: Tensor, width: int, channels: int
-) -> tuple[Tensor, Tensor]:
-    size = Handle.read(sizes)
-    return (
-        x.new_empty(size.sent, dtype=torch.int64),
-        x.new_empty(size.ranges * width, dtype=torch.int64),
-    )
-
-
-def _inputs(
-    x: Tensor,
-    halo: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    impl: str,
-    context: Tensor,
-    sizes: Tensor,
-    rows: int,
-) -> tuple[Backend, ConvInputs]:
-    """The backend and the inputs, from the arguments that both ops share."""
-    place = Place.of(impl, x, weight, context_of(context), rows)
-    return place.backend, ConvInputs(x, halo, place.where, weight, bias, silu)
-
-
-def _conv_run(*args: Any) -> Tensor:
-    backend, inputs = _inputs(*args)
-    return backend.conv(inputs)
-
-
-def _conv_backward_run(dy: Tensor, *args: Any) -> list[Tensor]:
-    backend, c = _inputs(*args)
-    given = zip(backend.conv_bwd(c, dy), (c.x, c.halo, c.weight, c.bias), strict=True)
-    return [c.x.new_empty(0) if t is None or d is None else _fresh(d, t) for d, t in given]
-
-
-def _fresh(d: Tensor, like: Tensor) -> Tensor:
-    """d in the dtype of `like`, and never `like` itself, which an op may not return."""
-    return d.clone() if d is like else d.to(like.dtype)
-
-
-conv_op = differentiable_op(
-    "causal_conv1d",
-    "Tensor x, Tensor halo, Tensor weight, Tensor? bias, bool silu, str impl, Tensor context, "
-    "Tensor sizes, SymInt rows",
-    _conv_run,
-    _conv_backward_run,
-    tensors=4,
-)

@@ -20,7 +20,7 @@ from fla_cp import (
 from fla_cp.kernels import TORCH, using
 from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.nn import KimiDeltaAttention
-from fla_cp.ops import short_conv
+from fla_cp.ops import conv_op
 from fla_cp.ops.attention_op import attention_op
 from fla_cp.rule import DeltaRule
 from tests.support.cases import INSIDE, PACKED, Case, options
@@ -282,8 +282,8 @@ def test_opcheck_conv(bias):
     context = build_cp_context(torch.tensor([0, 5, 20]), None, conv1d_kernel_size=4)
     halo = torch.randn(3, 3, requires_grad=True)
     args = (True, "torch", *context.handle, 1)
-    torch.library.opcheck(short_conv.conv_op, (x, halo, weight, b, *args))
-    y = short_conv.conv_op(x, halo, weight, b, *args)
+    torch.library.opcheck(conv_op.conv_op, (x, halo, weight, b, *args))
+    y = conv_op.conv_op(x, halo, weight, b, *args)
     plain = [None if t is None else t.detach() for t in (y, x, halo, weight, b)]
     torch.library.opcheck(torch.ops.fla_cp.causal_conv1d_backward, (*plain, *args))
 
