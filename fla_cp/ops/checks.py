@@ -257,10 +257,18 @@ def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     """Arguments of `causal_conv1d`."""
     if x.ndim != 3:
         raise ValueError(f"x must be [B, T, D], got shape {_shape(x)}")
-    if weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
-        raise ValueError(f"weight must be [D, W] with D={x.shape[2]}, got {_shape(weight)}")
+    check_conv1d_parameters(x, weight, bias, activation)
+
+
+def check_conv1d_parameters(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> None:
+    """How weight, bias and activation fit x [.., D]."""
+    D = x.shape[-1]
+    if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
+        raise ValueError(f"weight must be [D, W] with D={D}, got {_shape(weight)}")
     if bias is not None:
-        _check_shape("bias", bias, (x.shape[2],), "[D]")
+        _check_shape("bias", bias, (D,), "[D]")
     if activation is not None:
         check_choice("activation", activation, ("silu", "swish"), or_none=True)
     if x.dtype not in FLOATS:

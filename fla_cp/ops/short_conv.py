@@ -13,6 +13,7 @@ from fla_cp.kernels.torch.conv import ConvInputs
 from fla_cp.ops.checks import (
     check_conv1d,
     check_conv1d_context,
+    check_conv1d_parameters,
     check_conv1d_state,
     check_fixed_call,
     check_forward_only,
@@ -221,7 +222,7 @@ def causal_conv1d_update(
         raise ValueError(f"x must be [N, D], [N, 1, D] or [1, N, D], got shape {tuple(x.shape)}")
     D = x.shape[-1]
     N = x.shape[:-1].numel()
-    check_conv1d(x.view(1, N, D) if x.ndim == 2 else x, weight, bias, activation)
+    check_conv1d_parameters(x, weight, bias, activation)
     if N < 1:
         raise ValueError(f"x must hold a token of at least one sequence, got {tuple(x.shape)}")
     check_conv1d_state("cache", cache, (N, D, weight.shape[1]), x)

@@ -1,6 +1,7 @@
 """Arguments of a wrong kind: every entry point refuses them before anything runs."""
 
 import inspect
+import re
 import warnings
 
 import numpy as np
@@ -13,6 +14,7 @@ from fla_cp import build_cp_context, nn
 from fla_cp.ops.options import ChunkOptions, Options, RecurrentOptions
 
 B, T, H, HV, K, V, W, N = 1, 6, 2, 4, 3, 5, 4, 2
+OFFSETS = {"cu_seqlens": None, "cu_seqlens_cpu": None}
 CONTEXT = build_cp_context(torch.tensor([0, T]), None, conv1d_kernel_size=W)
 
 
@@ -42,7 +44,13 @@ def entries():
             continue
         if name == "causal_conv1d":
             good = {"x": torch.zeros(B, T, 3), "weight": torch.zeros(3, W), "bias": torch.zeros(3)}
-            found[name] = op, {**good, "cu_seqlens": None}, ["x", "weight"], []
+            good |= {"residual": torch.zeros(B, T, 3), "initial_state": torch.zeros(B, 3, W)}
+            found[name] = op, {**good, **OFFSETS}, ["x", "weight"], []
+            continue
+        if name == "causal_conv1d_update":
+            good = {"x": torch.zeros(2, 3), "cache": torch.zeros(2, 3, W)}
+            good |= {"weight": torch.zeros(3, W), "bias": torch.zeros(3)}
+            found[name] = op, {**good, "residual": torch.zeros(2, 3)}, ["x", "cache", "weight"], []
             continue
         if name == "causal_attention":
             sizes = {"q": (B, T, HV, K), "k": (B, T, H, K), "v": (B, T, H, V)}
@@ -63,7 +71,7 @@ def entries():
         if name.startswith("cp_"):
             good["cp_context"] = CONTEXT
         else:
-            good |= {"cu_seqlens": None, "cu_seqlens_cpu": None}
+            good |= OFFSETS
         found[name] = op, good, required, flags
     return found
 
@@ -109,7 +117,7 @@ def refused(op, good, name, bad, message):
 def test_tensors_that_are_not_dense(name):
     op, good, required, _ = ENTRIES[name]
     op(**good)
-    optional = ("A_log", "dt_bias", "initial_state", "bias", "cu_seqlens", "cu_seqlens_cpu")
+    optional = ("A_log", "dt_bias", "initial_state", "bias", "residual", *OFFSETS)
     for argument in (*required, *(n for n in optional if n in good)):
         like = torch.tensor([0, T]) if good[argument] is None else good[argument]
         given = {**good, "cu_seqlens": torch.tensor([0, T])} if "_cpu" in argument else good
@@ -205,7 +213,7 @@ def test_implementations(name):
             op(**good, impl=bad)
 
 
-@pytest.mark.parametrize("name", [n for n in ENTRIES if "gate" not in n and "recurrent" not in n])
+@pytest.mark.parametrize("name", [n for n in ENTRIES if not re.search("gate$|recurrent|update", n)])
 def test_contexts(name):
     op, good, _, _ = ENTRIES[name]
     for bad in ("group", 1, [0, T], torch.tensor([0, T]), {}):

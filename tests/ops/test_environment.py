@@ -141,8 +141,11 @@ def operator(name, form="chunk", packing="cu_seqlens", impl="torch"):
     return run
 
 
-def convolution(packing, impl="torch"):
+def convolution(packing, impl="torch", states=False):
     inputs = drawn((1, T, 3), (3, W), (3,))
+    if states:
+        rows = 3 if packing == "rows" else len(CU) - 1
+        inputs.append(draw(rows, 3, W, seed=4))
 
     def run():
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
@@ -151,7 +154,18 @@ def convolution(packing, impl="torch"):
             where = {"cp_context": fixed() if packing == "fixed" else context()}
         if packing == "rows":
             where, leaves[0] = {}, leaves[0].detach().view(3, T // 3, 3).requires_grad_()
-        return returned(ops.causal_conv1d(*leaves, "silu", impl=impl, **where), leaves)
+        if states:
+            where |= {"initial_state": leaves[3], "output_final_state": True}
+        return returned(ops.causal_conv1d(*leaves[:3], "silu", impl=impl, **where), leaves)
+
+    return run
+
+
+def step():
+    x, cache, weight = drawn((2, 3), (2, 3, W), (3, W))
+
+    def run():
+        return returned(ops.causal_conv1d_update(x, cache.clone(), None, weight), [])
 
     return run
 
@@ -184,6 +198,11 @@ CALLS = {
     "update": functools.partial(operator, "kda", packing="fixed"),
     **{f"causal_conv1d {p}": functools.partial(convolution, p) for p in ("cu_seqlens", "cp")},
     "causal_conv1d rows": functools.partial(convolution, "rows"),
+    **{
+        f"causal_conv1d states {p}": functools.partial(convolution, p, states=True)
+        for p in ("cu_seqlens", "cp", "rows")
+    },
+    "causal_conv1d_update": lambda: step(),
     "causal_conv1d update": functools.partial(convolution, "fixed"),
     "kda_gate": lambda: gate("kda_gate", (HV, K), HV * K),
     "kda_gate bound": lambda: gate("kda_gate", (HV, K), HV * K, lower_bound=-5.0),
