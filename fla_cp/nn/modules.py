@@ -1,7 +1,6 @@
 """Building blocks of the layers."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +129,7 @@ class ShortConvolution(InitializedModule):
         cache: Tensor | None = None,
         output_final_state: bool | None = None,
         cu_seqlens_cpu: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, ...] | tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
         """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
         `causal_conv1d`. With heads its parts, [B, T, H, K] for each (H, K) of them, and x may be
         given in such parts too, [B, T, H * K].

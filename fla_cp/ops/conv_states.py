@@ -244,7 +244,8 @@ def _last_tokens(x: Tensor, rows: FinalRows, context: FLACPContext | None) -> Te
     final.index_copy_(0, rows.put, x.index_select(0, rows.own))
     if shared:  # every row is nonzero on one rank only, so the sum copies it to all ranks
         final = _sum_over_ranks(final, context).to(x.dtype)
-        remat.keep(call, (final.clone(),))
+        if remat.active():  # a copy, because the rows of the initial states are written into it
+            remat.keep(call, (final.clone(),))
     return final
 
 

@@ -28,7 +28,7 @@ README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
-PAGES = ("cuda_graphs", "design", "examples", "export", "first_calls", "training")
+PAGES = ("convolution", "cuda_graphs", "design", "examples", "export", "first_calls", "training")
 WRITTEN = (
     *("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json", "profile"),
     *("trackers.json", "tensorboard", "wandb", "mlflow", "comet_ml", ".aim", "swanlab", "dvclive"),
@@ -77,6 +77,14 @@ def test_readme_example_gives_the_same_on_one_rank_and_on_two(example):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     sharded = sorted(run_example(example, *torchrun))
     assert sharded == [("0", "150", norm), ("1", "150", norm)]
+
+
+def test_the_example_of_convolutions_with_states():
+    text = (ROOT / "docs" / "convolution.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    found = {}
+    exec(code, found)  # it compares its results itself
+    assert found["state"].equal(found["x"][:, -4:].mT)
 
 
 def test_readme_starts_with_the_two_commands():

@@ -168,6 +168,32 @@ def test_a_step_in_half_precision_and_with_a_wider_cache():
     assert_exact("cache", cache, final.float())
 
 
+def half_precision(group, rank):
+    """x in bf16, the state in fp32: the gradient of the state has its dtype."""
+    cu = (0, 2, 3, 3, 17, 20)
+    leaves, grads = setup(cu, 4)
+    halves = [t.detach().bfloat16().requires_grad_() for t in leaves[:4]]
+    state = leaves[4].detach().float().requires_grad_()
+    exact_leaves = [t.detach().double().requires_grad_() for t in halves]
+    exact_leaves.append(state.detach().bfloat16().double().requires_grad_())
+    exact = plain(*exact_leaves, "silu", cu)
+    exact_grads = gradients(exact, [g.bfloat16().double() for g in grads], exact_leaves)
+    context = build_cp_context(torch.tensor(cu), group, conv1d_kernel_size=4)
+    local = [context.shard(t) if i in (0, 3) else t for i, t in enumerate(halves)]
+    y, final = call(*local, state, "silu", cp_context=context)
+    found = gradients(
+        (y, final), (context.shard(grads[0]).bfloat16(), grads[1].bfloat16()), [state]
+    )
+    assert final.dtype == torch.bfloat16
+    assert torch.equal(final.double(), exact[1])  # tokens and states are copied, not computed
+    assert found[0].dtype == F32
+    assert (found[0] - exact_grads[4]).abs().max() <= 2**-8 * exact_grads[4].abs().max()
+
+
+def test_half_precision_over_ranks(gloo_pool):
+    gloo_pool.run(half_precision, world_size=2)
+
+
 def test_a_step_refuses_what_it_cannot_do():
     x, weight, cache = draw(2, D, seed=1), draw(D, 4, seed=2), draw(2, D, 4, seed=3)
     for name, bad, message in (
