@@ -208,8 +208,8 @@ class ShortConvolution(InitializedModule):
                 N = len(cu_seqlens) - 1
             check_conv1d_state("cache", cache, (N, *self.weight.shape), x)
             offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-            recorded = torch.is_grad_enabled() or cp_context is not None
-            if not recorded and _one_token_each(T, offsets):
+            in_place = cp_context is None and not torch.is_grad_enabled()
+            if in_place and _one_token_each(T, offsets):
                 return self.step(x, residual, cache, wanted)
         weight, bias = self._parameters_in(x.dtype)
         return causal_conv1d(

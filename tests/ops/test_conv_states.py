@@ -449,6 +449,18 @@ def test_a_module_prefills_returns_and_steps():
     assert_exact("cache", cache, x[:, -4:].mT)
 
 
+def test_a_compiled_module_with_a_cache():
+    conv, x = module(), draw(2, 7, D, seed=1)
+    exact = conv(x).detach()
+    compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        y, cache = compiled(x[:, :6], output_final_state=True)
+        more, same = compiled(x[:, 6:], cache=cache, output_final_state=True)
+    assert same is cache
+    assert_exact("y", torch.cat((y, more), 1), exact)
+    assert_exact("cache", cache, x[:, -4:].mT)
+
+
 def test_a_step_of_a_module_without_a_cache():
     conv, x = module(), draw(2, 2, D, seed=1)
     whole = conv(x).detach()
