@@ -12,9 +12,9 @@ transformers; `--flags "--model.init random"` leaves its weights unread.
 --flags takes flags of the trainer; give it several times to compare them. --peer fla measures
 `KDAForCausalLM` of flash-linear-attention 0.6.0 (with transformers) on one GPU and with the first
 --flags: the same sizes, mixed precision, optimiser and batches, with its fused norms, SwiGLU and
-cross-entropy. Its first step tunes its kernels for minutes. The file is written after each case,
-and a case that it already has is not measured again, so that a run can be continued. On a machine
-without a GPU a tiny model runs on the CPU.
+cross-entropy. Its first step tunes its kernels, which are compiled side by side. The file is
+written after each case, and a case that it already has is not measured again, so that a run can be
+continued. On a machine without a GPU a tiny model runs on the CPU.
 """
 
 from __future__ import annotations
@@ -182,13 +182,23 @@ def rank_main(case: Case, steps: int, profiled: bool, result: Path) -> int:
             if case.who == PEER:
                 check_sizes(side, case)
                 say(ranks, f"{case}: the first step tunes FLA's kernels and may take minutes")
-            row = measure(side, case, ranks, steps, profiled)
+            with tuning(case):
+                row = measure(side, case, ranks, steps, profiled)
             if ranks.rank == 0:
                 result.write_text(json.dumps(row))
     except torch.OutOfMemoryError as error:
         print(f"{case}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         os._exit(OUT_OF_MEMORY)  # the other ranks may wait in a collective: the parent ends them
     return 0
+
+
+def tuning(case: Case) -> contextlib.AbstractContextManager[None]:
+    """Lets a peer's kernels compile side by side, as ours do."""
+    if case.who != PEER:
+        return contextlib.nullcontext()
+    from benchmarks.peer_tuning import compiled_side_by_side  # needs Triton
+
+    return compiled_side_by_side()
 
 
 def check_sizes(side: Side, case: Case) -> None:

@@ -10,6 +10,7 @@ checkpoint has it too, in whichever thread it runs.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -24,6 +25,9 @@ from fla_cp.ops.options import ChunkOptions
 
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 """Keywords by which transformers asks for another attention than the causal one."""
+
+CACHE_KEYWORDS = ("cache", "past_key_values")
+"""Parameters by which a mixer takes its cache: since transformers 5.24, and before."""
 
 
 def _convolution(
@@ -121,7 +125,9 @@ class _Latents:
     def __init__(self, context: FLACPContext):
         self.context = context
 
-    def update(self, kv_nope: Tensor, k_rot: Tensor, layer: int) -> tuple[Tensor, ...]:
+    def update(
+        self, kv_nope: Tensor, k_rot: Tensor, layer: int, **others: object
+    ) -> tuple[Tensor, ...]:
         """Each [1, 1, T_local, R] -> [1, 1, keys, R]."""
         rows = key_rows(1, kv_nope.shape[2], None, self.context)
         xs = [x[0].transpose(0, 1) for x in _one_dtype(k_rot, kv_nope)]
@@ -182,6 +188,7 @@ def parallel_forward(mixer: nn.Module) -> MethodType:
     kind = KINDS[type(mixer).__name__]
     stock = type(mixer).forward
     replaced = _with_globals(stock, kind.replaced)
+    cache = _cache_keyword(stock) if kind.latent else None
 
     @functools.wraps(stock)
     def forward(
@@ -189,11 +196,25 @@ def parallel_forward(mixer: nn.Module) -> MethodType:
     ) -> Any:
         if cp_context is None:
             return stock(self, *args, **keywords)
-        if kind.latent:
-            keywords["past_key_values"] = _Latents(cp_context)
+        if cache is not None:
+            for name in CACHE_KEYWORDS:
+                keywords.pop(name, None)
+            keywords[cache] = _Latents(cp_context)
         return replaced(self, *args, cp_context=cp_context, **keywords)
 
     return MethodType(forward, mixer)
+
+
+def _cache_keyword(forward: Callable[..., Any]) -> str:
+    """The parameter by which this version of transformers hands a mixer its cache."""
+    parameters = inspect.signature(forward).parameters
+    for name in CACHE_KEYWORDS:
+        if name in parameters:
+            return name
+    raise ValueError(
+        f"{forward.__qualname__} must have one of the parameters {', '.join(CACHE_KEYWORDS)} to run "
+        "under a context, but it does not in this version of transformers"
+    )
 
 
 def _with_globals(function: Any, replaced: Mapping[str, object]) -> FunctionType:

@@ -146,7 +146,9 @@ def seen_by_layers(group, rank):
     context = build_cp_context(torch.tensor(OFFSETS), group, **options)
 
     def keep(layer, args, keywords):
-        found.extend(keywords[n] for n in ("position_ids", "attention_mask", "past_key_values"))
+        found.extend(keywords[n] for n in ("position_ids", "attention_mask"))
+        # transformers 5.24 renames the cache.
+        found.append(keywords["cache"] if "cache" in keywords else keywords["past_key_values"])
 
     model.model.layers[1].register_forward_pre_hook(keep, with_kwargs=True)
     model(context.shard(drawn()[0]), cp_context=context)

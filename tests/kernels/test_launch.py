@@ -19,6 +19,7 @@ pytest.importorskip("triton")
         "compiled_variants",
         "compiled_together",
         "layer_counts",
+        "peer_tuned",
     ],
 )
 def test_launches_that_are_compiled(name):
