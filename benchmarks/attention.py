@@ -183,7 +183,8 @@ def alone(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for T, documents in product(args.tokens, DOCUMENTS):
             offsets = offsets_of(documents, T)
             *given, do = draw(T, heads, args.device, args.dtype)
-            ours = partial(causal_attention, cu_seqlens=torch.tensor(offsets, device=args.device))
+            cu = torch.tensor(offsets, device=args.device)
+            ours = partial(causal_attention, cu_seqlens=cu, cu_seqlens_cpu=cu.cpu())
             peer = partial(documents_one_by_one, offsets=offsets)
             if args.device != "cpu":
                 peer = varlen(offsets, heads)

@@ -25,6 +25,7 @@ def causal_attention(
     *,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     cp_context: FLACPContext | None = None,
     exchange: str = "auto",
 ) -> Tensor:
@@ -35,6 +36,7 @@ def causal_attention(
         [1, T_local, ..].
     scale: factor on the scores; None: K**-0.5.
     cu_seqlens: [N+1] offsets of packed sequences (B = 1); nothing crosses from one to the next.
+    cu_seqlens_cpu: the same on the host, which saves a synchronisation.
     cp_context: keys and values come from the ranks that have them, and their gradients go back.
     exchange: how they come, see `fla_cp.comm.keys_values`. "gathered": each rank gets those that
         its queries read. "by_heads": each rank gets whole documents for its share of the heads.
@@ -45,18 +47,20 @@ def causal_attention(
     Raises ValueError as in arguments.py and ops/checks.py, for "by_heads" with heads that the ranks
     do not divide, and for "by_heads" and "ring" under a context of fixed shape (max_sequences).
     """
-    check_tensors(("q", "k", "v", "cu_seqlens"), (q, k, v, cu_seqlens), 3)
+    names = ("q", "k", "v", "cu_seqlens", "cu_seqlens_cpu")
+    check_tensors(names, (q, k, v, cu_seqlens, cu_seqlens_cpu), 3)
     _check_shapes(q, k, v)
     check_choice("exchange", exchange, EXCHANGES)
     B, T, H, K = q.shape
-    check_sequences(T, B, cu_seqlens, cp_context)
+    check_sequences(T, B, cu_seqlens, cp_context, cu_seqlens_cpu)
     scale = check_scale(scale)
     factor = K**-0.5 if scale is None else scale
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if torch.compiler.is_compiling():
         o = attention_op(q, k, v, factor, exchange, *handle_of(cp_context), B)[0]
     else:
-        tables = key_tables(B, T, cu_seqlens, cp_context)
+        offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+        tables = key_tables(B, T, offsets, cp_context)
         sizes = Sizes(H, k.shape[1], K, v.shape[2], q.element_size())
         scheme = agreed_scheme(exchange, tables, sizes, q.dtype, cp_context)
         group = None if cp_context is None else cp_context.group

@@ -51,6 +51,24 @@ def exact(offsets=OFFSETS, **sizes):
     return results(lambda *x: plain(*x, offsets), tensors, do)
 
 
+def test_offsets_on_the_host_spare_reading_those_of_the_device():
+    *tensors, do = drawn()
+    packed = torch.tensor(OFFSETS)
+    unreadable = {"cu_seqlens": packed.to("meta"), "cu_seqlens_cpu": packed}
+    found = results(partial(causal_attention, **unreadable), tensors, do)
+    wanted = results(partial(causal_attention, cu_seqlens=packed), tensors, do)
+    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_offsets_on_the_host_must_be_those_of_the_call():
+    *tensors, _ = drawn()
+    packed = torch.tensor(OFFSETS)
+    with pytest.raises(ValueError, match="cu_seqlens_cpu must equal cu_seqlens"):
+        causal_attention(*tensors, cu_seqlens=packed, cu_seqlens_cpu=packed.clamp(max=149))
+    with pytest.raises(ValueError, match=r"copy of cu_seqlens, which is missing"):
+        causal_attention(*tensors, cu_seqlens_cpu=packed)
+
+
 @pytest.mark.parametrize("block", [512, 16])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 def test_packed_sequences(heads, block, monkeypatch):

@@ -133,7 +133,7 @@ def _flash_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Attended, lengths: Lengths, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     D, V = _flash_channels(q, v), v.shape[-1]
-    unread = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout
+    unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(_widened(x, D) for x in (do, q, k, v, found.o)),
         found.lse.contiguous(),  # the kernel reads no strides of it
