@@ -212,8 +212,8 @@ def _cache_keyword(forward: Callable[..., Any]) -> str:
         if name in parameters:
             return name
     raise ValueError(
-        f"{forward.__qualname__} must have a parameter {' or '.join(CACHE_KEYWORDS)} to run under a "
-        "context, but it does not in this version of transformers"
+        f"{forward.__qualname__} must have a parameter {' or '.join(CACHE_KEYWORDS)} to run under "
+        "a context, but it does not in this version of transformers"
     )
 
 
