@@ -1,4 +1,5 @@
-"""Entry points of `fla-cp-train` and `fla-cp-export`, which say which extra is missing.
+"""Entry points of `fla-cp-train`, `fla-cp-export` and `fla-cp-memory`, which say which extra is
+missing.
 
 launch/train.py uses the first one, too.
 """
@@ -32,6 +33,15 @@ def run_export() -> int:
     if _lacks("fla-cp-export", "train,hf", needed):
         return MISTAKE
     from fla_cp.train.export import main
+
+    return main()
+
+
+def run_memory() -> int:
+    """Predicts memory as sys.argv says and returns the exit code, as `run` does."""
+    if _lacks("fla-cp-memory", "train", NEEDED):
+        return MISTAKE
+    from fla_cp.train.memory import main
 
     return main()
 
