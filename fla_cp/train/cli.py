@@ -1,5 +1,4 @@
-"""Entry points of `fla-cp-train`, `fla-cp-export` and `fla-cp-memory`, which say which extra is
-missing.
+"""Entry points of the programs that need the extra `train`. They say which extra is missing.
 
 launch/train.py uses the first one, too.
 """
@@ -42,6 +41,15 @@ def run_memory() -> int:
     if _lacks("fla-cp-memory", "train", NEEDED):
         return MISTAKE
     from fla_cp.train.memory import main
+
+    return main()
+
+
+def run_plot() -> int:
+    """Draws runs as sys.argv says and returns the exit code, as `run` does."""
+    if _lacks("fla-cp-plot", "train,plot", (*NEEDED, "matplotlib")):
+        return MISTAKE
+    from fla_cp.train.plot import main
 
     return main()
 
