@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,6 +29,7 @@ from fla_cp.train.memmap import OFFSET, narrowest, write_sidecar
 from fla_cp.train.shards import Shards
 from fla_cp.train.sources import Reading, open_documents
 from fla_cp.train.tokenizer import Tokenizer
+from fla_cp.train.waiting_bars import shown
 
 GROUP_BYTES = 1 << 22
 """Text of a group of documents, about."""
@@ -45,8 +47,8 @@ def tokenize(
     """Writes the tokens of a source to OUT/tokens.*; returns a line that says what was written.
 
     source: stdlib, text:PATH or hf:PATH. tokenizer: its folder. out: a folder that does not exist.
-    column: see RowDocuments. processes: how many tokenise; with 1, this one does. progress: show a
-    bar. Raises ValueError for a source that cannot be read or tokenised, or an `out` that exists.
+    column: see RowDocuments. processes: how many tokenise; with 1, this one does. progress: say how
+    far it is, see `shown`. Raises ValueError for a source that cannot be read or tokenised, or an `out` that exists.
     """
     if processes < 1:
         raise ValueError(f"--processes must be at least 1, got {processes}")
@@ -70,21 +72,20 @@ def tokenize(
 
 def _make(shards: Shards, processes: int, progress: bool) -> None:
     """Makes all shards that are missing."""
-    from tqdm import tqdm
-
     missing = [shard for shard in range(len(shards)) if not shards.exists(shard)]
-    bar = tqdm(total=len(shards), initial=len(shards) - len(missing), disable=not progress)
-    with bar:
+    ready = len(shards) - len(missing)
+    counted = shown("tokenising", len(shards), "shards", done=ready)
+    with counted if progress else nullcontext(lambda: None) as update:
         if processes == 1:
             for shard in missing:
                 shards.make(shard)
-                bar.update()
+                update()
             return
         pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin)
         try:
             for done in as_completed([pool.submit(shards.make, shard) for shard in missing]):
                 done.result()
-                bar.update()
+                update()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -140,7 +141,7 @@ def run(argv: Sequence[str] | None = None) -> int:
             given.out,
             column=given.column,
             processes=given.processes,
-            progress=sys.stderr.isatty(),
+            progress=True,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
