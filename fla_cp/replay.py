@@ -32,7 +32,7 @@ def layout(x: Tensor) -> tuple:
 
 def autocasts(device_type: str) -> bool:
     """Whether autocast is on for a type of device. Torch knows none for "meta" (2.13), on which
-    fla_cp/train/memory_of_blocks.py runs layers."""
+    fla_cp/train/block_memory.py runs layers."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 

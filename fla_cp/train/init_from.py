@@ -56,12 +56,12 @@ class InitialFolder:
             own = self.layout.own
             with torch.no_grad(), shown("loading weights", len(own), "tensors") as update:
                 for name in own:
-                    update()
                     whole = parameters.get(name, buffers.get(name))
                     assert whole is not None, name
                     rows = owned_rows(whole)
                     values = self.layout.read_rows(self.folder, name, rows.start, rows.stop)
                     local_tensor(whole).copy_(values)
+                    update()
             problem = self._differing_copy(parameters)
         except (ValueError, OSError) as error:
             problem = str(error)

@@ -84,11 +84,9 @@ def draw(runs: Sequence[Run], out: Path, *, axis: str = "step", smooth: int = 1)
     write.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise UserError("fla-cp-plot needs matplotlib: pip install 'fla_cp[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -101,7 +99,8 @@ def draw(runs: Sequence[Run], out: Path, *, axis: str = "step", smooth: int = 1)
             label = run.label if axes is losses else None
             axes.plot(x, smoothed(y, smooth), color=color, linewidth=1.2, label=label)
         losses.plot(*run.series("eval_loss"), "o", color=color, markersize=4)
-    losses.plot([], [], "o", color="gray", markersize=4, label="held-out")
+    if any(run.series("eval_loss")[0] for run in runs):
+        losses.plot([], [], "o", color="gray", markersize=4, label="held-out")
     losses.set(ylabel="loss (nats per token)")
     speeds.set(ylabel="tokens/s", xlabel=axis)
     speeds.set_ylim(bottom=0)

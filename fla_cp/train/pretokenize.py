@@ -17,7 +17,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,19 +35,13 @@ GROUP_BYTES = 1 << 22
 
 
 def tokenize(
-    source: str,
-    tokenizer: str,
-    out: Path,
-    *,
-    column: str | None = None,
-    processes: int = 1,
-    progress: bool = False,
+    source: str, tokenizer: str, out: Path, *, column: str | None = None, processes: int = 1
 ) -> str:
     """Writes the tokens of a source to OUT/tokens.*; returns a line that says what was written.
 
     source: stdlib, text:PATH or hf:PATH. tokenizer: its folder. out: a folder that does not exist.
-    column: see RowDocuments. processes: how many tokenise; with 1, this one does. progress: say how
-    far it is, see `shown`. Raises ValueError for a source that cannot be read or tokenised, or an `out` that exists.
+    column: see RowDocuments. processes: how many tokenise; with 1, this one does.
+    Raises ValueError for a source that cannot be read or tokenised, or an `out` that exists.
     """
     if processes < 1:
         raise ValueError(f"--processes must be at least 1, got {processes}")
@@ -62,7 +55,7 @@ def tokenize(
     for note in notes:
         print(note, file=sys.stderr)
     shards = Shards(documents, Tokenizer(tokenizer), parts, GROUP_BYTES, shuffled=False)
-    _make(shards, min(processes, len(shards)), progress)
+    _make(shards, min(processes, len(shards)))
     line = _join(shards, parts / "joined")
     out.parent.mkdir(parents=True, exist_ok=True)
     (parts / "joined").rename(out)
@@ -70,12 +63,11 @@ def tokenize(
     return f"{line}; train with --data memmap:{out}"
 
 
-def _make(shards: Shards, processes: int, progress: bool) -> None:
+def _make(shards: Shards, processes: int) -> None:
     """Makes all shards that are missing."""
     missing = [shard for shard in range(len(shards)) if not shards.exists(shard)]
     ready = len(shards) - len(missing)
-    counted = shown("tokenising", len(shards), "shards", done=ready)
-    with counted if progress else nullcontext(lambda: None) as update:
+    with shown("tokenising", len(shards), "shards", done=ready) as update:
         if processes == 1:
             for shard in missing:
                 shards.make(shard)
@@ -136,12 +128,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     try:
         line = tokenize(
-            given.source,
-            given.tokenizer,
-            given.out,
-            column=given.column,
-            processes=given.processes,
-            progress=True,
+            given.source, given.tokenizer, given.out, column=given.column, processes=given.processes
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

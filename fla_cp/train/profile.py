@@ -85,7 +85,8 @@ class StepProfile:
         cuda = self.ranks.device.type == "cuda"
         self.profiler = ProfileKwargs(activities=["cpu", "cuda"] if cuda else ["cpu"]).build()
         if cuda:  # torch's documentation of memory snapshots uses these names, too
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+            # Frames of C++ would slow each allocation down, and exist on x86-64 alone (torch 2.13).
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=ALLOCATIONS)
         self.profiler.start()
 
     @announced("profile")
