@@ -30,9 +30,15 @@ def layout(x: Tensor) -> tuple:
     return x.shape, x.dtype, x.device, *access(x)
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a type of device. Torch knows none for "meta" (2.13), on which
+    fla_cp/train/block_memory.py runs layers."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Turns autocast off if it is on. `torch.autocast` alone would take 10 us in every call."""
-    if torch.is_autocast_enabled(device_type):
+    if autocasts(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import collectives
-from fla_cp.comm.timing import exchange_wait
+from fla_cp.comm.timing import exchange_begins, exchange_wait
 
 Found = TypeVar("Found")
 
@@ -99,13 +99,15 @@ class Arriving:
         group: dist.ProcessGroup,
         what: str,
     ):
-        self.under_way = [collectives.all_to_all(x, list(send), list(receive), group)]
         self.what = what
+        with torch.profiler.record_function(f"fla_cp.start of exchange of {what}"):
+            self.under_way = [collectives.all_to_all(x, list(send), list(receive), group)]
+        self.began = exchange_begins(x.device)
 
     def wait(self) -> Tensor:
         """[sum(receive), n] in rank order. May be called once: nothing here keeps the rows."""
         out, work = self.under_way.pop()
-        with exchange_wait(out.device, f"exchange of {self.what}"):
+        with exchange_wait(out.device, f"exchange of {self.what}", self.began):
             work.wait()
         return out
 

@@ -7,34 +7,56 @@ from dataclasses import dataclass
 
 import torch
 
+Moment = torch.cuda.Event | float
+"""When the current stream of a CUDA device comes to it, or on the host in seconds."""
+
+
+def moment(device: torch.device) -> Moment:
+    """Now."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begin: Moment, end: Moment) -> float:
+    """From one moment to a later one of the same kind; on CUDA this waits for the later one."""
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float)
+        return 1e3 * (end - begin)
+    end.synchronize()
+    return begin.elapsed_time(end)
+
 
 class ExchangeTimer:
-    """Sums waits: host time on CPU, stream time between two events on CUDA."""
+    """Sums waits: host time on CPU, stream time between two events on CUDA.
+
+    Of exchanges it also sums how long they were under way, from when their messages left to the end
+    of the wait. What ran meanwhile is in this time. So the wait is the part of an exchange that
+    other work does not hide.
+    """
 
     def __init__(self) -> None:
-        self._host_ms = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[tuple[Moment, Moment]] = []
+        self._spans: list[tuple[Moment, Moment]] = []
 
     def elapsed_ms(self) -> float:
-        """Milliseconds so far; on CUDA this waits for the recorded events."""
-        device_ms = 0.0
-        for begin, end in self._events:
-            end.synchronize()
-            device_ms += begin.elapsed_time(end)
-        return self._host_ms + device_ms
+        """Milliseconds of waiting so far; on CUDA this waits for the recorded events."""
+        return sum(milliseconds(*wait) for wait in self._waits)
+
+    def under_way_ms(self) -> float:
+        """The same of exchanges under way."""
+        return sum(milliseconds(*span) for span in self._spans)
 
     @contextmanager
-    def interval(self, device: torch.device) -> Iterator[None]:
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self._host_ms += 1e3 * (time.perf_counter() - start)
+    def interval(self, device: torch.device, began: Moment | None = None) -> Iterator[None]:
+        """The block waits. began: when the messages left that it waits for."""
+        begin = moment(device)
+        yield
+        end = moment(device)
+        self._waits.append((begin, end))
+        self._spans.append((begin if began is None else began, end))
 
 
 @dataclass
@@ -70,16 +92,24 @@ def measure_exchange() -> Iterator[ExchangeTimer]:
         _timer = before
 
 
+def exchange_begins(device: torch.device) -> Moment | None:
+    """The moment at which messages leave, for `exchange_wait`; None if nothing is measured."""
+    return None if _timer is None else moment(device)
+
+
 @contextmanager
-def exchange_wait(device: torch.device, what: str = "exchange of states") -> Iterator[None]:
-    """Records a wait for other ranks in `measure_exchange`, the profiler's trace and `waits`."""
+def exchange_wait(
+    device: torch.device, what: str = "exchange of states", began: Moment | None = None
+) -> Iterator[None]:
+    """Records a wait for other ranks in `measure_exchange`, the profiler's trace and `waits`.
+    began: from `exchange_begins`."""
     waits.count += 1
     waits.now = what  # it stays after an error, and then says where the error was
-    with torch.profiler.record_function("fla_cp.exchange"):
+    with torch.profiler.record_function(f"fla_cp.{what}"):
         if _timer is None:
             yield
         else:
-            with _timer.interval(device):
+            with _timer.interval(device, began):
                 yield
     waits.now = ""
 

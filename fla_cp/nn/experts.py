@@ -18,6 +18,7 @@ from fla_cp.nn.grouped import grouped_linear
 from fla_cp.nn.initial import Initial, InitializedModule, Normal
 from fla_cp.nn.modules import SwiGLU, check_hidden
 from fla_cp.nn.routing import Router, RoutingStatistics
+from fla_cp.replay import autocasts
 
 EXPERT_STD = 0.02
 
@@ -153,7 +154,7 @@ class Experts(nn.Module):
         routing = self.router(tokens)
         order, places, ends = sorted_by_expert(routing.experts, self.router.num_experts)
         kind = x.device.type
-        if torch.is_autocast_enabled(kind):
+        if autocasts(kind):
             tokens = tokens.to(torch.get_autocast_dtype(kind))
         rows = _Dispatch.apply(tokens, order, places, copies)
         weights = routing.weights.flatten().index_select(0, order)

@@ -26,7 +26,7 @@ from fla_cp.ops.conv_rows import Place
 from fla_cp.ops.known import Known, remember
 from fla_cp.pipeline import Plan
 from fla_cp.program import Flat
-from fla_cp.replay import access
+from fla_cp.replay import access, autocasts
 from fla_cp.rule import accumulator
 
 MAX_KNOWN = 256
@@ -150,7 +150,7 @@ def _observed(x: Tensor) -> bool:
     return (
         not torch.is_grad_enabled()
         or x.dtype not in FLOATS
-        or torch.is_autocast_enabled(x.device.type)
+        or autocasts(x.device.type)
         or remat.active()
         or remat.in_backward()
         or transformed()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fla_cp.arguments import PLAIN_TENSORS
-from fla_cp.replay import without_autocast
+from fla_cp.replay import autocasts, without_autocast
 
 COLUMNS = 16
 """The product has a multiple of this many columns, so that its rows stay aligned to 16 bytes and
@@ -179,7 +179,7 @@ def _beside(grads: list[Tensor]) -> Tensor:
 def _product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a linear layer's product with x."""
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if x.dtype == torch.float64 or not autocasts(device):
         return x.dtype
     return torch.get_autocast_dtype(device)
 
@@ -189,7 +189,7 @@ def _joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
     if x.__class__ not in PLAIN_TENSORS or nn.modules.module._has_any_global_hook():
         return False
     dtype, device = x.dtype, x.device.type
-    cast = torch.is_autocast_enabled(device) and dtype != torch.float64
+    cast = autocasts(device) and dtype != torch.float64
     for module in modules:
         if module.__class__ is nn.Sequential:
             if watched(module):

@@ -33,6 +33,7 @@ from fla_cp.train.integrity import Damaged, FileSums, check_sizes, unpack_sums, 
 from fla_cp.train.model import shape_of
 from fla_cp.train.optim import Stepper
 from fla_cp.train.untrusted import CheckedReader, check_places, reading
+from fla_cp.train.waiting_bars import shown
 
 FORMAT = 2
 """Version of trainer.json. Format 1 had no checksums, and of the model's options only its shape."""
@@ -345,12 +346,13 @@ def load(
         "random": random,
     }
     try:
-        dcp.load(
-            state,
-            storage_reader=CheckedReader(path, metadata),
-            planner=reading(trust)[1](),
-            process_group=ranks.host_group,
-        )
+        with shown("loading the checkpoint"):
+            dcp.load(
+                state,
+                storage_reader=CheckedReader(path, metadata),
+                planner=reading(trust)[1](),
+                process_group=ranks.host_group,
+            )
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )

@@ -1,4 +1,4 @@
-"""Entry points of `fla-cp-train` and `fla-cp-export`, which say which extra is missing.
+"""Entry points of the programs that need the extra `train`. They say which extra is missing.
 
 launch/train.py uses the first one, too.
 """
@@ -32,6 +32,24 @@ def run_export() -> int:
     if _lacks("fla-cp-export", "train,hf", needed):
         return MISTAKE
     from fla_cp.train.export import main
+
+    return main()
+
+
+def run_memory() -> int:
+    """Predicts memory as sys.argv says and returns the exit code, as `run` does."""
+    if _lacks("fla-cp-memory", "train", NEEDED):
+        return MISTAKE
+    from fla_cp.train.memory import main
+
+    return main()
+
+
+def run_plot() -> int:
+    """Draws runs as sys.argv says and returns the exit code, as `run` does."""
+    if _lacks("fla-cp-plot", "train,plot", (*NEEDED, "matplotlib")):
+        return MISTAKE
+    from fla_cp.train.plot import main
 
     return main()
 

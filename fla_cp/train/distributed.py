@@ -196,6 +196,17 @@ class Ranks:
                 dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.host_group)
         return mine.tolist()
 
+    def host_rows(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of each rank, float64, in the order of ranks."""
+        mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
+        rows = [mine]
+        if self.world_size > 1:
+            rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+            with waiting("host_rows (all-gather over all ranks)"):
+                dist.all_gather(rows, mine, group=self.host_group)
+        found: list[list[float]] = torch.stack(rows).tolist()
+        return found
+
     def barrier(self) -> None:
         """Waits for all ranks, on the host."""
         if self.world_size > 1:

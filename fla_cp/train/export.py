@@ -33,6 +33,7 @@ from fla_cp.train.model import Decoder, Shape
 from fla_cp.train.stock_checkpoint import export_checkpoint
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
+from fla_cp.train.waiting_bars import Update, shown
 
 ALWAYS_FP32 = ("core.A_log", "core.dt_bias", "router.correction_bias")
 """Ends of names of what bfloat16 would change too much."""
@@ -81,7 +82,9 @@ def _exported(path: Path, out: Path, dtype: torch.dtype, shard_bytes: int, trust
         config = {**length, **layout.config, **ids, **kind}
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (partial / "config.json").write_text(text, encoding="utf-8")
-        write_tensors(partial, _published(layout, weights, dtype), shard_bytes)
+        with shown("writing the model", len(layout.tensors), "tensors") as update:
+            tensors = _published(layout, weights, dtype, update)
+            write_tensors(partial, tensors, shard_bytes)
     count = sum(x.numel() for x in decoder.parameters())
     return f"{out}: {layout.model_type} of {path.name}, {count / 1e6:.2f} M parameters"
 
@@ -160,12 +163,13 @@ def _check_names(path: Path, decoder: Decoder, metadata: dcp.Metadata) -> None:
 
 
 def _published(
-    layout: Layout, weights: _Weights, dtype: torch.dtype
+    layout: Layout, weights: _Weights, dtype: torch.dtype, update: Update
 ) -> Iterator[tuple[str, Tensor]]:
     for name, published in layout.tensors.items():
         whole = layout.assembled(name, weights)
         exact = any(run.own.endswith(ALWAYS_FP32) for run in published.runs)
         yield name, whole if exact else whole.to(dtype)
+        update()
     for name, other in layout.copies.items():
         if name not in layout.tensors and layout.writes_copies:
             yield name, layout.assembled(other, weights).to(dtype)

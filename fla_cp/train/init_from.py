@@ -16,6 +16,7 @@ from fla_cp.train.distributed import Ranks
 from fla_cp.train.model import Decoder
 from fla_cp.train.progress import announced
 from fla_cp.train.tokenizer import needs_extra
+from fla_cp.train.waiting_bars import shown
 from fla_cp.train.weights import local_tensor, owned_rows
 
 FLAG = "--init-from"
@@ -52,13 +53,15 @@ class InitialFolder:
         problem = ""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         try:
-            with torch.no_grad():
-                for name in self.layout.own:
+            own = self.layout.own
+            with torch.no_grad(), shown("loading weights", len(own), "tensors") as update:
+                for name in own:
                     whole = parameters.get(name, buffers.get(name))
                     assert whole is not None, name
                     rows = owned_rows(whole)
                     values = self.layout.read_rows(self.folder, name, rows.start, rows.stop)
                     local_tensor(whole).copy_(values)
+                    update()
             problem = self._differing_copy(parameters)
         except (ValueError, OSError) as error:
             problem = str(error)

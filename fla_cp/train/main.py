@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run by its path: this folder is on sys.path instead of the root
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -40,7 +41,7 @@ from fla_cp.train.graphs import Graphs, zero_gradients
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
-from fla_cp.train.model import Decoder, shape_of, vocabulary
+from fla_cp.train.model import Decoder, has_compiled_blocks, shape_of, vocabulary
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
@@ -59,6 +60,7 @@ from fla_cp.train.step import (
     finish,
     forward_backward,
 )
+from fla_cp.train.step_times import RankTimes, StepTimes, slowest
 from fla_cp.train.text_files import Split
 from fla_cp.train.trackers import check_installed, start_trackers
 
@@ -306,6 +308,8 @@ class Loop:
         self.progress, self.log, self.saver = progress, log, saver
         graphs = config.parallel.cuda_graphs
         self.graphs = Graphs(model, config.data.max_documents) if graphs else None
+        inside = graphs or has_compiled_blocks(model)  # whose waits nobody sees from outside
+        self.sees_exchanges = config.parallel.cp == 1 or not inside
         self.skips = divergence.Skips(config.run.max_skips)
         self.checked = False  # whether the ranks have compared their contexts
         dtype = compute_dtype(config.parallel.dtype, ranks.device)
@@ -324,8 +328,8 @@ class Loop:
         # Its workers start to read while the first evaluation runs.
         with Feed(self.config, self.data, self.ranks, start) as feed:
             if start == 0 and self.held_out:
-                nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu"))
-                self._record(**nothing, lr=0.0, exchange_ms=0.0, evaluate=True)
+                nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "times"))
+                self._record(**nothing, lr=0.0, evaluate=True)
             with stop_on_signal() as received:
                 while self.progress.step < last and not stopped:
                     with profile.step(self.progress.step + 1):
@@ -352,10 +356,11 @@ class Loop:
         """
         config, ranks = self.config, self.ranks
         step = self.progress.step + 1
-        begin = time.perf_counter()
+        begin, times = time.perf_counter(), StepTimes(ranks.device)
         mark("data", step=step, first=not self.checked)  # workers may still be starting
         batch = feed.take()
-        agreed = agree(batch, ranks, stop=bool(received))
+        with times.waiting(on_host=True):
+            agreed = agree(batch, ranks, stop=bool(received))
         with measure_exchange() as timer:
             check, self.checked = not self.checked, True
             given = self.model, batch, agreed.targets, config, ranks, check, self.graphs
@@ -364,7 +369,7 @@ class Loop:
             feed.read_ahead()
         rate = learning_rate(config.optim, step, config.run.steps)
         mine = self.model, self.optimizer
-        loss, norm, finite = finish(share, *mine, rate, config, ranks, check)
+        loss, norm, finite = finish(share, *mine, rate, config, ranks, check, times)
         if finite:
             self.skips.end()
         else:
@@ -384,7 +389,7 @@ class Loop:
             lr=rate,
             tokens_per_second=tokens_per_step(config) / seconds,
             mfu=self.meter.share(tokens_per_step(config), document_lengths(batch), seconds),
-            exchange_ms=timer.elapsed_ms(),  # its events have passed: `finish` has waited
+            times=times.read(timer, self._memory()),  # events have passed: `finish` has waited
             evaluate=bool(every) and (step % every == 0 or step == config.run.max_steps),
         )
         self.skips.check()
@@ -412,13 +417,16 @@ class Loop:
         lr: float,
         tokens_per_second: float | None,
         mfu: float | None,
-        exchange_ms: float,
+        times: RankTimes | None,
         evaluate: bool,
     ) -> None:
+        """Writes the metrics. times: of this rank; None before the first step."""
         held_out = self.held_out.loss(self.model) if evaluate and self.held_out else None
         mark("metrics")
-        memory = float(peak_memory(self.ranks.device, graphs=self.graphs is not None))
-        exchange_ms, memory = self.ranks.host_max([exchange_ms, memory])
+        # The memory of an evaluation counts as well.
+        mine = (times or RankTimes(*[0.0] * len(RankTimes._fields)))._replace(memory=self._memory())
+        every = [RankTimes(*row) for row in self.ranks.host_rows(mine)]
+        worst = RankTimes(*map(max, zip(*every, strict=True)))
         speed, world = tokens_per_second, self.ranks.world_size
         balance = balance_of(self.model)
         self.log.write(
@@ -430,13 +438,28 @@ class Loop:
                 lr=lr,
                 tokens_per_second=speed,
                 tokens_per_second_per_gpu=speed / world if speed is not None else None,
-                peak_memory_bytes=int(memory),
-                exchange_ms=exchange_ms,
+                peak_memory_bytes=int(worst.memory),
+                exchange_ms=worst.exchange if self.sees_exchanges else None,
                 skipped=self.progress.skipped,
                 expert_load=balance.load if balance is not None else None,
                 mfu=mfu,
+                **({} if times is None else self._shown(every, worst)),
             )
         )
+
+    def _shown(self, every: list[RankTimes], worst: RankTimes) -> dict[str, Any]:
+        """The metrics of a step's time, from the times of all ranks and the longest of them."""
+        rank, waited = slowest(every) if len(every) > 1 else (None, None)
+        return {
+            "exchange_under_way_ms": worst.under_way if self.sees_exchanges else None,
+            "slowest_rank": rank,
+            "wait_ms": waited,
+            "host_ms": worst.host,
+            "device_ms": worst.device if self.ranks.device.type == "cuda" else None,
+        }
+
+    def _memory(self) -> float:
+        return float(peak_memory(self.ranks.device, graphs=self.graphs is not None))
 
     @announced("checkpoint")
     def _save(self) -> None:

@@ -29,10 +29,16 @@ class Metrics:
     after the update. grad_norm: global, before clipping. lr: learning rate of this update.
     tokens_per_second: sum over all ranks. peak_memory_bytes: maximum over ranks, of the GPU's
     allocator or, on CPU, of the process. exchange_ms: maximum over ranks of the time that forward
-    and backward waited for states of other ranks. skipped: steps skipped so far because their loss
+    and backward waited for states, tokens and keys of other ranks; None where compiled blocks or
+    CUDA graphs contain the exchanges. skipped: steps skipped so far because their loss
     or gradient was not finite. expert_load: with experts, the tokens of the busiest expert over
     the mean of its layer, from 1. mfu: share, in [0, 1], of the GPUs' peak that the model's own
     operations make (`flops.Meter`); None on other devices than H100 and H200.
+    exchange_under_way_ms: maximum over ranks of the time from when messages left to the end of the
+    wait for them, of which exchange_ms is the part that other work did not hide. slowest_rank: the
+    rank that waited least for others, and wait_ms: how much longer the others waited on average; of
+    several ranks. host_ms: until the host had issued forward, backward and the sums over ranks.
+    device_ms: the time of the same on the GPU's stream. Both are maxima over ranks.
     """
 
     step: int
@@ -43,10 +49,15 @@ class Metrics:
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
     peak_memory_bytes: int
-    exchange_ms: float
+    exchange_ms: float | None
     skipped: int
     expert_load: float | None = None
     mfu: float | None = None
+    exchange_under_way_ms: float | None = None
+    slowest_rank: int | None = None
+    wait_ms: float | None = None
+    host_ms: float | None = None
+    device_ms: float | None = None
 
     def finite(self) -> dict[str, Any]:
         """The fields as JSON values: NaN and infinities become None."""
@@ -181,8 +192,14 @@ def _brief(m: Metrics, sharded: bool) -> str:
         *speed,
         f"{m.peak_memory_bytes / 2**30:.2f} GiB",
     ]
-    if sharded:
-        parts.append(f"exchange {m.exchange_ms:.1f} ms")
+    if m.device_ms is not None:
+        parts.append(f"GPU {m.device_ms:.0f} ms, host {m.host_ms:.0f} ms")
+    if sharded and m.exchange_ms is not None:
+        under_way = m.exchange_under_way_ms
+        total = f" of {under_way:.1f}" if under_way is not None else ""
+        parts.append(f"exchange {m.exchange_ms:.1f}{total} ms")
+    if m.slowest_rank is not None:
+        parts.append(f"rank {m.slowest_rank} slowest by {m.wait_ms:.1f} ms")
     if m.expert_load is not None:
         parts.append(f"load {m.expert_load:.2f}")
     if m.skipped:

@@ -333,6 +333,11 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> Decoder:
     return model
 
 
+def has_compiled_blocks(model: nn.Module) -> bool:
+    """Whether `compile_blocks` has been called for the model."""
+    return isinstance(model, Decoder) and any("forward" in b.__dict__ for b in model.blocks)
+
+
 def compile_blocks(model: Decoder) -> None:
     """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
     share one code object, so that a shape is compiled once."""

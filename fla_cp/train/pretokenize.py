@@ -28,25 +28,20 @@ from fla_cp.train.memmap import OFFSET, narrowest, write_sidecar
 from fla_cp.train.shards import Shards
 from fla_cp.train.sources import Reading, open_documents
 from fla_cp.train.tokenizer import Tokenizer
+from fla_cp.train.waiting_bars import shown
 
 GROUP_BYTES = 1 << 22
 """Text of a group of documents, about."""
 
 
 def tokenize(
-    source: str,
-    tokenizer: str,
-    out: Path,
-    *,
-    column: str | None = None,
-    processes: int = 1,
-    progress: bool = False,
+    source: str, tokenizer: str, out: Path, *, column: str | None = None, processes: int = 1
 ) -> str:
     """Writes the tokens of a source to OUT/tokens.*; returns a line that says what was written.
 
     source: stdlib, text:PATH or hf:PATH. tokenizer: its folder. out: a folder that does not exist.
-    column: see RowDocuments. processes: how many tokenise; with 1, this one does. progress: show a
-    bar. Raises ValueError for a source that cannot be read or tokenised, or an `out` that exists.
+    column: see RowDocuments. processes: how many tokenise; with 1, this one does.
+    Raises ValueError for a source that cannot be read or tokenised, or an `out` that exists.
     """
     if processes < 1:
         raise ValueError(f"--processes must be at least 1, got {processes}")
@@ -60,7 +55,7 @@ def tokenize(
     for note in notes:
         print(note, file=sys.stderr)
     shards = Shards(documents, Tokenizer(tokenizer), parts, GROUP_BYTES, shuffled=False)
-    _make(shards, min(processes, len(shards)), progress)
+    _make(shards, min(processes, len(shards)))
     line = _join(shards, parts / "joined")
     out.parent.mkdir(parents=True, exist_ok=True)
     (parts / "joined").rename(out)
@@ -68,23 +63,21 @@ def tokenize(
     return f"{line}; train with --data memmap:{out}"
 
 
-def _make(shards: Shards, processes: int, progress: bool) -> None:
+def _make(shards: Shards, processes: int) -> None:
     """Makes all shards that are missing."""
-    from tqdm import tqdm
-
     missing = [shard for shard in range(len(shards)) if not shards.exists(shard)]
-    bar = tqdm(total=len(shards), initial=len(shards) - len(missing), disable=not progress)
-    with bar:
+    ready = len(shards) - len(missing)
+    with shown("tokenising", len(shards), "shards", done=ready) as update:
         if processes == 1:
             for shard in missing:
                 shards.make(shard)
-                bar.update()
+                update()
             return
         pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin)
         try:
             for done in as_completed([pool.submit(shards.make, shard) for shard in missing]):
                 done.result()
-                bar.update()
+                update()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -135,12 +128,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     try:
         line = tokenize(
-            given.source,
-            given.tokenizer,
-            given.out,
-            column=given.column,
-            processes=given.processes,
-            progress=sys.stderr.isatty(),
+            given.source, given.tokenizer, given.out, column=given.column, processes=given.processes
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

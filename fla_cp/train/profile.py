@@ -1,4 +1,5 @@
-"""--profile A:B: a profile of the steps A up to B, as traces and tables in the run folder.
+"""--profile A:B: a profile of the steps A up to B, as traces and tables in the run folder, and on
+CUDA with a snapshot of the memory.
 
 Every rank is profiled, because a rank that waits shows what for only beside the others. A trace
 opens in Perfetto, chrome://tracing and `python -m benchmarks.timeline`.
@@ -18,6 +19,9 @@ from accelerate.utils import ProfileKwargs
 
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.progress import announced
+
+ALLOCATIONS = 200_000
+"""The most events of the memory's history that are kept, the latest ones."""
 
 ROWS = 60
 """Operators of a table, those that take longest first."""
@@ -80,6 +84,9 @@ class StepProfile:
     def _start(self) -> None:
         cuda = self.ranks.device.type == "cuda"
         self.profiler = ProfileKwargs(activities=["cpu", "cuda"] if cuda else ["cpu"]).build()
+        if cuda:  # torch's documentation of memory snapshots uses these names, too
+            # Frames of C++ would slow each allocation down, and exist on x86-64 alone (torch 2.13).
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=ALLOCATIONS)
         self.profiler.start()
 
     @announced("profile")
@@ -90,21 +97,31 @@ class StepProfile:
         if write:
             profiler.add_metadata_json("steps", json.dumps(len(self.done)))
         profiler.stop()
-        if not write or not self.done:
-            return
+        cuda = self.ranks.device.type == "cuda"
+        try:
+            if write and self.done:
+                self._write(profiler, cuda)
+        finally:
+            if cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write(self, profiler: torch.profiler.profile, cuda: bool) -> None:
         first, last, rank = self.done[0], self.done[-1], self.ranks.rank
         name = f"steps-{first}-{last}-rank-{rank}"
-        key = "self_cuda_time_total" if self.ranks.device.type == "cuda" else "self_cpu_time_total"
+        key = "self_cuda_time_total" if cuda else "self_cpu_time_total"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             table = profiler.key_averages().table(sort_by=key, row_limit=ROWS)
             (self.folder / f"{name}.txt").write_text(table, encoding="utf-8")
             profiler.export_chrome_trace(str(self.folder / f"{name}.json"))
+            if cuda:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))
         except (OSError, RuntimeError) as error:
             print(f"warning: --profile: rank {rank}: {error}", file=sys.stderr, flush=True)
             return
+        memory = ", memory in -memory.pickle (for pytorch.org/memory_viz)" if cuda else ""
         others = ", and those of the other ranks beside it"
         self.say(
             f"profile of steps {first} to {last}: {self.folder / name}.json (for "
-            f"ui.perfetto.dev) and .txt{others if self.ranks.world_size > 1 else ''}"
+            f"ui.perfetto.dev) and .txt{memory}{others if self.ranks.world_size > 1 else ''}"
         )

@@ -42,6 +42,7 @@ from fla_cp.train.config import UserError
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.integrity import FileSums, SummedWriter, pack_sums, seal
 from fla_cp.train.optim import Stepper
+from fla_cp.train.waiting_bars import shown
 
 WRITE_TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for the slowest rank's disk, while training goes on."""
@@ -153,7 +154,8 @@ class Saver:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        error = pending.future.exception()
+        with shown("saving the checkpoint"):
+            error = pending.future.exception()
         while not pending.end:  # callbacks run just after waiting threads are woken
             time.sleep(1e-3)
         if error is None:
@@ -172,11 +174,12 @@ class Saver:
         self.wait()
         partial = self._prepare(progress)
         try:
-            dcp.save(
-                self._state(model, optimizer, progress),
-                storage_writer=self._writer(partial, progress),
-                process_group=self.group,
-            )
+            with shown("saving the checkpoint"):
+                dcp.save(
+                    self._state(model, optimizer, progress),
+                    storage_writer=self._writer(partial, progress),
+                    process_group=self.group,
+                )
         except (CheckpointException, RuntimeError, OSError) as error:
             self._drop(partial)
             raise SaveFailed(self._failure(progress.step, error)) from error

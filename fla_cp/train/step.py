@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -27,6 +28,7 @@ from fla_cp.train.loader import Share, Sharing, StepLoader, token_ranges
 from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.optim import Stepper, update, update_ahead
 from fla_cp.train.progress import mark
+from fla_cp.train.step_times import StepTimes
 from fla_cp.train.weights import local_tensor
 
 
@@ -275,17 +277,25 @@ def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float
     return queue_sums(share, model, ranks).read()
 
 
-def queue_sums(share: Tensor, model: nn.Module, ranks: Ranks) -> Sums:
-    """Queues the sums of the loss, of the gradients' squares and of the loads of experts."""
+def queue_sums(
+    share: Tensor, model: nn.Module, ranks: Ranks, times: StepTimes | None = None
+) -> Sums:
+    """Queues the sums of the loss, of the gradients' squares and of the loads of experts. times:
+    notes the wait for other ranks, and that the work of the step has been issued."""
     mark("sum of losses and gradients")
     grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     square = nn.utils.get_total_norm(grads).double().square()
     # Each of the dp_replicate replicas holds the whole reduced gradient.
     parts = torch.stack([share.double(), square / ranks.dp_replicate])
     balance = balance_of(model)
+    if balance is not None:
+        parts = torch.cat([parts, balance.counts.flatten().double()])
+    with nullcontext() if times is None else times.waiting():
+        parts = ranks.sum(parts)
+    if times is not None:
+        times.issued()
     if balance is None:
-        return Sums(ranks.sum(parts), None)
-    parts = ranks.sum(torch.cat([parts, balance.counts.flatten().double()]))
+        return Sums(parts, None)
     load = balance.largest(parts[2:].view_as(balance.counts))
     return Sums(torch.cat([parts[:2], load[None]]), balance)
 
@@ -298,13 +308,15 @@ def finish(
     config: TrainConfig,
     ranks: Ranks,
     check: bool = False,
+    times: StepTimes | None = None,
 ) -> tuple[float, float, bool]:
     """Takes the optimiser's step, unless the loss or the gradient norm is not finite.
 
-    share: from `forward_backward`. Returns the global loss and norm, and whether they are finite.
+    share: from `forward_backward`. times: see `queue_sums`. Returns the global loss and norm, and
+    whether they are finite.
     The host waits for the device once, to read them. An optimiser that can works meanwhile.
     """
-    sums, clip = queue_sums(share, model, ranks), config.optim.clip_norm
+    sums, clip = queue_sums(share, model, ranks, times), config.optim.clip_norm
     ahead = update_ahead(optimizer, lr, sums.norm, sums.finite, clip)
     loss, norm = sums.read()
     mark("update", first=check)

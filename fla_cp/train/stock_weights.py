@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fla_cp.integrations.safetensors_folder import TensorFolder
 from fla_cp.integrations.stock_layout import Layout
+from fla_cp.train.waiting_bars import shown
 from fla_cp.train.weights import local_tensor, owned_rows
 
 if TYPE_CHECKING:
@@ -44,10 +45,13 @@ def compute_buffers(model: StockModel) -> None:
 def load_stock(model: StockModel, folder: TensorFolder, layout: Layout) -> None:
     """Reads this rank's rows of every parameter, and every persistent buffer."""
     targets = {target.name: target for target in layout.targets}
-    for name, tensor in _persistent(model):
-        local = local_tensor(tensor.detach())
-        first = owned_rows(tensor).start if tensor.ndim else 0
-        targets[published_name(name)].fill(local, first, folder.read)
+    tensors = list(_persistent(model))
+    with shown("loading weights", len(tensors), "tensors") as update:
+        for name, tensor in tensors:
+            local = local_tensor(tensor.detach())
+            first = owned_rows(tensor).start if tensor.ndim else 0
+            targets[published_name(name)].fill(local, first, folder.read)
+            update()
     folder.close()
 
 

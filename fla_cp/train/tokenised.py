@@ -24,6 +24,7 @@ from torch.utils.data import Subset
 
 from fla_cp.train.data import Batch, PackedDataset, PackList, Packs, StepSampler
 from fla_cp.train.shards import Shards
+from fla_cp.train.waiting_bars import shown
 
 SHARD_BYTES = 1 << 22
 """Text of a shard, if packs are short."""
@@ -135,15 +136,21 @@ class TokenisedPacks(Packs):
         if epoch != self._epoch:
             order = np.random.default_rng([self.seed, epoch]).permutation(len(self.shards))
             self._epoch, self._order, self._ends = epoch, order.tolist(), []
-        while not self._ends or self._ends[-1] <= offset:
-            if len(self._ends) == len(self._order):
-                return None
-            shard = self._order[len(self._ends)]
-            if shard not in self._counts:
-                self._counts[shard] = self.shards.tokens(shard) // self.seq_len
-            self._ends.append((self._ends[-1] if self._ends else 0) + self._counts[shard])
+        if not self._ends or self._ends[-1] <= offset:
+            with shown("tokenising", unit="shards") as update:
+                while not self._ends or self._ends[-1] <= offset:
+                    if len(self._ends) == len(self._order):
+                        return None
+                    self._count(self._order[len(self._ends)])
+                    update()
         at = bisect_right(self._ends, offset)
         return self._order[at], offset - (self._ends[at - 1] if at else 0)
+
+    def _count(self, shard: int) -> None:
+        """Takes up the next shard of the epoch; it is tokenised if need be."""
+        if shard not in self._counts:
+            self._counts[shard] = self.shards.tokens(shard) // self.seq_len
+        self._ends.append((self._ends[-1] if self._ends else 0) + self._counts[shard])
 
     def _packs(self, shard: int) -> PackedDataset:
         """The packs of a shard; the last few shards stay open."""

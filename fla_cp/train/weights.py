@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from fla_cp.nn.initial import Initial
 from fla_cp.train.distributed import Ranks, shard_model
 from fla_cp.train.language_model import LanguageModel
+from fla_cp.train.waiting_bars import shown
 
 if TYPE_CHECKING:
     from fla_cp.train.model import Decoder
@@ -126,5 +127,7 @@ def initialise(model: Decoder, seed: int) -> None:
         for block in _blocks(values[name], parameter, f"{seed}/{name}/{tuple(parameter.shape)}")
     ]
     # NumPy draws without the interpreter's lock
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(_Block.draw, blocks))
+    drawing = shown("drawing weights", len(blocks), "blocks")
+    with drawing as update, ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(_Block.draw, blocks):
+            update()

@@ -67,7 +67,7 @@ def recorded(layer, log, hooked=True):
         patch.setattr(collectives, name, start)
     for module in (overlap, exchange):
         real = module.exchange_wait
-        wait = lambda *a, real=real: (log.append("wait"), real(*a))[1]  # noqa: E731
+        wait = lambda *a, real=real, **k: (log.append("wait"), real(*a, **k))[1]  # noqa: E731
         patch.setattr(module, "exchange_wait", wait)
     hooks = [
         getattr(layer, name).register_forward_hook(lambda *_, name=name: log.append(name))

@@ -5,13 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import fla_cp.train.main
 from fla_cp.train.config import UserError
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import parse
+from fla_cp.train.profile import StepProfile
 from tests.support.processes import ROOT, environment
 
 FLAGS = [
@@ -75,7 +79,61 @@ def test_every_rank_is_profiled(tmp_path):
     for rank in (0, 1):
         steps, operators = traced(run, f"steps-3-3-rank-{rank}.json")
         assert steps == ["step 3"]
-        assert "fla_cp.exchange" in operators
+        exchanges = {name for name in operators if name.startswith("fla_cp.")}
+        whats = "states", "a convolution's halo"
+        assert {f"fla_cp.exchange of {what}" for what in whats} <= exchanges
+        assert {f"fla_cp.start of exchange of {what}" for what in whats} <= exchanges
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_of_a_gpu_is_written_beside_the_trace(tmp_path, monkeypatch, capsys, fails):
+    """There is no GPU here, so this holds what is called, when, and which file is written."""
+    calls, said = [], []
+
+    def record(enabled="all", **options):
+        calls.append(enabled)
+        if enabled:  # frames of C++ exist on x86-64 alone
+            assert options["stacks"] == "python"
+
+    def dump(path):
+        if fails:
+            raise RuntimeError("no memory history")
+        calls.append("dump")
+        Path(path).write_bytes(b"snapshot")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    ranks = SimpleNamespace(device=torch.device("cuda"), rank=1, world_size=2)
+    with StepProfile(tmp_path, range(2, 4), ranks, said.append) as profile:
+        for number in range(1, 6):
+            with profile.step(number):
+                torch.ones(2) + 1
+    assert calls == (["all", None] if fails else ["all", "dump", None])
+    name = "steps-2-3-rank-1"
+    if fails:
+        assert "warning: --profile: rank 1: no memory history" in capsys.readouterr().err
+        return
+    assert files(tmp_path) == [f"{name}-memory.pickle", f"{name}.json", f"{name}.txt"]
+    assert "memory in -memory.pickle (for pytorch.org/memory_viz), and those of" in said[0]
+
+
+def test_memory_is_not_recorded_after_an_error(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda enabled="all", **_: calls.append(enabled),
+    )
+    ranks = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=1)
+    with (
+        pytest.warns(UserWarning, match="CUDA is not available"),
+        pytest.raises(KeyError),
+        StepProfile(tmp_path, range(1, 9), ranks, print) as profile,
+        profile.step(1),
+    ):
+        raise KeyError("power cut")
+    assert calls == ["all", None] and files(tmp_path) == []
 
 
 def test_a_run_that_is_stopped_writes_what_it_has(tmp_path, monkeypatch):

@@ -49,6 +49,11 @@ KEYS = [
         "skipped",
         "expert_load",
         "mfu",
+        "exchange_under_way_ms",
+        "slowest_rank",
+        "wait_ms",
+        "host_ms",
+        "device_ms",
     ),
 ]
 

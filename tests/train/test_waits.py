@@ -20,7 +20,7 @@ READS = ("item", "tolist", "numpy", "cpu", "__int__", "__float__", "__bool__", "
 # These read tensors that are on the host by design: batches, tables, collectives over gloo.
 HOST_FILES = ("packing.py", "checks.py", "data.py", "loader.py")
 HOST = [
-    *(("distributed.py", "host_max"), ("context.py", "_read")),
+    *(("distributed.py", "host_rows"), ("context.py", "_read")),
     *(("step.py", "agree"), ("step.py", "document_lengths")),
 ]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
-from fla_cp.comm.timing import exchange_wait
+from fla_cp.comm.timing import exchange_begins, exchange_wait
 from fla_cp.partition.slots import Links
 
 
@@ -33,11 +33,13 @@ class Pending:
 
     def __init__(self, rounds: Rounds, device: torch.device):
         self._rounds, self._device = rounds, device
-        next(rounds)
+        with torch.profiler.record_function("fla_cp.start of exchange of states"):
+            next(rounds)
+        self._began = exchange_begins(device)
 
     def wait(self) -> Tensor:
         """The states [J, HV, K, V] that enter this rank's slots, zero if nothing enters."""
-        with exchange_wait(self._device):
+        with exchange_wait(self._device, began=self._began):
             *_, entering = self._rounds
         assert entering is not None
         return entering

@@ -1,0 +1,435 @@
+"""Entry point of `fla-cp-memory`: the peak memory of a training step on each rank, before a run.
+
+    fla-cp-memory --model 1.3B --seq-len 131072 --cp 4 --remat full --memory-gib 80
+
+It takes the trainer's flags, needs no GPU and reads no data. A step has its peak in the loss, in
+the backward of some block or in the optimiser. Each is a sum of parts, which follow from the shapes
+of the model, from what FSDP holds, and from a count of each kind of block (block_memory.py). No
+constant is fitted to measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fla_cp import FLACPContext, build_cp_context
+from fla_cp.nn.experts import Experts
+from fla_cp.train.block_memory import (
+    BlockMemory,
+    eager,
+    first_tensor,
+    kept_compiled,
+    kernels_without_launches,
+    pretended_ranks,
+    rounded,
+)
+from fla_cp.train.config import ModelConfig, TrainConfig, UserError
+from fla_cp.train.exit_codes import MISTAKE
+from fla_cp.train.loader import token_ranges
+from fla_cp.train.loss import chunk_rows
+from fla_cp.train.mixers import CONV_SIZE
+from fla_cp.train.model import Block, Decoder
+from fla_cp.train.optim import block_matrices
+from fla_cp.train.parse import parse
+from fla_cp.train.pattern import block_mixers
+from fla_cp.train.tokenizer import Tokenizer
+
+GIB = 2**30
+
+MEMORY_GIB = 139.0
+"""Memory of an H200."""
+
+RESERVED = 0.06
+"""Share of the memory that the longest length leaves to CUDA, NCCL and gaps between tensors."""
+
+WIDE = 4
+"""Bytes of an element of parameters, gradients and the optimiser's state, which are float32."""
+
+Remat = Literal["none", "selective", "full"]
+
+TILE = 64
+"""Lengths are a multiple of so many tokens a rank: a chunk."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the peak. bytes: on one rank."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of a step on one rank. when: the moment of the peak. host: bytes in the host's
+    memory, with --offload."""
+
+    seq_len: int
+    when: str
+    parts: tuple[Part, ...]
+    host: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def gib(self) -> float:
+        return self.bytes / GIB
+
+    def table(self) -> str:
+        """A line for each part, and the sum."""
+        rows = [(part.name, part.bytes) for part in self.parts if part.bytes]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"  {name:<{width}}  {size / GIB:8.2f} GiB" for name, size in rows]
+        lines.append(f"  {'peak, ' + self.when:<{width}}  {self.gib:8.2f} GiB")
+        if self.host:
+            lines.append(f"  {'in the host memory':<{width}}  {self.host / GIB:8.2f} GiB")
+        return "\n".join(lines)
+
+
+@dataclass
+class Sizes:
+    """What does not depend on the length: bytes on one rank, whose parameters are sharded.
+
+    parameters, optimizer: of this rank's shard. gradients: of its shard. gathered: parameters in
+    the compute dtype that stay for a whole step. block: numbers of elements of each block. root: of
+    embedding, last norm and head.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    gathered: int
+    block: list[int] = field(default_factory=list)
+    root: int = 0
+
+
+class Predictor:
+    """Predicts steps of one configuration, with any length.
+
+    config: of the trainer. vocab_size: rows of the embedding; None: as many as the data have.
+    Raises UserError for what is not predicted.
+    """
+
+    def __init__(self, config: TrainConfig, vocab_size: int | None = None) -> None:
+        if config.model.folder is not None:
+            raise UserError(
+                "--model must be a named size, since models of transformers are not predicted, "
+                f"got {config.model.size}"
+            )
+        if config.parallel.cuda_graphs:
+            raise UserError(
+                "--cuda-graphs is not predicted, since graphs keep memory of their own; leave it "
+                "out for a lower bound"
+            )
+        if config.parallel.device == "cpu":
+            raise UserError("--device must be cuda or auto, since GPUs are predicted, got cpu")
+        self.config = config
+        self.vocab_size = vocabulary_of(config) if vocab_size is None else vocab_size
+        narrow = config.parallel.dtype != "float32"
+        self.dtype = torch.bfloat16 if narrow else torch.float32
+        auto = config.model.compile == "auto" and config.model.remat != "selective"
+        auto = auto and config.data.max_documents is None
+        self.compiles = config.model.compile == "on" or auto
+        parallel = config.parallel
+        self.shards = parallel.cp * parallel.dp_shard
+        self.packs = config.data.micro_batch_size or max(
+            1, config.data.global_batch_size // parallel.dp
+        )
+        self.micro_batches = max(1, config.data.global_batch_size // (parallel.dp * self.packs))
+
+    def model(self, config: ModelConfig) -> Decoder:
+        """The model on "meta", with parameters as a forward has them."""
+        with torch.device("meta"):
+            model = Decoder(config, self.vocab_size)
+        exact = {p for part in model.exact_parts() for p in part.parameters()}
+        for p in model.parameters():
+            if p not in exact:
+                p.data = p.data.to(self.dtype)
+        return model
+
+    def sizes(self, model: Decoder) -> Sizes:
+        """What does not depend on the length."""
+
+        def shard(elements: int) -> int:
+            return math.ceil(elements / self.shards)
+
+        total = sum(p.numel() for p in model.parameters())
+        momenta = 2 * total
+        if self.config.optim.name == "muon":
+            momenta -= sum(p.numel() for p in block_matrices(model))
+        block = [sum(p.numel() for p in b.parameters()) for b in model.blocks]
+        root, item = total - sum(block), self.dtype.itemsize
+        stays = self.config.parallel.reshard == "never" or (
+            self.config.parallel.reshard == "auto" and self.shards == 1
+        )
+        # The root's group is never freed; of blocks one is in use while the next is gathered.
+        gathered = total if stays else root + sum(sorted(block)[-2:])
+        whole = self.micro_batches > 1 and self.config.parallel.reduce == "step"
+        return Sizes(
+            parameters=WIDE * shard(total),
+            optimizer=WIDE * shard(momenta),
+            gradients=WIDE * (total if whole else shard(total)),
+            gathered=item * gathered if item < WIDE or self.shards > 1 else 0,
+            block=block,
+            root=root,
+        )
+
+    def context(self, seq_len: int, group: dist.ProcessGroup | None) -> FLACPContext:
+        """That of a micro-batch whose packs hold one document each."""
+        total = self.packs * seq_len
+        offsets = torch.arange(0, total + 1, seq_len, dtype=torch.int32, device="cpu")
+        parallel = self.config.parallel
+        return build_cp_context(
+            offsets,
+            group,
+            conv1d_kernel_size=CONV_SIZE,
+            token_ranges=token_ranges(total, parallel.cp, parallel.layout),
+            exchange=parallel.exchange,
+            check=False,
+        )
+
+    def predict(self, seq_len: int) -> Prediction:
+        """The peak of a step with packs of `seq_len` tokens."""
+        with (
+            pretended_ranks(self.config.parallel.cp) as group,
+            kernels_without_launches(self.config.model.impl) as impl,
+        ):
+            model = self.model(dataclasses.replace(self.config.model, impl=impl))
+            context = self.context(seq_len, group)
+            tokens = context.local_tokens
+            shape = 1, tokens, model.shape.hidden_size
+            x = torch.empty(shape, dtype=self.dtype, device="meta")
+            kinds = self._kinds(model)
+            found: dict[str, BlockMemory] = {}
+            for block, kind in zip(model.blocks, kinds, strict=True):
+                assert isinstance(block, Block)
+                if kind not in found:
+                    found[kind] = self._block(model, block, x, context)
+        return self._peak(seq_len, tokens, model, kinds, found)
+
+    def _kinds(self, model: Decoder) -> list[str]:
+        config = self.config.model
+        mixers = block_mixers(config.pattern or config.mixer or "kda", len(model.blocks))
+        ffns = (isinstance(b.get_submodule("ffn"), Experts) for b in model.blocks)
+        return [
+            f"{mixer} and {'experts' if experts else 'SwiGLU'}"
+            for mixer, experts in zip(mixers, ffns, strict=True)
+        ]
+
+    def _block(self, model: Decoder, block: Block, x: Tensor, context: FLACPContext) -> BlockMemory:
+        """With --offload, as if everything stayed on the GPU."""
+        model.offload = False
+        remat = self.config.model.remat
+        if not self.compiles:
+            return self._eager(model, block, x, context, remat)
+        plain = self._eager(model, block, x, context, "none")
+        kept = kept_compiled(block, x, context)
+        # A compiled backward holds no more than an eager one beyond what was kept.
+        whole = BlockMemory(kept, max(kept, plain.forward - plain.kept + kept), plain.backward)
+        if remat == "none":
+            return whole
+        # The checkpoint keeps the input, which is the result of the block before.
+        result = rounded(x.numel() * x.element_size())
+        return BlockMemory(result, whole.forward, kept - result + whole.backward)
+
+    def _eager(
+        self, model: Decoder, block: Block, x: Tensor, context: FLACPContext, remat: Remat
+    ) -> BlockMemory:
+        model.remat = remat
+        for p in block.parameters():
+            p.grad = None
+
+        def run(x: Tensor, context: FLACPContext) -> Tensor:
+            return first_tensor(model.run_block(block, x, context))
+
+        return eager(block, run, x, context)
+
+    def _peak(
+        self,
+        seq_len: int,
+        tokens: int,
+        model: Decoder,
+        kinds: list[str],
+        found: dict[str, BlockMemory],
+    ) -> Prediction:
+        sizes, item = self.sizes(model), self.dtype.itemsize
+        row = rounded(tokens * model.shape.hidden_size * item)
+        blocks = [found[kind] for kind in kinds]
+        kept, host = [b.kept for b in blocks], 0
+        if self.config.model.offload:  # what a block kept comes back for its own backward
+            host, kept = sum(kept), [0] * len(kept)
+            blocks = [BlockMemory(0, b.forward, b.backward + b.kept) for b in blocks]
+        # int64 tokens and labels, of this micro-batch and of the next one
+        batch = 4 * rounded(8 * tokens)
+        fixed = [
+            Part("parameters", sizes.parameters),
+            Part("optimiser", sizes.optimizer),
+            Part("gathered parameters", sizes.gathered),
+            Part("tokens and labels", batch),
+        ]
+        earlier = sizes.gradients if self.micro_batches > 1 else 0
+        head = self.vocab_size * model.shape.hidden_size
+        rows = chunk_rows(tokens, self.vocab_size, item)
+        logits = 2 * rows * self.vocab_size * item + 4 * tokens
+        moments: list[Prediction] = []
+
+        def moment(when: str, through: int, gradients: int, *parts: Part) -> None:
+            """through: how many blocks still keep their activations."""
+            held = Counter[str]()
+            for kind, size in zip(kinds[:through], kept, strict=False):
+                held[kind] += size
+            remat = self.config.model.remat
+            how = f", --remat {remat}" if remat != "none" else ""
+            activations = [
+                Part(f"activations of {kinds[:through].count(kind)} x {kind}{how}", size)
+                for kind, size in held.items()
+            ]
+            activations.append(Part("embedded tokens", row if through else 0))
+            whole = (*fixed, Part("gradients", gradients), *activations, *parts)
+            moments.append(Prediction(seq_len, when, whole, host))
+
+        for i, block in enumerate(blocks):
+            work = Part("work in a forward", block.forward - block.kept)
+            moment("in a forward", i + 1, earlier, work)
+        loss = Part("logits and loss", logits + 2 * row + WIDE * head)
+        moment("in the loss", len(blocks), earlier, loss)
+        # The head's gradient waits for the end, when the root's group is reduced.
+        root = Part("logits and loss", item * head)
+        done = 0
+        for i in reversed(range(len(blocks))):
+            shard = WIDE * math.ceil(done / self.shards)
+            gradients = earlier or shard
+            elements = sizes.block[i]
+            sent = WIDE * elements if self.shards > 1 else 0
+            moment(
+                "in a backward",
+                i + 1,
+                gradients,
+                root,
+                Part("work in a backward", blocks[i].backward),
+                Part("exchange of gradients", sent),
+            )
+            done += elements
+        moment("in the optimiser", 0, sizes.gradients)
+        return max(moments, key=lambda m: m.bytes)
+
+
+def vocabulary_of(config: TrainConfig) -> int:
+    """Rows of the embedding, from the flags alone. Raises UserError if they do not say."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    if config.data.tokenizer is not None:
+        try:
+            return Tokenizer(config.data.tokenizer).vocab_size
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    source = config.data.source
+    if source == "stdlib" or (source.startswith("text:") and "," not in source):
+        return 256  # bytes
+    raise UserError(
+        "--model.vocab-size must be given where neither --tokenizer nor the bytes of stdlib or "
+        f"text:PATH are the tokens, got --data {source}"
+    )
+
+
+def longest_that_fits(predict: Callable[[int], Prediction], room: float, unit: int) -> int:
+    """The greatest multiple of `unit` tokens whose peak is at most `room` bytes; 0: none is.
+
+    The peak grows with the length. Where it is nearly a straight line, this takes few predictions.
+    """
+    low, high = 0, unit
+    at: dict[int, int] = {}
+
+    def peak(n: int) -> int:
+        if n not in at:
+            at[n] = predict(n).bytes
+        return at[n]
+
+    while peak(high) <= room:
+        if low:  # where the line through the last two reaches the room
+            slope = max(1e-9, (at[high] - at[low]) / (high - low))
+            guess = high + (room - at[high]) / slope
+        else:
+            guess = 64 * high
+        low, high = high, max(high + unit, int(guess * 1.02) // unit * unit)
+    while high - low > unit:
+        middle = (low + high) // 2
+        if low:
+            slope = max(1e-9, (at[high] - at[low]) / (high - low))
+            middle = int(low + (room - at[low]) / slope)
+        # keeps a little away from both ends, so that each try narrows the range
+        least = max(unit, (high - low) // 50)
+        middle = min(max(middle, low + least), high - least) // unit * unit
+        middle = min(max(middle, low + unit), high - unit)
+        if peak(middle) <= room:
+            low = middle
+        else:
+            high = middle
+        if low and high - low <= max(unit, low // 500):
+            break
+    return low
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predicts as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
+    parser = argparse.ArgumentParser(
+        prog="fla-cp-memory",
+        description="Predicts the peak memory of a training step on each rank, and the longest "
+        "length that fits. All other flags are those of fla-cp-train.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--memory-gib",
+        type=float,
+        default=MEMORY_GIB,
+        help="memory of a GPU, for the longest length (default: %(default)s, an H200's)",
+    )
+    parser.add_argument(
+        "--no-longest", action="store_true", help="leave out the longest length, which takes longer"
+    )
+    own, flags = parser.parse_known_args(argv)
+    try:
+        if not own.memory_gib > 0:
+            raise UserError(f"--memory-gib must be above 0, got {own.memory_gib}")
+        config = parse(flags)
+        predictor = Predictor(config)
+        print(report(predictor, None if own.no_longest else own.memory_gib))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    return 0
+
+
+def report(predictor: Predictor, memory_gib: float | None) -> str:
+    """What the program prints. memory_gib: None leaves out the longest length."""
+    config, found = predictor.config, predictor.predict(predictor.config.data.seq_len)
+    ranks = config.parallel.world_size
+    where = f"each of {ranks} ranks" if ranks > 1 else "the one rank"
+    lines = [
+        f"{config.model.name}, {found.seq_len} tokens over cp {config.parallel.cp}, "
+        f"{predictor.packs} to a micro-batch; on {where}:",
+        found.table(),
+    ]
+    if memory_gib is not None:
+        pieces = config.parallel.cp * (2 if config.parallel.layout == "zigzag" else 1)
+        room = (1 - RESERVED) * memory_gib * GIB
+        longest = longest_that_fits(predictor.predict, room, TILE * pieces)
+        if longest:
+            left = f"{RESERVED:.0%} of it left for CUDA, NCCL and gaps"
+            lines.append(f"longest --seq-len in {memory_gib:g} GiB, {left}: {longest}")
+        else:
+            lines.append(f"no length fits into {memory_gib:g} GiB")
+    return "\n".join(lines)

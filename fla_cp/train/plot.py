@@ -1,0 +1,172 @@
+"""Entry point of `fla-cp-plot`: the losses and the speed of several runs in one picture.
+
+    fla-cp-plot runs/a runs/b --out comparison.png
+
+It reads metrics.jsonl of each run folder, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fla_cp.train.config import UserError
+from fla_cp.train.exit_codes import MISTAKE
+from fla_cp.train.metrics import read_metrics
+from fla_cp.train.parse import load_toml
+
+WARM = 2
+"""The first steps of a run, which compile and do not count as its speed."""
+
+AXES = ("step", "tokens")
+
+Points = tuple[list[float], list[float]]
+"""Places on the horizontal axis, and the values there."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to draw. rows: the lines of its metrics. scale: what one step is on the axis."""
+
+    label: str
+    rows: list[dict[str, Any]]
+    scale: int = 1
+
+    def series(self, name: str, *, warm: int = 0) -> Points:
+        """The measured values of a metric. warm: leaves out so many of the first steps."""
+        rows = [r for r in self.rows if r[name] is not None]
+        rows = [r for r in rows if r["step"] >= rows[0]["step"] + warm]
+        return [self.scale * r["step"] for r in rows], [r[name] for r in rows]
+
+
+def read_runs(folders: Sequence[Path], axis: str) -> list[Run]:
+    """The runs of these folders, each with a label of its own.
+
+    axis: one of AXES; tokens are counted with config.toml of the run. Raises UserError for a folder
+    without metrics or, for tokens, without its configuration.
+    """
+    names = [folder.resolve().name for folder in folders]
+    unique = len(set(names)) == len(names)
+    runs = []
+    for folder, name in zip(folders, names, strict=True):
+        rows = read_metrics(folder)
+        if not rows:
+            raise UserError(f"RUN must be a run folder with lines in metrics.jsonl, got {folder}")
+        scale = 1
+        if axis == "tokens":
+            if not (folder / "config.toml").exists():
+                raise UserError(f"--x tokens needs config.toml of each run, which {folder} lacks")
+            data = load_toml(folder / "config.toml").data
+            scale = data.global_batch_size * data.seq_len
+        runs.append(Run(name if unique else str(folder), rows, scale))
+    return runs
+
+
+def smoothed(values: Sequence[float], steps: int) -> list[float]:
+    """The mean of each value and the up to `steps` - 1 before it."""
+    found, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value - (values[i - steps] if i >= steps else 0.0)
+        found.append(total / min(i + 1, steps))
+    return found
+
+
+def draw(runs: Sequence[Run], out: Path, *, axis: str = "step", smooth: int = 1) -> None:
+    """Writes the picture: the losses of all runs, and below them their tokens/s.
+
+    A held-out loss has a marker. smooth: how many steps a line is the mean of; behind it the
+    single steps are drawn pale. Raises UserError without matplotlib, or for a file that it cannot
+    write.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UserError("fla-cp-plot needs matplotlib: pip install 'fla_cp[plot]'") from None
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for n, run in enumerate(runs):
+        color = f"C{n % 10}"
+        for axes, name, warm in ((losses, "loss", 0), (speeds, "tokens_per_second", WARM)):
+            x, y = run.series(name, warm=warm)
+            if smooth > 1:
+                axes.plot(x, y, color=color, linewidth=0.6, alpha=0.3)
+            label = run.label if axes is losses else None
+            axes.plot(x, smoothed(y, smooth), color=color, linewidth=1.2, label=label)
+        losses.plot(*run.series("eval_loss"), "o", color=color, markersize=4)
+    if any(run.series("eval_loss")[0] for run in runs):
+        losses.plot([], [], "o", color="gray", markersize=4, label="held-out")
+    losses.set(ylabel="loss (nats per token)")
+    speeds.set(ylabel="tokens/s", xlabel=axis)
+    speeds.set_ylim(bottom=0)
+    losses.legend()
+    for axes in (losses, speeds):
+        axes.grid(alpha=0.3)
+    try:
+        figure.savefig(out, dpi=120)
+    except (OSError, ValueError) as error:  # such as a folder that is missing, an unknown suffix
+        raise UserError(
+            f"--out must be a picture that can be written, got {out}: {error}"
+        ) from None
+
+
+def table(runs: Sequence[Run]) -> str:
+    """A line for each run: its last step and losses, its median speed and its peak memory."""
+    heads = ("run", "step", "loss", "held-out", "tokens/s", "MFU", "peak GiB")
+    lines = [heads, *(_line(run) for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def text(line: Sequence[str]) -> str:
+        values = [f"{cell:>{w}}" for cell, w in zip(line[1:], widths[1:], strict=True)]
+        return "  ".join([line[0].ljust(widths[0]), *values])
+
+    return "\n".join(map(text, lines))
+
+
+def _line(run: Run) -> tuple[str, ...]:
+    def last(name: str) -> str:
+        values = run.series(name)[1]
+        return f"{values[-1]:.4f}" if values else "-"
+
+    def median(name: str, factor: float, form: str) -> str:
+        values = run.series(name, warm=WARM)[1]
+        return format(factor * statistics.median(values), form) if values else "-"
+
+    peak = [r["peak_memory_bytes"] for r in run.rows if r["peak_memory_bytes"] is not None]
+    return (
+        run.label,
+        str(run.rows[-1]["step"]),
+        last("loss"),
+        last("eval_loss"),
+        median("tokens_per_second", 1, ".0f"),
+        median("mfu", 100, ".1f") + ("%" if run.series("mfu", warm=WARM)[1] else ""),
+        f"{max(peak) / 2**30:.2f}" if peak else "-",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
+    parser = argparse.ArgumentParser(
+        prog="fla-cp-plot", description="Draws losses and tokens/s of runs into one picture."
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument("--out", type=Path, default=Path("runs.png"), help="default: %(default)s")
+    parser.add_argument("--x", choices=AXES, default="step", help="horizontal axis")
+    parser.add_argument("--smooth", type=int, default=1, help="steps that a line is the mean of")
+    given = parser.parse_args(argv)
+    try:
+        if given.smooth < 1:
+            raise UserError(f"--smooth must be at least 1, got {given.smooth}")
+        runs = read_runs(given.runs, given.x)
+        draw(runs, given.out, axis=given.x, smooth=given.smooth)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    print(table(runs))
+    print(f"picture: {given.out}")
+    return 0
