@@ -55,8 +55,9 @@ class GatedDeltaNet(nn.Module):
             context = build_cp_context(
                 cu_seqlens=cu_seqlens, group=self.group, conv1d_kernel_size=W
             )
+        channels_first = self.qkv(x).mT.contiguous()  # as nn.Conv1d would take them
         qkv, _ = causal_conv1d(
-            x=self.qkv(x),
+            x=channels_first.transpose(1, 2),
             weight=self.conv1d.weight.squeeze(1),
             bias=self.conv1d.bias,
             activation="silu",
@@ -115,16 +116,15 @@ class KimiDeltaAttention(nn.Module):
         more = {"cache": None, "output_final_state": False, "cu_seqlens": cu_seqlens, **kernel}
         pairs = zip(self.convs, (self.q, self.k, self.v), strict=True)
         q, k, v = (conv(x=proj(x), **more)[0].unflatten(-1, (H, K)) for conv, proj in pairs)
-        g = fused_kda_gate(
-            self.f(x).unflatten(-1, (H, K)), self.A_log, dt_bias=self.dt_bias, output_dtype=F64
-        )
+        raw, wide = self.f(x).unflatten(-1, (H, K)), torch.promote_types(x.dtype, torch.float32)
+        g = fused_kda_gate(raw, self.A_log, dt_bias=self.dt_bias, output_dtype=wide)
         short = cp_context is None and x.shape[1] <= 64
         o, final = (fused_recurrent_kda if short else chunk_kda)(
             q=q,
             k=k,
             v=v,
             g=g,
-            beta=self.b(x).sigmoid(),
+            beta=self.b(x).to(wide).sigmoid(),
             initial_state=None,
             output_final_state=cp_context is None,
             use_qk_l2norm_in_kernel=True,
@@ -188,3 +188,24 @@ def test_short_rows_have_gradients_too():
     with torch.no_grad():
         assert_exact("y", y, layer(x, None))
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_half_precision_beside_gates_in_fp32(name):
+    """Six roundings, as tests/support/closeness.py counts them, where a wrong call costs all."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]().bfloat16()
+    x, dy = torch.randn(2, 1, T, HIDDEN).bfloat16()
+    for parameter in (layer.A_log, layer.dt_bias):
+        parameter.data = parameter.data.float()
+    results = []
+    for wide in (False, True):
+        if wide:
+            layer, x, dy = layer.double(), x.double(), dy.double()
+        leaf = x.detach().requires_grad_()
+        y = layer(leaf, torch.tensor(DOCUMENTS[1]))
+        results.append((y.detach(), *torch.autograd.grad(y, leaf, dy)))
+    for found, exact in zip(*results, strict=True):
+        assert found.dtype == torch.bfloat16
+        error = (found.double() - exact).square().mean().sqrt()
+        assert error <= 6 * torch.finfo(torch.bfloat16).eps * exact.square().mean().sqrt()
