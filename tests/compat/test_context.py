@@ -13,11 +13,13 @@ from tests.support.members import BY_NAME, Call, draw, oracle
 from tests.support.ranks import run_threads
 
 CU = (0, 37, 38, 90, 150, 160)
+PACKINGS = [CU, (0, 160), (0, 40, 120, 160), (0, 80, 80, 81, 160), (0, 39, 41, 121, 160)]
+"""Also documents that begin or end where a rank does."""
 
 
-def built(layout):
+def built(layout, cu=CU):
     def f(group, rank):
-        context = compat.build_cp_context(torch.tensor(CU), group, 4, None, True, layout)
+        context = compat.build_cp_context(torch.tensor(cu), group, 4, None, True, layout)
         names = "num_seqs is_cp_enabled pre_num_conv_tokens pre_num_ranks post_num_ranks"
         names += " is_first_rank is_last_rank conv1d_kernel_size token_ranges"
         found = {name: getattr(context, name) for name in names.split()}
@@ -27,19 +29,20 @@ def built(layout):
     return run_threads(f, 4)
 
 
-def test_facts_of_a_contiguous_division():
+@pytest.mark.parametrize("cu", PACKINGS, ids=str)
+def test_facts_of_a_contiguous_division(cu):
     """The numbers as FLA defines them, for ranks with equally many tokens."""
-    part = CU[-1] // 4
-    for rank, found in enumerate(built("contiguous")):
+    part = cu[-1] // 4
+    for rank, found in enumerate(built("contiguous", cu)):
         lo, hi = rank * part, (rank + 1) * part
         assert found["token_ranges"][rank] == ((lo, hi),)
-        cut = sorted({min(max(c, lo), hi) - lo for c in CU})
+        cut = sorted({min(max(c, lo), hi) - lo for c in cu})
         assert found["cu"] == found["on_host"].tolist() == cut
         assert found["num_seqs"] == len(cut) - 1
         assert found["conv1d_kernel_size"] == 4
         assert found["is_cp_enabled"] is True
-        start = max(c for c in CU if c <= lo)
-        stop = min(c for c in CU if c >= hi)
+        start = max(c for c in cu if c <= lo)
+        stop = min(c for c in cu if c >= hi)
         assert found["pre_num_conv_tokens"] == lo - start
         assert found["pre_num_ranks"] == rank - start // part
         assert found["post_num_ranks"] == (stop - 1) // part - rank
