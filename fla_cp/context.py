@@ -39,6 +39,7 @@ from fla_cp.partition.checks import (
     token_ranges_of,
 )
 from fla_cp.partition.device_tables import Tabled, fill, to_device
+from fla_cp.partition.fla_names import FLANames
 from fla_cp.partition.key_tables import KeyTables
 from fla_cp.partition.packing import Frame, Packing
 from fla_cp.partition.slots import link_slots
@@ -77,7 +78,7 @@ def context_of(number: Tensor) -> FLACPContext | None:
 
 
 @dataclass(frozen=True, eq=False)
-class FLACPContext(Tabled):
+class FLACPContext(Tabled, FLANames):
     """The sharding of one batch; build it with `build_cp_context`, once for all layers.
 
     group: process group of the ranks that share the batch (None: one rank).

@@ -28,7 +28,8 @@ README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
-PAGES = ("convolution", "cuda_graphs", "design", "examples", "export", "first_calls", "training")
+PAGES = ("coming-from-fla", "convolution", "cuda_graphs", "design", "examples", "export")
+PAGES += ("first_calls", "training")
 WRITTEN = (
     *("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json", "profile"),
     *("trackers.json", "tensorboard", "wandb", "mlflow", "comet_ml", ".aim", "swanlab", "dvclive"),

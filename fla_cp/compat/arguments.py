@@ -1,0 +1,131 @@
+"""What becomes of arguments that FLA's functions have and the operators do not.
+
+An argument that changes no result is accepted and ignored, one that would is refused by name.
+docs/coming-from-fla.md lists both.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fla_cp.arguments import check_flags, check_tensors, described
+from fla_cp.context import FLACPContext
+from fla_cp.rule import accumulator
+
+
+def refuse(name: str, value: object, only: object, instead: str) -> None:
+    """Raises ValueError unless the argument has the one value that is supported."""
+    if value is not only:
+        raise ValueError(f"{name} must be {only}, got {described(value)}: {instead}")
+
+
+def nothing_left(function: str, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for keywords that FLA would swallow, or does not have."""
+    for name in kwargs:
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def places(
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: FLACPContext | None = None,
+) -> dict[str, Any]:
+    """How the tokens are divided. As in FLA, a context takes the place of the offsets."""
+    if cp_context is not None:
+        return {"cp_context": cp_context}
+    if cu_seqlens is None:
+        return {}
+    return {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
+
+
+def state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
+    """Whether states are [V, K], under the present name of the option or the one before."""
+    if "transpose_state_layout" not in kwargs:
+        return state_v_first
+    before = kwargs.pop("transpose_state_layout")
+    if state_v_first:
+        raise ValueError(
+            "transpose_state_layout is the former name of state_v_first: give one, got "
+            f"{described(before)} and {described(state_v_first)}"
+        )
+    warnings.warn(
+        "transpose_state_layout is deprecated: FLA has renamed it to state_v_first",
+        DeprecationWarning,
+        stacklevel=3,  # where the operator is called
+    )
+    check_flags(("transpose_state_layout",), (before,))
+    return bool(before)
+
+
+def gate(in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> dict[str, Any]:
+    """The gate inside the operator. Its parameters are read in fp32, and without it not at all."""
+    if not in_kernel:
+        return {"use_gate_in_kernel": in_kernel}
+    return {"use_gate_in_kernel": True, "A_log": wide(A_log), "dt_bias": wide(dt_bias)}
+
+
+def wide(x: Tensor | None) -> Tensor | None:
+    """bf16 and fp16 as fp32, anything else as it is."""
+    if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
+        return x.float()
+    return x
+
+
+def chunk_size(
+    kwargs: dict[str, Any], sizes: tuple[int | None, ...], *, states: bool = False
+) -> None:
+    """Takes chunk_size out of the keywords. A result does not depend on it, except the states at
+    the start of each chunk."""
+    size = kwargs.pop("chunk_size", 64)
+    if states and size != 64:
+        raise ValueError(
+            f"chunk_size must be 64 with return_intermediate_states=True, got {described(size)}"
+        )
+    if isinstance(size, bool) or size not in sizes:
+        listed = ", ".join(map(str, sizes[:-1]))
+        raise ValueError(f"chunk_size must be {listed} or {sizes[-1]}, got {described(size)}")
+
+
+def no_decay(q: Tensor, v: Tensor) -> Tensor:
+    """The log decay of heads that forget nothing, [B, T, HV]."""
+    B, T, HV = _rows_and_heads(q, v)
+    return torch.zeros(B, T, HV, dtype=accumulator(q.dtype), device=q.device)
+
+
+def head_decay(q: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor:
+    """The log decay [B, T, HV]: g, or g_gamma [HV] at every token, or none."""
+    if g_gamma is None:
+        return no_decay(q, v) if g is None else g
+    if g is not None:
+        raise ValueError("g_gamma must be None beside g, because each of them is the decay")
+    B, T, HV = _rows_and_heads(q, v)
+    check_tensors(("g_gamma",), (g_gamma,), 1)
+    if g_gamma.shape != (HV,):
+        raise ValueError(f"g_gamma must have shape [HV] = ({HV},), got {tuple(g_gamma.shape)}")
+    return g_gamma.to(accumulator(q.dtype)).expand(B, T, HV)
+
+
+def ones_or(beta: Tensor | None, v: Tensor) -> Tensor:
+    """beta, or ones [B, T, HV]."""
+    if beta is not None:
+        return beta
+    _rows_and_heads(v, v)
+    return v.new_ones(v.shape[:3])
+
+
+def _rows_and_heads(q: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """B, T and HV."""
+    check_tensors(("q", "v"), (q, v), 2)
+    for name, x in (("q", q), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
+    return q.shape[0], q.shape[1], v.shape[2]
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a call with these tensors."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in tensors
+    )

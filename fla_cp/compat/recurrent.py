@@ -1,0 +1,249 @@
+"""FLA's operators token by token: its names, its order of arguments and its defaults.
+
+`fla_cp.fused_recurrent_*` is forward only. A call that autograd records takes the operator in
+chunks, which has the same results up to rounding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fla_cp import ops
+from fla_cp.compat.arguments import (
+    gate,
+    head_decay,
+    needs_gradients,
+    no_decay,
+    nothing_left,
+    ones_or,
+    places,
+    refuse,
+    state_layout,
+)
+from fla_cp.rule import accumulator
+
+_GV = "the decay of value channels is not supported"
+_REVERSE = "flip the tokens of each sequence instead"
+
+
+def _call(
+    recurrent: Callable[..., Any], chunk: Callable[..., Any], *tensors: Tensor, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """o and the final state or None."""
+    rates = options.get("A_log"), options.get("dt_bias"), options.get("initial_state")
+    op = chunk if needs_gradients(*tensors, *rates) else recurrent
+    o, final = op(*tensors, **options)
+    return o, final
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_kda`. kwargs: transpose_state_layout."""
+    v_first = state_layout(state_v_first, kwargs)
+    nothing_left("fused_recurrent_kda", kwargs)
+    return _call(
+        ops.fused_recurrent_kda,
+        ops.chunk_kda,
+        *(q, k, v, g, beta),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        state_v_first=v_first,
+        **gate(use_gate_in_kernel, A_log, dt_bias),
+        **places(cu_seqlens),
+    )
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_gated_delta_rule`, or with gk `fla_cp.fused_recurrent_kda`.
+
+    g=None: no decay. gk: [B, T, HV, K], the log decay of each key channel, beside that of g.
+    beta=None: ones. kwargs: transpose_state_layout.
+    """
+    refuse("gv", gv, None, _GV)
+    if use_gate_in_kernel:
+        refuse("gk", gk, None, "with use_gate_in_kernel=True only g is a decay")
+    v_first = state_layout(state_v_first, kwargs)
+    nothing_left("fused_recurrent_gated_delta_rule", kwargs)
+    if gk is None:
+        recurrent: Any = ops.fused_recurrent_gated_delta_rule
+        chunk: Any = ops.chunk_gated_delta_rule
+        decay = no_decay(q, v) if g is None else g
+    else:
+        recurrent, chunk = ops.fused_recurrent_kda, ops.chunk_kda
+        decay = gk if g is None else g[..., None].to(accumulator(gk.dtype)) + gk
+    return _call(
+        recurrent,
+        chunk,
+        *(q, k, v, decay, ones_or(beta, v)),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=v_first,
+        **gate(use_gate_in_kernel, A_log, dt_bias),
+        **places(cu_seqlens),
+    )
+
+
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_gated_delta_rule` without decay. beta=None: ones."""
+    return _call(
+        ops.fused_recurrent_gated_delta_rule,
+        ops.chunk_gated_delta_rule,
+        *(q, k, v, no_decay(q, v), ones_or(beta, v)),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        **places(cu_seqlens),
+    )
+
+
+def fused_recurrent_comba(
+    q: Tensor,
+    k: Tensor,
+    p: Tensor | None,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_comba`. In FLA p stands before v here, and after it in `chunk_comba`.
+    p=None: k reads the state. beta=None: ones."""
+    return _call(
+        ops.fused_recurrent_comba,
+        ops.chunk_comba,
+        *(q, k, v, k if p is None else p, g),
+        ones_or(beta, v),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        **places(cu_seqlens),
+    )
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_gla`. gk=None: no decay. kwargs: transpose_state_layout."""
+    refuse("gv", gv, None, _GV)
+    refuse("reverse", reverse, False, _REVERSE)
+    v_first = state_layout(state_v_first, kwargs)
+    nothing_left("fused_recurrent_gla", kwargs)
+    decay = no_decay(q, v)[..., None].expand(-1, -1, -1, q.shape[-1]) if gk is None else gk
+    return _call(
+        ops.fused_recurrent_gla,
+        ops.chunk_gla,
+        *(q, k, v, decay),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=v_first,
+        **places(cu_seqlens),
+    )
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_simple_gla`. g_gamma: [HV], the log decay at every
+    token. kwargs: transpose_state_layout."""
+    refuse("reverse", reverse, False, _REVERSE)
+    v_first = state_layout(state_v_first, kwargs)
+    nothing_left("fused_recurrent_simple_gla", kwargs)
+    return _call(
+        ops.fused_recurrent_simple_gla,
+        ops.chunk_simple_gla,
+        *(q, k, v, head_decay(q, v, g, g_gamma)),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=v_first,
+        **places(cu_seqlens),
+    )

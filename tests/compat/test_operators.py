@@ -1,0 +1,269 @@
+"""Operators of fla_cp.compat, called in FLA's order, against the recurrence in fp64."""
+
+import warnings
+
+import pytest
+import torch
+
+from fla_cp import compat
+from fla_cp.reference import recurrence
+from tests.support.closeness import assert_exact, assert_within_budget
+from tests.support.fla_record import RECORD, by_position
+from tests.support.members import BY_NAME, CALLS, F64, Call, collect, draw, oracle
+
+CHUNK = {
+    "chunk_kda": "kda",
+    "chunk_gated_delta_rule": "gated_delta_rule",
+    "chunk_gated_delta_product": "gated_delta_product2",
+    "chunk_comba": "comba",
+    "chunk_gla": "gla",
+    "chunk_simple_gla": "simple_gla",
+}
+RECURRENT = {
+    "fused_recurrent_kda": "kda",
+    "fused_recurrent_gated_delta_rule": "gated_delta_rule",
+    "fused_recurrent_comba": "comba",
+    "fused_recurrent_gla": "gla",
+    "fused_recurrent_simple_gla": "simple_gla",
+}
+RULES = ("chunk_delta_rule", "fused_recurrent_delta_rule")
+MEMBER = CHUNK | RECURRENT
+INSIDE = ("chunk_kda", "chunk_gated_delta_rule", "fused_recurrent_kda")
+INSIDE += ("fused_recurrent_gated_delta_rule",)
+SMALL = Call(T=9, HV=2)
+
+
+def call(name, leaves, member, **keywords):
+    """A call by position, of tensors under the names that our operators give them."""
+    values = dict(leaves)
+    if name == "fused_recurrent_gla":
+        values["gk"] = values.pop("g")
+    if "product" in name:
+        values["num_householder"] = member.steps
+    if "output_final_state" not in keywords:
+        keywords["output_final_state"] = True
+    return by_position(name, **values, **keywords)
+
+
+def packing(shape):
+    return {} if shape.cu is None else {"cu_seqlens": torch.tensor(shape.cu)}
+
+
+def of(name, shape=SMALL, dtype=F64):
+    """The member, inputs and keywords of one call."""
+    member = BY_NAME[MEMBER[name]]
+    x, keywords, _ = draw(member, shape, dtype)
+    return member, x, keywords
+
+
+@pytest.mark.parametrize("shape", ["plain", "packed", "rows"])
+@pytest.mark.parametrize("name", MEMBER)
+def test_equals_the_recurrence(name, shape):
+    member, shape = BY_NAME[MEMBER[name]], CALLS[shape]
+    x, keywords, weights = draw(member, shape)
+    exact = oracle(member, shape)
+
+    def f(leaves):
+        return call(name, leaves, member, **keywords, **packing(shape))
+
+    for key, value in collect(f, x, weights).items():  # forms in chunks: autograd records it
+        assert_exact(key, value, exact[key])
+    with torch.no_grad():
+        o, final = f(x)
+    assert_exact("o", o, exact["o"])
+    assert_exact("final_state", final, exact["final_state"])
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_norm_gate_and_sigmoid_inside(name):
+    member = BY_NAME[MEMBER[name]]
+    x, keywords, weights = draw(member, CALLS["inside"])
+    exact = oracle(member, CALLS["inside"])
+    found = collect(lambda leaves: call(name, leaves, member, **keywords), x, weights)
+    for key, value in found.items():
+        assert_exact(key, value, exact[key])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_delta_rule_has_no_decay(name):
+    shape = CALLS["packed"]
+    x, keywords, weights = draw(BY_NAME["gated_delta_rule"], shape)
+    zeros = torch.zeros_like(x.pop("g"))
+    exact = collect(lambda t: recurrence(**t, g=zeros, cu_seqlens=list(shape.cu)), x, weights)
+    more = {"output_final_state": True, **packing(shape)}
+    found = collect(lambda t: by_position(name, **t, **keywords, **more), x, weights)
+    for key, value in found.items():
+        assert_exact(key, value, exact[key])
+    with torch.no_grad():
+        assert_exact("o", by_position(name, **x, **more)[0], exact["o"])
+
+
+@pytest.mark.parametrize("name", [*MEMBER, *RULES])
+def test_without_a_final_state_none_is_returned(name):
+    shape = Call(T=5, HV=2, states=False)
+    x, _, _ = draw(BY_NAME[MEMBER.get(name, "gated_delta_rule")], shape)
+    if name in RULES:
+        del x["g"]
+        assert by_position(name, **x)[1] is None
+        return
+    o, final = call(name, x, BY_NAME[MEMBER[name]], output_final_state=False)
+    assert o.shape == (1, 5, 2, 6)
+    assert final is None
+
+
+def test_intermediate_states_are_a_third_result():
+    _, x, _ = of("chunk_kda", Call(T=70))
+    o, final, h = by_position("chunk_kda", **x, return_intermediate_states=True)
+    assert o.shape == (1, 70, 4, 6)
+    assert final is None
+    assert_exact("h", h[:, 0], x["initial_state"])
+    assert h.shape == (1, 2, 4, 8, 6)
+
+
+@pytest.mark.parametrize("name", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
+def test_g_gamma_is_a_decay_for_every_token(name):
+    member, x, _ = of(name)
+    gamma = torch.tensor([-0.5, -0.01], dtype=F64)
+    x["g"] = gamma.expand_as(x["g"])
+    weights = draw(member, SMALL)[2]
+    exact = collect(lambda t: recurrence(**t, removal=False), x, weights)
+    x["g_gamma"], expected = gamma, exact.pop("dg").sum((0, 1))
+    del x["g"]
+    found = collect(lambda t: call(name, t, member), x, weights)
+    assert_exact("dg_gamma", found.pop("dg_gamma"), expected)
+    for key, value in found.items():
+        assert_exact(key, value, exact[key])
+    with pytest.raises(ValueError, match="g_gamma must be None beside g"):
+        call(name, {**x, "g": torch.zeros(1, 9, 2, dtype=F64)}, member)
+    with pytest.raises(ValueError, match=r"g_gamma must have shape \[HV\] = \(2,\), got \(3,\)"):
+        call(name, {**x, "g_gamma": torch.zeros(3)}, member)
+
+
+ABSENT = [
+    ("chunk_simple_gla", "g", torch.zeros_like),
+    ("fused_recurrent_simple_gla", "g", torch.zeros_like),
+    ("fused_recurrent_gla", "g", torch.zeros_like),
+    ("fused_recurrent_gated_delta_rule", "g", torch.zeros_like),
+    ("chunk_gated_delta_product", "g", torch.zeros_like),
+    ("chunk_comba", "beta", torch.ones_like),
+    ("fused_recurrent_comba", "beta", torch.ones_like),
+    ("fused_recurrent_gated_delta_rule", "beta", torch.ones_like),
+]
+
+
+@pytest.mark.parametrize("name, argument, instead", ABSENT)
+def test_what_none_stands_for(name, argument, instead):
+    member, x, _ = of(name)
+    x[argument] = instead(x[argument])
+    o, final = call(name, x, member)
+    named = "gk" if name == "fused_recurrent_gla" else argument
+    values = {k: t for k, t in x.items() if k != argument}
+    if named == "gk":
+        found = by_position(name, **values, output_final_state=True)
+    else:
+        found = call(name, {**values, argument: None}, member)
+    assert_exact("o", found[0], o)
+    assert_exact("final_state", found[1], final)
+
+
+@pytest.mark.parametrize("name", ["chunk_comba", "fused_recurrent_comba"])
+def test_k_reads_the_state_without_p(name):
+    member, x, _ = of(name)
+    expected = call(name, {**x, "p": x["k"]}, member)
+    assert_exact("o", call(name, {**x, "p": None}, member)[0], expected[0])
+
+
+def test_decays_of_key_channels_in_the_recurrent_gated_delta_rule():
+    name = "fused_recurrent_gated_delta_rule"
+    x, _, _ = draw(BY_NAME["kda"], SMALL)
+    gk, half = x.pop("g"), torch.full((1, 9, 2), -0.25, dtype=F64)
+    for g in (None, half):
+        whole = gk if g is None else gk + g[..., None]
+        exact = recurrence(**x, g=whole)
+        found = by_position(name, **x, g=g, gk=gk, output_final_state=True)
+        assert_exact("o", found[0], exact[0])
+        assert_exact("final_state", found[1], exact[1])
+
+
+def test_other_names():
+    assert compat.chunk_gdn is compat.chunk_gated_delta_rule
+    assert compat.fused_recurrent_gdn is compat.fused_recurrent_gated_delta_rule
+    assert compat.l2_norm is compat.l2norm
+
+
+RENAMED = [
+    name
+    for name in MEMBER
+    if RECORD[name]["more"]
+    and any(arg == "state_v_first" for arg, *_ in RECORD[name]["arguments"])
+    and name != "chunk_simple_gla"
+]
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_the_former_name_of_state_v_first_warns(name):
+    member, x, _ = of(name)
+    x["initial_state"] = x["initial_state"].mT.contiguous()
+    expected = call(name, x, member, state_v_first=True)
+    with pytest.warns(DeprecationWarning, match="renamed it to state_v_first") as caught:
+        found = call(name, x, member, transpose_state_layout=True)
+    assert caught[0].filename.endswith("fla_record.py"), "not where the operator is called"
+    assert_exact("o", found[0], expected[0])
+    assert_exact("final_state", found[1], expected[1])
+    assert found[1].shape == (1, 2, 6, 8)
+    with pytest.raises(ValueError, match="former name of state_v_first"):
+        call(name, x, member, state_v_first=True, transpose_state_layout=True)
+
+
+@pytest.mark.parametrize("name", [n for n in (*MEMBER, *RULES) if RECORD[n]["more"]])
+def test_keywords_that_fla_does_not_have_are_refused(name):
+    x, _, _ = draw(BY_NAME[MEMBER.get(name, "gated_delta_rule")], SMALL)
+    if name in RULES:
+        del x["g"]
+    if name == "fused_recurrent_gla":
+        x["gk"] = x.pop("g")
+    for keyword in ("head_first", "use_qk_norm"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+            by_position(name, **x, **{keyword: False})
+
+
+def test_chunk_sizes():
+    member, x, _ = of("chunk_kda")
+    with pytest.raises(ValueError, match="chunk_size must be 32 or 64, got 16"):
+        call("chunk_kda", x, member, chunk_size=16)
+    with pytest.raises(ValueError, match="chunk_size must be 64 with return_intermediate_states"):
+        call("chunk_kda", x, member, chunk_size=32, return_intermediate_states=True)
+    member, x, _ = of("chunk_gated_delta_rule")
+    with pytest.raises(ValueError, match="chunk_size must be 16, 32 or 64, got 48"):
+        call("chunk_gated_delta_rule", x, member, chunk_size=48)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_parameters_of_the_gate_may_be_narrow_or_unused(name):
+    """FLA reads them in fp32, and without use_gate_in_kernel not at all."""
+    member = BY_NAME[MEMBER[name]]
+    x, keywords, _ = draw(member, CALLS["inside"], torch.float32)
+    narrow = {n: x[n].bfloat16() for n in ("A_log", "dt_bias")}
+    rounded = {n: t.float() for n, t in narrow.items()}
+    o, _ = call(name, x | narrow, member, **keywords)
+    expected, _ = call(name, x | rounded, member, **keywords)
+    assert_within_budget("o", o, expected.double(), expected)
+    given = draw(member, SMALL)[0]
+    with_them = call(name, given | {"A_log": given["v"], "dt_bias": None}, member)
+    assert_exact("o", with_them[0], call(name, given, member)[0])
+
+
+def test_q_and_v_are_checked_where_a_decay_is_made_of_them():
+    _, x, _ = of("chunk_simple_gla")
+    del x["g"]
+    with pytest.raises(ValueError, match="q must be a tensor, got None"):
+        by_position("chunk_simple_gla", **{**x, "q": None})
+    with pytest.raises(ValueError, match=r"v must have 4 dimensions, got shape \(9,\)"):
+        by_position("chunk_simple_gla", **{**x, "v": torch.zeros(9)})
+
+
+def test_no_warning_in_an_ordinary_call():
+    member, x, _ = of("chunk_gated_delta_rule")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call("chunk_gated_delta_rule", x, member, state_v_first=False)
