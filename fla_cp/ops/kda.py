@@ -98,6 +98,7 @@ def fused_recurrent_kda(
     nothing. Without cu_seqlens_cpu its values are then not checked, and tokens that belong to no
     sequence have undefined outputs. impl="torch" reads and checks them.
     Differentiable: the forward is the recurrence, and the backward runs the same call in chunks.
+    A compiled graph runs both in chunks.
     A sequence without tokens passes its state on. With impl="triton" a call may be captured in a
     CUDA graph, once the same call has compiled its kernel.
 

@@ -34,6 +34,8 @@ def recurrent(
         check_in_place("initial_state", o.initial_state, accumulator(x.q.dtype))
         check_no_gradient("inplace_final_state=True", NAMES, given)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        if torch.compiler.is_compiling():
+            return _in_chunks(member, x, options, rows)
         out, final = _Recurrent.apply(member, rule, dict(options), rows, N, *given)
         return out, final
     return _run(rule, x, o, rows, N)
@@ -59,6 +61,16 @@ def _run(
     out = backend.recurrent(rule, inputs, first, final, Sequences(N, cu, cu_cpu))
     out = out.view(B, T, HV, V)
     return out if rows == 1 else out[:, rows - 1 :: rows], final
+
+
+def _in_chunks(
+    member: Member, x: Tensors, options: Mapping[str, Any], rows: int
+) -> tuple[Tensor, Tensor | None]:
+    """The same call in chunks. Nearly parallel keys cost the recurrence no digits, so they must not
+    cost its gradients any."""
+    shared = {n: v for n, v in options.items() if n not in RECURRENT_ONLY}
+    out, final = chunk(member, x, {**shared, "precision": "high"}, rows)
+    return out, final
 
 
 class _Recurrent(torch.autograd.Function):
@@ -93,12 +105,8 @@ class _Recurrent(torch.autograd.Function):
         ]
         n = len(Tensors._fields)
         named = dict(zip(_TENSOR_OPTIONS, leaves[n:], strict=True))
-        # The recurrence has no error of nearly parallel keys, so its gradients have none either.
-        options = {n: v for n, v in options.items() if n not in RECURRENT_ONLY}
         with torch.enable_grad():
-            outs = chunk(
-                member, Tensors(*leaves[:n]), {**options, **named, "precision": "high"}, rows
-            )
+            outs = _in_chunks(member, Tensors(*leaves[:n]), {**options, **named}, rows)
         roots, flowing = [], []
         for out, grad in zip(outs, grads, strict=True):
             if grad is not None:

@@ -134,9 +134,7 @@ def test_offsets_beyond_the_tokens_are_cut_by_the_kernel(monkeypatch):
 def test_states_in_place_have_no_gradients(impl):
     packed, rest = inputs(Case("grad", T=3))
     packed[2].requires_grad_()
-    with pytest.raises(
-        ValueError, match=r"inplace_final_state=True, got v with requires_grad=True"
-    ):
+    with pytest.raises(ValueError, match="inplace_final_state=True, got v with requires_grad"):
         fused_recurrent_kda(*packed, **rest, inplace_final_state=True, impl=impl)
     with torch.no_grad():
         fused_recurrent_kda(*packed, **rest, inplace_final_state=True, impl=impl)
@@ -167,9 +165,12 @@ def test_gradients_of_a_compiled_call():
     packed[2].requires_grad_()
     found, wanted = (
         torch.autograd.grad(f(*packed)[0].square().sum(), [packed[2]])[0]
-        for f in (torch.compile(fused_recurrent_kda, backend="eager"), fused_recurrent_kda)
+        for f in (
+            torch.compile(fused_recurrent_kda, backend="eager", fullgraph=True),
+            fused_recurrent_kda,
+        )
     )
-    assert found.equal(wanted)
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def test_states_that_cannot_be_overwritten():
