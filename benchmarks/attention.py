@@ -347,8 +347,10 @@ def main() -> None:
     def keep(found: list[dict[str, Any]]) -> None:
         rows.extend(found)
         if args.out:
-            unit = "ms of a call, calls back to back, medians; of the slowest rank"
-            result = {**environment(), "unit": unit, "rows": rows}
+            unit = "ms of a call, calls back to back, medians"
+            unit += "; of the slowest rank" if args.ranks else ""
+            kind = "attention over ranks" if args.ranks else "attention"
+            result = {**environment(), "benchmark": kind, "unit": unit, "rows": rows}
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
     if not args.ranks:

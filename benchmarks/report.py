@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +23,15 @@ from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Si
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "current"
 
-README_PERFORMANCE, README_SCALING, README_TRAINING = "kda-shapes-fla", "cp", "train"
-"""The results that README shows, by name. The last one may be missing."""
+README_PERFORMANCE, README_SCALING = "kda-shapes-fla", "cp"
+"""The results that README shows, by name."""
+
+README_TRAINING = {"340M": "train-fla", "1.3B": "train"}
+"""The results of training steps that it shows, by model. They may be missing."""
 
 README_SHAPES = ("target", "target-any", "t8k", "t131k", "h4", "packed16k")
 README_TOKENS, README_GPUS = (32768, 131072, 1048576), (1, 2, 4)
-README_MODELS, README_STEP_TOKENS = ("340M", "1.3B"), 65536
+README_STEP_TOKENS = 65536
 
 
 def load(folder: Path = RESULTS) -> list[Result]:
@@ -91,6 +94,24 @@ SECTIONS = (
         has("kind"),
         lambda r: tables.scaling(r, "layer"),
         tables.scaling_command,
+    ),
+    Section(
+        "Softmax attention on one GPU",
+        "The peer is PyTorch's own call for packed documents, "
+        "`torch.nn.attention.varlen.varlen_attn`, which runs the same kernel; a ratio is its time over "
+        "ours in the same run, so that 1.00x means that nothing is lost around the kernel.",
+        lambda r: r.data.get("benchmark") == "attention",
+        tables.attention,
+        tables.attention_command,
+    ),
+    Section(
+        "Host time of a layer",
+        "A whole layer of hidden size 2304 with 18 heads on one GPU: how long the host needs to issue "
+        "it, and how many calls of torch's operators, kernels and autograd nodes that takes; numbers "
+        "joined by a slash are of the forward and of both directions.",
+        lambda r: r.data.get("benchmark") == "layer_host",
+        tables.layer_host,
+        tables.layer_host_command,
     ),
     Section(
         "Training steps",
@@ -188,7 +209,7 @@ PAGE = """\
 
 `python -m benchmarks.report` writes this page from the files in benchmarks/results/current; do not
 edit it by hand. Each table shows one file and names its GPU, versions, date and commit. Inputs are
-bf16 with K = V = 128. Compare numbers within one table only: clocks, hosts and kernels differ
+bf16, with K = V = 128 unless a table says otherwise. Compare numbers within one table only: clocks, hosts and kernels differ
 between runs. Each command is how today's programs write the same kind of file. [log.md](log.md)
 tells what was tried and what each result taught; it also names older results, which are in
 benchmarks/results/archive.
@@ -218,7 +239,9 @@ def performance_page(results: list[Result]) -> str:
             command = f" Command: {section.missing}." if section.missing else ""
             parts.append(f"{MISSING.capitalize()}: there is no result file.{command}\n")
         for r in found:
-            title = OPERATORS[r.data["operator"]] if is_operator(r) else r.name
+            title = r.name
+            if is_operator(r):
+                title = f"{OPERATORS[r.data['operator']]} ({r.name})"
             about = tables.described(r, section.command(r))
             parts.append(f"### {title}\n\n{about}\n\n{section.show(r)}\n")
         if found and section.figure:
@@ -262,9 +285,10 @@ def readme_scaling(result: Result) -> str:
     return f"{tables.table(head, rows)}\n\n{tables.source(result)}"
 
 
-def readme_training(result: Result | None) -> str:
-    """README's line about training steps."""
-    return report_steps.in_words(result, README_MODELS, README_STEP_TOKENS)
+def readme_training(results: Mapping[str, Result]) -> str:
+    """README's line about training steps. results: by name."""
+    found = {model: results.get(name) for model, name in README_TRAINING.items()}
+    return report_steps.in_words(found, README_STEP_TOKENS)
 
 
 def between(text: str, name: str, new: str) -> str:
@@ -282,7 +306,7 @@ def pages(results: list[Result], root: Path) -> dict[Path, str]:
     readme = (root / "README.md").read_text()
     readme = between(readme, "performance", readme_performance(by_name[README_PERFORMANCE]))
     readme = between(readme, "scaling", readme_scaling(by_name[README_SCALING]))
-    readme = between(readme, "training", readme_training(by_name.get(README_TRAINING)))
+    readme = between(readme, "training", readme_training(by_name))
     return {root / "docs" / "performance.md": performance_page(results), root / "README.md": readme}
 
 

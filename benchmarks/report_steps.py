@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from benchmarks.report_tables import (
@@ -147,15 +147,15 @@ def _of_kind(kind: str) -> Callable[[Row], str]:
     return lambda r: number(r["profile"]["kinds"].get(kind, 0.0))
 
 
-def in_words(result: Result | None, models: tuple[str, ...], tokens: int) -> str:
-    """README's line: one document, with the fastest flags of each model. tokens: its length, or the
-    greatest that was measured for a model."""
-    measured = [s for s in steps(result) if s.ours["data"] == "one" and s.ours["gpus"] == 1]
-    texts = []
-    for model in models:
-        mine = [s for s in measured if s.ours["model"] == model and "tokens_per_second" in s.ours]
+def in_words(results: Mapping[str, Result | None], tokens: int) -> str:
+    """README's line: one document, with the fastest flags of each model. results: by model.
+    tokens: its length, or the greatest that was measured for a model."""
+    texts, sources = [], []
+    for model, result in results.items():
+        of_one = (s for s in steps(result) if s.ours["data"] == "one" and s.ours["gpus"] == 1)
+        mine = [s for s in of_one if s.ours["model"] == model and "tokens_per_second" in s.ours]
         here = [s for s in mine if s.ours["tokens"] == tokens]
-        if not mine:
+        if result is None or not mine:
             continue
         length = tokens if here else max(s.ours["tokens"] for s in mine)
         same = (s for s in mine if s.ours["tokens"] == length)
@@ -168,7 +168,8 @@ def in_words(result: Result | None, models: tuple[str, ...], tokens: int) -> str
         if two.speed_up is not None:
             text += f", {speed(two.ours)} on two GPUs (speed-up {ratio(two.speed_up)})"
         texts.append(text)
-    if result is None or not texts:
+        sources.append(source(result))
+    if not texts:
         return f"Speed of training steps, beside FLA's own model class: {MISSING}."
     first = "Training on one document and one GPU, in tokens/s"
-    return f"{first}: {'; '.join(texts)}. {source(result)}"
+    return f"{first}: {'; '.join(texts)}. {' '.join(dict.fromkeys(sources))}"

@@ -19,6 +19,13 @@ OPERATORS = {
     "gla": "Gated linear attention (GLA), with given decays",
     "simple_gla": "Simple GLA, with given decays",
 }
+HEADS = {
+    "gqa-128": "16 on 2, K = V = 128",
+    "gqa-256": "16 on 2, K = V = 256",
+    "mha-128": "16 on 16, K = V = 128",
+    "mla": "16 on 16, K = 192, V = 128",
+}
+"""The shapes of benchmarks/attention.py: query heads on key heads, channels."""
 PEERS = {"fla": "FLA", "flashqla": "FlashQLA"}
 
 
@@ -404,6 +411,49 @@ def packings(result: Result) -> str:
         ("new packings, ms a call", lambda r: number(r["new_ms"])),
         ("ratio", lambda r: ratio(r["ratio"])),
         ("variants compiled meanwhile", lambda r: str(r["variants"])),
+    )
+
+
+# attention and layers
+
+
+def attention_command(result: Result) -> str:
+    return module("attention", result, f"--tokens {joined(r['T'] for r in result.rows)}")
+
+
+def attention(result: Result) -> str:
+    def over(direction: str) -> Callable[[Row], str]:
+        return lambda r: ratio(r[f"torch_{direction}_ms"] / r[f"ours_{direction}_ms"])
+
+    return columns(
+        result.rows,
+        ("heads", lambda r: HEADS[r["shape"]]),
+        ("tokens", lambda r: f"{r['T']}, {r['documents']}"),
+        ("forward, ms", lambda r: number(r["ours_forward_ms"])),
+        ("PyTorch, ms", lambda r: number(r["torch_forward_ms"])),
+        ("ratio", over("forward")),
+        ("forward + backward, ms", lambda r: number(r["ours_both_ms"])),
+        ("PyTorch, ms", lambda r: number(r["torch_both_ms"])),
+        ("ratio", over("both")),
+    )
+
+
+def layer_host_command(result: Result) -> str:
+    return module("layer_host", result)
+
+
+def layer_host(result: Result) -> str:
+    def both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:
+        return lambda r: slashed((r[d][name] for d in BOTH), show)
+
+    return columns(
+        result.rows,
+        ("layer", lambda r: OPERATORS[r["layer"]].split(",")[0]),
+        ("tokens", lambda r: str(r["T"])),
+        ("host, ms", both("host_ms", number)),
+        ("torch calls", both("aten", whole)),
+        ("kernels", both("kernels", whole)),
+        ("autograd nodes", lambda r: str(r["nodes"])),
     )
 
 

@@ -122,10 +122,3 @@ def _rows_and_heads(q: Tensor, v: Tensor) -> tuple[int, int, int]:
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
     return q.shape[0], q.shape[1], v.shape[2]
-
-
-def needs_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd records a call with these tensors."""
-    return torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in tensors
-    )

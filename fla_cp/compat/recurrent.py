@@ -1,10 +1,5 @@
-"""FLA's operators token by token: its names, its order of arguments and its defaults.
+"""FLA's operators token by token: its names, its order of arguments and its defaults."""
 
-`fla_cp.fused_recurrent_*` is forward only. A call that autograd records takes the operator in
-chunks, which has the same results up to rounding.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +8,6 @@ from fla_cp import ops
 from fla_cp.compat.arguments import (
     gate,
     head_decay,
-    needs_gradients,
     no_decay,
     nothing_left,
     ones_or,
@@ -25,16 +19,6 @@ from fla_cp.rule import accumulator
 
 _GV = "the decay of value channels is not supported"
 _REVERSE = "flip the tokens of each sequence instead"
-
-
-def _call(
-    recurrent: Callable[..., Any], chunk: Callable[..., Any], *tensors: Tensor, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """o and the final state or None."""
-    rates = options.get("A_log"), options.get("dt_bias"), options.get("initial_state")
-    op = chunk if needs_gradients(*tensors, *rates) else recurrent
-    o, final = op(*tensors, **options)
-    return o, final
 
 
 def fused_recurrent_kda(
@@ -60,9 +44,7 @@ def fused_recurrent_kda(
     """`fla_cp.fused_recurrent_kda`. kwargs: transpose_state_layout."""
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_kda", kwargs)
-    return _call(
-        ops.fused_recurrent_kda,
-        ops.chunk_kda,
+    return ops.fused_recurrent_kda(
         *(q, k, v, g, beta),
         scale=scale,
         initial_state=initial_state,
@@ -109,15 +91,12 @@ def fused_recurrent_gated_delta_rule(
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_gated_delta_rule", kwargs)
     if gk is None:
-        recurrent: Any = ops.fused_recurrent_gated_delta_rule
-        chunk: Any = ops.chunk_gated_delta_rule
+        op: Any = ops.fused_recurrent_gated_delta_rule
         decay = no_decay(q, v) if g is None else g
     else:
-        recurrent, chunk = ops.fused_recurrent_kda, ops.chunk_kda
+        op = ops.fused_recurrent_kda
         decay = gk if g is None else g[..., None].to(accumulator(gk.dtype)) + gk
-    return _call(
-        recurrent,
-        chunk,
+    return op(
         *(q, k, v, decay, ones_or(beta, v)),
         scale=scale,
         initial_state=initial_state,
@@ -146,9 +125,7 @@ def fused_recurrent_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla_cp.fused_recurrent_gated_delta_rule` without decay. beta=None: ones."""
-    return _call(
-        ops.fused_recurrent_gated_delta_rule,
-        ops.chunk_gated_delta_rule,
+    return ops.fused_recurrent_gated_delta_rule(
         *(q, k, v, no_decay(q, v), ones_or(beta, v)),
         scale=scale,
         initial_state=initial_state,
@@ -173,9 +150,7 @@ def fused_recurrent_comba(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla_cp.fused_recurrent_comba`. In FLA p stands before v here, and after it in `chunk_comba`.
     p=None: k reads the state. beta=None: ones."""
-    return _call(
-        ops.fused_recurrent_comba,
-        ops.chunk_comba,
+    return ops.fused_recurrent_comba(
         *(q, k, v, k if p is None else p, g),
         ones_or(beta, v),
         scale=scale,
@@ -206,9 +181,7 @@ def fused_recurrent_gla(
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_gla", kwargs)
     decay = no_decay(q, v)[..., None].expand(-1, -1, -1, q.shape[-1]) if gk is None else gk
-    return _call(
-        ops.fused_recurrent_gla,
-        ops.chunk_gla,
+    return ops.fused_recurrent_gla(
         *(q, k, v, decay),
         scale=scale,
         initial_state=initial_state,
@@ -237,9 +210,7 @@ def fused_recurrent_simple_gla(
     refuse("reverse", reverse, False, _REVERSE)
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_simple_gla", kwargs)
-    return _call(
-        ops.fused_recurrent_simple_gla,
-        ops.chunk_simple_gla,
+    return ops.fused_recurrent_simple_gla(
         *(q, k, v, head_decay(q, v, g, g_gamma)),
         scale=scale,
         initial_state=initial_state,

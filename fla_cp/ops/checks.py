@@ -234,6 +234,20 @@ def check_forward_only(
             )
 
 
+def check_no_gradient(
+    where: str, names: tuple[str, ...], inputs: tuple[Tensor | None, ...]
+) -> None:
+    """No input asks for a gradient, where the recurrence has none."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in zip(names, inputs, strict=True):
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"the recurrence has no gradients with {where}, got {name} with "
+                "requires_grad=True: use the operator in chunks, or torch.no_grad()"
+            )
+
+
 def check_in_place(name: str, x: Tensor | None, dtype: torch.dtype) -> None:
     """A state [N, HV, ., .] that kernels can overwrite: each matrix dense, none over another, of
     the dtype that states are computed in."""

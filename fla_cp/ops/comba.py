@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
-from fla_cp.ops.family import COMBA, chunk, recurrent
+from fla_cp.ops.family import COMBA, chunk
 from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.recurrent import recurrent
 
 
 def chunk_comba(
@@ -53,5 +54,5 @@ def fused_recurrent_comba(
     beta: Tensor,
     **o: Unpack[RecurrentOptions],
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_comba` token by token, without gradients; see `fused_recurrent_kda`."""
+    """`chunk_comba` token by token; see `fused_recurrent_kda`."""
     return recurrent(COMBA, Tensors(q, k, v, g, beta, p), o)

@@ -31,18 +31,15 @@ from fla_cp.context import compare_ranks
 from fla_cp.handle import Handle
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.ops.checks import (
     SAFE_GATE_BOUND,
     check_fixed_call,
-    check_forward_only,
-    check_in_place,
     check_inputs,
     check_ndims,
     check_sequences,
 )
 from fla_cp.ops.known import key_of, known_calls, remember
-from fla_cp.ops.options import CHUNK_ONLY, FLAGS, RECURRENT_ONLY, TENSORS, Options, Tensors
+from fla_cp.ops.options import FLAGS, RECURRENT_ONLY, TENSORS, Options, Tensors
 from fla_cp.partition.checks import check_host_copy, check_offsets
 from fla_cp.partition.packing import Packing
 from fla_cp.pipeline import Plan
@@ -76,11 +73,11 @@ SIMPLE_GLA = Member("simple_gla", True, "none", (*_OF_BETA, *_BOUND))
 _REQUIRED = {"none": 4, "k": 5, "p": 6}
 """How many of `Tensors` must be given, by what is removed from the state."""
 
-_NAMES = (*Tensors._fields, *tuple(Options._fields)[TENSORS])
+NAMES = (*Tensors._fields, *tuple(Options._fields)[TENSORS])
 _FLAGS = tuple(Options._fields)[FLAGS]
 
 
-def _options(operator: str, without: tuple[str, ...], options: Mapping[str, Any]) -> Options:
+def options_of(operator: str, without: tuple[str, ...], options: Mapping[str, Any]) -> Options:
     """The options of a call. Raises TypeError for keywords that the operator does not have."""
     for name in options:
         if name in without or name not in Options._fields:
@@ -125,7 +122,7 @@ def chunk(
         if context is not None:
             context = context.repeated(rows)
             packing = context.packing
-        x = _spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
+        x = spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
         rule, rates = rule._replace(gate="given"), (None, None)
     inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p)
 
@@ -134,7 +131,7 @@ def chunk(
 
     plan = build() if key is None else custom_op.kept_plan(packing, context, known.number, build)
     out, final, h = DeltaRuleFunction.apply(
-        known.kind, plan, *inputs, _accumulated(o.initial_state, x.q)
+        known.kind, plan, *inputs, accumulated(o.initial_state, x.q)
     )
     if rows > 1:
         out = out[:, rows - 1 :: rows]
@@ -163,8 +160,8 @@ def _checked_options(
     member: Member, x: Tensors, options: Mapping[str, Any]
 ) -> tuple[Options, DeltaRule]:
     """The options and the rule of a call, after all checks but those of `check_inputs`."""
-    o = _options(f"chunk_{member.name}", (*member.without, *RECURRENT_ONLY), options)
-    rule = _checked(member, x, o)
+    o = options_of(f"chunk_{member.name}", (*member.without, *RECURRENT_ONLY), options)
+    rule = checked_rule(member, x, o)
     check_choice("precision", o.precision, ("default", "high"))
     check_sequences(x.q.shape[1], x.q.shape[0], o.cu_seqlens, o.cp_context, o.cu_seqlens_cpu)
     check_fixed_call(
@@ -191,10 +188,10 @@ def _traced(
         if context is not None:
             context = context.repeated(rows)
         backend = resolve(o.impl, x.q.device, x.q.dtype)
-        x = _spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
+        x = spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
         rule, rates, T = rule._replace(gate="given"), (None, None), T * rows
     inputs = token_rows(Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p))
-    given = (*inputs, _accumulated(o.initial_state, x.q))
+    given = (*inputs, accumulated(o.initial_state, x.q))
     outputs = o.output_final_state, o.return_intermediate_states
     final: Any
     if context is not None and context.world_size > 1:
@@ -211,43 +208,10 @@ def _traced(
     return out, final, h.unflatten(0, (B, -1))
 
 
-def recurrent(
-    member: Member, x: Tensors, options: Mapping[str, Any], rows: int = 1
-) -> tuple[Tensor, Tensor | None]:
-    """One call token by token, forward only; see `fused_recurrent_kda`. rows: as in `chunk`."""
-    operator = f"fused_recurrent_{member.name}"
-    o = _options(operator, (*member.without, *CHUNK_ONLY), options)
-    rule = _checked(member, x, o)
-    q, (B, T, _, K), (HV, V) = x.q, x.q.shape, x.v.shape[2:]
-    check_sequences(T, B, o.cu_seqlens, None, o.cu_seqlens_cpu)
-    N = B if o.cu_seqlens is None else len(o.cu_seqlens) - 1
-    check_inputs(x, o, rule, sequences=N, rows=rows)
-    backend = resolve(o.impl, q.device, q.dtype)
-    values: tuple[Any, ...] = o
-    check_forward_only(operator, f"chunk_{member.name}", _NAMES, (*x, *values[TENSORS]))
-    if o.inplace_final_state:
-        check_in_place("initial_state", o.initial_state, accumulator(q.dtype))
-    rates, cu, cu_cpu = (o.A_log, o.dt_bias), o.cu_seqlens, o.cu_seqlens_cpu
-    if rows > 1:
-        x = _spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
-        rule, rates, T = rule._replace(gate="given"), (None, None), T * rows
-        cu, cu_cpu = (None if t is None else rows * t for t in (cu, cu_cpu))
-    first, final = _accumulated(o.initial_state, q), None
-    if o.inplace_final_state:
-        final = first
-    elif o.output_final_state:
-        shape = (N, HV, V, K) if rule.state_v_first else (N, HV, K, V)
-        final = torch.empty(shape, dtype=accumulator(q.dtype), device=q.device)
-    inputs = token_rows(Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p))
-    out = backend.recurrent(rule, inputs, first, final, Sequences(N, cu, cu_cpu))
-    out = out.view(B, T, HV, V)
-    return out if rows == 1 else out[:, rows - 1 :: rows], final
-
-
-def _checked(member: Member, x: Tensors, o: Options) -> DeltaRule:
+def checked_rule(member: Member, x: Tensors, o: Options) -> DeltaRule:
     """The rule of a call, after checks of each argument's type and of the tensors' ndims."""
     values: tuple[Any, ...] = o
-    check_tensors(_NAMES, (*x, *values[TENSORS]), _REQUIRED[member.removal])
+    check_tensors(NAMES, (*x, *values[TENSORS]), _REQUIRED[member.removal])
     check_flags(_FLAGS, values[FLAGS])
     v_first = check_state_layout(o.transpose_state_layout, o.state_v_first)
     scale, lower_bound = check_scale(o.scale), check_lower_bound(o.lower_bound)
@@ -284,7 +248,7 @@ def head_gate(backend: Backend, g: Tensor, A_log: Tensor | None, dt_bias: Tensor
     return log_decay
 
 
-def _spread(
+def spread(
     backend: Backend, x: Tensors, rates: tuple[Tensor | None, Tensor | None] | None, rows: int
 ) -> Tensors:
     """x with `rows` rows of q and g for each token: g is in the first row, q in the last, and the
@@ -299,7 +263,7 @@ def _spread(
     return x._replace(q=torch.cat((zeros, q[:, :, None]), 2).flatten(1, 2), g=g)
 
 
-def _accumulated(state: Tensor | None, q: Tensor) -> Tensor | None:
+def accumulated(state: Tensor | None, q: Tensor) -> Tensor | None:
     """The state in the dtype in which the operator computes states."""
     dtype = accumulator(q.dtype)
     return state if state is None or state.dtype == dtype else state.to(dtype)

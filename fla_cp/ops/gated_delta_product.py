@@ -14,8 +14,9 @@ from torch import Tensor
 from fla_cp.arguments import check_count
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
-from fla_cp.ops.family import GATED_DELTA_PRODUCT, chunk, recurrent
+from fla_cp.ops.family import GATED_DELTA_PRODUCT, chunk
 from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.recurrent import recurrent
 
 
 def chunk_gated_delta_product(
@@ -62,6 +63,6 @@ def fused_recurrent_gated_delta_product(
     num_householder: int,
     **options: Unpack[RecurrentOptions],
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gated_delta_product` token by token, without gradients; see `fused_recurrent_kda`."""
+    """`chunk_gated_delta_product` token by token; see `fused_recurrent_kda`."""
     n = check_count("num_householder", num_householder)
     return recurrent(GATED_DELTA_PRODUCT, Tensors(q, k, v, g, beta), options, n)

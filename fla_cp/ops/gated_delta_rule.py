@@ -13,8 +13,9 @@ from fla_cp.arguments import check_tensors
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_head_gate
-from fla_cp.ops.family import GATED_DELTA_RULE, chunk, head_gate, recurrent
+from fla_cp.ops.family import GATED_DELTA_RULE, chunk, head_gate
 from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.recurrent import recurrent
 
 
 def chunk_gated_delta_rule(
@@ -46,7 +47,7 @@ def cp_chunk_gated_delta_rule(
 def fused_recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gated_delta_rule` token by token, without gradients; see `fused_recurrent_kda`."""
+    """`chunk_gated_delta_rule` token by token; see `fused_recurrent_kda`."""
     return recurrent(GATED_DELTA_RULE, Tensors(q, k, v, g, beta), options)
 
 

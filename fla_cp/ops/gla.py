@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import check_context
-from fla_cp.ops.family import GLA, SIMPLE_GLA, chunk, recurrent
+from fla_cp.ops.family import GLA, SIMPLE_GLA, chunk
 from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.recurrent import recurrent
 
 
 def chunk_gla(
@@ -42,7 +43,7 @@ def cp_chunk_gla(
 def fused_recurrent_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gla` token by token, without gradients; see `fused_recurrent_kda`."""
+    """`chunk_gla` token by token; see `fused_recurrent_kda`."""
     return recurrent(GLA, Tensors(q, k, v, g), options)
 
 
@@ -69,5 +70,5 @@ def cp_chunk_simple_gla(
 def fused_recurrent_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_simple_gla` token by token, without gradients; see `fused_recurrent_kda`."""
+    """`chunk_simple_gla` token by token; see `fused_recurrent_kda`."""
     return recurrent(SIMPLE_GLA, Tensors(q, k, v, g), options)

@@ -14,8 +14,9 @@ from fla_cp.arguments import check_lower_bound, check_tensors
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_gate_only
-from fla_cp.ops.family import KDA, chunk, gate_of, one_dim, recurrent
+from fla_cp.ops.family import KDA, chunk, gate_of, one_dim
 from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
+from fla_cp.ops.recurrent import recurrent
 from fla_cp.rule import DeltaRule
 
 
@@ -86,7 +87,7 @@ def cp_chunk_kda(
 def fused_recurrent_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_kda` one token after another, without gradients; for inputs of up to 64 tokens.
+    """`chunk_kda` one token after another; for inputs of up to 64 tokens.
 
     Arguments and keywords are those of `chunk_kda`, without safe_gate, disable_recompute,
     return_intermediate_states, cp_context and precision, and with:
@@ -96,12 +97,14 @@ def fused_recurrent_kda(
     If cu_seqlens is on the device, impl="triton" does not read it on the host and waits for
     nothing. Without cu_seqlens_cpu its values are then not checked, and tokens that belong to no
     sequence have undefined outputs. impl="torch" reads and checks them.
+    Differentiable: the forward is the recurrence, and the backward runs the same call in chunks.
+    A compiled graph runs both in chunks.
     A sequence without tokens passes its state on. With impl="triton" a call may be captured in a
     CUDA graph, once the same call has compiled its kernel.
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None).
     Raises ValueError as listed in arguments.py and ops/checks.py, and if an input requires a
-    gradient, unless gradients are off.
+    gradient with inplace_final_state.
     """
     return recurrent(KDA, Tensors(q, k, v, g, beta), options)
 

@@ -116,3 +116,23 @@ def test_a_checkpoints_report_is_shown():
     page = report.performance_page([Result("checkpoint", data)])
     assert "3.0 GB, 500 M parameters, 2 ranks" in page
     assert "| blocking | 1.50 |" in page
+
+
+def test_attention_beside_pytorch():
+    """A ratio above one means that ours is faster, each way by its own times."""
+    row = {"shape": "mla", "T": 8192, "documents": "one document"}
+    row |= {"ours_forward_ms": 2.0, "torch_forward_ms": 1.0, "ours_both_ms": 4.0}
+    result = Result("attention", {"benchmark": "attention", "rows": [row | {"torch_both_ms": 6.0}]})
+    text = report.performance_page([result])
+    expected = "| 16 on 16, K = 192, V = 128 | 8192, one document | 2.00 | 1.00 | 0.50x |"
+    assert f"{expected} 4.00 | 6.00 | 1.50x |" in text
+    assert "python -m benchmarks.attention --tokens 8192 --out" in text
+
+
+def test_host_time_of_layers():
+    times = {"host_ms": 0.5, "aten": 20, "kernels": 10}
+    row = {"layer": "gdn", "T": 8192, "nodes": 1, "forward": times}
+    row["both"] = {"host_ms": 2.25, "aten": 90, "kernels": 30}
+    text = report.performance_page([Result("x", {"benchmark": "layer_host", "rows": [row]})])
+    assert "| Gated delta rule | 8192 | 0.500 / 2.25 | 20 / 90 | 10 / 30 | 1 |" in text
+    assert "python -m benchmarks.layer_host --out" in text

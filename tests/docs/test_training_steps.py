@@ -369,21 +369,26 @@ def test_table_of_profiles():
 
 
 def test_readmes_line():
-    assert report.readme_training(None).endswith(f"{MISSING}.")
-    line = report.readme_training(
-        example(
-            step_row("fla_cp", "340M", 1, 30000.0),
-            step_row("fla_cp", "340M", 1, 33000.0, "--compile", mfu=0.5),
-            step_row("fla_cp", "340M", 2, 57000.0, "--compile"),
-            step_row("fla", "340M", 1, 20000.0),
-            step_row("fla_cp", "1.3B", 4, 9000.0),
-        )
-    )
+    assert report.readme_training({}).endswith(f"{MISSING}.")
+    beside = example(
+        step_row("fla_cp", "340M", 1, 30000.0),
+        step_row("fla_cp", "340M", 1, 33000.0, "--compile", mfu=0.5),
+        step_row("fla_cp", "340M", 2, 57000.0, "--compile"),
+        step_row("fla", "340M", 1, 20000.0),
+        step_row("fla_cp", "1.3B", 1, 8000.0),
+    )._replace(name="train-fla")
+    alone = example(step_row("fla_cp", "1.3B", 4, 9000.0), step_row("fla_cp", "340M", 1, 1.0))
+    line = report.readme_training({r.name: r for r in (beside, alone)})
     first = (
         "340M 33000 at 65536 tokens (MFU 50.0%; FLA's own model class 20000, ratio 1.65x), 57000 "
         "on two GPUs (speed-up 1.73x). ["
     )
     assert first in line
-    assert "1.3B" not in line  # not measured on one GPU
-    assert re.search(r"\(benchmarks/results/current/train\.json\): GPU not recorded", line)
+    assert "1.3B" not in line  # not measured on one GPU in its file
+    assert re.search(r"\(benchmarks/results/current/train-fla\.json\): GPU not recorded", line)
+    assert "train.json" not in line
     assert "\n" not in line
+    more = example(step_row("fla_cp", "1.3B", 1, 9000.0, mfu=0.5))
+    line = report.readme_training({r.name: r for r in (beside, more)})
+    assert "; 1.3B 9000 at 65536 tokens (MFU 50.0%). [" in line
+    assert line.index("train-fla.json") < line.index("train.json")

@@ -34,6 +34,31 @@ def test_token_by_token(member, call):
         assert_exact(name, value, exact[name])
 
 
+@pytest.mark.parametrize("call", [CALLS["packed"], CALLS["inside"]], ids=["packed", "inside"])
+def test_gradients_token_by_token(member, call):
+    short = dataclasses.replace(call, T=20, cu=call.cu and (0, 1, 8, 8, 20))
+    x, keywords, weights = draw(member, short)
+    keywords["cu_seqlens"] = None if short.cu is None else torch.tensor(short.cu)
+    found = collect(lambda y: operator(member, "fused_recurrent", y, **keywords), x, weights)
+    for name, exact in oracle(member, short).items():
+        assert_exact(name, found[name], exact)
+
+
+@pytest.mark.parametrize("key", BY_NAME)
+def test_gradients_token_by_token_of_nearly_parallel_keys(key):
+    """In fp32 they err as little as those of the chunks with precision "high"."""
+    member, call = BY_NAME[key], dataclasses.replace(CALLS["slow"], T=64)
+    x, keywords, weights = draw(member, call)
+    x["k"] = torch.nn.functional.normalize(x["k"][:, :1] + 0.03 * x["k"], dim=-1)
+    exact = collect(lambda y: operator(member, "chunk", y, **keywords), x, weights)
+    x, weights = {n: t.float() for n, t in x.items()}, [w.float() for w in weights]
+    high = {**keywords, "precision": "high"}
+    plain = collect(lambda y: operator(member, "chunk", y, **high), x, weights)
+    found = collect(lambda y: operator(member, "fused_recurrent", y, **keywords), x, weights)
+    for name in found:
+        assert_within_budget(name, found[name], exact[name], plain[name])
+
+
 def test_half_precision_and_layouts(member):
     """bf16 inputs give bf16 outputs and fp32 states; states [V, K] are the transposed ones."""
     x, keywords, _ = draw(member, CALLS["inside"], torch.bfloat16)
@@ -120,6 +145,23 @@ def test_kernels_token_by_token(key, monkeypatch):
     plain = run(member, short, torch.float32, form="fused_recurrent")
     for name, value in run(member, short, torch.float32, "triton", "fused_recurrent").items():
         assert_within_budget(name, value, exact[name], plain[name], factor=6.0)
+
+
+@pytest.mark.parametrize("key", ["kda", "gated_delta_product2", "simple_gla"])
+def test_kernels_gradients_token_by_token(key, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    member, short = BY_NAME[key], dataclasses.replace(SMALL, T=5)
+    x, keywords, weights = draw(member, short, torch.float32)
+    exact = oracle(member, short, torch.float32)
+    by_impl = [
+        collect(
+            lambda y, i=i: operator(member, "fused_recurrent", y, **keywords, impl=i), x, weights
+        )
+        for i in ("torch", "triton")
+    ]
+    for name, value in by_impl[1].items():
+        assert_within_budget(name, value, exact[name], by_impl[0][name], factor=6.0)
 
 
 @pytest.mark.parametrize("key", ["kda", pytest.param("gated_delta_rule", marks=pytest.mark.wide)])

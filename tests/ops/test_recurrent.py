@@ -125,17 +125,17 @@ def test_offsets_beyond_the_tokens_are_cut_by_the_kernel(monkeypatch):
     far = {"cu_seqlens": torch.tensor([0, 4, 99])}
     with pytest.raises(ValueError, match="cu_seqlens must end at T=6, got 99"):
         fused_recurrent_kda(*packed, **far, **call)
-    monkeypatch.setattr("fla_cp.ops.family.check_sequences", lambda *args: None)
+    monkeypatch.setattr("fla_cp.ops.recurrent.check_sequences", lambda *args: None)
     for a, b in zip(cut, fused_recurrent_kda(*packed, **far, **call), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_forward_only(impl):
+def test_states_in_place_have_no_gradients(impl):
     packed, rest = inputs(Case("grad", T=3))
     packed[2].requires_grad_()
-    with pytest.raises(ValueError, match=r"forward only, got v with requires_grad=True: use chunk"):
-        fused_recurrent_kda(*packed, impl=impl)
+    with pytest.raises(ValueError, match="inplace_final_state=True, got v with requires_grad"):
+        fused_recurrent_kda(*packed, **rest, inplace_final_state=True, impl=impl)
     with torch.no_grad():
         fused_recurrent_kda(*packed, **rest, inplace_final_state=True, impl=impl)
     with torch.inference_mode():
@@ -145,6 +145,32 @@ def test_forward_only(impl):
         )
     assert final is state
     assert final.any()
+
+
+def test_gradients_of_some_inputs_or_of_one_output():
+    """What needs no gradient gets none, and an output that nobody reads adds nothing."""
+    packed, rest = inputs(Case("some", T=5), torch.float64)
+    packed[2].requires_grad_()
+    keywords = {**rest, "output_final_state": True}
+    for i in (0, 1):
+        found = fused_recurrent_kda(*packed, **keywords)[i].square().sum()
+        wanted = chunk_kda(*packed, **keywords)[i].square().sum()
+        (a,), (b,) = (torch.autograd.grad(loss, [packed[2]]) for loss in (found, wanted))
+        assert_exact("dv", a, b)
+        assert packed[0].grad is None
+
+
+def test_gradients_of_a_compiled_call():
+    packed, _ = inputs(Case("compiled", T=3, states=False))
+    packed[2].requires_grad_()
+    found, wanted = (
+        torch.autograd.grad(f(*packed)[0].square().sum(), [packed[2]])[0]
+        for f in (
+            torch.compile(fused_recurrent_kda, backend="eager", fullgraph=True),
+            fused_recurrent_kda,
+        )
+    )
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def test_states_that_cannot_be_overwritten():
