@@ -98,17 +98,17 @@ SECTIONS = (
     Section(
         "Softmax attention on one GPU",
         "The peer is PyTorch's own call for packed documents, "
-        "`torch.nn.attention.varlen.varlen_attn`, which runs the same kernel; a ratio is its time over "
-        "ours in the same run, so that 1.00x means that nothing is lost around the kernel.",
+        "`torch.nn.attention.varlen.varlen_attn`, which runs the same kernel; a ratio is its time "
+        "over ours in the same run, so that 1.00x means that nothing is lost around the kernel.",
         lambda r: r.data.get("benchmark") == "attention",
         tables.attention,
         tables.attention_command,
     ),
     Section(
         "Host time of a layer",
-        "A whole layer of hidden size 2304 with 18 heads on one GPU: how long the host needs to issue "
-        "it, and how many calls of torch's operators, kernels and autograd nodes that takes; numbers "
-        "joined by a slash are of the forward and of both directions.",
+        "A whole layer of hidden size 2304 with 18 heads on one GPU: how long the host needs to "
+        "issue it, and how many calls of torch's operators, kernels and autograd nodes that takes; "
+        "numbers joined by a slash are of the forward and of both directions.",
         lambda r: r.data.get("benchmark") == "layer_host",
         tables.layer_host,
         tables.layer_host_command,
@@ -181,7 +181,7 @@ SECTIONS = (
         "Errors where the output is a small difference",
         "An error is the norm of the difference to fp64 over the norm of the exact tensor, for "
         "keys that are nearly parallel; `rounding` is what rounding the operands alone costs.",
-        has("errors"),
+        lambda r: "errors" in r.data,
         tables.precision,
         tables.precision_command,
     ),
@@ -209,10 +209,10 @@ PAGE = """\
 
 `python -m benchmarks.report` writes this page from the files in benchmarks/results/current; do not
 edit it by hand. Each table shows one file and names its GPU, versions, date and commit. Inputs are
-bf16, with K = V = 128 unless a table says otherwise. Compare numbers within one table only: clocks, hosts and kernels differ
-between runs. Each command is how today's programs write the same kind of file. [log.md](log.md)
-tells what was tried and what each result taught; it also names older results, which are in
-benchmarks/results/archive.
+bf16, with K = V = 128 unless a table says otherwise. Compare numbers within one table only: clocks,
+hosts and kernels differ between runs. Each command is how today's programs write the same kind of
+file. [log.md](log.md) tells what was tried and what each result taught; it also names older results,
+which are in benchmarks/results/archive.
 """
 
 MODEL = """\

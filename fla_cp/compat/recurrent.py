@@ -45,7 +45,11 @@ def fused_recurrent_kda(
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_kda", kwargs)
     return ops.fused_recurrent_kda(
-        *(q, k, v, g, beta),
+        q,
+        k,
+        v,
+        g,
+        beta,
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -97,7 +101,11 @@ def fused_recurrent_gated_delta_rule(
         op = ops.fused_recurrent_kda
         decay = gk if g is None else g[..., None].to(accumulator(gk.dtype)) + gk
     return op(
-        *(q, k, v, decay, ones_or(beta, v)),
+        q,
+        k,
+        v,
+        decay,
+        ones_or(beta, v),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -126,7 +134,11 @@ def fused_recurrent_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla_cp.fused_recurrent_gated_delta_rule` without decay. beta=None: ones."""
     return ops.fused_recurrent_gated_delta_rule(
-        *(q, k, v, no_decay(q, v), ones_or(beta, v)),
+        q,
+        k,
+        v,
+        no_decay(q, v),
+        ones_or(beta, v),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -151,7 +163,11 @@ def fused_recurrent_comba(
     """`fla_cp.fused_recurrent_comba`. In FLA p stands before v here, and after it in `chunk_comba`.
     p=None: k reads the state. beta=None: ones."""
     return ops.fused_recurrent_comba(
-        *(q, k, v, k if p is None else p, g),
+        q,
+        k,
+        v,
+        k if p is None else p,
+        g,
         ones_or(beta, v),
         scale=scale,
         initial_state=initial_state,
@@ -182,7 +198,10 @@ def fused_recurrent_gla(
     nothing_left("fused_recurrent_gla", kwargs)
     decay = no_decay(q, v)[..., None].expand(-1, -1, -1, q.shape[-1]) if gk is None else gk
     return ops.fused_recurrent_gla(
-        *(q, k, v, decay),
+        q,
+        k,
+        v,
+        decay,
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -211,7 +230,10 @@ def fused_recurrent_simple_gla(
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_simple_gla", kwargs)
     return ops.fused_recurrent_simple_gla(
-        *(q, k, v, head_decay(q, v, g, g_gamma)),
+        q,
+        k,
+        v,
+        head_decay(q, v, g, g_gamma),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
