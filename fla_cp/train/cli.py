@@ -1,4 +1,4 @@
-"""Entry points of `fla-cp-train` and `fla-cp-export`, which say which extra is missing.
+"""Entry points of `fla-cp-train`, `fla-cp-export` and `fla-cp-generate`, which say which extra is missing.
 
 launch/train.py uses the first one, too.
 """
@@ -32,6 +32,15 @@ def run_export() -> int:
     if _lacks("fla-cp-export", "train,hf", needed):
         return MISTAKE
     from fla_cp.train.export import main
+
+    return main()
+
+
+def run_generate() -> int:
+    """Generates as sys.argv says and returns the exit code, see fla_cp/train/exit_codes.py."""
+    if _lacks("fla-cp-generate", "train,hf", (*NEEDED, "safetensors", "transformers")):
+        return MISTAKE
+    from fla_cp.train.generate import main
 
     return main()
 

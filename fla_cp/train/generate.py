@@ -126,14 +126,21 @@ def generate(
 ) -> tuple[list[list[int]], Statistics]:
     """The tokens that follow each prompt, without the prompt, and how long it took.
 
-    prompts: token ids, at least one each; their lengths may differ. sampling: by default greedy.
+    prompts: token ids of the model, at least one each; their lengths may differ. sampling: by default greedy.
     end: a token after which a row stops; it is part of the result. chunk: tokens of a prompt that
     go through the model at once. on_tokens: is called with the next token of each row, None for
     rows that have stopped.
-    Raises ValueError for a prompt without tokens and for counts below 1.
+    Raises ValueError for a prompt without tokens, for tokens that the model does not have, and for
+    counts below 1.
     """
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError("prompts must each have at least one token")
+    rows_of_embedding, most = len(model.embedding.weight), max(map(max, prompts))
+    if most >= rows_of_embedding or min(map(min, prompts)) < 0:
+        raise ValueError(
+            f"prompts must have tokens from 0 to {rows_of_embedding - 1}, those of the model, got "
+            f"{min(map(min, prompts))} to {most}"
+        )
     for name, count in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
         if count < 1:
             raise ValueError(f"{name} must be from 1, got {count}")
@@ -151,6 +158,7 @@ def generate(
         filled.append(caches)
         rows.append(logits)
     caches, logits = _joined(filled), torch.cat(rows)
+    chosen = torch.empty(0, dtype=torch.int64, device=device)
     found: list[list[int]] = [[] for _ in prompts]
     open_rows = [True] * len(prompts)
     statistics = Statistics()
@@ -191,7 +199,8 @@ def load_decoder(
         record, files = checkpoint.read_record(path)
         if record["format"] == 1 or record.get("folder") is not None:
             raise UserError(
-                f"RUN must be a run of fla_cp's own models, with a checkpoint of format 2, got {path}"
+                "RUN must be a run of fla_cp's own models with a checkpoint of format 2, got "
+                f"{path}"
             )
         metadata = checkpoint.read_metadata(path, files, trust)
         model = recorded_decoder(record)

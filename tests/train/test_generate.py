@@ -43,13 +43,18 @@ def test_greedy_tokens_are_those_of_transformers(kind, tmp_path, capsys):
 
 def test_the_command_continues_bytes(tmp_path, capsys):
     model = random_run(tmp_path / "run", MODELS["kimi"]).eval()
-    found, _ = generate(model, [list(b"abc")[:2], list(b"A")], 6)
+    found, _ = generate(model, [list(b"A B"), list(b"A")], 6)
     command = [str(tmp_path / "run"), "--max-new-tokens", "6", "--device", "cpu"]
     assert generate_main([*command, "--prompt", "A"]) == 0
     out, err = capsys.readouterr()
     assert out == bytes(found[1]).decode() + "\n"
     assert "first token after" in err
     assert "tokens/s" in err
+    assert generate_main([*command, "--prompt", "A B", "--prompt", "A"]) == 0
+    texts = [bytes(tokens).decode() + "\n" for tokens in found]
+    assert capsys.readouterr().out == "".join(texts)
+    assert generate_main([*command, "--prompt", "abc"]) == 2
+    assert "prompts must have tokens from 0 to 96" in capsys.readouterr().err
     assert generate_main([str(tmp_path), "--prompt", "A"]) == 2
     assert "holds no complete one" in capsys.readouterr().err
 
