@@ -94,11 +94,11 @@ def attention_cache(
     like: Tensor, rows: int, capacity: int, heads: int, channels: int, value_channels: int
 ) -> AttentionCache:
     """An empty cache with the dtype and device of `like`."""
-    kind = {"dtype": like.dtype, "device": like.device}
+    dtype, device = like.dtype, like.device
     return AttentionCache(
-        torch.zeros(rows, capacity, heads, channels, **kind),
-        torch.zeros(rows, capacity, heads, value_channels, **kind),
-        torch.zeros(rows, dtype=torch.int64, device=like.device),
+        torch.zeros(rows, capacity, heads, channels, dtype=dtype, device=device),
+        torch.zeros(rows, capacity, heads, value_channels, dtype=dtype, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
     )
 
 

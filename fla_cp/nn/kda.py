@@ -57,7 +57,7 @@ class KDACore(Core):
         cache: RecurrentCache | None = None,
     ) -> Tensor:
         """Raw projections -> o [B, T, HV, V]; shapes as in `chunk_kda`."""
-        batch = {"cu_seqlens": cu_seqlens, "cp_context": cp_context, "cache": cache}
+        batch: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cp_context": cp_context, "cache": cache}
         return super().forward(q, k, v, g, beta, **batch)
 
 

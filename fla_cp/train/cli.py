@@ -1,6 +1,6 @@
-"""Entry points of `fla-cp-train`, `fla-cp-export` and `fla-cp-generate`, which say which extra is missing.
+"""Entry points of `fla-cp-train`, `fla-cp-export` and `fla-cp-generate`.
 
-launch/train.py uses the first one, too.
+They say which extra is missing. launch/train.py and launch/generate.py use them, too.
 """
 
 from __future__ import annotations

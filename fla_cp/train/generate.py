@@ -108,7 +108,7 @@ def _joined(caches: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
     found: list[LayerCache] = []
     for layer in zip(*caches, strict=True):
         attention = isinstance(layer[0], AttentionCache)
-        found.append((AttentionCache if attention else RecurrentCache).joined(layer))  # type: ignore[arg-type]
+        found.append((AttentionCache if attention else RecurrentCache).joined(layer))
     return found
 
 
@@ -126,7 +126,8 @@ def generate(
 ) -> tuple[list[list[int]], Statistics]:
     """The tokens that follow each prompt, without the prompt, and how long it took.
 
-    prompts: token ids of the model, at least one each; their lengths may differ. sampling: by default greedy.
+    prompts: token ids of the model, at least one each; their lengths may differ. sampling: by
+    default greedy.
     end: a token after which a row stops; it is part of the result. chunk: tokens of a prompt that
     go through the model at once. on_tokens: is called with the next token of each row, None for
     rows that have stopped.
