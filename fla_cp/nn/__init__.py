@@ -1,6 +1,7 @@
 """Layers."""
 
 from fla_cp.nn.attention import Attention
+from fla_cp.nn.cache import AttentionCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.nn.kda import KDACore, KimiDeltaAttention
 from fla_cp.nn.latent_attention import MultiHeadLatentAttention
@@ -17,6 +18,7 @@ from fla_cp.nn.routing import Router, RoutingStatistics, load_balancing_loss
 
 __all__ = [
     "Attention",
+    "AttentionCache",
     "Comba",
     "Experts",
     "GatedDeltaNet",
@@ -27,6 +29,7 @@ __all__ = [
     "KimiDeltaAttention",
     "MultiHeadLatentAttention",
     "RMSNorm",
+    "RecurrentCache",
     "Router",
     "RoutingStatistics",
     "ShortConvolution",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fla_cp.arguments import check_count, check_flags
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
+from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm, check_hidden
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
 from fla_cp.ops import causal_attention
@@ -63,11 +64,15 @@ class SoftmaxAttention(nn.Module):
         cu_seqlens: Tensor | None,
         cp_context: FLACPContext | None,
         magnitude: float = 1.0,
+        cache: AttentionCache | None = None,
     ) -> Tables | None:
         """The rotary tables of the tokens of like [B, T, ..]; None without positions."""
         B, T = like.shape[:2]
         if self.rotary is None:
             return None
+        if cache is not None:
+            positions = cache.positions(T).flatten()
+            return self.rotary.turned(positions, accumulator(like.dtype), magnitude)
         if torch.compiler.is_compiling():
             positions = compiled_positions(like.flatten(0, 1), cp_context, B)
             return self.rotary.turned(positions, accumulator(like.dtype), magnitude)
@@ -132,11 +137,26 @@ class Attention(SoftmaxAttention):
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
+    def make_cache(self, rows: int, capacity: int) -> AttentionCache:
+        """An empty cache for `rows` sequences of up to `capacity` tokens."""
+        heads, dim = self.num_kv_heads, self.head_dim
+        return attention_cache(self.k_proj.weight, rows, capacity, heads, dim, dim)
+
     def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
-        """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden]."""
+        """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
+
+        cache: as in `LinearAttention`.
+        """
         self.check(x, cu_seqlens, cp_context)
+        if cache is not None:
+            check_cache(len(cache.keys), x, cu_seqlens, cp_context)
         q, k, v = (
             rearrange(project(x), "b t (h k) -> b t h k", k=self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -144,13 +164,16 @@ class Attention(SoftmaxAttention):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            tables = self.rotary_tables(v, cu_seqlens, cp_context, self.rotary.magnitude)
+            tables = self.rotary_tables(v, cu_seqlens, cp_context, self.rotary.magnitude, cache)
             assert tables is not None
             q, k = rotate(q, tables), rotate(k, tables)
         # Autocast may have run the norms in another dtype.
         q, k = q.to(v.dtype), k.to(v.dtype)
         with Overlap(lambda: self.gate(x)) as gate:
-            o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, cp_context=cp_context)
+            if cache is None:
+                o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, cp_context=cp_context)
+            else:
+                o = cache.attend(q, k, v, self.head_dim**-0.5)
         o, factor = rearrange(o, "b t h k -> b t (h k)"), gate()
         return self.o_proj(o if factor is None else o * factor)
 

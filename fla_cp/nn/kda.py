@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from fla_cp.arguments import check_flags, check_lower_bound
 from fla_cp.context import FLACPContext
+from fla_cp.nn.cache import RecurrentCache
 from fla_cp.nn.linear_attention import Core, LinearAttention
 from fla_cp.nn.modules import GatedRMSNorm
 from fla_cp.nn.projections import Projections
@@ -53,9 +54,11 @@ class KDACore(Core):
         beta: Tensor,
         cu_seqlens: Tensor | None = None,
         cp_context: FLACPContext | None = None,
+        cache: RecurrentCache | None = None,
     ) -> Tensor:
         """Raw projections -> o [B, T, HV, V]; shapes as in `chunk_kda`."""
-        return super().forward(q, k, v, g, beta, cu_seqlens=cu_seqlens, cp_context=cp_context)
+        batch: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cp_context": cp_context, "cache": cache}
+        return super().forward(q, k, v, g, beta, **batch)
 
 
 class KimiDeltaAttention(LinearAttention):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.attention import SoftmaxAttention
+from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
 from fla_cp.ops.attention import attention_over, compiled_latent_attention, key_rows, keys_of
@@ -82,20 +83,35 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         self.kv_up = between(kv_lora_rank, qk_nope_head_dim + v_head_dim)
         self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False)
 
+    def make_cache(self, rows: int, capacity: int) -> AttentionCache:
+        """An empty cache of latents and shared channels, as in `Attention`."""
+        rank = self.kv_lora_rank
+        wide = rank + self.qk_rope_head_dim
+        return attention_cache(self.kv_down.weight, rows, capacity, 1, wide, rank)
+
     def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+        cache: AttentionCache | None = None,
     ) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
         Between ranks, kv_lora_rank + qk_rope_head_dim numbers a token travel, in the dtype of the
-        projections; q is projected in the meantime.
+        projections; q is projected in the meantime. cache: as in `LinearAttention`.
         """
         B, T = self.check(x, cu_seqlens, cp_context)
+        if cache is not None:
+            check_cache(len(cache.keys), x, cu_seqlens, cp_context)
         latent, shared = self.kv_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        tables = self.rotary_tables(shared, cu_seqlens, cp_context)
+        tables = self.rotary_tables(shared, cu_seqlens, cp_context, cache=cache)
         if tables is not None:
             shared = rotate(shared[:, :, None], tables)[:, :, 0]
         latent = self.kv_norm(latent).to(shared.dtype)  # autocast may choose another
+        if cache is not None:
+            return self.o_proj(self.over_latents(x, latent, shared, tables, cache).flatten(2))
         latent, shared = latent.flatten(0, 1), shared.flatten(0, 1)
         if torch.compiler.is_compiling():
             q = self.queries(x, tables).to(shared.dtype)
@@ -109,6 +125,25 @@ class MultiHeadLatentAttention(SoftmaxAttention):
             k, v = Expanded.of(each, shared, self.v_head_dim)
             o = attention_over(queries().to(v.dtype), k, v, rows.lengths, self.scale)
         return self.o_proj(rearrange(o, "(b t) h v -> b t (h v)", b=B))
+
+    def over_latents(
+        self,
+        x: Tensor,
+        latent: Tensor,
+        shared: Tensor,
+        tables: Tables | None,
+        cache: AttentionCache,
+    ) -> Tensor:
+        """o [B, T, H, v_head_dim] with a cache. kv_up is applied to queries and outputs instead of
+        to all latents, which is the same and costs no more in each step as the text grows."""
+        q = self.queries(x, tables).to(shared.dtype).unflatten(0, x.shape[:2])
+        plain, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        up = self.kv_up.weight.to(q.dtype).unflatten(0, (self.num_heads, -1))
+        up_k, up_v = up.split([self.qk_nope_head_dim, self.v_head_dim], 1)
+        q = torch.cat([torch.einsum("bthn,hnr->bthr", plain, up_k), rotated], -1)
+        keys = torch.cat([latent, shared], -1)[:, :, None]
+        o = cache.attend(q, keys, latent[:, :, None], self.scale)
+        return torch.einsum("bthr,hvr->bthv", o, up_v)
 
     def queries(self, x: Tensor, tables: Tables | None) -> Tensor:
         """[B * T, H, qk_head_dim]: first the channels of the latents, then the shared ones."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fla_cp import ops
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
+from fla_cp.nn.cache import RecurrentCache, check_cache
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, InitializedModule
 from fla_cp.nn.modules import (
     GatedRMSNorm,
@@ -77,16 +78,26 @@ class Core(InitializedModule):
         return options
 
     def forward(
-        self, *inputs: Any, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
+        self,
+        *inputs: Any,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+        cache: RecurrentCache | None = None,
     ) -> Tensor:
         """Raw projections -> o [B, T, HV, V]; inputs as the operator's."""
-        idle = not self.training and not torch.is_grad_enabled() and cp_context is None
+        idle = not torch.is_grad_enabled() and cp_context is None
+        idle = idle and (cache is not None or not self.training)
         recurrent = idle and inputs[0].shape[1] <= RECURRENT_TOKENS
         options = {"cu_seqlens": cu_seqlens, **self.options(recurrent)}
         if not recurrent:
             options["cp_context"] = cp_context
         op = getattr(ops, f"{'fused_recurrent' if recurrent else 'chunk'}_{self.name}")
-        o: Tensor = op(*inputs, **options)[0]
+        if cache is not None:
+            options |= {"initial_state": cache.state, "output_final_state": True}
+        o: Tensor
+        o, final = op(*inputs, **options)[:2]
+        if cache is not None:
+            cache.state = final
         return o
 
 
@@ -220,27 +231,46 @@ class LinearAttention(nn.Module):
             if module is not self and callable(reset):
                 reset()
 
+    def make_cache(self, rows: int, capacity: int) -> RecurrentCache:
+        """The cache of `rows` sequences before their first token; its size does not depend on
+        `capacity`."""
+        return RecurrentCache()
+
     def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cp_context: FLACPContext | None = None
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cp_context: FLACPContext | None = None,
+        cache: RecurrentCache | None = None,
     ) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
-        The context must be built with conv1d_kernel_size=conv_size.
+        The context must be built with conv1d_kernel_size=conv_size. cache: of the tokens before,
+        which is brought up to date; without gradients, cu_seqlens and context alone.
         """
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
+        if cache is not None:
+            held = None if cache.state is None else len(cache.state)
+            check_cache(held, x, cu_seqlens, cp_context)
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
         n = self.rows
         exchanges = cp_context is not None and cp_context.world_size > 1
         inputs = self.input_projections()
         project = Projections(x, inputs)
-        y = one_call(self, project, cu_seqlens, cp_context)
+        y = None if cache is not None else one_call(self, project, cu_seqlens, cp_context)
         if y is not None:
             return y
         qkv = self.read_qkv(project, () if exchanges else inputs[3:])
         # One convolution, hence one exchange of its halo, for all three.
         heads = (H, K), (n * H, K), (n * HV, V)
         with Overlap(lambda: self.rates(project)) as rates:
-            q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context, heads)
+            if cache is None:
+                q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context, heads)
+            else:
+                (q, k, v), cache.conv = self.qkv_conv(
+                    qkv, heads=heads, cache=cache.conv, output_final_state=True
+                )
         B, T = q.shape[:2]
         g, beta = rates()
         operands: list[Any] = [q, k.reshape(B, n * T, H, K), v.reshape(B, n * T, HV, V)]
@@ -250,7 +280,8 @@ class LinearAttention(nn.Module):
         if self.operator == "gated_delta_product":
             operands.append(n)
         with Overlap(lambda: self.early_gate(project)) as gate:
-            o = self.core(*operands, cu_seqlens=cu_seqlens, cp_context=cp_context)
+            options = {} if cache is None else {"cache": cache}
+            o = self.core(*operands, cu_seqlens=cu_seqlens, cp_context=cp_context, **options)
         del rates, g, beta, operands
         return self.o_proj(self.gated(o, project, gate()).flatten(-2))
 

@@ -1,6 +1,6 @@
 """Entry points of the programs that need the extra `train`. They say which extra is missing.
 
-launch/train.py uses the first one, too.
+launch/train.py and launch/generate.py use them, too.
 """
 
 from __future__ import annotations
@@ -50,6 +50,15 @@ def run_plot() -> int:
     if _lacks("fla-cp-plot", "train,plot", (*NEEDED, "matplotlib")):
         return MISTAKE
     from fla_cp.train.plot import main
+
+    return main()
+
+
+def run_generate() -> int:
+    """Generates as sys.argv says and returns the exit code, see fla_cp/train/exit_codes.py."""
+    if _lacks("fla-cp-generate", "train,hf", (*NEEDED, "safetensors", "transformers")):
+        return MISTAKE
+    from fla_cp.train.generate import main
 
     return main()
 

@@ -59,7 +59,7 @@ def export(
     published layout expresses, with the reason, and for an `out` that has files.
     """
     with joined(ParallelConfig(device="cpu")) as ranks:  # DCP warns without a process group
-        return _exported(_whole_checkpoint(run, trust, ranks), out, dtype, shard_bytes, trust)
+        return _exported(whole_checkpoint(run, trust, ranks), out, dtype, shard_bytes, trust)
 
 
 def _exported(path: Path, out: Path, dtype: torch.dtype, shard_bytes: int, trust: bool) -> str:
@@ -102,7 +102,7 @@ def recorded_decoder(record: Mapping[str, Any]) -> Decoder:
         return Decoder(config, model["vocab_size"], shape)
 
 
-def _whole_checkpoint(run: Path, trust: bool, ranks: Ranks) -> Path:
+def whole_checkpoint(run: Path, trust: bool, ranks: Ranks) -> Path:
     found = [run] if checkpoint.complete(run) else checkpoint.checkpoints(run)[::-1]
     if not found:
         raise UserError(f"RUN must be a run folder or a checkpoint; {run} holds no complete one")

@@ -1,0 +1,287 @@
+"""Entry point of `fla-cp-generate`: continues prompts with the weights of a run.
+
+fla-cp-generate runs/20260101-000000-tiny --prompt "Once upon a time" --max-new-tokens 64
+
+The prompt goes through the model in chunks, which leave a cache in each layer; each further token
+is one call that reads and writes the caches. Prompts of unequal lengths are read one by one, and
+then decoded together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
+from fla_cp.nn.experts import Experts
+from fla_cp.train import checkpoint
+from fla_cp.train.config import ParallelConfig, UserError
+from fla_cp.train.distributed import joined
+from fla_cp.train.exit_codes import MISTAKE
+from fla_cp.train.export import recorded_decoder, whole_checkpoint
+from fla_cp.train.integrity import Damaged
+from fla_cp.train.model import Decoder
+from fla_cp.train.tokenizer import Tokenizer
+from fla_cp.train.untrusted import CheckedReader, reading
+from fla_cp.train.weights import give_memory
+
+PREFILL_CHUNK = 2048
+"""Tokens of a prompt that go through the model at once."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. temperature: 0 takes the likeliest token. top_p: only from the fewest
+    tokens whose probabilities sum to at least this.
+
+    Raises ValueError for a temperature below 0 and for top_p outside of (0, 1].
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and from 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """[B] token ids from logits [B, vocabulary]."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        chances, ids = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True)
+        before = chances.cumsum(-1) - chances
+        chances = chances.masked_fill(before >= self.top_p, 0.0)
+        return ids.gather(-1, torch.multinomial(chances, 1, generator=generator))[:, 0]
+
+
+@dataclass
+class Statistics:
+    """first_token: seconds from the call to the first token of all prompts. decoding: seconds of
+    the steps after it. steps: how many these were. tokens: how many tokens they gave."""
+
+    first_token: float = 0.0
+    decoding: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        rate = self.tokens / self.decoding if self.decoding else 0.0
+        return f"first token after {self.first_token:.3f} s, then {rate:.1f} tokens/s"
+
+
+def make_caches(model: Decoder, rows: int, capacity: int) -> list[LayerCache]:
+    """An empty cache for each block of the model."""
+    return [_mixer(block).make_cache(rows, capacity) for block in model.blocks]
+
+
+def _mixer(block: torch.nn.Module) -> Any:
+    return block.get_submodule("mixer")
+
+
+@torch.no_grad()
+def next_logits(model: Decoder, tokens: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+    """Logits [B, vocabulary] behind the last of tokens [B, T], which follow those in the caches."""
+    x = model.embedding(tokens)
+    for block, cache in zip(model.blocks, caches, strict=True):
+        part: Any = block
+        x = x + part.mixer(part.mixer_norm(x), cache=cache)
+        y = part.ffn(part.ffn_norm(x))
+        x = x + (y[0] if isinstance(part.ffn, Experts) else y)
+    logits: Tensor = model.head(model.norm(x[:, -1]))
+    return logits
+
+
+def _joined(caches: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
+    """The caches of the layers, from those of single prompts."""
+    found: list[LayerCache] = []
+    for layer in zip(*caches, strict=True):
+        attention = isinstance(layer[0], AttentionCache)
+        found.append((AttentionCache if attention else RecurrentCache).joined(layer))
+    return found
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    end: int | None = None,
+    seed: int = 0,
+    chunk: int = PREFILL_CHUNK,
+    on_tokens: Callable[[list[int | None]], None] | None = None,
+) -> tuple[list[list[int]], Statistics]:
+    """The tokens that follow each prompt, without the prompt, and how long it took.
+
+    prompts: token ids of the model, at least one each; their lengths may differ. sampling: by
+    default greedy.
+    end: a token after which a row stops; it is part of the result. chunk: tokens of a prompt that
+    go through the model at once. on_tokens: is called with the next token of each row, None for
+    rows that have stopped.
+    Raises ValueError for a prompt without tokens, for tokens that the model does not have, and for
+    counts below 1.
+    """
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError("prompts must each have at least one token")
+    rows_of_embedding, most = len(model.embedding.weight), max(map(max, prompts))
+    if most >= rows_of_embedding or min(map(min, prompts)) < 0:
+        raise ValueError(
+            f"prompts must have tokens from 0 to {rows_of_embedding - 1}, those of the model, got "
+            f"{min(map(min, prompts))} to {most}"
+        )
+    for name, count in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
+        if count < 1:
+            raise ValueError(f"{name} must be from 1, got {count}")
+    sampling = sampling or Sampling()
+    device = model.embedding.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    begin = time.perf_counter()
+    capacity = max(map(len, prompts)) + max_new_tokens
+    filled, rows = [], []
+    for prompt in prompts:
+        caches = make_caches(model, 1, capacity)
+        tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+        for part in tokens.split(chunk, 1):
+            logits = next_logits(model, part, caches)
+        filled.append(caches)
+        rows.append(logits)
+    caches, logits = _joined(filled), torch.cat(rows)
+    chosen = torch.empty(0, dtype=torch.int64, device=device)
+    found: list[list[int]] = [[] for _ in prompts]
+    open_rows = [True] * len(prompts)
+    statistics = Statistics()
+    for step in range(max_new_tokens):
+        if step:
+            logits = next_logits(model, chosen[:, None], caches)
+        chosen = sampling.choose(logits, generator)
+        given = [
+            t if is_open else None for t, is_open in zip(chosen.tolist(), open_rows, strict=True)
+        ]
+        if not step:
+            statistics.first_token = time.perf_counter() - begin
+            begin = time.perf_counter()
+        else:
+            statistics.steps += 1
+            statistics.tokens += sum(open_rows)
+        for row, token in enumerate(given):
+            if token is not None:
+                found[row].append(token)
+                open_rows[row] = token != end
+        if on_tokens is not None:
+            on_tokens(given)
+        if not any(open_rows):
+            break
+    statistics.decoding = time.perf_counter() - begin
+    return found, statistics
+
+
+def load_decoder(
+    run: Path, device: torch.device, *, trust: bool = False
+) -> tuple[Decoder, dict[str, Any]]:
+    """The model of a run's newest whole checkpoint in float32, and the checkpoint's record.
+
+    Raises UserError for a run without a whole checkpoint, and for one of a model of transformers.
+    """
+    with joined(ParallelConfig(device="cpu")) as ranks:  # DCP warns without a process group
+        path = whole_checkpoint(run, trust, ranks)
+        record, files = checkpoint.read_record(path)
+        if record["format"] == 1 or record.get("folder") is not None:
+            raise UserError(
+                "RUN must be a run of fla_cp's own models with a checkpoint of format 2, got "
+                f"{path}"
+            )
+        metadata = checkpoint.read_metadata(path, files, trust)
+        model = recorded_decoder(record)
+        give_memory(model, torch.device("cpu"))
+        dcp.load(
+            {"model": model.state_dict()},
+            storage_reader=CheckedReader(path, metadata),
+            planner=reading(trust)[1](),
+        )
+    return model.to(device).eval(), record
+
+
+def _stream(tokenizer: Tokenizer | None) -> Callable[[list[int | None]], None]:
+    """Prints the text of one row as its tokens come."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    seen: list[int] = []
+    shown = ""
+
+    def show(tokens: list[int | None]) -> None:
+        nonlocal shown
+        token = tokens[0]
+        if token is None:
+            return
+        if tokenizer is None:
+            text = decoder.decode(bytes([token])) if token < 256 else ""
+        else:
+            seen.append(token)
+            whole = tokenizer.hf.decode(seen, skip_special_tokens=True)
+            if whole.endswith("\ufffd"):  # the rest of a character is still to come
+                return
+            text, shown = whole[len(shown) :], whole
+        print(text, end="", flush=True)
+
+    return show
+
+
+def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+    text: str = tokenizer.hf.decode(tokens, skip_special_tokens=True)
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Generates as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
+    parser = argparse.ArgumentParser(
+        prog="fla-cp-generate", description="Continues prompts with the weights of a run."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a checkpoint in it")
+    parser.add_argument("--prompt", action="append", required=True, help="may be given repeatedly")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
+    given = parser.parse_args(argv)
+    try:
+        sampling = Sampling(given.temperature, given.top_p)
+        model, record = load_decoder(
+            given.run, torch.device(given.device), trust=given.trust_checkpoint
+        )
+        source = record["data"].get("tokenizer")
+        tokenizer = None if source is None else Tokenizer(source)
+        prompts = [list(p.encode()) for p in given.prompt]
+        if tokenizer is not None:
+            prompts = tokenizer.ids(given.prompt)
+        one = len(prompts) == 1
+        found, statistics = generate(
+            model,
+            prompts,
+            given.max_new_tokens,
+            sampling=sampling,
+            end=tokenizer.end[0] if tokenizer is not None and tokenizer.end else None,
+            seed=given.seed,
+            on_tokens=_stream(tokenizer) if one else None,
+        )
+    except (ValueError, OSError, Damaged) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    print("" if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
+    print(statistics, file=sys.stderr)
+    return 0

@@ -1,0 +1,91 @@
+"""Layers with a cache: prefill in chunks and steps equal the layer over the whole sequence."""
+
+import re
+
+import pytest
+import torch
+
+from fla_cp import nn as layers
+from fla_cp.nn.cache import AttentionCache, RecurrentCache
+from tests.support.closeness import assert_exact
+
+HIDDEN, TOKENS = 24, 81
+SIZES = HIDDEN, 2, 8
+MAKE = {
+    "kda": lambda: layers.KimiDeltaAttention(*SIZES, num_v_heads=4, head_v_dim=6),
+    "gdn": lambda: layers.GatedDeltaNet(*SIZES, num_v_heads=4, head_v_dim=6),
+    "comba": lambda: layers.Comba(*SIZES),
+    "gdp": lambda: layers.GatedDeltaProduct(*SIZES),
+    "gla": lambda: layers.GatedLinearAttention(*SIZES),
+    "simple_gla": lambda: layers.SimpleGatedLinearAttention(*SIZES),
+    "attention": lambda: layers.Attention(
+        HIDDEN, 4, 2, 8, qk_norm=True, output_gate=True, rotary_dim=4
+    ),
+    "mla": lambda: latent(rope_theta=500.0, rope_scaling=layers.YaRN(4, 16), q_lora_rank=5),
+    "mla-nope": lambda: latent(rope_theta=None),
+}
+
+
+def latent(**options):
+    sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    return layers.MultiHeadLatentAttention(HIDDEN, 3, **sizes, **options)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    layer = MAKE[kind]().to(torch.float64)
+    return layer, torch.randn(2, TOKENS, HIDDEN, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("cuts", [(1, 2, 68, 1, 9), (65, 1, 1, 14)])
+@torch.no_grad()
+def test_chunks_and_steps_equal_the_whole(kind, cuts):
+    layer, x = made(kind)
+    cache = layer.make_cache(2, TOKENS)
+    y = torch.cat([layer(part, cache=cache) for part in x.split(list(cuts), 1)], 1)
+    assert_exact("y", y, layer(x))
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@torch.no_grad()
+def test_rows_of_unequal_length_go_on_together(kind):
+    layer, x = made(kind)
+    caches = []
+    for row, length in zip(x, (5, 70), strict=True):
+        cache = layer.make_cache(1, TOKENS)
+        layer(row[None, :length], cache=cache)
+        caches.append(cache)
+    cache = type(caches[0]).joined(caches)
+    for step in range(6):
+        now = torch.stack([x[0, 5 + step], x[1, 70 + step]])[:, None]
+        y, whole = layer(now, cache=cache), layer(x)
+        assert_exact("y", y[:, 0], torch.stack([whole[0, 5 + step], whole[1, 70 + step]]))
+
+
+@pytest.mark.parametrize("kind", ["kda", "attention", "mla"])
+def test_calls_that_cannot_use_a_cache_are_refused(kind):
+    layer, x = made(kind)
+    cache = layer.make_cache(2, TOKENS)
+    with pytest.raises(ValueError, match="while gradients are recorded"):
+        layer(x, cache=cache)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="cache must be None with cu_seqlens"):
+            layer(x[:1], cu_seqlens=torch.tensor([0, TOKENS]), cache=cache)
+        layer(x[:, :3], cache=cache)
+        with pytest.raises(ValueError, match="cache must have the 1 rows of x, got 2"):
+            layer(x[:1, :3], cache=cache)
+
+
+@torch.no_grad()
+def test_a_full_cache_and_an_empty_one_are_named():
+    layer, x = made("attention")
+    cache = layer.make_cache(2, 4)
+    layer(x[:, :3], cache=cache)
+    message = "cache must have room for 5 tokens, got a capacity of 4"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        layer(x[:, :2], cache=cache)
+    assert isinstance(cache, AttentionCache)
+    assert cache.lengths.tolist() == [3, 3]
+    with pytest.raises(ValueError, match="must each have seen a token"):
+        RecurrentCache.joined([RecurrentCache(), RecurrentCache()])
