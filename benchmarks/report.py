@@ -211,8 +211,8 @@ PAGE = """\
 edit it by hand. Each table shows one file and names its GPU, versions, date and commit. Inputs are
 bf16, with K = V = 128 unless a table says otherwise. Compare numbers within one table only: clocks,
 hosts and kernels differ between runs. Each command is how today's programs write the same kind of
-file. [log.md](log.md) tells what was tried and what each result taught; it also names older results,
-which are in benchmarks/results/archive.
+file. [log.md](log.md) tells what was tried and what each result taught; it also names older
+results, which are in benchmarks/results/archive.
 """
 
 MODEL = """\

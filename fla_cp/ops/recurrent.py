@@ -107,12 +107,13 @@ class _Recurrent(torch.autograd.Function):
         named = dict(zip(_TENSOR_OPTIONS, leaves[n:], strict=True))
         with torch.enable_grad():
             outs = _in_chunks(member, Tensors(*leaves[:n]), {**options, **named}, rows)
-        roots, flowing = [], []
+        roots: list[Any] = []
+        flowing: list[Any] = []
         for out, grad in zip(outs, grads, strict=True):
             if grad is not None:
                 roots.append(out)
                 flowing.append(grad)
-        found: list[Tensor | None] = [None] * len(leaves)
+        found: list[Any] = [None] * len(leaves)
         if roots:
             places = [i for i, need in enumerate(wanted) if need]
             inputs: list[Any] = [leaves[i] for i in places]
