@@ -1,15 +1,19 @@
-"""The pictures of docs/concepts.md and docs/choosing.md: `python docs/tools/pictures.py` writes them.
+"""The pictures of docs/concepts.md, which `python docs/tools/pictures.py` writes.
 
 What they say comes from the package: which rank owns which tokens from the functions that divide
 them, and where states cross from the table that an exchange reads.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from fla_cp import contiguous_token_ranges, zigzag_token_ranges
 from fla_cp.partition.slots import Links, link_slots
+
+Owned = Sequence[Sequence[tuple[int, int]]]
 
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 RANKS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
@@ -29,12 +33,8 @@ def picture(height: int, parts: Sequence[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" width="760" '
         f'height="{height}" font-family="sans-serif" font-size="13" fill="{INK}">'
     )
-    arrow = (
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        'markerHeight="7" orient="auto"><path d="M0,0L8,4L0,8z"/></marker></defs>'
-    )
     ground = f'<rect width="760" height="{height}" fill="white"/>'
-    return "\n".join([head, arrow, ground, *parts, "</svg>", ""])
+    return "\n".join([head, ground, *parts, "</svg>", ""])
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", fill: str = INK) -> str:
@@ -55,7 +55,15 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str = "") -> str:
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    return line(x1, y1, x2, y2, 'stroke-width="1.5" marker-end="url(#tip)"')
+    """A line whose tip is drawn, since not every program draws markers."""
+    length = math.hypot(x2 - x1, y2 - y1)
+    along, across = (x2 - x1) / length, (y2 - y1) / length
+    back, half = 9, 4
+    corners = [(x2, y2)]
+    for side in (half, -half):
+        corners.append((x2 - back * along + side * across, y2 - back * across - side * along))
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+    return line(x1, y1, x2, y2, 'stroke-width="1.5"') + f'<polygon points="{points}"/>'
 
 
 def at(token: float) -> float:
@@ -65,11 +73,11 @@ def at(token: float) -> float:
 def documents(y: float) -> Iterator[str]:
     """The batch, as a row of boxes."""
     yield text(LEFT - 10, y + 16, "documents", "end")
-    for n, (lo, hi) in enumerate(zip(DOCUMENTS, DOCUMENTS[1:], strict=False)):
+    for n, (lo, hi) in enumerate(pairwise(DOCUMENTS)):
         yield box(at(lo), y, at(hi) - at(lo), 24, PALE, f"document {n}")
 
 
-def owned(y: float, ranges: Sequence[Sequence[tuple[int, int]]]) -> Iterator[str]:
+def owned(y: float, ranges: Owned) -> Iterator[str]:
     """Who owns the tokens, as a row of boxes, with a line where a document ends."""
     for rank, own in enumerate(ranges):
         for lo, hi in own:
@@ -78,13 +86,15 @@ def owned(y: float, ranges: Sequence[Sequence[tuple[int, int]]]) -> Iterator[str
         yield line(at(edge), y - 4, at(edge), y + 38, 'stroke-width="2" stroke-dasharray="4 3"')
 
 
-def links(ranges: Sequence[Sequence[tuple[int, int]]]) -> tuple[Links, list[tuple[int, int]]]:
+def links(ranges: Owned) -> tuple[Links, list[tuple[int, int]]]:
     """The table of an exchange, and the token range of each of its slots."""
     own = tuple(tuple(r) for r in ranges)
     return link_slots(DOCUMENTS, own), sorted(pair for r in own for pair in r)
 
 
-def crossings(y: float, ranges: Sequence[Sequence[tuple[int, int]]], mirrored: bool) -> Iterator[str]:
+def crossings(
+    y: float, ranges: Owned, mirrored: bool
+) -> Iterator[str]:
     """An arrow at each edge over which something travels: states, or mirrored their gradients."""
     table, slots = links(ranges)
     for s, goes_on in enumerate(table.continues):
