@@ -92,9 +92,7 @@ def links(ranges: Owned) -> tuple[Links, list[tuple[int, int]]]:
     return link_slots(DOCUMENTS, own), sorted(pair for r in own for pair in r)
 
 
-def crossings(
-    y: float, ranges: Owned, mirrored: bool
-) -> Iterator[str]:
+def crossings(y: float, ranges: Owned, mirrored: bool) -> Iterator[str]:
     """An arrow at each edge over which something travels: states, or mirrored their gradients."""
     table, slots = links(ranges)
     for s, goes_on in enumerate(table.continues):
