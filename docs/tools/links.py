@@ -4,6 +4,7 @@ A hook of mkdocs, which calls `on_page_markdown` for every page.
 """
 
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     def replaced(link: re.Match[str]) -> str:
         text, target = link.groups()
-        path = (folder / target).resolve()
+        path = Path(os.path.normpath(folder / target))
         if "://" in target or path.is_relative_to(docs):
             return link[0]
         if not path.exists():

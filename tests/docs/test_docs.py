@@ -28,7 +28,10 @@ README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
-PAGES = ("convolution", "cuda_graphs", "design", "examples", "export", "first_calls", "training")
+PAGES = (
+    *("choosing", "coming-from", "concepts", "convolution", "cuda_graphs", "design", "examples"),
+    *("export", "first_calls", "index", "long-context", "training", "troubleshooting"),
+)
 WRITTEN = (
     *("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json", "profile"),
     *("trackers.json", "tensorboard", "wandb", "mlflow", "comet_ml", ".aim", "swanlab", "dvclive"),

@@ -52,28 +52,33 @@ def test_commands_are_right(block, model_folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command",
+    "command, reason",
     [
-        "fla-cp-train --cpp 2",
-        "fla-cp-train --seq-len 0",
-        "torchrun --nproc-per-node 4 launch/train.py --cp 3",
-        "torchrun --nproc 4 launch/trian.py",
-        "torchrun --nproc-per-node 2 examples/transformers_hybrid.py --token 5 --no-such-flag",
-        "accelerate launch --fsdp_versions 2 script.py",
-        "sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 8 --dp-shard 4",
-        "fla-cp-export run --dtype",
-        "fla-cp-tokenize text:a --no-such-flag",
-        "python -m benchmarks.train --modells 340M",
-        "python -m benchmarks.trains",
-        "make tests",
-        "pip install 'fla_cp[trian]'",
-        "curl web",
+        ("fla-cp-train --cpp 2", "--cpp"),
+        ("fla-cp-train --seq-len 0", "--seq-len must be at least 1"),
+        ("make train ARGS='--seq-len 0'", "--seq-len must be at least 1"),
+        ("torchrun --nproc-per-node 4 launch/train.py --cp 3", "4 ranks are started, 3 are"),
+        ("torchrun --nproc-per-node 4 launch/trian.py", "launch/trian.py"),
+        ("torchrun --nproc-per-nodes 4 launch/train.py", "--nproc-per-nodes"),
+        ("torchrun examples/transformers_hybrid.py --tokenz 5", "--tokenz"),
+        ("accelerate launch --fsdp_version 2 examples/none.py", "examples/none.py"),
+        ("sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 4 --dp-shard 2", "16 ranks are"),
+        ("sbatch --nodes 2 --gpus 8 launch/slurm.sh --cp 8", "--gpus-per-node"),
+        ("fla-cp-export run out --dtype float7", "float7"),
+        ("fla-cp-tokenize text:a --tokenizer c --out b --no-such-flag", "--no-such-flag"),
+        ("python -m benchmarks.train --modells 340M", "--modells"),
+        ("python -m benchmarks.trains", "benchmarks.trains"),
+        ("make tests", "tests"),
+        ("pip install 'fla_cp[trian]'", "trian"),
+        ("curl web", "nothing is known about curl"),
     ],
 )
-def test_wrong_commands_are_found(command, tmp_path):
+def test_wrong_commands_are_found(command, reason, tmp_path, capsys):
     (words,) = commands(command)
-    with pytest.raises((AssertionError, SystemExit, ValueError)):
+    with pytest.raises((AssertionError, SystemExit, ValueError)) as refused:
         run_dry(words, tmp_path)
+    shown = capsys.readouterr()
+    assert reason in f"{refused.value}{shown.out}{shown.err}"
 
 
 @pytest.mark.wide
