@@ -1,9 +1,12 @@
 """Every command and program in the pages of docs/ runs, or is run dry."""
 
+import ast
 import re
 
 import pytest
+import torch
 
+from fla_cp import build_cp_context
 from tests.support.processes import ROOT
 from tests.support.snippets import blocks, commands, run, run_dry
 
@@ -11,17 +14,57 @@ BLOCKS = [b for path in sorted((ROOT / "docs").glob("*.md")) for b in blocks(pat
 BASH = [b for b in BLOCKS if b.language == "bash"]
 PYTHON = [b for b in BLOCKS if b.language == "python"]
 
-ELSEWHERE = {
-    "accelerate.md": "tests/integrations/test_launched.py",
-    "convolution.md": "tests/docs/test_docs.py",
-    "cuda_graphs.md": "tests/multi_gpu",
-    "export.md": "tests/train/test_export.py",
-    "transformers.md": "tests/integrations",
-}
-"""Pages whose programs need a model, several ranks or a GPU beside them, and the tests that run the
-same calls. Here their names are looked up."""
+GPU_ONLY = "cuda_graphs.md"
+"""Its program is for GPUs; it is read only."""
 
-HERE = [b for b in PYTHON if b.page not in ELSEWHERE]
+TOGETHER = {
+    "transformers.md": (
+        "torchrun --nproc-per-node 2",
+        """
+import types
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+name, group, device, cu_seqlens = "DIR", dist.group.WORLD, "cpu", torch.tensor([0, 37, 60])
+ids = torch.randint(0, 256, (1, 60))
+trainer = types.SimpleNamespace(training_step=lambda model, batch: model(**batch).loss)
+""",
+        """
+norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+losses = torch.stack([out.loss.detach(), loss.detach()])
+dist.all_reduce(losses)
+assert losses[0] == losses[1]
+plain = AutoModelForCausalLM.from_pretrained(name)
+total = 0
+for lo, hi in ((0, 37), (37, 60)):
+    logits = plain(input_ids=ids[:, lo:hi], use_cache=False).logits[0, :-1].float()
+    total += torch.nn.functional.cross_entropy(logits, ids[0, lo + 1 : hi], reduction="sum") / 58
+torch.testing.assert_close(losses[0], total, rtol=3e-2, atol=0.0)
+assert norm > 0
+dist.destroy_process_group()
+""",
+    ),
+    "accelerate.md": (
+        "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4",
+        """
+import torch
+import transformers
+torch.manual_seed(0)
+model = transformers.AutoModelForCausalLM.from_pretrained("DIR")
+rows = [{"input_ids": x, "labels": x} for x in torch.randint(1, 256, (4, 30))]
+loader = torch.utils.data.DataLoader(rows, batch_size=1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+""",
+        """
+assert loss.isfinite() and loss > 0
+assert sum(p.grad is not None for p in model.parameters()) > 10
+accelerator.end_training()
+""",
+    ),
+}
+"""Pages whose programs go on from each other: a launcher, and what stands before and after them."""
 
 
 def ids(found):
@@ -31,7 +74,7 @@ def ids(found):
 def test_each_block_says_what_it_is():
     assert {b.language for b in BLOCKS} == {"bash", "python"}
     assert len(BASH) > 15 and len(PYTHON) > 8
-    assert all((ROOT / where).exists() for where in ELSEWHERE.values())
+    assert TOGETHER.keys() < {b.page for b in PYTHON}
 
 
 @pytest.fixture(scope="module")
@@ -81,38 +124,70 @@ def test_wrong_commands_are_found(command, reason, tmp_path, capsys):
     assert reason in f"{refused.value}{shown.out}{shown.err}"
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("block", [b for b in BASH if b.words is not None], ids=lambda b: b.name)
-def test_commands_run(block, tmp_path):
-    for words in commands(block.code):
-        run([*words, *block.words], tmp_path)
+RUN = [b for b in BLOCKS if b.language == "python" or b.words is not None]
+ALONE = sorted({b.page for b in RUN} - {GPU_ONLY, *TOGETHER})
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("block", HERE, ids=ids(HERE))
-def test_programs_run(block, tmp_path):
-    (tmp_path / "script.py").write_text(block.code)
-    given = dict(word.split("=") for word in block.words or ())
-    ranks = int(given.get("ranks", 1))
+@pytest.mark.parametrize("page", ALONE)
+def test_what_a_page_says_runs(page, tmp_path):
+    """Commands and programs in the order of the page, in one folder."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "text.txt").write_text("A line of text.\n" * 500)
+    for block in [b for b in RUN if b.page == page]:
+        if block.language == "python":
+            run_program(block, tmp_path)
+            continue
+        for words in commands(block.code):
+            more = block.words if words[0] == "fla-cp-train" else []
+            run([*words, *more], tmp_path)
+
+
+def run_program(block, folder):
+    """Runs a program on as many ranks as it is for, and with one if it says that results agree."""
+    (folder / "script.py").write_text(block.code)
+    ranks = int(dict(word.split("=") for word in block.words or ()).get("ranks", 1))
     if ranks == 1:
-        run(["python", "script.py"], tmp_path)
+        run(["python", "script.py"], folder)
         return
-    shown = run(["torchrun", "--nproc-per-node", str(ranks), "script.py"], tmp_path)
-    lines = re.findall(r"rank (\d): (\d+) tokens(?:, gradient norm ([\d.]+))?", shown)
+    lines = tokens_and_norms(run(["torchrun", "--nproc-per-node", str(ranks), "script.py"], folder))
     assert sorted(rank for rank, *_ in lines) == [str(n) for n in range(ranks)]
     assert sum(int(tokens) for _, tokens, _ in lines) == 300
-    assert len({norm for *_, norm in lines}) == 1
-    if lines[0][2]:
-        ((_, tokens, norm),) = re.findall(
-            r"rank (\d): (\d+) tokens, gradient norm ([\d.]+)",
-            run(["python", "script.py"], tmp_path),
-        )
-        assert tokens == "300" and float(norm) == pytest.approx(float(lines[0][2]), rel=1e-3)
+    norms = {norm for *_, norm in lines}
+    assert len(norms) == 1
+    if norms != {""}:
+        ((_, tokens, norm),) = tokens_and_norms(run(["python", "script.py"], folder))
+        assert tokens == "300"
+        assert float(norm) == pytest.approx(float(norms.pop()), rel=1e-3)
 
 
-@pytest.mark.parametrize("block", [b for b in PYTHON if b not in HERE], ids=lambda b: b.name)
-def test_programs_of_other_tests_import_what_exists(block):
-    tree = compile(block.code, block.name, "exec", flags=0)
-    assert tree is not None
-    for line in re.findall(r"^from fla_cp\S* import .*$|^import .*$", block.code, flags=re.M):
-        exec(line, {})
+def tokens_and_norms(shown):
+    return re.findall(r"rank (\d): (\d+) tokens(?:, gradient norm ([\d.]+))?", shown)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("page", TOGETHER)
+def test_programs_that_go_on_from_each_other(page, model_folder, tmp_path):
+    launcher, before, after = TOGETHER[page]
+    middle = "".join(b.code for b in PYTHON if b.page == page)
+    code = "".join((before, middle, after)).replace('"DIR"', repr(model_folder))
+    (tmp_path / "script.py").write_text(code)
+    run([*launcher.split(), "script.py"], tmp_path)
+
+
+def test_the_program_for_gpus_calls_what_exists():
+    (block,) = [b for b in PYTHON if b.page == GPU_ONLY]
+    tree = ast.parse(block.code)
+    made = next(n for n in ast.walk(tree) if getattr(n, "id", "") == "build_cp_context")
+    assert made is not None
+    call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.func is made)
+    named = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+    context = build_cp_context(torch.tensor([0, 60, 100]), None, **named)
+    (update,) = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "update"
+    ]
+    offsets = torch.tensor([0, 10, 90, 100])
+    context.update(*[offsets] * len(update.args))
+    assert context.global_cu_seqlens[:4] == (0, 10, 90, 100)

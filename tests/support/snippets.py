@@ -1,8 +1,8 @@
 """Commands and programs in the pages of docs/: where they stand, and how they are tried.
 
 A line `<!-- run -->` before a block of bash says that its commands are run; without it they are run
-dry, up to the point where a program has read its arguments. A block of Python is always run, on as
-many ranks as `<!-- run ranks=N -->` says. Words after `run` are added to each command.
+dry, up to the point where a program has read its arguments. Words after `run` are added to each
+fla-cp-train. A block of Python is always run, on as many ranks as `<!-- run ranks=N -->` says.
 """
 
 import argparse
@@ -240,6 +240,9 @@ def run(words: list[str], folder: Path, timeout: float = 1500) -> str:
         command[:1] = [sys.executable, "-c", ENTRY[command[0]]]
     elif command[0] == "python":
         command[0] = sys.executable
+    elif command[0] == "accelerate":
+        module = "accelerate.commands.accelerate_cli"
+        command[:2] = [sys.executable, "-m", module, "launch", "--main_process_port", "0"]
     elif command[0] == "torchrun":
         command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
