@@ -2,7 +2,8 @@
 
 A line `<!-- run -->` before a block of bash says that its commands are run; without it they are run
 dry, up to the point where a program has read its arguments. Words after `run` are added to each
-fla-cp-train. A block of Python is always run, on as many ranks as `<!-- run ranks=N -->` says.
+fla-cp-train and launch/train.py. A block of Python is always run, on as many ranks as
+`<!-- run ranks=N -->` says.
 """
 
 import argparse
@@ -235,7 +236,7 @@ ENTRY = {
 
 def run(words: list[str], folder: Path, timeout: float = 1500) -> str:
     """Runs a command in a folder, and returns what it prints. Raises AssertionError if it fails."""
-    command = list(words)
+    command = [str(ROOT / word) if word == "launch/train.py" else word for word in words]
     if command[0] in ENTRY:
         command[:1] = [sys.executable, "-c", ENTRY[command[0]]]
     elif command[0] == "python":
