@@ -63,7 +63,7 @@ test-processors: $(STAMP)  ## what compares bits or rounding, as other processor
 	$(BIN)/python -m tests.processors $(PYTEST_ARGS)
 
 docs: $(STAMP)  ## the documentation as web pages, in build/docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(STAMP)  ## ruff: rules and format; import-linter: layers
 	$(BIN)/ruff check .

@@ -98,7 +98,7 @@ def build(config, folder):
         str(folder),
     ]
     # A note of the theme about the next version of mkdocs, which pyproject.toml excludes.
-    quiet = environment(NO_MKDOCS_2_WARNING="1", DISABLE_MKDOCS_2_WARNING="true")
+    quiet = environment(NO_MKDOCS_2_WARNING="1")
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

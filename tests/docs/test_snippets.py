@@ -79,11 +79,14 @@ def test_each_block_says_what_it_is():
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A model of transformers for the pages' DIR."""
+    """A model of transformers and its tokenizer for the pages' DIR."""
     pytest.importorskip("transformers", minversion="5.23")
     from tests.support.stock_folders import save_stock
+    from tests.support.tokenizers import save_tokenizer
 
-    return save_stock(tmp_path_factory.mktemp("models") / "DIR", "qwen3_next")
+    folder = tmp_path_factory.mktemp("models") / "DIR"
+    save_tokenizer(folder)
+    return save_stock(folder, "qwen3_next", vocab_size=400)
 
 
 @pytest.mark.parametrize("block", BASH, ids=ids(BASH))
@@ -130,10 +133,13 @@ ALONE = sorted({b.page for b in RUN} - {GPU_ONLY, *TOGETHER})
 
 @pytest.mark.wide
 @pytest.mark.parametrize("page", ALONE)
-def test_what_a_page_says_runs(page, tmp_path):
+def test_what_a_page_says_runs(page, model_folder, tmp_path):
     """Commands and programs in the order of the page, in one folder."""
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "text.txt").write_text("A line of text.\n" * 500)
+    (tmp_path / "DIR").symlink_to(model_folder)
+    for name in ("corpus", "more"):
+        (tmp_path / name).mkdir()
+        for n in range(20):
+            (tmp_path / name / f"{n}.txt").write_text(f"The old owl sees {n} stones.\n" * 50)
     for block in [b for b in RUN if b.page == page]:
         if block.language == "python":
             run_program(block, tmp_path)
@@ -179,16 +185,11 @@ def test_programs_that_go_on_from_each_other(page, model_folder, tmp_path):
 def test_the_program_for_gpus_calls_what_exists():
     (block,) = [b for b in PYTHON if b.page == GPU_ONLY]
     tree = ast.parse(block.code)
-    made = next(n for n in ast.walk(tree) if getattr(n, "id", "") == "build_cp_context")
-    assert made is not None
-    call = next(n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.func is made)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    (call,) = [n for n in calls if getattr(n.func, "id", "") == "build_cp_context"]
     named = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
     context = build_cp_context(torch.tensor([0, 60, 100]), None, **named)
-    (update,) = [
-        n
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "update"
-    ]
+    (update,) = [n for n in calls if getattr(n.func, "attr", "") == "update"]
     offsets = torch.tensor([0, 10, 90, 100])
     context.update(*[offsets] * len(update.args))
     assert context.global_cu_seqlens[:4] == (0, 10, 90, 100)
