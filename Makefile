@@ -6,14 +6,14 @@ SHELL := /bin/bash
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := train,hf,plot,dev,triton
+EXTRAS := train,hf,plot,dev,triton,docs
 
 # Overridable: make train ARGS="--max-steps 50", make test PYTEST_ARGS="-k data", PYTHON=/path/to/python3.12
 PYTHON      ?=
 ARGS        ?=
 PYTEST_ARGS ?=
 
-.PHONY: help venv train test test-rest test-all test-processors lint format types clean
+.PHONY: help venv train test test-rest test-all test-processors docs lint format types clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ test-all: lint types  ## `make test` and `make test-rest` in one run
 
 test-processors: $(STAMP)  ## what compares bits or rounding, as other processors would compute it
 	$(BIN)/python -m tests.processors $(PYTEST_ARGS)
+
+docs: $(STAMP)  ## the documentation as web pages, in build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(STAMP)  ## ruff: rules and format; import-linter: layers
 	$(BIN)/ruff check .

@@ -28,8 +28,11 @@ README = (ROOT / "README.md").read_text()
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 
-PAGES = ("coming-from-fla", "convolution", "cuda_graphs", "design", "examples", "export")
-PAGES += ("first_calls", "training")
+PAGES = (
+    *("choosing", "coming-from", "coming-from-fla", "concepts", "convolution", "cuda_graphs"),
+    *("design", "examples", "export", "first_calls", "index", "long-context", "training"),
+    "troubleshooting",
+)
 WRITTEN = (
     *("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json", "profile"),
     *("trackers.json", "tensorboard", "wandb", "mlflow", "comet_ml", ".aim", "swanlab", "dvclive"),

@@ -1,0 +1,195 @@
+"""Every command and program in the pages of docs/ runs, or is run dry."""
+
+import ast
+import re
+
+import pytest
+import torch
+
+from fla_cp import build_cp_context
+from tests.support.processes import ROOT
+from tests.support.snippets import blocks, commands, run, run_dry
+
+BLOCKS = [b for path in sorted((ROOT / "docs").glob("*.md")) for b in blocks(path)]
+BASH = [b for b in BLOCKS if b.language == "bash"]
+PYTHON = [b for b in BLOCKS if b.language == "python"]
+
+GPU_ONLY = "cuda_graphs.md"
+"""Its program is for GPUs; it is read only."""
+
+TOGETHER = {
+    "transformers.md": (
+        "torchrun --nproc-per-node 2",
+        """
+import types
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+name, group, device, cu_seqlens = "DIR", dist.group.WORLD, "cpu", torch.tensor([0, 37, 60])
+ids = torch.randint(0, 256, (1, 60))
+trainer = types.SimpleNamespace(training_step=lambda model, batch: model(**batch).loss)
+""",
+        """
+norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+losses = torch.stack([out.loss.detach(), loss.detach()])
+dist.all_reduce(losses)
+assert losses[0] == losses[1]
+plain = AutoModelForCausalLM.from_pretrained(name)
+total = 0
+for lo, hi in ((0, 37), (37, 60)):
+    logits = plain(input_ids=ids[:, lo:hi], use_cache=False).logits[0, :-1].float()
+    total += torch.nn.functional.cross_entropy(logits, ids[0, lo + 1 : hi], reduction="sum") / 58
+torch.testing.assert_close(losses[0], total, rtol=3e-2, atol=0.0)
+assert norm > 0
+dist.destroy_process_group()
+""",
+    ),
+    "accelerate.md": (
+        "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4",
+        """
+import torch
+import transformers
+torch.manual_seed(0)
+model = transformers.AutoModelForCausalLM.from_pretrained("DIR")
+rows = [{"input_ids": x, "labels": x} for x in torch.randint(1, 256, (4, 30))]
+loader = torch.utils.data.DataLoader(rows, batch_size=1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+""",
+        """
+assert loss.isfinite() and loss > 0
+assert sum(p.grad is not None for p in model.parameters()) > 10
+accelerator.end_training()
+""",
+    ),
+}
+"""Pages whose programs go on from each other: a launcher, and what stands before and after them."""
+
+
+def ids(found):
+    return [b.name for b in found]
+
+
+def test_each_block_says_what_it_is():
+    assert {b.language for b in BLOCKS} == {"bash", "python"}
+    assert len(BASH) > 15 and len(PYTHON) > 8
+    assert TOGETHER.keys() < {b.page for b in PYTHON}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A model of transformers and its tokenizer for the pages' DIR."""
+    pytest.importorskip("transformers", minversion="5.23")
+    from tests.support.stock_folders import save_stock
+    from tests.support.tokenizers import save_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "DIR"
+    save_tokenizer(folder)
+    return save_stock(folder, "qwen3_next", vocab_size=400)
+
+
+@pytest.mark.parametrize("block", BASH, ids=ids(BASH))
+def test_commands_are_right(block, model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in commands(block.code):
+        there = [re.sub(r"\bhf:DIR\b", f"hf:{model_folder}", word) for word in words]
+        run_dry(there, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command, reason",
+    [
+        ("fla-cp-train --cpp 2", "--cpp"),
+        ("fla-cp-train --seq-len 0", "--seq-len must be at least 1"),
+        ("make train ARGS='--seq-len 0'", "--seq-len must be at least 1"),
+        ("torchrun --nproc-per-node 4 launch/train.py --cp 3", "4 ranks are started, 3 are"),
+        ("torchrun --nproc-per-node 4 launch/trian.py", "launch/trian.py"),
+        ("torchrun --nproc-per-nodes 4 launch/train.py", "--nproc-per-nodes"),
+        ("torchrun examples/transformers_hybrid.py --tokenz 5", "--tokenz"),
+        ("accelerate launch --fsdp_version 2 examples/none.py", "examples/none.py"),
+        ("sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 4 --dp-shard 2", "16 ranks are"),
+        ("sbatch --nodes 2 --gpus 8 launch/slurm.sh --cp 8", "--gpus-per-node"),
+        ("fla-cp-export run out --dtype float7", "float7"),
+        ("fla-cp-tokenize text:a --tokenizer c --out b --no-such-flag", "--no-such-flag"),
+        ("python -m benchmarks.train --modells 340M", "--modells"),
+        ("python -m benchmarks.trains", "benchmarks.trains"),
+        ("make tests", "tests"),
+        ("pip install 'fla_cp[trian]'", "trian"),
+        ("curl web", "nothing is known about curl"),
+    ],
+)
+def test_wrong_commands_are_found(command, reason, tmp_path, capsys):
+    (words,) = commands(command)
+    with pytest.raises((AssertionError, SystemExit, ValueError)) as refused:
+        run_dry(words, tmp_path)
+    shown = capsys.readouterr()
+    assert reason in f"{refused.value}{shown.out}{shown.err}"
+
+
+RUN = [b for b in BLOCKS if b.language == "python" or b.words is not None]
+ALONE = sorted({b.page for b in RUN} - {GPU_ONLY, *TOGETHER})
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("page", ALONE)
+def test_what_a_page_says_runs(page, model_folder, tmp_path):
+    """Commands and programs in the order of the page, in one folder."""
+    (tmp_path / "DIR").symlink_to(model_folder)
+    for name in ("corpus", "more"):
+        (tmp_path / name).mkdir()
+        for n in range(20):
+            (tmp_path / name / f"{n}.txt").write_text(f"The old owl sees {n} stones.\n" * 50)
+    for block in [b for b in RUN if b.page == page]:
+        if block.language == "python":
+            run_program(block, tmp_path)
+            continue
+        for words in commands(block.code):
+            trains = words[0] == "fla-cp-train" or "launch/train.py" in words
+            more = block.words if trains else []
+            run([*words, *more], tmp_path)
+
+
+def run_program(block, folder):
+    """Runs a program on as many ranks as it is for, and with one if it says that results agree."""
+    (folder / "script.py").write_text(block.code)
+    ranks = int(dict(word.split("=") for word in block.words or ()).get("ranks", 1))
+    if ranks == 1:
+        run(["python", "script.py"], folder)
+        return
+    lines = tokens_and_norms(run(["torchrun", "--nproc-per-node", str(ranks), "script.py"], folder))
+    assert sorted(rank for rank, *_ in lines) == [str(n) for n in range(ranks)]
+    assert sum(int(tokens) for _, tokens, _ in lines) == 300
+    norms = {norm for *_, norm in lines}
+    assert len(norms) == 1
+    if norms != {""}:
+        ((_, tokens, norm),) = tokens_and_norms(run(["python", "script.py"], folder))
+        assert tokens == "300"
+        assert float(norm) == pytest.approx(float(norms.pop()), rel=1e-3)
+
+
+def tokens_and_norms(shown):
+    return re.findall(r"rank (\d): (\d+) tokens(?:, gradient norm ([\d.]+))?", shown)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("page", TOGETHER)
+def test_programs_that_go_on_from_each_other(page, model_folder, tmp_path):
+    launcher, before, after = TOGETHER[page]
+    middle = "".join(b.code for b in PYTHON if b.page == page)
+    code = "".join((before, middle, after)).replace('"DIR"', repr(model_folder))
+    (tmp_path / "script.py").write_text(code)
+    run([*launcher.split(), "script.py"], tmp_path)
+
+
+def test_the_program_for_gpus_calls_what_exists():
+    (block,) = [b for b in PYTHON if b.page == GPU_ONLY]
+    tree = ast.parse(block.code)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    (call,) = [n for n in calls if getattr(n.func, "id", "") == "build_cp_context"]
+    named = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+    context = build_cp_context(torch.tensor([0, 60, 100]), None, **named)
+    (update,) = [n for n in calls if getattr(n.func, "attr", "") == "update"]
+    offsets = torch.tensor([0, 10, 90, 100])
+    context.update(*[offsets] * len(update.args))
+    assert context.global_cu_seqlens[:4] == (0, 10, 90, 100)

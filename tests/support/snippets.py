@@ -1,0 +1,258 @@
+"""Commands and programs in the pages of docs/: where they stand, and how they are tried.
+
+A line `<!-- run -->` before a block of bash says that its commands are run; without it they are run
+dry, up to the point where a program has read its arguments. Words after `run` are added to each
+fla-cp-train and launch/train.py. A block of Python is always run, on as many ranks as
+`<!-- run ranks=N -->` says.
+"""
+
+import argparse
+import importlib
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from tests.support.processes import ROOT, environment
+
+FENCE = re.compile(r"^(?:<!-- run ?(.*?) ?-->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+class Block(NamedTuple):
+    """A fenced block. words: those after `run`, None without the line."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    words: list[str] | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(path: Path) -> list[Block]:
+    text = path.read_text()
+    found = []
+    for match in FENCE.finditer(text):
+        words, language, code = match.groups()
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(
+            Block(path.name, line, language, code, None if words is None else words.split())
+        )
+    return found
+
+
+def commands(code: str) -> list[list[str]]:
+    """The words of each command, without comments."""
+    joined = code.replace("\\\n", " ")
+    lines = (shlex.split(line, comments=True) for line in joined.splitlines())
+    return [words for words in lines if words]
+
+
+class Parsed(Exception):
+    """A program has read its arguments."""
+
+
+@contextmanager
+def reading_only(*words: str):
+    """In the block, a program gets these arguments and ends with `Parsed` once it has read them."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, args=None, namespace=None):
+        real(self, args, namespace)
+        raise Parsed
+
+    with (
+        patch.object(argparse.ArgumentParser, "parse_args", parse_args),
+        patch.object(sys, "argv", list(words)),
+    ):
+        yield
+
+
+def _read_by(main, *words: str) -> None:
+    """Raises AssertionError if the program does not read its arguments, and whatever it raises or
+    exits with if it refuses them."""
+    with reading_only(*words):
+        try:
+            main()
+        except Parsed:
+            return
+    raise AssertionError(f"{words[0]} reads no arguments")
+
+
+def _trainer(words: list[str], started: int) -> None:
+    from fla_cp.train.parse import parse
+
+    with patch.dict(os.environ, {"WORLD_SIZE": str(started)}):
+        config = parse(words)
+    needed = config.parallel.world_size
+    assert started in (1, needed), f"{started} ranks are started, {needed} are needed: {words}"
+
+
+def _script(words: list[str], started: int) -> None:
+    """A script of the repository, with its arguments."""
+    path = ROOT / words[0]
+    assert path.is_file(), words[0]
+    if path == ROOT / "launch/train.py":
+        _trainer(words[1:], started)
+    else:
+        _read_by(lambda: runpy.run_path(str(path), run_name="__main__"), *words)
+
+
+def _torchrun(words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    args = get_args_parser().parse_args(words)
+    ranks = int(args.nproc_per_node) * int(args.nnodes.split(":")[-1])
+    rest = [args.training_script, *args.training_script_args]
+    if args.module:
+        _module(rest)
+    else:
+        _script(rest, ranks)
+
+
+def _module(words: list[str]) -> None:
+    assert (ROOT / (words[0].replace(".", "/") + ".py")).is_file(), words[0]
+    _read_by(importlib.import_module(words[0]).main, *words)
+
+
+def _python(words: list[str]) -> None:
+    if words[0] == "-m":
+        _module(words[1:])
+    else:
+        _script(words, 1)
+
+
+def _make(words: list[str]) -> None:
+    targets = [word for word in words if "=" not in word]
+    found = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert set(targets) <= set(found), words
+    for word in words:
+        if word.startswith("ARGS="):
+            _trainer(["--cp", "4", *shlex.split(word.removeprefix("ARGS="))], 1)
+
+
+def _pip(words: list[str]) -> None:
+    assert words[0] == "install"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in re.findall(r"\[(.*?)\]", " ".join(words)):
+        assert set(extras.split(",")) <= project["optional-dependencies"].keys(), words
+
+
+def _export(words: list[str]) -> None:
+    from fla_cp.train.export import main
+
+    _read_by(main, "fla-cp-export", *words)
+
+
+def _tokenize(words: list[str]) -> None:
+    from fla_cp.train.pretokenize import run
+
+    _read_by(run, "fla-cp-tokenize", *words)
+
+
+def _accelerate(words: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert words[0] == "launch"
+    args = launch_command_parser().parse_args(words[1:])
+    if args.training_script != "script.py":  # the reader's own
+        _script([args.training_script, *args.training_script_args], args.num_processes)
+
+
+HOSTS = """#!/usr/bin/env bash
+echo first-host
+"""
+SRUN = """#!/usr/bin/env bash
+printf '%s\\n' "$@" > "$FOUND"
+"""
+
+
+def _sbatch(words: list[str], folder: Path) -> None:
+    """The script runs as it would in a job, except that srun notes what it should start."""
+    at = next(n for n, word in enumerate(words) if word.endswith(".sh"))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--nodes", required=True)
+    parser.add_argument("--gpus-per-node", required=True)
+    given = parser.parse_args(words[:at])
+    for name, text in (("scontrol", HOSTS), ("srun", SRUN)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_GPUS_ON_NODE": given.gpus_per_node,
+        "SLURM_JOB_NODELIST": "hosts",
+        "SLURM_JOB_NUM_NODES": given.nodes,
+        "SLURM_JOB_ID": "7",
+        "FOUND": str(folder / "found"),
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+    }
+    script = ["bash", str(ROOT / words[at]), *words[at + 1 :]]
+    done = subprocess.run(script, env=environment(**job), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    started = (folder / "found").read_text().split("\n")[:-1]
+    _torchrun(started[started.index("torchrun") + 1 :])
+
+
+def run_dry(words: list[str], folder: Path) -> None:
+    """Does with a command what it does until it has read its arguments. folder: for files that
+    stand in for other programs. Raises if a program refuses its arguments or is not known here."""
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    program, rest = words[0], words[1:]
+    if program == "sbatch":
+        _sbatch(rest, folder)
+        return
+    known = {
+        "make": _make,
+        "pip": _pip,
+        "python": _python,
+        "torchrun": _torchrun,
+        "accelerate": _accelerate,
+        "fla-cp-train": lambda rest: _trainer(rest, 1),
+        "fla-cp-export": _export,
+        "fla-cp-tokenize": _tokenize,
+    }
+    assert program in known, f"nothing is known about {program}"
+    known[program](rest)
+
+
+ENTRY = {
+    "fla-cp-train": "from fla_cp.train.cli import run; import sys; sys.exit(run())",
+    "fla-cp-export": "from fla_cp.train.cli import run_export; import sys; sys.exit(run_export())",
+    "fla-cp-tokenize": "from fla_cp.train.pretokenize import run; import sys; sys.exit(run())",
+}
+"""What the package's programs are, so that this clone's run whichever is installed."""
+
+
+def run(words: list[str], folder: Path, timeout: float = 1500) -> str:
+    """Runs a command in a folder, and returns what it prints. Raises AssertionError if it fails."""
+    command = [str(ROOT / word) if word == "launch/train.py" else word for word in words]
+    if command[0] in ENTRY:
+        command[:1] = [sys.executable, "-c", ENTRY[command[0]]]
+    elif command[0] == "python":
+        command[0] = sys.executable
+    elif command[0] == "accelerate":
+        module = "accelerate.commands.accelerate_cli"
+        command[:2] = [sys.executable, "-m", module, "launch", "--main_process_port", "0"]
+    elif command[0] == "torchrun":
+        command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1", XDG_CACHE_HOME=str(folder / "cache")),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{shlex.join(words)}:\n{done.stdout}{done.stderr}"
+    return done.stdout
