@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fla_cp.program import Flat, Program, program
 from fla_cp.tape import NotReplayable, Tape
 
 MAX_PROGRAMS = 64
-"""The most programs that one kind of call keeps in a direction; the oldest is then forgotten."""
+"""The most programs that one kind of call keeps in a direction; the one longest unused is then forgotten."""
 
 
 def access(x: Tensor) -> tuple:
@@ -84,6 +84,9 @@ class Replayed:
         found, first = self.known.get(key), inputs[0]
         assert first is not None
         if isinstance(found, Program):
+            # Another thread may just have forgotten it.
+            with suppress(KeyError):
+                self.known.move_to_end(key)
             return found.run(plan, inputs, stream)
         if found is None:
             self._keep(key, "seen once")

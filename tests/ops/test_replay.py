@@ -359,6 +359,29 @@ def test_old_programs_are_forgotten():
     assert len(replayed.known) == MAX_PROGRAMS
 
 
+def test_a_program_in_use_is_not_forgotten_for_new_ones():
+    ran = []
+
+    def call(key, x):
+        ran.append(key)
+        return (x + 1,)
+
+    plan, replayed = plan_of(), Replayed()
+
+    def again(key):
+        x = torch.randn(N)
+        (found,) = replayed(plan, key, [x], partial(call, key, x))
+        assert found.equal(x + 1)
+
+    for _ in range(2):
+        again("in use")
+    for new in range(3 * MAX_PROGRAMS):
+        again(new)
+        again("in use")
+    assert ran.count("in use") == 2
+    assert len(replayed.known) == MAX_PROGRAMS
+
+
 def test_inputs_in_the_same_memory_are_told_apart():
     """A call was recorded with one tensor given twice; the next call has two."""
 

@@ -104,6 +104,7 @@ MIXERS = ["kda", "gdn", "comba", "gdp", "gla", "simple_gla"]
     ("cp", "kda,attention"),
     ("zigzag and replicas", "kda,mla"),
     pytest.param("zigzag", "gdn,attention", marks=pytest.mark.wide),
+    pytest.param("zigzag", "kda,mla", marks=pytest.mark.wide),
     pytest.param("cp", "kda,mla", marks=pytest.mark.wide),
     pytest.param("zigzag", "attention,mla", marks=pytest.mark.wide),
 ])  # fmt: skip
