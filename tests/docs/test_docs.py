@@ -91,6 +91,14 @@ def test_the_example_of_convolutions_with_states():
     assert found["state"].equal(found["x"][:, -4:].mT)
 
 
+def test_the_example_of_a_layer_with_a_cache():
+    text = (ROOT / "docs" / "generation.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    found = {}
+    exec(code, found)  # it compares its results itself
+    assert found["cache"].state.shape == (2, 2, 32, 32)
+
+
 def test_readme_starts_with_the_two_commands():
     first = re.search(r"```bash\n(.*?)```", README, re.S).group(1)
     assert [line.split("#")[0].split() for line in first.splitlines()] == [
