@@ -16,7 +16,8 @@ from fla_cp.program import Flat, Program, program
 from fla_cp.tape import NotReplayable, Tape
 
 MAX_PROGRAMS = 64
-"""The most programs that one kind of call keeps in a direction; the one longest unused is then forgotten."""
+"""The most programs that one kind of call keeps in a direction. Then the one that was not used for
+longest is forgotten."""
 
 
 def access(x: Tensor) -> tuple:

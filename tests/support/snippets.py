@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -203,6 +204,12 @@ def _sbatch(words: list[str], folder: Path) -> None:
     _torchrun(started[started.index("torchrun") + 1 :])
 
 
+def _program(name: str, words: list[str]) -> None:
+    """`fla-cp-NAME`, whose program is the module of that name."""
+    main = importlib.import_module(f"fla_cp.train.{name}").main
+    _read_by(main, f"fla-cp-{name}", *words)
+
+
 def run_dry(words: list[str], folder: Path) -> None:
     """Does with a command what it does until it has read its arguments. folder: for files that
     stand in for other programs. Raises if a program refuses its arguments or is not known here."""
@@ -220,6 +227,9 @@ def run_dry(words: list[str], folder: Path) -> None:
         "accelerate": _accelerate,
         "fla-cp-train": lambda rest: _trainer(rest, 1),
         "fla-cp-export": _export,
+        "fla-cp-generate": partial(_program, "generate"),
+        "fla-cp-memory": partial(_program, "memory"),
+        "fla-cp-plot": partial(_program, "plot"),
         "fla-cp-tokenize": _tokenize,
     }
     assert program in known, f"nothing is known about {program}"
