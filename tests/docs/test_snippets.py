@@ -111,6 +111,8 @@ def test_commands_are_right(block, model_folder, tmp_path, monkeypatch):
         ("sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 4 --dp-shard 2", "16 ranks are"),
         ("sbatch --nodes 2 --gpus 8 launch/slurm.sh --cp 8", "--gpus-per-node"),
         ("fla-cp-export run out --dtype float7", "float7"),
+        ("fla-cp-plot runs/a --until 3", "until"),
+        ("fla-cp-generate runs/a --prompt a --beams 3", "beams"),
         ("fla-cp-tokenize text:a --tokenizer c --out b --no-such-flag", "--no-such-flag"),
         ("python -m benchmarks.train --modells 340M", "--modells"),
         ("python -m benchmarks.trains", "benchmarks.trains"),

@@ -210,6 +210,13 @@ def _program(name: str, words: list[str]) -> None:
     _read_by(main, f"fla-cp-{name}", *words)
 
 
+def _memory(words: list[str]) -> None:
+    from fla_cp.train import memory
+
+    with patch.object(memory, "Predictor", side_effect=Parsed):
+        _read_by(lambda: memory.main(words), "fla-cp-memory")
+
+
 def run_dry(words: list[str], folder: Path) -> None:
     """Does with a command what it does until it has read its arguments. folder: for files that
     stand in for other programs. Raises if a program refuses its arguments or is not known here."""
@@ -228,7 +235,7 @@ def run_dry(words: list[str], folder: Path) -> None:
         "fla-cp-train": lambda rest: _trainer(rest, 1),
         "fla-cp-export": _export,
         "fla-cp-generate": partial(_program, "generate"),
-        "fla-cp-memory": partial(_program, "memory"),
+        "fla-cp-memory": _memory,
         "fla-cp-plot": partial(_program, "plot"),
         "fla-cp-tokenize": _tokenize,
     }
