@@ -1,6 +1,7 @@
 """What the host does in an operator call, and what a new packing costs.
 
-    python -m benchmarks.host --packings [COUNT] [--tokens 8192,32768] [--op kda,gdn] [--out FILE]
+    python -m benchmarks.host --packings [COUNT] [--tokens 2048,8192,32768] [--heads 4,32]
+        [--op kda,gdn] [--out FILE]
 
 times COUNT calls, forward and backward, each with a packing that was never seen before, and as many
 calls with one packing. `benchmarks.ops` uses the other functions here: they find the programs that
@@ -10,6 +11,7 @@ a call replays, count what these do, and time their launches alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -221,12 +223,12 @@ def measure_packings(name: str, shape: Shape, count: int, device: str) -> dict[s
 def table(rows: list[dict]) -> str:
     """The rows of `measure_packings`, in Markdown."""
     lines = [
-        "| calls | op | T | one packing, ms a call | new packings, ms a call | ratio "
+        "| calls | op | H | T | one packing, ms a call | new packings, ms a call | ratio "
         "| variants compiled meanwhile |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['packings']} packings | {r['op']} | {r['T']} | {r['one_ms']:.3f} "
+        f"| {r['packings']} packings | {r['op']} | {r['H']} | {r['T']} | {r['one_ms']:.3f} "
         f"| {r['new_ms']:.3f} | {r['ratio']:.2f}x | {r['variants']} |"
         for r in rows
     ]
@@ -239,15 +241,17 @@ def main(argv: list[str] | None = None) -> None:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     parser.add_argument("--packings", nargs="?", type=int, const=1000, required=True, help="1000")
-    parser.add_argument("--tokens", default="8192,32768" if cuda else "256")
+    parser.add_argument("--tokens", default="2048,8192,32768" if cuda else "256")
+    parser.add_argument("--heads", default="4,32" if cuda else "2")
     parser.add_argument("--op", default="kda,gdn", help=f"of {', '.join(MEMBERS)}")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    device, size = ("cuda", {}) if cuda else ("cpu", {"H": 2, "HV": 2, "K": 16, "V": 16})
+    device, size = ("cuda", {}) if cuda else ("cpu", {"K": 16, "V": 16})
     rows: list[dict] = []
     for name in args.op.split(","):
-        for T in map(int, args.tokens.split(",")):
-            shape = Shape(f"packed {T}", T, **size)
+        sizes = itertools.product(args.heads.split(","), args.tokens.split(","))
+        for H, T in (map(int, pair) for pair in sizes):
+            shape = Shape(f"packed {T}", T, H=H, HV=H, **size)
             rows.append(measure_packings(name, shape, args.packings, device))
             print(rows[-1], flush=True)
             if args.out:  # after each row, since a run may be stopped

@@ -396,8 +396,10 @@ def first_calls(result: Result) -> str:
 
 
 def packings_command(result: Result) -> str:
-    counts, tokens = (joined(r[name] for r in result.rows) for name in ("packings", "T"))
-    flags = [f"--packings {counts}", f"--tokens {tokens}"]
+    counts, tokens, heads = (
+        joined(r[name] for r in result.rows) for name in ("packings", "T", "H")
+    )
+    flags = [f"--packings {counts}", f"--tokens {tokens}", f"--heads {heads}"]
     return module("host", result, *flags, f"--op {joined(r['op'] for r in result.rows)}")
 
 
@@ -406,6 +408,7 @@ def packings(result: Result) -> str:
         result.rows,
         ("calls", lambda r: f"{r['packings']} packings"),
         ("operator", lambda r: r["op"].upper()),
+        ("H", lambda r: str(r["H"])),
         ("T", lambda r: str(r["T"])),
         ("one packing, ms a call", lambda r: number(r["one_ms"])),
         ("new packings, ms a call", lambda r: number(r["new_ms"])),

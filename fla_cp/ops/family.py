@@ -284,6 +284,17 @@ def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
     states = o.initial_state is not None or o.output_final_state or o.return_intermediate_states
     if states or rows > 1 or len(offsets) == 2:
         return custom_op.packing_of(offsets if rows == 1 else tuple(rows * i for i in offsets))
-    longest = -(-max(b - a for a, b in pairwise(offsets)) // CHUNK)
-    whole = backend.stays_whole(longest, -(-T // CHUNK), HV, V, x.q.device)
-    return custom_op.framed_packing_of(offsets) if whole else custom_op.packing_of(offsets)
+    if backend.replay_stream(x.q.device) is None:
+        return custom_op.packing_of(offsets)
+    framed, shape = custom_op.framed_packing_of(offsets), (HV, x.q.shape[-1], V, x.q.device)
+
+    def whole() -> bool:
+        chunks = [-(-(b - a) // CHUNK) for a, b in pairwise(offsets)]
+        if backend.stays_whole(max(chunks), sum(chunks), HV, V, x.q.device):
+            return True
+        plain = custom_op.packing_of(offsets)
+        return all(backend.segment(plain, *shape, both) is plain for both in (True, False))
+
+    if framed.cached(("whole", backend.name, *shape), whole):
+        return framed
+    return custom_op.packing_of(offsets)

@@ -44,6 +44,16 @@ def remember(
     return known
 
 
+OFFSETS = ("cu_seqlens", "cu_seqlens_cpu")
+"""Options that may have another length in each call."""
+
+
+def _offsets(x: torch.Tensor) -> tuple:
+    """All that decides whether offsets of sequences are of the right kind. Whether there are fewer
+    than two is part of it, but not how many there are."""
+    return x.ndim, x.dtype, x.device, x.is_contiguous(), x.numel() < 2
+
+
 _CONSTANTS = (bool, int, float, str, type(None))
 """Types of options that are compared by value."""
 
@@ -73,7 +83,7 @@ def key_of(
             elif kind is FLACPContext:
                 parts.append((name, value.local_tokens, value.max_sequences is None))
             elif kind in PLAIN_TENSORS and value.layout is torch.strided and not value.is_nested:
-                parts.append((name, layout(value)))
+                parts.append((name, _offsets(value) if name in OFFSETS else layout(value)))
             else:
                 return None
         backend = resolve(options.get("impl", "auto"), x.q.device, x.q.dtype)

@@ -130,10 +130,26 @@ def predicted(
 
 
 def stays_whole(longest: int, chunks: int, value: int, processors: int) -> bool:
-    """Whether no cut can pay off in a call without a context, whose longest segment and whose
-    segments together have so many chunks: even uncut, no scan waits for its longest segment."""
-    shared = min(cost.shared / cost.step for cost in (SCAN, STATES, SCAN_BWD))
-    return not processors or longest * processors <= shared * value * chunks
+    """Whether it is clear without trying that `split` cuts no packing of a call without a context,
+    whose longest segment and whose segments together have so many chunks: even a cut that left
+    nothing but the scans' work and its own launches would take longer than no cut."""
+    if not processors or longest <= SMALLEST:
+        return True
+
+    def work(cost: Cost) -> float:
+        return min(cost.shared, cost.many) * value * chunks / processors
+
+    def uncut(cost: Cost) -> float:
+        return max(cost.step * longest, max(cost.shared, cost.many) * value * chunks / processors)
+
+    launches = EXTRA + 2 * FOLD
+    forward, least = MARGIN * uncut(SCAN), work(SCAN) + launches
+    # In the backward, the states are recomputed before the reverse scan or at the same time.
+    one_by_one = MARGIN * (uncut(STATES) + uncut(SCAN_BWD)), work(STATES) + work(SCAN_BWD)
+    at_once = MARGIN * BOTH * longest, work(SCAN_BWD)
+    return forward <= least and all(
+        forward + backward <= least + bound + launches for backward, bound in (one_by_one, at_once)
+    )
 
 
 def split(

@@ -162,10 +162,12 @@ def test_new_packings_are_timed(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("| 4 packings |") == 2
     result = report_tables.Result("packings", json.loads(out.read_text()))
     table = report_tables.packings(result).splitlines()[2:]
-    assert [line.split(" | ")[:3] for line in table] == [
-        ["| 4 packings", op, "130"] for op in ("KDA", "GDN")
+    assert [line.split(" | ")[:4] for line in table] == [
+        ["| 4 packings", op, "2", "130"] for op in ("KDA", "GDN")
     ]
-    assert "--packings 4 --tokens 130 --op kda,gdn" in report_tables.packings_command(result)
+    assert "--packings 4 --tokens 130 --heads 2 --op kda,gdn" in report_tables.packings_command(
+        result
+    )
     assert [s.title for s in report.SECTIONS if s.has(result)] == ["New packings"]
 
 

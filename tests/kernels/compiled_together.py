@@ -233,6 +233,28 @@ def test_a_kernel_that_fails_raises_where_it_is_launched(compiler):
         call("kda", x, rates)
 
 
+def test_python_may_miscount_the_depth_of_syntax_trees():
+    """As Python 3.11.7 does when threads parse at the same time."""
+    calls = []
+
+    def parse(error: str, times: int) -> str:
+        calls.append(error)
+        if len(calls) <= times:
+            raise SystemError(error)
+        return "kernel"
+
+    miscounted = "AST constructor recursion depth mismatch (before=36, after=91)"
+    most = compiling.PARSES - 1
+    assert compiling._parsed(lambda: parse(miscounted, most)) == "kernel" and len(calls) == most + 1
+    calls.clear()
+    with pytest.raises(SystemError, match="mismatch"):
+        compiling._parsed(lambda: parse(miscounted, most + 1))
+    calls.clear()
+    with pytest.raises(SystemError, match="null argument"):
+        compiling._parsed(lambda: parse("null argument to internal routine", 1))
+    assert len(calls) == 1
+
+
 def test_a_rehearsal_that_fails_costs_time_only(compiler, monkeypatch, caplog):
     monkeypatch.setattr(TritonBackend, "rehearsing", lambda self, device: 1 / 0)
     x, rates = operands(512)

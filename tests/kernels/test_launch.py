@@ -18,6 +18,7 @@ pytest.importorskip("triton")
         "replayed_counts",
         "compiled_variants",
         "compiled_together",
+        "replayed_packings",
         "layer_counts",
         "peer_tuned",
     ],

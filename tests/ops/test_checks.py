@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fla_cp
 import fla_cp.comm.collectives as collectives
 from fla_cp import (
     build_cp_context,
@@ -292,3 +293,27 @@ def test_zigzag_is_accepted():
 
     for R in (1, 2, 5):
         check_token_ranges(zigzag_token_ranges(37, R), 37, R)
+
+
+def test_offsets_of_a_known_call_are_checked_again():
+    """Calls that differ in their offsets alone are known together, but not their mistakes."""
+    q = torch.zeros(1, 8, 1, 4)
+    x = q, q, q, q, q[..., 0]
+
+    def call(*offsets, copy=None, **kind):
+        cu = torch.tensor(offsets, **kind)
+        return fla_cp.chunk_kda(*x, cu_seqlens=cu, cu_seqlens_cpu=copy)
+
+    call(0, 3, 8)
+    call(0, 8, copy=torch.tensor([0, 8]))
+    call(0, 1, 2, 8)
+    for wrong in ((0,), (), (0, 3, 7), (0, 5, 3, 8), (1, 8)):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            call(*wrong, dtype=torch.int64)
+    for copy in (torch.tensor([0, 3, 8]), torch.tensor([0, 4, 6, 8])):
+        with pytest.raises(ValueError, match="cu_seqlens_cpu"):
+            call(0, 4, 8, copy=copy)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        call(0.0, 8.0)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        fla_cp.chunk_kda(*x, cu_seqlens=torch.tensor([[0, 8]]))

@@ -1,5 +1,6 @@
 """Segments inside a GPU: the rule, the cut and the fold; results do not depend on them."""
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from fla_cp.comm.exchange.base import Local, pack
 from fla_cp.kernels import TORCH, using
 from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.partition.packing import Packing
-from fla_cp.partition.segmentation import MARGIN, predicted, split
+from fla_cp.partition.segmentation import MARGIN, predicted, split, stays_whole
 from fla_cp.partition.slots import link_slots
 from fla_cp.partition.workload import Workload
 from tests.support.cases import INSIDE, PACKED, Case, options
@@ -54,6 +55,25 @@ def test_few_heads_and_long_sequences_are_cut(T, heads, least):
 def test_a_full_gpu_and_short_sequences_are_not_cut(offsets, heads):
     whole, pieces = cut(offsets, heads)
     assert pieces is whole
+
+
+@pytest.mark.parametrize("T, heads, least", [(2048, 4, 1.0), (8192, 4, 0.8), (8192, 32, 0.9),
+                                             (32768, 8, 0.5), (65536, 16, 0.5)])  # fmt: skip
+def test_what_is_clearly_whole_is_never_cut(T, heads, least):
+    """For packed documents it is mostly clear, so that few packings are compared with their cuts.
+    least: the share that must be clear."""
+    rng, clear = random.Random(T + heads), 0
+    for _ in range(100):
+        offsets = (0, *sorted(rng.sample(range(1, T), rng.randint(1, 24))), T)
+        packing = Packing.build(offsets)
+        chunks = [-(-(b - a) // 64) for a, b in pairwise(offsets)]
+        if stays_whole(max(chunks), sum(chunks), programs(heads), PROCESSORS):
+            clear += 1
+            for backward in (True, False):
+                given = programs(heads), programs(heads), PROCESSORS, backward
+                assert split(packing, *given) is packing
+    assert clear >= 100 * least
+    assert not stays_whole(T // 64, T // 64, programs(1), PROCESSORS) or T < 8192
 
 
 def test_sequences_across_ranks_are_cut_for_their_summary():

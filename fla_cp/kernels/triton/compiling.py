@@ -44,6 +44,9 @@ QUIET_S = 3.0
 LINE_S = 10.0
 """Seconds between lines where there is no terminal."""
 
+PARSES = 5
+"""How often a kernel's source is parsed before Python's error about it is raised."""
+
 _log = logging.getLogger(__name__)
 _rehearsing = threading.Lock()
 
@@ -137,11 +140,23 @@ class _SideBySide(AsyncCompileMode):
 
 def _compiled(compile_fn: Callable[[], Any]) -> Any:
     """A compiled kernel, whose launcher is built and in Triton's cache."""
-    kernel = compile_fn()
+    kernel = _parsed(compile_fn)
     build = getattr(driver.active, "launcher_cls", None)
     if build is not None:
         build(kernel.src, kernel.metadata)
     return kernel
+
+
+def _parsed(compile_fn: Callable[[], Any]) -> Any:
+    """What `compile_fn` returns. It is called again if Python before 3.11.8, or 3.12 before 3.12.2,
+    counts the depth of two threads' syntax trees as one (CPython issue 106905), which is rare."""
+    for _ in range(PARSES - 1):
+        try:
+            return compile_fn()
+        except SystemError as error:
+            if "AST constructor recursion depth" not in str(error):
+                raise
+    return compile_fn()
 
 
 def _wait(futures: list[Future]) -> None:
