@@ -267,6 +267,44 @@ def check_in_place(name: str, x: Tensor | None, dtype: torch.dtype) -> None:
         )
 
 
+def check_pool(options: Options, N: int, tokens: int, device: torch.device, rows: int) -> None:
+    """ssm_state_indices and num_accepted_tokens. tokens: of a sequence, 0 if sequences differ.
+    rows: of k and v for each token."""
+    places, accepted = options.ssm_state_indices, options.num_accepted_tokens
+    if places is None:
+        if accepted is not None:
+            raise ValueError("num_accepted_tokens needs ssm_state_indices, got None")
+        return
+    for name, x in (("ssm_state_indices", places), ("num_accepted_tokens", accepted)):
+        if x is None:
+            continue
+        kind = getattr(x, "dtype", type(x).__name__)
+        if kind not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be an int32 or int64 tensor, got {kind}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+    if places.ndim not in (1, 2) or len(places) != N or places.numel() < N:
+        raise ValueError(
+            f"ssm_state_indices must be [N] or [N, S] for N={N} sequences, got {_shape(places)}"
+        )
+    if not options.inplace_final_state:
+        raise ValueError("ssm_state_indices needs inplace_final_state=True, got False")
+    if places.ndim == 2 and rows > 1:
+        raise ValueError(
+            f"ssm_state_indices must be [N] for several rows a token, got {_shape(places)}"
+        )
+    if places.ndim == 2 and places.shape[1] < tokens:
+        raise ValueError(
+            f"ssm_state_indices must have a column for each of {tokens} tokens, got "
+            f"{_shape(places)}"
+        )
+    if accepted is not None and (places.ndim == 1 or accepted.shape != (N,)):
+        raise ValueError(
+            f"num_accepted_tokens must be [N={N}] beside ssm_state_indices [N, S], got "
+            f"{_shape(accepted)} beside {_shape(places)}"
+        )
+
+
 def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
     """Arguments of `causal_conv1d`."""
     if x.ndim != 3:

@@ -94,6 +94,16 @@ def fused_recurrent_kda(
     inplace_final_state=False: with True the final states are written to the memory of
         initial_state, and that tensor is returned. It must be fp32 (fp64 for fp64) and dense in its
         last two dims, and its matrices must not overlap.
+    ssm_state_indices=None: int32 or int64 [N], for serving: sequence n has state
+        ssm_state_indices[n] of a pool, initial_state [P, HV, K, V], which is returned. It needs
+        inplace_final_state=True, and no two sequences may have the same state. A negative index is
+        none: the sequence starts from zeros and its final state is dropped. [N, S] is for draft
+        tokens: the state after token t is written to ssm_state_indices[n, t], so that any of them
+        can be gone on from, and S must not be less than the tokens of a sequence.
+    num_accepted_tokens=None: int32 or int64 [N], from 1 to S: a sequence starts from the state in
+        this column of ssm_state_indices [N, S], counted from 1. Without it, from column 1.
+    With impl="triton" neither tensor's values are checked: an index beyond the pool counts as none,
+    and num_accepted_tokens is cut to its range. impl="torch" reads and checks them.
     If cu_seqlens is on the device, impl="triton" does not read it on the host and waits for
     nothing. Without cu_seqlens_cpu its values are then not checked, and tokens that belong to no
     sequence have undefined outputs. impl="torch" reads and checks them.

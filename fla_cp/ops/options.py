@@ -59,6 +59,8 @@ class RecurrentOptions(SharedOptions, total=False):
     """The keywords of an operator token by token."""
 
     inplace_final_state: bool
+    ssm_state_indices: Tensor | None
+    num_accepted_tokens: Tensor | None
 
 
 class Options(NamedTuple):
@@ -86,6 +88,8 @@ class Options(NamedTuple):
     cp_context: FLACPContext | None = None
     precision: str = "default"
     impl: str = "auto"
+    ssm_state_indices: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
 
 
 TENSORS, FLAGS = slice(0, 5), slice(5, 15)

@@ -10,8 +10,14 @@ from torch.autograd.function import once_differentiable
 from fla_cp.autograd import token_rows
 from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.torch.recurrent import Sequences
-from fla_cp.ops.checks import check_in_place, check_inputs, check_no_gradient, check_sequences
+from fla_cp.kernels.torch.recurrent import Pool, Sequences
+from fla_cp.ops.checks import (
+    check_in_place,
+    check_inputs,
+    check_no_gradient,
+    check_pool,
+    check_sequences,
+)
 from fla_cp.ops.family import NAMES, Member, accumulated, checked_rule, chunk, options_of, spread
 from fla_cp.ops.options import CHUNK_ONLY, RECURRENT_ONLY, TENSORS, Options, Tensors
 from fla_cp.rule import DeltaRule, accumulator
@@ -27,7 +33,11 @@ def recurrent(
     B, T = x.q.shape[:2]
     check_sequences(T, B, o.cu_seqlens, None, o.cu_seqlens_cpu)
     N = B if o.cu_seqlens is None else len(o.cu_seqlens) - 1
-    check_inputs(x, o, rule, sequences=N, rows=rows)
+    check_pool(o, N, T if o.cu_seqlens is None else 0, x.q.device, rows)
+    states = N
+    if o.ssm_state_indices is not None and o.initial_state is not None:
+        states = max(1, len(o.initial_state))
+    check_inputs(x, o, rule, sequences=states, rows=rows)
     values: tuple[Any, ...] = o
     given: tuple[Tensor | None, ...] = (*x, *values[TENSORS])
     if o.inplace_final_state:
@@ -58,7 +68,11 @@ def _run(
         shape = (N, HV, V, K) if rule.state_v_first else (N, HV, K, V)
         final = torch.empty(shape, dtype=accumulator(q.dtype), device=q.device)
     inputs = token_rows(Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p))
-    out = backend.recurrent(rule, inputs, first, final, Sequences(N, cu, cu_cpu))
+    pool = None
+    if o.ssm_state_indices is not None:
+        places = o.ssm_state_indices
+        pool = Pool(places.reshape(N, -1), o.num_accepted_tokens, drafts=places.ndim == 2)
+    out = backend.recurrent(rule, inputs, first, final, Sequences(N, cu, cu_cpu, pool))
     out = out.view(B, T, HV, V)
     return out if rows == 1 else out[:, rows - 1 :: rows], final
 

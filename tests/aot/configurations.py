@@ -79,12 +79,21 @@ def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
     return [k for k in call() if k.kernel.startswith(("scan", "intra_kernel", "intra_head"))]
 
 
-def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list[Launch]:
-    """A decoding step of a layer."""
+def compile_recurrent(
+    K: int, V: int, dtype: torch.dtype, v_first: bool, columns: int = 0
+) -> list[Launch]:
+    """A decoding step of a layer. columns: of ssm_state_indices, with states in a pool; with
+    several of them there are draft tokens."""
     from fla_cp import fused_recurrent_kda
 
     x = [torch.zeros(4, 1, h, d, dtype=dtype) for h, d in ((1, K), (1, K), (2, V), (2, K))]
     state = torch.zeros(4, 2, *((V, K) if v_first else (K, V)))
+    pool: dict[str, torch.Tensor] = {}
+    if columns:
+        shape = (4, columns) if columns > 1 else (4,)
+        pool["ssm_state_indices"] = torch.zeros(shape, dtype=torch.int32)
+    if columns > 1:
+        pool["num_accepted_tokens"] = torch.ones(4, dtype=torch.int32)
     with launched() as kernels:
         fused_recurrent_kda(
             *x,
@@ -94,6 +103,7 @@ def compile_recurrent(K: int, V: int, dtype: torch.dtype, v_first: bool) -> list
             initial_state=state,
             inplace_final_state=True,
             state_v_first=v_first,
+            **pool,
             **INSIDE,
             impl="triton",
         )
@@ -193,6 +203,11 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for layout in ("KV", "VK"):
             call = functools.partial(compile_recurrent, K, V, dtype, layout == "VK")
             yield f"recurrent {K}x{V} {name} {layout}", call
+            if name == "bf16":
+                for columns, kind in ((1, "pool"), (4, "drafts")):
+                    given = K, V, dtype, layout == "VK", columns
+                    call = functools.partial(compile_recurrent, *given)
+                    yield f"recurrent {K}x{V} {name} {layout} {kind}", call
     for name, dtype in DTYPES.items():
         for family in ("comba", "gla", "simple_gla"):
             call = functools.partial(compile_member, family, 128, 128, dtype, {})

@@ -91,12 +91,15 @@ def test_the_example_of_convolutions_with_states():
     assert found["state"].equal(found["x"][:, -4:].mT)
 
 
-def test_the_example_of_a_layer_with_a_cache():
+def test_the_examples_of_a_cache_and_of_a_pool():
     text = (ROOT / "docs" / "generation.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    of_cache, of_pool = re.findall(r"```python\n(.*?)```", text, re.S)
     found = {}
-    exec(code, found)  # it compares its results itself
+    exec(of_cache, found)  # it compares its results itself
     assert found["cache"].state.shape == (2, 2, 32, 32)
+    exec(of_pool, found)
+    written = found["pool"].flatten(1).any(1)
+    assert written.tolist() == [True] * 6 + [False] * 2
 
 
 def test_readme_starts_with_the_two_commands():

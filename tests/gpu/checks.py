@@ -21,7 +21,7 @@ from fla_cp import causal_conv1d, kda_gate
 from tests.gpu.cases import BF16, FP16, FP32, SAFE, SIZES, cases, recurrent_cases, tiles
 from tests.support.cases import INSIDE, Case, named, options
 from tests.support.closeness import share_of_budget
-from tests.support.running import run, run_recurrent
+from tests.support.running import run, run_pooled, run_recurrent
 from tests.support.tuned import tuned
 
 CONVOLUTIONS = (
@@ -183,6 +183,14 @@ def check_recurrent(K: int, V: int) -> Rows:
             return run_recurrent(case, impl=impl, device=DEVICE, inputs=x, v_first=v_first)
 
         rows.append({"K": K, "V": V, "case": name} | judged(call, case.inputs(dtype=dtype), dtype))
+    pooled = Case("p", B=3, T=5, H=2, HV=4, K=K, V=V, options=options(**INSIDE))
+    for v_first, drafts in product((False, True), (False, True)):
+
+        def call(x: Named, impl: str, v_first: bool = v_first, drafts: bool = drafts) -> Named:
+            return run_pooled(pooled, impl, DEVICE, x, v_first=v_first, drafts=drafts)
+
+        name = f"recurrent {'VK' if v_first else 'KV'} {'drafts' if drafts else 'pool'}"
+        rows.append({"K": K, "V": V, "case": name} | judged(call, pooled.inputs(dtype=BF16), BF16))
     return rows
 
 

@@ -1,10 +1,12 @@
 """fused_recurrent_kda: each backend against the fp64 recurrence, and as a decoder uses it."""
 
+import functools
 import os
 
 import pytest
 import torch
 
+import fla_cp
 from fla_cp import chunk_kda, fused_recurrent_kda
 from tests.support.cases import BY_NAME, INSIDE, PACKED, Case, named, options
 from tests.support.closeness import assert_exact, assert_within_budget
@@ -188,3 +190,207 @@ def test_needs_the_interpreter_or_a_gpu(monkeypatch):
     packed, _ = inputs(Case("cpu", T=3, states=False))
     with pytest.raises(ValueError, match="impl='triton' runs on CUDA devices, got cpu"):
         fused_recurrent_kda(*packed, impl="triton")
+
+
+FULL = 7.0
+"""What is in a pool's states that no sequence has."""
+
+
+def pooled(case, places, accepted=None, *, impl, v_first=False, first=None, tokens=slice(None)):
+    """o and the pool [9, ..] after a call on some tokens. first: the pool before, else the case's
+    initial states in column 0 of places, beside others."""
+    (*packed,), rates = inputs(case)
+    state = rates.pop("initial_state")
+    index = torch.tensor(places, dtype=torch.int32)
+    pool = torch.full((9, *state.shape[1:]), FULL)
+    if first is not None:
+        pool = first.clone()
+    else:
+        for n, row in enumerate(index.view(len(state), -1)[:, 0].tolist()):
+            if row >= 0:
+                pool[row] = state[n]
+    memory = pool.mT.contiguous() if v_first else pool.clone()
+    cu = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens)
+    o, final = fused_recurrent_kda(
+        *(x[:, tokens] for x in packed),
+        **rates,
+        **case.keywords,
+        initial_state=memory,
+        inplace_final_state=True,
+        state_v_first=v_first,
+        cu_seqlens=cu,
+        ssm_state_indices=index,
+        num_accepted_tokens=None if accepted is None else torch.tensor(accepted),
+        impl=impl,
+    )
+    assert final is memory
+    return o, (final.mT if v_first else final), pool
+
+
+def alone(case, tokens=slice(None), state=None, impl="torch", v_first=False):
+    """o and the final states of a call without a pool."""
+    (*packed,), rates = inputs(case)
+    given = rates.pop("initial_state")
+    state = given if state is None else state
+    more = {"initial_state": state.mT.contiguous() if v_first else state, "state_v_first": v_first}
+    cu = None if case.cu_seqlens is None else torch.tensor(case.cu_seqlens)
+    packed = [x[:, tokens] for x in packed]
+    more |= {**rates, **case.keywords, "cu_seqlens": cu, "output_final_state": True}
+    o, final = fused_recurrent_kda(*packed, **more, impl=impl)
+    return o, (final.mT if v_first else final)
+
+
+POOLED = [
+    Case("rows", B=3, T=5, HV=4, options=options(**INSIDE)),
+    Case("packed", T=13, cu_seqlens=(0, 4, 4, 13), options=options(**INSIDE)),
+]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("case", POOLED, ids=lambda c: c.name)
+@pytest.mark.parametrize("impl, v_first", crossed(IMPLS, [False, True]))
+def test_states_in_a_pool(case, impl, v_first):
+    """The same bits as with states in order, and no other state of the pool changes."""
+    o, final, _ = pooled(case, [6, 0, 3], impl=impl, v_first=v_first)
+    expected, states = alone(case, impl=impl, v_first=v_first)
+    assert torch.equal(o, expected)
+    assert torch.equal(final[[6, 0, 3]], states)
+    assert (final[[1, 2, 4, 5, 7, 8]] == FULL).all()
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("case", POOLED, ids=lambda c: c.name)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_sequence_without_a_state(case, impl):
+    """It starts from zeros, and its final state goes nowhere. State 0 has a number that is not
+    one, which must not reach it."""
+    state = case.inputs(dtype=torch.float32)["initial_state"]
+    first = torch.full((9, *state.shape[1:]), FULL)
+    first[0] = torch.nan
+    first[[5, 2]] = state[[0, 2]]
+    o, final, _ = pooled(case, [5, -1, 2], impl=impl, first=first)
+    state = state.clone()
+    state[1] = 0.0
+    expected, states = alone(case, state=state, impl=impl)
+    assert torch.equal(o, expected)
+    assert torch.equal(final[[5, 2]], states[[0, 2]])
+    assert final[0].isnan().all() and (final[[1, 3, 4, 6, 7, 8]] == FULL).all()
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("impl, v_first", crossed(IMPLS, [False, True]))
+def test_draft_tokens_leave_a_state_each(impl, v_first):
+    """Three draft tokens, of which sequences accept different numbers. The next call goes on from
+    the accepted ones, as if the others had never been there."""
+    case = Case("drafts", B=3, T=5, HV=4, options=options(**INSIDE))
+    places = [[6, 1, 2], [0, 8, -1], [3, 4, 5]]
+    _, states, _ = pooled(case, places, impl=impl, v_first=v_first, tokens=slice(0, 3))
+    for t in range(3):
+        _, expected = alone(case, slice(0, t + 1), impl=impl, v_first=v_first)
+        for n in range(3):
+            if places[n][t] >= 0:
+                assert torch.equal(states[places[n][t]], expected[n])
+    assert (states[7] == FULL).all()
+    accepted = [3, 1, 2]
+    last = {"impl": impl, "v_first": v_first, "first": states, "tokens": slice(3, 5)}
+    o, _, _ = pooled(case, places, accepted, **last)
+    chosen = torch.stack([states[places[n][a - 1]] for n, a in enumerate(accepted)])
+    expected, _ = alone(case, slice(3, 5), chosen, impl, v_first)
+    assert torch.equal(o, expected)
+
+
+def test_draft_tokens_of_packed_sequences():
+    """A sequence has fewer tokens than columns, and one none at all."""
+    case = POOLED[1]
+    places = [[6, 1, 2, 4, *range(9, 14)], [0, *range(14, 22)], [3, 5, 7, 8, *range(22, 27)]]
+    pool = torch.full((27, *case.inputs()["initial_state"].shape[1:]), FULL)
+    state = case.inputs(dtype=torch.float32)["initial_state"]
+    pool[[6, 0, 3]] = state
+    results = [pooled(case, places, impl=impl, first=pool)[:2] for impl in IMPLS]
+    expected, states = alone(case)
+    for o, final in results:
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+        for row, place in ((0, 4), (2, 26), (1, 0)):
+            torch.testing.assert_close(final[place], states[row], rtol=1e-5, atol=1e-5)
+        assert (final[9:22] == FULL).all()
+
+
+@pytest.mark.bits
+def test_indices_beyond_a_pool_are_none_to_the_kernel():
+    case = POOLED[0]
+    state = case.inputs(dtype=torch.float32)["initial_state"]
+    first = torch.full((9, *state.shape[1:]), FULL)
+    beyond, none = (
+        pooled(case, [6, other, 3], impl="triton", first=first)[:2] for other in (9, -1)
+    )
+    for a, b in zip(beyond, none, strict=True):
+        assert torch.equal(a, b)
+    assert (beyond[1][[0, 1, 2, 4, 5, 7, 8]] == FULL).all()
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("impl, name", crossed(IMPLS, [
+    "gated_delta_rule", "comba", "gla", "simple_gla", "gated_delta_product",
+]))  # fmt: skip
+def test_pools_of_other_members(impl, name):
+    torch.manual_seed(0)
+    draw = functools.partial(torch.randn, dtype=torch.float32)
+    N, T, H, K, V = 2, 3, 2, 8, 6
+    rows = 2 if name == "gated_delta_product" else 1
+    x = {"q": draw(N, T, H, K), "k": draw(N, T * rows, H, K), "v": draw(N, T * rows, H, V)}
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    if name == "comba":
+        x["p"] = 0.5 * x["k"]
+    x["g"] = -draw(N, T, H, K).abs() if name == "gla" else -draw(N, T, H).abs()
+    if "gla" not in name:
+        x["beta"] = draw(N, T * rows, H).sigmoid()
+    if rows > 1:
+        x["num_householder"] = rows
+    call = functools.partial(getattr(fla_cp, f"fused_recurrent_{name}"), **x, impl=impl)
+    state = draw(N, H, K, V)
+    expected, states = call(initial_state=state, output_final_state=True)
+    pool = torch.full((4, H, K, V), FULL)
+    pool[[3, 1]] = state
+    index = torch.tensor([3, 1])
+    o, final = call(initial_state=pool, inplace_final_state=True, ssm_state_indices=index)
+    assert torch.equal(o, expected) and torch.equal(final[[3, 1]], states)
+    if rows > 1:
+        with pytest.raises(ValueError, match=r"must be \[N\] for several rows a token"):
+            call(
+                initial_state=pool,
+                inplace_final_state=True,
+                ssm_state_indices=torch.tensor([[3, 0, -1], [1, 2, -1]]),
+            )
+
+
+@pytest.mark.parametrize("places, accepted, match", [
+    ([6, 9, 3], None, "less than the 9 states of initial_state, got 9"),
+    ([6, 3, 3], None, "name each state once"),
+    ([[6], [0], [3]], None, "a column for each of 5 tokens"),
+    ([6, 0], None, r"\[N\] or \[N, S\] for N=3"),
+    ([6.0, 0.0, 3.0], None, "int32 or int64"),
+    ([6, 0, 3], [1, 1, 1], "num_accepted_tokens must be"),
+    (None, [1, 1, 1], "num_accepted_tokens needs ssm_state_indices"),
+    ([[6, 1, 2, 4, 5], [0, -1, -1, -1, -1], [3, -1, -1, -1, -1]], [1, 6, 1], "from 1 to 5"),
+    ([[6, 1, 2, 4, 5], [0, -1, -1, -1, -1], [3, -1, -1, -1, -1]], [1, 1], r"\[N=3\]"),
+])  # fmt: skip
+def test_pools_that_are_not_right(places, accepted, match):
+    case = POOLED[0]
+    (*packed,), rates = inputs(case)
+    rates["initial_state"] = torch.zeros(9, *rates["initial_state"].shape[1:])
+    given = {
+        "ssm_state_indices": None if places is None else torch.tensor(places),
+        "num_accepted_tokens": None if accepted is None else torch.tensor(accepted),
+    }
+    more = {**rates, **case.keywords, **given, "impl": "torch"}
+    with pytest.raises(ValueError, match=match):
+        fused_recurrent_kda(*packed, **more, inplace_final_state=True)
+    if match.startswith("less"):
+        with pytest.raises(ValueError, match="needs inplace_final_state=True"):
+            fused_recurrent_kda(*packed, **more)
+        with pytest.raises(ValueError, match="inplace_final_state needs initial_state"):
+            fused_recurrent_kda(
+                *packed, **{**more, "initial_state": None}, inplace_final_state=True
+            )
+        with pytest.raises(TypeError, match="ssm_state_indices"):
+            chunk_kda(*packed, ssm_state_indices=given["ssm_state_indices"])

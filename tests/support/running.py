@@ -98,6 +98,33 @@ def run_recurrent(
     return {"o": o, "final_state": final.mT if v_first else final}
 
 
+def run_pooled(
+    case: Case, impl: str, device: str, inputs: dict[str, Tensor], *, v_first: bool, drafts: bool
+) -> dict[str, Tensor]:
+    """o and the states [.., K, V] of `fused_recurrent_kda` with states in a pool: the final ones,
+    or with drafts those after each token."""
+    inputs = {n: t.to(device) for n, t in inputs.items()}
+    first = inputs.pop("initial_state")
+    N, columns = len(first), case.T if drafts else 1
+    places = torch.arange(N * columns, device=device).flip(0).view(N, columns)
+    first = first.mT.contiguous() if v_first else first
+    pool = first.new_full((N * columns + 1, *first.shape[1:]), 7.0)
+    pool[places[:, 0]] = first
+    o, states = fused_recurrent_kda(
+        *(inputs[n] for n in PACKED),
+        **_rest(inputs),
+        **case.keywords,
+        initial_state=pool,
+        inplace_final_state=True,
+        ssm_state_indices=places.int() if drafts else places[:, 0].int(),
+        state_v_first=v_first,
+        impl=impl,
+    )
+    assert (states[-1] == 7.0).all()
+    states = states[places.flatten()]
+    return {"o": o, "final_state": states.mT if v_first else states}
+
+
 def run_sharded(
     case: Case,
     context: FLACPContext,

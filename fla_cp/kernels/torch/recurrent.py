@@ -12,14 +12,30 @@ from fla_cp.partition.device_tables import to_device
 from fla_cp.rule import DeltaRule
 
 
+class Pool(NamedTuple):
+    """Where the states of sequences are in a pool of P states, of which S0 and S_end are the whole.
+
+    places: int32 or int64 [N, S]. With `drafts`, the state after token t of sequence n is written
+    to places[n, t]; otherwise S is 1, and the final state is written to the place from which the
+    first one was read. A sequence starts from the state in its column accepted[n] - 1, or without
+    `accepted` [N] in column 0. A place that is not from 0 to P-1 is none: it reads as zeros, and
+    nothing is written there.
+    """
+
+    places: Tensor
+    accepted: Tensor | None
+    drafts: bool
+
+
 class Sequences(NamedTuple):
     """Which tokens form a sequence. number: how many sequences there are, N. offsets: int32 or
     int64 [N+1], as the caller gave them, or None for sequences of equal length. host: the same on
-    the host, or None."""
+    the host, or None. pool: None if sequence n has state n."""
 
     number: int
     offsets: Tensor | None = None
     host: Tensor | None = None
+    pool: Pool | None = None
 
     def bounds(self, tokens: int) -> list[int]:
         """The N+1 offsets on the host, checked. It may have to wait for the device."""
@@ -36,8 +52,8 @@ def recurrent(
     """o [T, HV, V] in v's dtype; writes the final states to S_end unless it is None.
 
     S0, S_end: [N, HV, K, V], or [N, HV, V, K] with rule.state_v_first, fp32 (fp64); they may be
-    the same memory. Inside, sequences are sorted by length, longest first, so that each step
-    updates a slice of the states.
+    the same memory, and are with a pool, [P, ..]. Inside, sequences are sorted by length, longest
+    first, so that each step updates a slice of the states.
     """
     bounds = sequences.bounds(len(x.q))
     lengths = [b - a for a, b in pairwise(bounds)]
@@ -50,10 +66,13 @@ def recurrent(
     q, k = (d.repeat_interleave(group, 1) for d in (rule.scale * t.q, t.k))
     p = None if t.p is None else t.p.repeat_interleave(group, 1)
     decay = rule.exp(t.g * rule.gate_unit)
+    places = _Places.of(sequences.pool, len(order) if S0 is None else len(S0), lengths, order)
     if S0 is None:
         S = t.v.new_zeros(len(order), HV, K, V)
     else:
-        S = (S0.mT if rule.state_v_first else S0)[order]
+        S = (S0.mT if rule.state_v_first else S0)[places.first]
+        S[places.missing] = 0.0
+    final = None if S_end is None else S_end.mT if rule.state_v_first else S_end
     o = torch.empty_like(t.v)
     for step in range(lengths[order[0]]):
         alive = sum(length > step for length in lengths)
@@ -68,7 +87,68 @@ def recurrent(
         S_i += k[i][..., None] * u[..., None, :]
         o[i] = (q[i][..., None] * S_i).sum(-2)
         S[:alive] = S_i
-    if S_end is not None:
-        final = S_end.mT if rule.state_v_first else S_end
-        final[order] = S
+        if final is not None and step < len(places.after):
+            which, where = places.after[step]
+            final[where] = S[which]
+    if final is not None:
+        which, where = places.last
+        final[where] = S[which]
     return o.to(x.v.dtype)
+
+
+Rows = tuple[list[int], list[int]]
+"""States in the order of computation, and the places in memory to which they are written."""
+
+
+class _Places(NamedTuple):
+    """The places of sequences in the order of computation. first: where each state is read.
+    missing: those of them that have none. after: what is written after each token; last: at the
+    end."""
+
+    first: list[int]
+    missing: list[int]
+    after: list[Rows]
+    last: Rows
+
+    @classmethod
+    def of(cls, pool: Pool | None, size: int, lengths: list[int], order: list[int]) -> "_Places":
+        if pool is None:
+            return cls(order, [], [], (list(range(len(order))), order))
+        places = pool.places.tolist()
+        columns = pool.places.shape[1]
+        accepted = [1] * len(order) if pool.accepted is None else pool.accepted.tolist()
+        if not all(1 <= n <= columns for n in accepted):
+            raise ValueError(
+                f"num_accepted_tokens must be from 1 to {columns}, the columns of "
+                f"ssm_state_indices, got {accepted}"
+            )
+        if pool.drafts and max(lengths) > columns:
+            raise ValueError(
+                f"ssm_state_indices must have a column for each of {max(lengths)} tokens, got "
+                f"{columns}"
+            )
+        given = sorted(p for row in places for p in row if p >= 0)
+        if given and given[-1] >= size:
+            raise ValueError(
+                f"ssm_state_indices must be less than the {size} states of initial_state, got "
+                f"{given[-1]}"
+            )
+        if any(a == b for a, b in pairwise(given)):
+            raise ValueError("ssm_state_indices must name each state once, got one twice")
+        start = [places[n][accepted[n] - 1] for n in order]
+
+        def rows(found: list[tuple[int, int]]) -> Rows:
+            kept = [(i, p) for i, p in found if p >= 0]
+            return [i for i, _ in kept], [p for _, p in kept]
+
+        ends: list[tuple[int, int]] = [] if pool.drafts else [*enumerate(start)]
+        steps = range(max(lengths) if pool.drafts else 0)
+        after = [
+            rows([(i, places[n][t]) for i, n in enumerate(order) if lengths[n] > t]) for t in steps
+        ]
+        return cls(
+            first=[max(p, 0) for p in start],
+            missing=[i for i, p in enumerate(start) if p < 0],
+            after=after,
+            last=rows(ends),
+        )

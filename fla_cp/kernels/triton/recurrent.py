@@ -72,7 +72,7 @@ def load_token(x, t, m, o_k, o_v, S: tl.constexpr):
     return b_q, b_k, b_v, load_gates(x.g.ptr + t * x.g.row, o_k, S.K, m, S.HEAD), b_beta, b_p
 
 
-@triton.jit(do_not_specialize_on_alignment=["T"])
+@triton.jit(do_not_specialize_on_alignment=["T", "columns", "P"])
 def recurrent_kernel(
     x,
     gate,
@@ -81,17 +81,23 @@ def recurrent_kernel(
     o,
     S_end,
     offsets,
+    places,
+    columns,
+    accepted,
+    P,
     T,
     scale,
     S: tl.constexpr,
     R: tl.constexpr,
     V_FIRST: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):
     """x: `Tokens`; gate: `Gate` (g is read from x); S0 and S_end: `State`, dense in their last two
     dims. o [T, HV, V]. S_end is written unless it is None, and may be S0.
 
     T: tokens of a row, or with offsets tokens of all rows. Offsets beyond T are cut to it, since
     the host has not always read them.
+    places [N, columns], accepted [N], DRAFTS: see `Pool`, whose states are P; places may be None.
     """
     tiles: tl.constexpr = (S.V + S.BV - 1) // S.BV
     i_v, i_h = tl.program_id(0) % tiles, tl.program_id(1).to(tl.int64)
@@ -106,10 +112,21 @@ def recurrent_kernel(
     o_r, o_c = o_k, o_v
     if V_FIRST:
         o_r, o_c = o_v, o_k
+    place, exists = i_n, True
+    if places is not None:
+        column = 0
+        if accepted is not None:
+            column = tl.load(accepted + i_n).to(tl.int32) - 1
+            column = tl.minimum(tl.maximum(column, 0), columns - 1)
+        place = tl.load(places + i_n * columns + column).to(tl.int64)
+        exists = (place >= 0) & (place < P)
+        place = tl.where(exists, place, 0)
     if S0.ptr is None:
         b_S = tl.zeros([o_r.shape[0], o_c.shape[0]], tl.float32)
     else:
-        b_S = load_block(S0.ptr + i_n * S0.n + i_h * S0.h, o_r, o_c, ROWS, COLUMNS)
+        b_S = load_block(S0.ptr + place * S0.n + i_h * S0.h, o_r, o_c, ROWS, COLUMNS)
+        if places is not None:
+            b_S = tl.where(exists, b_S, 0.0)
     if offsets is None:
         start, length = i_n * T, T
     else:
@@ -156,8 +173,13 @@ def recurrent_kernel(
         b_S += b_kk * tl.expand_dims(b_u, K_AXIS)
         b_o = scale * tl.sum(tl.expand_dims(b_q, V_AXIS) * b_S, axis=K_AXIS)
         tl.store(o + (t * S.HV + i_h) * S.V + o_v, b_o.to(o.dtype.element_ty), mask=o_v < S.V)
-    if S_end.ptr is not None:
-        store_block(S_end.ptr + i_n * S_end.n + i_h * S_end.h, b_S, o_r, o_c, ROWS, COLUMNS)
+        if DRAFTS:
+            to = tl.load(places + i_n * columns + i, mask=i < columns, other=-1).to(tl.int64)
+            if (to >= 0) & (to < P):
+                store_block(S_end.ptr + to * S_end.n + i_h * S_end.h, b_S, o_r, o_c, ROWS, COLUMNS)
+    if S_end.ptr is not None and not DRAFTS:  # noqa: SIM102, decided when the kernel is compiled
+        if exists:
+            store_block(S_end.ptr + place * S_end.n + i_h * S_end.h, b_S, o_r, o_c, ROWS, COLUMNS)
 
 
 def recurrent(
@@ -173,9 +195,10 @@ def recurrent(
     tokens, (H, K), (HV, V) = len(x.q), x.q.shape[1:], x.v.shape[1:]
     t = TUNING.tile("recurrent", K, V, x.q.dtype)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-    offsets = sequences.offsets
+    offsets, pool = sequences.offsets, sequences.pool
     if offsets is not None:
         offsets = offsets.to(x.q.device).contiguous()
+    places, accepted = (None, None) if pool is None else (pool.places.contiguous(), pool.accepted)
     launch(
         recurrent_kernel,
         (cdiv(V, t.BV) * sequences.number, HV),
@@ -186,11 +209,16 @@ def recurrent(
         o,
         state(S_end),
         offsets,
+        places,
+        1 if places is None else places.shape[1],
+        None if accepted is None else accepted.contiguous(),
+        0 if places is None or S0 is None else len(S0),
         tokens // sequences.number if offsets is None else tokens,
         rule.scale,
         shape(rule, x.q.dtype, H, HV, K, V, t),
         rule_options(rule, x.q.dtype),
         rule.state_v_first,
+        pool is not None and pool.drafts,
         num_warps=t.warps,
     )
     if S_end is not None and S_end is S0 and not S_end.is_inference():
