@@ -122,6 +122,9 @@ def _torchrun(words: list[str]) -> None:
 
 
 def _module(words: list[str]) -> None:
+    if words[0] == "fla_cp.train.torchrun":
+        _torchrun(words[1:])
+        return
     assert (ROOT / (words[0].replace(".", "/") + ".py")).is_file(), words[0]
     _read_by(importlib.import_module(words[0]).main, *words)
 
@@ -201,7 +204,7 @@ def _sbatch(words: list[str], folder: Path) -> None:
     done = subprocess.run(script, env=environment(**job), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     started = (folder / "found").read_text().split("\n")[:-1]
-    _torchrun(started[started.index("torchrun") + 1 :])
+    _module(started[started.index("-m") + 1 :])
 
 
 def _program(name: str, words: list[str]) -> None:
