@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains on several hosts: sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 8 --dp-shard 2
-# It starts one torchrun agent per host (fla_cp/train/torchrun.py). --out must be on a file system that all hosts share.
+# It starts one torchrun agent per host, by fla_cp/train/torchrun.py.
+# --out must be on a file system that all hosts share.
 # The job's exit code is the highest of its hosts', see docs/training.md.
 # MAX_RESTARTS: how often failed ranks are restarted from the newest checkpoint (default 0);
 # they are not after a mistake or a run that diverged.

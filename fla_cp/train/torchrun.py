@@ -4,10 +4,12 @@ The arguments are torchrun's. torchrun itself exits with 1 whatever its ranks' e
 restarts them after each. This program exits with the code of the first rank that failed if
 fla_cp/train/exit_codes.py has it, else with 1, and it does not restart ranks after MISTAKE or
 DIVERGED, which would end in the same way. Slurm and Kubernetes can then tell these ends apart.
+After SIGTERM the ranks have GRACE seconds for their last checkpoint; torchrun gives them 30.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,12 +24,19 @@ from torch.distributed.launcher import api
 
 from fla_cp.train.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
 
+GRACE = 270
+"""Seconds from a signal to SIGKILL, unless `--shutdown-timeout` or its variable says otherwise.
+
+It is less than the 300 s of launch/slurm.sh and launch/kubernetes.yaml. PyTorch 2.13 has this
+limit; a version without it goes on giving 30 s."""
+
 EXPLAINED = (MISTAKE, DIVERGED, HUNG)
 """Codes of ranks that have printed the reason."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Starts the ranks as torchrun would and returns the exit code of this host's ranks."""
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
     try:
         with _final_codes():
             run.main(None if argv is None else list(argv))

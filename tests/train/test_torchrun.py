@@ -1,12 +1,16 @@
 """`python -m fla_cp.train.torchrun` ends as its ranks do; torchrun itself always ends with 1."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fla_cp.train.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
-from tests.support.processes import environment
+from fla_cp.train.torchrun import GRACE, first_failure, main
+from tests.support.processes import PATIENCE, ROOT, environment, wait_for
 
 OURS, THEIRS = "fla_cp.train.torchrun", "torch.distributed.run"
 
@@ -90,9 +94,58 @@ def test_arguments_are_torchruns(tmp_path):
     assert "--nproc-per-nodes" in shown and "usage:" in shown
 
 
-def failures(*codes):
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+def stop(*_):
+    time.sleep(1)
+    (folder / f"last-{rank}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+(folder / f"first-{rank}").touch()
+time.sleep(600)
+"""
 
+
+def test_ranks_finish_after_a_signal(tmp_path):
+    (tmp_path / "rank.py").write_text(STOPPED)
+    process = subprocess.Popen(
+        [sys.executable, "-m", OURS, "--standalone", "--nproc-per-node", "2", "rank.py", "."],
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for("both ranks to start", lambda: len(list(tmp_path.glob("first-*"))) == 2)
+        process.send_signal(signal.SIGTERM)
+        _, shown = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == FAILED
+    assert shown.endswith("error: ended by SIGTERM\n") and "Traceback" not in shown
+    assert sorted(path.name for path in tmp_path.glob("last-*")) == ["last-0", "last-1"]
+
+
+@pytest.mark.parametrize("flags, seconds", [((), GRACE), (("--shutdown-timeout", "5"), 5)])
+def test_how_long_ranks_may_take_after_a_signal(flags, seconds, monkeypatch):
+    found = []
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")  # restored afterwards
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    monkeypatch.setattr(
+        torch.distributed.run,
+        "elastic_launch",
+        lambda config, entrypoint: lambda *words: found.append(config),
+    )
+    assert main([*flags, "rank.py"]) == 0
+    assert [config.shutdown_timeout for config in found] == [seconds]
+    assert 30 < GRACE < 300
+    assert "TERM@300" in (ROOT / "launch/slurm.sh").read_text()
+    assert "terminationGracePeriodSeconds: 300" in (ROOT / "launch/kubernetes.yaml").read_text()
+
+
+def failures(*codes):
     ends = [ProcessFailure(n, 100 + n, code, "none") for n, code in enumerate(codes)]
     return ChildFailedError("ranks", dict(enumerate(ends)))
 
@@ -109,7 +162,5 @@ def failures(*codes):
     ],
 )
 def test_the_rank_that_explains_the_end(codes, first):
-    from fla_cp.train.torchrun import first_failure
-
     rank, failure = first_failure(failures(*codes))
     assert (rank, failure.exitcode) == (first, codes[first])
