@@ -13,7 +13,7 @@ PYTHON      ?=
 ARGS        ?=
 PYTEST_ARGS ?=
 
-.PHONY: help venv train test test-rest test-all test-processors docs lint format types clean
+.PHONY: help venv train test test-rest test-all test-processors docs release lint format types clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ test-processors: $(STAMP)  ## what compares bits or rounding, as other processor
 
 docs: $(STAMP)  ## the documentation as web pages, in build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+release: $(STAMP)  ## sdist, wheel and release note of the version in fla_cp/__init__.py, in dist
+	$(BIN)/python tools/release.py --out dist
 
 lint: $(STAMP)  ## ruff: rules and format; import-linter: layers
 	$(BIN)/ruff check .

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Trains on several hosts: sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 8 --dp-shard 2
-# It starts one torchrun agent per host. --out must be on a file system that all hosts share.
-# MAX_RESTARTS: how often failed ranks are restarted from the newest checkpoint (default 0).
+# It starts one torchrun agent per host, by fla_cp/train/torchrun.py.
+# --out must be on a file system that all hosts share.
+# The job's exit code is the highest of its hosts', see docs/training.md.
+# MAX_RESTARTS: how often failed ranks are restarted from the newest checkpoint (default 0);
+# they are not after a mistake or a run that diverged.
 # RDZV_TIMEOUT: for how many seconds hosts wait for each other (default 120).
 #SBATCH --job-name=fla-cp-train
 #SBATCH --ntasks-per-node=1
@@ -14,7 +17,7 @@ ranks_per_host="${RANKS_PER_HOST:-${SLURM_GPUS_ON_NODE:-1}}"
 first_host="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 
 # A host whose only rank is stopped does not end by itself when the others end.
-srun --kill-on-bad-exit=1 torchrun \
+srun --kill-on-bad-exit=1 python -m fla_cp.train.torchrun \
   --nnodes "$SLURM_JOB_NUM_NODES" \
   --nproc-per-node "$ranks_per_host" \
   --rdzv-id "$SLURM_JOB_ID" \

@@ -11,7 +11,6 @@ import datetime
 import logging
 import os
 import shlex
-import signal
 import socket
 import sys
 import uuid
@@ -106,6 +105,8 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from fla_cp.train.torchrun import first_failure  # torch's launcher takes time to import
+
     # Variables that an outer launcher set for its own ranks would mislead ours.
     stale = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE")
     for name in list(os.environ):
@@ -128,12 +129,7 @@ def _run_elastic(ranks: int, argv: Sequence[str]) -> int:
     try:
         elastic_launch(launcher, sys.executable)(str(TRAIN), *argv)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == HUNG:  # it lost another rank, which may have been killed
-            ended = {r: f for r, f in error.failures.items() if f.exitcode < 0}
-            # this launcher sends SIGTERM to the ranks that are left
-            others = [r for r, f in ended.items() if f.exitcode != -signal.SIGTERM]
-            rank, failure = (others[0], ended[others[0]]) if others else (rank, failure)
+        rank, failure = first_failure(error)
         # a rank with one of these codes has printed the reason
         if failure.exitcode not in (FAILED, MISTAKE, DIVERGED, HUNG):
             print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)

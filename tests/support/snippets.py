@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+from tests.support.manifests import documents
 from tests.support.processes import ROOT, environment
 
 FENCE = re.compile(r"^(?:<!-- run ?(.*?) ?-->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -115,13 +116,18 @@ def _torchrun(words: list[str]) -> None:
     args = get_args_parser().parse_args(words)
     ranks = int(args.nproc_per_node) * int(args.nnodes.split(":")[-1])
     rest = [args.training_script, *args.training_script_args]
-    if args.module:
+    if args.module and rest[0] == "fla_cp.train.main":
+        _trainer(rest[1:], ranks)
+    elif args.module:
         _module(rest)
     else:
         _script(rest, ranks)
 
 
 def _module(words: list[str]) -> None:
+    if words[0] == "fla_cp.train.torchrun":
+        _torchrun(words[1:])
+        return
     assert (ROOT / (words[0].replace(".", "/") + ".py")).is_file(), words[0]
     _read_by(importlib.import_module(words[0]).main, *words)
 
@@ -201,7 +207,36 @@ def _sbatch(words: list[str], folder: Path) -> None:
     done = subprocess.run(script, env=environment(**job), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     started = (folder / "found").read_text().split("\n")[:-1]
-    _torchrun(started[started.index("torchrun") + 1 :])
+    _module(started[started.index("-m") + 1 :])
+
+
+def _kubectl(words: list[str]) -> None:
+    """A manifest is checked, and what it starts reads its arguments in the variables of Kubeflow
+    Trainer; other commands are parsed only."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    apply = commands.add_parser("apply", allow_abbrev=False)
+    apply.add_argument("-f", dest="file", required=True)
+    for name in ("get", "describe", "delete"):
+        commands.add_parser(name, allow_abbrev=False).add_argument("trainjob", nargs=2)
+    logs = commands.add_parser("logs", allow_abbrev=False)
+    logs.add_argument("-f", dest="follow", action="store_true")
+    logs.add_argument("job")
+    args = parser.parse_args(words)
+    if args.command != "apply":
+        kind = args.job.split("/")[0] if args.command == "logs" else args.trainjob[0]
+        assert kind == ("job" if args.command == "logs" else "trainjob"), words
+        return
+    path = ROOT / args.file
+    assert path.is_file(), args.file
+    jobs = [found["spec"]["trainer"] for found in documents(path) if found["kind"] == "TrainJob"]
+    for job in jobs:
+        given = {
+            "PET_NNODES": str(job["numNodes"]),
+            "PET_NPROC_PER_NODE": str(job["numProcPerNode"]),
+        }
+        with patch.dict(os.environ, given):
+            run_dry([*job["command"], *job["args"]], ROOT)
 
 
 def _program(name: str, words: list[str]) -> None:
@@ -232,6 +267,7 @@ def run_dry(words: list[str], folder: Path) -> None:
         "python": _python,
         "torchrun": _torchrun,
         "accelerate": _accelerate,
+        "kubectl": _kubectl,
         "fla-cp-train": lambda rest: _trainer(rest, 1),
         "fla-cp-export": _export,
         "fla-cp-generate": partial(_program, "generate"),
