@@ -5,6 +5,7 @@ docs/coming-from-fla.md lists both.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,6 +87,23 @@ def chunk_size(
     if isinstance(size, bool) or size not in sizes:
         listed = ", ".join(map(str, sizes[:-1]))
         raise ValueError(f"chunk_size must be {listed} or {sizes[-1]}, got {described(size)}")
+
+
+def backwards(cu_seqlens: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Puts the tokens of each sequence in reverse order, in tensors [B, T, ..]. The host reads no
+    offset: tokens behind the last sequence stay where they are."""
+
+    def turned(x: Tensor) -> Tensor:
+        if cu_seqlens is None:
+            return x.flip(1)
+        ends = cu_seqlens.to(x.device, torch.int64)
+        here = torch.arange(x.shape[1], device=x.device)
+        last = len(ends) - 2
+        sequence = torch.searchsorted(ends, here, right=True) - 1
+        first, stop = ends[sequence.clamp(0, last)], ends[sequence.clamp(0, last) + 1]
+        return x[:, torch.where(here < stop, first + stop - 1 - here, here)]
+
+    return turned
 
 
 def no_decay(q: Tensor, v: Tensor) -> Tensor:

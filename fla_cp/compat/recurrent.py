@@ -5,7 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from fla_cp import ops
+from fla_cp.arguments import check_flags, check_tensors
 from fla_cp.compat.arguments import (
+    backwards,
     gate,
     head_decay,
     no_decay,
@@ -15,10 +17,10 @@ from fla_cp.compat.arguments import (
     refuse,
     state_layout,
 )
+from fla_cp.ops.checks import check_sequences
 from fla_cp.rule import accumulator
 
 _GV = "the decay of value channels is not supported"
-_REVERSE = "flip the tokens of each sequence instead"
 
 
 def fused_recurrent_kda(
@@ -191,23 +193,27 @@ def fused_recurrent_gla(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fla_cp.fused_recurrent_gla`. gk=None: no decay. kwargs: transpose_state_layout."""
+    """`fla_cp.fused_recurrent_gla`. gk=None: no decay. reverse: from the last token of each sequence
+    to the first. kwargs: transpose_state_layout."""
     refuse("gv", gv, None, _GV)
-    refuse("reverse", reverse, False, _REVERSE)
+    check_flags(("reverse",), (reverse,))
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_gla", kwargs)
     decay = no_decay(q, v)[..., None].expand(-1, -1, -1, q.shape[-1]) if gk is None else gk
-    return ops.fused_recurrent_gla(
-        q,
-        k,
-        v,
-        decay,
+    tokens = q, k, v, decay
+    if reverse:
+        check_tensors(("q", "k", "v", "g"), tokens, 4)
+        check_sequences(q.shape[1], q.shape[0], cu_seqlens, None, None)
+    turned = backwards(cu_seqlens)
+    o, final = ops.fused_recurrent_gla(
+        *(map(turned, tokens) if reverse else tokens),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
         state_v_first=v_first,
         **places(cu_seqlens),
     )
+    return (turned(o) if reverse else o), final
 
 
 def fused_recurrent_simple_gla(
@@ -224,19 +230,23 @@ def fused_recurrent_simple_gla(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fla_cp.fused_recurrent_simple_gla`. g_gamma: [HV], the log decay at every
-    token. kwargs: transpose_state_layout."""
-    refuse("reverse", reverse, False, _REVERSE)
+    """`fla_cp.fused_recurrent_simple_gla`. g_gamma: [HV], the log decay at every token. reverse:
+    from the last token of each sequence to the first. kwargs: transpose_state_layout."""
+    check_flags(("reverse",), (reverse,))
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_simple_gla", kwargs)
-    return ops.fused_recurrent_simple_gla(
-        q,
-        k,
-        v,
-        head_decay(q, v, g, g_gamma),
+    decay = head_decay(q, v, g, g_gamma)
+    tokens = q, k, v, decay
+    if reverse:
+        check_tensors(("q", "k", "v", "g"), tokens, 4)
+        check_sequences(q.shape[1], q.shape[0], cu_seqlens, None, None)
+    turned = backwards(cu_seqlens)
+    o, final = ops.fused_recurrent_simple_gla(
+        *(map(turned, tokens) if reverse else tokens),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
         state_v_first=v_first,
         **places(cu_seqlens),
     )
+    return (turned(o) if reverse else o), final

@@ -1,6 +1,7 @@
 """Operators of fla_cp.compat, called in FLA's order, against the recurrence in fp64."""
 
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -267,3 +268,38 @@ def test_no_warning_in_an_ordinary_call():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call("chunk_gated_delta_rule", x, member, state_v_first=False)
+
+
+@pytest.mark.parametrize("offsets", [None, (0, 4, 4, 9), (0, 7)], ids=str)
+@pytest.mark.parametrize("name", ["fused_recurrent_gla", "fused_recurrent_simple_gla"])
+def test_from_the_last_token_to_the_first(name, offsets):
+    """Gradients included; tokens behind the last sequence stay in place."""
+    member, x, keywords = of(name)
+    T = x["q"].shape[1]
+    rows = [(0, T)] if offsets is None else [*pairwise(offsets)]
+    if offsets is not None:
+        x = {n: t[:1] for n, t in x.items() if n in ("q", "k", "v", "g")}
+        x = {n: t[:, : offsets[-1]] for n, t in x.items()}
+    order = [t for a, b in rows for t in range(b - 1, a - 1, -1)]
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items() if n in ("q", "k", "v", "g")}
+    given = {} if offsets is None else {"cu_seqlens": torch.tensor(offsets)}
+
+    def run(reverse):
+        turned = leaves if reverse else {n: t[:, order] for n, t in leaves.items()}
+        o, final = call(name, turned, member, **given, reverse=reverse, scale=0.5)
+        o = o if reverse else o[:, order]
+        weights = torch.arange(o.numel(), dtype=F64).view_as(o).cos()
+        loss = (o * weights).sum() + final.square().sum()
+        return o, final, *torch.autograd.grad(loss, [*leaves.values()])
+
+    for a, b in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_reverse_is_true_or_false():
+    member, x, keywords = of("fused_recurrent_gla")
+    with pytest.raises(ValueError, match="reverse must be True or False, got 1"):
+        call("fused_recurrent_gla", x, member, **keywords, reverse=1)
+    given = {"cu_seqlens": torch.tensor([0, 99]), "reverse": True}
+    with pytest.raises(ValueError, match="cu_seqlens must end at"):
+        call("fused_recurrent_gla", {n: t[:1] for n, t in x.items()}, member, **given)
