@@ -193,8 +193,8 @@ def fused_recurrent_gla(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fla_cp.fused_recurrent_gla`. gk=None: no decay. reverse: from the last token of each sequence
-    to the first. kwargs: transpose_state_layout."""
+    """`fla_cp.fused_recurrent_gla`. gk=None: no decay. reverse: from the last token of each
+    sequence to the first. kwargs: transpose_state_layout."""
     refuse("gv", gv, None, _GV)
     check_flags(("reverse",), (reverse,))
     v_first = state_layout(state_v_first, kwargs)

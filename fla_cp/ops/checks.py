@@ -17,6 +17,10 @@ from fla_cp.partition.checks import check_cu_seqlens, check_host_copy
 from fla_cp.rule import DeltaRule
 
 MAX_DIM = 256
+"""The most channels of a key head and of a value head that the stages take."""
+
+MAX_WIDE_DIM = 512
+"""The most where nothing is removed from the state, see wide_heads.py."""
 """Largest K and V."""
 
 SAFE_GATE_BOUND = -5.0
@@ -122,9 +126,10 @@ def check_inputs(
     _check_shape("v", v, (B, T * rows, HV, V), "[B, T, HV, V]")
     if H < 1 or HV < 1 or HV % H:
         raise ValueError(f"value heads must be a multiple of q heads, got HV={HV}, H={H}")
+    most = MAX_WIDE_DIM if rule.removal == "none" else MAX_DIM
     for letter, size in (("K", K), ("V", V)):
-        if not 1 <= size <= MAX_DIM:
-            raise ValueError(f"{letter} must be from 1 to {MAX_DIM}, got {letter}={size}")
+        if not 1 <= size <= most:
+            raise ValueError(f"{letter} must be from 1 to {most}, got {letter}={size}")
     if per_head:
         _check_shape("g", g, (B, T, HV), "[B, T, HV]")
     else:

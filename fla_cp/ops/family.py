@@ -40,6 +40,7 @@ from fla_cp.ops.checks import (
 )
 from fla_cp.ops.known import key_of, known_calls, remember
 from fla_cp.ops.options import FLAGS, RECURRENT_ONLY, TENSORS, Options, Tensors
+from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
 from fla_cp.partition.checks import check_host_copy, check_offsets
 from fla_cp.partition.packing import Packing
 from fla_cp.pipeline import Plan
@@ -93,6 +94,8 @@ def chunk(
 
     Arguments are checked unless a call with the same facts was checked before (known.py).
     """
+    if are_wide(member.removal, x):
+        return _wide(member, x, options)
     if torch.compiler.is_compiling():
         return _traced(member, x, options, rows)
     key = key_of(member, x, options, rows)
@@ -138,6 +141,18 @@ def chunk(
     if not o.return_intermediate_states:
         return out, final
     return out, final, h.unflatten(0, (out.shape[0], -1))
+
+
+def _wide(member: Member, x: Tensors, options: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """`chunk` of heads that are split; rows is 1, since the members with several rows remove."""
+    o, rule = _checked_options(member, x, options)
+    sequences = len(x.q)
+    if o.cp_context is not None:
+        sequences = Handle.read(o.cp_context.handle.sizes).sequences
+    elif o.cu_seqlens is not None:
+        sequences = len(o.cu_seqlens) - 1
+    check_inputs(x, o, rule, sequences=sequences)
+    return in_narrow_heads(x, options, o, rule.state_v_first, lambda *y: chunk(member, *y))
 
 
 def _checked_call(

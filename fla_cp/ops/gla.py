@@ -22,7 +22,9 @@ def chunk_gla(
 ) -> tuple[Tensor, ...]:
     """GLA over whole sequences, in chunks, differentiable in every floating input.
 
-    g: [B, T, HV, K]. Everything else as in `chunk_kda`, without beta and its keywords.
+    g: [B, T, HV, K]. K and V are at most 512. Everything else as in `chunk_kda`, without beta and
+    its keywords. Heads of more than 256 channels run as several (wide_heads.py); states in a pool
+    (`fused_recurrent_kda`) are refused for them.
     """
     return chunk(GLA, Tensors(q, k, v, g), options)
 

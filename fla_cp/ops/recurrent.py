@@ -20,6 +20,7 @@ from fla_cp.ops.checks import (
 )
 from fla_cp.ops.family import NAMES, Member, accumulated, checked_rule, chunk, options_of, spread
 from fla_cp.ops.options import CHUNK_ONLY, RECURRENT_ONLY, TENSORS, Options, Tensors
+from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
 from fla_cp.rule import DeltaRule, accumulator
 
 
@@ -43,6 +44,11 @@ def recurrent(
     if o.inplace_final_state:
         check_in_place("initial_state", o.initial_state, accumulator(x.q.dtype))
         check_no_gradient("inplace_final_state=True", NAMES, given)
+    if are_wide(member.removal, x):
+        out, final = in_narrow_heads(
+            x, options, o, rule.state_v_first, lambda *y: recurrent(member, *y)
+        )
+        return out, final
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         if torch.compiler.is_compiling():
             return _in_chunks(member, x, options, rows)

@@ -274,7 +274,7 @@ def test_no_warning_in_an_ordinary_call():
 @pytest.mark.parametrize("name", ["fused_recurrent_gla", "fused_recurrent_simple_gla"])
 def test_from_the_last_token_to_the_first(name, offsets):
     """Gradients included; tokens behind the last sequence stay in place."""
-    member, x, keywords = of(name)
+    member, x, _ = of(name)
     T = x["q"].shape[1]
     rows = [(0, T)] if offsets is None else [*pairwise(offsets)]
     if offsets is not None:
