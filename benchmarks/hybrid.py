@@ -40,6 +40,9 @@ PATTERNS = "kda*3,mla;gdn*3,attention"
 CHECKED = 300
 """Tokens of the document whose results are compared."""
 
+INPUT = 1e-3
+"""Standard deviation of the input."""
+
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative error with which times are printed: of four blocks in this dtype."""
 
@@ -78,11 +81,14 @@ def context_of(T: int, layout: str, group: Any, device: str) -> FLACPContext:
 
 
 def drawn(T: int, device: str) -> list[Tensor]:
-    """The input of the first block and the gradient of the result of the last, of all ranks."""
+    """The input of the first block and the gradient of the result of the last, of all ranks.
+
+    The input is small beside what fresh blocks add to it. Else it would hide their errors.
+    """
     gen = torch.Generator(device).manual_seed(0)
     hidden = 2048 if on_cuda() else 32
-    found = [torch.randn(1, T, hidden, device=device, generator=gen) for _ in range(2)]
-    return [x.to(dtype_of()) for x in found]
+    x, dy = (torch.randn(1, T, hidden, device=device, generator=gen) for _ in range(2))
+    return [t.to(dtype_of()) for t in (x * INPUT, dy)]
 
 
 def step_of(

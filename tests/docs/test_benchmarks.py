@@ -384,7 +384,9 @@ def complaint(group, rank):
         return str(error)
 
 
-def test_an_error_of_a_layer_stack_stops_the_benchmark(one_repeat, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_error_of_a_layer_stack_stops_the_benchmark(one_repeat, monkeypatch, dtype):
+    monkeypatch.setattr(hybrid, "dtype_of", lambda: getattr(hybrid.torch, dtype))
     assert run_threads(complaint, 2) == [None, None]
     context_of = hybrid.context_of
 
