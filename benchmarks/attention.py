@@ -92,7 +92,7 @@ def documents_one_by_one(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[int, ..
     return torch.cat(parts, 2).transpose(1, 2)
 
 
-def varlen(offsets: tuple[int, ...], heads: Heads) -> Callable[..., Tensor]:
+def varlen(offsets: tuple[int, ...], heads: Heads, device: str = "cuda") -> Callable[..., Tensor]:
     """PyTorch's call for packed documents, with V padded to K as its kernel wants."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -102,7 +102,7 @@ def varlen(offsets: tuple[int, ...], heads: Heads) -> Callable[..., Tensor]:
         options = {"is_causal": True}
     if "enable_gqa" in known:
         options["enable_gqa"] = heads.H != heads.HK
-    cu = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    cu = torch.tensor(offsets, dtype=torch.int32, device=device)
     longest = max(hi - lo for lo, hi in pairwise(offsets))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ RUNS = (
     Run("cp", "cp_scaling", "", 240, gpus=2),
     Run("exchange", "exchange", "2", 60, gpus=2),
     Run("attention-2-gpus", "attention", "--ranks 2", 120, gpus=2),
+    Run("hybrid", "hybrid", "--ranks 1,2", 240, gpus=2),
     Run("train-2-gpus", "train", "--models 340M --seq-len 65536 --gpus 1,2", 240, gpus=2),
     Run("train", "train", f"--models 340M --seq-len 65536 --gpus 1 --profile {FLA}", 540),
     Run("kda-fla", "ops", f"--op kda --shapes target {FLA}", 480),

@@ -105,6 +105,18 @@ SECTIONS = (
         tables.attention_command,
     ),
     Section(
+        "Hybrid layers over several GPUs",
+        "Four blocks of the trainer, three recurrent and one of softmax attention, forward and "
+        "backward on one document over all GPUs, without sums of parameters' gradients; a ratio is "
+        "one GPU's time over the time measured, and balance the slowest rank's time without waits "
+        "over the mean of the ranks.",
+        lambda r: r.data.get("benchmark") == "hybrid",
+        report_steps.hybrid,
+        report_steps.hybrid_command,
+        missing="`python -m benchmarks.hybrid --ranks 1,2 --out "
+        "benchmarks/results/current/hybrid.json`",
+    ),
+    Section(
         "Host time of a layer",
         "A whole layer of hidden size 2304 with 18 heads on one GPU: how long the host needs to "
         "issue it, and how many calls of torch's operators, kernels and autograd nodes that takes; "

@@ -1,4 +1,6 @@
-"""Tables of what `benchmarks.train` measured, in Markdown; benchmarks/report.py shows them."""
+"""Tables of what `benchmarks.train` and `benchmarks.hybrid` measured, in Markdown.
+
+benchmarks/report.py shows them."""
 
 from __future__ import annotations
 
@@ -173,3 +175,27 @@ def in_words(results: Mapping[str, Result | None], tokens: int) -> str:
         return f"Speed of training steps, beside FLA's own model class: {MISSING}."
     first = "Training on one document and one GPU, in tokens/s"
     return f"{first}: {'; '.join(texts)}. {' '.join(dict.fromkeys(sources))}"
+
+
+def hybrid_command(result: Result) -> str:
+    """What measures a stack of hybrid layers again."""
+    flags = f"--ranks {joined(r['ranks'] for r in result.rows)}"
+    tokens = f"--tokens {joined(r['T'] for r in result.rows)}"
+    patterns = ";".join(dict.fromkeys(r["pattern"] for r in result.rows))
+    return module("hybrid", result, flags, tokens, f"--patterns '{patterns}'")
+
+
+def hybrid(result: Result) -> str:
+    """A row for each stack, length, number of GPUs and kind of ranges."""
+    return columns(
+        result.rows,
+        ("layers", lambda r: r["pattern"]),
+        ("tokens", lambda r: str(r["T"])),
+        ("GPUs", lambda r: str(r["ranks"])),
+        ("ranges", lambda r: r["layout"] if r["ranks"] > 1 else "all"),
+        ("ms", lambda r: r.get("error") or number(r.get("ms"))),
+        ("tokens/s", lambda r: whole(r.get("tokens_s"))),
+        ("ratio", lambda r: ratio(r.get("ratio"))),
+        ("balance", lambda r: number(r.get("balance"))),
+        ("peak GiB", lambda r: number(r.get("peak_gib"))),
+    )

@@ -210,8 +210,9 @@ class ParallelConfig:
     that were started and that cp and dp_replicate leave; 1 for a single process."""
     dp_replicate: Annotated[int, _short("--dp-replicate")] = 1
     """Data-parallel replicas of the sharded parameters (HSDP)."""
-    layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """Which tokens a cp rank owns: one run, or two mirrored ones."""
+    layout: Literal["contiguous", "zigzag", "uneven"] = "contiguous"
+    """Which tokens a cp rank owns: one run, two mirrored ones, or for --check-parity alone one run
+    that is twice as long on the second rank as on the first, and so on."""
     exchange: Annotated[
         Literal["auto", "all_gather", "ring", "scan", "heads", "symmetric"], _short("--exchange")
     ] = "auto"

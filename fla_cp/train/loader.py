@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from types import TracebackType
@@ -32,8 +33,13 @@ from fla_cp.train.parent import end_with_parent
 def token_ranges(total: int, cp: int, layout: str) -> list[list[tuple[int, int]]]:
     """For each cp rank, the ranges of a batch of `total` tokens that it owns.
 
-    layout: `contiguous` or `zigzag`.
+    layout: `contiguous`, `zigzag`, or `uneven`: one range each, of which rank r has r + 1 parts in
+    1 + 2 + .. + cp.
     """
+    if layout == "uneven":
+        parts = cp * (cp + 1) // 2
+        edges = [total * (r * (r + 1) // 2) // parts for r in range(cp + 1)]
+        return [[edge] for edge in pairwise(edges)]
     divide = zigzag_token_ranges if layout == "zigzag" else contiguous_token_ranges
     return divide(total, cp)
 

@@ -266,7 +266,8 @@ class Predictor:
         found: dict[str, BlockMemory],
     ) -> Prediction:
         sizes, item = self.sizes(model), self.dtype.itemsize
-        row = rounded(tokens * model.shape.hidden_size * item)
+        hidden = model.shape.hidden_size
+        row = rounded(tokens * hidden * item)
         blocks = [found[kind] for kind in kinds]
         kept, host = [b.kept for b in blocks], 0
         if self.config.model.offload:  # what a block kept comes back for its own backward
@@ -281,9 +282,7 @@ class Predictor:
             Part("tokens and labels", batch),
         ]
         earlier = sizes.gradients if self.micro_batches > 1 else 0
-        head = self.vocab_size * model.shape.hidden_size
-        rows = chunk_rows(tokens, self.vocab_size, item)
-        logits = 2 * rows * self.vocab_size * item + 4 * tokens
+        head = self.vocab_size * hidden
         moments: list[Prediction] = []
 
         def moment(when: str, through: int, gradients: int, *parts: Part) -> None:
@@ -304,7 +303,7 @@ class Predictor:
         for i, block in enumerate(blocks):
             work = Part("work in a forward", block.forward - block.kept)
             moment("in a forward", i + 1, earlier, work)
-        loss = Part("logits and loss", logits + 2 * row + WIDE * head)
+        loss = Part("logits and loss", loss_bytes(tokens, hidden, self.vocab_size, item))
         moment("in the loss", len(blocks), earlier, loss)
         # The head's gradient waits for the end, when the root's group is reduced.
         root = Part("logits and loss", item * head)
@@ -325,6 +324,18 @@ class Predictor:
             done += elements
         moment("in the optimiser", 0, sizes.gradients)
         return max(moments, key=lambda m: m.bytes)
+
+
+def loss_bytes(tokens: int, hidden: int, vocabulary: int, item: int) -> int:
+    """The most that the loss and its input hold at once, with its pointwise part in one kernel.
+
+    Each chunk has logits and their gradient. Once all are done, the backward rounds the gradients
+    of the input, which is freed by then, and of the head. item: bytes of an element of the compute
+    dtype.
+    """
+    rows, head = chunk_rows(tokens, vocabulary, item), vocabulary * hidden
+    chunk = 2 * rows * vocabulary * item + 4 * tokens
+    return max(chunk, item * head) + 2 * rounded(tokens * hidden * item) + WIDE * head
 
 
 def vocabulary_of(config: TrainConfig) -> int:

@@ -18,6 +18,7 @@ from benchmarks import (
     cp_scaling,
     first_call,
     host,
+    hybrid,
     loss,
     measure,
     members,
@@ -337,6 +338,88 @@ def test_every_exchange_of_attention(monkeypatch):
         assert (row["bytes"] > 0) == (
             row["layout"] == "zigzag" or row["documents"] == "one document"
         )
+
+
+def layer_stacks(group, rank):
+    return list(hybrid.measured(group, "cpu", [150, 64], hybrid.PATTERNS.split(";")))
+
+
+@pytest.fixture
+def one_repeat(monkeypatch):
+    monkeypatch.setattr(attention, "REPEATS", 1)
+    monkeypatch.setattr(attention, "STEPS", 1)
+    monkeypatch.setattr(hybrid, "on_cuda", lambda: False)
+
+
+def test_layer_stacks_over_ranks(one_repeat):
+    rows = [*run_threads(layer_stacks, 1)[0], *run_threads(layer_stacks, 2)[0]]
+    assert len(rows) == 2 * 2 + 2 * 2 * 2  # stacks, lengths; with two ranks, ranges
+    ms = {(r["pattern"], r["T"], r["ranks"], r["layout"]): r["ms"] for r in rows}
+    for row in hybrid.with_ratios(rows):
+        alone = ms[row["pattern"], row["T"], 1, "contiguous"]
+        assert row["ratio"] == round(alone / row["ms"], 3)
+        assert row["tokens_s"] == pytest.approx(1e3 * row["T"] / row["ms"], rel=0.01)
+        assert 1 <= row["balance"] <= row["ranks"]
+        assert row["busy_ms"] <= row["ms"]
+        assert row["ranks"] > 1 or (row["busy_ms"], row["balance"]) == (row["ms"], 1.0)
+    assert hybrid.with_ratios([{"pattern": "kda", "T": 64, "ranks": 2, "ms": 1.0}])[0].keys() == {
+        "pattern", "T", "ranks", "ms"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("busy, balance", [((30.0, 10.0), 1.5), ((20.0, 20.0), 1.0)])
+def test_balance_is_the_slowest_rank_over_the_mean(monkeypatch, busy, balance):
+    def stack(group, rank):
+        return hybrid.times(lambda: (41.0 + rank, 41.0 + rank - busy[rank]), 1000, group, "cpu")
+
+    monkeypatch.setattr(hybrid, "rank_times", lambda step, device: step())
+    for row in run_threads(stack, 2):
+        assert row == {
+            "ms": 42.0, "tokens_s": 23810, "busy_ms": max(busy), "balance": balance, "peak_gib": 0.0
+        }  # fmt: skip
+
+
+def complaint(group, rank):
+    try:
+        hybrid.check(hybrid.blocks_of("kda,attention", "cpu"), "zigzag", group, "cpu")
+    except SystemExit as error:  # which a thread would swallow
+        return str(error)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_error_of_a_layer_stack_stops_the_benchmark(one_repeat, monkeypatch, dtype):
+    monkeypatch.setattr(hybrid, "dtype_of", lambda: getattr(hybrid.torch, dtype))
+    assert run_threads(complaint, 2) == [None, None]
+    context_of = hybrid.context_of
+
+    def shorter(T, layout, group, device):
+        """Of two documents, where one rank has one."""
+        if group is None:
+            return context_of(T, layout, group, device)
+        offsets = hybrid.torch.tensor([0, T // 2, T])
+        return fla_cp.build_cp_context(offsets, group, conv1d_kernel_size=4)
+
+    monkeypatch.setattr(hybrid, "context_of", shorter)
+    assert run_threads(complaint, 2)[1].startswith("the result differs from one rank's by")
+
+
+@pytest.mark.wide
+def test_layer_stacks_in_processes(tmp_path, monkeypatch, capsys):
+    """One rank and two over gloo, in one run."""
+    out = tmp_path / "hybrid.json"
+    flags = ["--ranks", "1,2", "--tokens", "128", "--patterns", "kda*3,mla", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["hybrid", *flags])
+    monkeypatch.setattr(hybrid.torch.cuda, "is_available", lambda: False)
+    hybrid.main()
+    found = json.loads(out.read_text())
+    assert [(r["ranks"], r["layout"]) for r in found["rows"]] == [
+        (1, "contiguous"), (2, "contiguous"), (2, "zigzag")
+    ]  # fmt: skip
+    assert all(r["ratio"] > 0 for r in found["rows"])
+    assert capsys.readouterr().out.count('"ratio"') == 3
+    page = report.performance_page([report.Result("hybrid", found)])
+    command = "`python -m benchmarks.hybrid --ranks 1,2 --tokens 128 --patterns 'kda*3,mla' --out"
+    assert command in page and page.count("| kda*3,mla | 128 | 2 |") == 2
 
 
 def test_an_error_of_attention_stops_the_benchmark(monkeypatch):

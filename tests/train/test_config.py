@@ -103,6 +103,10 @@ def test_missing_toml():
         ("--optim.momentum 1", r"--optim.momentum must be in \[0, 1\), got 1.0"),
         ("--optim.decay-ratio 1.5", r"--optim.decay-ratio must be in \[0, 1\], got 1.5"),
         ("--workers -1", "--workers must be at least 0, got -1"),
+        (
+            "--parallel.layout uneven",
+            "--parallel.layout must be contiguous or zigzag without --check-parity, got uneven",
+        ),
         ("--optim.min-lr-ratio 2", r"--optim.min-lr-ratio must be in \[0, 1\], got 2.0"),
         ("--model.head-dim 512", "--model.head-dim must be at most 256, got 512"),
         ("--model.gate-lower-bound -6", r"--model.gate-lower-bound must be in \[-5, 0\), got -6"),

@@ -46,7 +46,7 @@ def assert_same(found, expected):
             assert share[3:] == other[3:]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "uneven"])
 def test_shares_of_all_ranks_are_the_batch(layout):
     data = dataset()
     packs = [data[i] for i in (5, 2, 9)]
@@ -61,6 +61,11 @@ def test_shares_of_all_ranks_are_the_batch(layout):
             assert (share.total, share.digest) == (3 * T, batch_hash(batch))
             assert share.targets == int((batch["labels"] != -100).sum())
         assert torch.equal(tokens, batch["tokens"]) and torch.equal(labels, batch["labels"])
+
+
+def test_uneven_ranges_grow_by_the_first_with_each_rank():
+    found = token_ranges(1000, 4, "uneven")
+    assert found == [[(0, 100)], [(100, 300)], [(300, 600)], [(600, 1000)]]
 
 
 def test_data_parallel_ranks_divide_each_step_in_order():

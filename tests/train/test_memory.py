@@ -9,8 +9,8 @@ import torch
 
 from fla_cp import build_cp_context
 from fla_cp.kernels.triton.launch import redirected
-from fla_cp.train import cli, memory
-from fla_cp.train.block_memory import eager, first_tensor, rounded
+from fla_cp.train import cli, loss, memory
+from fla_cp.train.block_memory import Live, eager, first_tensor, rounded
 from fla_cp.train.config import UserError
 from fla_cp.train.memory import GIB, RESERVED, Part, Prediction, Predictor, longest_that_fits
 from fla_cp.train.model import Decoder, build_model
@@ -114,6 +114,50 @@ def test_remat_and_offload_take_less():
     assert [f.host > 0 for f in found] == [False, False, False, True]
     # docs/training.md: with full a block keeps 2D bytes a token
     assert kept[2] == 24 * 131072 * 2 * 1024
+
+
+QWEN = 131072, 248_320, 2560
+"""Tokens, vocabulary and hidden size of Qwen3.5-4B, whose logits in float32 would take 121 GiB."""
+
+
+def one_kernel(function, device):
+    """Of the pointwise part of a chunk, only what it returns, as when it is compiled on a GPU."""
+
+    def results(logits, labels):
+        losses = logits.new_empty(len(logits), dtype=torch.float32)
+        return losses if function is loss._losses else (losses, torch.empty_like(logits))
+
+    return results
+
+
+@pytest.mark.parametrize("sizes", [QWEN, (131072, 32000, 1024)], ids=["Qwen3.5", "340M"])
+def test_count_of_the_loss_is_the_prediction(monkeypatch, sizes):
+    tokens, vocabulary, hidden = sizes
+    monkeypatch.setattr(loss, "_pointwise", one_kernel)
+    x, weight = (
+        torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for rows in (tokens, vocabulary)
+    )
+    labels = torch.empty(tokens, dtype=torch.int64, device="meta")
+    with Live((x, weight, labels)) as live:
+        loss.chunked_cross_entropy(x.clone(), weight, labels).backward()  # the clone counts
+    assert live.peak == pytest.approx(memory.loss_bytes(tokens, hidden, vocabulary, 2), rel=1e-3)
+    if sizes == QWEN:
+        assert live.peak < 5 * GIB < 2 * tokens * vocabulary / 10
+
+
+def test_loss_in_separate_kernels_holds_few_chunks():
+    """With FLA_CP_COMPILE_LOSS=0: logits and gradient in bfloat16, what is between in float32."""
+    tokens, vocabulary, hidden = QWEN
+    x, weight = (
+        torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for rows in (tokens, vocabulary)
+    )
+    labels = torch.empty(tokens, dtype=torch.int64, device="meta")
+    with Live((x, weight, labels)) as live:
+        loss.chunked_cross_entropy(x, weight, labels)
+    gradients = 2 * tokens * hidden + 4 * vocabulary * hidden
+    assert live.peak - gradients < 6 * loss.CHUNK_BYTES
 
 
 def test_ranks_share_tokens_and_parameters():
