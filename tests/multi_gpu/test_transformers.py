@@ -1,5 +1,5 @@
-"""A stock model of transformers on N ranks: on GPUs in bf16 with kernels, on the CPU in bf16 and fp32
-with the torch stages."""
+"""A stock model of transformers on N ranks: on GPUs in bf16 with kernels, on the CPU in bf16 and in
+fp32 with the torch stages."""
 
 import pytest
 import torch
