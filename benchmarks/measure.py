@@ -46,11 +46,13 @@ RUNS = (
     Run("attention", "attention", "", 90),
     Run("train-340M", "train", "--models 340M --gpus 1 --flags=--cuda-graphs --profile", 180),
     Run("train-1.3B", "train", "--models 1.3B --seq-len 32768 --gpus 1 --profile", 150),
+    Run("example", "example_figures", "--tokens 65536,131072", 300),
     Run("cp", "cp_scaling", "", 240, gpus=2),
     Run("exchange", "exchange", "2", 60, gpus=2),
     Run("attention-2-gpus", "attention", "--ranks 2", 120, gpus=2),
     Run("hybrid", "hybrid", "--ranks 1,2", 240, gpus=2),
     Run("train-2-gpus", "train", "--models 340M --seq-len 65536 --gpus 1,2", 240, gpus=2),
+    Run("example-2-gpus", "example_figures", "--gpus 2", 420, gpus=2),
     Run("train", "train", f"--models 340M --seq-len 65536 --gpus 1 --profile {FLA}", 540),
     Run("kda-fla", "ops", f"--op kda --shapes target {FLA}", 480),
 )

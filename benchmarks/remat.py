@@ -34,6 +34,7 @@ MODES = {
     "selective, offload": "--remat selective --offload",
     "full, offload": "--remat full --offload",
 }
+UNIT = "ms of the device and of the host, medians; peak_gib: with weights and input"
 BUDGET = 2e-2
 """Largest relative L2 difference of a gradient in bf16."""
 
@@ -107,7 +108,8 @@ def main(argv: list[str] | None = None) -> None:
         rows.append(row)
         cells = (f"{name} {value:.4g}" for name, value in row.items() if isinstance(value, float))
         print(f"{mode:20} {'  '.join(cells)}", flush=True)
-    report = {**environment(), "size": size, "layers": args.layers, "tokens": tokens, "rows": rows}
+    report = {**environment(), "unit": UNIT, "benchmark": "remat", "size": size, "tokens": tokens}
+    report |= {"layers": args.layers, "gate_lower_bound": args.gate_lower_bound, "rows": rows}
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

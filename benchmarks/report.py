@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import cp_scaling, report_steps
+from benchmarks import cp_scaling, report_memory, report_steps
 from benchmarks import report_tables as tables
 from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Sides, number
 
@@ -40,7 +40,10 @@ def load(folder: Path = RESULTS) -> list[Result]:
 
 
 class Section(NamedTuple):
-    """A section of docs/performance.md: how to read it, which results it has, how one is shown."""
+    """A section of docs/performance.md: how to read it, which results it has, how one is shown.
+
+    Without a result, an optional section is left out, and any other says that nothing was measured.
+    """
 
     title: str
     reading: str
@@ -49,6 +52,7 @@ class Section(NamedTuple):
     command: Callable[[Result], str]
     figure: str = ""
     missing: str = ""
+    optional: bool = False
 
 
 def is_operator(result: Result) -> bool:
@@ -137,6 +141,28 @@ SECTIONS = (
         "![Tokens/s over GPUs, and the time of a step by kind of kernel](train-steps.png)",
         missing="`python -m benchmarks.train --peer fla --profile --out "
         "benchmarks/results/current/train.json`",
+    ),
+    Section(
+        "Activation checkpoints and offload",
+        "A decoder's blocks, forward and backward on one GPU, with each `--remat` of the trainer "
+        "and with activations offloaded to the host; `full, not kept` is full as it would be if "
+        "the recomputed operator did not keep its intermediates. Memory kept is what stays between "
+        "forward and backward beyond weights and input.",
+        lambda r: r.data.get("benchmark") == "remat",
+        report_memory.remat,
+        report_memory.remat_command,
+        optional=True,
+    ),
+    Section(
+        "A model of transformers",
+        "Steps of [examples/transformers_hybrid.py](../examples/transformers_hybrid.py): a "
+        "Qwen3.5 of 4B's shape unless the command has another, with random weights, two documents "
+        "in one sequence over all GPUs, blocks recomputed, optimiser included. Tokens/s is the "
+        "median of the steps after the first, which compiles kernels.",
+        lambda r: r.data.get("benchmark") == "example",
+        report_memory.example,
+        report_memory.example_command,
+        optional=True,
     ),
     Section(
         "Runs of the trainer",
@@ -245,8 +271,10 @@ def performance_page(results: list[Result]) -> str:
         raise ValueError(f"benchmarks.report shows no table of {', '.join(unknown)}")
     parts = [PAGE]
     for section in SECTIONS:
-        parts.append(f"## {section.title}\n\n{section.reading}\n")
         found = [r for r in results if section.has(r)]
+        if section.optional and not found:
+            continue
+        parts.append(f"## {section.title}\n\n{section.reading}\n")
         if not found:
             command = f" Command: {section.missing}." if section.missing else ""
             parts.append(f"{MISSING.capitalize()}: there is no result file.{command}\n")

@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/transformers_hybrid.py    # 262144 tokens o
 
 import argparse
 import gc
-import time
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ def main(shape, tokens, group, dtype):
     parallelize(model.model).activation_checkpointing_enable()
     for module in (*model.model.layers, model):
         fully_shard(module, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    for step in range(args.steps):
-        start, (cut, a, b) = time.perf_counter(), torch.randint(1, tokens, (3,)).tolist()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    for step in range(1, args.steps + 1):
+        t0, (cut, a, b) = perf_counter(), torch.randint(1, tokens, (3,)).tolist()
         ids = torch.cat([torch.arange(a, a + cut), torch.arange(b, b + tokens - cut)])[None]
         ids, offsets = ids % model.config.vocab_size, torch.tensor([0, cut, tokens])
         labels = ids.roll(-1).index_fill(1, offsets[1:] - 1, -100)  # a document's last has none
@@ -41,13 +41,13 @@ def main(shape, tokens, group, dtype):
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss := loss.detach())
-        text = f"loss {loss.item():.4f}, {tokens / (time.perf_counter() - start):.0f} tokens/s"
+        text = f"step {step}: loss {loss.item():.4f}, {tokens / (perf_counter() - t0):.0f} tokens/s"
         if group.rank() == 0:
-            print(f"step {step + 1}: {text}, {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+            print(f"{text}, {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True)
 
 
 parser = argparse.ArgumentParser()
-for name, default in {"tokens": 262144, "steps": 20, "lr": 1e-4}.items():
+for name, default in {"tokens": 262144, "steps": 5, "lr": 1e-4}.items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
 parser.add_argument("--shape", nargs="*", default=[], help="such as num_hidden_layers=8")
 args, cuda = parser.parse_args(), torch.cuda.is_available()

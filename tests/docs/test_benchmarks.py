@@ -16,6 +16,7 @@ from benchmarks import (
     bandwidth,
     compare,
     cp_scaling,
+    example_figures,
     first_call,
     host,
     hybrid,
@@ -431,9 +432,61 @@ def test_an_error_of_attention_stops_the_benchmark(monkeypatch):
 def test_modes_of_remat(tmp_path, monkeypatch):
     monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: False)
     remat.main(["--layers", "1", "--tokens", "65", "--out", str(tmp_path / "remat.json")])
-    rows = json.loads((tmp_path / "remat.json").read_text())["rows"]
+    found = json.loads((tmp_path / "remat.json").read_text())
+    page = report.performance_page([report.Result("remat", found)])
+    assert all(f"| {mode} | " in page for mode in remat.MODES)
+    rows = found["rows"]
     assert [row["mode"] for row in rows] == list(remat.MODES)
     assert all(row["ms"] > 0 and row["max_difference"] < 1e-4 for row in rows)
+
+
+EXAMPLE = """
+import sys, time
+for step, speed in enumerate((10, 50, 40, 60), 1):
+    print(f"step {step}: loss 2.5, {speed} tokens/s, {step}.50 GiB", flush=True)
+    if step == 2:
+        STOPS
+"""
+
+
+@pytest.mark.parametrize(
+    "stops, row",
+    {
+        "pass": {"steps": 4, "peak_gib": 4.5, "tokens_per_second": 50},
+        "time.sleep(600)": {"steps": 2, "tokens_per_second": 50, "error": "did not end within 3 s"},
+        "sys.exit('torch.OutOfMemoryError: x')": {"steps": 2, "error": "out of memory"},
+    }.items(),
+)
+def test_figures_of_the_example_by_its_lines(stops, row):
+    command = [sys.executable, "-c", EXAMPLE.replace("STOPS", stops)]
+    limit = 3 if "sleep" in stops else 60
+    found = example_figures.row(100, 2, *example_figures.started(command, limit))
+    assert found.items() >= row.items() and found["first_step_s"] == 10
+    assert ("error" in found) == ("error" in row)
+    assert found["wall_s"] < 60
+    with pytest.raises(SystemExit, match="failed:\nwhat"):
+        example_figures.started([sys.executable, "-c", "import sys; sys.exit('what')"], 60)
+
+
+@pytest.mark.wide
+def test_figures_of_the_example_itself(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers", minversion="5.23")
+    monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: False)
+    sizes = "hidden_size=32 intermediate_size=48 num_hidden_layers=4 num_attention_heads=2"
+    sizes += " num_key_value_heads=1 head_dim=16 vocab_size=97 linear_num_key_heads=2"
+    sizes += " linear_num_value_heads=2 linear_key_head_dim=8 linear_value_head_dim=8"
+    out = tmp_path / "example.json"
+    flags = ["--tokens", "90", "--steps", "2", "--shape", sizes, "--out", str(out)]
+    example_figures.main(flags)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["tokens_per_second"] > 0 and row["peak_gib"] is None and "error" not in row
+    result = report.Result("example", json.loads(out.read_text()))
+    assert [s.title for s in report.SECTIONS if s.has(result)] == ["A model of transformers"]
+    page = report.performance_page([result])
+    assert "| 90 | 1 | " in page and f'--shape "{sizes}"' in page
+    with pytest.raises(SystemExit):
+        example_figures.main(["--steps", "1"])
+    assert "--steps must be at least 2, got 1" in capsys.readouterr().err
 
 
 def test_ways_to_a_loss(tmp_path, monkeypatch):

@@ -458,12 +458,14 @@ def summed_errors(case: Case, x: Named, error: Tensor) -> Named:
 def parts() -> dict[str, Callable[[], Rows]]:
     """The checks that run in a process of their own, by name."""
     from tests.gpu.exchange import check_exchange
+    from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
     from tests.support.members import BY_NAME
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling
     found |= {"exchange": check_exchange, "norm": check_norm, "layers": check_layers}
+    found["experts"] = check_experts
     for K, V in SIZES:
         for n in range(3):
             found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))

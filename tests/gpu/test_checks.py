@@ -5,11 +5,12 @@ import torch
 
 from fla_cp import kda_gate
 from fla_cp.kernels import resolve
+from fla_cp.nn import grouped
 from tests.gpu import said
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from tests.gpu import checks, exchange, layers
+from tests.gpu import checks, exchange, experts, layers
 from tests.gpu.__main__ import SMALL_CALL
 from tests.support.closeness import share_of_budget
 
@@ -101,6 +102,37 @@ def test_the_gpu_checks_of_layers(small, monkeypatch):
 
     monkeypatch.setattr(backend, "gated_norm_bwd", staticmethod(wrong))
     assert not any(row["ok"] for row in layers.check_norm() + layers.check_layers())
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("wrong", ["nothing", "product", "gradient of weights", "loop"])
+def test_the_gpu_checks_of_experts(small, monkeypatch, wrong):
+    """They pass in bfloat16, which the CPU's grouped product takes; and they fail if a product
+    takes a row for the next expert's, and if only the loop runs."""
+    monkeypatch.setattr(experts, "TOKENS", (5, 70))
+    tiny = {"Kimi": (32, 16, 6, 2), "Qwen": (16, 24, 9, 3), "one expert": (16, 8, 1, 1)}
+    made = {name: (tiny[name], options) for name, (_, options) in experts.MIXTURES.items()}
+    monkeypatch.setattr(experts, "MIXTURES", made)
+    fine = grouped._grouped_mm
+
+    def shifted(a, b, *, offs):
+        if b.ndim == (2 if wrong == "gradient of weights" else 3):
+            offs = torch.cat([(offs[:-1] - 1).clamp(min=0), offs[-1:]])
+        return fine(a, b, offs=offs)
+
+    if wrong == "loop":
+        monkeypatch.setattr(grouped, "_fits", lambda *given: False)
+    elif wrong != "nothing":
+        monkeypatch.setattr(grouped, "_grouped_mm", shifted)
+    rows = experts.check_experts()
+    assert len(rows) == 2 * len(experts.MIXTURES)
+    if wrong == "nothing":
+        assert all(row["ok"] for row in rows), rows
+    elif wrong == "loop":
+        assert all("0 grouped products, not 6" in row["error"] for row in rows)
+    else:
+        many = [row for row in rows if "one expert" not in row["case"]]
+        assert many and all(row["use"] > 1 for row in many)
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])

@@ -1,4 +1,5 @@
-"""A stock model of transformers on N ranks: on GPUs in bf16 with kernels, on the CPU in fp32."""
+"""A stock model of transformers on N ranks: on GPUs in bf16 with kernels, on the CPU in bf16 and in
+fp32 with the torch stages."""
 
 import pytest
 import torch
@@ -14,7 +15,18 @@ from tests.support.stock_models import documents_alone, drawn_tokens, gradients,
 
 OFFSETS = (0, 100, 240, 241, 600)
 UNIT = {torch.float32: 2**-18, torch.bfloat16: 3 * 2**-7}
-DENSE = {"mlp_layer_types": ["dense"] * 3}
+EVERY = {"num_experts_per_tok": 4}
+"""All experts of stock_models.py: with fewer, rounding to bf16 would decide which ones some tokens
+take, and errors would be those of other experts."""
+CHANGES = {
+    "kimi_linear": EVERY,
+    "qwen3_next": EVERY,
+    "qwen3_5": {},
+    "qwen3_5_moe": EVERY,
+    "olmo_hybrid": {},
+}
+"""Kind of model -> what differs from its configuration in stock_models.py."""
+DTYPES = [torch.bfloat16] if torch.cuda.device_count() else [torch.float32, torch.bfloat16]
 
 
 def step(model, group, ranges, tokens):
@@ -37,12 +49,11 @@ def step(model, group, ranges, tokens):
     return {"logits": context.unshard(out.logits.detach()), **grads}
 
 
-def compare(group, rank, kind, ranges):
+def compare(group, rank, kind, ranges, dtype):
     """Ranks err at most twice as much as one rank, plus roundings (`assert_close` says how many).
     Errors are L2 norms, relative to the stock model in fp32."""
     device = device_of(group)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = stock_model(kind, **(DENSE if kind == "kimi_linear" else {})).to(device)
+    model = stock_model(kind, **CHANGES[kind]).to(device)
     tokens = drawn_tokens(OFFSETS[-1]).to(device)
     logits, _, grads = documents_alone(model, tokens, tokens, OFFSETS)
     parallelize(model).to(dtype).activation_checkpointing_enable({"use_reentrant": True})
@@ -52,7 +63,8 @@ def compare(group, rank, kind, ranges):
         assert error <= 2 * usual + UNIT[dtype], f"{name}: {error:.1e}, {usual:.1e}"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranges", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_5", "olmo_hybrid"])
-def test_ranks_equal_one(run, kind, ranges):
-    run(compare, kind, ranges)
+@pytest.mark.parametrize("kind", CHANGES)
+def test_ranks_equal_one(run, kind, ranges, dtype):
+    run(compare, kind, ranges, dtype)

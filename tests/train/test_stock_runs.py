@@ -18,15 +18,16 @@ from fla_cp.train.checkpoint import checkpoints, read_record
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import parse
 from tests.support.stock_folders import FLAGS, save_stock
+from tests.support.stock_models import MODELS
 from tests.support.tokenizers import save_tokenizer
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder with a text and tiny models, of which one is tied."""
+    """A folder with a text and a tiny model of each kind, of which one is tied."""
     root = tmp_path_factory.mktemp("root")
     (root / "text.txt").write_text("".join(random.Random(1).choices("abcdefgh \n", k=4000)))
-    for kind in ("kimi_linear", "qwen3_5_moe", "olmo_hybrid"):
+    for kind in MODELS:
         save_stock(root / "org/models" / kind, kind, tie_word_embeddings=kind == "olmo_hybrid")
     return root
 
@@ -70,7 +71,7 @@ def test_a_resumed_run_goes_on_in_the_same_bits(root, tmp_path, kind):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_5_moe", "olmo_hybrid"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_what_is_exported_is_loaded_and_exported_again(root, tmp_path, kind):
     """A step at a rate of almost nothing changes no bit: what comes out is what went in."""
     still = ["--lr", "1e-45", "--warmup-steps", "0"]

@@ -1,0 +1,44 @@
+"""Tables of `benchmarks.remat` and `benchmarks.example_figures` for benchmarks/report.py."""
+
+from __future__ import annotations
+
+from benchmarks.report_tables import Result, columns, joined, module, number, ratio, whole
+
+
+def remat_command(result: Result) -> str:
+    data = result.data
+    sizes = (f"--{name} {data[name]}" for name in ("size", "layers", "tokens"))
+    return module("remat", result, *sizes, f"--gate-lower-bound {data['gate_lower_bound']}")
+
+
+def remat(result: Result) -> str:
+    none = next(r["ms"] for r in result.rows if r["mode"] == "none")
+    return columns(
+        result.rows,
+        ("`--remat`", lambda r: r["mode"]),
+        ("forward + backward, ms", lambda r: number(r["ms"])),
+        ("over none", lambda r: ratio(r["ms"] / none)),
+        ("host, ms", lambda r: number(r["host_ms"])),
+        ("kept for the backward, GiB", lambda r: number(r["kept_gib"])),
+        ("peak GiB", lambda r: number(r["peak_gib"])),
+    )
+
+
+def example_command(result: Result) -> str:
+    rows = result.rows
+    flags = [f"--gpus {joined(r['gpus'] for r in rows)}"]
+    flags += [f"--tokens {joined(r['tokens'] for r in rows)}"]
+    flags += [f'--shape "{result.data["shape"]}"'] if result.data["shape"] else []
+    return module("example_figures", result, *flags)
+
+
+def example(result: Result) -> str:
+    return columns(
+        result.rows,
+        ("tokens", lambda r: str(r["tokens"])),
+        ("GPUs", lambda r: str(r["gpus"])),
+        ("tokens/s", lambda r: r.get("error") or whole(r.get("tokens_per_second"))),
+        ("first step, s", lambda r: number(r.get("first_step_s"))),
+        ("peak GiB", lambda r: number(r.get("peak_gib"))),
+        ("start to end, s", lambda r: number(r["wall_s"])),
+    )
