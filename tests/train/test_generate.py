@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fla_cp.train.main
 from fla_cp.train.export import export
-from fla_cp.train.generate import Sampling, generate
-from fla_cp.train.generate import load_decoder
+from fla_cp.train.generate import Sampling, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
 from tests.support.exported import MODELS, TINY, logits_of, random_model, random_run
 from tests.support.processes import ROOT, environment
