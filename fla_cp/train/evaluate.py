@@ -16,7 +16,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def held_out(model: Decoder, packs: Sequence[Batch], ranks: Ranks) -> Results:
         ]
         for row in sums
     ]
-    return Results(loss / max(targets, 1.0), int(targets), *tables)
+    return Results(loss / max(targets, 1.0), int(targets), tables[0], tables[1])
 
 
 def _bucket(values: Tensor) -> Tensor:
@@ -217,15 +217,14 @@ def draw(results: Results, out: Path) -> None:
     from matplotlib.figure import Figure
 
     curves = (("position in the document", results.by_position), ("length", results.by_length))
-    drawn: list[Callable[[Any], None]] = []
-    for label, rows in curves:
-        if rows:
-            drawn.append(lambda axes, label=label, rows=rows: _curve(axes, label, rows))
+    drawn = [(label, rows) for label, rows in curves if rows]
+    count = max(1, len(drawn) + bool(results.needle))
+    figure = Figure(figsize=(5 * count, 4), layout="constrained")
+    places = np.atleast_1d(figure.subplots(1, count))
+    for axes, (label, rows) in zip(places, drawn, strict=False):
+        _curve(axes, label, rows)
     if results.needle:
-        drawn.append(lambda axes: _map(axes, results.needle))
-    figure = Figure(figsize=(5 * max(1, len(drawn)), 4), layout="constrained")
-    for axes, one in zip(np.atleast_1d(figure.subplots(1, max(1, len(drawn)))), drawn, strict=True):
-        one(axes)
+        _map(places[-1], results.needle)
     try:
         figure.savefig(out, dpi=120)
     except (OSError, ValueError) as error:  # such as a folder that is missing, an unknown suffix

@@ -35,9 +35,9 @@ def parse_mixture(spec: str) -> list[tuple[str, Fraction]]:
     """The sources that `--data` names, and their weights.
 
     A spec is one source or several, separated by commas. A comma separates only if a source follows
-    it: `stdlib`, `synthetic`, or `text:`, `memmap:`, `hf:` or `needle:`; any other one is part of a path. In a
-    mixture each source ends in `:WEIGHT`, a positive decimal, and what stands before the last colon
-    may contain colons. A single source has no weight, so its path may end in any way.
+    it: `stdlib`, `synthetic`, or `text:`, `memmap:`, `hf:` or `needle:`; any other one is part of a
+    path. In a mixture each source ends in `:WEIGHT`, a positive decimal, and what stands before the
+    last colon may contain colons. A single source has no weight, so its path may end in any way.
     Raises ValueError if a weight is missing or not positive, or if the weights need a round of more
     than LONGEST_ROUND packs.
     """
