@@ -1,4 +1,4 @@
-"""Continues prompts with the weights of a run. The code is in fla_cp/train/generate.py.
+"""Continues prompts with the weights of a run or a folder. The code is in fla_cp/train/generate.py.
 
 python launch/generate.py runs/20260101-000000-tiny --prompt "Once upon a time"
 """

@@ -1,6 +1,6 @@
 """Entry points of the programs that need the extra `train`. They say which extra is missing.
 
-launch/train.py and launch/generate.py use them, too.
+launch/train.py, launch/generate.py and launch/evaluate.py use them, too.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ def run_generate() -> int:
     if _lacks("fla-cp-generate", "train,hf", (*NEEDED, "safetensors", "transformers")):
         return MISTAKE
     from fla_cp.train.generate import main
+
+    return main()
+
+
+def run_evaluate() -> int:
+    """Evaluates as sys.argv says and returns the exit code, as `run` does."""
+    needed = (*NEEDED, "safetensors", "transformers", "matplotlib")
+    if _lacks("fla-cp-evaluate", "train,hf,plot", needed):
+        return MISTAKE
+    from fla_cp.train.evaluate import main
 
     return main()
 

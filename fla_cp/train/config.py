@@ -167,8 +167,9 @@ class DataConfig:
     """What is trained on, and how much of it a step takes."""
 
     source: Annotated[str, _short("--data")] = "stdlib"
-    """stdlib, synthetic, text:PATH, memmap:PATH, hf:PATH (a data set that `datasets` has saved, or
-    parquet or jsonl files), or a mixture by shares of tokens: text:A:0.7,hf:B:0.3."""
+    """stdlib, synthetic, needle:LENGTH, text:PATH, memmap:PATH, hf:PATH (a data set that `datasets`
+    has saved, or parquet or jsonl files), or a mixture by shares of tokens:
+    text:A:0.7,hf:B:0.3."""
     tokenizer: Annotated[str | None, _short("--tokenizer")] = None
     """Folder of a tokenizer that transformers has saved, for stdlib, text and hf; memmap must have
     its vocabulary. None: with --model hf:DIR, that of DIR if it has one; otherwise the

@@ -1,6 +1,7 @@
-"""Entry point of `fla-cp-generate`: continues prompts with the weights of a run.
+"""Entry point of `fla-cp-generate`: continues prompts with the weights of a run, or of a folder.
 
 fla-cp-generate runs/20260101-000000-tiny --prompt "Once upon a time" --max-new-tokens 64
+fla-cp-generate HF_DIR --prompt "Once upon a time"
 
 The prompt goes through the model in chunks, which leave a cache in each layer; each further token
 is one call that reads and writes the caches. Prompts of unequal lengths are read one by one, and
@@ -13,7 +14,7 @@ import argparse
 import codecs
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
@@ -31,6 +33,7 @@ from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
 from fla_cp.train.model import Decoder
+from fla_cp.train.published import end_tokens, is_published, load_published
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
 from fla_cp.train.weights import give_memory
@@ -119,7 +122,7 @@ def generate(
     max_new_tokens: int,
     *,
     sampling: Sampling | None = None,
-    end: int | None = None,
+    end: int | Collection[int] | None = None,
     seed: int = 0,
     chunk: int = PREFILL_CHUNK,
     on_tokens: Callable[[list[int | None]], None] | None = None,
@@ -128,9 +131,9 @@ def generate(
 
     prompts: token ids of the model, at least one each; their lengths may differ. sampling: by
     default greedy.
-    end: a token after which a row stops; it is part of the result. chunk: tokens of a prompt that
-    go through the model at once. on_tokens: is called with the next token of each row, None for
-    rows that have stopped.
+    end: a token, or several, after which a row stops; it is part of the result. chunk: tokens of a
+    prompt that go through the model at once. on_tokens: is called with the next token of each row,
+    None for rows that have stopped.
     Raises ValueError for a prompt without tokens, for tokens that the model does not have, and for
     counts below 1.
     """
@@ -146,6 +149,7 @@ def generate(
         if count < 1:
             raise ValueError(f"{name} must be from 1, got {count}")
     sampling = sampling or Sampling()
+    ends = end if isinstance(end, Collection) else (end,)
     device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     begin = time.perf_counter()
@@ -179,7 +183,7 @@ def generate(
         for row, token in enumerate(given):
             if token is not None:
                 found[row].append(token)
-                open_rows[row] = token != end
+                open_rows[row] = token not in ends
         if on_tokens is not None:
             on_tokens(given)
         if not any(open_rows):
@@ -212,6 +216,24 @@ def load_decoder(
             planner=reading(trust)[1](),
         )
     return model.to(device).eval(), record
+
+
+def load(
+    path: Path, device: torch.device, *, trust: bool = False
+) -> tuple[Decoder, Tokenizer | None, list[int]]:
+    """The model of a run or of a folder of a published model, its tokenizer, and its end tokens.
+
+    Without a tokenizer, bytes are tokens. Raises UserError as `load_decoder` and `load_published`.
+    """
+    if is_published(path):
+        model = load_published(path, device)
+        tokenizer = Tokenizer(path) if has_tokenizer(path) else None
+        own = [] if tokenizer is None else tokenizer.end
+        return model, tokenizer, sorted({*end_tokens(path), *own})
+    model, record = load_decoder(path, device, trust=trust)
+    source = record["data"].get("tokenizer")
+    tokenizer = None if source is None else Tokenizer(source)
+    return model, tokenizer, [] if tokenizer is None else tokenizer.end
 
 
 def _stream(tokenizer: Tokenizer | None) -> Callable[[list[int | None]], None]:
@@ -248,9 +270,10 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Generates as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
     parser = argparse.ArgumentParser(
-        prog="fla-cp-generate", description="Continues prompts with the weights of a run."
+        prog="fla-cp-generate", description="Continues prompts with the weights of a run or folder."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a checkpoint in it")
+    about = "run folder, a checkpoint in it, or a Hugging Face folder of Kimi Linear or Qwen3-Next"
+    parser.add_argument("run", type=Path, metavar="RUN_OR_HF_DIR", help=about)
     parser.add_argument("--prompt", action="append", required=True, help="may be given repeatedly")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
@@ -261,11 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         sampling = Sampling(given.temperature, given.top_p)
-        model, record = load_decoder(
+        model, tokenizer, ends = load(
             given.run, torch.device(given.device), trust=given.trust_checkpoint
         )
-        source = record["data"].get("tokenizer")
-        tokenizer = None if source is None else Tokenizer(source)
         prompts = [list(p.encode()) for p in given.prompt]
         if tokenizer is not None:
             prompts = tokenizer.ids(given.prompt)
@@ -275,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompts,
             given.max_new_tokens,
             sampling=sampling,
-            end=tokenizer.end[0] if tokenizer is not None and tokenizer.end else None,
+            end=ends,
             seed=given.seed,
             on_tokens=_stream(tokenizer) if one else None,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fla_cp.integrations.layouts import layout_of
+from fla_cp.integrations.layouts import Layout, layout_of
 from fla_cp.integrations.layouts.match import check_folder
 from fla_cp.integrations.safetensors_folder import TensorFolder
 from fla_cp.train.config import ModelConfig, UserError
@@ -51,17 +51,9 @@ class InitialFolder:
         reads no others. Raises UserError, on all ranks, for files that cannot be read. Collective.
         """
         problem = ""
-        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        parameters = dict(model.named_parameters())
         try:
-            own = self.layout.own
-            with torch.no_grad(), shown("loading weights", len(own), "tensors") as update:
-                for name in own:
-                    whole = parameters.get(name, buffers.get(name))
-                    assert whole is not None, name
-                    rows = owned_rows(whole)
-                    values = self.layout.read_rows(self.folder, name, rows.start, rows.stop)
-                    local_tensor(whole).copy_(values)
-                    update()
+            read_into(model, self.layout, self.folder)
             problem = self._differing_copy(parameters)
         except (ValueError, OSError) as error:
             problem = str(error)
@@ -88,3 +80,15 @@ class InitialFolder:
         problem = self.ranks.first_problem(problem)
         if problem:
             raise UserError(f"{FLAG}: {problem}")
+
+
+@torch.no_grad()
+def read_into(model: Decoder, layout: Layout, folder: TensorFolder) -> None:
+    """Reads this rank's rows of each parameter and buffer, one tensor after the other."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    with shown("loading weights", len(layout.own), "tensors") as update:
+        for name in layout.own:
+            whole = tensors[name]
+            rows = owned_rows(whole)
+            local_tensor(whole).copy_(layout.read_rows(folder, name, rows.start, rows.stop))
+            update()

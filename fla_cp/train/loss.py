@@ -80,6 +80,26 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return _sums(x, weight, labels, False, False)[0]
 
 
+@torch.no_grad()
+def token_scores(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each label, and whether it is the likeliest id: [T] fp32 and bool.
+
+    Arguments as in `chunked_cross_entropy`, whose chunks this takes, too. A label of -100 has a
+    loss of 0 and is not the likeliest.
+    """
+    T, device = len(x), x.device
+    losses = torch.zeros(T, dtype=torch.float32, device=device)
+    hits = torch.zeros(T, dtype=torch.bool, device=device)
+    rows = chunk_rows(T, len(weight), x.element_size())
+    with without_autocast(device.type):
+        for start in range(0, T, rows):
+            part = slice(start, start + rows)
+            logits = torch.mm(x[part], weight.t())
+            losses[part] = _losses(logits, labels[part]).to(torch.float32)
+            hits[part] = logits.argmax(-1) == labels[part]
+    return losses, hits
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """(x, weight, labels) -> loss. Keeps the gradients of x and weight for a loss gradient of 1."""
 

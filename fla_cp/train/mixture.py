@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from fla_cp.train.data import Batch, PackList, Packs, StepSampler
 
-PLAIN, WITH_PATH = ("stdlib", "synthetic"), ("text", "memmap", "hf")
+PLAIN, WITH_PATH = ("stdlib", "synthetic"), ("text", "memmap", "hf", "needle")
 LONGEST_ROUND = 10_000
 
 _BORDER = re.compile(rf",(?=(?:{'|'.join(WITH_PATH)}):|(?:{'|'.join(PLAIN)})(?::|,|$))")
@@ -35,9 +35,9 @@ def parse_mixture(spec: str) -> list[tuple[str, Fraction]]:
     """The sources that `--data` names, and their weights.
 
     A spec is one source or several, separated by commas. A comma separates only if a source follows
-    it: `stdlib`, `synthetic`, or `text:`, `memmap:` or `hf:`; any other one is part of a path. In a
-    mixture each source ends in `:WEIGHT`, a positive decimal, and what stands before the last colon
-    may contain colons. A single source has no weight, so its path may end in any way.
+    it: `stdlib`, `synthetic`, or `text:`, `memmap:`, `hf:` or `needle:`; any other one is part of a
+    path. In a mixture each source ends in `:WEIGHT`, a positive decimal, and what stands before the
+    last colon may contain colons. A single source has no weight, so its path may end in any way.
     Raises ValueError if a weight is missing or not positive, or if the weights need a round of more
     than LONGEST_ROUND packs.
     """

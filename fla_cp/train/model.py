@@ -23,7 +23,7 @@ from fla_cp.train.balance import Balance, rates
 from fla_cp.train.config import ModelConfig, UserError
 from fla_cp.train.distributed import exact_parts, gathered
 from fla_cp.train.language_model import LanguageModel
-from fla_cp.train.loss import chunked_cross_entropy
+from fla_cp.train.loss import chunked_cross_entropy, token_scores
 from fla_cp.train.mixers import make_mixer
 from fla_cp.train.pattern import block_mixers
 from fla_cp.train.weights import give_memory, initialise
@@ -287,7 +287,11 @@ class Decoder(LanguageModel):
         return values
 
     def forward(
-        self, tokens: Tensor, context: FLACPContext, labels: Tensor | None = None
+        self,
+        tokens: Tensor,
+        context: FLACPContext,
+        labels: Tensor | None = None,
+        each: bool = False,
     ) -> Tensor:
         """Summed cross-entropy of the labels, or logits without labels.
 
@@ -295,7 +299,8 @@ class Decoder(LanguageModel):
         counted.
         Returns a scalar (nats, summed over this rank's targets; float64 for float64, else float32),
         or [1, T_local, vocab]. With experts, the scalar's gradient contains that of the
-        load-balancing loss.
+        load-balancing loss. each: instead [2, T_local] fp32 without gradients: the loss of each
+        label, and 1 where it is the likeliest token.
         """
         x, statistics = self.embedding(tokens), []
         with gathered(self.exact_parts()):
@@ -305,6 +310,8 @@ class Decoder(LanguageModel):
         x = self.norm(x)
         if labels is None:
             return self.head(x)
+        if each:
+            return torch.stack(token_scores(x[0], self.head.weight, labels[0]))
         loss = chunked_cross_entropy(x.flatten(0, 1), self.head.weight, labels.flatten())
         if self.balance is None or not torch.is_grad_enabled():
             return loss

@@ -13,6 +13,7 @@ from fla_cp.train.data import ArraySource, PackedDataset, Packs, TokenSource
 from fla_cp.train.documents import Documents, RowDocuments, TextDocuments
 from fla_cp.train.memmap import MemmapSource
 from fla_cp.train.mixture import MixedPacks, parse_mixture
+from fla_cp.train.needle import NeedleSource
 from fla_cp.train.shards import Shards
 from fla_cp.train.synthetic import synthetic_source
 from fla_cp.train.text_files import (
@@ -28,7 +29,10 @@ from fla_cp.train.tokenised import TokenisedPacks, shard_bytes
 from fla_cp.train.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES = 1 << 30
-SPECS = ("stdlib", "text:PATH", "memmap:PATH", "hf:PATH", "synthetic", "A:WEIGHT,B:WEIGHT")
+SPECS = (
+    *("stdlib", "text:PATH", "memmap:PATH", "hf:PATH", "synthetic", "needle:LENGTH"),
+    "A:WEIGHT,B:WEIGHT",
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ def build_dataset(
         memmap:PATH  tokens written by `write_memmap` or fla-cp-tokenize
         hf:PATH      rows of text, instructions or conversations, see documents.py
         synthetic    generated from `seed`
+        needle:N     likewise: documents of up to N tokens that hide a value, see needle.py
         A:0.7,B:0.3  several of these, mixed; see mixture.py
     Without a tokenizer, the bytes of stdlib and text are tokens 0..255, and `hf` is refused. With
     one, documents are tokenised as they are needed, see tokenised.py, whose order also depends on
@@ -128,6 +133,8 @@ def _source(
     if spec == "synthetic":
         tokens, offsets, vocab_size = synthetic_source(seed, split)
         return PackedDataset(ArraySource(tokens, offsets, vocab_size), seq_len, name=name)
+    if kind == "needle" and path.isascii() and path.isdigit():
+        return PackedDataset(NeedleSource(int(path), seed, split), seq_len, name=name)
     notes = ()
     source: TokenSource
     if kind == "text" and path:

@@ -30,8 +30,8 @@ TRAINING = (ROOT / "docs" / "training.md").read_text()
 
 PAGES = (
     *("choosing", "coming-from", "coming-from-fla", "concepts", "convolution", "cuda_graphs"),
-    *("design", "examples", "export", "first_calls", "index", "long-context", "training"),
-    "troubleshooting",
+    *("design", "evaluation", "examples", "export", "first_calls", "index", "long-context"),
+    *("training", "troubleshooting"),
 )
 WRITTEN = (
     *("runs", "checkpoints", "config.toml", "metrics.jsonl", "config.json", "profile"),

@@ -269,6 +269,7 @@ def run_dry(words: list[str], folder: Path) -> None:
         "accelerate": _accelerate,
         "kubectl": _kubectl,
         "fla-cp-train": lambda rest: _trainer(rest, 1),
+        "fla-cp-evaluate": partial(_program, "evaluate"),
         "fla-cp-export": _export,
         "fla-cp-generate": partial(_program, "generate"),
         "fla-cp-memory": _memory,
@@ -281,6 +282,7 @@ def run_dry(words: list[str], folder: Path) -> None:
 
 ENTRY = {
     "fla-cp-train": "from fla_cp.train.cli import run; import sys; sys.exit(run())",
+    "fla-cp-evaluate": "from fla_cp.train.cli import run_evaluate as r; import sys; sys.exit(r())",
     "fla-cp-export": "from fla_cp.train.cli import run_export; import sys; sys.exit(run_export())",
     "fla-cp-tokenize": "from fla_cp.train.pretokenize import run; import sys; sys.exit(run())",
 }

@@ -1,16 +1,26 @@
 """Generation: greedy tokens are those of the parallel forward and of transformers."""
 
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5.23")
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fla_cp.train.main
 from fla_cp.train.export import export
-from fla_cp.train.generate import Sampling, generate
+from fla_cp.train.generate import Sampling, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
-from tests.support.exported import MODELS, logits_of, random_model, random_run
+from tests.support.exported import MODELS, TINY, logits_of, random_model, random_run
+from tests.support.processes import ROOT, environment
+from tests.support.tokenizers import TEXT, save_tokenizer
 
 PROMPTS = [[5, 17, 80, 3, 41, 9, 60], [2], [int(i * 31 % 97) for i in range(83)]]
 NEW = 12
@@ -80,3 +90,100 @@ def test_sampling_keeps_to_the_likeliest_tokens():
     assert Sampling().choose(logits[:1]).tolist() == [0]
     with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 0"):
         Sampling(1.0, 0)
+
+
+class Clock(io.StringIO):
+    """What is written, and how often it was flushed with something new."""
+
+    def __init__(self):
+        super().__init__()
+        self.shown = []
+
+    def flush(self):
+        if self.getvalue() != (self.shown[-1] if self.shown else ""):
+            self.shown.append(self.getvalue())
+
+
+@pytest.fixture(scope="module")
+def tokenizer_run(tmp_path_factory):
+    """A run of the trainer on text with a tokenizer: (run folder, tokenizer's folder)."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text").mkdir()
+    for n in range(30):
+        (folder / "text" / f"{n}.txt").write_text("\n".join(TEXT[n % 4 :]) + "\n")
+    words = (
+        TINY.replace("--data synthetic", f"--data text:{folder / 'text'}")
+        + f"--data.cache {folder / 'cache'} --tokenizer {save_tokenizer(folder / 'words')} "
+        + f"--max-steps 24 --warmup-steps 4 --lr 1e-2 --eval-every 0 --out {folder / 'run'}"
+    )
+    assert fla_cp.train.main.main(words.split()) == 0
+    return folder / "run", folder / "words"
+
+
+def test_a_run_with_a_tokenizer_continues_text(tokenizer_run, capsys):
+    run, words = tokenizer_run
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    model, _ = load_decoder(run, torch.device("cpu"))
+    prompt = "The red fox"
+    ids = tokenizer(prompt)["input_ids"]
+    assert len(ids) < len(prompt)
+    (found,), _ = generate(model, [ids], 12, end=tokenizer.eos_token_id)
+    capsys.readouterr()
+    command = [str(run), "--max-new-tokens", "12", "--device", "cpu", "--prompt"]
+    assert generate_main([*command, prompt]) == 0
+    out, err = capsys.readouterr()
+    assert out == tokenizer.decode(found, skip_special_tokens=True) + "\n"
+    assert "sees" in out  # it has learnt the sentences that it was trained on
+    assert re.fullmatch(r"first token after \d+\.\d{3} s, then \d+\.\d tokens/s\n", err)
+    assert generate_main([*command, prompt, "--prompt", "The"]) == 0
+    assert capsys.readouterr().out.startswith(out)  # the texts of several prompts, one after other
+
+
+def test_text_is_printed_as_it_comes(tokenizer_run, monkeypatch):
+    run, _ = tokenizer_run
+    clock = Clock()
+    monkeypatch.setattr(sys, "stdout", clock)
+    command = [str(run), "--max-new-tokens", "8", "--device", "cpu", "--prompt", "The old"]
+    assert generate_main(command) == 0
+    assert len(clock.shown) >= 4
+    for before, after in zip(clock.shown, clock.shown[1:], strict=False):
+        assert after.startswith(before)
+
+
+def test_the_time_to_the_first_token_and_the_rate_are_measured(monkeypatch):
+    model = random_model(MODELS["kimi"]).eval()
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Slow(Sampling):
+        def choose(self, logits, generator=None):
+            now[0] += 0.25 if now[0] else 2.0
+            return super().choose(logits, generator)
+
+    _, statistics = generate(model, PROMPTS[:2], 5, sampling=Slow())
+    assert statistics.first_token == 2.0
+    assert (statistics.steps, statistics.tokens, statistics.decoding) == (4, 8, 1.0)
+    assert str(statistics) == "first token after 2.000 s, then 8.0 tokens/s"
+
+
+def launched(*words):
+    """launch/generate.py in a process of its own."""
+    command = [sys.executable, str(ROOT / "launch" / "generate.py"), *map(str, words)]
+    return subprocess.run(
+        command, cwd=os.sep, env=environment(), capture_output=True, text=True, timeout=900
+    )
+
+
+@pytest.mark.slow
+def test_the_script_generates_text_and_reports_mistakes(tokenizer_run, capsys):
+    run, _ = tokenizer_run
+    command = [run, "--device", "cpu", "--max-new-tokens", 8, "--prompt", "The old owl"]
+    done = launched(*command)
+    assert done.returncode == 0, done.stderr
+    capsys.readouterr()
+    assert generate_main([*map(str, command)]) == 0
+    assert done.stdout == capsys.readouterr().out
+    assert "tokens/s" in done.stderr.splitlines()[-1]
+    done = launched(*command, "--top-p", 2)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: top_p must be in (0, 1], got 2.0" in done.stderr

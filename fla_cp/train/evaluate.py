@@ -1,0 +1,405 @@
+"""Entry point of `fla-cp-evaluate`: what a model's held-out loss depends on, and what it recalls.
+
+fla-cp-evaluate runs/a                                    # held-out loss of the run's data
+fla-cp-evaluate HF_DIR --data text:books/ --text page.txt
+torchrun --nproc-per-node 4 launch/evaluate.py runs/a --cp 4 --needle 1024,4096
+
+All ranks share each sequence, and each holds a shard of the weights. The figures are sums over
+tokens, so they do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fla_cp import build_cp_context
+from fla_cp.integrations.stock_folder import has_tokenizer
+from fla_cp.train import checkpoint
+from fla_cp.train.config import ParallelConfig, UserError
+from fla_cp.train.data import IGNORE, Batch, collate
+from fla_cp.train.distributed import Ranks, compute_dtype, joined
+from fla_cp.train.exit_codes import MISTAKE
+from fla_cp.train.export import recorded_decoder, whole_checkpoint
+from fla_cp.train.integrity import Damaged
+from fla_cp.train.loader import token_ranges
+from fla_cp.train.mixers import CONV_SIZE
+from fla_cp.train.model import Decoder
+from fla_cp.train.needle import SHORTEST, VOCAB_SIZE, needle_document
+from fla_cp.train.progress import mark
+from fla_cp.train.published import is_published, load_published_shards
+from fla_cp.train.sources import Reading, build_dataset
+from fla_cp.train.tokenizer import Tokenizer
+from fla_cp.train.untrusted import CheckedReader, reading
+from fla_cp.train.weights import allocate
+
+BUCKETS = 32
+"""Bucket i has the values from 2^(i-1) to 2^i - 1; bucket 0 has the value 0."""
+
+
+@dataclass
+class Results:
+    """What was measured; None or empty where it was not asked for.
+
+    loss: mean held-out loss in nats per target, of `targets`. by_position, by_length: [first value
+    of the bucket, mean loss, targets] for each bucket that has a target. perplexity: of the text;
+    bits_per_byte: likewise. needle: {length: {depth: share of right answers}}.
+    """
+
+    loss: float | None = None
+    targets: int = 0
+    by_position: list[tuple[int, float, int]] = field(default_factory=list)
+    by_length: list[tuple[int, float, int]] = field(default_factory=list)
+    perplexity: float | None = None
+    bits_per_byte: float | None = None
+    needle: dict[int, dict[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate, of which each rank has a shard.
+
+    data: the options of the data that the run was trained on; {} for a folder. tokenizer: None
+    where bytes are tokens.
+    """
+
+    model: Decoder
+    data: dict[str, Any]
+    tokenizer: str | None
+
+
+def load(path: Path, ranks: Ranks, dtype: torch.dtype, *, trust: bool = False) -> Subject:
+    """The model of a run's newest whole checkpoint, or of a folder of a published model.
+
+    Raises UserError as `generate.load` does. Collective.
+    """
+    if is_published(path):
+        model = load_published_shards(path, ranks, dtype)
+        return Subject(model, {}, str(path) if has_tokenizer(path) else None)
+    path = whole_checkpoint(path, trust, ranks)
+    record, files = checkpoint.read_record(path)
+    if record["format"] == 1 or record.get("folder") is not None:
+        raise UserError(
+            f"RUN must be a run of fla_cp's own models with a checkpoint of format 2, got {path}"
+        )
+    model = recorded_decoder(record)
+    allocate(model, ranks, dtype)
+    dcp.load(
+        {"model": model.state_dict()},
+        storage_reader=CheckedReader(path, checkpoint.read_metadata(path, files, trust)),
+        planner=reading(trust)[1](),
+        process_group=ranks.host_group,
+    )
+    model.eval()
+    return Subject(model, record["data"], record["data"].get("tokenizer"))
+
+
+@torch.no_grad()
+def scores(model: Decoder, batch: Batch, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this rank's tokens of a collated batch: losses and hits [2, T_local] fp32, labels
+    [T_local], and the places [T_local] of the tokens in the batch. Collective."""
+    mark("evaluation")
+    total = batch["tokens"].shape[1]
+    cuts = token_ranges(total, ranks.cp, "contiguous")
+    own = cuts[ranks.rank % ranks.cp]
+    context = build_cp_context(
+        batch["cu_seqlens"].to(ranks.device),
+        ranks.cp_group,
+        conv1d_kernel_size=CONV_SIZE,
+        cu_seqlens_cpu=batch["cu_seqlens"],
+        token_ranges=cuts,
+    )
+    places = torch.cat([torch.arange(lo, hi, dtype=torch.int64, device="cpu") for lo, hi in own])
+    tokens, labels = (batch[name][:, places].to(ranks.device) for name in ("tokens", "labels"))
+    found = model(tokens, context, labels, each=True)
+    return found.cpu(), labels[0].cpu(), places
+
+
+def held_out(model: Decoder, packs: Sequence[Batch], ranks: Ranks) -> Results:
+    """The losses of packs by position in the document and by the document's length, both counted
+    from where the document begins or ends in the pack. Collective."""
+    sums = torch.zeros(2, 2, BUCKETS, dtype=torch.float64, device="cpu")
+    for pack in packs:
+        batch = collate([pack])
+        found, labels, places = scores(model, batch, ranks)
+        counts = labels != IGNORE
+        offsets = batch["cu_seqlens"].to(torch.int64)
+        document = torch.searchsorted(offsets, places, right=True) - 1
+        values = places - offsets[document], offsets.diff()[document]
+        for row, value in zip(sums, values, strict=True):
+            bucket = _bucket(value[counts])
+            row[0].index_add_(0, bucket, found[0, counts].double())
+            row[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
+    sums = ranks.sum(sums.to(ranks.device)).cpu()
+    loss, targets = sums[0].sum(1).tolist()
+    tables = [
+        [
+            (_first(i), total / count, int(count))
+            for i, (total, count) in enumerate(row.T.tolist())
+            if count
+        ]
+        for row in sums
+    ]
+    return Results(loss / max(targets, 1.0), int(targets), tables[0], tables[1])
+
+
+def _bucket(values: Tensor) -> Tensor:
+    """The number of the bucket of each value: how many binary digits it has."""
+    edges = 2 ** torch.arange(BUCKETS - 1, dtype=torch.int64, device="cpu")
+    return torch.searchsorted(edges, values, right=True)
+
+
+def _first(bucket: int) -> int:
+    return 0 if bucket == 0 else 2 ** (bucket - 1)
+
+
+def text_loss(model: Decoder, ids: Sequence[int], window: int, ranks: Ranks) -> float:
+    """The summed loss of all tokens of a text but the first, in nats. Collective.
+
+    window: tokens that the model reads at once; each window begins without those before it.
+    """
+    tokens = torch.tensor([list(ids)], dtype=torch.int64, device="cpu")
+    labels = torch.full_like(tokens, IGNORE)
+    labels[:, :-1] = tokens[:, 1:]
+    total = torch.zeros(1, dtype=torch.float64, device="cpu")
+    for part, wanted in zip(tokens.split(window, 1), labels.split(window, 1), strict=True):
+        ends = torch.tensor([0, part.shape[1]], dtype=torch.int32, device="cpu")
+        batch = {"tokens": part, "labels": wanted, "cu_seqlens": ends}
+        total += scores(model, batch, ranks)[0][0].double().sum()
+    return float(ranks.sum(total.to(ranks.device)).item())
+
+
+def needle_recall(
+    model: Decoder,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    count: int,
+    ranks: Ranks,
+    seed: int = 0,
+) -> dict[int, dict[float, float]]:
+    """The share of `count` needles that the model recalls, by length of the document and depth of
+    the needle in it. Collective."""
+    found: dict[int, dict[float, float]] = {}
+    for length in lengths:
+        found[length] = {}
+        for depth in depths:
+            rng = np.random.default_rng([seed, length, round(1000 * depth)])
+            hits = torch.zeros(1, dtype=torch.float64, device="cpu")
+            for _ in range(count):
+                hits += scores(model, _needle_batch(rng, length, depth), ranks)[0][1].double().sum()
+            found[length][depth] = ranks.sum(hits.to(ranks.device)).item() / count
+    return found
+
+
+def _needle_batch(rng: np.random.Generator, length: int, depth: float) -> Batch:
+    document = torch.from_numpy(needle_document(rng, length, depth).astype(np.int64))[None]
+    labels = torch.full_like(document, IGNORE)
+    labels[:, -2] = document[:, -1]
+    ends = torch.tensor([0, length], dtype=torch.int32, device="cpu")
+    return {"tokens": document, "labels": labels, "cu_seqlens": ends}
+
+
+def draw(results: Results, out: Path) -> None:
+    """Writes a picture of what was measured. Raises UserError for a file that it cannot write."""
+    from matplotlib.figure import Figure
+
+    curves = (("position in the document", results.by_position), ("length", results.by_length))
+    drawn = [(label, rows) for label, rows in curves if rows]
+    count = max(1, len(drawn) + bool(results.needle))
+    figure = Figure(figsize=(5 * count, 4), layout="constrained")
+    places = np.atleast_1d(figure.subplots(1, count))
+    for axes, (label, rows) in zip(places, drawn, strict=False):
+        _curve(axes, label, rows)
+    if results.needle:
+        _map(places[-1], results.needle)
+    try:
+        figure.savefig(out, dpi=120)
+    except (OSError, ValueError) as error:  # such as a folder that is missing, an unknown suffix
+        raise UserError(
+            f"--out must be a picture that can be written, got {out}: {error}"
+        ) from None
+
+
+def _curve(axes: Any, label: str, rows: Sequence[tuple[int, float, int]]) -> None:
+    axes.plot([max(first, 0.5) for first, *_ in rows], [loss for _, loss, _ in rows], "o-")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=f"{label} (from, in tokens)", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+
+
+def _map(axes: Any, needle: dict[int, dict[float, float]]) -> None:
+    lengths, depths = list(needle), list(next(iter(needle.values())))
+    grid = [[needle[length][depth] for length in lengths] for depth in depths]
+    image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.2f}" for depth in depths])
+    axes.set(xlabel="length (tokens)", ylabel="depth of the needle", title="recall")
+    axes.figure.colorbar(image, ax=axes)
+
+
+def report(results: Results) -> str:
+    """What was measured, in lines."""
+    lines = []
+    if results.loss is not None:
+        lines.append(f"held-out loss: {results.loss:.4f} over {results.targets} targets")
+        for name, rows in (("position", results.by_position), ("length", results.by_length)):
+            lines.append(f"{name + ' from':>14}  {'loss':>8}  targets")
+            lines += [f"{first:>14}  {loss:>8.4f}  {count}" for first, loss, count in rows]
+    if results.perplexity is not None:
+        bits = f"{results.bits_per_byte:.4f} bits per byte"
+        lines.append(f"perplexity of the text: {results.perplexity:.4f} ({bits})")
+    for length, shares in results.needle.items():
+        cells = "  ".join(f"{depth:.2f}: {share:.2f}" for depth, share in shares.items())
+        lines.append(f"needle in {length} tokens, recall by depth: {cells}")
+    return "\n".join(lines)
+
+
+def _packs(source: str, length: int, given: Any, subject: Subject, ranks: Ranks) -> Sequence[Batch]:
+    """The first held-out packs. Rank 0 reads them first and fills the cache. Collective."""
+    tokenizer, column = subject.tokenizer, given.column or subject.data.get("column")
+    found: list[Batch] = []
+    for turn in (True, False):
+        problem = ""
+        if (ranks.rank == 0) == turn:
+            try:
+                options = Reading(tokenizer, column, given.cache)
+                data = build_dataset(source, length, "valid", given.seed, options)
+                head = data.head(given.packs)
+                found = [head[i] for i in range(len(head))]
+                _check_tokens("--data", data.vocab_size, subject)
+            except (ValueError, OSError) as error:
+                problem = f"--data: {error}"
+        problem = ranks.first_problem(problem)
+        if problem:
+            raise UserError(problem)
+    return found
+
+
+def _check_tokens(what: str, tokens: int, subject: Subject) -> None:
+    rows = subject.model.embedding.num_embeddings
+    if tokens > rows:
+        raise UserError(f"{what} must have at most the {rows} tokens of the model, got {tokens}")
+
+
+def evaluate(given: Any, ranks: Ranks) -> Results:
+    """Measures what the arguments ask for. Collective."""
+    dtype = compute_dtype(given.dtype, ranks.device)
+    subject = load(given.run, ranks, dtype, trust=given.trust_checkpoint)
+    if given.tokenizer is not None:
+        subject = dataclasses.replace(subject, tokenizer=given.tokenizer)
+    source = given.data or subject.data.get("source")
+    length = given.seq_len or subject.data.get("seq_len") or 4096
+    if source is None and given.text is None and not given.needle:
+        raise UserError("--data, --text or --needle must be given for a Hugging Face folder")
+    results = Results()
+    if source is not None and given.packs:
+        packs = _packs(source, length, given, subject, ranks)
+        results = held_out(subject.model, packs, ranks)
+    if given.text is not None:
+        try:
+            text = given.text.read_bytes()
+        except OSError as error:
+            raise UserError(f"--text: cannot read {given.text}: {error.strerror}") from None
+        ids = list(text)
+        if subject.tokenizer is not None:
+            (ids,) = Tokenizer(subject.tokenizer).ids([text.decode(errors="replace")])
+        if len(ids) < 2:
+            raise UserError(f"--text must have at least two tokens, got {len(ids)}")
+        _check_tokens("--text", 1 + max(ids), subject)
+        nats = text_loss(subject.model, ids, length, ranks)
+        results.perplexity = math.exp(nats / (len(ids) - 1))
+        results.bits_per_byte = nats / math.log(2) / len(text)
+    if given.needle:
+        _check_tokens("--needle", VOCAB_SIZE, subject)
+        depths = [i / max(1, given.needle_depths - 1) for i in range(given.needle_depths)]
+        results.needle = needle_recall(
+            subject.model, given.needle, depths, given.needle_count, ranks, given.seed
+        )
+    return results
+
+
+def _lengths(text: str) -> list[int]:
+    found = [int(word) for word in text.split(",")]
+    if min(found) < SHORTEST:
+        raise argparse.ArgumentTypeError(f"must have lengths from {SHORTEST}, got {min(found)}")
+    return found
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="fla-cp-evaluate",
+        description="Measures and draws held-out loss, perplexity and recall of a model.",
+    )
+    about = "run folder, a checkpoint in it, or a Hugging Face folder of Kimi Linear or Qwen3-Next"
+    parser.add_argument("run", type=Path, metavar="RUN_OR_HF_DIR", help=about)
+    parser.add_argument("--data", help="held-out data, as in fla-cp-train; default: the run's")
+    parser.add_argument("--packs", type=int, default=16, help="held-out packs; 0: no held-out loss")
+    parser.add_argument("--seq-len", type=int, help="tokens of a pack; default: the run's, or 4096")
+    parser.add_argument("--tokenizer", help="folder of a tokenizer; default: the model's")
+    parser.add_argument("--column", help="column of hf:PATH; default: the run's")
+    parser.add_argument("--cache", help="folder for tokenised documents, as --data.cache")
+    parser.add_argument("--text", type=Path, help="a text file, of which to give the perplexity")
+    parser.add_argument("--needle", type=_lengths, default=[], help="lengths, such as 512,2048")
+    parser.add_argument("--needle-depths", type=int, default=5, help="depths from 0 to 1")
+    parser.add_argument("--needle-count", type=int, default=8, help="needles of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cp", type=int, default=1, help="ranks, which share each sequence")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--out", type=Path, default=Path("evaluation.png"), help="the picture")
+    parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
+    return parser.parse_args(argv)
+
+
+def _check(given: argparse.Namespace) -> None:
+    least = {"packs": 0, "needle_depths": 1, "needle_count": 1, "seed": 0, "cp": 1}
+    if given.seq_len is not None:
+        least["seq_len"] = 1
+    for name, value in least.items():
+        if getattr(given, name) < value:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} must be at least {value}, got {getattr(given, name)}")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if given.cp != started:
+        raise UserError(
+            f"--cp must be the number of ranks that were started, {started}, got {given.cp}; run "
+            f"torchrun --nproc-per-node {given.cp} launch/evaluate.py"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluates as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
+    given = _arguments(argv)
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        _check(given)
+        with joined(ParallelConfig(cp=given.cp, device=given.device)) as ranks:
+            results = evaluate(given, ranks)
+        if first:
+            draw(results, given.out)
+            figures = json.dumps(dataclasses.asdict(results), indent=2) + "\n"
+            given.out.with_suffix(".json").write_text(figures, encoding="utf-8")
+            print(report(results))
+            print(f"picture: {given.out}")
+    except (UserError, Damaged) as error:
+        if first:
+            print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""fla-cp-evaluate: figures against plain sums, N ranks against one, needles."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("matplotlib")
+
+from fla_cp.train.evaluate import main as evaluate_main
+from fla_cp.train.needle import ASK, FIRST_VALUE, MARK, NeedleSource, needle_document
+from fla_cp.train.sources import build_dataset
+from tests.support.exported import MODELS, logits_of, random_run
+from tests.support.processes import ROOT, environment
+
+OPTIONS = "--data synthetic --packs 2 --seq-len 96 --needle 33,64 --needle-count 3 --device cpu"
+
+
+def evaluated(out, *words):
+    assert evaluate_main([*map(str, words), "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    return json.loads(out.with_suffix(".json").read_text())
+
+
+def test_figures_are_plain_sums(tmp_path, capsys):
+    model = random_run(tmp_path / "run", MODELS["kimi"]).eval()
+    (tmp_path / "text.txt").write_bytes(bytes(range(10, 96)) * 2)
+    words = (tmp_path / "run", *OPTIONS.split(), "--text", tmp_path / "text.txt")
+    found = evaluated(tmp_path / "a.png", *words)
+    packs = build_dataset("synthetic", 96, "valid", 0).head(2)
+    by_position, by_length = {}, {}
+    for pack in (packs[0], packs[1]):
+        ends = pack["cu_seqlens"].tolist()
+        for lo, hi in pairwise(ends):
+            logs = logits_of(model, pack["tokens"][None, lo:hi])[0].log_softmax(-1)
+            for i, label in enumerate(pack["labels"][lo:hi].tolist()):
+                if label >= 0:
+                    loss = -logs[i, label].item()
+                    first = 2 ** (i.bit_length() - 1) if i else 0
+                    by_position.setdefault(first, []).append(loss)
+                    by_length.setdefault(2 ** ((hi - lo).bit_length() - 1), []).append(loss)
+    for name, wanted in (("by_position", by_position), ("by_length", by_length)):
+        rows = {first: (loss, count) for first, loss, count in found[name]}
+        assert {first: count for first, (_, count) in rows.items()} == {
+            first: len(losses) for first, losses in wanted.items()
+        }
+        for first, losses in wanted.items():
+            assert rows[first][0] == pytest.approx(np.mean(losses), rel=1e-4)
+    losses = [loss for losses in by_position.values() for loss in losses]
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    tokens = torch.tensor([list((tmp_path / "text.txt").read_bytes())])
+    logs = torch.cat([logits_of(model, part)[0].log_softmax(-1) for part in tokens.split(96, 1)])
+    nats = -logs[:-1].gather(1, tokens[0, 1:, None]).mean().item()
+    assert found["perplexity"] == pytest.approx(np.exp(nats), rel=1e-4)
+    assert "perplexity of the text" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_figures_of_one(tmp_path):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    one = evaluated(tmp_path / "a.png", tmp_path / "run", *OPTIONS.split())
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(ROOT / "launch" / "evaluate.py"), str(tmp_path / "run"), *OPTIONS.split()]
+    done = subprocess.run(
+        [sys.executable, *launcher, *script, "--cp", "2", "--out", str(tmp_path / "b.png")],
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    two = json.loads((tmp_path / "b.json").read_text())
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["needle"] == one["needle"]
+    for name in ("by_position", "by_length"):
+        for mine, other in zip(two[name], one[name], strict=True):
+            assert mine == pytest.approx(other, rel=1e-4)
+
+
+def test_needles_are_where_the_depth_says():
+    rng = np.random.default_rng(0)
+    for depth, at in ((0.0, 0), (0.5, 30), (1.0, 60)):
+        tokens = needle_document(rng, 64, depth)
+        assert (tokens[at], tokens[-2]) == (MARK, ASK)
+        assert tokens[at + 1] == tokens[-1] >= FIRST_VALUE
+    source = NeedleSource(64, 0, "valid")
+    (targets,) = np.nonzero(source.counted(0, 1000))
+    assert (source.tokens[targets] >= FIRST_VALUE).all()
+    assert (source.tokens[targets - 1] == ASK).all()
+
+
+def test_mistakes_are_named(tmp_path, capsys):
+    assert evaluate_main([str(tmp_path), "--cp", "2"]) == 2
+    assert "--cp must be the number of ranks that were started, 1, got 2" in capsys.readouterr().err
+    assert evaluate_main([str(tmp_path), "--needle-count", "0"]) == 2
+    assert "--needle-count must be at least 1, got 0" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="LENGTH from 16, got 8"):
+        build_dataset("needle:8", 64, "train", 0)

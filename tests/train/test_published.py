@@ -1,0 +1,179 @@
+"""Folders of Hugging Face models in fla-cp-generate: the same greedy text as transformers."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.23")
+
+from transformers import AutoModelForCausalLM
+
+from fla_cp.train.config import UserError
+from fla_cp.train.generate import generate, load
+from fla_cp.train.generate import main as generate_main
+from fla_cp.train.published import load_published, open_published
+from tests.support.exported import logits_of
+from tests.support.stock_folders import save_stock
+from tests.support.tokenizers import save_tokenizer
+
+PROMPTS = [[5, 17, 80, 3, 41, 9, 60], [7], [int(i * 31 % 97) for i in range(83)]]
+NEW = 24
+NEAR = 1e-4
+"""Logits that differ by less are a near-tie, which rounding decides."""
+
+KIMI = {
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "intermediate_size": 64,
+    "num_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-4,
+}
+QWEN = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "intermediate_size": 64,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 6,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.25,
+}
+FOLDERS = {
+    "kimi": ("kimi_linear", KIMI),
+    "kimi-dense": ("kimi_linear", KIMI | {"mlp_layer_types": ["dense", "dense", "sparse"]}),
+    "qwen": ("qwen3_next", QWEN),
+    "qwen-dense": (
+        "qwen3_next",
+        QWEN | {"mlp_only_layers": [0], "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
+    ),
+    "qwen-yarn": ("qwen3_next", QWEN | {"rope_parameters": YARN, "max_position_embeddings": 64}),
+}
+"""Models that our decoder expresses, as transformers makes and writes them."""
+
+
+def saved(folder, kind):
+    name, changes = FOLDERS[kind]
+    save_stock(folder, name, **changes)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", attn_implementation="eager"
+    ).eval()
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_greedy_text_is_that_of_transformers(kind, tmp_path):
+    stock = saved(tmp_path, kind)
+    model, tokenizer, ends = load(tmp_path, torch.device("cpu"))
+    assert tokenizer is None
+    assert ends == [2]
+    found, _ = generate(model, PROMPTS, NEW, end=ends, chunk=31)
+    compared = 0
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        given = torch.tensor([prompt])
+        theirs = stock.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        wanted = theirs.sequences[0, len(prompt) :].tolist()
+        best = torch.cat(theirs.logits).topk(2, -1).values
+        near = (best[:, 0] - best[:, 1] < NEAR).tolist()
+        sure = near.index(True) if True in near else len(wanted)
+        assert tokens[:sure] == wanted[:sure]
+        if sure == len(wanted):
+            assert tokens == wanted
+        compared += sure
+    assert compared > NEW  # not all of them near-ties
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_logits_are_those_of_transformers(kind, tmp_path):
+    stock = saved(tmp_path, kind)
+    model = load_published(tmp_path, torch.device("cpu"))
+    tokens = torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        wanted = stock(tokens).logits
+    torch.testing.assert_close(logits_of(model, tokens), wanted, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, changes, reason",
+    [
+        ("kimi_linear", KIMI | {"kv_lora_rank": 16}, r"kv_lora_rank .* 4 \* linear_head_dim"),
+        ("kimi_linear", KIMI | {"v_head_dim": 12}, "v_head_dim .* linear_head_dim, 8"),
+        ("kimi_linear", KIMI | {"linear_num_heads": 2}, "num_attention_heads .* 2 .* got 4"),
+        ("kimi_linear", KIMI | {"intermediate_size": 48}, "intermediate_size .* multiple of 64"),
+        ("kimi_linear", KIMI | {"q_lora_rank": 8}, "q_lora_rank .* None"),
+        ("qwen3_next", QWEN | {"linear_value_head_dim": 12}, "linear_value_head_dim .* got 12"),
+        (
+            "qwen3_next",
+            QWEN | {"linear_conv_kernel_dim": 3},
+            "linear_conv_kernel_dim .* 4 .* got 3",
+        ),
+        ("qwen3_next", QWEN | {"head_dim": 12}, "head_dim .* multiple of linear_key_head_dim, 8"),
+        ("qwen3_next", QWEN | {"hidden_act": "gelu"}, "hidden_act .* 'silu'.* got 'gelu'"),
+        ("qwen3_next", QWEN | {"norm_topk_prob": False}, "norm_topk_prob"),
+        (
+            "qwen3_next",
+            QWEN | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_parameters .* default or yarn",
+        ),
+        (
+            "qwen3_next",
+            QWEN | {"rope_parameters": YARN | {"beta_fast": 16.0}},
+            "rope_parameters .* got .*'beta_fast': 16.0",
+        ),
+        ("olmo_hybrid", {}, "model_type .* kimi_linear or qwen3_next, got 'olmo_hybrid'"),
+    ],
+)
+def test_what_our_decoder_lacks_is_refused_by_name(kind, changes, reason, tmp_path):
+    save_stock(tmp_path, kind, **(FOLDERS["qwen"][1] if kind == "qwen3_next" else {}))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | changes))
+    with pytest.raises(UserError, match=rf"HF_DIR: .*{reason}"):
+        open_published(tmp_path)
+
+
+def test_missing_weights_are_refused_by_name(tmp_path, capsys):
+    saved(tmp_path, "qwen")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_experts": 7}))
+    assert generate_main([str(tmp_path), "--prompt", "a"]) == 2
+    shown = capsys.readouterr().err
+    assert "error: HF_DIR" in shown
+    assert "lacks" in shown or "must have the shape" in shown
+
+
+def test_the_command_takes_the_tokenizer_of_the_folder(tmp_path, capsys):
+    save_tokenizer(tmp_path)
+    save_stock(tmp_path, "qwen3_next", **QWEN, vocab_size=400)
+    model, tokenizer, ends = load(tmp_path, torch.device("cpu"))
+    assert set(tokenizer.end) <= set(ends)
+    (ids,) = tokenizer.ids(["The red fox"])
+    (found,), _ = generate(model, [ids], 8, end=ends)
+    text = tokenizer.hf.decode(found, skip_special_tokens=True)
+    command = [str(tmp_path), "--device", "cpu", "--max-new-tokens", "8"]
+    assert generate_main([*command, "--prompt", "The red fox"]) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_end_tokens_are_those_of_generation_config(tmp_path):
+    saved(tmp_path, "kimi")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 4]}')
+    assert load(tmp_path, torch.device("cpu"))[2] == [4, 9]
