@@ -159,10 +159,16 @@ class Call:
         HV, _, V = self.shape
         return self.backend.extra_segments(HV, V, self.x.q.device)
 
+    @property
+    def spare(self) -> int:
+        """How many rows of states there are besides those of the uncut packing. Never less than
+        two, because torch.compile compiles again for tensors with no row or one."""
+        return max(self.extra, 2)
+
     def padded(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
-        """States [n, HV, K, columns] in `rows` rows and as many as a cut may add. The rest is
-        undefined; `saved_from` and `first` leave it out."""
-        out = self.new_states(rows + self.extra, self.shape[1], columns)
+        """States [n, HV, K, columns] in `rows` rows and the spare ones. The rest is undefined;
+        `saved_from` and `first` leave it out."""
+        out = self.new_states(rows + self.spare, self.shape[1], columns)
         if x is None or len(x) == len(out):
             return out if x is None else x
         out[: len(x)] = x
@@ -210,7 +216,7 @@ class Call:
             v.new_empty(v.shape),
             self.new_states(sizes.sequences, *outside) if want_final else v.new_empty(0),
             self.new_states(sizes.chunks, *outside).to(v.dtype) if want_h else v.new_empty(0),
-            self.new_states(sizes.carried + self.extra, K, V),
+            self.new_states(sizes.carried + self.spare, K, V),
         ]
 
     def kept(self, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
@@ -272,7 +278,7 @@ def delta_rule(*args: Any) -> list[Tensor]:
 def _fake(*args: Any) -> list[Tensor]:
     call, wanted = Call.parse(args)
     K = call.shape[1]
-    transition = call.new_states(Handle.read(call.sizes).middle + call.extra, K, K)
+    transition = call.new_states(Handle.read(call.sizes).middle + call.spare, K, K)
     return [*call.fake_results(*wanted), transition, *call.fake_kept(call.rule)]
 
 

@@ -100,9 +100,9 @@ def begin_op(*args: Any) -> list[Tensor]:
 @begin_op.register_fake
 def _begin_fake(*args: Any) -> list[Tensor]:
     call, _ = ShardedCall.parse(args)
-    (_, K, V), sizes, extra = call.shape, Handle.read(call.sizes), call.extra
-    offset = call.new_states(sizes.feeding + extra, K, V)
-    transition = call.new_states(sizes.middle + extra, K, K)
+    (_, K, V), sizes, spare = call.shape, Handle.read(call.sizes), call.spare
+    offset = call.new_states(sizes.feeding + spare, K, V)
+    transition = call.new_states(sizes.middle + spare, K, K)
     return [call.fake_wire(), offset, transition, *call.fake_kept(call.keeping)[:-2]]
 
 
@@ -154,7 +154,7 @@ def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Ten
 @begin_backward_op.register_fake
 def _begin_backward_fake(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     call, _ = ShardedCall.parse(args)
-    rows = Handle.read(call.sizes).carried + call.extra
+    rows = Handle.read(call.sizes).carried + call.spare
     found = [call.fake_wire(), call.new_states(rows, *call.shape[1:])]
     if call.rule.keep_intermediates:
         return found

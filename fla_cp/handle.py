@@ -15,8 +15,7 @@ class Sizes(NamedTuple):
 
     chunks, sequences, ranges: how many there are. carried, feeding, middle: how many segments a
     state enters, leaves, and passes through. slots: the ranges of the rank that has most. through:
-    1 if any transition is sent, otherwise 0. sent: tokens that other ranks' convolutions read.
-    padded: the same of the rank that sends most.
+    1 if any transition is sent, otherwise 0. sent, padded: see `Gathered`, 0 without a convolution.
     """
 
     chunks: int
@@ -29,6 +28,10 @@ class Sizes(NamedTuple):
     through: int = 0
     sent: int = 0
     padded: int = 0
+
+
+VARYING = ("chunks", "carried", "feeding", "middle", "sequences", "through")
+"""The sizes that differ between packings. The others follow from how tokens are shared out."""
 
 
 class Handle(NamedTuple):
@@ -44,7 +47,7 @@ class Handle(NamedTuple):
 
     @classmethod
     def of(cls, number: int, p: Packing, links: Links, halo: Halo | None) -> Self:
-        return cls.make(
+        handle = cls.make(
             number,
             Sizes(
                 chunks=sum((s.stop - s.start + CHUNK - 1) // CHUNK for s in p.segments),
@@ -59,6 +62,8 @@ class Handle(NamedTuple):
                 padded=halo.gathered.padded if halo else 0,
             ),
         )
+        _mark_dynamic(handle.sizes)
+        return handle
 
     @classmethod
     def make(cls, number: int, sizes: Sizes) -> Self:
@@ -71,3 +76,14 @@ class Handle(NamedTuple):
     @staticmethod
     def read(sizes: Tensor) -> Sizes:
         return Sizes(*(n - 2 for n in sizes.shape[:-1]))
+
+
+def _mark_dynamic(sizes: Tensor) -> None:
+    """Has the first graph take any of the `VARYING` sizes. Otherwise torch.compile would take each
+    as constant until it has seen it change, and compile again for one after another.
+
+    It does what torch._dynamo.maybe_mark_dynamic does in torch 2.10 to 2.13, whose import takes a
+    second. tests/ops/test_compile.py counts the graphs.
+    """
+    setattr(sizes, "_dynamo_weak_dynamic_indices", set(map(Sizes._fields.index, VARYING)))  # noqa: B010
+    setattr(sizes, "_has_dynamo_dim_marking", True)  # noqa: B010

@@ -25,9 +25,9 @@ Ranges = Sequence[Sequence[tuple[int, int]]]
 class Gathered(NamedTuple):
     """The same traffic as one all-gather, for compiled graphs, which then see few shapes.
 
-    rows: the local tokens that this rank sends, each once. padded: how many rows each rank sends,
-    including zeros. take: for each row of the halo, its place among all rows sent, or R * padded if
-    it has none.
+    rows: the local tokens that this rank sends, each once, and then token 0 as often as there is
+    room. padded: how many rows each rank sends; no rank ever needs more, whatever the packing.
+    take: for each row of the halo, its place among all rows sent, or R * padded if it has none.
     """
 
     rows: tuple[int, ...]
@@ -71,7 +71,10 @@ class Halo(Tabled):
         out = sorted((m for m in messages if m.sender == rank), key=lambda m: m[2:])
         into = sorted((m for m in messages if m.receiver == rank), key=lambda m: (m[0], m[3]))
         sent = [sorted({m.token for m in messages if m.sender == r}) for r in range(R)]
-        padded = max(map(len, sent))
+        # Of each range, others read the last `width` tokens at most.
+        padded = width * max(map(len, token_ranges))
+        empty = all(lo == hi for lo, hi in token_ranges[rank])
+        fill = [] if empty else [0] * (padded - len(sent[rank]))
         take = [R * padded] * (ranges * width)
         for m in into:
             take[m.place] = m.sender * padded + sent[m.sender].index(m.token)
@@ -83,7 +86,7 @@ class Halo(Tabled):
             receive_counts=tuple(sum(m.sender == r for m in into) for r in range(R)),
             place=tuple(m.place for m in into),
             needed=bool(messages),
-            gathered=Gathered(tuple(sent[rank]), padded, tuple(take)),
+            gathered=Gathered((*sent[rank], *fill), padded, tuple(take)),
         )
 
     def gather(self, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
