@@ -71,7 +71,7 @@ class SoftmaxAttention(nn.Module):
         if self.rotary is None:
             return None
         if cache is not None:
-            positions = cache.positions(T).flatten()
+            positions = cache.positions(T, cp_context).flatten()
             return self.rotary.turned(positions, accumulator(like.dtype), magnitude)
         if torch.compiler.is_compiling():
             positions = compiled_positions(like.flatten(0, 1), cp_context, B)
@@ -173,7 +173,7 @@ class Attention(SoftmaxAttention):
             if cache is None:
                 o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, cp_context=cp_context)
             else:
-                o = cache.attend(q, k, v, self.head_dim**-0.5)
+                o = cache.attend(q, k, v, self.head_dim**-0.5, cp_context)
         o, factor = rearrange(o, "b t h k -> b t (h k)"), gate()
         return self.o_proj(o if factor is None else o * factor)
 

@@ -1,7 +1,8 @@
 """What layers remember of the tokens before, for generation.
 
 A cache belongs to one layer and to the rows of one batch. A layer that is called with it reads it,
-and writes the tokens of the call into it. A call may have any number of tokens.
+and writes the tokens of the call into it. A call may have any number of tokens. Ranks may share the
+tokens of a call, as a context of one sequence divides them; the cache of each then has all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fla_cp.context import FLACPContext
+from fla_cp.partition.device_tables import to_device
 
 
 @dataclass
@@ -52,29 +54,38 @@ class AttentionCache:
             max(c.written for c in caches),
         )
 
-    def positions(self, tokens: int) -> Tensor:
-        """[B, tokens] positions of the next tokens of each row."""
-        return self.lengths[:, None] + torch.arange(
-            tokens, dtype=torch.int64, device=self.lengths.device
-        )
+    def positions(self, tokens: int, cp_context: FLACPContext | None = None) -> Tensor:
+        """[B, tokens] positions of the next tokens of each row, or of this rank's part of them."""
+        device = self.lengths.device
+        if cp_context is None:
+            next_tokens = torch.arange(tokens, dtype=torch.int64, device=device)
+        else:
+            next_tokens = to_device(_own_places(cp_context), torch.int64, device)
+        return self.lengths[:, None] + next_tokens
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, cp_context: FLACPContext | None = None
+    ) -> Tensor:
         """o [B, T, H, V] of the next T tokens, whose keys and values are written first.
 
-        Query h reads key head h // (H / HK). Raises ValueError if the tokens do not fit.
+        Query h reads key head h // (H / HK). Under a context q, k and v are this rank's tokens, and
+        all ranks' keys and values are gathered. Raises ValueError if the tokens do not fit.
         """
-        T, capacity = q.shape[1], self.keys.shape[1]
+        own = self.positions(q.shape[1], cp_context)
+        if cp_context is not None:
+            k, v = cp_context.unshard(k), cp_context.unshard(v)
+        T, capacity = k.shape[1], self.keys.shape[1]
         if self.written + T > capacity:
             raise ValueError(
                 f"cache must have room for {self.written + T} tokens, got a capacity of {capacity}"
             )
         places = self.positions(T)
-        rows = torch.arange(len(q), dtype=torch.int64, device=q.device)[:, None]
+        rows = torch.arange(len(k), dtype=torch.int64, device=k.device)[:, None]
         self.keys[rows, places] = k.to(self.keys.dtype)
         self.values[rows, places] = v.to(self.values.dtype)
         self.lengths += T
         self.written += T
-        seen = torch.arange(self.written, dtype=torch.int64, device=q.device) <= places[..., None]
+        seen = torch.arange(self.written, dtype=torch.int64, device=q.device) <= own[..., None]
         keys, values = self.keys[:, : self.written], self.values[:, : self.written]
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -109,10 +120,20 @@ def check_cache(
     empty."""
     if torch.is_grad_enabled():
         raise ValueError("cache must be None while gradients are recorded: use torch.no_grad()")
-    if cu_seqlens is not None or cp_context is not None:
-        raise ValueError("cache must be None with cu_seqlens or cp_context")
+    if cu_seqlens is not None:
+        raise ValueError("cache must be None with cu_seqlens")
+    if cp_context is not None and cp_context.global_cu_seqlens != (0, cp_context.total_tokens):
+        raise ValueError(
+            "cp_context must have one sequence beside a cache, got "
+            f"{len(cp_context.global_cu_seqlens) - 1}"
+        )
     if rows is not None and rows != len(x):
         raise ValueError(f"cache must have the {len(x)} rows of x, got {rows}")
+
+
+def _own_places(context: FLACPContext) -> list[int]:
+    """The places of this rank's tokens in the sequence."""
+    return [t for lo, hi in context.token_ranges[context.rank] for t in range(lo, hi)]
 
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor:

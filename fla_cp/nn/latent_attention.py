@@ -111,7 +111,8 @@ class MultiHeadLatentAttention(SoftmaxAttention):
             shared = rotate(shared[:, :, None], tables)[:, :, 0]
         latent = self.kv_norm(latent).to(shared.dtype)  # autocast may choose another
         if cache is not None:
-            return self.o_proj(self.over_latents(x, latent, shared, tables, cache).flatten(2))
+            o = self.over_latents(x, latent, shared, tables, cache, cp_context)
+            return self.o_proj(o.flatten(2))
         latent, shared = latent.flatten(0, 1), shared.flatten(0, 1)
         if torch.compiler.is_compiling():
             q = self.queries(x, tables).to(shared.dtype)
@@ -133,6 +134,7 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         shared: Tensor,
         tables: Tables | None,
         cache: AttentionCache,
+        cp_context: FLACPContext | None,
     ) -> Tensor:
         """o [B, T, H, v_head_dim] with a cache. kv_up is applied to queries and outputs instead of
         to all latents, which is the same and costs no more in each step as the text grows."""
@@ -142,7 +144,7 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         up_k, up_v = up.split([self.qk_nope_head_dim, self.v_head_dim], 1)
         q = torch.cat([torch.einsum("bthn,hnr->bthr", plain, up_k), rotated], -1)
         keys = torch.cat([latent, shared], -1)[:, :, None]
-        o = cache.attend(q, keys, latent[:, :, None], self.scale)
+        o = cache.attend(q, keys, latent[:, :, None], self.scale, cp_context)
         return torch.einsum("bthr,hvr->bthv", o, up_v)
 
     def queries(self, x: Tensor, tables: Tables | None) -> Tensor:

@@ -247,7 +247,8 @@ class LinearAttention(nn.Module):
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
         The context must be built with conv1d_kernel_size=conv_size. cache: of the tokens before,
-        which is brought up to date; without gradients, cu_seqlens and context alone.
+        which is brought up to date; without gradients and cu_seqlens, and under a context of one
+        sequence, whose tokens follow those in the cache.
         """
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
         if cache is not None:
@@ -269,7 +270,7 @@ class LinearAttention(nn.Module):
                 q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context, heads)
             else:
                 (q, k, v), cache.conv = self.qkv_conv(
-                    qkv, heads=heads, cache=cache.conv, output_final_state=True
+                    qkv, None, cp_context, heads, cache=cache.conv, output_final_state=True
                 )
         B, T = q.shape[:2]
         g, beta = rates()

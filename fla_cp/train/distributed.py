@@ -261,6 +261,16 @@ class Ranks:
         )
 
 
+def check_ranks(cp: int, script: str) -> None:
+    """Raises UserError unless that many ranks were started."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if cp != started:
+        raise UserError(
+            f"--cp must be the number of ranks that were started, {started}, got {cp}; run "
+            f"torchrun --nproc-per-node {cp} {script}"
+        )
+
+
 @contextmanager
 def joined(config: ParallelConfig) -> Iterator[Ranks]:
     """The ranks of this run. The process group exists until the end of the block."""

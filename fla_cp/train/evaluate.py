@@ -31,7 +31,7 @@ from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.train import checkpoint
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, collate
-from fla_cp.train.distributed import Ranks, compute_dtype, joined
+from fla_cp.train.distributed import Ranks, check_ranks, compute_dtype, joined
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
@@ -372,12 +372,7 @@ def _check(given: argparse.Namespace) -> None:
         if getattr(given, name) < value:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} must be at least {value}, got {getattr(given, name)}")
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if given.cp != started:
-        raise UserError(
-            f"--cp must be the number of ranks that were started, {started}, got {given.cp}; run "
-            f"torchrun --nproc-per-node {given.cp} launch/evaluate.py"
-        )
+    check_ranks(given.cp, "launch/evaluate.py")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

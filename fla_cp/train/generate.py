@@ -2,36 +2,42 @@
 
 fla-cp-generate runs/20260101-000000-tiny --prompt "Once upon a time" --max-new-tokens 64
 fla-cp-generate HF_DIR --prompt "Once upon a time"
+torchrun --nproc-per-node 4 launch/generate.py runs/a --cp 4 --prompt-file long.txt
 
 The prompt goes through the model in chunks, which leave a cache in each layer; each further token
 is one call that reads and writes the caches. Prompts of unequal lengths are read one by one, and
-then decoded together.
+then decoded together. Several ranks share the tokens of each chunk, and then decode alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import codecs
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from fla_cp import build_cp_context
 from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
 from fla_cp.train.config import ParallelConfig, UserError
-from fla_cp.train.distributed import joined
+from fla_cp.train.distributed import Ranks, check_ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
+from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.model import Decoder
 from fla_cp.train.published import end_tokens, is_published, load_published
 from fla_cp.train.tokenizer import Tokenizer
@@ -94,15 +100,35 @@ def _mixer(block: torch.nn.Module) -> Any:
 
 
 @torch.no_grad()
-def next_logits(model: Decoder, tokens: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-    """Logits [B, vocabulary] behind the last of tokens [B, T], which follow those in the caches."""
+def next_logits(
+    model: Decoder,
+    tokens: Tensor,
+    caches: Sequence[LayerCache],
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Logits [B, vocabulary] behind the last of tokens [B, T], which follow those in the caches.
+
+    group: ranks that share the tokens of the one row, if there are enough for all. The caches of
+    each rank then hold all tokens, and each returns the logits. Collective.
+    """
+    T, context = tokens.shape[1], None
+    if group is not None and dist.get_world_size(group) <= T and len(tokens) == 1:
+        ends = torch.tensor([0, T], dtype=torch.int32, device="cpu")
+        context = build_cp_context(
+            ends.to(tokens.device), group, conv1d_kernel_size=CONV_SIZE, cu_seqlens_cpu=ends
+        )
+        tokens = context.shard(tokens)
     x = model.embedding(tokens)
     for block, cache in zip(model.blocks, caches, strict=True):
         part: Any = block
-        x = x + part.mixer(part.mixer_norm(x), cache=cache)
+        x = x + part.mixer(part.mixer_norm(x), cp_context=context, cache=cache)
         y = part.ffn(part.ffn_norm(x))
         x = x + (y[0] if isinstance(part.ffn, Experts) else y)
-    logits: Tensor = model.head(model.norm(x[:, -1]))
+    last = x[:, -1]
+    if context is not None:  # the last rank has the last token
+        last = last.contiguous()
+        dist.broadcast(last, group_src=context.world_size - 1, group=group)
+    logits: Tensor = model.head(model.norm(last))
     return logits
 
 
@@ -125,6 +151,7 @@ def generate(
     end: int | Collection[int] | None = None,
     seed: int = 0,
     chunk: int = PREFILL_CHUNK,
+    group: dist.ProcessGroup | None = None,
     on_tokens: Callable[[list[int | None]], None] | None = None,
 ) -> tuple[list[list[int]], Statistics]:
     """The tokens that follow each prompt, without the prompt, and how long it took.
@@ -132,7 +159,9 @@ def generate(
     prompts: token ids of the model, at least one each; their lengths may differ. sampling: by
     default greedy.
     end: a token, or several, after which a row stops; it is part of the result. chunk: tokens of a
-    prompt that go through the model at once. on_tokens: is called with the next token of each row,
+    prompt that go through the model of each rank at once. group: the ranks that share each chunk of
+    a prompt; all call this with the same arguments, have the same weights and return the same.
+    on_tokens: is called with the next token of each row,
     None for rows that have stopped.
     Raises ValueError for a prompt without tokens, for tokens that the model does not have, and for
     counts below 1.
@@ -152,14 +181,15 @@ def generate(
     ends = end if isinstance(end, Collection) else (end,)
     device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
+    ranks = 1 if group is None else dist.get_world_size(group)
     begin = time.perf_counter()
     capacity = max(map(len, prompts)) + max_new_tokens
     filled, rows = [], []
     for prompt in prompts:
         caches = make_caches(model, 1, capacity)
         tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-        for part in tokens.split(chunk, 1):
-            logits = next_logits(model, part, caches)
+        for part in tokens.split(chunk * ranks, 1):
+            logits = next_logits(model, part, caches, group)
         filled.append(caches)
         rows.append(logits)
     caches, logits = _joined(filled), torch.cat(rows)
@@ -171,6 +201,8 @@ def generate(
         if step:
             logits = next_logits(model, chosen[:, None], caches)
         chosen = sampling.choose(logits, generator)
+        if group is not None:  # the ranks' caches must never go apart
+            dist.broadcast(chosen, group_src=0, group=group)
         given = [
             t if is_open else None for t, is_open in zip(chosen.tolist(), open_rows, strict=True)
         ]
@@ -193,13 +225,16 @@ def generate(
 
 
 def load_decoder(
-    run: Path, device: torch.device, *, trust: bool = False
+    run: Path, device: torch.device, *, trust: bool = False, ranks: Ranks | None = None
 ) -> tuple[Decoder, dict[str, Any]]:
-    """The model of a run's newest whole checkpoint in float32, and the checkpoint's record.
+    """The model of a run's newest whole checkpoint in float32, and the checkpoint's record. ranks:
+    those that load it alike, if there are several.
 
     Raises UserError for a run without a whole checkpoint, and for one of a model of transformers.
     """
-    with joined(ParallelConfig(device="cpu")) as ranks:  # DCP warns without a process group
+    # DCP warns without a process group.
+    alone = joined(ParallelConfig(device="cpu")) if ranks is None else nullcontext(ranks)
+    with alone as ranks:
         path = whole_checkpoint(run, trust, ranks)
         record, files = checkpoint.read_record(path)
         if record["format"] == 1 or record.get("folder") is not None:
@@ -214,12 +249,13 @@ def load_decoder(
             {"model": model.state_dict()},
             storage_reader=CheckedReader(path, metadata),
             planner=reading(trust)[1](),
+            process_group=ranks.host_group,
         )
     return model.to(device).eval(), record
 
 
 def load(
-    path: Path, device: torch.device, *, trust: bool = False
+    path: Path, device: torch.device, *, trust: bool = False, ranks: Ranks | None = None
 ) -> tuple[Decoder, Tokenizer | None, list[int]]:
     """The model of a run or of a folder of a published model, its tokenizer, and its end tokens.
 
@@ -230,7 +266,7 @@ def load(
         tokenizer = Tokenizer(path) if has_tokenizer(path) else None
         own = [] if tokenizer is None else tokenizer.end
         return model, tokenizer, sorted({*end_tokens(path), *own})
-    model, record = load_decoder(path, device, trust=trust)
+    model, record = load_decoder(path, device, trust=trust, ranks=ranks)
     source = record["data"].get("tokenizer")
     tokenizer = None if source is None else Tokenizer(source)
     return model, tokenizer, [] if tokenizer is None else tokenizer.end
@@ -274,35 +310,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     about = "run folder, a checkpoint in it, or a Hugging Face folder of Kimi Linear or Qwen3-Next"
     parser.add_argument("run", type=Path, metavar="RUN_OR_HF_DIR", help=about)
-    parser.add_argument("--prompt", action="append", required=True, help="may be given repeatedly")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given repeatedly")
+    parser.add_argument("--prompt-file", action="append", type=Path, default=[], help="likewise")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cp", type=int, default=1, help="ranks, which share each prompt")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
     given = parser.parse_args(argv)
+    first = os.environ.get("RANK", "0") == "0"
     try:
-        sampling = Sampling(given.temperature, given.top_p)
-        model, tokenizer, ends = load(
-            given.run, torch.device(given.device), trust=given.trust_checkpoint
-        )
-        prompts = [list(p.encode()) for p in given.prompt]
-        if tokenizer is not None:
-            prompts = tokenizer.ids(given.prompt)
-        one = len(prompts) == 1
-        found, statistics = generate(
-            model,
-            prompts,
-            given.max_new_tokens,
-            sampling=sampling,
-            end=ends,
-            seed=given.seed,
-            on_tokens=_stream(tokenizer) if one else None,
-        )
+        check_ranks(given.cp, "launch/generate.py")
+        if given.cp == 1:
+            statistics = _continue(given, torch.device(given.device))
+        else:
+            kind: Any = torch.device(given.device).type
+            with joined(ParallelConfig(cp=given.cp, device=kind)) as ranks:
+                statistics = _continue(given, ranks.device, ranks)
     except (ValueError, OSError, Damaged) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if first:
+            print(f"error: {error}", file=sys.stderr)
         return MISTAKE
-    print("" if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
-    print(statistics, file=sys.stderr)
+    if first:
+        print(statistics, file=sys.stderr)
     return 0
+
+
+def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> Statistics:
+    """Generates and prints as the arguments say."""
+    texts = [*given.prompt, *(path.read_text(encoding="utf-8") for path in given.prompt_file)]
+    if not texts:
+        raise UserError("--prompt or --prompt-file must be given")
+    sampling = Sampling(given.temperature, given.top_p)
+    model, tokenizer, ends = load(given.run, device, trust=given.trust_checkpoint, ranks=ranks)
+    prompts = [list(text.encode()) for text in texts]
+    if tokenizer is not None:
+        prompts = tokenizer.ids(texts)
+    first, one = ranks is None or ranks.rank == 0, len(prompts) == 1
+    found, statistics = generate(
+        model,
+        prompts,
+        given.max_new_tokens,
+        sampling=sampling,
+        end=ends,
+        seed=given.seed,
+        group=None if ranks is None else ranks.cp_group,
+        on_tokens=_stream(tokenizer) if one and first else None,
+    )
+    if first:
+        print("" if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
+    return statistics

@@ -5,9 +5,11 @@ import re
 import pytest
 import torch
 
+from fla_cp import build_cp_context
 from fla_cp import nn as layers
 from fla_cp.nn.cache import AttentionCache, RecurrentCache
 from tests.support.closeness import assert_exact
+from tests.support.ranks import run_threads
 
 HIDDEN, TOKENS = 24, 81
 SIZES = HIDDEN, 2, 8
@@ -61,6 +63,43 @@ def test_rows_of_unequal_length_go_on_together(kind):
         now = torch.stack([x[0, 5 + step], x[1, 70 + step]])[:, None]
         y, whole = layer(now, cache=cache), layer(x)
         assert_exact("y", y[:, 0], torch.stack([whole[0, 5 + step], whole[1, 70 + step]]))
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_ranks_share_the_tokens_of_a_call(kind):
+    """Two calls with uneven shares, of which the second reads the first's cache; then a step, for
+    which each rank has all tokens in its cache."""
+    layer, x = made(kind)
+    x = x[:1]
+    whole = layer(x).detach()
+    cuts = [[(0, 41), (41, 42), (42, 70)], [(70, 73), (73, 77), (77, 80)]]
+
+    @torch.no_grad()
+    def on_rank(group, rank):
+        cache, found = layer.make_cache(1, TOKENS), []
+        for ranges in cuts:
+            begin, end = ranges[0][0], ranges[-1][1]
+            context = build_cp_context(
+                torch.tensor([0, end - begin]),
+                group,
+                conv1d_kernel_size=4,
+                token_ranges=[[(a - begin, b - begin)] for a, b in ranges],
+            )
+            y = layer(context.shard(x[:, begin:end]), cp_context=context, cache=cache)
+            found.append(context.unshard(y))
+        found.append(layer(x[:, 80:], cache=cache))
+        return torch.cat(found, 1)
+
+    for y in run_threads(on_rank, 3):
+        assert_exact("y", y, whole)
+
+
+def test_a_cache_is_of_one_sequence():
+    layer, x = made("kda")
+    context = build_cp_context(torch.tensor([0, 5, 9]), None, conv1d_kernel_size=4)
+    message = "cp_context must have one sequence beside a cache, got 2"
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        layer(x[:1, :9], cp_context=context, cache=layer.make_cache(1, 9))
 
 
 @pytest.mark.parametrize("kind", ["kda", "attention", "mla"])

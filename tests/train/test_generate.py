@@ -20,6 +20,7 @@ from fla_cp.train.generate import Sampling, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
 from tests.support.exported import MODELS, TINY, logits_of, random_model, random_run
 from tests.support.processes import ROOT, environment
+from tests.support.ranks import run_threads
 from tests.support.tokenizers import TEXT, save_tokenizer
 
 PROMPTS = [[5, 17, 80, 3, 41, 9, 60], [2], [int(i * 31 % 97) for i in range(83)]]
@@ -35,6 +36,18 @@ def test_greedy_tokens_are_those_of_the_parallel_forward(kind):
         whole = torch.tensor([prompt + tokens])
         wanted = logits_of(model, whole)[0, len(prompt) - 1 : -1].argmax(-1)
         assert tokens == wanted.tolist()
+
+
+@pytest.mark.parametrize("kind", ["kimi-experts", "qwen-experts", "mla", "yarn"])
+def test_ranks_that_share_prompts_find_the_same_tokens(kind):
+    """In chunks of 2 * 31 tokens, the last of which may be too short to share."""
+    model = random_model(MODELS[kind]).eval()
+    found, _ = generate(model, PROMPTS, NEW)
+
+    def on_rank(group, rank):
+        return generate(model, PROMPTS, NEW, chunk=31, group=group)[0]
+
+    assert run_threads(on_rank, 2) == [found, found]
 
 
 @pytest.mark.parametrize("kind", ["kimi-experts", "qwen-experts"])
@@ -166,9 +179,11 @@ def test_the_time_to_the_first_token_and_the_rate_are_measured(monkeypatch):
     assert str(statistics) == "first token after 2.000 s, then 8.0 tokens/s"
 
 
-def launched(*words):
-    """launch/generate.py in a process of its own."""
-    command = [sys.executable, str(ROOT / "launch" / "generate.py"), *map(str, words)]
+def launched(*words, ranks=1):
+    """launch/generate.py in a process of its own, or in several."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = str(ROOT / "launch" / "generate.py")
+    command = [sys.executable, *(torchrun if ranks > 1 else []), script, *map(str, words)]
     return subprocess.run(
         command, cwd=os.sep, env=environment(), capture_output=True, text=True, timeout=900
     )
@@ -187,3 +202,23 @@ def test_the_script_generates_text_and_reports_mistakes(tokenizer_run, capsys):
     done = launched(*command, "--top-p", 2)
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: top_p must be in (0, 1], got 2.0" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_print_what_one_prints(tmp_path):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    (tmp_path / "prompt.txt").write_text("WORDS THAT TWO RANKS SHARE.")
+    command = [tmp_path / "run", "--device", "cpu", "--max-new-tokens", 6]
+    command += ["--prompt-file", tmp_path / "prompt.txt"]
+    one, two = launched(*command), launched(*command, "--cp", 2, ranks=2)
+    assert one.returncode == two.returncode == 0, two.stderr
+    assert one.stdout == two.stdout
+    assert two.stderr.count("tokens/s") == 1
+    wrong = launched(*command, "--cp", 2)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "error: --cp must be the number of ranks that were started, 1, got 2" in wrong.stderr
+
+
+def test_a_prompt_must_be_given(tmp_path, capsys):
+    assert generate_main([str(tmp_path)]) == 2
+    assert "error: --prompt or --prompt-file must be given" in capsys.readouterr().err
