@@ -166,12 +166,15 @@ class Call:
         return max(self.extra, 2)
 
     def padded(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
-        """States [n, HV, K, columns] in `rows` rows and the spare ones. The rest is undefined;
-        `saved_from` and `first` leave it out."""
+        """States [n, HV, K, columns] in `rows` rows and the spare ones. The rest is zero, so that
+        equal calls return equal tensors; `saved_from` and `first` leave it out."""
         out = self.new_states(rows + self.spare, self.shape[1], columns)
-        if x is None or len(x) == len(out):
-            return out if x is None else x
+        if x is None:
+            return out.zero_()
+        if len(x) == len(out):
+            return x
         out[: len(x)] = x
+        out[len(x) :].zero_()
         return out
 
     def replayed(

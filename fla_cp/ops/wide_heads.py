@@ -25,9 +25,13 @@ from fla_cp.rule import NORM_EPS, accumulator
 def are_wide(removal: str, x: Tensors) -> bool:
     """Whether a call's heads need to be split. It does not say that the call is right."""
     given: tuple[object, ...] = x.q, x.v
-    if removal != "none" or not all(isinstance(t, Tensor) and t.ndim for t in given):
+    if removal != "none" or not all(isinstance(t, Tensor) and _is_dense(t) for t in given):
         return False
     return MAX_DIM < max(x.q.shape[-1], x.v.shape[-1]) <= MAX_WIDE_DIM
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested and x.ndim == 4
 
 
 class Blocks(NamedTuple):
