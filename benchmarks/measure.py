@@ -35,7 +35,7 @@ class Run(NamedTuple):
 FLA = "--peer fla"
 
 RUNS = (
-    Run("host", "host", "--packings", 60),
+    Run("host", "host", "--packings", 150),
     Run("layer-host", "layer_host", "", 60),
     Run("first-call", "first_call", "", 90),
     Run("loss", "loss", "", 40),

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import tokenize
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,9 +50,9 @@ def said(source: str) -> str:
     return "".join("".join(words).split())
 
 
-def warn_if_stale(path: Path) -> None:
-    """Prints a warning unless the report at `path` is about these kernels, whole, and all checks
-    passed."""
+def warn_if_stale(path: Path, parts: Iterable[str] = ()) -> None:
+    """Prints a warning unless the report at `path` is about these kernels, has all `parts`, and all
+    checks passed."""
     report = json.loads(path.read_text()) if path.exists() else {"kernels": {}, "failed": 0}
     now = kernel_hashes()
     changed = sorted(n for n, digest in now.items() if report["kernels"].get(n) != digest)
@@ -60,7 +61,10 @@ def warn_if_stale(path: Path) -> None:
             f"warning: fla_cp/kernels: {', '.join(changed)} changed since the last GPU run recorded"
             f" in {path.name}: unverified on a GPU. Run `python -m tests.gpu` on one."
         )
-    missing = report.get("missing", ())
+    rows = rows_path(path)
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    run = {json.loads(line).get("part") for line in lines}
+    missing = sorted({*report.get("missing", ()), *(set(parts) - run)})
     if missing:
         print(
             f"warning: {len(missing)} parts are missing in {path.name}: {', '.join(missing)}. "

@@ -134,7 +134,9 @@ def main() -> int:
     parser.add_argument("--stale", action="store_true", help="only warn if --out is out of date")
     args = parser.parse_args()
     if args.stale:
-        warn_if_stale(args.out)
+        from tests.gpu import checks
+
+        warn_if_stale(args.out, [SANITIZER, *checks.parts()])
         return 0
     if args.part:
         print("ROWS " + json.dumps(part(args.part)))

@@ -6,7 +6,7 @@ import torch
 from fla_cp import kda_gate
 from fla_cp.kernels import resolve
 from fla_cp.nn import grouped
-from tests.gpu import said
+from tests.gpu import said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
@@ -177,3 +177,16 @@ def test_the_call_under_the_sanitizer_finds_what_it_imports():
     """The call itself runs only on a GPU, in a process of its own."""
     head, _, _ = SMALL_CALL.partition("\nfor ")
     exec(compile(head, "SMALL_CALL", "exec"), {})
+
+
+def test_a_part_that_never_ran_is_named(tmp_path, capsys):
+    """A check that is newer than the report is missing in it, although its kernels have not
+    changed."""
+    path = tmp_path / "report.json"
+    row = {"case": "a case", "ok": True, "use": 0.5, "worst": "o"}
+    write_report(path, {}, {"old": [row]}, [])
+    capsys.readouterr()
+    warn_if_stale(path, ["old"])
+    assert capsys.readouterr().out == ""
+    warn_if_stale(path, ["old", "new"])
+    assert "1 parts are missing in report.json: new" in capsys.readouterr().out
