@@ -424,7 +424,7 @@ def test_mistakes_end_in_one_line_on_any_number_of_ranks():
     assert code == 2
     assert err.splitlines() == [
         "error: --data: unknown data 'nothing': expected one of "
-        "stdlib, text:PATH, memmap:PATH, hf:PATH, synthetic, A:WEIGHT,B:WEIGHT"
+        "stdlib, text:PATH, memmap:PATH, hf:PATH, synthetic, needle:LENGTH, A:WEIGHT,B:WEIGHT"
     ]
 
 
