@@ -133,7 +133,7 @@ def measure(side: Side, case: Case, ranks: Ranks, steps: int, profiled: bool) ->
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(side, ranks, steps)
-    graphs = config.parallel.cuda_graphs  # their memory is reserved, not allocated
+    graphs = isinstance(side, Trainer) and side.graphs is not None and side.graphs.graphs
     read = torch.cuda.max_memory_reserved if graphs else torch.cuda.max_memory_allocated
     peak = read() / 2**30 if on_gpu else 0.0
     taken = [host_times(side, ranks) for _ in range(ISSUED)]

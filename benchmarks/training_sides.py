@@ -18,7 +18,7 @@ from fla_cp.train.config import FOLDER, TrainConfig
 from fla_cp.train.data import ArraySource, PackedDataset
 from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.flops import needed, step_flops
-from fla_cp.train.graphs import Graphs, zero_gradients
+from fla_cp.train.graphs import graphs_of, zero_gradients
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.model import Decoder, Shape, shape_of
 from fla_cp.train.optim import build_optimizer, learning_rate
@@ -116,8 +116,7 @@ class Trainer:
         self.flops = step_operations(case)
         self.feed = Feed(config, dataset(case), ranks, 0, workers=0)
         self.steps = 0
-        graphs = config.parallel.cuda_graphs
-        self.graphs = Graphs(self.model, config.data.max_documents) if graphs else None
+        self.graphs = graphs_of(self.model, config, ranks)
 
     def batch(self) -> Any:
         batches = self.feed.take()
@@ -138,10 +137,10 @@ class Trainer:
         return loss
 
     def update(self) -> None:
-        if self.graphs is None:
-            self.optimizer.zero_grad()
-        else:
+        if self.graphs is not None and self.graphs.keeps_gradients:
             zero_gradients(self.model)
+        else:
+            self.optimizer.zero_grad()
 
 
 class FLAModel:

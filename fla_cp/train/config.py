@@ -220,10 +220,12 @@ class ParallelConfig:
     """How states travel between cp ranks; see fla_cp.comm."""
     device: Annotated[Literal["auto", "cpu", "cuda"], _short("--device")] = "auto"
     """auto: cuda where every local rank has a GPU, else cpu."""
-    cuda_graphs: Annotated[bool, _short("--cuda-graphs")] = False
+    cuda_graphs: Annotated[Literal["auto", "on", "off"], _short("--cuda-graphs")] = "auto"
     """Capture a micro-batch's forward and backward in a CUDA graph, so that the GPU does not wait
-    for the host. For packs that are divided alike, for example one document each; for others set
-    data.max_documents. Takes the memory of a micro-batch's activations for good."""
+    for the host. auto: on cuda, as long as packs are divided alike in every step, for example one
+    document each, and the graph fits into memory. on: packings that come back, up to four, or with
+    data.max_documents all packings; a graph then holds the memory of a micro-batch's activations
+    for good. --cuda-graphs alone means on."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _short("--dtype")] = "auto"
     """Compute dtype; parameters and optimiser stay float32. auto: bfloat16 on cuda."""
     reduce: Literal["step", "micro_batch"] = "step"

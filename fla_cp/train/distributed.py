@@ -16,7 +16,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,7 +150,8 @@ class Ranks:
     mesh: axes (dp_replicate, dp_shard, cp). fsdp_mesh: (dp_replicate, fsdp), or (fsdp,) without
     replicas. cp_group: None if cp is 1. host_group: all ranks, for tensors on the CPU, so that
     agreeing on a number never waits for the GPU. reshard: whether the gathered parameters of a
-    block are freed after its forward.
+    block are freed after its forward. at_end: called before the groups end, for what holds on to
+    their messages.
     """
 
     rank: int
@@ -165,6 +166,7 @@ class Ranks:
     dp: int
     dp_replicate: int
     reshard: bool = True
+    at_end: list[Callable[[], None]] = field(default_factory=list, compare=False)
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all ranks, in place, on the device."""
@@ -300,7 +302,10 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
         )
         del store
         try:
-            yield _with_groups(config, rank, world, device)
+            ranks = _with_groups(config, rank, world, device)
+            yield ranks
+            for end in ranks.at_end:
+                end()
         except UserError:
             dist.destroy_process_group()  # all ranks raise the same UserError
             raise

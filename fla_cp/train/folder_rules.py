@@ -46,7 +46,7 @@ def _check_folder(config: TrainConfig, folder: str) -> None:
             f"--compile must be auto or off with {flag}: its blocks look up operators at the call, "
             "which torch.compile cannot trace; they run uncompiled"
         )
-    if config.parallel.cuda_graphs:
+    if config.parallel.cuda_graphs == "on":
         raise UserError(f"--cuda-graphs must be left out with {flag}, whose code makes hosts wait")
     if config.run.init_from is not None:
         raise UserError(

@@ -7,26 +7,35 @@ and the loss's factor from tensors of its own, and adds to gradients that stay w
 A graph serves the packing of its capture. Where every pack has as many documents of the same
 lengths, one document for example, that is all there are. With `--data.max-documents` the graph's
 context is of fixed shape, and is updated in place (docs/cuda_graphs.md).
+
+With `--cuda-graphs auto` there is at most one graph. It is captured once the same packing has come
+in a few steps in a row, if it fits into memory, and is let go as soon as another packing comes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fla_cp import FLACPContext, build_cp_context
-from fla_cp.comm import unmeasured
+from fla_cp.comm import collectives, unmeasured
+from fla_cp.train.config import TrainConfig
+from fla_cp.train.distributed import Ranks
+from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.weights import local_tensor
 
 SEEN_BEFORE = 2
 """Steps that a packing takes before it is captured: the first ones compile and make tables."""
 
 MAX_GRAPHS = 4
-"""The most graphs, each with the memory of a micro-batch's activations."""
+"""The most graphs. They share the memory of a micro-batch's activations."""
 
+MARGIN = 1.15
+"""With "auto" a graph is captured only if this many times the memory of an eager step is free."""
 
 MAX_SEEN = 16
 """The most packings without a graph that are remembered, with their tables."""
@@ -61,14 +70,43 @@ class Seen:
 
 
 class Graphs:
-    """The graphs of a model's micro-batches, by packing. All ranks have the same ones, since they
-    have the same packings. max_documents: see DataConfig."""
+    """The graphs of a model's micro-batches, by packing. The ranks that share sequences have the
+    same ones, since they have the same packings. max_documents: see DataConfig. auto: see the
+    module. agreed: whether what is given is true on all ranks that share sequences; a collective.
 
-    def __init__(self, model: nn.Module, max_documents: int | None = None) -> None:
+    NCCL cannot end a group while a graph has its messages, so `close` comes before that.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_documents: int | None = None,
+        *,
+        auto: bool = False,
+        agreed: Callable[[bool], bool] = bool,
+    ) -> None:
         self.model, self.max_documents = model, max_documents
+        self.auto, self.agreed = auto, agreed
+        self.ended = False  # whether "auto" captures no more
         self.fixed: FLACPContext | None = None
         self.seen: OrderedDict[tuple[int, ...], Seen] = OrderedDict()
         self.graphs: dict[tuple[int, ...], Graph] = {}
+        self.pool: tuple[int, int] | None = None
+
+    def close(self) -> None:
+        """Lets all graphs and their memory go."""
+        for found in self.graphs.values():
+            found.graph.reset()
+        self.graphs.clear()
+        self.ended, self.pool = True, None
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients must stay where they are after a step, because a graph adds to them or
+        may be captured in the next step."""
+        if not self.auto or self.graphs:
+            return True
+        return not self.ended and any(seen.times >= SEEN_BEFORE for seen in self.seen.values())
 
     def context(self, made: FLACPContext) -> FLACPContext:
         """The context of fixed shape, updated to the packing of `made`; or `made` itself, without
@@ -100,12 +138,24 @@ class Graphs:
         found = self.graphs.get(packing)
         if found is not None:
             return found.replay(tokens, labels, factor)
+        if self.auto and packing not in self.seen:
+            self.seen.clear()  # only packings that come in a row count
+            if self.graphs:
+                self.close()
         seen = self._seen(packing, context)
-        if seen.times <= SEEN_BEFORE or len(self.graphs) >= MAX_GRAPHS:
+        if seen.times <= SEEN_BEFORE or len(self.graphs) >= MAX_GRAPHS or not self._may_capture():
             scale = torch.full((), factor, dtype=torch.float32, device=tokens.device)
             return self._eager(tokens, labels, seen.context, scale)
         self.graphs[packing] = self._capture(tokens, labels, seen.context)
         return self.graphs[packing].replay(tokens, labels, factor)
+
+    def _may_capture(self) -> bool:
+        """Whether a graph may be captured now. With "auto" the first graph that does not fit on all
+        ranks is the last one."""
+        if not self.auto or self.ended:
+            return not self.ended
+        self.ended = not self.agreed(fits(next(self.model.parameters()).device))
+        return not self.ended
 
     def _seen(self, packing: tuple[int, ...], context: FLACPContext) -> Seen:
         """Counts a step of a packing. A packing that has not come for long is forgotten."""
@@ -128,10 +178,52 @@ class Graphs:
         factor = torch.ones((), dtype=torch.float32, device=tokens.device)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # else the memory of eager steps would stay beside the graph's
+        if self.pool is None:  # graphs never run at the same time, so all take the same memory
+            self.pool = torch.cuda.graph_pool_handle()
         # The backward runs in a thread of its own, and others may copy batches or checkpoints.
-        with unmeasured(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
+        with unmeasured(), capture:
             loss = self._eager(tokens, labels, context, factor)
         return Graph(graph, tokens, labels, factor, context, loss)
+
+
+def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | None:
+    """The graphs that --cuda-graphs asks for, or None. They end before the ranks' groups.
+
+    "auto" leaves out what may wait for the host or keeps no gradients between micro-batches: CPUs,
+    models of transformers, experts, --offload, and a reduction that follows several micro-batches.
+    """
+    parallel, data = config.parallel, config.data
+    wanted, packs = parallel.cuda_graphs, data.global_batch_size // parallel.dp
+    if wanted == "auto":
+        several = (data.micro_batch_size or packs) < packs and parallel.reduce == "step"
+        experts = isinstance(model, LanguageModel) and model.balance is not None
+        eager = config.model.folder is not None or config.model.offload or experts or several
+        if ranks.device.type != "cuda" or eager:
+            return None
+    if wanted == "off":
+        return None
+
+    def agreed(here: bool) -> bool:
+        if ranks.cp_group is None:
+            return here
+        missing = torch.tensor([not here], dtype=torch.int32, device=ranks.device)
+        return not collectives.all_reduce(missing, ranks.cp_group).item()
+
+    found = Graphs(model, data.max_documents, auto=wanted == "auto", agreed=agreed)
+    ranks.at_end.append(found.close)
+    return found
+
+
+def fits(device: torch.device) -> bool:
+    """Whether a GPU has the memory that a micro-batch has taken so far, free or kept by torch."""
+    if device.type != "cuda":
+        return True
+    allocated = torch.cuda.memory_allocated(device)
+    needed = MARGIN * (torch.cuda.max_memory_allocated(device) - allocated)
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - allocated >= needed
 
 
 def zero_gradients(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.flops import Meter, peak_of
-from fla_cp.train.graphs import Graphs, zero_gradients
+from fla_cp.train.graphs import graphs_of, zero_gradients
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
@@ -106,17 +106,17 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
 
 def check_impl(config: TrainConfig, ranks: Ranks) -> None:
     """Raises UserError if this device cannot run --impl, or has no use for --offload."""
-    if config.parallel.cuda_graphs and ranks.device.type == "cpu":
+    graphs = config.parallel.cuda_graphs == "on"  # refused with hf:DIR
+    if graphs and ranks.device.type == "cpu":
         raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
     bfloat16 = compute_dtype(config.parallel.dtype, ranks.device) == torch.bfloat16
-    graphs = config.parallel.cuda_graphs  # refused with hf:DIR
     if graphs and shape_of(config.model).experts and not bfloat16:
         raise UserError(
             "--cuda-graphs with --model.experts needs --dtype bfloat16: in float32 the products of "
             f"experts make the host wait, got {config.parallel.dtype}"
         )
     softmax = [name for name in SOFTMAX if name in mixers_of(config.model)]
-    if config.parallel.cuda_graphs and config.data.max_documents and softmax and not bfloat16:
+    if graphs and config.data.max_documents and softmax and not bfloat16:
         raise UserError(
             f"--data.max-documents with {' and '.join(softmax)} needs --dtype bfloat16, since "
             f"PyTorch's flash attention takes no float32, got {config.parallel.dtype}"
@@ -306,10 +306,7 @@ class Loop:
         self.data, self.held_out = data, held_out
         self.model, self.optimizer = model, optimizer
         self.progress, self.log, self.saver = progress, log, saver
-        graphs = config.parallel.cuda_graphs
-        self.graphs = Graphs(model, config.data.max_documents) if graphs else None
-        inside = graphs or has_compiled_blocks(model)  # whose waits nobody sees from outside
-        self.sees_exchanges = config.parallel.cp == 1 or not inside
+        self.graphs = graphs_of(model, config, ranks)
         self.skips = divergence.Skips(config.run.max_skips)
         self.checked = False  # whether the ranks have compared their contexts
         dtype = compute_dtype(config.parallel.dtype, ranks.device)
@@ -374,10 +371,10 @@ class Loop:
             self.skips.end()
         else:
             self.log.print(self.skips.add(step, loss, norm, self.model, ranks))
-        if self.graphs is None:
-            self.optimizer.zero_grad()
-        else:
+        if self.graphs is not None and self.graphs.keeps_gradients:
             zero_gradients(self.model)
+        else:
+            self.optimizer.zero_grad()
         seconds = time.perf_counter() - begin
         skipped = self.progress.skipped + (not finite)
         self.progress = checkpoint.Progress(step, skipped)
@@ -458,8 +455,15 @@ class Loop:
             "device_ms": worst.device if self.ranks.device.type == "cuda" else None,
         }
 
+    @property
+    def sees_exchanges(self) -> bool:
+        """Whether waits for exchanges are measured: not inside compiled blocks and graphs."""
+        graphs = self.graphs is not None and bool(self.graphs.graphs)
+        return self.config.parallel.cp == 1 or not (graphs or has_compiled_blocks(self.model))
+
     def _memory(self) -> float:
-        return float(peak_memory(self.ranks.device, graphs=self.graphs is not None))
+        graphs = self.graphs is not None and bool(self.graphs.graphs)
+        return float(peak_memory(self.ranks.device, graphs=graphs))
 
     @announced("checkpoint")
     def _save(self) -> None:

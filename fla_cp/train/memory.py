@@ -129,7 +129,7 @@ class Predictor:
                 "--model must be a named size, since models of transformers are not predicted, "
                 f"got {config.model.size}"
             )
-        if config.parallel.cuda_graphs:
+        if config.parallel.cuda_graphs == "on":
             raise UserError(
                 "--cuda-graphs is not predicted, since graphs keep memory of their own; leave it "
                 "out for a lower bound"

@@ -24,9 +24,21 @@ import tyro
 from fla_cp.train.config import TrainConfig, UserError, with_recipe
 from fla_cp.train.rules import validate
 
-BARE = {"remat": ("full", "none"), "compile": ("on", "off")}
-"""Options of the model that may stand without a value: what --NAME and --no-NAME then mean. In TOML
-they may be true or false."""
+BARE = {
+    "model.remat": ("full", "none"),
+    "model.compile": ("on", "off"),
+    "parallel.cuda_graphs": ("on", "off"),
+}
+"""Options that may stand without a value: what --NAME and --no-NAME then mean, with the name of the
+section or without. In TOML they may be true or false."""
+
+_FLAGS = {
+    flag: name
+    for name in BARE
+    for long in [name.replace("_", "-")]
+    for flag in (long, long.partition(".")[2])
+}
+"""The option of each flag, without its dashes."""
 
 
 GONE = {
@@ -49,13 +61,13 @@ def _with_values(argv: Sequence[str]) -> list[str]:
     """The arguments with a value for each option of BARE that has none."""
     given = []
     for i, word in enumerate(argv):
-        flag = word.removeprefix("--").removeprefix("model.") if word.startswith("--") else ""
+        flag = word.removeprefix("--").replace("_", "-") if word.startswith("--") else ""
+        off = _FLAGS.get(flag.replace("no-", "", 1)) if "no-" in flag else None
         last = i + 1 == len(argv) or argv[i + 1].startswith("-")
-        if flag in BARE and last:
-            given += [word, BARE[flag][0]]
-        elif flag.removeprefix("no-") in BARE and flag not in BARE:
-            name = flag.removeprefix("no-")
-            given += [f"--model.{name}", BARE[name][1]]
+        if flag in _FLAGS and last:
+            given += [word, BARE[_FLAGS[flag]][0]]
+        elif off is not None:
+            given += [f"--{off.replace('_', '-')}", BARE[off][1]]
         else:
             given.append(word)
     return given
@@ -134,8 +146,8 @@ def _from_table(kind: type, table: dict, file: str, prefix: str) -> Any:
                 raise UserError(f"--config: {name} in {file} must be a table, got {value!r}")
             values[key] = _from_table(hints[key], value, file, f"{name}.")
         else:
-            if name.removeprefix("model.") in BARE and type(value) is bool:
-                value = BARE[key][0 if value else 1]
+            if name in BARE and type(value) is bool:
+                value = BARE[name][0 if value else 1]
             values[key] = _typed(hints[key], value, f"--config: {name} in {file}")
     return kind(**values)
 

@@ -180,7 +180,7 @@ def validate(config: TrainConfig) -> None:
     at_least(1, micro_batch_size=data.micro_batch_size, eval_batches=data.eval_batches)
     documents = data.max_documents
     need(documents is None or documents >= 1, "--data.max-documents", "at least 1", documents)
-    wanted = documents is None or parallel.cuda_graphs
+    wanted = documents is None or parallel.cuda_graphs == "on"
     need(wanted, "--data.max-documents", "left out without --cuda-graphs", documents)
     repeats = model.remat == "selective" and model.compile == "on"  # around a compiled block
     need(not repeats, "--compile", "auto or off with --remat selective", model.compile)
@@ -249,7 +249,7 @@ def validate(config: TrainConfig) -> None:
         micro,
     )
     several = micro is not None and micro < batch // dp
-    clash = parallel.cuda_graphs and several and parallel.reduce == "step"
+    clash = parallel.cuda_graphs == "on" and several and parallel.reduce == "step"
     need(not clash, "--parallel.reduce", "micro_batch with --cuda-graphs", parallel.reduce)
     rows = (micro or batch // dp) * data.seq_len
     need(

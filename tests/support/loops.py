@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 from fla_cp.train import checkpoint
 from fla_cp.train.build import build_sharded
@@ -39,7 +40,7 @@ def training_loop(config, ranks):
 
 def steps_taken(model, folder, *flags, steps=8):
     """Losses, norms and held-out losses (0.0 where there is none) of the steps of one rank, the
-    weights after them, and the loop's graphs."""
+    weights after them, and what the loop's graphs have then: graphs, seen and fixed."""
     config = parse([*model, *flags, "--out", str(folder)])
     with joined(config.parallel) as ranks, training_loop(config, ranks) as (loop, feed):
         valid = build_dataset(config.data.source, config.data.seq_len, "valid", config.run.seed)
@@ -47,4 +48,7 @@ def steps_taken(model, folder, *flags, steps=8):
         for _ in range(steps):
             loop._step(feed, [])
         rows = [(r["loss"], r["grad_norm"], r["eval_loss"] or 0.0) for r in loop.log.rows]
-        return rows, [local_tensor(p).clone() for p in loop.model.parameters()], loop.graphs
+        weights, found = [local_tensor(p).clone() for p in loop.model.parameters()], loop.graphs
+        if found is not None:  # the graphs themselves end with the ranks
+            found = SimpleNamespace(graphs=dict(found.graphs), seen=found.seen, fixed=found.fixed)
+        return rows, weights, found

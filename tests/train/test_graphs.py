@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import joined
-from fla_cp.train.graphs import MAX_GRAPHS, MAX_SEEN, SEEN_BEFORE, Graph, Graphs
+from fla_cp.train.graphs import MAX_GRAPHS, MAX_SEEN, SEEN_BEFORE, Graph, Graphs, graphs_of
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset
 from fla_cp.train.step import HeldOut
@@ -47,7 +48,8 @@ def captures(monkeypatch):
             loss.copy_(self._eager(tokens, labels, context, factor))
             assert addresses(self.model) == place
 
-        return Graph(SimpleNamespace(replay=run), tokens, labels, factor, context, loss)
+        graph = SimpleNamespace(replay=run, reset=lambda: None)
+        return Graph(graph, tokens, labels, factor, context, loss)
 
     monkeypatch.setattr(Graphs, "_capture", capture)
     return found
@@ -139,6 +141,89 @@ def test_parameters_are_shards_after_an_evaluation(tmp_path):
     with joined(config.parallel) as ranks, training_loop(config, ranks) as (loop, _):
         HeldOut(config, build_dataset("stdlib", 192, "valid", 0), ranks).loss(loop.model)
         assert all(isinstance(p, DTensor) for p in loop.model.parameters())
+
+
+ONE_DOCUMENT = (0, 384)
+
+
+def automatic(monkeypatch, agreed=bool):
+    """`Graphs` with "auto", whose `take` gives the loss of a micro-batch of some packing."""
+    from fla_cp.train import graphs
+
+    monkeypatch.setattr(Graphs, "_eager", lambda *given: torch.zeros(()))
+    monkeypatch.setattr(graphs, "fits", lambda device: True)
+    found = Graphs(torch.nn.Linear(1, 1), auto=True, agreed=agreed)
+
+    def take(*offsets):
+        context = SimpleNamespace(global_cu_seqlens=offsets, token_ranges=(((0, 384),),))
+        found.loss(torch.zeros(1), torch.zeros(1), context, 1.0)
+
+    found.take = take
+    return found
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Stands in for capturing; holds the graphs that were captured and those that were let go."""
+    found = SimpleNamespace(made=0, gone=0)
+
+    def capture(self, tokens, labels, context):
+        found.made += 1
+        graph = SimpleNamespace(replay=lambda: None, reset=lambda: setattr(found, "gone", 1))
+        return Graph(graph, tokens, labels, torch.ones(()), context, torch.zeros(()))
+
+    monkeypatch.setattr(Graphs, "_capture", capture)
+    return found
+
+
+def test_auto_captures_a_packing_that_comes_in_a_row(counted, monkeypatch):
+    graphs = automatic(monkeypatch)
+    for step in range(SEEN_BEFORE + 3):
+        assert graphs.keeps_gradients == (step >= SEEN_BEFORE)
+        graphs.take(*ONE_DOCUMENT)
+    assert (counted.made, counted.gone) == (1, 0)
+    graphs.take(0, 100, 384)
+    assert counted.gone and not graphs.graphs and not graphs.keeps_gradients
+    for _ in range(SEEN_BEFORE + 3):
+        graphs.take(*ONE_DOCUMENT)
+    assert counted.made == 1, "a graph that was let go must not be captured again and again"
+
+
+def test_auto_captures_nothing_where_packings_change(counted, monkeypatch):
+    graphs = automatic(monkeypatch)
+    for n in range(20):
+        graphs.take(0, n % 2 + 1, 384)
+        assert not graphs.keeps_gradients
+    assert not counted.made
+
+
+def test_auto_asks_all_ranks_for_memory_once(counted, monkeypatch):
+    asked = []
+    graphs = automatic(monkeypatch, agreed=lambda here: asked.append(here))
+    for _ in range(SEEN_BEFORE + 4):
+        graphs.take(*ONE_DOCUMENT)
+    assert asked == [True] and not counted.made and not graphs.keeps_gradients
+
+
+def test_auto_is_for_gpus_and_for_what_never_waits():
+    gpu, cpu = (SimpleNamespace(device=torch.device(d), at_end=[]) for d in ("cuda", "cpu"))
+    model = torch.nn.Linear(1, 1)
+    found = graphs_of(model, parse(MODEL), gpu)
+    assert found.auto and gpu.at_end == [found.close]
+    assert graphs_of(model, parse(MODEL), cpu) is None
+    for flags in ("--micro-batch-size 1", "--offload", "--no-cuda-graphs", "--cuda-graphs off"):
+        assert graphs_of(model, parse([*MODEL, *flags.split()]), gpu) is None, flags
+    each = "--micro-batch-size 1 --parallel.reduce micro_batch"
+    assert graphs_of(model, parse([*MODEL, *each.split()]), gpu).auto
+    assert not graphs_of(model, parse([*MODEL, "--cuda-graphs"]), gpu).auto
+
+
+def test_graphs_end_before_the_ranks_group():
+    """NCCL waits for graphs with its messages when a group ends: the process would never end."""
+    groups = []
+    with joined(parse(MODEL).parallel) as ranks:
+        ranks.at_end.append(lambda: groups.append(dist.is_initialized()))
+    assert groups == [True] and not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
