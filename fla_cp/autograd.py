@@ -13,7 +13,7 @@ from fla_cp.kernels.backend import Kept
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.pipeline import Plan, Saved, announcement, backward, forward
 from fla_cp.program import Flat
-from fla_cp.replay import Replayed, access
+from fla_cp.replay import Replayed, access_of_all
 
 
 class Kind(NamedTuple):
@@ -94,7 +94,7 @@ class DeltaRuleFunction(torch.autograd.Function):
 
         kept = intermediates is not None
         # Hooks, such as those that offload, may return saved tensors with other strides.
-        own = kept, want, tuple(None if t is None else access(t) for t in inputs)
+        own = kept, want, *access_of_all(inputs)
         return (None, None, *kind.backward(plan, own, inputs, run))
 
 

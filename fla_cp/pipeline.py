@@ -332,15 +332,49 @@ def _rehearse(
     with_backward: bool,
 ) -> None:
     """Runs a call on tensors without memory, and sends nothing."""
-    group, (want_final, want_h, want_dinitial) = plan.exchange.group, wanted
+    group, want_final = plan.exchange.group, wanted[0]
     exchange = Unsent(rank=0 if group is None else dist.get_rank(group))
     backend = plan.backend.rehearsing(x.q.device)
     plan = plan._replace(backend=backend, exchange=exchange)
     x = Inputs(*(None if t is None else on_meta(t) for t in x))  # type: ignore[arg-type]
     initial = None if initial is None else on_meta(initial)
+    _run_both(plan, x, initial, wanted, with_backward)
+    if group is None and initial is None and not want_final:
+        _run_both(*_of_other_length(plan, x), None, wanted, with_backward)
+
+
+OTHER_LENGTHS = 8192, 65536
+"""Tokens of a sequence that many heads leave whole, and of one that is cut into segments."""
+
+
+def _of_other_length(plan: Plan, x: Inputs) -> tuple[Plan, Inputs]:
+    """A call of the same kind on one sequence: a long one, which is cut into segments, if those of
+    the plan are whole, else a shorter one. It needs the kernels that a call of another length would
+    have to compile. x: tensors without memory."""
+    cut = bool(plan.packing.carried) or (plan.ahead is not None and bool(plan.ahead.carried))
+    (HV, V), K, tokens = x.v.shape[1:], x.q.shape[-1], OTHER_LENGTHS[not cut]
+    whole, shape = Packing.build((0, tokens)), (HV, K, V, x.q.device)
+    packing = plan.backend.segment(whole, *shape, True)
+    ahead = plan.backend.segment(whole, *shape, False) if packing is whole else packing
+    plan = plan._replace(spec=Spec(plan.rule, packing), ahead=ahead)
+    q, k, v, g, beta, A_log, dt_bias, p = (
+        t if t is None or t.ndim == 1 else t.new_empty(tokens, *t.shape[1:]) for t in x
+    )
+    assert q is not None and k is not None and v is not None and g is not None
+    return plan, Inputs(q, k, v, g, beta, A_log, dt_bias, p)
+
+
+def _run_both(
+    plan: Plan,
+    x: Inputs,
+    initial: Tensor | None,
+    wanted: tuple[bool, bool, bool],
+    with_backward: bool,
+) -> None:
+    want_final, want_h, want_dinitial = wanted
     with torch.no_grad():
         found = forward(plan, x, initial, want_final=want_final, want_h=want_h)
         if with_backward:
-            o = found.o if backend.reads_output else None
+            o = found.o if plan.backend.reads_output else None
             given = plan, x, initial, found.saved, o, torch.empty_like(found.o), None
             backward(*given, want_dinitial=want_dinitial)

@@ -174,8 +174,9 @@ class _Writer:
             for x in item.args:
                 if isinstance(x, Pointed):
                     self.described += 1
-                    made = f"{self._value(x.make)}({self._pointer(x.base)})"
-                    given.append(f"*{made}" if getattr(x.make, "many", False) else made)
+                    at, make = self._pointer(x.base), self._value(x.make)
+                    made = f"({self._value(x.make.found.get)}({at}) or {make}({at}))"
+                    given.append(f"*{made}" if x.make.many else made)
                 else:
                     given.append(self._value(x))
             self.lines.append(f"{self._value(run)}({', '.join(given)})")

@@ -26,6 +26,13 @@ def access(x: Tensor) -> tuple:
     return x.stride(), x.data_ptr() % 16
 
 
+def access_of_all(tensors: Sequence[Tensor | None]) -> tuple:
+    """`access` of several tensors, as one flat tuple, which is quick to hash and to compare."""
+    found: list[Hashable] = [x if x is None else x.stride() for x in tensors]
+    addresses = [0 if x is None else x.data_ptr() & 15 for x in tensors]
+    return (*found, *addresses) if any(addresses) else tuple(found)
+
+
 def layout(x: Tensor) -> tuple:
     """All that decides how a tensor is read, apart from the address itself."""
     return x.shape, x.dtype, x.device, *access(x)
@@ -67,12 +74,14 @@ class Replayed:
         """
         first = inputs[0]
         assert first is not None
-        with without_autocast(first.device.type):
-            stream = plan.backend.replay_stream(first.device) if self.enabled else None
-            # Modes that watch torch ops, as selective checkpoints do, must see them in every call.
-            if stream is None or _get_current_dispatch_mode() is not None:
-                return run()
-            return self._run((plan.key, own), plan, inputs, run, stream)
+        if autocasts(first.device.type):
+            with torch.autocast(first.device.type, enabled=False):
+                return self(plan, own, inputs, run)
+        stream = plan.backend.replay_stream(first.device) if self.enabled else None
+        # Modes that watch torch ops, as selective checkpoints do, must see them in every call.
+        if stream is None or _get_current_dispatch_mode() is not None:
+            return run()
+        return self._run((plan.key, own), plan, inputs, run, stream)
 
     def _run(
         self,
@@ -85,9 +94,9 @@ class Replayed:
         found, first = self.known.get(key), inputs[0]
         assert first is not None
         if isinstance(found, Program):
-            # Another thread may just have forgotten it.
-            with suppress(KeyError):
-                self.known.move_to_end(key)
+            if len(self.known) > MAX_PROGRAMS // 2:  # the order does not matter before
+                with suppress(KeyError):  # another thread may just have forgotten it
+                    self.known.move_to_end(key)
             return found.run(plan, inputs, stream)
         if found is None:
             self._keep(key, "seen once")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,18 +55,28 @@ class Value(NamedTuple):
     number: int
 
 
+class ByAddress(Protocol):
+    """Makes an argument of a kernel, or with `many` several, from an address. found: those that it
+    has made and keeps, by address."""
+
+    many: bool
+    found: dict[int, Any]
+
+    def __call__(self, address: int) -> Any: ...
+
+
 class OfAddress(NamedTuple):
     """An argument of a kernel that is made from a tensor's address, such as a descriptor."""
 
     base: Tensor
-    make: Callable[[int], Any]
+    make: ByAddress
 
 
 class Pointed(NamedTuple):
     """`OfAddress`, on a tape."""
 
     base: Ref
-    make: Callable[[int], Any]
+    make: ByAddress
 
 
 class Launch(NamedTuple):

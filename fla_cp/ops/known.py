@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,17 +12,21 @@ from fla_cp.autograd import Kind
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import Backend, resolve
 from fla_cp.ops.options import Tensors
+from fla_cp.pipeline import Plan
 from fla_cp.replay import Replayed, layout
 from fla_cp.rule import DeltaRule
 
 
-class Known(NamedTuple):
-    """What is decided for calls with one `key_of`. number: no other has it; caches use it."""
+@dataclass(slots=True)
+class Known:
+    """What is decided for calls with one `key_of`. number: no other has it; caches use it. plan:
+    that of all these calls, if they have neither offsets of sequences nor a context, else None."""
 
     number: int
     rule: DeltaRule
     backend: Backend
     kind: Kind
+    plan: Plan | None = None
 
 
 MAX_KNOWN = 1024
@@ -54,7 +59,7 @@ def _offsets(x: torch.Tensor) -> tuple:
     return x.ndim, x.dtype, x.device, x.is_contiguous(), x.numel() < 2
 
 
-_CONSTANTS = (bool, int, float, str, type(None))
+_CONSTANTS = {bool, int, float, str, type(None)}
 """Types of options that are compared by value."""
 
 
@@ -67,23 +72,23 @@ def key_of(
     Values of tensors are not part of it. `chunk` checks at every call what depends on them: offsets
     of sequences, and how many initial states there must be.
     """
-    parts: list[Any] = [member, rows]
+    parts: list[Any] = [member, rows, *options]
     try:
         for t in x:
             if t is None and t is not x.q:
                 parts.append(None)
             elif t.__class__ in PLAIN_TENSORS and t.layout is torch.strided and not t.is_nested:
-                parts.append(layout(t))
+                parts += layout(t)
             else:
                 return None
         for name, value in options.items():
             kind = value.__class__
             if kind in _CONSTANTS:
-                parts.append((name, kind, value))
+                parts += (kind, value)
             elif kind is FLACPContext:
-                parts.append((name, value.local_tokens, value.max_sequences is None))
+                parts += (kind, value.local_tokens, value.max_sequences is None)
             elif kind in PLAIN_TENSORS and value.layout is torch.strided and not value.is_nested:
-                parts.append((name, _offsets(value) if name in OFFSETS else layout(value)))
+                parts += _offsets(value) if name in OFFSETS else layout(value)
             else:
                 return None
         backend = resolve(options.get("impl", "auto"), x.q.device, x.q.dtype)

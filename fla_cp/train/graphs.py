@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class Graphs:
         self.fixed: FLACPContext | None = None
         self.seen: OrderedDict[tuple[int, ...], Seen] = OrderedDict()
         self.graphs: dict[tuple[int, ...], Graph] = {}
-        self.pool: tuple[int, int] | None = None
+        self.pool: Any = None  # of memory, which all graphs share
 
     def close(self) -> None:
         """Lets all graphs and their memory go."""

@@ -54,11 +54,11 @@ class Case(NamedTuple):
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
 CASES = {
-    "kda, safe gate": Case("kda", SAFE, forward=(2, 0, 7), backward=(6, 2, 8)),
-    "kda, any gate": Case("kda", {}, forward=(3, 0, 8), backward=(7, 2, 8)),
-    "gated delta rule": Case("gated_delta_rule", {}, forward=(2, 0, 5), backward=(5, 2, 8)),
-    "kda, safe gate, sm90": Case("kda", SAFE, (2, 0, 7), (6, 2, 8), True, (9, 20)),
-    "gated delta rule, sm90": Case("gated_delta_rule", {}, (3, 0, 5), (4, 2, 8), True, (9, 34)),
+    "kda, safe gate": Case("kda", SAFE, forward=(2, 0, 7), backward=(7, 0, 8)),
+    "kda, any gate": Case("kda", {}, forward=(3, 0, 8), backward=(8, 0, 8)),
+    "gated delta rule": Case("gated_delta_rule", {}, forward=(2, 0, 5), backward=(6, 0, 8)),
+    "kda, safe gate, sm90": Case("kda", SAFE, (2, 0, 7), (7, 0, 8), True, (9, 20)),
+    "gated delta rule, sm90": Case("gated_delta_rule", {}, (3, 0, 5), (5, 0, 8), True, (9, 34)),
 }
 
 

@@ -1,5 +1,6 @@
 """Training steps through CUDA graphs equal steps without them, also after an evaluation."""
 
+import json
 import subprocess
 import sys
 
@@ -30,3 +31,36 @@ def test_steps_through_graphs(flags):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal steps" in done.stdout
+
+
+def trained(folder, *flags):
+    """Losses and gradient norms of a run on two GPUs, whose packs are one document each."""
+    sizes = ["--model.layers", "2", "--model.hidden-size", "128", "--model.num-heads", "2"]
+    data = ["--data", f"text:{folder / 'long.txt'}", "--seq-len", "512", "--max-steps", "9"]
+    out = folder / "-".join(flags)
+    rest = ["--global-batch-size", "1", "--eval-every", "4", "--cp", "2", "--dtype", "float32"]
+    command = [sys.executable, "launch/train.py", *sizes, *data, *rest, *flags, "--out", str(out)]
+    done = subprocess.run(
+        command,
+        env=environment(TRITON_INTERPRET="0"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = out.rglob("metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [(r["loss"], r["grad_norm"]) for r in rows if r["loss"] is not None]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("flags", [("--compile", "off"), ("--compile", "on")], ids=" ".join)
+def test_two_ranks_through_graphs(flags, tmp_path):
+    """They also end: NCCL ends no group while a graph has its messages."""
+    (tmp_path / "long.txt").write_text("one long document " * 2000)
+    plain = trained(tmp_path, "--cuda-graphs", "off", *flags)
+    found = trained(tmp_path, "--cuda-graphs", "auto", *flags)
+    assert len(found) == len(plain) > 2
+    for mine, theirs in zip(found, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)

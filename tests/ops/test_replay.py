@@ -283,6 +283,9 @@ def test_arguments_made_of_an_address():
     class Make:
         many = True
 
+        def __init__(self):
+            self.found = {}
+
         def __call__(self, address):
             made.append(address)
             return [address, 5]
@@ -306,6 +309,9 @@ def test_arguments_made_of_an_address():
         replayed(plan, None, [x], partial(call, x))
     assert seen[-1] == (x.data_ptr(), 5, 2.0)
     assert made[-1] == x.data_ptr()
+    make.found[x.data_ptr()] = [x.data_ptr(), 6]  # what is there is not made again
+    replayed(plan, None, [x], partial(call, x))
+    assert seen[-1] == (x.data_ptr(), 6, 2.0) and made.count(x.data_ptr()) == 1
 
 
 def test_tensors_that_were_there_before_are_constants():

@@ -52,9 +52,9 @@ from fla_cp.kernels.triton.device.bundles import constants, state
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.tile_table import power_of_two, sm_count
 
-ENABLED = os.environ.get("FLA_CP_EXCHANGE_KERNEL", "0") == "1"
-"""Whether the Triton backend passes states on with this kernel. It is off unless it is asked for,
-since no machine with several GPUs has run it yet."""
+ENABLED = os.environ.get("FLA_CP_EXCHANGE_KERNEL", "1") != "0"
+"""Whether the Triton backend passes states on with this kernel. FLA_CP_EXCHANGE_KERNEL=0 in the
+environment turns it off; ranks then read their peers' maps."""
 
 WAIT_SECONDS = 7200
 """The longest wait of a program."""

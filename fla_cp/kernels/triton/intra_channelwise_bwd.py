@@ -47,15 +47,8 @@ from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.intra_channelwise_bwd_safe import safe_bwd_kernel
 from fla_cp.kernels.triton.intra_channelwise_bwd_scores import beta_bwd, scores_bwd_kernel
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import (
-    DENSE,
-    Chunks,
-    ScanGrads,
-    empty_shares,
-    saved,
-    summed_over_chunks,
-    tables,
-)
+from fla_cp.kernels.triton.operands import DENSE, Chunks, ScanGrads, empty_shares, saved, tables
+from fla_cp.kernels.triton.rate_grads import rate_grads
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK
 
@@ -223,6 +216,5 @@ def intra_channelwise_bwd(
     if HV > H:
         dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk))
     dbeta = None if x.beta is None else beta_bwd(rule, x.beta, out.shares)
-    dA_log = summed_over_chunks(out.dA_log, x.A_log)
-    ddt_bias = summed_over_chunks(out.ddt_bias, x.dt_bias)
+    dA_log, ddt_bias = rate_grads(out.dA_log, x.A_log, out.ddt_bias, x.dt_bias)
     return Inputs(dq, dk, out.dv, out.dg, dbeta, dA_log, ddt_bias)

@@ -29,9 +29,9 @@ from fla_cp.kernels.triton.operands import (
     ScanGrads,
     empty_shares,
     saved,
-    summed_over_chunks,
     tables,
 )
+from fla_cp.kernels.triton.rate_grads import rate_grads
 from fla_cp.kernels.triton.tile_table import Tile
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK
@@ -197,6 +197,5 @@ def intra_headwise_bwd(
     if NC:
         sums_of = out, where, tokens, shape_of(tk), R, parts, tiles
         launch(head_gate_bwd_kernel, (NC, HV), log_decay, beta(rule, x), *sums_of, num_warps=1)
-    dA_log = summed_over_chunks(out.dA_log, x.A_log)
-    ddt_bias = summed_over_chunks(out.ddt_bias, x.dt_bias)
+    dA_log, ddt_bias = rate_grads(out.dA_log, x.A_log, out.ddt_bias, x.dt_bias)
     return Inputs(dq, dk, dv, dg, out.dbeta, dA_log, ddt_bias, out.dp)

@@ -166,11 +166,6 @@ def empty_shares(count: int, x: Inputs) -> Tensor:
     return shares
 
 
-def summed_over_chunks(partial: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """Sum over chunks, in fp32."""
-    return None if partial is None or like is None else partial.sum(0).view_as(like)
-
-
 def saved(x: Inputs, c: Chunks, states: ChunkStates, grads: ScanGrads) -> Saved:
     """What the kernels of the local backward read."""
     (h, v_new), inputs = states, (rows(x.q), rows(x.k), rows(x.p), rows(x.v), rows(grads.do))
