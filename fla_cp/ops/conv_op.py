@@ -28,7 +28,7 @@ def traced_conv(
 ) -> list[Tensor]:
     """y of each x [B * T, D], of some of the channels. rows: B."""
     handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
-    halos = _compiled_halos(xs, weights[0].shape[1] - 1, cp_context)
+    xs, halos = _compiled_halos(xs, weights[0].shape[1] - 1, cp_context)
     rest = activation is not None, impl, *handle, rows
     return [conv_op(*given, *rest) for given in zip(xs, halos, weights, biases, strict=True)]
 
@@ -52,21 +52,51 @@ def traced_conv_after(
 
 def _compiled_halos(
     xs: Sequence[Tensor], width: int, context: FLACPContext | None
-) -> Sequence[Tensor]:
-    """For each x [B * T, D], [ranges * width, D] as `Halo.gather` gives it; differentiable."""
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Each x [B * T, D] as the convolution should take it, and its halo [ranges * width, D] as
+    `Halo.gather` gives it; differentiable."""
     if width == 0 or context is None or context.halo is None:
-        return [x.new_empty(0, x.shape[1]) for x in xs]
+        return xs, [x.new_empty(0, x.shape[1]) for x in xs]
     sizes = Handle.read(context.handle.sizes)
     if not context.halo.needed:
-        return [x.new_zeros(sizes.ranges * width, x.shape[1]) for x in xs]
+        return xs, [x.new_zeros(sizes.ranges * width, x.shape[1]) for x in xs]
     channels = [x.shape[1] for x in xs]
     rows, take = halo_tables(xs[0], *context.handle, width, sum(channels))
-    sent = torch.cat([x.index_select(0, rows) for x in xs], 1)
+    xs, parts = zip(*(_WithRows.apply(x, rows) for x in xs), strict=True)
+    sent = torch.cat(parts, 1)
     wires = F.pad(sent, (0, 0, 0, sizes.padded - sizes.sent))
     if context.world_size > 1:
         wires = all_gather_rows(wires, context.world_size, context.group_name)
     halo: Tensor = received_halo(F.pad(wires, (0, 0, 0, 1)).index_select(0, take))
-    return [part.contiguous() for part in halo.split(channels, 1)]
+    return xs, [part.contiguous() for part in halo.split(channels, 1)]
+
+
+class _WithRows(torch.autograd.Function):
+    """x [N, D] and rows [n] -> x, and its rows [n, D]. In the backward the gradients of the few
+    rows are added in place: autograd itself would make and add a whole gradient for them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        return x.view_as(x), x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, d: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return with_rows_added(dx, rows, d), None
+
+
+def with_rows_added(x: Tensor, rows: Tensor, d: Tensor) -> Tensor:
+    """x [N, D], to whose rows [n] d [n, D] has been added. In a compiled graph it is x's memory, if
+    nothing else reads x."""
+    x = x.view_as(x)
+    add_rows(x, rows, d)
+    return x
+
+
+@torch.library.custom_op("fla_cp::add_rows", mutates_args=("x",))
+def add_rows(x: Tensor, rows: Tensor, d: Tensor) -> None:
+    x.index_add_(0, rows, d)
 
 
 @torch.library.custom_op("fla_cp::received_halo", mutates_args=())
