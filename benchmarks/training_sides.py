@@ -18,7 +18,7 @@ from fla_cp.train.config import FOLDER, TrainConfig
 from fla_cp.train.data import ArraySource, PackedDataset
 from fla_cp.train.distributed import Ranks, compute_dtype
 from fla_cp.train.flops import needed, step_flops
-from fla_cp.train.graphs import graphs_of, zero_gradients
+from fla_cp.train.graphs import graphs_of
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.model import Decoder, Shape, shape_of
 from fla_cp.train.optim import build_optimizer, learning_rate
@@ -137,10 +137,10 @@ class Trainer:
         return loss
 
     def update(self) -> None:
-        if self.graphs is not None and self.graphs.keeps_gradients:
-            zero_gradients(self.model)
-        else:
+        if self.graphs is None:
             self.optimizer.zero_grad()
+        else:
+            self.graphs.reset_gradients()
 
 
 class FLAModel:

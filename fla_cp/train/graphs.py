@@ -2,7 +2,9 @@
 
 At few tokens a rank the GPU waits for the host, which needs milliseconds for each layer. A graph
 repeats the launches and messages of one micro-batch in a fraction of that. It reads tokens, labels
-and the loss's factor from tensors of its own, and adds to gradients that stay where they are.
+and the loss's factor from tensors of its own. If a step has one micro-batch, the graph writes the
+gradients, always to the same memory; if it has several, it adds to gradients that stay where they
+are and are zeroed after each step.
 
 A graph serves the packing of its capture. Where every pack has as many documents of the same
 lengths, one document for example, that is all there are. With `--data.max-documents` the graph's
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,7 +46,8 @@ MAX_SEEN = 16
 
 @dataclass
 class Graph:
-    """One captured micro-batch. factor: what the summed loss is multiplied by."""
+    """One captured micro-batch. factor: what the summed loss is multiplied by. gradients: of the
+    parameters, which the graph writes; empty if it adds to those that are there."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
@@ -52,8 +55,12 @@ class Graph:
     factor: Tensor
     context: FLACPContext
     loss: Tensor
+    gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
 
     def replay(self, tokens: Tensor, labels: Tensor, factor: float) -> Tensor:
+        if self.gradients and self.gradients[0][0].grad is not self.gradients[0][1]:
+            for parameter, gradient in self.gradients:
+                parameter.grad = gradient
         self.tokens.copy_(tokens, non_blocking=True)
         self.labels.copy_(labels, non_blocking=True)
         self.factor.fill_(factor)
@@ -74,6 +81,7 @@ class Graphs:
     """The graphs of a model's micro-batches, by packing. The ranks that share sequences have the
     same ones, since they have the same packings. max_documents: see DataConfig. auto: see the
     module. agreed: whether what is given is true on all ranks that share sequences; a collective.
+    single: whether a step has one micro-batch, so that graphs write the gradients.
 
     NCCL cannot end a group while a graph has its messages, so `close` comes before that.
     """
@@ -85,9 +93,10 @@ class Graphs:
         *,
         auto: bool = False,
         agreed: Callable[[bool], bool] = bool,
+        single: bool = False,
     ) -> None:
         self.model, self.max_documents = model, max_documents
-        self.auto, self.agreed = auto, agreed
+        self.auto, self.agreed, self.single = auto, agreed, single
         self.ended = False  # whether "auto" captures no more
         self.fixed: FLACPContext | None = None
         self.seen: OrderedDict[tuple[int, ...], Seen] = OrderedDict()
@@ -101,13 +110,16 @@ class Graphs:
         self.graphs.clear()
         self.ended, self.pool = True, None
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients must stay where they are after a step, because a graph adds to them or
-        may be captured in the next step."""
-        if not self.auto or self.graphs:
-            return True
-        return not self.ended and any(seen.times >= SEEN_BEFORE for seen in self.seen.values())
+    def reset_gradients(self) -> None:
+        """Ends a step: no gradient of it is in the next one."""
+        if not self.single:
+            zero_gradients(self.model)
+        elif not self.graphs:  # a graph writes all gradients anew
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def context(self, made: FLACPContext) -> FLACPContext:
         """The context of fixed shape, updated to the packing of `made`; or `made` itself, without
@@ -146,7 +158,11 @@ class Graphs:
         seen = self._seen(packing, context)
         if seen.times <= SEEN_BEFORE or len(self.graphs) >= MAX_GRAPHS or not self._may_capture():
             scale = torch.full((), factor, dtype=torch.float32, device=tokens.device)
+            if self.single:
+                self._drop_gradients()  # those of a graph, which an eager step would add to
             return self._eager(tokens, labels, seen.context, scale)
+        if self.single:
+            self._drop_gradients()
         self.graphs[packing] = self._capture(tokens, labels, seen.context)
         return self.graphs[packing].replay(tokens, labels, factor)
 
@@ -186,22 +202,28 @@ class Graphs:
         capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
         with unmeasured(), capture:
             loss = self._eager(tokens, labels, context, factor)
-        return Graph(graph, tokens, labels, factor, context, loss)
+        return Graph(graph, tokens, labels, factor, context, loss, self._written())
+
+    def _written(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters with the gradients that a captured micro-batch has left."""
+        found = [(p, p.grad) for p in self.model.parameters() if self.single]
+        return [(p, g) for p, g in found if g is not None]
 
 
 def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | None:
     """The graphs that --cuda-graphs asks for, or None. They end before the ranks' groups.
 
-    "auto" leaves out what may wait for the host or keeps no gradients between micro-batches: CPUs,
-    models of transformers, experts, --offload, and a reduction that follows several micro-batches.
+    "auto" leaves out what may wait for the host or reduces gradients only after several
+    micro-batches: CPUs, models of transformers, experts, --offload, and --parallel.reduce step.
     """
     parallel, data = config.parallel, config.data
     wanted, packs = parallel.cuda_graphs, data.global_batch_size // parallel.dp
+    single = (data.micro_batch_size or packs) == packs
     if wanted == "auto":
-        several = (data.micro_batch_size or packs) < packs and parallel.reduce == "step"
+        reduces = single or parallel.reduce == "micro_batch"
         experts = isinstance(model, LanguageModel) and model.balance is not None
-        eager = config.model.folder is not None or config.model.offload or experts or several
-        if ranks.device.type != "cuda" or eager:
+        eager = config.model.folder is not None or config.model.offload or experts
+        if ranks.device.type != "cuda" or eager or not reduces:
             return None
     if wanted == "off":
         return None
@@ -212,7 +234,8 @@ def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | N
         missing = torch.tensor([not here], dtype=torch.int32, device=ranks.device)
         return not collectives.all_reduce(missing, ranks.cp_group).item()
 
-    found = Graphs(model, data.max_documents, auto=wanted == "auto", agreed=agreed)
+    auto = wanted == "auto"
+    found = Graphs(model, data.max_documents, auto=auto, agreed=agreed, single=single)
     ranks.at_end.append(found.close)
     return found
 

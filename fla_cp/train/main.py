@@ -37,7 +37,7 @@ from fla_cp.train.data import Packs
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.flops import Meter, peak_of
-from fla_cp.train.graphs import graphs_of, zero_gradients
+from fla_cp.train.graphs import graphs_of
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
@@ -371,10 +371,10 @@ class Loop:
             self.skips.end()
         else:
             self.log.print(self.skips.add(step, loss, norm, self.model, ranks))
-        if self.graphs is not None and self.graphs.keeps_gradients:
-            zero_gradients(self.model)
-        else:
+        if self.graphs is None:
             self.optimizer.zero_grad()
+        else:
+            self.graphs.reset_gradients()
         seconds = time.perf_counter() - begin
         skipped = self.progress.skipped + (not finite)
         self.progress = checkpoint.Progress(step, skipped)

@@ -345,7 +345,7 @@ def has_compiled_blocks(model: nn.Module) -> bool:
     return isinstance(model, Decoder) and any("forward" in b.__dict__ for b in model.blocks)
 
 
-COMPILE_OPTIONS = {
+COMPILE_OPTIONS: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
 }
@@ -357,7 +357,7 @@ def compile_blocks(model: Decoder) -> None:
     """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
     share one code object, so that a shape is compiled once."""
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, options=dict(COMPILE_OPTIONS))
+        block.forward = torch.compile(block.forward, fullgraph=True, options=COMPILE_OPTIONS)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from fla_cp.train.config import UserError
 from fla_cp.train.distributed import joined
-from fla_cp.train.graphs import MAX_GRAPHS, MAX_SEEN, SEEN_BEFORE, Graph, Graphs, graphs_of
+from fla_cp.train.graphs import (
+    MAX_GRAPHS,
+    MAX_SEEN,
+    SEEN_BEFORE,
+    Graph,
+    Graphs,
+    graphs_of,
+    zero_gradients,
+)
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset
 from fla_cp.train.step import HeldOut
@@ -38,18 +46,27 @@ def captures(monkeypatch):
     def capture(self, tokens, labels, context):
         tokens, labels = tokens.clone(), labels.clone()
         factor, loss = torch.ones(()), torch.zeros(())
-        place, number = addresses(self.model), len(found)
+        number = len(found)
         found.append(0)
+        if self.single:
+            assert not addresses(self.model), "a graph must not add to gradients that it writes"
+            self._eager(tokens, labels, context, factor)
+            for p in self.model.parameters():
+                local_tensor(p.grad).fill_(torch.nan)  # a capture computes nothing
+        place = addresses(self.model)
         assert place, "gradients must be there before a graph adds to them"
 
         def run():
             found[number] += 1
             assert all(isinstance(p, DTensor) for p in self.model.parameters())
+            assert addresses(self.model) == place
+            if self.single:
+                zero_gradients(self.model)  # then what is added is what a graph writes
             loss.copy_(self._eager(tokens, labels, context, factor))
             assert addresses(self.model) == place
 
         graph = SimpleNamespace(replay=run, reset=lambda: None)
-        return Graph(graph, tokens, labels, factor, context, loss)
+        return Graph(graph, tokens, labels, factor, context, loss, self._written())
 
     monkeypatch.setattr(Graphs, "_capture", capture)
     return found
@@ -115,7 +132,7 @@ def test_packs_of_one_document_share_a_graph(captures, tmp_path):
     assert captures == [8 - 1 - SEEN_BEFORE]
 
 
-def test_few_graphs_are_kept(captures, tmp_path, monkeypatch):
+def test_few_graphs_are_kept(counted, tmp_path, monkeypatch):
     config = parse([*MODEL, "--cuda-graphs", "--out", str(tmp_path)])
     with joined(config.parallel) as ranks, training_loop(config, ranks) as (loop, feed):
         loop._step(feed, [])
@@ -126,7 +143,7 @@ def test_few_graphs_are_kept(captures, tmp_path, monkeypatch):
             monkeypatch.setattr(loop.graphs, "_eager", lambda *given: torch.zeros(()))
             for _ in range(SEEN_BEFORE + 2):
                 loop.graphs.loss(tokens, labels, other, 1.0)
-    assert len(captures) == MAX_GRAPHS
+    assert counted.made == MAX_GRAPHS
 
 
 def test_more_documents_than_allowed_run_without_a_graph(captures, tmp_path):
@@ -178,12 +195,11 @@ def counted(monkeypatch):
 
 def test_auto_captures_a_packing_that_comes_in_a_row(counted, monkeypatch):
     graphs = automatic(monkeypatch)
-    for step in range(SEEN_BEFORE + 3):
-        assert graphs.keeps_gradients == (step >= SEEN_BEFORE)
+    for _ in range(SEEN_BEFORE + 3):
         graphs.take(*ONE_DOCUMENT)
     assert (counted.made, counted.gone) == (1, 0)
     graphs.take(0, 100, 384)
-    assert counted.gone and not graphs.graphs and not graphs.keeps_gradients
+    assert counted.gone and not graphs.graphs
     for _ in range(SEEN_BEFORE + 3):
         graphs.take(*ONE_DOCUMENT)
     assert counted.made == 1, "a graph that was let go must not be captured again and again"
@@ -193,7 +209,6 @@ def test_auto_captures_nothing_where_packings_change(counted, monkeypatch):
     graphs = automatic(monkeypatch)
     for n in range(20):
         graphs.take(0, n % 2 + 1, 384)
-        assert not graphs.keeps_gradients
     assert not counted.made
 
 
@@ -202,19 +217,29 @@ def test_auto_asks_all_ranks_for_memory_once(counted, monkeypatch):
     graphs = automatic(monkeypatch, agreed=lambda here: asked.append(here))
     for _ in range(SEEN_BEFORE + 4):
         graphs.take(*ONE_DOCUMENT)
-    assert asked == [True] and not counted.made and not graphs.keeps_gradients
+    assert asked == [True] and not counted.made
+
+
+def test_several_micro_batches_share_a_graph(captures, tmp_path):
+    """A graph then adds to the gradients of those before."""
+    (tmp_path / "long.txt").write_text("one long document " * 2000)
+    more = "--micro-batch-size 1 --parallel.reduce micro_batch --data".split()
+    compared(tmp_path, model=[*more, f"text:{tmp_path / 'long.txt'}"])
+    # both micro-batches of the first step compare the ranks
+    assert captures == [2 * (8 - 1) - SEEN_BEFORE]
 
 
 def test_auto_is_for_gpus_and_for_what_never_waits():
     gpu, cpu = (SimpleNamespace(device=torch.device(d), at_end=[]) for d in ("cuda", "cpu"))
     model = torch.nn.Linear(1, 1)
     found = graphs_of(model, parse(MODEL), gpu)
-    assert found.auto and gpu.at_end == [found.close]
+    assert found.auto and found.single and gpu.at_end == [found.close]
     assert graphs_of(model, parse(MODEL), cpu) is None
     for flags in ("--micro-batch-size 1", "--offload", "--no-cuda-graphs", "--cuda-graphs off"):
         assert graphs_of(model, parse([*MODEL, *flags.split()]), gpu) is None, flags
     each = "--micro-batch-size 1 --parallel.reduce micro_batch"
-    assert graphs_of(model, parse([*MODEL, *each.split()]), gpu).auto
+    found = graphs_of(model, parse([*MODEL, *each.split()]), gpu)
+    assert found.auto and not found.single
     assert not graphs_of(model, parse([*MODEL, "--cuda-graphs"]), gpu).auto
 
 
