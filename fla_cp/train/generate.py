@@ -5,8 +5,9 @@ fla-cp-generate HF_DIR --prompt "Once upon a time"
 torchrun --nproc-per-node 4 launch/generate.py runs/a --cp 4 --prompt-file long.txt
 
 The prompt goes through the model in chunks, which leave a cache in each layer; each further token
-is one call that reads and writes the caches. Prompts of unequal lengths are read one by one, and
-then decoded together. Several ranks share the tokens of each chunk, and then decode alike.
+is one step that reads and writes the caches in place, on a GPU as a CUDA graph (decoding.py).
+Prompts of unequal lengths are read one by one, and then decoded together. Several ranks share the
+tokens of each chunk, and then decode alike.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
 from fla_cp.train.config import ParallelConfig, UserError
+from fla_cp.train.decoding import DecodeStep, Decoding, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import recorded_decoder, whole_checkpoint
@@ -72,7 +75,10 @@ class Sampling:
         chances, ids = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True)
         before = chances.cumsum(-1) - chances
         chances = chances.masked_fill(before >= self.top_p, 0.0)
-        return ids.gather(-1, torch.multinomial(chances, 1, generator=generator))[:, 0]
+        # The largest of these quotients is a draw from the chances, for which the host need not
+        # wait: torch.multinomial asks it to check them.
+        waits = torch.empty_like(chances).exponential_(generator=generator)
+        return ids.gather(-1, (chances / waits).argmax(-1, keepdim=True))[:, 0]
 
 
 @dataclass
@@ -192,20 +198,25 @@ def generate(
             logits = next_logits(model, part, caches, group)
         filled.append(caches)
         rows.append(logits)
-    caches, logits = _joined(filled), torch.cat(rows)
-    chosen = torch.empty(0, dtype=torch.int64, device=device)
+    decoding = Decoding(
+        DecodeStep(model, _joined(filled), len(prompts)),
+        lambda logits: sampling.choose(logits, generator),
+        in_graph=sampling.temperature == 0,
+        captured=why_eager(model) is None,
+        # the ranks' caches must never go apart
+        shared=None if group is None else partial(dist.broadcast, group_src=0, group=group),
+    )
+    decoding.take(torch.cat(rows))
     found: list[list[int]] = [[] for _ in prompts]
     open_rows = [True] * len(prompts)
     statistics = Statistics()
     for step in range(max_new_tokens):
-        if step:
-            logits = next_logits(model, chosen[:, None], caches)
-        chosen = sampling.choose(logits, generator)
-        if group is not None:  # the ranks' caches must never go apart
-            dist.broadcast(chosen, group_src=0, group=group)
-        given = [
-            t if is_open else None for t, is_open in zip(chosen.tolist(), open_rows, strict=True)
-        ]
+        newest = decoding.read()
+        # A GPU computes the next token while the host reads this one.
+        ahead = 0 < step < max_new_tokens - 1 and device.type == "cuda"
+        if ahead:
+            decoding.advance()
+        given = [t if is_open else None for t, is_open in zip(newest(), open_rows, strict=True)]
         if not step:
             statistics.first_token = time.perf_counter() - begin
             begin = time.perf_counter()
@@ -220,6 +231,8 @@ def generate(
             on_tokens(given)
         if not any(open_rows):
             break
+        if not ahead and step + 1 < max_new_tokens:
+            decoding.advance()
     statistics.decoding = time.perf_counter() - begin
     return found, statistics
 

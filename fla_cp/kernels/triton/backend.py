@@ -15,7 +15,17 @@ from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import conv as convolution
-from fla_cp.kernels.triton import decoding, exchange, fold, gate, gated_norm, intra, ptxas, recurrent, streams
+from fla_cp.kernels.triton import (
+    decoding,
+    exchange,
+    fold,
+    gate,
+    gated_norm,
+    intra,
+    ptxas,
+    recurrent,
+    streams,
+)
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
 from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS

@@ -128,6 +128,24 @@ class UpdateShape(NamedTuple):
     SILU: bool
 
 
+@triton.jit
+def load_past(p, step, m_c, W: tl.constexpr):
+    """The W - 1 tokens before the one that comes, nearest first, in the cache's dtype."""
+    window = ()
+    for s in tl.static_range(1, W):
+        window = window + (tl.load(p + (W - s) * step, mask=m_c, other=0.0),)
+    return window
+
+
+@triton.jit
+def read_as(window, dtype: tl.constexpr):
+    """The tokens rounded to dtype, in fp32."""
+    seen = ()
+    for s in tl.static_range(len(window)):
+        seen = seen + (window[s].to(dtype).to(tl.float32),)
+    return seen
+
+
 @triton.jit(do_not_specialize=["x_row"])
 def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
     """x [N, D] with its stride of rows; cache: `Window`; weight [D, W], bias [D] or None; y
@@ -139,16 +157,12 @@ def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
     b_bias = load_bias(bias, o_c, m_c)
     b_x = tl.load(x + i_n * x_row + o_c, mask=m_c, other=0.0)
     p = cache.ptr + i_n * cache.n + o_c.to(tl.int64) * cache.d
-    window = ()
-    for s in tl.static_range(1, S.W):
-        window = window + (tl.load(p + (S.W - s) * cache.w, mask=m_c, other=0.0),)
+    window = load_past(p, cache.w, m_c, S.W)
     # A column is written to where another thread may still have to read the one before it.
     tl.debug_barrier()
-    seen = (b_x.to(tl.float32),)
     for s in tl.static_range(1, S.W):
-        b_c = window[s - 1]
-        seen = seen + (b_c.to(b_x.dtype).to(tl.float32),)
-        tl.store(p + (S.W - 1 - s) * cache.w, b_c, mask=m_c)
+        tl.store(p + (S.W - 1 - s) * cache.w, window[s - 1], mask=m_c)
+    seen = (b_x.to(tl.float32),) + read_as(window, b_x.dtype)
     tl.store(p + (S.W - 1) * cache.w, b_x.to(cache.ptr.dtype.element_ty), mask=m_c)
     b_y = weighted(taps, seen, b_bias)
     if S.SILU:
