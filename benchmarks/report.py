@@ -165,6 +165,17 @@ SECTIONS = (
         optional=True,
     ),
     Section(
+        "Decoding",
+        "One more token for each of B sequences through a whole decoder with random weights, in a "
+        "CUDA graph; the floor is the time in which the device reads the weights once, and reads "
+        "and writes the states once, at the larger of the two bandwidths above the table; eager is "
+        "the same step without a graph, and separate has every product as a call of cuBLAS.",
+        lambda r: r.data.get("benchmark") == "decode",
+        report_memory.decode,
+        report_memory.decode_command,
+        missing="`python -m benchmarks.decode --out benchmarks/results/current/decode.json`",
+    ),
+    Section(
         "Runs of the trainer",
         "Each row is one run of the trainer with a model of 1.3 billion parameters in bf16; the "
         "first steps of a run compile kernels.",

@@ -24,7 +24,7 @@ from fla_cp.kernels.torch.decoding import StepProduct
 from fla_cp.nn.cache import LayerCache, RecurrentCache
 from fla_cp.nn.linear_attention import LinearAttention
 from fla_cp.nn.modules import ShortConvolution, SwiGLU
-from fla_cp.nn.projections import is_low_rank, joins
+from fla_cp.nn.projections import is_low_rank, joins, watched
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
@@ -81,7 +81,7 @@ class RecurrentStep:
     @staticmethod
     def fits(layer: nn.Module) -> bool:
         """Whether the layer's modules are of the plain kinds that a step joins."""
-        if not isinstance(layer, LinearAttention):
+        if not isinstance(layer, LinearAttention) or watched(layer) or watched(layer.qkv_conv):
             return False
         second = [m[1] for m in layer.input_projections() if isinstance(m, nn.Sequential)]
         dtype = layer.o_proj.weight.dtype
@@ -89,14 +89,13 @@ class RecurrentStep:
             joins(layer.o_proj.weight.data, [*layer.input_projections(), layer.o_proj])
             and all(m.__class__ is nn.Linear and m.weight.dtype == dtype for m in second)
             and layer.qkv_conv.__class__ is ShortConvolution
+            and type(layer).forward is LinearAttention.forward
         )
 
     def __call__(self, x: Tensor, cache: RecurrentCache) -> None:
         assert cache.conv is not None
         layer, backend = self.layer, resolve(self.impl, x.device, x.dtype)
-        both = backend.step_product(
-            StepProduct(x, self.into, self.norm.weight, _eps(self.norm, x.dtype))
-        )
+        both = backend.step_product(_behind(self.norm, x, self.into))
         qkv, *rest = both.split(self.widths, 1)
         found: dict[nn.Module, Tensor] = {}
         for group, weight, bias in zip(self.groups, self.second, self.biases, strict=True):
@@ -128,12 +127,13 @@ class SwiGLUStep:
     @staticmethod
     def fits(ffn: nn.Module) -> bool:
         """Whether its modules are of the plain kinds that a step joins."""
-        return ffn.__class__ is SwiGLU and joins(ffn.up.weight.data, [ffn.gate, ffn.up, ffn.down])
+        if ffn.__class__ is not SwiGLU or watched(ffn):
+            return False
+        return joins(ffn.up.weight.data, [ffn.gate, ffn.up, ffn.down])
 
     def __call__(self, x: Tensor) -> None:
         backend = resolve(self.impl, x.device, x.dtype)
-        eps = _eps(self.norm, x.dtype)
-        inner = backend.step_product(StepProduct(x, self.into, self.norm.weight, eps, swiglu=True))
+        inner = backend.step_product(_behind(self.norm, x, self.into)._replace(swiglu=True))
         backend.step_product(StepProduct(inner, self.ffn.down.weight.data[None], onto=x))
 
 
@@ -169,20 +169,19 @@ class BlockStep:
 def head_logits(x: Tensor, norm: nn.RMSNorm, head: nn.Linear, impl: str = "auto") -> Tensor:
     """head(norm(x)) for x [B, hidden]."""
     backend = resolve(impl, x.device, x.dtype)
-    return backend.step_product(
-        StepProduct(x, head.weight.data[None], norm.weight, _eps(norm, x.dtype))
-    )
+    return backend.step_product(_behind(norm, x, head.weight.data[None]))
 
 
-def _eps(norm: nn.RMSNorm, dtype: torch.dtype) -> float:
-    eps: Any = norm.eps
-    found: float = torch.finfo(dtype).eps if eps is None else eps
-    return found
+def _behind(norm: nn.RMSNorm, x: Tensor, weight: Tensor) -> StepProduct:
+    """norm(x) times a weight [1, R, C]."""
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return StepProduct(x, weight, norm.weight, eps)
 
 
 def _biases(modules: Sequence[nn.Linear]) -> Tensor | None:
     """The biases of all modules, zero where one has none; None if none has."""
-    if all(m.bias is None for m in modules):
+    biases: list[Any] = [m.bias for m in modules]
+    if all(bias is None for bias in biases):
         return None
-    parts = [m.weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in modules]
-    return torch.cat([p.detach() for p in parts])
+    zeros = (m.weight.new_zeros(len(m.weight)) for m in modules)
+    return torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])
