@@ -60,7 +60,7 @@ def load_weights(weight, o_r, o_c, S: tl.constexpr):
         return tl.load(p, mask=m_rc, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["x_row", "y_row"])
+@triton.jit
 def step_product_kernel(x, norm, weight, bias, y, x_row, y_row, eps, S: tl.constexpr):
     """x [B, G * C] and y [B, G * R] with their strides of rows; norm [C] or None; weight [G, R, C],
     or [1, 2 R, C] with SWIGLU; bias [G * R] or None. A program has one sequence, BR rows of y and
@@ -146,7 +146,7 @@ def read_as(window, dtype: tl.constexpr):
     return seen
 
 
-@triton.jit(do_not_specialize=["x_row"])
+@triton.jit
 def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
     """x [N, D] with its stride of rows; cache: `Window`; weight [D, W], bias [D] or None; y
     [N, D]."""
