@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ops import environment, milliseconds
 from fla_cp.nn.cache import LayerCache
-from fla_cp.train.decoding import EAGER_CALLS, DecodeStep, Decoding, step_bytes, why_eager
+from fla_cp.train.decoding import EAGER_CALLS, DecodeStep, Decoding, in_dtype, step_bytes, why_eager
 from fla_cp.train.generate import Sampling, make_caches, next_logits
 from fla_cp.train.model import Decoder, build_model
 from fla_cp.train.parse import parse
@@ -58,15 +58,6 @@ def bandwidth(device: str) -> dict[str, float]:
     copied = milliseconds(lambda: here.copy_(there), device)
     read = milliseconds(there.sum, device)
     return {"copy": 2 * size / copied / 1e6, "read": size / read / 1e6}
-
-
-def in_dtype(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """The model with its parameters in dtype, but for those that the trainer keeps in fp32."""
-    exact = {p for part in model.exact_parts() for p in part.parameters()}
-    for p in model.parameters():
-        if p not in exact:
-            p.data = p.data.to(dtype)
-    return model
 
 
 def prefilled(model: Decoder, rows: int) -> tuple[list[LayerCache], Tensor]:

@@ -171,6 +171,16 @@ class Decoding:
         return self.step.tokens.copy_(self.choose(self.step()))
 
 
+def in_dtype(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """The same model with its parameters in dtype, but for those that the trainer keeps in fp32:
+    of the cores of recurrent layers, and of routers."""
+    exact = {p for part in model.exact_parts() for p in part.parameters()}
+    for p in model.parameters():
+        if p not in exact:
+            p.data = p.data.to(dtype)
+    return model
+
+
 def step_bytes(model: Decoder, caches: Sequence[LayerCache], rows: int) -> int:
     """The bytes that a step must move: weights read once, states and windows of convolutions read
     and written once, keys and values read. Of the embedding it reads a row for each token, and of

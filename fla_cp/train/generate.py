@@ -35,7 +35,7 @@ from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
 from fla_cp.train.config import ParallelConfig, UserError
-from fla_cp.train.decoding import DecodeStep, Decoding, why_eager
+from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import recorded_decoder, whole_checkpoint
@@ -46,6 +46,8 @@ from fla_cp.train.published import end_tokens, is_published, load_published
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
 from fla_cp.train.weights import give_memory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 PREFILL_CHUNK = 2048
 """Tokens of a prompt that go through the model at once."""
@@ -330,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cp", type=int, default=1, help="ranks, which share each prompt")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
     given = parser.parse_args(argv)
@@ -358,6 +361,7 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
         raise UserError("--prompt or --prompt-file must be given")
     sampling = Sampling(given.temperature, given.top_p)
     model, tokenizer, ends = load(given.run, device, trust=given.trust_checkpoint, ranks=ranks)
+    model = in_dtype(model, DTYPES[given.dtype])
     prompts = [list(text.encode()) for text in texts]
     if tokenizer is not None:
         prompts = tokenizer.ids(texts)

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from fla_cp.train import decoding, generate
-from fla_cp.train.decoding import DecodeStep, Decoding, Replayed, why_eager
+from fla_cp.train.decoding import DecodeStep, Replayed, why_eager
 from fla_cp.train.generate import Sampling, _joined, make_caches, next_logits
 from fla_cp.train.model import build_model
 from fla_cp.train.parse import parse
@@ -32,10 +32,7 @@ PROMPTS = [[5, 17, 80, 3, 41], [2], [int(i * 31 % VOCAB) for i in range(150)]]
 def made(flags: str, dtype: torch.dtype) -> generate.Decoder:
     config = parse((SIZES + flags).split()).model
     model = randomised(build_model(config, VOCAB, 0)).cuda().eval()
-    exact = {p for part in model.exact_parts() for p in part.parameters()}
-    for p in model.parameters():
-        p.data = p.data if p in exact else p.data.to(dtype)
-    return model
+    return decoding.in_dtype(model, dtype)
 
 
 def steps(model: generate.Decoder, prompts: list[list[int]], captured: bool) -> torch.Tensor:
@@ -104,5 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert decoding.EAGER_CALLS < NEW and Decoding
     sys.exit(main())
