@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,13 +152,16 @@ def kernels(f: Callable[[], object]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-@contextmanager
-def separate_products() -> Iterator[None]:
-    """In the block, products are cuBLAS's for any number of rows."""
+def variant_milliseconds(model: Decoder, rows: int, name: str, value: object) -> float:
+    """The step in a graph with another value of a constant of kernels/triton/decoding.py. Raises
+    SystemExit if its tokens are wrong."""
     from fla_cp.kernels.triton import decoding as stages
 
-    with mock.patch.object(stages, "FUSED_ROWS", 0):
-        yield
+    with mock.patch.object(stages, name, value):
+        near_ties(model, tokens_of(decoding(model, rows, True)[0], CHECKED))
+        found, _ = decoding(model, rows, True)
+        loop_milliseconds(found)
+        return milliseconds(found.advance, "cuda")
 
 
 def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
@@ -176,12 +178,10 @@ def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
     row["kernels"] = kernels(found.advance)
     row["launches"] = sum(kernel["count"] for kernel in row["kernels"]) or None
     row["eager_loop_ms"] = loop_milliseconds(decoding(model, rows, False)[0])
-    row["separate_ms"] = None
+    row |= {"separate_ms": None, "early_ms": None}
     if captured:
-        with separate_products():
-            apart, _ = decoding(model, rows, True)
-            loop_milliseconds(apart)
-            row["separate_ms"] = milliseconds(apart.advance, device)
+        row["separate_ms"] = variant_milliseconds(model, rows, "FUSED_ROWS", 0)
+        row["early_ms"] = variant_milliseconds(model, rows, "EARLY", True)
     return row
 
 

@@ -62,6 +62,7 @@ def decode(result: Result) -> str:
         ("graph, ms", lambda r: number(r["graph_ms"])),
         ("over floor", lambda r: ratio(r["over_floor"])),
         ("separate, ms", lambda r: number(r["separate_ms"])),
+        ("early, ms", lambda r: number(r["early_ms"])),
         ("launches", lambda r: whole(r["launches"])),
         ("loop, ms", lambda r: number(r["loop_ms"])),
         ("eager loop, ms", lambda r: number(r["eager_loop_ms"])),

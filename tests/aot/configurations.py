@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from itertools import product
+from unittest import mock
 
 import torch
 
@@ -140,22 +141,24 @@ PRODUCTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "output": (1, 2048, 2048, ("onto",)),
     "gate, up": (1, 2 * 5504, 2048, ("norm", "swiglu")),
     "down": (1, 2048, 5504, ("onto",)),
+    "wide": (1, 2 * 14336, 14336, ("norm", "swiglu")),
 }
-"""Products of a decoding step of the 1.3B model: inputs, rows and columns of a weight, and what
-stands around it."""
+"""Products of a decoding step of the 1.3B model, and a wider one: inputs, rows and columns of a
+weight, and what stands around it."""
 
 
-def compile_product(dtype: torch.dtype, name: str, B: int) -> list[Launch]:
-    """A product of one token of B sequences; of many, what is not cuBLAS's."""
+def compile_product(dtype: torch.dtype, name: str, B: int, early: bool = False) -> list[Launch]:
+    """A product of one token of B sequences; of many, what is not cuBLAS's. early: it starts before
+    the kernel ahead of it has ended."""
     from fla_cp.kernels.torch.decoding import StepProduct
-    from fla_cp.kernels.triton.decoding import step_product
+    from fla_cp.kernels.triton import decoding
 
     G, R, C, parts = PRODUCTS[name]
     given = {"norm": torch.zeros(C), "bias": torch.zeros(G * R), "onto": torch.zeros(B, R)}
     more = {part: given[part].to(dtype) if part in given else True for part in parts}
     x, weight = torch.zeros(B, G * C, dtype=dtype), torch.zeros(G, R, C, dtype=dtype)
-    with launched() as kernels:
-        step_product(StepProduct(x, weight, eps=1e-5, **more))
+    with launched() as kernels, mock.patch.object(decoding, "EARLY", early):
+        decoding.step_product(StepProduct(x, weight, eps=1e-5, **more))
     return list(dict.fromkeys(kernels))
 
 
@@ -277,6 +280,9 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             call = functools.partial(compile_product, dtype, part, 1)
             yield f"decode {part} {name}", call
         yield f"decode SwiGLU {name}", functools.partial(compile_product, dtype, "gate, up", 5)
+        for part in ("projections", "down"):
+            call = functools.partial(compile_product, dtype, part, 1, early=True)
+            yield f"decode {part} {name} early", call
         for bound in (None, -5.0):
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fla_cp.kernels.torch import decoding as torch_stage
 from fla_cp.kernels.torch.decoding import StepProduct
@@ -26,11 +27,19 @@ FUSED_ROWS = 4
 """The most sequences for which a product is one kernel. Programs of the same rows of a weight run
 side by side, so that the weight comes from memory once, but from the L2 cache for each sequence."""
 
+EARLY = False
+"""Whether a product loads its weights while the kernel ahead of it ends, on GPUs from sm_90 on
+(programmatic dependent launch). `python -m benchmarks.decode` times a step with it and compares its
+tokens; no GPU has run it yet."""
+
 COLUMNS = 2048
 """The most columns of a weight that a program reads at once, so that it waits for memory once."""
 
 ELEMENTS = 8192
 """Elements of a [BR, BC] tile: 32 for each of 256 threads, 4 loads of 16 bytes in bf16."""
+
+ROW_BYTES = 96 * 1024
+"""The most bytes of a weight that a program holds in registers, 96 for each of 256 threads."""
 
 CHANNELS = 128
 """Channels of a program of the convolution, and columns of one of the SwiGLU."""
@@ -39,7 +48,8 @@ CHANNELS = 128
 @constants
 class ProductShape(NamedTuple):
     """Rows and columns of a weight (R is half of its rows with SWIGLU), the tile [BR, BC], whether
-    the gate of SwiGLU is multiplied in, and whether y is added to."""
+    the gate of SwiGLU is multiplied in, whether y is added to, and whether the kernel may start
+    before the one ahead of it has ended."""
 
     R: int
     C: int
@@ -47,17 +57,27 @@ class ProductShape(NamedTuple):
     BC: int
     SWIGLU: bool
     ONTO: bool
+    EARLY: bool
 
 
 @triton.jit
 def load_weights(weight, o_r, o_c, S: tl.constexpr):
-    """[BR, BC] in fp32, zero outside."""
+    """[BR, BC], zero outside."""
     p = weight + o_r.to(tl.int64)[:, None] * S.C + o_c[None, :]
     if divides(S.BC, S.C) and divides(S.BR, S.R):
-        return tl.load(p).to(tl.float32)
+        return tl.load(p)
     else:
         m_rc = (o_r < S.R)[:, None] & (o_c < S.C)[None, :]
-        return tl.load(p, mask=m_rc, other=0.0).to(tl.float32)
+        return tl.load(p, mask=m_rc, other=0.0)
+
+
+@triton.jit
+def load_all(weight, o_r, S: tl.constexpr):
+    """The tiles of the first columns and of those that follow."""
+    tiles = ()
+    for c in tl.static_range(0, S.C, S.BC):
+        tiles = tiles + (load_weights(weight, o_r, c + tl.arange(0, S.BC), S),)
+    return tiles
 
 
 @triton.jit
@@ -70,19 +90,25 @@ def step_product_kernel(x, norm, weight, bias, y, x_row, y_row, eps, S: tl.const
     x += i_b * x_row + i_g * S.C
     y += i_b * y_row + i_g * S.R
     weight += i_g * S.R * S.C
+    # Weights are loaded at once, and before the tokens, which the kernel ahead may still write.
+    tiles, up_tiles = load_all(weight, o_r, S), ()
+    if S.SWIGLU:
+        up_tiles = load_all(weight + S.R * S.C, o_r, S)
+    if S.EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     b_y = tl.zeros([S.BR, S.BC], tl.float32)
     b_u = tl.zeros([S.BR, S.BC], tl.float32)
     squares = tl.zeros([S.BC], tl.float32)
     for c in tl.static_range(0, S.C, S.BC):
         o_c = c + tl.arange(0, S.BC)
-        b_w = load_weights(weight, o_r, o_c, S)
         b_x = tl.load(x + o_c, mask=o_c < S.C, other=0.0).to(tl.float32)
         if norm is not None:
             squares += b_x * b_x
             b_x *= tl.load(norm + o_c, mask=o_c < S.C, other=0.0).to(tl.float32)
-        b_y += b_w * b_x[None, :]
+        b_y += tiles[c // S.BC].to(tl.float32) * b_x[None, :]
         if S.SWIGLU:
-            b_u += load_weights(weight + S.R * S.C, o_r, o_c, S) * b_x[None, :]
+            b_u += up_tiles[c // S.BC].to(tl.float32) * b_x[None, :]
     factor = 1.0
     if norm is not None:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / S.C + eps)
@@ -188,16 +214,21 @@ def step_product(p: StepProduct) -> Tensor:
 def _fused(p: StepProduct) -> Tensor:
     B, (G, R, C) = len(p.x), p.weight.shape
     R = R // 2 if p.swiglu else R
-    BC = min(COLUMNS, power_of_two(C))
+    BC, BR = min(COLUMNS, power_of_two(C)), power_of_two(R)
     # With SwiGLU, a program reads the rows of the gate and those that it multiplies.
-    BR = max(1, min(ELEMENTS // BC // (1 + p.swiglu), power_of_two(R)))
+    rows = 2 if p.swiglu else 1
+    size = rows * cdiv(C, BC) * BC * p.weight.element_size()
+    while BR > 1 and (rows * BR * BC > ELEMENTS or BR * size > ROW_BYTES):
+        BR //= 2
     y = p.onto
     if y is None:
         y = torch.empty(B, G * R, dtype=p.x.dtype, device=p.x.device)
-    S = ProductShape(R, C, BR, BC, p.swiglu, p.onto is not None)
+    early = EARLY and (not p.x.is_cuda or torch.cuda.get_device_capability(p.x.device) >= (9, 0))
+    S = ProductShape(R, C, BR, BC, p.swiglu, p.onto is not None, early)
     strides = p.x.stride(0), y.stride(0)
     given = p.x, p.norm, p.weight, p.bias, y, *strides, p.eps, S
-    launch(step_product_kernel, (B, cdiv(R, BR), G), *given, num_warps=8)
+    more = {"launch_pdl": True} if early else {}
+    launch(step_product_kernel, (B, cdiv(R, BR), G), *given, num_warps=8, **more)
     return y
 
 
