@@ -124,6 +124,17 @@ def step_product_kernel(x, norm, weight, bias, y, x_row, y_row, eps, S: tl.const
 
 
 @triton.jit
+def norm_kernel(x, norm, y, x_row, eps, C: tl.constexpr, BC: tl.constexpr):
+    """y [B, C] = x / rms(x) * norm for x [B, C] with its stride of rows; a program has one row."""
+    i_b = tl.program_id(0).to(tl.int64)
+    o_c = tl.arange(0, BC)
+    b_x = tl.load(x + i_b * x_row + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    b_w = tl.load(norm + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / C + eps) * b_w
+    tl.store(y + i_b * C + o_c, b_y.to(y.dtype.element_ty), mask=o_c < C)
+
+
+@triton.jit
 def swiglu_kernel(x, y, F: tl.constexpr, BC: tl.constexpr):
     """y [B, F] = silu(gate) * up, of x [B, 2 F], whose first half is the gate."""
     i_b = tl.program_id(1).to(tl.int64)
@@ -199,9 +210,10 @@ def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
 def step_product(p: StepProduct) -> Tensor:
     """As in kernels/torch/decoding.py; with few sequences in one kernel, whose parts are rounded
     once, at the end."""
+    p = p._replace(x=unit_rows(p.x))
     if len(p.x) <= FUSED_ROWS:
-        return _fused(p._replace(x=unit_rows(p.x)))
-    x = torch_stage.normed(p)
+        return _fused(p)
+    x = p.x if p.norm is None else _normed(p.x, p.norm, p.eps)
     if not p.swiglu:
         return torch_stage.plain_product(p, x)
     both = torch_stage.plain_product(p._replace(onto=None), x)
@@ -209,6 +221,14 @@ def step_product(p: StepProduct) -> Tensor:
     F = y.shape[1]
     launch(swiglu_kernel, (cdiv(F, CHANNELS), len(y)), both, y, F, CHANNELS, num_warps=1)
     return y if p.onto is None else p.onto.add_(y)
+
+
+def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    B, C = x.shape
+    y = torch.empty(B, C, dtype=x.dtype, device=x.device)
+    given = x, norm, y, x.stride(0), eps, C, power_of_two(C)
+    launch(norm_kernel, (B,), *given, num_warps=8)
+    return y
 
 
 def _fused(p: StepProduct) -> Tensor:
