@@ -44,6 +44,7 @@ RUNS = (
     Run("gdn-layer", "ops", "--op gdn-layer", 90),
     Run("precision", "precision", "", 60),
     Run("attention", "attention", "", 90),
+    Run("decode", "decode", "", 90),
     Run("train-340M", "train", "--models 340M --gpus 1 --flags=--cuda-graphs --profile", 180),
     Run("train-1.3B", "train", "--models 1.3B --seq-len 32768 --gpus 1 --profile", 150),
     Run("example", "example_figures", "--tokens 65536,131072", 300),

@@ -165,6 +165,20 @@ SECTIONS = (
         optional=True,
     ),
     Section(
+        "Decoding",
+        "One more token for each of B sequences through a whole decoder with random weights, in a "
+        "CUDA graph. The floor is the time in which the device reads the weights once, and reads "
+        "and writes the states once, at the larger of the two bandwidths above the table; the "
+        "goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. In separate, "
+        "every product is a call of cuBLAS, and in early a product loads its weights while the "
+        "kernel ahead of it ends (`EARLY` of kernels/triton/decoding.py); eager is without a "
+        "graph.",
+        lambda r: r.data.get("benchmark") == "decode",
+        report_memory.decode,
+        report_memory.decode_command,
+        missing="`python -m benchmarks.decode --out benchmarks/results/current/decode.json`",
+    ),
+    Section(
         "Runs of the trainer",
         "Each row is one run of the trainer with a model of 1.3 billion parameters in bf16; the "
         "first steps of a run compile kernels.",

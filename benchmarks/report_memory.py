@@ -1,4 +1,5 @@
-"""Tables of `benchmarks.remat` and `benchmarks.example_figures` for benchmarks/report.py."""
+"""Tables of `benchmarks.remat`, `benchmarks.example_figures` and `benchmarks.decode` for
+benchmarks/report.py."""
 
 from __future__ import annotations
 
@@ -41,4 +42,29 @@ def example(result: Result) -> str:
         ("first step, s", lambda r: number(r.get("first_step_s"))),
         ("peak GiB", lambda r: number(r.get("peak_gib"))),
         ("start to end, s", lambda r: number(r["wall_s"])),
+    )
+
+
+def decode_command(result: Result) -> str:
+    data, batches = result.data, joined(r["batch"] for r in result.rows)
+    size = f"--size {data['size']} --pattern {data['pattern']}"
+    return module("decode", result, size, f"--batches {batches}")
+
+
+def decode(result: Result) -> str:
+    rates = result.data["gb_s"]
+    said = f"Bandwidth: {whole(rates['copy'])} GB/s of a copy, {whole(rates['read'])} of a sum."
+    return f"{said}\n\n" + columns(
+        result.rows,
+        ("B", lambda r: str(r["batch"])),
+        ("GB", lambda r: number(r["gb"])),
+        ("floor, ms", lambda r: number(r["floor_ms"])),
+        ("graph, ms", lambda r: number(r["graph_ms"])),
+        ("over floor", lambda r: ratio(r["over_floor"])),
+        ("separate, ms", lambda r: number(r["separate_ms"])),
+        ("early, ms", lambda r: number(r["early_ms"])),
+        ("launches", lambda r: whole(r["launches"])),
+        ("loop, ms", lambda r: number(r["loop_ms"])),
+        ("eager loop, ms", lambda r: number(r["eager_loop_ms"])),
+        ("tokens/s", lambda r: whole(r["tokens_per_second"])),
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 from fla_cp.comm import affine
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.torch.conv import ConvInputs
+from fla_cp.kernels.torch.decoding import StepProduct
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.partition.packing import Packing
@@ -214,3 +215,16 @@ class Backend(ABC):
         sequences: Sequences,
     ) -> Tensor:
         """o [T, HV, V] in v's dtype, token by token; fills S_end, which may be S0."""
+
+    # a decoding step, forward only
+
+    @abstractmethod
+    def conv_update(
+        self, x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+    ) -> Tensor:
+        """y [N, D] of one more token x [N, D] of each sequence, which becomes the last of
+        cache [N, D, W]."""
+
+    @abstractmethod
+    def step_product(self, p: StepProduct) -> Tensor:
+        """The product with what stands around it, [B, G * R], see `StepProduct`."""

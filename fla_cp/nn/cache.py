@@ -44,6 +44,10 @@ class AttentionCache:
     lengths: Tensor
     written: int = 0
 
+    def fixed(self) -> FixedAttentionCache:
+        """A cache of the same memory, for steps that a CUDA graph repeats."""
+        return FixedAttentionCache(self.keys, self.values, self.lengths, self.written)
+
     @staticmethod
     def joined(caches: Sequence[AttentionCache]) -> AttentionCache:
         """The rows of all caches, which have the same capacity, in one."""
@@ -74,19 +78,15 @@ class AttentionCache:
         own = self.positions(q.shape[1], cp_context)
         if cp_context is not None:
             k, v = cp_context.unshard(k), cp_context.unshard(v)
-        T, capacity = k.shape[1], self.keys.shape[1]
-        if self.written + T > capacity:
-            raise ValueError(
-                f"cache must have room for {self.written + T} tokens, got a capacity of {capacity}"
-            )
+        T = k.shape[1]
+        columns = self.reserved(T)
         places = self.positions(T)
         rows = torch.arange(len(k), dtype=torch.int64, device=k.device)[:, None]
         self.keys[rows, places] = k.to(self.keys.dtype)
         self.values[rows, places] = v.to(self.values.dtype)
         self.lengths += T
-        self.written += T
-        seen = torch.arange(self.written, dtype=torch.int64, device=q.device) <= own[..., None]
-        keys, values = self.keys[:, : self.written], self.values[:, : self.written]
+        seen = torch.arange(columns, dtype=torch.int64, device=q.device) <= own[..., None]
+        keys, values = self.keys[:, :columns], self.values[:, :columns]
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys.to(q.dtype).transpose(1, 2),
@@ -96,6 +96,27 @@ class AttentionCache:
             enable_gqa=True,
         )
         return o.transpose(1, 2)
+
+    def reserved(self, tokens: int) -> int:
+        """The places that any row reads once the next tokens are written. Raises ValueError if the
+        tokens do not fit."""
+        capacity = self.keys.shape[1]
+        if self.written + tokens > capacity:
+            raise ValueError(
+                f"cache must have room for {self.written + tokens} tokens, got a capacity of "
+                f"{capacity}"
+            )
+        self.written += tokens
+        return self.written
+
+
+class FixedAttentionCache(AttentionCache):
+    """A cache whose calls always do the same: each reads all places, and a mask hides those that
+    are not written. Only the device knows how many tokens there are. The caller must know that they
+    fit. written: as it was when the cache was made."""
+
+    def reserved(self, tokens: int) -> int:
+        return self.keys.shape[1]
 
 
 LayerCache = RecurrentCache | AttentionCache

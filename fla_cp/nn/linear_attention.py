@@ -25,6 +25,7 @@ from fla_cp.nn.modules import (
 )
 from fla_cp.nn.one_call import one_call
 from fla_cp.nn.projections import Projections, is_low_rank
+from fla_cp.ops.short_conv import Heads
 from fla_cp.rule import NORM_EPS, accumulator
 
 RECURRENT_TOKENS = 64
@@ -93,7 +94,9 @@ class Core(InitializedModule):
             options["cp_context"] = cp_context
         op = getattr(ops, f"{'fused_recurrent' if recurrent else 'chunk'}_{self.name}")
         if cache is not None:
-            options |= {"initial_state": cache.state, "output_final_state": True}
+            in_place = recurrent and cache.state is not None
+            options["initial_state"] = cache.state
+            options["inplace_final_state" if in_place else "output_final_state"] = True
         o: Tensor
         o, final = op(*inputs, **options)[:2]
         if cache is not None:
@@ -254,8 +257,6 @@ class LinearAttention(nn.Module):
         if cache is not None:
             held = None if cache.state is None else len(cache.state)
             check_cache(held, x, cu_seqlens, cp_context)
-        H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
-        n = self.rows
         exchanges = cp_context is not None and cp_context.world_size > 1
         inputs = self.input_projections()
         project = Projections(x, inputs)
@@ -263,8 +264,7 @@ class LinearAttention(nn.Module):
         if y is not None:
             return y
         qkv = self.read_qkv(project, () if exchanges else inputs[3:])
-        # One convolution, hence one exchange of its halo, for all three.
-        heads = (H, K), (n * H, K), (n * HV, V)
+        heads = self.conv_heads()
         with Overlap(lambda: self.rates(project)) as rates:
             if cache is None:
                 q, k, v = self.qkv_conv(qkv, cu_seqlens, cp_context, heads)
@@ -272,19 +272,33 @@ class LinearAttention(nn.Module):
                 (q, k, v), cache.conv = self.qkv_conv(
                     qkv, None, cp_context, heads, cache=cache.conv, output_final_state=True
                 )
-        B, T = q.shape[:2]
-        g, beta = rates()
-        operands: list[Any] = [q, k.reshape(B, n * T, H, K), v.reshape(B, n * T, HV, V)]
-        operands.append(g.view(B, T, HV) if self.per_head else g.view(B, T, HV, K))
-        if beta is not None:
-            operands.append(beta.reshape(B, n * T, HV))
-        if self.operator == "gated_delta_product":
-            operands.append(n)
+        operands = self.operands(q, k, v, *rates())
         with Overlap(lambda: self.early_gate(project)) as gate:
             options = {} if cache is None else {"cache": cache}
             o = self.core(*operands, cu_seqlens=cu_seqlens, cp_context=cp_context, **options)
-        del rates, g, beta, operands
+        del rates, operands
         return self.o_proj(self.gated(o, project, gate()).flatten(-2))
+
+    def conv_heads(self) -> Heads:
+        """q, k and v in the result of their convolution, which is one, so that its halo is
+        exchanged once."""
+        H, HV, n = self.num_heads, self.num_v_heads, self.rows
+        return (H, self.head_dim), (n * H, self.head_dim), (n * HV, self.head_v_dim)
+
+    def operands(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
+    ) -> list[Any]:
+        """What the core takes. q [B, T, H, K], k [B, T, n*H, K], v [B, T, n*HV, V]; raw decays g
+        and raw beta with B * T rows."""
+        H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
+        (B, T), n = q.shape[:2], self.rows
+        found: list[Any] = [q, k.reshape(B, n * T, H, K), v.reshape(B, n * T, HV, V)]
+        found.append(g.view(B, T, HV) if self.per_head else g.view(B, T, HV, K))
+        if beta is not None:
+            found.append(beta.reshape(B, n * T, HV))
+        if self.operator == "gated_delta_product":
+            found.append(n)
+        return found
 
     def input_projections(self) -> list[nn.Module]:
         """The modules that read x: those of q, k and v, and then the others."""

@@ -38,7 +38,7 @@ class Projections:
     def __init__(self, x: Tensor, modules: Sequence[nn.Module]) -> None:
         self.x = x
         self._found: dict[nn.Module, Tensor] = {}
-        self.joined = not torch.compiler.is_compiling() and _joins(x, modules)
+        self.joined = not torch.compiler.is_compiling() and joins(x, modules)
 
     def join(self, *parts: Sequence[nn.Module]) -> list[Tensor]:
         """The modules' products with x, in one tensor [B*T, size] for each part. For a low rank it
@@ -184,7 +184,8 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def _joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
+def joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
+    """Whether modules that read x may share products, see `Projections`."""
     # torch.nn.Module looks for such hooks in each call (torch 2.10 to 2.13); no public call does.
     if x.__class__ not in PLAIN_TENSORS or nn.modules.module._has_any_global_hook():
         return False

@@ -11,7 +11,7 @@ The state that a sequence leaves is gathered from its last W tokens, and from it
 it is shorter.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -275,21 +275,3 @@ def _state_gradient(
         assert rows is not None
         dstates.index_add_(0, rows.left, dfinals.index_select(0, rows.kept).to(dstates.dtype))
     return dstates.view(N, W, D).mT.to(dtype)
-
-
-@cache  # not the latest alone: graphs that were captured with a batch size read them at each replay
-def _step_rows(N: int, width: int, device: torch.device) -> Pieces:
-    return Pieces.build(tuple(range(N + 1)), ((0, N),), width, 0, device)
-
-
-def conv_step(
-    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, impl: str
-) -> Tensor:
-    """y [N, D] of one more token x [N, D] of each sequence. cache [N, D, W] is not changed."""
-    (N, D), W = x.shape, weight.shape[1]
-    halo = cache[:, :, 1:].to(x.dtype).mT.reshape(-1, D)
-    where = _step_rows(N, W - 1, x.device).where
-    inputs = ConvInputs(x, halo, where, weight, bias, silu)
-    backend = resolve(impl, x.device, x.dtype)
-    with conv_announced(backend, inputs, with_backward=False):
-        return backend.conv(inputs)

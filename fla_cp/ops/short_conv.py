@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_cp.arguments import check_flags, check_tensors
 from fla_cp.context import FLACPContext
+from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.conv import ConvInputs
 from fla_cp.ops.checks import (
     check_conv1d,
@@ -22,7 +23,7 @@ from fla_cp.ops.checks import (
 )
 from fla_cp.ops.conv_op import traced_conv, traced_conv_after
 from fla_cp.ops.conv_rows import Place, conv_announced, exchanged_halo
-from fla_cp.ops.conv_states import Tables, conv_step, conv_with_states
+from fla_cp.ops.conv_states import Tables, conv_with_states
 from fla_cp.partition.checks import check_offsets
 
 Heads = tuple[tuple[int, int], ...]
@@ -235,9 +236,9 @@ def causal_conv1d_update(
     if torch.compiler.is_compiling():
         state = cache.to(x.dtype)
         y = traced_conv_after(rows[:, None], weight, bias, activation, state, impl)
+        cache.copy_(torch.cat((cache[:, :, 1:], rows[:, :, None].to(cache.dtype)), 2))
     else:
-        y = conv_step(rows, cache, weight, bias, silu, impl)
-    cache.copy_(torch.cat((cache[:, :, 1:], rows[:, :, None].to(cache.dtype)), 2))
+        y = resolve(impl, x.device, x.dtype).conv_update(rows, cache, weight, bias, silu)
     y = y.reshape(x.shape)
     return y if residual is None else y + residual, cache
 

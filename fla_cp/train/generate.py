@@ -5,8 +5,9 @@ fla-cp-generate HF_DIR --prompt "Once upon a time"
 torchrun --nproc-per-node 4 launch/generate.py runs/a --cp 4 --prompt-file long.txt
 
 The prompt goes through the model in chunks, which leave a cache in each layer; each further token
-is one call that reads and writes the caches. Prompts of unequal lengths are read one by one, and
-then decoded together. Several ranks share the tokens of each chunk, and then decode alike.
+is one step that reads and writes the caches in place, on a GPU as a CUDA graph (decoding.py).
+Prompts of unequal lengths are read one by one, and then decoded together. Several ranks share the
+tokens of each chunk, and then decode alike.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
 from fla_cp.train.config import ParallelConfig, UserError
+from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import recorded_decoder, whole_checkpoint
@@ -43,6 +46,8 @@ from fla_cp.train.published import end_tokens, is_published, load_published
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
 from fla_cp.train.weights import give_memory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 PREFILL_CHUNK = 2048
 """Tokens of a prompt that go through the model at once."""
@@ -72,7 +77,10 @@ class Sampling:
         chances, ids = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True)
         before = chances.cumsum(-1) - chances
         chances = chances.masked_fill(before >= self.top_p, 0.0)
-        return ids.gather(-1, torch.multinomial(chances, 1, generator=generator))[:, 0]
+        # The largest of these quotients is a draw from the chances, for which the host need not
+        # wait: torch.multinomial asks it to check them.
+        waits = torch.empty_like(chances).exponential_(generator=generator)
+        return ids.gather(-1, (chances / waits).argmax(-1, keepdim=True))[:, 0]
 
 
 @dataclass
@@ -192,20 +200,25 @@ def generate(
             logits = next_logits(model, part, caches, group)
         filled.append(caches)
         rows.append(logits)
-    caches, logits = _joined(filled), torch.cat(rows)
-    chosen = torch.empty(0, dtype=torch.int64, device=device)
+    decoding = Decoding(
+        DecodeStep(model, _joined(filled), len(prompts)),
+        lambda logits: sampling.choose(logits, generator),
+        in_graph=sampling.temperature == 0,
+        captured=why_eager(model) is None,
+        # the ranks' caches must never go apart
+        shared=None if group is None else partial(dist.broadcast, group_src=0, group=group),
+    )
+    decoding.take(torch.cat(rows))
     found: list[list[int]] = [[] for _ in prompts]
     open_rows = [True] * len(prompts)
     statistics = Statistics()
     for step in range(max_new_tokens):
-        if step:
-            logits = next_logits(model, chosen[:, None], caches)
-        chosen = sampling.choose(logits, generator)
-        if group is not None:  # the ranks' caches must never go apart
-            dist.broadcast(chosen, group_src=0, group=group)
-        given = [
-            t if is_open else None for t, is_open in zip(chosen.tolist(), open_rows, strict=True)
-        ]
+        newest = decoding.read()
+        # A GPU computes the next token while the host reads this one.
+        ahead = 0 < step < max_new_tokens - 1 and device.type == "cuda"
+        if ahead:
+            decoding.advance()
+        given = [t if is_open else None for t, is_open in zip(newest(), open_rows, strict=True)]
         if not step:
             statistics.first_token = time.perf_counter() - begin
             begin = time.perf_counter()
@@ -220,6 +233,8 @@ def generate(
             on_tokens(given)
         if not any(open_rows):
             break
+        if not ahead and step + 1 < max_new_tokens:
+            decoding.advance()
     statistics.decoding = time.perf_counter() - begin
     return found, statistics
 
@@ -317,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cp", type=int, default=1, help="ranks, which share each prompt")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
     given = parser.parse_args(argv)
@@ -345,6 +361,7 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
         raise UserError("--prompt or --prompt-file must be given")
     sampling = Sampling(given.temperature, given.top_p)
     model, tokenizer, ends = load(given.run, device, trust=given.trust_checkpoint, ranks=ranks)
+    model = in_dtype(model, DTYPES[given.dtype])
     prompts = [list(text.encode()) for text in texts]
     if tokenizer is not None:
         prompts = tokenizer.ids(texts)

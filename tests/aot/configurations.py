@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from itertools import product
+from unittest import mock
 
 import torch
 
@@ -124,6 +125,43 @@ def compile_conv(dtype: torch.dtype, halo: bool) -> list[Launch]:
     return list(dict.fromkeys(kernels))
 
 
+def compile_update(dtype: torch.dtype) -> list[Launch]:
+    """The convolution of one more token, of four sequences."""
+    from fla_cp.kernels.triton.decoding import conv_update
+
+    x, cache, weight = (torch.zeros(*s, dtype=dtype) for s in ((4, 1000), (4, 1000, 4), (1000, 4)))
+    with launched() as kernels:
+        conv_update(x, cache, weight, None, True)
+    return list(dict.fromkeys(kernels))
+
+
+PRODUCTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
+    "projections": (1, 6416, 2048, ("norm",)),
+    "low rank": (2, 2048, 128, ("bias",)),
+    "output": (1, 2048, 2048, ("onto",)),
+    "gate, up": (1, 2 * 5504, 2048, ("norm", "swiglu")),
+    "down": (1, 2048, 5504, ("onto",)),
+    "wide": (1, 2 * 14336, 14336, ("norm", "swiglu")),
+}
+"""Products of a decoding step of the 1.3B model, and a wider one: inputs, rows and columns of a
+weight, and what stands around it."""
+
+
+def compile_product(dtype: torch.dtype, name: str, B: int, early: bool = False) -> list[Launch]:
+    """A product of one token of B sequences; of many, what is not cuBLAS's. early: it starts before
+    the kernel ahead of it has ended."""
+    from fla_cp.kernels.torch.decoding import StepProduct
+    from fla_cp.kernels.triton import decoding
+
+    G, R, C, parts = PRODUCTS[name]
+    given = {"norm": torch.zeros(C), "bias": torch.zeros(G * R), "onto": torch.zeros(B, R)}
+    more = {part: given[part].to(dtype) if part in given else True for part in parts}
+    x, weight = torch.zeros(B, G * C, dtype=dtype), torch.zeros(G, R, C, dtype=dtype)
+    with launched() as kernels, mock.patch.object(decoding, "EARLY", early):
+        decoding.step_product(StepProduct(x, weight, eps=1e-5, **more))
+    return list(dict.fromkeys(kernels))
+
+
 def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
     from fla_cp import kda_gate
 
@@ -237,6 +275,15 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for V, activation in product((64, 96, 128, 256), ("sigmoid", "silu")):
             call = functools.partial(compile_norm, V, dtype, activation)
             yield f"norm {V} {name} {activation}", call
+        yield f"conv update {name}", functools.partial(compile_update, dtype)
+        for part in PRODUCTS:
+            call = functools.partial(compile_product, dtype, part, 1)
+            yield f"decode {part} {name}", call
+        call = functools.partial(compile_product, dtype, "gate, up", 5)
+        yield f"decode norm, SwiGLU {name}", call
+        for part in ("projections", "down"):
+            call = functools.partial(compile_product, dtype, part, 1, early=True)
+            yield f"decode {part} {name} early", call
         for bound in (None, -5.0):
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call

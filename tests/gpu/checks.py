@@ -457,6 +457,7 @@ def summed_errors(case: Case, x: Named, error: Tensor) -> Named:
 
 def parts() -> dict[str, Callable[[], Rows]]:
     """The checks that run in a process of their own, by name."""
+    from tests.gpu.decoding import check_decoding
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
@@ -465,7 +466,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling
     found |= {"exchange": check_exchange, "norm": check_norm, "layers": check_layers}
-    found["experts"] = check_experts
+    found |= {"experts": check_experts, "decoding": check_decoding}
     for K, V in SIZES:
         for n in range(3):
             found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))

@@ -10,7 +10,7 @@ from tests.gpu import said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from tests.gpu import checks, exchange, experts, layers
+from tests.gpu import checks, decoding, exchange, experts, layers
 from tests.gpu.__main__ import SMALL_CALL
 from tests.support.closeness import share_of_budget
 
@@ -102,6 +102,25 @@ def test_the_gpu_checks_of_layers(small, monkeypatch):
 
     monkeypatch.setattr(backend, "gated_norm_bwd", staticmethod(wrong))
     assert not any(row["ok"] for row in layers.check_norm() + layers.check_layers())
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("wrong", ["nothing", "step_product", "conv_update"])
+def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
+    """They pass, and they fail on a wrong product and on a wrong convolution."""
+    parts = {"normed": ("norm",), "SwiGLU": ("norm", "swiglu"), "added": ("onto",)}
+    monkeypatch.setattr(decoding, "PRODUCTS", {n: (1, 34, 40, of) for n, of in parts.items()})
+    monkeypatch.setattr(decoding, "UPDATES", ((3, 70, 3),))
+    monkeypatch.setattr(decoding, "BATCHES", (2, 5))
+    backend = type(resolve("triton", torch.device("cpu"), F32))
+    if wrong != "nothing":
+        fine = getattr(backend, wrong)
+        monkeypatch.setattr(backend, wrong, staticmethod(lambda *given: fine(*given).mul_(1.5)))
+    rows = decoding.check_decoding()
+    assert len(rows) == 3 * (3 * 2 + 1)
+    for row in rows:
+        judged = {"conv_update": "convolution"}.get(wrong, "B=")
+        assert row["ok"] == (wrong == "nothing" or judged not in row["case"]), row
 
 
 @pytest.mark.bits

@@ -15,6 +15,7 @@ pytest.importorskip("transformers", minversion="5.23")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fla_cp.train.main
+from fla_cp.train.decoding import in_dtype
 from fla_cp.train.export import export
 from fla_cp.train.generate import Sampling, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
@@ -80,6 +81,21 @@ def test_the_command_continues_bytes(tmp_path, capsys):
     assert "prompts must have tokens from 0 to 96" in capsys.readouterr().err
     assert generate_main([str(tmp_path), "--prompt", "A"]) == 2
     assert "holds no complete one" in capsys.readouterr().err
+
+
+def test_the_command_decodes_in_bfloat16(tmp_path, capsys):
+    """Decay rates and routers stay float32; the text is that of the model in bfloat16."""
+    model = random_run(tmp_path / "run", MODELS["kimi-experts"]).eval()
+    exact, _ = generate(model, [list(b"A B")], 24)
+    half = in_dtype(model, torch.bfloat16)
+    dtypes = {name: p.dtype for name, p in half.named_parameters()}
+    wide = {n for n, dtype in dtypes.items() if dtype == torch.float32}
+    assert wide == {n for n in dtypes if ".core." in n or ".router." in n}
+    found, _ = generate(half, [list(b"A B")], 24)
+    assert found != exact
+    command = [str(tmp_path / "run"), "--max-new-tokens", "24", "--device", "cpu"]
+    assert generate_main([*command, "--dtype", "bfloat16", "--prompt", "A B"]) == 0
+    assert capsys.readouterr().out == bytes(found[0]).decode() + "\n"
 
 
 def test_a_row_stops_at_its_end_and_others_go_on():

@@ -9,7 +9,7 @@ from torch import Tensor
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch import conv as convolution
-from fla_cp.kernels.torch import gate, gated_norm, intra, recurrent, scan
+from fla_cp.kernels.torch import decoding, gate, gated_norm, intra, recurrent, scan
 from fla_cp.kernels.torch.intra import Chunks, Inputs, Spec
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
@@ -31,6 +31,8 @@ class TorchBackend(Backend):
     gated_norm_bwd = staticmethod(gated_norm.gated_norm_bwd)
     gated_norm = staticmethod(gated_norm.gated_norm)
     recurrent = staticmethod(recurrent.recurrent)
+    conv_update = staticmethod(decoding.conv_update)
+    step_product = staticmethod(decoding.step_product)
 
     def prepare_chunks(
         self, spec: Spec, x: Inputs, seeds: States | None

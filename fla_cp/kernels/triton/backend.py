@@ -15,7 +15,17 @@ from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import conv as convolution
-from fla_cp.kernels.triton import exchange, fold, gate, gated_norm, intra, ptxas, recurrent, streams
+from fla_cp.kernels.triton import (
+    decoding,
+    exchange,
+    fold,
+    gate,
+    gated_norm,
+    intra,
+    ptxas,
+    recurrent,
+    streams,
+)
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
 from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
@@ -85,6 +95,8 @@ class TritonBackend(Backend):
     gated_norm_bwd = staticmethod(gated_norm.gated_norm_bwd)
     gated_norm = staticmethod(gated_norm.gated_norm)
     recurrent = staticmethod(recurrent.recurrent)
+    conv_update = staticmethod(decoding.conv_update)
+    step_product = staticmethod(decoding.step_product)
 
     def replay_stream(self, device: torch.device) -> int | None:
         return current_stream()

@@ -1,0 +1,74 @@
+"""Stages of a decoding step, in plain torch: one token for each of B sequences, forward only."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fla_cp.rule import accumulator
+
+
+class StepProduct(NamedTuple):
+    """A linear layer of one token a sequence, with what stands before and behind it.
+
+    x: [B, G * C], rows any distance apart, of G inputs side by side. weight: [G, R, C], contiguous,
+    in x's dtype; input g is multiplied by weight[g]. norm [C], eps: x is x / rms(x) * norm first;
+    with one input only. bias: [G * R]. swiglu: the product's first R / 2 columns are the gate of
+    the others, so that the result is silu(gate) * up with R / 2 columns; with one input only.
+    onto: [B, R], to which the result is added in place; with one input only.
+    """
+
+    x: Tensor
+    weight: Tensor
+    norm: Tensor | None = None
+    eps: float = 0.0
+    bias: Tensor | None = None
+    swiglu: bool = False
+    onto: Tensor | None = None
+
+
+def normed(p: StepProduct) -> Tensor:
+    """x, normalised if there is a norm."""
+    return p.x if p.norm is None else F.rms_norm(p.x, p.norm.shape, p.norm, p.eps)
+
+
+def plain_product(p: StepProduct, x: Tensor) -> Tensor:
+    """The product [B, G * R] of x [B, G * C] with its bias, or `onto`, which it is then added to.
+
+    Several inputs are one batch of products, of which each writes its columns of the result.
+    """
+    G, R, C = p.weight.shape
+    if p.onto is not None:
+        return p.onto.addmm_(x, p.weight[0].t())
+    if G == 1:
+        y = torch.mm(x, p.weight[0].t())
+    else:
+        y = torch.empty(len(x), G * R, dtype=x.dtype, device=x.device)
+        inputs = x.unflatten(1, (G, C)).transpose(0, 1)
+        torch.bmm(inputs, p.weight.mT, out=y.unflatten(1, (G, R)).transpose(0, 1))
+    return y if p.bias is None else y.add_(p.bias)
+
+
+def step_product(p: StepProduct) -> Tensor:
+    """[B, G * R], or [B, R / 2] with swiglu, in x's dtype; `onto` itself if it is given."""
+    if not p.swiglu:
+        return plain_product(p, normed(p))
+    gate, up = plain_product(p._replace(onto=None), normed(p)).chunk(2, 1)
+    y = F.silu(gate) * up
+    return y if p.onto is None else p.onto.add_(y)
+
+
+def conv_update(
+    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+) -> Tensor:
+    """y [N, D] of the convolution (kernels/torch/conv.py) of one more token x [N, D] of each
+    sequence, whose rows may be any distance apart. cache [N, D, W]: the last W tokens, in any
+    floating dtype and read in x's; its columns move by one, and x becomes the last."""
+    cache.copy_(torch.cat((cache[:, :, 1:], x[:, :, None].to(cache.dtype)), 2))
+    dtype = accumulator(x.dtype)
+    window = cache.to(x.dtype).to(dtype)
+    window[:, :, -1] = x  # a narrower cache has rounded it
+    y = (window * weight.to(dtype)).sum(2)
+    y = y if bias is None else y + bias.to(dtype)
+    return (F.silu(y) if silu else y).to(x.dtype)

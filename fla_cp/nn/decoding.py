@@ -1,0 +1,187 @@
+"""One token of each sequence through the parts of a block, with few launches.
+
+At few tokens a layer takes as long as its weights take to be read, and its launches. Modules of one
+input are therefore one product over weights that stand one after the other in memory. RMSNorm
+before a product, SwiGLU behind it and the sum with the residual stream belong to the product
+(`Backend.step_product`), the convolution moves its window in place, and the operator its states.
+Modules of other kinds run as they are.
+
+Nothing here waits for the device, and shapes do not change from step to step, so that a CUDA graph
+can repeat a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fla_cp.kernels import resolve
+from fla_cp.kernels.torch.decoding import StepProduct
+from fla_cp.nn.cache import LayerCache, RecurrentCache
+from fla_cp.nn.linear_attention import LinearAttention
+from fla_cp.nn.modules import ShortConvolution, SwiGLU
+from fla_cp.nn.projections import is_low_rank, joins, watched
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """The rows of weights [R, C] in one tensor [sum of R, C].
+
+    It takes no memory of its own: each weight becomes a part of it, with the values that it had.
+    Weights that stand one after the other already stay where they are.
+    """
+    first, rows = weights[0], sum(len(w) for w in weights)
+    end, memory = first.storage_offset(), first.untyped_storage().data_ptr()
+    for w in weights:
+        beside = w.untyped_storage().data_ptr() == memory and w.storage_offset() == end
+        if not (beside and w.is_contiguous()):
+            break
+        end += w.numel()
+    else:
+        return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+    whole = torch.cat([w.detach() for w in weights])
+    for w, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
+        w.data = part
+    return whole
+
+
+class RecurrentStep:
+    """x [B, hidden] += layer(norm(x)) for one more token of each sequence.
+
+    The layer's weights move as `stacked` says. A call reads and writes a cache that has seen
+    tokens, in place. impl: of the products.
+    """
+
+    def __init__(self, layer: LinearAttention, norm: nn.RMSNorm, impl: str = "auto") -> None:
+        self.layer, self.norm, self.impl = layer, norm, impl
+        modules: list[Any] = layer.input_projections()[3:]
+        low_rank = [m for m in modules if is_low_rank(m)]
+        self.groups: list[list[Any]] = [
+            list(group) for _, group in groupby(low_rank, lambda m: m[1].weight.shape)
+        ]
+        """Modules of a low rank whose second matrices have one shape."""
+        self.plain = [m for m in modules if not is_low_rank(m)]
+        qkv: list[Any] = [layer.q_proj, layer.k_proj, layer.v_proj]
+        weights = [m.weight for m in qkv]
+        weights += [m[0].weight for group in self.groups for m in group]
+        weights += [m.weight for m in self.plain]
+        self.into = stacked(weights)[None]
+        self.widths = [sum(len(m.weight) for m in qkv)]
+        self.widths += [sum(len(m[0].weight) for m in group) for group in self.groups]
+        self.widths += [len(m.weight) for m in self.plain]
+        self.second = [
+            stacked([m[1].weight for m in group]).unflatten(0, (len(group), -1))
+            for group in self.groups
+        ]
+        self.biases = [_biases([m[1] for m in group]) for group in self.groups]
+
+    @staticmethod
+    def fits(layer: nn.Module) -> bool:
+        """Whether the layer's modules are of the plain kinds that a step joins."""
+        if not isinstance(layer, LinearAttention) or watched(layer) or watched(layer.qkv_conv):
+            return False
+        second = [m[1] for m in layer.input_projections() if isinstance(m, nn.Sequential)]
+        dtype = layer.o_proj.weight.dtype
+        return (
+            joins(layer.o_proj.weight.data, [*layer.input_projections(), layer.o_proj])
+            and all(m.__class__ is nn.Linear and m.weight.dtype == dtype for m in second)
+            and layer.qkv_conv.__class__ is ShortConvolution
+            and type(layer).forward is LinearAttention.forward
+        )
+
+    def __call__(self, x: Tensor, cache: RecurrentCache) -> None:
+        assert cache.conv is not None
+        layer, backend = self.layer, resolve(self.impl, x.device, x.dtype)
+        both = backend.step_product(_behind(self.norm, x, self.into))
+        qkv, *rest = both.split(self.widths, 1)
+        found: dict[nn.Module, Tensor] = {}
+        for group, weight, bias in zip(self.groups, self.second, self.biases, strict=True):
+            y = backend.step_product(StepProduct(rest.pop(0), weight, bias=bias))
+            found |= zip(group, y.chunk(len(group), 1), strict=True)
+        found |= zip(self.plain, rest, strict=True)
+        y, cache.conv = layer.qkv_conv.step(qkv[:, None], None, cache.conv, True)
+        q, k, v = (
+            part.unflatten(2, each)
+            for part, each in zip(
+                y.split([H * K for H, K in layer.conv_heads()], 2), layer.conv_heads(), strict=True
+            )
+        )
+        decay, beta = found[getattr(layer, layer.decay_name)], None
+        if layer.has_beta:
+            beta = found[layer.b_proj]
+        o = layer.core(*layer.operands(q, k, v, decay, beta), cache=cache)
+        o = layer.o_norm(o, found[layer.g_proj]).view(len(x), -1)
+        backend.step_product(StepProduct(o, layer.o_proj.weight.data[None], onto=x))
+
+
+class SwiGLUStep:
+    """x [B, hidden] += ffn(norm(x)); the weights of gate and up move as `stacked` says."""
+
+    def __init__(self, ffn: SwiGLU, norm: nn.RMSNorm, impl: str = "auto") -> None:
+        self.ffn, self.norm, self.impl = ffn, norm, impl
+        self.into = stacked([ffn.gate.weight, ffn.up.weight])[None]
+
+    @staticmethod
+    def fits(ffn: nn.Module) -> bool:
+        """Whether its modules are of the plain kinds that a step joins."""
+        if ffn.__class__ is not SwiGLU or watched(ffn):
+            return False
+        return joins(ffn.up.weight.data, [ffn.gate, ffn.up, ffn.down])
+
+    def __call__(self, x: Tensor) -> None:
+        backend = resolve(self.impl, x.device, x.dtype)
+        inner = backend.step_product(_behind(self.norm, x, self.into)._replace(swiglu=True))
+        backend.step_product(StepProduct(inner, self.ffn.down.weight.data[None], onto=x))
+
+
+class BlockStep:
+    """x [B, hidden] += mixer(norm(x)), then += ffn(norm(x)), for one more token of each sequence.
+
+    block: with the modules mixer_norm, mixer, ffn_norm and ffn, all in one dtype but what stays
+    fp32 in it. impl: of the products.
+    """
+
+    def __init__(self, block: nn.Module, impl: str = "auto") -> None:
+        part: Any = block
+        self.block, self.mixer, self.ffn = part, None, None
+        if RecurrentStep.fits(part.mixer):
+            self.mixer = RecurrentStep(part.mixer, part.mixer_norm, impl)
+        if SwiGLUStep.fits(part.ffn):
+            self.ffn = SwiGLUStep(part.ffn, part.ffn_norm, impl)
+
+    def __call__(self, x: Tensor, cache: LayerCache) -> None:
+        block = self.block
+        if self.mixer is not None:
+            assert isinstance(cache, RecurrentCache)
+            self.mixer(x, cache)
+        else:
+            x += block.mixer(block.mixer_norm(x)[:, None], cache=cache)[:, 0]
+        if self.ffn is not None:
+            self.ffn(x)
+        else:
+            y = block.ffn(block.ffn_norm(x)[:, None])
+            x += (y[0] if isinstance(y, tuple) else y)[:, 0]  # experts return statistics, too
+
+
+def head_logits(x: Tensor, norm: nn.RMSNorm, head: nn.Linear, impl: str = "auto") -> Tensor:
+    """head(norm(x)) for x [B, hidden]."""
+    backend = resolve(impl, x.device, x.dtype)
+    return backend.step_product(_behind(norm, x, head.weight.data[None]))
+
+
+def _behind(norm: nn.RMSNorm, x: Tensor, weight: Tensor) -> StepProduct:
+    """norm(x) times a weight [1, R, C]."""
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return StepProduct(x, weight, norm.weight, eps)
+
+
+def _biases(modules: Sequence[nn.Linear]) -> Tensor | None:
+    """The biases of all modules, zero where one has none; None if none has."""
+    biases: list[Any] = [m.bias for m in modules]
+    if all(bias is None for bias in biases):
+        return None
+    zeros = (m.weight.new_zeros(len(m.weight)) for m in modules)
+    return torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])

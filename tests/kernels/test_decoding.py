@@ -1,0 +1,117 @@
+"""The kernels of a decoding step, interpreted on CPU, and its torch stages, against fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fla_cp.kernels import TORCH, resolve
+from fla_cp.kernels.torch.decoding import StepProduct
+from tests.support.closeness import assert_exact, assert_within_budget
+
+pytest.importorskip("triton")  # interpreted: conftest.py
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def draw(*shape, seed):
+    gen = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=gen, dtype=F64)
+
+
+PRODUCTS = {
+    "plain": (1, 40, 48, {}),
+    "normed": (1, 37, 2100, {"norm": True}),
+    "several inputs with a bias": (2, 40, 24, {"bias": True}),
+    "SwiGLU": (1, 2 * 19, 48, {"norm": True, "swiglu": True}),
+    "added": (1, 40, 48, {"onto": True}),
+    "SwiGLU, added": (1, 2 * 40, 48, {"swiglu": True, "onto": True}),
+}
+
+
+def drawn_product(name, B, dtype):
+    """Rows of x are part of a wider tensor; inputs of different sizes."""
+    G, R, C, parts = PRODUCTS[name]
+    wide = draw(B, G * C + 16, seed=1) * torch.logspace(-1, 1, B, dtype=F64)[:, None]
+    width = R // 2 if "swiglu" in parts else G * R
+    drawn = {
+        "norm": draw(C, seed=2).to(dtype),
+        "bias": draw(G * R, seed=3).to(dtype),
+        "onto": draw(B, width, seed=4).to(dtype),
+        "swiglu": True,
+    }
+    return StepProduct(
+        wide.to(dtype)[:, : G * C],
+        (draw(G, R, C, seed=5) / C**0.5).to(dtype),
+        eps=1e-2,
+        **{name: drawn[name] for name in parts},
+    )
+
+
+def exact_product(p):
+    p = StepProduct(*(t.double() if isinstance(t, torch.Tensor) else t for t in p))
+    G, _, C = p.weight.shape
+    x = p.x
+    if p.norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + p.eps).sqrt() * p.norm
+    y = torch.cat([x[:, g * C : (g + 1) * C] @ p.weight[g].T for g in range(G)], 1)
+    y = y if p.bias is None else y + p.bias
+    if p.swiglu:
+        gate, up = y.chunk(2, 1)
+        y = gate * torch.sigmoid(gate) * up
+    return y if p.onto is None else p.onto + y
+
+
+@pytest.mark.parametrize("B", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name, dtype, B):
+    """Up to 4 sequences one kernel, otherwise a product between kernels."""
+    exact = exact_product(drawn_product(name, B, dtype))
+    plain = TORCH.step_product(drawn_product(name, B, dtype))
+    p = drawn_product(name, B, dtype)
+    found = resolve("triton", p.x.device, dtype).step_product(p)
+    assert found.dtype == dtype
+    if p.onto is not None:
+        assert found is p.onto
+    for actual, e, b in zip(found, exact, plain, strict=True):
+        assert_within_budget("y", actual, e, b, factor=4.0)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_torch_products_are_exact(name):
+    p = drawn_product(name, 3, F64)
+    exact = exact_product(p)
+    assert_exact("y", TORCH.step_product(p), exact)
+
+
+@pytest.mark.parametrize("impl, dtype, kept", [
+    ("torch", F64, F64), ("triton", F32, F32), ("triton", BF16, BF16), ("triton", BF16, F32),
+    ("triton", F32, BF16),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("W", [1, 2, 4, 9])
+@pytest.mark.parametrize("silu", [True, False])
+def test_convolution_of_a_token(impl, dtype, kept, W, silu):
+    """Channels of several programs; x is part of a wider tensor, and the cache is transposed; nine
+    taps are more than the kernel has."""
+    N, D = 3, 150
+    x, bias = draw(N, D + 8, seed=1).to(dtype)[:, :D], draw(D, seed=2).to(dtype)
+    weight = draw(D, W, seed=3).to(dtype)
+    cache = draw(N, W, D, seed=4).to(kept).mT
+    window = torch.cat([cache[:, :, 1:].to(dtype), x[:, :, None]], 2)
+    after = torch.cat([cache[:, :, 1:], x[:, :, None].to(kept)], 2)
+    exact = (window.double() * weight.double()).sum(2) + bias.double()
+    exact = F.silu(exact) if silu else exact
+    y = resolve(impl, x.device, dtype).conv_update(x, cache, weight, bias, silu)
+    assert y.dtype == dtype
+    assert torch.equal(cache[:, :, :-1], after[:, :, :-1])
+    # the interpreter cuts digits off where a GPU rounds
+    torch.testing.assert_close(cache, after, atol=0, rtol=torch.finfo(kept).eps)
+    if dtype == F64:
+        assert_exact("y", y, exact)
+    else:
+        assert_within_budget("y", y, exact, exact.to(dtype), factor=4.0)

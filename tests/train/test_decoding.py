@@ -1,0 +1,178 @@
+"""A decoding step equals the model's call with a cache, and does not wait for the device."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fla_cp.nn.cache import AttentionCache
+from fla_cp.nn.decoding import RecurrentStep, SwiGLUStep, stacked
+from fla_cp.train.decoding import DecodeStep, Replayed, step_bytes, why_eager
+from fla_cp.train.generate import _joined, generate, make_caches, next_logits
+from tests.support.closeness import assert_exact, assert_within_budget
+from tests.support.exported import MODELS, VOCAB, random_model
+
+PROMPTS = [[5, 17, 80, 3, 41], [2], [int(i * 31 % 97) for i in range(70)]]
+KINDS = {name: MODELS[name] for name in ("kimi-experts", "qwen-experts", "yarn", "mla", "kda")} | {
+    name: f"--mixer {name}" for name in ("comba", "gdp", "gla", "simple_gla")
+}
+
+
+def filled(model, room=8):
+    """Joined caches of unequal prompts."""
+    caches = []
+    for prompt in PROMPTS:
+        caches.append(make_caches(model, 1, max(map(len, PROMPTS)) + room))
+        next_logits(model, torch.tensor([prompt]), caches[-1])
+    return _joined(caches)
+
+
+def written(cache):
+    """The tensors of a cache."""
+    if isinstance(cache, AttentionCache):
+        return cache.keys, cache.values, cache.lengths
+    return cache.conv, cache.state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_equal_calls_of_the_model(kind):
+    """Also in what they leave in the caches, whose memory stays where it is."""
+    model = random_model(KINDS[kind]).double().eval()
+    called = filled(model)
+    step = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))
+    places = [t.data_ptr() for cache in step.caches for t in written(cache)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        tokens = torch.randint(VOCAB, (len(PROMPTS),), generator=generator)
+        step.tokens.copy_(tokens)
+        assert_exact("logits", step(), next_logits(model, tokens[:, None], called))
+    assert places == [t.data_ptr() for cache in step.caches for t in written(cache)]
+    for mine, theirs in zip(step.caches, called, strict=True):
+        for a, b in zip(written(mine), written(theirs), strict=True):
+            assert_exact("cache", a.double(), b.double())
+
+
+@pytest.mark.parametrize("kind", ["kimi", "qwen", "gla", "gdp"])
+def test_plain_layers_are_joined(kind):
+    model = random_model(KINDS.get(kind) or MODELS[kind])
+    step = DecodeStep(model, filled(model), len(PROMPTS))
+    for block in step.blocks:
+        attention = not hasattr(block.block.mixer, "core")
+        assert (block.mixer is None) == attention
+        assert block.ffn is not None
+
+
+def test_watched_modules_are_called():
+    """A hook sees every call; the result is the same."""
+    model, seen = random_model(MODELS["kda"]).double().eval(), []
+    called = filled(model)
+    for block in model.blocks:
+        block.mixer.q_proj.register_forward_hook(lambda *_: seen.append("q"))
+        block.ffn.up.register_forward_hook(lambda *_: seen.append("up"))
+    step = DecodeStep(model, copy.deepcopy(called), len(PROMPTS))
+    seen.clear()
+    y = step()
+    assert sorted(seen) == ["q"] * 3 + ["up"] * 3
+    assert_exact("logits", y, next_logits(model, step.tokens[:, None], called))
+
+
+def test_weights_move_once_and_keep_their_values():
+    model = random_model(MODELS["kda"])
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    block = model.blocks[0]
+    into = RecurrentStep(block.mixer, block.mixer_norm).into
+    both = SwiGLUStep(block.ffn, block.ffn_norm).into
+    place = into.data_ptr(), both.data_ptr()
+    assert place == (block.mixer.q_proj.weight.data_ptr(), block.ffn.gate.weight.data_ptr())
+    again = RecurrentStep(block.mixer, block.mixer_norm), SwiGLUStep(block.ffn, block.ffn_norm)
+    assert place == tuple(step.into.data_ptr() for step in again)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+    with torch.no_grad():
+        block.mixer.k_proj.weight.fill_(3.0)
+    assert (into[0, 32:64] == 3).all()
+    parts = torch.randn(4, 3), torch.randn(2, 3)
+    wanted = torch.cat(parts)
+    assert torch.equal(stacked(parts), wanted) and torch.equal(torch.cat(parts), wanted)
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses operations whose shapes or results the host has to wait for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero"), name
+        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["kimi", "qwen", "gdp", "comba"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_step_on_kernels_never_waits(kind, rows, monkeypatch):
+    """Interpreted kernels; products of one and of several sequences. Logits are those of the torch
+    stages."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    flags = (KINDS.get(kind) or MODELS[kind]) + " --impl"
+    plain = random_model(f"{flags} torch").eval()
+    model = random_model(f"{flags} triton").eval()
+    exact = copy.deepcopy(plain).double()
+    tokens, found = torch.arange(3 * rows).view(rows, 3) % VOCAB, []
+    for each, impl in ((model, "triton"), (plain, "torch"), (exact, "torch")):
+        caches = make_caches(each, rows, 8)
+        next_logits(each, tokens, caches)
+        step = DecodeStep(each, caches, rows, impl)
+        step.tokens.copy_(tokens[:, 0])
+        with NoReads() if each is model else torch.no_grad():
+            step()
+            found.append(step())
+    assert_within_budget("logits", *(found[i] for i in (0, 2, 1)), factor=8.0)
+
+
+def test_bytes_of_a_step_are_those_of_its_parts():
+    """By hand: three layers, hidden size 32, 2 heads of 16, tied embeddings."""
+    model, rows = random_model(MODELS["kda"] + " --model.tie-embeddings True"), 3
+    caches = filled(model)
+    ffn, hidden = 3 * 32 * 128, 32
+    mixer = 4 * 32 * 32 + 2 * (32 * 16 + 16 * 32) + 2 * 32  # projections, low ranks, beta
+    mixer += 96 * 4 + 2 + 32 + 16  # convolution, A_log, dt_bias, norm of o
+    weights = 3 * (ffn + mixer + 2 * hidden) + hidden + VOCAB * hidden
+    state, window = 2 * 16 * 16, 96 * 4
+    assert step_bytes(model, caches, rows) == 4 * (weights + 2 * 3 * rows * (state + window))
+    untied = random_model(MODELS["kda"] + " --model.tie-embeddings False")
+    more = step_bytes(untied, filled(untied), rows) - step_bytes(model, caches, rows)
+    assert more == 4 * rows * hidden  # a row of the embedding for each token
+
+
+def test_bytes_of_attention_and_of_experts():
+    dense, mixed = random_model(MODELS["qwen"]), random_model(MODELS["qwen-experts"])
+    (_, attention, _) = caches = make_caches(dense, 2, 10)
+    few, many = (step_bytes(dense, make_caches(dense, 2, n), 2) for n in (10, 30))
+    assert many == few + 2 * (attention.keys.nbytes + attention.values.nbytes)
+    assert few == step_bytes(dense, caches, 2)
+    experts = sum(p.nbytes for layer in mixed.expert_layers() for p in layer.experts.parameters())
+    one, all_taken = (step_bytes(mixed, [], rows) for rows in (1, 2))
+    row = mixed.embedding.weight[0].nbytes
+    assert all_taken - one == experts // 2 + row  # 3 of 6 experts, then all
+
+
+def test_without_a_gpu_no_graph_is_made():
+    model = random_model(MODELS["kda"])
+    assert why_eager(model) == "only GPUs have CUDA graphs"
+    calls = []
+    replayed = Replayed(lambda: calls.append(1) or torch.zeros(1), torch.device("cpu"), False)
+    for _ in range(5):
+        replayed()
+    assert len(calls) == 5 and replayed.graph is None
+
+
+def test_draws_follow_the_seed():
+    from fla_cp.train.generate import Sampling
+
+    model = random_model(MODELS["kimi"]).eval()
+    drawn = [
+        generate(model, PROMPTS, 6, sampling=Sampling(1.0, 0.9), seed=seed)[0] for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
