@@ -223,7 +223,7 @@ def test_auto_asks_all_ranks_for_memory_once(counted, monkeypatch):
 def test_several_micro_batches_share_a_graph(captures, tmp_path):
     """A graph then adds to the gradients of those before."""
     (tmp_path / "long.txt").write_text("one long document " * 2000)
-    more = "--micro-batch-size 1 --parallel.reduce micro_batch --data".split()
+    more = ["--micro-batch-size", "1", "--parallel.reduce", "micro_batch", "--data"]
     compared(tmp_path, model=[*more, f"text:{tmp_path / 'long.txt'}"])
     # both micro-batches of the first step compare the ranks
     assert captures == [2 * (8 - 1) - SEEN_BEFORE]
