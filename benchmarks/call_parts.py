@@ -52,6 +52,7 @@ def without_launches(replay: Replay) -> Callable[[], object]:
 
 
 def measure(name: str, shape: Shape, device: str) -> dict[str, Any]:
+    """A row: ms of each part, medians of CALLS calls."""
     import fla_cp
 
     member = MEMBERS[name]
@@ -93,16 +94,17 @@ def measure(name: str, shape: Shape, device: str) -> dict[str, Any]:
         row["nothing, on one thread"] = milliseconds(nothing)
     with torch.no_grad():
         row["forward, no_grad"] = milliseconds(forward)
-    row["sources"] = [r.program.source for r in found]
     return row
 
 
 def main() -> None:
     from benchmarks.ops import environment
 
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.call_parts needs a GPU")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.call_parts", description=__doc__)
-    parser.add_argument("--op", default="kda,gdn-layer")
-    parser.add_argument("--shapes", default="t2k,t8k")
+    parser.add_argument("--op", default="kda,gdn-layer", help=f"of {', '.join(MEMBERS)}")
+    parser.add_argument("--shapes", default="t2k,t8k", help=f"t2k, or of {', '.join(SHAPES)}")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     shapes = {**SHAPES, "t2k": Shape("t2k", 2048)}
@@ -110,7 +112,7 @@ def main() -> None:
     for name in args.op.split(","):
         for shape in args.shapes.split(","):
             rows.append(measure(name, shapes[shape], "cuda"))
-            print({k: v for k, v in rows[-1].items() if k != "sources"}, flush=True)
+            print(rows[-1], flush=True)
     if args.out:
         args.out.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n")
 
