@@ -99,7 +99,7 @@ def chunk(
     if torch.compiler.is_compiling():
         return _traced(member, x, options, rows)
     key = key_of(member, x, options, rows)
-    known = None if key is None else known_calls.get(key)
+    known = None if key is None else known_calls.use(key)
     context = options.get("cp_context")
     if known is not None:
         o = Options(**options)

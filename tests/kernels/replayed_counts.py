@@ -201,7 +201,7 @@ def replay(recorder: Recorder, case: Case) -> list[Replay]:
             with ops:
                 return program.run(*given)
 
-        direction.known[key] = program._replace(run=run)
+        direction.known.keep(key, program._replace(run=run))
         watched.append((program, ops))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("forward", "backward"):
