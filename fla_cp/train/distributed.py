@@ -95,8 +95,8 @@ def _mismatch(config: ParallelConfig, started: int, argv: Sequence[str]) -> str:
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     spread = hosts > 1 and needed % hosts == 0
     nodes = f"--nnodes {hosts} " if spread else ""
-    started = for_torchrun("fla-cp-train")
-    command = f"torchrun {nodes}--nproc-per-node {needed // hosts if spread else needed} {started}"
+    target = for_torchrun("fla-cp-train")
+    command = f"torchrun {nodes}--nproc-per-node {needed // hosts if spread else needed} {target}"
     return f"{config_product(config)} needs {counts}; run:\n  {command} {shlex.join(argv)}".rstrip()
 
 
