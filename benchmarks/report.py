@@ -86,7 +86,9 @@ SECTIONS = (
     Section(
         "The operator over several GPUs",
         "One document lies over all GPUs, and a time is a forward and a backward of the slowest "
-        "rank; efficiency is one GPU's time for its share of the tokens over the time measured.",
+        "rank; efficiency is one GPU's time for its share of the tokens over the time measured. "
+        "Where it was measured, host is the time until the call returns, in the forward / in both "
+        "directions, with its exchanges.",
         has("kind"),
         lambda r: report_scaling.scaling(r, "operator"),
         report_scaling.scaling_command,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from benchmarks.report_tables import (
     MISSING,
     Result,
     Row,
+    both,
     columns,
     joined,
     module,
+    ms,
     number,
     ratio,
     slashed,
@@ -62,7 +66,19 @@ def scaling(result: Result, op: str) -> str:
         ("waiting, ms", lambda r: number(r.get("exposed_ms"))),
         ("peak GiB", lambda r: number(r.get("peak_gib"))),
         ("MiB received", lambda r: number(r["bytes"] / 2**20)),
+        *of_host(rows),
     )
+
+
+def of_host(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]:
+    """Columns of what the host does in a forward / in a forward and a backward, its exchanges
+    included, if any row has them. Counted is what the replayed programs do."""
+    names = {"host, ms": "host_ms", "launches": "launches", "torch ops": "torch_ops"}
+    return [
+        (head, both(name, number if name == "host_ms" else whole))
+        for head, name in names.items()
+        if any(ms(r, "both", name) is not None for r in rows)
+    ]
 
 
 def training(result: Result) -> str:

@@ -68,9 +68,9 @@ def ratio(x: float | None) -> str:
 
 
 def slashed(values: Iterable[float | None], show: Callable[[float | None], str] = number) -> str:
-    """Several numbers in one cell; one "not measured" where all are missing."""
+    """Several numbers in one cell; one "not measured" where all are missing, or none."""
     found = [show(x) for x in values]
-    return MISSING if set(found) == {MISSING} else " / ".join(found)
+    return MISSING if set(found) <= {MISSING} else " / ".join(found)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -217,9 +217,9 @@ def of_host(result: Result) -> str:
     found = columns(
         rows,
         ("shape", lambda r: shape(r["shape"], result.data["operator"])),
-        *((head, _both(name, number)) for head, name in pairs.items()),
+        *((head, both(name, number)) for head, name in pairs.items()),
         *([("in a chain, ms", _chained)] * any(map(_has_chain, rows))),
-        *((head, _both(name, whole)) for head, name in counts.items()),
+        *((head, both(name, whole)) for head, name in counts.items()),
     )
     title = (
         "\n\nThe host's work in a call, in the forward / in the forward and the backward: the time "
@@ -238,7 +238,7 @@ def _chained(row: Row) -> str:
     return number(ms(row, "both", "chained_host_ms"))
 
 
-def _both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:
+def both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:
     """A cell with a fact of both directions."""
     return lambda r: slashed((ms(r, d, name) for d in BOTH if d in r), show)
 
@@ -333,9 +333,6 @@ def layer_host_command(result: Result) -> str:
 
 
 def layer_host(result: Result) -> str:
-    def both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:
-        return lambda r: slashed((r[d][name] for d in BOTH), show)
-
     return columns(
         result.rows,
         ("layer", lambda r: OPERATORS[r["layer"]].split(",")[0]),
