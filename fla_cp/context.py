@@ -107,6 +107,7 @@ class FLACPContext(Tabled, FLANames):
     crosses: bool = field(init=False, repr=False)
     group_name: str = field(init=False, repr=False)
     process: int = field(init=False, repr=False)
+    _repeated: dict[int, FLACPContext] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
@@ -153,11 +154,13 @@ class FLACPContext(Tabled, FLANames):
             self.agreement.before(call, **facts)
 
     def repeated(self, n: int) -> FLACPContext:
-        """The same sharding of a batch that has n rows for each token. It is made once."""
-        if torch.compiler.is_compiling():
+        """The same sharding of a batch that has n rows for each token. It is made once. Under
+        torch.compile it must be there: call this before the compiled function, else it raises
+        ValueError."""
+        if torch.compiler.is_compiling() and n not in self._repeated:
             raise ValueError(
-                "rows of a context cannot be repeated under torch.compile: several householder "
-                "steps under a cp_context run eagerly only"
+                f"under torch.compile, {n} householder steps under a cp_context need "
+                f"cp_context.repeated({n}) to be called once before the compiled function"
             )
 
         def build() -> FLACPContext:
@@ -188,10 +191,6 @@ class FLACPContext(Tabled, FLANames):
         if self.max_sequences is not None:
             return None
         return framed(self.packing, self.global_cu_seqlens, self.token_ranges, self.rank)
-
-    @cached_property
-    def _repeated(self) -> dict[int, FLACPContext]:
-        return {}
 
     def update(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None) -> None:
         """Makes this the context of another packing of the same number of tokens, for a CUDA graph
