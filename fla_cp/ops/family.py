@@ -300,7 +300,7 @@ def _shared_packing(context: FLACPContext, x: Inputs, o: Options, backend: Backe
     """The packing of a call under a context: the one filled up to sizes that others have, if no
     rank's segments are cut. All ranks decide alike, since they know the lengths of all."""
     packing = context.packing
-    if context.world_size == 1 or _states(o) or backend.replay_stream(x.q.device) is None:
+    if _states(o) or backend.replay_stream(x.q.device) is None:
         return packing
     (HV, V), K = x.v.shape[2:], x.q.shape[-1]
 

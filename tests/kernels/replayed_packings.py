@@ -99,10 +99,14 @@ SHARED = 24
 
 
 @pytest.mark.parametrize("operator", ["chunk_kda", "chunk_gated_delta_rule"])
-@pytest.mark.parametrize("T, H, rank", [(2048, 32, 1), (2048, 4, 0), (8192, 32, 2)])
-def test_new_packings_of_several_ranks_are_replayed(machine, monkeypatch, operator, T, H, rank):
+@pytest.mark.parametrize("T, H, ranks, rank", [
+    (2048, 32, 3, 1), (2048, 4, 3, 0), (8192, 32, 3, 2), (2048, 4, 1, 0),
+])  # fmt: skip
+def test_new_packings_under_contexts_are_replayed(
+    machine, monkeypatch, operator, T, H, ranks, rank
+):
     """Ranks share documents, whose states cross them."""
-    with one_of(3, rank) as group:
+    with one_of(ranks, rank) as group:
         unreplayed(operator, T, H, 2 * WARM, 1, monkeypatch, group)
         assert unreplayed(operator, T, H, NEW, 0, monkeypatch, group) <= NEW // 5
     (known,) = known_calls.values()
