@@ -35,6 +35,9 @@ REPEATS, WARM = 3, 3
 STEPS, SPAN_MS = (5, 20), 200.0
 """Least and most steps that are timed together, and about how long they should take: the host's
 start and the ranks' are in it once."""
+HOST_TOKENS = 32768
+"""The most tokens of a rank with which the host's work is looked at. It does not grow with them,
+but memory would: the programs' own stays taken meanwhile."""
 TRACED = 5
 """Steps of a trace."""
 
@@ -275,7 +278,9 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
             for what, make in (("operator", operator), ("layer", layer)):
                 try:
                     runs = make(shape, context, device)
-                    found = {**measure(runs.both, group), **measure_host(runs, group)}
+                    found = measure(runs.both, group)
+                    if context.local_tokens <= HOST_TOKENS:
+                        found |= measure_host(runs, group)
                 except torch.OutOfMemoryError:
                     found = {"error": "out of memory"}
                     runs = None
