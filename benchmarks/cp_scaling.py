@@ -6,7 +6,9 @@
 Every number of ranks runs in processes of its own over NCCL (gloo on a machine without GPUs, at a
 small size). Strong: `--tokens` in all; weak: `--local` a rank. Times are medians over steps of the
 slowest rank; "exposed" is the time in which a stream waits for an exchange (`measure_exchange`);
-efficiency is the time of one rank on a rank's share of the tokens over that of R ranks.
+efficiency is the time of one rank on a rank's share of the tokens over that of R ranks. "host" is
+the time until a forward, or a forward and a backward, returns with its exchanges while nothing is
+queued; beside it stands what the programs that a call replays hold (benchmarks/host.py).
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import host
 from benchmarks.ops import environment
 from benchmarks.shapes import Shape
 
@@ -32,6 +35,9 @@ REPEATS, WARM = 3, 3
 STEPS, SPAN_MS = (5, 20), 200.0
 """Least and most steps that are timed together, and about how long they should take: the host's
 start and the ranks' are in it once."""
+HOST_TOKENS = 32768
+"""The most tokens of a rank with which the host's work is looked at. It does not grow with them,
+but memory would: the programs' own stays taken meanwhile."""
 TRACED = 5
 """Steps of a trace."""
 
@@ -43,6 +49,17 @@ def on_cuda() -> bool:
 def synchronize() -> None:
     if on_cuda():
         torch.cuda.synchronize()
+
+
+class Runs(NamedTuple):
+    """A forward, and a forward with its backward."""
+
+    forward: Callable[[], object]
+    both: Callable[[], object]
+
+    @classmethod
+    def of(cls, run: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> Runs:
+        return cls(run, lambda: torch.autograd.grad(run(), leaves, dy))
 
 
 def local_inputs(shape: Shape, tokens: int, device: str) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -57,21 +74,20 @@ def local_inputs(shape: Shape, tokens: int, device: str) -> tuple[list[Tensor], 
     return [draw(1, tokens, *s) for s in sizes], rates
 
 
-def operator(shape: Shape, context: Any, device: str) -> Callable[[], object]:
+def operator(shape: Shape, context: Any, device: str) -> Runs:
     from fla_cp import cp_chunk_kda
 
     packed, rates = local_inputs(shape, context.local_tokens, device)
     leaves = [*packed, *rates.values()]
     do = torch.randn_like(packed[2])
 
-    def step() -> object:
-        o = cp_chunk_kda(*packed, context, **rates, **shape.options)[0]
-        return torch.autograd.grad(o, leaves, do)
+    def run() -> Tensor:
+        return cp_chunk_kda(*packed, context, **rates, **shape.options)[0]
 
-    return step
+    return Runs.of(run, leaves, do)
 
 
-def fla_operator(shape: Shape, cu: Tensor, group: Any, device: str) -> Callable[[], object]:
+def fla_operator(shape: Shape, cu: Tensor, group: Any, device: str) -> Runs:
     try:
         from fla.ops.cp import build_cp_context
         from fla.ops.kda import chunk_kda
@@ -82,16 +98,15 @@ def fla_operator(shape: Shape, cu: Tensor, group: Any, device: str) -> Callable[
     leaves = [*packed, *rates.values()]
     do = torch.randn_like(packed[2])
 
-    def step() -> object:
-        o = chunk_kda(
+    def run() -> Tensor:
+        return chunk_kda(
             *packed, **rates, **shape.options, cp_context=context, cu_seqlens=context.cu_seqlens
         )[0]
-        return torch.autograd.grad(o, leaves, do)
 
-    return step
+    return Runs.of(run, leaves, do)
 
 
-def layer(shape: Shape, context: Any, device: str) -> Callable[[], object]:
+def layer(shape: Shape, context: Any, device: str) -> Runs:
     from fla_cp.nn import KimiDeltaAttention
 
     hidden = HIDDEN if on_cuda() else 32
@@ -100,11 +115,7 @@ def layer(shape: Shape, context: Any, device: str) -> Callable[[], object]:
     x = torch.randn(1, context.local_tokens, hidden, device=device, dtype=dtype).requires_grad_()
     dy = torch.randn_like(x)
     leaves = [x, *module.parameters()]
-
-    def step() -> object:
-        return torch.autograd.grad(module(x, cp_context=context), leaves, dy)
-
-    return step
+    return Runs.of(lambda: module(x, cp_context=context), leaves, dy)
 
 
 def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
@@ -142,6 +153,20 @@ def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     ms, exposed, peak = worst.tolist()
     return {"ms": round(ms, 3), "exposed_ms": round(exposed, 3), "peak_gib": round(peak, 2)}
+
+
+def measure_host(runs: Runs, group: Any) -> dict[str, dict[str, Any]]:
+    """For each direction, `host_ms` of the slowest rank and what rank 0 says of its programs. All
+    ranks call this together, since the calls exchange."""
+    device, found = "cuda" if on_cuda() else "cpu", {}
+    for direction, run in runs._asdict().items():
+        mine = host.host_milliseconds(run, device)
+        if mine is not None:
+            slowest = torch.tensor(mine, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+            mine = round(slowest.item(), 3)
+        found[direction] = {"host_ms": mine, **host.facts(run, device)}
+    return found
 
 
 def sent_bytes(shape: Shape, R: int, scheme: str) -> int:
@@ -252,22 +277,24 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
             )
             for what, make in (("operator", operator), ("layer", layer)):
                 try:
-                    step = make(shape, context, device)
-                    found = measure(step, group)
+                    runs = make(shape, context, device)
+                    found = measure(runs.both, group)
+                    if context.local_tokens <= HOST_TOKENS:
+                        found |= measure_host(runs, group)
                 except torch.OutOfMemoryError:
                     found = {"error": "out of memory"}
-                    step = None
+                    runs = None
                 row = {"op": what, "kind": kind, "T": T, "ranks": R, "scheme": scheme}
                 used = taken(context) if scheme == "auto" else scheme
                 keep({**row, **found, "used": used, "bytes": sent_bytes(shape, R, used)})
-                if args.trace and step is not None:
-                    trace(step, Path(args.trace).with_suffix(f".{what}.{R}.{T}.{rank}.json"))
-                del step
+                if args.trace and runs is not None:
+                    trace(runs.both, Path(args.trace).with_suffix(f".{what}.{R}.{T}.{rank}.json"))
+                del runs
             if R == 1:
                 break  # nothing is exchanged
         if args.peer and args.peer_tokens == T and R > 1:
-            step = fla_operator(shape, cu.to(device), group, device)
-            keep({"op": "fla operator", "kind": kind, "T": T, "ranks": R, **measure(step, group)})
+            both = fla_operator(shape, cu.to(device), group, device).both
+            keep({"op": "fla operator", "kind": kind, "T": T, "ranks": R, **measure(both, group)})
     dist.destroy_process_group()
 
 
@@ -312,8 +339,10 @@ def table(rows: list[dict]) -> str:
         "exposed_ms",
         "peak_gib",
     )
-    lines = [" | ".join(names), " | ".join("---" for _ in names)]
-    lines += [" | ".join(str(r.get(n, "")) for n in names) for r in rows]
+    lines = [" | ".join([*names, "host ms"]), " | ".join("---" for _ in [*names, "host ms"])]
+    for r in rows:
+        times = [str(r[d]["host_ms"]) for d in Runs._fields if r.get(d, {}).get("host_ms")]
+        lines.append(" | ".join([*(str(r.get(n, "")) for n in names), " / ".join(times)]))
     return "\n".join(f"| {line} |" for line in lines)
 
 

@@ -101,12 +101,12 @@ def replays(f: Callable) -> tuple[list[Replay], str]:
         return program.run(plan, inputs, stream)
 
     for where, key, program in programs:
-        where[key] = program._replace(run=partial(note, program))
+        where.keep(key, program._replace(run=partial(note, program)))
     try:
         f()
     finally:
         for where, key, program in programs:
-            where[key] = program
+            where.keep(key, program)
     return found, "; ".join(why)
 
 

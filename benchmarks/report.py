@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import cp_scaling, report_memory, report_steps
+from benchmarks import cp_scaling, report_memory, report_scaling, report_steps
 from benchmarks import report_tables as tables
 from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Sides, number
 
@@ -86,18 +86,20 @@ SECTIONS = (
     Section(
         "The operator over several GPUs",
         "One document lies over all GPUs, and a time is a forward and a backward of the slowest "
-        "rank; efficiency is one GPU's time for its share of the tokens over the time measured.",
+        "rank; efficiency is one GPU's time for its share of the tokens over the time measured. "
+        "Where it was measured, host is the time until the call returns, in the forward / in both "
+        "directions, with its exchanges.",
         has("kind"),
-        lambda r: tables.scaling(r, "operator"),
-        tables.scaling_command,
+        lambda r: report_scaling.scaling(r, "operator"),
+        report_scaling.scaling_command,
         "![Time over GPUs and its ideal, from cp.json](cp-scaling.png)",
     ),
     Section(
         "A layer over several GPUs",
         "The same run with one whole KDA layer of hidden size 4096 in place of the operator.",
         has("kind"),
-        lambda r: tables.scaling(r, "layer"),
-        tables.scaling_command,
+        lambda r: report_scaling.scaling(r, "layer"),
+        report_scaling.scaling_command,
     ),
     Section(
         "Softmax attention on one GPU",
@@ -183,7 +185,7 @@ SECTIONS = (
         "Each row is one run of the trainer with a model of 1.3 billion parameters in bf16; the "
         "first steps of a run compile kernels.",
         lambda r: "cp" in next(iter(r.rows), {}),
-        tables.training,
+        report_scaling.training,
         lambda r: f"`{r.data['command']}`",
     ),
     Section(
@@ -211,14 +213,14 @@ SECTIONS = (
         "Microseconds of one exchange and of its parts on each rank; `graph` is the same exchange "
         "replayed by a CUDA graph, without launches from Python.",
         has("all_gather alone"),
-        tables.exchange,
-        tables.exchange_command,
+        report_scaling.exchange,
+        report_scaling.exchange_command,
     ),
     Section(
         "Exchanges and other work at the same time",
         "The last column is how long the compute stream of each rank waits for exchanges.",
         has("trace_ms"),
-        tables.overlap,
+        report_scaling.overlap,
         lambda r: "",
         "![Kernels of a layer on two GPUs, by stream](timeline.png)",
     ),
@@ -327,8 +329,8 @@ def readme_scaling(result: Result) -> str:
     def cell(op: str, T: int, gpus: int) -> str:
         wanted = {"op": op, "T": T, "ranks": gpus}
         row = next((r for r in strong if wanted.items() <= r.items()), None)
-        gain = tables.speed_up(strong, row) if gpus > 1 else None
-        return tables.step_time(row) + ("" if gain is None else f" ({tables.ratio(gain)})")
+        gain = report_scaling.speed_up(strong, row) if gpus > 1 else None
+        return report_scaling.step_time(row) + ("" if gain is None else f" ({tables.ratio(gain)})")
 
     rows = [
         [str(T), *[cell(op, T, n) for op in ("operator", "layer") for n in README_GPUS]]

@@ -68,9 +68,9 @@ def ratio(x: float | None) -> str:
 
 
 def slashed(values: Iterable[float | None], show: Callable[[float | None], str] = number) -> str:
-    """Several numbers in one cell; one "not measured" where all are missing."""
+    """Several numbers in one cell; one "not measured" where all are missing, or none."""
     found = [show(x) for x in values]
-    return MISSING if set(found) == {MISSING} else " / ".join(found)
+    return MISSING if set(found) <= {MISSING} else " / ".join(found)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -217,9 +217,9 @@ def of_host(result: Result) -> str:
     found = columns(
         rows,
         ("shape", lambda r: shape(r["shape"], result.data["operator"])),
-        *((head, _both(name, number)) for head, name in pairs.items()),
+        *((head, both(name, number)) for head, name in pairs.items()),
         *([("in a chain, ms", _chained)] * any(map(_has_chain, rows))),
-        *((head, _both(name, whole)) for head, name in counts.items()),
+        *((head, both(name, whole)) for head, name in counts.items()),
     )
     title = (
         "\n\nThe host's work in a call, in the forward / in the forward and the backward: the time "
@@ -238,7 +238,7 @@ def _chained(row: Row) -> str:
     return number(ms(row, "both", "chained_host_ms"))
 
 
-def _both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:
+def both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:
     """A cell with a fact of both directions."""
     return lambda r: slashed((ms(r, d, name) for d in BOTH if d in r), show)
 
@@ -259,119 +259,6 @@ def stages(result: Result) -> str:
     ]
     title = "\n\nTimes of the stages, each measured by itself, in ms:\n\n"
     return title + table(["shape", *names], rows) if timed else ""
-
-
-# many GPUs
-
-
-def scaling_command(result: Result) -> str:
-    rows = result.rows
-    strong = joined(r["T"] for r in rows if r["kind"] == "strong")
-    weak = joined(r["T"] // r["ranks"] for r in rows if r["kind"] == "weak")
-    flags = [f"--ranks {joined(r['ranks'] for r in rows)}", f"--tokens {strong}", f"--local {weak}"]
-    return module("cp_scaling", result, *flags, f"--schemes {joined(r['scheme'] for r in rows)}")
-
-
-def step_time(row: Row | None) -> str:
-    return MISSING if row is None else row["error"] if "error" in row else number(row["ms"])
-
-
-def speed_up(rows: list[Row], row: Row | None) -> float | None:
-    """One GPU's time for the same tokens over this time; None where either is missing."""
-    if row is None or "ms" not in row:
-        return None
-    work = {name: row[name] for name in ("op", "kind", "T")} | {"ranks": 1}
-    one = next((r for r in rows if work.items() <= r.items()), {})
-    return one["ms"] / row["ms"] if "ms" in one else None
-
-
-def tokens(row: Row) -> str:
-    strong = row["kind"] == "strong"
-    return f"T = {row['T']}" if strong else f"{row['T'] // row['ranks']} tokens a GPU"
-
-
-def scheme(row: Row) -> str:
-    used = row.get("used", row["scheme"])
-    return row["scheme"] if used == row["scheme"] else f"{row['scheme']} ({used})"
-
-
-def scaling(result: Result, op: str) -> str:
-    rows = [r for r in result.rows if r["op"] == op]
-    return columns(
-        rows,
-        ("work", tokens),
-        ("GPUs", lambda r: str(r["ranks"])),
-        ("exchange", scheme),
-        ("ms", step_time),
-        ("speed-up", lambda r: ratio(speed_up(rows, r)) if r["kind"] == "strong" else "-"),
-        ("efficiency", lambda r: number(r.get("efficiency"))),
-        ("waiting, ms", lambda r: number(r.get("exposed_ms"))),
-        ("peak GiB", lambda r: number(r.get("peak_gib"))),
-        ("MiB received", lambda r: number(r["bytes"] / 2**20)),
-    )
-
-
-def training(result: Result) -> str:
-    common = (
-        ("cp", lambda r: str(r["cp"])),
-        ("tokens of the sequence", lambda r: str(r.get("seq_len", r.get("tokens")))),
-        ("peak GiB", lambda r: number(r["peak_gib"])),
-    )
-    if "tokens_per_second" in result.rows[0]:
-        return columns(
-            result.rows,
-            *common,
-            ("tokens/s", lambda r: whole(r["tokens_per_second"])),
-            ("tokens/s a GPU", lambda r: whole(r["per_gpu"])),
-            ("waiting for exchanges, ms a step", lambda r: number(r["exchange_ms"])),
-        )
-    return columns(
-        result.rows,
-        *common,
-        ("first step shown", lambda r: str(r.get("from_step", 1))),
-        ("1000 tokens/s a GPU, by step", lambda r: " ".join(map(str, r["ktokens_s_a_gpu"]))),
-    )
-
-
-def exchange_command(result: Result) -> str:
-    ranks = dict.fromkeys(str(r["ranks"]) for r in result.rows)
-    return ", ".join(module("exchange", result, n) for n in ranks)
-
-
-def exchange(result: Result) -> str:
-    names = [n for n in result.rows[0] if n not in ("ranks", "rank", "equal")]
-    rows = [
-        [str(r["ranks"]), str(r["rank"]), *[number(r.get(n)) for n in names]] for r in result.rows
-    ]
-    return table(["GPUs", "rank", *names], rows)
-
-
-def overlap(result: Result) -> str:
-    tables = [
-        columns(
-            result.rows,
-            ("what", lambda r: "operator" if r["op"] == "op" else r["op"]),
-            ("T", lambda r: str(r["T"])),
-            ("GPUs", lambda r: str(r["ranks"])),
-            ("exchange", lambda r: r["exchange"]),
-            ("recomputed states", lambda r: r["states"]),
-            ("gate projections", lambda r: r["projections"]),
-            ("ms", lambda r: number(r["ms"])),
-            ("host, ms", lambda r: number(r["host_ms"])),
-            ("waiting by rank, ms", lambda r: slashed(r["wait_ms_by_rank"])),
-        ),
-        columns(
-            result.data["trace_ms"].items(),
-            ("trace", lambda item: item[0]),
-            ("exchange by rank, ms", lambda item: slashed(item[1]["exchange by rank"])),
-            ("hidden by other kernels, ms", lambda item: slashed(item[1]["beside other kernels"])),
-        ),
-    ]
-    for found in result.data.values():
-        if isinstance(found, dict) and "unit" in found:
-            lists = [[name, slashed(x)] for name, x in found.items() if name != "unit"]
-            tables.append(f"{upper(found['unit'])}.\n\n{table(['case', 'ms'], lists)}")
-    return "\n\n".join(tables)
 
 
 # operators bound by memory, errors, and the host's work
@@ -446,9 +333,6 @@ def layer_host_command(result: Result) -> str:
 
 
 def layer_host(result: Result) -> str:
-    def both(name: str, show: Callable[[float | None], str]) -> Callable[[Row], str]:
-        return lambda r: slashed((r[d][name] for d in BOTH), show)
-
     return columns(
         result.rows,
         ("layer", lambda r: OPERATORS[r["layer"]].split(",")[0]),

@@ -41,10 +41,9 @@ from fla_cp.partition.checks import (
 from fla_cp.partition.device_tables import Tabled, fill, to_device
 from fla_cp.partition.fla_names import FLANames
 from fla_cp.partition.key_tables import KeyTables
-from fla_cp.partition.packing import Frame, Packing
-from fla_cp.partition.slots import link_slots
+from fla_cp.partition.on_ranks import fixed_frame, framed, layout, padded
+from fla_cp.partition.packing import Packing
 from fla_cp.partition.token_ranges import Ranges, contiguous_token_ranges
-from fla_cp.partition.workload import Counts, Workload
 from fla_cp.rule import DeltaRule
 
 _NUMBERS = itertools.count()
@@ -108,6 +107,7 @@ class FLACPContext(Tabled, FLANames):
     crosses: bool = field(init=False, repr=False)
     group_name: str = field(init=False, repr=False)
     process: int = field(init=False, repr=False)
+    _repeated: dict[int, FLACPContext] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
@@ -154,11 +154,13 @@ class FLACPContext(Tabled, FLANames):
             self.agreement.before(call, **facts)
 
     def repeated(self, n: int) -> FLACPContext:
-        """The same sharding of a batch that has n rows for each token. It is made once."""
-        if torch.compiler.is_compiling():
+        """The same sharding of a batch that has n rows for each token. It is made once. Under
+        torch.compile it must be there: call this before the compiled function, else it raises
+        ValueError."""
+        if torch.compiler.is_compiling() and n not in self._repeated:
             raise ValueError(
-                "rows of a context cannot be repeated under torch.compile: several householder "
-                "steps under a cp_context run eagerly only"
+                f"under torch.compile, {n} householder steps under a cp_context need "
+                f"cp_context.repeated({n}) to be called once before the compiled function"
             )
 
         def build() -> FLACPContext:
@@ -184,8 +186,11 @@ class FLACPContext(Tabled, FLANames):
         return Tabled()
 
     @cached_property
-    def _repeated(self) -> dict[int, FLACPContext]:
-        return {}
+    def framed(self) -> Packing | None:
+        """See `fla_cp.partition.on_ranks.framed`. None with max_sequences."""
+        if self.max_sequences is not None:
+            return None
+        return framed(self.packing, self.global_cu_seqlens, self.token_ranges, self.rank)
 
     def update(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None) -> None:
         """Makes this the context of another packing of the same number of tokens, for a CUDA graph
@@ -213,7 +218,7 @@ class FLACPContext(Tabled, FLANames):
 
     def _refill(self, offsets: tuple[int, ...]) -> None:
         """`update`, after its checks."""
-        packing, links = _layout(offsets, self.token_ranges, self.rank, self.packing.frame)
+        packing, links = layout(offsets, self.token_ranges, self.rank, self.packing.frame)
         packing.take_tables(self.packing)
         links.take_tables(self.links)
         links.mirrored().take_tables(self.links.mirrored())
@@ -223,7 +228,7 @@ class FLACPContext(Tabled, FLANames):
             "packing": packing,
             "links": links,
             "cu_seqlens_cpu": cu_local,
-            "global_cu_seqlens": _padded(offsets, self.packing.frame),
+            "global_cu_seqlens": padded(offsets, self.packing.frame),
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)
@@ -406,31 +411,6 @@ def _times(n: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n * x for x in offsets)
 
 
-def _padded(offsets: tuple[int, ...], frame: Frame | None) -> tuple[int, ...]:
-    """With empty sequences at the end."""
-    if frame is None:
-        return offsets
-    return offsets + offsets[-1:] * (frame.sequences + 1 - len(offsets))
-
-
-def _layout(
-    offsets: tuple[int, ...], ranges: tuple[Ranges, ...], rank: int, frame: Frame | None
-) -> tuple[Packing, Links]:
-    offsets = _padded(offsets, frame)
-    loads = () if frame else tuple(Workload.of(offsets, own) for own in ranges)
-    first = rank == 0
-    packing = Packing.build(offsets, ranges[rank], counts_empty=first, frame=frame, loads=loads)
-    return packing, link_slots(offsets, ranges, fixed=frame is not None)
-
-
-def _frame(max_sequences: int, ranges: tuple[Ranges, ...], rank: int) -> Frame:
-    frames = [
-        Frame.of(max_sequences, hi - lo, enters=r > 0, leaves=r + 1 < len(ranges))
-        for r, ((lo, hi),) in enumerate(ranges)
-    ]
-    return frames[rank]._replace(largest=Counts.largest(frame.counts for frame in frames))
-
-
 def _context(
     group: dist.ProcessGroup | None,
     offsets: tuple[int, ...],
@@ -444,8 +424,8 @@ def _context(
 ) -> FLACPContext:
     """The context, from arguments that were checked before. checked: whether ranks compare it."""
     rank, world_size = 0 if group is None else dist.get_rank(group), len(ranges)
-    frame = None if max_sequences is None else _frame(max_sequences, ranges, rank)
-    packing, links = _layout(offsets, ranges, rank, frame)
+    frame = None if max_sequences is None else fixed_frame(max_sequences, ranges, rank)
+    packing, links = layout(offsets, ranges, rank, frame)
     width = (conv1d_kernel_size or 1) - 1
     # With a fixed shape, what is sent must not depend on the packing: it is that of one sequence.
     sequences = offsets if frame is None else (0, offsets[-1])
@@ -460,7 +440,7 @@ def _context(
         world_size=world_size,
         cu_seqlens=to_device(packing.offsets, torch.int32, device),
         cu_seqlens_cpu=to_device(packing.offsets, torch.int32, "cpu"),
-        global_cu_seqlens=_padded(offsets, frame),
+        global_cu_seqlens=padded(offsets, frame),
         local_tokens=packing.tokens,
         token_ranges=ranges,
         conv1d_kernel_size=conv1d_kernel_size,

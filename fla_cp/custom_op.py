@@ -21,6 +21,7 @@ from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Frame, Packing
 from fla_cp.pipeline import Plan, PlanKey, Result, Saved, announcement, backward, forward
+from fla_cp.recent import Recent
 from fla_cp.replay import Replayed, layout
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
@@ -41,9 +42,9 @@ ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slo
 
 
 MAX_REPLAYED = 1024
-"""The most kinds of calls that are remembered; then all are forgotten."""
+"""The most kinds of calls that are remembered."""
 
-_replayed: dict[tuple, Replayed] = {}
+_replayed: Recent[tuple, Replayed] = Recent(MAX_REPLAYED)
 
 
 @lru_cache(maxsize=16)
@@ -186,11 +187,10 @@ class Call:
         tensors = (*self.x, self.initial, *own)
         facts = tuple(None if t is None else layout(t) for t in tensors)
         key = op, self.rule, self.plan.backend, flags, facts
-        if key not in _replayed:
-            if len(_replayed) >= MAX_REPLAYED:
-                _replayed.clear()
-            _replayed[key] = Replayed()
-        found: Any = _replayed[key](self.plan, None, tensors, lambda: tuple(run()))
+        kind = _replayed.use(key)
+        if kind is None:
+            _replayed.keep(key, kind := Replayed())
+        found: Any = kind(self.plan, None, tensors, lambda: tuple(run()))
         return list(found)
 
     def new_states(self, n: int, *shape: int) -> Tensor:

@@ -37,16 +37,17 @@ class PlanKey:
 
     @classmethod
     def of(cls, packing: Packing, links: Links, exchange: Exchange) -> PlanKey:
-        """With a frame, the tokens of a rank and the sizes decide; else the packing itself. A key
-        does not keep the group alive."""
+        """With a frame, the tokens of a rank, the sizes and the links decide, with fixed links only
+        who owns which slot; else the packing itself. A key does not keep the group alive."""
         group = None if exchange.group is None else weakref.ref(exchange.group)
         scheme: Any = type(exchange), group
         where = packing.tokens, packing.ranges, scheme
         if packing.frame is None:
             exact = packing.sequences, packing.segments, packing.empty, packing.loads
             return cls(*where, *exact, links)
-        slots = links.owner, links.row, links.slots_per_rank, links.fixed
-        return cls(*where, packing.frame, *slots)
+        if not links.fixed:
+            return cls(*where, packing.frame, links)
+        return cls(*where, packing.frame, links.owner, links.row, links.slots_per_rank)
 
     @cached_property
     def _hash(self) -> int:

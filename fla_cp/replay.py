@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fla_cp.program import Flat, Program, program
+from fla_cp.recent import Recent
 from fla_cp.tape import NotReplayable, Tape
 
 MAX_PROGRAMS = 64
-"""The most programs that one kind of call keeps in a direction. Then the one that was not used for
-longest is forgotten."""
+"""The most programs that one kind of call keeps in a direction."""
 
 
 def access(x: Tensor) -> tuple:
@@ -60,7 +59,7 @@ class Replayed:
     """
 
     def __init__(self) -> None:
-        self.known: OrderedDict[Hashable, Program | str] = OrderedDict()
+        self.known: Recent[Hashable, Program | str] = Recent(MAX_PROGRAMS)
         self.enabled = os.environ.get("FLA_CP_REPLAY", "1") != "0"
 
     def __call__(
@@ -91,15 +90,12 @@ class Replayed:
         run: Callable[[], Flat],
         stream: int,
     ) -> Flat:
-        found, first = self.known.get(key), inputs[0]
+        found, first = self.known.use(key), inputs[0]
         assert first is not None
         if isinstance(found, Program):
-            if len(self.known) > MAX_PROGRAMS // 2:  # the order does not matter before
-                with suppress(KeyError):  # another thread may just have forgotten it
-                    self.known.move_to_end(key)
             return found.run(plan, inputs, stream)
         if found is None:
-            self._keep(key, "seen once")
+            self.known.keep(key, "seen once")
         if found != "seen once" or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
             return run()
         given = [id(x) for x in inputs if x is not None]
@@ -111,12 +107,7 @@ class Replayed:
         with tape:
             results = run()
         try:
-            self._keep(key, program(tape, results))
+            self.known.keep(key, program(tape, results))
         except NotReplayable as error:
-            self._keep(key, str(error))
+            self.known.keep(key, str(error))
         return results
-
-    def _keep(self, key: Hashable, found: Program | str) -> None:
-        self.known[key] = found
-        if len(self.known) > MAX_PROGRAMS:
-            self.known.popitem(last=False)

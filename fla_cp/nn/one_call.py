@@ -26,13 +26,14 @@ from fla_cp.ops.conv_rows import Place
 from fla_cp.ops.known import Known, remember
 from fla_cp.pipeline import Plan
 from fla_cp.program import Flat
+from fla_cp.recent import Recent
 from fla_cp.replay import access, autocasts
 from fla_cp.rule import accumulator
 
 MAX_KNOWN = 256
-"""The most kinds of calls that are remembered; then all are forgotten."""
+"""The most kinds of calls that are remembered."""
 
-_known: dict[tuple, Known] = {}
+_known: Recent[tuple, Known] = Recent(MAX_KNOWN)
 
 
 class _OneCall(torch.autograd.Function):
@@ -124,12 +125,10 @@ def _call(facts: Facts, x: Tensor, weight: Tensor, context: FLACPContext | None)
         check_conv1d_context(facts.taps, context)
     backend = resolve(facts.impl, x.device, x.dtype)
     key = facts, B, T, hidden, x.dtype, x.device, id(backend)  # `Known` keeps the id taken
-    known = _known.get(key)
+    known = _known.use(key)
     if known is None:
-        if len(_known) >= MAX_KNOWN:
-            _known.clear()
         known = remember(None, facts.rule(), backend, want_final=False, want_h=False)
-        _known[key] = known
+        _known.keep(key, known)
     offsets = tuple(range(0, B * T + 1, T))
     packing = packing_of(offsets) if context is None else context.packing
     rows = x.view(-1, hidden) if x.is_contiguous() else x.reshape(-1, hidden)

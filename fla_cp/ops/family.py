@@ -27,7 +27,7 @@ from fla_cp.arguments import (
     check_tensors,
 )
 from fla_cp.autograd import DeltaRuleFunction, Kind, token_rows
-from fla_cp.context import compare_ranks
+from fla_cp.context import FLACPContext, compare_ranks
 from fla_cp.handle import Handle
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs
@@ -99,7 +99,7 @@ def chunk(
     if torch.compiler.is_compiling():
         return _traced(member, x, options, rows)
     key = key_of(member, x, options, rows)
-    known = None if key is None else known_calls.get(key)
+    known = None if key is None else known_calls.use(key)
     if known is not None and known.plan is not None:
         return _known_call(known.kind, known.plan, x, options)
     context = options.get("cp_context")
@@ -130,6 +130,8 @@ def chunk(
         x = spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
         rule, rates = rule._replace(gate="given"), (None, None)
     inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p)
+    if context is not None and rows == 1:
+        packing = _shared_packing(context, inputs, o, backend)
 
     def build() -> Plan:
         return custom_op.make_plan(rule, packing, context, backend, inputs)
@@ -306,6 +308,29 @@ def one_dim(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.ndim == 1 else x.flatten()
 
 
+def _states(o: Options) -> bool:
+    """Whether states are given or wanted. A frame has none."""
+    return o.initial_state is not None or o.output_final_state or o.return_intermediate_states
+
+
+def _shared_packing(context: FLACPContext, x: Inputs, o: Options, backend: Backend) -> Packing:
+    """The packing of a call under a context: the one filled up to sizes that others have, if no
+    rank's segments are cut. All ranks decide alike, since they know the lengths of all."""
+    packing = context.packing
+    if _states(o) or backend.replay_stream(x.q.device) is None:
+        return packing
+    (HV, V), K = x.v.shape[2:], x.q.shape[-1]
+
+    def uncut() -> bool:
+        shape = HV, K, V, x.q.device
+        return all(backend.segment(packing, *shape, both) is packing for both in (True, False))
+
+    framed = context.framed
+    if framed is None or not packing.cached(("uncut", backend.name, HV, K, V, x.q.device), uncut):
+        return packing
+    return framed
+
+
 def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
     """The packing of a call without a context."""
     (B, T), (HV, V) = x.q.shape[:2], x.v.shape[2:]
@@ -313,8 +338,7 @@ def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
         return custom_op.packing_of(tuple(range(0, B * T * rows + 1, T * rows)))
     offsets = tuple((o.cu_seqlens if o.cu_seqlens_cpu is None else o.cu_seqlens_cpu).tolist())
     check_offsets("cu_seqlens", offsets, T)
-    states = o.initial_state is not None or o.output_final_state or o.return_intermediate_states
-    if states or rows > 1 or len(offsets) == 2:
+    if _states(o) or rows > 1 or len(offsets) == 2:
         return custom_op.packing_of(offsets if rows == 1 else tuple(rows * i for i in offsets))
     if backend.replay_stream(x.q.device) is None:
         return custom_op.packing_of(offsets)

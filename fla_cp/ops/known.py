@@ -13,6 +13,7 @@ from fla_cp.context import FLACPContext
 from fla_cp.kernels import Backend, resolve
 from fla_cp.ops.options import Tensors
 from fla_cp.pipeline import Plan
+from fla_cp.recent import Recent
 from fla_cp.replay import Replayed, layout
 from fla_cp.rule import DeltaRule
 
@@ -30,9 +31,9 @@ class Known:
 
 
 MAX_KNOWN = 1024
-"""The most keys that are remembered; then all are forgotten."""
+"""The most keys that are remembered."""
 
-known_calls: dict[tuple, Known] = {}
+known_calls: Recent[tuple, Known] = Recent(MAX_KNOWN)
 _numbers = itertools.count()
 
 
@@ -43,9 +44,7 @@ def remember(
     kind = Kind(want_final, want_h, Replayed(), Replayed())
     known = Known(next(_numbers), rule, backend, kind)
     if key is not None:
-        if len(known_calls) >= MAX_KNOWN:
-            known_calls.clear()
-        known_calls[key] = known
+        known_calls.keep(key, known)
     return known
 
 

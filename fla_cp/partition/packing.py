@@ -50,12 +50,13 @@ class Segment(NamedTuple):
 
 class Frame(NamedTuple):
     """The sizes that several packings have in common on one rank: those of a context with
-    max_sequences, or packings without a context that differ by little.
+    max_sequences, or packings that differ by little.
 
     sequences: of the global batch. segments, chunks: how many there are, including segments and
     chunks without tokens that fill the list. The last segment, the spare, never has tokens. enters,
     leaves: whether a state may come from another rank or go to one. largest: see `Packing.largest`;
     None means this rank's own counts. filled: chunks before this one have tokens in every packing.
+    passes: whether a state may pass through the rank; None: if one may enter and one may leave.
     """
 
     sequences: int
@@ -65,15 +66,32 @@ class Frame(NamedTuple):
     leaves: bool
     largest: Counts | None = None
     filled: int = 0
+    passes: bool | None = None
 
     @classmethod
     def around(cls, segments: int, chunks: int) -> Frame:
-        """The frame of packings without a context that have about so many segments and chunks.
+        """The frame of packings of one rank alone that have about so many segments and chunks.
         Chunks are rounded up by at most a sixteenth, or to a multiple of 8."""
         room = _rounded(segments + 1, max(4, _half_power(segments) // 4))
         step = max(8, _half_power(chunks) // 16)
         full = _rounded(chunks, step)
         return cls(0, room, full, enters=False, leaves=False, filled=max(0, full - step))
+
+    @classmethod
+    def around_ranks(cls, counts: Sequence[Counts], rank: int) -> Frame:
+        """The frame of packings of a rank with one range that are like this one. counts: those of
+        all ranks' parts. Whether a state enters, leaves and passes is exact, and so is a number of
+        segments below 4: with so few, a spare one would choose kernels for more than there are."""
+        frames = []
+        for c in counts:
+            frame = cls.around(c.everything, c.chunks)
+            if c.everything < 4:
+                frame = frame._replace(segments=c.everything + 1)
+            enters, leaves, passes = c.carried > 0, c.feeding > 0, c.middle > 0
+            frames.append(frame._replace(enters=enters, leaves=leaves, passes=passes))
+        largest = Counts.largest(frame.counts for frame in frames)
+        largest = largest._replace(everything=largest.everything - 1)
+        return frames[rank]._replace(largest=largest)
 
     @classmethod
     def of(cls, sequences: int, tokens: int, *, enters: bool, leaves: bool) -> Frame:
@@ -85,8 +103,13 @@ class Frame(NamedTuple):
 
     @property
     def counts(self) -> Counts:
-        through = self.enters and self.leaves
-        return Counts(self.segments, int(self.leaves), int(self.enters), int(through), self.chunks)
+        each = self.segments, self.leaves, self.enters, self.through, self.chunks
+        return Counts(*map(int, each))
+
+    @property
+    def through(self) -> bool:
+        """Whether a state may pass through the rank."""
+        return self.enters and self.leaves if self.passes is None else self.passes
 
 
 def _rounded(n: int, step: int) -> int:
@@ -223,8 +246,7 @@ class Packing(Tabled):
     def middle(self) -> tuple[int, ...]:
         """Segments through which a state passes. Only these need a transition."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.begins and not s.ends)
-        frame = self.frame
-        return self._or_spare(which, frame is not None and frame.enters and frame.leaves)
+        return self._or_spare(which, self.frame is not None and self.frame.through)
 
     def _or_spare(self, which: tuple[int, ...], needed: bool) -> tuple[int, ...]:
         return (len(self.segments) - 1,) if needed and not which else which

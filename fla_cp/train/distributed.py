@@ -33,10 +33,10 @@ from fla_cp.train.exit_codes import DIVERGED, FAILED, HUNG, MISTAKE
 from fla_cp.train.language_model import LanguageModel, blocks_of
 from fla_cp.train.meeting import meet
 from fla_cp.train.progress import mark, waiting
+from fla_cp.train.started import for_torchrun
 from fla_cp.train.watch import watched
 
 TRAIN = Path(__file__).resolve().with_name("main.py")
-SCRIPT = TRAIN.parents[2] / "launch" / "train.py"  # in a clone
 # Longer than any wait, since ranks also wait for rank 0 in --check-parity and while it plots.
 # fla_cp/train/watch.py, which knows such phases, ends a hung run; the timeout of a collective
 # cannot tell them from a hang.
@@ -95,8 +95,8 @@ def _mismatch(config: ParallelConfig, started: int, argv: Sequence[str]) -> str:
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     spread = hosts > 1 and needed % hosts == 0
     nodes = f"--nnodes {hosts} " if spread else ""
-    script = os.path.relpath(SCRIPT) if SCRIPT.exists() else "-m fla_cp.train.main"
-    command = f"torchrun {nodes}--nproc-per-node {needed // hosts if spread else needed} {script}"
+    target = for_torchrun("fla-cp-train")
+    command = f"torchrun {nodes}--nproc-per-node {needed // hosts if spread else needed} {target}"
     return f"{config_product(config)} needs {counts}; run:\n  {command} {shlex.join(argv)}".rstrip()
 
 
@@ -263,13 +263,13 @@ class Ranks:
         )
 
 
-def check_ranks(cp: int, script: str) -> None:
-    """Raises UserError unless that many ranks were started."""
+def check_ranks(cp: int, command: str) -> None:
+    """Raises UserError unless that many ranks were started. command: the installed one."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if cp != started:
         raise UserError(
             f"--cp must be the number of ranks that were started, {started}, got {cp}; run "
-            f"torchrun --nproc-per-node {cp} {script}"
+            f"torchrun --nproc-per-node {cp} {for_torchrun(command)}"
         )
 
 

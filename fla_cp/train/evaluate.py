@@ -372,7 +372,7 @@ def _check(given: argparse.Namespace) -> None:
         if getattr(given, name) < value:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} must be at least {value}, got {getattr(given, name)}")
-    check_ranks(given.cp, "launch/evaluate.py")
+    check_ranks(given.cp, "fla-cp-evaluate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

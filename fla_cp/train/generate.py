@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     first = os.environ.get("RANK", "0") == "0"
     try:
-        check_ranks(given.cp, "launch/generate.py")
+        check_ranks(given.cp, "fla-cp-generate")
         if given.cp == 1:
             statistics = _continue(given, torch.device(given.device))
         else:

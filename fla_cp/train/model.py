@@ -6,6 +6,7 @@ A block is a token mixer and SwiGLU, or experts in place of SwiGLU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -357,7 +358,20 @@ def compile_blocks(model: Decoder) -> None:
     """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
     share one code object, so that a shape is compiled once."""
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, options=COMPILE_OPTIONS)
+        run = torch.compile(block.forward, fullgraph=True, options=COMPILE_OPTIONS)
+        rows = getattr(block.mixer, "rows", 1)
+        block.forward = run if rows == 1 else _with_rows(run, rows)
+
+
+def _with_rows(run: Callable[..., Any], rows: int) -> Callable[..., Any]:
+    """A compiled block whose mixer has several rows for each token. Their context is made before,
+    because a graph cannot make it."""
+
+    def forward(x: Tensor, context: FLACPContext) -> Any:
+        context.repeated(rows)
+        return run(x, context)
+
+    return forward
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -23,6 +23,7 @@ import tyro
 
 from fla_cp.train.config import TrainConfig, UserError, with_recipe
 from fla_cp.train.rules import validate
+from fla_cp.train.started import program
 
 BARE = {
     "model.remat": ("full", "none"),
@@ -89,7 +90,7 @@ def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
     with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
         config = tyro.cli(
             TrainConfig,
-            prog="launch/train.py",
+            prog=program("fla-cp-train"),
             args=_with_values(argv),
             default=default,
             console_outputs=not quiet,

@@ -246,6 +246,10 @@ def test_bandwidth_rows(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("decode") == 2
 
 
+NOT_RECORDED = "no call was recorded"
+"""Of the torch stages, which are not replayed."""
+
+
 @pytest.mark.wide
 def test_cp_scaling(tmp_path, monkeypatch, capsys):
     """One rank and two over gloo; efficiency is one rank's time for the local tokens."""
@@ -259,6 +263,7 @@ def test_cp_scaling(tmp_path, monkeypatch, capsys):
     assert len(rows) == 2 * 2 * 2  # ranks, kinds, operator and layer
     ms = {(r["op"], r["T"], r["ranks"]): r["ms"] for r in rows}
     for r in rows:
+        assert r["forward"] == r["both"] == {"host_ms": None, "not_replayed": NOT_RECORDED}
         if r["ranks"] == 2 and r["T"] == 256:
             assert r["efficiency"] == round(ms[r["op"], 128, 1] / r["ms"], 3)
             assert r["exposed_ms"] > 0

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import report
+from benchmarks import report, report_scaling
 from benchmarks.report_tables import MISSING, Result
 
 RESULTS = {r.name: r for r in report.load()}
@@ -98,6 +98,23 @@ def test_what_was_not_measured_says_so():
     assert rows[4][1] != MISSING
     assert rows[4][2:5] == [MISSING, MISSING, MISSING]
     assert "GPU not recorded, torch not recorded" in report.tables.facts({})
+
+
+def test_scaling_shows_the_host_where_a_row_has_it():
+    result = RESULTS[report.README_SCALING]
+    titles = report_scaling.scaling(result, "operator").splitlines()[0]
+    assert "host, ms" not in titles
+    rows = json.loads(json.dumps([r for r in result.rows if r["op"] == "operator"]))
+    for n, direction in enumerate(("forward", "both"), 1):
+        counted = {"host_ms": 0.3 * n, "launches": 3 * n, "torch_ops": n}
+        rows[1][direction] = counted
+        rows[2][direction] = {"host_ms": 0.2 * n, "not_replayed": "why"}
+    text = report_scaling.scaling(Result("cp", {"rows": rows}), "operator")
+    assert text.splitlines()[0].endswith("| host, ms | launches | torch ops |")
+    shown = cells(text)
+    assert shown[0][-3:] == [MISSING] * 3
+    assert shown[1][-3:] == ["0.300 / 0.600", "3 / 6", "1 / 2"]
+    assert shown[2][-3:] == ["0.200 / 0.400", MISSING, MISSING]
 
 
 def test_every_result_has_a_table():

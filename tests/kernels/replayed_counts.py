@@ -4,6 +4,7 @@ A driver whose launches do nothing records them in place of a GPU; the kernels a
 H200. test_launch.py runs this file in a process of its own.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 from triton.language import constexpr
@@ -28,7 +31,9 @@ from fla_cp.kernels.triton import streams
 from fla_cp.kernels.triton.backend import TritonBackend
 from fla_cp.ops.known import known_calls
 from fla_cp.program import Program
+from fla_cp.tape import _ALLOCATIONS
 from tests.support.driver import IdleDriver
+from tests.support.fake_group import one_of
 
 T, H, D = 64, 4, 128
 
@@ -42,7 +47,9 @@ INSIDE = {
 class Case(NamedTuple):
     """An operator, its options, and the most that a replayed forward and backward have: launches,
     torch ops, and allocations that have elements. gluon: whether the kernels of sm90/ run, which
-    take descriptors. descriptors: in each direction."""
+    take descriptors. descriptors: in each direction. documents: if given, the call is that of the
+    middle one of three ranks with T tokens each, which share documents with these offsets; counts
+    are then those of a call with its exchanges."""
 
     operator: str
     options: dict[str, Any]
@@ -50,6 +57,13 @@ class Case(NamedTuple):
     backward: tuple[int, int, int]
     gluon: bool = False
     descriptors: tuple[int, int] = (0, 0)
+    documents: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """How often a direction does what a program does not hold: it starts an exchange, and waits
+        for it."""
+        return 2 if self.documents else 0
 
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
@@ -60,6 +74,19 @@ CASES = {
     "kda, safe gate, sm90": Case("kda", SAFE, (2, 0, 7), (7, 0, 8), True, (9, 20)),
     "gated delta rule, sm90": Case("gated_delta_rule", {}, (3, 0, 5), (5, 0, 8), True, (9, 34)),
 }
+ONE, PACKED = (0, 3 * T), (0, 40, 100, 140, 192)
+SHARED = {
+    "kda, safe gate": ((4, 2, 12), (8, 4, 12), (0, 0)),
+    "gated delta rule": ((4, 2, 10), (7, 4, 12), (0, 0)),
+    "kda, safe gate, sm90": ((4, 2, 12), (8, 4, 12), (17, 28)),
+}
+for name, (forward, backward, described) in SHARED.items():
+    one = CASES[name]._replace(
+        forward=forward, backward=backward, descriptors=described, documents=ONE
+    )
+    launches_, ops, allocated = backward  # in a frame, four buffers are cleared behind the tokens
+    packed = one._replace(backward=(launches_, ops + 4, allocated + 4), documents=PACKED)
+    CASES |= {f"{name}, one document on ranks": one, f"{name}, documents on ranks": packed}
 
 
 class Launched(NamedTuple):
@@ -123,25 +150,49 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield found
 
 
-VIEWS = torch.ops.aten.as_strided.default, torch.ops.aten.detach.default
-"""Of results, and of every allocation under a dispatch mode."""
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with one_of(3, 1):
+        yield
+        context_of.cache_clear()
+
+
+@functools.cache
+def context_of(documents: tuple[int, ...]) -> fla_cp.FLACPContext | None:
+    """The context of a case; None without documents."""
+    if not documents:
+        return None
+    options = {"check": False, "exchange": "all_gather"}
+    return fla_cp.build_cp_context(torch.tensor(documents), dist.group.WORLD, **options)
+
+
+_aten = torch.ops.aten
+VIEWS = {_aten.as_strided.default, _aten.detach.default, _aten.view.default, _aten.alias.default}
+VIEWS |= {_aten.slice.Tensor}
+"""Of results, of every allocation under a dispatch mode, and of what an exchange sends."""
+
+
+ALLOCATIONS = {_aten.empty_strided.default, *_ALLOCATIONS}
+"""A program calls the first only; what runs inside of an exchange calls others, too."""
 
 
 class Ops(TorchDispatchMode):
-    """Counts what reaches torch."""
+    """Counts what reaches torch. made: all results, which keeps their memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.allocated: list[Tensor] = []
+        self.made: list[Tensor] = []
         self.ops: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty_strided.default:
+        self.made += [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        if func in ALLOCATIONS:
             self.allocated.append(found)
-        elif func not in VIEWS:
+        elif func not in VIEWS and func.namespace != "profiler":
             self.ops.append(str(func))
         return found
 
@@ -166,7 +217,9 @@ def call(recorder: Recorder, case: Case) -> tuple[Direction, Direction]:
     rates["dt_bias"] = leaf(H * (D if channels else 1), dtype=torch.float32)
     recorder.take()
     run = getattr(fla_cp, f"chunk_{case.operator}")
-    o, _ = run(*x.values(), **rates, **INSIDE, **case.options)
+    o, _ = run(
+        *x.values(), **rates, **INSIDE, **case.options, cp_context=context_of(case.documents)
+    )
     saved = {f"saved {n}": t for n, t in enumerate(o.grad_fn.saved_tensors) if t is not None}
     forward = Direction(recorder.take(), {**x, **rates, "o": o, **saved})
     do = torch.zeros_like(o)
@@ -201,7 +254,7 @@ def replay(recorder: Recorder, case: Case) -> list[Replay]:
             with ops:
                 return program.run(*given)
 
-        direction.known[key] = program._replace(run=run)
+        direction.known.keep(key, program._replace(run=run))
         watched.append((program, ops))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("forward", "backward"):
@@ -235,10 +288,13 @@ def place(address: int, tensors: dict[str, Tensor]) -> tuple[str, int] | None:
     return None
 
 
-def assert_same_launches(first: Direction, third: Direction, ops: Ops) -> int:
+def assert_same_launches(
+    first: Direction, third: Direction, ops: Ops, *, inside: bool = False
+) -> int:
     """Launches of a first call and of a replay are the same, each with its own tensors. ops: of the
-    replay. Returns how many arguments are addresses of tensors that the test knows."""
-    own = {f"memory {n}": x for n, x in enumerate(ops.allocated)}
+    replay. inside: some launches of the replay are inside of an exchange, which gives tensors.
+    Returns how many arguments are addresses of tensors that the test knows."""
+    own = {f"memory {n}": x for n, x in enumerate(ops.made)}
     moved: dict[int, int] = {}
     known = 0
     assert [type(x) for x in first.launched] == [type(x) for x in third.launched]
@@ -251,6 +307,7 @@ def assert_same_launches(first: Direction, third: Direction, ops: Ops) -> int:
             if not isinstance(x, Tensor):
                 assert x is y or (x == y and type(x) is type(y)), (a.name, x, y)
                 continue
+            y = y.data_ptr() if inside and isinstance(y, Tensor) else y
             assert type(y) is int
             old = x.data_ptr()
             if x.numel() == 0:
@@ -271,9 +328,11 @@ def test_a_replay_launches_what_the_first_call_launched(recorder, case):
     first = call(recorder, case)
     call(recorder, case)
     for once, again in zip(first, replay(recorder, case), strict=True):
-        assert assert_same_launches(once, again.direction, again.ops) >= 10
+        inside = case.steps > 0
+        assert assert_same_launches(once, again.direction, again.ops, inside=inside) >= 10
         launched = [x for x in again.direction.launched if isinstance(x, Launched)]
-        assert len(launched) == again.program.launches
+        # an exchange folds what it received in one launch
+        assert len(launched) == again.program.launches + inside
 
 
 def test_a_replay_has_no_more_than_this(recorder, case):
@@ -283,10 +342,12 @@ def test_a_replay_has_no_more_than_this(recorder, case):
     assert tuple(each.program.descriptors for each in found) == case.descriptors
     for each, most in zip(found, (case.forward, case.backward), strict=True):
         program, ops = each.program, each.ops
-        assert len(ops.ops) == program.ops and len(ops.allocated) == program.allocations
-        assert program.steps == 0
+        launched = [x for x in each.direction.launched if isinstance(x, Launched)]
+        assert program.steps == case.steps
+        if not case.steps:
+            assert len(ops.ops) == program.ops and len(ops.allocated) == program.allocations
         real = [x for x in ops.allocated if x.numel()]
-        counts = program.launches, program.ops, len(real)
+        counts = len(launched), len(ops.ops), len(real)
         assert all(n <= limit for n, limit in zip(counts, most, strict=True)), (counts, most)
 
 
@@ -326,8 +387,9 @@ def test_another_tensor_in_a_launch_is_found(recorder, case):
     ):
         found = [*again.direction.launched]
         found[n] = other
+        wrong = again.direction._replace(launched=found)
         with pytest.raises(AssertionError):
-            assert_same_launches(first, again.direction._replace(launched=found), again.ops)
+            assert_same_launches(first, wrong, again.ops, inside=case.steps > 0)
 
 
 def test_the_benchmark_counts_the_measured_call(recorder, case, monkeypatch):
@@ -342,11 +404,16 @@ def test_the_benchmark_counts_the_measured_call(recorder, case, monkeypatch):
     facts = host.facts(lambda: call(recorder, case), "cuda")
     assert facts.pop("bare_ms") > 0
     limits = [a + b for a, b in zip(case.forward, case.backward, strict=True)]
-    assert facts["launches"] == limits[0] and facts["torch_ops"] == limits[1]
-    assert facts["allocations"] >= limits[2] and facts["descriptors"] == sum(case.descriptors)
+    # programs do not hold what exchanges do: a fold, a concatenation and a gather in each direction
+    limits[0] -= case.steps
+    assert facts["launches"] == limits[0] and facts["torch_ops"] == limits[1] - 2 * case.steps
+    assert case.steps or facts["allocations"] >= limits[2]
+    assert facts["descriptors"] == sum(case.descriptors)
     recorder.take()
     bare = host.Bare(found)
     run = [x for x in recorder.take() if isinstance(x, Launched)]
+    if case.steps:  # without what exchanges launch, which takes tensors
+        run = [x for x in run if not any(isinstance(y, Tensor) for y in leaves(x.args))]
     with Ops() as ops:
         bare()
     assert recorder.take() == run and len(run) == limits[0]

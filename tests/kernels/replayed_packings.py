@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton")
 from triton.runtime import driver
@@ -22,6 +23,7 @@ from fla_cp.kernels import using
 from fla_cp.kernels.triton import streams
 from fla_cp.ops.known import known_calls
 from tests.support.driver import IdleDriver
+from tests.support.fake_group import one_of
 
 D = 128
 WARM, NEW = 100, 100
@@ -49,9 +51,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def unreplayed(
-    operator: str, T: int, H: int, count: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    operator: str,
+    T: int,
+    H: int,
+    count: int,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    group: dist.ProcessGroup | None = None,
 ) -> int:
-    """How many directions of calls with new packings are not replayed."""
+    """How many directions of calls with new packings are not replayed. group: if given, its ranks
+    share the documents, and each has T tokens."""
     ran = []
     for name in ("forward", "backward"):
         run = getattr(pipeline, name)
@@ -65,7 +74,11 @@ def unreplayed(
     shapes = *[(1, T, H, D)] * 3, (1, T, H, *channels), (1, T, H)
     x = [torch.empty(s, dtype=torch.bfloat16).requires_grad_() for s in shapes]
     options = {"safe_gate": True} if channels else {}
-    for packing in host.packings(count, T, seed, "cpu"):
+    ranks = 1 if group is None else group.size()
+    for packing in host.packings(count, ranks * T, seed, "cpu"):
+        if group is not None:
+            how = {"check": False, "exchange": "all_gather"}
+            packing = {"cp_context": fla_cp.build_cp_context(**packing, group=group, **how)}
         o, _ = getattr(fla_cp, operator)(*x, **options, **packing)
         torch.autograd.grad(o, x, torch.empty_like(o))
     return len(ran)
@@ -79,3 +92,22 @@ def test_new_packings_are_replayed(machine, monkeypatch, operator, T, H):
     assert unreplayed(operator, T, H, NEW, 0, monkeypatch) <= MOST
     (known,) = known_calls.values()
     assert len(known.kind.forward.known) <= 12 and len(known.kind.backward.known) <= 12
+
+
+SHARED = 24
+"""The most programs of a direction under contexts: segments and chunks vary on every rank."""
+
+
+@pytest.mark.parametrize("operator", ["chunk_kda", "chunk_gated_delta_rule"])
+@pytest.mark.parametrize("T, H, ranks, rank", [
+    (2048, 32, 3, 1), (2048, 4, 3, 0), (8192, 32, 3, 2), (2048, 4, 1, 0),
+])  # fmt: skip
+def test_new_packings_under_contexts_are_replayed(
+    machine, monkeypatch, operator, T, H, ranks, rank
+):
+    """Ranks share documents, whose states cross them."""
+    with one_of(ranks, rank) as group:
+        unreplayed(operator, T, H, 2 * WARM, 1, monkeypatch, group)
+        assert unreplayed(operator, T, H, NEW, 0, monkeypatch, group) <= NEW // 5
+    (known,) = known_calls.values()
+    assert len(known.kind.forward.known) <= SHARED and len(known.kind.backward.known) <= SHARED

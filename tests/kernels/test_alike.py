@@ -15,12 +15,12 @@ import torch
 pytest.importorskip("triton")
 
 from fla_cp import zigzag_token_ranges
-from fla_cp.context import _layout
 from fla_cp.custom_op import make_plan
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton import launch, scan, scan_bwd, streams
 from fla_cp.kernels.triton.backend import TritonBackend
 from fla_cp.kernels.triton.tile_table import Tuning
+from fla_cp.partition.on_ranks import framed, layout
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.token_ranges import contiguous_token_ranges
 from fla_cp.partition.workload import Counts, Workload
@@ -91,10 +91,15 @@ def run(chosen, packing, links, HV, per_head):
     return dict(chosen), plan
 
 
-def ranks(chosen, cu, ranges, HV, per_head):
+def ranks(chosen, cu, ranges, HV, per_head, filled=False):
+    """What each rank chooses. filled: for packings in the frames of several, if there are any."""
     ranges = tuple(tuple(map(tuple, own)) for own in ranges)
-    layouts = [_layout(cu, ranges, rank, None) for rank in range(len(ranges))]
-    return [run(chosen, *layout, HV, per_head) for layout in layouts]
+    layouts = [layout(cu, ranges, rank, None) for rank in range(len(ranges))]
+    if filled:
+        found = [framed(packing, cu, ranges, r) for r, (packing, _) in enumerate(layouts)]
+        layouts = [(each, links) for each, (_, links) in zip(found, layouts, strict=True) if each]
+        assert len(layouts) in (0, len(ranges))
+    return [run(chosen, *each, HV, per_head) for each in layouts]
 
 
 def assert_alike(found):
@@ -140,6 +145,8 @@ def batch(seed):
 def test_ranks_choose_alike(seed, per_head, chosen):
     cu, ranges, HV = batch(seed)
     assert_alike(ranks(chosen, cu, ranges, HV, per_head))
+    if found := ranks(chosen, cu, ranges, HV, per_head, filled=True):
+        assert_alike(found)
 
 
 @pytest.mark.parametrize("cu, ranges, HV", [

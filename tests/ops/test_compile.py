@@ -156,6 +156,8 @@ def compiled_layer(group, rank, name, zigzag):
         ranges = cut(T_FIXED, group.size())
         given = {"token_ranges": ranges, "conv1d_kernel_size": 4}
         context = build_cp_context(torch.tensor(cu), group, **given)
+        if name == "GatedDeltaProduct":
+            context.repeated(2)
         x = context.shard(torch.randn(1, T_FIXED, 16, generator=gen, dtype=torch.float64))
         results = []
         for f in (layer, run):
@@ -174,6 +176,8 @@ def compiled_layer(group, rank, name, zigzag):
         pytest.param("GatedDeltaNet", True, marks=pytest.mark.wide),
         pytest.param("KimiDeltaAttention", False, marks=pytest.mark.wide),
         pytest.param("KimiDeltaAttention", True, marks=pytest.mark.wide),
+        pytest.param("GatedDeltaProduct", False, marks=pytest.mark.wide),
+        pytest.param("GatedDeltaProduct", True, marks=pytest.mark.wide),
     ],
 )
 def test_layers_over_ranks_have_two_graphs_at_most(gloo_pool, name, zigzag):
@@ -181,6 +185,19 @@ def test_layers_over_ranks_have_two_graphs_at_most(gloo_pool, name, zigzag):
     for each size that changes, torch.compile would refuse the ninth and end the run."""
     for graphs in gloo_pool.run(compiled_layer, name, zigzag, world_size=2):
         assert graphs == [1] * 6 + [2] * 2
+
+
+def test_rows_of_a_context_are_made_before_a_graph():
+    """A graph cannot make them, and the error says who does."""
+    layer = nn.GatedDeltaProduct(16, 2, 8).double()
+    run = compiled(layer)
+    for cu in ((0, 5, 60, 131), (0, 100, 131), (0, 9, 131)):
+        context = build_cp_context(torch.tensor(cu), None, conv1d_kernel_size=4)
+        x = torch.randn(1, cu[-1], 16, dtype=torch.float64)
+        with pytest.raises(Exception, match=r"2 householder steps .* cp_context\.repeated\(2\)"):
+            run(x, cp_context=context)
+        context.repeated(2)
+        assert_exact("y", run(x, cp_context=context), layer(x, cp_context=context))
 
 
 def test_a_size_that_changes_late_needs_no_graph():

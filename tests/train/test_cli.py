@@ -1,5 +1,7 @@
 """The command `fla-cp-train`: it can be installed without the extra that it needs."""
 
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,6 +11,7 @@ import pytest
 
 from fla_cp.train.cli import NEEDED
 from fla_cp.train.exit_codes import MISTAKE
+from fla_cp.train.started import for_torchrun
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "import sys; from fla_cp.train.cli import run; sys.exit(run())"
@@ -51,3 +54,45 @@ def test_export_says_which_extras_to_install():
     assert (result.returncode, result.stderr) == (MISTAKE, message)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"]["fla-cp-export"] == "fla_cp.train.cli:run_export"
+
+
+def started(path, *flags, **variables):
+    """Runs a Python file as a program of that path."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, str(path), *flags]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """The command as pip writes it."""
+    path = tmp_path / "bin" / "fla-cp-train"
+    path.parent.mkdir()
+    path.write_text("import sys\nfrom fla_cp.train.cli import run\nsys.exit(run())\n")
+    return path
+
+
+def test_usage_and_errors_name_the_program_that_was_started(installed):
+    for path, name in (
+        (installed, "fla-cp-train"),
+        (ROOT / "launch" / "train.py", "launch/train.py"),
+        (ROOT / "fla_cp" / "train" / "main.py", "python -m fla_cp.train.main"),
+    ):
+        result = started(path, "--cp", "three")
+        assert result.returncode == MISTAKE, result.stderr
+        said = " ".join(re.sub("[^ -~]", " ", result.stderr).split())
+        assert f"{name} --help" in said, said
+        for other in {"fla-cp-train", "launch/train.py", "fla_cp.train.main"} - {name.split()[-1]}:
+            assert other not in said
+
+
+def test_the_command_for_more_ranks_starts_the_same_program(installed, monkeypatch):
+    result = started(installed, "--cp", "4", WORLD_SIZE="2")
+    assert result.returncode == MISTAKE
+    assert "torchrun --nproc-per-node 4 --no-python fla-cp-train --cp 4" in result.stderr
+    result = started(ROOT / "launch" / "train.py", "--cp", "4", WORLD_SIZE="2")
+    assert "torchrun --nproc-per-node 4 launch/train.py --cp 4" in result.stderr
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "fla_cp" / "train" / "main.py")])
+    assert for_torchrun("fla-cp-train") == "-m fla_cp.train.main"
+    monkeypatch.setattr(sys, "argv", ["anywhere/fla-cp-evaluate"])
+    assert for_torchrun("fla-cp-evaluate") == "--no-python fla-cp-evaluate"

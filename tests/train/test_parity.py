@@ -6,11 +6,14 @@ ten times as long. tests/train/test_train.py starts one as a user does.
 
 import json
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
+import fla_cp.train.model
 import fla_cp.train.parity
 from fla_cp.comm.exchange.all_gather import AllGather
 from fla_cp.train.parse import parse
@@ -121,6 +124,60 @@ def test_every_mixer_trains_like_one_rank(gloo_pool, short_texts, split, mixer):
         # a decay rate has two elements, whose terms nearly cancel: its rounding may be larger
         limit = 1e-3 if row.parameter.endswith(("A_log", "dt_bias")) else 1e-4
         assert row.budget < limit, f"{row.parameter}\n{report.table()}"
+
+
+def compiled_reports(group, rank, *given):
+    """`reports` of blocks that are compiled without a code generator, and how many graphs the ranks
+    made."""
+    torch._dynamo.reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        compile_with = partial(torch.compile, backend="aot_eager")
+        patch.setattr(fla_cp.train.model.torch, "compile", compile_with)
+        (report,) = reports(group, rank, *given, 1, [(None, None)])
+    return report, counters["stats"]["unique_graphs"]
+
+
+def quiet(test):
+    """Ignores warnings of torch.compile about what it does itself: it looks at the .grad of a
+    block's input, and makes an object of an autograd.Function."""
+    for start in ("The .grad attribute of a Tensor", "<class 'torch.autograd.function.Function'>"):
+        test = pytest.mark.filterwarnings(f"ignore:{start}")(test)
+    return test
+
+
+@quiet
+@pytest.mark.parametrize("split, mixer", [
+    ("--cp 2 --dp-shard 2", "gdn"),
+    ("--cp 2 --dp-shard 2 --remat full", "kda"),
+    pytest.param("--cp 2 --dp-shard 2", "gdp", marks=pytest.mark.wide),
+    pytest.param("--cp 2 --dp-shard 2", "kda", marks=pytest.mark.wide),
+    pytest.param("--cp 2 --dp-shard 2 --remat full", "gdn", marks=pytest.mark.wide),
+    pytest.param("--cp 4 --remat full", "kda", marks=pytest.mark.wide),
+    pytest.param("--cp 2 --dp-replicate 2 --parallel.layout zigzag", "gdn", marks=pytest.mark.wide),
+    pytest.param("--cp 4 --micro-batch-size 1", "gdn", marks=pytest.mark.wide),
+])  # fmt: skip
+def test_compiled_blocks_train_like_one_rank(gloo_pool, short_texts, split, mixer):
+    flags = f"{split} --compile on"
+    found = gloo_pool.run(compiled_reports, flags, short_texts, mixer)
+    (report, _), *_ = found
+    assert report.passed, report.table()
+    assert all(graphs > 0 for _, graphs in found)
+
+
+@quiet
+@pytest.mark.wide
+def test_small_faults_of_compiled_blocks_are_found(gloo_pool, short_texts):
+    """The test above is not blind."""
+    found = gloo_pool.run(faulty_compiled_report, short_texts)[0]
+    assert not found.passed
+    assert [row.parameter for row in found.rows if not row.within] == [FAULTS["convolution"][1]]
+
+
+def faulty_compiled_report(group, rank, data):
+    with pytest.MonkeyPatch.context() as patch:
+        wrong_gradient(patch, rank, FAULTS["convolution"][1])
+        return compiled_reports(group, rank, "--cp 2 --dp-shard 2 --compile on", data, "gdn")[0]
 
 
 FAULTS = {

@@ -231,11 +231,11 @@ def test_compiled_blocks_give_the_same(monkeypatch):
         fullgraph.append(options["fullgraph"])
         return original(function, backend="aot_eager", **options)
 
-    models = [model_of("--model.pattern kda,mla,attention") for _ in range(2)]
+    models = [model_of("--model.layers 4 --model.pattern kda,mla,attention,gdp") for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", compiled)
         compile_blocks(models[1])
-    assert fullgraph == [True] * 3
+    assert fullgraph == [True] * 4
     for documents in ([0, 30, 100], [0, 10, 11, 100]):
         context = build_cp_context(torch.tensor(documents), None, conv1d_kernel_size=4)
         tokens = torch.arange(100)[None] % 64

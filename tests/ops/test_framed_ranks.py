@@ -1,0 +1,155 @@
+"""Calls on packings that are filled up to the sizes of others, under contexts of several ranks,
+return the same bits as calls on the packings themselves."""
+
+import pytest
+import torch
+
+import fla_cp
+from fla_cp import build_cp_context
+from fla_cp.ops import family
+from fla_cp.partition.packing import Frame, Packing
+from fla_cp.partition.slots import link_slots
+from fla_cp.partition.token_ranges import contiguous_token_ranges
+from fla_cp.partition.workload import Counts, Workload
+from fla_cp.pipeline import PlanKey
+from tests.support.ranks import run_threads
+
+T = 210
+PACKINGS = {
+    "documents cross": (0, 40, 100, 140, T),
+    "one passes a rank": (0, 10, 200, T),
+    "nothing crosses": (0, 30, 70, 140, T),
+    "short ones": (0, 1, 2, 3, 60, 61, 62, 63, 64, 65, 66, 150, T),
+    "empty ones": (0, 0, 30, 30, 30, T, T),
+}
+OPERATORS = {
+    "kda": (fla_cp.chunk_kda, (8,), {"safe_gate": True}),
+    "gdn": (fla_cp.chunk_gated_delta_rule, (), {}),
+    "gla": (fla_cp.chunk_gla, (8,), {}),
+}
+
+
+def results(context, name, impl):
+    """o and the gradients of a call."""
+    op, channels, options = OPERATORS[name]
+    torch.manual_seed(0)
+    q, k = (torch.nn.functional.normalize(torch.randn(1, T, 2, 8), dim=-1) for _ in "qk")
+    v, g = torch.randn(1, T, 4, 8), -0.1 * torch.rand(1, T, 4, *channels)
+    if name == "gla":
+        q, k, beta = (x.repeat_interleave(2, 2) for x in (q, k)), None, ()
+        q, k = q
+    else:
+        beta = (torch.rand(1, T, 4),)
+    leaves = [context.shard(x).requires_grad_() for x in (q, k, v, g, *beta)]
+    o, _ = op(*leaves, **options, impl=impl, cp_context=context)
+    do = context.shard(torch.randn(1, T, 4, 8))
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def framed_equals_exact(group, rank, name, impl, packings, exchange):
+    used = []
+
+    def framed(context, *_):
+        used.append(context.framed)
+        return context.framed
+
+    for offsets in packings:
+        found = []
+        for shared in (None, framed):
+            context = build_cp_context(torch.tensor(offsets), group, exchange=exchange)
+            with pytest.MonkeyPatch.context() as patch:
+                if shared is not None:
+                    patch.setattr(family, "_shared_packing", shared)
+                found.append(results(context, name, impl))
+        for n, (a, b) in enumerate(zip(*found, strict=True)):
+            assert torch.equal(a, b), (rank, offsets, n)
+    return [packing.frame is not None and packing.frame.segments for packing in used]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "scan", "heads"])
+def test_torch_stages_give_the_same_bits(gloo_pool, name, exchange):
+    given = name, "torch", [*PACKINGS.values()], exchange
+    for ranks in (3, 1) if exchange == "all_gather" else (3,):
+        found = gloo_pool.run(framed_equals_exact, *given, world_size=ranks)
+        assert len(found) == ranks and all(all(segments) for segments in found)
+
+
+FAST = "gdn", "one passes a rank"
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name, packing", [
+    pytest.param(name, packing, marks=() if (name, packing) == FAST else pytest.mark.wide)
+    for name in OPERATORS
+    for packing in PACKINGS
+])  # fmt: skip
+def test_kernels_give_the_same_bits(gloo_pool, name, packing):
+    pytest.importorskip("triton")
+    given = name, "triton", [PACKINGS[packing]], "all_gather"
+    found = gloo_pool.run(framed_equals_exact, *given, world_size=3)
+    assert all(all(segments) for segments in found)
+
+
+def frames(offsets, R=3):
+    """The framed packings of all ranks, and their links."""
+    ranges = tuple(contiguous_token_ranges(offsets[-1], R))
+    counts = [Workload.of(offsets, own).counts for own in ranges]
+    found = [
+        Packing.build(offsets, own, frame=Frame.around_ranks(counts, rank))
+        for rank, own in enumerate(ranges)
+    ]
+    return found, link_slots(offsets, ranges)
+
+
+@pytest.mark.parametrize("offsets", PACKINGS.values(), ids=PACKINGS)
+def test_a_frame_adds_only_spare_entries(offsets):
+    framed, _ = frames(offsets)
+    ranges = contiguous_token_ranges(T, 3)
+    for rank, (packing, own) in enumerate(zip(framed, ranges, strict=True)):
+        exact = Packing.build(offsets, own)
+        assert packing.segments[: len(exact.segments)] == exact.segments
+        spare = packing.segments[len(exact.segments) :]
+        assert spare and all(s.start == s.stop == packing.tokens for s in spare)
+        for name in ("carried", "feeding", "middle", "chains"):
+            assert getattr(packing, name) == getattr(exact, name), (rank, name)
+        assert packing.largest == framed[0].largest
+        assert exact.largest.everything <= packing.largest.everything
+        chunks = sum((s.stop - s.start + 63) // 64 for s in exact.segments)
+        assert packing.frame.filled <= chunks <= packing.frame.chunks
+
+
+def test_few_segments_choose_the_kernels_of_so_few():
+    for n in (1, 2, 3):
+        counts = Counts(everything=n, feeding=1, carried=0, middle=0, chunks=100)
+        frame = Frame.around_ranks([counts, counts], 0)
+        assert frame.segments == n + 1 and frame.largest.everything == n
+
+
+def test_keys_of_frames_tell_crossings_apart():
+    """Packings whose states cross the same ranks share a key; others do not."""
+
+    def keys(offsets):
+        framed, links = frames(offsets)
+        exchange = fla_cp.comm.exchange.base.Local()
+        return [PlanKey.of(packing, links, exchange) for packing in framed]
+
+    assert keys((0, 40, 100, 150, T)) == keys((0, 33, 90, 160, T))
+    whole = keys((0, 10, 200, T))
+    assert all(a != b for a, b in zip(whole, keys((0, 10, 100, T)), strict=True))
+
+
+@pytest.mark.parametrize("options", [
+    {"exchange": "all_gather", "max_sequences": 5},
+    {"token_ranges": [[(0, 50), (150, T)], [(50, 150)]]},
+    {"token_ranges": [[(0, T)], [(0, 0)]]},
+], ids=["fixed", "two ranges", "no tokens"])  # fmt: skip
+def test_other_contexts_have_no_frame(options):
+    def check(group, rank):
+        cu = torch.tensor(PACKINGS["documents cross"])
+        assert build_cp_context(cu, group, **options).framed is None
+        assert build_cp_context(torch.tensor([0, T]), group).framed is None
+        assert build_cp_context(cu, group).framed is not None
+
+    run_threads(check, 2)
