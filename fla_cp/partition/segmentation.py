@@ -16,6 +16,8 @@ crosses ranks is summarized in any case. The cut with the least time is taken if
 of the uncut time. If no cut is for both directions, and no state crosses ranks, the forward alone
 may be cut.
 
+Where several sequences are packed, a cut must save NEW_PACKING besides.
+
 All ranks of a batch cut at the same length, chosen from the workloads of all. If states cross
 ranks, every rank waits in each exchange for the slowest, so that each step counts with the rank for
 which it takes longest. If no state crosses ranks, the rank that takes longest in total counts.
@@ -56,6 +58,11 @@ FOLD = 5.0
 
 EXTRA = 60.0
 """Host time of the additional launches of a cut, in one direction."""
+
+NEW_PACKING = 300.0
+"""Host time that a cut must save besides, where several sequences are packed. Packings without cuts
+share recorded programs (fla_cp/partition/packing.py, `Frame`), so a new one costs the host little;
+one that is cut has programs of its own."""
 
 MARGIN = 0.95
 """A cut is made if its predicted time is at most this share of the uncut time."""
@@ -130,9 +137,10 @@ def predicted(
 
 
 def stays_whole(longest: int, chunks: int, value: int, processors: int) -> bool:
-    """Whether it is clear without trying that `split` cuts no packing of a call without a context,
-    whose longest segment and whose segments together have so many chunks: even a cut that left
-    nothing but the scans' work and its own launches would take longer than no cut."""
+    """Whether it is clear without trying that `split` cuts no packing of several sequences, in a
+    call without a context, whose longest segment and whose segments together have so many chunks:
+    even a cut that left nothing but the scans' work and its own launches would take longer than no
+    cut."""
     if not processors or longest <= SMALLEST:
         return True
 
@@ -143,7 +151,7 @@ def stays_whole(longest: int, chunks: int, value: int, processors: int) -> bool:
         return max(cost.step * longest, max(cost.shared, cost.many) * value * chunks / processors)
 
     launches = EXTRA + 2 * FOLD
-    forward, least = MARGIN * uncut(SCAN), work(SCAN) + launches
+    forward, least = MARGIN * uncut(SCAN), work(SCAN) + launches + NEW_PACKING
     # In the backward, the states are recomputed before the reverse scan or at the same time.
     one_by_one = MARGIN * (uncut(STATES) + uncut(SCAN_BWD)), work(STATES) + work(SCAN_BWD)
     at_once = MARGIN * BOTH * longest, work(SCAN_BWD)
@@ -169,6 +177,8 @@ def split(
         longest = max(load.amounts["everything"].longest for load in loads)
         shape = value, key, processors, backward
         chosen, least = longest, MARGIN * predicted(loads, longest, *shape)
+        if packing.sequences > 1:
+            least -= NEW_PACKING
         most = SMALLEST
         while most < longest:
             if extra is None or max(load.added(most) for load in loads) <= extra:

@@ -76,9 +76,9 @@ CASES = {
 }
 ONE, PACKED = (0, 3 * T), (0, 40, 100, 140, 192)
 SHARED = {
-    "kda, safe gate": ((4, 2, 12), (8, 4, 12), (0, 0)),
-    "gated delta rule": ((4, 2, 10), (7, 4, 12), (0, 0)),
-    "kda, safe gate, sm90": ((4, 2, 12), (8, 4, 12), (17, 28)),
+    "kda, safe gate": ((4, 2, 12), (9, 2, 12), (0, 0)),
+    "gated delta rule": ((4, 2, 10), (8, 2, 12), (0, 0)),
+    "kda, safe gate, sm90": ((4, 2, 12), (9, 2, 12), (17, 28)),
 }
 for name, (forward, backward, described) in SHARED.items():
     one = CASES[name]._replace(
