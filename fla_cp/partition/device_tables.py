@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,13 +12,14 @@ from fla_cp.tape import active, paused
 
 _T = TypeVar("_T")
 
-Columns = Sequence[Sequence[int] | Tensor]
+Numbers = Sequence[int] | np.ndarray | Tensor
+Columns = Sequence[Numbers]
 Build = Callable[[Any], Columns]
 """Returns a table's columns for the object that keeps the table. It is also the table's key, so it
 must be a module's function, or one made by a function under `functools.cache`."""
 
 
-def _on_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values` as a host tensor, pinned if it goes to CUDA, so that the host does not wait."""
     table = torch.as_tensor(values, dtype=dtype, device="cpu")
     if table.is_inference() and not torch.is_inference_mode_enabled():
@@ -25,9 +27,7 @@ def _on_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.d
     return table.pin_memory() if device.type == "cuda" else table
 
 
-def to_device(
-    values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
+def to_device(values: Numbers, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """`values` on `device`.
 
     Raises RuntimeError while a CUDA graph is captured, which would copy from host memory again at
@@ -44,21 +44,27 @@ def to_device(
 def columns_to_device(
     columns: Columns, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The columns on `device`. Lists of numbers go there in one copy, each from an address that 16
-    bytes divide, for which kernels are compiled."""
-    lists = [c for c in columns if not isinstance(c, Tensor)]
-    if len(lists) < len(columns) or len(lists) == 1:
+    """The columns on `device`. Unless one is a tensor, all go there in one copy, each to an address
+    that 16 bytes divide, for which kernels are compiled."""
+    numbers = [c for c in columns if not isinstance(c, Tensor)]
+    kind = _OF_NUMPY.get(dtype)
+    if len(numbers) < len(columns) or len(numbers) == 1 or kind is None:
         return tuple(to_device(c, dtype, device) for c in columns)
-    step, flat, starts = 16 // dtype.itemsize, list[int](), list[int]()
-    for column in lists:
-        starts.append(len(flat))
-        flat += column
-        flat += [0] * (-len(flat) % step)
+    step, ends = 16 // dtype.itemsize, [0]
+    for column in numbers:
+        ends.append(ends[-1] + -(-len(column) // step) * step)
+    flat = np.zeros(ends[-1], dtype=kind)
+    places = [slice(a, a + len(c)) for a, c in zip(ends, numbers, strict=False)]
+    for place, column in zip(places, numbers, strict=True):
+        flat[place] = column
     memory = to_device(flat, dtype, device)
-    return tuple(memory[a : a + len(c)] for a, c in zip(starts, lists, strict=True))
+    return tuple(memory[place] for place in places)
 
 
-def fill(table: Tensor, values: Sequence[int] | Tensor) -> None:
+_OF_NUMPY: dict[torch.dtype, Any] = {torch.int32: np.int32, torch.int64: np.int64}
+
+
+def fill(table: Tensor, values: Numbers) -> None:
     """Writes `values` into an existing table of the same size. The host does not wait."""
     source = _on_host(values, table.dtype, table.device)
     assert source.shape == table.shape, (source.shape, table.shape)

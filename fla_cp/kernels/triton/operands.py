@@ -2,6 +2,7 @@
 
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,24 +119,17 @@ class ScanGrads(NamedTuple):
 
 
 def _columns(packing: Packing) -> Columns:
-    starts: list[int] = []
-    rows: list[int] = []
-    first: list[int] = []
-    for s in packing.segments:
-        first.append(len(starts))
-        for a in range(s.start, s.stop, CHUNK):
-            starts.append(a)
-            rows.append(min(CHUNK, s.stop - a))
-    if packing.frame is not None:  # chunks without tokens, at an address that exists
-        more = packing.frame.chunks - len(starts)
-        starts, rows = starts + [0] * more, rows + [0] * more
-    return (
-        starts,
-        rows,
-        [s.start for s in packing.segments],
-        [s.stop for s in packing.segments],
-        first,
-    )
+    edges = [(s.start, s.stop) for s in packing.segments]
+    start, stop = np.array(edges, dtype=np.int32).reshape(-1, 2).T
+    chunks = (stop - start + CHUNK - 1) // CHUNK
+    first = np.cumsum(chunks, dtype=np.int32) - chunks
+    total = int(chunks.sum())
+    # Chunks without tokens, which fill a frame, are at an address that exists.
+    size = total if packing.frame is None else packing.frame.chunks
+    starts, rows = np.zeros((2, size), dtype=np.int32)
+    starts[:total] = np.repeat(start - CHUNK * first, chunks) + CHUNK * np.arange(total)
+    rows[:total] = np.minimum(CHUNK, np.repeat(stop, chunks) - starts[:total])
+    return starts, rows, start, stop, first
 
 
 def tables(packing: Packing, device: torch.device) -> Tables:
