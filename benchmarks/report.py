@@ -29,6 +29,9 @@ README_PERFORMANCE, README_SCALING = "kda-shapes-fla", "cp"
 README_TRAINING = {"340M": "train-fla", "1.3B": "train"}
 """The results of training steps that it shows, by model. They may be missing."""
 
+README_TWO_GPUS = "train-2-gpus"
+"""The result of training steps on one and on two GPUs that it shows. It may be missing."""
+
 README_SHAPES = ("target", "target-any", "t8k", "t131k", "h4", "packed16k")
 README_TOKENS, README_GPUS = (32768, 131072, 1048576), (1, 2, 4)
 README_STEP_TOKENS = 65536
@@ -344,7 +347,8 @@ def readme_scaling(result: Result) -> str:
 def readme_training(results: Mapping[str, Result]) -> str:
     """README's line about training steps. results: by name."""
     found = {model: results.get(name) for model, name in README_TRAINING.items()}
-    return report_steps.in_words(found, README_STEP_TOKENS)
+    line, two = report_steps.in_words(found, README_STEP_TOKENS), results.get(README_TWO_GPUS)
+    return line if two is None else f"{line} {report_steps.two_gpus_in_words(two)}".rstrip()
 
 
 def between(text: str, name: str, new: str) -> str:

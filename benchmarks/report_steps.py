@@ -177,6 +177,18 @@ def in_words(results: Mapping[str, Result | None], tokens: int) -> str:
     return f"{first}: {'; '.join(texts)}. {' '.join(dict.fromkeys(sources))}"
 
 
+def two_gpus_in_words(result: Result) -> str:
+    """README's line about one document on one and on two GPUs, all of one run."""
+    of_two = (s for s in steps(result) if s.ours["data"] == "one" and s.ours["gpus"] == 2)
+    found = [s for s in of_two if s.speed_up is not None]
+    texts = [
+        f"{s.ours['model']} {speed(s.ours)} at {s.ours['tokens']} tokens, {ratio(s.speed_up)} one "
+        f"GPU's {speed(s.by_gpus[1])}"
+        for s in found
+    ]
+    return f"On two GPUs: {'; '.join(texts)}. {source(result)}" if texts else ""
+
+
 def hybrid_command(result: Result) -> str:
     """What measures a stack of hybrid layers again."""
     flags = f"--ranks {joined(r['ranks'] for r in result.rows)}"

@@ -392,3 +392,9 @@ def test_readmes_line():
     line = report.readme_training({r.name: r for r in (beside, more)})
     assert "; 1.3B 9000 at 65536 tokens (MFU 50.0%). [" in line
     assert line.index("train-fla.json") < line.index("train.json")
+    two = example(step_row("fla_cp", "340M", 1, 30000.0), step_row("fla_cp", "340M", 2, 57000.0))
+    two = two._replace(name="train-2-gpus")
+    line = report.readme_training({r.name: r for r in (beside, two)})
+    assert ". On two GPUs: 340M 57000 at 65536 tokens, 1.90x one GPU's 30000. [train-2" in line
+    alone = example(step_row("fla_cp", "340M", 1, 30000.0))._replace(name="train-2-gpus")
+    assert "two GPUs" not in report.readme_training({alone.name: alone})
