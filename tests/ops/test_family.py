@@ -49,7 +49,11 @@ def test_gradients_token_by_token_of_nearly_parallel_keys(key):
     """In fp32 they err as little as those of the chunks with precision "high"."""
     member, call = BY_NAME[key], dataclasses.replace(CALLS["slow"], T=64)
     x, keywords, weights = draw(member, call)
-    x["k"] = torch.nn.functional.normalize(x["k"][:, :1] + 0.03 * x["k"], dim=-1)
+    for name in ("k", "a"):
+        if name in x:
+            x[name] = torch.nn.functional.normalize(x[name][:, :1] + 0.03 * x[name], dim=-1)
+    if member.dplr:
+        x["b"] = -0.9 * x["a"]
     exact = collect(lambda y: operator(member, "chunk", y, **keywords), x, weights)
     x, weights = {n: t.float() for n, t in x.items()}, [w.float() for w in weights]
     high = {**keywords, "precision": "high"}
@@ -82,7 +86,8 @@ def on_ranks(group, rank, key, ranges, exchange):
         torch.tensor(call.offsets()), group, token_ranges=ranges, exchange=exchange
     )
     rows = context.repeated(member.steps)
-    tokens = {"q": context, "g": context} | dict.fromkeys(("k", "v", "p", "beta"), rows)
+    tokens = dict.fromkeys(("q", "g", "gk", "a", "b"), context)
+    tokens |= dict.fromkeys(("k", "v", "p", "beta"), rows)
     local = {n: tokens[n].shard(t) if n in tokens else t for n, t in x.items()}
 
     def f(leaves):
