@@ -99,7 +99,8 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
     b_beta = load_beta(beta, start, i_hv, o_i, m_i, R.BETA_SIGMOID)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
-    diagonal, qq, kk = row_products(q, k, o_i, m_i, S.K, S.BK, R.NORM)
+    BK: tl.constexpr = 2 * S.BK if S.REMOVAL == "p" else S.BK  # 16 tiles of 16 channels would spill
+    diagonal, qq, kk = row_products(q, k, o_i, m_i, S.K, BK, R.NORM)
     if R.NORM:
         q_scale *= tl.rsqrt(qq + EPS)
         k_scale *= tl.rsqrt(kk + EPS)
@@ -174,12 +175,14 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
                 b_kk = dot((b_p * f).to(operand), half, S.PRECISION, acc=b_kk)
         else:
             for level in tl.range(0, 6, disable_licm=True):
+                if S.REMOVAL == "p":  # all inputs are loaded again, to free registers
+                    r = opaque(o_i, n_rows + level, S.BT, 2000)
+                    m_r = r < n_rows
+                    tl.debug_barrier()
+                    b_q = load_rows(q, r, m_r, o_k, S.K).to(tl.float32) * scale
+                    b_k = load_rows(k, r, m_r, o_k, S.K).to(tl.float32)
                 d = sum_steps(sums, PAIR + level, o_i, steps, S.PRECISION)
                 f = decay_exp(d, R.EXP2)
-                if S.REMOVAL == "p":  # loaded again, to free registers
-                    r = opaque(o_i, n_rows + level, S.BT, 2000)
-                    b_q = load_rows(q, r, r < n_rows, o_k, S.K).to(tl.float32) * scale
-                    b_k = load_rows(k, r, r < n_rows, o_k, S.K).to(tl.float32)
                 b_kf = (b_k * f).to(operand)
                 mask = pair_mask(o_i, 5 - level)
                 b_qf = (b_q * f).to(operand)
@@ -189,7 +192,7 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
                 if S.REMOVAL == "p":  # at most zero in second blocks, whose rows are not masked
                     f = decay_exp(tl.minimum(before(d, steps), 0.0), R.EXP2)
                     tl.debug_barrier()  # nothing is loaded earlier
-                    b_p = load_rows(p, r, r < n_rows, o_k, S.K).to(tl.float32)
+                    b_p = load_rows(p, r, m_r, o_k, S.K).to(tl.float32)
                     b_pf = (b_p * f).to(operand)
                     b_kk += tl.where(mask, dot(b_pf, tl.trans(b_kf), S.PRECISION), 0.0)
     tl.debug_barrier()

@@ -194,6 +194,10 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     if SHIFT:
         b_shift = grads[4]
     tl.debug_barrier()
+    if OWN:  # for registers, not even these numbers are kept through the loops
+        pid = opaque(tl.program_id(0), here.n_rows, S.BT, 3)
+        i_k, i_c = pid % tiles, (pid // tiles).to(tl.int64)
+        i_hv = opaque(tl.program_id(1), here.n_rows, S.BT, 3).to(tl.int64)
     q, k, n_rows = here.q, here.k, tl.load(chunks.rows + i_c)
     i, i_k = opaque(i, n_rows, S.BT, 1), opaque(i_k, n_rows, S.BT, 1)
     i_c, i_hv = opaque(i_c, n_rows, S.BT, 1), opaque(i_hv, n_rows, S.BT, 1)
@@ -205,8 +209,6 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
         b_k = load_scaled(k, here.rows, planes.K_SCALE, i, m_i, o_k, S.K)
         b_p = b_k
         b_beta = tl.load(here.rows + i)[:, None]
-    if OWN:
-        b_p = load_rows(here.p, i, m_i, o_k, S.K).to(tl.float32)
     # after b_dgc: the diagonal's row and column cancel in it
     diagonal = tl.load(here.row_grads + i)[:, None]
     b_dq += diagonal * b_k
@@ -217,6 +219,8 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     b_dq *= tl.load(here.rows + planes.Q_SCALE * S.BT + i)[:, None]
     store_rows(out.dq + at, b_dq, i, S.HV * S.K, m_i, o_k, S.K)
     if REMOVES:
+        if OWN:
+            b_p = load_rows(here.p, i, m_i, o_k, S.K).to(tl.float32)
         share = out.shares + (i_k + 1).to(tl.int64) * tokens * S.HV + here.start * S.HV + i_hv
         tl.store(share + i * S.HV, tl.sum(b_p * b_dr, axis=1), mask=m_i)
         if OWN:
