@@ -2,7 +2,7 @@
 
 KDA takes everything inside the operator, and so does the gated delta rule as "gdn-layer". The
 others take g, a log decay, and beta as they act, since that is what their peers take; q and k are
-normalised inside where the peer can.
+normalised inside where the peer can. RWKV-7 has heads of 64 channels in its models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Member(NamedTuple):
 
     name: our operator. peers: "module:function" by name. The other fields are its tensors; whether
     it has one decay a head; whether gate and beta's sigmoid, and the norm, are inside; Householder
-    steps.
+    steps; rows that the operator makes of a token.
     """
 
     ours: str
@@ -32,10 +32,11 @@ class Member(NamedTuple):
     inside: bool = False
     norm: bool = True
     steps: int = 1
+    rows: int = 1
 
     @property
     def removes(self) -> bool:
-        return "beta" in self.arguments
+        return bool({"beta", "a"} & set(self.arguments))
 
 
 GLA = ("q", "k", "v", "g")
@@ -57,6 +58,14 @@ MEMBERS = {
         "chunk_comba",
         {"fla": "fla.ops.comba:chunk_comba"},
         arguments=("q", "k", "v", "p", "g", "beta"),
+    ),
+    "rwkv7": Member(
+        "chunk_rwkv7",
+        {"fla": "fla.ops.rwkv7:chunk_rwkv7"},
+        arguments=("r", "w", "k", "v", "a", "b"),
+        per_head=False,
+        norm=False,
+        rows=2,
     ),
     "gdp2": Member(
         "chunk_gated_delta_product",
@@ -100,16 +109,20 @@ def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor],
     rows = T * member.steps
     sizes = {"q": (T, H, K), "k": (rows, H, K), "v": (rows, HV, V), "p": (rows, H, K)}
     sizes |= {"g": (T, HV) if member.per_head else (T, HV, K), "beta": (rows, HV)}
+    sizes |= {"r": sizes["q"], "w": sizes["g"], "a": sizes["k"], "b": sizes["k"]}
     x = {n: draw(1, *sizes[n]) for n in member.arguments}
     if member.inside:
         x["A_log"] = draw(HV, dtype=torch.float32)
         x["dt_bias"] = draw(HV if member.per_head else HV * K, dtype=torch.float32)
     else:
-        x["g"] = torch.nn.functional.logsigmoid(x["g"].float() + 2)
-        if member.removes:
+        decay = "w" if "w" in x else "g"
+        x[decay] = torch.nn.functional.logsigmoid(x[decay].float() + 2)
+        if "beta" in x:
             x["beta"] = x["beta"].sigmoid()
     if not member.norm:
-        x |= {n: torch.nn.functional.normalize(x[n], dim=-1) for n in ("q", "k")}
+        x |= {n: torch.nn.functional.normalize(x[n], dim=-1) for n in ("q", "k", "a") if n in x}
+    if "b" in x:  # adds less than a reads, along nearly the same key
+        x["b"] = -x["a"] * x["b"].sigmoid()
     return {n: t.requires_grad_() for n, t in x.items()}, draw(1, T, HV, V)
 
 
@@ -147,6 +160,7 @@ def io_bytes(member: Member, shape: Shape) -> tuple[int, int]:
     gate = (HV if member.per_head else HV * K) * (2 if member.inside else 4)
     size = {"q": 2 * T * shape.H * K, "k": 2 * rows * shape.H * K, "v": 2 * rows * HV * V}
     size |= {"p": size["k"], "g": T * gate, "beta": 2 * rows * HV}
+    size |= {"r": size["q"], "w": size["g"], "a": size["k"], "b": size["k"]}
     read = sum(size[n] for n in member.arguments)
     o = 2 * T * HV * V
     return read + o, 3 * read + 2 * o
@@ -162,7 +176,7 @@ def products(member: Member, shape: Shape) -> tuple[int, int]:
     has two adjoints of each product.
     """
     C, K, V = 64, shape.K, shape.V
-    chunks = 2 * shape.HV * (shape.T * member.steps // C)
+    chunks = 2 * shape.HV * (shape.T * member.steps * member.rows // C)
     removal = 1 if member.removes else 0
     forward = chunks * ((1 + removal) * C * C * (K + V) + (2 + removal) * C * K * V)
     again = chunks * (removal * (C * C * V + C * K * V) + C * K * V)

@@ -15,6 +15,7 @@ OPERATORS = {
     "gdn": "Gated delta rule, with given decays",
     "gdn-layer": "Gated delta rule as a layer calls it, from logits of gate and beta",
     "comba": "Comba, with given decays",
+    "rwkv7": "RWKV-7, with given decays",
     "gdp2": "Gated delta product of two steps, with given decays",
     "gla": "Gated linear attention (GLA), with given decays",
     "simple_gla": "Simple GLA, with given decays",

@@ -282,6 +282,7 @@ _NAMES = {
     (False, "k"): "chunk_kda",
     (True, "k"): "chunk_gated_delta_rule",
     (True, "p"): "chunk_comba",
+    (False, "p"): "chunk_dplr_delta_rule",
     (False, "none"): "chunk_gla",
     (True, "none"): "chunk_simple_gla",
 }

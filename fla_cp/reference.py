@@ -22,6 +22,8 @@ def recurrence(
     g: Tensor,
     beta: Tensor | None = None,
     p: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
     *,
     num_householder: int = 1,
     removal: bool = True,
@@ -39,8 +41,9 @@ def recurrence(
     """o [B, T, HV, V] and the final states [N, HV, K, V] of any member of the family.
 
     g [B, T, HV, K], or [B, T, HV] for one decay a head. p: what reads the state before the decay;
-    without it k reads it afterwards, or nothing is removed with removal=False. k, v and beta have
-    num_householder rows a token. Other arguments as `chunk_kda`, states [K, V].
+    without it k reads it afterwards, or nothing is removed with removal=False. a and b, for DPLR:
+    what a reads before the decay is added along b. k, v and beta have num_householder rows a token.
+    Other arguments as `chunk_kda`, states [K, V].
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -62,23 +65,26 @@ def recurrence(
     elif use_beta_sigmoid_in_kernel:
         beta = (2 if allow_neg_eigval else 1) / (1 + torch.exp(-beta))
 
-    rows = [(b, 0, T) for b in range(B)]
+    rows = [(row, 0, T) for row in range(B)]
     if cu_seqlens is not None:
         rows = [(0, lo, hi) for lo, hi in pairwise(cu_seqlens)]
     head = torch.arange(HV, device=q.device) // (HV // H)
     outputs, finals = [], []
-    for n, (b, lo, hi) in enumerate(rows):
+    for n, (row, lo, hi) in enumerate(rows):
         S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n]
         for t in range(lo, hi):
-            before, S = S, g[b, t].exp()[..., None] * S
+            before, S = S, g[row, t].exp()[..., None] * S
+            if a is not None and b is not None:
+                read = torch.einsum("hk,hkv->hv", a[row, t, head], before)
+                S = S + torch.einsum("hk,hv->hkv", b[row, t, head], read)
             for i in range(t * num_householder, (t + 1) * num_householder):
-                k_i, delta = k[b, i, head], v[b, i]
+                k_i, delta = k[row, i, head], v[row, i]
                 if p is not None:
-                    delta = delta - torch.einsum("hk,hkv->hv", p[b, i, head], before)
-                elif removal:
+                    delta = delta - torch.einsum("hk,hkv->hv", p[row, i, head], before)
+                elif removal and a is None:
                     delta = delta - torch.einsum("hk,hkv->hv", k_i, S)
-                S = S + torch.einsum("hk,hv->hkv", k_i, beta[b, i, :, None] * delta)
-            outputs.append(scale * torch.einsum("hk,hkv->hv", q[b, t, head], S))
+                S = S + torch.einsum("hk,hv->hkv", k_i, beta[row, i, :, None] * delta)
+            outputs.append(scale * torch.einsum("hk,hkv->hv", q[row, t, head], S))
         finals.append(S)
     o = torch.stack(outputs) if outputs else v.new_zeros(0, HV, V)
     return o.view(B, T, HV, V), torch.stack(finals)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fla_cp.arguments import check_flags, check_tensors, described
+from fla_cp.arguments import check_flags, check_lower_bound, check_tensors, described
 from fla_cp.context import FLACPContext
+from fla_cp.ops.checks import SAFE_GATE_BOUND
 from fla_cp.rule import accumulator
 
 
@@ -87,6 +88,15 @@ def chunk_size(
     if isinstance(size, bool) or size not in sizes:
         listed = ", ".join(map(str, sizes[:-1]))
         raise ValueError(f"chunk_size must be {listed} or {sizes[-1]}, got {described(size)}")
+
+
+def bounded(safe_gate: bool, lower_bound: float | None, size: int | None) -> dict[str, Any]:
+    """The options of a given decay with a bound. FLA reads the bound without safe_gate, too."""
+    chunk_size({"chunk_size": size}, (16, 32, 64, None))
+    bound = check_lower_bound(lower_bound)
+    if safe_gate is False and bound is not None:
+        safe_gate = bound >= SAFE_GATE_BOUND
+    return {"safe_gate": safe_gate, "lower_bound": bound}
 
 
 def backwards(cu_seqlens: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fla_cp import ops
 from fla_cp.compat.arguments import (
+    bounded,
     chunk_size,
     gate,
     head_decay,
@@ -284,5 +285,78 @@ def chunk_simple_gla(
         initial_state=initial_state,
         output_final_state=output_final_state,
         state_v_first=state_v_first,
+        **places(cu_seqlens, cu_seqlens_cpu, cp_context),
+    )
+
+
+def chunk_dplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    safe_gate: bool = False,
+    chunk_size: int | None = None,
+    disable_recompute: bool = False,
+    cp_context: FLACPContext | None = None,
+    lower_bound: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    """`fla_cp.chunk_dplr_delta_rule`. chunk_size: 16, 32, 64 or None. A lower_bound of at least -5
+    allows what safe_gate allows, as in FLA."""
+    nothing_left("chunk_dplr_delta_rule", kwargs)
+    return ops.chunk_dplr_delta_rule(
+        q,
+        k,
+        v,
+        a,
+        b,
+        gk,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        disable_recompute=disable_recompute,
+        **bounded(safe_gate, lower_bound, chunk_size),
+        **places(cu_seqlens, cu_seqlens_cpu, cp_context),
+    )
+
+
+def chunk_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    safe_gate: bool = False,
+    chunk_size: int | None = None,
+    disable_recompute: bool = False,
+    cp_context: FLACPContext | None = None,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, ...]:
+    """`fla_cp.chunk_rwkv7`. chunk_size and lower_bound: as in `chunk_dplr_delta_rule`."""
+    return ops.chunk_rwkv7(
+        r,
+        w,
+        k,
+        v,
+        a,
+        b,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        disable_recompute=disable_recompute,
+        **bounded(safe_gate, lower_bound, chunk_size),
         **places(cu_seqlens, cu_seqlens_cpu, cp_context),
     )

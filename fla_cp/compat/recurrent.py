@@ -1,5 +1,7 @@
 """FLA's operators token by token: its names, its order of arguments and its defaults."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -250,3 +252,102 @@ def fused_recurrent_simple_gla(
         **places(cu_seqlens),
     )
     return (turned(o) if reverse else o), final
+
+
+def _turned(
+    names: tuple[str, ...],
+    tokens: tuple[Tensor, ...],
+    reverse: bool,
+    cu_seqlens: Tensor | None,
+    call: Callable[..., tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor | None]:
+    """`call` of tensors [B, T, ..], with reverse from the last token of each sequence to the
+    first."""
+    check_flags(("reverse",), (reverse,))
+    if not reverse:
+        return call(*tokens, **places(cu_seqlens))
+    check_tensors(names, tokens, len(tokens))
+    check_sequences(tokens[0].shape[1], tokens[0].shape[0], cu_seqlens, None, None)
+    turned = backwards(cu_seqlens)
+    o, final = call(*map(turned, tokens), **places(cu_seqlens))
+    return turned(o), final
+
+
+def fused_recurrent_dplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_dplr_delta_rule`. reverse: from the last token of each sequence to
+    the first."""
+    call = functools.partial(
+        ops.fused_recurrent_dplr_delta_rule,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+    )
+    names = "q", "k", "v", "a", "b", "gk"
+    return _turned(names, (q, k, v, a, b, gk), reverse, cu_seqlens, call)
+
+
+def fused_recurrent_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_rwkv7`. scale=None: K**-0.5, unlike in `chunk_rwkv7`."""
+    return ops.fused_recurrent_rwkv7(
+        r,
+        w,
+        k,
+        v,
+        a,
+        b,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        **places(cu_seqlens),
+    )
+
+
+def fused_mul_recurrent_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kk: Tensor,
+    a: Tensor,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_rwkv7` with the removal key kk and its rate a: what -kk reads is
+    added along kk * a. reverse: from the last token of each sequence to the first."""
+    check_tensors(("kk", "a"), (kk, a), 2)
+    if kk.shape != a.shape:
+        raise ValueError(f"a must have kk's shape {tuple(kk.shape)}, got {tuple(a.shape)}")
+    call = functools.partial(
+        ops.fused_recurrent_rwkv7,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+    )
+    tokens = r, w, k, v, -kk, kk * a
+    return _turned(("r", "w", "k", "v", "kk", "a"), tokens, reverse, cu_seqlens, call)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fla_cp.arguments import check_choice
 from fla_cp.context import FLACPContext
-from fla_cp.ops.options import Options, Tensors
+from fla_cp.ops.options import Names, Options, Tensors
 from fla_cp.partition.checks import check_cu_seqlens, check_host_copy
 from fla_cp.rule import DeltaRule
 
@@ -102,26 +102,29 @@ def check_sequences(
         raise ValueError(f"there must be at least one row and one token, got B={batch}, T={tokens}")
 
 
-def check_ndims(x: Tensors, *, per_head: bool) -> None:
+def check_ndims(x: Tensors, names: Names, *, per_head: bool) -> None:
     """Numbers of dimensions, before any dimension is read."""
-    for name, t, ndim in zip(x._fields, x, (4, 4, 4, 3 if per_head else 4, 3, 4), strict=True):
+    for name, t, ndim in zip(names, x, (4, 4, 4, 3 if per_head else 4, 3, 4, 4), strict=True):
         if t is not None and t.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(t)}")
 
 
 def check_inputs(
-    x: Tensors, options: Options, rule: DeltaRule, *, sequences: int, rows: int = 1
+    x: Tensors, names: Names, options: Options, rule: DeltaRule, *, sequences: int, rows: int = 1
 ) -> None:
     """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`. rows: how
-    many rows of k, v and beta there are for each token of q and g (num_householder)."""
-    q, k, v, g, beta, p = x
+    many rows of k, v and beta there are for each token of q and g (num_householder); with b the
+    caller gives one of each, and `spread` makes the others."""
+    q, k, v, g, beta, p, b = x
+    rows = rows if b is None else 1
     A_log, dt_bias, initial_state = options.A_log, options.dt_bias, options.initial_state
     per_head = rule.per_head
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     if rows > 1:
         _check_rows(rows, q, k=k, v=v, beta=beta)
-    of_k = "[B, T, H, K] like q" if rows == 1 else f"[B, {rows}*T, H, K]"
+    like_q = f"[B, T, H, K] like {names.q}"
+    of_k = like_q if rows == 1 else f"[B, {rows}*T, H, K]"
     _check_shape("k", k, (B, T * rows, H, K), of_k)
     _check_shape("v", v, (B, T * rows, HV, V), "[B, T, HV, V]")
     if H < 1 or HV < 1 or HV % H:
@@ -131,14 +134,15 @@ def check_inputs(
         if not 1 <= size <= most:
             raise ValueError(f"{letter} must be from 1 to {most}, got {letter}={size}")
     if per_head:
-        _check_shape("g", g, (B, T, HV), "[B, T, HV]")
+        _check_shape(names.g, g, (B, T, HV), "[B, T, HV]")
     else:
-        _check_shape("g", g, (B, T, HV, K), "[B, T, HV, K]")
+        _check_shape(names.g, g, (B, T, HV, K), "[B, T, HV, K]")
     if beta is not None:
         _check_shape("beta", beta, (B, T * rows, HV), "[B, T, HV]")
-    if p is not None:
-        _check_shape("p", p, (B, T, H, K), "[B, T, H, K] like q")
-    _check_dtypes(x)
+    for name, t in ((names.p, p), (names.b, b)):
+        if t is not None:
+            _check_shape(str(name), t, (B, T, H, K), like_q)
+    _check_dtypes(x, names)
 
     channels = 1 if per_head else K
     in_kernel = options.use_gate_in_kernel
@@ -150,26 +154,26 @@ def check_inputs(
         widest = FLOATS if q.dtype == torch.float64 else FLOATS[:-1]
         if initial_state.dtype not in widest:
             raise ValueError(
-                f"initial_state must be bf16, fp16 or fp32 (fp64 with q of fp64), got "
-                f"{initial_state.dtype} with q of {q.dtype}"
+                f"initial_state must be bf16, fp16 or fp32 (fp64 with {names.q} of fp64), got "
+                f"{initial_state.dtype} with {names.q} of {q.dtype}"
             )
-    others, device = (k, v, g, beta, p, A_log, dt_bias, initial_state), q.device
+    others, device = (*x, A_log, dt_bias, initial_state), q.device
     for i, t in enumerate(others):
         if t is not None and t.device != device:
-            name = ("k", "v", "g", "beta", "p", "A_log", "dt_bias", "initial_state")[i]
-            raise ValueError(f"{name} must be on q's device {device}, got {t.device}")
+            name = (*names, "A_log", "dt_bias", "initial_state")[i]
+            raise ValueError(f"{name} must be on {names.q}'s device {device}, got {t.device}")
 
 
-def _check_dtypes(x: Tensors) -> None:
-    dtype = x.q.dtype
+def _check_dtypes(x: Tensors, names: Names) -> None:
+    dtype, like = x.q.dtype, f"{names.q}'s dtype {x.q.dtype}"
     if dtype not in FLOATS:
-        raise ValueError(f"q must be bf16, fp16, fp32 or fp64, got {dtype}")
-    for name, t in (("k", x.k), ("v", x.v), ("p", x.p)):
+        raise ValueError(f"{names.q} must be bf16, fp16, fp32 or fp64, got {dtype}")
+    for name, t in ((names.k, x.k), (names.v, x.v), (names.p, x.p), (names.b, x.b)):
         if t is not None and t.dtype != dtype:
-            raise ValueError(f"{name} must have q's dtype {dtype}, got {t.dtype}")
-    for name, t in (("g", x.g), ("beta", x.beta)):
+            raise ValueError(f"{name} must have {like}, got {t.dtype}")
+    for name, t in ((names.g, x.g), (names.beta, x.beta)):
         if t is not None and t.dtype not in (dtype, torch.float32):
-            raise ValueError(f"{name} must have q's dtype {dtype} or fp32, got {t.dtype}")
+            raise ValueError(f"{name} must have {like} or fp32, got {t.dtype}")
 
 
 def _check_gate(
@@ -240,7 +244,7 @@ def check_forward_only(
 
 
 def check_no_gradient(
-    where: str, names: tuple[str, ...], inputs: tuple[Tensor | None, ...]
+    where: str, names: tuple[str | None, ...], inputs: tuple[Tensor | None, ...]
 ) -> None:
     """No input asks for a gradient, where the recurrence has none."""
     if not torch.is_grad_enabled():

@@ -7,6 +7,7 @@ member                     a_t             r_t
 KDA                        a key channel   S^T k_t, after the decay
 gated delta rule           a head          S^T k_t, after the decay
 Comba                      a head          S_{t-1}^T p_t, before the decay
+DPLR, RWKV-7               a key channel   as Comba, along another key than v: two rows a token
 GLA, simple GLA            channel, head   0, and b_t = 1
 """
 
@@ -39,7 +40,7 @@ from fla_cp.ops.checks import (
     check_sequences,
 )
 from fla_cp.ops.known import key_of, known_calls, remember
-from fla_cp.ops.options import FLAGS, RECURRENT_ONLY, TENSORS, Options, Tensors
+from fla_cp.ops.options import FLAGS, RECURRENT_ONLY, TENSORS, Names, Options, Tensors
 from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
 from fla_cp.partition.checks import check_host_copy, check_offsets
 from fla_cp.partition.packing import Packing
@@ -50,31 +51,33 @@ from fla_cp.rule import CHUNK, DeltaRule, accumulator
 class Member(NamedTuple):
     """name: of its operators, chunk_<name> and fused_recurrent_<name>. per_head: one decay a head,
     g [B, T, HV]. removal: "k", "p" or "none", see `DeltaRule`. without: keywords that its operators
-    do not have.
+    do not have. names: which tensors they take, and what they call them.
     """
 
     name: str
     per_head: bool
     removal: str
     without: tuple[str, ...] = ()
+    names: Names = Names()
 
 
 _BOUND = ("safe_gate", "lower_bound")
 _OF_BETA = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+_OF_ROWS = (*_OF_BETA, "use_qk_l2norm_in_kernel", "return_intermediate_states")
 
 KDA = Member("kda", False, "k")
 GATED_DELTA_RULE = Member("gated_delta_rule", True, "k", _BOUND)
 GATED_DELTA_PRODUCT = Member(
     "gated_delta_product", True, "k", (*_BOUND, "return_intermediate_states")
 )
-COMBA = Member("comba", True, "p", _BOUND)
-GLA = Member("gla", False, "none", _OF_BETA)
-SIMPLE_GLA = Member("simple_gla", True, "none", (*_OF_BETA, *_BOUND))
+COMBA = Member("comba", True, "p", _BOUND, Names(p="p"))
+DPLR = Member("dplr_delta_rule", False, "p", _OF_ROWS, Names(g="gk", beta=None, p="a", b="b"))
+RWKV7 = Member("rwkv7", False, "p", _OF_ROWS, Names("r", "k", "v", "w", None, "a", "b"))
+GLA = Member("gla", False, "none", _OF_BETA, Names(beta=None))
+SIMPLE_GLA = Member("simple_gla", True, "none", (*_OF_BETA, *_BOUND), Names(beta=None))
 
-_REQUIRED = {"none": 4, "k": 5, "p": 6}
-"""How many of `Tensors` must be given, by what is removed from the state."""
-
-NAMES = (*Tensors._fields, *tuple(Options._fields)[TENSORS])
+OF_OPTIONS = tuple(Options._fields)[TENSORS]
+"""The names of the options that are tensors."""
 _FLAGS = tuple(Options._fields)[FLAGS]
 
 
@@ -90,7 +93,7 @@ def chunk(
     member: Member, x: Tensors, options: Mapping[str, Any], rows: int = 1
 ) -> tuple[Tensor, ...]:
     """One call over whole sequences, in chunks; see `chunk_kda`. rows: how many rows of k, v and
-    beta each token has, see gated_delta_product.py.
+    beta each token has, see gated_delta_product.py and dplr.py.
 
     Arguments are checked unless a call with the same facts was checked before (known.py).
     """
@@ -127,7 +130,7 @@ def chunk(
         if context is not None:
             context = context.repeated(rows)
             packing = context.packing
-        x = spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
+        x = spread(backend, rule, x, rates, rows)
         rule, rates = rule._replace(gate="given"), (None, None)
     inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p)
     if context is not None and rows == 1:
@@ -170,7 +173,7 @@ def _wide(member: Member, x: Tensors, options: Mapping[str, Any]) -> tuple[Tenso
         sequences = Handle.read(o.cp_context.handle.sizes).sequences
     elif o.cu_seqlens is not None:
         sequences = len(o.cu_seqlens) - 1
-    check_inputs(x, o, rule, sequences=sequences)
+    check_inputs(x, member.names, o, rule, sequences=sequences)
     return in_narrow_heads(x, options, o, rule.state_v_first, lambda *y: chunk(member, *y))
 
 
@@ -184,7 +187,7 @@ def _checked_call(
         sequences = context.packing.sequences
     elif o.cu_seqlens is not None:
         sequences = len(o.cu_seqlens) - 1
-    check_inputs(x, o, rule, sequences=sequences, rows=rows)
+    check_inputs(x, member.names, o, rule, sequences=sequences, rows=rows)
     if context is not None:
         return o, rule, context.packing
     return o, rule, _packing(x, o, rows, resolve(o.impl, x.q.device, x.q.dtype))
@@ -216,13 +219,13 @@ def _traced(
     context, sequences = o.cp_context, x.q.shape[0]
     if context is not None:
         sequences = Handle.read(context.handle.sizes).sequences
-    check_inputs(x, o, rule, sequences=sequences, rows=rows)
+    check_inputs(x, member.names, o, rule, sequences=sequences, rows=rows)
     (B, T), rates = x.q.shape[:2], (o.A_log, o.dt_bias)
     if rows > 1:
         if context is not None:
             context = context.repeated(rows)
         backend = resolve(o.impl, x.q.device, x.q.dtype)
-        x = spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
+        x = spread(backend, rule, x, rates, rows)
         rule, rates, T = rule._replace(gate="given"), (None, None), T * rows
     inputs = token_rows(Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p))
     given = (*inputs, accumulated(o.initial_state, x.q))
@@ -245,13 +248,15 @@ def _traced(
 def checked_rule(member: Member, x: Tensors, o: Options) -> DeltaRule:
     """The rule of a call, after checks of each argument's type and of the tensors' ndims."""
     values: tuple[Any, ...] = o
-    check_tensors(NAMES, (*x, *values[TENSORS]), _REQUIRED[member.removal])
+    given = [(name, t) for name, t in zip(member.names, x, strict=True) if name is not None]
+    names = (*(name for name, _ in given), *OF_OPTIONS)
+    check_tensors(names, (*(t for _, t in given), *values[TENSORS]), len(given))
     check_flags(_FLAGS, values[FLAGS])
     v_first = check_state_layout(o.transpose_state_layout, o.state_v_first)
     scale, lower_bound = check_scale(o.scale), check_lower_bound(o.lower_bound)
     if o.safe_gate and lower_bound is None and not o.use_gate_in_kernel:
         lower_bound = SAFE_GATE_BOUND
-    check_ndims(x, per_head=member.per_head)
+    check_ndims(x, member.names, per_head=member.per_head)
     return DeltaRule(
         scale=x.q.shape[-1] ** -0.5 if scale is None else scale,
         gate=gate_of(o.use_gate_in_kernel, lower_bound),
@@ -275,26 +280,42 @@ def gate_of(in_kernel: bool, lower_bound: float | None) -> str:
     return "softplus" if lower_bound is None else "sigmoid"
 
 
-def head_gate(backend: Backend, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-    """Log decay [.., HV] of raw projections [.., HV], fp32 (fp64)."""
-    rule = DeltaRule(scale=1.0, gate="softplus", per_head=True)
-    log_decay: Tensor = backend.gate(rule, g[..., None], one_dim(A_log), one_dim(dt_bias))[..., 0]
-    return log_decay
+def log_decay(
+    backend: Backend, rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
+) -> Tensor:
+    """Log decay of raw projections g [.., HV, K], [.., HV] with one decay a head; fp32 (fp64)."""
+    rates = one_dim(A_log), one_dim(dt_bias)
+    if rule.per_head:
+        return backend.gate(rule, g[..., None], *rates)[..., 0]
+    return backend.gate(rule, g, *rates)
 
 
 def spread(
-    backend: Backend, x: Tensors, rates: tuple[Tensor | None, Tensor | None] | None, rows: int
+    backend: Backend,
+    rule: DeltaRule,
+    x: Tensors,
+    rates: tuple[Tensor | None, Tensor | None],
+    rows: int,
 ) -> Tensors:
-    """x with `rows` rows of q and g for each token: g is in the first row, q in the last, and the
-    others are zero. rates: A_log and dt_bias if g is raw. The gate is then applied here, because no
-    raw projection stands for a row without decay."""
+    """x with `rows` rows of every tensor for each token: g is in the first row, q in the last, and
+    their other rows are zero. k, v and beta have so many rows already, unless there is b: then the
+    first row adds what a reads along b, and the second adds v along k. rates: A_log and dt_bias of
+    a raw g. The gate is then applied here, because no raw projection stands for a row without
+    decay."""
     q, g = x.q, x.g
-    if rates is not None:
-        g = head_gate(backend, g, *rates)
+    if rule.gate != "given":
+        g = log_decay(backend, rule, g, *rates)
     zeros = g.new_zeros(*g.shape[:2], rows - 1, *g.shape[2:])
     g = torch.cat((g[:, :, None], zeros), 2).flatten(1, 2)
     zeros = q.new_zeros(*q.shape[:2], rows - 1, *q.shape[2:])
-    return x._replace(q=torch.cat((zeros, q[:, :, None]), 2).flatten(1, 2), g=g)
+    x = x._replace(q=torch.cat((zeros, q[:, :, None]), 2).flatten(1, 2), g=g)
+    if x.b is None or x.p is None:
+        return x
+    k, v, p = (
+        torch.stack(pair, 2).flatten(1, 2)
+        for pair in ((x.b, x.k), (torch.zeros_like(x.v), x.v), (-x.p, torch.zeros_like(x.p)))
+    )
+    return x._replace(k=k, v=v, p=p, b=None)
 
 
 def accumulated(state: Tensor | None, q: Tensor) -> Tensor | None:

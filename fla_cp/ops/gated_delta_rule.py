@@ -13,9 +13,10 @@ from fla_cp.arguments import check_tensors
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.ops.checks import check_context, check_head_gate
-from fla_cp.ops.family import GATED_DELTA_RULE, chunk, head_gate
+from fla_cp.ops.family import GATED_DELTA_RULE, chunk, log_decay
 from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, Tensors
 from fla_cp.ops.recurrent import recurrent
+from fla_cp.rule import DeltaRule
 
 
 def chunk_gated_delta_rule(
@@ -58,4 +59,5 @@ def gdn_gate(
     natural log, fp32 (fp64). A_log [HV] and dt_bias [HV], fp32. Differentiable."""
     check_tensors(("g", "A_log", "dt_bias"), (g, A_log, dt_bias), 2)
     check_head_gate(g, A_log, dt_bias)
-    return head_gate(resolve(impl, g.device, g.dtype), g, A_log, dt_bias)
+    rule = DeltaRule(scale=1.0, gate="softplus", per_head=True)
+    return log_decay(resolve(impl, g.device, g.dtype), rule, g, A_log, dt_bias)

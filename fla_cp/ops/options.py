@@ -8,7 +8,8 @@ from fla_cp.context import FLACPContext
 
 
 class Tensors(NamedTuple):
-    """The inputs of a call, [B, T, ..]; `chunk_kda` gives their shapes, `chunk_comba` that of p."""
+    """The inputs of a call, [B, T, ..]; `chunk_kda` gives their shapes, `chunk_comba` that of p.
+    With b, what p reads is added along b, and not removed along k; see `chunk_dplr_delta_rule`."""
 
     q: Tensor
     k: Tensor
@@ -16,6 +17,19 @@ class Tensors(NamedTuple):
     g: Tensor
     beta: Tensor | None = None
     p: Tensor | None = None
+    b: Tensor | None = None
+
+
+class Names(NamedTuple):
+    """What the operators of a member call each of `Tensors`, or None if they do not take it."""
+
+    q: str = "q"
+    k: str = "k"
+    v: str = "v"
+    g: str = "g"
+    beta: str | None = "beta"
+    p: str | None = None
+    b: str | None = None
 
 
 class SharedOptions(TypedDict, total=False):

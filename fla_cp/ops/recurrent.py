@@ -18,7 +18,15 @@ from fla_cp.ops.checks import (
     check_pool,
     check_sequences,
 )
-from fla_cp.ops.family import NAMES, Member, accumulated, checked_rule, chunk, options_of, spread
+from fla_cp.ops.family import (
+    OF_OPTIONS,
+    Member,
+    accumulated,
+    checked_rule,
+    chunk,
+    options_of,
+    spread,
+)
 from fla_cp.ops.options import CHUNK_ONLY, RECURRENT_ONLY, TENSORS, Options, Tensors
 from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
 from fla_cp.rule import DeltaRule, accumulator
@@ -38,12 +46,12 @@ def recurrent(
     states = N
     if o.ssm_state_indices is not None and o.initial_state is not None:
         states = max(1, len(o.initial_state))
-    check_inputs(x, o, rule, sequences=states, rows=rows)
+    check_inputs(x, member.names, o, rule, sequences=states, rows=rows)
     values: tuple[Any, ...] = o
     given: tuple[Tensor | None, ...] = (*x, *values[TENSORS])
     if o.inplace_final_state:
         check_in_place("initial_state", o.initial_state, accumulator(x.q.dtype))
-        check_no_gradient("inplace_final_state=True", NAMES, given)
+        check_no_gradient("inplace_final_state=True", (*member.names, *OF_OPTIONS), given)
     if are_wide(member.removal, x):
         out, final = in_narrow_heads(
             x, options, o, rule.state_v_first, lambda *y: recurrent(member, *y)
@@ -64,7 +72,7 @@ def _run(
     backend = resolve(o.impl, q.device, q.dtype)
     rates, cu, cu_cpu = (o.A_log, o.dt_bias), o.cu_seqlens, o.cu_seqlens_cpu
     if rows > 1:
-        x = spread(backend, x, rates if o.use_gate_in_kernel else None, rows)
+        x = spread(backend, rule, x, rates, rows)
         rule, rates, T = rule._replace(gate="given"), (None, None), T * rows
         cu, cu_cpu = (None if t is None else rows * t for t in (cu, cu_cpu))
     first, final = accumulated(o.initial_state, q), None
@@ -110,7 +118,7 @@ class _Recurrent(torch.autograd.Function):
         x, o = Tensors(*given[: len(Tensors._fields)]), Options(**options)
         out, final = _run(rule, x, o, rows, N)
         ctx.save_for_backward(*given)
-        ctx.call = member, rows, {n: v for n, v in options.items() if n not in _TENSOR_OPTIONS}
+        ctx.call = member, rows, {n: v for n, v in options.items() if n not in OF_OPTIONS}
         ctx.set_materialize_grads(False)
         return out, final
 
@@ -118,13 +126,13 @@ class _Recurrent(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         member, rows, options = ctx.call
-        wanted = ctx.needs_input_grad[-len(NAMES) :]
+        wanted = ctx.needs_input_grad[-len(ctx.saved_tensors) :]
         leaves: list[Any] = [
             t if t is None else t.detach().requires_grad_(need)
             for t, need in zip(ctx.saved_tensors, wanted, strict=True)
         ]
         n = len(Tensors._fields)
-        named = dict(zip(_TENSOR_OPTIONS, leaves[n:], strict=True))
+        named = dict(zip(OF_OPTIONS, leaves[n:], strict=True))
         with torch.enable_grad():
             outs = _in_chunks(member, Tensors(*leaves[:n]), {**options, **named}, rows)
         roots: list[Any] = []
@@ -142,6 +150,3 @@ class _Recurrent(torch.autograd.Function):
             ):
                 found[i] = grad
         return (*[None] * 5, *found)
-
-
-_TENSOR_OPTIONS = tuple(Options._fields)[TENSORS]

@@ -75,6 +75,19 @@ def compile_member(
     return [k for k in dict.fromkeys(kernels) if "fold" not in k.kernel]
 
 
+def compile_dplr(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]:
+    """Kernels of DPLR that KDA does not launch: those in which p reads the state."""
+    from fla_cp import chunk_dplr_delta_rule
+
+    q, k, a, b = (torch.zeros(1, 64, 1, K, dtype=dtype, requires_grad=True) for _ in "qkab")
+    v, gk = (torch.zeros(1, 64, 2, n, dtype=dtype, requires_grad=True) for n in (V, K))
+    with launched() as kernels:
+        o, _ = chunk_dplr_delta_rule(q, k, v, a, b, gk, **gate, impl="triton")
+        o.float().sum().backward()
+    own = "intra_kernel", "gated_kernel", "intra_bwd_kernel", "safe_bwd_kernel"
+    return [k for k in dict.fromkeys(kernels) if k.kernel in own]
+
+
 def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
     """The launches of kernels that write or read T and Aqk, which change with two terms."""
     return [k for k in call() if k.kernel.startswith(("scan", "intra_kernel", "intra_head"))]
@@ -234,6 +247,9 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 call = functools.partial(compile_call, K, V, dtype, options)
                 yield f"{K}x{V} {name} {gate}", call
 
+                call = functools.partial(compile_dplr, K, V, dtype, options)
+                yield f"dplr {K}x{V} {name} {gate}", call
+
         call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {})
         yield f"{K}x{V} {name} head groups", call
         call = functools.partial(compile_member, "gated_delta_rule", K, V, dtype, {}, H=2)
@@ -259,6 +275,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for gate, options in (("safe", SAFE | HIGH), ("any", HIGH)):
             call = functools.partial(compile_call, K, V, torch.bfloat16, options)
             yield f"{K}x{V} bf16 {gate} high", functools.partial(of_squares, call)
+            call = functools.partial(compile_dplr, K, V, torch.bfloat16, options)
+            yield f"dplr {K}x{V} bf16 {gate} high", functools.partial(of_squares, call)
         for H, groups in ((1, " groups"), (2, "")):
             options = (K, V, torch.bfloat16, HIGH, H)
             call = functools.partial(compile_member, "gated_delta_rule", *options)

@@ -98,6 +98,7 @@ OPERATORS = {
     "chunk_gated_delta_rule": "gated_delta_rule",
     "chunk_gated_delta_product": "gated_delta_product2",
     "chunk_comba": "comba",
+    "chunk_dplr_delta_rule": "dplr_delta_rule",
     "chunk_gla": "gla",
     "chunk_simple_gla": "simple_gla",
 }

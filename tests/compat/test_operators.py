@@ -17,6 +17,7 @@ CHUNK = {
     "chunk_gated_delta_rule": "gated_delta_rule",
     "chunk_gated_delta_product": "gated_delta_product2",
     "chunk_comba": "comba",
+    "chunk_dplr_delta_rule": "dplr_delta_rule",
     "chunk_gla": "gla",
     "chunk_simple_gla": "simple_gla",
 }
@@ -24,6 +25,7 @@ RECURRENT = {
     "fused_recurrent_kda": "kda",
     "fused_recurrent_gated_delta_rule": "gated_delta_rule",
     "fused_recurrent_comba": "comba",
+    "fused_recurrent_dplr_delta_rule": "dplr_delta_rule",
     "fused_recurrent_gla": "gla",
     "fused_recurrent_simple_gla": "simple_gla",
 }
@@ -228,6 +230,58 @@ def test_keywords_that_fla_does_not_have_are_refused(name):
             by_position(name, **x, **{keyword: False})
 
 
+OF_RWKV7 = {"q": "r", "gk": "w"}
+"""What RWKV-7 calls what DPLR calls otherwise."""
+
+
+@pytest.mark.parametrize("name", ["chunk_rwkv7", "fused_recurrent_rwkv7"])
+def test_rwkv7_is_dplr_by_other_names(name):
+    """The scale is 1 by default in chunks, and K**-0.5 in the recurrent form, which returns the
+    final state unless told otherwise."""
+    member, x, _ = of("chunk_dplr_delta_rule")
+    scale = 1.0 if name == "chunk_rwkv7" else None
+    exact = call("chunk_dplr_delta_rule", x, member, scale=scale)
+    wanted = {"output_final_state": True} if name == "chunk_rwkv7" else {}
+    found = by_position(name, **{OF_RWKV7.get(n, n): t for n, t in x.items()}, **wanted)
+    assert_exact("o", found[0], exact[0])
+    assert_exact("final_state", found[1], exact[1])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rwkv7_with_a_removal_key_and_its_rate(reverse):
+    member, x, _ = of("fused_recurrent_dplr_delta_rule")
+    kk, rate = -x["a"], x["b"].sigmoid()
+    more = {"scale": 1.0, "reverse": reverse}
+    exact = call("fused_recurrent_dplr_delta_rule", {**x, "b": kk * rate}, member, **more)
+    del x["b"]
+    given = {OF_RWKV7.get(n, n): t for n, t in x.items()} | {"kk": kk, "a": rate}
+    name = "fused_mul_recurrent_rwkv7"
+    found = by_position(name, **given, reverse=reverse, output_final_state=True)
+    assert_exact("o", found[0], exact[0])
+    assert_exact("final_state", found[1], exact[1])
+    with pytest.raises(ValueError, match=r"a must have kk's shape \(1, 9, 2, 8\), got \(1, 9, 8\)"):
+        by_position(name, **{**given, "a": rate[:, :, 0]})
+    with pytest.raises(ValueError, match="kk must be a tensor, got None"):
+        by_position(name, **{**given, "kk": None})
+
+
+@pytest.mark.parametrize("name", ["chunk_dplr_delta_rule", "chunk_rwkv7"])
+def test_bounds_of_a_decay(name):
+    """A bound from -5 on allows what safe_gate allows, one below it says nothing."""
+    _, x, _ = of("chunk_dplr_delta_rule")
+    if name == "chunk_rwkv7":
+        x = {OF_RWKV7.get(n, n): t for n, t in x.items()}
+    plain, _ = by_position(name, **x)
+    bounds = {"lower_bound": -5.0}, {"lower_bound": -9.0}, {"safe_gate": True}
+    for more in (*bounds, {"chunk_size": 16}, {"chunk_size": 64}):
+        assert_exact("o", by_position(name, **x, **more)[0], plain)
+    refused = {"lower_bound": -9.0, "safe_gate": True}
+    with pytest.raises(ValueError, match=r"safe_gate needs lower_bound in \[-5, 0\), got -9.0"):
+        by_position(name, **x, **refused)
+    with pytest.raises(ValueError, match="chunk_size must be 16, 32, 64 or None, got 128"):
+        by_position(name, **x, chunk_size=128)
+
+
 def test_chunk_sizes():
     member, x, _ = of("chunk_kda")
     with pytest.raises(ValueError, match="chunk_size must be 32 or 64, got 16"):
@@ -271,17 +325,19 @@ def test_no_warning_in_an_ordinary_call():
 
 
 @pytest.mark.parametrize("offsets", [None, (0, 4, 4, 9), (0, 7)], ids=str)
-@pytest.mark.parametrize("name", ["fused_recurrent_gla", "fused_recurrent_simple_gla"])
+@pytest.mark.parametrize(
+    "name", ["fused_recurrent_gla", "fused_recurrent_simple_gla", "fused_recurrent_dplr_delta_rule"]
+)
 def test_from_the_last_token_to_the_first(name, offsets):
     """Gradients included; tokens behind the last sequence stay in place."""
     member, x, _ = of(name)
     T = x["q"].shape[1]
     rows = [(0, T)] if offsets is None else [*pairwise(offsets)]
     if offsets is not None:
-        x = {n: t[:1] for n, t in x.items() if n in ("q", "k", "v", "g")}
+        x = {n: t[:1] for n, t in x.items() if n in member.arguments}
         x = {n: t[:, : offsets[-1]] for n, t in x.items()}
     order = [t for a, b in rows for t in range(b - 1, a - 1, -1)]
-    leaves = {n: t.detach().requires_grad_() for n, t in x.items() if n in ("q", "k", "v", "g")}
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items() if n in member.arguments}
     given = {} if offsets is None else {"cu_seqlens": torch.tensor(offsets)}
 
     def run(reverse):

@@ -48,12 +48,17 @@ def layer(**options):
 X = convolution()["x"]
 RULE = operands("gated_delta_rule")
 DELTA = {n: t for n, t in RULE.items() if n != "g"}
+DPLR = operands("dplr_delta_rule")
 NORM = compat.FusedRMSNormGated(6, dtype=F64)
 
 CALLS = {
     "chunk_kda": lambda **o: compat.chunk_kda(**operands("kda"), **o),
     "chunk_gated_delta_rule": lambda **o: compat.chunk_gated_delta_rule(**RULE, **o),
     "chunk_delta_rule": lambda **o: compat.chunk_delta_rule(**DELTA, **o),
+    "chunk_dplr_delta_rule": lambda **o: compat.chunk_dplr_delta_rule(**DPLR, **o),
+    "chunk_rwkv7": lambda **o: compat.chunk_rwkv7(
+        **{{"q": "r", "gk": "w"}.get(n, n): t for n, t in DPLR.items()}, **o
+    ),
     "chunk_simple_gla": lambda **o: compat.chunk_simple_gla(**operands("simple_gla"), **o),
     "fused_recurrent_gated_delta_rule": lambda **o: compat.fused_recurrent_gated_delta_rule(
         **RULE, A_log=torch.zeros(2), use_gate_in_kernel=True, **o

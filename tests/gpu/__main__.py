@@ -51,7 +51,7 @@ from tests.gpu.checks import BF16, INSIDE, SAFE, conv_stage
 from tests.support.cases import Case, options
 from tests.support.running import run, run_recurrent
 from tests.support.members import BY_NAME, Call, collect, draw, operator
-for name in ("kda", "gated_delta_rule", "comba", "gla", "simple_gla"):
+for name in ("kda", "gated_delta_rule", "comba", "dplr_delta_rule", "gla", "simple_gla"):
     member = BY_NAME[name]
     x, keywords, weights = draw(member, Call(T=150, K=24, V=40, inside=True), torch.float32)
     x = {n: t.cuda().to(BF16 if n in member.arguments else t.dtype) for n, t in x.items()}

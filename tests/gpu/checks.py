@@ -21,6 +21,7 @@ from fla_cp import causal_conv1d, kda_gate
 from tests.gpu.cases import BF16, FP16, FP32, SAFE, SIZES, cases, recurrent_cases, tiles
 from tests.support.cases import INSIDE, Case, named, options
 from tests.support.closeness import share_of_budget
+from tests.support.members import BY_NAME, Call, collect, draw, operator
 from tests.support.running import run, run_pooled, run_recurrent
 from tests.support.tuned import tuned
 
@@ -40,6 +41,8 @@ RANGES, CHANNELS = (700, 33), 300
 """Tokens of a rank's two ranges, and channels of the convolution over ranks."""
 GATES = ((1, 1, 16), (1000, 3, 96), (8192, 4, 128))
 """T, H, K of the gate alone."""
+
+KEPT = {"disable_recompute": True}
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """On the CPU, checks can be tried in Triton's interpreter."""
@@ -262,7 +265,7 @@ def added(a: Named, b: Named) -> Named:
 
 def check_family(key: str) -> Rows:
     """Checks a member other than KDA: outputs, states and gradients, and token by token."""
-    return [
+    rows = [
         check_member(key, K, V, T, dtype, inside, stepwise, H=H)
         for K, V, T in FAMILY
         for dtype, inside in ((BF16, True), (FP32, True), (FP32, False))
@@ -270,6 +273,21 @@ def check_family(key: str) -> Rows:
         for H in (2, 4)
         if (not stepwise or (T <= 64 and inside)) and (H == 2 or (inside and not stepwise))
     ]
+    return rows + (check_paths(key) if key == "dplr_delta_rule" else [])
+
+
+def check_paths(key: str) -> Rows:
+    """Both paths of the local stages with a decay a channel, for decays from none to one that
+    forgets at once; with "mixed" each of them serves some chunks."""
+    safe = {"safe": (2.0, {"safe_gate": True}), "safe kept": (2.0, KEPT | {"safe_gate": True})}
+    given = {"none": (0.0, {}), "slow": (1e-3, {}), "mixed": (7.0, {}), "strong": (40.0, {})}
+    rows = []
+    for (K, V, T), (name, (decay, more)) in product(FAMILY, (safe | given).items()):
+        for dtype in (BF16, FP16):
+            call = Call(T=T, HV=4, K=K, V=V, decay=decay, options=tuple(more.items()))
+            named = f"{key} T={T} {name}"
+            rows.append(check_member(key, K, V, T, dtype, name=named, call=call))
+    return rows
 
 
 def check_member(
@@ -282,15 +300,17 @@ def check_member(
     stepwise: bool = False,
     name: str = "",
     H: int = 2,
+    call: Call | None = None,
 ) -> dict:
-    from tests.support.members import BY_NAME, Call, collect, draw, operator
-
+    """call: shapes and options, instead of those that the other arguments stand for."""
     member = BY_NAME[key]
-    x, keywords, weights = draw(member, Call(T=T, H=H, HV=4, K=K, V=V, inside=inside))
+    call = call or Call(T=T, H=H, HV=4, K=K, V=V, inside=inside)
+    inside = call.inside
+    x, keywords, weights = draw(member, call)
     x = {n: t.to(dtype if n in member.arguments else FP32) for n, t in x.items()}
     weights = [w.to(DEVICE) for w in weights]
 
-    def call(x: Named, impl: str) -> Named:
+    def results(x: Named, impl: str) -> Named:
         x = {n: t.to(DEVICE) for n, t in x.items()}
         if stepwise:
             found = operator(member, "fused_recurrent", x, **keywords, impl=impl)
@@ -299,7 +319,7 @@ def check_member(
 
     how = " token by token" * stepwise + " given" * (not inside) + " no groups" * (H == 4)
     row = {"K": K, "V": V, "case": name or f"{key} T={T}{how}"}
-    return row | judged(call, x, dtype, nothing if stepwise or not inside else of_gates)
+    return row | judged(results, x, dtype, nothing if stepwise or not inside else of_gates)
 
 
 def of_gates(x: Named, actual: Named, exact: Named) -> Named:
@@ -308,7 +328,8 @@ def of_gates(x: Named, actual: Named, exact: Named) -> Named:
     They are six standard deviations of a sum over tokens (and channels) of errors like those of dg,
     equal within a chunk, each weighted by up to three.
     """
-    error = actual["dg"].double() - exact["dg"]
+    dg = "dgk" if "dgk" in exact else "dg"
+    error = actual[dg].double() - exact[dg]
     heads = exact["dA_log"].numel()
     size = 18 * error.square().mean().sqrt() * (64 * error.numel() / heads) ** 0.5
     return {n: size * torch.ones_like(exact[n]) for n in ("dA_log", "ddt_bias")}
@@ -461,7 +482,6 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
-    from tests.support.members import BY_NAME
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling

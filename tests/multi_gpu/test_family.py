@@ -33,7 +33,9 @@ def compare(group, rank, key, ranges):
         token_ranges=RANGES[ranges](CALL.T, group.size()),
     )
     rows = context.repeated(member.steps)
-    tokens = {"q": context, "g": context} | dict.fromkeys(("k", "v", "p", "beta"), rows)
+    tokens = dict.fromkeys(("q", "g", "gk", "a", "b"), context)
+    tokens |= dict.fromkeys(("k", "v", "p", "beta"), rows)
+    dg = "dgk" if member.dplr else "dg"
     weights = [w.to(device) for w in weights]
 
     def run(x, dy, **more):
@@ -51,7 +53,7 @@ def compare(group, rank, key, ranges):
             if name in ("dA_log", "ddt_bias"):
                 value = value.double()
                 dist.all_reduce(value, group=group)
-                fold = sum_of_errors(one["dg"], exact["dg"], len(one["dA_log"]))
+                fold = sum_of_errors(one[dg], exact[dg], len(one["dA_log"]))
                 assert_close(what, value, exact[name], one[name], fold)
                 continue
             pick = tokens.get(name[1:]) or (context if name == "o" else None)

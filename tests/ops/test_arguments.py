@@ -20,6 +20,12 @@ CONTEXT = build_cp_context(torch.tensor([0, T]), None, conv1d_kernel_size=W)
 
 def shapes(name):
     """Shapes of the tensors that an entry takes first, in its order."""
+    if name.endswith(("dplr_delta_rule", "rwkv7")):
+        named = (
+            ("q", "k", "v", "a", "b", "gk") if "dplr" in name else ("r", "w", "k", "v", "a", "b")
+        )
+        own = {"v": (B, T, HV, V), "gk": (B, T, HV, K), "w": (B, T, HV, K)}
+        return {n: own.get(n, (B, T, H, K)) for n in named}
     per_head = "kda" not in name and not name.endswith("chunk_gla") and "recurrent_gla" not in name
     rows = N if "product" in name else 1
     found = {"q": (B, T, H, K), "k": (B, T * rows, H, K), "v": (B, T * rows, HV, V)}
@@ -61,10 +67,11 @@ def entries():
         required = list(good)
         if "product" in name:
             good["num_householder"] = N
-        gates = 1 if good["g"].ndim == 3 else K
+        gates = 1 if "g" in good and good["g"].ndim == 3 else K
         good |= {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV * gates)}
         good |= {"initial_state": torch.zeros(B, HV, K, V), "use_gate_in_kernel": True}
-        flags = ["use_gate_in_kernel", "output_final_state", "use_qk_l2norm_in_kernel", "use_exp2"]
+        flags = ["use_gate_in_kernel", "output_final_state", "use_exp2"]
+        flags += [] if "a" in good else ["use_qk_l2norm_in_kernel"]
         flags += ["inplace_final_state"] if "recurrent" in name else ["disable_recompute"]
         if "beta" in good:
             flags += ["use_beta_sigmoid_in_kernel", "allow_neg_eigval"]
@@ -175,7 +182,8 @@ BAD_BOUNDS = ["-5", True, [-5.0], -float("inf"), float("nan"), torch.tensor(-5.0
 @pytest.mark.parametrize("name", ENTRIES)
 def test_lower_bounds(name):
     op, good, _, _ = ENTRIES[name]
-    has_bound = name.endswith(("kda", "gla", "kda_gate")) and "simple" not in name
+    has_bound = name.endswith(("kda", "gla", "kda_gate", "dplr_delta_rule", "rwkv7"))
+    has_bound &= "simple" not in name
     if not has_bound:
         with pytest.raises(TypeError, match="unexpected keyword argument 'lower_bound'"):
             op(**good, lower_bound=-5.0)

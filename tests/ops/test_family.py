@@ -49,7 +49,11 @@ def test_gradients_token_by_token_of_nearly_parallel_keys(key):
     """In fp32 they err as little as those of the chunks with precision "high"."""
     member, call = BY_NAME[key], dataclasses.replace(CALLS["slow"], T=64)
     x, keywords, weights = draw(member, call)
-    x["k"] = torch.nn.functional.normalize(x["k"][:, :1] + 0.03 * x["k"], dim=-1)
+    for name in ("k", "a"):
+        if name in x:
+            x[name] = torch.nn.functional.normalize(x[name][:, :1] + 0.03 * x[name], dim=-1)
+    if member.dplr:
+        x["b"] = -0.9 * x["a"]
     exact = collect(lambda y: operator(member, "chunk", y, **keywords), x, weights)
     x, weights = {n: t.float() for n, t in x.items()}, [w.float() for w in weights]
     high = {**keywords, "precision": "high"}
@@ -82,7 +86,8 @@ def on_ranks(group, rank, key, ranges, exchange):
         torch.tensor(call.offsets()), group, token_ranges=ranges, exchange=exchange
     )
     rows = context.repeated(member.steps)
-    tokens = {"q": context, "g": context} | dict.fromkeys(("k", "v", "p", "beta"), rows)
+    tokens = dict.fromkeys(("q", "g", "gk", "a", "b"), context)
+    tokens |= dict.fromkeys(("k", "v", "p", "beta"), rows)
     local = {n: tokens[n].shard(t) if n in tokens else t for n, t in x.items()}
 
     def f(leaves):
@@ -120,7 +125,8 @@ ON_KERNELS_CALLS = {
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("call, key", crossed(
-    ON_KERNELS_CALLS, ["gated_delta_rule", "gated_delta_product2", "comba", "gla", "simple_gla"]
+    ON_KERNELS_CALLS,
+    ["gated_delta_rule", "gated_delta_product2", "comba", "gla", "simple_gla", "dplr_delta_rule"],
 ))  # fmt: skip
 def test_kernels(key, call, monkeypatch):
     pytest.importorskip("triton")
@@ -131,7 +137,8 @@ def test_kernels(key, call, monkeypatch):
         if name in ("dA_log", "ddt_bias"):  # sums over tokens: their terms round, not the result
             error = (value.double() - exact[name]).abs().max()
             # softplus / sigmoid, the weight of dg in dA_log, is up to three here
-            assert error <= 64 * torch.finfo(value.dtype).eps * exact["dg"].abs().sum(), name
+            dg = exact["dgk" if member.dplr else "dg"]
+            assert error <= 64 * torch.finfo(value.dtype).eps * dg.abs().sum(), name
         else:
             assert_within_budget(name, value, exact[name], plain[name], factor=6.0)
 

@@ -11,10 +11,6 @@ import torch
 
 import fla_cp
 from fla_cp import build_cp_context, chunk_kda, fused_recurrent_kda, gdn_gate, kda_gate
-from fla_cp.kernels import TORCH
-from fla_cp.kernels.torch.intra import Inputs, Spec
-from fla_cp.partition.packing import Packing
-from fla_cp.rule import DeltaRule
 from tests.support.cases import INSIDE, PACKED, Case, options
 from tests.support.ranks import run_threads
 from tests.support.sweeps import crossed
@@ -263,17 +259,3 @@ def test_intermediate_states_under_compile(kept):
         found = torch.compile(f, fullgraph=True, backend="aot_eager")(x)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, f(x))
-
-
-def test_a_decay_a_channel_with_p_is_refused_on_triton():
-    """No public operator has both; the kernels gave NaN."""
-    from fla_cp.kernels.triton.backend import TRITON
-
-    x = GIVEN.inputs(dtype=torch.float32)
-    rows = {n: x[n][0] for n in PACKED}
-    inputs = Inputs(*rows.values(), None, None, rows["k"])
-    packing = Packing.build((0, GIVEN.T))
-    spec = Spec(DeltaRule(scale=1.0, removal="p"), packing)
-    with pytest.raises(ValueError, match=r"computes removal='p' with one decay a head only"):
-        TRITON.prepare_chunks(spec, inputs, None)
-    TORCH.prepare_chunks(spec, inputs, None)

@@ -18,7 +18,7 @@ class Member(NamedTuple):
     """A member of the family.
 
     name: suffix of its operators. per_head: one decay a head, or one a channel. beta, p: whether it
-    has these arguments. steps: Householder steps.
+    has these arguments. steps: Householder steps. dplr: whether it has a and b, and g is gk.
     """
 
     name: str
@@ -26,9 +26,12 @@ class Member(NamedTuple):
     beta: bool = True
     p: bool = False
     steps: int = 1
+    dplr: bool = False
 
     @property
     def arguments(self):
+        if self.dplr:
+            return ["q", "k", "v", "a", "b", "gk"]
         found = ["q", "k", "v", *(["p"] if self.p else []), "g"]
         return found + (["beta"] if self.beta else [])
 
@@ -41,6 +44,7 @@ MEMBERS = [
     Member("kda", per_head=False),
     Member("gated_delta_rule"),
     Member("comba", p=True),
+    Member("dplr_delta_rule", per_head=False, beta=False, dplr=True),
     Member("gla", per_head=False, beta=False),
     Member("simple_gla", beta=False),
     *(Member("gated_delta_product", steps=n) for n in (1, 2, 3, 4)),
@@ -101,15 +105,22 @@ def draw(member, call, dtype=F64):
         x["p"] = randn(B, rows, H, K)
     if member.beta:
         x["beta"] = randn(B, rows, HV)
+    if member.dplr:  # b mostly takes away what a reads, so that the state stays bounded
+        x["a"], rate, other = randn(B, T, H, K), randn(B, T, H, K).sigmoid(), randn(B, T, H, K)
+        x["a"] = torch.nn.functional.normalize(x["a"], dim=-1)
+        x["b"] = -x["a"] * rate + 0.1 * other
+        x["gk"] = x.pop("g")
+    g = "gk" if member.dplr else "g"
     keywords = dict(call.options)
     if call.inside:
-        keywords |= {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True}
+        keywords |= {"use_gate_in_kernel": True}
+        keywords |= {} if member.dplr else {"use_qk_l2norm_in_kernel": True}
         x["A_log"] = 0.5 * randn(HV)
         x["dt_bias"] = randn(HV if member.per_head else HV * K)
         if member.beta:
             keywords |= {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
     else:
-        x["g"] = -x["g"].abs() * call.decay
+        x[g] = -x[g].abs() * call.decay
         for name in ("k", "p"):
             if name in x:
                 x[name] = torch.nn.functional.normalize(x[name], dim=-1)
@@ -158,8 +169,9 @@ def oracle(member, call, dtype=F64):
     cu = None if call.cu is None else list(call.cu)
 
     def f(leaves):
+        named = {"g" if n == "gk" else n: t for n, t in leaves.items()}
         return recurrence(
-            **leaves, **keywords, cu_seqlens=cu, num_householder=member.steps, removal=member.beta
+            **named, **keywords, cu_seqlens=cu, num_householder=member.steps, removal=member.beta
         )
 
     return collect(f, {n: t.double() for n, t in x.items()}, weights)

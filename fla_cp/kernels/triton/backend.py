@@ -130,10 +130,10 @@ class TritonBackend(Backend):
         self, spec: Spec, x: Inputs, seeds: States | None
     ) -> tuple[Chunks, AffineMap]:
         rule, packing = spec
-        if rule.removal == "p" and not rule.per_head:
+        if rule.removal == "p" and not rule.per_head and rule.qk_l2norm:
             raise ValueError(
-                "impl='triton' computes removal='p' with one decay a head only, got "
-                "per_head=False: use impl='torch'"
+                "impl='triton' computes removal='p' with a decay a channel for given q, k and p "
+                "only, got qk_l2norm=True: use impl='torch'"
             )
         first, HV, tuning = 0, x.v.shape[1], self.tuning
         if rule.per_head:  # with a decay a channel, a summary slows the rest as much as it gains
@@ -189,11 +189,12 @@ class TritonBackend(Backend):
         return chunks, unit_rows(do)
 
     def runs_concurrently(self, spec: Spec, chunks: Chunks) -> bool:
-        """Whether every program of both scans has an SM of its own, on every rank. With p the scans
-        never run concurrently: tiles of 64 columns then fit into shared memory in two stages only,
-        and both scans together take longer than one after the other."""
+        """Whether every program of both scans has an SM of its own, on every rank. With p and one
+        decay a head the scans never run concurrently: tiles of 64 columns then fit into shared
+        memory in two stages only, and both scans together take longer than one after the other."""
         (HV, K), V = chunks.decay.shape[1:], chunks.v.shape[2]
-        if chunks.rule.removal == "p" or chunks.rule.keep_intermediates:
+        own = chunks.rule.removal == "p" and chunks.rule.per_head
+        if own or chunks.rule.keep_intermediates:
             return False
         folder = choose(spec.packing, chunks)
         tiles = (

@@ -16,7 +16,10 @@ two products takes the columns of one half.
 Scores on the path of any gate: the chunk is halved repeatedly. For pairs of neighbouring blocks of
 S rows (S = 32, 16, .., 1), all rows of second blocks meet all columns of first blocks in one
 [64, K] x [K, 64] product, with the last row of the first block as reference. Every exponent is at
-most zero, and what lies outside the pairs is masked away."""
+most zero, and what lies outside the pairs is masked away.
+
+If p reads the state before the decay (DPLR), its rows take the place of k's in Akk and k_decayed,
+with the sums of decays up to the row before."""
 
 import functools
 
@@ -45,6 +48,7 @@ from fla_cp.kernels.triton.device.blocks import (
 )
 from fla_cp.kernels.triton.device.bundles import (
     Formed,
+    Rows,
     beta,
     gate,
     local_paths,
@@ -54,6 +58,7 @@ from fla_cp.kernels.triton.device.bundles import (
 )
 from fla_cp.kernels.triton.device.channelwise_decay import (
     ANCHORS,
+    before,
     blocks_of_16,
     is_steep,
     load_steps,
@@ -63,16 +68,16 @@ from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import Chunks, Tables, tables
+from fla_cp.kernels.triton.operands import Chunks, Tables, own, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
 
 
 @triton.jit
-def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
-    """q, k: `Rows`; out: `Formed`; chunks: `ChunkTable`. Where the rule removes nothing (GLA)
-    neither k_decayed nor T is written."""
+def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R: tl.constexpr):
+    """q, k, p: `Rows`, p None where k reads the state; out: `Formed`; chunks: `ChunkTable`. Where
+    the rule removes nothing (GLA) neither k_decayed nor T is written."""
     i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i_h = i_hv // S.G
     o_i = tl.arange(0, S.BT)
@@ -81,6 +86,8 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
     start = tl.load(chunks.start + i_c).to(tl.int64)
     q = rows_from(q, start, i_h)
     k = rows_from(k, start, i_h)
+    if S.REMOVAL == "p":
+        p = rows_from(p, start, i_h)
     i_ch = i_c * S.HV + i_hv
     operand = out.k_decayed.dtype.element_ty
     if R.BY_CHUNK:
@@ -92,7 +99,8 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
     b_beta = load_beta(beta, start, i_hv, o_i, m_i, R.BETA_SIGMOID)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
-    diagonal, qq, kk = row_products(q, k, o_i, m_i, S.K, S.BK, R.NORM)
+    BK: tl.constexpr = 2 * S.BK if S.REMOVAL == "p" else S.BK  # 16 tiles of 16 channels would spill
+    diagonal, qq, kk = row_products(q, k, o_i, m_i, S.K, BK, R.NORM)
     if R.NORM:
         q_scale *= tl.rsqrt(qq + EPS)
         k_scale *= tl.rsqrt(kk + EPS)
@@ -131,8 +139,12 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
             tl.store(out.anchors + place, d, mask=at)
         e = decay_exp(d, R.EXP2)
         store_block(out.qg + ch * S.BT * S.K, b_q * e, r, c, S.BT, S.K)
-        if S.REMOVAL != "none":
+        if S.REMOVAL == "k":
             store_block(out.k_decayed + ch * S.BT * S.K, b_k * e, r, c, S.BT, S.K)
+        if S.REMOVAL == "p":
+            b_p = load_rows(p, o_i, m_i, o_k, S.K).to(tl.float32)
+            f = decay_exp(before(d, steps), R.EXP2)
+            store_block(out.k_decayed + ch * S.BT * S.K, b_p * f, r, c, S.BT, S.K)
         at = (r == S.BT - 1)[:, None] & (c < S.K)[None, :]
         tl.store(out.decay + ch * S.K + last, e, mask=at)
         d = apply_sums(e_after if R.SAFE else load_sums(sums, AFTER, o_i), steps, S.PRECISION)
@@ -143,6 +155,8 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
             col = b_k * decay_exp(-d, R.EXP2)
             f = decay_exp(d, R.EXP2)
             b_kf = (b_k * f).to(operand)
+            if S.REMOVAL == "p":
+                b_kf = (b_p * decay_exp(before(d, steps), R.EXP2)).to(operand)
             if S.REMOVAL != "none":
                 near = tl.permute(blocks_of_16(col.to(operand)), (0, 2, 1))
                 b_16 = dot(blocks_of_16(b_kf), near, S.PRECISION, acc=b_16)
@@ -151,19 +165,36 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
             if S.REMOVAL != "none":
                 b_kk = dot(b_kf, half, S.PRECISION, acc=b_kk)
             half = tl.trans(tl.where((o_i < S.BT // 2)[:, None], col, 0.0).to(operand))
-            f = decay_exp(apply_sums(e_first, steps, S.PRECISION), R.EXP2)
+            d = apply_sums(e_first, steps, S.PRECISION)
+            f = decay_exp(d, R.EXP2)
             b_qk = dot((b_q * f).to(operand), half, S.PRECISION, acc=b_qk)
-            if S.REMOVAL != "none":
+            if S.REMOVAL == "k":
                 b_kk = dot((b_k * f).to(operand), half, S.PRECISION, acc=b_kk)
+            if S.REMOVAL == "p":
+                f = decay_exp(before(d, steps), R.EXP2)
+                b_kk = dot((b_p * f).to(operand), half, S.PRECISION, acc=b_kk)
         else:
             for level in tl.range(0, 6, disable_licm=True):
-                f = decay_exp(sum_steps(sums, PAIR + level, o_i, steps, S.PRECISION), R.EXP2)
+                if S.REMOVAL == "p":  # all inputs are loaded again, to free registers
+                    r = opaque(o_i, n_rows + level, S.BT, 2000)
+                    m_r = r < n_rows
+                    tl.debug_barrier()
+                    b_q = load_rows(q, r, m_r, o_k, S.K).to(tl.float32) * scale
+                    b_k = load_rows(k, r, m_r, o_k, S.K).to(tl.float32)
+                d = sum_steps(sums, PAIR + level, o_i, steps, S.PRECISION)
+                f = decay_exp(d, R.EXP2)
                 b_kf = (b_k * f).to(operand)
                 mask = pair_mask(o_i, 5 - level)
                 b_qf = (b_q * f).to(operand)
                 b_qk += tl.where(mask, dot(b_qf, tl.trans(b_kf), S.PRECISION), 0.0)
-                if S.REMOVAL != "none":
+                if S.REMOVAL == "k":
                     b_kk += tl.where(mask, dot(b_kf, tl.trans(b_kf), S.PRECISION), 0.0)
+                if S.REMOVAL == "p":  # at most zero in second blocks, whose rows are not masked
+                    f = decay_exp(tl.minimum(before(d, steps), 0.0), R.EXP2)
+                    tl.debug_barrier()  # nothing is loaded earlier
+                    b_p = load_rows(p, r, m_r, o_k, S.K).to(tl.float32)
+                    b_pf = (b_p * f).to(operand)
+                    b_kk += tl.where(mask, dot(b_pf, tl.trans(b_kf), S.PRECISION), 0.0)
     tl.debug_barrier()
     i_ch = opaque(i_ch, n_rows, S.BT, 1)
     if R.SAFE:
@@ -190,7 +221,7 @@ def intra_kernel(q, k, gate, beta, sums, out, chunks, scale, S: tl.constexpr, R:
 
 
 @triton.jit
-def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr):
+def gated_kernel(q, k, p, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr):
     """Recomputes qg, k_decayed and kg from the rows and anchors that `intra_kernel` wrote. A
     program has a (chunk, key tile) and a head."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
@@ -211,8 +242,12 @@ def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr
     d = sum_steps(sums, UP_TO, o_i, steps, S.PRECISION)
     e = decay_exp(d, R.EXP2)
     store_block(out.qg + i_ch * S.BT * S.K, b_q * e, o_i, o_k, S.BT, S.K)
-    if S.REMOVAL != "none":
+    if S.REMOVAL == "k":
         store_block(out.k_decayed + i_ch * S.BT * S.K, b_k * e, o_i, o_k, S.BT, S.K)
+    if S.REMOVAL == "p":
+        b_p = load_rows(rows_from(p, start, i_h), o_i, m_i, o_k, S.K).to(tl.float32)
+        b_p *= decay_exp(before(d, steps), R.EXP2)
+        store_block(out.k_decayed + i_ch * S.BT * S.K, b_p, o_i, o_k, S.BT, S.K)
     if R.SAFE:
         d = (tl.load(out.anchors + (i_ch * ANCHORS + 3) * S.K + o_k, mask=o_k < S.K, other=0.0))[
             None, :
@@ -222,13 +257,18 @@ def gated_kernel(q, k, gate, sums, out, chunks, S: tl.constexpr, R: tl.constexpr
     store_block(out.kg + i_ch * S.BT * S.K, b_k * decay_exp(d, R.EXP2), o_i, o_k, S.BT, S.K)
 
 
+def qkp(x: Inputs) -> tuple[Rows, Rows, Rows | None]:
+    """q, k and p, None without p, as kernels take them."""
+    return rows(x.q), rows(x.k), None if x.p is None else rows(x.p)
+
+
 def intra_channelwise(table: Tables, x: Inputs, c: Chunks) -> None:
     """Fills c, with one decay a channel."""
     rule, (NC, HV, K), V, dtype = c.rule, c.decay.shape, x.v.shape[2], x.q.dtype
     shape_of = functools.partial(shape, rule, dtype, x.q.shape[1], HV, K, V)
-    given = rows(x.q), rows(x.k), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
+    given = *qkp(x), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
     for path, R in local_paths(rule, dtype):  # the last one reads what the first one wrote
-        t = c.tuning.tile("intra" + path, K, V, dtype)
+        t = c.tuning.tile("intra" + path + own(rule), K, V, dtype)
         compiled = {"S": shape_of(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
         launch(intra_kernel, (NC, HV), *given, c.formed(), table.chunks, rule.scale, **compiled)
 
@@ -258,6 +298,6 @@ def gated_operands(
     if NC:
         S, R = shape(rule, dtype, H, HV, K, V, t), rule_options(rule, dtype)
         out = Formed(None, None, None, row_numbers, anchors, None, *gated)
-        given = rows(x.q), rows(x.k), gate(rule, x), sums(dtype, x.q.device), out, table.chunks
+        given = *qkp(x), gate(rule, x), sums(dtype, x.q.device), out, table.chunks
         launch(gated_kernel, (NC * cdiv(K, t.BK), HV), *given, S, R, num_warps=t.warps)
     return gated

@@ -31,9 +31,16 @@ import triton.language as tl
 from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import planes
-from fla_cp.kernels.triton.device.blocks import apply_sums, decay_exp, parts, store_rows, sum_steps
+from fla_cp.kernels.triton.device.blocks import (
+    apply_sums,
+    decay_exp,
+    load_rows,
+    parts,
+    store_rows,
+    sum_steps,
+)
 from fla_cp.kernels.triton.device.bundles import Grads, gate, local_paths, rule_options, shape
-from fla_cp.kernels.triton.device.channelwise_decay import blocks_of_16, load_steps
+from fla_cp.kernels.triton.device.channelwise_decay import before, blocks_of_16, load_steps
 from fla_cp.kernels.triton.device.channelwise_grads import (
     as_rows,
     level_grads,
@@ -47,7 +54,16 @@ from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.intra_channelwise_bwd_safe import safe_bwd_kernel
 from fla_cp.kernels.triton.intra_channelwise_bwd_scores import beta_bwd, scores_bwd_kernel
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import DENSE, Chunks, ScanGrads, empty_shares, saved, tables
+from fla_cp.kernels.triton.operands import (
+    DENSE,
+    Chunks,
+    ScanGrads,
+    after_local,
+    empty_shares,
+    own,
+    saved,
+    tables,
+)
 from fla_cp.kernels.triton.rate_grads import rate_grads
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK
@@ -56,7 +72,7 @@ from fla_cp.rule import CHUNK
 @triton.jit
 def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
     """x: `Saved`; gate: `Gate`; out: `Grads`; chunks: `ChunkTable`. Where the rule removes
-    nothing (GLA) k has no row factor."""
+    nothing (GLA) k has no row factor; where p reads the state (DPLR), p has it."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -67,7 +83,9 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     m_i = i < here.n_rows
     operand = x.v_new.dtype.element_ty
     REMOVES: tl.constexpr = S.REMOVAL != "none"
+    OWN: tl.constexpr = S.REMOVAL == "p"
     LEAN: tl.constexpr = REMOVES and operand == tl.float32
+    SHIFT: tl.constexpr = OWN and not LEAN
     o_k = i_k * S.BK + tl.arange(0, S.BK)
 
     b_g = load_steps(gate, here.start, i_hv, i, m_i, o_k, S, R)
@@ -75,21 +93,32 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     steps = parts(b_g, operand)
     b_k = load_scaled(here.k, here.rows, planes.K_SCALE, i, m_i, o_k, S.K)
     b_q = load_scaled(here.q, here.rows, planes.Q_SCALE, i, m_i, o_k, S.K)
+    b_p = b_k
+    if OWN:
+        b_p = load_rows(here.p, i, m_i, o_k, S.K).to(tl.float32)
     b_beta = tl.load(here.rows + i)[:, None]
-    e = decay_exp(sum_steps(sums, UP_TO, i, steps, S.PRECISION), R.EXP2)
+    d = sum_steps(sums, UP_TO, i, steps, S.PRECISION)
+    e = decay_exp(d, R.EXP2)
     b_dq *= e
+    if OWN:
+        e = decay_exp(before(d, steps), R.EXP2)
     b_dr *= -e
     b_dc *= decay_exp(sum_steps(sums, AFTER, i, steps, S.PRECISION), R.EXP2)
     b_dl *= tl.load(x.decay + here.i_ch * S.K + o_k, mask=o_k < S.K, other=0.0)
     b_dl += tl.sum(b_k * b_dc, axis=0)
     b_dgc = b_q * b_dq - b_k * b_dc
     if REMOVES:
-        b_dgc += b_beta * (b_k * b_dr)
+        b_dgc += b_beta * (b_p * b_dr)
     b_dgc += tl.where((i == S.BT - 1)[:, None], b_dl[None, :], 0.0)  # frees b_dl
 
-    # row factors q and beta k, column factor k; first the levels within blocks of 16
+    # row factors q and beta k or beta p, column factor k; first the levels within blocks of 16
     x_q, x_k, x_beta = blocks_of_16(b_q), blocks_of_16(b_k), blocks_of_16(b_beta)
+    x_p = x_k
     x_grads = blocks_of_16(b_dq), blocks_of_16(b_dr), blocks_of_16(b_dc), blocks_of_16(b_dgc)
+    if OWN:
+        x_p = blocks_of_16(b_p)
+    if SHIFT:
+        x_grads = x_grads + (blocks_of_16(b_beta * (b_p * b_dr)),)
     x_steps = parts(blocks_of_16(b_g), operand)
     j = tl.arange(0, 16)
     # For registers in fp32, q, k and beta are loaded again at each level. The compiler cannot tell
@@ -104,17 +133,25 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
         at = (r[:, None] * S.BT + r[None, :])[None]
         at += tl.arange(0, S.BT // 16)[:, None, None] * (16 * S.BT + 16)
         E = tl.load(sums + (PAIR + level) * S.BT * S.BT + at)
-        f = decay_exp(apply_sums(E, x_steps, S.PRECISION), R.EXP2)
+        x_d = apply_sums(E, x_steps, S.PRECISION)
+        f = decay_exp(x_d, R.EXP2)
+        f_p = f
+        if OWN:
+            f_p = decay_exp(tl.minimum(before(x_d, x_steps), 0.0), R.EXP2)
         if LEAN:
             o = opaque(i, here.n_rows + level, S.BT, 1000)
             m_o = o < here.n_rows
             x_q = blocks_of_16(load_scaled(here.q, here.rows, planes.Q_SCALE, o, m_o, o_k, S.K))
             x_k = blocks_of_16(load_scaled(here.k, here.rows, planes.K_SCALE, o, m_o, o_k, S.K))
+            x_p = x_k
+            if OWN:
+                x_p = blocks_of_16(load_rows(here.p, o, m_o, o_k, S.K).to(tl.float32))
             x_beta = blocks_of_16(tl.load(here.rows + o)[:, None])
         x_grads = level_grads(
             x_grads,
             f,
-            (x_q, x_k, x_beta),
+            f_p,
+            (x_q, x_k, x_beta, x_p),
             here.scores,
             at,
             ((r[:, None] ^ r[None, :]) >> n == 1)[None],
@@ -122,20 +159,29 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
             here.n_rows,
             S,
         )
-    x_dq, x_dr, x_dc, x_dgc = x_grads
-    grads = as_rows(x_dq), as_rows(x_dr), as_rows(x_dc), as_rows(x_dgc)
+    grads = as_rows(x_grads[0]), as_rows(x_grads[1]), as_rows(x_grads[2]), as_rows(x_grads[3])
+    if SHIFT:
+        grads = grads + (as_rows(x_grads[4]),)
     for top in tl.range(0, levels_end, num_stages=1, disable_licm=True):
         o = opaque(i, here.n_rows + top, S.BT, 1000)
         inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
-        f = decay_exp(sum_steps(sums, PAIR + top, o, steps, S.PRECISION), R.EXP2)
+        d = sum_steps(sums, PAIR + top, o, steps, S.PRECISION)
+        f = decay_exp(d, R.EXP2)
+        f_p = f
+        if OWN:
+            f_p = decay_exp(tl.minimum(before(d, steps), 0.0), R.EXP2)
         if LEAN:
             b_q = load_scaled(here.q, here.rows, planes.Q_SCALE, o, o < here.n_rows, o_k, S.K)
             b_k = load_scaled(here.k, here.rows, planes.K_SCALE, o, o < here.n_rows, o_k, S.K)
+            b_p = b_k
+            if OWN:
+                b_p = load_rows(here.p, o, o < here.n_rows, o_k, S.K).to(tl.float32)
             b_beta = tl.load(here.rows + o)[:, None]
         grads = level_grads(
             grads,
             f,
-            (b_q, b_k, b_beta),
+            f_p,
+            (b_q, b_k, b_beta, b_p),
             here.scores,
             o[:, None] * S.BT + o[None, :],
             (outer[:, None] == outer[None, :]) & (inner[:, None] != inner[None, :]),
@@ -143,8 +189,15 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
             here.n_rows,
             S,
         )
-    b_dq, b_dr, b_dc, b_dgc = grads
+    b_dq, b_dr, b_dc, b_dgc = grads[0], grads[1], grads[2], grads[3]
+    b_shift = None
+    if SHIFT:
+        b_shift = grads[4]
     tl.debug_barrier()
+    if OWN:  # for registers, not even these numbers are kept through the loops
+        pid = opaque(tl.program_id(0), here.n_rows, S.BT, 3)
+        i_k, i_c = pid % tiles, (pid // tiles).to(tl.int64)
+        i_hv = opaque(tl.program_id(1), here.n_rows, S.BT, 3).to(tl.int64)
     q, k, n_rows = here.q, here.k, tl.load(chunks.rows + i_c)
     i, i_k = opaque(i, n_rows, S.BT, 1), opaque(i_k, n_rows, S.BT, 1)
     i_c, i_hv = opaque(i_c, n_rows, S.BT, 1), opaque(i_hv, n_rows, S.BT, 1)
@@ -154,6 +207,7 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     if LEAN:
         b_q = load_scaled(q, here.rows, planes.Q_SCALE, i, m_i, o_k, S.K)
         b_k = load_scaled(k, here.rows, planes.K_SCALE, i, m_i, o_k, S.K)
+        b_p = b_k
         b_beta = tl.load(here.rows + i)[:, None]
     # after b_dgc: the diagonal's row and column cancel in it
     diagonal = tl.load(here.row_grads + i)[:, None]
@@ -165,14 +219,21 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     b_dq *= tl.load(here.rows + planes.Q_SCALE * S.BT + i)[:, None]
     store_rows(out.dq + at, b_dq, i, S.HV * S.K, m_i, o_k, S.K)
     if REMOVES:
+        if OWN:
+            b_p = load_rows(here.p, i, m_i, o_k, S.K).to(tl.float32)
         share = out.shares + (i_k + 1).to(tl.int64) * tokens * S.HV + here.start * S.HV + i_hv
-        tl.store(share + i * S.HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
-        b_dc += b_dr * b_beta
+        tl.store(share + i * S.HV, tl.sum(b_p * b_dr, axis=1), mask=m_i)
+        if OWN:
+            store_rows(out.dp + at, b_dr * b_beta, i, S.HV * S.K, m_i, o_k, S.K)
+            if LEAN:  # nothing was rounded, so it need not be summed level by level
+                b_shift = b_beta * (b_p * b_dr)
+        else:
+            b_dc += b_dr * b_beta
     if R.NORM:
         b_dc -= b_k * tl.load(here.row_grads + planes.K_DK * S.BT + i)[:, None]
     b_dc *= tl.load(here.rows + planes.K_SCALE * S.BT + i)[:, None]
     store_rows(out.dk + at, b_dc, i, S.HV * S.K, m_i, o_k, S.K)
-    store_gate_grads(b_dgc, x, gate, sums, out, chunks, i_c, i_hv, i_k, S, R, 2)
+    store_gate_grads(b_dgc, b_shift, x, gate, sums, out, chunks, i_c, i_hv, i_k, S, R, 2)
 
 
 def intra_channelwise_bwd(
@@ -182,17 +243,20 @@ def intra_channelwise_bwd(
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     paths = [
-        (c.tuning.tile("intra_bwd" + path, K, V, dtype), R) for path, R in local_paths(rule, dtype)
+        (c.tuning.tile("intra_bwd" + path + own(rule), K, V, dtype), R)
+        for path, R in local_paths(rule, dtype)
     ]
     BK = paths[0][0].BK  # of all paths, since the parts of dbeta and dA_log are those of key tiles
     ts = c.tuning.tile("scores_bwd", K, V, dtype)
     tiles, shape_of = cdiv(K, BK), functools.partial(shape, rule, dtype, H, HV, K, V)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
-    dq, dk = (x.q.new_empty(tokens, HV, K, dtype=None if HV == H else torch.float32) for _ in "qk")
+    per_head = [x.q, x.k, *([] if x.p is None else [x.p])]
+    wide = None if HV == H else torch.float32
+    dq, dk, *dp = (t.new_empty(tokens, HV, K, dtype=wide) for t in per_head)
     out = Grads(
         dq=dq,
         dk=dk,
-        dp=None,
+        dp=dp[0] if dp else None,
         dv=torch.empty_like(x.v, memory_format=DENSE),
         dg=torch.empty_like(x.g, memory_format=DENSE),
         dbeta=None,
@@ -206,7 +270,8 @@ def intra_channelwise_bwd(
     )
     if NC:
         read, where = saved(x, c, states, grads), table.chunks
-        compiled = {"S": shape_of(ts), "R": rule_options(rule, dtype), "num_warps": ts.warps}
+        S = shape(after_local(rule), dtype, H, HV, K, V, ts)
+        compiled = {"S": S, "R": rule_options(rule, dtype), "num_warps": ts.warps}
         launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
         given = gate(rule, x), sums(dtype, x.q.device), out, where, out.shares.shape[1], rule.scale
         for t, R in paths:
@@ -214,7 +279,7 @@ def intra_channelwise_bwd(
             compiled = {"S": shape_of(t._replace(BK=BK)), "R": R, "num_warps": t.warps}
             launch(kernel, (NC * tiles, HV), read, *given, **compiled, maxnreg=t.registers)
     if HV > H:
-        dq, dk = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk))
+        dq, dk, *dp = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk, *dp))
     dbeta = None if x.beta is None else beta_bwd(rule, x.beta, out.shares)
     dA_log, ddt_bias = rate_grads(out.dA_log, x.A_log, out.ddt_bias, x.dt_bias)
-    return Inputs(dq, dk, out.dv, out.dg, dbeta, dA_log, ddt_bias)
+    return Inputs(dq, dk, out.dv, out.dg, dbeta, dA_log, ddt_bias, *dp)

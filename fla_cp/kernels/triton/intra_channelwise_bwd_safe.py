@@ -23,7 +23,13 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
     sum_steps,
 )
-from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS, load_steps, shifted, whole
+from fla_cp.kernels.triton.device.channelwise_decay import (
+    ANCHORS,
+    before,
+    load_steps,
+    shifted,
+    whole,
+)
 from fla_cp.kernels.triton.device.channelwise_grads import (
     load_scores,
     open_chunk,
@@ -45,6 +51,7 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     i = tl.arange(0, S.BT)
     m_i = i < here.n_rows
     REMOVES: tl.constexpr = S.REMOVAL != "none"
+    OWN: tl.constexpr = S.REMOVAL == "p"
     operand = x.v_new.dtype.element_ty
     o_k = i_k * S.BK + tl.arange(0, S.BK)
     m_k = o_k < S.K
@@ -110,7 +117,9 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     b_c = dot(b_ds, shifted(b_x, shift, second).to(operand), S.PRECISION, acc=b_dc)
     b_dc = dot(b_ds, row, S.PRECISION, acc=b_dc)
 
-    # row factor beta k; the compiler cannot tell that d is the same, so it forms exponentials again
+    b_shift = None
+    # row factor beta k, or beta p; the compiler cannot tell that d is the same, so it forms
+    # exponentials again
     d += here.n_rows // (S.BT + 1)
     f = decay_exp(d, R.EXP2)
     if REMOVES:
@@ -126,13 +135,23 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
         b_dr = dot(b_da, far, S.PRECISION, acc=b_dr)
         b_dr = tl.where(first, b_r, b_dr)
         b_beta = tl.load(here.rows + i)[:, None]
-        b_x = b_beta * (b_k * f)
+        b_p = b_k
+        if OWN:
+            b_p = load_rows(here.p, i, m_i, o_k, S.K).to(tl.float32)
+            b_g = load_steps(gate, here.start, i_hv, i, m_i, o_k, S, R)
+            f = decay_exp(before(d, parts(b_g, operand)), R.EXP2)
+        b_x = b_beta * (b_p * f)
         row = b_x.to(operand)
         b_dgc += row.to(tl.float32) * b_dr
+        if OWN:
+            b_shift = row.to(tl.float32) * b_dr
         b_dr *= f
         share = out.shares + (i_k + 1).to(tl.int64) * tokens * S.HV + here.start * S.HV + i_hv
-        tl.store(share + i * S.HV, tl.sum(b_k * b_dr, axis=1), mask=m_i)
-        b_dk += b_dr * b_beta
+        tl.store(share + i * S.HV, tl.sum(b_p * b_dr, axis=1), mask=m_i)
+        if OWN:
+            store_rows(out.dp + at, b_dr * b_beta, i, S.HV * S.K, m_i, o_k, S.K)
+        else:
+            b_dk += b_dr * b_beta
         b_da = tl.trans(b_da)
         b_c = dot(b_da, shifted(b_x, shift, second).to(operand), S.PRECISION, acc=b_c)
         b_dc = dot(b_da, row, S.PRECISION, acc=b_dc)
@@ -145,4 +164,4 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
         b_dk -= b_k * tl.load(here.row_grads + planes.K_DK * S.BT + i)[:, None]
     b_dk *= tl.load(here.rows + planes.K_SCALE * S.BT + i)[:, None]
     store_rows(out.dk + at, b_dk, i, S.HV * S.K, m_i, o_k, S.K)
-    store_gate_grads(b_dgc, x, gate, sums, out, chunks, i_c, i_hv, i_k, S, R, 1)
+    store_gate_grads(b_dgc, b_shift, x, gate, sums, out, chunks, i_c, i_hv, i_k, S, R, 1)

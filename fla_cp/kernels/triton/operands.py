@@ -70,7 +70,7 @@ class Chunks(NamedTuple):
     def shape(self, t: Tile) -> Shape:
         """What kernels that read the chunks are compiled for."""
         (HV, K), V = self.decay.shape[1:], self.v.shape[2]
-        return shape(self.rule, self.Aqk.dtype, self.kg.shape[1], HV, K, V, t)
+        return shape(after_local(self.rule), self.Aqk.dtype, self.kg.shape[1], HV, K, V, t)
 
     def steep_or_none(self) -> Tensor | None:
         return self.steep if self.steep.dim() == 2 else None
@@ -141,6 +141,18 @@ def stage_name(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
     if rule.per_head:
         return f"{stage}_head"
     return stage if safe(rule, dtype) else f"{stage}_any"
+
+
+def after_local(rule: DeltaRule) -> DeltaRule:
+    """The rule for kernels to which p and k are one, since they read k_decayed, with a decay a
+    channel. So no kernel is compiled twice."""
+    own = rule.removal == "p" and not rule.per_head
+    return rule._replace(removal="k") if own else rule
+
+
+def own(rule: DeltaRule) -> str:
+    """The end of the names of local stages in the table of tiles."""
+    return "_own" if after_local(rule) is not rule else ""
 
 
 def planes(rule: DeltaRule) -> int:

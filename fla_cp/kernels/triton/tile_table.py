@@ -56,8 +56,9 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
 }
 """Measured tiles by (compute capability, stage, K, V, dtype), with K and V rounded up to powers of
 two. Stages end in "_any" without a safe gate, "_head" with one decay a head, "_states" if a scan
-does not write o, "_ends" if it summarizes, "_concurrent" if two scans run at the same time, and
-"_two" if a kernel sums both dk and dp over a group. docs/log.md has the figures."""
+does not write o, "_ends" if it summarizes, "_concurrent" if two scans run at the same time, "_two"
+if a kernel sums both dk and dp over a group, and "_own" if p reads the state with a decay a
+channel. docs/log.md has the figures."""
 
 FULL_V_MIN_CHAINS = 128
 """From this many (head, segment) chains on, one program covers all of V."""
@@ -111,6 +112,10 @@ GENERATION_TILES = {"sm90": SM90_TILES}
 def rule(stage: str, k: int, v: int, wide: bool) -> Tile:
     """The tile of a shape that was not measured. It fits registers and shared memory of sm_90."""
     stage = stage.removesuffix("_concurrent")
+    if stage in ("intra_own", "intra_any_own"):
+        return Tile(16, 0, 4, 1 if wide else 3)
+    if stage in ("intra_bwd_own", "intra_bwd_any_own"):
+        return Tile(16, min(v, 32 if wide else 128), 4, 1)
     if stage in ("intra", "intra_any", "intra_head"):
         narrow = stage == "intra_any" and (wide or k <= 64)
         return Tile(16 if narrow else 32, 0, 4, 1 if wide else 3)

@@ -21,14 +21,30 @@ def load_gate(gate, g, i_hv, o_i, m_i, o_k, S: tl.constexpr):
 
 @triton.jit
 def load_steps(gate, start, i_hv, o_i, m_i, o_k, S: tl.constexpr, R: tl.constexpr):
-    """The log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk and K."""
+    """The log decay of each token [BT, BK] in the unit of gc, zero beyond the chunk and K. See
+    `before` for the cut."""
     raw, rate = load_gate(gate, gate_rows(gate, start, i_hv), i_hv, o_i, m_i, o_k, S)
     b_g = tl.where(m_i[:, None], gate_value(raw, rate, gate.bound, R.GATE), 0.0)
     if not divides(o_k.shape[0], S.K):
         b_g = tl.where((o_k < S.K)[None, :], b_g, 0.0)
     if R.EXP2:
         b_g *= LOG2E
+    if S.REMOVAL == "p":
+        b_g = tl.maximum(b_g, -256.0)
     return b_g
+
+
+@triton.jit
+def before(d, steps):
+    """From sums of log decays up to each row, those up to the row before. steps: `parts` of the log
+    decays.
+
+    A difference of two numbers errs by a rounding of the larger one. Where p reads before the
+    decay, `load_steps` therefore cuts log decays at -256: below that their exponential is zero
+    whatever it multiplies."""
+    for n in tl.static_range(len(steps)):
+        d -= steps[n].to(tl.float32)
+    return d
 
 
 ANCHORS = tl.constexpr(4)

@@ -25,13 +25,14 @@ from fla_cp.kernels.triton.device.planes import GRAD_PLANES
 
 class Here(NamedTuple):
     """A chunk and head: its first token, rows and number, and where each tensor of `Saved` and
-    `Grads` holds what belongs to it."""
+    `Grads` holds what belongs to it. p: what reads the state, k if there is no p."""
 
     start: Any
     n_rows: Any
     i_ch: Any
     q: Rows
     k: Rows
+    p: Rows
     do: Rows
     h: Any
     dh: Any
@@ -49,12 +50,15 @@ def open_chunk(x, out, chunks, i_c, i_hv, S: tl.constexpr, PLANES: tl.constexpr)
     start = tl.load(chunks.start + i_c).to(tl.int64)
     i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
     q, k = rows_from(x.q, start, i_h), rows_from(x.k, start, i_h)
+    p = k
+    if S.REMOVAL == "p":
+        p = rows_from(x.p, start, i_h)
     do = rows_from(x.do, start, i_hv)
     h, dh = x.h + i_ch * S.K * S.V, x.dh + i_ch * S.K * S.V
     v_new, y = x.v_new + i_ch * S.BT * S.V, x.y + i_ch * S.BT * S.V
     rows, scores = x.rows + i_ch * PLANES * S.BT, out.scores + i_ch * 2 * S.BT * S.BT
     row_grads = out.row_grads + i_ch * GRAD_PLANES * S.BT
-    return Here(start, n_rows, i_ch, q, k, do, h, dh, v_new, y, rows, scores, row_grads)
+    return Here(start, n_rows, i_ch, q, k, p, do, h, dh, v_new, y, rows, scores, row_grads)
 
 
 @triton.jit
@@ -118,13 +122,14 @@ def load_pairs(ptr, at, pairs):
 
 
 @triton.jit
-def level_grads(grads, f, factors, dscores, at, pairs, second, n_rows, S: tl.constexpr):
+def level_grads(grads, f, f_p, factors, dscores, at, pairs, second, n_rows, S: tl.constexpr):
     """The gradients of q, beta k, k and gc with one level's pairs added. f: each row's decay;
-    factors: q, k and beta. At a level a row is either row or column of the scores, which are
-    mirrored: one product with row factors in second blocks and column factors in first blocks gives
-    the gradients of both."""
-    b_dq, b_dr, b_dc, b_dgc = grads
-    b_q, b_k, b_beta = factors
+    factors: q, k, beta and what reads the state, whose decay is f_p. If that is p, in half
+    precision there is a last gradient, that of the sums up to the row before; gc's contains it. At
+    a level a row is either row or column of the scores, which are mirrored: one product with row
+    factors in second blocks and column factors in first blocks gives the gradients of both."""
+    b_dq, b_dr, b_dc, b_dgc = grads[0], grads[1], grads[2], grads[3]
+    b_q, b_k, b_beta, b_p = factors
     operand: tl.constexpr = dscores.dtype.element_ty
     f_row = tl.where(second, f, 0.0)
     b_x = (tl.where(second, b_q, b_k) * f).to(operand)
@@ -135,19 +140,30 @@ def level_grads(grads, f, factors, dscores, at, pairs, second, n_rows, S: tl.con
         if operand == tl.float32:  # frees registers: nothing is loaded earlier, no address kept
             dscores = opaque(dscores, n_rows, S.BT, 2000)
             tl.debug_barrier()
-        b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
+        if S.REMOVAL == "p":
+            b_x = tl.where(second, b_beta * (b_p * f_p), b_k * f).to(operand)
+        else:
+            b_x = (tl.where(second, b_beta, 1.0) * (b_k * f)).to(operand)
         b_c = dot(load_pairs(dscores + S.BT * S.BT, at, pairs), b_x, S.PRECISION)
-        b_dr += f_row * b_c
+        if S.REMOVAL == "p":
+            b_dr += tl.where(second, f_p, 0.0) * b_c
+        else:
+            b_dr += f_row * b_c
         b_t += b_x.to(tl.float32) * b_c
         b_r += b_c
     b_dc += (f - f_row) * b_r
     b_dgc += tl.where(second, 1.0, -1.0) * b_t
-    return b_dq, b_dr, b_dc, b_dgc
+    if len(grads) > 4:
+        b_shift = grads[4] + tl.where(second, b_x.to(tl.float32) * b_c, 0.0)
+        return b_dq, b_dr, b_dc, b_dgc, b_shift
+    else:
+        return b_dq, b_dr, b_dc, b_dgc
 
 
 @triton.jit
 def store_gate_grads(
     b_dgc,
+    b_shift,
     x,
     gate,
     sums,
@@ -161,8 +177,9 @@ def store_gate_grads(
     PHASE: tl.constexpr,
 ):
     """Stores, from the gradients of gc [BT, BK], those of g and this program's shares of dA_log
-    (one number) and ddt_bias [BK]. It is a kernel's last phase and forms all indices again
-    (`opaque`)."""
+    (one number) and ddt_bias [BK]. b_shift: with p, what of a row's gradient of gc is that of the
+    sum up to the row before, which does not contain its own g; else None. It is a kernel's last
+    phase and forms all indices again (`opaque`)."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     tl.debug_barrier()
     n_rows = tl.load(chunks.rows + i_c)
@@ -173,6 +190,8 @@ def store_gate_grads(
     m_i, o_k = i < n_rows, i_k * S.BK + tl.arange(0, S.BK)
     g = gate_rows(gate, start, i_hv)
     b_dg = sum_steps(sums, FROM_HERE, i, parts(b_dgc, x.v_new.dtype.element_ty), S.PRECISION)
+    if b_shift is not None:
+        b_dg -= b_shift
     b_dg = tl.where(m_i[:, None], b_dg, 0.0)
     raw, rate = load_gate(gate, g, i_hv, i, m_i, o_k, S)
     b_draw = b_dg * gate_slope(raw, rate, gate.bound, R.GATE)
