@@ -16,7 +16,7 @@ crosses ranks is summarized in any case. The cut with the least time is taken if
 of the uncut time. If no cut is for both directions, and no state crosses ranks, the forward alone
 may be cut.
 
-Where several sequences are packed, a cut must save NEW_PACKING besides.
+Where several sequences are packed on a single rank, a cut must save NEW_PACKING besides.
 
 All ranks of a batch cut at the same length, chosen from the workloads of all. If states cross
 ranks, every rank waits in each exchange for the slowest, so that each step counts with the rank for
@@ -60,9 +60,9 @@ EXTRA = 60.0
 """Host time of the additional launches of a cut, in one direction."""
 
 NEW_PACKING = 300.0
-"""Host time that a cut must save besides, where several sequences are packed. Packings without cuts
-share recorded programs (fla_cp/partition/packing.py, `Frame`), so a new one costs the host little;
-one that is cut has programs of its own."""
+"""Host time that a cut must save besides, where several sequences are packed on a single rank.
+Packings without cuts share recorded programs (fla_cp/partition/packing.py, `Frame`), so a new one
+costs the host little; one that is cut has programs of its own."""
 
 MARGIN = 0.95
 """A cut is made if its predicted time is at most this share of the uncut time."""
@@ -177,7 +177,7 @@ def split(
         longest = max(load.amounts["everything"].longest for load in loads)
         shape = value, key, processors, backward
         chosen, least = longest, MARGIN * predicted(loads, longest, *shape)
-        if packing.sequences > 1:
+        if packing.sequences > 1 and not packing.loads:
             least -= NEW_PACKING
         most = SMALLEST
         while most < longest:
