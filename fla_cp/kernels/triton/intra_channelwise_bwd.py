@@ -118,7 +118,7 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     if OWN:
         x_p = blocks_of_16(b_p)
     if SHIFT:
-        x_grads = x_grads + (blocks_of_16(b_beta * (b_p * b_dr)),)
+        x_grads = x_grads + (blocks_of_16(b_beta * (b_p * b_dr)),)  # type: ignore[assignment]
     x_steps = parts(blocks_of_16(b_g), operand)
     j = tl.arange(0, 16)
     # For registers in fp32, q, k and beta are loaded again at each level. The compiler cannot tell
@@ -161,7 +161,7 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
         )
     grads = as_rows(x_grads[0]), as_rows(x_grads[1]), as_rows(x_grads[2]), as_rows(x_grads[3])
     if SHIFT:
-        grads = grads + (as_rows(x_grads[4]),)
+        grads = grads + (as_rows(x_grads[4]),)  # type: ignore[assignment, misc]
     for top in tl.range(0, levels_end, num_stages=1, disable_licm=True):
         o = opaque(i, here.n_rows + top, S.BT, 1000)
         inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
@@ -192,7 +192,7 @@ def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr,
     b_dq, b_dr, b_dc, b_dgc = grads[0], grads[1], grads[2], grads[3]
     b_shift = None
     if SHIFT:
-        b_shift = grads[4]
+        b_shift = grads[4]  # type: ignore[misc]
     tl.debug_barrier()
     if OWN:  # for registers, not even these numbers are kept through the loops
         pid = opaque(tl.program_id(0), here.n_rows, S.BT, 3)
