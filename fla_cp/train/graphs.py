@@ -29,6 +29,7 @@ from fla_cp.comm import collectives, unmeasured
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.language_model import LanguageModel
+from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.weights import local_tensor
 
 SEEN_BEFORE = 2
@@ -213,8 +214,9 @@ class Graphs:
 def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | None:
     """The graphs that --cuda-graphs asks for, or None. They end before the ranks' groups.
 
-    "auto" leaves out what may wait for the host or reduces gradients only after several
-    micro-batches: CPUs, models of transformers, experts, --offload, and --parallel.reduce step.
+    "auto" leaves out what may wait for the host, what no GPU has captured without being asked yet,
+    and what reduces gradients only after several micro-batches: CPUs, models of transformers,
+    experts, --offload, softmax attention, and --parallel.reduce step.
     """
     parallel, data = config.parallel, config.data
     wanted, packs = parallel.cuda_graphs, data.global_batch_size // parallel.dp
@@ -223,6 +225,8 @@ def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | N
         reduces = single or parallel.reduce == "micro_batch"
         experts = isinstance(model, LanguageModel) and model.balance is not None
         eager = config.model.folder is not None or config.model.offload or experts
+        softmax = config.model.folder is None and set(mixers_of(config.model)) & set(SOFTMAX)
+        eager = eager or bool(softmax)
         if ranks.device.type != "cuda" or eager or not reduces:
             return None
     if wanted == "off":

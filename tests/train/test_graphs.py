@@ -235,7 +235,8 @@ def test_auto_is_for_gpus_and_for_what_never_waits():
     found = graphs_of(model, parse(MODEL), gpu)
     assert found.auto and found.single and gpu.at_end == [found.close]
     assert graphs_of(model, parse(MODEL), cpu) is None
-    for flags in ("--micro-batch-size 1", "--offload", "--no-cuda-graphs", "--cuda-graphs off"):
+    refused = "--micro-batch-size 1", "--offload", "--no-cuda-graphs", "--cuda-graphs off"
+    for flags in (*refused, "--model.pattern kda,mla"):
         assert graphs_of(model, parse([*MODEL, *flags.split()]), gpu) is None, flags
     each = "--micro-batch-size 1 --parallel.reduce micro_batch"
     found = graphs_of(model, parse([*MODEL, *each.split()]), gpu)
