@@ -20,7 +20,7 @@ from fla_cp.kernels.triton.conv import MAX_TAPS, load_bias, load_taps, weighted
 from fla_cp.kernels.triton.device.blocks import divides, unit_rows
 from fla_cp.kernels.triton.device.bundles import constants
 from fla_cp.kernels.triton.device.gates import sigmoid
-from fla_cp.kernels.triton.launch import cdiv, launch
+from fla_cp.kernels.triton.launch import INTERPRETED, cdiv, launch
 from fla_cp.kernels.triton.tile_table import power_of_two
 
 FUSED_ROWS = 4
@@ -243,7 +243,8 @@ def _fused(p: StepProduct) -> Tensor:
     y = p.onto
     if y is None:
         y = torch.empty(B, G * R, dtype=p.x.dtype, device=p.x.device)
-    early = EARLY and (not p.x.is_cuda or torch.cuda.get_device_capability(p.x.device) >= (9, 0))
+    early = EARLY and not INTERPRETED  # the interpreter has no such launches
+    early = early and (not p.x.is_cuda or torch.cuda.get_device_capability(p.x.device) >= (9, 0))
     S = ProductShape(R, C, BR, BC, p.swiglu, p.onto is not None, early)
     strides = p.x.stride(0), y.stride(0)
     given = p.x, p.norm, p.weight, p.bias, y, *strides, p.eps, S
