@@ -39,7 +39,7 @@ _PLAIN = (
     *("allgather", "ring", "scan", "heads", "symmetric", "nearest", "local"),
     *("gathered", "by_heads", "causal_attention", "keys_of"),
     *("build_cp_context", "update", "unshard", "causal_conv1d", "chunk_kda", "chunk_comba"),
-    *("chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla"),
+    *("chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla", "chunk_dplr_delta_rule"),
 )
 """Texts that an error can show when it knows only the numbers that stand for them."""
 
