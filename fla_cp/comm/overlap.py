@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm import collectives
-from fla_cp.comm.timing import exchange_begins, exchange_wait
+from fla_cp.comm.timing import exchange_begins, exchange_wait, named
 
 Found = TypeVar("Found")
 
@@ -100,7 +100,7 @@ class Arriving:
         what: str,
     ):
         self.what = what
-        with torch.profiler.record_function(f"fla_cp.start of exchange of {what}"):
+        with named(f"start of exchange of {what}"):
             self.under_way = [collectives.all_to_all(x, list(send), list(receive), group)]
         self.began = exchange_begins(x.device)
 

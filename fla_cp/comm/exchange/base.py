@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
-from fla_cp.comm.timing import exchange_begins, exchange_wait
+from fla_cp.comm.timing import exchange_begins, exchange_wait, named
 from fla_cp.partition.slots import Links
 
 
@@ -33,7 +33,7 @@ class Pending:
 
     def __init__(self, rounds: Rounds, device: torch.device):
         self._rounds, self._device = rounds, device
-        with torch.profiler.record_function("fla_cp.start of exchange of states"):
+        with named("start of exchange of states"):
             next(rounds)
         self._began = exchange_begins(device)
 
