@@ -20,6 +20,8 @@ from pathlib import Path
 folder, ends = Path(sys.argv[1]), sys.argv[2].split(",")
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 (folder / f"{rank}-{attempt}").touch()
+while len(list(folder.glob(f"*-{attempt}"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)  # torchrun ends ranks that have not started yet, too
 end = ends[min(attempt, len(ends) - 1)].split("+")[int(rank)]
 if end == "wait":
     time.sleep(600)
