@@ -186,7 +186,8 @@ def two_gpus_in_words(result: Result) -> str:
         f"GPU's {speed(s.by_gpus[1])}"
         for s in found
     ]
-    return f"On two GPUs: {'; '.join(texts)}. {source(result)}" if texts else ""
+    note = f" Note: {result.data['note']}." if result.data.get("note") else ""
+    return f"On two GPUs: {'; '.join(texts)}. {source(result)}{note}" if texts else ""
 
 
 def hybrid_command(result: Result) -> str:
