@@ -28,6 +28,7 @@ TESTS = {
         "tests/partition/test_segmentation.py::test_a_fold_gives_transitions_with_states",
         "tests/gpu/test_checks.py::test_the_gpu_checks_themselves",
         "tests/gpu/test_checks.py::test_the_gates_budget_is_that_of_its_terms",
+        "tests/gpu/test_checks.py::test_the_gpu_checks_of_layers",
         "tests/train/test_parity.py",
         "tests/train/test_train.py::test_parity_of_a_split",
     ],
