@@ -84,12 +84,14 @@ class Plan(NamedTuple):
     @property
     def objects(self) -> dict[str, object]:
         """What a tape finds in a plan, by expression."""
-        found = {
+        found: dict[str, object] = {
             "plan.packing": self.packing,
             "plan.links": self.links,
             "plan.links.mirrored()": self.links.mirrored(),
             "plan.exchange": self.exchange,
         }
+        if self.exchange.group is not None:
+            found["plan.exchange.group"] = self.exchange.group
         return found if self.ahead is None else {"plan.ahead": self.ahead, **found}
 
 

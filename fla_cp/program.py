@@ -160,14 +160,17 @@ class _Writer:
             self.lines.append(f"m{n}a = m{n}.data_ptr()")
 
     def _item(self, item: Item) -> None:
-        if isinstance(item, Fork):
+        if isinstance(item, Fork) and isinstance(item.make, Value):
+            self.lines.append(f"w{item.side}a = v{item.make.number}.cuda_stream")
+        elif isinstance(item, Fork):
             n, make = item.side, self._value(item.make)
             if n not in self.forks:
                 self.forks.add(n)
                 self.lines += [f"w{n} = {make}(w0a)", f"w{n}a = w{n}.side.cuda_stream"]
             self.lines.append(f"w{n}.side_waits()")
         elif isinstance(item, Join):
-            self.lines.append(f"w{item.side}.main_waits()")
+            if item.waits:
+                self.lines.append(f"w{item.side}.main_waits()")
         elif isinstance(item, Launch):
             run, fixed = item.kernel
             given = [*map(str, item.grid), f"w{item.stream}a", *map(self._value, fixed)]

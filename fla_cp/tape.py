@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +72,29 @@ def step(run: Callable[..., Any], *args: Any) -> Any:
     """
     tape = _active.tape
     return run(*args) if tape is None else tape.add_step(run, args)
+
+
+class SideStream(Protocol):
+    """A stream beside the current one. main, cuda_stream: the addresses of both."""
+
+    @property
+    def main(self) -> int: ...
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+def opened(side: SideStream) -> None:
+    """Tells the tape that the last step returned a side stream, which waits for the call's own one,
+    and that launches on it follow."""
+    if _active.tape is not None:
+        _active.tape.add_opened(side)
+
+
+def closed(side: SideStream) -> None:
+    """Tells the tape that the last step made the call's own stream wait for a side stream."""
+    if _active.tape is not None:
+        _active.tape.add_closed(side)
 
 
 class Tape(TorchDispatchMode):
@@ -236,6 +259,23 @@ class Tape(TorchDispatchMode):
     def add_join(self, side: int) -> None:
         """Notes that the call's own stream waits for a side stream."""
         self.items.append(Join(self._streams[side]))
+
+    def add_opened(self, side: SideStream) -> None:
+        """Notes that launches on a side stream may follow. See `opened`."""
+        on_main = self._streams.setdefault(side.main, 0) == 0
+        number = self._streams.setdefault(side.cuda_stream, len(self._streams))
+        stream = self._values.get(id(side))
+        if stream is None or number == 0 or not on_main:
+            self.failed = (
+                self.failed or "a side stream that no step of the call's own stream opened"
+            )
+        else:
+            self.items.append(Fork(number, stream))
+
+    def add_closed(self, side: SideStream) -> None:
+        """Notes that the call's own stream has waited for a side stream. See `closed`."""
+        if not self.failed:
+            self.items.append(Join(self._streams[side.cuda_stream], waits=False))
 
     def add_step(self, run: Callable[..., Any], args: tuple) -> Any:
         """`run(*args)`, noted as one step."""

@@ -103,16 +103,19 @@ class Op(NamedTuple):
 
 class Fork(NamedTuple):
     """A side stream waits for the call's own stream. side: its number on the tape. make: returns
-    the `fla_cp.kernels.triton.streams.Fork` of the stream with a given address."""
+    the `fla_cp.kernels.triton.streams.Fork` of the stream with a given address. If the step before
+    already made it wait, make is the stream, which that step returned."""
 
     side: int
-    make: Callable[[int], Any]
+    make: Callable[[int], Any] | Value
 
 
 class Join(NamedTuple):
-    """The call's own stream waits for a side stream. side: its number on the tape."""
+    """The call's own stream waits for a side stream. side: its number on the tape. waits: False if
+    the step before already made it wait."""
 
     side: int
+    waits: bool = True
 
 
 Item = Launch | Op | Fork | Join

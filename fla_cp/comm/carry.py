@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fla_cp.comm import Exchange, Links, SlotMaps
 from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
-from fla_cp.comm.exchange.base import Pending, unpack, wire_shape
-from fla_cp.comm.overlap import run_overlap
+from fla_cp.comm.exchange.base import arrive, unpack, wire_shape
 from fla_cp.partition.packing import Packing
 from fla_cp.tape import step
 
@@ -74,25 +73,16 @@ def carry(
     if reverse:
         links = links.mirrored()
     segments = SegmentMaps(maps, packing, shape, like, reverse, fold)
-    pending = step(_start, exchange, segments.outgoing(links), links, fold) if links.any else None
+    pending = exchange.start(segments.outgoing(links), links, fold) if links.any else None
 
     def wait(overlap: bool = False) -> States:
-        if pending is None and not overlap:
-            return segments.entering(None)
-        return segments.entering(step(_wait, pending, overlap))
+        if pending is not None:
+            return segments.entering(pending.wait(overlap))
+        if overlap:
+            step(arrive, None, True)
+        return segments.entering(None)
 
     return wait
-
-
-def _start(exchange: Exchange, maps: SlotMaps, links: Links, fold: Fold) -> Pending:
-    return exchange.start(maps, links, fold)
-
-
-def _wait(pending: Pending | None, overlap: bool) -> Tensor | None:
-    def wait() -> Tensor | None:
-        return None if pending is None else pending.wait()
-
-    return run_overlap(wait) if overlap else wait()
 
 
 class SegmentMaps(NamedTuple):

@@ -9,9 +9,12 @@ barrier, reads the parts of others. `Mailboxes`: each rank writes into the memor
 and a kernel waits for what it needs.
 """
 
+from __future__ import annotations
+
 import hashlib
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -135,6 +138,35 @@ def mailbox(
     return Mailbox(number, inbox, arrived, previous_read, read, next_inbox, next_arrived)
 
 
+class Side:
+    """The stream on which a group exchanges, beside the current one."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+
+    @property
+    def main(self) -> int:
+        """The address of the current stream."""
+        return torch.cuda.current_stream(self._stream.device).cuda_stream
+
+    @property
+    def cuda_stream(self) -> int:
+        """The address of this stream."""
+        return self._stream.cuda_stream
+
+    def open(self) -> None:
+        """Makes it wait for what the current stream has now."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def launches(self) -> AbstractContextManager[object]:
+        """A block whose launches are on it."""
+        return torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for what it has now."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+
 class Mailboxes:
     """The mailboxes of one rank, for states that pass from rank to rank in either direction.
 
@@ -156,19 +188,15 @@ class Mailboxes:
                 mailbox(every, numbers[reverse], rank, room, reverse=bool(reverse))
                 for reverse in (0, 1)
             ]
-        self._mine, self._stream = mine, _stream(group, self.device)
+        self._mine, self._side = mine, Side(_stream(group, self.device))
 
-    def exchange(self, run: Callable[[Mailbox], object], *, reverse: bool) -> Callable[[], None]:
-        """Starts run(this rank's mailbox), in which all ranks take part.
-
-        It may only launch work and must not allocate. The call that is returned makes the current
-        stream wait for it. Until then the caller must keep the tensors that it uses.
-        """
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            run(self._boxes[reverse])
-            done = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self.device).wait_event(done)
+    def open(self, *, reverse: bool) -> tuple[Mailbox, Side]:
+        """Starts an exchange in which all ranks take part: this rank's mailbox, and the stream on
+        which the caller launches this rank's part. The stream waits for what the current one has
+        now. Until the current stream has waited for it, the caller must keep the tensors that the
+        part uses, and must not allocate any on it."""
+        self._side.open()
+        return self._boxes[reverse], self._side
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -63,7 +63,7 @@ def sleep(rng):
 @contextmanager
 def late_readers(rng):
     """Makes ranks late: to read their peers' parts after the barrier, or to start their kernel."""
-    read, pass_on = peer_memory.PeerMemory.exchange, peer_memory.Mailboxes.exchange
+    read, begin = peer_memory.PeerMemory.exchange, peer_memory.Mailboxes.open
 
     def late_read(self, put, take):
         def late(parts):
@@ -72,42 +72,41 @@ def late_readers(rng):
 
         return read(self, put, late)
 
-    def late_pass_on(self, run, *, reverse):
-        def late(mail):
+    def late_open(self, *, reverse):
+        mail, side = begin(self, reverse=reverse)
+        with side.launches():
             sleep(rng)
-            run(mail)
-
-        return pass_on(self, late, reverse=reverse)
+        return mail, side
 
     peer_memory.PeerMemory.exchange = late_read
-    peer_memory.Mailboxes.exchange = late_pass_on
+    peer_memory.Mailboxes.open = late_open
     try:
         yield
     finally:
         peer_memory.PeerMemory.exchange = read
-        peer_memory.Mailboxes.exchange = pass_on
+        peer_memory.Mailboxes.open = begin
 
 
 @contextmanager
 def counted():
     """Collects the names of the classes that run exchanges."""
-    kinds, ran = (peer_memory.PeerMemory, peer_memory.Mailboxes), []
-    originals = [kind.exchange for kind in kinds]
+    begins, ran = ((peer_memory.PeerMemory, "exchange"), (peer_memory.Mailboxes, "open")), []
+    originals = [getattr(kind, name) for kind, name in begins]
 
     def count(kind, original):
-        def exchange(self, *args, **named):
+        def begin(self, *args, **named):
             ran.append(kind.__name__)
             return original(self, *args, **named)
 
-        return exchange
+        return begin
 
-    for kind, original in zip(kinds, originals, strict=True):
-        kind.exchange = count(kind, original)
+    for (kind, name), original in zip(begins, originals, strict=True):
+        setattr(kind, name, count(kind, original))
     try:
         yield ran
     finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.exchange = original
+        for (kind, name), original in zip(begins, originals, strict=True):
+            setattr(kind, name, original)
 
 
 @contextmanager

@@ -1,12 +1,10 @@
 """Programs compute what the call computes that they were recorded from, at other addresses and with
-other values. Kernels are stood in for by functions that read and write memory by its address."""
+other values (tests/support/recorded.py). test_replay_streams.py has those on several streams."""
 
-import ctypes
 import random
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,77 +14,7 @@ from fla_cp.program import Program, program
 from fla_cp.replay import MAX_PROGRAMS, Replayed
 from fla_cp.tape import NotReplayable, Tape, active, step
 from fla_cp.tape_items import OfAddress
-
-N = 8
-
-
-def floats(address):
-    return (ctypes.c_float * N).from_address(address)
-
-
-def kernel(x, y, z, stream, function, metadata, launch, enter, leave, out, operands, factor):
-    """out = factor * sum(operands) + their number; the operands are a nested tuple of addresses."""
-    assert (x, y, z) == (2, 3, 1)
-    assert (function, metadata, launch, enter, leave) == ("function", "metadata", None, None, None)
-    values = [list(floats(address)) for address in operands]
-    to = floats(out)
-    for i in range(N):
-        to[i] = factor * sum(v[i] for v in values) + len(values)
-
-
-FIXED = "function", "metadata", None, None, None
-
-
-def launch(out, *operands, factor=1.0, stream=0):
-    """A launch of the kernel, noted on the tape if there is one."""
-    addresses = tuple(x.data_ptr() for x in operands)
-    kernel(2, 3, 1, stream, *FIXED, out.data_ptr(), addresses, factor)
-    if active() is not None:
-        active().add_launch((kernel, FIXED), (2, 3), (out, operands, factor), stream)
-
-
-class Stand:
-    """A backend whose calls are replayed."""
-
-    def replay_stream(self, device):
-        return 0
-
-    def replay_constants(self, first):
-        return ()
-
-
-def plan_of(**objects):
-    packing = objects.get("packing", SimpleNamespace(frame=None))
-    named = {f"plan.{name}": x for name, x in objects.items()}
-    rest = {"key": 1, "backend": Stand(), "objects": named}
-    return SimpleNamespace(**{**rest, **objects, "packing": packing})
-
-
-def ready(**objects):
-    """A plan, and a direction with its calls."""
-    return plan_of(**objects), Replayed()
-
-
-def compared(call, *shapes, times=5, plan=None):
-    """Runs `call` repeatedly through a `Replayed`, each time on other tensors, and compares every
-    result with the call's own. Returns the program."""
-    plan, replayed = plan or plan_of(), Replayed()
-    for n in range(times):
-        torch.manual_seed(n)
-        inputs = [torch.randn(shape) for shape in shapes]
-        junk = [torch.full((1000,), float("nan")) for _ in range(n)]  # other addresses
-        found = replayed(plan, None, inputs, partial(call, *inputs))
-        expected = call(*inputs)
-        assert len(found) == len(expected)
-        for a, b in zip(found, expected, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                assert a.shape == b.shape and a.stride() == b.stride()
-                assert torch.equal(a, b)
-        del junk
-    (known,) = replayed.known.values()
-    assert isinstance(known, Program), known
-    return known
+from tests.support.recorded import FIXED, N, compared, launch, plan_of
 
 
 def test_kernels_ops_and_views():
@@ -145,37 +73,6 @@ def test_any_order_of_kernels(seed):
         return tuple(rng.sample(pieces[len(inputs) :], 3))
 
     compared(call, N, N, N)
-
-
-class Forks:
-    """Streams as the Triton backend has them, numbered by their addresses."""
-
-    def __init__(self, said):
-        self.side = SimpleNamespace(cuda_stream=77)
-        self.side_waits = lambda: said.append("side waits")
-        self.main_waits = lambda: said.append("main waits")
-
-
-def test_memory_of_a_side_stream_is_its_own_until_it_was_waited_for():
-    said = []
-    make = lambda address: Forks(said)  # noqa: E731
-
-    def call(x):
-        a, b, c, d, e = (torch.empty_like(x) for _ in range(5))
-        launch(a, x)
-        launch(b, a)  # a is free from here on, if the side stream did not start before
-        if active() is not None:
-            active().add_fork(0, 77, make)
-        launch(c, b, stream=77)
-        launch(d, x)
-        if active() is not None:
-            active().add_join(77)
-        launch(e, c, d)
-        return (e,)
-
-    known = compared(call, N)
-    assert said[:2] == ["side waits", "main waits"]
-    assert known.bytes == 3 * 1024  # b, c and d at once; a shares with c or d
 
 
 def test_a_step_runs_again_with_the_objects_of_the_present_plan():
@@ -452,29 +349,6 @@ def test_a_step_that_returns_a_number_is_not_replayed():
         x = torch.randn(N)
         found = replayed(plan, None, [x], partial(call, x))
         assert torch.equal(found[0], x + n) and torch.equal(found[1], x * 2)
-
-
-@pytest.mark.parametrize(
-    "forks, stream",
-    [([(5, 5)], 5), ([(5, 7), (7, 8)], 8), ([(5, 7)], 9)],
-    ids=["of itself", "of a fork", "unknown"],
-)
-def test_streams_that_a_program_could_not_find_again(forks, stream):
-    def call(x):
-        out = torch.empty_like(x)
-        if active() is not None:
-            for main, side in forks:
-                active().add_fork(main, side, lambda address: Forks([]))
-        launch(out, x, stream=stream)
-        return (out,)
-
-    plan, replayed = plan_of(), Replayed()
-    for _ in range(4):
-        x = torch.randn(N)
-        (found,) = replayed(plan, None, [x], partial(call, x))
-        assert torch.equal(found, x + 1)
-    (known,) = replayed.known.values()
-    assert "stream" in known
 
 
 def test_recording_does_not_import_dynamo():

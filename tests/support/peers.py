@@ -1,6 +1,7 @@
 """Peer memory for ranks that are threads, in place of GPUs that read each other's memory."""
 
 import threading
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -44,18 +45,32 @@ class ThreadMailboxes:
         shared[self.rank] = mine
         self.numbers = torch.zeros(2, room.tiles, dtype=torch.int32)
 
-    def exchange(self, run, *, reverse):
-        R = self.group.size()
+    def open(self, *, reverse):
         dist.barrier(group=self.group)
-        every = [self.memory[r] for r in range(R)]
+        every = [self.memory[r] for r in range(self.group.size())]
         mail = peers.mailbox(
             every, self.numbers[int(reverse)], self.rank, self.room, reverse=reverse
         )
-        for r in reversed(range(R)) if reverse else range(R):
-            if r == self.rank:
-                run(mail)
+        return mail, ThreadSide(self.group, self.rank, reverse)
+
+
+class ThreadSide:
+    """Like `Side`: runs a rank's launches in its turn."""
+
+    def __init__(self, group, rank, reverse):
+        self.group = group
+        self.before = group.size() - 1 - rank if reverse else rank
+
+    @contextmanager
+    def launches(self):
+        for _ in range(self.before):
             dist.barrier(group=self.group)
-        return lambda: None
+        yield
+        for _ in range(self.group.size() - self.before):
+            dist.barrier(group=self.group)
+
+    def wait(self):
+        pass
 
 
 class Part:

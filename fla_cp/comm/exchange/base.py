@@ -1,7 +1,7 @@
 """What all exchanges share: the maps of slots, how they are packed for sending, and their fold."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
+from fla_cp.comm.overlap import run_overlap
 from fla_cp.comm.timing import exchange_begins, exchange_wait, named
 from fla_cp.partition.slots import Links
+from fla_cp.tape import step
 
 
 class SlotMaps(NamedTuple):
@@ -28,38 +30,80 @@ Rounds = Iterator[Tensor | None]
 [J, HV, K, V] that enter this rank's slots, which are zero if nothing enters."""
 
 
+class Sent:
+    """Messages of an exchange that have left. wait: makes the current stream wait until those of
+    all ranks have arrived. It may return what is then known."""
+
+    def __init__(self, wait: Callable[[], Tensor | None], device: torch.device):
+        self.wait, self.device, self.began = wait, device, exchange_begins(device)
+
+
+def arrive(sent: Sent | None, overlap: bool) -> Tensor | None:
+    """Waits for messages, if there are any, and returns what `sent.wait` does. overlap: runs the
+    work that was handed over before (overlap.py)."""
+
+    def wait() -> Tensor | None:
+        if sent is None:
+            return None
+        with exchange_wait(sent.device, began=sent.began):
+            return sent.wait()
+
+    return run_overlap(wait) if overlap else wait()
+
+
 class Pending:
-    """An exchange under way: its first messages have left."""
+    """An exchange under way: its first messages have left. finish: forms the states that enter this
+    rank's slots, from what `sent.wait` returned."""
 
-    def __init__(self, rounds: Rounds, device: torch.device):
-        self._rounds, self._device = rounds, device
-        with named("start of exchange of states"):
-            next(rounds)
-        self._began = exchange_begins(device)
+    def __init__(self, sent: Sent, finish: Callable[[Tensor | None], Tensor]):
+        self._sent, self._finish = sent, finish
 
-    def wait(self) -> Tensor:
+    def wait(self, overlap: bool = False) -> Tensor:
         """The states [J, HV, K, V] that enter this rank's slots, zero if nothing enters."""
-        with exchange_wait(self._device, began=self._began):
-            *_, entering = self._rounds
-        assert entering is not None
-        return entering
+        return self._finish(step(arrive, self._sent, overlap))
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A scheme. `start` returns at once, and work that needs no state may run before `wait`.
+    """A scheme. `start` returns at once, and work that needs no state may run before the result is
+    waited for.
 
     A subclass writes `rounds` as a generator: the code before the first yield runs in `start`, the
-    rest in `wait`. fold: the backend's, for schemes that fold gathered maps.
+    rest in the wait. In a replayed call both run as they are. A scheme whose launches do not depend
+    on the packing may instead write `start`, with only its messages in a `step`, so that a program
+    replays the launches. fold: the backend's, for schemes that fold gathered maps.
     """
 
     group: dist.ProcessGroup | None = None
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
-        return Pending(self.rounds(maps, links, fold), maps.offset.device)
+        return Pending(step(_begin, self, maps, links, fold), entered)
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
         raise NotImplementedError
+
+
+def _begin(exchange: Exchange, maps: SlotMaps, links: Links, fold: Fold) -> Sent:
+    return begin(exchange.rounds(maps, links, fold), maps.offset.device)
+
+
+def begin(rounds: Rounds, device: torch.device) -> Sent:
+    """Runs an exchange until its first messages have left. The wait runs the rest, and returns the
+    states that enter."""
+    with named("start of exchange of states"):
+        next(rounds)
+
+    def wait() -> Tensor | None:
+        *_, entering = rounds
+        return entering
+
+    return Sent(wait, device)
+
+
+def entered(entering: Tensor | None) -> Tensor:
+    """The states, where the wait returns them."""
+    assert entering is not None
+    return entering
 
 
 class Local(Exchange):
@@ -142,9 +186,10 @@ def pack(maps: SlotMaps, links: Links) -> Tensor:
         return maps.wire
     transition, offset = maps.transition if links.any_through else None, maps.offset
     J, HV, K, V = offset.shape
-    complete = transition is not None or not links.any_through
-    if complete and links.slots_per_rank == J:
-        return torch.cat([x for x in (offset, transition) if x is not None], -1)
+    if transition is None and not links.any_through and links.slots_per_rank == J:
+        return offset
+    if transition is not None and links.slots_per_rank == J:
+        return torch.cat([offset, transition], -1)
     wire = offset.new_zeros(wire_shape(links, HV, K, V))
     wire[:J, ..., :V] = offset
     if transition is not None:

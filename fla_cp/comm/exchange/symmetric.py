@@ -9,9 +9,20 @@ from torch import Tensor
 from fla_cp.comm import peer_memory
 from fla_cp.comm.affine import Fold, FoldTable, PeerFold, Steps, fold
 from fla_cp.comm.exchange.all_gather import AllGather
-from fla_cp.comm.exchange.base import GroupExchange, Pending, Rounds, SlotMaps, entering_table
+from fla_cp.comm.exchange.base import (
+    GroupExchange,
+    Pending,
+    Rounds,
+    Sent,
+    SlotMaps,
+    begin,
+    entered,
+    entering_table,
+)
+from fla_cp.comm.timing import named
 from fla_cp.partition.device_tables import Build, Columns
 from fla_cp.partition.slots import Links
+from fla_cp.tape import closed, opened, step
 
 
 class Symmetric(GroupExchange):
@@ -26,28 +37,31 @@ class Symmetric(GroupExchange):
     fold itself would read a transition again for every tile of values.
     """
 
-    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+    def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         ranks = tuple(range(dist.get_world_size(self.group)))
         in_line = links.slots_per_rank == 1 and links.owner in (ranks, ranks[::-1])
         if isinstance(fold, PeerFold) and in_line and maps.offset.dtype == torch.float32:
             return self._pass_on(maps, links, fold)
-        return self._read(maps, links, fold)
+        return Pending(step(_read_peers, self.group, maps, links, fold), entered)
 
-    def _pass_on(self, maps: SlotMaps, links: Links, fold: PeerFold) -> Rounds:
+    def _pass_on(self, maps: SlotMaps, links: Links, fold: PeerFold) -> Pending:
         _, HV, K, V = maps.offset.shape
         (table,) = links.table(crossing(dist.get_rank(self.group)), torch.int32, maps.offset.device)
         transition = maps.transition if links.any_through else None
         out = torch.empty_like(maps.offset, memory_format=torch.contiguous_format)
-        boxes = peer_memory.mailboxes(self.group, peer_memory.Room(*fold.room(HV, K, V)))
-        arrived = boxes.exchange(
-            lambda mail: fold.pass_on(transition, maps.offset, table, mail, out),
-            reverse=links.owner[0] != 0,
-        )
-        yield None
-        arrived()
-        yield out
+        room, reverse = peer_memory.Room(*fold.room(HV, K, V)), links.owner[0] != 0
+        mail, side, sent = step(_open, self.group, room, reverse, maps.offset.device)
+        opened(side)
+        with side.launches():
+            fold.pass_on(transition, maps.offset, table, mail, out)
 
-    def _read(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        def finish(_: object) -> Tensor:
+            closed(side)
+            return out
+
+        return Pending(sent, finish)
+
+    def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
         J, HV, K, V = maps.offset.shape
         S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
         rank = dist.get_rank(self.group)
@@ -78,6 +92,23 @@ class Symmetric(GroupExchange):
         M_ = got[len(offsets) * S :].view(-1, HV, K, K) if transitions else None
         out = torch.empty_like(maps.offset, memory_format=torch.contiguous_format)
         yield fold(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
+
+
+def _read_peers(group: dist.ProcessGroup, maps: SlotMaps, links: Links, fold: Fold) -> Sent:
+    # A program names the group by its plan, and must not keep an exchange of its own alive.
+    return begin(Symmetric(group).rounds(maps, links, fold), maps.offset.device)
+
+
+def _open(
+    group: dist.ProcessGroup, room: peer_memory.Room, reverse: bool, device: torch.device
+) -> tuple[peer_memory.Mailbox, peer_memory.Side, Sent]:
+    with named("start of exchange of states"):
+        mail, side = peer_memory.mailboxes(group, room).open(reverse=reverse)
+
+    def wait() -> None:
+        side.wait()
+
+    return mail, side, Sent(wait, device)
 
 
 class SymmetricOrGather(GroupExchange):
