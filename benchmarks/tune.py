@@ -27,6 +27,7 @@ from fla_cp.kernels.triton.tile_table import (
     DEEP,
     NARROW,
     TABLE,
+    TALL,
     TUNING,
     Tile,
     architecture,
@@ -43,7 +44,7 @@ SCANS = (
 )
 CONCURRENT = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
-    "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3)),
+    "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3), TALL),
     "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
     "intra_any": (Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
     "scan": SCANS,

@@ -125,8 +125,13 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     return Shared(memory, barriers)
 
 
-def _load(p: Pointers) -> Tensor:
-    return p.memory()[p.places()]
+def _load(p: Pointers, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+    if mask is None:
+        return p.memory()[p.places()]
+    places, keep = torch.broadcast_tensors(p.places(), mask)
+    x = torch.full(places.shape, other, dtype=p.base.dtype)
+    x[keep] = p.memory()[places[keep]]
+    return x
 
 
 def _store(p: Pointers, x: Tensor, mask: Tensor | None = None) -> None:
@@ -237,8 +242,12 @@ def interpreted() -> Iterator[list[str]]:
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype),
         warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
+        SwizzledSharedLayout=nothing,
         sum=lambda x, axis: x.sum(axis), num_warps=nothing,
         reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
+        associative_scan=lambda x, axis, add: x.cumsum(axis),
+        maximum=lambda x, y: torch.maximum(x, torch.as_tensor(y, dtype=x.dtype)),
+        minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype)),
         rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
         permute=torch.permute, DistributedLinearLayout=nothing,
         cast=lambda x, dtype, bitcast: x.view(dtype),

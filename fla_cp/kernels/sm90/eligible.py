@@ -25,12 +25,19 @@ else:
     del TensorDescriptor
 
 if GLUON:  # outside of the try, so that an error in these files is not taken for a missing Gluon
-    from fla_cp.kernels.sm90 import intra_headwise, intra_headwise_bwd, scan, scan_bwd
+    from fla_cp.kernels.sm90 import (
+        intra_channelwise,
+        intra_headwise,
+        intra_headwise_bwd,
+        scan,
+        scan_bwd,
+    )
 
 __all__ = [
     "FOLDER",
     "GLUON",
     "fits",
+    "intra_channelwise",
     "intra_headwise",
     "intra_headwise_bwd",
     "pays",

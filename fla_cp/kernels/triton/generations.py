@@ -23,6 +23,7 @@ class Generation(Protocol):
     FOLDER: str
     scan: Any
     scan_bwd: Any
+    intra_channelwise: Any
     intra_headwise: Any
     intra_headwise_bwd: Any
 

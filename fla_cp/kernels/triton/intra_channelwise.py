@@ -67,6 +67,7 @@ from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, 
 from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.generations import kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, Tables, own, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
@@ -269,6 +270,9 @@ def intra_channelwise(table: Tables, x: Inputs, c: Chunks) -> None:
     given = *qkp(x), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
     for path, R in local_paths(rule, dtype):  # the last one reads what the first one wrote
         t = c.tuning.tile("intra" + path + own(rule), K, V, dtype)
+        if t.folder != "triton":
+            kernels_of(t.folder).intra_channelwise.intra_channel(table, x, c, t, R)
+            continue
         compiled = {"S": shape_of(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
         launch(intra_kernel, (NC, HV), *given, c.formed(), table.chunks, rule.scale, **compiled)
 

@@ -1,0 +1,286 @@
+"""The channelwise local stage on the path of a safe gate for the tensor cores of sm_90, in Gluon.
+
+triton/intra_channelwise.py explains what is computed; the results are equal up to rounding. A
+thread has 16 rows of two channels, a quarter of the chunk. Sums of decays are therefore additions
+in its own registers, and no product forms them.
+
+Within a half, decays are relative to its row 15: rows are multiplied by 2^l and columns by 2^-l,
+where l is the sum from that row to the row of the element. A safe gate keeps both below 2^116.
+Everything else differs from these by a factor a channel. So each element takes two exponentials for
+its decays, and two for its gate. Rows of the second half meet columns of the first one in a product
+of their own, for which the columns take that factor.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fla_cp.kernels.sm90.intra_headwise import copy_in, indices, store_inverse, store_terms, stripes
+from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
+from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device.blocks import EPS, rows_from
+from fla_cp.kernels.triton.device.bundles import Rows, RuleOptions, beta, gate, rows
+from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
+from fla_cp.kernels.triton.device.gates import LOG2E
+from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_SCALE, Q_SCALE
+from fla_cp.kernels.triton.launch import launch
+from fla_cp.kernels.triton.operands import Chunks, Tables
+from fla_cp.kernels.triton.tile_table import Tile
+
+SLAB = gl.constexpr(64)
+"""Channels that are formed at once."""
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def sigmoid(rate, x):
+    """Of rate * x, as in triton/device/gates.py."""
+    root = gl.rsqrt(1.0 + gl.exp2(x * (rate * -LOG2E)))
+    return root * root
+
+
+@gluon.jit
+def log_decay(raw, rate, bound, GATE: gl.constexpr):
+    """`gate_value` of triton/device/gates.py in powers of two."""
+    if GATE == "softplus":
+        small = gl.log2(1.0 + gl.exp2(gl.maximum(raw, -raw) * -LOG2E))
+        return -rate * (gl.maximum(raw, 0.0) * LOG2E + small)
+    elif GATE == "sigmoid":
+        return (bound * LOG2E) * sigmoid(rate, raw)
+    else:
+        return raw * LOG2E
+
+
+@gluon.jit
+def times_power(x, n):
+    """x * 2^n for n up to 0. Two factors form it, because 2^n may underflow where x is large."""
+    return x * gl.exp2(gl.maximum(n, -120.0)) * gl.exp2(gl.minimum(n + 120.0, 0.0))
+
+
+@gluon.jit
+def load_tall(place, tall: gl.constexpr, quarters: gl.constexpr):
+    """A tile [64, N] of shared memory as [4, 16, N]."""
+    x = place.load(tall)
+    return gl.convert_layout(gl.reshape(x, [4, 16, x.shape[1]]), quarters).to(gl.float32)
+
+
+@gluon.jit
+def store_tall(x, place, tall: gl.constexpr):
+    """Stores x [4, 16, N] as a tile [64, N] of shared memory."""
+    x = gl.reshape(x.to(place.dtype), [64, x.shape[2]])
+    place.store(gl.convert_layout(x, tall))
+
+
+@gluon.jit
+def of_quarters(w, a, b, c, d):
+    """One of a, b, c and d [N], by the quarter w [4, 1]: [4, N]."""
+    early = gl.where(w == 0, a[None, :], b[None, :])
+    late = gl.where(w == 2, c[None, :], d[None, :])
+    return gl.where(w < 2, early, late)
+
+
+@gluon.jit
+def quarter_sum(s_ends, w: gl.constexpr, ends: gl.constexpr):
+    """Row w of s_ends [4, N]: [N]."""
+    x = gl.reshape(s_ends.slice(w, 1).load(ends), [SLAB])
+    return gl.convert_layout(x, gl.SliceLayout(0, ends))
+
+
+@gluon.jit
+def scores(s_rows, s_near, s_far, none, S: gl.constexpr):
+    """Products of rows and columns over all channels, [64, 64]: only those of columns before the
+    row are meant."""
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
+    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT // 2, 16])
+    two: gl.constexpr = stripes(2, 32)
+    near = gl.full([S.BT, S.BT], 0.0, gl.float32, acc)
+    far = gl.full([S.BT, S.BT // 2], 0.0, gl.float32, half)
+    for part in gl.static_range(S.K // SLAB):
+        rows, first = s_rows.index(part), part == 0
+        columns = s_near.index(part).permute((1, 0))
+        near = warpgroup_mma(rows, columns, near, use_acc=not first, is_async=True)
+        columns = s_far.index(part).slice(0, S.BT // 2).permute((1, 0))
+        far = warpgroup_mma(rows, columns, far, use_acc=not first, is_async=True)
+    near, far = warpgroup_mma_wait(0, deps=(near, far))
+    # Rows of the second half meet columns of the first half in `far`.
+    i, a = indices(none, two, 2)
+    near = gl.convert_layout(gl.reshape(near, [64, 2, 32]), two)
+    far = gl.convert_layout(far, gl.SliceLayout(1, two))[:, None, :]
+    x = gl.where((i >= 32) & (a == 0), far, near)
+    return gl.convert_layout(gl.reshape(x, [64, 64]), acc)
+
+
+@gluon.jit
+def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: gl.constexpr):
+    """`intra_kernel` for a chunk and a value head, on the path of a safe gate."""
+    i_c, i_hv = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
+    i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
+    n_rows = gl.load(chunks.rows + i_c)
+    start = gl.load(chunks.start + i_c).to(gl.int64)
+    none = n_rows // (S.BT + 1)  # 0 in a form that the compiler cannot tell to be 0
+    half: gl.constexpr = k.ptr.dtype.element_ty
+    REMOVES: gl.constexpr = S.REMOVAL != "none"
+    PARTS: gl.constexpr = S.K // SLAB
+    wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
+    single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
+    # A thread has half a row of a slab in `along`, and 16 rows of two channels in the others.
+    along: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [2, 2], [1, 0])
+    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    ends: gl.constexpr = gl.SliceLayout(1, quarters)
+
+    s_q = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
+    s_k = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
+    s_near = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
+    s_far = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
+    s_scales = gl.allocate_shared_memory(gl.float32, [2, 4, 16], plain)
+    s_ends = gl.allocate_shared_memory(gl.float32, [PARTS, 4, SLAB], plain)
+    q, k = rows_from(q, start, i_h), rows_from(k, start, i_h)
+    for part in gl.static_range(PARTS):
+        copy_in(Rows(q.ptr + part * SLAB, q.row, q.head), n_rows, s_q.index(part), S.BT, SLAB)
+        copy_in(Rows(k.ptr + part * SLAB, k.row, k.head), n_rows, s_k.index(part), S.BT, SLAB)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    barrier()
+
+    # Factors of the rows, which become part of q and k.
+    qk = gl.full([S.BT, SLAB], 0.0, gl.float32, along)
+    qq, kk = qk, qk
+    for part in gl.static_range(PARTS):
+        raw_q = s_q.index(part).load(along).to(gl.float32)
+        raw_k = s_k.index(part).load(along).to(gl.float32)
+        qk = qk + raw_q * raw_k
+        qq = qq + raw_q * raw_q
+        kk = kk + raw_k * raw_k
+    diagonal, qq, kk = gl.reduce((qk, qq, kk), 1, add_three)
+    q_scale, k_scale = qq * 0.0 + scale, kk * 0.0 + 1.0
+    if R.NORM:
+        q_scale *= gl.rsqrt(qq + EPS)
+        k_scale *= gl.rsqrt(kk + EPS)
+    i_r = gl.arange(0, S.BT, gl.SliceLayout(1, along))
+    at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
+    gl.store(at + Q_SCALE * S.BT + i_r, q_scale)
+    gl.store(at + K_SCALE * S.BT + i_r, k_scale)
+    diagonal = gl.convert_layout(diagonal * q_scale * k_scale, gl.SliceLayout(1, acc))
+    s_scales.index(0).store(gl.reshape(q_scale, [4, 16]))
+    s_scales.index(1).store(gl.reshape(k_scale, [4, 16]))
+
+    w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :][:, :, None]
+    c = gl.arange(0, SLAB, gl.SliceLayout(0, ends))
+    numbers = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None][:, :, None]
+    numbers = numbers * 16 + r
+    g = rows_from(Rows(gate.g, gate.row, gate.head), start, i_hv)
+    rate = 1.0
+    if gate.A_log is not None:
+        rate = gl.exp(gl.load(gate.A_log + i_hv).to(gl.float32))
+    for part in range(PARTS):
+        # Decays: l since the quarter began, and their sums over each quarter. Rows are numbered
+        # anew, so that no address stays in registers from slab to slab.
+        again = (n_rows + part) // (S.BT + PARTS)
+        i, columns = numbers + again, c[None, :][:, None, :]
+        at_g = g.ptr + part * SLAB + (i * g.row + columns)
+        raw = gl.load(at_g, mask=i < n_rows, other=0.0).to(gl.float32)
+        if gate.dt_bias is not None:
+            bias = gl.load(gate.dt_bias + (i_hv * S.K + part * SLAB) + c).to(gl.float32)
+            raw += bias[None, :][:, None, :]
+        steps = log_decay(raw, rate, gate.bound, R.GATE)
+        l = gl.associative_scan(gl.where(i < n_rows, steps, 0.0), 1, plus)  # noqa: E741
+        mine = gl.sum(gl.where(r == 15, l, 0.0), 1)
+        s_ends.index(part).store(mine)
+        barrier()
+        t = s_ends.index(part)
+        t_0, t_1 = quarter_sum(t, 0, ends), quarter_sum(t, 1, ends)
+        t_2, t_3 = quarter_sum(t, 2, ends), quarter_sum(t, 3, ends)
+        t_1, t_2 = t_0 + t_1, t_0 + t_1 + t_2
+        t_3 = t_2 + t_3
+        anchors = out.anchors + (i_ch * ANCHORS * S.K + part * SLAB + w * S.K + c[None, :])
+        gl.store(anchors, of_quarters(w, t_0, t_1, t_2, t_3))
+        gl.store(out.decay + i_ch * S.K + part * SLAB + c, gl.exp2(t_3))
+        # l relative to the middle of the half, whose sum since the chunk began is `middle`.
+        l -= gl.where(w % 2 == 0, mine, 0.0)[:, None, :]  # noqa: E741
+        middle = gl.where(w < 2, t_0[None, :], t_2[None, :])
+        first, place = i_ch * (S.BT * S.K) + (part + again) * SLAB, numbers * S.K + columns
+
+        # Columns: relative to the middle of their own half, then of the second half, then to the
+        # end.
+        b_k = load_tall(s_k.index(part), tall, quarters)
+        b_k *= s_scales.index(1).load(gl.SliceLayout(2, quarters))[:, :, None]
+        col = b_k * gl.exp2(-l)
+        store_tall(col, s_near.index(part), tall)
+        col = times_power(col, gl.where(w < 2, (t_2 - t_0)[None, :], 0.0)[:, None, :])
+        store_tall(col, s_far.index(part), tall)
+        gl.store(out.kg + first + place, (col * gl.exp2(t_3 - t_2)[None, :][:, None, :]).to(half))
+
+        # Rows: what the scan reads, and the left operands of the scores.
+        e = gl.exp2(l)
+        up_to = times_power(e, middle[:, None, :])
+        if REMOVES:
+            gl.store(out.k_decayed + first + place, (b_k * up_to).to(half))
+            store_tall(b_k * e, s_k.index(part), tall)
+        b_q = load_tall(s_q.index(part), tall, quarters)
+        b_q *= s_scales.index(0).load(gl.SliceLayout(2, quarters))[:, :, None]
+        gl.store(out.qg + first + place, (b_q * up_to).to(half))
+        store_tall(b_q * e, s_q.index(part), tall)
+    fence_async_shared()
+    barrier()
+
+    i = none + gl.arange(0, S.BT, gl.SliceLayout(1, acc))
+    j = gl.arange(0, S.BT, gl.SliceLayout(0, acc))
+    b_beta = gl.where(i < n_rows, 1.0, 0.0)
+    if beta.ptr is not None:
+        at_b = beta.ptr + (i_hv + start * beta.row)
+        b_beta = gl.load(at_b + i * beta.row, mask=i < n_rows, other=0.0).to(gl.float32)
+    if R.BETA_SIGMOID:
+        b_beta = gl.where(i < n_rows, beta.factor * sigmoid(1.0, b_beta), 0.0)
+    gl.store(at + i, b_beta)
+    b_qk = scores(s_q, s_near, s_far, none, S)
+    b_kk = b_qk
+    if REMOVES:
+        b_kk = scores(s_k, s_near, s_far, none, S) * b_beta[:, None]
+    barrier()  # all products are done with the operands, whose place is used again
+    s_out = s_q._reinterpret(half, [2, S.BT, S.BT], wide)
+    rest = gl.where(i[:, None] == j[None, :], diagonal[:, None], 0.0)
+    b_qk = gl.where(i[:, None] > j[None, :], b_qk, rest)
+    store_terms(b_qk, out.Aqk + i_ch * (S.TERMS * S.BT * S.BT), s_out.index(none), flat, S.TERMS)
+    if REMOVES:
+        s_16 = s_near._reinterpret(gl.float32, [2, 16, S.BT], single)
+        places = (s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, S.BT], single))
+        store_inverse(b_kk, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
+
+
+def why_not(x: Inputs, c: Chunks, R: RuleOptions) -> str:
+    """Why the kernel cannot form these chunks; "" if it can."""
+    if x.q.shape[2] != 128:
+        return f"K must be 128, got {x.q.shape[2]}"
+    if c.rule.removal == "p":
+        return "the rule removes along p"
+    if not (R.SAFE and R.EXP2):
+        return "it has only the path of a safe gate, in powers of two"
+    if any(n % 16 for t in (x.q, x.k) for n in t.stride()[:2]):
+        return "the strides of q and k do not prove that copies of 16 bytes are aligned"
+    return ""
+
+
+def intra_channel(table: Tables, x: Inputs, c: Chunks, t: Tile, R: RuleOptions) -> None:
+    """Fills c, on the path of a safe gate. Raises ValueError for chunks that it cannot form."""
+    if reason := why_not(x, c, R):
+        raise ValueError(f"the tile {t} of stage intra cannot be used: {reason}")
+    given = rows(x.q), rows(x.k), gate(c.rule, x), beta(c.rule, x), c.formed(), table.chunks
+    NC, HV, _ = c.decay.shape
+    compiled = {"S": c.shape(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
+    launch(intra_sm90_kernel, (NC, HV), *given, c.rule.scale, **compiled)

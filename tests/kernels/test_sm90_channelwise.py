@@ -1,0 +1,179 @@
+"""The channelwise local stage in Gluon, interpreted, against its definition in fp64.
+
+tests/aot compiles the kernel, and tests/gpu runs it.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device import bundles
+from fla_cp.kernels.triton.intra import intra
+from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.tile_table import TALL, Tuning
+from fla_cp.partition.packing import Packing
+from fla_cp.rule import DeltaRule
+from tests.support.gluon_interpreter import interpreted
+
+K = 128
+OFFSETS = 0, 40, 150
+FORCED = Tuning(forced=(("intra", TALL),))
+
+
+class Case(NamedTuple):
+    """gate, bound: the rule's gate. raw: the mean of its projections, a large one for decays that
+    are as strong as the bound allows. H: heads of q and k; there are two value heads."""
+
+    gate: str = "sigmoid"
+    bound: float | None = -5.0
+    raw: float = 0.0
+    removal: str = "k"
+    norm: bool = True
+    H: int = 2
+    precise: bool = False
+
+
+CASES = {
+    "drawn decays": Case(),
+    "strongest decays": Case(raw=30.0),
+    "no decays": Case(raw=-30.0),
+    "softplus": Case("softplus", None, -1.0),
+    "given": Case("given", None, -0.5),
+    "no removal": Case(removal="none"),
+    "no norms": Case(norm=False),
+    "a group": Case(H=1),
+    "two terms": Case(precise=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(monkeypatch):
+    """fp32 takes the path of a safe gate: the interpreter's errors are then those of the kernel."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(bundles, "SAFE_DTYPES", (torch.float32,))
+    monkeypatch.setattr(bundles, "TWO_TERMS_BYTES", 4)
+    caches = bundles.rule_options, bundles.local_paths, bundles.shape
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def drawn(case: Case) -> tuple[DeltaRule, Inputs]:
+    torch.manual_seed(0)
+    T, given = OFFSETS[-1], case.gate == "given"
+    q, k = torch.randn(2, T, case.H, K)
+    g = case.raw + torch.randn(T, 2, K)
+    removes = case.removal == "k"
+    rule = DeltaRule(
+        scale=K**-0.5,
+        gate=case.gate,
+        lower_bound=case.bound,
+        safe_gate=True,
+        qk_l2norm=case.norm,
+        beta_factor=1.0 if removes else None,
+        removal=case.removal,
+        precise=case.precise,
+    )
+    q, k = (q, k) if case.norm else (q / 10, k / 10)
+    rates = (None, None) if given else (torch.rand(2), torch.randn(2 * K))
+    beta = torch.randn(T, 2) if removes else None
+    return rule, Inputs(q, k, torch.randn(T, 2, K), -g.abs() if given else g, beta, *rates, None)
+
+
+def bounds() -> list[tuple[int, int]]:
+    """The first token of each chunk, and the token after its last."""
+    return [
+        (a, min(a + 64, end)) for begin, end in pairwise(OFFSETS) for a in range(begin, end, 64)
+    ]
+
+
+def chunk(x: torch.Tensor) -> torch.Tensor:
+    """x [n, H, D] as [H, 64, D], zero beyond its rows."""
+    return torch.nn.functional.pad(x.transpose(0, 1), (0, 0, 0, 64 - len(x)))
+
+
+def defined(rule: DeltaRule, x: Inputs) -> dict[str, torch.Tensor]:
+    """What the stage forms, by its definition, in fp64; [chunks, heads, ..]."""
+    x = Inputs(*(None if t is None else t.double() for t in x))
+    log_decay = x.g
+    if rule.gate != "given":
+        raw, rate = x.g + x.dt_bias.view(2, K), x.A_log.exp()[:, None]
+        softplus = torch.nn.functional.softplus(raw)
+        sigmoid = (rate * raw).sigmoid()
+        log_decay = -rate * softplus if rule.gate == "softplus" else rule.lower_bound * sigmoid
+    q, k = (t.repeat_interleave(2 // t.shape[1], 1) for t in (x.q, x.k))
+    if rule.qk_l2norm:
+        q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+    beta = torch.ones_like(q[..., 0]) if x.beta is None else x.beta.sigmoid()
+    given = (q * rule.scale, k, log_decay, beta[..., None])
+    chunks = [[chunk(t[a:b]) for t in given] for a, b in bounds()]
+    q, k, log_decay, beta = (torch.stack(t) for t in zip(*chunks, strict=True))
+    beta = beta[..., 0]
+    gc = log_decay.cumsum(-2)
+    below = torch.ones(64, 64, dtype=torch.bool).tril()
+    weight = (gc[..., :, None, :] - gc[..., None, :, :]).masked_fill(~below[..., None], 0).exp()
+    scores = lambda rows: (rows[..., :, None, :] * k[..., None, :, :] * weight).sum(-1)  # noqa: E731
+    Akk = beta[..., None] * scores(k).tril(-1)
+    return {
+        "Aqk": scores(q).tril(),
+        "T": torch.linalg.inv(torch.eye(64) + Akk),
+        "decay": gc[..., -1, :].exp(),
+        "anchors": gc[..., 15::16, :] / torch.log(torch.tensor(2.0, dtype=torch.float64)),
+        "qg": q * gc.exp(),
+        "k_decayed": k * gc.exp(),
+        "kg": k * (gc[..., -1:, :] - gc).exp(),
+        "beta": beta,
+    }
+
+
+def formed(c: Chunks) -> dict[str, torch.Tensor]:
+    found = {n: getattr(c, n) for n in ("Aqk", "T", "decay", "anchors", "qg", "k_decayed", "kg")}
+    for n in ("Aqk", "T"):
+        terms = found[n].shape[-2] // 64 if found[n].numel() else 1
+        found[n] = found[n].unflatten(-2, (terms, 64)).sum(-3) if terms > 1 else found[n]
+    return found | {"beta": c.rows[:, :, 0]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_stage_forms_what_is_defined(name):
+    case = CASES[name]
+    rule, x = drawn(case)
+    packing = Packing.build(OFFSETS)
+    with interpreted() as launched:
+        found = formed(intra(rule, packing, x, FORCED))
+    assert set(launched) == {"intra_sm90_kernel"}
+    for part, exact in defined(rule, x).items():
+        if case.removal == "none" and part in ("T", "k_decayed"):
+            assert found[part].numel() == 0
+            continue
+        # A sum of up to 461 powers of two errs by 2^-15 of itself, and so does a decay.
+        error = (found[part].double() - exact).abs().max()
+        assert error <= 6e-5 * exact.abs().max() + 1e-30, (part, error)  # fp32 underflows
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({"K": 64}, "K must be 128, got 64"),
+        ({"removal": "p"}, "removes along p"),
+        ({"use_exp2": False}, "powers of two"),
+        ({"rows": 136}, "aligned"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_cannot_form_is_refused(changed, reason):
+    rule, x = drawn(Case())
+    x = x._replace(q=torch.zeros(150, 2, changed.get("rows", K))[..., : changed.get("K", K)])
+    x = x._replace(k=x.q, g=x.g[..., : x.q.shape[2]], dt_bias=None)
+    x = x._replace(p=x.k) if "removal" in changed else x
+    rule = rule._replace(**{n: y for n, y in changed.items() if n in rule._fields})
+    tuning = Tuning(forced=(("intra", TALL), ("intra_own", TALL)))
+    with interpreted(), pytest.raises(ValueError, match=reason):
+        intra(rule, Packing.build(OFFSETS), x, tuning)
