@@ -28,6 +28,7 @@ from fla_cp.kernels.triton.tile_table import (
     NARROW,
     TABLE,
     TALL,
+    TALL_BWD,
     TUNING,
     Tile,
     architecture,
@@ -83,7 +84,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         )
     ),
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
-    "intra_bwd": (Tile(32, 128, 4, 1), Tile(32, 64, 4, 3), Tile(16, 128, 4, 1)),
+    "intra_bwd": (Tile(32, 128, 4, 1), Tile(32, 64, 4, 3), Tile(16, 128, 4, 1), TALL_BWD),
     "intra_bwd_any": (Tile(32, 128, 4, 1), Tile(16, 128, 4, 1)),
 }
 """What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes

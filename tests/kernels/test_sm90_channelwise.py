@@ -11,14 +11,17 @@ import torch
 
 pytest.importorskip("triton")
 
+import fla_cp
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.intra import intra
 from fla_cp.kernels.triton.operands import Chunks
-from fla_cp.kernels.triton.tile_table import TALL, Tuning
+from fla_cp.kernels.triton.tile_table import TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
+from tests.support.closeness import assert_within_budget
 from tests.support.gluon_interpreter import interpreted
+from tests.support.tuned import tuned
 
 K = 128
 OFFSETS = 0, 40, 150
@@ -156,6 +159,53 @@ def test_the_stage_forms_what_is_defined(name):
         # A sum of up to 461 powers of two errs by 2^-15 of itself, and so does a decay.
         error = (found[part].double() - exact).abs().max()
         assert error <= 6e-5 * exact.abs().max() + 1e-30, (part, error)  # fp32 underflows
+
+
+def gradients(case: Case, dtype: torch.dtype, impl: str) -> dict[str, torch.Tensor]:
+    """o and the gradients of a public call on what `drawn` gives."""
+    rule, x = drawn(case)
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+    given = {n: t for n, t in zip(names, x, strict=False) if t is not None}
+    given = {
+        n: (t if t.ndim == 1 else t[None]).to(dtype).requires_grad_() for n, t in given.items()
+    }
+    options = {"lower_bound": case.bound} if case.gate == "sigmoid" else {}
+    if case.removal == "k":
+        options |= {"use_beta_sigmoid_in_kernel": True, "safe_gate": True}
+    operator = fla_cp.chunk_kda if case.removal == "k" else fla_cp.chunk_gla
+    o = operator(
+        **given,
+        **options,
+        scale=rule.scale,
+        use_gate_in_kernel=case.gate != "given",
+        use_qk_l2norm_in_kernel=case.norm,
+        cu_seqlens=torch.tensor(OFFSETS),
+        impl=impl,
+    )[0]
+    do = torch.sin(torch.arange(o.numel(), dtype=torch.float64)).view(o.shape).to(dtype)
+    found = torch.autograd.grad(o, list(given.values()), do)
+    return {"o": o.detach()} | {f"d{n}": d for n, d in zip(given, found, strict=True)}
+
+
+BACKWARD = ("drawn decays", "strongest decays", "no decays", "given", "no norms", "a group")
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_err_like_those_of_the_torch_stages(name):
+    case = CASES[name]
+    exact = gradients(case, torch.float64, "torch")
+    plain = gradients(case, torch.float32, "torch")
+    forced = (("intra", TALL), ("intra_bwd", TALL_BWD))
+    with interpreted() as launched, tuned(forced=forced):
+        found = gradients(case, torch.float32, "triton")
+    assert {"intra_sm90_kernel", "safe_bwd_sm90_kernel"} <= set(launched)
+    for part, value in found.items():
+        if exact[part].abs().max() < 1e-20:  # a gate at its bound, whose slope underflows
+            assert value.abs().max() < 1e-20, part
+            continue
+        # Rows and columns refer to a middle that is up to 116 powers of two away, and errors of
+        # exponents grow with them.
+        assert_within_budget(part, value, exact[part], plain[part], factor=4.0, shift=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,10 @@ def _where(condition: Any, x: Any, y: Any) -> Tensor:
     return torch.where(condition, torch.as_tensor(x), torch.as_tensor(y))
 
 
+def _sums(x: Tensor, axis: int, add: Any, reverse: bool = False) -> Tensor:
+    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+
+
 def _product(
     a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False
 ) -> Tensor:
@@ -245,7 +249,7 @@ def interpreted() -> Iterator[list[str]]:
         SwizzledSharedLayout=nothing,
         sum=lambda x, axis: x.sum(axis), num_warps=nothing,
         reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
-        associative_scan=lambda x, axis, add: x.cumsum(axis),
+        associative_scan=_sums,
         maximum=lambda x, y: torch.maximum(x, torch.as_tensor(y, dtype=x.dtype)),
         minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype)),
         rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,

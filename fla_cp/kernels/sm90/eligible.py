@@ -27,6 +27,7 @@ else:
 if GLUON:  # outside of the try, so that an error in these files is not taken for a missing Gluon
     from fla_cp.kernels.sm90 import (
         intra_channelwise,
+        intra_channelwise_bwd,
         intra_headwise,
         intra_headwise_bwd,
         scan,
@@ -38,6 +39,7 @@ __all__ = [
     "GLUON",
     "fits",
     "intra_channelwise",
+    "intra_channelwise_bwd",
     "intra_headwise",
     "intra_headwise_bwd",
     "pays",

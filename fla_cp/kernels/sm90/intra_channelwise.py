@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fla_cp.kernels.sm90.intra_headwise import copy_in, indices, store_inverse, store_terms, stripes
+from fla_cp.kernels.sm90.intra_headwise import indices, store_inverse, store_terms, stripes
 from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
@@ -66,6 +66,32 @@ def log_decay(raw, rate, bound, GATE: gl.constexpr):
 def times_power(x, n):
     """x * 2^n for n up to 0. Two factors form it, because 2^n may underflow where x is large."""
     return x * gl.exp2(gl.maximum(n, -120.0)) * gl.exp2(gl.minimum(n + 120.0, 0.0))
+
+
+@gluon.jit
+def copy_slab(ptr, row, n, place, BT: gl.constexpr, N: gl.constexpr):
+    """Starts to copy the first n rows of a tile [BT, N], which are `row` elements apart; the rows
+    after them become zero."""
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
+    i = gl.arange(0, BT, gl.SliceLayout(1, flat))[:, None]
+    j = gl.arange(0, N, gl.SliceLayout(0, flat))[None, :]
+    async_copy.async_copy_global_to_shared(place, ptr + (i * row + j), mask=i < n)
+
+
+@gluon.jit
+def load_raw(gate, start, i_hv, part, i, c, n_rows, S: gl.constexpr):
+    """raw = g + dt_bias, fp32, for rows i [4, 16, 1] and channels c [SLAB] of a slab, and rate =
+    exp(A_log)."""
+    g = rows_from(Rows(gate.g, gate.row, gate.head), start, i_hv)
+    at = g.ptr + part * SLAB + (i * g.row + c[None, :][:, None, :])
+    raw = gl.load(at, mask=i < n_rows, other=0.0).to(gl.float32)
+    rate = 1.0
+    if gate.dt_bias is not None:
+        bias = gl.load(gate.dt_bias + (i_hv * S.K + part * SLAB) + c).to(gl.float32)
+        raw += bias[None, :][:, None, :]
+    if gate.A_log is not None:
+        rate = gl.exp(gl.load(gate.A_log + i_hv).to(gl.float32))
+    return raw, rate
 
 
 @gluon.jit
@@ -151,8 +177,8 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     s_ends = gl.allocate_shared_memory(gl.float32, [PARTS, 4, SLAB], plain)
     q, k = rows_from(q, start, i_h), rows_from(k, start, i_h)
     for part in gl.static_range(PARTS):
-        copy_in(Rows(q.ptr + part * SLAB, q.row, q.head), n_rows, s_q.index(part), S.BT, SLAB)
-        copy_in(Rows(k.ptr + part * SLAB, k.row, k.head), n_rows, s_k.index(part), S.BT, SLAB)
+        copy_slab(q.ptr + part * SLAB, q.row, n_rows, s_q.index(part), S.BT, SLAB)
+        copy_slab(k.ptr + part * SLAB, k.row, n_rows, s_k.index(part), S.BT, SLAB)
     async_copy.commit_group()
     async_copy.wait_group(0)
     barrier()
@@ -184,20 +210,12 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     c = gl.arange(0, SLAB, gl.SliceLayout(0, ends))
     numbers = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None][:, :, None]
     numbers = numbers * 16 + r
-    g = rows_from(Rows(gate.g, gate.row, gate.head), start, i_hv)
-    rate = 1.0
-    if gate.A_log is not None:
-        rate = gl.exp(gl.load(gate.A_log + i_hv).to(gl.float32))
     for part in range(PARTS):
         # Decays: l since the quarter began, and their sums over each quarter. Rows are numbered
         # anew, so that no address stays in registers from slab to slab.
         again = (n_rows + part) // (S.BT + PARTS)
         i, columns = numbers + again, c[None, :][:, None, :]
-        at_g = g.ptr + part * SLAB + (i * g.row + columns)
-        raw = gl.load(at_g, mask=i < n_rows, other=0.0).to(gl.float32)
-        if gate.dt_bias is not None:
-            bias = gl.load(gate.dt_bias + (i_hv * S.K + part * SLAB) + c).to(gl.float32)
-            raw += bias[None, :][:, None, :]
+        raw, rate = load_raw(gate, start, i_hv, part, i, c, n_rows, S)
         steps = log_decay(raw, rate, gate.bound, R.GATE)
         l = gl.associative_scan(gl.where(i < n_rows, steps, 0.0), 1, plus)  # noqa: E741
         mine = gl.sum(gl.where(r == 15, l, 0.0), 1)

@@ -24,6 +24,7 @@ class Generation(Protocol):
     scan: Any
     scan_bwd: Any
     intra_channelwise: Any
+    intra_channelwise_bwd: Any
     intra_headwise: Any
     intra_headwise_bwd: Any
 

@@ -51,6 +51,7 @@ from fla_cp.kernels.triton.device.channelwise_grads import (
 )
 from fla_cp.kernels.triton.device.decay_sums import AFTER, PAIR, UP_TO, sums
 from fla_cp.kernels.triton.device.opaque import opaque
+from fla_cp.kernels.triton.generations import kernels_of
 from fla_cp.kernels.triton.intra_channelwise_bwd_safe import safe_bwd_kernel
 from fla_cp.kernels.triton.intra_channelwise_bwd_scores import beta_bwd, scores_bwd_kernel
 from fla_cp.kernels.triton.launch import cdiv, launch
@@ -275,6 +276,9 @@ def intra_channelwise_bwd(
         launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
         given = gate(rule, x), sums(dtype, x.q.device), out, where, out.shares.shape[1], rule.scale
         for t, R in paths:
+            if t.folder != "triton":
+                kernels_of(t.folder).intra_channelwise_bwd.safe_bwd(table, x, c, read, out, t, R)
+                continue
             kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
             compiled = {"S": shape_of(t._replace(BK=BK)), "R": R, "num_warps": t.warps}
             launch(kernel, (NC * tiles, HV), read, *given, **compiled, maxnreg=t.registers)

@@ -84,9 +84,9 @@ is full nevertheless."""
 NARROW, DEEP = Tile(128, 64, 4, 2, folder="sm90"), Tile(128, 64, 4, 3, folder="sm90")
 BROAD = Tile(128, 128, 8, 2, folder="sm90")
 WHOLE = Tile(128, 128, 8, 1, folder="sm90")
-TALL = Tile(128, 0, 4, 1, 168, folder="sm90")
-"""The safe path of the channelwise local stage. It is only tried (`benchmarks.tune`), since no GPU
-has run it yet."""
+TALL, TALL_BWD = Tile(128, 0, 4, 1, 168, folder="sm90"), Tile(64, 128, 4, 1, folder="sm90")
+"""The safe path of the channelwise local stage, forward and backward. They are only tried
+(`benchmarks.tune`), since no GPU has run them yet."""
 SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),

@@ -1,0 +1,317 @@
+"""The backward of everything local to a chunk on the path of a safe gate, for sm_90, in Gluon.
+
+triton/intra_channelwise_bwd_safe.py explains what is computed; the results are equal up to
+rounding. A program has a slab of 64 channels of a chunk and a head. Gates and sums along tokens are
+formed where a thread has 16 rows of two channels, so that sums are additions in its registers. All
+else is formed where products leave their results. In between, the sums of decays go one way through
+shared memory, and their gradient goes back.
+
+Decays are relative to the middle of their half, as in the forward. Pairs of a row in the second
+half and a column in the first have another factor a channel: it multiplies the columns before the
+products for rows, and the results of the products for columns.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fla_cp.kernels.sm90.intra_channelwise import (
+    SLAB,
+    copy_slab,
+    load_raw,
+    log_decay,
+    of_quarters,
+    plus,
+    quarter_sum,
+    sigmoid,
+    why_not,
+)
+from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device.blocks import rows_from
+from fla_cp.kernels.triton.device.bundles import Grads, RuleOptions, Saved, gate, shape
+from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
+from fla_cp.kernels.triton.device.gates import LOG2E
+from fla_cp.kernels.triton.device.planes import (
+    CHANNELWISE_PLANES,
+    DIAGONAL,
+    GRAD_PLANES,
+    K_DK,
+    K_SCALE,
+    Q_DQ,
+    Q_SCALE,
+)
+from fla_cp.kernels.triton.launch import launch
+from fla_cp.kernels.triton.operands import Chunks, Tables
+from fla_cp.kernels.triton.tile_table import Tile
+
+
+@gluon.jit
+def slopes(raw, rate, bound, dg, GATE: gl.constexpr):
+    """From the gradient of the log decay: those of raw and, element by element, of A_log."""
+    if GATE == "softplus":
+        d_raw = -rate * sigmoid(1.0, raw) * dg
+        return d_raw, log_decay(raw, rate, bound, GATE) / LOG2E * dg
+    elif GATE == "sigmoid":
+        s = sigmoid(rate, raw)
+        d_raw = (bound * rate) * s * (1.0 - s) * dg
+        return d_raw, d_raw * raw
+    else:
+        return dg, dg
+
+
+@gluon.jit
+def across_halves(x, anchors, c, first, S: gl.constexpr):
+    """x [64, SLAB], in the first half of the rows times the decay between the middles of both."""
+    n = gl.load(anchors + 2 * S.K + c) - gl.load(anchors + c)
+    near, far = gl.exp2(gl.maximum(n, -120.0)), gl.exp2(gl.minimum(n + 120.0, 0.0))
+    return gl.where(first, x * near[None, :] * far[None, :], x)
+
+
+@gluon.jit
+def store_slab(x, place, to, row, n_rows, acc: gl.constexpr, flat: gl.constexpr):
+    """Stores the first n_rows rows of x [64, 64], which are `row` elements apart. Results in half
+    precision go by way of shared memory."""
+    SHORT: gl.constexpr = to.dtype.element_ty == place.dtype
+    layout: gl.constexpr = flat if SHORT else acc
+    if SHORT:
+        place.store(x.to(place.dtype))
+        barrier()
+        x = place.load(layout)
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    gl.store(to + (i * row + j), x, mask=i < n_rows)
+
+
+@gluon.jit
+def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R: gl.constexpr):
+    """`safe_bwd_kernel` for key tiles of 64 channels. tokens: the rows of out.shares."""
+    tiles: gl.constexpr = S.K // SLAB
+    i_k = gl.program_id(0) % tiles
+    i_c, i_hv = (gl.program_id(0) // tiles).to(gl.int64), gl.program_id(1).to(gl.int64)
+    i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
+    n_rows = gl.load(chunks.rows + i_c)
+    start = gl.load(chunks.start + i_c).to(gl.int64)
+    half: gl.constexpr = x.v_new.dtype.element_ty
+    REMOVES: gl.constexpr = S.REMOVAL != "none"
+    wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
+    single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLAB, 16])
+    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    ends: gl.constexpr = gl.SliceLayout(1, quarters)
+
+    s_x = gl.allocate_shared_memory(half, [2, S.BT, SLAB], wide)  # q, k
+    s_s = gl.allocate_shared_memory(half, [2, S.BT, SLAB], wide)  # gradients of the scores
+    s_h = gl.allocate_shared_memory(half, [2, SLAB, S.V], wide)  # h, dh
+    s_v = gl.allocate_shared_memory(half, [3, S.BT, S.V], wide)  # do, y, v_new
+    q, k = rows_from(x.q, start, i_h), rows_from(x.k, start, i_h)
+    do = rows_from(x.do, start, i_hv)
+    states, values = (i_ch * S.K + i_k * SLAB) * S.V, i_ch * (S.BT * S.V)
+    copy_slab(x.h + states, S.V, SLAB, s_h.index(0), S.BT, S.V)
+    copy_slab(do.ptr, do.row, n_rows, s_v.index(0), S.BT, S.V)
+    if REMOVES:
+        copy_slab(x.y + values, S.V, S.BT, s_v.index(1), S.BT, S.V)
+    copy_slab(x.dh + states, S.V, SLAB, s_h.index(1), S.BT, S.V)
+    copy_slab(x.v_new + values, S.V, S.BT, s_v.index(2), S.BT, S.V)
+    copy_slab(q.ptr + i_k * SLAB, q.row, n_rows, s_x.index(0), S.BT, SLAB)
+    copy_slab(k.ptr + i_k * SLAB, k.row, n_rows, s_x.index(1), S.BT, SLAB)
+    scores = out.scores + i_ch * (2 * S.BT * S.BT)
+    copy_slab(scores, S.BT, S.BT, s_s.index(0), S.BT, SLAB)
+    if REMOVES:
+        copy_slab(scores + S.BT * S.BT, S.BT, S.BT, s_s.index(1), S.BT, SLAB)
+    async_copy.commit_group()
+
+    # Sums of decays from the middle of the half, where a thread has a quarter's rows.
+    w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
+    c_e = gl.arange(0, SLAB, gl.SliceLayout(0, ends))
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :][:, :, None]
+    i_q = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None][:, :, None]
+    i_q = i_q * 16 + r
+    raw, rate = load_raw(gate, start, i_hv, i_k, i_q, c_e, n_rows, S)
+    steps = gl.where(i_q < n_rows, log_decay(raw, rate, gate.bound, R.GATE), 0.0)
+    l = gl.associative_scan(steps, 1, plus)  # noqa: E741
+    whole = gl.sum(gl.where(r == 15, l, 0.0), 1)
+    l -= gl.where(w % 2 == 0, whole, 0.0)[:, None, :]  # noqa: E741
+
+    # What the states add, relative to the middle of each half. Vectors of channels are loaded again
+    # in each part, and barriers keep the parts apart: registers hold no more.
+    i = gl.arange(0, S.BT, gl.SliceLayout(1, acc))
+    c = gl.arange(0, SLAB, gl.SliceLayout(0, acc))
+    none = n_rows // (S.BT + 1)  # 0 in a form that the compiler cannot tell to be 0
+    first = (i < S.BT // 2)[:, None]
+    anchors = x.anchors + i_ch * (ANCHORS * S.K) + i_k * SLAB
+    zero = gl.full([S.BT, SLAB], 0.0, gl.float32, acc)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    h_dh = warpgroup_mma(
+        s_h.index(0), s_h.index(1).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    h_dh = warpgroup_mma_wait(0, deps=(h_dh,))
+    h_dh = gl.sum(gl.where(i[:, None] == c[None, :], h_dh, 0.0), 1)  # of each channel
+    b_dq = warpgroup_mma(
+        s_v.index(0), s_h.index(0).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    b_dr = b_dq
+    if REMOVES:
+        b_dr = warpgroup_mma(
+            s_v.index(1), s_h.index(0).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+    b_dc = warpgroup_mma(
+        s_v.index(2), s_h.index(1).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    if REMOVES:
+        b_dq, b_dr, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dr, b_dc))
+    else:
+        b_dq, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dc))
+    barrier()  # the tiles of states and values are free
+    s_sums = s_v.index(0)._reinterpret(gl.float32, [S.BT, SLAB], single)
+    s_f = s_h._reinterpret(half, [4, S.BT, SLAB], wide)  # near, far, rows of q, rows of beta k
+    s_o = s_v.index(2)._reinterpret(half, [2, S.BT, SLAB], wide)
+    s_dl = s_o.index(1)._reinterpret(gl.float32, [2, SLAB], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_sums.store(gl.convert_layout(gl.reshape(l, [S.BT, SLAB]), tall))
+    s_dl.index(0).store(h_dh)
+    middle = gl.where(first, gl.load(anchors + c)[None, :], gl.load(anchors + 2 * S.K + c)[None, :])
+    b_dc *= gl.exp2(gl.load(anchors + 3 * S.K + c)[None, :] - middle)
+    e = gl.exp2(middle)
+    b_dq *= e
+    if REMOVES:
+        b_dr *= -e
+    barrier()
+
+    # The factors of columns and rows.
+    at = x.rows + i_ch * (CHANNELWISE_PLANES * S.BT) + i
+    l_a = s_sums.load(acc)
+    col = s_x.index(1).load(acc).to(gl.float32) * gl.exp2(-l_a)
+    col *= gl.load(at + K_SCALE * S.BT)[:, None]
+    s_f.index(0).store(col.to(half))
+    s_f.index(1).store(across_halves(col, anchors, c + none, first, S).to(half))
+    barrier()
+    # The columns' gradients count once more at the chunk's last row, rounded like here.
+    s_dl.index(1).store(gl.sum(s_f.index(0).load(acc).to(gl.float32) * b_dc, 0))
+    f = gl.exp2(s_sums.load(acc))
+    b_x = s_x.index(0).load(acc).to(gl.float32) * f
+    s_f.index(2).store((b_x * gl.load(at + Q_SCALE * S.BT)[:, None]).to(half))
+    if REMOVES:
+        b_x = s_x.index(1).load(acc).to(gl.float32) * f
+        s_f.index(3).store((b_x * (gl.load(at + K_SCALE * S.BT) * gl.load(at))[:, None]).to(half))
+    fence_async_shared()
+    barrier()
+
+    # What the scores add: to columns, of rows in the second half and then in the first, and to
+    # rows, of each half.
+    late_s, late_x = s_s.index(0).slice(32, 32), s_f.index(2).slice(32, 32)
+    early_s, early_x = s_s.index(0).slice(0, 32), s_f.index(2).slice(0, 32)
+    late = warpgroup_mma(late_s.permute((1, 0)), late_x, zero, use_acc=False, is_async=True)
+    if REMOVES:
+        late_s, late_x = s_s.index(1).slice(32, 32), s_f.index(3).slice(32, 32)
+        late = warpgroup_mma(late_s.permute((1, 0)), late_x, late, is_async=True)
+    late = warpgroup_mma_wait(0, deps=(late,))
+    b_dc += across_halves(late, anchors, c + none * 2, first, S)
+    b_dc = warpgroup_mma(early_s.permute((1, 0)), early_x, b_dc, is_async=True)
+    if REMOVES:
+        early_s, early_x = s_s.index(1).slice(0, 32), s_f.index(3).slice(0, 32)
+        b_dc = warpgroup_mma(early_s.permute((1, 0)), early_x, b_dc, is_async=True)
+    b_dc = warpgroup_mma_wait(0, deps=(b_dc,))
+    near = warpgroup_mma(s_s.index(0), s_f.index(0), b_dq, is_async=True)
+    far = warpgroup_mma(s_s.index(0), s_f.index(1), b_dq, is_async=True)
+    near, far = warpgroup_mma_wait(0, deps=(near, far))
+    b_dq = gl.where(first, near, far)
+    if REMOVES:
+        near = warpgroup_mma(s_s.index(1), s_f.index(0), b_dr, is_async=True)
+        far = warpgroup_mma(s_s.index(1), s_f.index(1), b_dr, is_async=True)
+        near, far = warpgroup_mma_wait(0, deps=(near, far))
+        b_dr = gl.where(first, near, far)
+    barrier()
+
+    # Gradients of gc, q and k. All is read and numbered again, to free registers.
+    i, i_k = i + none, (gl.program_id(0) + none) % tiles
+    i_c = ((gl.program_id(0) + none) // tiles).to(gl.int64)
+    i_hv = (gl.program_id(1) + none).to(gl.int64)
+    start, i_ch = gl.load(chunks.start + i_c).to(gl.int64), i_c * S.HV + i_hv
+    at = x.rows + i_ch * (CHANNELWISE_PLANES * S.BT) + i
+    here = out.row_grads + i_ch * (GRAD_PLANES * S.BT) + i
+    b_dgc = s_f.index(2).load(acc).to(gl.float32) * b_dq
+    b_dgc -= s_f.index(0).load(acc).to(gl.float32) * b_dc
+    if REMOVES:
+        b_dgc += s_f.index(3).load(acc).to(gl.float32) * b_dr
+    s_dgc = s_v.index(1)._reinterpret(gl.float32, [S.BT, SLAB], single)
+    s_dgc.store(b_dgc)
+    barrier()
+    l_a = s_sums.load(acc)
+    f = gl.exp2(l_a)
+    b_dq *= f
+    b_dc *= gl.exp2(-l_a)
+    q_scale, k_scale = gl.load(at + Q_SCALE * S.BT), gl.load(at + K_SCALE * S.BT)
+    diagonal = gl.load(here + DIAGONAL * S.BT)
+    b_k = s_x.index(1).load(acc).to(gl.float32)
+    b_dq += (diagonal * k_scale)[:, None] * b_k
+    if REMOVES:
+        b_dr *= f
+        share = out.shares + ((i_k + 1).to(gl.int64) * tokens + start) * S.HV + i_hv
+        gl.store(share + i * S.HV, k_scale * gl.sum(b_k * b_dr, 1), mask=i < n_rows)
+        b_dc += b_dr * gl.load(at)[:, None]
+    barrier()
+    b_q = s_x.index(0).load(acc).to(gl.float32)
+    b_dc += (diagonal * q_scale)[:, None] * b_q
+    if R.NORM:
+        b_dq -= (gl.load(here + Q_DQ * S.BT) / (scale * scale) * q_scale)[:, None] * b_q
+        b_dc -= (gl.load(here + K_DK * S.BT) * k_scale)[:, None] * b_k
+    to = (start * S.HV + i_hv) * S.K + i_k * SLAB
+    row: gl.constexpr = S.HV * S.K
+    store_slab(b_dq * q_scale[:, None], s_o.index(0), out.dq + to, row, n_rows, acc, flat)
+    barrier()
+    store_slab(b_dc * k_scale[:, None], s_o.index(0), out.dk + to, row, n_rows, acc, flat)
+
+    # The gradient of the gate: sums over the rows from each one on.
+    d = gl.convert_layout(gl.reshape(s_dgc.load(tall), [4, 16, SLAB]), quarters)
+    column: gl.constexpr = gl.SliceLayout(0, ends)
+    end = gl.load(x.anchors + (i_ch * ANCHORS + 3) * S.K + i_k * SLAB + c_e)
+    at_end = s_dl.index(0).load(column) * gl.exp2(end)
+    at_end += s_dl.index(1).load(column)
+    d += gl.where(i_q == S.BT - 1, at_end[None, :][:, None, :], 0.0)
+    before = gl.associative_scan(d, 1, plus)
+    whole = gl.sum(gl.where(r == 15, before, 0.0), 1)
+    s_ends = s_sums._reinterpret(gl.float32, [4, SLAB], plain)
+    s_ends.store(whole)
+    barrier()
+    t_3 = quarter_sum(s_ends, 3, ends)
+    t_2 = quarter_sum(s_ends, 2, ends) + t_3
+    t_1 = quarter_sum(s_ends, 1, ends) + t_2
+    d += (whole + of_quarters(w, t_1, t_2, t_3, t_3 * 0.0))[:, None, :] - before
+    again = i_q + none
+    d = gl.where(again < n_rows, d, 0.0)
+    raw, rate = load_raw(gate, start, i_hv, i_k, again, c_e, n_rows, S)
+    d_raw, d_rate = slopes(raw, rate, gate.bound, d, R.GATE)
+    place = again * row + c_e[None, :][:, None, :]
+    gl.store(out.dg + to + place, d_raw.to(out.dg.dtype.element_ty), mask=again < n_rows)
+    if out.dA_log is not None:
+        total = gl.sum(gl.sum(gl.sum(d_rate, 1), 0), 0)
+        gl.store(out.dA_log + (i_c * tiles + i_k) * S.HV + i_hv, total)
+    if out.ddt_bias is not None:
+        bias = out.ddt_bias + i_ch * S.K + i_k * SLAB + c_e
+        gl.store(bias, gl.sum(gl.sum(d_raw, 1), 0))
+
+
+def safe_bwd(
+    table: Tables, x: Inputs, c: Chunks, read: Saved, out: Grads, t: Tile, R: RuleOptions
+) -> None:
+    """Launches the kernel. read, out: as `safe_bwd_kernel` takes them. Raises ValueError for chunks
+    that the kernel does not support."""
+    (NC, HV, K), H, V, rule = c.decay.shape, x.q.shape[1], x.v.shape[2], c.rule
+    reason = why_not(x, c, R) or ("" if V == 128 else f"V must be 128, got {V}")
+    if reason or t.BK != 64:
+        raise ValueError(f"the tile {t} of stage intra_bwd cannot be used: {reason or 'BK'}")
+    S = shape(rule, x.q.dtype, H, HV, K, V, t)
+    compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
+    given = read, gate(rule, x), out, table.chunks, out.shares.shape[1], rule.scale
+    launch(safe_bwd_sm90_kernel, (NC * (K // t.BK), HV), *given, **compiled)
