@@ -1,7 +1,7 @@
 """Tables of host integers that are copied to a device and kept."""
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -21,10 +21,18 @@ must be a module's function, or one made by a function under `functools.cache`."
 
 def _on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values` as a host tensor, pinned if it goes to CUDA, so that the host does not wait."""
-    table = torch.as_tensor(values, dtype=dtype, device="cpu")
+    if isinstance(values, np.ndarray) and values.dtype == _OF_NUMPY.get(dtype):
+        table = torch.from_numpy(values)
+    else:
+        table = torch.as_tensor(values, dtype=dtype, device="cpu")
     if table.is_inference() and not torch.is_inference_mode_enabled():
         table = table.clone()
     return table.pin_memory() if device.type == "cuda" else table
+
+
+def _check_no_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run the same call once before it is captured in a CUDA graph")
 
 
 def to_device(values: Numbers, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -34,18 +42,31 @@ def to_device(values: Numbers, dtype: torch.dtype, device: torch.device | str) -
     each replay.
     """
     device = torch.device(device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("run the same call once before it is captured in a CUDA graph")
-    # Tables outlive a call, autograd saves them, and `fill` writes them: no inference tensors.
+    _check_no_capture(device)
+    if torch.is_inference_mode_enabled():
+        # Tables outlive a call, autograd saves them, and `fill` writes them: no inference tensors.
+        with torch.inference_mode(False):
+            return to_device(values, dtype, device)
+    return _on_host(values, dtype, device).to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=256)
+def _counted(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0, .., n-1 on `device`, which all tables share. The host waits for the copy, so that every
+    stream may read it."""
     with torch.inference_mode(False):
-        return _on_host(values, dtype, device).to(device, non_blocking=True)
+        return torch.arange(n, dtype=dtype, device="cpu").to(device)
 
 
 def columns_to_device(
     columns: Columns, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
     """The columns on `device`. Unless one is a tensor, all go there in one copy, each to an address
-    that 16 bytes divide, for which kernels are compiled."""
+    that 16 bytes divide, for which kernels are compiled. A range from 0 that is the only column is
+    copied once for all tables."""
+    if len(columns) == 1 and isinstance(columns[0], range):
+        _check_no_capture(device)
+        return (_counted(len(columns[0]), dtype, device),)
     numbers = [c for c in columns if not isinstance(c, Tensor)]
     kind = _OF_NUMPY.get(dtype)
     if len(numbers) < len(columns) or len(numbers) == 1 or kind is None:

@@ -1,15 +1,18 @@
 """Packing and the slot table on random batches: properties of every partition."""
 
 import random
+from dataclasses import fields
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from fla_cp.comm import Local
 from fla_cp.custom_op import ONE_SLOT, framed_packing_of
-from fla_cp.partition.packing import Packing
+from fla_cp.partition.packing import Frame, Packing
 from fla_cp.partition.slots import link_slots
+from fla_cp.partition.whole import WholeSequences
 from fla_cp.pipeline import PlanKey
 from fla_cp.rule import CHUNK
 
@@ -153,3 +156,21 @@ def test_frames_of_packings_without_a_context(seed):
         key = PlanKey.of(packing, ONE_SLOT, Local())
         assert key == PlanKey.of(framed_packing_of((0, *edges, T)), ONE_SLOT, Local())
     assert len(frames) <= 12
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whole_sequences_are_the_packing_of_their_frame(seed):
+    """They list their segments late, and their tables come from the offsets: both are those of the
+    packing that is built segment by segment."""
+    rng = random.Random(seed)
+    T = rng.choice([0, 1, 64, 400, 3000])
+    offsets = (0, *sorted(rng.choices(range(T + 1), k=rng.randint(0, 20))), T)
+    found = WholeSequences(offsets)
+    counts = [-(-(b - a) // CHUNK) for a, b in pairwise(offsets)]
+    frame = Frame.around(sum(n > 0 for n in counts), sum(counts))
+    packing = Packing.build(offsets, frame=frame)
+    assert (found.longest, found.chunks) == (max(counts), sum(counts))
+    for name in (*(f.name for f in fields(Packing)), "everything", "offsets", "beginning"):
+        assert getattr(found, name) == getattr(packing, name), name
+    for mine, theirs in zip(found.edges, packing.edges, strict=True):
+        assert mine.dtype == np.int32 and mine.tolist() == theirs.tolist()

@@ -119,16 +119,17 @@ class ScanGrads(NamedTuple):
 
 
 def _columns(packing: Packing) -> Columns:
-    edges = [(s.start, s.stop) for s in packing.segments]
-    start, stop = np.array(edges, dtype=np.int32).reshape(-1, 2).T
-    chunks = (stop - start + CHUNK - 1) // CHUNK
-    first = np.cumsum(chunks, dtype=np.int32) - chunks
-    total = int(chunks.sum())
+    start, stop = packing.edges
+    chunks = (stop - start + (CHUNK - 1)) // CHUNK
+    ends = np.add.accumulate(chunks, dtype=np.int32)
+    first, total = ends - chunks, int(ends[-1]) if len(ends) else 0
     # Chunks without tokens, which fill a frame, are at an address that exists.
     size = total if packing.frame is None else packing.frame.chunks
     starts, rows = np.zeros((2, size), dtype=np.int32)
-    starts[:total] = np.repeat(start - CHUNK * first, chunks) + CHUNK * np.arange(total)
-    rows[:total] = np.minimum(CHUNK, np.repeat(stop, chunks) - starts[:total])
+    at = np.arange(0, CHUNK * total, CHUNK, dtype=np.int32)
+    at += (start - CHUNK * first).repeat(chunks)
+    starts[:total] = at
+    np.minimum(CHUNK, stop.repeat(chunks) - at, out=rows[:total])
     return starts, rows, start, stop, first
 
 
