@@ -39,6 +39,8 @@ TENSORS = len(Inputs._fields) + 1
 """How many of the shared arguments are tensors of the call: `Inputs` and the initial states."""
 
 ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
+ALONE = Local()
+"""The links and the exchange of a rank alone."""
 
 
 MAX_REPLAYED = 1024
@@ -61,7 +63,7 @@ def framed_packing_of(offsets: tuple[int, ...]) -> WholeSequences:
 @lru_cache(maxsize=1024)
 def _key_alone(tokens: int, frame: Frame) -> PlanKey:
     """The key of a rank alone. One object serves all packings, since it is found faster."""
-    return PlanKey.framed(tokens, 1, frame, ONE_SLOT, Local())
+    return PlanKey.framed(tokens, 1, frame, ONE_SLOT, ALONE)
 
 
 def make_plan(
@@ -76,14 +78,14 @@ def make_plan(
     into segments; it cuts none with a frame. extra: see `Backend.segment`."""
     if context is None and packing.frame is not None:
         key = _key_alone(packing.tokens, packing.frame)
-        return Plan(Spec(rule, packing), ONE_SLOT, Local(), backend, packing, key)
+        return Plan(Spec(rule, packing), ONE_SLOT, ALONE, backend, packing, key)
     links, ahead = context.links if context else ONE_SLOT, packing
     if shape is not None:
         whole, packing = packing, backend.segment(packing, *shape, True, extra)
         ahead = packing
         if packing is whole and not links.any:
             ahead = backend.segment(packing, *shape, False)
-    exchange = context.exchange if context else Local()
+    exchange = context.exchange if context else ALONE
     key = PlanKey.of(packing, links, exchange)
     return Plan(Spec(rule, packing), links, exchange, backend, ahead, key)
 

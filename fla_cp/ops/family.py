@@ -106,7 +106,7 @@ def chunk(
     if known is not None and known.plan is not None:
         return _known_call(known.kind, known.plan, x, options)
     if known is not None and known.packed is not None:
-        plan = _packed_plan(known, known.packed, x, options)
+        plan = _packed_plan(known, known.packed.states, x, options)
         if plan is not None:
             return _known_call(known.kind, plan, x, options)
         known = None
@@ -393,20 +393,20 @@ PACKED_PLANS = 64
 
 
 @lru_cache(maxsize=PACKED_PLANS)
-def _plan_of(known: Known, shape: Shape, offsets: tuple[int, ...], shares: bool) -> Plan:
-    """The plan of a packed call without a context. shares: see `_packing_of`."""
+def _plan_of(known: Known, offsets: tuple[int, ...], shares: bool) -> Plan:
+    """The plan of a packed call like one before. shares: see `_packing_of`."""
+    assert known.packed is not None
+    shape = known.packed.shape
     packing = _packing_of(offsets, shape, known.backend, shares)
     return custom_op.make_plan(known.rule, packing, None, known.backend, shape)
 
 
-def _packed_plan(
-    known: Known, packed: Packed, x: Tensors, options: Mapping[str, Any]
-) -> Plan | None:
+def _packed_plan(known: Known, states: bool, x: Tensors, options: Mapping[str, Any]) -> Plan | None:
     """The plan of a packed call like one before, after checks of its offsets. None if there is not
-    one initial state for each sequence."""
-    (states, shape), state = packed, options.get("initial_state")
+    one initial state for each sequence. states: whether states are given or wanted."""
+    state = options.get("initial_state")
     offsets = read_offsets(options["cu_seqlens"], options.get("cu_seqlens_cpu"), x.q.shape[1])
     if state is not None and len(state) != len(offsets) - 1:
         return None
     shares = not states and known.backend.replay_stream(x.q.device) is not None
-    return _plan_of(known, shape, offsets, shares)
+    return _plan_of(known, offsets, shares)

@@ -17,7 +17,6 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -299,12 +298,11 @@ class Packing(Tabled):
         """0, and then where each segment stops, in local tokens; without the spare."""
         return (0, *(s.stop for s in (self.segments[:-1] if self.frame else self.segments)))
 
-    @property
-    def edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where each segment starts, and where it stops, in local tokens: [S] each, int32."""
-        found = np.array([(s.start, s.stop) for s in self.segments], dtype=np.int32)
-        start, stop = found.reshape(-1, 2).T
-        return start, stop
+    def spans(self) -> tuple[list[int], list[int], list[int]]:
+        """Where each segment starts and where it stops, in local tokens, and its chunks."""
+        start, stop = [s.start for s in self.segments], [s.stop for s in self.segments]
+        chunks = [(b - a + CHUNK - 1) // CHUNK for a, b in zip(start, stop, strict=True)]
+        return start, stop, chunks
 
     @cached_property
     def single(self) -> bool:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
-
 from fla_cp.partition.packing import Frame, Packing, Segment
 from fla_cp.rule import CHUNK
 
@@ -21,11 +19,12 @@ class WholeSequences(Packing):
 
     It equals `Packing.build(offsets, frame=...)` with the frame of `Frame.around`. Its segments are
     listed when something first asks for them.
-    given: the offsets [N+1], which must have been checked. chunks: how many chunks have tokens.
-    longest: the chunks of the longest sequence.
+    given: the offsets [N+1], which must have been checked. counts: the chunks of each sequence.
+    chunks: those of all. longest: those of the longest.
     """
 
     given: tuple[int, ...]
+    counts: list[int]
     chunks: int
     longest: int
 
@@ -40,6 +39,7 @@ class WholeSequences(Packing):
             frame=Frame.around(parts, chunks),
             loads=(),
             given=offsets,
+            counts=counts,
             chunks=chunks,
             longest=max(counts),
         )
@@ -56,10 +56,10 @@ class WholeSequences(Packing):
     def empty(self) -> tuple[int, ...]:
         return self._listed.empty
 
-    @property
-    def edges(self) -> tuple[np.ndarray, np.ndarray]:
-        assert self.frame is not None
-        stops = [*dict.fromkeys(self.given)]  # sequences without tokens are no segments
-        stops += [self.tokens] * (self.frame.segments + 1 - len(stops))
-        found = np.array(stops, dtype=np.int32)
-        return found[:-1], found[1:]
+    def spans(self) -> tuple[list[int], list[int], list[int]]:
+        chunks = self.counts
+        if 0 in chunks:  # sequences without tokens are no segments
+            chunks = [n for n in chunks if n]
+        spare = self.count - len(chunks)
+        edges = [*dict.fromkeys(self.given), *[self.tokens] * spare]
+        return edges[:-1], edges[1:], chunks + [0] * spare
