@@ -88,10 +88,10 @@ class DeviceTable:
     something asks.
 
     memory: all columns, if they are in one piece of memory, else None. starts, lengths: as in
-    `Joined`.
+    `Joined`. shared: whether other objects have the same table.
     """
 
-    __slots__ = ("_addresses", "_columns", "lengths", "memory", "starts")
+    __slots__ = ("_addresses", "_columns", "lengths", "memory", "shared", "starts")
 
     def __init__(
         self,
@@ -99,15 +99,18 @@ class DeviceTable:
         starts: tuple[int, ...] = (),
         lengths: tuple[int, ...] = (),
         columns: tuple[Tensor, ...] | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
-        self.memory, self.starts, self.lengths = memory, starts, lengths
+        self.memory, self.starts, self.lengths, self.shared = memory, starts, lengths, shared
         self._columns = columns
         self._addresses: tuple[int, ...] | None = None
 
     @classmethod
     def send(cls, columns: Columns, dtype: torch.dtype, device: torch.device) -> DeviceTable:
         """The columns on `device`. Unless one is a tensor, all go there in one copy. A range from 0
-        that is the only column is copied once for all tables."""
+        that is the only column is copied once for all tables. Programs take it for a constant, so
+        all objects for which a program is replayed must have the same one."""
         if not isinstance(columns, Joined):
             if len(columns) == 1 and isinstance(columns[0], range):
                 _check_no_capture(device)
@@ -147,7 +150,7 @@ class DeviceTable:
             return fill(self.memory, joined.values)
         assert not isinstance(columns, Joined)
         for column, values in zip(self.columns, columns, strict=True):
-            if isinstance(values, range):  # all tables with so many numbers share them
+            if self.shared:
                 assert len(values) == len(column), (len(values), len(column))
             else:
                 fill(column, values)
@@ -170,7 +173,8 @@ def fill(table: Tensor, values: Numbers) -> None:
 def _counted(n: int, dtype: torch.dtype, device: torch.device) -> DeviceTable:
     """0, .., n-1 on `device`. The host waits for the copy, so that every stream may read it."""
     with torch.inference_mode(False):
-        return DeviceTable(None, columns=(torch.arange(n, dtype=dtype, device="cpu").to(device),))
+        column = torch.arange(n, dtype=dtype, device="cpu").to(device)
+    return DeviceTable(None, columns=(column,), shared=True)
 
 
 class Tabled:
@@ -199,7 +203,11 @@ class Tabled:
             return table.columns
         with paused():
             found = table.columns
-        tape.table(self, build, dtype, found)
+        if table.shared:
+            for column in found:
+                tape.constant(column)
+        else:
+            tape.table(self, build, dtype, found)
         return found
 
     def addresses(self, build: Build, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from fla_cp.kernels.triton import streams
 from fla_cp.ops.known import known_calls
 from fla_cp.partition import device_tables
 from fla_cp.partition.packing import Packing
+from fla_cp.program import Program
 from tests.support.driver import IdleDriver
 from tests.support.fake_group import one_of
 
@@ -114,6 +115,12 @@ def test_a_new_packing_takes_few_steps(machine, monkeypatch):
     monkeypatch.setattr(device_tables, "to_device", counted)
     assert unreplayed("chunk_kda", T, H, NEW, 2, monkeypatch) == 0
     assert len(sent) == NEW
+    (known,) = known_calls.values()
+    found = (*known.kind.forward.known.values(), *known.kind.backward.known.values())
+    programs = [x for x in found if isinstance(x, Program)]
+    assert len(programs) >= 2
+    for program in programs:  # the order of segments is the same in all packings
+        assert program.source.count("plan.packing.") == 1
     assert unreplayed("chunk_kda", T, H, 10, 2, monkeypatch) == 0
     assert len(sent) == NEW + 10  # the first ones were forgotten
     assert unreplayed("chunk_kda", T, H, 10, 2, monkeypatch) == 0
