@@ -8,7 +8,6 @@ An empty tensor stands for an output that is not wanted.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -20,6 +19,7 @@ from fla_cp.handle import Handle, Sizes
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Frame, Packing
+from fla_cp.partition.whole import WholeSequences
 from fla_cp.pipeline import Plan, PlanKey, Result, Saved, announcement, backward, forward
 from fla_cp.recent import Recent
 from fla_cp.replay import Replayed, layout
@@ -39,6 +39,8 @@ TENSORS = len(Inputs._fields) + 1
 """How many of the shared arguments are tensors of the call: `Inputs` and the initial states."""
 
 ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
+ALONE = Local()
+"""The links and the exchange of a rank alone."""
 
 
 MAX_REPLAYED = 1024
@@ -53,11 +55,15 @@ def packing_of(offsets: tuple[int, ...]) -> Packing:
 
 
 @lru_cache(maxsize=16)
-def framed_packing_of(offsets: tuple[int, ...]) -> Packing:
+def framed_packing_of(offsets: tuple[int, ...]) -> WholeSequences:
     """The packing filled up to sizes that others have, too, so that they share programs."""
-    chunks = [(b - a + CHUNK - 1) // CHUNK for a, b in pairwise(offsets)]
-    frame = Frame.around(sum(n > 0 for n in chunks), sum(chunks))
-    return Packing.build(offsets, frame=frame)
+    return WholeSequences(offsets)
+
+
+@lru_cache(maxsize=1024)
+def _key_alone(tokens: int, frame: Frame) -> PlanKey:
+    """The key of a rank alone. One object serves all packings, since it is found faster."""
+    return PlanKey.framed(tokens, 1, frame, ONE_SLOT, ALONE)
 
 
 def make_plan(
@@ -65,20 +71,21 @@ def make_plan(
     packing: Packing,
     context: FLACPContext | None,
     backend: Backend,
-    x: Inputs | None = None,
+    shape: tuple[int, int, int, torch.device] | None = None,
     extra: int | None = None,
 ) -> Plan:
-    """The plan of a call. With x, the backend may cut sequences into segments. extra: see
-    `Backend.segment`."""
+    """The plan of a call. With its shape, HV, K, V and the device, the backend may cut sequences
+    into segments; it cuts none with a frame. extra: see `Backend.segment`."""
+    if context is None and packing.frame is not None:
+        key = _key_alone(packing.tokens, packing.frame)
+        return Plan(Spec(rule, packing), ONE_SLOT, ALONE, backend, packing, key)
     links, ahead = context.links if context else ONE_SLOT, packing
-    if x is not None:
-        (HV, V), K = x.v.shape[-2:], x.q.shape[-1]
-        shape = (HV, K, V, x.q.device)
+    if shape is not None:
         whole, packing = packing, backend.segment(packing, *shape, True, extra)
         ahead = packing
         if packing is whole and not links.any:
             ahead = backend.segment(packing, *shape, False)
-    exchange = context.exchange if context else Local()
+    exchange = context.exchange if context else ALONE
     key = PlanKey.of(packing, links, exchange)
     return Plan(Spec(rule, packing), links, exchange, backend, ahead, key)
 
@@ -149,7 +156,8 @@ class Call:
         backend = self.backend
 
         def build() -> Plan:
-            return make_plan(self.rule, packing, context, backend, self.x, self.extra)
+            shape = *self.shape, self.x.q.device
+            return make_plan(self.rule, packing, context, backend, shape, self.extra)
 
         key = "plan of an op", self.rule, backend, *self.shape, self.x.q.device
         return kept_plan(packing, context, key, build)

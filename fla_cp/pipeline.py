@@ -24,7 +24,7 @@ from fla_cp.comm.exchange.base import Unsent
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept
 from fla_cp.kernels.rehearsal import announced, on_meta
 from fla_cp.kernels.torch.intra import Inputs, Spec
-from fla_cp.partition.packing import Packing
+from fla_cp.partition.packing import Frame, Packing
 from fla_cp.rule import DeltaRule, accumulator
 from fla_cp.tape import step
 
@@ -39,15 +39,26 @@ class PlanKey:
     def of(cls, packing: Packing, links: Links, exchange: Exchange) -> PlanKey:
         """With a frame, the tokens of a rank, the sizes and the links decide, with fixed links only
         who owns which slot; else the packing itself. A key does not keep the group alive."""
-        group = None if exchange.group is None else weakref.ref(exchange.group)
-        scheme: Any = type(exchange), group
-        where = packing.tokens, packing.ranges, scheme
-        if packing.frame is None:
-            exact = packing.sequences, packing.segments, packing.empty, packing.loads
-            return cls(*where, *exact, links)
+        where = packing.tokens, packing.ranges
+        if packing.frame is not None:
+            return cls.framed(*where, packing.frame, links, exchange)
+        exact = packing.sequences, packing.segments, packing.empty, packing.loads
+        return cls(*where, cls._scheme(exchange), *exact, links)
+
+    @classmethod
+    def framed(
+        cls, tokens: int, ranges: int, frame: Frame, links: Links, exchange: Exchange
+    ) -> PlanKey:
+        """The key of all packings with this frame, of so many tokens and ranges on the rank."""
+        where = tokens, ranges, cls._scheme(exchange), frame
         if not links.fixed:
-            return cls(*where, packing.frame, links)
-        return cls(*where, packing.frame, links.owner, links.row, links.slots_per_rank)
+            return cls(*where, links)
+        return cls(*where, links.owner, links.row, links.slots_per_rank)
+
+    @staticmethod
+    def _scheme(exchange: Exchange) -> Hashable:
+        group: Any = exchange.group
+        return type(exchange), None if group is None else weakref.ref(group)
 
     @cached_property
     def _hash(self) -> int:

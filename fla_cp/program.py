@@ -110,8 +110,8 @@ class _Writer:
         for item in self.items:
             if isinstance(item, Launch):
                 self.pointed |= {ref.root.number for ref in _refs(item.args)}
-        needed = self.pointed | self.used
-        needed |= {ref.root.number for ref in self.outputs if ref is not None}
+        as_tensors = self.used | {ref.root.number for ref in self.outputs if ref is not None}
+        needed = self.pointed | as_tensors
         tables: dict[tuple, str] = {}
         for root in self.roots:
             n = root.number
@@ -121,12 +121,17 @@ class _Writer:
                 self.lines.append(f"m{n} = inputs[{root.what}]")
             elif root.kind == "table":
                 column: Column = root.what
-                if column[:3] not in tables:
-                    tables[column[:3]] = f"t{len(tables)}"
+                # Kernels need a column's address only; to make a tensor of it takes longer.
+                how, name = ("table", f"m{n}") if n in as_tensors else ("addresses", f"m{n}a")
+                key = (*column[:3], how)
+                if key not in tables:
+                    tables[key] = f"t{len(tables)}"
                     given = f"{self._value(column.build)}, {self._value(column.dtype)}"
-                    call = f"{column.owner}.table({given}, inputs[0].device)"
-                    self.lines.append(f"{tables[column[:3]]} = {call}")
-                self.lines.append(f"m{n} = {tables[column[:3]]}[{column.place}]")
+                    call = f"{column.owner}.{how}({given}, inputs[0].device)"
+                    self.lines.append(f"{tables[key]} = {call}")
+                self.lines.append(f"{name} = {tables[key]}[{column.place}]")
+                if n not in as_tensors:
+                    continue
             elif root.kind == "constant":
                 self.names[f"m{n}"] = root.what
                 continue

@@ -17,7 +17,6 @@ from fla_cp.arguments import PLAIN_TENSORS
 from fla_cp.context import FLACPContext
 from fla_cp.custom_op import kept_plan, make_plan, packing_of
 from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.nn.modules import GatedRMSNorm, ShortConvolution, transformed
 from fla_cp.nn.projections import Projections, watched
 from fla_cp.nn.whole_layer import Call, Facts, Values, Weights
@@ -119,7 +118,7 @@ def supported(module: nn.Module) -> bool:
 
 
 def _call(facts: Facts, x: Tensor, weight: Tensor, context: FLACPContext | None) -> Call:
-    (B, T, hidden), (H, HV, K, V) = x.shape, facts[:4]
+    (B, T, hidden), (_, HV, K, V) = x.shape, facts[:4]
     check_sequences(T, B, None, context)
     if context is not None:
         check_conv1d_context(facts.taps, context)
@@ -135,10 +134,7 @@ def _call(facts: Facts, x: Tensor, weight: Tensor, context: FLACPContext | None)
     place = Place.of(facts.impl, rows, weight, context, B)
 
     def build() -> Plan:
-        q, v = (x.new_empty(0, *heads) for heads in ((H, K), (HV, V)))
-        return make_plan(
-            known.rule, packing, context, backend, Inputs(q, q, v, v, None, None, None)
-        )
+        return make_plan(known.rule, packing, context, backend, (HV, K, V, x.device))
 
     plan = kept_plan(packing, context, ("layer", known.number), build)
     return Call(facts, known, plan, place, len(place.where.halo))

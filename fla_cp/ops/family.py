@@ -12,7 +12,7 @@ GLA, simple GLA            channel, head   0, and b_t = 1
 """
 
 from collections.abc import Mapping
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +39,13 @@ from fla_cp.ops.checks import (
     check_ndims,
     check_sequences,
 )
-from fla_cp.ops.known import key_of, known_calls, remember
+from fla_cp.ops.known import Known, Packed, Shape, key_of, known_calls, remember
 from fla_cp.ops.options import FLAGS, RECURRENT_ONLY, TENSORS, Names, Options, Tensors
 from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
-from fla_cp.partition.checks import check_host_copy, check_offsets
+from fla_cp.partition.checks import read_offsets
 from fla_cp.partition.packing import Packing
 from fla_cp.pipeline import Plan
-from fla_cp.rule import CHUNK, DeltaRule, accumulator
+from fla_cp.rule import DeltaRule, accumulator
 
 
 class Member(NamedTuple):
@@ -105,14 +105,17 @@ def chunk(
     known = None if key is None else known_calls.use(key)
     if known is not None and known.plan is not None:
         return _known_call(known.kind, known.plan, x, options)
+    if known is not None and known.packed is not None:
+        plan = _packed_plan(known, known.packed.states, x, options)
+        if plan is not None:
+            return _known_call(known.kind, plan, x, options)
+        known = None
     context = options.get("cp_context")
     if known is not None:
         o = Options(**options)
         packing = _packing(x, o, rows, known.backend) if context is None else context.packing
         if context is not None:
             context.check_alive()
-        elif o.cu_seqlens is not None and o.cu_seqlens_cpu is not None:
-            check_host_copy(o.cu_seqlens, o.cu_seqlens_cpu, x.q.shape[1])
         if o.initial_state is not None and len(o.initial_state) != packing.sequences:
             known = None
     if known is None:
@@ -137,11 +140,14 @@ def chunk(
         packing = _shared_packing(context, inputs, o, backend)
 
     def build() -> Plan:
-        return custom_op.make_plan(rule, packing, context, backend, inputs)
+        return custom_op.make_plan(rule, packing, context, backend, _shape(x))
 
     plan = build() if key is None else custom_op.kept_plan(packing, context, known.number, build)
-    if context is None and o.cu_seqlens is None and rows == 1:
-        known.plan = plan
+    if context is None and rows == 1:
+        if o.cu_seqlens is None:
+            known.plan = plan
+        else:
+            known.packed = Packed(_states(o), _shape(x))
     out, final, h = DeltaRuleFunction.apply(
         known.kind, plan, *inputs, accumulated(o.initial_state, x.q)
     )
@@ -155,7 +161,7 @@ def chunk(
 def _known_call(
     kind: Kind, plan: Plan, x: Tensors, options: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """A call like one before, over whole sequences of equal length."""
+    """A call like one before, over whole sequences."""
     option = options.get
     inputs = x.q, x.k, x.v, x.g, x.beta, option("A_log"), option("dt_bias"), x.p
     initial = accumulated(option("initial_state"), x.q)
@@ -329,6 +335,10 @@ def one_dim(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.ndim == 1 else x.flatten()
 
 
+def _shape(x: Tensors) -> Shape:
+    return x.v.shape[2], x.q.shape[3], x.v.shape[3], x.q.device
+
+
 def _states(o: Options) -> bool:
     """Whether states are given or wanted. A frame has none."""
     return o.initial_state is not None or o.output_final_state or o.return_intermediate_states
@@ -354,24 +364,49 @@ def _shared_packing(context: FLACPContext, x: Inputs, o: Options, backend: Backe
 
 def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
     """The packing of a call without a context."""
-    (B, T), (HV, V) = x.q.shape[:2], x.v.shape[2:]
+    B, T = x.q.shape[:2]
     if o.cu_seqlens is None:
         return custom_op.packing_of(tuple(range(0, B * T * rows + 1, T * rows)))
-    offsets = tuple((o.cu_seqlens if o.cu_seqlens_cpu is None else o.cu_seqlens_cpu).tolist())
-    check_offsets("cu_seqlens", offsets, T)
-    if _states(o) or rows > 1 or len(offsets) == 2:
-        return custom_op.packing_of(offsets if rows == 1 else tuple(rows * i for i in offsets))
-    if backend.replay_stream(x.q.device) is None:
+    offsets = read_offsets(o.cu_seqlens, o.cu_seqlens_cpu, T)
+    if rows > 1:
+        return custom_op.packing_of(tuple(rows * i for i in offsets))
+    shares = not _states(o) and backend.replay_stream(x.q.device) is not None
+    return _packing_of(offsets, _shape(x), backend, shares)
+
+
+def _packing_of(offsets: tuple[int, ...], shape: Shape, backend: Backend, shares: bool) -> Packing:
+    """The packing of these offsets. shares: it may be one in a frame, whose programs others share;
+    it is unless it has one sequence only, or is cut."""
+    if not shares or len(offsets) == 2:
         return custom_op.packing_of(offsets)
-    framed, shape = custom_op.framed_packing_of(offsets), (HV, x.q.shape[-1], V, x.q.device)
-
-    def whole() -> bool:
-        chunks = [-(-(b - a) // CHUNK) for a, b in pairwise(offsets)]
-        if backend.stays_whole(max(chunks), sum(chunks), HV, V, x.q.device):
-            return True
+    HV, _, V, device = shape
+    framed = custom_op.framed_packing_of(offsets)
+    if not backend.stays_whole(framed.longest, framed.chunks, HV, V, device):
         plain = custom_op.packing_of(offsets)
-        return all(backend.segment(plain, *shape, both) is plain for both in (True, False))
+        if any(backend.segment(plain, *shape, both) is not plain for both in (True, False)):
+            return plain
+    return framed
 
-    if framed.cached(("whole", backend.name, *shape), whole):
-        return framed
-    return custom_op.packing_of(offsets)
+
+PACKED_PLANS = 64
+"""The most plans of packed calls that are kept for the next call with the same offsets."""
+
+
+@lru_cache(maxsize=PACKED_PLANS)
+def _plan_of(known: Known, offsets: tuple[int, ...], shares: bool) -> Plan:
+    """The plan of a packed call like one before. shares: see `_packing_of`."""
+    assert known.packed is not None
+    shape = known.packed.shape
+    packing = _packing_of(offsets, shape, known.backend, shares)
+    return custom_op.make_plan(known.rule, packing, None, known.backend, shape)
+
+
+def _packed_plan(known: Known, states: bool, x: Tensors, options: Mapping[str, Any]) -> Plan | None:
+    """The plan of a packed call like one before, after checks of its offsets. None if there is not
+    one initial state for each sequence. states: whether states are given or wanted."""
+    state = options.get("initial_state")
+    offsets = read_offsets(options["cu_seqlens"], options.get("cu_seqlens_cpu"), x.q.shape[1])
+    if state is not None and len(state) != len(offsets) - 1:
+        return None
+    shares = not states and known.backend.replay_stream(x.q.device) is not None
+    return _plan_of(known, offsets, shares)

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,17 +17,29 @@ from fla_cp.recent import Recent
 from fla_cp.replay import Replayed, layout
 from fla_cp.rule import DeltaRule
 
+Shape = tuple[int, int, int, torch.device]
+"""HV, K, V and the device of a call."""
 
-@dataclass(slots=True)
+
+class Packed(NamedTuple):
+    """states: whether states are given or wanted."""
+
+    states: bool
+    shape: Shape
+
+
+@dataclass(slots=True, eq=False)
 class Known:
     """What is decided for calls with one `key_of`. number: no other has it; caches use it. plan:
-    that of all these calls, if they have neither offsets of sequences nor a context, else None."""
+    that of all these calls, if they have neither offsets of sequences nor a context, else None.
+    packed: if they have offsets, but no context, what decides how these calls are planned."""
 
     number: int
     rule: DeltaRule
     backend: Backend
     kind: Kind
     plan: Plan | None = None
+    packed: Packed | None = None
 
 
 MAX_KNOWN = 1024

@@ -52,8 +52,23 @@ def check_host_copy(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, tokens: int | No
         )
 
 
+def read_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int) -> tuple[int, ...]:
+    """The offsets of a call with T = tokens, after all checks of their values. Dtype, dims and
+    device of both tensors must have been checked. Waits for the device without cu_seqlens_cpu."""
+    if cu_seqlens_cpu is None:
+        offsets, name = cu_seqlens.tolist(), "cu_seqlens"
+    else:
+        offsets, name = cu_seqlens_cpu.tolist(), "cu_seqlens_cpu"
+        if cu_seqlens.device.type == "cpu" or len(offsets) != cu_seqlens.numel():
+            check_host_copy(cu_seqlens, cu_seqlens_cpu, tokens)
+    check_offsets(name, offsets, tokens)
+    return tuple(offsets)
+
+
 def check_offsets(name: str, offsets: Sequence[int], tokens: int | None = None) -> None:
     """The values of a cu_seqlens."""
+    if offsets[0] == 0 and tokens in (None, offsets[-1]) and [*offsets] == sorted(offsets):
+        return
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {offsets[0]}")
     for i, (a, b) in enumerate(pairwise(offsets)):

@@ -1,8 +1,11 @@
 """Tables of host integers that are copied to a device and kept."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
-from typing import Any, Self, TypeVar
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +16,18 @@ from fla_cp.tape import active, paused
 _T = TypeVar("_T")
 
 Numbers = Sequence[int] | np.ndarray | Tensor
-Columns = Sequence[Numbers]
+
+
+class Joined(NamedTuple):
+    """Columns in one array, so that one copy takes them to a device. values: the array. starts:
+    where each column starts in it, see `places_of`. lengths: those of the columns."""
+
+    values: np.ndarray
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+Columns = Sequence[Numbers] | Joined
 Build = Callable[[Any], Columns]
 """Returns a table's columns for the object that keeps the table. It is also the table's key, so it
 must be a module's function, or one made by a function under `functools.cache`."""
@@ -21,10 +35,18 @@ must be a module's function, or one made by a function under `functools.cache`."
 
 def _on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`values` as a host tensor, pinned if it goes to CUDA, so that the host does not wait."""
-    table = torch.as_tensor(values, dtype=dtype, device="cpu")
+    if isinstance(values, np.ndarray) and values.dtype is _OF_NUMPY.get(dtype):
+        table = torch.from_numpy(values)
+    else:
+        table = torch.as_tensor(values, dtype=dtype, device="cpu")
     if table.is_inference() and not torch.is_inference_mode_enabled():
         table = table.clone()
     return table.pin_memory() if device.type == "cuda" else table
+
+
+def _check_no_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("run the same call once before it is captured in a CUDA graph")
 
 
 def to_device(values: Numbers, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -33,35 +55,111 @@ def to_device(values: Numbers, dtype: torch.dtype, device: torch.device | str) -
     Raises RuntimeError while a CUDA graph is captured, which would copy from host memory again at
     each replay.
     """
-    device = torch.device(device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("run the same call once before it is captured in a CUDA graph")
-    # Tables outlive a call, autograd saves them, and `fill` writes them: no inference tensors.
-    with torch.inference_mode(False):
-        return _on_host(values, dtype, device).to(device, non_blocking=True)
+    device = device if isinstance(device, torch.device) else torch.device(device)
+    _check_no_capture(device)
+    if torch.is_inference_mode_enabled():
+        # Tables outlive a call, autograd saves them, and `fill` writes them: no inference tensors.
+        with torch.inference_mode(False):
+            return to_device(values, dtype, device)
+    return _on_host(values, dtype, device).to(device, non_blocking=True)
 
 
-def columns_to_device(
-    columns: Columns, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ...]:
-    """The columns on `device`. Unless one is a tensor, all go there in one copy, each to an address
-    that 16 bytes divide, for which kernels are compiled."""
-    numbers = [c for c in columns if not isinstance(c, Tensor)]
-    kind = _OF_NUMPY.get(dtype)
-    if len(numbers) < len(columns) or len(numbers) == 1 or kind is None:
-        return tuple(to_device(c, dtype, device) for c in columns)
-    step, ends = 16 // dtype.itemsize, [0]
-    for column in numbers:
-        ends.append(ends[-1] + -(-len(column) // step) * step)
-    flat = np.zeros(ends[-1], dtype=kind)
-    places = [slice(a, a + len(c)) for a, c in zip(ends, numbers, strict=False)]
-    for place, column in zip(places, numbers, strict=True):
-        flat[place] = column
-    memory = to_device(flat, dtype, device)
-    return tuple(memory[place] for place in places)
+@lru_cache(maxsize=1024)
+def places_of(lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], int]:
+    """Where columns of these lengths start in one array, and how long it is. Each starts at an
+    address that 16 bytes divide, for which kernels are compiled."""
+    step = 16 // dtype.itemsize
+    ends = [0, *accumulate(-(-n // step) * step for n in lengths)]
+    return tuple(ends[:-1]), ends[-1]
 
 
-_OF_NUMPY: dict[torch.dtype, Any] = {torch.int32: np.int32, torch.int64: np.int64}
+def _join(columns: Sequence[Any], dtype: torch.dtype) -> Joined:
+    """The columns, of which none is a tensor, in one array."""
+    lengths = tuple(map(len, columns))
+    starts, size = places_of(lengths, dtype)
+    values = np.zeros(size, dtype=_OF_NUMPY[dtype])
+    for start, length, column in zip(starts, lengths, columns, strict=True):
+        values[start : start + length] = column
+    return Joined(values, starts, lengths)
+
+
+class DeviceTable:
+    """A table on a device. Programs need only the columns' addresses; tensors are made of them when
+    something asks.
+
+    memory: all columns, if they are in one piece of memory, else None. starts, lengths: as in
+    `Joined`. shared: whether other objects have the same table.
+    """
+
+    __slots__ = ("_addresses", "_columns", "lengths", "memory", "shared", "starts")
+
+    def __init__(
+        self,
+        memory: Tensor | None,
+        starts: tuple[int, ...] = (),
+        lengths: tuple[int, ...] = (),
+        columns: tuple[Tensor, ...] | None = None,
+        *,
+        shared: bool = False,
+    ) -> None:
+        self.memory, self.starts, self.lengths, self.shared = memory, starts, lengths, shared
+        self._columns = columns
+        self._addresses: tuple[int, ...] | None = None
+
+    @classmethod
+    def send(cls, columns: Columns, dtype: torch.dtype, device: torch.device) -> DeviceTable:
+        """The columns on `device`. Unless one is a tensor, all go there in one copy. A range from 0
+        that is the only column is copied once for all tables. Programs take it for a constant, so
+        all objects for which a program is replayed must have the same one."""
+        if not isinstance(columns, Joined):
+            if len(columns) == 1 and isinstance(columns[0], range):
+                _check_no_capture(device)
+                return _counted(len(columns[0]), dtype, device)
+            several = len(columns) > 1 and dtype in _OF_NUMPY
+            if not several or any(isinstance(c, Tensor) for c in columns):
+                return cls(None, columns=tuple(to_device(c, dtype, device) for c in columns))
+            columns = _join(columns, dtype)
+        values, starts, lengths = columns
+        return cls(to_device(values, dtype, device), starts, lengths)
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        if self._columns is None:
+            memory = self.memory
+            assert memory is not None
+            spans = zip(self.starts, self.lengths, strict=True)
+            self._columns = tuple(memory[start : start + n] for start, n in spans)
+        return self._columns
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        if self._addresses is None:
+            if self.memory is None:
+                self._addresses = tuple(c.data_ptr() for c in self.columns)
+            else:
+                at, size = self.memory.data_ptr(), self.memory.itemsize
+                self._addresses = tuple([at + size * start for start in self.starts])
+        return self._addresses
+
+    def fill(self, columns: Columns) -> None:
+        """Writes `columns` in place of those that are there, which must have the same lengths. The
+        host does not wait."""
+        if self.memory is not None:
+            joined = columns if isinstance(columns, Joined) else _join(columns, self.memory.dtype)
+            assert joined.lengths == self.lengths, (joined.lengths, self.lengths)
+            return fill(self.memory, joined.values)
+        assert not isinstance(columns, Joined)
+        for column, values in zip(self.columns, columns, strict=True):
+            if self.shared:
+                assert len(values) == len(column), (len(values), len(column))
+            else:
+                fill(column, values)
+
+
+_OF_NUMPY: dict[torch.dtype, Any] = {
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+}
 
 
 def fill(table: Tensor, values: Numbers) -> None:
@@ -69,6 +167,14 @@ def fill(table: Tensor, values: Numbers) -> None:
     source = _on_host(values, table.dtype, table.device)
     assert source.shape == table.shape, (source.shape, table.shape)
     table.copy_(source, non_blocking=True)
+
+
+@lru_cache(maxsize=256)
+def _counted(n: int, dtype: torch.dtype, device: torch.device) -> DeviceTable:
+    """0, .., n-1 on `device`. The host waits for the copy, so that every stream may read it."""
+    with torch.inference_mode(False):
+        column = torch.arange(n, dtype=dtype, device="cpu").to(device)
+    return DeviceTable(None, columns=(column,), shared=True)
 
 
 class Tabled:
@@ -79,7 +185,7 @@ class Tabled:
         return {}
 
     @cached_property
-    def _on_devices(self) -> dict[tuple[Build, torch.device], tuple[Tensor, ...]]:
+    def _on_devices(self) -> dict[tuple[Build, torch.device], DeviceTable]:
         return {}
 
     def cached(self, key: Hashable, build: Callable[[], _T]) -> _T:
@@ -92,13 +198,33 @@ class Tabled:
 
     def table(self, build: Build, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         """The columns that `build` returns, on `device`. They are made once, see `to_device`."""
-        key = (build, device)
-        if key not in self._on_devices:
-            with paused():
-                self._on_devices[key] = columns_to_device(build(self), dtype, device)
-        found, tape = self._on_devices[key], active()
-        if tape is not None:
+        table, tape = self._table(build, dtype, device), active()
+        if tape is None:
+            return table.columns
+        with paused():
+            found = table.columns
+        if table.shared:
+            for column in found:
+                tape.constant(column)
+        else:
             tape.table(self, build, dtype, found)
+        return found
+
+    def addresses(self, build: Build, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+        """Where the columns are that `table` returns. They stay there as long as this object,
+        unless another takes its tables."""
+        return self._table(build, dtype, device).addresses
+
+    def _table(self, build: Build, dtype: torch.dtype, device: torch.device) -> DeviceTable:
+        key, tables = (build, device), self._on_devices
+        found = tables.get(key)
+        if found is None:
+            if active() is None:
+                found = DeviceTable.send(build(self), dtype, device)
+            else:
+                with paused():
+                    found = DeviceTable.send(build(self), dtype, device)
+            tables[key] = found
         return found
 
     def take_tables(self, other: Self) -> None:
@@ -107,7 +233,6 @@ class Tabled:
         new tables if it is still used."""
         tables = other._on_devices
         other.__dict__["_on_devices"] = {}
-        for (build, _), columns in tables.items():
-            for column, values in zip(columns, build(self), strict=True):
-                fill(column, values)
+        for (build, _), table in tables.items():
+            table.fill(build(self))
         self.__dict__["_on_devices"] = tables

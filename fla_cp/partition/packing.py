@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -69,6 +69,7 @@ class Frame(NamedTuple):
     passes: bool | None = None
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def around(cls, segments: int, chunks: int) -> Frame:
         """The frame of packings of one rank alone that have about so many segments and chunks.
         Chunks are rounded up by at most a sixteenth, or to a multiple of 8."""
@@ -211,8 +212,15 @@ class Packing(Tabled):
                         exit=s.exit if last else -1,
                     )
                 )
-        loads = tuple(load.cut(chunks) for load in self.loads)
-        return replace(self, segments=tuple(segments), loads=loads)
+        return Packing(
+            tokens=self.tokens,
+            sequences=self.sequences,
+            ranges=self.ranges,
+            segments=tuple(segments),
+            empty=self.empty,
+            frame=self.frame,
+            loads=tuple(load.cut(chunks) for load in self.loads),
+        )
 
     @cached_property
     def on_ranks(self) -> tuple[Workload, ...]:
@@ -251,9 +259,14 @@ class Packing(Tabled):
     def _or_spare(self, which: tuple[int, ...], needed: bool) -> tuple[int, ...]:
         return (len(self.segments) - 1,) if needed and not which else which
 
+    @property
+    def count(self) -> int:
+        """How many segments there are."""
+        return len(self.segments) if self.frame is None else self.frame.segments
+
     @cached_property
     def everything(self) -> tuple[int, ...]:
-        return tuple(range(len(self.segments)))
+        return tuple(range(self.count))
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
@@ -284,6 +297,12 @@ class Packing(Tabled):
     def offsets(self) -> tuple[int, ...]:
         """0, and then where each segment stops, in local tokens; without the spare."""
         return (0, *(s.stop for s in (self.segments[:-1] if self.frame else self.segments)))
+
+    def spans(self) -> tuple[list[int], list[int], list[int]]:
+        """Where each segment starts and where it stops, in local tokens, and its chunks."""
+        start, stop = [s.start for s in self.segments], [s.stop for s in self.segments]
+        chunks = [(b - a + CHUNK - 1) // CHUNK for a, b in zip(start, stop, strict=True)]
+        return start, stop, chunks
 
     @cached_property
     def single(self) -> bool:

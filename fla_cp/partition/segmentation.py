@@ -23,6 +23,8 @@ ranks, every rank waits in each exchange for the slowest, so that each step coun
 which it takes longest. If no state crosses ranks, the rank that takes longest in total counts.
 """
 
+from bisect import bisect_left
+from functools import lru_cache
 from typing import NamedTuple
 
 from fla_cp.partition.packing import Packing
@@ -141,8 +143,23 @@ def stays_whole(longest: int, chunks: int, value: int, processors: int) -> bool:
     call without a context, whose longest segment and whose segments together have so many chunks:
     even a cut that left nothing but the scans' work and its own launches would take longer than no
     cut."""
-    if not processors or longest <= SMALLEST:
-        return True
+    return not processors or longest <= _longest_whole(chunks, value, processors)
+
+
+@lru_cache(maxsize=4096)
+def _longest_whole(chunks: int, value: int, processors: int) -> int:
+    """The most chunks of a longest segment for which `stays_whole` is true. Packings of as many
+    tokens have few numbers of chunks, so that this is computed seldom."""
+
+    def may_be_cut(longest: int) -> bool:
+        return not _cut_never_pays(longest, chunks, value, processors)
+
+    return SMALLEST + bisect_left(range(SMALLEST + 1, chunks + 1), True, key=may_be_cut)
+
+
+def _cut_never_pays(longest: int, chunks: int, value: int, processors: int) -> bool:
+    """Whether `stays_whole` is true for a longest segment of more than SMALLEST chunks. If it is,
+    then also for fewer chunks of it: only what the uncut scans take grows with them."""
 
     def work(cost: Cost) -> float:
         return min(cost.shared, cost.many) * value * chunks / processors

@@ -7,6 +7,7 @@ test_launch.py runs this file in a process of its own.
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from fla_cp import autograd, pipeline
 from fla_cp.kernels import using
 from fla_cp.kernels.triton import streams
 from fla_cp.ops.known import known_calls
+from fla_cp.partition import device_tables
+from fla_cp.partition.packing import Packing
+from fla_cp.program import Program
 from tests.support.driver import IdleDriver
 from tests.support.fake_group import one_of
 
@@ -92,6 +96,35 @@ def test_new_packings_are_replayed(machine, monkeypatch, operator, T, H):
     assert unreplayed(operator, T, H, NEW, 0, monkeypatch) <= MOST
     (known,) = known_calls.values()
     assert len(known.kind.forward.known) <= 12 and len(known.kind.backward.known) <= 12
+
+
+def test_a_new_packing_takes_few_steps(machine, monkeypatch):
+    """A replayed call with a new packing lists no segments and sends one table to the device."""
+    T, H, sent = 2048, 4, []
+    unreplayed("chunk_kda", T, H, WARM, 1, monkeypatch)
+
+    def no_list(*args: object, **options: object) -> None:
+        raise AssertionError("segments were listed")
+
+    def counted(values: device_tables.Numbers, *where: Any) -> torch.Tensor:
+        sent.append(len(values))
+        return to_device(values, *where)
+
+    to_device = device_tables.to_device
+    monkeypatch.setattr(Packing, "build", no_list)
+    monkeypatch.setattr(device_tables, "to_device", counted)
+    assert unreplayed("chunk_kda", T, H, NEW, 2, monkeypatch) == 0
+    assert len(sent) == NEW
+    (known,) = known_calls.values()
+    found = (*known.kind.forward.known.values(), *known.kind.backward.known.values())
+    programs = [x for x in found if isinstance(x, Program)]
+    assert len(programs) >= 2
+    for program in programs:  # the order of segments is the same in all packings
+        assert program.source.count("plan.packing.") == 1
+    assert unreplayed("chunk_kda", T, H, 10, 2, monkeypatch) == 0
+    assert len(sent) == NEW + 10  # the first ones were forgotten
+    assert unreplayed("chunk_kda", T, H, 10, 2, monkeypatch) == 0
+    assert len(sent) == NEW + 10
 
 
 SHARED = 24

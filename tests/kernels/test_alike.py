@@ -85,7 +85,8 @@ def run(chosen, packing, links, HV, per_head):
     context = None
     if links is not None:
         context = SimpleNamespace(links=links, exchange=Zeros(packing.ranges, HV, 128, 128))
-    plan = make_plan(DeltaRule(scale=1.0, per_head=per_head), packing, context, BACKEND, x)
+    shape = HV, 128, 128, META
+    plan = make_plan(DeltaRule(scale=1.0, per_head=per_head), packing, context, BACKEND, shape)
     result = forward(plan, x, None, want_final=False, want_h=False)
     backward(plan, x, None, result.saved, result.o, v, None, want_dinitial=False)
     return dict(chosen), plan

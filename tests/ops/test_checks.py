@@ -317,3 +317,18 @@ def test_offsets_of_a_known_call_are_checked_again():
         call(0.0, 8.0)
     with pytest.raises(ValueError, match="cu_seqlens"):
         fla_cp.chunk_kda(*x, cu_seqlens=torch.tensor([[0, 8]]))
+
+
+def test_states_of_a_known_call_are_counted_again():
+    q, state = torch.zeros(1, 8, 1, 4), torch.zeros(2, 1, 4, 4)
+
+    def call(*offsets):
+        return fla_cp.chunk_kda(
+            *(q, q, q, q, q[..., 0]), cu_seqlens=torch.tensor(offsets), initial_state=state
+        )
+
+    for _ in range(2):
+        call(0, 3, 8)
+        call(0, 8, 8)
+    with pytest.raises(ValueError, match=r"initial_state must have shape .* got \(2, 1, 4, 4\)"):
+        call(0, 3, 5, 8)

@@ -1,15 +1,19 @@
 """Packing and the slot table on random batches: properties of every partition."""
 
 import random
+from dataclasses import fields
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from fla_cp.comm import Local
 from fla_cp.custom_op import ONE_SLOT, framed_packing_of
-from fla_cp.partition.packing import Packing
+from fla_cp.partition.device_tables import Tabled
+from fla_cp.partition.packing import Frame, Packing
 from fla_cp.partition.slots import link_slots
+from fla_cp.partition.whole import WholeSequences
 from fla_cp.pipeline import PlanKey
 from fla_cp.rule import CHUNK
 
@@ -153,3 +157,84 @@ def test_frames_of_packings_without_a_context(seed):
         key = PlanKey.of(packing, ONE_SLOT, Local())
         assert key == PlanKey.of(framed_packing_of((0, *edges, T)), ONE_SLOT, Local())
     assert len(frames) <= 12
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whole_sequences_are_the_packing_of_their_frame(seed):
+    """They list their segments late, and their tables come from the offsets: both are those of the
+    packing that is built segment by segment."""
+    rng = random.Random(seed)
+    T = rng.choice([0, 1, 64, 400, 3000])
+    offsets = (0, *sorted(rng.choices(range(T + 1), k=rng.randint(0, 20))), T)
+    found = WholeSequences(offsets)
+    counts = [-(-(b - a) // CHUNK) for a, b in pairwise(offsets)]
+    frame = Frame.around(sum(n > 0 for n in counts), sum(counts))
+    packing = Packing.build(offsets, frame=frame)
+    assert (found.longest, found.chunks) == (max(counts), sum(counts))
+    for name in (*(f.name for f in fields(Packing)), "everything", "offsets", "beginning"):
+        assert getattr(found, name) == getattr(packing, name), name
+    assert found.spans() == packing.spans()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tables_of_the_kernels_are_those_of_the_segments(seed):
+    operands = pytest.importorskip("fla_cp.kernels.triton.operands")
+    cu, _, packings = batch(seed)
+    # the last one has more chunks than numpy's constants
+    long = WholeSequences((0, 3, 2100 * CHUNK + seed)) if seed == 0 else WholeSequences(cu)
+    for packing in (*packings, WholeSequences(cu), long):
+        found = [t.tolist() for t in operands.tables(packing, torch.device("cpu"))]
+        chunks = [(a, min(CHUNK, s.stop - a)) for s in packing.segments
+                  for a in range(s.start, s.stop, CHUNK)]  # fmt: skip
+        first = [sum(a < s.start for a, _ in chunks) for s in packing.segments]
+        chunks += [(0, 0)] * ((packing.frame.chunks if packing.frame else 0) - len(chunks))
+        edges = [s.start for s in packing.segments], [s.stop for s in packing.segments]
+        assert found == [[a for a, _ in chunks], [n for _, n in chunks], *edges, first]
+
+
+class Numbers(Tabled):
+    """Keeps tables of multiples of `factor`."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+
+def lists(x):
+    return [x.factor, 2 * x.factor], (3 * x.factor,), np.arange(5) * x.factor
+
+
+def tensors(x):
+    return torch.full((3,), x.factor), [x.factor]
+
+
+def counted(x):
+    return (range(3),)
+
+
+@pytest.mark.parametrize("build", [lists, tensors, counted])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tables_are_where_programs_look_for_them(build, dtype):
+    """Programs know addresses alone. `take_tables` writes other values there."""
+    cpu, old, new = torch.device("cpu"), Numbers(2), Numbers(7)
+    at = old.addresses(build, dtype, cpu)
+    columns = old.table(build, dtype, cpu)
+    assert at == tuple(x.data_ptr() for x in columns) == old.addresses(build, dtype, cpu)
+    assert all(place % 16 == 0 for place in at)
+    new.take_tables(old)
+    assert new.addresses(build, dtype, cpu) == at
+    for found in (columns, new.table(build, dtype, cpu)):
+        for x, values in zip(found, build(new), strict=True):
+            assert x.dtype == dtype and x.tolist() == [int(n) for n in values]
+    again = old.table(build, dtype, cpu)
+    assert [x.tolist() for x in again] == [[int(n) for n in values] for values in build(old)]
+    shared = again[0].data_ptr() == at[0]
+    assert shared == (build is counted)  # what no packing changes is there once
+
+
+def test_a_table_of_another_size_is_not_taken():
+    cpu, old, new = torch.device("cpu"), WholeSequences((0, 70)), WholeSequences((*range(9),))
+    count = lambda packing: (range(packing.count),)  # noqa: E731
+    old.table(count, torch.int64, cpu)
+    assert old.count != new.count
+    with pytest.raises(AssertionError):
+        new.take_tables(old)

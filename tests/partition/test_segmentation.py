@@ -16,7 +16,14 @@ from fla_cp.comm.exchange.base import Local, pack
 from fla_cp.kernels import TORCH, using
 from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.partition.packing import Packing
-from fla_cp.partition.segmentation import MARGIN, predicted, split, stays_whole
+from fla_cp.partition.segmentation import (
+    MARGIN,
+    SMALLEST,
+    _cut_never_pays,
+    predicted,
+    split,
+    stays_whole,
+)
 from fla_cp.partition.slots import link_slots
 from fla_cp.partition.workload import Workload
 from tests.support.cases import INSIDE, PACKED, Case, options
@@ -74,6 +81,18 @@ def test_what_is_clearly_whole_is_never_cut(T, heads, least):
                 assert split(packing, *given) is packing
     assert clear >= 100 * least
     assert not stays_whole(T // 64, T // 64, programs(1), PROCESSORS) or T < 8192
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 8, 9, 140, 1000])
+def test_longer_sequences_are_cut_sooner(chunks):
+    """The longest sequence that clearly stays whole is found by halving, so none beyond it may."""
+    for heads in (1, 4, 16, 64):
+        given = chunks, programs(heads), PROCESSORS
+        whole = [stays_whole(n, *given) for n in range(chunks + 1)]
+        assert whole == sorted(whole, reverse=True)
+        direct = [n <= SMALLEST or _cut_never_pays(n, *given) for n in range(chunks + 1)]
+        assert whole == direct
+        assert stays_whole(chunks, chunks, programs(heads), 0)
 
 
 def test_sequences_across_ranks_are_cut_for_their_summary():
@@ -251,10 +270,10 @@ def test_only_the_forward_goes_through_its_own_cut(monkeypatch):
     run(replace(CASES[0], T=300), torch.float32, impl="triton")
     assert segments == {"scan_output": [3], "scan": [1], "scan_bwd": [1]}
 
-    x = SimpleNamespace(q=torch.zeros(700, 1, 8), v=torch.zeros(700, 1, 8))
+    shape = 1, 8, 8, torch.device("cpu")
     for crosses, count in ((False, 6), (True, 1)):
         context = SimpleNamespace(links=SimpleNamespace(any=crosses), exchange=Local())
-        plan = make_plan(None, Packing.build((0, 700)), context, cutting, x)
+        plan = make_plan(None, Packing.build((0, 700)), context, cutting, shape)
         assert (len(plan.packing.segments), len(plan.ahead.segments)) == (1, count)
 
 

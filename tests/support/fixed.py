@@ -30,8 +30,8 @@ def tables(context):
         owners.append(keys.lengths)
         found |= {("sent", i): t for i, t in enumerate(keys.rows.sent(context.cu_seqlens.device))}
     for name, owner in enumerate(owners):
-        for key, columns in owner._on_devices.items():
-            found |= {(name, key, i): t for i, t in enumerate(columns)}
+        for key, table in owner._on_devices.items():
+            found |= {(name, key, i): t for i, t in enumerate(table.columns)}
     return {key: (t.data_ptr(), t.shape) for key, t in found.items()}
 
 

@@ -1,5 +1,6 @@
 """What launches pass to each other: the chunks, and the tables of a packing."""
 
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from fla_cp.kernels.triton.device.bundles import (
 )
 from fla_cp.kernels.triton.launch import cdiv
 from fla_cp.kernels.triton.tile_table import TUNING, Tile, Tuning
-from fla_cp.partition.device_tables import Columns
+from fla_cp.partition.device_tables import Joined, places_of
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
 
@@ -118,18 +119,34 @@ class ScanGrads(NamedTuple):
     dh: Tensor
 
 
-def _columns(packing: Packing) -> Columns:
-    edges = [(s.start, s.stop) for s in packing.segments]
-    start, stop = np.array(edges, dtype=np.int32).reshape(-1, 2).T
-    chunks = (stop - start + CHUNK - 1) // CHUNK
-    first = np.cumsum(chunks, dtype=np.int32) - chunks
-    total = int(chunks.sum())
+# Constants of `_columns`: where chunks start if all are full, and how many rows these have.
+_STARTS = np.arange(0, 2048 * CHUNK, CHUNK, dtype=np.int32)
+_FULL = np.array(CHUNK, dtype=np.int32)
+
+
+def _columns(packing: Packing) -> Joined:
+    """The columns of `Tables`. A new packing waits for them, and between other work each operation
+    of numpy takes several us. There are few of them, since segments are few and stay in lists."""
+    start, stop, chunks = packing.spans()
+    first = [0, *accumulate(chunks)]
+    segments, total = len(start), first.pop()
     # Chunks without tokens, which fill a frame, are at an address that exists.
     size = total if packing.frame is None else packing.frame.chunks
-    starts, rows = np.zeros((2, size), dtype=np.int32)
-    starts[:total] = np.repeat(start - CHUNK * first, chunks) + CHUNK * np.arange(total)
-    rows[:total] = np.minimum(CHUNK, np.repeat(stop, chunks) - starts[:total])
-    return starts, rows, start, stop, first
+    lengths = size, size, segments, segments, segments
+    places, end = places_of(lengths, torch.int32)
+    starts_at, rows_at, start_at, stop_at, _ = places
+    # How far a segment's chunks are from where they would be if all chunks before were full.
+    moved = [a - CHUNK * n for a, n in zip(start, first, strict=True)]
+    values = np.zeros(end + 2 * segments, dtype=np.int32)  # what comes after `end` is not sent
+    gap = [0] * (stop_at - start_at - segments)
+    values[start_at:] = [*start, *gap, *stop, *gap, *first, *gap, *moved, *chunks]
+    each = values[end + segments :]
+    starts, rows = values[starts_at : starts_at + total], values[rows_at : rows_at + total]
+    full = _STARTS[:total] if total <= len(_STARTS) else CHUNK * np.arange(total, dtype=np.int32)
+    np.add(values[end : end + segments].repeat(each), full, out=starts)
+    np.subtract(values[stop_at : stop_at + segments].repeat(each), starts, out=rows)
+    np.minimum(rows, _FULL, out=rows)
+    return Joined(values[:end], places, lengths)
 
 
 def tables(packing: Packing, device: torch.device) -> Tables:

@@ -180,6 +180,8 @@ def scan_kernel(x, v, o, h, v_new, S0, S_end, transition, segments, states, S: t
 @functools.cache
 def _chosen(*names: str) -> Build:
     """The segments that some properties of a packing name."""
+    if names == ("everything",):
+        return lambda packing: (range(packing.count),)
     return lambda packing: (sum((getattr(packing, name) for name in names), ()),)
 
 

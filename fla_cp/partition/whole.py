@@ -1,0 +1,65 @@
+"""Packings of whole sequences that share frames, formed in few steps.
+
+Each batch has a packing that was never seen before, and what the host does for it is paid in every
+step of a training. A call that replays a program needs the frame and the device tables of its
+packing, but no list of its segments.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+
+from fla_cp.partition.packing import Frame, Packing, Segment
+from fla_cp.rule import CHUNK
+
+
+class WholeSequences(Packing):
+    """The packing of all tokens on one rank alone, filled up to sizes that other packings have.
+
+    It equals `Packing.build(offsets, frame=...)` with the frame of `Frame.around`. Its segments are
+    listed when something first asks for them.
+    given: the offsets [N+1], which must have been checked. counts: the chunks of each sequence.
+    chunks: those of all. longest: those of the longest.
+    """
+
+    given: tuple[int, ...]
+    counts: list[int]
+    chunks: int
+    longest: int
+
+    def __init__(self, offsets: tuple[int, ...]) -> None:
+        counts = [(b - a + CHUNK - 1) // CHUNK for a, b in pairwise(offsets)]
+        chunks, parts = sum(counts), len(counts) - counts.count(0)
+        # Attributes of a frozen dataclass cannot be set one by one, and this is faster.
+        self.__dict__.update(
+            tokens=offsets[-1],
+            sequences=len(counts),
+            ranges=1,
+            frame=Frame.around(parts, chunks),
+            loads=(),
+            given=offsets,
+            counts=counts,
+            chunks=chunks,
+            longest=max(counts),
+        )
+
+    @cached_property
+    def _listed(self) -> Packing:
+        return Packing.build(self.given, frame=self.frame)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self._listed.segments
+
+    @property
+    def empty(self) -> tuple[int, ...]:
+        return self._listed.empty
+
+    def spans(self) -> tuple[list[int], list[int], list[int]]:
+        chunks = self.counts
+        if 0 in chunks:  # sequences without tokens are no segments
+            chunks = [n for n in chunks if n]
+        spare = self.count - len(chunks)
+        edges = [*dict.fromkeys(self.given), *[self.tokens] * spare]
+        return edges[:-1], edges[1:], chunks + [0] * spare
