@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import cp_scaling, report_memory, report_scaling, report_steps
+from benchmarks import cp_scaling, recall, report_memory, report_scaling, report_steps
 from benchmarks import report_tables as tables
 from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Sides, number
 
@@ -241,6 +241,14 @@ SECTIONS = (
         lambda r: "errors" in r.data,
         tables.precision,
         tables.precision_command,
+    ),
+    Section(
+        "Recall of a needle",
+        "The share of needles that a tiny model recalls after a minute of training on a CPU, by "
+        "length of the document and depth of the needle; see [evaluation](evaluation.md).",
+        lambda r: "training" in r.data,
+        recall.table,
+        lambda r: f"`python -m benchmarks.recall --out {r.path}`",
     ),
     Section(
         "Comparing ranks",

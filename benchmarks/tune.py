@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from fla_cp.kernels import resolve, using
+from fla_cp.kernels import TORCH, resolve, using
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton.backend import TritonBackend, summarize
@@ -34,8 +34,14 @@ from fla_cp.kernels.triton.tile_table import (
     architecture,
     power_of_two,
 )
+from fla_cp.ops.dplr import ROWS
+from fla_cp.ops.family import spread
+from fla_cp.ops.options import Tensors
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""On the CPU, stages can be tried in Triton's interpreter."""
 
 SCANS = (
     *(Tile(0, BV, 4, stages) for BV, stages in ((32, 3), (32, 2), (32, 1), (64, 2), (64, 1))),
@@ -86,6 +92,10 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
     "intra_bwd": (Tile(32, 128, 4, 1), Tile(32, 64, 4, 3), Tile(16, 128, 4, 1), TALL_BWD),
     "intra_bwd_any": (Tile(32, 128, 4, 1), Tile(16, 128, 4, 1)),
+    "intra_own": (*(Tile(16, 0, 4, n) for n in (3, 2, 1)), Tile(16, 0, 8, 2), Tile(16, 0, 8, 1)),
+    "intra_any_own": (Tile(16, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 8, 1), Tile(32, 0, 8, 1)),
+    "intra_bwd_own": (*(Tile(16, BV, 4, 1) for BV in (128, 64, 32)), Tile(16, 128, 8, 1)),
+    "intra_bwd_any_own": (*(Tile(16, BV, 4, 1) for BV in (128, 64, 32)), Tile(16, 128, 8, 1)),
 }
 """What is tried for a row, each also checked on a GPU (tests/gpu.py); BK 0: all of K. A stage takes
 those of the longest name here that it begins with."""
@@ -103,8 +113,19 @@ def candidates(stage: str, K: int, V: int) -> tuple[Tile, ...]:
     return tuple(dict.fromkeys(rows))
 
 
+OWN = tuple(stage for stage in CANDIDATES if stage.endswith("_own"))
+STAGES = sorted({*(stage for _, stage, *_ in TABLE), *OWN})
+"""The stages of the table, and those of DPLR and RWKV-7, for which it may have no row."""
+
+PATHS = ("_any_own", "_own", "_any", "_head")
+"""Ends of stages that only some calls run, longest first; see `stages`."""
+
 GROUPED = ("dq_head", "dk_head")
 """Stages of calls with several value heads a key head."""
+
+DECAY, FASTEST = 0.6, 10.0
+"""Largest decay a token of RWKV-7 (natural log), and one that no chunk takes a safe gate's path
+with: over the 8 tokens of 16 rows it is more than 100 powers of two."""
 
 
 def now() -> TritonBackend:
@@ -140,6 +161,53 @@ def cut_into(chunks: int) -> Iterator[None]:
         yield
 
 
+Draw = Callable[..., torch.Tensor]
+"""Makes a random tensor of the shape given."""
+
+
+def raw_inputs(
+    random: Draw, tokens: int, heads: tuple[int, int], K: int, V: int, path: str
+) -> tuple[DeltaRule, Inputs]:
+    """A rule, and inputs that its kernels normalize, gate and take the sigmoid of. heads: of q and
+    k, and of v. path: "", "_any" or "_head", see `stages`."""
+    (H, HV), head = heads, path == "_head"
+    x = Inputs(
+        random(tokens, H, K),
+        random(tokens, H, K),
+        random(tokens, HV, V),
+        random(tokens, HV) if head else random(tokens, HV, K),
+        random(tokens, HV),
+        torch.randn(HV, device=DEVICE),
+        torch.randn(HV if head else HV * K, device=DEVICE),
+    )
+    gate: dict[str, Any] = {"gate": "softplus", "per_head": head}
+    if not path:
+        gate = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
+    return DeltaRule(scale=K**-0.5, qk_l2norm=True, beta_factor=1.0, **gate), x
+
+
+def rows_of_dplr(
+    random: Draw, tokens: int, heads: tuple[int, int], K: int, V: int, *, safe: bool
+) -> tuple[DeltaRule, Inputs]:
+    """A rule, and the rows of DPLR's tokens, two a token. heads: of q and k, and of v.
+
+    safe: whether the caller promises a safe gate. Otherwise one channel decays so fast that no
+    chunk takes the path of a safe gate.
+    """
+    H, HV = heads
+    a = torch.nn.functional.normalize(random(1, tokens, H, K), dim=-1)
+    b = -a * random(1, tokens, H, 1).sigmoid()  # takes away what a reads: the state stays bounded
+    g = -DECAY * random(1, tokens, HV, K).sigmoid()
+    if not safe:
+        g[..., 0] = -FASTEST
+    q, k, v = random(1, tokens, H, K), random(1, tokens, H, K), random(1, tokens, HV, V)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    rule = DeltaRule(scale=K**-0.5, removal="p", safe_gate=safe)
+    x = spread(TORCH, rule, Tensors(q, k, v, g, None, a, b), (None, None), ROWS)
+    assert x.p is not None
+    return rule, Inputs(x.q[0], x.k[0], x.v[0], x.g[0], None, None, None, x.p[0])
+
+
 def stages(
     K: int,
     V: int,
@@ -151,31 +219,24 @@ def stages(
     group: int = 1,
     backend: TritonBackend | None = None,
 ) -> dict[str, Callable[[], Any]]:
-    """Each stage of one call with norm, gate and beta's sigmoid inside, on random inputs.
+    """Each stage of one call on random inputs.
 
     It includes the summaries that a rank in the middle of a document makes. "begin": the chunks of
     two segments and the summary of the first, with one decay a head, on two streams. path: "" for
-    KDA with a safe gate, "_any" with any gate, "_head" for the gated delta rule. group: value heads
-    of a key head.
+    KDA with a safe gate, "_any" with any gate, "_head" for the gated delta rule, all with norm,
+    gate and beta's sigmoid inside; "_own" for DPLR with a safe gate, "_any_own" with any gate.
+    tokens: rows of the chunks, of which DPLR has two a token. group: value heads of a key head.
     """
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda").to(dtype)
+        return torch.randn(*shape, device=DEVICE).to(dtype)
 
-    head = path == "_head"
-    x = Inputs(
-        random(tokens, heads // group, K),
-        random(tokens, heads // group, K),
-        random(tokens, heads, V),
-        random(tokens, heads) if head else random(tokens, heads, K),
-        random(tokens, heads),
-        torch.randn(heads, device="cuda"),
-        torch.randn(heads if head else heads * K, device="cuda"),
-    )
-    gate: dict[str, Any] = {"gate": "softplus", "per_head": head}
-    if not path:
-        gate = {"gate": "sigmoid", "lower_bound": -5.0, "safe_gate": True}
-    rule = DeltaRule(scale=K**-0.5, qk_l2norm=True, beta_factor=1.0, **gate)
+    head, own = path == "_head", path.endswith("_own")
+    heads_of = heads // group, heads
+    if own:
+        rule, x = rows_of_dplr(random, tokens // ROWS, heads_of, K, V, safe=path == "_own")
+    else:
+        rule, x = raw_inputs(random, tokens, heads_of, K, V, path)
     packing, do = Packing.build((0, tokens)), random(tokens, heads, V)
     spec = Spec(rule, packing)
     middle = Spec(rule, Packing.build((0, 3 * tokens), [(tokens, 2 * tokens)]))
@@ -227,7 +288,7 @@ def measure(
     Parts of the local backward are timed inside it, and scans that run concurrently are timed
     together.
     """
-    path = next((p for p in ("_any", "_head") if stage.endswith(p)), "")
+    path = next((p for p in PATHS if stage.endswith(p)), "")
     if stage.endswith("_concurrent"):
         path, timed = "", "beside_summary" if "_ends" in stage else "both_scans"
     elif stage.startswith(("scores_bwd", "dqk", *GROUPED)):
@@ -240,36 +301,43 @@ def measure(
         return triton.testing.do_bench(run, warmup=5, rep=25, return_mode="median")
 
 
-def main() -> None:
+def row(stage: str, K: int, V: int, dtype: torch.dtype, best: Tile) -> str:
+    """The entry of tile_table.py that gives a stage this tile."""
+    if best.folder == "sm90":
+        return f'SM90_TILES: "{stage}": ((0, {best}),)'
+    return f"TABLE: {(architecture(), stage, power_of_two(K), power_of_two(V, 32), dtype)}: {best}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Times the stages that the arguments name, and prints each tile's time and the best row."""
     least = TUNING.min_chunk_heads if eligible.GLUON else math.inf
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
-    stages = sorted({name for _, name, *_ in TABLE})
-    parser.add_argument("--stage", choices=stages, action="append", help="default: all")
+    parser.add_argument("--stage", choices=STAGES, action="append", help="default: all")
     parser.add_argument("--K", type=int, default=128)
     parser.add_argument("--V", type=int, default=128)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=32)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype)
-    for stage in args.stage or stages:
+    for stage in args.stage or STAGES:
         print(f"{stage}  K={args.K} V={args.V} {args.dtype} T={args.tokens} H={args.heads}")
         chains = args.heads if stage.startswith("scan") else 0
         size = -(-args.tokens // 64) * args.heads
         hopper = (args.K, args.V, dtype) == (128, 128, BF16) and size > least
-        print(f"  now  {TUNING.tile(stage, args.K, args.V, dtype, chains, hopper)}", flush=True)
+        folder = "sm90" if hopper else "triton"
+        print(f"  now  {TUNING.tile(stage, args.K, args.V, dtype, chains, folder)}", flush=True)
         best: tuple[float, Tile | None] = (float("inf"), None)
         for candidate in candidates(stage, args.K, args.V):
             try:
                 ms = measure(stage, candidate, args.K, args.V, dtype, args.tokens, args.heads)
             except Exception as error:  # it does not fit: report it and try the next one
-                print(f"       {candidate}: {str(error).splitlines()[0][:80]}", flush=True)
+                print(f"       {candidate}: {repr(error)[:80]}", flush=True)
                 continue
             print(f"  {ms:7.3f} ms  {candidate}", flush=True)
             best = min(best, (ms, candidate))
-        key = (architecture(), stage, power_of_two(args.K), power_of_two(args.V, 32), dtype)
-        row = f'SM90_TILES: "{stage}": ((0, {best[1]}),)' if best[1] and best[1].hopper else None
-        print(f"    {row or f'TABLE: {key}: {best[1]}'},", flush=True)
+        if best[1] is not None:
+            print(f"    {row(stage, args.K, args.V, dtype, best[1])},", flush=True)
 
 
 if __name__ == "__main__":

@@ -350,21 +350,25 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 yield name, functools.partial(of_squares, call)
 
     def with_tile(stage: str, tile: tile_table.Tile) -> list[Launch]:
-        options = {} if stage.endswith("_any") else SAFE
+        options = {} if "_any" in stage else SAFE
         of_heads = "head" in stage or stage.endswith("_concurrent")
         kernels = []
         with forced({stage.removesuffix("_concurrent"): tile}):
             if of_heads:
                 H = 1 if stage in GROUPED else 2
                 kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=H)
-            if "head" not in stage:
+            if stage.endswith("_own"):
+                kernels += compile_dplr(128, 128, torch.bfloat16, options)
+            elif "head" not in stage:
                 kernels += compile_call(128, 128, torch.bfloat16, options)
-        name = stage.removesuffix("_concurrent").removesuffix("_any")
+        name = stage.removesuffix("_own")
+        safe_bwd = name == "intra_bwd"
+        name = name.removesuffix("_concurrent").removesuffix("_any")
         name = name.removesuffix("_states").removesuffix("_ends")
-        name = {"scores_bwd_head": "scores_head_bwd", "intra_bwd": "safe_bwd"}.get(stage, name)
+        name = "safe_bwd" if safe_bwd else {"scores_bwd_head": "scores_head_bwd"}.get(stage, name)
         name += "_sm90" * (tile.folder == "sm90")
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 
-    for stage in sorted({stage for _, stage, *_ in tile_table.TABLE}):
+    for stage in tune.STAGES:
         for tile in tune.candidates(stage, 128, 128):
             yield f"{stage} {tuple(tile)}", functools.partial(with_tile, stage, tile)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fla_cp import causal_conv1d, kda_gate
-from tests.gpu.cases import BF16, FP16, FP32, SAFE, SIZES, cases, recurrent_cases, tiles
+from tests.gpu.cases import BF16, FP16, FP32, SIZES, cases, recurrent_cases
 from tests.support.cases import INSIDE, Case, named, options
 from tests.support.closeness import share_of_budget
 from tests.support.members import BY_NAME, Call, collect, draw, operator
@@ -54,26 +54,6 @@ Rows = list[dict]
 def check_cases(K: int, V: int, share: slice) -> Rows:
     """Largest share of the error budget over outputs and gradients, for each case of one size."""
     return [one(K, V, *case) for case in [*cases(K, V)][share]]
-
-
-def check_tiles(K: int, V: int, share: slice) -> Rows:
-    """Every candidate tile; tiles of summaries on sequences in segments of two chunks."""
-    from benchmarks.tune import GROUPED, cut_into, forced
-
-    rows = []
-    shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
-    for name, stage, tile in [*tiles(K, V)][share]:
-        cut = cut_into(2) if "_ends" in stage else nullcontext()
-        with forced({stage: tile}), cut:
-            if "head" in stage or stage.endswith("_concurrent"):
-                H = 2 if stage in GROUPED else 4
-                rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name, H=H))
-            if "head" in stage:
-                continue
-            gate = {} if stage.endswith("_any") else SAFE
-            case = Case("tile", **shape, options=options(**INSIDE, **gate))
-            rows.append(one(K, V, name, case, BF16))
-    return rows
 
 
 def check_hopper(key: str, share: slice) -> Rows:
@@ -482,6 +462,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
+    from tests.gpu.tiles import check_tiles
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling
@@ -494,7 +475,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
         if (K, V) in ((64, 64), (128, 128)):
             for n in range(6):
                 found[f"{K},{V} tiles {n}"] = partial(check_tiles, K, V, slice(n, None, 6))
-    for path in ("", "_any", "_head"):
+    for path in ("", "_any", "_head", "_own", "_any_own"):
         found[f"repeats{path}"] = partial(check_repeats, path)
     for n in range(3):
         found[f"hopper {n}"] = partial(check_hopper, "kda", slice(n, None, 3))

@@ -1,0 +1,36 @@
+"""The checks of tiles for a GPU: every candidate of `benchmarks.tune`."""
+
+from contextlib import nullcontext
+
+from benchmarks.tune import GROUPED, cut_into, forced
+from tests.gpu.cases import BF16, SAFE, tiles
+from tests.gpu.checks import Rows, check_member, one
+from tests.support.cases import INSIDE, Case, options
+from tests.support.members import Call
+
+
+def check_tiles(K: int, V: int, share: slice) -> Rows:
+    """Every candidate tile; tiles of summaries on sequences in segments of two chunks."""
+    rows = []
+    shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
+    for name, stage, tile in [*tiles(K, V)][share]:
+        cut = cut_into(2) if "_ends" in stage else nullcontext()
+        with forced({stage: tile}), cut:
+            if "head" in stage or stage.endswith("_concurrent"):
+                H = 2 if stage in GROUPED else 4
+                rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name, H=H))
+            if stage.endswith("_own"):
+                rows.append(check_own(name, K, V, safe="_any" not in stage))
+            if "head" in stage or stage.endswith("_own"):
+                continue
+            gate = {} if stage.endswith("_any") else SAFE
+            case = Case("tile", **shape, options=options(**INSIDE, **gate))
+            rows.append(one(K, V, name, case, BF16))
+    return rows
+
+
+def check_own(name: str, K: int, V: int, safe: bool) -> dict:
+    """A call of DPLR on the path of a safe gate, or one whose chunks take both paths."""
+    decay, options = (2.0, (("safe_gate", True),)) if safe else (7.0, ())
+    call = Call(T=300, HV=4, K=K, V=V, decay=decay, options=options)
+    return check_member("dplr_delta_rule", K, V, 300, BF16, name=name, call=call)
