@@ -227,3 +227,13 @@ def test_what_the_kernel_cannot_form_is_refused(changed, reason):
     tuning = Tuning(forced=(("intra", TALL), ("intra_own", TALL)))
     with interpreted(), pytest.raises(ValueError, match=reason):
         intra(rule, Packing.build(OFFSETS), x, tuning)
+
+
+def test_a_backward_tile_that_the_kernel_lacks_is_refused():
+    forced = (("intra_bwd", TALL_BWD._replace(BK=32)),)
+    with (
+        interpreted(),
+        tuned(forced=forced),
+        pytest.raises(ValueError, match="BK 64, got 128 and 32"),
+    ):
+        gradients(Case(), torch.float32, "triton")

@@ -308,9 +308,13 @@ def safe_bwd(
     """Launches the kernel. read, out: as `safe_bwd_kernel` takes them. Raises ValueError for chunks
     that the kernel does not support."""
     (NC, HV, K), H, V, rule = c.decay.shape, x.q.shape[1], x.v.shape[2], c.rule
-    reason = why_not(x, c, R) or ("" if V == 128 else f"V must be 128, got {V}")
-    if reason or t.BK != 64:
-        raise ValueError(f"the tile {t} of stage intra_bwd cannot be used: {reason or 'BK'}")
+    reason = why_not(x, c, R)
+    if V != 128 or t.BK != 64:
+        reason = f"V must be 128 and BK 64, got {V} and {t.BK}"
+    elif read.do.row % 16 or read.do.head % 16:
+        reason = "the strides of do do not prove that copies of 16 bytes are aligned"
+    if reason:
+        raise ValueError(f"the tile {t} of stage intra_bwd cannot be used: {reason}")
     S = shape(rule, x.q.dtype, H, HV, K, V, t)
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
     given = read, gate(rule, x), out, table.chunks, out.shares.shape[1], rule.scale
