@@ -230,7 +230,7 @@ def test_what_the_kernel_cannot_form_is_refused(changed, reason):
 
 
 def test_a_backward_tile_that_the_kernel_lacks_is_refused():
-    forced = (("intra_bwd", TALL_BWD._replace(BK=32)),)
+    forced = (("intra", TALL), ("intra_bwd", TALL_BWD._replace(BK=32)))
     with (
         interpreted(),
         tuned(forced=forced),
