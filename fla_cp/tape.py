@@ -85,8 +85,8 @@ class SideStream(Protocol):
 
 
 def opened(side: SideStream) -> None:
-    """Tells the tape that the last step returned a side stream, which waits for the call's own one,
-    and that launches on it follow."""
+    """To be called right after the step that returned `side`: that step has made `side` wait for
+    the call's own stream, and launches on `side` may follow."""
     if _active.tape is not None:
         _active.tape.add_opened(side)
 
@@ -114,6 +114,7 @@ class Tape(TorchDispatchMode):
         self._refs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._values: dict[int, Value] = {}
         self._streams: dict[int, int] = {}
+        self._opened: set[int] = set()
         for place, x in enumerate(inputs):
             if x is not None:
                 self._own(x, "input", place)
@@ -158,9 +159,11 @@ class Tape(TorchDispatchMode):
     def table(
         self, owner: object, build: Any, dtype: torch.dtype, columns: Sequence[Tensor]
     ) -> None:
-        """Declares the columns of a table, for which a program asks the owner in each call."""
+        """Declares the columns of a table, for which a program asks the owner in each call. With
+        `exact` those of the packing are constants. Links are asked even then, so that a context
+        holds the tables of all that a CUDA graph has captured under it."""
         name = self._objects.get(id(owner))
-        if name is None or self.exact:
+        if name is None or (self.exact and not name.expression.startswith("plan.links")):
             return
         for place, x in enumerate(columns):
             if self._refs.get(x) is None:
@@ -254,6 +257,8 @@ class Tape(TorchDispatchMode):
         number = self._streams.setdefault(side, len(self._streams))
         if number == 0 or not on_main:
             self.failed = "a fork of a side stream, or into the call's own stream"
+        elif number in self._opened:
+            self.failed = "a fork into a side stream that a step opened"
         self.items.append(Fork(number, make))
 
     def add_join(self, side: int) -> None:
@@ -265,11 +270,13 @@ class Tape(TorchDispatchMode):
         on_main = self._streams.setdefault(side.main, 0) == 0
         number = self._streams.setdefault(side.cuda_stream, len(self._streams))
         stream = self._values.get(id(side))
+        forked = any(x.side == number for x in self.items if isinstance(x, Fork))
         if stream is None or number == 0 or not on_main:
-            self.failed = (
-                self.failed or "a side stream that no step of the call's own stream opened"
-            )
+            self.failed = self.failed or "a side stream that no step of the call's own opened"
+        elif forked and number not in self._opened:  # in another call they may be two streams
+            self.failed = self.failed or "a step opened a side stream that the call had forked"
         else:
+            self._opened.add(number)
             self.items.append(Fork(number, stream))
 
     def add_closed(self, side: SideStream) -> None:

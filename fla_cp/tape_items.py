@@ -102,9 +102,9 @@ class Op(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A side stream waits for the call's own stream. side: its number on the tape. make: returns
-    the `fla_cp.kernels.triton.streams.Fork` of the stream with a given address. If the step before
-    already made it wait, make is the stream, which that step returned."""
+    """A side stream waits for the call's own stream. side: its number on the tape. make: a function
+    that returns the `fla_cp.kernels.triton.streams.Fork` of the stream with a given address; or the
+    side stream itself, if the step before returned it and already made it wait."""
 
     side: int
     make: Callable[[int], Any] | Value

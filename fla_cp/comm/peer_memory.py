@@ -155,7 +155,7 @@ class Side:
         return self._stream.cuda_stream
 
     def open(self) -> None:
-        """Makes it wait for what the current stream has now."""
+        """Lets its later work start only after all that is queued on the current stream now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def launches(self) -> AbstractContextManager[object]:
@@ -163,7 +163,8 @@ class Side:
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Makes the current stream wait for what it has now."""
+        """Lets the current stream's later work start only after all that is queued on this stream
+        now, later exchanges of the group included."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 

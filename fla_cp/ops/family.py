@@ -375,8 +375,8 @@ def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
 
 
 def _packing_of(offsets: tuple[int, ...], shape: Shape, backend: Backend, shares: bool) -> Packing:
-    """The packing of these offsets. shares: it may be one in a frame, whose programs others share;
-    it is unless it has one sequence only, or is cut."""
+    """The packing of these offsets. shares: it may be filled up to a frame, whose programs other
+    packings replay, too. A single sequence, and sequences that the backend cuts, have no frame."""
     if not shares or len(offsets) == 2:
         return custom_op.packing_of(offsets)
     HV, _, V, device = shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -108,9 +108,9 @@ class DeviceTable:
 
     @classmethod
     def send(cls, columns: Columns, dtype: torch.dtype, device: torch.device) -> DeviceTable:
-        """The columns on `device`. Unless one is a tensor, all go there in one copy. A range from 0
-        that is the only column is copied once for all tables. Programs take it for a constant, so
-        all objects for which a program is replayed must have the same one."""
+        """The columns on `device`. Unless one is a tensor, all go there in one copy. If `range(n)`
+        is the only column, all tables of n rows share one copy, and programs take it for a
+        constant: n must then be the same for all objects with one `PlanKey`."""
         if not isinstance(columns, Joined):
             if len(columns) == 1 and isinstance(columns[0], range):
                 _check_no_capture(device)
@@ -169,7 +169,7 @@ def fill(table: Tensor, values: Numbers) -> None:
     table.copy_(source, non_blocking=True)
 
 
-@lru_cache(maxsize=256)
+@cache
 def _counted(n: int, dtype: torch.dtype, device: torch.device) -> DeviceTable:
     """0, .., n-1 on `device`. The host waits for the copy, so that every stream may read it."""
     with torch.inference_mode(False):
@@ -211,8 +211,9 @@ class Tabled:
         return found
 
     def addresses(self, build: Build, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-        """Where the columns are that `table` returns. They stay there as long as this object,
-        unless another takes its tables."""
+        """Where the columns are that `table` returns: valid while this object lives and no other
+        takes its tables. The numbers keep nothing alive, so the caller holds the object until its
+        launches are queued."""
         return self._table(build, dtype, device).addresses
 
     def _table(self, build: Build, dtype: torch.dtype, device: torch.device) -> DeviceTable:
@@ -224,7 +225,7 @@ class Tabled:
             else:
                 with paused():
                     found = DeviceTable.send(build(self), dtype, device)
-            tables[key] = found
+            found = tables.setdefault(key, found)  # another thread may have made it meanwhile
         return found
 
     def take_tables(self, other: Self) -> None:

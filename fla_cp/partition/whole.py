@@ -17,8 +17,8 @@ from fla_cp.rule import CHUNK
 class WholeSequences(Packing):
     """The packing of all tokens on one rank alone, filled up to sizes that other packings have.
 
-    It equals `Packing.build(offsets, frame=...)` with the frame of `Frame.around`. Its segments are
-    listed when something first asks for them.
+    It has the segments, the frame and the tables of `Packing.build(offsets, frame=...)` with the
+    frame of `Frame.around`. Segments are listed when something first asks for them.
     given: the offsets [N+1], which must have been checked. counts: the chunks of each sequence.
     chunks: those of all. longest: those of the longest.
     """

@@ -1,6 +1,8 @@
 """Every exchange scheme against a serial fold, over gloo, and the bytes that it sends."""
 
+import gc
 import random
+import weakref
 from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -20,13 +22,16 @@ from fla_cp.comm import (
     SlotMaps,
     Symmetric,
     SymmetricOrGather,
+    affine,
     make_exchange,
     measure_exchange,
 )
-from fla_cp.comm.affine import leave
+from fla_cp.comm.affine import PeerFold, leave
+from fla_cp.comm.carry import AffineMap, carry
 from fla_cp.comm.exchange.base import pack, unpack
 from fla_cp.comm.peer_memory import PeerMemory
 from fla_cp.context import build_cp_context
+from fla_cp.partition.on_ranks import layout
 from fla_cp.partition.slots import link_slots
 from tests.support import peers
 from tests.support.closeness import assert_exact
@@ -152,6 +157,33 @@ def test_peer_memory_is_read_before_it_is_written_again(monkeypatch):
     graphs = [n for n, what in enumerate(done) if what == "graph"]
     assert all(done[n + 1 : n + 4] == ["fork", "barrier", ("put", 2)] for n in graphs)
     assert [what[1] for what in done if what[0] == "put"] == [0, 1, 2, 2, 0, 2, 1, 0]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_the_kernel_reads_is_held_until_the_wait(monkeypatch, reverse):
+    """The kernel runs on another stream, so the memory of the maps must not be given away before.
+    The maps of a cut range are folded into memory that nobody else holds."""
+    side = SimpleNamespace(main=1, cuda_stream=2, launches=nullcontext, wait=lambda: None)
+    boxes = SimpleNamespace(open=lambda *, reverse: ((), side))
+    monkeypatch.setattr("fla_cp.comm.peer_memory.mailboxes", lambda group, room: boxes)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: int(reverse))
+    packing, links = layout((0, 4096), (((0, 2048),), ((2048, 4096),)), int(reverse), None)
+    packing = packing.cut(8)
+    sources = packing.carried if reverse else packing.feeding
+    maps = AffineMap(torch.zeros(len(packing.middle), 1, 8, 8), torch.zeros(len(sources), 1, 8, 8))
+    read = []
+    pass_on = lambda M, B, *rest: read.append(weakref.ref(B.untyped_storage()))  # noqa: E731
+    kernel = PeerFold(affine.fold, lambda *shape: (1, 1), pass_on)
+    shape, like = (1, 8, 8), torch.zeros(0)
+    wait = carry(
+        maps, packing, links, Symmetric(object()), shape, like, reverse=reverse, fold=kernel
+    )
+    gc.collect()
+    assert read[0]() is not None
+    wait()
+    gc.collect()
+    assert read[0]() is None
 
 
 def test_symmetric_is_refused_with_the_reason():

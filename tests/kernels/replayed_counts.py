@@ -375,6 +375,7 @@ def test_a_replay_has_no_more_than_this(recorder, case):
         program, ops = each.program, each.ops
         launched = [x for x in each.direction.launched if isinstance(x, Launched)]
         assert program.steps == case.steps
+        assert ("plan.links" in program.source) == bool(case.documents)
         if not case.steps:
             assert len(ops.ops) == program.ops and len(ops.allocated) == program.allocations
         real = [x for x in ops.allocated if x.numel()]

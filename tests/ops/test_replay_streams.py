@@ -77,6 +77,30 @@ def test_a_stream_that_a_step_opened_is_that_of_the_present_call():
     assert known.steps == 2 and "cuda_stream" in known.source
 
 
+@pytest.mark.parametrize("first", ["fork", "step"])
+def test_a_stream_that_is_both_forked_and_opened_is_not_recorded(first):
+    """In another call, the two may be different streams."""
+    side = Opened([])
+
+    def fork():
+        if active() is not None:
+            active().add_fork(0, side.cuda_stream, lambda address: Forks([]))
+
+    def call(x):
+        a = torch.empty_like(x)
+        y, found = step(lambda x: (x + 1.0, side), x)
+        for kind in (first, "step" if first == "fork" else "fork"):
+            if kind == "fork":
+                fork()
+            else:
+                opened(found)
+        launch(a, y, stream=side.cuda_stream)
+        return (a,)
+
+    with pytest.raises(AssertionError, match="that the call had forked|that a step opened"):
+        compared(call, N)
+
+
 def test_a_side_stream_of_no_step_is_not_recorded():
     def call(x):
         a = torch.empty_like(x)

@@ -238,3 +238,20 @@ def test_a_table_of_another_size_is_not_taken():
     assert old.count != new.count
     with pytest.raises(AssertionError):
         new.take_tables(old)
+
+
+def test_threads_that_make_one_table_get_the_same():
+    """A program holds addresses of a table only, so no other thread may put another in its place.
+    The second thread comes while the first one forms the columns."""
+    links = link_slots((0, 20), (((0, 10),), ((10, 20),)))
+    found = []
+
+    def columns(owner):
+        if not found:
+            found.append(())
+            found[0] = owner.addresses(columns, torch.int32, torch.device("cpu"))
+        return [1, 2, 3], [4, 5]
+
+    here = links.addresses(columns, torch.int32, torch.device("cpu"))
+    assert here == found[0]
+    assert links.addresses(columns, torch.int32, torch.device("cpu")) == here

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ Rounds = Iterator[Tensor | None]
 
 class Sent:
     """Messages of an exchange that have left. wait: makes the current stream wait until those of
-    all ranks have arrived. It may return what is then known."""
+    all ranks have arrived. It returns the entering states if the scheme forms them itself
+    (`Exchange.rounds`), else None; `Pending` then forms them."""
 
     def __init__(self, wait: Callable[[], Tensor | None], device: torch.device):
         self.wait, self.device, self.began = wait, device, exchange_begins(device)
@@ -53,14 +54,22 @@ def arrive(sent: Sent | None, overlap: bool) -> Tensor | None:
 
 class Pending:
     """An exchange under way: its first messages have left. finish: forms the states that enter this
-    rank's slots, from what `sent.wait` returned."""
+    rank's slots, from what `sent.wait` returned. sends: tensors that are read until then, and must
+    not be freed before."""
 
-    def __init__(self, sent: Sent, finish: Callable[[Tensor | None], Tensor]):
-        self._sent, self._finish = sent, finish
+    def __init__(
+        self, sent: Sent, finish: Callable[[Tensor | None], Tensor], sends: object = None
+    ) -> None:
+        self._held: list[Any] = [sent, finish, sends]
 
     def wait(self, overlap: bool = False) -> Tensor:
-        """The states [J, HV, K, V] that enter this rank's slots, zero if nothing enters."""
-        return self._finish(step(arrive, self._sent, overlap))
+        """The states [J, HV, K, V] that enter this rank's slots, zero if nothing enters. May be
+        called once: nothing is held afterwards."""
+        sent, finish, sends = self._held
+        self._held.clear()
+        found = finish(step(arrive, sent, overlap))
+        del sends
+        return found
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,10 @@ class Exchange:
     waited for.
 
     A subclass writes `rounds` as a generator: the code before the first yield runs in `start`, the
-    rest in the wait. In a replayed call both run as they are. A scheme whose launches do not depend
-    on the packing may instead write `start`, with only its messages in a `step`, so that a program
-    replays the launches. fold: the backend's, for schemes that fold gathered maps.
+    rest in the wait. In a replayed call both run as they are. A scheme that launches the same
+    kernels for all plans with one `PlanKey` may write `start` instead, and put only its messages
+    into a `step`: a program then replays the launches. fold: the backend's, for schemes that fold
+    gathered maps.
     """
 
     group: dist.ProcessGroup | None = None

@@ -22,7 +22,7 @@ from fla_cp.comm.exchange.base import (
 from fla_cp.comm.timing import named
 from fla_cp.partition.device_tables import Build, Columns
 from fla_cp.partition.slots import Links
-from fla_cp.tape import closed, opened, step
+from fla_cp.tape import closed, opened, paused, step
 
 
 class Symmetric(GroupExchange):
@@ -59,7 +59,7 @@ class Symmetric(GroupExchange):
             closed(side)
             return out
 
-        return Pending(sent, finish)
+        return Pending(sent, finish, sends=maps)
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
         J, HV, K, V = maps.offset.shape
@@ -119,8 +119,9 @@ class SymmetricOrGather(GroupExchange):
     """
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
-        known = peer_memory.known(self.group) or not torch.cuda.is_current_stream_capturing()
-        able = known and not peer_memory.why_not(self.group)
+        with paused():  # the first answer is a collective, which no program repeats
+            known = peer_memory.known(self.group) or not torch.cuda.is_current_stream_capturing()
+            able = known and not peer_memory.why_not(self.group)
         scheme = Symmetric(self.group) if able else AllGather(self.group)
         return scheme.start(maps, links, fold)
 
