@@ -97,7 +97,7 @@ def test_a_stream_that_is_both_forked_and_opened_is_not_recorded(first):
         launch(a, y, stream=side.cuda_stream)
         return (a,)
 
-    with pytest.raises(AssertionError, match="that the call had forked|that a step opened"):
+    with pytest.raises(AssertionError, match=r"that the call had forked|that a step opened"):
         compared(call, N)
 
 
