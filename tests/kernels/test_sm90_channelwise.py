@@ -12,10 +12,11 @@ import torch
 pytest.importorskip("triton")
 
 import fla_cp
+from fla_cp.kernels.sm90 import intra_channelwise_bwd
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.intra import intra
-from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.operands import Chunks, tables
 from fla_cp.kernels.triton.tile_table import TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
@@ -237,3 +238,42 @@ def test_a_backward_tile_that_the_kernel_lacks_is_refused():
         pytest.raises(ValueError, match="BK 64, got 128 and 32"),
     ):
         gradients(Case(), torch.float32, "triton")
+
+
+def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch):
+    """A pair adds to the gradient of gc at its row what it subtracts at its column, so without
+    states nothing is left for the first token's decay, however operands are rounded to bf16."""
+    monkeypatch.setattr(bundles, "SAFE_DTYPES", (torch.bfloat16,))
+    torch.manual_seed(0)
+    rule = DeltaRule(scale=1.0, gate="given", lower_bound=None, safe_gate=True, qk_l2norm=False)
+    q, k, do = torch.randn(3, 64, 1, K).bfloat16()
+    g = -0.3 * torch.rand(64, 1, K)
+    x = Inputs(q, k, torch.zeros(64, 1, K).bfloat16(), g, torch.rand(64, 1), None, None, None)
+    packing = Packing.build((0, 64))
+    empty = lambda *shape: torch.zeros(1, 1, *shape, dtype=torch.bfloat16)  # noqa: E731
+    scores = torch.randn(1, 1, 2, 64, 64).tril(-1).bfloat16()
+    like = {n: torch.zeros_like(t) for n, t in (("dq", q), ("dk", k), ("dg", g))}
+    rest = {
+        "shares": torch.zeros(3, 64, 1),
+        "scores": scores,
+        "row_grads": torch.zeros(1, 1, 3, 64),
+    }
+    out = bundles.Grads(*(None,) * len(bundles.Grads._fields))._replace(**like, **rest)
+    with interpreted():
+        c = intra(rule, packing, x, FORCED)
+        read = bundles.Saved(
+            *map(bundles.rows, (q, k, k, x.v, do)),
+            o=None,
+            h=empty(K, K),
+            dh=empty(K, K),
+            v_new=empty(64, K),
+            y=empty(64, K),
+            rows=c.rows,
+            decay=c.decay,
+            anchors=c.anchors,
+            steep=None,
+        )
+        R = bundles.rule_options(rule, torch.bfloat16)
+        table = tables(packing, q.device)
+        intra_channelwise_bwd.safe_bwd(table, x, c, read, out, TALL_BWD, R)
+    assert out.dg[0].abs().max() <= 1e-4 * out.dg.abs().max()

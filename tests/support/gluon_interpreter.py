@@ -252,7 +252,7 @@ def interpreted() -> Iterator[list[str]]:
         associative_scan=_sums,
         maximum=lambda x, y: torch.maximum(x, torch.as_tensor(y, dtype=x.dtype)),
         minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype)),
-        rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
+        floor=torch.floor, rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
         permute=torch.permute, DistributedLinearLayout=nothing,
         cast=lambda x, dtype, bitcast: x.view(dtype),
     )  # fmt: skip

@@ -193,7 +193,8 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
         qq = qq + raw_q * raw_q
         kk = kk + raw_k * raw_k
     diagonal, qq, kk = gl.reduce((qk, qq, kk), 1, add_three)
-    q_scale, k_scale = qq * 0.0 + scale, kk * 0.0 + 1.0
+    q_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, along)) * scale
+    k_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, along))
     if R.NORM:
         q_scale *= gl.rsqrt(qq + EPS)
         k_scale *= gl.rsqrt(kk + EPS)
@@ -281,6 +282,11 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
         store_inverse(b_kk, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
 
 
+def aligned(x: Rows) -> bool:
+    """Whether the address and the strides prove that copies of 16 bytes are aligned."""
+    return not (x.ptr.data_ptr() % 16 or x.row % 16 or x.head % 16)
+
+
 def why_not(x: Inputs, c: Chunks, R: RuleOptions) -> str:
     """Why the kernel cannot form these chunks; "" if it can."""
     if x.q.shape[2] != 128:
@@ -289,8 +295,8 @@ def why_not(x: Inputs, c: Chunks, R: RuleOptions) -> str:
         return "the rule removes along p"
     if not (R.SAFE and R.EXP2):
         return "it has only the path of a safe gate, in powers of two"
-    if any(n % 16 for t in (x.q, x.k) for n in t.stride()[:2]):
-        return "the strides of q and k do not prove that copies of 16 bytes are aligned"
+    if not (aligned(rows(x.q)) and aligned(rows(x.k))):
+        return "addresses and strides of q and k do not prove that copies of 16 bytes are aligned"
     return ""
 
 

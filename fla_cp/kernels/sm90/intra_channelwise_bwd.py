@@ -6,9 +6,11 @@ formed where a thread has 16 rows of two channels, so that sums are additions in
 else is formed where products leave their results. In between, the sums of decays go one way through
 shared memory, and their gradient goes back.
 
-Decays are relative to the middle of their half, as in the forward. Pairs of a row in the second
-half and a column in the first have another factor a channel: it multiplies the columns before the
-products for rows, and the results of the products for columns.
+Decays are relative to the middle of their half, as in the forward, but rounded to a whole power of
+two. Pairs of a row in the second half and a column in the first have another factor a channel: it
+multiplies the columns before the products for rows, and the results of the products for columns.
+Since it is a power of two, rounded columns stay the same numbers, and what a pair adds to the
+gradient of gc at its row cancels at its column.
 """
 
 from triton.experimental import gluon
@@ -23,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fla_cp.kernels.sm90.intra_channelwise import (
     SLAB,
+    aligned,
     copy_slab,
     load_raw,
     log_decay,
@@ -67,9 +70,14 @@ def slopes(raw, rate, bound, dg, GATE: gl.constexpr):
 
 
 @gluon.jit
+def whole_power(n):
+    return gl.floor(n + 0.5)
+
+
+@gluon.jit
 def across_halves(x, anchors, c, first, S: gl.constexpr):
     """x [64, SLAB], in the first half of the rows times the decay between the middles of both."""
-    n = gl.load(anchors + 2 * S.K + c) - gl.load(anchors + c)
+    n = whole_power(gl.load(anchors + 2 * S.K + c)) - whole_power(gl.load(anchors + c))
     near, far = gl.exp2(gl.maximum(n, -120.0)), gl.exp2(gl.minimum(n + 120.0, 0.0))
     return gl.where(first, x * near[None, :] * far[None, :], x)
 
@@ -140,7 +148,11 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     steps = gl.where(i_q < n_rows, log_decay(raw, rate, gate.bound, R.GATE), 0.0)
     l = gl.associative_scan(steps, 1, plus)  # noqa: E741
     whole = gl.sum(gl.where(r == 15, l, 0.0), 1)
-    l -= gl.where(w % 2 == 0, whole, 0.0)[:, None, :]  # noqa: E741
+    middle = gl.load(
+        x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB) + (w // 2 * (2 * S.K) + c_e[None, :])
+    )
+    middle = gl.where(w % 2 == 0, whole, 0.0) - (middle - whole_power(middle))
+    l -= middle[:, None, :]  # noqa: E741
 
     # What the states add, relative to the middle of each half. Vectors of channels are loaded again
     # in each part, and barriers keep the parts apart: registers hold no more.
@@ -180,9 +192,10 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     s_dl = s_o.index(1)._reinterpret(gl.float32, [2, SLAB], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_sums.store(gl.convert_layout(gl.reshape(l, [S.BT, SLAB]), tall))
     s_dl.index(0).store(h_dh)
-    middle = gl.where(first, gl.load(anchors + c)[None, :], gl.load(anchors + 2 * S.K + c)[None, :])
-    b_dc *= gl.exp2(gl.load(anchors + 3 * S.K + c)[None, :] - middle)
-    e = gl.exp2(middle)
+    n_0, n_1 = whole_power(gl.load(anchors + c)), whole_power(gl.load(anchors + 2 * S.K + c))
+    to_middle = gl.where(first, n_0[None, :], n_1[None, :])
+    b_dc *= gl.exp2(gl.load(anchors + 3 * S.K + c)[None, :] - to_middle)
+    e = gl.exp2(to_middle)
     b_dq *= e
     if REMOVES:
         b_dr *= -e
@@ -311,8 +324,8 @@ def safe_bwd(
     reason = why_not(x, c, R)
     if V != 128 or t.BK != 64:
         reason = f"V must be 128 and BK 64, got {V} and {t.BK}"
-    elif read.do.row % 16 or read.do.head % 16:
-        reason = "the strides of do do not prove that copies of 16 bytes are aligned"
+    elif read.do.ptr.dtype != read.v_new.dtype or not aligned(read.do):
+        reason = "do has another dtype than v, or copies of 16 bytes are not aligned"
     if reason:
         raise ValueError(f"the tile {t} of stage intra_bwd cannot be used: {reason}")
     S = shape(rule, x.q.dtype, H, HV, K, V, t)
