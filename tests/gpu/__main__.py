@@ -47,7 +47,8 @@ SMALL_CALL = """
 import torch
 from fla_cp import kda_gate
 from benchmarks.tune import cut_into
-from tests.gpu.checks import BF16, INSIDE, SAFE, conv_stage
+from tests.gpu.cases import BF16, INSIDE, SAFE
+from tests.gpu.checks import conv_stage
 from tests.support.cases import Case, options
 from tests.support.running import run, run_recurrent
 from tests.support.members import BY_NAME, Call, collect, draw, operator

@@ -42,7 +42,7 @@ class Zeros:
         self.shape = shape
 
     def start(self, maps, links, fold):
-        return SimpleNamespace(wait=lambda: torch.zeros(self.shape, device=META))
+        return SimpleNamespace(wait=lambda overlap: torch.zeros(self.shape, device=META))
 
 
 @pytest.fixture

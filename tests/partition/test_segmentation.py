@@ -418,7 +418,7 @@ def test_one_launch_before_what_is_sent_and_one_after(ranges, zeros, reverse, mo
     def start(sent, links, fold):
         pack(sent, links)
         seen.append("sent")
-        return SimpleNamespace(wait=lambda: states)
+        return SimpleNamespace(wait=lambda overlap: states)
 
     exchange, links = SimpleNamespace(start=start), links.mirrored() if reverse else links
     with Operations(seen):

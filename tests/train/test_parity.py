@@ -63,7 +63,7 @@ def lost_state(patch, rank, where):
         calls.append(1)
         if (rank, len(calls)) != where:
             return started
-        return SimpleNamespace(wait=lambda: torch.zeros_like(started.wait()))
+        return SimpleNamespace(wait=lambda overlap: torch.zeros_like(started.wait(overlap)))
 
     patch.setattr(AllGather, "start", start)
 
