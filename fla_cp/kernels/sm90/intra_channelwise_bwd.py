@@ -35,6 +35,7 @@ from fla_cp.kernels.sm90.intra_channelwise import (
     sigmoid,
     why_not,
 )
+from fla_cp.kernels.sm90.intra_channelwise import takes as taken
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import rows_from
@@ -315,17 +316,29 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
         gl.store(bias, gl.sum(gl.sum(d_raw, 1), 0))
 
 
+def why_not_bwd(x: Inputs, c: Chunks, read: Saved, R: RuleOptions) -> str:
+    """Why the kernel does not support these chunks; "" if it does."""
+    if x.v.shape[2] != 128:
+        return f"V must be 128, got {x.v.shape[2]}"
+    if read.do.ptr.dtype != read.v_new.dtype or not aligned(read.do):
+        return "do has another dtype than v, or copies of 16 bytes are not aligned"
+    return why_not(x, c, R)
+
+
+def takes(x: Inputs, c: Chunks, read: Saved, paths: tuple[tuple[str, RuleOptions], ...]) -> bool:
+    """Whether a call takes the kernel by itself, as `intra_channelwise.takes` says."""
+    return taken(x, c, paths) and not why_not_bwd(x, c, read, paths[0][1])
+
+
 def safe_bwd(
     table: Tables, x: Inputs, c: Chunks, read: Saved, out: Grads, t: Tile, R: RuleOptions
 ) -> None:
     """Launches the kernel. read, out: as `safe_bwd_kernel` takes them. Raises ValueError for chunks
     that the kernel does not support."""
     (NC, HV, K), H, V, rule = c.decay.shape, x.q.shape[1], x.v.shape[2], c.rule
-    reason = why_not(x, c, R)
-    if V != 128 or t.BK != 64:
-        reason = f"V must be 128 and BK 64, got {V} and {t.BK}"
-    elif read.do.ptr.dtype != read.v_new.dtype or not aligned(read.do):
-        reason = "do has another dtype than v, or copies of 16 bytes are not aligned"
+    reason = why_not_bwd(x, c, read, R)
+    if t.BK != 64:
+        reason = f"BK must be 64, got {t.BK}"
     if reason:
         raise ValueError(f"the tile {t} of stage intra_bwd cannot be used: {reason}")
     S = shape(rule, x.q.dtype, H, HV, K, V, t)

@@ -27,7 +27,7 @@ def intra(rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning = TUNING)
     if NC and rule.per_head:
         intra_headwise(packing, x, c)(0, NC)
     elif NC:
-        intra_channelwise(table, x, c)
+        intra_channelwise(table, packing, x, c)
     return c
 
 

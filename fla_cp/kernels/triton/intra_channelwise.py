@@ -67,7 +67,7 @@ from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, 
 from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
-from fla_cp.kernels.triton.generations import kernels_of
+from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, Tables, own, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
@@ -263,13 +263,17 @@ def qkp(x: Inputs) -> tuple[Rows, Rows, Rows | None]:
     return rows(x.q), rows(x.k), None if x.p is None else rows(x.p)
 
 
-def intra_channelwise(table: Tables, x: Inputs, c: Chunks) -> None:
+def intra_channelwise(table: Tables, packing: Packing, x: Inputs, c: Chunks) -> None:
     """Fills c, with one decay a channel."""
     rule, (NC, HV, K), V, dtype = c.rule, c.decay.shape, x.v.shape[2], x.q.dtype
     shape_of = functools.partial(shape, rule, dtype, x.q.shape[1], HV, K, V)
     given = *qkp(x), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
-    for path, R in local_paths(rule, dtype):  # the last one reads what the first one wrote
-        t = c.tuning.tile("intra" + path + own(rule), K, V, dtype)
+    paths = local_paths(rule, dtype)  # the last one reads what the first one wrote
+    folder = choose(packing, c)
+    if folder != "triton" and not kernels_of(folder).intra_channelwise.takes(x, c, paths):
+        folder = "triton"
+    for path, R in paths:
+        t = c.tuning.tile("intra" + path + own(rule), K, V, dtype, 0, folder)
         if t.folder != "triton":
             kernels_of(t.folder).intra_channelwise.intra_channel(table, x, c, t, R)
             continue

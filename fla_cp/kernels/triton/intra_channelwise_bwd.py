@@ -51,7 +51,7 @@ from fla_cp.kernels.triton.device.channelwise_grads import (
 )
 from fla_cp.kernels.triton.device.decay_sums import AFTER, PAIR, UP_TO, sums
 from fla_cp.kernels.triton.device.opaque import opaque
-from fla_cp.kernels.triton.generations import kernels_of
+from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.intra_channelwise_bwd_safe import safe_bwd_kernel
 from fla_cp.kernels.triton.intra_channelwise_bwd_scores import beta_bwd, scores_bwd_kernel
 from fla_cp.kernels.triton.launch import cdiv, launch
@@ -243,9 +243,13 @@ def intra_channelwise_bwd(
     """The gradients of the inputs, with one decay a channel."""
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
+    read, local = saved(x, c, states, grads), local_paths(rule, dtype)
+    folder = choose(packing, c)
+    if folder != "triton" and not kernels_of(folder).intra_channelwise_bwd.takes(x, c, read, local):
+        folder = "triton"
     paths = [
-        (c.tuning.tile("intra_bwd" + path + own(rule), K, V, dtype), R)
-        for path, R in local_paths(rule, dtype)
+        (c.tuning.tile("intra_bwd" + path + own(rule), K, V, dtype, 0, folder), R)
+        for path, R in local
     ]
     BK = paths[0][0].BK  # of all paths, since the parts of dbeta and dA_log are those of key tiles
     ts = c.tuning.tile("scores_bwd", K, V, dtype)
@@ -270,7 +274,7 @@ def intra_channelwise_bwd(
         shift=None,
     )
     if NC:
-        read, where = saved(x, c, states, grads), table.chunks
+        where = table.chunks
         S = shape(after_local(rule), dtype, H, HV, K, V, ts)
         compiled = {"S": S, "R": rule_options(rule, dtype), "num_warps": ts.warps}
         launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)

@@ -85,8 +85,7 @@ NARROW, DEEP = Tile(128, 64, 4, 2, folder="sm90"), Tile(128, 64, 4, 3, folder="s
 BROAD = Tile(128, 128, 8, 2, folder="sm90")
 WHOLE = Tile(128, 128, 8, 1, folder="sm90")
 TALL, TALL_BWD = Tile(128, 0, 4, 1, 168, folder="sm90"), Tile(64, 128, 4, 1, folder="sm90")
-"""The safe path of the channelwise local stage, forward and backward. They are only tried
-(`benchmarks.tune`), since no GPU has run them yet."""
+"""The safe path of the channelwise local stage, forward and backward."""
 SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),
@@ -97,6 +96,8 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan_states_concurrent": ((0, NARROW),),
     "scan_bwd_concurrent": ((0, NARROW),),
     "scan_bwd_ends_concurrent": ((0, NARROW),),
+    "intra": ((0, TALL),),
+    "intra_bwd": ((0, TALL_BWD),),
     "intra_head": ((0, Tile(128, 0, 4, 1, folder="sm90")),),
     "scores_bwd_head": ((0, WHOLE),),
     "dqk_head": ((0, WHOLE),),
