@@ -31,7 +31,7 @@ FORCED = Tuning(forced=(("intra", TALL),))
 
 class Case(NamedTuple):
     """gate, bound: the rule's gate. raw: the mean of its projections, a large one for decays that
-    are as strong as the bound allows. H: heads of q and k; there are two value heads."""
+    are as strong as the bound allows. H, HV: heads of q and k, and of v."""
 
     gate: str = "sigmoid"
     bound: float | None = -5.0
@@ -39,6 +39,7 @@ class Case(NamedTuple):
     removal: str = "k"
     norm: bool = True
     H: int = 2
+    HV: int = 2
     precise: bool = False
 
 
@@ -51,6 +52,7 @@ CASES = {
     "no removal": Case(removal="none"),
     "no norms": Case(norm=False),
     "a group": Case(H=1),
+    "two groups": Case(HV=4),
     "two terms": Case(precise=True),
 }
 
@@ -71,9 +73,9 @@ def in_fp32(monkeypatch):
 
 def drawn(case: Case) -> tuple[DeltaRule, Inputs]:
     torch.manual_seed(0)
-    T, given = OFFSETS[-1], case.gate == "given"
+    T, HV, given = OFFSETS[-1], case.HV, case.gate == "given"
     q, k = torch.randn(2, T, case.H, K)
-    g = case.raw + torch.randn(T, 2, K)
+    g = case.raw + torch.randn(T, HV, K)
     removes = case.removal == "k"
     rule = DeltaRule(
         scale=K**-0.5,
@@ -86,9 +88,9 @@ def drawn(case: Case) -> tuple[DeltaRule, Inputs]:
         precise=case.precise,
     )
     q, k = (q, k) if case.norm else (q / 10, k / 10)
-    rates = (None, None) if given else (torch.rand(2), torch.randn(2 * K))
-    beta = torch.randn(T, 2) if removes else None
-    return rule, Inputs(q, k, torch.randn(T, 2, K), -g.abs() if given else g, beta, *rates, None)
+    rates = (None, None) if given else (torch.rand(HV), torch.randn(HV * K))
+    beta = torch.randn(T, HV) if removes else None
+    return rule, Inputs(q, k, torch.randn(T, HV, K), -g.abs() if given else g, beta, *rates, None)
 
 
 def bounds() -> list[tuple[int, int]]:
@@ -108,11 +110,11 @@ def defined(rule: DeltaRule, x: Inputs) -> dict[str, torch.Tensor]:
     x = Inputs(*(None if t is None else t.double() for t in x))
     log_decay = x.g
     if rule.gate != "given":
-        raw, rate = x.g + x.dt_bias.view(2, K), x.A_log.exp()[:, None]
+        raw, rate = x.g + x.dt_bias.view(-1, K), x.A_log.exp()[:, None]
         softplus = torch.nn.functional.softplus(raw)
         sigmoid = (rate * raw).sigmoid()
         log_decay = -rate * softplus if rule.gate == "softplus" else rule.lower_bound * sigmoid
-    q, k = (t.repeat_interleave(2 // t.shape[1], 1) for t in (x.q, x.k))
+    q, k = (t.repeat_interleave(x.v.shape[1] // t.shape[1], 1) for t in (x.q, x.k))
     if rule.qk_l2norm:
         q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
     beta = torch.ones_like(q[..., 0]) if x.beta is None else x.beta.sigmoid()

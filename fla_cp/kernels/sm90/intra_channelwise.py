@@ -26,7 +26,7 @@ from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS, rows_from
-from fla_cp.kernels.triton.device.bundles import Rows, RuleOptions, beta, gate, rows
+from fla_cp.kernels.triton.device.bundles import Rows, RuleOptions, beta, gate, rows, shape
 from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
 from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_SCALE, Q_SCALE
@@ -301,9 +301,8 @@ def why_not(x: Inputs, c: Chunks, R: RuleOptions) -> str:
 
 
 def takes(x: Inputs, c: Chunks, paths: tuple[tuple[str, RuleOptions], ...]) -> bool:
-    """Whether a call takes the kernel by itself. It was measured for rules that
-    remove along k, with a safe gate and one term of bf16; a forced tile may run it for more. paths:
-    those of `local_paths`."""
+    """Whether a call takes the kernel by itself. It was measured for rules that remove along k, with
+    a safe gate and one term of bf16; a forced tile may run it for more. paths: of `local_paths`."""
     one = len(paths) == 1 and c.terms == 1 and c.rule.removal == "k"
     return one and not why_not(x, c, paths[0][1])
 
@@ -313,6 +312,7 @@ def intra_channel(table: Tables, x: Inputs, c: Chunks, t: Tile, R: RuleOptions) 
     if reason := why_not(x, c, R):
         raise ValueError(f"the tile {t} of stage intra cannot be used: {reason}")
     given = rows(x.q), rows(x.k), gate(c.rule, x), beta(c.rule, x), c.formed(), table.chunks
-    NC, HV, _ = c.decay.shape
-    compiled = {"S": c.shape(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
+    (NC, HV, K), H, V = c.decay.shape, x.q.shape[1], x.v.shape[2]
+    S = shape(c.rule, x.q.dtype, H, HV, K, V, t)  # not c.shape: kg has a head for each value head
+    compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
     launch(intra_sm90_kernel, (NC, HV), *given, c.rule.scale, **compiled)
