@@ -301,8 +301,8 @@ def why_not(x: Inputs, c: Chunks, R: RuleOptions) -> str:
 
 
 def takes(x: Inputs, c: Chunks, paths: tuple[tuple[str, RuleOptions], ...]) -> bool:
-    """Whether a call takes the kernel by itself: rules that remove along k, with a safe gate and one
-    term of bf16, were measured. Forced tiles run it for more. paths: those of `local_paths`."""
+    """Whether a call takes the kernel by itself: rules that remove along k, with a safe gate and
+    one term of bf16, were measured. Forced tiles run it for more. paths: of `local_paths`."""
     one = len(paths) == 1 and c.terms == 1 and c.rule.removal == "k"
     return one and not why_not(x, c, paths[0][1])
 
