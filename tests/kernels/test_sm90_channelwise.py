@@ -279,3 +279,10 @@ def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch):
         table = tables(packing, q.device)
         intra_channelwise_bwd.safe_bwd(table, x, c, read, out, TALL_BWD, R)
     assert out.dg[0].abs().max() <= 1e-4 * out.dg.abs().max()
+
+
+def test_a_call_takes_the_kernel_by_itself():
+    rule, x = drawn(Case())
+    with interpreted() as launched:
+        intra(rule, Packing.build(OFFSETS), x, Tuning(gluon=True))
+    assert set(launched) == {"intra_sm90_kernel"}
