@@ -197,8 +197,11 @@ def alone(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield row | {"errors": checked}
 
 
-def rank_times(step: Callable[[], object], device: str) -> tuple[float, float]:
-    """Medians of this rank: ms of a step, and of the waits for other ranks in it."""
+def rank_times(
+    step: Callable[[], object], device: str, together: int = STEPS
+) -> tuple[float, float]:
+    """Medians of this rank: ms of a step, and of the waits for other ranks in it. together: how
+    many steps are timed as one."""
     from fla_cp.comm import measure_exchange
 
     for _ in range(3):
@@ -209,11 +212,11 @@ def rank_times(step: Callable[[], object], device: str) -> tuple[float, float]:
         synchronize(device)
         with measure_exchange() as timer:
             start = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(together):
                 step()
             synchronize(device)
-            times.append(1e3 * (time.perf_counter() - start) / STEPS)
-            waits.append(timer.elapsed_ms() / STEPS)
+            times.append(1e3 * (time.perf_counter() - start) / together)
+            waits.append(timer.elapsed_ms() / together)
     return statistics.median(times), statistics.median(waits)
 
 

@@ -1,7 +1,7 @@
 """A stack of hybrid layers, three recurrent and one of attention, over several ranks.
 
     python -m benchmarks.hybrid [--ranks 1,2,4] [--tokens 32768,131072] [--out FILE.json]
-        [--patterns 'kda*3,mla;gdn*3,attention']
+        [--patterns 'kda*3,mla;gdn*3,attention'] [--layouts zigzag] [--together 5]
 
 A step is the forward and backward of the trainer's blocks, uncompiled, on one document over all
 ranks, with contiguous ranges and with zig-zag ones; parameters are whole on every rank, and their
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.attention import LAYOUTS, numbers, rank_times
+from benchmarks.attention import LAYOUTS, STEPS, numbers, rank_times
 from benchmarks.ops import environment
 from fla_cp import FLACPContext, build_cp_context, zigzag_token_ranges
 from fla_cp.train.config import ModelConfig
@@ -122,28 +122,29 @@ def check(blocks: nn.ModuleList, layout: str, group: Any, device: str) -> None:
             raise SystemExit(f"the {name} differs from one rank's by {error:.1e}, {layout} ranges")
 
 
-def measured(group: Any, device: str, tokens: list[int], patterns: list[str]) -> Iterator[Row]:
+def measured(group: Any, device: str, args: argparse.Namespace) -> Iterator[Row]:
     """Rows of this number of ranks, the same on all."""
     R = dist.get_world_size(group)
-    for pattern in patterns:
+    for pattern in args.patterns:
         blocks = blocks_of(pattern, device)
-        for layout in LAYOUTS[: 1 if R == 1 else None]:  # one rank has all tokens in either
+        for layout in LAYOUTS[:1] if R == 1 else args.layouts:  # one rank has all tokens in either
             check(blocks, layout, group, device)
-            for T in tokens:
+            for T in args.tokens:
                 yield {"pattern": pattern, "T": T, "ranks": R, "layout": layout} | times(
                     step_of(blocks, context_of(T, layout, group, device), drawn(T, device)),
                     T,
                     group,
                     device,
+                    args.together,
                 )
 
 
-def times(step: Callable[[], object], T: int, group: Any, device: str) -> Row:
+def times(step: Callable[[], object], T: int, group: Any, device: str, together: int) -> Row:
     """What a step takes, and the balance of the ranks. One rank may have too little memory."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
     try:
-        ms, wait = rank_times(step, device)
+        ms, wait = rank_times(step, device, together)
     except torch.OutOfMemoryError:  # with ranks of unequal work, the others would wait for it
         if dist.get_world_size(group) > 1:
             raise
@@ -185,7 +186,7 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
         **({"device_id": torch.device(device)} if on_cuda() else {}),
     )
     rows = []
-    for row in measured(dist.group.WORLD, device, args.tokens, args.patterns):
+    for row in measured(dist.group.WORLD, device, args):
         rows.append(row)
         if rank == 0:
             print(json.dumps(row), flush=True)
@@ -202,6 +203,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=numbers, default=ranks)
     parser.add_argument("--tokens", type=numbers, default=[32768, 131072] if gpus else [512])
     parser.add_argument("--patterns", type=lambda s: s.split(";"), default=PATTERNS.split(";"))
+    parser.add_argument("--layouts", type=lambda s: s.split(","), default=list(LAYOUTS))
+    parser.add_argument("--together", type=int, default=STEPS, help="steps that are timed as one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[Row] = []

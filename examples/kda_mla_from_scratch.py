@@ -31,10 +31,10 @@ class Block(nn.Module):
 parser = argparse.ArgumentParser()
 for name, default in {"layers": 4, "hidden": 128, "heads": 4, "tokens": 8192, "steps": 50}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
-args = parser.parse_args()
+args, cuda = parser.parse_args(), torch.cuda.is_available()
 dist.init_process_group()
-cuda = torch.cuda.is_available()
-torch.set_default_device(f"cuda:{dist.get_node_local_rank()}" if cuda else "cpu")
+torch.cuda.set_device(dist.get_node_local_rank() if cuda else -1)  # -1 changes nothing
+torch.set_default_device("cuda" if cuda else "cpu")
 torch.manual_seed(0)  # the same weights on all ranks
 blocks = nn.ModuleList(Block(args.hidden, args.heads, i % 4 == 3) for i in range(args.layers))
 model = nn.ModuleList((nn.Embedding(256, args.hidden), blocks, nn.Linear(args.hidden, 256)))

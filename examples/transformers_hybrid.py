@@ -1,6 +1,5 @@
 """Continues to train a Qwen3.5 (random weights, 4B's shape or --shape) in a plain PyTorch loop:
-torchrun --nproc-per-node 2 examples/transformers_hybrid.py    # 262144 tokens over two GPUs
-"""
+torchrun --nproc-per-node 2 examples/transformers_hybrid.py    # 262144 tokens over two GPUs"""
 
 import argparse
 import gc
@@ -54,7 +53,8 @@ args, cuda = parser.parse_args(), torch.cuda.is_available()
 shape = {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
 shape |= {name: int(value) for name, value in (text.split("=") for text in args.shape)}
 dist.init_process_group()
-torch.set_default_device(f"cuda:{dist.get_node_local_rank()}" if cuda else "cpu")
+torch.cuda.set_device(dist.get_node_local_rank() if cuda else -1)  # -1 changes nothing
+torch.set_default_device("cuda" if cuda else "cpu")
 main(shape, args.tokens, dist.group.WORLD, torch.bfloat16 if cuda else torch.float32)
 gc.collect()  # model and contexts hold the group, which must not outlive the next line
 dist.destroy_process_group()

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from torch import compiler, cuda, float64
 from torch import device as Device
 from torch import dtype as Dtype
-from torch import float64
 
 from fla_cp.arguments import check_choice
 from fla_cp.kernels.backend import Backend
@@ -43,7 +43,8 @@ def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
     dtype: Triton on CUDA, but torch for fp64, which only torch computes.
 
     Raises ValueError for an unknown name, and for a backend that is not installed or cannot run the
-    input: an explicit choice is never replaced by another.
+    input: an explicit choice is never replaced by another. Kernels start on the current GPU, so
+    that tensors of another one are refused, too.
     """
     check_choice("impl", impl, ("auto", "torch", "triton"))
     if impl == "auto":
@@ -56,6 +57,8 @@ def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
         raise ValueError(f"impl='triton' computes bf16, fp16 and fp32, got {dtype}")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"impl='triton' runs on CUDA devices, got {device}; pass impl='torch'")
+    if device.type == "cuda" and not compiler.is_compiling():
+        check_current(device)
     try:
         from fla_cp.kernels.triton.backend import TRITON
     except ImportError as error:
@@ -64,3 +67,16 @@ def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
             "slow PyTorch stages"
         ) from error
     return TRITON
+
+
+def check_current(device: Device) -> None:
+    """Raises ValueError if `device` is not the current GPU."""
+    if device.index is None or not cuda.is_initialized():
+        return
+    current = cuda.current_device()
+    if current != device.index:
+        raise ValueError(
+            f"impl='triton' runs on the current GPU, cuda:{current}, got tensors on {device}; call "
+            f"torch.cuda.set_device({device.index}) in this process, or put the call into `with "
+            f"torch.cuda.device({device.index}):`"
+        )

@@ -175,6 +175,14 @@ def test_triton_refuses_what_it_cannot_run(monkeypatch):
     assert resolve("auto", torch.device("cpu"), torch.float32) is TORCH
 
 
+def test_triton_refuses_tensors_of_another_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    with pytest.raises(ValueError, match="current GPU, cuda:0, got tensors on cuda:1; call torch"):
+        resolve("auto", torch.device("cuda:1"), torch.bfloat16)
+    resolve("auto", torch.device("cuda:0"), torch.bfloat16)
+
+
 def test_K_up_to_the_limit():
     x = torch.zeros(1, 3, 1, 257)
     with pytest.raises(ValueError, match="K must be from 1 to 256, got K=257"):

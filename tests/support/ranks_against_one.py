@@ -36,7 +36,11 @@ def kinds(device):
 
 
 def assert_close(what, actual, exact, one, fold=0.0):
-    """Asserts that N ranks err at most twice as much as one rank, plus roundings.
+    """Asserts that N ranks err at most twice as much as one rank in the root mean square, and four
+    times as much in the largest element, plus roundings.
+
+    Both sides round differently, because they cut chunks at other tokens. Of 16 inputs, their root
+    mean squares were within 22% of each other, but one largest element was 2.1 times the other.
 
     actual: of N ranks. one: of one rank. In fp64 nine digits must agree; in bf16 six roundings are
     added. In fp32 it is 32 roundings: chunks and the fold differ, and their products of three TF32
@@ -46,12 +50,22 @@ def assert_close(what, actual, exact, one, fold=0.0):
     if not actual.numel():
         return
     unit = {torch.float64: 1e-9, torch.float32: 2**-18, torch.bfloat16: 3 * 2**-7}[one.dtype]
-    error, usual = ((x.double() - exact).abs().max() for x in (actual, one))
-    limit = 2 * usual + fold + unit * exact.abs().max().clamp(min=1e-3)
-    assert error <= limit, (
-        f"{what}: error {error:.1e}, limit {limit:.1e}, of one rank {usual:.1e}, "
-        f"largest {exact.abs().max():.1e}"
-    )
+    errors = [x.double() - exact for x in (actual, one)]
+    for name, times, size in (("mean", 2, root_mean_square), ("largest", 4, largest)):
+        error, usual = map(size, errors)
+        limit = times * usual + fold + unit * size(exact).clamp(min=1e-3)
+        assert error <= limit, (
+            f"{what}: {name} error {error:.1e}, limit {limit:.1e}, of one rank {usual:.1e}, "
+            f"{name} value {size(exact):.1e}"
+        )
+
+
+def root_mean_square(x):
+    return x.square().mean().sqrt()
+
+
+def largest(x):
+    return x.abs().max()
 
 
 def device_of(group):
