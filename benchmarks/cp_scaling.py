@@ -156,16 +156,25 @@ def measure(step: Callable[[], object], group: Any) -> dict[str, float]:
 
 
 def measure_host(runs: Runs, group: Any) -> dict[str, dict[str, Any]]:
-    """For each direction, `host_ms` of the slowest rank and what rank 0 says of its programs. All
-    ranks call this together, since the calls exchange."""
+    """For each direction, `host_ms` of the slowest rank, the same with the backward on the calling
+    thread, and what rank 0 says of its programs. All ranks call this together, since the calls
+    exchange."""
     device, found = "cuda" if on_cuda() else "cpu", {}
-    for direction, run in runs._asdict().items():
+
+    def of_slowest(run: Callable[[], object]) -> float | None:
         mine = host.host_milliseconds(run, device)
-        if mine is not None:
-            slowest = torch.tensor(mine, device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-            mine = round(slowest.item(), 3)
-        found[direction] = {"host_ms": mine, **host.facts(run, device)}
+        if mine is None:
+            return None
+        slowest = torch.tensor(mine, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        return round(slowest.item(), 3)
+
+    for direction, run in runs._asdict().items():
+        found[direction] = {"host_ms": of_slowest(run)}
+        if device == "cuda":
+            with torch.autograd.set_multithreading_enabled(False):
+                found[direction]["one_thread_host_ms"] = of_slowest(run)
+        found[direction] |= host.facts(run, device)
     return found
 
 
@@ -339,10 +348,14 @@ def table(rows: list[dict]) -> str:
         "exposed_ms",
         "peak_gib",
     )
-    lines = [" | ".join([*names, "host ms"]), " | ".join("---" for _ in [*names, "host ms"])]
+    head = [*names, "host ms", "host ms on one thread"]
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
     for r in rows:
-        times = [str(r[d]["host_ms"]) for d in Runs._fields if r.get(d, {}).get("host_ms")]
-        lines.append(" | ".join([*(str(r.get(n, "")) for n in names), " / ".join(times)]))
+        times = [
+            " / ".join(str(r[d][name]) for d in Runs._fields if r.get(d, {}).get(name))
+            for name in ("host_ms", "one_thread_host_ms")
+        ]
+        lines.append(" | ".join([*(str(r.get(n, "")) for n in names), *times]))
     return "\n".join(f"| {line} |" for line in lines)
 
 

@@ -19,7 +19,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,24 +122,33 @@ def check(blocks: nn.ModuleList, layout: str, group: Any, device: str) -> None:
             raise SystemExit(f"the {name} differs from one rank's by {error:.1e}, {layout} ranges")
 
 
-def measured(group: Any, device: str, args: argparse.Namespace) -> Iterator[Row]:
-    """Rows of this number of ranks, the same on all."""
+def measured(
+    group: Any,
+    device: str,
+    tokens: list[int],
+    patterns: list[str],
+    layouts: Sequence[str] = LAYOUTS,
+    together: int = STEPS,
+) -> Iterator[Row]:
+    """Rows of this number of ranks, the same on all. together: how many steps are timed as one."""
     R = dist.get_world_size(group)
-    for pattern in args.patterns:
+    for pattern in patterns:
         blocks = blocks_of(pattern, device)
-        for layout in LAYOUTS[:1] if R == 1 else args.layouts:  # one rank has all tokens in either
+        for layout in LAYOUTS[:1] if R == 1 else layouts:  # one rank has all tokens in either
             check(blocks, layout, group, device)
-            for T in args.tokens:
+            for T in tokens:
                 yield {"pattern": pattern, "T": T, "ranks": R, "layout": layout} | times(
                     step_of(blocks, context_of(T, layout, group, device), drawn(T, device)),
                     T,
                     group,
                     device,
-                    args.together,
+                    together,
                 )
 
 
-def times(step: Callable[[], object], T: int, group: Any, device: str, together: int) -> Row:
+def times(
+    step: Callable[[], object], T: int, group: Any, device: str, together: int = STEPS
+) -> Row:
     """What a step takes, and the balance of the ranks. One rank may have too little memory."""
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -186,7 +195,8 @@ def work(rank: int, R: int, args: argparse.Namespace, folder: str) -> None:
         **({"device_id": torch.device(device)} if on_cuda() else {}),
     )
     rows = []
-    for row in measured(dist.group.WORLD, device, args):
+    given = args.tokens, args.patterns, args.layouts, args.together
+    for row in measured(dist.group.WORLD, device, *given):
         rows.append(row)
         if rank == 0:
             print(json.dumps(row), flush=True)

@@ -167,6 +167,8 @@ def measure(
         if what == "both" and device == "cuda":
             chained = host_milliseconds(run["chain"], device)
             row[what]["chained_host_ms"] = chained and round(chained / CHAIN, 3)
+            with torch.autograd.set_multithreading_enabled(False):
+                row[what]["one_thread_host_ms"] = host_milliseconds(f, device)
     del result
     peak = peak_gib(whole, device)
     row["peak_gib"] = None if peak is None else round(peak - before, 2)
@@ -202,7 +204,8 @@ def environment() -> dict[str, object]:
         "torch": torch.__version__,
         "commit": commit or None,
         "unit": "ms of the device, medians; host_ms: until the call returns; chained_host_ms: of "
-        f"one of {CHAIN} calls with one backward; bare_ms: the host's for the same launches alone; "
+        f"one of {CHAIN} calls with one backward; one_thread_host_ms: with the backward on the "
+        "calling thread, as in the trainer; bare_ms: the host's for the same launches alone; "
         "peak_gib: with inputs",
     }
     if torch.cuda.is_available():
@@ -222,7 +225,8 @@ def environment() -> dict[str, object]:
 def table(rows: list[dict]) -> str:
     counts = [name.replace("_", " ") for name in host.COUNTS]
     head = ["shape", "op", "forward ms", "forward + backward ms", "host ms", "bare ms"]
-    head += ["host / bare", "host ms in a chain", *counts, "peak GiB", "first call s", "vs peer"]
+    head += ["host / bare", "host ms in a chain", "host ms on one thread", *counts]
+    head += ["peak GiB", "first call s", "vs peer"]
     lines = [head, ["---"] * len(head)]
     for r in rows:
         found = [r[what] for what in ("forward", "both") if what in r]
@@ -234,8 +238,9 @@ def table(rows: list[dict]) -> str:
         line = [r["shape"], r["op"], format(found[0]["ms"], ".3f")]
         line += ["" if len(found) == 1 else format(found[1]["ms"], ".3f")]
         line += [pair("host_ms", ".2f"), pair("bare_ms", ".3f"), pair("host_over_bare", ".2f")]
-        chained = found[-1].get("chained_host_ms")
-        line += ["" if chained is None else format(chained, ".2f")]
+        for name in ("chained_host_ms", "one_thread_host_ms"):
+            ms = found[-1].get(name)
+            line += ["" if ms is None else format(ms, ".2f")]
         line += [pair(name) for name in host.COUNTS]
         line += ["" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}", str(r["first_call_s"])]
         line += [" / ".join(f"{x:.2f}x" for x in r.get("ratio", []))]

@@ -16,8 +16,8 @@ from benchmarks.timeline import EXCHANGE, kind
 PROFILED = 2
 """Steps of a profile."""
 
-TOP = 15
-"""Kernels of a profile that are kept, by time."""
+TOP = 30
+"""Kernels of a profile that are kept, by time, and those that the device waits for, alike."""
 
 Row = dict[str, Any]
 
@@ -63,7 +63,8 @@ def summary(events: Iterable[Row], category: str, wall_ms: float, steps: int) ->
     Returns wall_ms: of a step. busy: the share of the wall time in which at least one kernel runs.
     computing: the same without kernels that exchange data between GPUs, which also wait for other
     GPUs. kinds: ms a step by kind of kernel (`benchmarks.timeline.kind`); kernels that run at the
-    same time all count. kernels: the TOP names by time, with ms and calls a step.
+    same time all count. kernels: the TOP names by time, with ms and calls a step. idle: ms a step
+    in which no kernel runs, by the name of the kernel that ends the wait, the TOP ones.
     """
     spans = [
         ((e["ts"], e["ts"] + e["dur"]), e["name"])
@@ -77,6 +78,7 @@ def summary(events: Iterable[Row], category: str, wall_ms: float, steps: int) ->
         kinds[kind(name)] += (end - start) / 1e3 / steps
     calls = Counter(name for _, name in spans)
     top = sorted(times, key=lambda name: -times[name])[:TOP]
+    idle = idle_before(spans)
     computing = [span for span, name in spans if kind(name) != EXCHANGE]
     return {
         "steps": steps,
@@ -88,7 +90,23 @@ def summary(events: Iterable[Row], category: str, wall_ms: float, steps: int) ->
             {"name": name, "ms": round(times[name], 3), "calls": calls[name] / steps}
             for name in top
         ],
+        "idle": {
+            name: round(us / 1e3 / steps, 3)
+            for name, us in sorted(idle.items(), key=lambda x: -x[1])[:TOP]
+        },
     }
+
+
+def idle_before(spans: Iterable[tuple[tuple[float, float], str]]) -> dict[str, float]:
+    """Time in which nothing runs, by the name of what runs next; from spans ((start, end), name).
+    The time before the first span does not count."""
+    found: defaultdict[str, float] = defaultdict(float)
+    reached = math.inf
+    for (start, end), name in sorted(spans):
+        if start > reached:
+            found[name] += start - reached
+        reached = end if reached == math.inf else max(reached, end)
+    return dict(found)
 
 
 def shown(found: Row) -> str:
@@ -100,4 +118,5 @@ def shown(found: Row) -> str:
     ]
     for kernel in found["kernels"]:
         lines.append(f"{kernel['ms']:>10.3f} ms {kernel['calls']:>8.1f} calls  {kernel['name']}")
+    lines += [f"{ms:>10.3f} ms idle before {name}" for name, ms in found["idle"].items()]
     return "\n".join(lines)

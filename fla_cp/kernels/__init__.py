@@ -71,12 +71,13 @@ def resolve(impl: str, device: Device, dtype: Dtype) -> Backend:
 
 def check_current(device: Device) -> None:
     """Raises ValueError if `device` is not the current GPU."""
-    if device.index is None or not cuda.is_initialized():
+    index: int | None = device.index  # None stands for the current GPU
+    if index is None or not cuda.is_initialized():
         return
     current = cuda.current_device()
-    if current != device.index:
+    if current != index:
         raise ValueError(
             f"impl='triton' runs on the current GPU, cuda:{current}, got tensors on {device}; call "
-            f"torch.cuda.set_device({device.index}) in this process, or put the call into `with "
-            f"torch.cuda.device({device.index}):`"
+            f"torch.cuda.set_device({index}) in this process, or put the call into `with "
+            f"torch.cuda.device({index}):`"
         )

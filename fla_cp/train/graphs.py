@@ -29,6 +29,7 @@ from fla_cp.comm import collectives, unmeasured
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.language_model import LanguageModel
+from fla_cp.train.loss import backward
 from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.weights import local_tensor
 
@@ -188,7 +189,7 @@ class Graphs:
         self, tokens: Tensor, labels: Tensor, context: FLACPContext, factor: Tensor
     ) -> Tensor:
         loss: Tensor = self.model(tokens, context, labels) * factor
-        loss.backward()
+        backward(loss)
         return loss.detach()
 
     def _capture(self, tokens: Tensor, labels: Tensor, context: FLACPContext) -> Graph:
@@ -199,7 +200,7 @@ class Graphs:
         torch.cuda.empty_cache()  # else the memory of eager steps would stay beside the graph's
         if self.pool is None:  # graphs never run at the same time, so all take the same memory
             self.pool = torch.cuda.graph_pool_handle()
-        # The backward runs in a thread of its own, and others may copy batches or checkpoints.
+        # Other threads may copy batches or checkpoints meanwhile.
         capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
         with unmeasured(), capture:
             loss = self._eager(tokens, labels, context, factor)

@@ -271,3 +271,11 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     # A tensor without dims would first be rounded to x's dtype on CUDA.
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     return torch.mul(x, factor.reshape(1), out=out)
+
+
+def backward(loss: Tensor) -> None:
+    """`loss.backward()` on the calling thread. By default torch runs it on a thread of the device
+    while this one waits; the hand-over and that thread's cold caches cost the host more than a
+    short layer does."""
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()

@@ -25,6 +25,7 @@ from fla_cp.train.distributed import Ranks
 from fla_cp.train.graphs import Graphs
 from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loader import Share, Sharing, StepLoader, token_ranges
+from fla_cp.train.loss import backward
 from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.optim import Stepper, update, update_ahead
 from fla_cp.train.progress import mark
@@ -227,7 +228,7 @@ def forward_backward(
             continue
         loss = model(tokens, context, labels) / max(targets, 1)
         mark("backward", first=check)
-        loss.backward()
+        backward(loss)
         share += loss.detach()
     return share
 

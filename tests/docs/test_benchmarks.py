@@ -99,9 +99,9 @@ def test_forward_alone(tmp_path):
     assert len(result) == 1
     other = row | {"op": "fla_cp", "ratio": [1.25]}
     cells = [line.split("|") for line in ops.table([row, other]).splitlines()[2:]]
-    assert [len(line) for line in cells] == [17, 17]
+    assert [len(line) for line in cells] == [18, 18]
     assert [line[4].strip() for line in cells] == ["", ""]
-    assert [line[15].strip() for line in cells] == ["", "1.25x"]
+    assert [line[16].strip() for line in cells] == ["", "1.25x"]
     path = tmp_path / "alone.json"
     path.write_text(json.dumps({"date": "today", "rows": [row, other]}))
     assert set(compare.times(path)) == {(r["op"], "s", "forward") for r in (row, other)}
@@ -114,10 +114,12 @@ def test_table_has_the_work_of_the_host(result):
     for n, what in enumerate(("forward", "both"), 1):
         row[what] |= {"host_ms": 0.06 * n, "bare_ms": 0.02 * n, "host_over_bare": 3.0}
         row[what] |= dict(zip(host.COUNTS, (2 * n, 0, 7 * n, 1), strict=True))
+    row["both"]["one_thread_host_ms"] = 0.09
     head, _, line = ([c.strip() for c in line.split("|")] for line in ops.table([row]).split("\n"))
     cells = dict(zip(head, line, strict=True))
     assert (cells["host ms"], cells["bare ms"]) == ("0.06 / 0.12", "0.020 / 0.040")
     assert cells["host / bare"] == "3.00 / 3.00"
+    assert cells["host ms on one thread"] == "0.09"
     assert (cells["launches"], cells["torch ops"]) == ("2 / 4", "0 / 0")
     assert (cells["allocations"], cells["descriptors"]) == ("7 / 14", "1 / 1")
     found = report_tables.Result("kda", {"operator": "kda", "rows": [row]})
@@ -378,7 +380,7 @@ def test_balance_is_the_slowest_rank_over_the_mean(monkeypatch, busy, balance):
     def stack(group, rank):
         return hybrid.times(lambda: (41.0 + rank, 41.0 + rank - busy[rank]), 1000, group, "cpu")
 
-    monkeypatch.setattr(hybrid, "rank_times", lambda step, device: step())
+    monkeypatch.setattr(hybrid, "rank_times", lambda step, *_: step())
     for row in run_threads(stack, 2):
         assert row == {
             "ms": 42.0, "tokens_s": 23810, "busy_ms": max(busy), "balance": balance, "peak_gib": 0.0

@@ -278,6 +278,8 @@ def test_summary_of_a_profile():
     assert found["computing"] == (4 + 6) / 20
     assert found["kinds"] == {"projections": 2.5, "scans, folds": 2.5, "exchange": 1.0}
     assert found["kernels"][0] == {"name": "nvjet_gemm", "ms": 2.5, "calls": 1.0}
+    assert found["idle"] == {"scan_kernel": 2.5}
+    assert "2.500 ms idle before scan_kernel" in step_profile.shown(found)
     assert "kernels run in 55.0% of it, without exchanges 50.0%" in step_profile.shown(found)
 
 

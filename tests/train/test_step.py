@@ -14,7 +14,7 @@ from fla_cp.train.loader import Sharing
 from fla_cp.train.metrics import Metrics, plot_losses
 from fla_cp.train.model import build_model, parameter_groups
 from fla_cp.train.parse import parse
-from fla_cp.train.step import HeldOut, MicroBatch, agree
+from fla_cp.train.step import HeldOut, MicroBatch, agree, forward_backward
 
 MODEL = [
     *("--model.layers", "2", "--model.hidden-size", "32"),
@@ -94,6 +94,16 @@ def test_cross_entropy_in_parts_equals_the_whole(monkeypatch):
     assert results[0][0] / 100 == pytest.approx(math.log(64), rel=0.2)
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
     assert model(batch["tokens"], context).shape == (1, 150, 64)
+
+
+def test_the_backward_stays_on_the_calling_thread(one_rank):
+    """On a CPU it does in any case; torch's setting is what a GPU would follow."""
+    config = parse([*MODEL, "--seq-len", "150", "--global-batch-size", "1"])
+    model, seen = build_model(config.model, 64, 0), []
+    model.norm.weight.register_hook(lambda _: seen.append(torch._C._is_multithreading_enabled()))
+    batches = [MicroBatch(share) for share in Sharing(1, 1, 0, "contiguous")([pack(0)])]
+    forward_backward(model, batches, 100, config, one_rank)
+    assert seen == [False] and torch._C._is_multithreading_enabled()
 
 
 @pytest.mark.bits
