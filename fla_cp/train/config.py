@@ -235,7 +235,8 @@ class ParallelConfig:
     reshard: Literal["auto", "always", "never"] = "auto"
     """When the gathered parameters of a block are freed: after its forward and again after its
     backward (always), or only after its backward (never), which gathers them once instead of twice
-    but holds a copy of all in the compute dtype. auto: never where one rank has all parameters."""
+    but holds a copy of all in the compute dtype. auto: never where one rank has all parameters, and
+    where the copy takes at most 1 GiB."""
     notice_seconds: float = 60.0
     """Without progress for so long, rank 0 (or the lowest that lives) says who waits for whom."""
     timeout_seconds: float = 600.0

@@ -149,9 +149,8 @@ class Ranks:
 
     mesh: axes (dp_replicate, dp_shard, cp). fsdp_mesh: (dp_replicate, fsdp), or (fsdp,) without
     replicas. cp_group: None if cp is 1. host_group: all ranks, for tensors on the CPU, so that
-    agreeing on a number never waits for the GPU. reshard: whether the gathered parameters of a
-    block are freed after its forward. at_end: called before the groups end, for what holds on to
-    their messages.
+    agreeing on a number never waits for the GPU. reshard: as in `ParallelConfig`. at_end: called
+    before the groups end, for what holds on to their messages.
     """
 
     rank: int
@@ -165,7 +164,7 @@ class Ranks:
     dp_rank: int
     dp: int
     dp_replicate: int
-    reshard: bool = True
+    reshard: str = "auto"
     at_end: list[Callable[[], None]] = field(default_factory=list, compare=False)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -259,7 +258,7 @@ class Ranks:
             dp_rank=0,
             dp=1,
             dp_replicate=1,
-            reshard=False,
+            reshard="never",
         )
 
 
@@ -345,9 +344,7 @@ def _with_groups(config: ParallelConfig, rank: int, world: int, device: torch.de
         dp_rank=rank // config.cp,
         dp=config.dp,
         dp_replicate=config.dp_replicate,
-        reshard=fsdp_mesh["fsdp"].size() > 1
-        if config.reshard == "auto"
-        else config.reshard == "always",
+        reshard=config.reshard,
     )
 
 
@@ -369,6 +366,17 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+KEPT_BYTES = 2**30
+"""Gathered parameters of all blocks that take at most so many bytes stay until the backward, with
+--parallel.reshard auto."""
+
+
+def frees_after_forward(reshard: str, shards: int, size: int) -> bool:
+    """Whether gathered parameters are freed after a block's forward. reshard: as in
+    `ParallelConfig`. shards: ranks that share them. size: bytes of all, in the compute dtype."""
+    return shards > 1 and size > KEPT_BYTES if reshard == "auto" else reshard == "always"
+
+
 def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
     """Applies FSDP2 to the model in place, with one group for each block and one for the rest.
 
@@ -386,10 +394,11 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
     if dtype != widest and isinstance(model, LanguageModel):
         shard_cores(model.exact_parts(), ranks, exact)
+    shards = ranks.fsdp_mesh.size() // ranks.dp_replicate
+    size = dtype.itemsize * sum(p.numel() for b in blocks_of(model) for p in b.parameters())
+    frees = frees_after_forward(ranks.reshard, shards, size)
     for block in blocks_of(model):
-        fully_shard(
-            block, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=ranks.reshard
-        )
+        fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -35,6 +35,7 @@ from fla_cp.train.block_memory import (
     rounded,
 )
 from fla_cp.train.config import ModelConfig, TrainConfig, UserError
+from fla_cp.train.distributed import frees_after_forward
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.loader import token_ranges
 from fla_cp.train.loss import chunk_rows
@@ -172,11 +173,9 @@ class Predictor:
             momenta -= sum(p.numel() for p in block_matrices(model))
         block = [sum(p.numel() for p in b.parameters()) for b in model.blocks]
         root, item = total - sum(block), self.dtype.itemsize
-        stays = self.config.parallel.reshard == "never" or (
-            self.config.parallel.reshard == "auto" and self.shards == 1
-        )
+        frees = frees_after_forward(self.config.parallel.reshard, self.shards, item * sum(block))
         # The root's group is never freed; of blocks one is in use while the next is gathered.
-        gathered = total if stays else root + sum(sorted(block)[-2:])
+        gathered = root + sum(sorted(block)[-2:]) if frees else total
         whole = self.micro_batches > 1 and self.config.parallel.reduce == "step"
         return Sizes(
             parameters=WIDE * shard(total),

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla_cp.train.build import build_sharded
 from fla_cp.train.data import ArraySource, PackedDataset
+from fla_cp.train.distributed import frees_after_forward
 from fla_cp.train.parse import parse
 from fla_cp.train.step import Feed, HeldOut, agree, forward_backward
 from tests.support.meshes import ranks_of
@@ -82,12 +83,26 @@ def _gathers(group, rank, reshard):
 
 
 def test_parameters_are_gathered_once_a_step_or_twice(gloo_pool):
-    always, never = (gloo_pool.run(_gathers, reshard)[0] for reshard in (True, False))
+    always, never = (gloo_pool.run(_gathers, reshard)[0] for reshard in ("always", "never"))
     assert always[1] == never[1]
     # In each direction the two blocks exchange states. Forward: two blocks and the rest. Backward:
     # the blocks, unless they stay gathered; the rest always does.
     assert always[0] == [(2 + 3) + (2 + 2), 2 + 3] * 2
     assert never[0] == [(2 + 3) + 2, 2 + 3] * 2
+
+
+@pytest.mark.parametrize(
+    "reshard, shards, size, frees",
+    [
+        ("auto", 1, 2**40, False),
+        ("auto", 2, 2**30, False),
+        ("auto", 2, 2**30 + 1, True),
+        ("always", 1, 0, True),
+        ("never", 2, 2**40, False),
+    ],
+)
+def test_small_parameters_stay_gathered(reshard, shards, size, frees):
+    assert frees_after_forward(reshard, shards, size) == frees
 
 
 @pytest.mark.parametrize("split", ["--cp 2 --dp-shard 2", "--cp 2 --dp-replicate 2"])
