@@ -60,7 +60,7 @@ def summary(events: Iterable[Row], category: str, wall_ms: float, steps: int) ->
 
     events: those of a profiler's trace, with times in microseconds; only those of the category are
     read, each a kernel here.
-    Returns wall_ms: of a step. busy: the share of the wall time in which at least one kernel runs.
+    Returns wall_ms: of a step. calls: how many kernels a step has. busy: the share of the wall time in which at least one kernel runs.
     computing: the same without kernels that exchange data between GPUs, which also wait for other
     GPUs. kinds: ms a step by kind of kernel (`benchmarks.timeline.kind`); kernels that run at the
     same time all count. kernels: the TOP names by time, with ms and calls a step. idle: ms a step
@@ -83,6 +83,7 @@ def summary(events: Iterable[Row], category: str, wall_ms: float, steps: int) ->
     return {
         "steps": steps,
         "wall_ms": round(wall_ms / steps, 2),
+        "calls": len(spans) / steps,
         "busy": round(covered(span for span, _ in spans) / 1e3 / wall_ms, 4),
         "computing": round(covered(computing) / 1e3 / wall_ms, 4),
         "kinds": {name: round(ms, 2) for name, ms in sorted(kinds.items(), key=lambda x: -x[1])},
@@ -112,8 +113,9 @@ def idle_before(spans: Iterable[tuple[tuple[float, float], str]]) -> dict[str, f
 def shown(found: Row) -> str:
     """A `summary` as lines of text."""
     lines = [
-        f"profile of {found['steps']} steps of {found['wall_ms']:.1f} ms each: kernels run in "
-        f"{100 * found['busy']:.1f}% of it, without exchanges {100 * found['computing']:.1f}%",
+        f"profile of {found['steps']} steps of {found['wall_ms']:.1f} ms each: "
+        f"{found['calls']:.0f} kernels run in {100 * found['busy']:.1f}% of it, "
+        f"without exchanges {100 * found['computing']:.1f}%",
         ", ".join(f"{name} {ms:.1f} ms" for name, ms in found["kinds"].items()),
     ]
     for kernel in found["kernels"]:

@@ -280,7 +280,10 @@ def test_summary_of_a_profile():
     assert found["kernels"][0] == {"name": "nvjet_gemm", "ms": 2.5, "calls": 1.0}
     assert found["idle"] == {"scan_kernel": 2.5}
     assert "2.500 ms idle before scan_kernel" in step_profile.shown(found)
-    assert "kernels run in 55.0% of it, without exchanges 50.0%" in step_profile.shown(found)
+    assert (
+        "10.0 ms each: 2 kernels run in 55.0% of it, without exchanges 50.0%"
+        in step_profile.shown(found)
+    )
 
 
 def test_kinds_of_kernels_of_both_sides():
