@@ -60,11 +60,12 @@ def summary(events: Iterable[Row], category: str, wall_ms: float, steps: int) ->
 
     events: those of a profiler's trace, with times in microseconds; only those of the category are
     read, each a kernel here.
-    Returns wall_ms: of a step. calls: how many kernels a step has. busy: the share of the wall time in which at least one kernel runs.
-    computing: the same without kernels that exchange data between GPUs, which also wait for other
-    GPUs. kinds: ms a step by kind of kernel (`benchmarks.timeline.kind`); kernels that run at the
-    same time all count. kernels: the TOP names by time, with ms and calls a step. idle: ms a step
-    in which no kernel runs, by the name of the kernel that ends the wait, the TOP ones.
+    Returns wall_ms: of a step. calls: how many kernels a step has. busy: the share of the wall time
+    in which at least one kernel runs. computing: the same without kernels that exchange data
+    between GPUs, which also wait for other GPUs. kinds: ms a step by kind of kernel
+    (`benchmarks.timeline.kind`); kernels that run at the same time all count. kernels: the TOP
+    names by time, with ms and calls a step. idle: ms a step in which no kernel runs, by the name of
+    the kernel that ends the wait, the TOP ones.
     """
     spans = [
         ((e["ts"], e["ts"] + e["dur"]), e["name"])
