@@ -162,6 +162,10 @@ def _small_product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str) -> T
     return acc + a @ b
 
 
+def _assembly(asm: str, constraints: str, args: list[Tensor], **more: Any) -> Tensor:
+    return {"lg2.approx.ftz.f32": torch.log2}[asm.split()[0]](*args)
+
+
 def _copy_rows(place: Shared, at: Pointers, mask: Tensor) -> None:
     mask, places = torch.broadcast_tensors(mask, at.places())
     x = torch.zeros(places.shape, dtype=at.base.dtype)
@@ -247,7 +251,8 @@ def interpreted() -> Iterator[list[str]]:
         warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
         SwizzledSharedLayout=nothing,
-        sum=lambda x, axis: x.sum(axis), num_warps=nothing,
+        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis), abs=torch.abs,
+        num_warps=nothing, inline_asm_elementwise=_assembly,
         reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
         associative_scan=_sums,
         maximum=lambda x, y: torch.maximum(x, torch.as_tensor(y, dtype=x.dtype)),
