@@ -28,6 +28,7 @@ if GLUON:  # outside of the try, so that an error in these files is not taken fo
     from fla_cp.kernels.sm90 import (
         intra_channelwise,
         intra_channelwise_bwd,
+        intra_channelwise_bwd_any,
         intra_headwise,
         intra_headwise_bwd,
         scan,
@@ -40,6 +41,7 @@ __all__ = [
     "fits",
     "intra_channelwise",
     "intra_channelwise_bwd",
+    "intra_channelwise_bwd_any",
     "intra_headwise",
     "intra_headwise_bwd",
     "pays",

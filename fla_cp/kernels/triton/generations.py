@@ -25,6 +25,7 @@ class Generation(Protocol):
     scan_bwd: Any
     intra_channelwise: Any
     intra_channelwise_bwd: Any
+    intra_channelwise_bwd_any: Any
     intra_headwise: Any
     intra_headwise_bwd: Any
 
