@@ -238,9 +238,8 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
-    # A thread has half a row of a slab in `along`, and 16 rows of two channels in the others.
+    # A thread has half a row of a slab in `along`, and 16 rows of two channels in `quarters`.
     along: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [2, 2], [1, 0])
-    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     ends: gl.constexpr = gl.SliceLayout(1, quarters)
 
@@ -250,7 +249,9 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     s_far = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
     s_scales = gl.allocate_shared_memory(gl.float32, [2, 4, 16], plain)
     s_ends = gl.allocate_shared_memory(gl.float32, [PARTS, 4, SLAB], plain)
-    s_diagonal = gl.allocate_shared_memory(gl.float32, [S.BT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_diagonal = gl.allocate_shared_memory(
+        gl.float32, [S.BT], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     q, k = rows_from(q, start, i_h), rows_from(k, start, i_h)
     for part in gl.static_range(PARTS):
         copy_slab(q.ptr + part * SLAB, q.row, n_rows, s_q.index(part), S.BT, SLAB)
@@ -319,9 +320,8 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
                 form_slab(l, t, given, out, at_slab, S)
         else:
             form_slab(l, t, given, out, at_slab, S)
-    if R.BY_CHUNK:
-        if strongest > STEEPEST:
-            return
+    if R.BY_CHUNK and strongest > STEEPEST:
+        return
     fence_async_shared()
     barrier()
 

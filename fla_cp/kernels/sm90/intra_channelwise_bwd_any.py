@@ -23,9 +23,7 @@ from fla_cp.kernels.triton.tile_table import Tile
 
 
 @gluon.jit
-def safe_bwd_any_sm90_kernel(
-    x, gate, out, chunks, tokens, scale, S: gl.constexpr, R: gl.constexpr
-):
+def safe_bwd_any_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R: gl.constexpr):
     """`safe_bwd_sm90_kernel` for the chunks that are not marked in x.steep."""
     tiles: gl.constexpr = S.K // SLAB
     at = gl.program_id(0) // tiles * S.HV + gl.program_id(1)

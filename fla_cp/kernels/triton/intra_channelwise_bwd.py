@@ -72,16 +72,7 @@ from fla_cp.rule import CHUNK
 
 @triton.jit
 def intra_bwd_kernel(
-    x,
-    gate,
-    sums,
-    out,
-    chunks,
-    tokens,
-    scale,
-    S: tl.constexpr,
-    R: tl.constexpr,
-    FIRST: tl.constexpr,
+    x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr, FIRST: tl.constexpr
 ):
     """x: `Saved`; gate: `Gate`; out: `Grads`; chunks: `ChunkTable`. Where the rule removes
     nothing (GLA) k has no row factor; where p reads the state (DPLR), p has it.
@@ -266,7 +257,7 @@ def intra_channelwise_bwd(
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     read, options = saved(x, c, states, grads), local_paths(rule, dtype)
-    folder = choose(packing, c)
+    folder = choose(packing, c, described=False)
     if folder != "triton":
         takes = kernels_of(folder).intra_channelwise_bwd.takes(x, c, read, options)
         folder = folder if takes else "triton"
