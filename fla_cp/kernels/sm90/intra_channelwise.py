@@ -9,6 +9,9 @@ where l is the sum from that row to the row of the element. A safe gate keeps bo
 Everything else differs from these by a factor a channel. So each element takes two exponentials for
 its decays, and two for its gate. Rows of the second half meet columns of the first one in a product
 of their own, for which the columns take that factor.
+
+With any gate the kernel leaves out chunks and heads whose decays are too strong for it, as soon as
+it knows. Triton's second kernel finds them by their anchors.
 """
 
 from triton.experimental import gluon
@@ -173,10 +176,9 @@ def scores(s_rows, s_near, s_far, none, S: gl.constexpr):
 def form_slab(l, s_ends, places, out, at, S: gl.constexpr):  # noqa: E741
     """What scans read of a slab, and the factors of its rows and columns in shared memory.
 
-    l [4, 16, SLAB]: sums of log decays since the quarter began, mine [4, SLAB] over the whole
-    quarter, and sums those from the chunk's first row to the end of each quarter. places: shared
-    memory for q, k, near and far columns, and the scales of q and k. at: offsets in what scans
-    read."""
+    l [4, 16, SLAB]: sums of log decays since the quarter began; s_ends [4, SLAB]: those over each
+    quarter, read again where they are used, to free registers. places: shared memory of q, k, the
+    near and the far columns, and the scales of q and k. at: offsets in what scans read."""
     s_q, s_k, s_near, s_far, s_scales = places
     first, place = at
     tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
