@@ -90,7 +90,8 @@ def compile_dplr(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]
 
 def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
     """The launches of kernels that write or read T and Aqk, which change with two terms."""
-    return [k for k in call() if k.kernel.startswith(("scan", "intra_kernel", "intra_sm90", "intra_head"))]
+    of = ("scan", "intra_kernel", "intra_sm90", "intra_head")
+    return [k for k in call() if k.kernel.startswith(of)]
 
 
 def compile_recurrent(
