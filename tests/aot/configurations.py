@@ -90,7 +90,8 @@ def compile_dplr(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]
 
 def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
     """The launches of kernels that write or read T and Aqk, which change with two terms."""
-    return [k for k in call() if k.kernel.startswith(("scan", "intra_kernel", "intra_head"))]
+    of = ("scan", "intra_kernel", "intra_sm90", "intra_head")
+    return [k for k in call() if k.kernel.startswith(of)]
 
 
 def compile_recurrent(
@@ -316,6 +317,20 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     for family in ("gated_delta_rule", "comba", "simple_gla"):
         call = functools.partial(head_in_triton, chunks, family)
         yield f"{family} bf16, chunks in Triton", call
+
+    def local_in_triton(family: str, options: dict) -> list[Launch]:
+        local = ("intra", "intra_bwd")
+        with forced({k[1]: t for k, t in tile_table.TABLE.items() if k[1] in local}):
+            if family == "kda":
+                return compile_call(128, 128, torch.bfloat16, options)
+            return compile_member(family, 128, 128, torch.bfloat16, options)
+
+    for family, gate in product(("kda", "gla"), ("safe", "any")):
+        options = SAFE if gate == "safe" else {}
+        call = functools.partial(local_in_triton, family, options)
+        yield f"{family} bf16 {gate}, chunks in Triton", call
+        call = functools.partial(local_in_triton, family, options | HIGH)
+        yield f"{family} bf16 {gate} high, chunks in Triton", functools.partial(of_squares, call)
 
     scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)

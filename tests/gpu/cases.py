@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import tune
+from fla_cp.kernels.triton.tile_table import Tile
 from tests.support.cases import INSIDE, Case, options
 
 SAFE = {"safe_gate": True, "lower_bound": -5.0}
@@ -54,7 +55,7 @@ def cases(K: int, V: int) -> Iterator[tuple[str, Case, torch.dtype]]:
     yield "exp", Case("e", T=300, **shape, options=options(**INSIDE, use_exp2=False)), BF16
 
 
-def tiles(K: int, V: int) -> Iterator[tuple[str, str, object]]:
+def tiles(K: int, V: int) -> Iterator[tuple[str, str, Tile]]:
     """(name, stage, tile) of every candidate of every stage."""
     for stage in tune.STAGES:
         for tile in tune.candidates(stage, K, V):

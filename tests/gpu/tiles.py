@@ -10,9 +10,14 @@ from tests.support.members import Call
 
 
 def check_tiles(K: int, V: int, share: slice) -> Rows:
-    """Every candidate tile; tiles of summaries on sequences in segments of two chunks."""
+    """Every candidate tile; tiles of summaries on sequences in segments of two chunks.
+
+    Kernels that read q and k also run with fewer heads of these than of v, and those of the path of
+    a safe gate that are not Triton's also for any gate, whose chunks take both paths.
+    """
     rows = []
     shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
+    grouped = {**shape, "HV": 4}
     for name, stage, tile in [*tiles(K, V)][share]:
         cut = cut_into(2) if "_ends" in stage else nullcontext()
         with forced({stage: tile}), cut:
@@ -24,8 +29,16 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
             if "head" in stage or stage.endswith("_own"):
                 continue
             gate = {} if stage.endswith("_any") else SAFE
-            case = Case("tile", **shape, options=options(**INSIDE, **gate))
-            rows.append(one(K, V, name, case, BF16))
+            inside = {"options": options(**INSIDE, **gate)}
+            rows.append(one(K, V, name, Case("tile", **shape, **inside), BF16))
+            if stage.startswith("scan"):
+                continue
+            rows.append(one(K, V, f"{name} groups", Case("tile", **grouped, **inside), BF16))
+            if tile.folder != "triton":
+                mixed = Case("tile", **grouped, decay=3.5)
+                rows.append(one(K, V, f"{name} mixed", mixed, BF16))
+                inside = {"options": options(**INSIDE)}
+                rows.append(one(K, V, f"{name} any", Case("tile", **grouped, **inside), BF16))
     return rows
 
 

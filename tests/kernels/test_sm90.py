@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from fla_cp.kernels.sm90 import eligible
 from fla_cp.kernels.triton import tile_table
+from fla_cp.kernels.triton.generations import choose
 from fla_cp.kernels.triton.operands import Chunks
 from fla_cp.kernels.triton.scan import scan_tile
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
@@ -198,3 +199,12 @@ def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatc
         found = run(dtype, impl="triton").double()
     limit = 1e-3 if dtype == torch.float16 else 1e-4
     assert (found - exact).norm() <= limit * exact.norm()
+
+
+@pytest.mark.parametrize("most, local", [(2**30, 2**30), (0, 0), (2**30, 0), (0, 2**30)])
+def test_kernels_without_descriptors_have_a_threshold_of_their_own(most, local):
+    """The smaller of both counts for them."""
+    c = chunks()._replace(tuning=Tuning(min_chunk_heads=most, min_local_chunk_heads=local))
+    packing = Packing.build((0, len(c.v)))
+    assert choose(packing, c, c.v) == ("sm90" if most == 0 else "triton")
+    assert choose(packing, c, described=False) == ("sm90" if 0 in (most, local) else "triton")

@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("triton")
 
 import fla_cp
-from fla_cp.kernels.sm90 import intra_channelwise_bwd
+from fla_cp.kernels.sm90 import eligible, intra_channelwise, intra_channelwise_bwd
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import bundles
-from fla_cp.kernels.triton.intra import intra
-from fla_cp.kernels.triton.operands import Chunks, tables
+from fla_cp.kernels.triton.intra import empty_chunks, intra
+from fla_cp.kernels.triton.operands import Chunks, ScanGrads, saved, tables
 from fla_cp.kernels.triton.tile_table import TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
@@ -31,7 +31,9 @@ FORCED = Tuning(forced=(("intra", TALL),))
 
 class Case(NamedTuple):
     """gate, bound: the rule's gate. raw: the mean of its projections, a large one for decays that
-    are as strong as the bound allows. H, HV: heads of q and k, and of v."""
+    are as strong as the bound allows. H, HV: heads of q and k, and of v. safe: whether the rule
+    promises a safe gate. rates: A_log of the heads. parallel: whether keys are nearly parallel.
+    offsets: of the documents."""
 
     gate: str = "sigmoid"
     bound: float | None = -5.0
@@ -41,6 +43,10 @@ class Case(NamedTuple):
     H: int = 2
     HV: int = 2
     precise: bool = False
+    safe: bool = True
+    rates: tuple[float, ...] = ()
+    parallel: bool = False
+    offsets: tuple[int, ...] = OFFSETS
 
 
 CASES = {
@@ -54,7 +60,16 @@ CASES = {
     "a group": Case(H=1),
     "two groups": Case(HV=4),
     "two terms": Case(precise=True),
+    "parallel keys": Case(raw=-3.0, parallel=True),
 }
+ANY = {
+    "any gate": Case("softplus", None, HV=4, safe=False, rates=(-3.0, 0.5, 1.5, 3.0)),
+    "any gate, given": Case("given", None, raw=-3.6, safe=False),
+    "any gate, no removal": Case("softplus", None, removal="none", safe=False, rates=(0.0, 3.0)),
+    "any gate, two terms": Case("softplus", None, precise=True, safe=False, rates=(0.0, 3.0)),
+    "any gate, none steep": Case("softplus", None, raw=-4.0, safe=False, parallel=True),
+}
+"""Of the first one, a head of each chunk at least takes each path."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,22 +88,24 @@ def in_fp32(monkeypatch):
 
 def drawn(case: Case) -> tuple[DeltaRule, Inputs]:
     torch.manual_seed(0)
-    T, HV, given = OFFSETS[-1], case.HV, case.gate == "given"
+    T, HV, given = case.offsets[-1], case.HV, case.gate == "given"
     q, k = torch.randn(2, T, case.H, K)
+    k = k / 30 + 1 if case.parallel else k
     g = case.raw + torch.randn(T, HV, K)
     removes = case.removal == "k"
     rule = DeltaRule(
         scale=K**-0.5,
         gate=case.gate,
         lower_bound=case.bound,
-        safe_gate=True,
+        safe_gate=case.safe,
         qk_l2norm=case.norm,
         beta_factor=1.0 if removes else None,
         removal=case.removal,
         precise=case.precise,
     )
     q, k = (q, k) if case.norm else (q / 10, k / 10)
-    rates = (None, None) if given else (torch.rand(HV), torch.randn(HV * K))
+    A_log = torch.tensor(case.rates) if case.rates else torch.rand(HV)
+    rates = (None, None) if given else (A_log, torch.randn(HV * K))
     beta = torch.randn(T, HV) if removes else None
     return rule, Inputs(q, k, torch.randn(T, HV, K), -g.abs() if given else g, beta, *rates, None)
 
@@ -147,14 +164,19 @@ def formed(c: Chunks) -> dict[str, torch.Tensor]:
     return found | {"beta": c.rows[:, :, 0]}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # what is written again
+@pytest.mark.parametrize("name", [*CASES, *ANY])
 def test_the_stage_forms_what_is_defined(name):
-    case = CASES[name]
+    case = (CASES | ANY)[name]
     rule, x = drawn(case)
     packing = Packing.build(OFFSETS)
     with interpreted() as launched:
-        found = formed(intra(rule, packing, x, FORCED))
+        c = intra(rule, packing, x, FORCED)
+    found = formed(c)
     assert set(launched) == {"intra_sm90_kernel"}
+    if not case.safe:
+        steep = c.steep.bool()
+        assert not steep.any() if "none" in name.split() else steep.any() and not steep.all()
     for part, exact in defined(rule, x).items():
         if case.removal == "none" and part in ("T", "k_decayed"):
             assert found[part].numel() == 0
@@ -173,8 +195,9 @@ def gradients(case: Case, dtype: torch.dtype, impl: str) -> dict[str, torch.Tens
         n: (t if t.ndim == 1 else t[None]).to(dtype).requires_grad_() for n, t in given.items()
     }
     options = {"lower_bound": case.bound} if case.gate == "sigmoid" else {}
+    options |= {"safe_gate": case.safe}
     if case.removal == "k":
-        options |= {"use_beta_sigmoid_in_kernel": True, "safe_gate": True}
+        options |= {"use_beta_sigmoid_in_kernel": True}
     operator = fla_cp.chunk_kda if case.removal == "k" else fla_cp.chunk_gla
     o = operator(
         **given,
@@ -182,7 +205,8 @@ def gradients(case: Case, dtype: torch.dtype, impl: str) -> dict[str, torch.Tens
         scale=rule.scale,
         use_gate_in_kernel=case.gate != "given",
         use_qk_l2norm_in_kernel=case.norm,
-        cu_seqlens=torch.tensor(OFFSETS),
+        cu_seqlens=torch.tensor(case.offsets),
+        precision="high" if case.precise else "default",
         impl=impl,
     )[0]
     do = torch.sin(torch.arange(o.numel(), dtype=torch.float64)).view(o.shape).to(dtype)
@@ -190,18 +214,27 @@ def gradients(case: Case, dtype: torch.dtype, impl: str) -> dict[str, torch.Tens
     return {"o": o.detach()} | {f"d{n}": d for n, d in zip(given, found, strict=True)}
 
 
-BACKWARD = ("drawn decays", "strongest decays", "no decays", "given", "no norms", "a group")
+FAST = ("drawn decays", "two groups", "no removal", "two terms", "any gate, given")
+FAST += ("any gate, no removal",)
+BACKWARD = [
+    pytest.param(n, marks=() if n in FAST else pytest.mark.wide)
+    for n in (*CASES, *ANY)
+    if n != "softplus"  # which a safe gate of a call is not
+]
+SHORT = (0, 21, 70)  # Triton's interpreter takes seconds for a chunk and head of the second kernel
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_err_like_those_of_the_torch_stages(name):
-    case = CASES[name]
+    case = CASES[name] if name in CASES else ANY[name]._replace(offsets=SHORT)
     exact = gradients(case, torch.float64, "torch")
     plain = gradients(case, torch.float32, "torch")
     forced = (("intra", TALL), ("intra_bwd", TALL_BWD))
     with interpreted() as launched, tuned(forced=forced):
         found = gradients(case, torch.float32, "triton")
-    assert {"intra_sm90_kernel", "safe_bwd_sm90_kernel"} <= set(launched)
+    backward = "safe_bwd_sm90_kernel" if case.safe else "safe_bwd_any_sm90_kernel"
+    assert {"intra_sm90_kernel", backward} <= set(launched)
     for part, value in found.items():
         if exact[part].abs().max() < 1e-20:  # a gate at its bound, whose slope underflows
             assert value.abs().max() < 1e-20, part
@@ -286,3 +319,51 @@ def test_a_call_takes_the_kernel_by_itself():
     with interpreted() as launched:
         intra(rule, Packing.build(OFFSETS), x, Tuning(gluon=True))
     assert set(launched) == {"intra_sm90_kernel"}
+
+
+TAKEN = {
+    "safe": {},
+    "any gate": {"safe_gate": False, "gate": "softplus", "lower_bound": None},
+    "given": {"gate": "given", "lower_bound": None},
+    "no removal": {"removal": "none", "beta_factor": None},
+    "no removal, any gate": {"removal": "none", "beta_factor": None, "safe_gate": False},
+    "two terms": {"precise": True},
+    "two terms, any gate": {"precise": True, "safe_gate": False},
+}
+REFUSED = {
+    "p reads the state": {"removal": "p", "qk_l2norm": False},
+    "natural exponentials": {"use_exp2": False},
+    "natural exponentials, any gate": {"use_exp2": False, "safe_gate": False},
+}
+
+
+@pytest.mark.parametrize("name", [*TAKEN, *REFUSED])
+@pytest.mark.parametrize("change", ["", "K", "V", "row"])
+def test_what_calls_take_by_themselves(name, change):
+    """Both directions decide alike, but for V, which only the backward depends on."""
+    rule, x = drawn(Case(HV=4))
+    rule = rule._replace(**(TAKEN | REFUSED)[name])
+    x = x._replace(p=x.k if rule.removal == "p" else None, dt_bias=None)
+    k = {"K": 64}.get(change, K)
+    x = x._replace(q=x.q[..., :k].contiguous(), k=x.k[..., :k].contiguous(), g=x.g[..., :k])
+    if change == "row":  # of 4 * (K + 2) bytes
+        x = x._replace(q=torch.zeros(*x.q.shape[:2], k + 2)[..., :k])
+    if change == "V":
+        x = x._replace(v=x.v[..., :64].contiguous())
+    _, x, c = empty_chunks(rule, Packing.build(OFFSETS), x, Tuning())
+    paths = bundles.local_paths(rule, torch.float32)
+    read = saved(x, c, (x.v, x.v), ScanGrads(x.v, x.v, x.v))
+    taken = name in TAKEN and change in ("", "V")
+    assert intra_channelwise.takes(x, c, paths) == taken
+    assert intra_channelwise_bwd.takes(x, c, read, paths) == (taken and change != "V")
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_a_call_of_any_gate_takes_the_kernels_by_itself(monkeypatch):
+    """The backward, too; with enough chunks and heads for kernels without descriptors."""
+    monkeypatch.setattr(eligible, "supports", lambda c, *rows: True)
+    case = ANY["any gate, given"]._replace(offsets=(0, 33), H=1)
+    for least, kernels in ((2, set()), (1, {"intra_sm90_kernel", "safe_bwd_any_sm90_kernel"})):
+        with interpreted() as launched, tuned(min_chunk_heads=2**30, min_local_chunk_heads=least):
+            gradients(case, torch.float32, "triton")
+        assert set(launched) == kernels

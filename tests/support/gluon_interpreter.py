@@ -134,8 +134,9 @@ def _load(p: Pointers, mask: Tensor | None = None, other: float = 0.0) -> Tensor
     return x
 
 
-def _store(p: Pointers, x: Tensor, mask: Tensor | None = None) -> None:
-    places, x = torch.broadcast_tensors(p.places(), x.to(p.base.dtype))
+def _store(p: Pointers, x: Tensor | float, mask: Tensor | None = None) -> None:
+    x = torch.as_tensor(x).to(p.base.dtype)
+    places, x = torch.broadcast_tensors(p.places(), x)
     keep = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.expand_as(places)
     p.memory()[places[keep]] = x[keep]
 
@@ -247,7 +248,8 @@ def interpreted() -> Iterator[list[str]]:
         warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
         SwizzledSharedLayout=nothing,
-        sum=lambda x, axis: x.sum(axis), num_warps=nothing,
+        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis), abs=torch.abs,
+        num_warps=nothing,
         reduce=lambda tiles, axis, add: tuple(x.sum(axis) for x in tiles),
         associative_scan=_sums,
         maximum=lambda x, y: torch.maximum(x, torch.as_tensor(y, dtype=x.dtype)),

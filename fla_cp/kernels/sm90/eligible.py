@@ -28,6 +28,7 @@ if GLUON:  # outside of the try, so that an error in these files is not taken fo
     from fla_cp.kernels.sm90 import (
         intra_channelwise,
         intra_channelwise_bwd,
+        intra_channelwise_bwd_any,
         intra_headwise,
         intra_headwise_bwd,
         scan,
@@ -40,6 +41,7 @@ __all__ = [
     "fits",
     "intra_channelwise",
     "intra_channelwise_bwd",
+    "intra_channelwise_bwd_any",
     "intra_headwise",
     "intra_headwise_bwd",
     "pays",
@@ -83,10 +85,13 @@ def fits(c: Chunks, *rows: Tensor) -> bool:
     )
 
 
-def pays(packing: Packing, c: Chunks) -> bool:
+def pays(packing: Packing, c: Chunks, described: bool = True) -> bool:
     """Whether there is enough work. It is decided for the rank that has most chunks, so that all
-    ranks run the same kernels."""
+    ranks run the same kernels. described: whether the kernels take tensor descriptors."""
     if c.tuning.gluon is not None:
         return c.tuning.gluon
     size = packing.largest.chunks * c.decay.shape[1]
-    return c.tuning.min_chunk_heads < size < MAX_CHUNK_HEADS
+    least = c.tuning.min_chunk_heads
+    if not described:
+        least = min(least, c.tuning.min_local_chunk_heads)
+    return least < size < MAX_CHUNK_HEADS

@@ -9,6 +9,9 @@ where l is the sum from that row to the row of the element. A safe gate keeps bo
 Everything else differs from these by a factor a channel. So each element takes two exponentials for
 its decays, and two for its gate. Rows of the second half meet columns of the first one in a product
 of their own, for which the columns take that factor.
+
+With any gate the kernel leaves out chunks and heads whose decays are too strong for it, as soon as
+it knows. Triton's second kernel finds them by their anchors.
 """
 
 from triton.experimental import gluon
@@ -26,8 +29,16 @@ from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS, rows_from
-from fla_cp.kernels.triton.device.bundles import Rows, RuleOptions, beta, gate, rows, shape
-from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
+from fla_cp.kernels.triton.device.bundles import (
+    Rows,
+    RuleOptions,
+    beta,
+    by_chunk,
+    gate,
+    rows,
+    shape,
+)
+from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS, STEEPEST
 from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_SCALE, Q_SCALE
 from fla_cp.kernels.triton.launch import launch
@@ -51,11 +62,25 @@ def sigmoid(rate, x):
 
 
 @gluon.jit
+def log2_of_more(u):
+    """log2(1 + u) for u from 0 to 1, as a polynomial that errs by 2e-7 of the result. Triton's log2
+    takes 25 instructions, and 1 + u has lost most digits of a small u."""
+    x = 0.007579137571156025 * u - 0.04268719255924225
+    x = x * u + 0.11305198818445206
+    x = x * u - 0.1972852200269699
+    x = x * u + 0.27571967244148254
+    x = x * u - 0.3584284782409668
+    x = x * u + 0.4806954860687256
+    x = x * u - 0.7213403582572937
+    return (x * u + 1.4426950216293335) * u
+
+
+@gluon.jit
 def log_decay(raw, rate, bound, GATE: gl.constexpr):
     """`gate_value` of triton/device/gates.py in powers of two."""
     if GATE == "softplus":
-        small = gl.log2(1.0 + gl.exp2(gl.maximum(raw, -raw) * -LOG2E))
-        return -rate * (gl.maximum(raw, 0.0) * LOG2E + small)
+        x = raw * LOG2E
+        return -rate * (gl.maximum(x, 0.0) + log2_of_more(gl.exp2(-gl.abs(x))))
     elif GATE == "sigmoid":
         return (bound * LOG2E) * sigmoid(rate, raw)
     else:
@@ -148,8 +173,60 @@ def scores(s_rows, s_near, s_far, none, S: gl.constexpr):
 
 
 @gluon.jit
+def form_slab(l, s_ends, places, out, at, S: gl.constexpr):  # noqa: E741
+    """What scans read of a slab, and the factors of its rows and columns in shared memory.
+
+    l [4, 16, SLAB]: sums of log decays since the quarter began; s_ends [4, SLAB]: those over each
+    quarter, read again where they are used, to free registers. places: shared memory of q, k, the
+    near and the far columns, and the scales of q and k. at: offsets in what scans read."""
+    s_q, s_k, s_near, s_far, s_scales = places
+    first, place = at
+    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    half: gl.constexpr = s_near.dtype
+    # l relative to the middle of the half, whose sum since the chunk began is `middle`.
+    ends: gl.constexpr = gl.SliceLayout(1, quarters)
+    w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
+    l -= gl.where(w % 2 == 0, s_ends.load(ends), 0.0)[:, None, :]  # noqa: E741
+
+    # Columns: relative to the middle of their own half, then of the second half, then to the end.
+    b_k = load_tall(s_k, tall, quarters)
+    b_k *= s_scales.index(1).load(gl.SliceLayout(2, quarters))[:, :, None]
+    col = b_k * gl.exp2(-l)
+    store_tall(col, s_near, tall)
+    between = quarter_sum(s_ends, 1, ends) + quarter_sum(s_ends, 2, ends)
+    col = times_power(col, gl.where(w < 2, between[None, :], 0.0)[:, None, :])
+    store_tall(col, s_far, tall)
+    last = gl.exp2(quarter_sum(s_ends, 3, ends))[None, :]
+    gl.store(out.kg + first + place, (col * last[:, None, :]).to(half))
+
+    # Rows: what the scan reads, and the left operands of the scores.
+    e = gl.exp2(l)
+    middle = quarter_sum(s_ends, 0, ends)[None, :]
+    middle = gl.where(w < 2, middle, middle + between[None, :])
+    up_to = times_power(e, middle[:, None, :])
+    if S.REMOVAL != "none":
+        gl.store(out.k_decayed + first + place, (b_k * up_to).to(half))
+        store_tall(b_k * e, s_k, tall)
+    b_q = load_tall(s_q, tall, quarters)
+    b_q *= s_scales.index(0).load(gl.SliceLayout(2, quarters))[:, :, None]
+    gl.store(out.qg + first + place, (b_q * up_to).to(half))
+    store_tall(b_q * e, s_q, tall)
+
+
+@gluon.jit
+def largest_of(a, b, c, d):
+    """The largest size of an element of a, b, c and d [N]."""
+    early = gl.maximum(gl.abs(a), gl.abs(b))
+    late = gl.maximum(gl.abs(c), gl.abs(d))
+    return gl.max(gl.maximum(early, late), 0)
+
+
+@gluon.jit
 def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: gl.constexpr):
-    """`intra_kernel` for a chunk and a value head, on the path of a safe gate."""
+    """`intra_kernel` for a chunk and a value head, on the path of a safe gate. With R.BY_CHUNK it
+    ends early where decays are too strong, after the anchors by which `is_steep` finds the chunk:
+    the same differences are compared, to the bit."""
     i_c, i_hv = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
     i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
     n_rows = gl.load(chunks.rows + i_c)
@@ -163,9 +240,8 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
-    # A thread has half a row of a slab in `along`, and 16 rows of two channels in the others.
+    # A thread has half a row of a slab in `along`, and 16 rows of two channels in `quarters`.
     along: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [2, 2], [1, 0])
-    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     ends: gl.constexpr = gl.SliceLayout(1, quarters)
 
@@ -175,6 +251,9 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     s_far = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
     s_scales = gl.allocate_shared_memory(gl.float32, [2, 4, 16], plain)
     s_ends = gl.allocate_shared_memory(gl.float32, [PARTS, 4, SLAB], plain)
+    s_diagonal = gl.allocate_shared_memory(
+        gl.float32, [S.BT], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     q, k = rows_from(q, start, i_h), rows_from(k, start, i_h)
     for part in gl.static_range(PARTS):
         copy_slab(q.ptr + part * SLAB, q.row, n_rows, s_q.index(part), S.BT, SLAB)
@@ -202,7 +281,7 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
     gl.store(at + Q_SCALE * S.BT + i_r, q_scale)
     gl.store(at + K_SCALE * S.BT + i_r, k_scale)
-    diagonal = gl.convert_layout(diagonal * q_scale * k_scale, gl.SliceLayout(1, acc))
+    s_diagonal.store(diagonal * q_scale * k_scale)
     s_scales.index(0).store(gl.reshape(q_scale, [4, 16]))
     s_scales.index(1).store(gl.reshape(k_scale, [4, 16]))
 
@@ -211,12 +290,16 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     c = gl.arange(0, SLAB, gl.SliceLayout(0, ends))
     numbers = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None][:, :, None]
     numbers = numbers * 16 + r
+    strongest = none * 0.0  # the largest decay over a quarter, where that decides on the path
     for part in range(PARTS):
         # Decays: l since the quarter began, and their sums over each quarter. Rows are numbered
         # anew, so that no address stays in registers from slab to slab.
         again = (n_rows + part) // (S.BT + PARTS)
         i, columns = numbers + again, c[None, :][:, None, :]
-        raw, rate = load_raw(gate, start, i_hv, part, i, c, n_rows, S)
+        head, ch, first = i_hv, i_ch, start
+        if R.BY_CHUNK:
+            head, ch, first = i_hv + again, i_ch + again, start + again
+        raw, rate = load_raw(gate, first, head, part, i, c, n_rows, S)
         steps = log_decay(raw, rate, gate.bound, R.GATE)
         l = gl.associative_scan(gl.where(i < n_rows, steps, 0.0), 1, plus)  # noqa: E741
         mine = gl.sum(gl.where(r == 15, l, 0.0), 1)
@@ -227,37 +310,30 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
         t_2, t_3 = quarter_sum(t, 2, ends), quarter_sum(t, 3, ends)
         t_1, t_2 = t_0 + t_1, t_0 + t_1 + t_2
         t_3 = t_2 + t_3
-        anchors = out.anchors + (i_ch * ANCHORS * S.K + part * SLAB + w * S.K + c[None, :])
+        anchors = out.anchors + (ch * ANCHORS * S.K + part * SLAB + w * S.K + c[None, :])
         gl.store(anchors, of_quarters(w, t_0, t_1, t_2, t_3))
-        gl.store(out.decay + i_ch * S.K + part * SLAB + c, gl.exp2(t_3))
-        # l relative to the middle of the half, whose sum since the chunk began is `middle`.
-        l -= gl.where(w % 2 == 0, mine, 0.0)[:, None, :]  # noqa: E741
-        middle = gl.where(w < 2, t_0[None, :], t_2[None, :])
-        first, place = i_ch * (S.BT * S.K) + (part + again) * SLAB, numbers * S.K + columns
-
-        # Columns: relative to the middle of their own half, then of the second half, then to the
-        # end.
-        b_k = load_tall(s_k.index(part), tall, quarters)
-        b_k *= s_scales.index(1).load(gl.SliceLayout(2, quarters))[:, :, None]
-        col = b_k * gl.exp2(-l)
-        store_tall(col, s_near.index(part), tall)
-        col = times_power(col, gl.where(w < 2, (t_2 - t_0)[None, :], 0.0)[:, None, :])
-        store_tall(col, s_far.index(part), tall)
-        gl.store(out.kg + first + place, (col * gl.exp2(t_3 - t_2)[None, :][:, None, :]).to(half))
-
-        # Rows: what the scan reads, and the left operands of the scores.
-        e = gl.exp2(l)
-        up_to = times_power(e, middle[:, None, :])
-        if REMOVES:
-            gl.store(out.k_decayed + first + place, (b_k * up_to).to(half))
-            store_tall(b_k * e, s_k.index(part), tall)
-        b_q = load_tall(s_q.index(part), tall, quarters)
-        b_q *= s_scales.index(0).load(gl.SliceLayout(2, quarters))[:, :, None]
-        gl.store(out.qg + first + place, (b_q * up_to).to(half))
-        store_tall(b_q * e, s_q.index(part), tall)
+        gl.store(out.decay + ch * S.K + part * SLAB + c, gl.exp2(t_3))
+        if R.BY_CHUNK:
+            strongest = gl.maximum(strongest, largest_of(t_0, t_1 - t_0, t_2 - t_1, t_3 - t_2))
+        at_slab = ch * (S.BT * S.K) + (part + again) * SLAB, numbers * S.K + columns
+        given = s_q.index(part), s_k.index(part), s_near.index(part), s_far.index(part), s_scales
+        if R.BY_CHUNK:
+            if strongest <= STEEPEST:
+                form_slab(l, t, given, out, at_slab, S)
+        else:
+            form_slab(l, t, given, out, at_slab, S)
+    if R.BY_CHUNK and strongest > STEEPEST:
+        return
     fence_async_shared()
     barrier()
 
+    if R.BY_CHUNK:  # all is read and numbered again, to free registers
+        n_rows = gl.load(chunks.rows + i_c)
+        none = n_rows // (S.BT + 1)
+        start = gl.load(chunks.start + i_c + none).to(gl.int64)
+        i_hv = (gl.program_id(1) + none).to(gl.int64)
+        i_ch = (gl.program_id(0) + none).to(gl.int64) * S.HV + i_hv
+        at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
     i = none + gl.arange(0, S.BT, gl.SliceLayout(1, acc))
     j = gl.arange(0, S.BT, gl.SliceLayout(0, acc))
     b_beta = gl.where(i < n_rows, 1.0, 0.0)
@@ -273,6 +349,7 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
         b_kk = scores(s_k, s_near, s_far, none, S) * b_beta[:, None]
     barrier()  # all products are done with the operands, whose place is used again
     s_out = s_q._reinterpret(half, [2, S.BT, S.BT], wide)
+    diagonal = s_diagonal.load(gl.SliceLayout(1, acc))
     rest = gl.where(i[:, None] == j[None, :], diagonal[:, None], 0.0)
     b_qk = gl.where(i[:, None] > j[None, :], b_qk, rest)
     store_terms(b_qk, out.Aqk + i_ch * (S.TERMS * S.BT * S.BT), s_out.index(none), flat, S.TERMS)
@@ -301,18 +378,19 @@ def why_not(x: Inputs, c: Chunks, R: RuleOptions) -> str:
 
 
 def takes(x: Inputs, c: Chunks, paths: tuple[tuple[str, RuleOptions], ...]) -> bool:
-    """Whether a call takes the kernel by itself: rules that remove along k, with a safe gate and
-    one term of bf16, were measured. Forced tiles run it for more. paths: of `local_paths`."""
-    one = len(paths) == 1 and c.terms == 1 and c.rule.removal == "k"
-    return one and not why_not(x, c, paths[0][1])
+    """Whether a call takes the kernel by itself. paths: of `local_paths`; the kernel is the first,
+    and with any gate another one serves the chunks that are too steep for it."""
+    return not why_not(x, c, paths[0][1])
 
 
 def intra_channel(table: Tables, x: Inputs, c: Chunks, t: Tile, R: RuleOptions) -> None:
-    """Fills c, on the path of a safe gate. Raises ValueError for chunks that it cannot form."""
+    """Fills c, on the path of a safe gate; with any gate only the anchors and decays of chunks that
+    are too steep. Raises ValueError for chunks that it cannot form."""
     if reason := why_not(x, c, R):
         raise ValueError(f"the tile {t} of stage intra cannot be used: {reason}")
     given = rows(x.q), rows(x.k), gate(c.rule, x), beta(c.rule, x), c.formed(), table.chunks
     (NC, HV, K), H, V = c.decay.shape, x.q.shape[1], x.v.shape[2]
     S = shape(c.rule, x.q.dtype, H, HV, K, V, t)  # not c.shape: kg has a head for each value head
+    R = R._replace(BY_CHUNK=by_chunk(c.rule, x.q.dtype))
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
     launch(intra_sm90_kernel, (NC, HV), *given, c.rule.scale, **compiled)

@@ -25,23 +25,25 @@ class Generation(Protocol):
     scan_bwd: Any
     intra_channelwise: Any
     intra_channelwise_bwd: Any
+    intra_channelwise_bwd_any: Any
     intra_headwise: Any
     intra_headwise_bwd: Any
 
     def supports(self, c: Chunks, *rows: Tensor) -> bool:
         """Whether the kernels compute the chunks and read `rows` [T, H, K] or [T, HV, V]."""
 
-    def pays(self, packing: Packing, c: Chunks) -> bool:
-        """Whether the call is large enough. All ranks decide alike."""
+    def pays(self, packing: Packing, c: Chunks, described: bool = True) -> bool:
+        """Whether the call is large enough. All ranks decide alike. described: whether the kernels
+        take tensor descriptors, which cost the host time."""
 
 
 GENERATIONS: tuple[Generation, ...] = (sm90,)
 
 
-def choose(packing: Packing, c: Chunks, *rows: Tensor) -> str:
-    """The folder of the kernels that run a stage."""
+def choose(packing: Packing, c: Chunks, *rows: Tensor, described: bool = True) -> str:
+    """The folder of the kernels that run a stage. rows, described: see `Generation`."""
     for generation in GENERATIONS:
-        if generation.supports(c, *rows) and generation.pays(packing, c):
+        if generation.supports(c, *rows) and generation.pays(packing, c, described):
             return generation.FOLDER
     return "triton"
 

@@ -71,17 +71,30 @@ from fla_cp.rule import CHUNK
 
 
 @triton.jit
-def intra_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr):
+def intra_bwd_kernel(
+    x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, R: tl.constexpr, FIRST: tl.constexpr
+):
     """x: `Saved`; gate: `Gate`; out: `Grads`; chunks: `ChunkTable`. Where the rule removes
-    nothing (GLA) k has no row factor; where p reads the state (DPLR), p has it."""
+    nothing (GLA) k has no row factor; where p reads the state (DPLR), p has it.
+
+    FIRST: how many key tiles the kernel of the other chunks has if that differs, else 0. It then
+    has parts of dA_log of its own, and this kernel sets to zero, for those chunks, the parts of
+    dbeta and dA_log that the other one does not write."""
     tiles: tl.constexpr = (S.K + S.BK - 1) // S.BK
     i_k = tl.program_id(0) % tiles  # fastest, so that the tiles of a chunk share what they load
     i_c, i_hv = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1).to(tl.int64)
     here = open_chunk(x, out, chunks, i_c, i_hv, S, planes.CHANNELWISE_PLANES)
-    if R.BY_CHUNK and tl.load(x.steep + here.i_ch) == 0:
-        return
     i = tl.arange(0, S.BT)
     m_i = i < here.n_rows
+    if R.BY_CHUNK and tl.load(x.steep + here.i_ch) == 0:
+        if FIRST > 0:
+            if out.dA_log is not None:
+                tl.store(out.dA_log + (i_c * tiles + i_k) * S.HV + i_hv, 0.0)
+            if S.REMOVAL != "none":
+                share = out.shares + (i_k + 1).to(tl.int64) * tokens * S.HV
+                to = share + (here.start + i) * S.HV + i_hv
+                tl.store(to, tl.zeros([S.BT], tl.float32), mask=m_i & (i_k >= FIRST))
+        return
     operand = x.v_new.dtype.element_ty
     REMOVES: tl.constexpr = S.REMOVAL != "none"
     OWN: tl.constexpr = S.REMOVAL == "p"
@@ -243,15 +256,20 @@ def intra_channelwise_bwd(
     """The gradients of the inputs, with one decay a channel."""
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
-    read, local = saved(x, c, states, grads), local_paths(rule, dtype)
-    folder = choose(packing, c)
-    if folder != "triton" and not kernels_of(folder).intra_channelwise_bwd.takes(x, c, read, local):
-        folder = "triton"
+    read, options = saved(x, c, states, grads), local_paths(rule, dtype)
+    folder = choose(packing, c, described=False)
+    if folder != "triton":
+        takes = kernels_of(folder).intra_channelwise_bwd.takes(x, c, read, options)
+        folder = folder if takes else "triton"
     paths = [
         (c.tuning.tile("intra_bwd" + path + own(rule), K, V, dtype, 0, folder), R)
-        for path, R in local
+        for path, R in options
     ]
-    BK = paths[0][0].BK  # of all paths, since the parts of dbeta and dA_log are those of key tiles
+    # Parts of dbeta and dA_log are those of key tiles, so Triton's kernels have the same. With a
+    # first kernel of another folder there are parts of dA_log for both.
+    first, last = paths[0][0], paths[-1][0]
+    two = first.folder != last.folder
+    BK = min(first.BK, last.BK) if two else first.BK
     ts = c.tuning.tile("scores_bwd", K, V, dtype)
     tiles, shape_of = cdiv(K, BK), functools.partial(shape, rule, dtype, H, HV, K, V)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
@@ -265,7 +283,7 @@ def intra_channelwise_bwd(
         dv=torch.empty_like(x.v, memory_format=DENSE),
         dg=torch.empty_like(x.g, memory_format=DENSE),
         dbeta=None,
-        dA_log=None if x.A_log is None else single(NC * tiles, HV),
+        dA_log=None if x.A_log is None else single(NC * (tiles + two * (K // first.BK)), HV),
         ddt_bias=None if x.dt_bias is None else single(NC, HV, K),
         shares=empty_shares(1 + tiles, x),
         scores=x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
@@ -278,14 +296,22 @@ def intra_channelwise_bwd(
         S = shape(after_local(rule), dtype, H, HV, K, V, ts)
         compiled = {"S": S, "R": rule_options(rule, dtype), "num_warps": ts.warps}
         launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
-        given = gate(rule, x), sums(dtype, x.q.device), out, where, out.shares.shape[1], rule.scale
+        rest = where, out.shares.shape[1], rule.scale
+        to = out  # of Triton's kernels
         for t, R in paths:
             if t.folder != "triton":
-                kernels_of(t.folder).intra_channelwise_bwd.safe_bwd(table, x, c, read, out, t, R)
+                kernels, local = kernels_of(t.folder), (table, x, c, read, out, t, R)
+                if two:
+                    to = kernels.intra_channelwise_bwd_any.safe_bwd(*local)
+                else:
+                    kernels.intra_channelwise_bwd.safe_bwd(*local)
                 continue
-            kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
             compiled = {"S": shape_of(t._replace(BK=BK)), "R": R, "num_warps": t.warps}
-            launch(kernel, (NC * tiles, HV), read, *given, **compiled, maxnreg=t.registers)
+            if not R.SAFE:
+                compiled["FIRST"] = K // first.BK if two else 0
+            kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
+            given = read, gate(rule, x), sums(dtype, x.q.device), to, *rest
+            launch(kernel, (NC * tiles, HV), *given, **compiled, maxnreg=t.registers)
     if HV > H:
         dq, dk, *dp = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk, *dp))
     dbeta = None if x.beta is None else beta_bwd(rule, x.beta, out.shares)

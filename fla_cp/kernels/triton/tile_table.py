@@ -189,6 +189,8 @@ class Tuning:
     gluon: whether the kernels of sm90/ run; None: if they support the call.
     min_chunk_heads: they run only for more chunks times heads than this, because the host needs
         time to make TMA descriptors.
+    min_local_chunk_heads: that number for the channelwise local stage, whose kernels need none; it
+        counts if it is the smaller one.
     architecture: compute capability, 10 * major + minor; None: that of the GPU.
     sms: streaming multiprocessors; None: those of the GPU.
     later_share, later_least: the chunks that no summary reads may be formed after the others, while
@@ -199,6 +201,7 @@ class Tuning:
     forced: tuple[tuple[str, Tile], ...] = ()
     gluon: bool | None = None
     min_chunk_heads: int = 2048
+    min_local_chunk_heads: int = 2048
     architecture: int | None = None
     sms: int | None = None
     later_share: int = 4
