@@ -32,7 +32,7 @@ parser = argparse.ArgumentParser()
 for name, default in {"layers": 4, "hidden": 128, "heads": 4, "tokens": 8192, "steps": 50}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args, cuda = parser.parse_args(), torch.cuda.is_available()
-dist.init_process_group()
+dist.init_process_group("nccl" if cuda else "gloo")
 torch.cuda.set_device(dist.get_node_local_rank() if cuda else -1)  # -1 changes nothing
 torch.set_default_device("cuda" if cuda else "cpu")
 torch.manual_seed(0)  # the same weights on all ranks

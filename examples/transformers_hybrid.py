@@ -52,7 +52,7 @@ parser.add_argument("--shape", nargs="*", default=[], help="such as num_hidden_l
 args, cuda = parser.parse_args(), torch.cuda.is_available()
 shape = {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
 shape |= {name: int(value) for name, value in (text.split("=") for text in args.shape)}
-dist.init_process_group()
+dist.init_process_group("nccl" if cuda else "gloo")
 torch.cuda.set_device(dist.get_node_local_rank() if cuda else -1)  # -1 changes nothing
 torch.set_default_device("cuda" if cuda else "cpu")
 main(shape, args.tokens, dist.group.WORLD, torch.bfloat16 if cuda else torch.float32)
