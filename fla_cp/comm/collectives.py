@@ -53,9 +53,22 @@ def send_and_receive(
     return dist.batch_isend_irecv(ops) if ops else []
 
 
+def transport(group: dist.ProcessGroup, kind: str) -> str:
+    """What carries the group's tensors on devices of this kind ("cpu", "cuda"): "nccl", "gloo" or
+    another name of torch's; "" if nothing does.
+
+    A group that was made without a name, or with one for each kind of device, has no name of its
+    own that would tell.
+    """
+    if kind not in {device.type for device in group._device_types}:
+        return ""
+    name: str = group._get_backend(torch.device(kind)).name()
+    return name
+
+
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """`device` if the group's transport can send from it, otherwise the one it sends from."""
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":
+    """`device` if the group carries tensors from it, otherwise the current GPU if from that."""
+    if not transport(group, device.type) and transport(group, "cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return device
 

@@ -264,7 +264,7 @@ def _not_captured() -> None:
 
 def known(group: dist.ProcessGroup) -> bool:
     """Whether `why_not` answers without a collective."""
-    return group in _REASONS or dist.get_backend(group) != "nccl"
+    return group in _REASONS or collectives.transport(group, "cuda") != "nccl"
 
 
 def why_not(group: dist.ProcessGroup) -> str:
@@ -272,9 +272,10 @@ def why_not(group: dist.ProcessGroup) -> str:
 
     The first call for a group is a collective, which tries it.
     """
-    if dist.get_backend(group) != "nccl":
-        return f"it needs a group over nccl, this one is over {dist.get_backend(group)}"
     if group not in _REASONS:
+        over = collectives.transport(group, "cuda") or collectives.transport(group, "cpu")
+        if over != "nccl":
+            return f"it needs a group over nccl, this one is over {over}"
         _REASONS[group] = _look(group) or _try(group)
     return _REASONS[group]
 

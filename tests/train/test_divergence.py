@@ -192,8 +192,9 @@ def test_one_rank_alone_sees_it():
     def on_rank(group, rank):
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
         ranks = object.__new__(Ranks)
-        values = {"rank": rank, "world_size": 3, "device": torch.device("cpu")}
-        for name, value in {**values, "fsdp_mesh": mesh, "host_group": group}.items():
+        values = {"rank": rank, "world_size": 3, "dp_replicate": 1}
+        values.update(device=torch.device("cpu"), fsdp_mesh=mesh, host_group=group)
+        for name, value in values.items():
             object.__setattr__(ranks, name, value)
         model = build_sharded(config, 64, 0, ranks, torch.float32)
         clean = find_not_finite(model, ranks)
