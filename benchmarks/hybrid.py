@@ -225,6 +225,7 @@ def main() -> None:
         if args.out:
             unit = "ms of a step, steps back to back, medians, of the slowest rank"
             found = {**environment(), "benchmark": "hybrid", "unit": unit}
+            found |= {"layouts": ",".join(args.layouts), "together": args.together}
             found["rows"] = with_ratios(rows)
             args.out.write_text(json.dumps(found, indent=1) + "\n")
     for row in with_ratios(rows):

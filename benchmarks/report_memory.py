@@ -29,6 +29,7 @@ def example_command(result: Result) -> str:
     rows = result.rows
     flags = [f"--gpus {joined(r['gpus'] for r in rows)}"]
     flags += [f"--tokens {joined(r['tokens'] for r in rows)}"]
+    flags += [f"--steps {max(r['steps'] for r in rows)}"]
     flags += [f'--shape "{result.data["shape"]}"'] if result.data["shape"] else []
     return module("example_figures", result, *flags)
 
@@ -41,7 +42,7 @@ def example(result: Result) -> str:
         ("tokens/s", lambda r: r.get("error") or whole(r.get("tokens_per_second"))),
         ("first step, s", lambda r: number(r.get("first_step_s"))),
         ("peak GiB", lambda r: number(r.get("peak_gib"))),
-        ("start to end, s", lambda r: number(r["wall_s"])),
+        ("start to end, s", lambda r: number(r.get("wall_s"))),
     )
 
 

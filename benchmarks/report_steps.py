@@ -195,7 +195,10 @@ def hybrid_command(result: Result) -> str:
     flags = f"--ranks {joined(r['ranks'] for r in result.rows)}"
     tokens = f"--tokens {joined(r['T'] for r in result.rows)}"
     patterns = ";".join(dict.fromkeys(r["pattern"] for r in result.rows))
-    return module("hybrid", result, flags, tokens, f"--patterns '{patterns}'")
+    given = [flags, tokens, f"--patterns '{patterns}'"]
+    if "layouts" in result.data:  # files from before 2026-11-25 have both, with steps as by default
+        given.append(f"--layouts {result.data['layouts']} --together {result.data['together']}")
+    return module("hybrid", result, *given)
 
 
 def hybrid(result: Result) -> str:

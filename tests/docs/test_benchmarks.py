@@ -426,8 +426,9 @@ def test_layer_stacks_in_processes(tmp_path, monkeypatch, capsys):
     assert all(r["ratio"] > 0 for r in found["rows"])
     assert capsys.readouterr().out.count('"ratio"') == 3
     page = report.performance_page([report.Result("hybrid", found)])
-    command = "`python -m benchmarks.hybrid --ranks 1,2 --tokens 128 --patterns 'kda*3,mla' --out"
-    assert command in page and page.count("| kda*3,mla | 128 | 2 |") == 2
+    command = "`python -m benchmarks.hybrid --ranks 1,2 --tokens 128 --patterns 'kda*3,mla'"
+    assert f"{command} --layouts contiguous,zigzag --together 5 --out" in page
+    assert page.count("| kda*3,mla | 128 | 2 |") == 2
 
 
 def test_an_error_of_attention_stops_the_benchmark(monkeypatch):

@@ -182,4 +182,4 @@ def test_figures_of_the_example():
     assert "## A model of transformers\n" in text
     assert "| 65536 | 2 | 9000 | 30.25 | 70.50 | 61.50 |" in text
     assert f"| 262144 | 2 | out of memory | {MISSING} | {MISSING} | 40.00 |" in text
-    assert "python -m benchmarks.example_figures --gpus 2 --tokens 65536,262144 --out" in text
+    assert "python -m benchmarks.example_figures --gpus 2 --tokens 65536,262144 --steps 3" in text
