@@ -5,6 +5,8 @@ tables with numpy, in pinned memory, and copy them: over 100 us of a short call.
 the GPU already, as cu_seqlens, and one small kernel forms the same numbers from them.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from torch import Tensor
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import columns
 from fla_cp.partition.device_tables import DeviceTable, places_of
-from fla_cp.partition.packing import Packing
+from fla_cp.partition.packing import Frame, Packing
 from fla_cp.rule import CHUNK
 
 CHUNKS, SEQUENCES = 128, 32
@@ -84,6 +86,14 @@ def chunk_table_kernel(
             tl.store(table + chunk_at + segment, end + first, mask=spare)
 
 
+@lru_cache(maxsize=1024)
+def _layout(frame: Frame) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int]]:
+    """The lengths of the columns, where they start in one array, its size, and the grid."""
+    lengths = (frame.chunks,) * 2 + (frame.segments,) * 3
+    places, end = places_of(lengths, torch.int32)
+    return lengths, places, end, (cdiv(frame.chunks, CHUNKS),)
+
+
 def form_tables(packing: Packing, cu_seqlens: Tensor) -> bool:
     """Forms the tables of a packing of whole sequences, with a frame, on the device of cu_seqlens,
     unless it has them there. Whether it has them now. cu_seqlens: int32 or int64 [N+1], the
@@ -97,13 +107,16 @@ def form_tables(packing: Packing, cu_seqlens: Tensor) -> bool:
         return False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    lengths = (frame.chunks,) * 2 + (frame.segments,) * 3
-    places, end = places_of(lengths, torch.int32)
-    with torch.inference_mode(False):  # tables outlive a call, and autograd saves them
+    lengths, places, end, grid = _layout(frame)
+    # Tables outlive a call, and autograd saves them, so they are no inference tensors.
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            table = torch.empty(end, dtype=torch.int32, device=device)
+    else:
         table = torch.empty(end, dtype=torch.int32, device=device)
     sizes = packing.sequences, packing.tokens, frame.chunks, frame.segments
-    grid = (cdiv(frame.chunks, CHUNKS),)
-    constants = {"C": CHUNK, "BC": CHUNKS, "BN": SEQUENCES}
-    launch(chunk_table_kernel, grid, cu_seqlens, table, *sizes, *places[1:], **constants)
+    launch(
+        chunk_table_kernel, grid, cu_seqlens, table, *sizes, *places[1:], CHUNK, CHUNKS, SEQUENCES
+    )
     packing.keep_table(columns, DeviceTable(table, places, lengths), device)
     return True
