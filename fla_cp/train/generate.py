@@ -13,7 +13,6 @@ tokens of each chunk, and then decode alike.
 from __future__ import annotations
 
 import argparse
-import codecs
 import os
 import sys
 import time
@@ -43,6 +42,7 @@ from fla_cp.train.integrity import Damaged
 from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.model import Decoder
 from fla_cp.train.published import end_tokens, is_published, load_published
+from fla_cp.train.streaming import TextStream
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
 from fla_cp.train.weights import give_memory
@@ -287,30 +287,6 @@ def load(
     return model, tokenizer, [] if tokenizer is None else tokenizer.end
 
 
-def _stream(tokenizer: Tokenizer | None) -> Callable[[list[int | None]], None]:
-    """Prints the text of one row as its tokens come."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    seen: list[int] = []
-    shown = ""
-
-    def show(tokens: list[int | None]) -> None:
-        nonlocal shown
-        token = tokens[0]
-        if token is None:
-            return
-        if tokenizer is None:
-            text = decoder.decode(bytes([token])) if token < 256 else ""
-        else:
-            seen.append(token)
-            whole = tokenizer.hf.decode(seen, skip_special_tokens=True)
-            if whole.endswith("\ufffd"):  # the rest of a character is still to come
-                return
-            text, shown = whole[len(shown) :], whole
-        print(text, end="", flush=True)
-
-    return show
-
-
 def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
@@ -366,6 +342,12 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
     if tokenizer is not None:
         prompts = tokenizer.ids(texts)
     first, one = ranks is None or ranks.rank == 0, len(prompts) == 1
+    stream = TextStream(tokenizer)
+
+    def show(tokens: list[int | None]) -> None:
+        if tokens[0] is not None:
+            print(stream.add(tokens[0]), end="", flush=True)
+
     found, statistics = generate(
         model,
         prompts,
@@ -374,8 +356,8 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
         end=ends,
         seed=given.seed,
         group=None if ranks is None else ranks.cp_group,
-        on_tokens=_stream(tokenizer) if one and first else None,
+        on_tokens=show if one and first else None,
     )
     if first:
-        print("" if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
+        print(stream.end() if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
     return statistics

@@ -14,10 +14,11 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fla_cp.train.generate
 import fla_cp.train.main
 from fla_cp.train.decoding import in_dtype
 from fla_cp.train.export import export
-from fla_cp.train.generate import Sampling, generate, load_decoder
+from fla_cp.train.generate import Sampling, Statistics, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
 from tests.support.exported import MODELS, TINY, logits_of, random_model, random_run
 from tests.support.processes import ROOT, environment
@@ -177,6 +178,20 @@ def test_text_is_printed_as_it_comes(tokenizer_run, monkeypatch):
     assert len(clock.shown) >= 4
     for before, after in zip(clock.shown, clock.shown[1:], strict=False):
         assert after.startswith(before)
+
+
+def test_the_last_piece_of_text_is_printed(tmp_path, monkeypatch, capsys):
+    """A text may end within a character."""
+    random_run(tmp_path / "run", MODELS["kimi"])
+
+    def give(*args, on_tokens, **kwargs):
+        for byte in b"A\xf0\x9f":
+            on_tokens([byte])
+        return [], Statistics()
+
+    monkeypatch.setattr(fla_cp.train.generate, "generate", give)
+    assert generate_main([str(tmp_path / "run"), "--device", "cpu", "--prompt", "A"]) == 0
+    assert capsys.readouterr().out == "A\ufffd\n"
 
 
 def test_the_time_to_the_first_token_and_the_rate_are_measured(monkeypatch):
