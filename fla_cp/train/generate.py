@@ -34,7 +34,7 @@ from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
 from fla_cp.train.config import ParallelConfig, UserError
-from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, why_eager
+from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, unsteady_steps, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.export import recorded_decoder, whole_checkpoint
@@ -85,17 +85,23 @@ class Sampling:
 
 @dataclass
 class Statistics:
-    """first_token: seconds from the call to the first token of all prompts. decoding: seconds of
-    the steps after it. steps: how many these were. tokens: how many tokens they gave."""
+    """first_token: seconds from the call to the first token of all prompts. left_out: steps after
+    it that compile kernels and capture the graph, see `unsteady_steps`. decoding: seconds of the
+    steps after those. steps: how many these were. tokens: how many tokens they gave."""
 
     first_token: float = 0.0
+    left_out: int = 0
     decoding: float = 0.0
     steps: int = 0
     tokens: int = 0
 
     def __str__(self) -> str:
+        first = f"first token after {self.first_token:.3f} s"
+        if not self.steps:
+            return f"{first}, too few tokens for tokens/s"
+        without = f", not counting {self.left_out} steps that compile and capture"
         rate = self.tokens / self.decoding if self.decoding else 0.0
-        return f"first token after {self.first_token:.3f} s, then {rate:.1f} tokens/s"
+        return f"{first}, then {rate:.1f} tokens/s{without if self.left_out else ''}"
 
 
 def make_caches(model: Decoder, rows: int, capacity: int) -> list[LayerCache]:
@@ -211,7 +217,7 @@ def generate(
     decoding.take(torch.cat(rows))
     found: list[list[int]] = [[] for _ in prompts]
     open_rows = [True] * len(prompts)
-    statistics = Statistics()
+    statistics, unsteady = Statistics(), unsteady_steps(device)
     for step in range(max_new_tokens):
         newest = decoding.read()
         # A GPU computes the next token while the host reads this one.
@@ -221,6 +227,9 @@ def generate(
         given = [t if is_open else None for t, is_open in zip(newest(), open_rows, strict=True)]
         if not step:
             statistics.first_token = time.perf_counter() - begin
+            begin = time.perf_counter()
+        elif step <= unsteady:
+            statistics.left_out += 1
             begin = time.perf_counter()
         else:
             statistics.steps += 1

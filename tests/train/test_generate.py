@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fla_cp.train.generate
 import fla_cp.train.main
-from fla_cp.train.decoding import in_dtype
+from fla_cp.train.decoding import in_dtype, unsteady_steps
 from fla_cp.train.export import export
 from fla_cp.train.generate import Sampling, Statistics, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
@@ -208,6 +208,20 @@ def test_the_time_to_the_first_token_and_the_rate_are_measured(monkeypatch):
     assert statistics.first_token == 2.0
     assert (statistics.steps, statistics.tokens, statistics.decoding) == (4, 8, 1.0)
     assert str(statistics) == "first token after 2.000 s, then 8.0 tokens/s"
+    assert unsteady_steps(torch.device("cpu")) == 0
+    # On a GPU, two steps run as they are written, and the third captures the graph.
+    assert unsteady_steps(torch.device("cuda")) == 3
+    monkeypatch.setattr(fla_cp.train.generate, "unsteady_steps", lambda device: 3)
+    now[0] = 0.0
+    _, statistics = generate(model, PROMPTS[:2], 6, sampling=Slow())
+    assert (statistics.left_out, statistics.steps, statistics.tokens) == (3, 2, 4)
+    assert statistics.decoding == 0.5
+    assert str(statistics) == (
+        "first token after 2.000 s, then 8.0 tokens/s, not counting 3 steps that compile and "
+        "capture"
+    )
+    _, statistics = generate(model, PROMPTS[:2], 4, sampling=Slow())
+    assert str(statistics).endswith(" s, too few tokens for tokens/s")
 
 
 def launched(*words, ranks=1):
