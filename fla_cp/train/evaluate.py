@@ -33,7 +33,7 @@ from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, collate
 from fla_cp.train.distributed import Ranks, check_ranks, compute_dtype, joined
 from fla_cp.train.exit_codes import MISTAKE
-from fla_cp.train.export import recorded_decoder, whole_checkpoint
+from fla_cp.train.export import own_record, recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
 from fla_cp.train.loader import token_ranges
 from fla_cp.train.mixers import CONV_SIZE
@@ -42,6 +42,7 @@ from fla_cp.train.needle import SHORTEST, VOCAB_SIZE, needle_document
 from fla_cp.train.progress import mark
 from fla_cp.train.published import is_published, load_published_shards
 from fla_cp.train.sources import Reading, build_dataset
+from fla_cp.train.streaming import check_bytes
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
 from fla_cp.train.weights import allocate
@@ -90,11 +91,7 @@ def load(path: Path, ranks: Ranks, dtype: torch.dtype, *, trust: bool = False) -
         model = load_published_shards(path, ranks, dtype)
         return Subject(model, {}, str(path) if has_tokenizer(path) else None)
     path = whole_checkpoint(path, trust, ranks)
-    record, files = checkpoint.read_record(path)
-    if record["format"] == 1 or record.get("folder") is not None:
-        raise UserError(
-            f"RUN must be a run of fla_cp's own models with a checkpoint of format 2, got {path}"
-        )
+    record, files = own_record(path)
     model = recorded_decoder(record)
     allocate(model, ranks, dtype)
     dcp.load(
@@ -316,6 +313,8 @@ def evaluate(given: Any, ranks: Ranks) -> Results:
         ids = list(text)
         if subject.tokenizer is not None:
             (ids,) = Tokenizer(subject.tokenizer).ids([text.decode(errors="replace")])
+        else:
+            check_bytes("--text", ids, subject.model.embedding.num_embeddings)
         if len(ids) < 2:
             raise UserError(f"--text must have at least two tokens, got {len(ids)}")
         _check_tokens("--text", 1 + max(ids), subject)

@@ -37,12 +37,12 @@ from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, unsteady_steps, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
-from fla_cp.train.export import recorded_decoder, whole_checkpoint
+from fla_cp.train.export import own_record, recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
 from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.model import Decoder
 from fla_cp.train.published import end_tokens, is_published, load_published
-from fla_cp.train.streaming import TextStream
+from fla_cp.train.streaming import TextStream, check_bytes
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
 from fla_cp.train.weights import give_memory
@@ -260,12 +260,7 @@ def load_decoder(
     alone = joined(ParallelConfig(device="cpu")) if ranks is None else nullcontext(ranks)
     with alone as ranks:
         path = whole_checkpoint(run, trust, ranks)
-        record, files = checkpoint.read_record(path)
-        if record["format"] == 1 or record.get("folder") is not None:
-            raise UserError(
-                "RUN must be a run of fla_cp's own models with a checkpoint of format 2, got "
-                f"{path}"
-            )
+        record, files = own_record(path)
         metadata = checkpoint.read_metadata(path, files, trust)
         model = recorded_decoder(record)
         give_memory(model, torch.device("cpu"))
@@ -350,6 +345,8 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
     prompts = [list(text.encode()) for text in texts]
     if tokenizer is not None:
         prompts = tokenizer.ids(texts)
+    else:
+        check_bytes("--prompt", b"".join(map(bytes, prompts)), len(model.embedding.weight))
     first, one = ranks is None or ranks.rank == 0, len(prompts) == 1
     stream = TextStream(tokenizer)
 

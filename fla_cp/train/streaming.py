@@ -1,9 +1,11 @@
-"""The text of tokens that come one by one."""
+"""The text of tokens that come one by one, and the tokens of bytes."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
+from fla_cp.train.config import UserError
 from fla_cp.train.tokenizer import Tokenizer
 
 LONGEST_WAIT = 16
@@ -57,3 +59,14 @@ class TextStream:
         assert self.tokenizer is not None
         text: str = self.tokenizer.hf.decode(tokens, skip_special_tokens=True)
         return text
+
+
+def check_bytes(flag: str, text: Sequence[int], rows: int) -> None:
+    """Raises UserError if a model without a tokenizer, with `rows` tokens, cannot read a text."""
+    most = max(text, default=0)
+    if most >= rows:
+        raise UserError(
+            f"{flag} must have bytes below {rows}, the tokens of the model, which has no "
+            f"tokenizer, got {most}: models of synthetic and needle:LENGTH read no text; train on "
+            "stdlib or text:PATH, or give tokens to fla_cp.train.generate.generate"
+        )

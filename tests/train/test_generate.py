@@ -79,7 +79,11 @@ def test_the_command_continues_bytes(tmp_path, capsys):
     texts = [bytes(tokens).decode() + "\n" for tokens in found]
     assert capsys.readouterr().out == "".join(texts)
     assert generate_main([*command, "--prompt", "abc"]) == 2
-    assert "prompts must have tokens from 0 to 96" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--prompt must have bytes below 97, the tokens of the model" in err
+    assert "got 99: models of synthetic and needle:LENGTH read no text; train on stdlib" in err
+    with pytest.raises(ValueError, match="prompts must have tokens from 0 to 96"):
+        generate(model, [[97]], 1)
     assert generate_main([str(tmp_path), "--prompt", "A"]) == 2
     assert "holds no complete one" in capsys.readouterr().err
 
