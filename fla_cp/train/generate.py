@@ -45,6 +45,7 @@ from fla_cp.train.published import end_tokens, is_published, load_published
 from fla_cp.train.streaming import TextStream, check_bytes
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
+from fla_cp.train.waiting_bars import shown
 from fla_cp.train.weights import give_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -155,6 +156,35 @@ def _joined(caches: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
     return found
 
 
+def _read(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    chunk: int,
+    group: dist.ProcessGroup | None,
+) -> tuple[list[list[LayerCache]], list[Tensor]]:
+    """The caches and the next logits of each prompt. chunk: tokens of all ranks at once."""
+    device = model.embedding.weight.device
+    filled, rows = [], []
+    before: torch.cuda.Event | None = None
+    chunks = sum(-(-len(prompt) // chunk) for prompt in prompts)
+    with shown("reading the prompts", chunks, "chunks") as update:
+        for prompt in prompts:
+            caches = make_caches(model, 1, capacity)
+            tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+            for part in tokens.split(chunk, 1):
+                logits = next_logits(model, part, caches, group)
+                if device.type == "cuda":  # the host is a chunk ahead at most, and so is the bar
+                    if before is not None:
+                        before.synchronize()
+                    before = torch.cuda.Event()
+                    before.record(torch.cuda.current_stream(device))
+                update()
+            filled.append(caches)
+            rows.append(logits)
+    return filled, rows
+
+
 @torch.no_grad()
 def generate(
     model: Decoder,
@@ -198,14 +228,7 @@ def generate(
     ranks = 1 if group is None else dist.get_world_size(group)
     begin = time.perf_counter()
     capacity = max(map(len, prompts)) + max_new_tokens
-    filled, rows = [], []
-    for prompt in prompts:
-        caches = make_caches(model, 1, capacity)
-        tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-        for part in tokens.split(chunk * ranks, 1):
-            logits = next_logits(model, part, caches, group)
-        filled.append(caches)
-        rows.append(logits)
+    filled, rows = _read(model, prompts, capacity, chunk * ranks, group)
     decoding = Decoding(
         DecodeStep(model, _joined(filled), len(prompts)),
         lambda logits: sampling.choose(logits, generator),
@@ -264,12 +287,13 @@ def load_decoder(
         metadata = checkpoint.read_metadata(path, files, trust)
         model = recorded_decoder(record)
         give_memory(model, torch.device("cpu"))
-        dcp.load(
-            {"model": model.state_dict()},
-            storage_reader=CheckedReader(path, metadata),
-            planner=reading(trust)[1](),
-            process_group=ranks.host_group,
-        )
+        with shown("loading weights"):
+            dcp.load(
+                {"model": model.state_dict()},
+                storage_reader=CheckedReader(path, metadata),
+                planner=reading(trust)[1](),
+                process_group=ranks.host_group,
+            )
     return model.to(device).eval(), record
 
 
