@@ -28,7 +28,7 @@ from fla_cp.train import checkpoint
 from fla_cp.train.config import ModelConfig, ParallelConfig, UserError
 from fla_cp.train.distributed import Ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
-from fla_cp.train.integrity import Damaged
+from fla_cp.train.integrity import Damaged, FileSums
 from fla_cp.train.model import Decoder, Shape
 from fla_cp.train.published import READERS
 from fla_cp.train.stock_checkpoint import export_checkpoint
@@ -103,7 +103,7 @@ def recorded_decoder(record: Mapping[str, Any]) -> Decoder:
         return Decoder(config, model["vocab_size"], shape)
 
 
-def own_record(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def own_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
     """What `read_record` says of a checkpoint of fla_cp's own models.
 
     Raises UserError for format 1, and for a model of transformers, with the way to go on.
