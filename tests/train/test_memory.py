@@ -70,6 +70,26 @@ def test_predictions_are_near_what_was_measured(flags, vocab_size, peak_gib):
     assert abs(found.gib / peak_gib - 1) < WITHIN, f"{found.table()}\nmeasured {peak_gib} GiB"
 
 
+LONG = (RESULTS.parents[1] / "docs/long-context.md").read_text()
+PREDICTED = re.findall(r"^\| `(--.*?)` \| ([\d.]+) \| ([\d.]+|-) \|$", LONG, re.M)
+"""Flags, GiB of a GPU, and GiB of the host's memory, in docs/long-context.md."""
+
+
+def test_recipes_have_predictions():
+    assert len(PREDICTED) == 7
+    for flags, _, _ in PREDICTED:
+        assert re.search(rf"fla-cp-train {re.escape(flags)}(?: --out .*)?$", LONG, re.M), flags
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("flags, gib, host", PREDICTED)
+def test_predictions_of_recipes_are_those_of_the_page(flags, gib, host):
+    config = parse(flags.split())
+    found = Predictor(config).predict(config.data.seq_len)
+    assert found.gib == pytest.approx(float(gib), rel=5e-3)  # versions of torch save other tensors
+    assert found.host / GIB == pytest.approx(0.0 if host == "-" else float(host), rel=5e-3)
+
+
 @pytest.mark.parametrize("row", rows("archive/2026-11-21-9d060fa/train-1.3B-fits.json"))
 def test_lengths_that_fit(row):
     """On H200s, which have 139 GiB."""
