@@ -29,8 +29,8 @@ from fla_cp.kernels.sm90.intra_channelwise import (
     SLAB,
     copy_slab,
     largest_of,
-    load_raw,
     load_tall,
+    log2_of_more,
     log_decay,
     of_quarters,
     quarter_sum,
@@ -43,8 +43,9 @@ from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS, rows_from
-from fla_cp.kernels.triton.device.bundles import RuleOptions, beta, gate, rows, shape
+from fla_cp.kernels.triton.device.bundles import Rows, RuleOptions, beta, gate, rows, shape
 from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS, STEEPEST
+from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_SCALE, Q_SCALE
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables
@@ -88,15 +89,46 @@ def repeated(x, n: gl.constexpr):
 
 
 @gluon.jit
-def level_scores(acc, b_q, b_k, e, places, half: gl.constexpr, n: gl.constexpr):
+def load_scaled(place, scales):
+    """Rows of q or k in shared memory times their factors, [4, 16, SLAB]."""
+    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    x = load_tall(place, tall, quarters_of(16))
+    return x * scales.load(gl.SliceLayout(2, quarters_of(16)))[:, :, None]
+
+
+@gluon.jit
+def load_decays(gate, start, i_hv, part, i, c, n_rows, S: gl.constexpr, GATE: gl.constexpr):
+    """The decay of each token in rows i [4, 16, 1] and channels c [SLAB] of a slab, 1 beyond the
+    chunk: there the projection is so small that no gate decays."""
+    g = rows_from(Rows(gate.g, gate.row, gate.head), start, i_hv)
+    at = g.ptr + part * SLAB + (i * g.row + c[None, :][:, None, :])
+    x = gl.load(at, mask=i < n_rows, other=0.0 if GATE == "given" else -1e30).to(gl.float32)
+    rate = 1.0
+    if gate.A_log is not None:
+        rate = gl.exp(gl.load(gate.A_log + i_hv).to(gl.float32))
+    unit: gl.constexpr = LOG2E if GATE == "softplus" else 1.0
+    if gate.dt_bias is not None:
+        bias = gl.load(gate.dt_bias + (i_hv * S.K + part * SLAB) + c).to(gl.float32)
+        x = x * unit + (bias * unit)[None, :][:, None, :]
+    else:
+        x = x * unit
+    if GATE == "softplus":
+        return gl.exp2(-rate * (gl.maximum(x, 0.0) + log2_of_more(gl.exp2(-gl.abs(x)))))
+    else:
+        return gl.exp2(log_decay(x, rate, gate.bound, GATE))
+
+
+@gluon.jit
+def level_scores(b_q, b_k, e, places, half: gl.constexpr, n: gl.constexpr):
     """What the blocks of n rows add to acc [4, 16, 8], and the decays over blocks of 2 n.
 
     acc: rows of q and then of k in second blocks, by columns in first blocks. e: the decay from a
     block's start up to each row, that after each row up to the block's end [4, 16, SLAB], and the
     block's [4, 16 / n, SLAB]."""
     small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    s_rows, s_columns = places
+    s_rows, s_columns, s_x = places
     upto, after, whole = e
+    acc = s_x.load(small)
     upto_a, upto_b = halves(upto, n)
     after_a, after_b = halves(after, n)
     k_a, k_b = halves(b_k, n)
@@ -106,12 +138,12 @@ def level_scores(acc, b_q, b_k, e, places, half: gl.constexpr, n: gl.constexpr):
     barrier()
     a = s_rows.load(gl.DotOperandLayout(0, small, 2))
     b = s_columns.permute((0, 2, 1)).load(gl.DotOperandLayout(1, small, 2))
-    acc = mma_v2(a, b, acc)
+    s_x.store(mma_v2(a, b, acc))
     barrier()
     whole_a, whole_b = halves(whole, 1)
     upto = joined(upto_a, upto_b * repeated(whole_a, n), n)
     after = joined(after_a * repeated(whole_b, n), after_b, n)
-    return acc, (upto, after, whole_a * whole_b)
+    return upto, after, whole_a * whole_b
 
 
 @gluon.jit
@@ -154,12 +186,17 @@ def far_scores(s_rows, s_columns, none, S: gl.constexpr):
 
 
 @gluon.jit
-def with_diagonal(x, place, none):
-    """x [64, 64] with the blocks of 16 at `place` on its diagonal."""
+def with_diagonal(x, place, rows, columns, none):
+    """x [64, 64] with the blocks of 16 at `place` on its diagonal, times factors of their rows and
+    columns [4, 16] in shared memory."""
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     four: gl.constexpr = stripes(4, 16)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    own = place._reinterpret(gl.float32, [64, 16], plain).load(gl.SliceLayout(1, four))
+    small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    own = place._reinterpret(gl.float32, [4, 16, 16], plain).load(small)
+    own *= rows.load(gl.SliceLayout(2, small))[:, :, None]
+    own *= columns.load(gl.SliceLayout(1, small))[:, None, :]
+    own = gl.convert_layout(gl.reshape(own, [64, 16]), gl.SliceLayout(1, four))
     i, a = indices(none, four, 4)
     x = gl.convert_layout(gl.reshape(x, [64, 4, 16]), four)
     x = gl.where(i // 16 == a, own[:, None, :], x)
@@ -172,15 +209,18 @@ def form_slab(e, s_ends, places, out, at, S: gl.constexpr):
 
     e: the decays of `level_scores` over quarters. s_ends [4, SLAB]: memory for those of whole
     quarters. places: shared memory of q and k, which is used again, that of the factors of blocks of
-    16, and the scales of q and k. at: offsets in what scans read."""
+    16, and the scales of q and k. at: the slab's
+    offset in what scans read."""
     s_q, s_k, s_q16, s_k16, s_scales = places
-    first, place = at
     upto, after, whole = e
     tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     quarters: gl.constexpr = quarters_of(16)
     ends: gl.constexpr = gl.SliceLayout(1, quarters)
     half: gl.constexpr = s_q16.dtype
     w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :][:, :, None]
+    c = gl.arange(0, SLAB, gl.SliceLayout(0, ends))[None, :]
+    at, step = at + (w * (16 * S.K) + c)[:, None, :], r * S.K
     s_ends.store(gl.convert_layout(gl.reshape(whole, [4, SLAB]), ends))
     barrier()
     e_1, e_2 = quarter_sum(s_ends, 1, ends), quarter_sum(s_ends, 2, ends)
@@ -189,24 +229,23 @@ def form_slab(e, s_ends, places, out, at, S: gl.constexpr):
     to_middle = of_quarters(w, e_1, one, one, e_2)[:, None, :]
     w_3 = w[:, None, :]
 
-    b_k = load_tall(s_k, tall, quarters)
-    b_k *= s_scales.index(1).load(gl.SliceLayout(2, quarters))[:, :, None]
+    b_k = load_scaled(s_k, s_scales.index(1))
     col, row = b_k * after, b_k * upto
     store_tall(gl.where(w_3 % 2 == 0, col, row), s_k16, tall)
     store_tall(gl.where(w_3 < 2, col, row) * to_middle, s_k, tall)
     e_3 = quarter_sum(s_ends, 3, ends)
     to_end = of_quarters(w, e_1 * e_2 * e_3, e_2 * e_3, e_3, one)[:, None, :]
-    gl.store(out.kg + first + place, (col * to_end).to(half))
+    gl.store(out.kg + at + step, (col * to_end).to(half))
     e_0 = quarter_sum(s_ends, 0, ends)
     from_start = of_quarters(w, one, e_0, e_0 * e_1, e_0 * e_1 * e_2)[:, None, :]
     if S.REMOVAL != "none":
-        gl.store(out.k_decayed + first + place, (row * from_start).to(half))
-    b_q = load_tall(s_q, tall, quarters)
-    b_q *= s_scales.index(0).load(gl.SliceLayout(2, quarters))[:, :, None]
+        gl.store(out.k_decayed + at + step, (row * from_start).to(half))
+    b_q = load_scaled(s_q, s_scales.index(0))
     row = b_q * upto
+    barrier()  # all have read the quarters' decays
     store_tall(row, s_q16, tall)
     store_tall(row * to_middle, s_q, tall)
-    gl.store(out.qg + first + place, (row * from_start).to(half))
+    gl.store(out.qg + at + step, (row * from_start).to(half))
 
 
 @gluon.jit
@@ -238,6 +277,7 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
     single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rank3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     deep: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -253,7 +293,7 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     s_q16 = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
     s_k16 = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
     s_scales = gl.allocate_shared_memory(gl.float32, [2, 4, 16], plain)
-    s_ends = gl.allocate_shared_memory(gl.float32, [PARTS, 4, SLAB], plain)
+    s_x = gl.allocate_shared_memory(gl.float32, [4, 4, 16, 8], rank3)
     s_diagonal = gl.allocate_shared_memory(gl.float32, [S.BT], line)
     q, k = rows_from(q, start, i_h), rows_from(k, start, i_h)
     for part in gl.static_range(PARTS):
@@ -291,32 +331,30 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     c = gl.arange(0, SLAB, gl.SliceLayout(0, ends))
     numbers = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None][:, :, None]
     numbers = numbers * 16 + r
-    x_1 = gl.full([4, 16, 8], 0.0, gl.float32, small)
-    x_2, x_4, x_8 = x_1, x_1, x_1
+    for level in gl.static_range(4):
+        s_x.index(level).store(gl.full([4, 16, 8], 0.0, gl.float32, small))
     for part in range(PARTS):
         # Rows are numbered anew, so that no address stays in registers from slab to slab.
         again = (n_rows + part) // (S.BT + PARTS)
-        i, columns = numbers + again, c[None, :][:, None, :]
-        raw, rate = load_raw(gate, start + again, i_hv + again, part, i, c, n_rows, S)
-        e = gl.exp2(gl.where(i < n_rows, log_decay(raw, rate, gate.bound, R.GATE), 0.0))
+        i = numbers + again
+        e = load_decays(gate, start + again, i_hv + again, part, i, c, n_rows, S, R.GATE)
         b_k = load_tall(s_k.index(part), tall, quarters)
-        b_k *= s_scales.index(1).load(gl.SliceLayout(2, quarters))[:, :, None]
         b_q = load_tall(s_q.index(part), tall, quarters)
-        b_q *= s_scales.index(0).load(gl.SliceLayout(2, quarters))[:, :, None]
         s_rows = s_q16.index(part)._reinterpret(half, [4, 16, SLAB], deep)
-        s_columns = s_k16.index(part)._reinterpret(half, [4, 8, SLAB], deep)
-        places = s_rows, s_columns
+        s_columns = s_k16.index(part)._reinterpret(half, [4, 16, SLAB], deep).slice(0, 8, 1)
         decays = e, gl.full([4, 16, SLAB], 1.0, gl.float32, quarters), e
-        x_1, decays = level_scores(x_1, b_q, b_k, decays, places, half, 1)
-        x_2, decays = level_scores(x_2, b_q, b_k, decays, places, half, 2)
-        x_4, decays = level_scores(x_4, b_q, b_k, decays, places, half, 4)
-        x_8, decays = level_scores(x_8, b_q, b_k, decays, places, half, 8)
-        at_slab = (
-            (i_ch + again) * (S.BT * S.K) + (part + again) * SLAB,
-            numbers * S.K + columns,
-        )
+        places = s_rows, s_columns, s_x.index(0)
+        decays = level_scores(b_q, b_k, decays, places, half, 1)
+        places = s_rows, s_columns, s_x.index(1)
+        decays = level_scores(b_q, b_k, decays, places, half, 2)
+        places = s_rows, s_columns, s_x.index(2)
+        decays = level_scores(b_q, b_k, decays, places, half, 4)
+        places = s_rows, s_columns, s_x.index(3)
+        decays = level_scores(b_q, b_k, decays, places, half, 8)
+        at_slab = (i_ch + again) * (S.BT * S.K) + (part + again) * SLAB
         given = s_q.index(part), s_k.index(part), s_q16.index(part), s_k16.index(part), s_scales
-        form_slab(decays, s_ends.index(part), given, out, at_slab, S)
+        s_ends = s_q16.index(part)._reinterpret(gl.float32, [4, SLAB], plain)
+        form_slab(decays, s_ends, given, out, at_slab, S)
     fence_async_shared()
     barrier()
 
@@ -342,17 +380,18 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     barrier()  # all products are done with the operands, whose place is used again
     s_out = s_q._reinterpret(half, [2, S.BT, S.BT], wide)
     d_q, d_k = s_q16.index(0), s_q16.index(1)
-    store_level(x_1, d_q, d_k, 1)
-    store_level(x_2, d_q, d_k, 2)
-    store_level(x_4, d_q, d_k, 4)
-    store_level(x_8, d_q, d_k, 8)
-    b_qk = with_diagonal(b_qk, d_q, none)
+    store_level(s_x.index(0).load(small), d_q, d_k, 1)
+    store_level(s_x.index(1).load(small), d_q, d_k, 2)
+    store_level(s_x.index(2).load(small), d_q, d_k, 4)
+    store_level(s_x.index(3).load(small), d_q, d_k, 8)
+    b_qk = with_diagonal(b_qk, d_q, s_scales.index(0), s_scales.index(1), none)
     diagonal = s_diagonal.load(gl.SliceLayout(1, acc))
     rest = gl.where(i[:, None] == j[None, :], diagonal[:, None], 0.0)
     b_qk = gl.where(i[:, None] > j[None, :], b_qk, rest)
     store_terms(b_qk, out.Aqk + i_ch * (S.TERMS * S.BT * S.BT), s_out.index(none), flat, S.TERMS)
     if REMOVES:
-        b_kk = with_diagonal(b_kk, d_k, none) * b_beta[:, None]
+        b_kk = with_diagonal(b_kk, d_k, s_scales.index(1), s_scales.index(1), none)
+        b_kk *= b_beta[:, None]
         s_16 = s_k16._reinterpret(gl.float32, [2, 16, S.BT], single)
         places = s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, S.BT], single)
         store_inverse(b_kk, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
