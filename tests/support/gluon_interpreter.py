@@ -159,9 +159,7 @@ def _product(
     return (acc + found if use_acc else found).to(acc.dtype)
 
 
-def _small_product(
-    a: Tensor, b: Tensor, acc: Tensor, input_precision: str | None = None
-) -> Tensor:
+def _small_product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str | None = None) -> Tensor:
     return acc + a.to(acc.dtype) @ b.to(acc.dtype)
 
 

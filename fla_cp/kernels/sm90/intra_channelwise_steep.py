@@ -163,8 +163,9 @@ def store_level(acc, s_q, s_k, n: gl.constexpr):
 
 @gluon.jit
 def far_scores(s_rows, s_columns, none, S: gl.constexpr):
-    """Products over all channels of rows and columns in different blocks of 16, [64, 64]: only those
-    of columns before the row are meant. s_rows, s_columns: factors of blocks of 16 and of 32."""
+    """Products over all channels of rows and columns in different blocks of 16, [64, 64]: only
+    those of columns before the row are meant. s_rows, s_columns: factors of blocks of 16 and of
+    32."""
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT // 2, 16])
     two: gl.constexpr = stripes(2, 32)
@@ -208,9 +209,8 @@ def form_slab(e, s_ends, places, out, at, S: gl.constexpr):
     """What scans read of a slab, and the factors of its blocks of 16 and 32 in shared memory.
 
     e: the decays of `level_scores` over quarters. s_ends [4, SLAB]: memory for those of whole
-    quarters. places: shared memory of q and k, which is used again, that of the factors of blocks of
-    16, and the scales of q and k. at: the slab's
-    offset in what scans read."""
+    quarters. places: shared memory of q and k, which is used again, that of the factors of blocks
+    of 16, and the scales of q and k. at: the slab's offset in what scans read."""
     s_q, s_k, s_q16, s_k16, s_scales = places
     upto, after, whole = e
     tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
@@ -260,8 +260,8 @@ def is_steep(anchors, S: gl.constexpr):
 
 @gluon.jit
 def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: gl.constexpr):
-    """`intra_kernel` for a chunk and a value head, on the path of any gate. It marks the chunks that
-    it serves, by the anchors of the kernel before, whose decays of whole chunks it leaves."""
+    """`intra_kernel` for a chunk and a value head, on the path of any gate. It marks the chunks
+    that it serves, by the anchors of the kernel before, whose decays of whole chunks it leaves."""
     i_c, i_hv = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
     i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
     steep = is_steep(out.anchors + i_ch * (ANCHORS * S.K), S)
@@ -347,6 +347,8 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
         decays = level_scores(b_q, b_k, decays, places, half, 1)
         places = s_rows, s_columns, s_x.index(1)
         decays = level_scores(b_q, b_k, decays, places, half, 2)
+        if S.TERMS > 1:  # for registers
+            b_q = load_tall(s_q.index(part), tall, quarters)
         places = s_rows, s_columns, s_x.index(2)
         decays = level_scores(b_q, b_k, decays, places, half, 4)
         places = s_rows, s_columns, s_x.index(3)
@@ -358,11 +360,13 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     fence_async_shared()
     barrier()
 
-    n_rows = gl.load(chunks.rows + i_c)  # all is read and numbered again, to free registers
+    # All is read and numbered again, to free registers.
+    i_c = (gl.program_id(0) + none).to(gl.int64)
+    n_rows = gl.load(chunks.rows + i_c)
+    start = gl.load(chunks.start + i_c).to(gl.int64)
     none = n_rows // (S.BT + 1)
-    start = gl.load(chunks.start + i_c + none).to(gl.int64)
     i_hv = (gl.program_id(1) + none).to(gl.int64)
-    i_ch = (gl.program_id(0) + none).to(gl.int64) * S.HV + i_hv
+    i_ch = i_c * S.HV + i_hv
     at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
     i = none + gl.arange(0, S.BT, gl.SliceLayout(1, acc))
     j = gl.arange(0, S.BT, gl.SliceLayout(0, acc))
