@@ -119,27 +119,14 @@ def load_decays(gate, start, i_hv, part, i, c, n_rows, S: gl.constexpr, GATE: gl
 
 
 @gluon.jit
-def level_scores(b_q, b_k, e, places, half: gl.constexpr, n: gl.constexpr):
-    """What the blocks of n rows add to acc [4, 16, 8], and the decays over blocks of 2 n.
+def doubled(e, n: gl.constexpr):
+    """From decays over blocks of n rows those over blocks of 2 n.
 
-    acc: rows of q and then of k in second blocks, by columns in first blocks. e: the decay from a
-    block's start up to each row, that after each row up to the block's end [4, 16, SLAB], and the
-    block's [4, 16 / n, SLAB]."""
-    small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    s_rows, s_columns, s_x = places
+    e: the decay from a block's start up to each row with it, and that after each row up to the
+    block's end [4, 16, SLAB], and the block's [4, 16 / n, SLAB]."""
     upto, after, whole = e
-    acc = s_x.load(small)
     upto_a, upto_b = halves(upto, n)
     after_a, after_b = halves(after, n)
-    k_a, k_b = halves(b_k, n)
-    _, q_b = halves(b_q, n)
-    s_rows.store(joined((q_b * upto_b).to(half), (k_b * upto_b).to(half), 8))
-    s_columns.store((k_a * after_a).to(half))
-    barrier()
-    a = s_rows.load(gl.DotOperandLayout(0, small, 2))
-    b = s_columns.permute((0, 2, 1)).load(gl.DotOperandLayout(1, small, 2))
-    s_x.store(mma_v2(a, b, acc))
-    barrier()
     whole_a, whole_b = halves(whole, 1)
     upto = joined(upto_a, upto_b * repeated(whole_a, n), n)
     after = joined(after_a * repeated(whole_b, n), after_b, n)
@@ -147,8 +134,33 @@ def level_scores(b_q, b_k, e, places, half: gl.constexpr, n: gl.constexpr):
 
 
 @gluon.jit
+def level_scores(b_q, b_k, e, places, half: gl.constexpr, n: gl.constexpr):
+    """Adds what the blocks of n rows add to the scores within quarters. The result is the decays
+    over blocks of 2 n, from e (`doubled`).
+
+    places: shared memory of the rows of q and k that are in second blocks [4, 16, SLAB], of those
+    of k in first blocks [4, 8, SLAB], and of the sums of their products [4, 16, 8]."""
+    small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    s_rows, s_columns, s_x = places
+    upto, after, _ = e
+    _, upto_b = halves(upto, n)
+    after_a, _ = halves(after, n)
+    k_a, k_b = halves(b_k, n)
+    _, q_b = halves(b_q, n)
+    acc = s_x.load(small)
+    s_rows.store(joined((q_b * upto_b).to(half), (k_b * upto_b).to(half), 8))
+    s_columns.store((k_a * after_a).to(half))
+    barrier()
+    a = s_rows.load(gl.DotOperandLayout(0, small, 2))
+    b = s_columns.permute((0, 2, 1)).load(gl.DotOperandLayout(1, small, 2))
+    s_x.store(mma_v2(a, b, acc))
+    barrier()
+    return doubled(e, n)
+
+
+@gluon.jit
 def store_level(acc, s_q, s_k, n: gl.constexpr):
-    """Stores acc [4, 16, 8] of `level_scores` where it belongs in the diagonal blocks of 16 of both
+    """Stores acc [4, 16, 8], the sums of `level_scores`, where it belongs in the diagonal blocks of 16 of both
     scores. What columns of another pair add is stored, too, where a larger n or no n belongs."""
     x = gl.permute(gl.reshape(acc, [4, 2, 8, 8]), [0, 2, 3, 1])
     q, k = gl.split(x)
@@ -208,7 +220,7 @@ def with_diagonal(x, place, rows, columns, none):
 def form_slab(e, s_ends, places, out, at, S: gl.constexpr):
     """What scans read of a slab, and the factors of its blocks of 16 and 32 in shared memory.
 
-    e: the decays of `level_scores` over quarters. s_ends [4, SLAB]: memory for those of whole
+    e: the decays over quarters (`doubled`). s_ends [4, SLAB]: memory for those of whole
     quarters. places: shared memory of q and k, which is used again, that of the factors of blocks
     of 16, and the scales of q and k. at: the slab's offset in what scans read."""
     s_q, s_k, s_q16, s_k16, s_scales = places
