@@ -160,8 +160,9 @@ def level_scores(b_q, b_k, e, places, half: gl.constexpr, n: gl.constexpr):
 
 @gluon.jit
 def store_level(acc, s_q, s_k, n: gl.constexpr):
-    """Stores acc [4, 16, 8], the sums of `level_scores`, where it belongs in the diagonal blocks of 16 of both
-    scores. What columns of another pair add is stored, too, where a larger n or no n belongs."""
+    """Stores acc [4, 16, 8], the sums of `level_scores`, where it belongs in the diagonal blocks of
+    16 of both scores. What columns of another pair add is stored, too, where a larger n or no n
+    belongs."""
     x = gl.permute(gl.reshape(acc, [4, 2, 8, 8]), [0, 2, 3, 1])
     q, k = gl.split(x)
     B: gl.constexpr = 8 // n

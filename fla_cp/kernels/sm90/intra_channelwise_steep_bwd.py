@@ -58,15 +58,14 @@ from fla_cp.kernels.triton.tile_table import Tile
 
 
 @gluon.jit
-def level_mask(layout: gl.constexpr, N: gl.constexpr, n: gl.constexpr):
-    """The pairs of rows, of N [.., N, N], that are in the two blocks of a pair of blocks of 2^n."""
-    if N == 16:
-        i = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :][:, :, None]
-        j = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, :][:, None, :]
-    else:
-        i = gl.arange(0, N, gl.SliceLayout(1, layout))[:, None]
-        j = gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
-    return ((i ^ j) >> n) == 1
+def copy_scores(ptr, place, none, n: gl.constexpr):
+    """Starts to copy a tile [64, 64], but for pairs of rows and columns that are not in both blocks
+    of a pair of blocks of n rows; these become zero."""
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    i = none + gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
+    pairs = (i // n) ^ 1 == j // n
+    async_copy.async_copy_global_to_shared(place, ptr + (i * 64 + j), mask=pairs)
 
 
 @gluon.jit
@@ -81,50 +80,163 @@ def load_diagonal(ptr):
 
 
 @gluon.jit
-def small_products(d_q, d_k, places, n: gl.constexpr, REMOVES: gl.constexpr):
-    """The products within quarters of a level's scores and its operands, [4, 16, SLAB] each. The
-    second is zero where the rule removes nothing."""
+def small_product(d, s_x, s_r, n: gl.constexpr):
+    """Stores the products, within quarters, of scores d (`load_diagonal`) and rows at s_x. Of the
+    scores, only pairs of rows count that are in both blocks of a pair of blocks of 2^n."""
     small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, small, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
     deep: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    s_x, s_r = places
-    half: gl.constexpr = s_x.dtype
-    zero = gl.full([4, 16, SLAB], 0.0, gl.float32, small)
-    mask = level_mask(left, 16, n)
-    barrier()
-    b = s_x.index(0)._reinterpret(half, [4, 16, SLAB], deep).load(right)
-    r = mma_v2(gl.where(mask, d_q, 0.0).to(half), b, zero)
-    s_r.index(0).store(gl.reshape(r, [64, SLAB]))
-    if REMOVES:
-        b = s_x.index(1)._reinterpret(half, [4, 16, SLAB], deep).load(right)
-        r = mma_v2(gl.where(mask, d_k, 0.0).to(half), b, zero)
-        s_r.index(1).store(gl.reshape(r, [64, SLAB]))
-    barrier()
+    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, left)))[None, :][:, :, None]
+    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, left)))[None, :][:, None, :]
+    d = gl.where(((i ^ j) >> n) == 1, d, 0.0).to(d.dtype)
+    b = s_x._reinterpret(d.dtype, [4, 16, SLAB], deep).load(gl.DotOperandLayout(1, small, 2))
+    x = mma_v2(d, b, gl.full([4, 16, SLAB], 0.0, gl.float32, small))
+    s_r.store(gl.reshape(x, [64, SLAB]))
 
 
 @gluon.jit
-def large_products(s_s, places, n: gl.constexpr, REMOVES: gl.constexpr):
-    """`small_products` of a level between quarters."""
+def large_product(s_s, s_x, s_r):
+    """Stores the product of two tiles, which may have been in the same place."""
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLAB, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    s_x, s_r = places
-    half: gl.constexpr = s_x.dtype
-    zero = gl.full([64, SLAB], 0.0, gl.float32, acc)
-    mask = level_mask(left, 64, n)
-    fence_async_shared()
+    x = gl.full([64, SLAB], 0.0, gl.float32, acc)
+    x = warpgroup_mma(s_s, s_x, x, use_acc=False, is_async=True)
+    x = warpgroup_mma_wait(0, deps=(x,))
     barrier()
-    for m in gl.static_range(2 if REMOVES else 1):
-        a = gl.where(mask, s_s.index(m).load(left), 0.0).to(half)
-        r = warpgroup_mma(a, s_x.index(m), zero, use_acc=False, is_async=True)
-        s_r.index(m).store(warpgroup_mma_wait(0, deps=(r,)))
-    barrier()
+    s_r.store(x)
+
+
+BETA_K = gl.constexpr(3)
+"""A plane in shared memory beside those of the chunk's rows: beta times what k is multiplied by."""
 
 
 @gluon.jit
 def rows_factor(s_rows, plane: gl.constexpr):
     """A plane of the chunk's rows [4, 16, 1]."""
     return s_rows.index(plane).load(gl.SliceLayout(2, quarters_of(16)))[:, :, None]
+
+
+@gluon.jit
+def of_pairs(x):
+    """x [4, 16, SLAB] summed over pairs of channels, which are in one thread: [4, 16, SLAB / 2]."""
+    a, b = gl.split(gl.reshape(x, [4, 16, SLAB // 2, 2]))
+    return a + b
+
+
+@gluon.jit
+def add_to(place, x):
+    """Adds x [4, 16, SLAB] to a tile in fp32 of shared memory, of which a thread has its own."""
+    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    store_tall(load_tall(place, tall, quarters_of(16)) + x, place, tall)
+
+
+@gluon.jit
+def large_level(grads, decays, w, s_x, s_s, s_rows, places, n: gl.constexpr, REMOVES: gl.constexpr):
+    """The gradients of q [4, 16, SLAB] and, summed over pairs of channels, the products of k and
+    the gradients of beta k, with what blocks of n rows, 16 or 32, add. Those of k and of the sums
+    of decays are in shared memory.
+
+    decays: those of each row from the start of its quarter and up to its end, and [4, 1, SLAB]
+    that between the quarter and the middle of the chunk; w: the quarter."""
+    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    quarters: gl.constexpr = quarters_of(16)
+    s_o, s_r, s_dk, s_g = places
+    dq, share = grads
+    upto, after, to_middle = decays
+    second = (w // (n // 16)) % 2 == 1
+    f = gl.where(second, upto, after)
+    if n == 32:
+        f *= to_middle
+    b_k = load_tall(s_x.index(1), tall, quarters)
+    b_q = load_scaled(s_x.index(0), s_rows.index(Q_SCALE))
+    k_scale = rows_factor(s_rows, K_SCALE)
+    store_tall(gl.where(second, b_q, b_k * k_scale) * f, s_o.index(0), tall)
+    if REMOVES:
+        row = gl.where(second, rows_factor(s_rows, BETA_K), k_scale)
+        store_tall((b_k * row) * f, s_o.index(1), tall)
+    fence_async_shared()
+    barrier()
+    large_product(s_s.index(0), s_o.index(0), s_r)
+    barrier()
+    b_r = load_tall(s_r, tall, quarters)
+    dq += gl.where(second, f * b_r, 0.0)
+    add_to(s_dk, gl.where(second, 0.0, f * b_r))
+    b_r *= load_tall(s_o.index(0), tall, quarters)
+    add_to(s_g, gl.where(second, b_r, -b_r))
+    if REMOVES:
+        barrier()
+        large_product(s_s.index(1), s_o.index(1), s_r)
+        barrier()
+        b_r = load_tall(s_r, tall, quarters)
+        dr = f * b_r
+        share += of_pairs(gl.where(second, load_tall(s_x.index(1), tall, quarters) * dr, 0.0))
+        add_to(s_dk, gl.where(second, rows_factor(s_rows, 0) * dr, dr))
+        b_r *= load_tall(s_o.index(1), tall, quarters)
+        add_to(s_g, gl.where(second, b_r, -b_r))
+    barrier()
+    return dq, share
+
+
+@gluon.jit
+def small_level(
+    grads,
+    e,
+    diagonals,
+    s_x,
+    s_rows,
+    places,
+    N: gl.constexpr,
+    n: gl.constexpr,
+    REMOVES: gl.constexpr,
+):
+    """`large_level` for blocks of N = 2^n rows, at most 8. e: their decays (`doubled`). diagonals:
+    of `load_diagonal`."""
+    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    quarters: gl.constexpr = quarters_of(16)
+    s_o, s_r, s_dk, s_g = places
+    half: gl.constexpr = s_o.dtype
+    dq, share = grads
+    upto, after, _ = e
+    _, f_b = halves(upto, N)
+    f_a, _ = halves(after, N)
+    b_k = load_tall(s_x.index(1), tall, quarters)
+    k_a, _ = halves(b_k * rows_factor(s_rows, K_SCALE), N)
+    _, q_b = halves(load_scaled(s_x.index(0), s_rows.index(Q_SCALE)), N)
+    x_a = (k_a * f_a).to(half)
+    store_tall(joined(x_a, (q_b * f_b).to(half), N), s_o.index(0), tall)
+    if REMOVES:
+        _, y_b = halves(b_k * rows_factor(s_rows, BETA_K), N)
+        store_tall(joined(x_a, (y_b * f_b).to(half), N), s_o.index(1), tall)
+    barrier()
+    small_product(diagonals[0], s_o.index(0), s_r, n)
+    barrier()
+    r_a, r_b = halves(load_tall(s_r, tall, quarters), N)
+    x_a, x_b = halves(load_tall(s_o.index(0), tall, quarters), N)
+    dq_a, dq_b = halves(dq, N)
+    dq = joined(dq_a, dq_b + f_b * r_b, N)
+    dk_a, dk_b = halves(load_tall(s_dk, tall, quarters), N)
+    g_a, g_b = halves(load_tall(s_g, tall, quarters), N)
+    dk_a += f_a * r_a
+    g_a -= x_a * r_a
+    g_b += x_b * r_b
+    if REMOVES:
+        barrier()
+        small_product(diagonals[1], s_o.index(1), s_r, n)
+        barrier()
+        r_a, r_b = halves(load_tall(s_r, tall, quarters), N)
+        _, y_b = halves(load_tall(s_o.index(1), tall, quarters), N)
+        b_k = load_tall(s_x.index(1), tall, quarters)
+        _, k_b = halves(b_k, N)
+        _, beta_b = halves(rows_factor(s_rows, 0) + b_k * 0.0, N)
+        dr_b = f_b * r_b
+        share += of_pairs(joined(dr_b * 0.0, k_b * dr_b, N))
+        dk_a += f_a * r_a
+        dk_b += beta_b * dr_b
+        g_a -= x_a * r_a
+        g_b += y_b * r_b
+    store_tall(joined(dk_a, dk_b, N), s_dk, tall)
+    store_tall(joined(g_a, g_b, N), s_g, tall)
+    barrier()
+    return dq, share
 
 
 @gluon.jit
@@ -139,6 +251,7 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
         return
     n_rows = gl.load(chunks.rows + i_c)
     start = gl.load(chunks.start + i_c).to(gl.int64)
+    none = n_rows // (S.BT + 1)  # 0 in a form that the compiler cannot tell to be 0
     half: gl.constexpr = x.v_new.dtype.element_ty
     REMOVES: gl.constexpr = S.REMOVAL != "none"
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
@@ -155,9 +268,7 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
     s_s = gl.allocate_shared_memory(half, [2, S.BT, SLAB], wide)  # gradients of the scores
     s_h = gl.allocate_shared_memory(half, [2, SLAB, S.V], wide)  # h, dh
     s_v = gl.allocate_shared_memory(half, [3, S.BT, S.V], wide)  # do, y, v_new
-    s_rows = gl.allocate_shared_memory(gl.float32, [3, 4, 16], plain)
-    s_ends = gl.allocate_shared_memory(gl.float32, [4, SLAB], plain)
-    s_dl = gl.allocate_shared_memory(gl.float32, [SLAB], line)
+    s_rows = gl.allocate_shared_memory(gl.float32, [4, 4, 16], plain)
     q, k = rows_from(x.q, start, i_h), rows_from(x.k, start, i_h)
     do = rows_from(x.do, start, i_hv)
     states, values = (i_ch * S.K + i_k * SLAB) * S.V, i_ch * (S.BT * S.V)
@@ -170,16 +281,19 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
     copy_slab(q.ptr + i_k * SLAB, q.row, n_rows, s_x.index(0), S.BT, SLAB)
     copy_slab(k.ptr + i_k * SLAB, k.row, n_rows, s_x.index(1), S.BT, SLAB)
     scores = out.scores + i_ch * (2 * S.BT * S.BT)
-    copy_slab(scores, S.BT, S.BT, s_s.index(0), S.BT, SLAB)
+    copy_scores(scores, s_s.index(0), 0, 32)
     if REMOVES:
-        copy_slab(scores + S.BT * S.BT, S.BT, S.BT, s_s.index(1), S.BT, SLAB)
+        copy_scores(scores + S.BT * S.BT, s_s.index(1), 0, 32)
     async_copy.commit_group()
 
     i_r = gl.arange(0, S.BT, gl.BlockedLayout([1], [32], [4], [0]))
     at = x.rows + i_ch * (CHANNELWISE_PLANES * S.BT) + i_r
-    for plane in gl.static_range(3):
-        value = gl.load(at + plane * S.BT)
-        s_rows.index(plane)._reinterpret(gl.float32, [S.BT], line).store(value)
+    row_beta, row_k = gl.load(at), gl.load(at + K_SCALE * S.BT)
+    s_rows.index(0)._reinterpret(gl.float32, [S.BT], line).store(row_beta)
+    s_rows.index(K_SCALE)._reinterpret(gl.float32, [S.BT], line).store(row_k)
+    s_rows.index(BETA_K)._reinterpret(gl.float32, [S.BT], line).store(row_beta * row_k)
+    row_q = gl.load(at + Q_SCALE * S.BT)
+    s_rows.index(Q_SCALE)._reinterpret(gl.float32, [S.BT], line).store(row_q)
     w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
     c = gl.arange(0, SLAB, column)
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :][:, :, None]
@@ -193,7 +307,6 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
     e = doubled(e, 4)
     e = doubled(e, 8)
     upto, after, whole = e
-    s_ends.store(gl.convert_layout(gl.reshape(whole, [4, SLAB]), ends))
 
     # What the states add.
     zero = gl.full([S.BT, SLAB], 0.0, gl.float32, acc)
@@ -206,28 +319,23 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
         s_h.index(0), s_h.index(1).permute((1, 0)), zero, use_acc=False, is_async=True
     )
     h_dh = warpgroup_mma_wait(0, deps=(h_dh,))
-    s_dl.store(gl.sum(gl.where(i_a[:, None] == c_a[None, :], h_dh, 0.0), 1))  # of each channel
-    b_dq = warpgroup_mma(
-        s_v.index(0), s_h.index(0).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    b_dr = b_dq
+    h_dh = gl.sum(gl.where(i_a[:, None] == c_a[None, :], h_dh, 0.0), 1)  # of each channel
+    s_dq = s_v.index(0)._reinterpret(gl.float32, [S.BT, SLAB], single)
+    s_g = s_v.index(1)._reinterpret(gl.float32, [S.BT, SLAB], single)
+    s_dk = s_v.index(2)._reinterpret(gl.float32, [S.BT, SLAB], single)
+    s_r = s_h.index(0)._reinterpret(gl.float32, [S.BT, SLAB], single)
+    s_a = s_h.index(1)._reinterpret(gl.float32, [S.BT, SLAB], single)
+    # One after the other, each in the place of what it multiplied, since registers hold one.
+    large_product(s_v.index(0), s_h.index(0).permute((1, 0)), s_dq)
     if REMOVES:
-        b_dr = warpgroup_mma(
-            s_v.index(1), s_h.index(0).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-    b_dc = warpgroup_mma(
-        s_v.index(2), s_h.index(1).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    if REMOVES:
-        b_dq, b_dr, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dr, b_dc))
-    else:
-        b_dq, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dc))
-    barrier()  # the tiles of states and values are free
-    s_f = s_v._reinterpret(gl.float32, [3, S.BT, SLAB], single)
-    s_f.index(0).store(b_dq)
-    if REMOVES:
-        s_f.index(1).store(b_dr)
-    s_f.index(2).store(b_dc)
+        large_product(s_v.index(1), s_h.index(0).permute((1, 0)), s_g)
+    large_product(s_v.index(2), s_h.index(1).permute((1, 0)), s_dk)
+    barrier()  # the tiles of states are free
+    store_tall(a, s_a, tall)  # to free registers
+    s_dl = s_h._reinterpret(gl.float32, [SLAB], line)
+    s_dl.store(h_dh)
+    s_ends = s_h._reinterpret(gl.float32, [2, 4, SLAB], plain).index(1)
+    s_ends.store(gl.convert_layout(gl.reshape(whole, [4, SLAB]), ends))
     barrier()
     e_0, e_1 = quarter_sum(s_ends, 0, ends), quarter_sum(s_ends, 1, ends)
     e_2, e_3 = quarter_sum(s_ends, 2, ends), quarter_sum(s_ends, 3, ends)
@@ -237,88 +345,59 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
     to_middle = of_quarters(w, e_1, one, one, e_2)[:, None, :]
     dl = s_dl.load(column) * (e_0 * e_1 * e_2 * e_3)
     b_k = load_scaled(s_x.index(1), s_rows.index(K_SCALE))
-    dc = load_tall(s_f.index(2), tall, quarters) * (after * to_end)
-    dgc = b_k * dc
+    dk = load_tall(s_dk, tall, quarters) * (after * to_end)
+    dgc = b_k * dk
+    barrier()  # all have read the quarters' decays
     s_ends.store(gl.sum(dgc, 1))
     barrier()
     dl += quarter_sum(s_ends, 0, ends) + quarter_sum(s_ends, 1, ends)
     dl += quarter_sum(s_ends, 2, ends) + quarter_sum(s_ends, 3, ends)
-    dq = load_tall(s_f.index(0), tall, quarters) * (upto * from_start)
+    dq = load_tall(s_dq, tall, quarters) * (upto * from_start)
     dgc = load_scaled(s_x.index(0), s_rows.index(Q_SCALE)) * dq - dgc
-    dr = dq
+    share = of_pairs(dq) * 0.0
     if REMOVES:
-        dr = load_tall(s_f.index(1), tall, quarters) * (upto * from_start) * -1.0
-        dgc += rows_factor(s_rows, 0) * (b_k * dr)
+        dr = load_tall(s_g, tall, quarters) * (upto * from_start) * -1.0
+        share = of_pairs(load_tall(s_x.index(1), tall, quarters) * dr)
+        dr *= rows_factor(s_rows, 0)
+        dgc += b_k * dr
+        dk += dr
     barrier()
 
     # What the scores add, between quarters and then within them.
     s_o = s_v.index(0)._reinterpret(half, [2, S.BT, SLAB], wide)
-    s_r = s_h._reinterpret(gl.float32, [2, S.BT, SLAB], single)
-    places = s_o, s_r
+    store_tall(dgc, s_g, tall)
+    store_tall(dk, s_dk, tall)
+    places = s_o, s_r, s_dk, s_g
+    decays = upto, after, to_middle
     w_3 = w[:, None, :]
-    for n in gl.static_range(4, 6):
-        second = (w_3 >> (n - 4)) % 2 == 1
-        f = gl.where(second, upto, after)
-        if n == 5:
-            f *= to_middle
-        b_k = load_scaled(s_x.index(1), s_rows.index(K_SCALE))
-        b_q = load_scaled(s_x.index(0), s_rows.index(Q_SCALE))
-        x_q = (gl.where(second, b_q, b_k) * f).to(half)
-        store_tall(x_q, s_o.index(0), tall)
-        x_k = x_q
-        if REMOVES:
-            x_k = (gl.where(second, rows_factor(s_rows, 0), 1.0) * (b_k * f)).to(half)
-            store_tall(x_k, s_o.index(1), tall)
-        large_products(s_s, places, n, REMOVES)
-        b_r = load_tall(s_r.index(0), tall, quarters)
-        f_row = gl.where(second, f, 0.0)
-        dq += f_row * b_r
-        t = x_q.to(gl.float32) * b_r
-        if REMOVES:
-            b_c = load_tall(s_r.index(1), tall, quarters)
-            dr += f_row * b_c
-            t += x_k.to(gl.float32) * b_c
-            b_r += b_c
-        dc += (f - f_row) * b_r
-        dgc += gl.where(second, t, -t)
+    grads = dq, share
+    grads = large_level(grads, decays, w_3, s_x, s_s, s_rows, places, 32, REMOVES)
+    copy_scores(scores, s_s.index(0), none, 16)
+    if REMOVES:
+        copy_scores(scores + S.BT * S.BT, s_s.index(1), none, 16)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    grads = large_level(grads, decays, w_3, s_x, s_s, s_rows, places, 16, REMOVES)
     d_q = load_diagonal(scores)
     d_k = d_q
     if REMOVES:
         d_k = load_diagonal(scores + S.BT * S.BT)
+    diagonals = d_q, d_k
+    a = load_tall(s_a, tall, quarters)
     e = a, ones, a
     for n in gl.static_range(4):
-        N: gl.constexpr = 1 << n
-        upto, after, _ = e
-        _, f_b = halves(upto, N)
-        f_a, _ = halves(after, N)
-        k_a, k_b = halves(load_scaled(s_x.index(1), s_rows.index(K_SCALE)), N)
-        _, q_b = halves(load_scaled(s_x.index(0), s_rows.index(Q_SCALE)), N)
-        x_a, x_b = (k_a * f_a).to(half), (q_b * f_b).to(half)
-        store_tall(joined(x_a, x_b, N), s_o.index(0), tall)
-        y_b = x_b
-        if REMOVES:
-            _, beta_b = halves(rows_factor(s_rows, 0) * ones, N)
-            y_b = (beta_b * (k_b * f_b)).to(half)
-            store_tall(joined(x_a, y_b, N), s_o.index(1), tall)
-        small_products(d_q, d_k, places, n, REMOVES)
-        r_a, r_b = halves(load_tall(s_r.index(0), tall, quarters), N)
-        dq_a, dq_b = halves(dq, N)
-        dc_a, dc_b = halves(dc, N)
-        g_a, g_b = halves(dgc, N)
-        dq = joined(dq_a, dq_b + f_b * r_b, N)
-        g_b += x_b.to(gl.float32) * r_b
-        if REMOVES:
-            y_a, c_b = halves(load_tall(s_r.index(1), tall, quarters), N)
-            dr_a, dr_b = halves(dr, N)
-            dr = joined(dr_a, dr_b + f_b * c_b, N)
-            g_b += y_b.to(gl.float32) * c_b
-            r_a += y_a
-        dc = joined(dc_a + f_a * r_a, dc_b, N)
-        dgc = joined(g_a - x_a.to(gl.float32) * r_a, g_b, N)
+        grads = small_level(grads, e, diagonals, s_x, s_rows, places, 1 << n, n, REMOVES)
         if n < 3:
-            e = doubled(e, N)
+            e = doubled(e, 1 << n)
+    dq, share = grads
+    dk = load_tall(s_dk, tall, quarters)
 
-    # Gradients of q and k.
+    # Gradients of q and k. All is read and numbered again, to free registers.
+    i, i_k = i + none, (gl.program_id(0) + none) % tiles
+    i_c = ((gl.program_id(0) + none) // tiles).to(gl.int64)
+    i_hv = (gl.program_id(1) + none).to(gl.int64)
+    start, i_ch = gl.load(chunks.start + i_c).to(gl.int64), i_c * S.HV + i_hv
+    n_rows = gl.load(chunks.rows + i_c)
     here = out.row_grads + i_ch * (GRAD_PLANES * S.BT) + i
     to = (start * S.HV + i_hv) * S.K + i_k * SLAB
     row: gl.constexpr = S.HV * S.K
@@ -327,22 +406,24 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
     b_q = load_scaled(s_x.index(0), s_rows.index(Q_SCALE))
     diagonal = gl.load(here + DIAGONAL * S.BT)
     dq += diagonal * b_k
-    dc += diagonal * b_q
+    dk += diagonal * b_q
     if R.NORM:
         dq -= gl.load(here + Q_DQ * S.BT) / (scale * scale) * b_q
-        dc -= gl.load(here + K_DK * S.BT) * b_k
+        dk -= gl.load(here + K_DK * S.BT) * b_k
     dq *= rows_factor(s_rows, Q_SCALE)
     gl.store(out.dq + place, dq.to(out.dq.dtype.element_ty), mask=i < n_rows)
     if REMOVES:
-        share = out.shares + ((i_k + 1).to(gl.int64) * tokens + start) * S.HV + i_hv
+        to_share = out.shares + ((i_k + 1).to(gl.int64) * tokens + start) * S.HV + i_hv
         i_s = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None] * 16
-        i_s += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :]
-        gl.store(share + i_s * S.HV, gl.sum(b_k * dr, 2), mask=i_s < n_rows)
-        dc += dr * rows_factor(s_rows, 0)
-    dc *= rows_factor(s_rows, K_SCALE)
-    gl.store(out.dk + place, dc.to(out.dk.dtype.element_ty), mask=i < n_rows)
+        i_s = i_s + gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :]
+        total = gl.convert_layout(gl.sum(share, 2), gl.SliceLayout(2, quarters))
+        total *= s_rows.index(K_SCALE).load(gl.SliceLayout(2, quarters))
+        gl.store(to_share + i_s * S.HV, total, mask=i_s < n_rows)
+    dk *= rows_factor(s_rows, K_SCALE)
+    gl.store(out.dk + place, dk.to(out.dk.dtype.element_ty), mask=i < n_rows)
 
     # The gradient of the gate: sums over the rows from each one on.
+    dgc = load_tall(s_g, tall, quarters)
     before = gl.associative_scan(dgc, 1, plus)
     whole = gl.sum(gl.where(r == 15, before, 0.0), 1)
     barrier()
@@ -367,8 +448,8 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
 def steep_bwd(
     table: Tables, x: Inputs, c: Chunks, read: Saved, out: Grads, t: Tile, R: RuleOptions
 ) -> None:
-    """Launches the kernel. read, out: as `intra_bwd_kernel` takes them, out with parts for key tiles
-    of 64 channels. Raises ValueError for chunks that the kernel does not support."""
+    """Launches the kernel. read, out: as `intra_bwd_kernel` takes them, out with parts for key
+    tiles of 64 channels. Raises ValueError for chunks that the kernel does not support."""
     (NC, HV, K), H, V, rule = c.decay.shape, x.q.shape[1], x.v.shape[2], c.rule
     reason = why_not_bwd(x, c, read, R._replace(SAFE=True))
     if not R.BY_CHUNK:
