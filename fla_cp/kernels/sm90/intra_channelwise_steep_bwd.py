@@ -146,13 +146,14 @@ def large_level(grads, decays, w, s_x, s_s, s_rows, places, n: gl.constexpr, REM
     f = gl.where(second, upto, after)
     if n == 32:
         f *= to_middle
-    b_k = load_tall(s_x.index(1), tall, quarters)
-    b_q = load_scaled(s_x.index(0), s_rows.index(Q_SCALE))
-    k_scale = rows_factor(s_rows, K_SCALE)
-    store_tall(gl.where(second, b_q, b_k * k_scale) * f, s_o.index(0), tall)
+    b_x = load_tall(s_x.index(1), tall, quarters)
+    b_x = gl.where(second, load_tall(s_x.index(0), tall, quarters), b_x)
+    row = gl.where(second, rows_factor(s_rows, Q_SCALE), rows_factor(s_rows, K_SCALE))
+    store_tall((b_x * row) * f, s_o.index(0), tall)
     if REMOVES:
-        row = gl.where(second, rows_factor(s_rows, BETA_K), k_scale)
-        store_tall((b_k * row) * f, s_o.index(1), tall)
+        barrier()
+        row = gl.where(second, rows_factor(s_rows, BETA_K), rows_factor(s_rows, K_SCALE))
+        store_tall((load_tall(s_x.index(1), tall, quarters) * row) * f, s_o.index(1), tall)
     fence_async_shared()
     barrier()
     large_product(s_s.index(0), s_o.index(0), s_r)
@@ -160,6 +161,7 @@ def large_level(grads, decays, w, s_x, s_s, s_rows, places, n: gl.constexpr, REM
     b_r = load_tall(s_r, tall, quarters)
     dq += gl.where(second, f * b_r, 0.0)
     add_to(s_dk, gl.where(second, 0.0, f * b_r))
+    barrier()
     b_r *= load_tall(s_o.index(0), tall, quarters)
     add_to(s_g, gl.where(second, b_r, -b_r))
     if REMOVES:
@@ -169,7 +171,9 @@ def large_level(grads, decays, w, s_x, s_s, s_rows, places, n: gl.constexpr, REM
         b_r = load_tall(s_r, tall, quarters)
         dr = f * b_r
         share += of_pairs(gl.where(second, load_tall(s_x.index(1), tall, quarters) * dr, 0.0))
+        barrier()
         add_to(s_dk, gl.where(second, rows_factor(s_rows, 0) * dr, dr))
+        barrier()
         b_r *= load_tall(s_o.index(1), tall, quarters)
         add_to(s_g, gl.where(second, b_r, -b_r))
     barrier()
@@ -198,43 +202,38 @@ def small_level(
     upto, after, _ = e
     _, f_b = halves(upto, N)
     f_a, _ = halves(after, N)
-    b_k = load_tall(s_x.index(1), tall, quarters)
-    k_a, _ = halves(b_k * rows_factor(s_rows, K_SCALE), N)
+    k_a, _ = halves(load_scaled(s_x.index(1), s_rows.index(K_SCALE)), N)
     _, q_b = halves(load_scaled(s_x.index(0), s_rows.index(Q_SCALE)), N)
     x_a = (k_a * f_a).to(half)
     store_tall(joined(x_a, (q_b * f_b).to(half), N), s_o.index(0), tall)
     if REMOVES:
-        _, y_b = halves(b_k * rows_factor(s_rows, BETA_K), N)
+        barrier()
+        _, y_b = halves(load_scaled(s_x.index(1), s_rows.index(BETA_K)), N)
         store_tall(joined(x_a, (y_b * f_b).to(half), N), s_o.index(1), tall)
     barrier()
     small_product(diagonals[0], s_o.index(0), s_r, n)
     barrier()
     r_a, r_b = halves(load_tall(s_r, tall, quarters), N)
-    x_a, x_b = halves(load_tall(s_o.index(0), tall, quarters), N)
     dq_a, dq_b = halves(dq, N)
     dq = joined(dq_a, dq_b + f_b * r_b, N)
     dk_a, dk_b = halves(load_tall(s_dk, tall, quarters), N)
-    g_a, g_b = halves(load_tall(s_g, tall, quarters), N)
-    dk_a += f_a * r_a
-    g_a -= x_a * r_a
-    g_b += x_b * r_b
+    store_tall(joined(dk_a + f_a * r_a, dk_b, N), s_dk, tall)
+    barrier()
+    x_a, x_b = halves(load_tall(s_o.index(0), tall, quarters), N)
+    add_to(s_g, joined(-x_a * r_a, x_b * r_b, N))
     if REMOVES:
         barrier()
         small_product(diagonals[1], s_o.index(1), s_r, n)
         barrier()
         r_a, r_b = halves(load_tall(s_r, tall, quarters), N)
-        _, y_b = halves(load_tall(s_o.index(1), tall, quarters), N)
-        b_k = load_tall(s_x.index(1), tall, quarters)
-        _, k_b = halves(b_k, N)
-        _, beta_b = halves(rows_factor(s_rows, 0) + b_k * 0.0, N)
         dr_b = f_b * r_b
+        _, k_b = halves(load_tall(s_x.index(1), tall, quarters), N)
         share += of_pairs(joined(dr_b * 0.0, k_b * dr_b, N))
-        dk_a += f_a * r_a
-        dk_b += beta_b * dr_b
-        g_a -= x_a * r_a
-        g_b += y_b * r_b
-    store_tall(joined(dk_a, dk_b, N), s_dk, tall)
-    store_tall(joined(g_a, g_b, N), s_g, tall)
+        _, beta_b = halves(rows_factor(s_rows, 0) + joined(f_a, f_b, N) * 0.0, N)
+        add_to(s_dk, joined(f_a * r_a, beta_b * dr_b, N))
+        barrier()
+        x_a, x_b = halves(load_tall(s_o.index(1), tall, quarters), N)
+        add_to(s_g, joined(-x_a * r_a, x_b * r_b, N))
     barrier()
     return dq, share
 
@@ -344,29 +343,29 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
     to_end = of_quarters(w, e_1 * e_2 * e_3, e_2 * e_3, e_3, one)[:, None, :]
     to_middle = of_quarters(w, e_1, one, one, e_2)[:, None, :]
     dl = s_dl.load(column) * (e_0 * e_1 * e_2 * e_3)
-    b_k = load_scaled(s_x.index(1), s_rows.index(K_SCALE))
+    barrier()  # all have read the quarters' decays; others keep loads apart, to free registers
     dk = load_tall(s_dk, tall, quarters) * (after * to_end)
-    dgc = b_k * dk
-    barrier()  # all have read the quarters' decays
+    dgc = load_scaled(s_x.index(1), s_rows.index(K_SCALE)) * dk
     s_ends.store(gl.sum(dgc, 1))
     barrier()
     dl += quarter_sum(s_ends, 0, ends) + quarter_sum(s_ends, 1, ends)
     dl += quarter_sum(s_ends, 2, ends) + quarter_sum(s_ends, 3, ends)
-    dq = load_tall(s_dq, tall, quarters) * (upto * from_start)
-    dgc = load_scaled(s_x.index(0), s_rows.index(Q_SCALE)) * dq - dgc
-    share = of_pairs(dq) * 0.0
     if REMOVES:
         dr = load_tall(s_g, tall, quarters) * (upto * from_start) * -1.0
-        share = of_pairs(load_tall(s_x.index(1), tall, quarters) * dr)
-        dr *= rows_factor(s_rows, 0)
-        dgc += b_k * dr
-        dk += dr
+        b_k = load_tall(s_x.index(1), tall, quarters)
+        share = of_pairs(b_k * dr)
+        dgc -= (b_k * rows_factor(s_rows, BETA_K)) * dr
+        dk += rows_factor(s_rows, 0) * dr
+    store_tall(dk, s_dk, tall)
+    barrier()
+    dq = load_tall(s_dq, tall, quarters) * (upto * from_start)
+    if not REMOVES:
+        share = of_pairs(dq)
+    store_tall(load_scaled(s_x.index(0), s_rows.index(Q_SCALE)) * dq - dgc, s_g, tall)
     barrier()
 
     # What the scores add, between quarters and then within them.
     s_o = s_v.index(0)._reinterpret(half, [2, S.BT, SLAB], wide)
-    store_tall(dgc, s_g, tall)
-    store_tall(dk, s_dk, tall)
     places = s_o, s_r, s_dk, s_g
     decays = upto, after, to_middle
     w_3 = w[:, None, :]
@@ -390,7 +389,6 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
         if n < 3:
             e = doubled(e, 1 << n)
     dq, share = grads
-    dk = load_tall(s_dk, tall, quarters)
 
     # Gradients of q and k. All is read and numbered again, to free registers.
     i, i_k = i + none, (gl.program_id(0) + none) % tiles
@@ -402,16 +400,6 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
     to = (start * S.HV + i_hv) * S.K + i_k * SLAB
     row: gl.constexpr = S.HV * S.K
     place = to + (i * row + c[None, :][:, None, :])
-    b_k = load_scaled(s_x.index(1), s_rows.index(K_SCALE))
-    b_q = load_scaled(s_x.index(0), s_rows.index(Q_SCALE))
-    diagonal = gl.load(here + DIAGONAL * S.BT)
-    dq += diagonal * b_k
-    dk += diagonal * b_q
-    if R.NORM:
-        dq -= gl.load(here + Q_DQ * S.BT) / (scale * scale) * b_q
-        dk -= gl.load(here + K_DK * S.BT) * b_k
-    dq *= rows_factor(s_rows, Q_SCALE)
-    gl.store(out.dq + place, dq.to(out.dq.dtype.element_ty), mask=i < n_rows)
     if REMOVES:
         to_share = out.shares + ((i_k + 1).to(gl.int64) * tokens + start) * S.HV + i_hv
         i_s = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None] * 16
@@ -419,8 +407,23 @@ def steep_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, 
         total = gl.convert_layout(gl.sum(share, 2), gl.SliceLayout(2, quarters))
         total *= s_rows.index(K_SCALE).load(gl.SliceLayout(2, quarters))
         gl.store(to_share + i_s * S.HV, total, mask=i_s < n_rows)
+        barrier()
+    diagonal = gl.load(here + DIAGONAL * S.BT)
+    dq += diagonal * load_scaled(s_x.index(1), s_rows.index(K_SCALE))
+    if R.NORM:
+        b_q = load_scaled(s_x.index(0), s_rows.index(Q_SCALE))
+        dq -= gl.load(here + Q_DQ * S.BT) / (scale * scale) * b_q
+    dq *= rows_factor(s_rows, Q_SCALE)
+    gl.store(out.dq + place, dq.to(out.dq.dtype.element_ty), mask=i < n_rows)
+    barrier()
+    dk = load_tall(s_dk, tall, quarters)
+    dk += diagonal * load_scaled(s_x.index(0), s_rows.index(Q_SCALE))
+    if R.NORM:
+        b_k = load_scaled(s_x.index(1), s_rows.index(K_SCALE))
+        dk -= gl.load(here + K_DK * S.BT) * b_k
     dk *= rows_factor(s_rows, K_SCALE)
     gl.store(out.dk + place, dk.to(out.dk.dtype.element_ty), mask=i < n_rows)
+    barrier()
 
     # The gradient of the gate: sums over the rows from each one on.
     dgc = load_tall(s_g, tall, quarters)
