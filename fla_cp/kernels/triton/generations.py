@@ -27,7 +27,6 @@ class Generation(Protocol):
     intra_channelwise_bwd: Any
     intra_channelwise_bwd_any: Any
     intra_channelwise_steep: Any
-    intra_channelwise_steep_bwd: Any
     intra_headwise: Any
     intra_headwise_bwd: Any
 

@@ -265,12 +265,11 @@ def intra_channelwise_bwd(
         (c.tuning.tile("intra_bwd" + path + own(rule), K, V, dtype, 0, folder), R)
         for path, R in options
     ]
-    # Parts of dbeta and dA_log are those of key tiles, so Triton's kernels have the same, or those
-    # of a last kernel of another folder. If only the first one is of another folder, there are
-    # parts of dA_log for both.
+    # Parts of dbeta and dA_log are those of key tiles, so Triton's kernels have the same. With a
+    # first kernel of another folder there are parts of dA_log for both.
     first, last = paths[0][0], paths[-1][0]
-    two = first.folder != last.folder == "triton"
-    BK = min(first.BK, last.BK) if two else (first if last.folder == "triton" else last).BK
+    two = first.folder != last.folder
+    BK = min(first.BK, last.BK) if two else first.BK
     ts = c.tuning.tile("scores_bwd", K, V, dtype)
     tiles, shape_of = cdiv(K, BK), functools.partial(shape, rule, dtype, H, HV, K, V)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
@@ -302,9 +301,7 @@ def intra_channelwise_bwd(
         for t, R in paths:
             if t.folder != "triton":
                 kernels, local = kernels_of(t.folder), (table, x, c, read, out, t, R)
-                if not R.SAFE:
-                    kernels.intra_channelwise_steep_bwd.steep_bwd(*local)
-                elif len(paths) > 1:
+                if two:
                     to = kernels.intra_channelwise_bwd_any.safe_bwd(*local)
                 else:
                     kernels.intra_channelwise_bwd.safe_bwd(*local)
