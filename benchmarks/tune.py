@@ -26,6 +26,7 @@ from fla_cp.kernels.triton.tile_table import (
     BROAD,
     DEEP,
     NARROW,
+    STEEP,
     TABLE,
     TALL,
     TALL_BWD,
@@ -53,7 +54,7 @@ CONCURRENT = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3), TALL),
     "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
-    "intra_any": (Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3)),
+    "intra_any": (Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3), STEEP),
     "scan": SCANS,
     "scan_states": (*SCANS, Tile(0, 64, 4, 3), DEEP),
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3), DEEP),

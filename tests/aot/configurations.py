@@ -345,6 +345,20 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         call = functools.partial(local_in_triton, family, options | HIGH)
         yield f"{family} bf16 {gate} high, chunks in Triton", functools.partial(of_squares, call)
 
+    def steep_in_gluon(family: str, options: dict) -> list[Launch]:
+        with forced({"intra_any": tile_table.STEEP}):
+            if family == "gla":
+                kernels = compile_member(family, 128, 128, torch.bfloat16, options)
+            else:
+                kernels = compile_call(128, 128, torch.bfloat16, options)
+        return [k for k in kernels if k.kernel.startswith("steep")]
+
+    for family, options in product(("kda", "gla"), ({}, HIGH)):
+        call = functools.partial(steep_in_gluon, family, options)
+        yield f"{family} bf16 any{' high' * (options is HIGH)}, steep chunks in Gluon", call
+    call = functools.partial(steep_in_gluon, "kda", {"lower_bound": -40.0})
+    yield "kda bf16 any bounded, steep chunks in Gluon", call
+
     scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)
     fuller = {
@@ -394,6 +408,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         name = name.removesuffix("_concurrent").removesuffix("_any")
         name = name.removesuffix("_states").removesuffix("_ends")
         name = "safe_bwd" if safe_bwd else {"scores_bwd_head": "scores_head_bwd"}.get(stage, name)
+        if stage == "intra_any" and tile.folder == "sm90":
+            name = "steep"
         name += "_sm90" * (tile.folder == "sm90")
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 

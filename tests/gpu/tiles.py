@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 from benchmarks.tune import GROUPED, cut_into, forced
+from fla_cp.kernels.triton.tile_table import TALL
 from tests.gpu.cases import BF16, SAFE, tiles
 from tests.gpu.checks import Rows, check_member, one
 from tests.support.cases import INSIDE, Case, options
@@ -13,14 +14,16 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
     """Every candidate tile; tiles of summaries on sequences in segments of two chunks.
 
     Kernels that read q and k also run with fewer heads of these than of v, and those of the path of
-    a safe gate that are not Triton's also for any gate, whose chunks take both paths.
+    a safe gate that are not Triton's also for any gate, whose chunks take both paths. The kernel
+    for steep chunks that is not Triton's runs after the one that leaves them out.
     """
     rows = []
     shape = {"T": 300, "H": 2, "HV": 2, "K": K, "V": V}
     grouped = {**shape, "HV": 4}
     for name, stage, tile in [*tiles(K, V)][share]:
         cut = cut_into(2) if "_ends" in stage else nullcontext()
-        with forced({stage: tile}), cut:
+        steep = stage == "intra_any" and tile.folder != "triton"
+        with forced({stage: tile} | ({"intra": TALL} if steep else {})), cut:
             if "head" in stage or stage.endswith("_concurrent"):
                 H = 2 if stage in GROUPED else 4
                 rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name, H=H))
@@ -39,6 +42,9 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
                 rows.append(one(K, V, f"{name} mixed", mixed, BF16))
                 inside = {"options": options(**INSIDE)}
                 rows.append(one(K, V, f"{name} any", Case("tile", **grouped, **inside), BF16))
+            if steep:
+                strong = Case("tile", **grouped, decay=30.0)
+                rows.append(one(K, V, f"{name} strong", strong, BF16))
     return rows
 
 

@@ -12,12 +12,17 @@ import torch
 pytest.importorskip("triton")
 
 import fla_cp
-from fla_cp.kernels.sm90 import eligible, intra_channelwise, intra_channelwise_bwd
+from fla_cp.kernels.sm90 import (
+    eligible,
+    intra_channelwise,
+    intra_channelwise_bwd,
+    intra_channelwise_steep,
+)
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.intra import empty_chunks, intra
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, saved, tables
-from fla_cp.kernels.triton.tile_table import TALL, TALL_BWD, Tuning
+from fla_cp.kernels.triton.tile_table import STEEP, TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.support.closeness import assert_within_budget
@@ -27,13 +32,14 @@ from tests.support.tuned import tuned
 K = 128
 OFFSETS = 0, 40, 150
 FORCED = Tuning(forced=(("intra", TALL),))
+STEEP_FORCED = Tuning(forced=(("intra", TALL), ("intra_any", STEEP)))
 
 
 class Case(NamedTuple):
     """gate, bound: the rule's gate. raw: the mean of its projections, a large one for decays that
     are as strong as the bound allows. H, HV: heads of q and k, and of v. safe: whether the rule
     promises a safe gate. rates: A_log of the heads. parallel: whether keys are nearly parallel.
-    offsets: of the documents."""
+    offsets: of the documents. jump: what every fifth log decay is besides, if it is given."""
 
     gate: str = "sigmoid"
     bound: float | None = -5.0
@@ -47,6 +53,7 @@ class Case(NamedTuple):
     rates: tuple[float, ...] = ()
     parallel: bool = False
     offsets: tuple[int, ...] = OFFSETS
+    jump: float = 0.0
 
 
 CASES = {
@@ -70,6 +77,15 @@ ANY = {
     "any gate, none steep": Case("softplus", None, raw=-4.0, safe=False, parallel=True),
 }
 """Of the first one, a head of each chunk at least takes each path."""
+STEEP_CASES = ANY | {
+    "jumps": Case("given", None, raw=-0.01, jump=-700.0, safe=False),
+    "jumps of single powers": Case("given", None, raw=-0.01, jump=-20.0, safe=False, HV=4),
+    "sigmoid": Case("sigmoid", -40.0, safe=False, norm=False, rates=(-1.0, 1.0)),
+    "odd lengths": Case(
+        "softplus", None, safe=False, rates=(2.0, 3.0), offsets=(0, 1, 64, 129, 192), H=1
+    ),
+}
+"""Cases for the second kernel of the forward."""
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +107,8 @@ def drawn(case: Case) -> tuple[DeltaRule, Inputs]:
     T, HV, given = case.offsets[-1], case.HV, case.gate == "given"
     q, k = torch.randn(2, T, case.H, K)
     k = k / 30 + 1 if case.parallel else k
-    g = case.raw + torch.randn(T, HV, K)
+    g = case.raw + torch.randn(T, HV, K) * (0.01 if case.jump else 1.0)
+    g[::5] += case.jump
     removes = case.removal == "k"
     rule = DeltaRule(
         scale=K**-0.5,
@@ -110,10 +127,10 @@ def drawn(case: Case) -> tuple[DeltaRule, Inputs]:
     return rule, Inputs(q, k, torch.randn(T, HV, K), -g.abs() if given else g, beta, *rates, None)
 
 
-def bounds() -> list[tuple[int, int]]:
+def bounds(offsets: tuple[int, ...]) -> list[tuple[int, int]]:
     """The first token of each chunk, and the token after its last."""
     return [
-        (a, min(a + 64, end)) for begin, end in pairwise(OFFSETS) for a in range(begin, end, 64)
+        (a, min(a + 64, end)) for begin, end in pairwise(offsets) for a in range(begin, end, 64)
     ]
 
 
@@ -122,7 +139,9 @@ def chunk(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x.transpose(0, 1), (0, 0, 0, 64 - len(x)))
 
 
-def defined(rule: DeltaRule, x: Inputs) -> dict[str, torch.Tensor]:
+def defined(
+    rule: DeltaRule, x: Inputs, offsets: tuple[int, ...] = OFFSETS
+) -> dict[str, torch.Tensor]:
     """What the stage forms, by its definition, in fp64; [chunks, heads, ..]."""
     x = Inputs(*(None if t is None else t.double() for t in x))
     log_decay = x.g
@@ -136,7 +155,7 @@ def defined(rule: DeltaRule, x: Inputs) -> dict[str, torch.Tensor]:
         q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
     beta = torch.ones_like(q[..., 0]) if x.beta is None else x.beta.sigmoid()
     given = (q * rule.scale, k, log_decay, beta[..., None])
-    chunks = [[chunk(t[a:b]) for t in given] for a, b in bounds()]
+    chunks = [[chunk(t[a:b]) for t in given] for a, b in bounds(offsets)]
     q, k, log_decay, beta = (torch.stack(t) for t in zip(*chunks, strict=True))
     beta = beta[..., 0]
     gc = log_decay.cumsum(-2)
@@ -184,6 +203,47 @@ def test_the_stage_forms_what_is_defined(name):
         # A sum of up to 461 powers of two errs by 2^-15 of itself, and so does a decay.
         error = (found[part].double() - exact).abs().max()
         assert error <= 6e-5 * exact.abs().max() + 1e-30, (part, error)  # fp32 underflows
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # what is written again
+@pytest.mark.parametrize("name", STEEP_CASES)
+def test_steep_chunks_are_formed_as_defined(name):
+    """By the kernel that only a forced tile takes."""
+    case = STEEP_CASES[name]
+    rule, x = drawn(case)
+    with interpreted() as launched:
+        c = intra(rule, Packing.build(case.offsets), x, STEEP_FORCED)
+    assert set(launched) == {"intra_sm90_kernel", "steep_sm90_kernel"}
+    steep, found = c.steep.bool(), formed(c)
+    exact = defined(rule, x, case.offsets)
+    whole = torch.cat([torch.zeros_like(exact["anchors"][:, :, :1]), exact["anchors"]], 2)
+    assert torch.equal(steep, (whole.diff(dim=2).abs() > 100).any(-1).any(-1))
+    assert steep.any() != ("none" in name.split())
+    for part, wanted in exact.items():
+        if case.removal == "none" and part in ("T", "k_decayed"):
+            assert found[part].numel() == 0
+            continue
+        error = (found[part].double() - wanted).abs().max()
+        assert error <= 6e-5 * wanted.abs().max() + 1e-30, (part, error)
+
+
+def test_all_chunks_are_left_to_the_kernel_of_steep_chunks():
+    """Where it runs alone, it writes what belongs to the chunks that it marks, and nothing else."""
+    rule, x = drawn(ANY["any gate"])
+    with interpreted():
+        c = intra(rule, Packing.build(OFFSETS), x, STEEP_FORCED)
+        table, x, alone = empty_chunks(rule, Packing.build(OFFSETS), x, STEEP_FORCED)
+        parts = "T", "Aqk", "qg", "k_decayed", "kg", "rows"
+        for part in parts:
+            getattr(alone, part).fill_(7.0)
+        alone = alone._replace(anchors=c.anchors)
+        R = bundles.rule_options(rule, torch.float32)
+        intra_channelwise_steep.intra_channel(table, x, alone, STEEP, R)
+    steep = c.steep.bool()
+    assert torch.equal(alone.steep, c.steep) and steep.any() and not steep.all()
+    for part in parts:
+        assert torch.equal(getattr(alone, part)[steep], getattr(c, part)[steep]), part
+        assert (getattr(alone, part)[~steep] == 7.0).all(), part
 
 
 def gradients(case: Case, dtype: torch.dtype, impl: str) -> dict[str, torch.Tensor]:
@@ -263,6 +323,16 @@ def test_what_the_kernel_cannot_form_is_refused(changed, reason):
     tuning = Tuning(forced=(("intra", TALL), ("intra_own", TALL)))
     with interpreted(), pytest.raises(ValueError, match=reason):
         intra(rule, Packing.build(OFFSETS), x, tuning)
+
+
+def test_steep_chunks_of_a_safe_gate_are_refused():
+    rule, x = drawn(Case())
+    _, x, c = empty_chunks(rule, Packing.build(OFFSETS), x, STEEP_FORCED)
+    R = bundles.rule_options(rule, torch.float32)
+    with pytest.raises(ValueError, match="leaves out"):
+        intra_channelwise_steep.intra_channel(
+            tables(Packing.build(OFFSETS), x.q.device), x, c, STEEP, R
+        )
 
 
 def test_a_backward_tile_that_the_kernel_lacks_is_refused():

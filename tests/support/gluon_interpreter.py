@@ -159,8 +159,8 @@ def _product(
     return (acc + found if use_acc else found).to(acc.dtype)
 
 
-def _small_product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str) -> Tensor:
-    return acc + a @ b
+def _small_product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str | None = None) -> Tensor:
+    return acc + a.to(acc.dtype) @ b.to(acc.dtype)
 
 
 def _copy_rows(place: Shared, at: Pointers, mask: Tensor) -> None:
@@ -256,6 +256,7 @@ def interpreted() -> Iterator[list[str]]:
         minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype)),
         floor=torch.floor, rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
         permute=torch.permute, DistributedLinearLayout=nothing,
+        split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
         cast=lambda x, dtype, bitcast: x.view(dtype),
     )  # fmt: skip
     mbarrier = SimpleNamespace(

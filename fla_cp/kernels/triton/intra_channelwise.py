@@ -275,7 +275,9 @@ def intra_channelwise(table: Tables, packing: Packing, x: Inputs, c: Chunks) -> 
     for path, R in paths:
         t = c.tuning.tile("intra" + path + own(rule), K, V, dtype, 0, folder)
         if t.folder != "triton":
-            kernels_of(t.folder).intra_channelwise.intra_channel(table, x, c, t, R)
+            kernels = kernels_of(t.folder)
+            stage = kernels.intra_channelwise if R.SAFE else kernels.intra_channelwise_steep
+            stage.intra_channel(table, x, c, t, R)
             continue
         compiled = {"S": shape_of(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
         launch(intra_kernel, (NC, HV), *given, c.formed(), table.chunks, rule.scale, **compiled)
