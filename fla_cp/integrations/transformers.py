@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fla_cp.context import FLACPContext
 from fla_cp.integrations.mixers import KINDS, parallel_forward
+from fla_cp.integrations.stock_folder import ROPE_RULE, varying_rope_type
 from fla_cp.ops.checks import check_context
 from fla_cp.partition.device_tables import to_device
 from fla_cp.partition.key_rows import pieces
@@ -81,13 +82,15 @@ def parallelize(model: _Model) -> _Model:
     Logits, and whatever else is a token's, are of this rank's tokens.
 
     Raises ImportError without transformers 5.23 or later, and ValueError for another model, for a
-    kind of layer that is not known, and for layers whose `forward` was already replaced. A call
+    kind of layer that is not known, for layers whose `forward` was already replaced, and for rotary
+    positions of the types dynamic and longrope. A call
     raises ValueError for what it does not support: caches, attention masks, packings that are
     passed beside the context, attention with dropout, and router losses and logits_to_keep over
     several ranks.
     """
     _check_version()
     text = _text_model(model)
+    _check_rotary(text)
     found = [_mixer(i, layer) for i, layer in enumerate(text.layers)]
     forwards = [parallel_forward(mixer) for mixer in found]
     for mixer, forward in zip(found, forwards, strict=True):
@@ -142,6 +145,14 @@ def _text_model(model: nn.Module) -> Any:
         known = ", ".join((*_HEADS, *_TEXT_MODELS))
         raise ValueError(f"model must be one of {known}, got {_name(model)}")
     return text
+
+
+def _check_rotary(text: nn.Module) -> None:
+    """Frequencies must not depend on the largest position of a call, which is a rank's own."""
+    for name, module in text.named_modules():
+        kind = varying_rope_type(getattr(module, "rope_type", None))
+        if kind is not None:
+            raise ValueError(f"{name}'s rope_type must be {ROPE_RULE}; got {kind!r}")
 
 
 def _mixer(i: int, layer: nn.Module) -> nn.Module:

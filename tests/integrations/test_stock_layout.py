@@ -98,6 +98,13 @@ CHANGES = {
     "attention_dropout 0, got 0.1": {"attention_dropout": 0.1},
     "final_logit_softcapping left out, got 30.0": {"final_logit_softcapping": 30.0},
     "sliding_window left out, got 64": {"sliding_window": 64},
+    "rope_parameters of a type .* yarn or llama3: .* got .*dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}
+    },
+    "rope_scaling of a type .* got .*longrope": {"rope_scaling": {"type": "longrope"}},
+    "rope_parameters of a type .* got .*full_attention.*dynamic": {
+        "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}
+    },
 }
 
 

@@ -344,6 +344,41 @@ def test_a_forward_that_was_replaced():
         parallelize(model)
 
 
+def with_rope(rope_type):
+    """The logits of a stock model with such positions, and the model parallelized."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
+    if rope_type in ("yarn", "longrope"):
+        rope["original_max_position_embeddings"] = 32
+    with ONE_AT_A_TIME:
+        stock = stock_model("qwen3_next", rope_parameters=rope, max_position_embeddings=64)
+    with torch.no_grad():
+        wanted = stock(input_ids=drawn()[0], use_cache=False).logits
+    return wanted, parallelize(stock)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_frequencies_that_depend_on_the_call(rope_type):
+    message = f"rotary_emb's rope_type must be .* default, linear, yarn .* got '{rope_type}'"
+    with pytest.raises(ValueError, match=message):
+        with_rope(rope_type)
+
+
+def scaled_logits(group, rank, rope_type):
+    wanted, model = with_rope(rope_type)
+    context = build_cp_context(torch.tensor([0, 150]), group, conv1d_kernel_size=4)
+    with torch.no_grad():
+        out = model(input_ids=context.shard(drawn()[0]), cp_context=context)
+    return wanted, context.unshard(out.logits)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "yarn"])
+def test_frequencies_that_do_not(rope_type):
+    for wanted, found in run_threads(scaled_logits, 2, rope_type):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=LOGITS)
+
+
 def test_a_windowed_attention():
     model = copy.deepcopy(alone("qwen3_5")[0])
     model.model.layers[1].self_attn.sliding_window = 8
