@@ -179,30 +179,32 @@ KINDS = {
 """Mixers by the names of their classes."""
 
 
-def parallel_forward(mixer: nn.Module) -> MethodType:
+class ParallelForward:
     """A `forward` for this mixer alone: with cp_context it runs under that context, without it is
-    the one of its class.
+    the one of its class. Copies and pickles of the mixer get one of their own.
 
     Raises ValueError if the class's `forward` does not call what would have to be replaced.
     """
-    kind = KINDS[type(mixer).__name__]
-    stock = type(mixer).forward
-    replaced = _with_globals(stock, kind.replaced)
-    cache = _cache_keyword(stock) if kind.latent else None
 
-    @functools.wraps(stock)
-    def forward(
-        self: nn.Module, *args: Any, cp_context: FLACPContext | None = None, **keywords: Any
-    ) -> Any:
+    def __init__(self, mixer: nn.Module) -> None:
+        kind = KINDS[type(mixer).__name__]
+        self.mixer, self.stock = mixer, type(mixer).forward
+        self.replaced = _with_globals(self.stock, kind.replaced)
+        self.cache = _cache_keyword(self.stock) if kind.latent else None
+        functools.update_wrapper(self, MethodType(self.stock, mixer))
+
+    def __call__(self, *args: Any, cp_context: FLACPContext | None = None, **keywords: Any) -> Any:
         if cp_context is None:
-            return stock(self, *args, **keywords)
-        if cache is not None:
+            return self.stock(self.mixer, *args, **keywords)
+        if self.cache is not None:
             for name in CACHE_KEYWORDS:
                 keywords.pop(name, None)
-            keywords[cache] = _Latents(cp_context)
-        return replaced(self, *args, cp_context=cp_context, **keywords)
+            keywords[self.cache] = _Latents(cp_context)
+        return self.replaced(self.mixer, *args, cp_context=cp_context, **keywords)
 
-    return MethodType(forward, mixer)
+    def __reduce__(self) -> tuple[type[ParallelForward], tuple[nn.Module]]:
+        """A bound function would be pickled by its name, which finds that of the class."""
+        return ParallelForward, (self.mixer,)
 
 
 def _cache_keyword(forward: Callable[..., Any]) -> str:

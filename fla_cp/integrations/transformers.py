@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fla_cp.context import FLACPContext
-from fla_cp.integrations.mixers import KINDS, parallel_forward
+from fla_cp.integrations.mixers import KINDS, ParallelForward
 from fla_cp.integrations.stock_folder import ROPE_RULE, varying_rope_type
 from fla_cp.ops.checks import check_context
 from fla_cp.partition.device_tables import to_device
@@ -92,7 +92,7 @@ def parallelize(model: _Model) -> _Model:
     text = _text_model(model)
     _check_rotary(text)
     found = [_mixer(i, layer) for i, layer in enumerate(text.layers)]
-    forwards = [parallel_forward(mixer) for mixer in found]
+    forwards = [ParallelForward(mixer) for mixer in found]
     for mixer, forward in zip(found, forwards, strict=True):
         mixer.forward = forward
     if model is not text:

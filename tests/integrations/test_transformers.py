@@ -1,6 +1,7 @@
 """Stock models of transformers under a context, against themselves on each document alone."""
 
 import copy
+import pickle
 import sys
 import threading
 from functools import cache, partial
@@ -229,6 +230,27 @@ def test_calls_without_a_context_and_other_models_keep_their_bits(kind):
     ids = tokens[:, :9]
     assert model.generate(ids, **options).equal(stock.generate(ids, **options))
     stock.train()
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_5"])
+def test_copies_run_under_a_context(kind, copied):
+    """Each on its own weights, and without a context as transformers does."""
+    stock, tokens = alone(kind)[0], drawn()[0]
+    model = parallelized(kind)
+    copied_model = copied(model)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.zero_()
+        found = copied_model(input_ids=tokens, cp_context=one_rank()).logits
+        torch.testing.assert_close(found, alone(kind)[1][0], rtol=0, atol=LOGITS)
+        plain, wanted = (m(input_ids=tokens, use_cache=False) for m in (copied_model, stock))
+        torch.testing.assert_close(plain.logits, wanted.logits, rtol=0, atol=0)
+        assert not model(input_ids=tokens, cp_context=one_rank()).logits.any()
 
 
 def test_text_models_and_embeddings():
