@@ -189,7 +189,8 @@ class ParallelForward:
     def __init__(self, mixer: nn.Module) -> None:
         kind = KINDS[type(mixer).__name__]
         self.mixer, self.stock = mixer, type(mixer).forward
-        self.replaced = _with_globals(self.stock, kind.replaced)
+        # torch.compile would look up the globals of the copy in transformers' module.
+        self.replaced = torch.compiler.disable(_with_globals(self.stock, kind.replaced))
         self.cache = _cache_keyword(self.stock) if kind.latent else None
         functools.update_wrapper(self, MethodType(self.stock, mixer))
 

@@ -191,8 +191,13 @@ def _enter_head(
     model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     context = _context(keywords)
-    if context is None:
-        return args, keywords
+    return (args, keywords) if context is None else _prepare_head(context, model, args, keywords)
+
+
+@torch.compiler.disable  # of a graph, in which Dynamo warns of most of it
+def _prepare_head(
+    context: FLACPContext, model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     _check_call(context, args, keywords)
     router = keywords.get("output_router_logits")
     router = getattr(model.config, "output_router_logits", False) if router is None else router
@@ -216,8 +221,13 @@ def _enter_text_model(
     model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     context = _context(keywords)
-    if context is None:
-        return args, keywords
+    return (args, keywords) if context is None else _prepare_text(context, model, args, keywords)
+
+
+@torch.compiler.disable
+def _prepare_text(
+    context: FLACPContext, model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x = _check_call(context, args, keywords)
     if keywords.get("position_ids") is None:
         keywords["position_ids"] = _positions(context, x.device)

@@ -253,6 +253,20 @@ def test_copies_run_under_a_context(kind, copied):
         assert not model(input_ids=tokens, cp_context=one_rank()).logits.any()
 
 
+# Dynamo reads it of tensors that it hands over between graphs (torch 2.13)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_5"])
+def test_compiled_models(kind):
+    """Graphs break around the mixers; nothing else changes."""
+    model, (tokens, labels) = parallelized(kind), drawn()
+    compiled = torch.compile(model, backend="eager")
+    out = compiled(input_ids=tokens, labels=labels, cp_context=one_rank())
+    out.loss.backward()
+    found = out.logits.detach(), out.loss.item(), gradients(model)
+    assert_same(found, alone(kind)[1])
+    torch._dynamo.reset()
+
+
 def test_text_models_and_embeddings():
     stock, tokens = alone("qwen3_next")[0], drawn()[0]
     text = parallelize(copy.deepcopy(stock.model))
