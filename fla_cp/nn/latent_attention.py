@@ -94,19 +94,22 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
         cp_context: FLACPContext | None = None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
         Between ranks, kv_lora_rank + qk_rope_head_dim numbers a token travel, in the dtype of the
-        projections; q is projected in the meantime. cache: as in `LinearAttention`.
+        projections; q is projected in the meantime. cu_seqlens_cpu: the values of cu_seqlens on
+        the host, which saves synchronisations. cache: as in `LinearAttention`.
         """
-        B, T = self.check(x, cu_seqlens, cp_context)
+        B, T = self.check(x, cu_seqlens, cu_seqlens_cpu, cp_context)
+        offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
         if cache is not None:
             check_cache(len(cache.keys), x, cu_seqlens, cp_context)
         latent, shared = self.kv_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        tables = self.rotary_tables(shared, cu_seqlens, cp_context, cache=cache)
+        tables = self.rotary_tables(shared, offsets, cp_context, cache=cache)
         if tables is not None:
             shared = rotate(shared[:, :, None], tables)[:, :, 0]
         latent = self.kv_norm(latent).to(shared.dtype)  # autocast may choose another
@@ -119,7 +122,7 @@ class MultiHeadLatentAttention(SoftmaxAttention):
             weight = self.kv_up.weight.to(shared.dtype)
             o = compiled_latent_attention(q, latent, shared, weight, self.scale, cp_context, B)
         else:
-            rows = key_rows(B, T, cu_seqlens, cp_context)
+            rows = key_rows(B, T, offsets, cp_context)
             with Overlap(lambda: self.queries(x, tables)) as queries:
                 latent, shared = keys_of(rows, cp_context, latent, shared)
             each = rearrange(self.kv_up(latent), "n (h k) -> n h k", h=self.num_heads)

@@ -143,6 +143,20 @@ def test_packed_sequences(name):
 
 
 @every
+def test_offsets_on_the_host_spare_reading_those_of_the_device(name):
+    layer, (x, dy) = made(name), drawn()
+    packed = torch.tensor(OFFSETS)
+    unreadable = {"cu_seqlens": packed.to("meta"), "cu_seqlens_cpu": packed}
+    found = results(layer, lambda x: layer(x, **unreadable), x, dy)
+    wanted = results(layer, lambda x: layer(x, cu_seqlens=packed), x, dy)
+    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(ValueError, match="cu_seqlens_cpu must equal cu_seqlens"):
+        layer(x, cu_seqlens=packed, cu_seqlens_cpu=torch.tensor([0, 1, 2, 3, 4, 150]))
+    with pytest.raises(ValueError, match="copy of cu_seqlens, which is missing"):
+        layer(x, cu_seqlens_cpu=packed)
+
+
+@every
 def test_rows_are_sequences_of_their_own(name):
     layer, (x, _) = made(name), drawn()
     packed = layer(x, cu_seqlens=torch.tensor([0, 50, 100, 150]))
