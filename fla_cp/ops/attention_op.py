@@ -18,7 +18,7 @@ from fla_cp.comm.keys_values.gathered import bring, give_back
 from fla_cp.comm.keys_values.ring import Ring, RingCall, Wire, ring, ring_bwd
 from fla_cp.context import context_of
 from fla_cp.kernels.torch import attention as kernels
-from fla_cp.ops.attention_plan import agreed_scheme, key_tables
+from fla_cp.ops.attention_plan import agreed_scheme, key_tables, owned
 from fla_cp.partition.key_rows import KeyRows
 from fla_cp.rule import accumulator
 
@@ -82,13 +82,12 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _run_backward(do: Tensor, o: Tensor, lse: Tensor, *given: Any) -> list[Tensor]:
     (q, k, v), call = given[:3], _Call.of(*given)
     if call.ring is not None:
-        return [d.contiguous() for d in ring_bwd(do, q, k, v, o, lse, call.ring)]
+        return owned(*ring_bwd(do, q, k, v, o, lse, call.ring))
     wire = Wire.of(k, v)
     keys, values = call.brought(wire)
     dq, dk, dv = kernels.attend_bwd(do, q, keys, values, o, lse, call.rows.lengths, call.scale)
     grads = torch.cat((dk.flatten(1), dv.flatten(1)), 1)
-    returned = wire.split(give_back(grads, call.rows, call.group))
-    return [dq.contiguous(), *(d.contiguous() for d in returned)]
+    return owned(dq, *wire.split(give_back(grads, call.rows, call.group)))
 
 
 attention_op: Any = torch.library.custom_op(

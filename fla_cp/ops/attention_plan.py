@@ -69,3 +69,16 @@ def agreed_scheme(
         del facts["itemsize"]
         cp_context.before("causal_attention", **facts, dtype=dtype, exchange_of_keys=name)
     return scheme
+
+
+def owned(*xs: Tensor) -> list[Tensor]:
+    """The same values, each in contiguous memory of its own, as an op must return them: rows that
+    were split by column are views, which are contiguous already if there is one row."""
+    seen: set[int] = set()
+    found = []
+    for x in xs:
+        x = x.contiguous()
+        memory = x.untyped_storage().data_ptr()
+        found.append(x.clone() if memory in seen else x)
+        seen.add(memory)
+    return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from fla_cp.comm.keys_values.gathered import bring, give_back
 from fla_cp.context import context_of
 from fla_cp.kernels.torch import attention as kernels
-from fla_cp.ops.attention_plan import key_tables
+from fla_cp.ops.attention_plan import key_tables, owned
 from fla_cp.partition.key_rows import KeyRows
 from fla_cp.rule import accumulator
 
@@ -75,8 +75,7 @@ class _Call:
         shared = dk[..., self.own :].sum(1)
         wire = torch.cat([each @ self.weight, shared], 1)
         latent, shared = give_back(wire, self.rows, self.group).split(self.widths, 1)
-        found = dq, latent, shared, each.T @ self.latent
-        return [d.contiguous() for d in found]
+        return owned(dq, latent, shared, each.T @ self.latent)
 
 
 def _place(tokens: int, number: Tensor, rows: int) -> tuple[KeyRows, dist.ProcessGroup | None]:

@@ -76,6 +76,22 @@ def test_rows_compile_too(name):
         assert_exact("y", run(x).detach(), layer(x).detach())
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_token_compiles_too(name):
+    """Its gradients are contiguous where those of more tokens are copied out of a joint tensor."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = LAYERS[name]().double()
+    run, x = torch.compile(layer, fullgraph=True, backend="aot_eager"), torch.randn(1, 1, 16)
+    found = []
+    for f in (layer, run):
+        leaf = x.double().requires_grad_()
+        y = f(leaf)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), [leaf, *layer.parameters()])])
+    for a, b in zip(*found, strict=True):
+        assert_exact(name, b, a)
+
+
 def test_autocast_compiles_too():
     torch._dynamo.reset()
     layer, x = LAYERS["latent rotary"](), torch.randn(1, 70, 16)
