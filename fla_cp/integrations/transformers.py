@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fla_cp.context import FLACPContext
 from fla_cp.integrations.mixers import KINDS, ParallelForward
+from fla_cp.integrations.rates import shard_rates as shard_rates
 from fla_cp.integrations.stock_folder import ROPE_RULE, varying_rope_type
 from fla_cp.ops.checks import check_context
 from fla_cp.partition.device_tables import to_device

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fla_cp import build_cp_context, zigzag_token_ranges
 from tests.support.ranks import run_threads
@@ -21,7 +21,7 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import AttentionInterface
 
-from fla_cp.integrations.transformers import parallelize, under
+from fla_cp.integrations.transformers import parallelize, shard_rates, under
 from tests.support.stock_models import MODELS, documents_alone, drawn_tokens, gradients, stock_model
 
 OFFSETS = (0, 37, 40, 40, 101, 150)
@@ -177,6 +177,52 @@ def shares_under_fsdp(group, rank, kind):
     (out.loss * group.size()).backward()
     grads = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
     return context.unshard(out.logits.detach()), out.loss.item(), grads
+
+
+def shares_with_exact_rates(group, rank, kind, dtype):
+    """The same in `dtype`, the dtypes of rates in the forward, and the names of the state."""
+    model, (tokens, labels) = parallelized(kind), drawn()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    names, seen = set(model.state_dict()), set()
+    shard_rates(model.model, mesh)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    mixer = next(part for part in model.modules() if hasattr(part, "exact"))
+
+    def note(mixer, args):
+        matrix = next(x for x in mixer.parameters() if x.ndim == 2)
+        seen.update((mixer.A_log.dtype, mixer.dt_bias.dtype, matrix.dtype))
+
+    mixer.register_forward_pre_hook(note)
+    context = build_cp_context(torch.tensor(OFFSETS), group, conv1d_kernel_size=4)
+    mine = {"input_ids": context.shard(tokens), "labels": context.shard(labels)}
+    for _ in range(2):  # the second call finds what the first one left
+        model.zero_grad()
+        out = model(**mine, cp_context=context)
+        (out.loss * group.size()).backward()
+    with torch.no_grad():
+        again = model(**mine, cp_context=context)
+    assert again.loss.equal(out.loss.detach())
+    state = model.state_dict()
+    assert set(state) == names
+    model.load_state_dict(state)
+    grads = {
+        name.replace("exact.", ""): x.grad.full_tensor() for name, x in model.named_parameters()
+    }
+    return context.unshard(out.logits.detach()).float(), out.loss.item(), grads, seen
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", pytest.param("kimi_linear", marks=pytest.mark.wide)])
+def test_fsdp_keeps_decay_rates_in_float32(gloo_pool, kind):
+    """Beside float32 weights nothing changes; beside weights in bfloat16 the rates are not cast."""
+    run = partial(gloo_pool.run, shares_with_exact_rates, kind, world_size=2)
+    (logits, loss, grads, seen), (_, other, _, _) = run(torch.float32)
+    assert seen == {torch.float32}
+    assert_same((logits, loss + other, grads), alone(kind)[1])
+    (logits, loss, grads, seen), (_, other, _, _) = run(torch.bfloat16)
+    assert seen == {torch.float32, torch.bfloat16}
+    assert loss + other == pytest.approx(alone(kind)[1][1], rel=1e-2)
 
 
 @pytest.mark.wide
