@@ -69,7 +69,8 @@ def read_config_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if config.get(name) is not None:
             raise ValueError(
                 f"{path} must describe a text model, but it has {name}: vision and audio towers "
-                "are not trained; save the text model alone"
+                "are not trained; save the text model alone, by "
+                "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(text_folder)"
             )
     for name in ("quantization_config", "compression_config"):
         if config.get(name) is not None:
