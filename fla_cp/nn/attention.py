@@ -180,8 +180,10 @@ class Attention(SoftmaxAttention):
         q, k = q.to(v.dtype), k.to(v.dtype)
         with Overlap(lambda: self.gate(x)) as gate:
             if cache is None:
-                packing = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
-                o = causal_attention(q, k, v, **packing, cp_context=cp_context)
+                o = causal_attention(
+                    q, k, v,
+                    cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context,
+                )  # fmt: skip
             else:
                 o = cache.attend(q, k, v, self.head_dim**-0.5, cp_context)
         o, factor = rearrange(o, "b t h k -> b t (h k)"), gate()

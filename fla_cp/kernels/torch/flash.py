@@ -13,7 +13,7 @@ NAME, PACKAGE, CAPABILITY = "FA3", "flash_attn_interface", (9, 0)
 
 def why_not(device: torch.device) -> str | None:
     """What FlashAttention-3 lacks on this device; None if it can run."""
-    known = getattr(attention, "list_flash_attention_impls", list)()
+    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     if NAME not in known:
         return f"a PyTorch that can activate it, got {torch.__version__}"
     if find_spec(PACKAGE) is None:
