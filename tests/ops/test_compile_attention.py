@@ -6,6 +6,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.comm import keys_values
 from fla_cp.nn import Attention, MultiHeadLatentAttention, YaRN
 from fla_cp.ops.latent_attention_op import latent_op, positions_op
 from tests.support.closeness import assert_exact
@@ -64,6 +65,18 @@ def on_ranks(group, rank, name):
 @pytest.mark.parametrize("name", crossed(["latent", "latent rotary", "grouped rotary"], fast=1))
 def test_layers_over_ranks_have_two_graphs_at_most(gloo_pool, name):
     assert max(gloo_pool.run(on_ranks, name, world_size=2)) <= 2
+
+
+def in_a_ring(group, rank, name):
+    """The same where no keys and values fit on a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys_values, "MAX_GATHERED", 0)
+        return graphs_of(name, group)
+
+
+@pytest.mark.parametrize("name", crossed(["latent rotary", "latent"], fast=1))
+def test_a_ring_of_latents_has_two_graphs_at_most(gloo_pool, name):
+    assert max(gloo_pool.run(in_a_ring, name, world_size=2)) <= 2
 
 
 @pytest.mark.parametrize("name", crossed(["latent rotary", "grouped rotary"], fast=1))
