@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.comm import keys_values
+from fla_cp.comm.keys_values import latents
 from tests.support.ranks import run_threads
 from tests.support.sweeps import crossed
 
@@ -137,6 +139,16 @@ def added(shares):
 def test_ranks_equal_one(kind, layout, remat, R):
     wanted = alone(kind)[1]
     assert_same(added(run_threads(rank_share, R, kind, layout, remat)), wanted)
+
+
+@pytest.mark.parametrize("layout, remat", [("zigzag", "checkpoints"), ("uneven", "none")])
+def test_latents_in_a_ring_equal_one_rank(layout, remat, monkeypatch):
+    monkeypatch.setattr(keys_values, "MAX_GATHERED", 0)
+    made, original = [], latents.LatentWire.of
+    monkeypatch.setattr(latents.LatentWire, "of", lambda *x: made.append(1) or original(*x))
+    wanted = alone("kimi_linear")[1]
+    assert_same(added(run_threads(rank_share, 4, "kimi_linear", layout, remat)), wanted)
+    assert len(made) >= 8
 
 
 def seen_by_layers(group, rank):
