@@ -33,6 +33,7 @@ class Run(NamedTuple):
 
 
 FLA = "--peer fla"
+ZIGZAG = "--layouts zigzag --together 1"
 
 RUNS = (
     Run("host", "host", "--packings", 150),
@@ -51,9 +52,10 @@ RUNS = (
     Run("cp", "cp_scaling", "", 240, gpus=2),
     Run("exchange", "exchange", "2", 60, gpus=2),
     Run("attention-2-gpus", "attention", "--ranks 2", 120, gpus=2),
-    Run("hybrid", "hybrid", "--ranks 1,2", 240, gpus=2),
+    Run("hybrid", "hybrid", "--ranks 1,2 --tokens 65536", 120, gpus=2),
+    Run("hybrid-131072", "hybrid", f"--ranks 1,2 --tokens 131072 {ZIGZAG}", 150, gpus=2),
     Run("train-2-gpus", "train", "--models 340M --seq-len 65536 --gpus 1,2", 240, gpus=2),
-    Run("example-2-gpus", "example_figures", "--gpus 2", 420, gpus=2),
+    Run("example-2-gpus", "example_figures", "--gpus 2 --tokens 262144 --steps 3", 200, gpus=2),
     Run("train", "train", f"--models 340M --seq-len 65536 --gpus 1 --profile {FLA}", 540),
     Run("kda-fla", "ops", f"--op kda --shapes target {FLA}", 480),
 )

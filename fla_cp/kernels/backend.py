@@ -77,6 +77,11 @@ class Backend(ABC):
         segment has `longest`."""
         return False
 
+    def form_tables(self, packing: Packing, cu_seqlens: Tensor) -> bool:
+        """Forms the tables of a packing of whole sequences on the device of its offsets, where that
+        takes the host less time than to send them. Whether the packing has them there now."""
+        return False
+
     def extra_segments(self, HV: int, V: int, device: torch.device) -> int:
         """The most segments that a compiled graph may add, for which it reserves memory."""
         return 0

@@ -404,9 +404,12 @@ def _plan_of(known: Known, offsets: tuple[int, ...], shares: bool) -> Plan:
 def _packed_plan(known: Known, states: bool, x: Tensors, options: Mapping[str, Any]) -> Plan | None:
     """The plan of a packed call like one before, after checks of its offsets. None if there is not
     one initial state for each sequence. states: whether states are given or wanted."""
-    state = options.get("initial_state")
-    offsets = read_offsets(options["cu_seqlens"], options.get("cu_seqlens_cpu"), x.q.shape[1])
+    state, cu_seqlens = options.get("initial_state"), options["cu_seqlens"]
+    offsets = read_offsets(cu_seqlens, options.get("cu_seqlens_cpu"), x.q.shape[1])
     if state is not None and len(state) != len(offsets) - 1:
         return None
     shares = not states and known.backend.replay_stream(x.q.device) is not None
-    return _plan_of(known, offsets, shares)
+    plan = _plan_of(known, offsets, shares)
+    if plan.packing.frame is not None and cu_seqlens.device == x.q.device:
+        known.backend.form_tables(plan.packing, cu_seqlens)
+    return plan

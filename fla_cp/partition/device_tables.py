@@ -216,6 +216,14 @@ class Tabled:
         launches are queued."""
         return self._table(build, dtype, device).addresses
 
+    def has_table(self, build: Build, device: torch.device) -> bool:
+        """Whether `table` and `addresses` would find this one, and not make it."""
+        return (build, device) in self._on_devices
+
+    def keep_table(self, build: Build, table: DeviceTable, device: torch.device) -> None:
+        """Keeps a table on `device` that was formed there: what `build` returns."""
+        self._on_devices.setdefault((build, device), table)
+
     def _table(self, build: Build, dtype: torch.dtype, device: torch.device) -> DeviceTable:
         key, tables = (build, device), self._on_devices
         found = tables.get(key)

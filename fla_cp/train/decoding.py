@@ -40,6 +40,12 @@ def why_eager(model: Decoder) -> str | None:
     return None
 
 
+def unsteady_steps(device: torch.device) -> int:
+    """How many of the first steps take longer than all others: those before a capture, which
+    compile kernels, and the one that is captured. They are the same if nothing is captured."""
+    return EAGER_CALLS + 1 if device.type == "cuda" else 0
+
+
 class Replayed:
     """step(), or a replay of it. step: returns a tensor, which later calls overwrite, and writes
     only memory that was there before. captured: whether a graph is made, on a GPU."""

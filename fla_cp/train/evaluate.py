@@ -33,7 +33,7 @@ from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, collate
 from fla_cp.train.distributed import Ranks, check_ranks, compute_dtype, joined
 from fla_cp.train.exit_codes import MISTAKE
-from fla_cp.train.export import recorded_decoder, whole_checkpoint
+from fla_cp.train.export import own_record, recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
 from fla_cp.train.loader import token_ranges
 from fla_cp.train.mixers import CONV_SIZE
@@ -42,8 +42,10 @@ from fla_cp.train.needle import SHORTEST, VOCAB_SIZE, needle_document
 from fla_cp.train.progress import mark
 from fla_cp.train.published import is_published, load_published_shards
 from fla_cp.train.sources import Reading, build_dataset
+from fla_cp.train.streaming import check_bytes
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
+from fla_cp.train.waiting_bars import shown
 from fla_cp.train.weights import allocate
 
 BUCKETS = 32
@@ -90,19 +92,16 @@ def load(path: Path, ranks: Ranks, dtype: torch.dtype, *, trust: bool = False) -
         model = load_published_shards(path, ranks, dtype)
         return Subject(model, {}, str(path) if has_tokenizer(path) else None)
     path = whole_checkpoint(path, trust, ranks)
-    record, files = checkpoint.read_record(path)
-    if record["format"] == 1 or record.get("folder") is not None:
-        raise UserError(
-            f"RUN must be a run of fla_cp's own models with a checkpoint of format 2, got {path}"
-        )
+    record, files = own_record(path)
     model = recorded_decoder(record)
     allocate(model, ranks, dtype)
-    dcp.load(
-        {"model": model.state_dict()},
-        storage_reader=CheckedReader(path, checkpoint.read_metadata(path, files, trust)),
-        planner=reading(trust)[1](),
-        process_group=ranks.host_group,
-    )
+    with shown("loading weights"):
+        dcp.load(
+            {"model": model.state_dict()},
+            storage_reader=CheckedReader(path, checkpoint.read_metadata(path, files, trust)),
+            planner=reading(trust)[1](),
+            process_group=ranks.host_group,
+        )
     model.eval()
     return Subject(model, record["data"], record["data"].get("tokenizer"))
 
@@ -132,17 +131,19 @@ def held_out(model: Decoder, packs: Sequence[Batch], ranks: Ranks) -> Results:
     """The losses of packs by position in the document and by the document's length, both counted
     from where the document begins or ends in the pack. Collective."""
     sums = torch.zeros(2, 2, BUCKETS, dtype=torch.float64, device="cpu")
-    for pack in packs:
-        batch = collate([pack])
-        found, labels, places = scores(model, batch, ranks)
-        counts = labels != IGNORE
-        offsets = batch["cu_seqlens"].to(torch.int64)
-        document = torch.searchsorted(offsets, places, right=True) - 1
-        values = places - offsets[document], offsets.diff()[document]
-        for row, value in zip(sums, values, strict=True):
-            bucket = _bucket(value[counts])
-            row[0].index_add_(0, bucket, found[0, counts].double())
-            row[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
+    with shown("measuring the held-out loss", len(packs), "packs") as update:
+        for pack in packs:
+            batch = collate([pack])
+            found, labels, places = scores(model, batch, ranks)
+            counts = labels != IGNORE
+            offsets = batch["cu_seqlens"].to(torch.int64)
+            document = torch.searchsorted(offsets, places, right=True) - 1
+            values = places - offsets[document], offsets.diff()[document]
+            for row, value in zip(sums, values, strict=True):
+                bucket = _bucket(value[counts])
+                row[0].index_add_(0, bucket, found[0, counts].double())
+                row[1].index_add_(0, bucket, torch.ones_like(bucket, dtype=torch.float64))
+            update()
     sums = ranks.sum(sums.to(ranks.device)).cpu()
     loss, targets = sums[0].sum(1).tolist()
     tables = [
@@ -175,10 +176,13 @@ def text_loss(model: Decoder, ids: Sequence[int], window: int, ranks: Ranks) -> 
     labels = torch.full_like(tokens, IGNORE)
     labels[:, :-1] = tokens[:, 1:]
     total = torch.zeros(1, dtype=torch.float64, device="cpu")
-    for part, wanted in zip(tokens.split(window, 1), labels.split(window, 1), strict=True):
-        ends = torch.tensor([0, part.shape[1]], dtype=torch.int32, device="cpu")
-        batch = {"tokens": part, "labels": wanted, "cu_seqlens": ends}
-        total += scores(model, batch, ranks)[0][0].double().sum()
+    parts = tokens.split(window, 1)
+    with shown("reading the text", len(parts), "windows") as update:
+        for part, wanted in zip(parts, labels.split(window, 1), strict=True):
+            ends = torch.tensor([0, part.shape[1]], dtype=torch.int32, device="cpu")
+            batch = {"tokens": part, "labels": wanted, "cu_seqlens": ends}
+            total += scores(model, batch, ranks)[0][0].double().sum()
+            update()
     return float(ranks.sum(total.to(ranks.device)).item())
 
 
@@ -193,14 +197,18 @@ def needle_recall(
     """The share of `count` needles that the model recalls, by length of the document and depth of
     the needle in it. Collective."""
     found: dict[int, dict[float, float]] = {}
-    for length in lengths:
-        found[length] = {}
-        for depth in depths:
-            rng = np.random.default_rng([seed, length, round(1000 * depth)])
-            hits = torch.zeros(1, dtype=torch.float64, device="cpu")
-            for _ in range(count):
-                hits += scores(model, _needle_batch(rng, length, depth), ranks)[0][1].double().sum()
-            found[length][depth] = ranks.sum(hits.to(ranks.device)).item() / count
+    needles = len(lengths) * len(depths) * count
+    with shown("recalling needles", needles, "needles") as update:
+        for length in lengths:
+            found[length] = {}
+            for depth in depths:
+                rng = np.random.default_rng([seed, length, round(1000 * depth)])
+                hits = torch.zeros(1, dtype=torch.float64, device="cpu")
+                for _ in range(count):
+                    batch = _needle_batch(rng, length, depth)
+                    hits += scores(model, batch, ranks)[0][1].double().sum()
+                    update()
+                found[length][depth] = ranks.sum(hits.to(ranks.device)).item() / count
     return found
 
 
@@ -316,6 +324,8 @@ def evaluate(given: Any, ranks: Ranks) -> Results:
         ids = list(text)
         if subject.tokenizer is not None:
             (ids,) = Tokenizer(subject.tokenizer).ids([text.decode(errors="replace")])
+        else:
+            check_bytes("--text", ids, subject.model.embedding.num_embeddings)
         if len(ids) < 2:
             raise UserError(f"--text must have at least two tokens, got {len(ids)}")
         _check_tokens("--text", 1 + max(ids), subject)

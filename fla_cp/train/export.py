@@ -28,8 +28,9 @@ from fla_cp.train import checkpoint
 from fla_cp.train.config import ModelConfig, ParallelConfig, UserError
 from fla_cp.train.distributed import Ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
-from fla_cp.train.integrity import Damaged
+from fla_cp.train.integrity import Damaged, FileSums
 from fla_cp.train.model import Decoder, Shape
+from fla_cp.train.published import READERS
 from fla_cp.train.stock_checkpoint import export_checkpoint
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
@@ -100,6 +101,32 @@ def recorded_decoder(record: Mapping[str, Any]) -> Decoder:
     with torch.device("meta"):
         config, shape = ModelConfig(**values(ModelConfig)), Shape(**values(Shape))
         return Decoder(config, model["vocab_size"], shape)
+
+
+def own_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
+    """What `read_record` says of a checkpoint of fla_cp's own models.
+
+    Raises UserError for format 1, and for a model of transformers, with the way to go on.
+    """
+    record, files = checkpoint.read_record(path)
+    if record["format"] == 1:
+        raise UserError(
+            f"RUN: {path} is of format 1, which does not say what its model's options were; resume "
+            "it for one step and take that"
+        )
+    if record.get("folder") is not None:
+        kind = record["model"].get("model_type")
+        if kind in READERS:
+            raise UserError(
+                f"RUN must not be a run of --model hf:DIR, got {path} of {kind}: write it with "
+                "fla-cp-export RUN OUT, and give OUT instead"
+            )
+        raise UserError(
+            f"RUN must not be a run of --model hf:DIR, got {path} of {kind}: write it with "
+            f"fla-cp-export RUN OUT, and use transformers' own generate on OUT; here OUT may be "
+            f"of {' or '.join(READERS)} only"
+        )
+    return record, files
 
 
 def whole_checkpoint(run: Path, trust: bool, ranks: Ranks) -> Path:

@@ -13,7 +13,6 @@ tokens of each chunk, and then decode alike.
 from __future__ import annotations
 
 import argparse
-import codecs
 import os
 import sys
 import time
@@ -35,16 +34,18 @@ from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
 from fla_cp.train.config import ParallelConfig, UserError
-from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, why_eager
+from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, unsteady_steps, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
-from fla_cp.train.export import recorded_decoder, whole_checkpoint
+from fla_cp.train.export import own_record, recorded_decoder, whole_checkpoint
 from fla_cp.train.integrity import Damaged
 from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.model import Decoder
 from fla_cp.train.published import end_tokens, is_published, load_published
+from fla_cp.train.streaming import TextStream, check_bytes
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
+from fla_cp.train.waiting_bars import shown
 from fla_cp.train.weights import give_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -85,17 +86,23 @@ class Sampling:
 
 @dataclass
 class Statistics:
-    """first_token: seconds from the call to the first token of all prompts. decoding: seconds of
-    the steps after it. steps: how many these were. tokens: how many tokens they gave."""
+    """first_token: seconds from the call to the first token of all prompts. left_out: steps after
+    it that compile kernels and capture the graph, see `unsteady_steps`. decoding: seconds of the
+    steps after those. steps: how many these were. tokens: how many tokens they gave."""
 
     first_token: float = 0.0
+    left_out: int = 0
     decoding: float = 0.0
     steps: int = 0
     tokens: int = 0
 
     def __str__(self) -> str:
+        first = f"first token after {self.first_token:.3f} s"
+        if not self.steps:
+            return f"{first}, too few tokens for tokens/s"
+        without = f", not counting {self.left_out} steps that compile and capture"
         rate = self.tokens / self.decoding if self.decoding else 0.0
-        return f"first token after {self.first_token:.3f} s, then {rate:.1f} tokens/s"
+        return f"{first}, then {rate:.1f} tokens/s{without if self.left_out else ''}"
 
 
 def make_caches(model: Decoder, rows: int, capacity: int) -> list[LayerCache]:
@@ -149,6 +156,35 @@ def _joined(caches: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
     return found
 
 
+def _read(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    chunk: int,
+    group: dist.ProcessGroup | None,
+) -> tuple[list[list[LayerCache]], list[Tensor]]:
+    """The caches and the next logits of each prompt. chunk: tokens of all ranks at once."""
+    device = model.embedding.weight.device
+    filled, rows = [], []
+    before: torch.cuda.Event | None = None
+    chunks = sum(-(-len(prompt) // chunk) for prompt in prompts)
+    with shown("reading the prompts", chunks, "chunks") as update:
+        for prompt in prompts:
+            caches = make_caches(model, 1, capacity)
+            tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+            for part in tokens.split(chunk, 1):
+                logits = next_logits(model, part, caches, group)
+                if device.type == "cuda":  # the host is a chunk ahead at most, and so is the bar
+                    if before is not None:
+                        before.synchronize()
+                    before = torch.cuda.Event()
+                    before.record(torch.cuda.current_stream(device))
+                update()
+            filled.append(caches)
+            rows.append(logits)
+    return filled, rows
+
+
 @torch.no_grad()
 def generate(
     model: Decoder,
@@ -192,14 +228,7 @@ def generate(
     ranks = 1 if group is None else dist.get_world_size(group)
     begin = time.perf_counter()
     capacity = max(map(len, prompts)) + max_new_tokens
-    filled, rows = [], []
-    for prompt in prompts:
-        caches = make_caches(model, 1, capacity)
-        tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-        for part in tokens.split(chunk * ranks, 1):
-            logits = next_logits(model, part, caches, group)
-        filled.append(caches)
-        rows.append(logits)
+    filled, rows = _read(model, prompts, capacity, chunk * ranks, group)
     decoding = Decoding(
         DecodeStep(model, _joined(filled), len(prompts)),
         lambda logits: sampling.choose(logits, generator),
@@ -211,7 +240,7 @@ def generate(
     decoding.take(torch.cat(rows))
     found: list[list[int]] = [[] for _ in prompts]
     open_rows = [True] * len(prompts)
-    statistics = Statistics()
+    statistics, unsteady = Statistics(), unsteady_steps(device)
     for step in range(max_new_tokens):
         newest = decoding.read()
         # A GPU computes the next token while the host reads this one.
@@ -221,6 +250,9 @@ def generate(
         given = [t if is_open else None for t, is_open in zip(newest(), open_rows, strict=True)]
         if not step:
             statistics.first_token = time.perf_counter() - begin
+            begin = time.perf_counter()
+        elif step <= unsteady:
+            statistics.left_out += 1
             begin = time.perf_counter()
         else:
             statistics.steps += 1
@@ -251,21 +283,17 @@ def load_decoder(
     alone = joined(ParallelConfig(device="cpu")) if ranks is None else nullcontext(ranks)
     with alone as ranks:
         path = whole_checkpoint(run, trust, ranks)
-        record, files = checkpoint.read_record(path)
-        if record["format"] == 1 or record.get("folder") is not None:
-            raise UserError(
-                "RUN must be a run of fla_cp's own models with a checkpoint of format 2, got "
-                f"{path}"
-            )
+        record, files = own_record(path)
         metadata = checkpoint.read_metadata(path, files, trust)
         model = recorded_decoder(record)
         give_memory(model, torch.device("cpu"))
-        dcp.load(
-            {"model": model.state_dict()},
-            storage_reader=CheckedReader(path, metadata),
-            planner=reading(trust)[1](),
-            process_group=ranks.host_group,
-        )
+        with shown("loading weights"):
+            dcp.load(
+                {"model": model.state_dict()},
+                storage_reader=CheckedReader(path, metadata),
+                planner=reading(trust)[1](),
+                process_group=ranks.host_group,
+            )
     return model.to(device).eval(), record
 
 
@@ -285,30 +313,6 @@ def load(
     source = record["data"].get("tokenizer")
     tokenizer = None if source is None else Tokenizer(source)
     return model, tokenizer, [] if tokenizer is None else tokenizer.end
-
-
-def _stream(tokenizer: Tokenizer | None) -> Callable[[list[int | None]], None]:
-    """Prints the text of one row as its tokens come."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    seen: list[int] = []
-    shown = ""
-
-    def show(tokens: list[int | None]) -> None:
-        nonlocal shown
-        token = tokens[0]
-        if token is None:
-            return
-        if tokenizer is None:
-            text = decoder.decode(bytes([token])) if token < 256 else ""
-        else:
-            seen.append(token)
-            whole = tokenizer.hf.decode(seen, skip_special_tokens=True)
-            if whole.endswith("\ufffd"):  # the rest of a character is still to come
-                return
-            text, shown = whole[len(shown) :], whole
-        print(text, end="", flush=True)
-
-    return show
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
@@ -365,7 +369,15 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
     prompts = [list(text.encode()) for text in texts]
     if tokenizer is not None:
         prompts = tokenizer.ids(texts)
+    else:
+        check_bytes("--prompt", b"".join(map(bytes, prompts)), len(model.embedding.weight))
     first, one = ranks is None or ranks.rank == 0, len(prompts) == 1
+    stream = TextStream(tokenizer)
+
+    def show(tokens: list[int | None]) -> None:
+        if tokens[0] is not None:
+            print(stream.add(tokens[0]), end="", flush=True)
+
     found, statistics = generate(
         model,
         prompts,
@@ -374,8 +386,8 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
         end=ends,
         seed=given.seed,
         group=None if ranks is None else ranks.cp_group,
-        on_tokens=_stream(tokenizer) if one and first else None,
+        on_tokens=show if one and first else None,
     )
     if first:
-        print("" if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
+        print(stream.end() if one else "\n".join(_text(tokens, tokenizer) for tokens in found))
     return statistics

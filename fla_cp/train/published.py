@@ -39,7 +39,7 @@ def open_published(path: Path) -> tuple[Decoder, Layout, TensorFolder]:
     """
     try:
         config = _understood(path, read_config(path))
-        model, shape = _READERS[config.model_type](config)
+        model, shape = READERS[config.model_type](config)
         with torch.device("meta"):
             decoder = Decoder(model, config.vocab_size, shape)
         layout = layout_of(decoder)
@@ -102,8 +102,8 @@ def _understood(path: Path, config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     kind = str(config.get("model_type"))
-    if kind not in _READERS:
-        known = " or ".join(_READERS)
+    if kind not in READERS:
+        known = " or ".join(READERS)
         raise ValueError(f"model_type in config.json of {path} must be {known}, got {kind!r}")
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(config))
@@ -260,7 +260,8 @@ def _rotary(config: Any) -> tuple[float, str | None]:
     return rope["rope_theta"], f"yarn:{factor}:{original}"
 
 
-_READERS: Mapping[str, Callable[[Any], _Options]] = {
+READERS: Mapping[str, Callable[[Any], _Options]] = {
     "kimi_linear": _kimi_linear,
     "qwen3_next": _qwen3_next,
 }
+"""What reads a config.json, by its model_type."""

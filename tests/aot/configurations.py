@@ -218,6 +218,18 @@ def compile_fold(K: int, V: int) -> list[Launch]:
     return list(dict.fromkeys(kernels))
 
 
+def compile_tables() -> list[Launch]:
+    """The tables of a packing, from offsets of either dtype."""
+    from fla_cp.kernels.triton.chunk_tables import form_tables
+    from fla_cp.partition.whole import WholeSequences
+
+    offsets = 0, 100, 130
+    with launched() as kernels:
+        for dtype in (torch.int32, torch.int64):
+            form_tables(WholeSequences(offsets), torch.tensor(offsets, dtype=dtype))
+    return list(dict.fromkeys(kernels))
+
+
 def compile_exchange(K: int, V: int) -> list[Launch]:
     """An exchange of the first, a middle and the last rank, of transitions and their transposes."""
     from fla_cp.comm import SlotMaps
@@ -284,6 +296,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"{K}x{V} bf16 head{groups} high", functools.partial(of_squares, call)
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
     yield "gla bf16 safe", call
+    yield "tables of a packing", compile_tables
     for K, V in SIZES:
         yield f"fold {K}x{V}", functools.partial(compile_fold, K, V)
         yield f"exchange {K}x{V}", functools.partial(compile_exchange, K, V)

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 import fla_cp
+import fla_cp.compat
 import fla_cp.nn
 from tests.support.processes import ROOT, environment
 
@@ -39,8 +40,10 @@ def test_a_picture_shows_the_edges_that_a_document_crosses():
 
 
 def test_measured_rows_are_those_of_the_performance_page():
-    measured = [row for row in rows("long-context.md") if re.search(r"\d", row)]
-    assert len(measured) >= 9
+    # Rows that begin with flags are predicted: tests/train/test_memory.py compares them.
+    found = [row for row in rows("long-context.md") if re.search(r"\d", row)]
+    measured = [row for row in found if not row.startswith("| `--")]
+    assert len(measured) >= 13 and len(measured) < len(found)
     assert [row for row in measured if row not in PERFORMANCE.splitlines()] == []
 
 
@@ -122,6 +125,11 @@ def test_the_reference_has_every_public_name(site):
     text = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
     shown = {name.split(".")[-1] for name in re.findall(r'id="(fla_cp\.[\w.]+)"', text)}
     assert {*fla_cp.__all__, *fla_cp.nn.__all__} <= shown
+    # Some names are others' for the same function, and FLACPContext has a page of its own.
+    others = {"chunk_gdn", "fused_recurrent_gdn", "l2_norm", "FLACPContext"}
+    compat = set(re.findall(r'id="fla_cp\.compat\.\w+\.(\w+)"', text))
+    assert {*fla_cp.compat.__all__} - others <= compat
+    assert 'id="fla_cp.train.generate.generate"' in text
     assert {"parallelize", "CPAccelerator", "selective_checkpoint", "ParallelConfig"} <= shown
 
 

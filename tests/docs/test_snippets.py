@@ -2,13 +2,14 @@
 
 import ast
 import re
+import tomllib
 
 import pytest
 import torch
 
 from fla_cp import build_cp_context
 from tests.support.processes import ROOT
-from tests.support.snippets import blocks, commands, run, run_dry
+from tests.support.snippets import ENTRY, blocks, commands, run, run_dry
 
 BLOCKS = [b for path in sorted((ROOT / "docs").glob("*.md")) for b in blocks(path)]
 BASH = [b for b in BLOCKS if b.language == "bash"]
@@ -134,6 +135,14 @@ def test_wrong_commands_are_found(command, reason, tmp_path, capsys):
         run_dry(words, tmp_path)
     shown = capsys.readouterr()
     assert reason in f"{refused.value}{shown.out}{shown.err}"
+
+
+def test_every_program_of_the_package_can_be_run():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert ENTRY.keys() == project["scripts"].keys()
+    for name, code in ENTRY.items():
+        module, _, function = project["scripts"][name].partition(":")
+        assert code.startswith(f"from {module} import {function}"), name
 
 
 RUN = [b for b in BLOCKS if b.language == "python" or b.words is not None]

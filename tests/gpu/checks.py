@@ -292,14 +292,17 @@ def check_member(
 
     def results(x: Named, impl: str) -> Named:
         x = {n: t.to(DEVICE) for n, t in x.items()}
-        if stepwise:
-            found = operator(member, "fused_recurrent", x, **keywords, impl=impl)
-            return dict(zip(("o", "final_state"), found, strict=True))
-        return collect(lambda y: operator(member, "chunk", y, **keywords, impl=impl), x, weights)
+        form = "fused_recurrent" if stepwise else "chunk"
+        op = partial(operator, member, form, **keywords, impl=impl)
+        with_grads = collect(op, x, weights)
+        if not stepwise:
+            return with_grads
+        with torch.no_grad():  # as in decoding
+            return with_grads | {f"{n} alone": t for n, t in zip(("o", "S"), op(x), strict=True)}
 
     how = " token by token" * stepwise + " given" * (not inside) + " no groups" * (H == 4)
     row = {"K": K, "V": V, "case": name or f"{key} T={T}{how}"}
-    return row | judged(results, x, dtype, nothing if stepwise or not inside else of_gates)
+    return row | judged(results, x, dtype, of_gates if inside else nothing)
 
 
 def of_gates(x: Named, actual: Named, exact: Named) -> Named:
@@ -458,16 +461,20 @@ def summed_errors(case: Case, x: Named, error: Tensor) -> Named:
 
 def parts() -> dict[str, Callable[[], Rows]]:
     """The checks that run in a process of their own, by name."""
+    from tests.gpu.conv_states import check_conv_states
     from tests.gpu.decoding import check_decoding
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
     from tests.gpu.tiles import check_tiles
+    from tests.gpu.wide_heads import check_wide
 
     found: dict[str, Callable[[], Rows]] = {"conv,gate": check_conv_and_gate}
     found["cancelling"] = check_cancelling
     found |= {"exchange": check_exchange, "norm": check_norm, "layers": check_layers}
     found |= {"experts": check_experts, "decoding": check_decoding}
+    found |= {"conv states": check_conv_states}
+    found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
     for K, V in SIZES:
         for n in range(3):
             found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fla_cp.ops.wide_heads
 from fla_cp import kda_gate
 from fla_cp.kernels import resolve
 from fla_cp.nn import grouped
@@ -10,7 +11,7 @@ from tests.gpu import said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from tests.gpu import checks, decoding, exchange, experts, layers
+from tests.gpu import checks, conv_states, decoding, exchange, experts, layers, wide_heads
 from tests.gpu.__main__ import SMALL_CALL
 from tests.support.closeness import share_of_budget
 
@@ -68,6 +69,40 @@ def test_the_gpu_checks_of_the_family(name, more, small, monkeypatch):
     rows = checks.check_family(name)
     assert len(rows) == 7 + more
     assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("wrong", [None, "dinitial_state", "final"])
+def test_the_gpu_check_of_states_of_convolutions(wrong, small, monkeypatch):
+    """It passes, and it fails if one result is a little off."""
+    monkeypatch.setattr(conv_states, "CALLS", ((2, 2, 6, 4, None), (1, 20, 6, 3, (0, 3, 3, 20))))
+    fine = checks.judged
+
+    def spoilt(call, x, *more):
+        def other(x, impl):
+            found = call(x, impl)
+            if impl == "triton" and wrong:
+                found[wrong] = found[wrong] * 1.01
+            return found
+
+        return fine(other, x, *more)
+
+    monkeypatch.setattr(checks, "judged", spoilt)
+    rows = conv_states.check_conv_states()
+    assert len(rows) == 3 * 2
+    assert all(row["ok"] == (wrong is None) for row in rows if row["dtype"] == "float32"), rows
+    assert wrong or all(row["ok"] for row in rows), rows
+
+
+@pytest.mark.bits
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["gla"])
+def test_the_gpu_checks_of_wide_heads(name, small, monkeypatch):
+    monkeypatch.setattr(wide_heads, "SIZE", (24, 20, 5))
+    monkeypatch.setattr(fla_cp.ops.wide_heads, "MAX_DIM", 16)  # the interpreter is slow
+    monkeypatch.setattr(wide_heads, "BF16", F32)
+    rows = wide_heads.check_wide(name)
+    assert len(rows) == 4 and all(row["ok"] for row in rows), rows
 
 
 @pytest.mark.bits

@@ -21,7 +21,7 @@ from benchmarks import host
 from benchmarks.tune import now
 from fla_cp import autograd, pipeline
 from fla_cp.kernels import using
-from fla_cp.kernels.triton import streams
+from fla_cp.kernels.triton import chunk_tables, streams
 from fla_cp.ops.known import known_calls
 from fla_cp.partition import device_tables
 from fla_cp.partition.packing import Packing
@@ -99,8 +99,9 @@ def test_new_packings_are_replayed(machine, monkeypatch, operator, T, H):
 
 
 def test_a_new_packing_takes_few_steps(machine, monkeypatch):
-    """A replayed call with a new packing lists no segments and sends one table to the device."""
-    T, H, sent = 2048, 4, []
+    """A replayed call with a new packing lists no segments and sends nothing to the device: one
+    kernel forms its tables from cu_seqlens."""
+    T, H, sent, formed = 2048, 4, [], []
     unreplayed("chunk_kda", T, H, WARM, 1, monkeypatch)
 
     def no_list(*args: object, **options: object) -> None:
@@ -110,11 +111,16 @@ def test_a_new_packing_takes_few_steps(machine, monkeypatch):
         sent.append(len(values))
         return to_device(values, *where)
 
-    to_device = device_tables.to_device
+    def launched(kernel: Any, *given: Any, **named: Any) -> None:
+        formed.append(kernel)
+        launch(kernel, *given, **named)
+
+    to_device, launch = device_tables.to_device, chunk_tables.launch
     monkeypatch.setattr(Packing, "build", no_list)
     monkeypatch.setattr(device_tables, "to_device", counted)
+    monkeypatch.setattr(chunk_tables, "launch", launched)
     assert unreplayed("chunk_kda", T, H, NEW, 2, monkeypatch) == 0
-    assert len(sent) == NEW
+    assert formed == [chunk_tables.chunk_table_kernel] * NEW
     (known,) = known_calls.values()
     found = (*known.kind.forward.known.values(), *known.kind.backward.known.values())
     programs = [x for x in found if isinstance(x, Program)]
@@ -122,9 +128,10 @@ def test_a_new_packing_takes_few_steps(machine, monkeypatch):
     for program in programs:  # the order of segments is the same in all packings
         assert program.source.count("plan.packing.") == 1
     assert unreplayed("chunk_kda", T, H, 10, 2, monkeypatch) == 0
-    assert len(sent) == NEW + 10  # the first ones were forgotten
+    assert len(formed) == NEW + 10  # the first ones were forgotten
     assert unreplayed("chunk_kda", T, H, 10, 2, monkeypatch) == 0
-    assert len(sent) == NEW + 10
+    assert len(formed) == NEW + 10
+    assert sent == []
 
 
 SHARED = 24

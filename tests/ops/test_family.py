@@ -154,7 +154,10 @@ def test_kernels_token_by_token(key, monkeypatch):
         assert_within_budget(name, value, exact[name], plain[name], factor=6.0)
 
 
-@pytest.mark.parametrize("key", ["kda", "gated_delta_product2", "simple_gla"])
+@pytest.mark.parametrize("key", [
+    pytest.param(key, marks=[pytest.mark.wide] * ("product" in key and member.steps != 2))
+    for key, member in BY_NAME.items()
+])  # fmt: skip
 def test_kernels_gradients_token_by_token(key, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -330,7 +330,8 @@ def test_indices_beyond_a_pool_are_none_to_the_kernel():
 
 @pytest.mark.bits
 @pytest.mark.parametrize("impl, name", crossed(IMPLS, [
-    "gated_delta_rule", "comba", "gla", "simple_gla", "gated_delta_product",
+    "gated_delta_rule", "comba", "gla", "simple_gla", "gated_delta_product", "dplr_delta_rule",
+    "rwkv7",
 ]))  # fmt: skip
 def test_pools_of_other_members(impl, name):
     torch.manual_seed(0)
@@ -341,8 +342,16 @@ def test_pools_of_other_members(impl, name):
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
     if name == "comba":
         x["p"] = 0.5 * x["k"]
-    x["g"] = -draw(N, T, H, K).abs() if name == "gla" else -draw(N, T, H).abs()
-    if "gla" not in name:
+    removes_another_key = name in ("dplr_delta_rule", "rwkv7")
+    per_channel = name == "gla" or removes_another_key
+    x["g"] = -draw(N, T, H, K).abs() if per_channel else -draw(N, T, H).abs()
+    if removes_another_key:
+        x["a"] = torch.nn.functional.normalize(draw(N, T, H, K), dim=-1)
+        x["b"] = -0.7 * x["a"]
+        x["w" if name == "rwkv7" else "gk"] = x.pop("g")
+        if name == "rwkv7":
+            x["r"] = x.pop("q")
+    elif "gla" not in name:
         x["beta"] = draw(N, T * rows, H).sigmoid()
     if rows > 1:
         x["num_householder"] = rows

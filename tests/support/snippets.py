@@ -284,6 +284,9 @@ ENTRY = {
     "fla-cp-train": "from fla_cp.train.cli import run; import sys; sys.exit(run())",
     "fla-cp-evaluate": "from fla_cp.train.cli import run_evaluate as r; import sys; sys.exit(r())",
     "fla-cp-export": "from fla_cp.train.cli import run_export; import sys; sys.exit(run_export())",
+    "fla-cp-generate": "from fla_cp.train.cli import run_generate as r; import sys; sys.exit(r())",
+    "fla-cp-memory": "from fla_cp.train.cli import run_memory; import sys; sys.exit(run_memory())",
+    "fla-cp-plot": "from fla_cp.train.cli import run_plot; import sys; sys.exit(run_plot())",
     "fla-cp-tokenize": "from fla_cp.train.pretokenize import run; import sys; sys.exit(run())",
 }
 """What the package's programs are, so that this clone's run whichever is installed."""

@@ -99,5 +99,10 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "--cp must be the number of ranks that were started, 1, got 2" in capsys.readouterr().err
     assert evaluate_main([str(tmp_path), "--needle-count", "0"]) == 2
     assert "--needle-count must be at least 1, got 0" in capsys.readouterr().err
+    random_run(tmp_path / "run", MODELS["kimi"])  # of 97 tokens
+    (tmp_path / "text.txt").write_text("abc")
+    text = ["--packs", "0", "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert evaluate_main([str(tmp_path / "run"), *text]) == 2
+    assert "error: --text must have bytes below 97" in capsys.readouterr().err
     with pytest.raises(ValueError, match="LENGTH from 16, got 8"):
         build_dataset("needle:8", 64, "train", 0)

@@ -14,10 +14,11 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fla_cp.train.generate
 import fla_cp.train.main
-from fla_cp.train.decoding import in_dtype
+from fla_cp.train.decoding import in_dtype, unsteady_steps
 from fla_cp.train.export import export
-from fla_cp.train.generate import Sampling, generate, load_decoder
+from fla_cp.train.generate import Sampling, Statistics, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
 from tests.support.exported import MODELS, TINY, logits_of, random_model, random_run
 from tests.support.processes import ROOT, environment
@@ -78,7 +79,11 @@ def test_the_command_continues_bytes(tmp_path, capsys):
     texts = [bytes(tokens).decode() + "\n" for tokens in found]
     assert capsys.readouterr().out == "".join(texts)
     assert generate_main([*command, "--prompt", "abc"]) == 2
-    assert "prompts must have tokens from 0 to 96" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--prompt must have bytes below 97, the tokens of the model" in err
+    assert "got 99: models of synthetic and needle:LENGTH read no text; train on stdlib" in err
+    with pytest.raises(ValueError, match="prompts must have tokens from 0 to 96"):
+        generate(model, [[97]], 1)
     assert generate_main([str(tmp_path), "--prompt", "A"]) == 2
     assert "holds no complete one" in capsys.readouterr().err
 
@@ -179,6 +184,20 @@ def test_text_is_printed_as_it_comes(tokenizer_run, monkeypatch):
         assert after.startswith(before)
 
 
+def test_the_last_piece_of_text_is_printed(tmp_path, monkeypatch, capsys):
+    """A text may end within a character."""
+    random_run(tmp_path / "run", MODELS["kimi"])
+
+    def give(*args, on_tokens, **kwargs):
+        for byte in b"A\xf0\x9f":
+            on_tokens([byte])
+        return [], Statistics()
+
+    monkeypatch.setattr(fla_cp.train.generate, "generate", give)
+    assert generate_main([str(tmp_path / "run"), "--device", "cpu", "--prompt", "A"]) == 0
+    assert capsys.readouterr().out == "A\ufffd\n"
+
+
 def test_the_time_to_the_first_token_and_the_rate_are_measured(monkeypatch):
     model = random_model(MODELS["kimi"]).eval()
     now = [0.0]
@@ -193,6 +212,20 @@ def test_the_time_to_the_first_token_and_the_rate_are_measured(monkeypatch):
     assert statistics.first_token == 2.0
     assert (statistics.steps, statistics.tokens, statistics.decoding) == (4, 8, 1.0)
     assert str(statistics) == "first token after 2.000 s, then 8.0 tokens/s"
+    assert unsteady_steps(torch.device("cpu")) == 0
+    # On a GPU, two steps run as they are written, and the third captures the graph.
+    assert unsteady_steps(torch.device("cuda")) == 3
+    monkeypatch.setattr(fla_cp.train.generate, "unsteady_steps", lambda device: 3)
+    now[0] = 0.0
+    _, statistics = generate(model, PROMPTS[:2], 6, sampling=Slow())
+    assert (statistics.left_out, statistics.steps, statistics.tokens) == (3, 2, 4)
+    assert statistics.decoding == 0.5
+    assert str(statistics) == (
+        "first token after 2.000 s, then 8.0 tokens/s, not counting 3 steps that compile and "
+        "capture"
+    )
+    _, statistics = generate(model, PROMPTS[:2], 4, sampling=Slow())
+    assert str(statistics).endswith(" s, too few tokens for tokens/s")
 
 
 def launched(*words, ranks=1):

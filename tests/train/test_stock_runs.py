@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import fla_cp.train.export
 import fla_cp.train.main
 from fla_cp.integrations.safetensors_folder import TensorFolder
+from fla_cp.train import evaluate, generate
 from fla_cp.train.checkpoint import checkpoints, read_record
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.parse import parse
@@ -94,6 +95,20 @@ def test_what_is_exported_is_loaded_and_exported_again(root, tmp_path, kind):
     kinds = {x.dtype for name, x in half.items() if not name.endswith(("A_log", "dt_bias"))}
     assert torch.bfloat16 in kinds
     assert all(half[name].dtype == torch.float32 for name in half if name.endswith("A_log"))
+
+
+@pytest.mark.parametrize("kind", ["kimi_linear", "olmo_hybrid"])
+def test_generate_and_evaluate_name_the_way_out(root, tmp_path, kind, capsys):
+    assert train(root, kind, tmp_path / "run", 1) == 0
+    capsys.readouterr()
+    for program in (generate.main, evaluate.main):
+        words = ["--prompt", "abc"] if program is generate.main else ["--packs", "0"]
+        assert program([str(tmp_path / "run"), "--device", "cpu", *words]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("error: RUN must not be a run of --model hf:DIR, got ")
+        assert f" of {kind}: write it with fla-cp-export RUN OUT, and " in line
+        theirs = "use transformers' own generate on OUT; here OUT may be of kimi_linear or"
+        assert (theirs in line) == (kind == "olmo_hybrid")
 
 
 def test_names_of_runs_and_resume_auto_survive_slashes(root, tmp_path, monkeypatch, capsys):

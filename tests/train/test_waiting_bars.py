@@ -17,7 +17,9 @@ import fla_cp.train.main
 import fla_cp.train.pretokenize
 from fla_cp.train import (
     checkpoint,
+    evaluate,
     export,
+    generate,
     init_from,
     pretokenize,
     saver,
@@ -27,7 +29,7 @@ from fla_cp.train import (
     weights,
 )
 from fla_cp.train.waiting_bars import shown
-from tests.support.exported import QWEN, TINY
+from tests.support.exported import MODELS, QWEN, TINY, random_run
 from tests.support.processes import ROOT, environment
 from tests.support.stock_folders import FLAGS, save_stock
 from tests.support.tokenizers import TEXT, save_tokenizer
@@ -162,8 +164,8 @@ def bars(monkeypatch):
 
         return recorded
 
-    modules = checkpoint, export, init_from, pretokenize, saver, stock_weights, tokenised, weights
-    for module in modules:
+    modules = checkpoint, evaluate, export, generate, init_from, pretokenize, saver
+    for module in (*modules, stock_weights, tokenised, weights):
         monkeypatch.setattr(module, "shown", recorder(module))
     return found
 
@@ -195,6 +197,26 @@ def test_runs_have_bars(bars, tmp_path):
     train("next", 1, "--init-from", str(tmp_path / "hf"))
     ((total, count),) = of(bars, "init_from", "loading weights")
     assert total == count > 0
+
+
+def test_generation_and_evaluation_have_bars(bars, tmp_path):
+    pytest.importorskip("matplotlib")
+    model = random_run(tmp_path / "run", MODELS["kimi"]).eval()
+    (tmp_path / "text.txt").write_text("A B" * 30)
+    prompts = [[5] * 70, [1], [2] * 31]
+    generate.generate(model, prompts, 1, chunk=31)
+    assert of(bars, "generate", "reading the prompts") == [(5, 5)]
+    command = [str(tmp_path / "run"), "--device", "cpu"]
+    assert generate.main([*command, "--prompt", "A", "--max-new-tokens", "1"]) == 0
+    assert of(bars, "generate", "loading weights") == [(None, 0)]
+    command += ["--data", "synthetic", "--packs", "2", "--seq-len", "64", "--out"]
+    command += [str(tmp_path / "a.png"), "--text", str(tmp_path / "text.txt")]
+    command += ["--needle", "33,64", "--needle-depths", "2", "--needle-count", "1"]
+    assert evaluate.main(command) == 0
+    assert of(bars, "evaluate", "loading weights") == [(None, 0)]
+    assert of(bars, "evaluate", "measuring the held-out loss") == [(2, 2)]
+    assert of(bars, "evaluate", "reading the text") == [(2, 2)]
+    assert of(bars, "evaluate", "recalling needles") == [(4, 4)]
 
 
 def test_tokenising_has_bars(bars, tmp_path, monkeypatch):

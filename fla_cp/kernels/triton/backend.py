@@ -14,8 +14,8 @@ from torch import Tensor
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch.intra import Inputs, Spec
-from fla_cp.kernels.triton import conv as convolution
 from fla_cp.kernels.triton import (
+    chunk_tables,
     decoding,
     exchange,
     fold,
@@ -26,6 +26,7 @@ from fla_cp.kernels.triton import (
     recurrent,
     streams,
 )
+from fla_cp.kernels.triton import conv as convolution
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
 from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
@@ -121,6 +122,9 @@ class TritonBackend(Backend):
     def stays_whole(self, longest: int, chunks: int, HV: int, V: int, device: torch.device) -> bool:
         value = HV * cdiv(V, segmentation.COLUMNS)
         return segmentation.stays_whole(longest, chunks, value, self.tuning.sm_count(device))
+
+    def form_tables(self, packing: Packing, cu_seqlens: Tensor) -> bool:
+        return chunk_tables.form_tables(packing, cu_seqlens)
 
     def extra_segments(self, HV: int, V: int, device: torch.device) -> int:
         """Twice what it takes to give every SM a program of the scan."""

@@ -119,13 +119,13 @@ class ScanGrads(NamedTuple):
     dh: Tensor
 
 
-# For `_columns`: where each chunk starts if all before it are full, and the rows of a full chunk,
+# For `columns`: where each chunk starts if all before it are full, and the rows of a full chunk,
 # as an array, since numpy would convert an int in every call.
 _STARTS = np.arange(0, 2048 * CHUNK, CHUNK, dtype=np.int32)
 _FULL = np.array(CHUNK, dtype=np.int32)
 
 
-def _columns(packing: Packing) -> Joined:
+def columns(packing: Packing) -> Joined:
     """The columns of `Tables`. The host forms them for every new packing, so what there is for each
     segment stays in lists, and only what there is for each chunk takes operations of numpy, each of
     which costs 3 to 7 us."""
@@ -152,7 +152,7 @@ def _columns(packing: Packing) -> Joined:
 
 
 def tables(packing: Packing, device: torch.device) -> Tables:
-    return Tables(*packing.table(_columns, torch.int32, device))
+    return Tables(*packing.table(columns, torch.int32, device))
 
 
 def stage_name(stage: str, rule: DeltaRule, dtype: torch.dtype) -> str:
