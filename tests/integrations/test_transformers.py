@@ -1,21 +1,18 @@
 """Stock models of transformers under a context, against themselves on each document alone."""
 
 import copy
-import pickle
 import sys
 import threading
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from fla_cp import build_cp_context, zigzag_token_ranges
-from fla_cp.comm import keys_values
-from fla_cp.comm.keys_values import latents
 from tests.support.ranks import run_threads
 from tests.support.sweeps import crossed
 
@@ -23,67 +20,21 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import AttentionInterface
 
-from fla_cp.integrations.transformers import parallelize, shard_rates, under
-from tests.support.stock_models import MODELS, documents_alone, drawn_tokens, gradients, stock_model
-
-OFFSETS = (0, 37, 40, 40, 101, 150)
-LOGITS = 1e-5
-"""Largest difference of logits that are of the order of one, in fp32."""
-
-GRADIENTS = 5e-5
-"""Largest relative difference of a gradient in fp32, the least budget of the trainer's parity."""
-
-LAYOUTS = {
-    "zigzag": lambda R: zigzag_token_ranges(150, R),
-    "uneven": lambda R: [*[[(r, r + 1)] for r in range(R - 1)], [(R - 1, 150)]],
-    "contiguous": lambda R: None,
-}
-REMAT = {
-    "none": None,
-    "checkpoints": {"use_reentrant": False},
-    "reentrant checkpoints": {"use_reentrant": True},
-}
-
-
-def drawn():
-    tokens, labels = drawn_tokens(150), drawn_tokens(150, seed=2)
-    labels[:, 41:60] = -100
-    return tokens, labels
-
-
-@cache
-def made(kind):
-    model = stock_model(kind)
-    return model, documents_alone(model, *drawn(), OFFSETS)
-
-
-ONE_AT_A_TIME = threading.Lock()  # ranks that are threads share the random number generator
-
-
-def alone(kind):
-    """A stock model, and what it gives for each document alone."""
-    with ONE_AT_A_TIME:
-        return made(kind)
-
-
-def parallelized(kind):
-    model = parallelize(copy.deepcopy(alone(kind)[0]))
-    model.zero_grad()
-    return model
-
-
-def one_rank(offsets=OFFSETS, **options):
-    return build_cp_context(torch.tensor(offsets), None, conv1d_kernel_size=4, **options)
-
-
-def assert_same(found, wanted):
-    """found, wanted: logits, loss and gradients."""
-    (logits, loss, grads), (right, mean, exact) = found, wanted
-    torch.testing.assert_close(logits, right, rtol=0, atol=LOGITS)
-    assert loss == pytest.approx(mean, rel=1e-5)
-    for name, x in exact.items():
-        difference = (grads[name] - x).norm() / x.norm()
-        assert difference <= GRADIENTS, f"gradient of {name}: {difference:.1e}"
+from fla_cp.integrations.transformers import parallelize, under
+from tests.support.parallelized import (
+    LAYOUTS,
+    LOGITS,
+    OFFSETS,
+    REMAT,
+    added,
+    alone,
+    assert_same,
+    drawn,
+    one_rank,
+    parallelized,
+    rank_share,
+)
+from tests.support.stock_models import MODELS, gradients, stock_model
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -113,42 +64,10 @@ def test_kernels(kind, monkeypatch):
     assert_same(found, alone(kind)[1])
 
 
-def rank_share(group, rank, kind, layout, remat):
-    model, (tokens, labels) = parallelized(kind), drawn()
-    if REMAT[remat] is not None:
-        model.activation_checkpointing_enable(REMAT[remat])
-    context = build_cp_context(
-        torch.tensor(OFFSETS),
-        group,
-        conv1d_kernel_size=4,
-        token_ranges=LAYOUTS[layout](group.size()),
-    )
-    mine = {"input_ids": context.shard(tokens), "labels": context.shard(labels)}
-    out = model(**mine, cp_context=context)
-    out.loss.backward()
-    return context.unshard(out.logits.detach()), out.loss.item(), gradients(model)
-
-
-def added(shares):
-    """The whole of what ranks have shares of; their logits are the same."""
-    logits, losses, grads = zip(*shares, strict=True)
-    return logits[0], sum(losses), {n: sum(g[n] for g in grads) for n in grads[0]}
-
-
 @pytest.mark.parametrize("kind, layout, remat, R", crossed(MODELS, LAYOUTS, REMAT, (4, 2)))
 def test_ranks_equal_one(kind, layout, remat, R):
     wanted = alone(kind)[1]
     assert_same(added(run_threads(rank_share, R, kind, layout, remat)), wanted)
-
-
-@pytest.mark.parametrize("layout, remat", [("zigzag", "checkpoints"), ("uneven", "none")])
-def test_latents_in_a_ring_equal_one_rank(layout, remat, monkeypatch):
-    monkeypatch.setattr(keys_values, "MAX_GATHERED", 0)
-    made, original = [], latents.LatentWire.of
-    monkeypatch.setattr(latents.LatentWire, "of", lambda *x: made.append(1) or original(*x))
-    wanted = alone("kimi_linear")[1]
-    assert_same(added(run_threads(rank_share, 4, "kimi_linear", layout, remat)), wanted)
-    assert len(made) >= 8
 
 
 def seen_by_layers(group, rank):
@@ -189,52 +108,6 @@ def shares_under_fsdp(group, rank, kind):
     (out.loss * group.size()).backward()
     grads = {name: x.grad.full_tensor() for name, x in model.named_parameters()}
     return context.unshard(out.logits.detach()), out.loss.item(), grads
-
-
-def shares_with_exact_rates(group, rank, kind, dtype):
-    """The same in `dtype`, the dtypes of rates in the forward, and the names of the state."""
-    model, (tokens, labels) = parallelized(kind), drawn()
-    mesh = DeviceMesh.from_group(group, "cpu")
-    names, seen = set(model.state_dict()), set()
-    shard_rates(model.model, mesh)
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    mixer = next(part for part in model.modules() if hasattr(part, "exact"))
-
-    def note(mixer, args):
-        matrix = next(x for x in mixer.parameters() if x.ndim == 2)
-        seen.update((mixer.A_log.dtype, mixer.dt_bias.dtype, matrix.dtype))
-
-    mixer.register_forward_pre_hook(note)
-    context = build_cp_context(torch.tensor(OFFSETS), group, conv1d_kernel_size=4)
-    mine = {"input_ids": context.shard(tokens), "labels": context.shard(labels)}
-    for _ in range(2):  # the second call finds what the first one left
-        model.zero_grad()
-        out = model(**mine, cp_context=context)
-        (out.loss * group.size()).backward()
-    with torch.no_grad():
-        again = model(**mine, cp_context=context)
-    assert again.loss.equal(out.loss.detach())
-    state = model.state_dict()
-    assert set(state) == names
-    model.load_state_dict(state)
-    grads = {
-        name.replace("exact.", ""): x.grad.full_tensor() for name, x in model.named_parameters()
-    }
-    return context.unshard(out.logits.detach()).float(), out.loss.item(), grads, seen
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", pytest.param("kimi_linear", marks=pytest.mark.wide)])
-def test_fsdp_keeps_decay_rates_in_float32(gloo_pool, kind):
-    """Beside float32 weights nothing changes; beside weights in bfloat16 the rates are not cast."""
-    run = partial(gloo_pool.run, shares_with_exact_rates, kind, world_size=2)
-    (logits, loss, grads, seen), (_, other, _, _) = run(torch.float32)
-    assert seen == {torch.float32}
-    assert_same((logits, loss + other, grads), alone(kind)[1])
-    (logits, loss, grads, seen), (_, other, _, _) = run(torch.bfloat16)
-    assert seen == {torch.float32, torch.bfloat16}
-    assert loss + other == pytest.approx(alone(kind)[1][1], rel=1e-2)
 
 
 @pytest.mark.wide
@@ -288,41 +161,6 @@ def test_calls_without_a_context_and_other_models_keep_their_bits(kind):
     ids = tokens[:, :9]
     assert model.generate(ids, **options).equal(stock.generate(ids, **options))
     stock.train()
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_5"])
-def test_copies_run_under_a_context(kind, copied):
-    """Each on its own weights, and without a context as transformers does."""
-    stock, tokens = alone(kind)[0], drawn()[0]
-    model = parallelized(kind)
-    copied_model = copied(model)
-    with torch.no_grad():
-        for x in model.parameters():
-            x.zero_()
-        found = copied_model(input_ids=tokens, cp_context=one_rank()).logits
-        torch.testing.assert_close(found, alone(kind)[1][0], rtol=0, atol=LOGITS)
-        plain, wanted = (m(input_ids=tokens, use_cache=False) for m in (copied_model, stock))
-        torch.testing.assert_close(plain.logits, wanted.logits, rtol=0, atol=0)
-        assert not model(input_ids=tokens, cp_context=one_rank()).logits.any()
-
-
-# Dynamo reads it of tensors that it hands over between graphs (torch 2.13)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("kind", ["kimi_linear", "qwen3_5"])
-def test_compiled_models(kind):
-    """Graphs break around the mixers; nothing else changes."""
-    model, (tokens, labels) = parallelized(kind), drawn()
-    compiled = torch.compile(model, backend="eager")
-    out = compiled(input_ids=tokens, labels=labels, cp_context=one_rank())
-    out.loss.backward()
-    found = out.logits.detach(), out.loss.item(), gradients(model)
-    assert_same(found, alone(kind)[1])
-    torch._dynamo.reset()
 
 
 def test_text_models_and_embeddings():
@@ -436,41 +274,6 @@ def test_a_forward_that_was_replaced():
     message = "the forward of layer 0's OlmoHybridGatedDeltaNet must be that of its class"
     with pytest.raises(ValueError, match=message):
         parallelize(model)
-
-
-def with_rope(rope_type):
-    """The logits of a stock model with such positions, and the model parallelized."""
-    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
-    if rope_type == "longrope":
-        rope |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
-    if rope_type in ("yarn", "longrope"):
-        rope["original_max_position_embeddings"] = 32
-    with ONE_AT_A_TIME:
-        stock = stock_model("qwen3_next", rope_parameters=rope, max_position_embeddings=64)
-    with torch.no_grad():
-        wanted = stock(input_ids=drawn()[0], use_cache=False).logits
-    return wanted, parallelize(stock)
-
-
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_frequencies_that_depend_on_the_call(rope_type):
-    message = f"rotary_emb's rope_type must be .* default, linear, yarn .* got '{rope_type}'"
-    with pytest.raises(ValueError, match=message):
-        with_rope(rope_type)
-
-
-def scaled_logits(group, rank, rope_type):
-    wanted, model = with_rope(rope_type)
-    context = build_cp_context(torch.tensor([0, 150]), group, conv1d_kernel_size=4)
-    with torch.no_grad():
-        out = model(input_ids=context.shard(drawn()[0]), cp_context=context)
-    return wanted, context.unshard(out.logits)
-
-
-@pytest.mark.parametrize("rope_type", ["default", "linear", "yarn"])
-def test_frequencies_that_do_not(rope_type):
-    for wanted, found in run_threads(scaled_logits, 2, rope_type):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=LOGITS)
 
 
 def test_a_windowed_attention():
