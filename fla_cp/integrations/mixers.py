@@ -120,8 +120,8 @@ def _latent_attention(
     go round in a ring."""
     _check_attention(dropout, keywords)
     q, k, v = (x[0].transpose(0, 1) for x in _one_dtype(query, key, value))
-    if cp_latents.own:
-        return cp_latents.around(q, scaling)[None], None
+    if cp_latents.own is not None:
+        return cp_latents.around(q, *cp_latents.own, scaling)[None], None
     lengths = key_rows(1, len(q), None, cp_context).lengths
     return attention_over(q, k, v, lengths, scaling)[None], None
 
@@ -131,13 +131,13 @@ class _Latents:
     They are exchanged in place of the keys and values, which are many times larger. Where these do
     not fit, they go round in a ring, and transformers expands those of one token for nothing.
 
-    own: this rank's latents and shared channels [T_local, R], if they go round.
+    own: this rank's latents and shared channels, each [T_local, R], if they go round.
     """
 
     def __init__(self, mixer: nn.Module, context: FLACPContext):
         self.mixer: Any = mixer
         self.context = context
-        self.own: tuple[Tensor, ...] = ()
+        self.own: tuple[Tensor, Tensor] | None = None
 
     def update(
         self, kv_nope: Tensor, k_rot: Tensor, layer: int, **others: object
@@ -160,12 +160,12 @@ class _Latents:
         tables = key_tables(1, len(latent), None, self.context)
         return latent_ring_call(sizes, latent.dtype, tables, scale, self.context)
 
-    def around(self, q: Tensor, scale: float) -> Tensor:
-        """o [T_local, H, V] of q [T_local, H, K]."""
-        call = self.ring(*self.own, scale)
+    def around(self, q: Tensor, latent: Tensor, shared: Tensor, scale: float) -> Tensor:
+        """o [T_local, H, V] of q [T_local, H, K] and the rank's own latents."""
+        call = self.ring(latent, shared, scale)
         assert call is not None
-        latent, shared = (x.to(q.dtype) for x in self.own)
-        return latent_ring(q, latent, shared, self.mixer.kv_b_proj.weight.to(q.dtype), call)
+        weight = self.mixer.kv_b_proj.weight.to(q.dtype)
+        return latent_ring(q, latent.to(q.dtype), shared.to(q.dtype), weight, call)
 
 
 class _Interfaces:
