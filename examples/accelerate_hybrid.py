@@ -1,7 +1,6 @@
 """Continues to train a Qwen3.5 (random weights, 4B's shape, or --shape num_hidden_layers=8 ..):
 accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --mixed_precision bf16 \
-    examples/accelerate_hybrid.py --cp 2
-"""
+    examples/accelerate_hybrid.py --cp 2"""
 
 import argparse
 from random import Random
@@ -42,16 +41,17 @@ args = parser.parse_args()
 sizes = ParallelismConfig(cp_size=args.cp, dp_shard_size=args.dp)
 plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap")
 plugin.activation_checkpointing = True
-accelerator = CPAccelerator(parallelism_config=sizes, fsdp_plugin=plugin)
+accelerator = CPAccelerator(parallelism_config=sizes, fsdp_plugin=plugin, layout="zigzag")
 torch.manual_seed(0)
 shape = {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
 config = Qwen3_5TextConfig(**shape | {name: int(n) for name, n in args.shape})
-model, data = Chunked(config), [row(i, args.tokens, config.vocab_size) for i in range(args.steps)]
+data = [row(i, args.tokens, config.vocab_size) for i in range(args.steps)]
+with accelerator.device:  # 4.2B weights in float32 are drawn on the GPU
+    model = Chunked(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data))
 for batch in loader:
-    loss = model(**batch)
-    accelerator.backward(loss)
+    accelerator.backward(loss := model(**batch))
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

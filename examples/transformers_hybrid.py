@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from fla_cp import build_cp_context, zigzag_token_ranges
-from fla_cp.integrations.transformers import parallelize
+from fla_cp.integrations.transformers import parallelize, shard_rates
 from fla_cp.train.loss import chunked_cross_entropy
 
 
@@ -25,7 +25,7 @@ def main(shape, tokens, group, dtype):
     torch.manual_seed(0)  # the same weights and documents on all ranks
     model = Chunked(Qwen3_5TextConfig(**shape))
     parallelize(model.model).activation_checkpointing_enable()
-    for module in (*model.model.layers, model):
+    for module in (*shard_rates(model).model.layers, model):  # decay rates stay float32
         fully_shard(module, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     for step in range(1, args.steps + 1):

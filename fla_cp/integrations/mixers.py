@@ -18,9 +18,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from fla_cp.comm.keys_values import LatentSizes
+from fla_cp.comm.keys_values.latents import latent_ring
+from fla_cp.comm.keys_values.ring import RingCall
 from fla_cp.context import FLACPContext
 from fla_cp.ops import causal_attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from fla_cp.ops.attention import attention_over, key_rows, keys_of
+from fla_cp.ops.attention_plan import key_tables, latent_ring_call
 from fla_cp.ops.options import ChunkOptions
 
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
@@ -109,30 +113,59 @@ def _latent_attention(
     scaling: float,
     dropout: float = 0.0,
     cp_context: FLACPContext,
+    cp_latents: _Latents,
     **keywords: object,
 ) -> tuple[Tensor, None]:
-    """The same with keys and values [1, H, ..] that were expanded from `_Latents`."""
+    """The same with keys and values [1, H, ..] that were expanded from `cp_latents`, unless these
+    go round in a ring."""
     _check_attention(dropout, keywords)
     q, k, v = (x[0].transpose(0, 1) for x in _one_dtype(query, key, value))
+    if cp_latents.own is not None:
+        return cp_latents.around(q, *cp_latents.own, scaling)[None], None
     lengths = key_rows(1, len(q), None, cp_context).lengths
     return attention_over(q, k, v, lengths, scaling)[None], None
 
 
 class _Latents:
     """Stands where latent attention looks for its cache, which it asks for the latents of all keys.
-    They are exchanged in place of the keys and values, which are many times larger."""
+    They are exchanged in place of the keys and values, which are many times larger. Where these do
+    not fit, they go round in a ring, and transformers expands those of one token for nothing.
 
-    def __init__(self, context: FLACPContext):
+    own: this rank's latents and shared channels, each [T_local, R], if they go round.
+    """
+
+    def __init__(self, mixer: nn.Module, context: FLACPContext):
+        self.mixer: Any = mixer
         self.context = context
+        self.own: tuple[Tensor, Tensor] | None = None
 
     def update(
         self, kv_nope: Tensor, k_rot: Tensor, layer: int, **others: object
     ) -> tuple[Tensor, ...]:
         """Each [1, 1, T_local, R] -> [1, 1, keys, R]."""
-        rows = key_rows(1, kv_nope.shape[2], None, self.context)
-        xs = [x[0].transpose(0, 1) for x in _one_dtype(k_rot, kv_nope)]
-        k_rot, kv_nope = (y.transpose(0, 1)[None] for y in keys_of(rows, self.context, *xs))
-        return kv_nope, k_rot
+        k_rot, kv_nope = _one_dtype(k_rot, kv_nope)
+        latent, shared = (x[0].transpose(0, 1).flatten(1) for x in (kv_nope, k_rot))
+        if self.ring(latent, shared, 1.0) is not None:
+            self.own = latent, shared
+            return kv_nope[:, :, :1], k_rot[:, :, :1]
+        rows = key_rows(1, len(latent), None, self.context)
+        return tuple(x[None, None] for x in keys_of(rows, self.context, latent, shared))
+
+    def ring(self, latent: Tensor, shared: Tensor, scale: float) -> RingCall | None:
+        m = self.mixer
+        if type(m.kv_b_proj) is not nn.Linear:  # such as one with adapters, which has to be called
+            return None
+        numbers, itemsize = latent.shape[1] + shared.shape[1], latent.element_size()
+        sizes = LatentSizes(m.num_heads, m.qk_head_dim, m.v_head_dim, numbers, itemsize)
+        tables = key_tables(1, len(latent), None, self.context)
+        return latent_ring_call(sizes, latent.dtype, tables, scale, self.context)
+
+    def around(self, q: Tensor, latent: Tensor, shared: Tensor, scale: float) -> Tensor:
+        """o [T_local, H, V] of q [T_local, H, K] and the rank's own latents."""
+        call = self.ring(latent, shared, scale)
+        assert call is not None
+        weight = self.mixer.kv_b_proj.weight.to(q.dtype)
+        return latent_ring(q, latent.to(q.dtype), shared.to(q.dtype), weight, call)
 
 
 class _Interfaces:
@@ -179,30 +212,33 @@ KINDS = {
 """Mixers by the names of their classes."""
 
 
-def parallel_forward(mixer: nn.Module) -> MethodType:
+class ParallelForward:
     """A `forward` for this mixer alone: with cp_context it runs under that context, without it is
-    the one of its class.
+    the one of its class. Copies and pickles of the mixer get one of their own.
 
     Raises ValueError if the class's `forward` does not call what would have to be replaced.
     """
-    kind = KINDS[type(mixer).__name__]
-    stock = type(mixer).forward
-    replaced = _with_globals(stock, kind.replaced)
-    cache = _cache_keyword(stock) if kind.latent else None
 
-    @functools.wraps(stock)
-    def forward(
-        self: nn.Module, *args: Any, cp_context: FLACPContext | None = None, **keywords: Any
-    ) -> Any:
+    def __init__(self, mixer: nn.Module) -> None:
+        kind = KINDS[type(mixer).__name__]
+        self.mixer, self.stock = mixer, type(mixer).forward
+        # torch.compile would look up the globals of the copy in transformers' module.
+        self.replaced = torch.compiler.disable(_with_globals(self.stock, kind.replaced))
+        self.cache = _cache_keyword(self.stock) if kind.latent else None
+        functools.update_wrapper(self, MethodType(self.stock, mixer))
+
+    def __call__(self, *args: Any, cp_context: FLACPContext | None = None, **keywords: Any) -> Any:
         if cp_context is None:
-            return stock(self, *args, **keywords)
-        if cache is not None:
+            return self.stock(self.mixer, *args, **keywords)
+        if self.cache is not None:
             for name in CACHE_KEYWORDS:
                 keywords.pop(name, None)
-            keywords[cache] = _Latents(cp_context)
-        return replaced(self, *args, cp_context=cp_context, **keywords)
+            keywords[self.cache] = keywords["cp_latents"] = _Latents(self.mixer, cp_context)
+        return self.replaced(self.mixer, *args, cp_context=cp_context, **keywords)
 
-    return MethodType(forward, mixer)
+    def __reduce__(self) -> tuple[type[ParallelForward], tuple[nn.Module]]:
+        """A bound function would be pickled by its name, which finds that of the class."""
+        return ParallelForward, (self.mixer,)
 
 
 def _cache_keyword(forward: Callable[..., Any]) -> str:

@@ -29,13 +29,30 @@ _NEUTRAL = (
 )
 """Keys of config.json that do not change what the weights mean."""
 
+ROPE_RULE = (
+    "of a type whose frequencies are the same in every call, such as default, linear, yarn or "
+    "llama3: each rank would choose others from the positions of its own tokens"
+)
+
+
+def varying_rope_type(value: Any) -> str | None:
+    """A type of rotary positions whose frequencies depend on the tokens of a call, if there is one.
+
+    value: a type, or the entry of a configuration that has it, which may be nested by the type of
+    a layer.
+    """
+    if isinstance(value, Mapping):
+        return next(filter(None, map(varying_rope_type, value.values())), None)
+    varies = isinstance(value, str) and ("dynamic" in value or value == "longrope")
+    return value if varies else None
+
 
 def read_config_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The contents of the folder's config.json, which describes a model that can be trained.
 
     Raises ValueError, with the key and its value, for a folder without config.json, for a model
     that `parallelize` does not know, for quantised weights, towers of other modalities, dropout,
-    soft caps and attention windows.
+    soft caps, attention windows, and rotary positions whose frequencies depend on the call.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
@@ -52,7 +69,8 @@ def read_config_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if config.get(name) is not None:
             raise ValueError(
                 f"{path} must describe a text model, but it has {name}: vision and audio towers "
-                "are not trained; save the text model alone"
+                "are not trained; save the text model alone, by "
+                "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(text_folder)"
             )
     for name in ("quantization_config", "compression_config"):
         if config.get(name) is not None:
@@ -72,6 +90,8 @@ def read_config_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def _refused(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Keys with values that cannot be trained under a context: (key, value, rule)."""
     for name, value in config.items():
+        if name in ("rope_parameters", "rope_scaling") and varying_rope_type(value) is not None:
+            yield name, value, ROPE_RULE
         if "dropout" in name and value:
             yield name, value, "0"
         if re.search(r"soft_?cap", name) and value is not None:

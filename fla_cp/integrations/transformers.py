@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fla_cp.context import FLACPContext
-from fla_cp.integrations.mixers import KINDS, parallel_forward
+from fla_cp.integrations.mixers import KINDS, ParallelForward
+from fla_cp.integrations.rates import shard_rates as shard_rates
+from fla_cp.integrations.stock_folder import ROPE_RULE, varying_rope_type
 from fla_cp.ops.checks import check_context
 from fla_cp.partition.device_tables import to_device
 from fla_cp.partition.key_rows import pieces
@@ -81,15 +83,17 @@ def parallelize(model: _Model) -> _Model:
     Logits, and whatever else is a token's, are of this rank's tokens.
 
     Raises ImportError without transformers 5.23 or later, and ValueError for another model, for a
-    kind of layer that is not known, and for layers whose `forward` was already replaced. A call
+    kind of layer that is not known, for layers whose `forward` was already replaced, and for rotary
+    positions of the types dynamic and longrope. A call
     raises ValueError for what it does not support: caches, attention masks, packings that are
     passed beside the context, attention with dropout, and router losses and logits_to_keep over
     several ranks.
     """
     _check_version()
     text = _text_model(model)
+    _check_rotary(text)
     found = [_mixer(i, layer) for i, layer in enumerate(text.layers)]
-    forwards = [parallel_forward(mixer) for mixer in found]
+    forwards = [ParallelForward(mixer) for mixer in found]
     for mixer, forward in zip(found, forwards, strict=True):
         mixer.forward = forward
     if model is not text:
@@ -144,6 +148,14 @@ def _text_model(model: nn.Module) -> Any:
     return text
 
 
+def _check_rotary(text: nn.Module) -> None:
+    """Frequencies must not depend on the largest position of a call, which is a rank's own."""
+    for name, module in text.named_modules():
+        kind = varying_rope_type(getattr(module, "rope_type", None))
+        if kind is not None:
+            raise ValueError(f"{name}'s rope_type must be {ROPE_RULE}; got {kind!r}")
+
+
 def _mixer(i: int, layer: nn.Module) -> nn.Module:
     """The part of the i-th layer that mixes tokens."""
     if _name(layer) not in _LAYERS:
@@ -180,8 +192,13 @@ def _enter_head(
     model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     context = _context(keywords)
-    if context is None:
-        return args, keywords
+    return (args, keywords) if context is None else _prepare_head(context, model, args, keywords)
+
+
+@torch.compiler.disable  # of a graph, in which Dynamo warns of most of it
+def _prepare_head(
+    context: FLACPContext, model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     _check_call(context, args, keywords)
     router = keywords.get("output_router_logits")
     router = getattr(model.config, "output_router_logits", False) if router is None else router
@@ -205,8 +222,13 @@ def _enter_text_model(
     model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     context = _context(keywords)
-    if context is None:
-        return args, keywords
+    return (args, keywords) if context is None else _prepare_text(context, model, args, keywords)
+
+
+@torch.compiler.disable
+def _prepare_text(
+    context: FLACPContext, model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x = _check_call(context, args, keywords)
     if keywords.get("position_ids") is None:
         keywords["position_ids"] = _positions(context, x.device)

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from fla_cp.arguments import check_count, check_flags
+from fla_cp.arguments import check_count, check_flags, check_tensors
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
@@ -50,23 +50,29 @@ class SoftmaxAttention(nn.Module):
                 reset()
 
     def check(
-        self, x: Tensor, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_cpu: Tensor | None,
+        cp_context: FLACPContext | None,
     ) -> tuple[int, int]:
         """B and T of a call."""
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
+        check_tensors(("cu_seqlens_cpu",), (cu_seqlens_cpu,), 0)
         B, T, _ = x.shape
-        check_sequences(T, B, cu_seqlens, cp_context)
+        check_sequences(T, B, cu_seqlens, cp_context, cu_seqlens_cpu)
         return B, T
 
     def rotary_tables(
         self,
         like: Tensor,
-        cu_seqlens: Tensor | None,
+        offsets: Tensor | None,
         cp_context: FLACPContext | None,
         magnitude: float = 1.0,
         cache: AttentionCache | None = None,
     ) -> Tables | None:
-        """The rotary tables of the tokens of like [B, T, ..]; None without positions."""
+        """The rotary tables of the tokens of like [B, T, ..]; None without positions. offsets:
+        cu_seqlens, on the host if it is there."""
         B, T = like.shape[:2]
         if self.rotary is None:
             return None
@@ -76,7 +82,7 @@ class SoftmaxAttention(nn.Module):
         if torch.compiler.is_compiling():
             positions = compiled_positions(like.flatten(0, 1), cp_context, B)
             return self.rotary.turned(positions, accumulator(like.dtype), magnitude)
-        lengths = key_rows(B, T, cu_seqlens, cp_context).lengths
+        lengths = key_rows(B, T, offsets, cp_context).lengths
         return self.rotary.tables(lengths, like, magnitude)
 
 
@@ -147,14 +153,16 @@ class Attention(SoftmaxAttention):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
         cp_context: FLACPContext | None = None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
-        cache: as in `LinearAttention`.
+        cu_seqlens_cpu: the values of cu_seqlens on the host, which saves synchronisations. cache:
+        as in `LinearAttention`.
         """
-        self.check(x, cu_seqlens, cp_context)
+        self.check(x, cu_seqlens, cu_seqlens_cpu, cp_context)
         if cache is not None:
             check_cache(len(cache.keys), x, cu_seqlens, cp_context)
         q, k, v = (
@@ -164,14 +172,18 @@ class Attention(SoftmaxAttention):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            tables = self.rotary_tables(v, cu_seqlens, cp_context, self.rotary.magnitude, cache)
+            offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+            tables = self.rotary_tables(v, offsets, cp_context, self.rotary.magnitude, cache)
             assert tables is not None
             q, k = rotate(q, tables), rotate(k, tables)
         # Autocast may have run the norms in another dtype.
         q, k = q.to(v.dtype), k.to(v.dtype)
         with Overlap(lambda: self.gate(x)) as gate:
             if cache is None:
-                o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, cp_context=cp_context)
+                o = causal_attention(
+                    q, k, v,
+                    cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context,
+                )  # fmt: skip
             else:
                 o = cache.attend(q, k, v, self.head_dim**-0.5, cp_context)
         o, factor = rearrange(o, "b t h k -> b t (h k)"), gate()

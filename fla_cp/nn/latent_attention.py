@@ -2,7 +2,8 @@
 positions as in Kimi Linear, arXiv 2510.26692, sec. 4.
 
 All heads' keys and values are projections of one latent vector a token. Between ranks travel only
-the latents and the channels of the keys that all heads share. Each rank expands those that it got.
+the latents and the channels of the keys that all heads share. Each rank expands those that it got:
+all at once, or in a ring those of one other rank after the other.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from fla_cp.comm import Overlap
+from fla_cp.comm.keys_values import LatentSizes
+from fla_cp.comm.keys_values.latents import Expanded, latent_ring
+from fla_cp.comm.keys_values.ring import RingCall
 from fla_cp.context import FLACPContext
 from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
-from fla_cp.ops.attention import attention_over, compiled_latent_attention, key_rows, keys_of
-from fla_cp.ops.latent_attention_op import Expanded
+from fla_cp.ops.attention import attention_over, compiled_latent_attention, keys_of
+from fla_cp.ops.attention_plan import key_tables, latent_ring_call
+from fla_cp.partition.key_tables import KeyTables
 
 
 class MultiHeadLatentAttention(SoftmaxAttention):
@@ -94,19 +99,24 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        cu_seqlens_cpu: Tensor | None = None,
         cp_context: FLACPContext | None = None,
         cache: AttentionCache | None = None,
     ) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
         Between ranks, kv_lora_rank + qk_rope_head_dim numbers a token travel, in the dtype of the
-        projections; q is projected in the meantime. cache: as in `LinearAttention`.
+        projections. Gathered latents come while q is projected. Where the keys and values that are
+        expanded from them do not fit (`fla_cp.comm.keys_values`), the latents go round in a ring.
+        cu_seqlens_cpu: the values of cu_seqlens on the host, which saves synchronisations. cache:
+        as in `LinearAttention`.
         """
-        B, T = self.check(x, cu_seqlens, cp_context)
+        B, T = self.check(x, cu_seqlens, cu_seqlens_cpu, cp_context)
+        offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
         if cache is not None:
             check_cache(len(cache.keys), x, cu_seqlens, cp_context)
         latent, shared = self.kv_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        tables = self.rotary_tables(shared, cu_seqlens, cp_context, cache=cache)
+        tables = self.rotary_tables(shared, offsets, cp_context, cache=cache)
         if tables is not None:
             shared = rotate(shared[:, :, None], tables)[:, :, 0]
         latent = self.kv_norm(latent).to(shared.dtype)  # autocast may choose another
@@ -119,13 +129,30 @@ class MultiHeadLatentAttention(SoftmaxAttention):
             weight = self.kv_up.weight.to(shared.dtype)
             o = compiled_latent_attention(q, latent, shared, weight, self.scale, cp_context, B)
         else:
-            rows = key_rows(B, T, cu_seqlens, cp_context)
-            with Overlap(lambda: self.queries(x, tables)) as queries:
-                latent, shared = keys_of(rows, cp_context, latent, shared)
-            each = rearrange(self.kv_up(latent), "n (h k) -> n h k", h=self.num_heads)
-            k, v = Expanded.of(each, shared, self.v_head_dim)
-            o = attention_over(queries().to(v.dtype), k, v, rows.lengths, self.scale)
+            tokens = key_tables(B, T, offsets, cp_context)
+            ring = self.ring(shared, tokens, cp_context)
+            if ring is None:
+                with Overlap(lambda: self.queries(x, tables)) as queries:
+                    latent, shared = keys_of(tokens.rows, cp_context, latent, shared)
+                each = rearrange(self.kv_up(latent), "n (h k) -> n h k", h=self.num_heads)
+                k, v = Expanded.of(each, shared, self.v_head_dim)
+                lengths = tokens.rows.lengths
+                o = attention_over(queries().to(v.dtype), k, v, lengths, self.scale)
+            else:
+                q = self.queries(x, tables).to(shared.dtype)
+                o = latent_ring(q, latent, shared, self.kv_up.weight.to(shared.dtype), ring)
         return self.o_proj(rearrange(o, "(b t) h v -> b t (h v)", b=B))
+
+    def ring(
+        self, like: Tensor, tables: KeyTables, cp_context: FLACPContext | None
+    ) -> RingCall | None:
+        """How the latents go round, if the keys and values of all that a rank reads do not fit."""
+        if type(self.kv_up) is not nn.Linear:  # such as one with adapters, which has to be called
+            return None
+        numbers = self.kv_lora_rank + self.qk_rope_head_dim
+        heads = self.num_heads, self.qk_head_dim, self.v_head_dim
+        sizes = LatentSizes(*heads, numbers, like.element_size())
+        return latent_ring_call(sizes, like.dtype, tables, self.scale, cp_context)
 
     def over_latents(
         self,

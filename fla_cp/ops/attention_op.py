@@ -13,16 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm.keys_values import Sizes
+from fla_cp.comm.keys_values import RINGS, Sizes
 from fla_cp.comm.keys_values.gathered import bring, give_back
 from fla_cp.comm.keys_values.ring import Ring, RingCall, Wire, ring, ring_bwd
 from fla_cp.context import context_of
 from fla_cp.kernels.torch import attention as kernels
-from fla_cp.ops.attention_plan import agreed_scheme, key_tables
+from fla_cp.ops.attention_plan import agreed_scheme, key_tables, owned
 from fla_cp.partition.key_rows import KeyRows
 from fla_cp.rule import accumulator
-
-COMPILED_SCHEMES = ("gathered", "ring")
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, float scale, str exchange, Tensor context, Tensor sizes, "
@@ -58,8 +56,8 @@ class _Call(NamedTuple):
             group = context.group
         tables = key_tables(rows, len(q) // rows, None, context)
         heads = Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
-        wanted = exchange if exchange in COMPILED_SCHEMES else "auto"
-        scheme = agreed_scheme(wanted, tables, heads, q.dtype, context, COMPILED_SCHEMES)
+        wanted = exchange if exchange in RINGS else "auto"
+        scheme = agreed_scheme(wanted, tables, heads, q.dtype, context, RINGS)
         around = None
         if isinstance(scheme, Ring):
             assert group is not None
@@ -73,7 +71,7 @@ class _Call(NamedTuple):
 def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _Call.of(q, k, v, *rest)
     if call.ring is not None:
-        return ring(q, k, v, call.ring)
+        return ring(q, Wire.of(k, v), call.ring)
     keys, values = call.brought(Wire.of(k, v))
     o, lse = kernels.attend(q, keys, values, call.rows.lengths, call.scale)
     return o.contiguous(), lse.contiguous()
@@ -81,14 +79,14 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def _run_backward(do: Tensor, o: Tensor, lse: Tensor, *given: Any) -> list[Tensor]:
     (q, k, v), call = given[:3], _Call.of(*given)
-    if call.ring is not None:
-        return [d.contiguous() for d in ring_bwd(do, q, k, v, o, lse, call.ring)]
     wire = Wire.of(k, v)
+    if call.ring is not None:
+        dq, total = ring_bwd(do, q, wire, o, lse, call.ring)
+        return owned(dq, *wire.split(total))
     keys, values = call.brought(wire)
     dq, dk, dv = kernels.attend_bwd(do, q, keys, values, o, lse, call.rows.lengths, call.scale)
     grads = torch.cat((dk.flatten(1), dv.flatten(1)), 1)
-    returned = wire.split(give_back(grads, call.rows, call.group))
-    return [dq.contiguous(), *(d.contiguous() for d in returned)]
+    return owned(dq, *wire.split(give_back(grads, call.rows, call.group)))
 
 
 attention_op: Any = torch.library.custom_op(

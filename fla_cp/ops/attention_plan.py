@@ -7,10 +7,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fla_cp.comm.keys_values import SCHEMES, KeysValues, Sizes, make_exchange
+from fla_cp.comm.keys_values import RINGS, SCHEMES, KeysValues, LatentSizes, Sizes, make_exchange
+from fla_cp.comm.keys_values.ring import Ring, RingCall
 from fla_cp.context import FLACPContext
 from fla_cp.handle import Handle
 from fla_cp.handle import Sizes as PackingSizes
+from fla_cp.kernels.torch import attention as kernels
 from fla_cp.ops.checks import check_fixed_call
 from fla_cp.partition.checks import check_offsets
 from fla_cp.partition.key_tables import KeyTables
@@ -69,3 +71,36 @@ def agreed_scheme(
         del facts["itemsize"]
         cp_context.before("causal_attention", **facts, dtype=dtype, exchange_of_keys=name)
     return scheme
+
+
+def latent_ring_call(
+    sizes: LatentSizes,
+    dtype: torch.dtype,
+    tables: KeyTables,
+    scale: float,
+    cp_context: FLACPContext | None,
+) -> RingCall | None:
+    """How latents go round in a ring; None if they are gathered. Decided like the scheme of keys
+    and values. A ring is compared over the ranks if that is due."""
+    if cp_context is None or cp_context.group is None or tables.lengths is not None:
+        return None
+    name, scheme = make_exchange("auto", tables, sizes, allowed=RINGS)
+    if not isinstance(scheme, Ring):
+        return None
+    facts = sizes._asdict()
+    del facts["itemsize"]
+    cp_context.before("latent_attention", **facts, dtype=dtype, exchange_of_keys=name)
+    return RingCall(tables.ring, cp_context.group, scale, kernels)
+
+
+def owned(*xs: Tensor) -> list[Tensor]:
+    """The same values, each in contiguous memory of its own, as an op must return them: rows that
+    were split by column are views, which are contiguous already if there is one row."""
+    seen: set[int] = set()
+    found = []
+    for x in xs:
+        x = x.contiguous()
+        memory = x.untyped_storage().data_ptr()
+        found.append(x.clone() if memory in seen else x)
+        seen.add(memory)
+    return found

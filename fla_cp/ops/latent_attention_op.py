@@ -8,33 +8,19 @@ them, and the backward's lets the latents come and expands them again.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm.keys_values.gathered import bring, give_back
-from fla_cp.context import context_of
+from fla_cp.comm.keys_values.latents import LatentWire
+from fla_cp.comm.keys_values.ring import ring, ring_bwd
+from fla_cp.context import FLACPContext, context_of
 from fla_cp.kernels.torch import attention as kernels
-from fla_cp.ops.attention_plan import key_tables
-from fla_cp.partition.key_rows import KeyRows
+from fla_cp.ops.attention_plan import key_tables, latent_ring_call, owned
+from fla_cp.partition.key_tables import KeyTables
 from fla_cp.rule import accumulator
-
-
-class Expanded(NamedTuple):
-    """k [N, H, K] and v [N, H, V]: a head's k has channels from the latent, and then the shared
-    ones."""
-
-    k: Tensor
-    v: Tensor
-
-    @classmethod
-    def of(cls, each: Tensor, shared: Tensor, v_channels: int) -> Expanded:
-        """each [N, H, n]: what the heads' projections give. shared [N, p]: for all heads."""
-        k, v = each.split([each.shape[2] - v_channels, v_channels], -1)
-        return cls(torch.cat([k, shared[:, None].expand(-1, each.shape[1], -1)], -1), v)
-
 
 _ARGUMENTS = (
     "Tensor q, Tensor latent, Tensor shared, Tensor weight, float scale, Tensor context, "
@@ -43,8 +29,8 @@ _ARGUMENTS = (
 
 
 class _Call:
-    """Expanded keys and values of all tokens that the rank's queries attend to, which come from the
-    ranks that have them. q [T, H, K], latent [T, R], shared [T, p], weight [H * n, R]."""
+    """What both directions share. q [T, H, K], latent [T, R], shared [T, p], weight [H * n, R].
+    ring: None if latents are gathered."""
 
     def __init__(
         self,
@@ -57,41 +43,42 @@ class _Call:
         sizes: Tensor,
         rows: int,
     ) -> None:
-        self.rows, self.group = _place(len(q), number, rows)
-        self.q, self.weight, self.scale = q, weight, scale
-        self.widths = [latent.shape[1], shared.shape[1]]
-        wire = bring(torch.cat([latent, shared], 1), self.rows, self.group)
-        self.latent, shared = wire.split(self.widths, 1)
-        each = (self.latent @ weight.T).unflatten(1, (q.shape[1], -1))
-        self.own = q.shape[2] - self.widths[1]
-        self.keys = Expanded.of(each, shared, each.shape[2] - self.own)
+        tables, context = _place(len(q), number, rows)
+        self.rows, self.group = tables.rows, None if context is None else context.group
+        self.q, self.scale = q, scale
+        self.wire = LatentWire.of(q, latent, shared, weight)
+        self.ring = latent_ring_call(self.wire.sizes, q.dtype, tables, scale, context)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """o and lse."""
+        if self.ring is not None:
+            return ring(self.q, self.wire, self.ring)
+        keys = self.wire.split(bring(self.wire.rows, self.rows, self.group))
+        return kernels.attend(self.q, *keys, self.rows.lengths, self.scale)
 
     def gradients(self, do: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
         """Of q, latent, shared and weight."""
-        k, v = self.keys
-        given = do, self.q, k, v, o, lse, self.rows.lengths, self.scale
-        dq, dk, dv = kernels.attend_bwd(*given)
-        each = torch.cat([dk[..., : self.own], dv], -1).flatten(1)
-        shared = dk[..., self.own :].sum(1)
-        wire = torch.cat([each @ self.weight, shared], 1)
-        latent, shared = give_back(wire, self.rows, self.group).split(self.widths, 1)
-        found = dq, latent, shared, each.T @ self.latent
-        return [d.contiguous() for d in found]
+        if self.ring is not None:
+            dq, total = ring_bwd(do, self.q, self.wire, o, lse, self.ring)
+        else:
+            rows = bring(self.wire.rows, self.rows, self.group)
+            given = do, self.q, *self.wire.split(rows), o, lse, self.rows.lengths, self.scale
+            dq, *grads = kernels.attend_bwd(*given)
+            total = give_back(self.wire.joined(rows, *grads), self.rows, self.group)
+        return owned(dq, *self.wire.parts(total), self.wire.weight_gradient())
 
 
-def _place(tokens: int, number: Tensor, rows: int) -> tuple[KeyRows, dist.ProcessGroup | None]:
-    """Which keys a call of so many local tokens reads, and the ranks that have them."""
+def _place(tokens: int, number: Tensor, rows: int) -> tuple[KeyTables, FLACPContext | None]:
+    """Which keys a call of so many local tokens reads, and its context."""
     context = context_of(number)
     if context is not None:
         context.check_alive()
         context.check_local_tokens(tokens)
-    tables = key_tables(rows, tokens // rows, None, context)
-    return tables.rows, None if context is None else context.group
+    return key_tables(rows, tokens // rows, None, context), context
 
 
 def _run(*given: Any) -> tuple[Tensor, Tensor]:
-    call = _Call(*given)
-    o, lse = kernels.attend(call.q, *call.keys, call.rows.lengths, call.scale)
+    o, lse = _Call(*given).run()
     return o.contiguous(), lse.contiguous()
 
 
@@ -145,8 +132,8 @@ latent_op.register_autograd(_gradients, setup_context=_setup)
 @torch.library.custom_op("fla_cp::token_positions", mutates_args=())
 def positions_op(like: Tensor, context: Tensor, sizes: Tensor, rows: int) -> Tensor:
     """[T] int64: how many tokens of its sequence come before each of like's tokens [T, ..]."""
-    where, _ = _place(len(like), context, rows)
-    return where.lengths.positions(like.device).clone()
+    tables, _ = _place(len(like), context, rows)
+    return tables.rows.lengths.positions(like.device).clone()
 
 
 @positions_op.register_fake

@@ -8,8 +8,8 @@ conversation is refused:
   before it, with the header that asks the assistant to write, and once after it. The tokens of both
   must be the first tokens of the whole conversation. What lies between them counts: the message,
   what the template puts behind it, such as an end-of-turn token, and before it whatever it does not
-  write with `add_generation_prompt`. A template that rewrites
-  earlier messages (some drop earlier reasoning), and a tokenizer that joins the end of a header
+  write with `add_generation_prompt`. A template that rewrites earlier messages (Qwen3's puts an
+  empty think block before the last answer alone), and a tokenizer that joins the end of a header
   with the begin of a message, break this rule.
 """
 
@@ -95,8 +95,9 @@ def _by_prefixes(
             if whole[: len(part)] != part:
                 raise ValueError(
                     f"{name}: the tokens up to message {i} must be the first ones of the whole "
-                    "conversation, and are not, so the assistant's tokens are not known; use a "
-                    "chat template with {% generation %} blocks"
+                    "conversation, and are not, so the assistant's tokens are not known (templates "
+                    "such as Qwen3's write the last answer otherwise than those before); mark what "
+                    "the assistant says in the chat template by {% generation %} blocks"
                 )
         counted[len(before_ids) : len(after_ids)] = True
     return np.array(whole, dtype=np.int64), counted

@@ -228,6 +228,9 @@ class ParallelConfig:
     for good. --cuda-graphs alone means on."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], _short("--dtype")] = "auto"
     """Compute dtype; parameters and optimiser stay float32. auto: bfloat16 on cuda."""
+    flash_attention_3: Literal["off", "auto", "on"] = "off"
+    """Softmax attention in bfloat16 runs FlashAttention-3 instead of PyTorch's own kernel. auto:
+    where the package flash-attn-3 is installed, on GPUs of compute capability 9.0."""
     reduce: Literal["step", "micro_batch"] = "step"
     """How often gradients are reduced over the ranks, if a step has several micro-batches. step:
     once, which sends least, but until then each rank holds the gradients of all parameters, 4 bytes

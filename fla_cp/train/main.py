@@ -29,6 +29,7 @@ from accelerate.utils import set_seed
 
 from fla_cp.comm import measure_exchange
 from fla_cp.kernels import resolve
+from fla_cp.kernels.torch.flash import activate_flash_attention_3
 from fla_cp.train import checkpoint, divergence
 from fla_cp.train.build import build_sharded
 from fla_cp.train.cache_limit import GIB
@@ -105,7 +106,8 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
 
 
 def check_impl(config: TrainConfig, ranks: Ranks) -> None:
-    """Raises UserError if this device cannot run --impl, or has no use for --offload."""
+    """Raises UserError if this device cannot run --impl, or has no use for --offload. Activates the
+    kernel of softmax attention that was asked for."""
     graphs = config.parallel.cuda_graphs == "on"  # refused with hf:DIR
     if graphs and ranks.device.type == "cpu":
         raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
@@ -130,6 +132,10 @@ def check_impl(config: TrainConfig, ranks: Ranks) -> None:
         resolve(config.model.impl, ranks.device, compute_dtype(config.parallel.dtype, ranks.device))
     except ValueError as error:
         raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
+    try:
+        activate_flash_attention_3(config.parallel.flash_attention_3, ranks.device)
+    except ValueError as error:
+        raise UserError(f"--parallel.flash-attention-3 on: {error}") from error
 
 
 @announced("model of transformers")

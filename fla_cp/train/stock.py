@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fla_cp import FLACPContext
+from fla_cp.integrations.rates import Exact, set_apart
 from fla_cp.integrations.stock_model import open_stock, weights_of
 from fla_cp.integrations.transformers import parallelize
 from fla_cp.nn import RoutingStatistics
@@ -28,9 +28,6 @@ from fla_cp.train.loss import chunked_cross_entropy
 from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.stock_weights import compute_buffers, initialise_stock, load_stock
 from fla_cp.train.weights import allocate
-
-EXACT = ("A_log", "dt_bias")
-"""Parameters of recurrences that are not cast, since decay rates lose their meaning in bfloat16."""
 
 _ROUTER = re.compile(r"Top[kK]Router$")
 
@@ -114,32 +111,6 @@ class StockModel(LanguageModel):
         probabilities = logits.softmax(-1, dtype=torch.float32).sum(0)
         if self._found is not None:
             self._found.append(RoutingStatistics(counts, probabilities))
-
-
-class Exact(nn.Module):
-    """Holds the parameters of a recurrence that are gathered apart from its block."""
-
-
-def set_apart(stock: nn.Module) -> None:
-    """Moves the parameters EXACT of each module into a part `exact`, in place.
-
-    FSDP casts whole modules. The module still finds them as its attributes.
-    """
-    for module in list(stock.modules()):
-        names = [name for name in EXACT if isinstance(module._parameters.get(name), nn.Parameter)]
-        if not names:
-            continue
-        exact = Exact()
-        for name in names:
-            exact.register_parameter(name, module._parameters.pop(name))
-        module.exact = exact
-        kind = type(module)
-        found = {name: property(partial(_exact, name=name)) for name in names}
-        module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **found})
-
-
-def _exact(module: nn.Module, name: str) -> Tensor:
-    return getattr(module.exact, name)
 
 
 def _routers(stock: nn.Module) -> list[Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fla_cp import build_cp_context, causal_attention, zigzag_token_ranges
 from fla_cp.comm import Overlap, collectives, keys_values, overlap
-from fla_cp.comm.keys_values import SCHEMES, Sizes, make_exchange, ring
+from fla_cp.comm.keys_values import RINGS, SCHEMES, LatentSizes, Sizes, make_exchange, ring
 from fla_cp.nn import MultiHeadLatentAttention
 from fla_cp.ops.attention_plan import key_tables
 from fla_cp.partition.key_tables import KeyTables
@@ -168,19 +168,34 @@ def test_work_runs_while_keys_are_under_way(exchange, monkeypatch):
         assert found == ["start", "work", "wait"]
 
 
+KIMI = LatentSizes(32, 192, 128, 512 + 64, 2)
+
+
 @pytest.mark.parametrize("R", [2, 4, 8, 16, 32])
 @pytest.mark.parametrize("layout", [contiguous_token_ranges, zigzag_token_ranges])
 def test_latents_are_the_fewest_bytes_wherever_heads_divide(layout, R):
-    """Why latent attention has no other exchange, at Kimi Linear's sizes (comm/keys_values)."""
+    """Why latents are not divided by heads, at Kimi Linear's sizes (comm/keys_values)."""
     n = 64 * R
     tables = KeyTables((0, n), tuple(tuple(map(tuple, r)) for r in layout(n, R)), 0)
-    latents = SCHEMES["gathered"](tables, Sizes(32, 1, 512, 64, 2))
-    around = SCHEMES["ring"](tables, Sizes(32, 1, 512, 64, 2))
+    latents, around = (SCHEMES[name](tables, KIMI) for name in ("gathered", "ring"))
     expanded = SCHEMES["by_heads"](tables, Sizes(32, 32, 192, 128, 2))
     assert expanded.refusal() is None
     assert latents.busiest < min(expanded.busiest, around.busiest)
     more = KeyTables((0, 128), tuple(((a, a + 2),) for a in range(0, 128, 2)), 0)
     assert SCHEMES["by_heads"](more, Sizes(32, 32, 192, 128, 2)).refusal() is not None
+
+
+@pytest.mark.parametrize("tokens, scheme", [(2**18, "gathered"), (2**20, "ring")])
+def test_latents_go_round_where_what_they_expand_to_does_not_fit(tokens, scheme):
+    tables = KeyTables((0, tokens), tuple(map(tuple, zigzag_token_ranges(tokens, 8))), 0)
+    name, found = make_exchange("auto", tables, KIMI, allowed=RINGS)
+    assert name == scheme
+    each = 32 * (192 + 128) * 2  # bytes of a token's keys and values
+    gathered = SCHEMES["gathered"](tables, KIMI).memory()
+    assert gathered >= tokens * (each + 576 * 2)
+    assert (gathered > keys_values.MAX_GATHERED) == (scheme == "ring")
+    if scheme == "ring":  # latents of two ranks, and the keys and values of one
+        assert found.memory() <= tokens // 8 * (each + 2 * 576 * 2)
 
 
 def test_latent_attention_takes_no_exchange():

@@ -22,20 +22,24 @@ TOGETHER = {
     "transformers.md": (
         "torchrun --nproc-per-node 2",
         """
+import tempfile
 import types
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
 torch.manual_seed(0)
+folder, text_folder = "DIR", tempfile.mkdtemp()
 name, group, device, cu_seqlens = "DIR", dist.group.WORLD, "cpu", torch.tensor([0, 37, 60])
 ids = torch.randint(0, 256, (1, 60))
+shifted = ids.roll(-1, 1).index_fill(1, cu_seqlens[1:] - 1, -100)
 trainer = types.SimpleNamespace(training_step=lambda model, batch: model(**batch).loss)
 """,
         """
 norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
-losses = torch.stack([out.loss.detach(), loss.detach()])
+losses = torch.stack([out.loss.detach(), loss.detach(), share.detach()])
 dist.all_reduce(losses)
 assert losses[0] == losses[1]
+torch.testing.assert_close(losses[2], losses[0], rtol=1e-2, atol=0.0)
 plain = AutoModelForCausalLM.from_pretrained(name)
 total = 0
 for lo, hi in ((0, 37), (37, 60)):

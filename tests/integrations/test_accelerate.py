@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.accelerate_state import fresh_state
@@ -242,6 +243,30 @@ def test_mixed_precision_and_checkpoints(gloo_pool):
     for loss, _, grads in gloo_pool.run(padded, options):
         assert abs(loss - exact) <= 2 * abs(rounded - exact) + 2**-8 * exact
         assert (grads - right).norm() <= 2 * (baseline - right).norm()
+
+
+def dtypes_of_rates(group, rank, policy):
+    """What a recurrence computes with, in bfloat16."""
+    with fresh_state(rank, 4):
+        shards = {} if policy is None else {"mixed_precision_policy": policy}
+        accelerator = accelerator_of({"cp_size": 4}, mixed_precision="bf16", fsdp=shards)
+        model, seen = stock_model("qwen3_5"), []
+        mixer = model.model.layers[0].linear_attn
+        model, _ = accelerator.prepare(model, optimizer_of(model))
+        mixer.register_forward_pre_hook(
+            lambda m, args: seen.extend([m.A_log.dtype, m.dt_bias.dtype])
+        )
+        mixer.out_proj.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+        with accelerator.autocast():
+            model(**padded_batch())
+        return seen
+
+
+def test_decay_rates_stay_in_float32_with_a_policy_that_does_not_cast(gloo_pool):
+    """autocast then computes the products in bfloat16; docs/accelerate.md has the lines."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for seen in gloo_pool.run(dtypes_of_rates, policy):
+        assert seen == [torch.float32, torch.float32, torch.bfloat16]
 
 
 class Small(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fla_cp.integrations import stock_layout
@@ -14,7 +15,7 @@ from fla_cp.integrations.safetensors_folder import TensorFolder
 from fla_cp.integrations.stock_folder import folder_facts, has_weights, read_config_json
 from fla_cp.integrations.stock_layout import layout_of, published_shapes
 from tests.support.stock_folders import save_stock
-from tests.support.stock_models import MODELS
+from tests.support.stock_models import COMMON, GATED_DELTA, MODELS
 
 
 def on_meta(folder):
@@ -98,6 +99,13 @@ CHANGES = {
     "attention_dropout 0, got 0.1": {"attention_dropout": 0.1},
     "final_logit_softcapping left out, got 30.0": {"final_logit_softcapping": 30.0},
     "sliding_window left out, got 64": {"sliding_window": 64},
+    "rope_parameters of a type .* yarn or llama3: .* got .*dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}
+    },
+    "rope_scaling of a type .* got .*longrope": {"rope_scaling": {"type": "longrope"}},
+    "rope_parameters of a type .* got .*full_attention.*dynamic": {
+        "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}
+    },
 }
 
 
@@ -110,6 +118,29 @@ def test_folders_that_cannot_be_trained_are_refused_by_name(tmp_path, message):
     (tmp_path / "config.json").write_text(json.dumps(config | CHANGES[message]))
     with pytest.raises(ValueError, match=message):
         read_config_json(folder)
+
+
+def test_the_text_model_of_a_folder_with_a_vision_tower(tmp_path):
+    """By the lines of docs/transformers.md, which the refusal names."""
+    text = {**COMMON, **GATED_DELTA, "vocab_size": 256}
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    sizes |= {"out_hidden_size": 32, "num_position_embeddings": 16, "patch_size": 4}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=sizes)
+    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "whole")
+    message = r"it has vision_config: .*from_pretrained\(folder\).save_pretrained\(text_folder\)"
+    with pytest.raises(ValueError, match=message):
+        read_config_json(tmp_path / "whole")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto")
+    alone.save_pretrained(tmp_path / "text")
+    assert read_config_json(tmp_path / "text")["model_type"] == "qwen3_5_text"
+    stock, wanted = on_meta(tmp_path / "text"), model.model.language_model.state_dict()
+    layout = layout_of(stock, shapes_of(stored := TensorFolder(tmp_path / "text")))
+    for target in layout.targets:
+        out = torch.empty(target.shape)
+        target.fill(out, 0, stored.read)
+        name = target.name.removeprefix("model.")
+        assert out.equal(wanted.get(name, model.lm_head.weight)), target.name
 
 
 def test_folders_without_a_configuration_are_refused(tmp_path):

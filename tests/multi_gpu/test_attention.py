@@ -1,10 +1,14 @@
 """Softmax attention on N ranks equals one rank, and both equal fp64, with every exchange."""
 
+import copy
+
 import pytest
 import torch
 
 from fla_cp import build_cp_context, causal_attention
+from fla_cp.comm import keys_values
 from fla_cp.comm.keys_values import SCHEMES
+from fla_cp.nn import MultiHeadLatentAttention
 from tests.support.ranks_against_one import RANGES, assert_close, device_of
 from tests.support.sweeps import crossed
 
@@ -45,3 +49,43 @@ def compare(group, rank, packing, heads, ranges, exchange):
 )
 def test_ranks_equal_one(run, packing, heads, ranges, exchange):
     run(compare, packing, heads, ranges, exchange)
+
+
+def trained(layer, x, dy, **more):
+    """y, and the gradients of x and the parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x, **more)
+    return y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)
+
+
+def compare_latents(group, rank, packing, ranges, most):
+    device, offsets = device_of(group), PACKINGS[packing]
+    cu = torch.tensor(offsets, device=device)
+    context = build_cp_context(cu, group, token_ranges=RANGES[ranges](T, group.size()), check=True)
+    torch.manual_seed(0)
+    layer = MultiHeadLatentAttention(64, 4)
+    drawn = torch.randn(2, 1, T, 64)
+    dtypes = [torch.float64]
+    if device.type == "cuda":
+        dtypes += [torch.float32, torch.bfloat16]
+    for dtype in dtypes:
+        rounded = copy.deepcopy(layer).to(device, dtype)
+        x, dy = drawn.to(device, dtype)
+        exact = trained(copy.deepcopy(rounded).double(), x.double(), dy.double(), cu_seqlens=cu)
+        one = trained(rounded, x, dy, cu_seqlens=cu)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keys_values, "MAX_GATHERED", most)
+            y, dx, *grads = trained(
+                rounded, context.shard(x), context.shard(dy), cp_context=context
+            )
+        for grad in grads:
+            torch.distributed.all_reduce(grad, group=group)
+        found = [context.unshard(y), context.unshard(dx), *grads]
+        for i, (a, b, c) in enumerate(zip(found, exact, one, strict=True)):
+            assert_close(f"result {i} in {dtype} on rank {rank}", a, b, c)
+
+
+@pytest.mark.parametrize("packing, ranges, most", crossed(PACKINGS, RANGES, (0, 1 << 40)))
+def test_latents_on_ranks_equal_one(run, packing, ranges, most):
+    """Gathered, and in a ring, in which no more than one rank's are expanded at once."""
+    run(compare_latents, packing, ranges, most)

@@ -6,6 +6,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from fla_cp import build_cp_context, zigzag_token_ranges
+from fla_cp.comm import keys_values
 from fla_cp.nn import Attention, MultiHeadLatentAttention, YaRN
 from fla_cp.ops.latent_attention_op import latent_op, positions_op
 from tests.support.closeness import assert_exact
@@ -66,6 +67,18 @@ def test_layers_over_ranks_have_two_graphs_at_most(gloo_pool, name):
     assert max(gloo_pool.run(on_ranks, name, world_size=2)) <= 2
 
 
+def in_a_ring(group, rank, name):
+    """The same where no keys and values fit on a rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys_values, "MAX_GATHERED", 0)
+        return graphs_of(name, group)
+
+
+@pytest.mark.parametrize("name", crossed(["latent rotary", "latent"], fast=1))
+def test_a_ring_of_latents_has_two_graphs_at_most(gloo_pool, name):
+    assert max(gloo_pool.run(in_a_ring, name, world_size=2)) <= 2
+
+
 @pytest.mark.parametrize("name", crossed(["latent rotary", "grouped rotary"], fast=1))
 def test_rows_compile_too(name):
     torch._dynamo.reset()
@@ -74,6 +87,22 @@ def test_rows_compile_too(name):
     for B, T in ((2, 70), (3, 50)):
         x = torch.randn(B, T, 16, dtype=torch.float64)
         assert_exact("y", run(x).detach(), layer(x).detach())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_token_compiles_too(name):
+    """Its gradients are contiguous where those of more tokens are copied out of a joint tensor."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = LAYERS[name]().double()
+    run, x = torch.compile(layer, fullgraph=True, backend="aot_eager"), torch.randn(1, 1, 16)
+    found = []
+    for f in (layer, run):
+        leaf = x.double().requires_grad_()
+        y = f(leaf)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), [leaf, *layer.parameters()])])
+    for a, b in zip(*found, strict=True):
+        assert_exact(name, b, a)
 
 
 def test_autocast_compiles_too():

@@ -13,7 +13,7 @@ from torch.nn import attention as of_torch
 from benchmarks import attention as benchmark
 from fla_cp import build_cp_context, causal_attention
 from fla_cp.comm.keys_values import SCHEMES
-from fla_cp.kernels.torch import attention
+from fla_cp.kernels.torch import attention, flash
 from fla_cp.partition.key_rows import Lengths
 from tests.support.ranks import run_threads
 
@@ -134,6 +134,67 @@ def test_without_it_the_kernel_of_torch_itself_is_called(kernels):
     with pytest.raises(NotImplementedError, match=r"_flash_attention_forward.*'CPU'"):
         causal_attention(*tensors)  # torch has it for CUDA alone
     assert not kernels
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with FlashAttention-3; returns the calls of its kernels."""
+    calls = []
+
+    def register():
+        found = Kernels("2.13")
+        calls.append(found.calls)
+        return found
+
+    monkeypatch.setattr(attention, "flash_runs", lambda q, v: True)
+    monkeypatch.setitem(of_torch._registry._FLASH_ATTENTION_IMPLS, "FA3", register)
+    monkeypatch.setattr(flash, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    yield calls
+    if of_torch.current_flash_attention_impl() is not None:
+        of_torch.restore_flash_attention_impl()
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("wanted_", ["auto", "on"])
+def test_flash_attention_3_is_activated_where_it_can_run(hopper, wanted_):
+    assert not flash.activate_flash_attention_3("off", GPU) and not hopper
+    assert flash.activate_flash_attention_3(wanted_, GPU)
+    assert of_torch.current_flash_attention_impl() == "FA3"
+    *tensors, do = drawn()
+    packed = torch.tensor(OFFSETS)
+    found = results(lambda *x: causal_attention(*x, cu_seqlens=packed), tensors, do)
+    assert hopper == [["forward", "backward"]]
+    assert_equal(found, wanted())
+
+
+def without(monkeypatch, what):
+    if what == "package":
+        monkeypatch.setattr(flash, "find_spec", lambda name: None)
+    elif what == "torch":
+        monkeypatch.delattr(of_torch, "list_flash_attention_impls")
+    elif what == "capability":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    return torch.device("cpu") if what == "gpu" else GPU
+
+
+@pytest.mark.parametrize(
+    "what, lacks",
+    {
+        "package": "the package flash-attn-3, whose module flash_attn_interface",
+        "torch": "a PyTorch that can activate it, got",
+        "capability": r"a GPU of compute capability 9.0, got 8.0",
+        "gpu": "a GPU, got cpu",
+    }.items(),
+)
+def test_elsewhere_it_is_left_alone_or_refused(hopper, monkeypatch, what, lacks):
+    device = without(monkeypatch, what)
+    assert not flash.activate_flash_attention_3("auto", device)
+    with pytest.raises(ValueError, match=f"FlashAttention-3 needs {lacks}"):
+        flash.activate_flash_attention_3("on", device)
+    assert not hopper and of_torch.current_flash_attention_impl() is None
 
 
 def sharded(group, rank, exchange):

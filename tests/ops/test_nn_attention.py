@@ -3,6 +3,7 @@
 import math
 import re
 import threading
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, zigzag_token_ranges
-from fla_cp.comm import collectives
+from fla_cp.comm import collectives, keys_values
+from fla_cp.comm.keys_values.latents import Expanded
 from fla_cp.nn import Attention, MultiHeadLatentAttention, YaRN
 from fla_cp.nn.rotary import Rotary
 from fla_cp.partition.key_rows import Lengths
+from fla_cp.remat import selective_checkpoint
 from tests.support.closeness import assert_exact
 from tests.support.ranks import run_threads
 
@@ -143,6 +146,20 @@ def test_packed_sequences(name):
 
 
 @every
+def test_offsets_on_the_host_spare_reading_those_of_the_device(name):
+    layer, (x, dy) = made(name), drawn()
+    packed = torch.tensor(OFFSETS)
+    unreadable = {"cu_seqlens": packed.to("meta"), "cu_seqlens_cpu": packed}
+    found = results(layer, lambda x: layer(x, **unreadable), x, dy)
+    wanted = results(layer, lambda x: layer(x, cu_seqlens=packed), x, dy)
+    assert all(a.equal(b) for a, b in zip(found, wanted, strict=True))
+    with pytest.raises(ValueError, match="cu_seqlens_cpu must equal cu_seqlens"):
+        layer(x, cu_seqlens=packed, cu_seqlens_cpu=torch.tensor([0, 1, 2, 3, 4, 150]))
+    with pytest.raises(ValueError, match="copy of cu_seqlens, which is missing"):
+        layer(x, cu_seqlens_cpu=packed)
+
+
+@every
 def test_rows_are_sequences_of_their_own(name):
     layer, (x, _) = made(name), drawn()
     packed = layer(x, cu_seqlens=torch.tensor([0, 50, 100, 150]))
@@ -168,6 +185,32 @@ def test_ranks_equal_one(name, layout):
     for found in run_threads(sharded, 4, layer, x, dy, layout):
         for a, b in zip(found, wanted, strict=True):
             assert_exact(name, a, b)
+
+
+@pytest.fixture
+def in_a_ring(monkeypatch):
+    """No keys and values fit on a rank; returns how many tokens were expanded at once."""
+    monkeypatch.setattr(keys_values, "MAX_GATHERED", 0)
+    expanded, original = [], Expanded.of
+
+    def of(each, shared, v_channels):
+        expanded.append(len(each))
+        return original(each, shared, v_channels)
+
+    monkeypatch.setattr(Expanded, "of", of)
+    return expanded
+
+
+@pytest.mark.parametrize("layout", RANGES)
+@pytest.mark.parametrize("name", ["latent", "latent rotary"])
+def test_latents_in_a_ring_equal_one_rank(name, layout, in_a_ring):
+    layer, (x, dy) = made(name), drawn()
+    wanted = results(layer, lambda x: plain(name, layer, x), x, dy)
+    for found in run_threads(sharded, 4, layer, x, dy, layout):
+        for a, b in zip(found, wanted, strict=True):
+            assert_exact(name, a, b)
+    tokens = [sum(hi - lo for lo, hi in r) for r in RANGES[layout](4) or [[(0, 38)]]]
+    assert len(in_a_ring) > 4 and max(in_a_ring) <= max(tokens)
 
 
 def second_document(group, rank, layer, batches):
@@ -212,6 +255,45 @@ def test_what_travels(name, numbers, dtype, monkeypatch):
     run_threads(trained_step, 2, layer, x, dy)
     message = 75 * numbers * dtype.itemsize
     assert sorted(received) == [0, 0, message, message]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_travels_in_a_ring_of_latents(dtype, monkeypatch, in_a_ring):
+    """As above, and the second rank gets the latents of the first once more in the backward."""
+    original, received = collectives.all_to_all, []
+
+    def all_to_all(rows, send, receive, group):
+        received.append(sum(receive) * rows.shape[1] * rows.itemsize)
+        return original(rows, send, receive, group)
+
+    monkeypatch.setattr(collectives, "all_to_all", all_to_all)
+    layer, (x, dy) = made("latent", dtype), drawn().to(dtype)
+    run_threads(trained_step, 2, layer, x, dy)
+    message = 75 * (10 + 6) * dtype.itemsize
+    assert sorted(received) == [0, 0, 0, message, message, message]
+    assert set(in_a_ring) == {0, 75}
+
+
+def recomputed_step(group, rank, layer, x, dy):
+    context = build_cp_context(torch.tensor(OFFSETS), group)
+    local = context.shard(x).detach().requires_grad_()
+    found = []
+    for run in (layer, partial(selective_checkpoint, layer)):
+        y = run(local, cp_context=context)
+        found.append(
+            [y.detach(), *torch.autograd.grad(y, [local, *layer.parameters()], context.shard(dy))]
+        )
+    return found
+
+
+def test_a_checkpoint_keeps_what_a_ring_of_latents_gave(in_a_ring):
+    layer, (x, dy) = made("latent rotary"), drawn()
+    for plainly, again in run_threads(recomputed_step, 2, layer, x, dy):
+        for a, b in zip(plainly, again, strict=True):
+            assert_exact("step", b, a)
+    # Own tokens and those of the other rank, forward and backward, on 2 ranks, in both runs: the
+    # recomputation expands none.
+    assert len(in_a_ring) == 2 * 2 * 2 * 2
 
 
 def events_of_forward(group, rank, layer, x, own):

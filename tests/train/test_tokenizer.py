@@ -135,6 +135,31 @@ def test_a_header_that_merges_with_the_answer_is_refused(tmp_path):
         tokenizer.encode("chat", [chat("a", "fox sees")], ["row 0"])
 
 
+LAST_THINKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}"
+    "{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ SAID }}"
+    "{% else %}{{ SAID }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As Qwen3's template: an empty think block before the last answer alone."""
+
+
+def test_a_think_block_in_the_last_answer_alone_needs_generation_blocks(tmp_path):
+    """The example of docs/training.md, in a template like Qwen3's."""
+    content = "m.content + '<|im_end|>\n'"
+    plain = Tokenizer(save_tokenizer(tmp_path / "plain", LAST_THINKS.replace("SAID", content)))
+    plain.encode("chat", [chat("a", "b")], ["row 0"])
+    with pytest.raises(ValueError, match=r"row 0: .* such as Qwen3's .* by {% generation %} block"):
+        plain.encode("chat", [chat("a", "b", "c", "d")], ["row 0"])
+    before, _, after = LAST_THINKS.partition("{{ SAID }}")
+    block = "{%- generation -%}{{ " + content + " }}{%- endgeneration -%}"
+    marked = before + block + after.replace("SAID", content)
+    tokenizer = Tokenizer(save_tokenizer(tmp_path / "marked", marked))
+    (encoded,) = tokenizer.encode("chat", [chat("a", "b", "c", "d")], ["row 0"])
+    assert said(tokenizer, encoded)[0] == "b<|im_end|>\nd<|im_end|>\n"
+
+
 def test_unusable_folders_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--tokenizer must be a folder, got 'nowhere'"):
         Tokenizer("nowhere")

@@ -372,6 +372,10 @@ def test_wrong_number_of_ranks_names_the_command(monkeypatch):
         ("--data nothing", "--data: unknown data 'nothing': expected one of "),
         ("--data text:EMPTY", "--data: text: no files below "),
         ("--impl triton", "--impl with --device cpu: impl='triton' runs on CUDA devices, got cpu"),
+        (
+            "--parallel.flash-attention-3 on",
+            "--parallel.flash-attention-3 on: FlashAttention-3 needs",
+        ),
     ],
 )
 @pytest.mark.parametrize("parity", [[], ["--check-parity"]])

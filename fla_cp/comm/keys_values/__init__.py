@@ -12,26 +12,25 @@ Figures for any documents and ranges come from `KeysValues.traffic`, and docs/de
 examples. "auto" takes the scheme with the fewest bytes on its busiest rank, among those that can
 run and whose keys and values fit: `MAX_GATHERED` bytes on a rank. A ring always fits.
 
-Latent attention (`nn.MultiHeadLatentAttention`) has no choice: it gathers latents, kv_lora_rank +
-qk_rope_head_dim numbers a token, and each rank expands those that it got. By heads, keys and values
-would travel expanded. With the sizes of Kimi Linear (32 heads of 192 and 128 channels, 576 numbers
-in a latent) these are 10240 numbers a token, with as many for queries and results, shared by R
-ranks. The latents are fewer bytes up to 71 ranks, with zig-zag ranges up to 47, but 32 heads can be
-divided among 32 ranks at most. A ring sends the latents once more in the backward, so it never
-saves bytes. It would save memory: gathered, a rank holds the expanded keys and values of all tokens
-that its queries read, 20 KiB a token in bf16. With `--remat full`, and in compiled graphs, they are
-not kept for the backward, which expands them again.
+Latent attention (`nn.MultiHeadLatentAttention`) sends latents, kv_lora_rank + qk_rope_head_dim
+numbers a token, and each rank expands those that it got. By heads, keys and values would travel
+expanded. With the sizes of Kimi Linear (32 heads of 192 and 128 channels, 576 numbers in a latent)
+these are 10240 numbers a token, with as many for queries and results, shared by R ranks. The
+latents are fewer bytes up to 71 ranks, with zig-zag ranges up to 47, but 32 heads can be divided
+among 32 ranks at most. So latents are gathered, or go round in a ring where the keys and values
+expanded from them, 20 KiB a token in bf16, would need more than `MAX_GATHERED`. In a ring a rank
+expands the latents of one other rank at a time.
 """
 
 from __future__ import annotations
 
-from fla_cp.comm.keys_values.base import KeysValues, Sizes
+from fla_cp.comm.keys_values.base import KeysValues, LatentSizes, Sizes
 from fla_cp.comm.keys_values.by_heads import ByHeads
 from fla_cp.comm.keys_values.gathered import Gathered
 from fla_cp.comm.keys_values.ring import Ring
 from fla_cp.partition.key_tables import KeyTables
 
-__all__ = ["EXCHANGES", "SCHEMES", "KeysValues", "Sizes", "make_exchange"]
+__all__ = ["EXCHANGES", "SCHEMES", "KeysValues", "LatentSizes", "Sizes", "make_exchange"]
 
 SCHEMES: dict[str, type[KeysValues]] = {"gathered": Gathered, "by_heads": ByHeads, "ring": Ring}
 """In the order of preference for equal bytes."""
@@ -39,12 +38,19 @@ SCHEMES: dict[str, type[KeysValues]] = {"gathered": Gathered, "by_heads": ByHead
 EXCHANGES = ("auto", *SCHEMES)
 
 MAX_GATHERED = 8 << 30
-"""Bytes of keys and values of other ranks that "auto" lets a rank hold in one call. Their gradients
-take as much again in the backward."""
+"""Bytes of keys and values of other ranks that "auto" lets a rank hold in one call; of latents,
+those that are expanded from them count, too. Their gradients take as much again in the backward."""
+
+RINGS = ("gathered", "ring")
+"""Schemes of latent attention and of compiled graphs."""
 
 
 def make_exchange(
-    exchange: str, tables: KeyTables, sizes: Sizes, *, allowed: tuple[str, ...] = tuple(SCHEMES)
+    exchange: str,
+    tables: KeyTables,
+    sizes: Sizes | LatentSizes,
+    *,
+    allowed: tuple[str, ...] = tuple(SCHEMES),
 ) -> tuple[str, KeysValues]:
     """The name and the scheme for `exchange`, one of `EXCHANGES`; equal on all ranks. allowed: what
     "auto" may take. If no rank needs another's keys, it is "gathered", which then sends nothing.

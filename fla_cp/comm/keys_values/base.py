@@ -29,6 +29,31 @@ class Sizes(NamedTuple):
         """Of the keys and values of one token."""
         return self.HK * (self.K + self.V) * self.itemsize
 
+    @property
+    def held_bytes(self) -> int:
+        """What a rank holds of a token whose keys and values it reads."""
+        return self.key_bytes
+
+
+class LatentSizes(NamedTuple):
+    """Latent attention: H heads of K and V channels, which are expanded from `wire` numbers."""
+
+    H: int
+    K: int
+    V: int
+    wire: int
+    itemsize: int
+
+    @property
+    def key_bytes(self) -> int:
+        """Of what travels of one token."""
+        return self.wire * self.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Of that, and of the keys and values that it is expanded to."""
+        return self.key_bytes + self.H * (self.K + self.V) * self.itemsize
+
 
 class Traffic(NamedTuple):
     """Bytes that a rank sends to others and receives from them, in a forward and a backward."""
@@ -77,7 +102,7 @@ class KeysValues:
     """A scheme that brings queries, keys and values of several ranks together."""
 
     tables: KeyTables
-    sizes: Sizes
+    sizes: Sizes | LatentSizes
 
     def refusal(self) -> str | None:
         """The rule that these sizes break, and their values; None if the scheme can run."""

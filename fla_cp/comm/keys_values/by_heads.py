@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
-from fla_cp.comm.keys_values.base import WHAT, Kernels, KeysValues, Traffic
+from fla_cp.comm.keys_values.base import WHAT, Kernels, KeysValues, Sizes, Traffic
 from fla_cp.comm.overlap import exchanged, run_overlap
 from fla_cp.partition.head_order import HeadOrder
 
@@ -22,6 +22,8 @@ from fla_cp.partition.head_order import HeadOrder
 class ByHeads(KeysValues):
     """Rank r computes the query heads [r H / R, (r+1) H / R). A key head that several ranks read
     goes to each of them."""
+
+    sizes: Sizes
 
     def refusal(self) -> str | None:
         H, HK, R = self.sizes.H, self.sizes.HK, self.tables.ranks

@@ -31,7 +31,7 @@ class Gathered(KeysValues):
         return [Traffic(n, n) for n in each]
 
     def memory(self) -> int:
-        return max(self.tables.crossings.gathered) * self.sizes.key_bytes
+        return max(self.tables.crossings.gathered) * self.sizes.held_bytes
 
     def attention(
         self,

@@ -7,7 +7,7 @@ each rank's keys and values to it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,8 @@ class Ring(KeysValues):
         return [Traffic((2 * s + r) * row, (2 * r + s) * row) for s, r in tokens]
 
     def memory(self) -> int:
-        return 2 * max(self.tables.crossings.pairs.values(), default=0) * self.sizes.key_bytes
+        row = self.sizes.key_bytes + self.sizes.held_bytes
+        return max(self.tables.crossings.pairs.values(), default=0) * row
 
     def attention(
         self,
@@ -62,7 +63,7 @@ class _Ring(torch.autograd.Function):
         name = ("ring", *shapes, call.scale)
         kept = remat.kept(name)
         if kept is None:
-            o, lse = ring(q, k, v, call)
+            o, lse = ring(q, Wire.of(k, v), call)
             remat.keep(name, (o, lse))
         else:
             run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
@@ -75,7 +76,29 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        return *ring_bwd(do, q, k, v, o, lse, ctx.call), None
+        wire = Wire.of(k, v)
+        dq, total = ring_bwd(do, q, wire, o, lse, ctx.call)
+        return dq, *wire.split(total), None
+
+
+class Travelling(Protocol):
+    """What ranks send each other of their tokens, and what it says of keys and values."""
+
+    @property
+    def rows(self) -> Tensor:
+        """[T, n] of this rank's tokens."""
+
+    @property
+    def v_channels(self) -> int: ...
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """Keys [T, HK, K] and values [T, HK, V] of this rank's tokens."""
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of rows like these."""
+
+    def joined(self, rows: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """The gradient of rows, from those of their keys and values."""
 
 
 class Wire(NamedTuple):
@@ -88,6 +111,16 @@ class Wire(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Wire:
         return cls(torch.cat((k.flatten(1), v.flatten(1)), 1), k, v)
+
+    @property
+    def v_channels(self) -> int:
+        return self.v.shape[2]
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
+
+    def joined(self, rows: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        return torch.cat((dk.flatten(1), dv.flatten(1)), 1)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values in rows like these."""
@@ -108,17 +141,17 @@ def forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving
     return Arriving(out, send, receive, group, WHAT)
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
+def ring(q: Tensor, wire: Travelling, call: RingCall) -> tuple[Tensor, Tensor]:
     """o [T, H, V] in q's dtype and lse [H, T]; sums in fp32 (fp64)."""
-    steps, wire = call.ring.steps, Wire.of(k, v)
+    steps = call.ring.steps
     dtype = accumulator(q.dtype)
-    o = q.new_empty(len(q), q.shape[1], v.shape[2], dtype=dtype)
+    o = q.new_empty(len(q), q.shape[1], wire.v_channels, dtype=dtype)
     lse = q.new_empty(len(q), q.shape[1], dtype=dtype)
     first = forward_step(wire.rows, steps[0], call.group)
 
     def own() -> Tensor:
         part = call.ring.own
-        found = _attend(q, k, v, part, call)
+        found = _attend(q, *wire.own(), part, call)
         part.queries.put(o, found[0])
         part.queries.put(lse, found[1])
         return first.wait()
@@ -152,27 +185,27 @@ def _merge(o: Tensor, lse: Tensor, rows: Rows, o_new: Tensor, lse_new: Tensor) -
 
 
 def ring_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: RingCall
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v in their dtypes. Sums over ranks are formed in fp32 (fp64), in a
-    fixed order; what travels are the kernel's results, in its dtype."""
-    steps, wire, group = call.ring.steps, Wire.of(k, v), call.group
+    do: Tensor, q: Tensor, wire: Travelling, o: Tensor, lse: Tensor, call: RingCall
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q and of the wire's rows, in their dtypes. Sums over ranks are formed in
+    fp32 (fp64), in a fixed order; what travels are the kernel's results, in its dtype."""
+    steps, group = call.ring.steps, call.group
     dq = torch.zeros_like(q, dtype=accumulator(q.dtype))
     total = torch.zeros_like(wire.rows, dtype=dq.dtype)
     arriving = forward_step(wire.rows, steps[0], group)
 
-    def backward(part: Part, k: Tensor, v: Tensor) -> Tensor:
-        """Adds the gradient of the queries; returns that of the keys and values, side by side."""
+    def backward(part: Part, keys: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Adds the gradient of the queries; returns that of the part's rows of `keys`."""
         rows = part.queries
-        dq_part, *grads = call.kernels.attend_bwd(
+        dq_part, dk, dv = call.kernels.attend_bwd(
             rows.of(do), rows.of(q), part.keys.of(k), part.keys.of(v),
             rows.of(o), rows.of(lse.T).T, part.lengths, call.scale,
         )  # fmt: skip
         rows.add(dq, dq_part)
-        return torch.cat([d.flatten(1) for d in grads], 1)
+        return wire.joined(part.keys.of(keys), dk, dv)
 
     own = call.ring.own
-    own.keys.add(total, backward(own, k, v))
+    own.keys.add(total, backward(own, wire.rows, *wire.own()))
     returning: list[tuple[Arriving, Rows]] = []
     for step, then in zip(steps, (*steps[1:], None), strict=True):
         rows = arriving.wait()
@@ -181,13 +214,12 @@ def ring_bwd(
         grads = torch.zeros_like(rows, dtype=dq.dtype)
         theirs = wire.split(rows)
         for part in step.parts:
-            part.keys.add(grads, backward(part, *theirs))
+            part.keys.add(grads, backward(part, rows, *theirs))
         del theirs, rows
         _finish(total, returning)
-        returning.append((_return_step(grads.to(k.dtype), step, group), step.send))
+        returning.append((_return_step(grads.to(wire.rows.dtype), step, group), step.send))
     _finish(total, returning)
-    dk, dv = wire.split(total)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(q.dtype), total.to(wire.rows.dtype)
 
 
 def _return_step(grads: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:

@@ -1,0 +1,115 @@
+"""Latent attention: what travels are latents, of which each rank expands keys and values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fla_cp import remat
+from fla_cp.comm.keys_values.base import LatentSizes
+from fla_cp.comm.keys_values.ring import RingCall, ring, ring_bwd
+from fla_cp.comm.overlap import run_overlap
+from fla_cp.rule import accumulator
+
+
+class Expanded(NamedTuple):
+    """k [N, H, K] and v [N, H, V]: a head's k has channels from the latent, and then the shared
+    ones."""
+
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of(cls, each: Tensor, shared: Tensor, v_channels: int) -> Expanded:
+        """each [N, H, n]: what the heads' projections give. shared [N, p]: for all heads."""
+        k, v = each.split([each.shape[2] - v_channels, v_channels], -1)
+        return cls(torch.cat([k, shared[:, None].expand(-1, each.shape[1], -1)], -1), v)
+
+
+class LatentWire:
+    """Latents and shared channels side by side: rows [T, R + p].
+
+    weight [H * n, R] expands a latent to the first channels of each head's k, and its v.
+    """
+
+    def __init__(self, rows: Tensor, weight: Tensor, heads: int, widths: tuple[int, int], K: int):
+        """widths: R and p. K: channels of a key."""
+        self.rows, self.weight, self.heads, self.widths = rows, weight, heads, widths
+        self.k_channels = K - widths[1]
+        self.v_channels = weight.shape[0] // heads - self.k_channels
+        self._dweight: Tensor | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor) -> LatentWire:
+        """For queries [T, H, K]."""
+        rows, widths = torch.cat([latent, shared], 1), (latent.shape[1], shared.shape[1])
+        return cls(rows, weight, q.shape[1], widths, q.shape[2])
+
+    @property
+    def sizes(self) -> LatentSizes:
+        R, p = self.widths
+        K, itemsize = self.k_channels + p, self.rows.element_size()
+        return LatentSizes(self.heads, K, self.v_channels, R + p, itemsize)
+
+    def parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Latents and shared channels."""
+        return rows.split(self.widths, 1)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        return self.split(self.rows)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        latent, shared = self.parts(rows)
+        each = (latent @ self.weight.T).unflatten(1, (self.heads, -1))
+        return Expanded.of(each, shared, self.v_channels)
+
+    def joined(self, rows: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """Also adds to the gradient of the weight, in fp32 (fp64)."""
+        each = torch.cat([dk[..., : self.k_channels], dv], -1).flatten(1)
+        if self._dweight is None:
+            self._dweight = torch.zeros_like(self.weight, dtype=accumulator(self.weight.dtype))
+        self._dweight += each.T @ self.parts(rows)[0]
+        return torch.cat([each @ self.weight, dk[..., self.k_channels :].sum(1)], 1)
+
+    def weight_gradient(self) -> Tensor:
+        """Of all rows that `joined` has got."""
+        assert self._dweight is not None
+        return self._dweight.to(self.weight.dtype)
+
+
+def latent_ring(
+    q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor, call: RingCall
+) -> Tensor:
+    """o [T, H, V] of q [T, H, K], latent [T, R] and shared [T, p] of this rank's tokens.
+    Differentiable. A rank expands the latents of one other rank at a time, in both directions."""
+    o: Tensor = _LatentRing.apply(q, latent, shared, weight, call)
+    return o
+
+
+class _LatentRing(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor, call: RingCall
+    ) -> Tensor:
+        name = ("latent ring", tuple(q.shape), tuple(weight.shape), q.dtype, call.scale)
+        kept = remat.kept(name)
+        if kept is None:
+            o, lse = ring(q, LatentWire.of(q, latent, shared, weight), call)
+            remat.keep(name, (o, lse))
+        else:
+            run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
+            o, lse = (x for x in kept if x is not None)
+        ctx.save_for_backward(q, latent, shared, weight, o, lse)
+        ctx.call = call
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, latent, shared, weight, o, lse = ctx.saved_tensors
+        wire = LatentWire.of(q, latent, shared, weight)
+        dq, total = ring_bwd(do, q, wire, o, lse, ctx.call)
+        return dq, *wire.parts(total), wire.weight_gradient(), None

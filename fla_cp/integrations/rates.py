@@ -1,0 +1,103 @@
+"""Decay rates in float32 beside weights in 16 bits, under FSDP2.
+
+FSDP2 casts whole modules, but `A_log` and `dt_bias` of recurrences lose their meaning in bfloat16.
+They therefore become a module of their own in each mixer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+RATES = ("A_log", "dt_bias")
+"""Names of the parameters of recurrences that are not cast."""
+
+
+class Exact(nn.Module):
+    """Holds the parameters of a recurrence that are gathered apart from its block."""
+
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def shard_rates(model: _Model, mesh: DeviceMesh | None = None) -> _Model:
+    """The same model, whose parameters `A_log` and `dt_bias` are sharded apart from all others and
+    stay float32 in each forward.
+
+        shard_rates(model, mesh)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, ..))
+
+    model: the module that is called, or one inside, with all recurrences. Call this before
+    `fully_shard` shards its modules, and shard the module around all of them, too.
+    mesh: as for `fully_shard`. One small collective gathers the rates of all layers.
+
+    The state_dict has the names that it had. `named_parameters` has `exact` before each name.
+    """
+    parts: list[nn.Module] = list(set_apart(model))
+    for owner in [module for module in model.modules() if "exact" in module._modules]:
+        owner.register_state_dict_post_hook(_rename_saved)
+        owner.register_load_state_dict_pre_hook(_rename_loaded)
+    if parts:
+        policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False)
+        fully_shard(parts, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        for part in parts:  # a rate is read without a call that would run hooks
+            part._forward_pre_hooks.clear()
+            part._forward_hooks.clear()
+        model.register_forward_pre_hook(_gather)
+        model.register_forward_hook(_release)
+    return model
+
+
+def set_apart(model: nn.Module) -> list[Exact]:
+    """Moves the parameters RATES of each module into a part `exact`, in place; returns the parts.
+    The module still finds them as its attributes."""
+    found = []
+    for module in list(model.modules()):
+        names = [name for name in RATES if isinstance(module._parameters.get(name), nn.Parameter)]
+        if not names:
+            continue
+        exact = Exact()
+        for name in names:
+            exact.register_parameter(name, module._parameters.pop(name))
+        module.exact = exact
+        kind = type(module)
+        read = {name: property(partial(_exact, name=name)) for name in names}
+        module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **read})
+        found.append(exact)
+    return found
+
+
+def _exact(module: nn.Module, name: str) -> Tensor:
+    return getattr(module.exact, name)
+
+
+def _group(model: nn.Module) -> Any:
+    """The first part, which stands for all."""
+    return next(module for module in model.modules() if isinstance(module, Exact))
+
+
+def _gather(model: nn.Module, args: Any) -> None:
+    _group(model).unshard()
+
+
+def _release(model: nn.Module, args: Any, out: Any) -> None:
+    if not torch.is_grad_enabled():  # else the end of the backward does it
+        _group(model).reshard()
+
+
+def _rename_saved(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    for name in RATES:
+        if (found := state.pop(f"{prefix}exact.{name}", None)) is not None:
+            state[prefix + name] = found
+
+
+def _rename_loaded(module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
+    for name in RATES:
+        if (found := state.pop(prefix + name, None)) is not None:
+            state[f"{prefix}exact.{name}"] = found
