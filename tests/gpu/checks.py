@@ -466,6 +466,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
+    from tests.gpu.tables import check_tables
     from tests.gpu.tiles import check_tiles
     from tests.gpu.wide_heads import check_wide
 
@@ -473,7 +474,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found["cancelling"] = check_cancelling
     found |= {"exchange": check_exchange, "norm": check_norm, "layers": check_layers}
     found |= {"experts": check_experts, "decoding": check_decoding}
-    found |= {"conv states": check_conv_states}
+    found |= {"conv states": check_conv_states, "tables": check_tables}
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
     for K, V in SIZES:
         for n in range(3):

@@ -11,7 +11,8 @@ from tests.gpu import said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from tests.gpu import checks, conv_states, decoding, exchange, experts, layers, wide_heads
+from fla_cp.kernels.triton import chunk_tables
+from tests.gpu import checks, conv_states, decoding, exchange, experts, layers, tables, wide_heads
 from tests.gpu.__main__ import SMALL_CALL
 from tests.support.closeness import share_of_budget
 
@@ -103,6 +104,25 @@ def test_the_gpu_checks_of_wide_heads(name, small, monkeypatch):
     monkeypatch.setattr(wide_heads, "BF16", F32)
     rows = wide_heads.check_wide(name)
     assert len(rows) == 4 and all(row["ok"] for row in rows), rows
+
+
+@pytest.mark.bits
+@pytest.mark.wide
+def test_the_gpu_check_of_tables(small, monkeypatch):
+    """It passes, and it fails if the tables of new packings are a little off."""
+    monkeypatch.setattr(tables, "PACKINGS", ((5, 300),))
+    monkeypatch.setattr(tables, "CALL", (40, 1, 16))
+    monkeypatch.setattr(tables, "CALLS", 2)
+    monkeypatch.setattr(tables, "BF16", F32)
+    rows = tables.check_tables()
+    assert len(rows) == 3 and all(row["ok"] for row in rows), rows
+    launch = chunk_tables.launch
+
+    def wrong(kernel, grid, offsets, *rest):
+        launch(kernel, grid, (offsets - 1).clamp(0), *rest)
+
+    monkeypatch.setattr(chunk_tables, "launch", wrong)
+    assert not any(row["ok"] for row in tables.check_tables()[:2])
 
 
 @pytest.mark.bits

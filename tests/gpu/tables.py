@@ -1,0 +1,84 @@
+"""Tables of packings that the GPU forms from cu_seqlens, and calls that read them."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from fla_cp import chunk_kda
+from fla_cp.custom_op import framed_packing_of
+from fla_cp.kernels.triton import chunk_tables
+from fla_cp.kernels.triton.operands import columns
+from fla_cp.ops import family
+from fla_cp.partition.device_tables import DeviceTable
+from fla_cp.partition.whole import WholeSequences
+from tests.gpu import checks
+from tests.gpu.cases import BF16
+from tests.support.tuned import tuned
+
+PACKINGS = ((24, 8192), (300, 32768), (4000, 65536))
+"""Sequences and tokens. A tenth of the sequences have no tokens."""
+CALL = 2048, 4, 128
+"""T, heads, and K = V of the calls."""
+CALLS = 6
+"""Calls, each with a packing of its own. The first records, the second is recorded."""
+
+
+def offsets_of(sequences: int, T: int, seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    inner = sorted(draw.randint(0, T) for _ in range(sequences - 1))
+    again = draw.sample(range(len(inner)), len(inner) // 10)
+    for i in again:
+        inner[i] = inner[max(i - 1, 0)]
+    return (0, *inner, T)
+
+
+def check_tables() -> checks.Rows:
+    """The kernel's tables are the host's, and calls that read either have the same bits."""
+    rows = []
+    for sequences, T in PACKINGS:
+        for dtype in (torch.int32, torch.int64):
+            offsets = offsets_of(sequences, T, sequences)
+            packing = WholeSequences(offsets)
+            given = torch.tensor(offsets, dtype=dtype, device=checks.DEVICE)
+            chunk_tables.form_tables(packing, given)
+            device = given.device
+            found = packing.table(columns, torch.int32, device)
+            wanted = DeviceTable.send(columns(packing), torch.int32, device).columns
+            wrong = sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
+            rows.append(row(f"tables N={sequences} T={T} {dtype}", wrong))
+    with tuned():  # kinds of calls that no other check has seen
+        by_host, by_kernel = (results(most) for most in (0, chunk_tables.MOST_SEQUENCES))
+    wrong = sum(int((a != b).sum()) for a, b in zip(by_host, by_kernel, strict=True))
+    rows.append(row(f"calls with tables of the host and of the kernel x {CALLS}", wrong))
+    return rows
+
+
+def row(case: str, changed: int) -> dict:
+    return {"case": case, "dtype": "int32", "changed": changed, "ok": changed == 0}
+
+
+def results(most: int) -> list[Tensor]:
+    """o and all gradients of calls with new packings. most: sequences up to which the kernel forms
+    tables."""
+    framed_packing_of.cache_clear()
+    family._plan_of.cache_clear()
+    before, chunk_tables.MOST_SEQUENCES = chunk_tables.MOST_SEQUENCES, most
+    try:
+        return [x for seed in range(CALLS) for x in called(seed)]
+    finally:
+        chunk_tables.MOST_SEQUENCES = before
+
+
+def called(seed: int) -> list[Tensor]:
+    T, H, K = CALL
+    gen = torch.Generator().manual_seed(seed)
+    x = [torch.randn(1, T, H, K, generator=gen) for _ in range(3)]
+    x += [-torch.rand(1, T, H, K, generator=gen), torch.rand(1, T, H, generator=gen)]
+    leaves = [t.to(checks.DEVICE, BF16).requires_grad_() for t in x]
+    offsets = torch.tensor(offsets_of(9, T, seed))
+    packing = {"cu_seqlens": offsets.to(checks.DEVICE), "cu_seqlens_cpu": offsets}
+    o, _ = chunk_kda(*leaves, **packing, use_qk_l2norm_in_kernel=True, impl="triton")
+    return [o.detach(), *torch.autograd.grad(o, leaves, torch.ones_like(o))]
