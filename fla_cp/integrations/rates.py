@@ -45,13 +45,22 @@ def shard_rates(model: _Model, mesh: DeviceMesh | None = None) -> _Model:
         owner.register_load_state_dict_pre_hook(_rename_loaded)
     if parts:
         policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False)
-        fully_shard(parts, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        for part in parts:  # a rate is read without a call that would run hooks
-            part._forward_pre_hooks.clear()
-            part._forward_hooks.clear()
+        shard_without_hooks(parts, mesh, policy)
         model.register_forward_pre_hook(_gather)
         model.register_forward_hook(_release)
     return model
+
+
+def shard_without_hooks(
+    parts: list[nn.Module], mesh: DeviceMesh | None, policy: MixedPrecisionPolicy
+) -> None:
+    """Makes one group of the parameters of all parts, which the caller gathers: a parameter may be
+    read without a call of its part, and torch.compile cannot trace hooks in the middle of a block.
+    FSDP's callback at the end of a backward reduces the gradients of such groups."""
+    fully_shard(parts, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for part in parts:
+        part._forward_pre_hooks.clear()
+        part._forward_hooks.clear()
 
 
 def set_apart(model: nn.Module) -> list[Exact]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fla_cp.integrations.rates import shard_without_hooks
 from fla_cp.nn import Router
 from fla_cp.train import loopback, parent, restart
 from fla_cp.train.config import ParallelConfig, UserError
@@ -392,8 +393,9 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     widest = torch.promote_types(dtype, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=widest)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
-    if dtype != widest and isinstance(model, LanguageModel):
-        shard_cores(model.exact_parts(), ranks, exact)
+    # `gathered` takes the place of the hooks.
+    if dtype != widest and isinstance(model, LanguageModel) and (parts := model.exact_parts()):
+        shard_without_hooks(parts, ranks.fsdp_mesh, exact)
     shards = ranks.fsdp_mesh.size() // ranks.dp_replicate
     size = dtype.itemsize * sum(p.numel() for b in blocks_of(model) for p in b.parameters())
     frees = frees_after_forward(ranks.reshard, shards, size)
@@ -415,18 +417,6 @@ def exact_parts(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     cores = [mixer.get_submodule("core") for mixer in mixers if hasattr(mixer, "core")]
     parts = (part for block in blocks for part in block.modules())
     return cores + [part for part in parts if isinstance(part, Router)]
-
-
-def shard_cores(cores: list[nn.Module], ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
-    """Makes one group of the parameters of all cores and routers, without hooks: torch.compile
-    could not trace them in the middle of a block. `gathered` takes their place, and FSDP's callback
-    at the end of a backward, which reduces gradients of groups whose hooks did not run."""
-    if not cores:
-        return
-    fully_shard(cores, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
-    for core in cores:
-        core._forward_pre_hooks.clear()
-        core._forward_hooks.clear()
 
 
 @contextmanager
