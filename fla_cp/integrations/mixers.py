@@ -24,7 +24,7 @@ from fla_cp.comm.keys_values.ring import RingCall
 from fla_cp.context import FLACPContext
 from fla_cp.ops import causal_attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from fla_cp.ops.attention import attention_over, key_rows, keys_of
-from fla_cp.ops.attention_plan import key_tables, latent_ring_call
+from fla_cp.ops.attention_plan import key_tables, latent_scheme, ring_call
 from fla_cp.ops.options import ChunkOptions
 
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
@@ -158,7 +158,8 @@ class _Latents:
         numbers, itemsize = latent.shape[1] + shared.shape[1], latent.element_size()
         sizes = LatentSizes(m.num_heads, m.qk_head_dim, m.v_head_dim, numbers, itemsize)
         tables = key_tables(1, len(latent), None, self.context)
-        return latent_ring_call(sizes, latent.dtype, tables, scale, self.context)
+        scheme = latent_scheme(sizes, latent.dtype, tables, self.context)
+        return ring_call(scheme, scale, self.context)
 
     def around(self, q: Tensor, latent: Tensor, shared: Tensor, scale: float) -> Tensor:
         """o [T_local, H, V] of q [T_local, H, K] and the rank's own latents."""

@@ -16,8 +16,7 @@ from fla_cp.context import FLACPContext
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm, check_hidden
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
-from fla_cp.ops import causal_attention
-from fla_cp.ops.attention import compiled_positions, key_rows
+from fla_cp.ops.attention import attention_of_sent, compiled_positions, key_rows, send_keys
 from fla_cp.ops.checks import check_sequences
 from fla_cp.rule import accumulator
 
@@ -165,29 +164,37 @@ class Attention(SoftmaxAttention):
         self.check(x, cu_seqlens, cu_seqlens_cpu, cp_context)
         if cache is not None:
             check_cache(len(cache.keys), x, cu_seqlens, cp_context)
-        q, k, v = (
-            rearrange(project(x), "b t (h k) -> b t h k", k=self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        v, tables = self.heads(x, self.v_proj), None
         if self.rotary is not None:
             offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
             tables = self.rotary_tables(v, offsets, cp_context, self.rotary.magnitude, cache)
-            assert tables is not None
-            q, k = rotate(q, tables), rotate(k, tables)
-        # Autocast may have run the norms in another dtype.
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        # Autocast may run the norms in another dtype.
+        k = self.heads(x, self.k_proj, self.k_norm, tables).to(v.dtype)
+        ticket = None if cache is not None else send_keys(k, v, self.num_heads, cp_context)
+        q = self.heads(x, self.q_proj, self.q_norm, tables).to(v.dtype)
         with Overlap(lambda: self.gate(x)) as gate:
+            if ticket is not None:
+                gate()  # in a compiled graph it stands between the two, as q does
             if cache is None:
-                o = causal_attention(
-                    q, k, v,
-                    cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context,
-                )  # fmt: skip
+                packing = cu_seqlens, cu_seqlens_cpu, cp_context
+                o = attention_of_sent(q, k, v, ticket, *packing)
             else:
                 o = cache.attend(q, k, v, self.head_dim**-0.5, cp_context)
         o, factor = rearrange(o, "b t h k -> b t (h k)"), gate()
         return self.o_proj(o if factor is None else o * factor)
+
+    def heads(
+        self,
+        x: Tensor,
+        project: nn.Module,
+        norm: nn.Module | None = None,
+        tables: Tables | None = None,
+    ) -> Tensor:
+        """A projection of x as [B, T, heads, head_dim], normalised and rotated if asked for."""
+        found: Tensor = rearrange(project(x), "b t (h k) -> b t h k", k=self.head_dim)
+        if norm is not None:
+            found = norm(found)
+        return found if tables is None else rotate(found, tables)
 
     def gate(self, x: Tensor) -> Tensor | None:
         """The factor on o [B, T, H * head_dim], if there is one. It is computed while keys and

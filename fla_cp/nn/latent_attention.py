@@ -21,8 +21,13 @@ from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
-from fla_cp.ops.attention import attention_over, compiled_latent_attention, keys_of
-from fla_cp.ops.attention_plan import key_tables, latent_ring_call
+from fla_cp.ops.attention import (
+    attention_over,
+    compiled_latent_attention,
+    keys_of,
+    send_latents,
+)  # fmt: skip
+from fla_cp.ops.attention_plan import key_tables, latent_scheme, ring_call
 from fla_cp.partition.key_tables import KeyTables
 
 
@@ -125,9 +130,12 @@ class MultiHeadLatentAttention(SoftmaxAttention):
             return self.o_proj(o.flatten(2))
         latent, shared = latent.flatten(0, 1), shared.flatten(0, 1)
         if torch.compiler.is_compiling():
+            heads = self.num_heads, self.qk_head_dim, self.v_head_dim
+            ticket = send_latents(latent, shared, heads, cp_context)
             q = self.queries(x, tables).to(shared.dtype)
             weight = self.kv_up.weight.to(shared.dtype)
-            o = compiled_latent_attention(q, latent, shared, weight, self.scale, cp_context, B)
+            given = q, latent, shared, weight, self.scale, cp_context, B, ticket
+            o = compiled_latent_attention(*given)
         else:
             tokens = key_tables(B, T, offsets, cp_context)
             ring = self.ring(shared, tokens, cp_context)
@@ -152,7 +160,8 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         numbers = self.kv_lora_rank + self.qk_rope_head_dim
         heads = self.num_heads, self.qk_head_dim, self.v_head_dim
         sizes = LatentSizes(*heads, numbers, like.element_size())
-        return latent_ring_call(sizes, like.dtype, tables, self.scale, cp_context)
+        scheme = latent_scheme(sizes, like.dtype, tables, cp_context)
+        return ring_call(scheme, self.scale, cp_context)
 
     def over_latents(
         self,

@@ -11,10 +11,10 @@ from fla_cp.comm.keys_values.gathered import gather_all
 from fla_cp.context import FLACPContext
 from fla_cp.kernels.torch import attention
 from fla_cp.kernels.torch.attention import attention_over as attention_over
-from fla_cp.ops.attention_op import attention_op
+from fla_cp.ops.attention_op import attention_op, send_keys_op
 from fla_cp.ops.attention_plan import agreed_scheme, handle_of, key_tables
 from fla_cp.ops.checks import FLOATS, check_sequences
-from fla_cp.ops.latent_attention_op import latent_op, positions_op
+from fla_cp.ops.latent_attention_op import latent_op, positions_op, send_latents_op
 from fla_cp.partition.key_rows import KeyRows
 
 
@@ -47,6 +47,36 @@ def causal_attention(
     Raises ValueError as in arguments.py and ops/checks.py, for "by_heads" with heads that the ranks
     do not divide, and for "by_heads" and "ring" under a context of fixed shape (max_sequences).
     """
+    packing = cu_seqlens, cu_seqlens_cpu, cp_context
+    return attention_of_sent(q, k, v, None, *packing, scale=scale, exchange=exchange)
+
+
+def send_keys(
+    k: Tensor, v: Tensor, query_heads: int, cp_context: FLACPContext | None
+) -> Tensor | None:
+    """In a compiled graph of several ranks, starts to exchange k [1, T, HK, K] and v [1, T, HK, V]
+    and returns the ticket for `attention_of_sent`; otherwise None. The graph should have between
+    the two what needs no other rank's keys."""
+    if not _sends_ahead(cp_context):
+        return None
+    found: Tensor = send_keys_op(k[0], v[0], query_heads, "auto", *handle_of(cp_context), 1)
+    return found
+
+
+def attention_of_sent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ticket: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    cp_context: FLACPContext | None,
+    *,
+    scale: float | None = None,
+    exchange: str = "auto",
+) -> Tensor:
+    """`causal_attention` of keys and values that `send_keys` has sent, or of others. A ticket has
+    the last word on how they come."""
     names = ("q", "k", "v", "cu_seqlens", "cu_seqlens_cpu")
     check_tensors(names, (q, k, v, cu_seqlens, cu_seqlens_cpu), 3)
     _check_shapes(q, k, v)
@@ -57,7 +87,7 @@ def causal_attention(
     factor = K**-0.5 if scale is None else scale
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if torch.compiler.is_compiling():
-        o = attention_op(q, k, v, factor, exchange, *handle_of(cp_context), B)[0]
+        o = attention_op(q, k, v, factor, exchange, *handle_of(cp_context), B, ticket)[0]
     else:
         offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
         tables = key_tables(B, T, offsets, cp_context)
@@ -84,6 +114,22 @@ def keys_of(rows: KeyRows, cp_context: FLACPContext | None, *xs: Tensor) -> list
     return gather_all(xs, rows, group)
 
 
+def send_latents(
+    latent: Tensor, shared: Tensor, heads: tuple[int, int, int], cp_context: FLACPContext | None
+) -> Tensor | None:
+    """`send_keys` of latent [T, R] and shared [T, p], for `compiled_latent_attention`. heads: H, K
+    and V of the attention."""
+    if not _sends_ahead(cp_context):
+        return None
+    found: Tensor = send_latents_op(latent, shared, list(heads), *handle_of(cp_context), 1)
+    return found
+
+
+def _sends_ahead(cp_context: FLACPContext | None) -> bool:
+    several = cp_context is not None and cp_context.group is not None
+    return several and torch.compiler.is_compiling()
+
+
 def compiled_latent_attention(
     q: Tensor,
     latent: Tensor,
@@ -92,15 +138,17 @@ def compiled_latent_attention(
     scale: float,
     cp_context: FLACPContext | None,
     B: int,
+    ticket: Tensor | None = None,
 ) -> Tensor:
     """Latent attention in a compiled graph: o [B * T, H, V].
 
     q [B * T, H, K], latent [B * T, R] and shared [B * T, p] of this rank's tokens; weight
     [H * (K - p + V), R] expands a latent to the first K - p channels of each head's k, and its v.
     The other p channels of every k are `shared`. Latents and shared channels of other tokens come
-    from the ranks that have them, once more in the backward.
+    from the ranks that have them, once more in the backward. ticket: from `send_latents`.
     """
-    o: Tensor = latent_op(q, latent, shared, weight, scale, *handle_of(cp_context), B)[0]
+    handle = handle_of(cp_context)
+    o: Tensor = latent_op(q, latent, shared, weight, scale, *handle, B, ticket)[0]
     return o
 
 

@@ -1,4 +1,5 @@
-"""Softmax attention under torch.compile: one op a direction, with the exchange inside.
+"""Softmax attention under torch.compile: one op a direction, with the exchange inside, and one that
+starts the forward's exchange before (`fla_cp.ops.sent_ahead`).
 
 The keys that come to a rank have a length of their own in every packing, so that no graph could
 save them: the backward lets them come again. Only `Gathered` and `Ring` run here, because by heads
@@ -13,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm.keys_values import RINGS, Sizes
+from fla_cp.comm.keys_values import RINGS, KeysValues, Sizes
 from fla_cp.comm.keys_values.gathered import bring, give_back
-from fla_cp.comm.keys_values.ring import Ring, RingCall, Wire, ring, ring_bwd
-from fla_cp.context import context_of
+from fla_cp.comm.keys_values.ring import RingCall, Wire, ring, ring_bwd
+from fla_cp.comm.overlap import Arriving
+from fla_cp.context import FLACPContext
 from fla_cp.kernels.torch import attention as kernels
-from fla_cp.ops.attention_plan import agreed_scheme, key_tables, owned
+from fla_cp.ops.attention_plan import agreed_scheme, owned, placed, ring_call, send
+from fla_cp.ops.sent_ahead import Sent, fake_ticket, taken, ticket_for
 from fla_cp.partition.key_rows import KeyRows
+from fla_cp.partition.key_tables import KeyTables
 from fla_cp.rule import accumulator
 
 _ARGUMENTS = (
@@ -28,13 +32,22 @@ _ARGUMENTS = (
 )
 
 
+def _scheme(
+    exchange: str, sizes: Sizes, like: Tensor, tables: KeyTables, context: FLACPContext | None
+) -> KeysValues:
+    wanted = exchange if exchange in RINGS else "auto"
+    return agreed_scheme(wanted, tables, sizes, like.dtype, context, RINGS)
+
+
 class _Call(NamedTuple):
-    """What the arguments that both ops share say. ring: None if keys and values are gathered."""
+    """What the arguments that both directions share say. ring: None if keys and values are
+    gathered. first: their exchange, if it was started before."""
 
     rows: KeyRows
     group: dist.ProcessGroup | None
     scale: float
     ring: RingCall | None
+    first: Arriving | None
 
     @classmethod
     def of(
@@ -47,31 +60,34 @@ class _Call(NamedTuple):
         number: Tensor,
         sizes: Tensor,
         rows: int,
+        ticket: Tensor | None = None,
     ) -> Self:
-        context = context_of(number)
-        group = None
-        if context is not None:
-            context.check_alive()
-            context.check_local_tokens(len(q))
-            group = context.group
-        tables = key_tables(rows, len(q) // rows, None, context)
-        heads = Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
-        wanted = exchange if exchange in RINGS else "auto"
-        scheme = agreed_scheme(wanted, tables, heads, q.dtype, context, RINGS)
-        around = None
-        if isinstance(scheme, Ring):
-            assert group is not None
-            around = RingCall(tables.ring, group, scale, kernels)
-        return cls(tables.rows, group, scale, around)
+        tables, context = placed(len(q), number, rows)
+        sent = taken(ticket)
+        if sent is None:
+            heads = Sizes(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.element_size())
+            sent = Sent(_scheme(exchange, heads, q, tables, context), None)
+        group = None if context is None else context.group
+        return cls(tables.rows, group, scale, ring_call(sent.scheme, scale, context), sent.first)
 
     def brought(self, wire: Wire) -> tuple[Tensor, Tensor]:
-        return wire.split(bring(wire.rows, self.rows, self.group))
+        return wire.split(bring(wire.rows, self.rows, self.group, self.first))
+
+
+def _send(
+    k: Tensor, v: Tensor, query_heads: int, exchange: str, number: Tensor, sizes: Tensor, rows: int
+) -> Tensor:
+    tables, context = placed(len(k), number, rows)
+    heads = Sizes(query_heads, k.shape[1], k.shape[2], v.shape[2], k.element_size())
+    scheme = _scheme(exchange, heads, k, tables, context)
+    group = None if context is None else context.group
+    return ticket_for(Sent(scheme, send(scheme, Wire.of(k, v).rows, group)))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _Call.of(q, k, v, *rest)
     if call.ring is not None:
-        return ring(q, Wire.of(k, v), call.ring)
+        return ring(q, Wire.of(k, v), call.ring, call.first)
     keys, values = call.brought(Wire.of(k, v))
     o, lse = kernels.attend(q, keys, values, call.rows.lengths, call.scale)
     return o.contiguous(), lse.contiguous()
@@ -89,10 +105,25 @@ def _run_backward(do: Tensor, o: Tensor, lse: Tensor, *given: Any) -> list[Tenso
     return owned(dq, *wire.split(give_back(grads, call.rows, call.group)))
 
 
-attention_op: Any = torch.library.custom_op(
-    "fla_cp::causal_attention", _run, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+send_keys_op: Any = torch.library.custom_op(
+    "fla_cp::send_keys",
+    _send,
+    mutates_args=(),
+    schema=(
+        "(Tensor k, Tensor v, int query_heads, str exchange, Tensor context, Tensor sizes, "
+        "SymInt rows) -> Tensor"
+    ),
 )
-"""q [T, H, K], k [T, HK, K], v [T, HK, V] of this rank -> o [T, H, V] and lse [H, T]."""
+"""k [T, HK, K], v [T, HK, V] of this rank -> the ticket of their exchange, for `attention_op`."""
+
+attention_op: Any = torch.library.custom_op(
+    "fla_cp::causal_attention",
+    _run,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, Tensor? ticket) -> (Tensor, Tensor)",
+)
+"""q [T, H, K], k [T, HK, K], v [T, HK, V] of this rank -> o [T, H, V] and lse [H, T]. ticket: from
+`send_keys_op`."""
 
 _backward_op: Any = torch.library.custom_op(
     "fla_cp::causal_attention_backward",
@@ -100,6 +131,11 @@ _backward_op: Any = torch.library.custom_op(
     mutates_args=(),
     schema=f"(Tensor do, Tensor o, Tensor lse, {_ARGUMENTS}) -> Tensor[]",
 )
+
+
+@send_keys_op.register_fake
+def _(k: Tensor, *rest: Any) -> Tensor:
+    return fake_ticket(k)
 
 
 @attention_op.register_fake
@@ -122,11 +158,11 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _gradients(ctx: Any, do: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 8
+        return (None,) * 9
     q, k, v, number, sizes, o, lse = ctx.saved_tensors
     scale, exchange, rows = ctx.rest
     shared = q, k, v, scale, exchange, number, sizes, rows
-    return *_backward_op(do, o, lse, *shared), *[None] * 5
+    return *_backward_op(do, o, lse, *shared), *[None] * 6
 
 
 attention_op.register_autograd(_gradients, setup_context=_setup)

@@ -5,11 +5,22 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm.keys_values import RINGS, SCHEMES, KeysValues, LatentSizes, Sizes, make_exchange
-from fla_cp.comm.keys_values.ring import Ring, RingCall
-from fla_cp.context import FLACPContext
+from fla_cp.comm.keys_values import (
+    RINGS,
+    SCHEMES,
+    Gathered,
+    KeysValues,
+    LatentSizes,
+    Sizes,
+    gathered,
+    make_exchange,
+)  # fmt: skip
+from fla_cp.comm.keys_values.ring import Ring, RingCall, forward_step
+from fla_cp.comm.overlap import Arriving
+from fla_cp.context import FLACPContext, context_of
 from fla_cp.handle import Handle
 from fla_cp.handle import Sizes as PackingSizes
 from fla_cp.kernels.torch import attention as kernels
@@ -32,6 +43,16 @@ def key_tables(
     if (most := cp_context.max_sequences) is None:
         return cp_context.plans.cached(KeyTables, lambda: KeyTables(*given))
     return cp_context.cached(KeyTables, lambda: KeyTables.fixed(*given, most))
+
+
+def placed(tokens: int, number: Tensor, rows: int) -> tuple[KeyTables, FLACPContext | None]:
+    """In an op of a compiled graph: which keys a call of so many local tokens in `rows` rows reads,
+    and the context with this number. Raises ValueError if that does not fit."""
+    context = context_of(number)
+    if context is not None:
+        context.check_alive()
+        context.check_local_tokens(tokens)
+    return key_tables(rows, tokens // rows, None, context), context
 
 
 def handle_of(cp_context: FLACPContext | None) -> Handle:
@@ -73,24 +94,36 @@ def agreed_scheme(
     return scheme
 
 
-def latent_ring_call(
-    sizes: LatentSizes,
-    dtype: torch.dtype,
-    tables: KeyTables,
-    scale: float,
-    cp_context: FLACPContext | None,
-) -> RingCall | None:
-    """How latents go round in a ring; None if they are gathered. Decided like the scheme of keys
-    and values. A ring is compared over the ranks if that is due."""
+def latent_scheme(
+    sizes: LatentSizes, dtype: torch.dtype, tables: KeyTables, cp_context: FLACPContext | None
+) -> KeysValues:
+    """How latents come: gathered or in a ring. Decided like the scheme of keys and values. A ring
+    is compared over the ranks if that is due."""
     if cp_context is None or cp_context.group is None or tables.lengths is not None:
-        return None
+        return Gathered(tables, sizes)
     name, scheme = make_exchange("auto", tables, sizes, allowed=RINGS)
+    if isinstance(scheme, Ring):
+        facts = sizes._asdict()
+        del facts["itemsize"]
+        cp_context.before("latent_attention", **facts, dtype=dtype, exchange_of_keys=name)
+    return scheme
+
+
+def ring_call(scheme: KeysValues, scale: float, cp_context: FLACPContext | None) -> RingCall | None:
+    """What a ring needs; None for another scheme."""
     if not isinstance(scheme, Ring):
         return None
-    facts = sizes._asdict()
-    del facts["itemsize"]
-    cp_context.before("latent_attention", **facts, dtype=dtype, exchange_of_keys=name)
-    return RingCall(tables.ring, cp_context.group, scale, kernels)
+    assert cp_context is not None and cp_context.group is not None, "a ring needs several ranks"
+    return RingCall(scheme.tables.ring, cp_context.group, scale, kernels)
+
+
+def send(scheme: KeysValues, rows: Tensor, group: dist.ProcessGroup | None) -> Arriving | None:
+    """Starts the first exchange of a call that gathers this rank's rows [T, n] or lets them go
+    round in a ring; None if none is needed."""
+    if isinstance(scheme, Ring):
+        assert group is not None, "a ring needs several ranks"
+        return forward_step(rows, scheme.tables.ring.steps[0], group)
+    return gathered.send(rows, scheme.tables.rows, group)
 
 
 def owned(*xs: Tensor) -> list[Tensor]:

@@ -1,5 +1,5 @@
 """Latent attention under torch.compile: one op a direction, with the exchange and the expansion
-inside.
+inside, and one that starts the forward's exchange before (`fla_cp.ops.sent_ahead`).
 
 The latents that come to a rank have a length of their own in every packing, so that no graph could
 save them or what is expanded from them. The forward's op therefore takes the matrix that expands
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fla_cp.comm.keys_values import LatentSizes
 from fla_cp.comm.keys_values.gathered import bring, give_back
 from fla_cp.comm.keys_values.latents import LatentWire
 from fla_cp.comm.keys_values.ring import ring, ring_bwd
-from fla_cp.context import FLACPContext, context_of
 from fla_cp.kernels.torch import attention as kernels
-from fla_cp.ops.attention_plan import key_tables, latent_ring_call, owned
-from fla_cp.partition.key_tables import KeyTables
+from fla_cp.ops.attention_plan import latent_scheme, owned, placed, ring_call, send
+from fla_cp.ops.sent_ahead import Sent, fake_ticket, taken, ticket_for
 from fla_cp.rule import accumulator
 
 _ARGUMENTS = (
@@ -30,7 +30,7 @@ _ARGUMENTS = (
 
 class _Call:
     """What both directions share. q [T, H, K], latent [T, R], shared [T, p], weight [H * n, R].
-    ring: None if latents are gathered."""
+    ring: None if latents are gathered. first: their exchange, if it was started before."""
 
     def __init__(
         self,
@@ -42,18 +42,22 @@ class _Call:
         number: Tensor,
         sizes: Tensor,
         rows: int,
+        ticket: Tensor | None = None,
     ) -> None:
-        tables, context = _place(len(q), number, rows)
+        tables, context = placed(len(q), number, rows)
         self.rows, self.group = tables.rows, None if context is None else context.group
         self.q, self.scale = q, scale
         self.wire = LatentWire.of(q, latent, shared, weight)
-        self.ring = latent_ring_call(self.wire.sizes, q.dtype, tables, scale, context)
+        sent = taken(ticket)
+        if sent is None:
+            sent = Sent(latent_scheme(self.wire.sizes, q.dtype, tables, context), None)
+        self.ring, self.first = ring_call(sent.scheme, scale, context), sent.first
 
     def run(self) -> tuple[Tensor, Tensor]:
         """o and lse."""
         if self.ring is not None:
-            return ring(self.q, self.wire, self.ring)
-        keys = self.wire.split(bring(self.wire.rows, self.rows, self.group))
+            return ring(self.q, self.wire, self.ring, self.first)
+        keys = self.wire.split(bring(self.wire.rows, self.rows, self.group, self.first))
         return kernels.attend(self.q, *keys, self.rows.lengths, self.scale)
 
     def gradients(self, do: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
@@ -68,13 +72,16 @@ class _Call:
         return owned(dq, *self.wire.parts(total), self.wire.weight_gradient())
 
 
-def _place(tokens: int, number: Tensor, rows: int) -> tuple[KeyTables, FLACPContext | None]:
-    """Which keys a call of so many local tokens reads, and its context."""
-    context = context_of(number)
-    if context is not None:
-        context.check_alive()
-        context.check_local_tokens(tokens)
-    return key_tables(rows, tokens // rows, None, context), context
+def _send(
+    latent: Tensor, shared: Tensor, heads: list[int], number: Tensor, sizes: Tensor, rows: int
+) -> Tensor:
+    tables, context = placed(len(latent), number, rows)
+    wire = torch.cat([latent, shared], 1)
+    H, K, V = heads
+    widths = LatentSizes(H, K, V, wire.shape[1], wire.element_size())
+    scheme = latent_scheme(widths, wire.dtype, tables, context)
+    group = None if context is None else context.group
+    return ticket_for(Sent(scheme, send(scheme, wire, group)))
 
 
 def _run(*given: Any) -> tuple[Tensor, Tensor]:
@@ -86,10 +93,25 @@ def _run_backward(do: Tensor, o: Tensor, lse: Tensor, *given: Any) -> list[Tenso
     return _Call(*given).gradients(do, o, lse)
 
 
-latent_op: Any = torch.library.custom_op(
-    "fla_cp::latent_attention", _run, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+send_latents_op: Any = torch.library.custom_op(
+    "fla_cp::send_latents",
+    _send,
+    mutates_args=(),
+    schema=(
+        "(Tensor latent, Tensor shared, int[] heads, Tensor context, Tensor sizes, SymInt rows) "
+        "-> Tensor"
+    ),
 )
-"""This rank's o [T, H, V] and lse [H, T]."""
+"""latent [T, R] and shared [T, p] of this rank -> the ticket of their exchange, for `latent_op`.
+heads: H, K and V of the attention."""
+
+latent_op: Any = torch.library.custom_op(
+    "fla_cp::latent_attention",
+    _run,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, Tensor? ticket) -> (Tensor, Tensor)",
+)
+"""This rank's o [T, H, V] and lse [H, T]. ticket: from `send_latents_op`."""
 
 _backward_op: Any = torch.library.custom_op(
     "fla_cp::latent_attention_backward",
@@ -97,6 +119,11 @@ _backward_op: Any = torch.library.custom_op(
     mutates_args=(),
     schema=f"(Tensor do, Tensor o, Tensor lse, {_ARGUMENTS}) -> Tensor[]",
 )
+
+
+@send_latents_op.register_fake
+def _(latent: Tensor, *rest: Any) -> Tensor:
+    return fake_ticket(latent)
 
 
 @latent_op.register_fake
@@ -120,10 +147,10 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _gradients(ctx: Any, do: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 8
+        return (None,) * 9
     *inputs, number, sizes, o, lse = ctx.saved_tensors
     scale, rows = ctx.rest
-    return *_backward_op(do, o, lse, *inputs, scale, number, sizes, rows), *[None] * 4
+    return *_backward_op(do, o, lse, *inputs, scale, number, sizes, rows), *[None] * 5
 
 
 latent_op.register_autograd(_gradients, setup_context=_setup)
@@ -132,7 +159,7 @@ latent_op.register_autograd(_gradients, setup_context=_setup)
 @torch.library.custom_op("fla_cp::token_positions", mutates_args=())
 def positions_op(like: Tensor, context: Tensor, sizes: Tensor, rows: int) -> Tensor:
     """[T] int64: how many tokens of its sequence come before each of like's tokens [T, ..]."""
-    tables, _ = _place(len(like), context, rows)
+    tables, _ = placed(len(like), context, rows)
     return tables.rows.lengths.positions(like.device).clone()
 
 

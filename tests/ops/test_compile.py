@@ -281,7 +281,7 @@ def test_opcheck_of_attention(heads):
         torch.randn(70, h, n).requires_grad_()
         for h, n in zip((*heads, heads[1]), (8, 8, 6), strict=True)
     )
-    torch.library.opcheck(attention_op, (q, k, v, 0.5, "auto", *context.handle, 1))
+    torch.library.opcheck(attention_op, (q, k, v, 0.5, "auto", *context.handle, 1, None))
 
 
 def test_cu_seqlens_under_compile_names_the_way_out():

@@ -7,13 +7,18 @@ from torch._dynamo.utils import counters
 
 from fla_cp import build_cp_context, zigzag_token_ranges
 from fla_cp.comm import keys_values
+from fla_cp.comm.timing import waits
 from fla_cp.nn import Attention, MultiHeadLatentAttention, YaRN
+from fla_cp.ops import sent_ahead
 from fla_cp.ops.latent_attention_op import latent_op, positions_op
 from tests.support.closeness import assert_exact
 from tests.support.sweeps import crossed
 
 # Dynamo makes an instance of each autograd.Function that it traces (torch 2.13)
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 SIZES = {"kv_lora_rank": 6, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 5}
 LAYERS = {
@@ -79,6 +84,69 @@ def test_a_ring_of_latents_has_two_graphs_at_most(gloo_pool, name):
     assert max(gloo_pool.run(in_a_ring, name, world_size=2)) <= 2
 
 
+def between_sending_and_reading(group, rank, name, backend, in_a_ring):
+    """Names of the matrix products that a compiled forward runs while its keys are under way, and
+    how many exchanges it waits for."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    context = build_cp_context(torch.tensor([0, 5, 60, 131]), group)
+    x = context.shard(torch.randn(1, 131, 16))
+    with pytest.MonkeyPatch.context() as patch:
+        if in_a_ring:
+            patch.setattr(keys_values, "MAX_GATHERED", 0)
+        run = torch.compile(layer, fullgraph=True, backend=backend)
+        expected = layer(x, cp_context=context)
+        found = [run(x, cp_context=context)]
+        before = waits.count
+        with torch.profiler.profile() as profile:
+            found.append(run(x, cp_context=context))
+    for y in found:
+        assert (y - expected).norm() <= 1e-6 * expected.norm()
+    assert not sent_ahead._sent
+    names = [e.name for e in sorted(profile.events(), key=lambda e: e.time_range.start)]
+    sent = next(i for i, n in enumerate(names) if n.startswith("fla_cp::send_"))
+    read = next(i for i, n in enumerate(names) if n.endswith("_attention"))
+    return names[sent:read].count("aten::mm"), waits.count - before
+
+
+@pytest.mark.parametrize(
+    "name, backend, in_a_ring, products",
+    [
+        ("grouped rotary", "aot_eager", False, 2),  # of q, and of the gate
+        ("latent", "aot_eager", True, 1),
+        pytest.param("grouped rotary", "inductor", False, 2, marks=pytest.mark.wide),
+    ],
+)
+def test_work_runs_beside_the_exchange(gloo_pool, name, backend, in_a_ring, products):
+    given = name, backend, in_a_ring
+    for found, count in gloo_pool.run(between_sending_and_reading, *given, world_size=2):
+        assert found == products
+        assert count == 1
+
+
+def test_what_was_sent_is_taken_once():
+    sent = sent_ahead.Sent(None, None)
+    ticket = sent_ahead.ticket_for(sent)
+    assert sent_ahead.taken(ticket) is sent
+    assert sent_ahead.taken(ticket) is None
+    assert sent_ahead.taken(None) is None
+
+
+def test_what_nothing_takes_is_forgotten(monkeypatch):
+    monkeypatch.setattr(sent_ahead, "MOST", 2)
+    waited = []
+
+    class Exchange:
+        def wait(self):
+            waited.append(self)
+
+    exchanges = [Exchange() for _ in range(3)]
+    tickets = [sent_ahead.ticket_for(sent_ahead.Sent(None, x)) for x in exchanges]
+    assert waited == exchanges[:1]
+    assert [sent_ahead.taken(t) is None for t in tickets] == [True, False, False]
+
+
 @pytest.mark.parametrize("name", crossed(["latent rotary", "grouped rotary"], fast=1))
 def test_rows_compile_too(name):
     torch._dynamo.reset()
@@ -136,6 +204,6 @@ def test_opcheck():
     context = build_cp_context(torch.tensor([0, 20, 70]), None)
     shapes = [(70, 2, 12), (70, 6), (70, 4), (2 * 13, 6)]
     inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
-    torch.library.opcheck(latent_op, (*inputs, 0.5, *context.handle, 1))
+    torch.library.opcheck(latent_op, (*inputs, 0.5, *context.handle, 1, None))
     torch.library.opcheck(positions_op, (inputs[0].detach(), *context.handle, 1))
     assert positions_op(inputs[0].detach(), *context.handle, 1).tolist() == [*range(20), *range(50)]

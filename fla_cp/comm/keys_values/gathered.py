@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
 from fla_cp.comm.keys_values.base import WHAT, Kernels, KeysValues, Traffic
-from fla_cp.comm.overlap import exchanged, run_overlap
+from fla_cp.comm.overlap import Arriving, exchanged, run_overlap
 from fla_cp.partition.key_rows import KeyRows
 from fla_cp.rule import accumulator
 
@@ -98,14 +98,28 @@ class _Gather(torch.autograd.Function):
         return give_back(grad, ctx.rows, ctx.group), None, None
 
 
-def bring(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
-    """`gather` without a graph."""
+def send(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Arriving | None:
+    """Starts the exchange of `bring`; None if no rank needs another's rows."""
+    if not rows.crosses or group is None:
+        return None
+    return Arriving(_leaving(x, rows), rows.send_counts, rows.receive, group, WHAT)
+
+
+def bring(
+    x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None, sent: Arriving | None = None
+) -> Tensor:
+    """`gather` without a graph. sent: from `send`, if the exchange was started before."""
+    if sent is not None:
+        return _taken(run_overlap(sent.wait), rows)
     return _taken(_arrived(x, rows, group) if rows.crosses else x, rows)
 
 
+def _leaving(x: Tensor, rows: KeyRows) -> Tensor:
+    return x[torch.cat(rows.sent(x.device))]
+
+
 def _arrived(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
-    leaving = x[torch.cat(rows.sent(x.device))]
-    return exchanged(leaving, rows.send_counts, rows.receive, group, WHAT)
+    return exchanged(_leaving(x, rows), rows.send_counts, rows.receive, group, WHAT)
 
 
 def _taken(arrived: Tensor, rows: KeyRows) -> Tensor:

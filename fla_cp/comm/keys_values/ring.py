@@ -141,13 +141,17 @@ def forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving
     return Arriving(out, send, receive, group, WHAT)
 
 
-def ring(q: Tensor, wire: Travelling, call: RingCall) -> tuple[Tensor, Tensor]:
-    """o [T, H, V] in q's dtype and lse [H, T]; sums in fp32 (fp64)."""
+def ring(
+    q: Tensor, wire: Travelling, call: RingCall, first: Arriving | None = None
+) -> tuple[Tensor, Tensor]:
+    """o [T, H, V] in q's dtype and lse [H, T]; sums in fp32 (fp64). first: the
+    exchange of the first step, if it was started before."""
     steps = call.ring.steps
     dtype = accumulator(q.dtype)
     o = q.new_empty(len(q), q.shape[1], wire.v_channels, dtype=dtype)
     lse = q.new_empty(len(q), q.shape[1], dtype=dtype)
-    first = forward_step(wire.rows, steps[0], call.group)
+    if first is None:
+        first = forward_step(wire.rows, steps[0], call.group)
 
     def own() -> Tensor:
         part = call.ring.own
