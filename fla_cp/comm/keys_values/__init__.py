@@ -30,7 +30,15 @@ from fla_cp.comm.keys_values.gathered import Gathered
 from fla_cp.comm.keys_values.ring import Ring
 from fla_cp.partition.key_tables import KeyTables
 
-__all__ = ["EXCHANGES", "SCHEMES", "Gathered", "KeysValues", "LatentSizes", "Sizes", "make_exchange"]
+__all__ = [
+    "EXCHANGES",
+    "SCHEMES",
+    "Gathered",
+    "KeysValues",
+    "LatentSizes",
+    "Sizes",
+    "make_exchange",
+]
 
 SCHEMES: dict[str, type[KeysValues]] = {"gathered": Gathered, "by_heads": ByHeads, "ring": Ring}
 """In the order of preference for equal bytes."""
