@@ -32,6 +32,10 @@ def interpreted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
+def label(x):
+    return x if isinstance(x, str) else f"{x[0]}-{'VK' if x[1] else 'KV'}"
+
+
 def drawn(name, kind, gate="given", dtype=torch.float64):
     """member, serving, inputs and keywords."""
     serving, shape = SERVINGS[kind]
@@ -54,7 +58,7 @@ def test_equal_the_recurrence(name, kind, gate, v_first):
     assert (found["pool 2"][14 if kind == "packed" else 7] == FULL).all()
 
 
-@pytest.mark.parametrize("name, gate, layout", crossed(SERVED, GATES, LAYOUTS))
+@pytest.mark.parametrize("name, gate, layout", crossed(SERVED, GATES, LAYOUTS), ids=label)
 def test_kernel_errs_like_the_torch_stage(name, gate, layout):
     kind, v_first = layout
     given = drawn(name, kind, gate, torch.float32)
