@@ -276,9 +276,8 @@ def check_in_place(name: str, x: Tensor | None, dtype: torch.dtype) -> None:
         )
 
 
-def check_pool(options: Options, N: int, tokens: int, device: torch.device, rows: int) -> None:
-    """ssm_state_indices and num_accepted_tokens. tokens: of a sequence, 0 if sequences differ.
-    rows: of k and v for each token."""
+def check_pool(options: Options, N: int, tokens: int, device: torch.device) -> None:
+    """ssm_state_indices and num_accepted_tokens. tokens: of a sequence, 0 if sequences differ."""
     places, accepted = options.ssm_state_indices, options.num_accepted_tokens
     if places is None:
         if accepted is not None:
@@ -298,10 +297,6 @@ def check_pool(options: Options, N: int, tokens: int, device: torch.device, rows
         )
     if not options.inplace_final_state:
         raise ValueError("ssm_state_indices needs inplace_final_state=True, got False")
-    if places.ndim == 2 and rows > 1:
-        raise ValueError(
-            f"ssm_state_indices must be [N] for several rows a token, got {_shape(places)}"
-        )
     if places.ndim == 2 and places.shape[1] < tokens:
         raise ValueError(
             f"ssm_state_indices must have a column for each of {tokens} tokens, got "

@@ -69,8 +69,7 @@ def fused_recurrent_dplr_delta_rule(
     gk: Tensor,
     **options: Unpack[RecurrentOptions],
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_dplr_delta_rule` token by token; see `fused_recurrent_kda`. ssm_state_indices is [N]:
-    the states after single tokens are not kept."""
+    """`chunk_dplr_delta_rule` token by token; see `fused_recurrent_kda`."""
     return recurrent(DPLR, Tensors(q, k, v, gk, None, a, b), options, ROWS)
 
 

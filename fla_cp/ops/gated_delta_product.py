@@ -63,6 +63,7 @@ def fused_recurrent_gated_delta_product(
     num_householder: int,
     **options: Unpack[RecurrentOptions],
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gated_delta_product` token by token; see `fused_recurrent_kda`."""
+    """`chunk_gated_delta_product` token by token; see `fused_recurrent_kda`. ssm_state_indices and
+    num_accepted_tokens count tokens: a draft token has one state, that after its last row."""
     n = check_count("num_householder", num_householder)
     return recurrent(GATED_DELTA_PRODUCT, Tensors(q, k, v, g, beta), options, n)

@@ -42,7 +42,7 @@ def recurrent(
     B, T = x.q.shape[:2]
     check_sequences(T, B, o.cu_seqlens, None, o.cu_seqlens_cpu)
     N = B if o.cu_seqlens is None else len(o.cu_seqlens) - 1
-    check_pool(o, N, T if o.cu_seqlens is None else 0, x.q.device, rows)
+    check_pool(o, N, T if o.cu_seqlens is None else 0, x.q.device)
     states = N
     if o.ssm_state_indices is not None and o.initial_state is not None:
         states = max(1, len(o.initial_state))
@@ -85,7 +85,7 @@ def _run(
     pool = None
     if o.ssm_state_indices is not None:
         places = o.ssm_state_indices
-        pool = Pool(places.reshape(N, -1), o.num_accepted_tokens, drafts=places.ndim == 2)
+        pool = Pool(places.reshape(N, -1), o.num_accepted_tokens, places.ndim == 2, rows)
     out = backend.recurrent(rule, inputs, first, final, Sequences(N, cu, cu_cpu, pool))
     out = out.view(B, T, HV, V)
     return out if rows == 1 else out[:, rows - 1 :: rows], final

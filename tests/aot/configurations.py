@@ -125,6 +125,31 @@ def compile_recurrent(
     return list(dict.fromkeys(kernels))
 
 
+def compile_drafts(name: str, v_first: bool) -> list[Launch]:
+    """Two draft tokens of a member with two rows a token, whose steps have no raw gate."""
+    import fla_cp
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.zeros(4, *shape, dtype=torch.bfloat16)
+
+    K = V = 128
+    if name == "gated_delta_product":
+        x = [rows(2, 1, K), rows(4, 1, K), rows(4, 2, V), rows(2, 2), rows(4, 2), 2]
+    else:
+        x = [rows(2, 1, K), rows(2, 1, K), rows(2, 2, V), *[rows(2, 1, K)] * 2, rows(2, 2, K)]
+    with launched() as kernels:
+        getattr(fla_cp, f"fused_recurrent_{name}")(
+            *x,
+            initial_state=torch.zeros(8, 2, *((V, K) if v_first else (K, V))),
+            inplace_final_state=True,
+            state_v_first=v_first,
+            ssm_state_indices=torch.zeros(4, 2, dtype=torch.int32),
+            num_accepted_tokens=torch.ones(4, dtype=torch.int32),
+            impl="triton",
+        )
+    return list(dict.fromkeys(kernels))
+
+
 def compile_conv(dtype: torch.dtype, halo: bool) -> list[Launch]:
     """Forward and backward with four taps, SiLU and a bias; with a halo as under a context."""
     from fla_cp.kernels.torch.conv import ConvInputs, ConvRows
@@ -275,6 +300,9 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                     given = K, V, dtype, layout == "VK", columns
                     call = functools.partial(compile_recurrent, *given)
                     yield f"recurrent {K}x{V} {name} {layout} {kind}", call
+    for name, layout in product(("gated_delta_product", "dplr_delta_rule"), ("KV", "VK")):
+        call = functools.partial(compile_drafts, name, layout == "VK")
+        yield f"recurrent {name} bf16 {layout} drafts", call
     for name, dtype in DTYPES.items():
         for family in ("comba", "gla", "simple_gla"):
             call = functools.partial(compile_member, family, 128, 128, dtype, {})

@@ -463,6 +463,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     """The checks that run in a process of their own, by name."""
     from tests.gpu.conv_states import check_conv_states
     from tests.gpu.decoding import check_decoding
+    from tests.gpu.drafts import check_drafts
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
@@ -475,6 +476,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found |= {"exchange": check_exchange, "norm": check_norm, "layers": check_layers}
     found |= {"experts": check_experts, "decoding": check_decoding}
     found |= {"conv states": check_conv_states, "tables": check_tables}
+    found["drafts"] = check_drafts
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
     for K, V in SIZES:
         for n in range(3):

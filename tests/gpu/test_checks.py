@@ -6,13 +6,24 @@ import torch
 import fla_cp.ops.wide_heads
 from fla_cp import kda_gate
 from fla_cp.kernels import resolve
+from fla_cp.kernels.torch.recurrent import Pool
 from fla_cp.nn import grouped
 from tests.gpu import said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
 from fla_cp.kernels.triton import chunk_tables
-from tests.gpu import checks, conv_states, decoding, exchange, experts, layers, tables, wide_heads
+from tests.gpu import (
+    checks,
+    conv_states,
+    decoding,
+    drafts,
+    exchange,
+    experts,
+    layers,
+    tables,
+    wide_heads,
+)
 from tests.gpu.__main__ import SMALL_CALL
 from tests.support.closeness import share_of_budget
 
@@ -104,6 +115,21 @@ def test_the_gpu_checks_of_wide_heads(name, small, monkeypatch):
     monkeypatch.setattr(wide_heads, "BF16", F32)
     rows = wide_heads.check_wide(name)
     assert len(rows) == 4 and all(row["ok"] for row in rows), rows
+
+
+@pytest.mark.bits
+@pytest.mark.wide
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_gpu_check_of_drafts(small, monkeypatch, wrong):
+    """It passes, and it fails if the state of a token is that after its first row."""
+    monkeypatch.setattr(drafts, "SIZES", ((16, 16),))
+    monkeypatch.setattr(drafts, "BF16", F32)
+    if wrong:
+        places = Pool.places.fget
+        shifted = property(lambda pool: places(pool).roll(-1, 1) if pool.rows > 1 else places(pool))
+        monkeypatch.setattr(Pool, "places", shifted)
+    rows = drafts.check_drafts()
+    assert len(rows) == 3 * 2 * 2 and all(row["ok"] != wrong for row in rows), rows
 
 
 @pytest.mark.bits

@@ -1,6 +1,5 @@
 """DPLR and RWKV-7: a member that has two rows a token, and names of its own for its arguments."""
 
-import dataclasses
 import math
 
 import pytest
@@ -148,12 +147,3 @@ def test_decoding_goes_on_from_a_state():
             o, S = operator(DPLR, "fused_recurrent", one, initial_state=S, inplace_final_state=True)
     assert_exact("o", o, exact["o"][:, -1:])
     assert_exact("final_state", S, exact["final_state"])
-
-
-def test_no_state_of_drafts():
-    call = dataclasses.replace(Call(T=2), HV=2)
-    x, _, _ = draw(DPLR, call)
-    places = torch.zeros(1, 2, dtype=torch.int32)
-    more = {"inplace_final_state": True, "ssm_state_indices": places}
-    with pytest.raises(ValueError, match=r"ssm_state_indices must be \[N\] for several rows"):
-        operator(DPLR, "fused_recurrent", x, **more)

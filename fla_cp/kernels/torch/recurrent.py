@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fla_cp.kernels.torch.intra import Inputs, prepare
 from fla_cp.partition.checks import check_offsets
@@ -15,16 +16,39 @@ from fla_cp.rule import DeltaRule
 class Pool(NamedTuple):
     """Where the states of sequences are in a pool of P states, of which S0 and S_end are the whole.
 
-    places: int32 or int64 [N, S]. With `drafts`, the state after token t of sequence n is written
-    to places[n, t]; otherwise S is 1, and the final state is written to the place from which the
-    first one was read. A sequence starts from the state in its column accepted[n] - 1, or without
-    `accepted` [N] in column 0. A place that is not from 0 to P-1 is none: it reads as zeros, and
-    nothing is written there.
+    of_tokens: int32 or int64 [N, S], places in the pool. With `drafts`, the state after token t of
+    sequence n is written to of_tokens[n, t]; otherwise S is 1, and the final state is written to
+    the place from which the first one was read. A sequence starts from the state in its column
+    accepted_tokens[n] - 1, or without `accepted_tokens` [N] in column 0. A place that is not from 0
+    to P-1 is none: it reads as zeros, and nothing is written there.
+    rows: how many steps of the recurrence a token has. Its last step leaves its state.
+
+    `places` and `accepted` are the same with a column for each step, for a kernel that knows steps
+    only. For rows = 2, of_tokens [[6, 1]] has the places [[-1, 6, -1, 1]], and two accepted tokens
+    are four accepted steps. They are computed on the device, by three or four small operations.
     """
 
-    places: Tensor
-    accepted: Tensor | None
+    of_tokens: Tensor
+    accepted_tokens: Tensor | None
     drafts: bool
+    rows: int = 1
+
+    @property
+    def places(self) -> Tensor:
+        """[N, S * rows] with drafts, -1 after all steps but the last of a token; else of_tokens."""
+        if not self.drafts or self.rows == 1:
+            return self.of_tokens
+        return pad(self.of_tokens[..., None], (self.rows - 1, 0), value=-1).flatten(1)
+
+    @property
+    def accepted(self) -> Tensor | None:
+        """[N], from rows to S * rows, with drafts and several rows; else accepted_tokens."""
+        if not self.drafts or self.rows == 1:
+            return self.accepted_tokens
+        N, S = self.of_tokens.shape
+        if self.accepted_tokens is None:
+            return self.of_tokens.new_full((N,), self.rows)
+        return self.accepted_tokens.clamp(1, S) * self.rows
 
 
 class Sequences(NamedTuple):
@@ -102,7 +126,7 @@ Rows = tuple[list[int], list[int]]
 
 class _Places(NamedTuple):
     """The places of sequences in the order of computation. first: where each state is read.
-    missing: those of them that have none. after: what is written after each token; last: at the
+    missing: those of them that have none. after: what is written after each step; last: at the
     end."""
 
     first: list[int]
@@ -114,17 +138,19 @@ class _Places(NamedTuple):
     def of(cls, pool: Pool | None, size: int, lengths: list[int], order: list[int]) -> "_Places":
         if pool is None:
             return cls(order, [], [], (list(range(len(order))), order))
-        places = pool.places.tolist()
-        columns = pool.places.shape[1]
-        accepted = [1] * len(order) if pool.accepted is None else pool.accepted.tolist()
+        places, columns = pool.of_tokens.tolist(), pool.of_tokens.shape[1]
+        accepted = [1] * len(order)
+        if pool.accepted_tokens is not None:
+            accepted = pool.accepted_tokens.tolist()
         if not all(1 <= n <= columns for n in accepted):
             raise ValueError(
                 f"num_accepted_tokens must be from 1 to {columns}, the columns of "
                 f"ssm_state_indices, got {accepted}"
             )
-        if pool.drafts and max(lengths) > columns:
+        tokens = [length // pool.rows for length in lengths]
+        if pool.drafts and max(tokens) > columns:
             raise ValueError(
-                f"ssm_state_indices must have a column for each of {max(lengths)} tokens, got "
+                f"ssm_state_indices must have a column for each of {max(tokens)} tokens, got "
                 f"{columns}"
             )
         given = sorted(p for row in places for p in row if p >= 0)
@@ -142,10 +168,10 @@ class _Places(NamedTuple):
             return [i for i, _ in kept], [p for _, p in kept]
 
         ends: list[tuple[int, int]] = [] if pool.drafts else [*enumerate(start)]
-        steps = range(max(lengths) if pool.drafts else 0)
-        after = [
-            rows([(i, places[n][t]) for i, n in enumerate(order) if lengths[n] > t]) for t in steps
-        ]
+        after: list[Rows] = []
+        for t in range(max(tokens) if pool.drafts else 0):
+            written = [(i, places[n][t]) for i, n in enumerate(order) if tokens[n] > t]
+            after += [*[([], [])] * (pool.rows - 1), rows(written)]
         return cls(
             first=[max(p, 0) for p in start],
             missing=[i for i, p in enumerate(start) if p < 0],
