@@ -1,5 +1,6 @@
 """The compilation for sm_90 without a GPU, and how its results are read."""
 
+import json
 import os
 import re
 import struct
@@ -8,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
-from tests.aot.__main__ import check
+from tests.aot.__main__ import RECORD, check
 from tests.aot.compiling import disassembled, machine_code, overwritten, undefined
+from tests.aot.configurations import configurations
 
 
 @pytest.mark.timeout(7200)  # all: ten minutes on two idle cores
@@ -29,6 +32,13 @@ def test_kernels_compile_for_sm_90(only, tmp_path):
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+
+
+def test_every_configuration_is_recorded():
+    kept, key = json.loads(RECORD.read_text()), f"triton {triton.__version__}"
+    if key not in kept:
+        pytest.skip(f"record.json has nothing of {key}")
+    assert sorted(kept[key]) == sorted(name for name, _ in configurations())
 
 
 def test_a_configuration_that_launches_nothing_is_a_fault():
