@@ -46,7 +46,8 @@ train: $(STAMP)  ## train the default model on 4 context-parallel ranks; ARGS=".
 	$(BIN)/torchrun launch/train.py --cp 4 $(ARGS)
 
 # A worker that has nothing left takes tests from the other: the dear ones stand side by side.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# One thread each: small products of several threads on two cores take a fifth longer.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: lint types  ## lint, type checks, then the fast tests; PYTEST_ARGS="..." selects
 	@$(BIN)/python -m tests.gpu --stale
