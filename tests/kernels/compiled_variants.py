@@ -35,8 +35,8 @@ SMS, D = 132, 128
 TILE = ("S.BK", "S.BV", "S.NS", "num_warps", "num_stages", "maxnreg")
 """Facts of a variant that the tile decides, which may depend on how many chains there are."""
 
-FOLLOW = ("FLIP", "TILES", "SHARES", "S.TRANSPOSED")
-"""Constants that follow from the tiles or from the direction."""
+FOLLOW = ("FLIP", "TILES", "SHARES", "FIRST", "S.TRANSPOSED")
+"""Constants that follow from the tiles, the kernel's own or another's, or from the direction."""
 
 OPERATORS = {
     "kda, safe gate": ("kda", {"safe_gate": True, "lower_bound": -5.0}),
