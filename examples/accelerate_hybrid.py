@@ -1,4 +1,4 @@
-"""Continues to train a Qwen3.5 (random weights, 4B's shape, or --shape num_hidden_layers=8 ..):
+"""Trains a Qwen3.5 of 4B's shape (or --shape num_hidden_layers=8 ..) from random weights:
 accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --mixed_precision bf16 \
     examples/accelerate_hybrid.py --cp 2"""
 
@@ -57,4 +57,4 @@ for batch in loader:
     optimizer.zero_grad()
     accelerator.print(f"loss {accelerator.reduce(loss, 'mean'):.4f}, norm of gradients {norm:.3f}")
 model, optimizer, loader, loss = accelerator.free_memory(model, optimizer, loader, loss)
-accelerator.end_training()  # only now, because those four held process groups
+accelerator.end_training()  # last, because those four held process groups

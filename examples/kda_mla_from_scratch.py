@@ -51,7 +51,7 @@ for step in range(args.steps):
     logits, mine = model[2](x)[0], context.shard(labels)[0]
     loss = nn.functional.cross_entropy(logits, mine, reduction="sum") / (labels != -100).sum()
     optimizer.zero_grad()
-    loss.backward()  # of this rank's share: loss and gradients of all ranks add up to the batch's
+    loss.backward()  # a share: loss and gradients of all ranks add up to those of the batch
     for share in (loss.detach(), *(p.grad for p in model.parameters())):
         dist.all_reduce(share)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Continues to train a Qwen3.5 (random weights, 4B's shape or --shape) in a plain PyTorch loop:
+"""Trains a Qwen3.5 of 4B's shape (or --shape) from random weights in a plain PyTorch loop:
 torchrun --nproc-per-node 2 examples/transformers_hybrid.py    # 262144 tokens over two GPUs"""
 
 import argparse
@@ -33,7 +33,7 @@ def main(shape, tokens, group, dtype):
         ids = torch.cat([torch.arange(a, a + cut), torch.arange(b, b + tokens - cut)])[None]
         ids, offsets = ids % model.config.vocab_size, torch.tensor([0, cut, tokens])
         labels = ids.roll(-1).index_fill(1, offsets[1:] - 1, -100)  # a document's last has none
-        ranges = zigzag_token_ranges(tokens, group.size())  # which balances attention
+        ranges = zigzag_token_ranges(tokens, group.size())  # balances attention
         context = build_cp_context(offsets, group, conv1d_kernel_size=4, token_ranges=ranges)
         loss = model(context.shard(ids), context.shard(labels), context) / (labels != -100).sum()
         (loss * group.size()).backward()  # a share; FSDP2 takes the mean of the gradients
