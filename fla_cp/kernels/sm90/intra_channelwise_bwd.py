@@ -159,10 +159,9 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     steps = gl.where(i_q < n_rows, log_decay(raw, rate, gate.bound, R.GATE), 0.0)
     l = gl.associative_scan(steps, 1, plus)  # noqa: E741
     whole = gl.sum(gl.where(r == 15, l, 0.0), 1)
-    to_end, step = whole, whole
     if QUARTERS:
         at_slab = x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB)
-        middle, to_end, step = references(at_slab, w, c_e, S)
+        middle, _, _ = references(at_slab, w, c_e, S)
     else:
         middle = gl.load(
             x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB) + (w // 2 * (2 * S.K) + c_e[None, :])
@@ -210,6 +209,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     s_sums.store(gl.convert_layout(gl.reshape(l, [S.BT, SLAB]), tall))
     s_dl.index(0).store(h_dh)
     if QUARTERS:
+        _, to_end, step = references(anchors, w, c_e + none, S)
         store_references(s_table, to_end, step)
         barrier()
         b_dc = times(b_dc, of_own(s_table, gl.SliceLayout(1, by_quarter())))
