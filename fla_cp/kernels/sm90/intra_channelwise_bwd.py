@@ -296,7 +296,8 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     q_scale, k_scale = gl.load(at + Q_SCALE * S.BT), gl.load(at + K_SCALE * S.BT)
     diagonal = gl.load(here + DIAGONAL * S.BT)
     b_k = s_x.index(1).load(acc).to(gl.float32)
-    b_dq += (diagonal * k_scale)[:, None] * b_k
+    if not QUARTERS:
+        b_dq += (diagonal * k_scale)[:, None] * b_k
     if REMOVES:
         b_dr *= f
         share = out.shares + ((i_k + 1).to(gl.int64) * tokens + start) * S.HV + i_hv
@@ -305,6 +306,9 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     barrier()
     b_q = s_x.index(0).load(acc).to(gl.float32)
     b_dc += (diagonal * q_scale)[:, None] * b_q
+    if QUARTERS:  # for registers
+        b_k = s_x.index(1).load(acc).to(gl.float32)
+        b_dq += (diagonal * k_scale)[:, None] * b_k
     if R.NORM:
         b_dq -= (gl.load(here + Q_DQ * S.BT) / (scale * scale) * q_scale)[:, None] * b_q
         b_dc -= (gl.load(here + K_DK * S.BT) * k_scale)[:, None] * b_k
