@@ -251,7 +251,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     128.
     """
     from benchmarks import tune
-    from benchmarks.tune import GROUPED, forced
+    from benchmarks.tune import GROUPED, choice_of, forced
     from fla_cp.kernels.triton import tile_table
 
     for (K, V), (name, dtype) in product(SIZES, DTYPES.items()):
@@ -395,7 +395,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         options = {} if "_any" in stage else SAFE
         of_heads = "head" in stage or stage.endswith("_concurrent")
         kernels = []
-        with forced({stage.removesuffix("_concurrent"): tile}):
+        with forced(choice_of(stage.removesuffix("_concurrent"), tile)):
             if of_heads:
                 H = 1 if stage in GROUPED else 2
                 kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=H)
@@ -410,6 +410,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         name = "safe_bwd" if safe_bwd else {"scores_bwd_head": "scores_head_bwd"}.get(stage, name)
         if stage == "intra_any" and tile.folder == "sm90":
             name = "steep"
+        if stage == "intra_bwd_any" and tile.folder == "sm90":
+            name = "safe_bwd_any"
         name += "_sm90" * (tile.folder == "sm90")
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 

@@ -156,12 +156,12 @@ def quarter_products(sums, s_s, s_f, s_table, REMOVES: gl.constexpr):
 
 
 @gluon.jit
-def mark_sm90_kernel(anchors, marks, S: gl.constexpr):
+def mark_sm90_kernel(anchors, marks, HV: gl.constexpr, K: gl.constexpr):
     """Marks the chunks and heads that decay by more than twice STEEPEST over a quarter."""
     spread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    i_ch = gl.program_id(0).to(gl.int64) * S.HV + gl.program_id(1)
-    at = anchors + i_ch * (ANCHORS * S.K) + gl.arange(0, S.K, spread)
-    t_0, t_1 = gl.load(at), gl.load(at + S.K)
-    t_2, t_3 = gl.load(at + 2 * S.K), gl.load(at + 3 * S.K)
+    i_ch = gl.program_id(0).to(gl.int64) * HV + gl.program_id(1)
+    at = anchors + i_ch * (ANCHORS * K) + gl.arange(0, K, spread)
+    t_0, t_1 = gl.load(at), gl.load(at + K)
+    t_2, t_3 = gl.load(at + 2 * K), gl.load(at + 3 * K)
     steep = largest_of(t_0, t_1 - t_0, t_2 - t_1, t_3 - t_2) > 2 * STEEPEST
     gl.store(marks + i_ch, steep.to(gl.int32))
