@@ -359,6 +359,20 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     call = functools.partial(steep_in_gluon, "kda", {"lower_bound": -40.0})
     yield "kda bf16 any bounded, steep chunks in Gluon", call
 
+    def with_quarters(family: str, options: dict) -> list[Launch]:
+        with forced({"intra_bwd": tile_table.QUARTERS_BWD}):
+            if family == "gla":
+                kernels = compile_member(family, 128, 128, torch.bfloat16, options)
+            else:
+                kernels = compile_call(128, 128, torch.bfloat16, options)
+        return [k for k in kernels if k.kernel.startswith(("safe_bwd", "mark"))]
+
+    for family, gate in product(("kda", "gla"), ("safe", "any")):
+        call = functools.partial(with_quarters, family, SAFE if gate == "safe" else {})
+        yield f"{family} bf16 {gate}, references of quarters", call
+    call = functools.partial(with_quarters, "kda", {"lower_bound": -40.0})
+    yield "kda bf16 any bounded, references of quarters", call
+
     scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)
     fuller = {

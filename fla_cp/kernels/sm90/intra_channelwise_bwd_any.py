@@ -4,8 +4,8 @@ Such a call has two kernels, like its forward. The first one is that of a safe g
 intra_channelwise_bwd.py; here it leaves out the chunks and heads that the forward marked as too
 steep for it. The second one, in triton/intra_channelwise_bwd.py, serves just those.
 
-With a reference for each quarter (intra_channelwise_bwd_quarters.py) the first kernel serves most of
-those, too. Then the backward has marks of its own, for all of its kernels.
+With a reference for each quarter (intra_channelwise_bwd_quarters.py) the first kernel serves many
+of those, too. Then the backward has marks of its own, for all of its kernels.
 
 Both write parts of dbeta and dA_log, one for each of their key tiles, of which the second kernel
 has more. Parts of dbeta share their places. Of dA_log each kernel has its own, and sets to zero

@@ -1,4 +1,4 @@
-"""A reference for each quarter of a chunk, for the backward of the channelwise local stage, in Gluon.
+"""References of quarters of a chunk, for the backward of the channelwise local stage, in Gluon.
 
 The kernel of intra_channelwise_bwd.py has one for each half, so that no 16 rows may decay by more
 than 2^100. Here decays are relative to the middle of their quarter's range, which need not be a
