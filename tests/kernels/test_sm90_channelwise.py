@@ -22,7 +22,7 @@ from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.intra import empty_chunks, intra
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, saved, tables
-from fla_cp.kernels.triton.tile_table import STEEP, TALL, TALL_BWD, Tuning
+from fla_cp.kernels.triton.tile_table import QUARTERS_BWD, STEEP, TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.support.closeness import assert_within_budget
@@ -345,14 +345,18 @@ def test_a_backward_tile_that_the_kernel_lacks_is_refused():
         gradients(Case(), torch.float32, "triton")
 
 
-def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # the forward's, unread
+@pytest.mark.parametrize(
+    "tile, strongest", [(TALL_BWD, 0.3), (QUARTERS_BWD, 0.3), (QUARTERS_BWD, 14.0)], ids=str
+)
+def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch, tile, strongest):
     """A pair adds to the gradient of gc at its row what it subtracts at its column, so without
     states nothing is left for the first token's decay, however operands are rounded to bf16."""
     monkeypatch.setattr(bundles, "SAFE_DTYPES", (torch.bfloat16,))
     torch.manual_seed(0)
     rule = DeltaRule(scale=1.0, gate="given", lower_bound=None, safe_gate=True, qk_l2norm=False)
     q, k, do = torch.randn(3, 64, 1, K).bfloat16()
-    g = -0.3 * torch.rand(64, 1, K)
+    g = -strongest * torch.rand(64, 1, K)
     x = Inputs(q, k, torch.zeros(64, 1, K).bfloat16(), g, torch.rand(64, 1), None, None, None)
     packing = Packing.build((0, 64))
     empty = lambda *shape: torch.zeros(1, 1, *shape, dtype=torch.bfloat16)  # noqa: E731
@@ -380,7 +384,7 @@ def test_what_pairs_of_tokens_add_to_the_decays_cancels(monkeypatch):
         )
         R = bundles.rule_options(rule, torch.bfloat16)
         table = tables(packing, q.device)
-        intra_channelwise_bwd.safe_bwd(table, x, c, read, out, TALL_BWD, R)
+        intra_channelwise_bwd.safe_bwd(table, x, c, read, out, tile, R)
     assert out.dg[0].abs().max() <= 1e-4 * out.dg.abs().max()
 
 
