@@ -14,8 +14,7 @@ from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.intra import intra
 from fla_cp.kernels.triton.tile_table import QUARTERS_BWD, STEEP, TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
-from tests.kernels.test_sm90_channelwise import ANY, CASES, Case, defined, drawn, gradients
-from tests.kernels.test_sm90_channelwise import in_fp32 as in_fp32
+from tests.support.channelwise import ANY, CASES, Case, defined, drawn, fp32_as_bf16, gradients
 from tests.support.closeness import assert_within_budget
 from tests.support.gluon_interpreter import interpreted
 from tests.support.tuned import tuned
@@ -35,6 +34,11 @@ STRONG = {
 }
 """Decays that only references of quarters serve, but for the steepest of "softplus"."""
 MIXED = {"any gate": ANY["any gate"], "given": ANY["any gate, given"]}
+
+
+@pytest.fixture(autouse=True)
+def in_fp32(monkeypatch):
+    yield from fp32_as_bf16(monkeypatch)
 
 
 def marks_and_exact(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
