@@ -276,7 +276,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     128.
     """
     from benchmarks import tune
-    from benchmarks.tune import GROUPED, forced
+    from benchmarks.tune import GROUPED, choice_of, forced
     from fla_cp.kernels.triton import tile_table
 
     for (K, V), (name, dtype) in product(SIZES, DTYPES.items()):
@@ -387,6 +387,20 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     call = functools.partial(steep_in_gluon, "kda", {"lower_bound": -40.0})
     yield "kda bf16 any bounded, steep chunks in Gluon", call
 
+    def with_quarters(family: str, options: dict) -> list[Launch]:
+        with forced({"intra_bwd": tile_table.QUARTERS_BWD}):
+            if family == "gla":
+                kernels = compile_member(family, 128, 128, torch.bfloat16, options)
+            else:
+                kernels = compile_call(128, 128, torch.bfloat16, options)
+        return [k for k in kernels if k.kernel.startswith(("safe_bwd", "mark"))]
+
+    for family, gate in product(("kda", "gla"), ("safe", "any")):
+        call = functools.partial(with_quarters, family, SAFE if gate == "safe" else {})
+        yield f"{family} bf16 {gate}, references of quarters", call
+    call = functools.partial(with_quarters, "kda", {"lower_bound": -40.0})
+    yield "kda bf16 any bounded, references of quarters", call
+
     scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)
     fuller = {
@@ -423,7 +437,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         options = {} if "_any" in stage else SAFE
         of_heads = "head" in stage or stage.endswith("_concurrent")
         kernels = []
-        with forced({stage.removesuffix("_concurrent"): tile}):
+        with forced(choice_of(stage.removesuffix("_concurrent"), tile)):
             if of_heads:
                 H = 1 if stage in GROUPED else 2
                 kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=H)
@@ -438,6 +452,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         name = "safe_bwd" if safe_bwd else {"scores_bwd_head": "scores_head_bwd"}.get(stage, name)
         if stage == "intra_any" and tile.folder == "sm90":
             name = "steep"
+        if stage == "intra_bwd_any" and tile.folder == "sm90":
+            name = "safe_bwd_any"
         name += "_sm90" * (tile.folder == "sm90")
         return [k for k in kernels if k.kernel == f"{name}_kernel"]
 

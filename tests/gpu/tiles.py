@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 
-from benchmarks.tune import GROUPED, cut_into, forced
+from benchmarks.tune import GROUPED, choice_of, cut_into, forced
 from fla_cp.kernels.triton.tile_table import TALL
 from tests.gpu.cases import BF16, SAFE, tiles
 from tests.gpu.checks import Rows, check_member, one
@@ -23,7 +23,7 @@ def check_tiles(K: int, V: int, share: slice) -> Rows:
     for name, stage, tile in [*tiles(K, V)][share]:
         cut = cut_into(2) if "_ends" in stage else nullcontext()
         steep = stage == "intra_any" and tile.folder != "triton"
-        with forced({stage: tile} | ({"intra": TALL} if steep else {})), cut:
+        with forced(choice_of(stage, tile) | ({"intra": TALL} if steep else {})), cut:
             if "head" in stage or stage.endswith("_concurrent"):
                 H = 2 if stage in GROUPED else 4
                 rows.append(check_member("gated_delta_rule", K, V, 300, BF16, name=name, H=H))

@@ -36,6 +36,15 @@ from fla_cp.kernels.sm90.intra_channelwise import (
     why_not,
 )
 from fla_cp.kernels.sm90.intra_channelwise import takes as taken
+from fla_cp.kernels.sm90.intra_channelwise_bwd_quarters import (
+    by_quarter,
+    of_own,
+    of_step,
+    quarter_products,
+    references,
+    store_references,
+    times,
+)
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import rows_from
@@ -109,6 +118,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     start = gl.load(chunks.start + i_c).to(gl.int64)
     half: gl.constexpr = x.v_new.dtype.element_ty
     REMOVES: gl.constexpr = S.REMOVAL != "none"
+    QUARTERS: gl.constexpr = S.NS > 1
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
     single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -149,10 +159,14 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     steps = gl.where(i_q < n_rows, log_decay(raw, rate, gate.bound, R.GATE), 0.0)
     l = gl.associative_scan(steps, 1, plus)  # noqa: E741
     whole = gl.sum(gl.where(r == 15, l, 0.0), 1)
-    middle = gl.load(
-        x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB) + (w // 2 * (2 * S.K) + c_e[None, :])
-    )
-    middle = gl.where(w % 2 == 0, whole, 0.0) - (middle - whole_power(middle))
+    if QUARTERS:
+        at_slab = x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB)
+        middle, _, _ = references(at_slab, w, c_e, S)
+    else:
+        middle = gl.load(
+            x.anchors + (i_ch * ANCHORS * S.K + i_k * SLAB) + (w // 2 * (2 * S.K) + c_e[None, :])
+        )
+        middle = gl.where(w % 2 == 0, whole, 0.0) - (middle - whole_power(middle))
     l -= middle[:, None, :]  # noqa: E741
 
     # What the states add, relative to the middle of each half. Vectors of channels are loaded again
@@ -190,17 +204,26 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     s_sums = s_v.index(0)._reinterpret(gl.float32, [S.BT, SLAB], single)
     s_f = s_h._reinterpret(half, [4, S.BT, SLAB], wide)  # near, far, rows of q, rows of beta k
     s_o = s_v.index(2)._reinterpret(half, [2, S.BT, SLAB], wide)
+    s_table = s_f.index(1)  # of references; there are no far columns then
     s_dl = s_o.index(1)._reinterpret(gl.float32, [2, SLAB], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_sums.store(gl.convert_layout(gl.reshape(l, [S.BT, SLAB]), tall))
     s_dl.index(0).store(h_dh)
-    n_0, n_1 = whole_power(gl.load(anchors + c)), whole_power(gl.load(anchors + 2 * S.K + c))
-    to_middle = gl.where(first, n_0[None, :], n_1[None, :])
-    b_dc *= gl.exp2(gl.load(anchors + 3 * S.K + c)[None, :] - to_middle)
-    e = gl.exp2(to_middle)
+    if QUARTERS:
+        _, to_end, step = references(anchors, w, c_e + none, S)
+        store_references(s_table, to_end, step)
+        barrier()
+        b_dc = times(b_dc, of_own(s_table, gl.SliceLayout(1, by_quarter())))
+        e = of_step(s_table, 3, gl.SliceLayout(0, acc))[None, :]  # up to the first reference
+    else:
+        n_0, n_1 = whole_power(gl.load(anchors + c)), whole_power(gl.load(anchors + 2 * S.K + c))
+        to_middle = gl.where(first, n_0[None, :], n_1[None, :])
+        b_dc *= gl.exp2(gl.load(anchors + 3 * S.K + c)[None, :] - to_middle)
+        e = gl.exp2(to_middle)
     b_dq *= e
     if REMOVES:
         b_dr *= -e
-    barrier()
+    if not QUARTERS:
+        barrier()
 
     # The factors of columns and rows.
     at = x.rows + i_ch * (CHANNELWISE_PLANES * S.BT) + i
@@ -208,7 +231,8 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     col = s_x.index(1).load(acc).to(gl.float32) * gl.exp2(-l_a)
     col *= gl.load(at + K_SCALE * S.BT)[:, None]
     s_f.index(0).store(col.to(half))
-    s_f.index(1).store(across_halves(col, anchors, c + none, first, S).to(half))
+    if not QUARTERS:
+        s_f.index(1).store(across_halves(col, anchors, c + none, first, S).to(half))
     barrier()
     # The columns' gradients count once more at the chunk's last row, rounded like here.
     s_dl.index(1).store(gl.sum(s_f.index(0).load(acc).to(gl.float32) * b_dc, 0))
@@ -221,30 +245,34 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     fence_async_shared()
     barrier()
 
-    # What the scores add: to columns, of rows in the second half and then in the first, and to
-    # rows, of each half.
-    late_s, late_x = s_s.index(0).slice(32, 32), s_f.index(2).slice(32, 32)
-    early_s, early_x = s_s.index(0).slice(0, 32), s_f.index(2).slice(0, 32)
-    late = warpgroup_mma(late_s.permute((1, 0)), late_x, zero, use_acc=False, is_async=True)
-    if REMOVES:
-        late_s, late_x = s_s.index(1).slice(32, 32), s_f.index(3).slice(32, 32)
-        late = warpgroup_mma(late_s.permute((1, 0)), late_x, late, is_async=True)
-    late = warpgroup_mma_wait(0, deps=(late,))
-    b_dc += across_halves(late, anchors, c + none * 2, first, S)
-    b_dc = warpgroup_mma(early_s.permute((1, 0)), early_x, b_dc, is_async=True)
-    if REMOVES:
-        early_s, early_x = s_s.index(1).slice(0, 32), s_f.index(3).slice(0, 32)
+    if QUARTERS:
+        sums = b_dq, b_dr, b_dc
+        b_dq, b_dr, b_dc = quarter_products(sums, s_s, s_f, s_table, REMOVES)
+    else:
+        # What the scores add: to columns, of rows in the second half and then in the first, and to
+        # rows, of each half.
+        late_s, late_x = s_s.index(0).slice(32, 32), s_f.index(2).slice(32, 32)
+        early_s, early_x = s_s.index(0).slice(0, 32), s_f.index(2).slice(0, 32)
+        late = warpgroup_mma(late_s.permute((1, 0)), late_x, zero, use_acc=False, is_async=True)
+        if REMOVES:
+            late_s, late_x = s_s.index(1).slice(32, 32), s_f.index(3).slice(32, 32)
+            late = warpgroup_mma(late_s.permute((1, 0)), late_x, late, is_async=True)
+        late = warpgroup_mma_wait(0, deps=(late,))
+        b_dc += across_halves(late, anchors, c + none * 2, first, S)
         b_dc = warpgroup_mma(early_s.permute((1, 0)), early_x, b_dc, is_async=True)
-    b_dc = warpgroup_mma_wait(0, deps=(b_dc,))
-    near = warpgroup_mma(s_s.index(0), s_f.index(0), b_dq, is_async=True)
-    far = warpgroup_mma(s_s.index(0), s_f.index(1), b_dq, is_async=True)
-    near, far = warpgroup_mma_wait(0, deps=(near, far))
-    b_dq = gl.where(first, near, far)
-    if REMOVES:
-        near = warpgroup_mma(s_s.index(1), s_f.index(0), b_dr, is_async=True)
-        far = warpgroup_mma(s_s.index(1), s_f.index(1), b_dr, is_async=True)
+        if REMOVES:
+            early_s, early_x = s_s.index(1).slice(0, 32), s_f.index(3).slice(0, 32)
+            b_dc = warpgroup_mma(early_s.permute((1, 0)), early_x, b_dc, is_async=True)
+        b_dc = warpgroup_mma_wait(0, deps=(b_dc,))
+        near = warpgroup_mma(s_s.index(0), s_f.index(0), b_dq, is_async=True)
+        far = warpgroup_mma(s_s.index(0), s_f.index(1), b_dq, is_async=True)
         near, far = warpgroup_mma_wait(0, deps=(near, far))
-        b_dr = gl.where(first, near, far)
+        b_dq = gl.where(first, near, far)
+        if REMOVES:
+            near = warpgroup_mma(s_s.index(1), s_f.index(0), b_dr, is_async=True)
+            far = warpgroup_mma(s_s.index(1), s_f.index(1), b_dr, is_async=True)
+            near, far = warpgroup_mma_wait(0, deps=(near, far))
+            b_dr = gl.where(first, near, far)
     barrier()
 
     # Gradients of gc, q and k. All is read and numbered again, to free registers.
@@ -268,7 +296,8 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     q_scale, k_scale = gl.load(at + Q_SCALE * S.BT), gl.load(at + K_SCALE * S.BT)
     diagonal = gl.load(here + DIAGONAL * S.BT)
     b_k = s_x.index(1).load(acc).to(gl.float32)
-    b_dq += (diagonal * k_scale)[:, None] * b_k
+    if not QUARTERS:
+        b_dq += (diagonal * k_scale)[:, None] * b_k
     if REMOVES:
         b_dr *= f
         share = out.shares + ((i_k + 1).to(gl.int64) * tokens + start) * S.HV + i_hv
@@ -277,6 +306,9 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     barrier()
     b_q = s_x.index(0).load(acc).to(gl.float32)
     b_dc += (diagonal * q_scale)[:, None] * b_q
+    if QUARTERS:  # for registers
+        b_k = s_x.index(1).load(acc).to(gl.float32)
+        b_dq += (diagonal * k_scale)[:, None] * b_k
     if R.NORM:
         b_dq -= (gl.load(here + Q_DQ * S.BT) / (scale * scale) * q_scale)[:, None] * b_q
         b_dc -= (gl.load(here + K_DK * S.BT) * k_scale)[:, None] * b_k

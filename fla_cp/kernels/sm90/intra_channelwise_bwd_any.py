@@ -4,6 +4,9 @@ Such a call has two kernels, like its forward. The first one is that of a safe g
 intra_channelwise_bwd.py; here it leaves out the chunks and heads that the forward marked as too
 steep for it. The second one, in triton/intra_channelwise_bwd.py, serves just those.
 
+With a reference for each quarter (intra_channelwise_bwd_quarters.py) the first kernel serves many
+of those, too. Then the backward has marks of its own, for all of its kernels.
+
 Both write parts of dbeta and dA_log, one for each of their key tiles, of which the second kernel
 has more. Parts of dbeta share their places. Of dA_log each kernel has its own, and sets to zero
 those of the chunks that it leaves out.
@@ -15,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from fla_cp.kernels.sm90.intra_channelwise import SLAB
 from fla_cp.kernels.sm90.intra_channelwise_bwd import safe_bwd_sm90_kernel as safe_bwd_of_chunk
 from fla_cp.kernels.sm90.intra_channelwise_bwd import why_not_bwd
+from fla_cp.kernels.sm90.intra_channelwise_bwd_quarters import mark_sm90_kernel
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import Grads, RuleOptions, Saved, gate, shape
 from fla_cp.kernels.triton.launch import launch
@@ -32,6 +36,15 @@ def safe_bwd_any_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexp
             gl.store(out.dA_log + (gl.program_id(0) * S.HV + gl.program_id(1)), 0.0)
         return
     safe_bwd_of_chunk(x, gate, out, chunks, tokens, scale, S, R)
+
+
+def marked(read: Saved, c: Chunks, t: Tile) -> Saved:
+    """What the kernels read, with the marks of the chunks that the one with tile t leaves out."""
+    if t.stages == 1:
+        return read
+    (NC, HV, K), marks = c.decay.shape, c.steep.new_empty(c.steep.shape)
+    launch(mark_sm90_kernel, (NC, HV), c.anchors, marks, HV=HV, K=K, num_warps=4)
+    return read._replace(steep=marks)
 
 
 def safe_bwd(

@@ -293,6 +293,8 @@ def intra_channelwise_bwd(
     )
     if NC:
         where = table.chunks
+        if two:
+            read = kernels_of(first.folder).intra_channelwise_bwd_any.marked(read, c, first)
         S = shape(after_local(rule), dtype, H, HV, K, V, ts)
         compiled = {"S": S, "R": rule_options(rule, dtype), "num_warps": ts.warps}
         launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)

@@ -86,6 +86,9 @@ BROAD = Tile(128, 128, 8, 2, folder="sm90")
 WHOLE = Tile(128, 128, 8, 1, folder="sm90")
 TALL, TALL_BWD = Tile(128, 0, 4, 1, 168, folder="sm90"), Tile(64, 128, 4, 1, folder="sm90")
 """The safe path of the channelwise local stage, forward and backward."""
+QUARTERS_BWD = TALL_BWD._replace(stages=2)
+"""TALL_BWD with a reference for each quarter of a chunk, which its stages tell. With any gate, its
+kernel then serves more chunks. Not measured, so not in SM90_TILES."""
 STEEP = Tile(128, 0, 4, 1, 168, folder="sm90")
 """The path of any gate of the channelwise local stage, forward. Not measured, so not in SM90_TILES:
 only a forced tile takes it."""
