@@ -353,10 +353,9 @@ def readme_scaling(result: Result) -> str:
 
 
 def readme_training(results: Mapping[str, Result]) -> str:
-    """README's line about training steps. results: by name."""
+    """README's table of training steps. results: by name."""
     found = {model: results.get(name) for model, name in README_TRAINING.items()}
-    line, two = report_steps.in_words(found, README_STEP_TOKENS), results.get(README_TWO_GPUS)
-    return line if two is None else f"{line} {report_steps.two_gpus_in_words(two)}".rstrip()
+    return report_steps.readme_steps(found, README_STEP_TOKENS, results.get(README_TWO_GPUS))
 
 
 def between(text: str, name: str, new: str) -> str:

@@ -149,10 +149,11 @@ def _of_kind(kind: str) -> Callable[[Row], str]:
     return lambda r: number(r["profile"]["kinds"].get(kind, 0.0))
 
 
-def in_words(results: Mapping[str, Result | None], tokens: int) -> str:
-    """README's line: one document, with the fastest flags of each model. results: by model.
-    tokens: its length, or the greatest that was measured for a model."""
-    texts, sources = [], []
+def readme_steps(results: Mapping[str, Result | None], tokens: int, two: Result | None) -> str:
+    """README's list: one document, with the fastest flags of each model. results: by model.
+    tokens: its length, or the greatest that was measured for a model. two: a run on one and on two
+    GPUs."""
+    found: list[tuple[Steps, Result]] = []
     for model, result in results.items():
         of_one = (s for s in steps(result) if s.ours["data"] == "one" and s.ours["gpus"] == 1)
         mine = [s for s in of_one if s.ours["model"] == model and "tokens_per_second" in s.ours]
@@ -162,32 +163,33 @@ def in_words(results: Mapping[str, Result | None], tokens: int) -> str:
         length = tokens if here else max(s.ours["tokens"] for s in mine)
         same = (s for s in mine if s.ours["tokens"] == length)
         best = max(same, key=lambda s: s.ours["tokens_per_second"])
-        facts = [f"MFU {percent(best.ours.get('mfu'))}"]
-        if best.ratio is not None:
-            facts.append(f"FLA's own model class {speed(best.peer)}, ratio {ratio(best.ratio)}")
-        text = f"{model} {speed(best.ours)} at {length} tokens ({'; '.join(facts)})"
-        two = Steps(best.by_gpus.get(2, {}), {}, best.by_gpus)
-        if two.speed_up is not None:
-            text += f", {speed(two.ours)} on two GPUs (speed-up {ratio(two.speed_up)})"
-        texts.append(text)
-        sources.append(source(result))
-    if not texts:
-        return f"Speed of training steps, beside FLA's own model class: {MISSING}."
-    first = "Training on one document and one GPU, in tokens/s"
-    return f"{first}: {'; '.join(texts)}. {' '.join(dict.fromkeys(sources))}"
+        on_two = Steps(best.by_gpus.get(2, {}), {}, best.by_gpus)
+        found += [(s, result) for s in (best, on_two) if s is best or s.speed_up is not None]
+    if two is not None:
+        of_two = (s for s in steps(two) if s.ours["data"] == "one" and s.ours["gpus"] == 2)
+        found += [(s, two) for s in of_two if s.speed_up is not None]
+    lines = [f"- {_in_words(step)} {source(result)}{_note(result)}" for step, result in found]
+    return "\n".join(lines) or f"Training steps, compared with FLA's own model class: {MISSING}."
 
 
-def two_gpus_in_words(result: Result) -> str:
-    """README's line about one document on one and on two GPUs, all of one run."""
-    of_two = (s for s in steps(result) if s.ours["data"] == "one" and s.ours["gpus"] == 2)
-    found = [s for s in of_two if s.speed_up is not None]
-    texts = [
-        f"{s.ours['model']} {speed(s.ours)} at {s.ours['tokens']} tokens, {ratio(s.speed_up)} one "
-        f"GPU's {speed(s.by_gpus[1])}"
-        for s in found
-    ]
-    note = f" Note: {result.data['note']}." if result.data.get("note") else ""
-    return f"On two GPUs: {'; '.join(texts)}. {source(result)}{note}" if texts else ""
+def _in_words(steps: Steps) -> str:
+    """A step's speed, and that of one GPU or of FLA's model in the same run."""
+    ours, gpus = steps.ours, steps.ours["gpus"]
+    text = (
+        f"Training {ours['model']} on one document of {ours['tokens']} tokens, "
+        f"{gpus} GPU{'s' * (gpus > 1)}: {speed(ours)} tokens/s"
+    )
+    if "mfu" in ours:
+        text += f", MFU {percent(ours['mfu'])}"
+    if gpus > 1:
+        return f"{text}, {ratio(steps.speed_up)} one GPU's {speed(steps.by_gpus[1])}."
+    if steps.ratio is None:
+        return f"{text}."
+    return f"{text}, {ratio(steps.ratio)} the {speed(steps.peer)} of FLA's own model class."
+
+
+def _note(result: Result) -> str:
+    return f" Note: {result.data['note']}." if result.data.get("note") else ""
 
 
 def hybrid_command(result: Result) -> str:

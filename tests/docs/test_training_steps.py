@@ -373,7 +373,7 @@ def test_table_of_profiles():
     assert "| `void gemm<a/b>` | 5.00 | 2.00 |" in text
 
 
-def test_readmes_line():
+def test_readmes_list():
     assert report.readme_training({}).endswith(f"{MISSING}.")
     beside = example(
         step_row("fla_cp", "340M", 1, 30000.0),
@@ -383,23 +383,27 @@ def test_readmes_line():
         step_row("fla_cp", "1.3B", 1, 8000.0),
     )._replace(name="train-fla")
     alone = example(step_row("fla_cp", "1.3B", 4, 9000.0), step_row("fla_cp", "340M", 1, 1.0))
-    line = report.readme_training({r.name: r for r in (beside, alone)})
-    first = (
-        "340M 33000 at 65536 tokens (MFU 50.0%; FLA's own model class 20000, ratio 1.65x), 57000 "
-        "on two GPUs (speed-up 1.73x). ["
+    text = report.readme_training({r.name: r for r in (beside, alone)})
+    first, second = text.splitlines()
+    document = "- Training 340M on one document of 65536 tokens,"
+    assert first.startswith(
+        f"{document} 1 GPU: 33000 tokens/s, MFU 50.0%, 1.65x the 20000 of FLA's own model class. ["
     )
-    assert first in line
-    assert "1.3B" not in line  # not measured on one GPU in its file
-    assert re.search(r"\(benchmarks/results/current/train-fla\.json\): GPU not recorded", line)
-    assert "train.json" not in line
-    assert "\n" not in line
+    assert second.startswith(
+        f"{document} 2 GPUs: 57000 tokens/s, MFU 45.6%, 1.73x one GPU's 33000. ["
+    )
+    assert "1.3B" not in text  # not measured on one GPU in its file
+    assert re.search(r"\(benchmarks/results/current/train-fla\.json\): GPU not recorded", text)
+    assert "train.json" not in text
     more = example(step_row("fla_cp", "1.3B", 1, 9000.0, mfu=0.5))
-    line = report.readme_training({r.name: r for r in (beside, more)})
-    assert "; 1.3B 9000 at 65536 tokens (MFU 50.0%). [" in line
-    assert line.index("train-fla.json") < line.index("train.json")
+    text = report.readme_training({r.name: r for r in (beside, more)})
+    assert "65536 tokens, 1 GPU: 9000 tokens/s, MFU 50.0%. [train.json]" in text
+    assert text.index("train-fla.json") < text.index("train.json")
     two = example(step_row("fla_cp", "340M", 1, 30000.0), step_row("fla_cp", "340M", 2, 57000.0))
     two = two._replace(name="train-2-gpus")
-    line = report.readme_training({r.name: r for r in (beside, two)})
-    assert ". On two GPUs: 340M 57000 at 65536 tokens, 1.90x one GPU's 30000. [train-2" in line
+    two.data["note"] = "two machines"
+    text = report.readme_training({r.name: r for r in (beside, two)})
+    assert "2 GPUs: 57000 tokens/s, MFU 45.6%, 1.90x one GPU's 30000. [train-2-gpus.json]" in text
+    assert text.endswith(" Note: two machines.")
     alone = example(step_row("fla_cp", "340M", 1, 30000.0))._replace(name="train-2-gpus")
-    assert "two GPUs" not in report.readme_training({alone.name: alone})
+    assert report.readme_training({alone.name: alone}).endswith(f"{MISSING}.")
