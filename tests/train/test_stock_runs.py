@@ -85,7 +85,8 @@ def test_what_is_exported_is_loaded_and_exported_again(root, tmp_path, kind):
         for folder in (source, tmp_path / "first")
     )
     ids = torch.arange(3, 60)[None]
-    assert torch.equal(stock(ids).logits, again(ids).logits)
+    # equal weights, but files lay them elsewhere in memory, which some processors' products show
+    assert (stock(ids).logits - again(ids).logits).abs().max() <= 1e-5
     copy = tmp_path / "org/models" / kind
     shutil.copytree(tmp_path / "first", copy)
     still += ["--data", f"text:{root}/text.txt"]
