@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 RATES = ("A_log", "dt_bias")
 """Names of the parameters of recurrences that are not cast."""
@@ -96,8 +97,20 @@ def _gather(model: nn.Module, args: Any) -> None:
 
 
 def _release(model: nn.Module, args: Any, out: Any) -> None:
-    if not torch.is_grad_enabled():  # else the end of the backward does it
+    if torch.is_grad_enabled():  # the end of the backward does it
+        _gather_for_backward(model, out)
+    else:
         _group(model).reshard()
+
+
+@torch.compiler.disable
+def _gather_for_backward(model: nn.Module, out: Any) -> None:
+    """A call without a graph, or the backward of another call, may come before this call's backward
+    and reshard the rates, which a recomputation reads."""
+    group = _group(model)
+    for x in tree_leaves(out):
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(lambda _: group.unshard())
 
 
 def _rename_saved(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
