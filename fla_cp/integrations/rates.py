@@ -41,9 +41,12 @@ def shard_rates(model: _Model, mesh: DeviceMesh | None = None) -> _Model:
     The state_dict has the names that it had. `named_parameters` has `exact` before each name.
     """
     parts: list[nn.Module] = list(set_apart(model))
-    for owner in [module for module in model.modules() if "exact" in module._modules]:
+    owners: list[Any] = [module for module in model.modules() if "exact" in module._modules]
+    for owner in owners:
         owner.register_state_dict_post_hook(_rename_saved)
         owner.register_load_state_dict_pre_hook(_rename_loaded)
+        # so that torch.distributed.checkpoint.state_dict finds parameters by these names
+        owner._fqn_modifiers = partial(dict.fromkeys, [*owner.exact._parameters], "exact")
     if parts:
         policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False)
         shard_without_hooks(parts, mesh, policy)

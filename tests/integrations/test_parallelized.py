@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import _iterate_valid_model_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -17,6 +18,7 @@ from tests.support.ranks import run_threads
 
 pytest.importorskip("transformers", minversion="5.23")
 
+from fla_cp.integrations import rates
 from fla_cp.integrations.transformers import parallelize, shard_rates
 from tests.support.parallelized import (
     LOGITS,
@@ -98,6 +100,16 @@ def test_fsdp_keeps_decay_rates_in_float32(gloo_pool, kind):
     (logits, loss, grads, seen), (_, other, _, _) = run(torch.bfloat16)
     assert seen == {torch.float32, torch.bfloat16}
     assert loss + other == pytest.approx(alone(kind)[1][1], rel=1e-2)
+
+
+def test_parameters_are_found_by_the_names_of_the_state(monkeypatch):
+    """By torch.distributed.checkpoint, which distributes a whole state over ranks."""
+    monkeypatch.setattr(rates, "shard_without_hooks", lambda *parts: None)
+    model = parallelized("qwen3_5")
+    before = {name for name, _ in _iterate_valid_model_state(model)}
+    shard_rates(model)
+    assert {name for name, _ in _iterate_valid_model_state(model)} == before
+    assert any(name.endswith("linear_attn.A_log") for name in before)
 
 
 def gradients_of_calls_in_between(group, rank, kind):
