@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 
 RATES = ("A_log", "dt_bias")
 """Names of the parameters of recurrences that are not cast."""
@@ -40,9 +41,12 @@ def shard_rates(model: _Model, mesh: DeviceMesh | None = None) -> _Model:
     The state_dict has the names that it had. `named_parameters` has `exact` before each name.
     """
     parts: list[nn.Module] = list(set_apart(model))
-    for owner in [module for module in model.modules() if "exact" in module._modules]:
+    owners: list[Any] = [module for module in model.modules() if "exact" in module._modules]
+    for owner in owners:
         owner.register_state_dict_post_hook(_rename_saved)
         owner.register_load_state_dict_pre_hook(_rename_loaded)
+        # so that torch.distributed.checkpoint.state_dict finds parameters by these names
+        owner._fqn_modifiers = partial(dict.fromkeys, [*owner.exact._parameters], "exact")
     if parts:
         policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False)
         shard_without_hooks(parts, mesh, policy)
@@ -96,8 +100,20 @@ def _gather(model: nn.Module, args: Any) -> None:
 
 
 def _release(model: nn.Module, args: Any, out: Any) -> None:
-    if not torch.is_grad_enabled():  # else the end of the backward does it
+    if torch.is_grad_enabled():  # the end of the backward does it
+        _gather_for_backward(model, out)
+    else:
         _group(model).reshard()
+
+
+@torch.compiler.disable
+def _gather_for_backward(model: nn.Module, out: Any) -> None:
+    """A call without a graph, or the backward of another call, may come before this call's backward
+    and reshard the rates, which a recomputation reads."""
+    group = _group(model)
+    for x in tree_leaves(out):
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(lambda _: group.unshard())
 
 
 def _rename_saved(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:

@@ -42,6 +42,9 @@ class TextStream:
         waits = len(whole) <= len(self.prefix) or whole.endswith(UNFINISHED)
         if waits and len(self.window) - self.given < LONGEST_WAIT:
             return ""
+        if len(whole) <= len(self.prefix):  # tokens without a text, behind which a space counts
+            del self.window[self.given :]
+            return ""
         piece = whole[len(self.prefix) :]
         del self.window[: self.given]
         self.given, self.prefix = len(self.window), self._decode(self.window)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import _iterate_valid_model_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -17,6 +18,7 @@ from tests.support.ranks import run_threads
 
 pytest.importorskip("transformers", minversion="5.23")
 
+from fla_cp.integrations import rates
 from fla_cp.integrations.transformers import parallelize, shard_rates
 from tests.support.parallelized import (
     LOGITS,
@@ -43,15 +45,30 @@ def test_latents_in_a_ring_equal_one_rank(layout, remat, monkeypatch):
     assert len(made) >= 8
 
 
-def shares_with_exact_rates(group, rank, kind, dtype):
-    """The same in `dtype`, the dtypes of rates in the forward, and the names of the state."""
-    model, (tokens, labels) = parallelized(kind), drawn()
+def with_exact_rates(model, group, dtype):
+    """Shards a model in `dtype`; returns what it is called with."""
+    tokens, labels = drawn()
     mesh = DeviceMesh.from_group(group, "cpu")
-    names, seen = set(model.state_dict()), set()
     shard_rates(model.model, mesh)
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     model.activation_checkpointing_enable({"use_reentrant": False})
+    context = build_cp_context(torch.tensor(OFFSETS), group, conv1d_kernel_size=4)
+    mine = {"input_ids": context.shard(tokens), "labels": context.shard(labels)}
+    return {**mine, "cp_context": context}
+
+
+def whole_gradients(model):
+    return {
+        name.replace("exact.", ""): x.grad.full_tensor() for name, x in model.named_parameters()
+    }
+
+
+def shares_with_exact_rates(group, rank, kind, dtype):
+    """The same in `dtype`, the dtypes of rates in the forward, and the names of the state."""
+    model, seen = parallelized(kind), set()
+    names = set(model.state_dict())
+    given = with_exact_rates(model, group, dtype)
     mixer = next(part for part in model.modules() if hasattr(part, "exact"))
 
     def note(mixer, args):
@@ -59,22 +76,18 @@ def shares_with_exact_rates(group, rank, kind, dtype):
         seen.update((mixer.A_log.dtype, mixer.dt_bias.dtype, matrix.dtype))
 
     mixer.register_forward_pre_hook(note)
-    context = build_cp_context(torch.tensor(OFFSETS), group, conv1d_kernel_size=4)
-    mine = {"input_ids": context.shard(tokens), "labels": context.shard(labels)}
     for _ in range(2):  # the second call finds what the first one left
         model.zero_grad()
-        out = model(**mine, cp_context=context)
+        out = model(**given)
         (out.loss * group.size()).backward()
     with torch.no_grad():
-        again = model(**mine, cp_context=context)
+        again = model(**given)
     assert again.loss.equal(out.loss.detach())
     state = model.state_dict()
     assert set(state) == names
     model.load_state_dict(state)
-    grads = {
-        name.replace("exact.", ""): x.grad.full_tensor() for name, x in model.named_parameters()
-    }
-    return context.unshard(out.logits.detach()).float(), out.loss.item(), grads, seen
+    logits = given["cp_context"].unshard(out.logits.detach()).float()
+    return logits, out.loss.item(), whole_gradients(model), seen
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", pytest.param("kimi_linear", marks=pytest.mark.wide)])
@@ -87,6 +100,39 @@ def test_fsdp_keeps_decay_rates_in_float32(gloo_pool, kind):
     (logits, loss, grads, seen), (_, other, _, _) = run(torch.bfloat16)
     assert seen == {torch.float32, torch.bfloat16}
     assert loss + other == pytest.approx(alone(kind)[1][1], rel=1e-2)
+
+
+def test_parameters_are_found_by_the_names_of_the_state(monkeypatch):
+    """By torch.distributed.checkpoint, which distributes a whole state over ranks."""
+    monkeypatch.setattr(rates, "shard_without_hooks", lambda *parts: None)
+    model = parallelized("qwen3_5")
+    before = {name for name, _ in _iterate_valid_model_state(model)}
+    shard_rates(model)
+    assert {name for name, _ in _iterate_valid_model_state(model)} == before
+    assert any(name.endswith("linear_attn.A_log") for name in before)
+
+
+def gradients_of_calls_in_between(group, rank, kind):
+    """Of each of two calls, before whose backwards the rates were resharded."""
+    model = parallelized(kind)
+    given = with_exact_rates(model, group, torch.float32)
+    outs = [model(**given) for _ in range(2)]
+    with torch.no_grad():
+        model(**given)
+    found = []
+    for out in outs:
+        model.zero_grad()
+        (out.loss * group.size()).backward()
+        found.append(whole_gradients(model))
+    return found
+
+
+def test_calls_before_a_backward_leave_it_the_rates(gloo_pool):
+    """As those of a reference model, whose layers are recomputed later with rates of their own."""
+    kind = "qwen3_5"
+    logits, loss, grads = alone(kind)[1]
+    for found in gloo_pool.run(gradients_of_calls_in_between, kind, world_size=2)[0]:
+        assert_same((logits, loss, found), (logits, loss, grads))
 
 
 def pickled(model):

@@ -39,7 +39,8 @@ def save_pieces(folder):
             decoders.Strip(" ", 1, 0),
         ]
     )
-    PreTrainedTokenizerFast(tokenizer_object=library).save_pretrained(str(folder))
+    end = {"eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=library, **end).save_pretrained(str(folder))
     return folder
 
 
@@ -80,12 +81,14 @@ def test_a_cut_character_is_shown_at_the_end(tokenizer, cut):
     assert "".join(pieces(TextStream(None), raw)) == raw.decode(errors="replace")
 
 
-def test_special_tokens_show_nothing_and_lose_no_space(tokenizer):
+@pytest.mark.parametrize("count", [1, LONGEST_WAIT, 3 * LONGEST_WAIT + 1])
+def test_special_tokens_show_nothing_and_lose_no_space(tokenizer, count):
     (tokens,) = tokenizer.ids(["fox fox"])
-    end = tokenizer.end or [0]
-    with_end = [*end, *tokens, *end]
-    found = "".join(pieces(TextStream(tokenizer), with_end))
-    assert found == tokenizer.hf.decode(with_end, skip_special_tokens=True)
+    half, silent = len(tokens) // 2, tokenizer.end[:1] * count
+    assert silent
+    given = [*silent, *tokens[:half], *silent, *tokens[half:], *silent]
+    assert "".join(pieces(TextStream(tokenizer), given)) == "fox fox"
+    assert tokenizer.hf.decode(given, skip_special_tokens=True) == "fox fox"
 
 
 def test_decoded_tokens_grow_linearly(tokenizer, monkeypatch):

@@ -88,10 +88,11 @@ def chunk_table_kernel(
 
 @lru_cache(maxsize=1024)
 def _layout(frame: Frame) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int]]:
-    """The lengths of the columns, where they start in one array, its size, and the grid."""
+    """The lengths of the columns, where they start in one array, its size, and the grid, which has
+    a program for the segments that fill the frame even if there are no chunks."""
     lengths = (frame.chunks,) * 2 + (frame.segments,) * 3
     places, end = places_of(lengths, torch.int32)
-    return lengths, places, end, (cdiv(frame.chunks, CHUNKS),)
+    return lengths, places, end, (max(1, cdiv(frame.chunks, CHUNKS)),)
 
 
 def form_tables(packing: Packing, cu_seqlens: Tensor) -> bool:
