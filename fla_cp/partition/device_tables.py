@@ -177,6 +177,11 @@ def _counted(n: int, dtype: torch.dtype, device: torch.device) -> DeviceTable:
     return DeviceTable(None, columns=(column,), shared=True)
 
 
+_captured: set[DeviceTable] = set()
+"""Tables that CUDA graphs read. They stay, because a graph keeps no table alive, and the caches of
+packings may forget theirs before the graph is replayed for the last time."""
+
+
 class Tabled:
     """Keeps objects that are derived from it. Each is made once."""
 
@@ -234,6 +239,8 @@ class Tabled:
                 with paused():
                     found = DeviceTable.send(build(self), dtype, device)
             found = tables.setdefault(key, found)  # another thread may have made it meanwhile
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _captured.add(found)
         return found
 
     def take_tables(self, other: Self) -> None:

@@ -1,6 +1,7 @@
 """Packing and the slot table on random batches: properties of every partition."""
 
 import random
+import weakref
 from dataclasses import fields
 from itertools import pairwise
 
@@ -10,7 +11,8 @@ import torch
 
 from fla_cp.comm import Local
 from fla_cp.custom_op import ONE_SLOT, framed_packing_of
-from fla_cp.partition.device_tables import Tabled
+from fla_cp.partition import device_tables
+from fla_cp.partition.device_tables import DeviceTable, Tabled
 from fla_cp.partition.packing import Frame, Packing
 from fla_cp.partition.slots import link_slots
 from fla_cp.partition.whole import WholeSequences
@@ -255,3 +257,21 @@ def test_threads_that_make_one_table_get_the_same():
     here = links.addresses(columns, torch.int32, torch.device("cpu"))
     assert here == found[0]
     assert links.addresses(columns, torch.int32, torch.device("cpu")) == here
+
+
+def offsets_of(owner):
+    return [[0, 5]]
+
+
+def test_a_captured_graph_keeps_the_tables_that_it_reads(monkeypatch):
+    """As on a GPU: the table is there before, and whoever kept it forgets it."""
+    monkeypatch.setattr(device_tables, "_captured", set())
+    gpu, kept = torch.device("cuda"), []
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        owner, memory = Tabled(), torch.tensor([0, 5], dtype=torch.int32)
+        owner.keep_table(offsets_of, DeviceTable(memory, (0,), (2,)), gpu)
+        owner.addresses(offsets_of, torch.int32, gpu)
+        kept.append(weakref.ref(memory))
+        del owner, memory
+    assert [x() is not None for x in kept] == [False, True]
