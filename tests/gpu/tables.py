@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +51,16 @@ def check_tables() -> checks.Rows:
             wrong = sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
             rows.append(row(f"tables N={sequences} T={T} {dtype}", wrong))
     with tuned():  # kinds of calls that no other check has seen
-        by_host, by_kernel = (results(most) for most in (0, chunk_tables.MOST_SEQUENCES))
+        (by_host, none), (by_kernel, formed) = (
+            results(most) for most in (0, chunk_tables.MOST_SEQUENCES)
+        )
     wrong = sum(int((a != b).sum()) for a, b in zip(by_host, by_kernel, strict=True))
     rows.append(row(f"calls with tables of the host and of the kernel x {CALLS}", wrong))
+    if checks.DEVICE == "cuda":  # else no call is replayed, and the host forms all tables
+        rows.append(
+            row(f"{formed} of {CALLS} tables formed by the kernel", int(formed < CALLS - 2))
+        )
+    rows.append(row("none of the host's formed by the kernel", none))
     return rows
 
 
@@ -60,16 +68,23 @@ def row(case: str, changed: int) -> dict:
     return {"case": case, "dtype": "int32", "changed": changed, "ok": changed == 0}
 
 
-def results(most: int) -> list[Tensor]:
-    """o and all gradients of calls with new packings. most: sequences up to which the kernel forms
-    tables."""
+def results(most: int) -> tuple[list[Tensor], int]:
+    """o and all gradients of calls with new packings, and how many tables the kernel formed. most:
+    sequences up to which it does."""
     framed_packing_of.cache_clear()
     family._plan_of.cache_clear()
-    before, chunk_tables.MOST_SEQUENCES = chunk_tables.MOST_SEQUENCES, most
+    formed = []
+
+    def counted(*given: Any) -> None:
+        formed.append(given)
+        launch(*given)
+
+    before, launch = chunk_tables.MOST_SEQUENCES, chunk_tables.launch
+    chunk_tables.MOST_SEQUENCES, chunk_tables.launch = most, counted
     try:
-        return [x for seed in range(CALLS) for x in called(seed)]
+        return [x for seed in range(CALLS) for x in called(seed)], len(formed)
     finally:
-        chunk_tables.MOST_SEQUENCES = before
+        chunk_tables.MOST_SEQUENCES, chunk_tables.launch = before, launch
 
 
 def called(seed: int) -> list[Tensor]:

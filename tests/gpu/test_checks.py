@@ -141,7 +141,7 @@ def test_the_gpu_check_of_tables(small, monkeypatch):
     monkeypatch.setattr(tables, "CALLS", 2)
     monkeypatch.setattr(tables, "BF16", F32)
     rows = tables.check_tables()
-    assert len(rows) == 3 and all(row["ok"] for row in rows), rows
+    assert len(rows) == 4 and all(row["ok"] for row in rows), rows
     launch = chunk_tables.launch
 
     def wrong(kernel, grid, offsets, *rest):

@@ -69,7 +69,9 @@ def make_exchange(
     if not tables.rows.crosses:
         return "gathered", schemes["gathered"]
     if exchange == "auto":
-        exchange = tables.cached((make_exchange, type(sizes), sizes, allowed), lambda: _chosen(schemes, allowed))
+        exchange = tables.cached(
+            (make_exchange, type(sizes), sizes, allowed), lambda: _chosen(schemes, allowed)
+        )
     elif (refusal := schemes[exchange].refusal()) is not None:
         raise ValueError(f"exchange={exchange!r} {refusal}")
     return exchange, schemes[exchange]
