@@ -6,6 +6,7 @@ They therefore become a module of their own in each mixer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +24,21 @@ class Exact(nn.Module):
     """Holds the parameters of a recurrence that are gathered apart from its block."""
 
 
+class _SameNames(nn.Module):
+    """A module whose part `exact` has the same name as it, so that parameters keep theirs."""
+
+    exact: Exact
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The part comes first: a dict of names then has the module itself."""
+        yield from self.exact.named_modules(memo, prefix, remove_duplicate)
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            if module is not self.exact:
+                yield name, module
+
+
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -38,11 +54,14 @@ def shard_rates(model: _Model, mesh: DeviceMesh | None = None) -> _Model:
     `fully_shard` shards its modules, and shard the module around all of them, too.
     mesh: as for `fully_shard`. One small collective gathers the rates of all layers.
 
-    The state_dict has the names that it had. `named_parameters` has `exact` before each name.
+    Parameters have the names that they had, in `named_parameters` and `state_dict`, and for
+    torch.distributed.checkpoint.
     """
     parts: list[nn.Module] = list(set_apart(model))
     owners: list[Any] = [module for module in model.modules() if "exact" in module._modules]
     for owner in owners:
+        kind = type(owner)
+        owner.__class__ = type(kind.__name__, (_SameNames, kind), {"__module__": kind.__module__})
         owner.register_state_dict_post_hook(_rename_saved)
         owner.register_load_state_dict_pre_hook(_rename_loaded)
         # so that torch.distributed.checkpoint.state_dict finds parameters by these names

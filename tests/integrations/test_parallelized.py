@@ -7,7 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import _iterate_valid_model_state
+from torch.distributed.checkpoint.state_dict import (
+    _iterate_valid_model_state,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -59,15 +63,14 @@ def with_exact_rates(model, group, dtype):
 
 
 def whole_gradients(model):
-    return {
-        name.replace("exact.", ""): x.grad.full_tensor() for name, x in model.named_parameters()
-    }
+    return {name: x.grad.full_tensor() for name, x in model.named_parameters()}
 
 
 def shares_with_exact_rates(group, rank, kind, dtype):
     """The same in `dtype`, the dtypes of rates in the forward, and the names of the state."""
     model, seen = parallelized(kind), set()
-    names = set(model.state_dict())
+    names, parameters = set(model.state_dict()), {name for name, _ in model.named_parameters()}
+    modules = {name: type(module).__name__ for name, module in model.named_modules()}
     given = with_exact_rates(model, group, dtype)
     mixer = next(part for part in model.modules() if hasattr(part, "exact"))
 
@@ -85,6 +88,8 @@ def shares_with_exact_rates(group, rank, kind, dtype):
     assert again.loss.equal(out.loss.detach())
     state = model.state_dict()
     assert set(state) == names
+    assert {name for name, _ in model.named_parameters()} == parameters
+    assert {n: type(m).__name__.removeprefix("FSDP") for n, m in model.named_modules()} == modules
     model.load_state_dict(state)
     logits = given["cp_context"].unshard(out.logits.detach()).float()
     return logits, out.loss.item(), whole_gradients(model), seen
@@ -110,6 +115,40 @@ def test_parameters_are_found_by_the_names_of_the_state(monkeypatch):
     shard_rates(model)
     assert {name for name, _ in _iterate_valid_model_state(model)} == before
     assert any(name.endswith("linear_attn.A_log") for name in before)
+
+
+def states_after_a_restart(group, rank, kind):
+    """Names of the optimiser's state; weights after two steps, and after one, a restart and one."""
+
+    def started():
+        model = parallelized(kind)
+        given = with_exact_rates(model, group, torch.float32)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2), given
+
+    def step(model, optimizer, given):
+        (model(**given).loss * group.size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer, given = started()
+    step(model, optimizer, given)
+    saved = copy.deepcopy(get_state_dict(model, optimizer))
+    step(model, optimizer, given)
+    again, other, given = started()
+    set_state_dict(again, other, model_state_dict=saved[0], optim_state_dict=saved[1])
+    step(again, other, given)
+    weights = [
+        {n: x.full_tensor().detach() for n, x in m.named_parameters()} for m in (model, again)
+    ]
+    return set(saved[1]["state"]), *weights
+
+
+def test_states_of_model_and_optimizer_come_back(gloo_pool):
+    """Through torch.distributed.checkpoint.state_dict, by the names of the model."""
+    for names, weights, again in gloo_pool.run(states_after_a_restart, "qwen3_5", world_size=2):
+        assert names == weights.keys() == {n for n, _ in parallelized("qwen3_5").named_parameters()}
+        for name, x in weights.items():
+            assert x.equal(again[name]), name
 
 
 def gradients_of_calls_in_between(group, rank, kind):
