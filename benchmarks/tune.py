@@ -141,10 +141,13 @@ def now() -> TritonBackend:
 
 
 @contextmanager
-def forced(choice: dict[str, Tile]) -> Iterator[None]:
-    """In the block, the stages named in `choice` use its tiles."""
+def forced(choice: dict[str, Tile], *, min_local_chunk_heads: int | None = None) -> Iterator[None]:
+    """In the block, the stages named in `choice` use its tiles. min_local_chunk_heads: as in
+    `Tuning`; None: unchanged."""
     backend = now()
     tuning = replace(backend.tuning, forced=(*choice.items(), *backend.tuning.forced))
+    if min_local_chunk_heads is not None:
+        tuning = replace(tuning, min_local_chunk_heads=min_local_chunk_heads)
     with using(replace(backend, tuning=tuning)):
         yield
 

@@ -1,12 +1,9 @@
 """The benchmarks run, count what they say, and find a slowdown."""
 
-import importlib
 import json
 import sys
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +18,6 @@ from benchmarks import (
     host,
     hybrid,
     loss,
-    measure,
     members,
     ops,
     plot,
@@ -512,40 +508,3 @@ def test_ways_to_a_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(loss, "ways", lambda: {"whole": loss.whole, "wrong": wrong})
     with pytest.raises(SystemExit, match=r"wrong: errors .* in \['loss', 'dx', 'dweight'\]"):
         loss.main(["--tokens", "300"])
-
-
-def test_measure_starts_what_fits_and_is_not_done(tmp_path, monkeypatch, capsys):
-    runs = (
-        measure.Run("done", "report", "--check", 1),
-        measure.Run("right", "report", "--check", 1),
-        measure.Run("wrong", "report", "--check", 1),
-        measure.Run("long", "report", "--check", 10_000),
-        measure.Run("wide", "report", "--check", 1, gpus=2),
-    )
-    monkeypatch.setattr(measure, "RUNS", runs)
-    (tmp_path / "done.json").write_text("{}")
-    started = []
-
-    def run(command, **kwargs):
-        started.append(command[-1])
-        return SimpleNamespace(returncode="wrong" in command[-1])
-
-    monkeypatch.setattr(measure.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["measure", "--out", str(tmp_path), "--limit", "100"])
-    assert measure.main() == 1
-    assert started == [str(tmp_path / f"{name}.json") for name in ("right", "wrong")]
-    said = capsys.readouterr().out
-    assert "right: done" in said
-    assert "wrong: FAILED" in said
-    assert "long: needs 10000 s, 100 are left" in said
-    with pytest.raises(SystemExit, match="--only must be of done, right"):
-        measure.chosen(["other"], 1, tmp_path)
-
-
-@pytest.mark.parametrize("run", measure.RUNS, ids=lambda run: run.name)
-def test_measure_knows_the_flags_of_each_benchmark(run):
-    module = importlib.import_module(f"benchmarks.{run.module}")
-    flags = [x.split("=")[0] for x in run.arguments.split() if x.startswith("--")]
-    source = Path(module.__file__).read_text()
-    for flag in flags:
-        assert f'add_argument("{flag}"' in source, flag
