@@ -17,8 +17,9 @@ from torch import Tensor
 from fla_cp.comm.keys_values import KeysValues
 from fla_cp.comm.overlap import Arriving
 
-MOST = 64
-"""Exchanges that nothing has taken. Above it, the oldest are forgotten: their graphs failed."""
+MOST = 4
+"""Exchanges that nothing has taken. Above it, the oldest are forgotten, with their memory: their
+graphs failed. Layers follow each other, so a graph itself has one or two under way."""
 
 
 class Sent(NamedTuple):
