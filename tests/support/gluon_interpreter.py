@@ -73,7 +73,7 @@ class Shared:
     """Shared memory. In an int64 one, each row is a barrier."""
 
     def __init__(self, x: Tensor, barriers: list[Barrier] | None = None):
-        self.x, self.barriers, self.dtype = x, barriers, x.dtype
+        self.x, self.barriers, self.dtype, self.shape = x, barriers, x.dtype, list(x.shape)
 
     def index(self, i: Any) -> Any:
         return Shared(self.x[int(i)]) if self.barriers is None else self.barriers[int(i)]

@@ -34,6 +34,7 @@ if GLUON:  # outside of the try, so that an error in these files is not taken fo
         intra_headwise_bwd,
         scan,
         scan_bwd,
+        scan_gated,
     )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "pays",
     "scan",
     "scan_bwd",
+    "scan_gated",
     "supports",
 ]
 

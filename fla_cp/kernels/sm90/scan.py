@@ -214,15 +214,20 @@ def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def scan_chunks(
-    places, ready, free, o, h, v_new, S0, S_end, more, at, entry, value, states, S: gl.constexpr
+    places, barriers, o, h, v_new, S0, S_end, more, at, entry, value, states, S: gl.constexpr
 ):
     """What the computing warps do. entry: the segment's row in S0, or -1. value: whether the
-    program computes states, not a transition. states: how many programs do."""
+    program computes states, not a transition. states: how many programs do.
+
+    barriers: `ready` and `free` of `places_of`. If v, T, Aqk, beta and the decays have places of
+    their own, as in scan_gated.py, a third one says that those are filled; otherwise it is None."""
+    ready, free, rest = barriers
     s_qg, s_k_decayed, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
     OUT: gl.constexpr = o is not None
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
+    REST: gl.constexpr = s_v.shape[0]
     half: gl.constexpr = s_kg.dtype
     W: gl.constexpr = S.BV // 16
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, S.BT, 16])
@@ -248,17 +253,19 @@ def scan_chunks(
             b_S += gl.load(p + o_v * S0.v + o_k * S0.k)
     zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
     for c in range(at.n):
-        s = c % S.NS
+        s, r = c % S.NS, c % REST
         i_ch = (at.first + c) * S.HV + at.i_h
         t = at.start + c * S.BT
         b_Sb = b_S.to(half)
         a_S = gl.convert_layout(b_Sb, left)
         mbarrier.wait(ready.index(s), (c // S.NS) & 1)
+        if rest is not None:
+            mbarrier.wait(rest.index(r), (c // REST) & 1)
         # While products are in flight, no result of another product in registers may be touched:
         # ptxas would wait for all of them. So loads from shared memory come before the products.
-        b_S = b_S * s_decay.index(s).load(state)
-        b_v = s_v.index(s).permute((1, 0)).load(acc)
-        b_beta = s_rows.index(s * FACTORS).load(acc)
+        b_S = b_S * s_decay.index(r).load(state)
+        b_v = s_v.index(r).permute((1, 0)).load(acc)
+        b_beta = s_rows.index(r * FACTORS).load(acc)
         s_r = s_kg.index(s)
         if OWN:
             s_r = s_k_decayed.index(s)
@@ -277,16 +284,16 @@ def scan_chunks(
         if REMOVES:
             b_v = b_v * b_beta
             if S.HEAD:
-                b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
+                b_beta = b_beta * s_rows.index(r * FACTORS + 2).load(acc)
             if OUT:
                 b_r, a_S = warpgroup_mma_wait(1, deps=(b_r, a_S))
             else:
                 b_r, a_S = warpgroup_mma_wait(0, deps=(b_r, a_S))
             a_r = gl.convert_layout((b_v - b_r * b_beta).to(half), left)
-            s_t = term(s_T.index(s), 0, S.TERMS, S.BT).permute((1, 0))
+            s_t = term(s_T.index(r), 0, S.TERMS, S.BT).permute((1, 0))
             b_n = warpgroup_mma(a_r, s_t, zero, use_acc=False, is_async=True)
             if S.TERMS > 1:
-                s_t = term(s_T.index(s), 1, S.TERMS, S.BT).permute((1, 0))
+                s_t = term(s_T.index(r), 1, S.TERMS, S.BT).permute((1, 0))
                 b_n = warpgroup_mma(a_r, s_t, b_n, is_async=True)
             if OUT:
                 b_n, b_o, a_r = warpgroup_mma_wait(0, deps=(b_n, b_o, a_r))
@@ -300,22 +307,22 @@ def scan_chunks(
             b_n = gl.where(m[None, :], b_v, 0.0).to(half)
         b_w = b_n
         if S.HEAD:
-            b_w = (b_n.to(gl.float32) * s_rows.index(s * FACTORS + 3).load(acc)).to(half)
+            b_w = (b_n.to(gl.float32) * s_rows.index(r * FACTORS + 3).load(acc)).to(half)
         a_w = gl.convert_layout(b_w, left_of_state)
         if OUT:
             if not REMOVES:
                 b_o, a_S = warpgroup_mma_wait(0, deps=(b_o, a_S))
             if S.HEAD:
-                b_o = b_o * s_rows.index(s * FACTORS + 1).load(acc)
+                b_o = b_o * s_rows.index(r * FACTORS + 1).load(acc)
         b_S = warpgroup_mma(a_w, s_kg.index(s), b_S, is_async=True)
         if OUT:
             a_n = gl.convert_layout(b_n, left)
-            s_a = term(s_A.index(s), 0, S.TERMS, S.BT).permute((1, 0))
+            s_a = term(s_A.index(r), 0, S.TERMS, S.BT).permute((1, 0))
             b_o = warpgroup_mma(a_n, s_a, b_o, is_async=True)
             if S.TERMS > 1:
                 if REMOVES:
                     b_o = warpgroup_mma(a_low, s_a, b_o, is_async=True)
-                s_a = term(s_A.index(s), 1, S.TERMS, S.BT).permute((1, 0))
+                s_a = term(s_A.index(r), 1, S.TERMS, S.BT).permute((1, 0))
                 b_o = warpgroup_mma(a_n, s_a, b_o, is_async=True)
         if v_new is not None:
             if h is None:
@@ -342,10 +349,10 @@ def scan_chunks(
             if t + S.BT <= at.stop:
                 tma.async_copy_shared_to_global(o, [t, at.i_h * S.V + at.i_v * S.BV], s_o)
             else:  # rows of another sequence follow
-                r = t + gl.arange(0, S.BT, gl.SliceLayout(1, flat))
+                i = t + gl.arange(0, S.BT, gl.SliceLayout(1, flat))
                 v = at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(0, flat))
-                to = more.o_rows + (r.to(gl.int64) * S.HV + at.i_h)[:, None] * S.V + v[None, :]
-                gl.store(to, s_o.load(flat), mask=(r < at.stop)[:, None])
+                to = more.o_rows + (i.to(gl.int64) * S.HV + at.i_h)[:, None] * S.V + v[None, :]
+                gl.store(to, s_o.load(flat), mask=(i < at.stop)[:, None])
         if h is not None:
             tma.async_copy_shared_to_global(h, [i_ch * S.K, at.i_v * S.BV], s_h)
         if v_new is not None:
@@ -394,7 +401,7 @@ def scan_sm90_kernel(
     # fmt: off
     gl.warp_specialize([
         (scan_chunks, (
-            places, ready, free, o, h, v_new, S0, S_end, more, at, entry, value, states, S,
+            places, (ready, free, None), o, h, v_new, S0, S_end, more, at, entry, value, states, S,
         )),
         (copy_chunks, (operands, places, ready, free, more.heads, at, OUT, False, S)),
     ], [1], [40])

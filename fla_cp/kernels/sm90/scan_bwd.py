@@ -38,14 +38,17 @@ class ScanBwdMore(NamedTuple):
 
 
 @gluon.jit
-def scan_chunks_back(places, ready, free, y, dh, dS_end, dS0, more, at, leaving, S: gl.constexpr):
-    """What the computing warps do. leaving: the segment's row in dS_end, or -1."""
+def scan_chunks_back(places, barriers, y, dh, dS_end, dS0, more, at, leaving, S: gl.constexpr):
+    """What the computing warps do. leaving: the segment's row in dS_end, or -1. barriers: as in
+    `scan_chunks`."""
+    ready, free, rest = barriers
     s_qg, s_k_decayed, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
     WRITES: gl.constexpr = (dh is not None) or (y is not None)
     LATER: gl.constexpr = S.HEAD and S.TERMS > 1  # beta is loaded late, to save registers
+    REST: gl.constexpr = s_do.shape[0]
     half: gl.constexpr = s_kg.dtype
     W: gl.constexpr = S.BV // 16
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, S.BT, 16])
@@ -67,56 +70,58 @@ def scan_chunks_back(places, ready, free, y, dh, dS_end, dS0, more, at, leaving,
             b_dS += gl.load(p + o_v * end.v + o_k * end.k)
     zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
     for c in range(at.n):
-        s = c % S.NS
+        s, r = c % S.NS, c % REST
         i_c = at.n - 1 - c
         i_ch = (at.first + i_c) * S.HV + at.i_h
         b_dSb = b_dS.to(half)
         a_S = gl.convert_layout(b_dSb, left)
         mbarrier.wait(ready.index(s), (c // S.NS) & 1)
-        b_dS = b_dS * s_decay.index(s).load(state)  # before the products: see `scan_chunks`
+        if rest is not None:
+            mbarrier.wait(rest.index(r), (c // REST) & 1)
+        b_dS = b_dS * s_decay.index(r).load(state)  # before the products: see `scan_chunks`
         if not LATER:
-            b_beta = s_rows.index(s * FACTORS).load(acc)
-        s_o = s_do.index(s).permute((1, 0))
+            b_beta = s_rows.index(r * FACTORS).load(acc)
+        s_o = s_do.index(r).permute((1, 0))
         s_k = s_kg.index(s).permute((1, 0))
         if S.HEAD:
             m = gl.arange(0, S.BT, gl.SliceLayout(0, acc)) < at.stop - at.start - i_c * S.BT
-            f_q = gl.where(m[None, :], s_rows.index(s * FACTORS + 1).load(acc), 0.0)
-            f_k = s_rows.index(s * FACTORS + 3).load(acc)
+            f_q = gl.where(m[None, :], s_rows.index(r * FACTORS + 1).load(acc), 0.0)
+            f_k = s_rows.index(r * FACTORS + 3).load(acc)
             if not LATER:
-                b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
+                b_beta = b_beta * s_rows.index(r * FACTORS + 2).load(acc)
             b_do = (s_o.load(acc).to(gl.float32) * f_q).to(half)
             a_o = gl.convert_layout(b_do, left_of_state)
             b_y = warpgroup_mma(a_S, s_k, zero, use_acc=False, is_async=True)
-            s_a = term(s_A.index(s), 0, S.TERMS, S.BT)
+            s_a = term(s_A.index(r), 0, S.TERMS, S.BT)
             b_x = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
             if S.TERMS > 1:
-                s_a = term(s_A.index(s), 1, S.TERMS, S.BT)
+                s_a = term(s_A.index(r), 1, S.TERMS, S.BT)
                 b_x = warpgroup_mma(s_o, s_a, b_x, is_async=True)
             b_dS = warpgroup_mma(a_o, s_qg.index(s), b_dS, is_async=True)
             b_y, b_x, a_S = warpgroup_mma_wait(1, deps=(b_y, b_x, a_S))
             b_y = b_y * f_k + b_x
         else:
-            s_a = term(s_A.index(s), 0, S.TERMS, S.BT)
+            s_a = term(s_A.index(r), 0, S.TERMS, S.BT)
             b_y = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
             if S.TERMS > 1:
-                s_a = term(s_A.index(s), 1, S.TERMS, S.BT)
+                s_a = term(s_A.index(r), 1, S.TERMS, S.BT)
                 b_y = warpgroup_mma(s_o, s_a, b_y, is_async=True)
             b_y = warpgroup_mma(a_S, s_k, b_y, is_async=True)
             b_dS = warpgroup_mma(s_o, s_qg.index(s), b_dS, is_async=True)
             b_y, a_S = warpgroup_mma_wait(1, deps=(b_y, a_S))
         if REMOVES:
             a_y = gl.convert_layout(b_y.to(half), left)
-            s_t = term(s_T.index(s), 0, S.TERMS, S.BT)
+            s_t = term(s_T.index(r), 0, S.TERMS, S.BT)
             if S.TERMS > 1:
                 a_low = gl.convert_layout(rounded_off(b_y, half), left)
                 b_y = warpgroup_mma(a_low, s_t, zero, use_acc=False, is_async=True)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
-                s_t = term(s_T.index(s), 1, S.TERMS, S.BT)
+                s_t = term(s_T.index(r), 1, S.TERMS, S.BT)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
                 b_y, b_dS, a_y, a_low = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y, a_low))
                 if LATER:
-                    b_beta = s_rows.index(s * FACTORS).load(acc)
-                    b_beta = b_beta * s_rows.index(s * FACTORS + 2).load(acc)
+                    b_beta = s_rows.index(r * FACTORS).load(acc)
+                    b_beta = b_beta * s_rows.index(r * FACTORS + 2).load(acc)
             else:
                 b_y = warpgroup_mma(a_y, s_t, zero, use_acc=False, is_async=True)
                 b_y, b_dS, a_y = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y))
@@ -164,7 +169,9 @@ def scan_bwd_sm90_kernel(
     places, ready, free = places_of(operands, True, S)
     # fmt: off
     gl.warp_specialize([
-        (scan_chunks_back, (places, ready, free, y, dh, dS_end, dS0, more, at, leaving, S)),
+        (scan_chunks_back, (
+            places, (ready, free, None), y, dh, dS_end, dS0, more, at, leaving, S,
+        )),
         (copy_chunks, (operands, places, ready, free, more.heads, at, True, True, S)),
     ], [1], [40])
     # fmt: on

@@ -24,6 +24,7 @@ from fla_cp.kernels.triton import (
     intra,
     ptxas,
     recurrent,
+    scan_gated,
     streams,
 )
 from fla_cp.kernels.triton import conv as convolution
@@ -178,19 +179,20 @@ class TritonBackend(Backend):
         given: Any = kept
         rule, states = spec.rule, given[-2:] if spec.rule.keep_intermediates else None
         T, Aqk, decay, rows, anchors, steep = given[:ALWAYS_KEPT]
+        formed, more = (T, Aqk, decay, rows, anchors, steep), (unit_rows(x.v), rule, o, self.tuning)
         if rule.per_head:
             qg, k_decayed, kg = map(unit_rows, (x.q, x.k if x.p is None else x.p, x.k))
         elif rule.keep_intermediates:
             qg, k_decayed, kg = given[ALWAYS_KEPT:-2]
         else:
+            raw = Chunks(*formed, x.q, x.g, x.k, *more)
+            if chunks := scan_gated.on_inputs(spec.packing, x, raw):
+                return chunks, None
             qg, k_decayed, kg = gated_operands(*spec, x, rows, anchors, self.tuning)
-        v = unit_rows(x.v)
-        formed = T, Aqk, decay, rows, anchors, steep
-        chunks = Chunks(*formed, qg, k_decayed, kg, v, rule, o, self.tuning)
-        return chunks, states
+        return Chunks(*formed, qg, k_decayed, kg, *more), states
 
     def output_bwd(self, spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
-        return chunks, unit_rows(do)
+        return chunks, scan_gated.readable(chunks, unit_rows(do))
 
     def runs_concurrently(self, spec: Spec, chunks: Chunks) -> bool:
         """Whether every program of both scans has an SM of its own, on every rank. With p and one

@@ -23,6 +23,7 @@ class Generation(Protocol):
     FOLDER: str
     scan: Any
     scan_bwd: Any
+    scan_gated: Any
     intra_channelwise: Any
     intra_channelwise_bwd: Any
     intra_channelwise_bwd_any: Any

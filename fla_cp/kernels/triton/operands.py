@@ -12,6 +12,7 @@ from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import (
     ChunkTable,
     Formed,
+    Gate,
     Operands,
     Rows,
     Saved,
@@ -33,6 +34,13 @@ ALIGNED: Final = 16
 """Triton compiles a kernel for ints that this divides, and again for others."""
 
 
+class Gating(NamedTuple):
+    """How scans gate their operands: by this gate, with the kernels of this folder."""
+
+    gate: Gate
+    folder: str
+
+
 class Chunks(NamedTuple):
     """What the local stage forms for each chunk, in token order, and the scans read.
 
@@ -43,6 +51,8 @@ class Chunks(NamedTuple):
     steep [NC, HV]: 1 where the decays are too strong for the path of a safe gate, else 0, int32;
     empty where one path serves all chunks.
     qg, k_decayed, kg [NC, HV, C, K]; with one decay a head the inputs q, k or p, and k [T, H, K].
+    gating: None, unless the scans of a backward gate q, g and k [T, H or HV, K] themselves, which
+    qg, k_decayed and kg are then.
     v: as given. o: in a backward only. If the rule removes nothing, T is empty, and with one decay
     a channel so is k_decayed."""
 
@@ -59,9 +69,11 @@ class Chunks(NamedTuple):
     rule: DeltaRule
     o: Tensor | None = None
     tuning: Tuning = TUNING
+    gating: Gating | None = None
 
     @property
     def of_heads(self) -> bool:
+        """Whether qg, k_decayed and kg have rows of tokens and heads, not of chunks."""
         return self.qg.dim() == 3
 
     @property

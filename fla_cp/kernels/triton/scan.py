@@ -236,7 +236,10 @@ def launch_scan(
         return lambda: None
     programs = cdiv(V, t.BV) * len(segments) + cdiv(K, t.BV) * len(middle)
     run = segments_of(packing, names, S0, "carried", c.v.device)
-    take = scan_arguments if t.folder == "triton" else kernels_of(t.folder).scan.scan_arguments
+    take = scan_arguments
+    if t.folder != "triton":
+        sister = kernels_of(t.folder)
+        take = (sister.scan if c.gating is None else sister.scan_gated).scan_arguments
     kernel, arguments = take(c, t, run, out)
     arguments |= {"S0": state(None if S0 is None else S0.value), "S_end": state(S_end)}
     arguments |= {"states": len(segments), "S": c.shape(t), "num_warps": t.warps}
@@ -271,6 +274,8 @@ def scan_tile(
     generation of GPUs need contiguous. segments: of the rank that has most, so that all ranks take
     the same tile."""
     written = all(x is None or x.is_contiguous() for x in dense)
+    if c.gating is not None:
+        return kernels_of(c.gating.folder).scan_gated.tile_of(stage)
     folder = choose(packing, c, rows) if written else "triton"
     chains = segments * c.decay.shape[1]
     if c.of_heads and folder == "triton":

@@ -169,8 +169,10 @@ def launch_scan_bwd(
     if not segments:
         return
     run = segments_of(packing, (which,), dS_end, "feeding", c.v.device)
-    sister = kernels_of(t.folder).scan_bwd if t.folder != "triton" else None
-    take = scan_bwd_arguments if sister is None else sister.scan_bwd_arguments
+    take = scan_bwd_arguments
+    if t.folder != "triton":
+        sister = kernels_of(t.folder)
+        take = (sister.scan_bwd if c.gating is None else sister.scan_gated).scan_bwd_arguments
     kernel, arguments = take(c, t, run, do, y=y, dh=dh)
     arguments |= {"dS_end": state(None if dS_end is None else dS_end.value), "dS0": state(dS0)}
     arguments |= {"S": c.shape(t), "num_warps": t.warps}

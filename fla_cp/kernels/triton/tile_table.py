@@ -92,6 +92,10 @@ kernel then serves more chunks. Not measured, so not in SM90_TILES."""
 STEEP = Tile(128, 0, 4, 1, 168, folder="sm90")
 """The path of any gate of the channelwise local stage, forward. Not measured, so not in SM90_TILES:
 only a forced tile takes it."""
+IN_SCANS = Tile(128, 64, 4, 3, folder="sm90")
+"""As the tile of "gated", it lets the scans of a backward gate q, k and g themselves. It is also
+that of these scans, which have more stages if they only compute states. Not measured, so not in
+SM90_TILES: only a forced tile takes it."""
 SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),

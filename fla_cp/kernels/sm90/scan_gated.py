@@ -1,0 +1,376 @@
+"""The scans of a backward on raw q, k and g, with one decay a channel, in Gluon.
+
+The scans read q, k and g where those of scan.py and scan_bwd.py read qg, kg and k_decayed, which
+are as large. So no kernel has to form these again before, and they take no memory of the GPU. A
+second group of warps forms them from a chunk's raw tiles, in the same places of shared memory,
+while the first one computes a chunk before:
+
+1. One warp copies the raw tiles of a chunk, NS chunks ahead, and all else (values or their
+   gradients, T, Aqk, beta and the decays), which needs no second step, one chunk less ahead.
+2. The gating warps wait for the raw tiles. A thread has 16 rows of two channels, as in
+   intra_channelwise.py. Each element is written by the thread that has read it.
+3. The computing warps, whose code is that of the other scans, wait for both.
+
+Exponents are sums of log decays, from the chunk's start and to its end, and so never positive.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from fla_cp.kernels.sm90.intra_channelwise import (
+    load_tall,
+    log_decay,
+    of_quarters,
+    plus,
+    store_tall,
+)
+from fla_cp.kernels.sm90.scan import ScanMore, at_segment, described, head_strides, removes
+from fla_cp.kernels.sm90.scan import scan_chunks as compute_chunks
+from fla_cp.kernels.sm90.scan_bwd import ScanBwdMore
+from fla_cp.kernels.sm90.scan_bwd import scan_chunks_back as compute_chunks_back
+from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.triton.device.bundles import Segments, rule_options
+from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, Q_SCALE
+from fla_cp.kernels.triton.operands import Chunks, ScanOutputs
+from fla_cp.kernels.triton.tile_table import IN_SCANS, Tile
+
+GATING_WARPS = gl.constexpr(8)
+"""How many warps form the gated operands."""
+GATING_REGISTERS = gl.constexpr(112)
+"""Registers of a thread of those."""
+WEAKEST = gl.constexpr(-256.0)
+"""Log decays of a token are cut here, in powers of two. Whatever is multiplied by 2^-256 is zero in
+fp32, and a sum of larger steps would round the smaller ones away."""
+
+
+@gluon.constexpr_function
+def raw_bytes(S, OUT):
+    """How many bytes of raw tiles and of scales are copied for a chunk."""
+    return 2 * S.BT * (2 + OUT) * S.K + 4 * 2 * S.BT
+
+
+@gluon.constexpr_function
+def rest_bytes(S, OUT, REMOVES):
+    """How many bytes are copied for a chunk besides."""
+    return 2 * S.BT * (S.BV + (REMOVES + OUT) * S.BT) + 4 * (S.BT + S.K)
+
+
+@gluon.jit
+def raw_places(operands, OUT: gl.constexpr, S: gl.constexpr):
+    """Shared memory: for what `copy_chunks` of scan.py copies, where the first three are for q, g
+    and k, and then for qg, k_decayed and kg; for the scales of q and k. Four barriers: raw tiles
+    are there, gated ones are, all else is, and the places of a chunk are free."""
+    q, g, k, v, T, Aqk, rows, decay = operands
+    REMOVES: gl.constexpr = removes(S)
+    REST: gl.constexpr = S.NS - 1
+    half: gl.constexpr = k.dtype
+    places = (
+        gl.allocate_shared_memory(half, [S.NS if OUT else 1, S.BT, S.K if OUT else S.BT], q.layout),
+        gl.allocate_shared_memory(half, [S.NS, S.BT, S.K], g.layout),
+        gl.allocate_shared_memory(half, [S.NS, S.BT, S.K], k.layout),
+        gl.allocate_shared_memory(half, [REST, S.BT, S.BV], v.layout),
+        gl.allocate_shared_memory(half, [REST if REMOVES else 1, S.BT, S.BT], T.layout),
+        gl.allocate_shared_memory(half, [REST if OUT else 1, S.BT, S.BT], Aqk.layout),
+        gl.allocate_shared_memory(gl.float32, [REST, 1, S.BT], rows.layout),
+        gl.allocate_shared_memory(gl.float32, [REST, 1, S.K], decay.layout),
+    )
+    scales = gl.allocate_shared_memory(gl.float32, [2 * S.NS, 1, S.BT], rows.layout)
+    raw = gl.allocate_shared_memory(gl.int64, [S.NS, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [S.NS, 1], mbarrier.MBarrierLayout())
+    rest = gl.allocate_shared_memory(gl.int64, [REST, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [S.NS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(S.NS):
+        mbarrier.init(raw.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(REST):
+        mbarrier.init(rest.index(i), count=1)
+    return places, scales, (raw, ready, rest, free)
+
+
+@gluon.jit
+def copy_raw_chunks(
+    operands,
+    places,
+    s_scales,
+    barriers,
+    heads,
+    at,
+    OUT: gl.constexpr,
+    REVERSE: gl.constexpr,
+    S: gl.constexpr,
+):
+    """What one warp does. In a step it copies the raw tiles of a chunk, and what else there is of
+    the chunk before: both go to places of the chunk that was NS before the first."""
+    q, g, k, v, T, Aqk, rows, decay = operands
+    s_q, s_g, s_k, s_v, s_T, s_A, s_rows, s_decay = places
+    raw, ready, rest, free = barriers
+    q_h, g_h, k_h, v_h = heads
+    REMOVES: gl.constexpr = removes(S)
+    REST: gl.constexpr = S.NS - 1
+    PLANES: gl.constexpr = CHANNELWISE_PLANES
+    i_h = at.i_h // S.G
+    for c in range(at.n + 1):
+        mbarrier.wait(free.index(c % S.NS), (c // S.NS + 1) & 1)
+        if c < at.n:
+            s = c % S.NS
+            i_c = c
+            if REVERSE:
+                i_c = at.n - 1 - c
+            t = at.start + i_c * S.BT
+            i_ch = (at.first + i_c) * S.HV + at.i_h
+            bar = raw.index(s)
+            mbarrier.expect(bar, raw_bytes(S, OUT))
+            tma.async_copy_global_to_shared(g, [t, at.i_h * g_h], bar, s_g.index(s))
+            tma.async_copy_global_to_shared(k, [t, i_h * k_h], bar, s_k.index(s))
+            if OUT:
+                tma.async_copy_global_to_shared(q, [t, i_h * q_h], bar, s_q.index(s))
+            for f in gl.static_range(2):  # of q, of k
+                to = s_scales.index(2 * s + f)
+                tma.async_copy_global_to_shared(rows, [i_ch * PLANES + Q_SCALE + f, 0], bar, to)
+        if c > 0:
+            e = c - 1
+            s = e % REST
+            i_c = e
+            if REVERSE:
+                i_c = at.n - 1 - e
+            t = at.start + i_c * S.BT
+            i_ch = (at.first + i_c) * S.HV + at.i_h
+            bar = rest.index(s)
+            mbarrier.expect(bar, rest_bytes(S, OUT, REMOVES))
+            tma.async_copy_global_to_shared(decay, [i_ch, 0], bar, s_decay.index(s))
+            tma.async_copy_global_to_shared(v, [t, at.i_h * v_h + at.i_v * S.BV], bar, s_v.index(s))
+            tma.async_copy_global_to_shared(rows, [i_ch * PLANES, 0], bar, s_rows.index(s))
+            if REMOVES:
+                tma.async_copy_global_to_shared(T, [i_ch * S.BT, 0], bar, s_T.index(s))
+            if OUT:
+                tma.async_copy_global_to_shared(Aqk, [i_ch * S.BT, 0], bar, s_A.index(s))
+
+
+@gluon.jit
+def sum_over(s_ends, w: gl.constexpr, ends: gl.constexpr):
+    """Row w of s_ends [4, K]: [K]."""
+    x = s_ends.slice(w, 1).load(ends)
+    return gl.convert_layout(gl.reshape(x, [x.shape[1]]), gl.SliceLayout(0, ends))
+
+
+@gluon.jit
+def scale_of(s_scale, i, n_rows, quarters: gl.constexpr):
+    """The factors of rows [4, 16], zero for rows of another sequence."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    x = s_scale._reinterpret(gl.float32, [4, 16], plain).load(gl.SliceLayout(2, quarters))
+    return gl.where(i < n_rows, x, 0.0)[:, :, None]
+
+
+@gluon.jit
+def gate_chunks(
+    places,
+    s_scales,
+    s_ends,
+    barriers,
+    gate,
+    at,
+    OUT: gl.constexpr,
+    REVERSE: gl.constexpr,
+    S: gl.constexpr,
+    R: gl.constexpr,
+):
+    """What the gating warps do: qg, k_decayed and kg in the places of q, g and k. s_ends [4, K]:
+    where the warps of a chunk's quarters exchange sums of log decays."""
+    s_q, s_g, s_k, s_v, s_T, s_A, s_rows, s_decay = places
+    raw, ready, rest, free = barriers
+    W: gl.constexpr = GATING_WARPS // 4
+    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, W], [1, 0])
+    quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, W], [2, 1, 0])
+    ends: gl.constexpr = gl.SliceLayout(1, quarters)
+    w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
+    k = gl.arange(0, S.K, gl.SliceLayout(0, ends))
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :]
+    i = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None] * 16 + r
+    rate = 1.0
+    if gate.dt_bias is not None:
+        bias = gl.load(gate.dt_bias + at.i_h * S.K + k).to(gl.float32)
+    if gate.A_log is not None:
+        rate = gl.exp(gl.load(gate.A_log + at.i_h).to(gl.float32))
+    for c in range(at.n):
+        s = c % S.NS
+        n_rows = at.stop - at.start - c * S.BT
+        if REVERSE:
+            n_rows = at.stop - at.start - (at.n - 1 - c) * S.BT
+        mbarrier.wait(raw.index(s), (c // S.NS) & 1)
+        x = load_tall(s_g.index(s), tall, quarters)
+        if gate.dt_bias is not None:
+            x += bias[None, :][:, None, :]
+        x = log_decay(x, rate, gate.bound, R.GATE)
+        if not R.SAFE:
+            x = gl.maximum(x, WEAKEST)
+        x = gl.where((i < n_rows)[:, :, None], x, 0.0)
+        l = gl.associative_scan(x, 1, plus)  # noqa: E741  # since the quarter began
+        mine = gl.sum(gl.where((r == 15)[:, :, None], l, 0.0), 1)
+        s_ends.store(mine)
+        barrier()
+        t_0, t_1 = sum_over(s_ends, 0, ends), sum_over(s_ends, 1, ends)
+        t_2, t_3 = sum_over(s_ends, 2, ends), sum_over(s_ends, 3, ends)
+        early, late = t_0 + t_1, t_2 + t_3
+        up_to = of_quarters(w, t_0 * 0.0, t_0, early, early + t_2)
+        after = of_quarters(w, t_1 + late, late, t_3, t_3 * 0.0) + mine
+        e = gl.exp2(l + up_to[:, None, :])
+        f = gl.exp2(after[:, None, :] - l)
+        b_k = load_tall(s_k.index(s), tall, quarters)
+        b_k *= scale_of(s_scales.index(2 * s + 1), i, n_rows, quarters)
+        if S.REMOVAL != "none":
+            store_tall(b_k * e, s_g.index(s), tall)
+        store_tall(b_k * f, s_k.index(s), tall)
+        if OUT:
+            b_q = load_tall(s_q.index(s), tall, quarters)
+            b_q *= scale_of(s_scales.index(2 * s), i, n_rows, quarters)
+            store_tall(b_q * e, s_q.index(s), tall)
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ready.index(s), count=1)
+
+
+@gluon.jit
+def sums_place(S: gl.constexpr):
+    """Shared memory for `s_ends` of `gate_chunks`."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.float32, [4, S.K], plain)
+
+
+@gluon.jit(do_not_specialize=["states"])
+def scan_gated_sm90_kernel(
+    qg,
+    k_decayed,
+    kg,
+    v,
+    T,
+    Aqk,
+    rows,
+    decay,
+    o,
+    h,
+    v_new,
+    S0,
+    S_end,
+    more,
+    gate,
+    states,
+    S: gl.constexpr,
+    R: gl.constexpr,
+):
+    """`scan_sm90_kernel` where no o and no transition is wanted. qg, k_decayed and kg describe q, g
+    and k; gate: `Gate`."""
+    i_v, i_n = gl.program_id(0) % (S.V // S.BV), gl.program_id(0) // (S.V // S.BV)
+    value = gl.program_id(0) >= 0
+    at, i_s = at_segment(more.segments, i_n, gl.program_id(1), i_v, S)
+    entry = -1
+    if S0.ptr is not None:
+        entry = gl.load(more.segments.state + i_s).to(gl.int32)
+    operands = (qg, k_decayed, kg, v, T, Aqk, rows, decay)
+    places, scales, barriers = raw_places(operands, False, S)
+    raw, ready, rest, free = barriers
+    s_ends = sums_place(S)
+    # fmt: off
+    gl.warp_specialize([
+        (compute_chunks, (
+            places, (ready, free, rest), o, h, v_new, S0, S_end, more, at, entry, value, states, S,
+        )),
+        (gate_chunks, (places, scales, s_ends, barriers, gate, at, False, False, S, R)),
+        (copy_raw_chunks, (
+            operands, places, scales, barriers, more.heads, at, False, False, S,
+        )),
+    ], [GATING_WARPS, 1], [GATING_REGISTERS, 40])
+    # fmt: on
+
+
+@gluon.jit
+def scan_bwd_gated_sm90_kernel(
+    qg,
+    k_decayed,
+    kg,
+    do,
+    T,
+    Aqk,
+    rows,
+    decay,
+    y,
+    dh,
+    dS_end,
+    dS0,
+    more,
+    gate,
+    S: gl.constexpr,
+    R: gl.constexpr,
+):
+    """`scan_bwd_sm90_kernel`; qg, k_decayed and kg describe q, g and k; gate: `Gate`."""
+    i_v, i_n = gl.program_id(0) % (S.V // S.BV), gl.program_id(0) // (S.V // S.BV)
+    at, i_s = at_segment(more.segments, i_n, gl.program_id(1), i_v, S)
+    leaving = -1
+    if dS_end.ptr is not None:
+        leaving = gl.load(more.segments.state + i_s).to(gl.int32)
+    operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
+    places, scales, barriers = raw_places(operands, True, S)
+    raw, ready, rest, free = barriers
+    s_ends = sums_place(S)
+    # fmt: off
+    gl.warp_specialize([
+        (compute_chunks_back, (
+            places, (ready, free, rest), y, dh, dS_end, dS0, more, at, leaving, S,
+        )),
+        (gate_chunks, (places, scales, s_ends, barriers, gate, at, True, True, S, R)),
+        (copy_raw_chunks, (
+            operands, places, scales, barriers, more.heads, at, True, True, S,
+        )),
+    ], [GATING_WARPS, 1], [GATING_REGISTERS, 40])
+    # fmt: on
+
+
+def why_not(c: Chunks) -> str:
+    """Why the scans cannot gate the operands of these chunks, which are q, g and k; "" if they
+    can."""
+    if c.decay.shape[2] != 128 or c.v.shape[2] != 128:
+        return "K and V must be 128"
+    if c.rule.per_head or c.rule.removal == "p":
+        return "the rule has one decay a head, or removes along p"
+    if c.terms > 1:
+        return "T and Aqk in two terms leave too little shared memory"
+    if not c.rule.use_exp2:
+        return "they compute in powers of two"
+    if not all(x.dtype == c.v.dtype for x in (c.qg, c.k_decayed, c.kg)):
+        return "q, k, g and v must have the same dtype"
+    return ""
+
+
+def tile_of(stage: str) -> Tile:
+    """The tile of a scan that gates its operands. The reverse one has no place for more stages."""
+    return IN_SCANS._replace(stages=3 if stage.startswith("scan_bwd") else 4)
+
+
+def scan_arguments(
+    c: Chunks, t: Tile, segments: Segments, out: ScanOutputs
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel, and the arguments that the kernels of other folders do not have."""
+    assert out.o is None and out.transition is None
+    arguments = described(c, t.BV, v=c.v, o=None, h=out.h, v_new=out.v_new)
+    arguments["more"] = ScanMore(head_strides(c, c.v), None, None, segments)
+    return scan_gated_sm90_kernel, arguments | gating(c)
+
+
+def scan_bwd_arguments(
+    c: Chunks, t: Tile, segments: Segments, do: Tensor, *, y: Tensor | None, dh: Tensor | None
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel, and the arguments that the kernels of other folders do not have."""
+    arguments = described(c, t.BV, do=do, y=y, dh=dh)
+    arguments["more"] = ScanBwdMore(head_strides(c, do), segments)
+    return scan_bwd_gated_sm90_kernel, arguments | gating(c)
+
+
+def gating(c: Chunks) -> dict[str, Any]:
+    """How raw g becomes log decays."""
+    assert c.gating is not None
+    gate = c.gating.gate._replace(g=None, row=0, head=0)
+    return {"gate": gate, "R": rule_options(c.rule, c.v.dtype)}
