@@ -401,6 +401,18 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     call = functools.partial(with_quarters, "kda", {"lower_bound": -40.0})
     yield "kda bf16 any bounded, references of quarters", call
 
+    def gated_in_scans(family: str, options: dict) -> list[Launch]:
+        with forced({"gated": tile_table.IN_SCANS}):
+            if family == "gla":
+                kernels = compile_member(family, 128, 128, torch.bfloat16, options)
+            else:
+                kernels = compile_call(128, 128, torch.bfloat16, options)
+        return [k for k in kernels if "_gated_" in k.kernel]
+
+    for family, gate in product(("kda", "gla"), ("safe", "any")):
+        call = functools.partial(gated_in_scans, family, SAFE if gate == "safe" else {})
+        yield f"{family} bf16 {gate}, gated in scans", call
+
     scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)
     fuller = {

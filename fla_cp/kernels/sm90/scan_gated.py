@@ -11,7 +11,8 @@ while the first one computes a chunk before:
    intra_channelwise.py. Each element is written by the thread that has read it.
 3. The computing warps, whose code is that of the other scans, wait for both.
 
-Exponents are sums of log decays, from the chunk's start and to its end, and so never positive.
+Decays are products of single tokens' decays, from the chunk's start and to its end. So nothing
+cancels, whatever the gate, and an element takes one exponential more than its gate does.
 """
 
 from typing import Any
@@ -25,7 +26,6 @@ from fla_cp.kernels.sm90.intra_channelwise import (
     load_tall,
     log_decay,
     of_quarters,
-    plus,
     store_tall,
 )
 from fla_cp.kernels.sm90.scan import ScanMore, at_segment, described, head_strides, removes
@@ -34,17 +34,17 @@ from fla_cp.kernels.sm90.scan_bwd import ScanBwdMore
 from fla_cp.kernels.sm90.scan_bwd import scan_chunks_back as compute_chunks_back
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.triton.device.bundles import Segments, rule_options
+from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, Q_SCALE
 from fla_cp.kernels.triton.operands import Chunks, ScanOutputs
 from fla_cp.kernels.triton.tile_table import IN_SCANS, Tile
 
 GATING_WARPS = gl.constexpr(8)
 """How many warps form the gated operands."""
-GATING_REGISTERS = gl.constexpr(112)
+GATING_REGISTERS = gl.constexpr(128)
 """Registers of a thread of those."""
-WEAKEST = gl.constexpr(-256.0)
-"""Log decays of a token are cut here, in powers of two. Whatever is multiplied by 2^-256 is zero in
-fp32, and a sum of larger steps would round the smaller ones away."""
+ROWS = gl.constexpr(16)
+"""Rows of a chunk that a thread has."""
 
 
 @gluon.constexpr_function
@@ -152,18 +152,94 @@ def copy_raw_chunks(
 
 
 @gluon.jit
-def sum_over(s_ends, w: gl.constexpr, ends: gl.constexpr):
+def over_quarter(s_ends, w: gl.constexpr, ends: gl.constexpr):
     """Row w of s_ends [4, K]: [K]."""
     x = s_ends.slice(w, 1).load(ends)
     return gl.convert_layout(gl.reshape(x, [x.shape[1]]), gl.SliceLayout(0, ends))
 
 
 @gluon.jit
-def scale_of(s_scale, i, n_rows, quarters: gl.constexpr):
-    """The factors of rows [4, 16], zero for rows of another sequence."""
+def split_rows(x, ends: gl.constexpr):
+    """x [4, 16, N] as 16 rows [4, N] of its quarters, in their order."""
+    x = gl.permute(gl.reshape(x, [4, 2, 2, 2, 2, x.shape[2]]), [0, 5, 4, 3, 2, 1])
+    parts = (x,)
+    for _ in gl.static_range(4):
+        halves: gl.tuple = ()
+        for n in gl.static_range(len(parts)):
+            halves = halves + gl.split(parts[n])
+        parts = halves
+    rows: gl.tuple = ()
+    for n in gl.static_range(ROWS):
+        rows = rows + (gl.convert_layout(parts[n], ends),)
+    return rows
+
+
+@gluon.jit
+def join_rows(rows, quarters: gl.constexpr):
+    """[4, 16, N] of what `split_rows` gives."""
+    parts = rows
+    for _ in gl.static_range(4):
+        wholes: gl.tuple = ()
+        for n in gl.static_range(len(parts) // 2):
+            wholes = wholes + (gl.join(parts[2 * n], parts[2 * n + 1]),)
+        parts = wholes
+    x = gl.permute(parts[0], [0, 5, 4, 3, 2, 1])
+    return gl.convert_layout(gl.reshape(x, [4, ROWS, x.shape[5]]), quarters)
+
+
+@gluon.jit
+def product_of(rows):
+    """Of all rows."""
+    for _ in gl.static_range(4):
+        pairs: gl.tuple = ()
+        for n in gl.static_range(len(rows) // 2):
+            pairs = pairs + (rows[2 * n] * rows[2 * n + 1],)
+        rows = pairs
+    return rows[0]
+
+
+@gluon.jit
+def decay_of_token(g, bias, rate, bound, GATE: gl.constexpr):
+    """2^`log_decay` of g + bias. A bounded gate is 2^(-1 / (a + a u)) with a = -1 / (bound log2 e)
+    and u = exp(-rate (g + bias)), so that a sum and a product are one instruction twice."""
+    if GATE == "sigmoid":
+        a, n = -1.0 / (bound * LOG2E), rate * -LOG2E
+        root = gl.rsqrt(gl.exp2(g * n + bias * n) * a + a)
+        return gl.exp2(root * root * -1.0)
+    else:
+        return gl.exp2(log_decay(g + bias, rate, bound, GATE))
+
+
+@gluon.jit
+def decays(x, s_ends, w, quarters: gl.constexpr):
+    """From the decays of single tokens x [4, 16, K]: those from the chunk's start to each token,
+    with its own, and from each token, without its own, to the chunk's end. s_ends [4, K]: where
+    warps exchange the decays of whole quarters w [4, 1]."""
+    ends: gl.constexpr = gl.SliceLayout(1, quarters)
+    rows = split_rows(x, ends)
+    s_ends.store(product_of(rows))
+    barrier()
+    t_0, t_1 = over_quarter(s_ends, 0, ends), over_quarter(s_ends, 1, ends)
+    t_2, t_3 = over_quarter(s_ends, 2, ends), over_quarter(s_ends, 3, ends)
+    one, early, late = t_0 * 0.0 + 1.0, t_0 * t_1, t_2 * t_3
+    before = of_quarters(w, one, t_0, early, early * t_2)
+    after = of_quarters(w, t_1 * late, late, t_3, one)
+    up_to: gl.tuple = ()
+    to_end: gl.tuple = ()
+    for n in gl.static_range(ROWS):
+        before = before * rows[n]
+        up_to = up_to + (before,)
+        to_end = (after,) + to_end
+        after = after * rows[ROWS - 1 - n]
+    return join_rows(up_to, quarters), join_rows(to_end, quarters)
+
+
+@gluon.jit
+def scale_of(s_scale, inside, quarters: gl.constexpr):
+    """The factors of rows [4, 16, 1], zero where they are not inside of the sequence."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     x = s_scale._reinterpret(gl.float32, [4, 16], plain).load(gl.SliceLayout(2, quarters))
-    return gl.where(i < n_rows, x, 0.0)[:, :, None]
+    return gl.where(inside, x, 0.0)[:, :, None]
 
 
 @gluon.jit
@@ -180,7 +256,7 @@ def gate_chunks(
     R: gl.constexpr,
 ):
     """What the gating warps do: qg, k_decayed and kg in the places of q, g and k. s_ends [4, K]:
-    where the warps of a chunk's quarters exchange sums of log decays."""
+    see `decays`."""
     s_q, s_g, s_k, s_v, s_T, s_A, s_rows, s_decay = places
     raw, ready, rest, free = barriers
     W: gl.constexpr = GATING_WARPS // 4
@@ -190,10 +266,13 @@ def gate_chunks(
     w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
     k = gl.arange(0, S.K, gl.SliceLayout(0, ends))
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :]
-    i = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None] * 16 + r
+    first = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None] * ROWS
+    none = at.i_h // S.HV  # 0 in a form that the compiler cannot tell to be 0
     rate = 1.0
+    bias = gl.full([S.K], 0.0, gl.float32, gl.SliceLayout(0, ends))
     if gate.dt_bias is not None:
         bias = gl.load(gate.dt_bias + at.i_h * S.K + k).to(gl.float32)
+    bias = bias[None, :][:, None, :]
     if gate.A_log is not None:
         rate = gl.exp(gl.load(gate.A_log + at.i_h).to(gl.float32))
     for c in range(at.n):
@@ -203,31 +282,20 @@ def gate_chunks(
             n_rows = at.stop - at.start - (at.n - 1 - c) * S.BT
         mbarrier.wait(raw.index(s), (c // S.NS) & 1)
         x = load_tall(s_g.index(s), tall, quarters)
-        if gate.dt_bias is not None:
-            x += bias[None, :][:, None, :]
-        x = log_decay(x, rate, gate.bound, R.GATE)
-        if not R.SAFE:
-            x = gl.maximum(x, WEAKEST)
-        x = gl.where((i < n_rows)[:, :, None], x, 0.0)
-        l = gl.associative_scan(x, 1, plus)  # noqa: E741  # since the quarter began
-        mine = gl.sum(gl.where((r == 15)[:, :, None], l, 0.0), 1)
-        s_ends.store(mine)
-        barrier()
-        t_0, t_1 = sum_over(s_ends, 0, ends), sum_over(s_ends, 1, ends)
-        t_2, t_3 = sum_over(s_ends, 2, ends), sum_over(s_ends, 3, ends)
-        early, late = t_0 + t_1, t_2 + t_3
-        up_to = of_quarters(w, t_0 * 0.0, t_0, early, early + t_2)
-        after = of_quarters(w, t_1 + late, late, t_3, t_3 * 0.0) + mine
-        e = gl.exp2(l + up_to[:, None, :])
-        f = gl.exp2(after[:, None, :] - l)
+        x = decay_of_token(x, bias, rate, gate.bound, R.GATE)
+        inside = r < n_rows - first  # compared anew where it is used, so that no register holds it
+        x = gl.where(inside[:, :, None], x, 1.0)
+        e, f = decays(x, s_ends, w, quarters)
         b_k = load_tall(s_k.index(s), tall, quarters)
-        b_k *= scale_of(s_scales.index(2 * s + 1), i, n_rows, quarters)
+        inside = r < n_rows + none - first
+        b_k *= scale_of(s_scales.index(2 * s + 1), inside, quarters)
         if S.REMOVAL != "none":
             store_tall(b_k * e, s_g.index(s), tall)
         store_tall(b_k * f, s_k.index(s), tall)
         if OUT:
             b_q = load_tall(s_q.index(s), tall, quarters)
-            b_q *= scale_of(s_scales.index(2 * s), i, n_rows, quarters)
+            inside = r < n_rows + 2 * none - first
+            b_q *= scale_of(s_scales.index(2 * s), inside, quarters)
             store_tall(b_q * e, s_q.index(s), tall)
         fence_async_shared()
         barrier()
@@ -235,8 +303,8 @@ def gate_chunks(
 
 
 @gluon.jit
-def sums_place(S: gl.constexpr):
-    """Shared memory for `s_ends` of `gate_chunks`."""
+def ends_place(S: gl.constexpr):
+    """Shared memory for `s_ends` of `decays`."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return gl.allocate_shared_memory(gl.float32, [4, S.K], plain)
 
@@ -273,7 +341,7 @@ def scan_gated_sm90_kernel(
     operands = (qg, k_decayed, kg, v, T, Aqk, rows, decay)
     places, scales, barriers = raw_places(operands, False, S)
     raw, ready, rest, free = barriers
-    s_ends = sums_place(S)
+    s_ends = ends_place(S)
     # fmt: off
     gl.warp_specialize([
         (compute_chunks, (
@@ -315,7 +383,7 @@ def scan_bwd_gated_sm90_kernel(
     operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
     places, scales, barriers = raw_places(operands, True, S)
     raw, ready, rest, free = barriers
-    s_ends = sums_place(S)
+    s_ends = ends_place(S)
     # fmt: off
     gl.warp_specialize([
         (compute_chunks_back, (
