@@ -189,7 +189,7 @@ def stage_times(member: Member, shape: Shape) -> dict[str, float]:
 
     path = "_head" if member.per_head else "" if shape.safe else "_any"
     run = stages(shape.K, shape.V, torch.bfloat16, shape.T, shape.HV, path=path)
-    left = ("begin", "scan_states", "scan_bwd", "beside_summary")
+    left = ("begin", "scan_states", "scan_bwd", "beside_summary", "gated_and_scans")
     run = {n: f for n, f in run.items() if n not in left and not n.endswith("_ends")}
     return {name: round(milliseconds(f, "cuda"), 3) for name, f in run.items()}
 

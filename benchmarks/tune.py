@@ -25,6 +25,7 @@ from fla_cp.kernels.triton.tile_table import (
     BF16,
     BROAD,
     DEEP,
+    IN_SCANS,
     NARROW,
     QUARTERS_BWD,
     STEEP,
@@ -54,7 +55,10 @@ SCANS = (
 CONCURRENT = (*(Tile(0, 64, 4, stages) for stages in (3, 2)), NARROW)
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "intra": (*(Tile(32, 0, 4, stages) for stages in (3, 2, 1)), Tile(16, 0, 4, 3), TALL),
-    "gated": (Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
+    "gated": (
+        *(Tile(64, 0, 4, 1), Tile(128, 0, 8, 1), Tile(32, 0, 4, 1), Tile(128, 0, 4, 1)),
+        IN_SCANS,
+    ),
     "intra_any": (Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3), STEEP),
     "scan": SCANS,
     "scan_states": (*SCANS, Tile(0, 64, 4, 3), DEEP),
@@ -278,10 +282,16 @@ def stages(
         states = backend.scan(middle, c, None)
         return backend.summarize_bwd(middle, dout, None, concurrent=True), states()
 
+    def again() -> tuple:
+        chunks, _ = backend.restore(spec, x, backend.keep(spec, c, None, None), o)
+        states = backend.scan(spec, chunks, None)
+        dout = backend.output_bwd(spec, chunks, do)
+        return backend.scan_bwd(spec, dout, None, want_start=False, concurrent=True), states()
+
     def gated() -> tuple:
         return gated_operands(rule, packing, x, c.rows, c.anchors, backend.tuning)
 
-    return ({} if head else {"gated": gated}) | {
+    return ({} if head else {"gated": gated, "gated_and_scans": again}) | {
         f"intra{path}": lambda: intra(rule, packing, x, backend.tuning),
         "begin": lambda: backend.prepare_chunks(halves, x, None),
         "scan": lambda: backend.scan_output(spec, c, None, **wanted),
@@ -301,11 +311,13 @@ def measure(
     """Median ms of `stage` with `choice`.
 
     Parts of the local backward are timed inside it, and scans that run concurrently are timed
-    together.
+    together. With "gated" both scans of the backward are timed, since they may gate their operands.
     """
     path = next((p for p in PATHS if stage.endswith(p)), "")
     if stage.endswith("_concurrent"):
         path, timed = "", "beside_summary" if "_ends" in stage else "both_scans"
+    elif stage == "gated":
+        timed = "gated_and_scans"
     elif stage.startswith(("scores_bwd", "dqk", *GROUPED)):
         timed = f"intra_bwd{path}"
     else:

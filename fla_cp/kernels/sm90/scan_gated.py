@@ -22,12 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from fla_cp.kernels.sm90.intra_channelwise import (
-    load_tall,
-    log_decay,
-    of_quarters,
-    store_tall,
-)
+from fla_cp.kernels.sm90.intra_channelwise import load_tall, log_decay, of_quarters, store_tall
 from fla_cp.kernels.sm90.scan import ScanMore, at_segment, described, head_strides, removes
 from fla_cp.kernels.sm90.scan import scan_chunks as compute_chunks
 from fla_cp.kernels.sm90.scan_bwd import ScanBwdMore
@@ -62,8 +57,9 @@ def rest_bytes(S, OUT, REMOVES):
 @gluon.jit
 def raw_places(operands, OUT: gl.constexpr, S: gl.constexpr):
     """Shared memory: for what `copy_chunks` of scan.py copies, where the first three are for q, g
-    and k, and then for qg, k_decayed and kg; for the scales of q and k. Four barriers: raw tiles
-    are there, gated ones are, all else is, and the places of a chunk are free."""
+    and k, and then for qg, k_decayed and kg; for the scales of q and k. Four barriers say that raw
+    tiles are there, that gated ones are, that the places of a chunk are free, and that all else is
+    there."""
     q, g, k, v, T, Aqk, rows, decay = operands
     REMOVES: gl.constexpr = removes(S)
     REST: gl.constexpr = S.NS - 1
@@ -89,7 +85,7 @@ def raw_places(operands, OUT: gl.constexpr, S: gl.constexpr):
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(REST):
         mbarrier.init(rest.index(i), count=1)
-    return places, scales, (raw, ready, rest, free)
+    return places, scales, (raw, ready, free, rest)
 
 
 @gluon.jit
@@ -108,7 +104,7 @@ def copy_raw_chunks(
     the chunk before: both go to places of the chunk that was NS before the first."""
     q, g, k, v, T, Aqk, rows, decay = operands
     s_q, s_g, s_k, s_v, s_T, s_A, s_rows, s_decay = places
-    raw, ready, rest, free = barriers
+    raw, _, free, rest = barriers
     q_h, g_h, k_h, v_h = heads
     REMOVES: gl.constexpr = removes(S)
     REST: gl.constexpr = S.NS - 1
@@ -257,8 +253,8 @@ def gate_chunks(
 ):
     """What the gating warps do: qg, k_decayed and kg in the places of q, g and k. s_ends [4, K]:
     see `decays`."""
-    s_q, s_g, s_k, s_v, s_T, s_A, s_rows, s_decay = places
-    raw, ready, rest, free = barriers
+    s_q, s_g, s_k, _, _, _, _, _ = places
+    raw, ready, _, _ = barriers
     W: gl.constexpr = GATING_WARPS // 4
     tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, W], [1, 0])
     quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, W], [2, 1, 0])
@@ -340,7 +336,7 @@ def scan_gated_sm90_kernel(
         entry = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, v, T, Aqk, rows, decay)
     places, scales, barriers = raw_places(operands, False, S)
-    raw, ready, rest, free = barriers
+    _, ready, free, rest = barriers
     s_ends = ends_place(S)
     # fmt: off
     gl.warp_specialize([
@@ -382,7 +378,7 @@ def scan_bwd_gated_sm90_kernel(
         leaving = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
     places, scales, barriers = raw_places(operands, True, S)
-    raw, ready, rest, free = barriers
+    _, ready, free, rest = barriers
     s_ends = ends_place(S)
     # fmt: off
     gl.warp_specialize([

@@ -1,0 +1,185 @@
+"""The Gluon scans that gate q, k and g themselves, interpreted, against fp64.
+
+tests/aot compiles the kernels, and tests/gpu runs them.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fla_cp.kernels.torch.intra import Spec
+from fla_cp.kernels.triton import backend as stages
+from fla_cp.kernels.triton import scan_gated
+from fla_cp.kernels.triton.intra import intra
+from fla_cp.kernels.triton.tile_table import IN_SCANS, STEEP, TALL, TALL_BWD, Tuning
+from fla_cp.partition.packing import Packing
+from tests.support.channelwise import ANY, CASES, Case, drawn, fp32_as_bf16, gradients
+from tests.support.closeness import assert_within_budget
+from tests.support.gluon_interpreter import interpreted
+from tests.support.tuned import tuned, variant
+
+LOCAL = (("intra", TALL), ("intra_any", STEEP), ("intra_bwd", TALL_BWD))
+FORCED = (("gated", IN_SCANS), *LOCAL)
+GATED = {"scan_gated_sm90_kernel", "scan_bwd_gated_sm90_kernel"}
+EIGHT_CHUNKS = Case(offsets=(0, 450, 480), H=1, HV=1)
+MORE = {
+    "every place again": EIGHT_CHUNKS,
+    "single rows": Case(offsets=(0, 1, 64, 129, 192), H=1),
+    "bounded": Case("sigmoid", -12.0, safe=False, rates=(0.0, 1.0), offsets=(0, 21, 70)),
+    "weak, given": Case("given", None, raw=-0.5, safe=False, norm=False, offsets=(0, 21, 70)),
+}
+TAKEN = {n: c for n, c in (CASES | ANY | MORE).items() if not c.precise and n != "softplus"}
+"""With any gate, Triton's interpreter takes seconds for each steep chunk of the local backward."""
+FAST = ("drawn decays", "strongest decays", "no removal", "two groups", *MORE)
+
+
+@pytest.fixture
+def in_fp32(monkeypatch):
+    yield from fp32_as_bf16(monkeypatch)
+
+
+@pytest.fixture
+def no_pass(monkeypatch):
+    """Nothing may form the gated operands of a backward."""
+    monkeypatch.setattr(stages, "gated_operands", None)
+
+
+@pytest.mark.usefixtures("in_fp32", "no_pass")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.wide) for n in TAKEN]
+)
+def test_gradients_err_like_those_of_the_torch_stages(name):
+    case = TAKEN[name]
+    exact = gradients(case, torch.float64, "torch")
+    plain = gradients(case, torch.float32, "torch")
+    with interpreted() as launched, tuned(gluon=True, forced=FORCED):
+        found = gradients(case, torch.float32, "triton")
+    assert set(launched) >= GATED and "scan_bwd_sm90_kernel" not in launched
+    for part, value in found.items():
+        if exact[part].abs().max() < 1e-20:  # a gate at its bound, whose slope underflows
+            assert value.abs().max() < 1e-20, part
+            continue
+        assert_within_budget(part, value, exact[part], plain[part], factor=4.0, shift=2e-5)
+
+
+@pytest.mark.usefixtures("in_fp32", "no_pass")
+@pytest.mark.parametrize("cut", [True, False])
+def test_states_and_summaries(cut):
+    """A call with states, also cut in segments of one chunk, whose summaries gate as well."""
+    from benchmarks.tune import cut_into
+    from tests.support.members import BY_NAME, Call, collect, draw, operator
+
+    member = BY_NAME["kda"]
+    options = (("safe_gate", True), ("lower_bound", -5.0))
+    x, keywords, weights = draw(member, Call(T=150, HV=2, K=128, V=128, inside=True))
+    keywords |= dict(options)
+
+    def run(x, impl):
+        return collect(lambda y: operator(member, "chunk", y, **keywords, impl=impl), x, weights)
+
+    exact = run({n: t.double() for n, t in x.items()}, "torch")
+    x = {n: t.float() for n, t in x.items()}
+    plain = run(x, "torch")
+    segments = cut_into(1) if cut else nullcontext()
+    with interpreted() as launched, tuned(gluon=True, forced=FORCED), segments:
+        found = run(x, "triton")
+    assert set(launched) >= GATED
+    states, back = (launched.count(n) for n in sorted(GATED, reverse=True))  # programs
+    assert (back > states) == cut
+    for name, value in found.items():
+        assert_within_budget(name, value, exact[name], plain[name], factor=4.0, shift=2e-5)
+
+
+def scanned(case: Case, *, again: bool, change=None) -> dict[str, torch.Tensor]:
+    """What both scans of a backward write, in bf16. again: on q, k and g; otherwise on what the
+    forward formed of them."""
+    rule, x = drawn(case)
+    x = x._replace(**{n: getattr(x, n).bfloat16() for n in ("q", "k", "v", "g", "beta")})
+    if change is not None:
+        change(x)
+    backend = variant(gluon=True, forced=FORCED)
+    spec = Spec(rule, Packing.build(case.offsets))
+    do = torch.sin(torch.arange(x.v.numel())).view(x.v.shape).bfloat16()
+    with interpreted():
+        c = intra(rule, spec.packing, x, backend.tuning)
+        if again:
+            c, _ = backend.restore(spec, x, backend.keep(spec, c, None, None), None)
+        h, v_new = replace(backend, one_stream=True).scan(spec, c, None)()
+        dscan, dS0 = backend.scan_bwd(
+            spec, backend.output_bwd(spec, c, do), None, want_start=True, concurrent=False
+        )
+    return {"h": h, "v_new": v_new, "y": dscan.y, "dh": dscan.dh, "dS0": dS0}
+
+
+def test_bf16_operands_are_those_of_the_forward(monkeypatch):
+    """Up to what one rounding of a few of them changes."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    case = Case(offsets=(0, 100, 230), H=1)
+    usual, found = scanned(case, again=False), scanned(case, again=True)
+    for name, value in usual.items():
+        error = (found[name].double() - value.double()).norm() / value.double().norm()
+        assert error <= 2e-3, (name, float(error))
+
+
+def test_rows_of_another_sequence_change_nothing(monkeypatch):
+    """Whatever they are, if they are finite."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    case = Case(offsets=(0, 100, 130), H=1)
+
+    def strange(x):
+        for t in (x.q, x.k, x.g):
+            t[100:] = 3e38
+
+    usual, found = scanned(case, again=True), scanned(case, again=True, change=strange)
+    for name, value in usual.items():
+        rows = 1 if name == "dS0" else 2  # chunks of the first sequence
+        assert torch.equal(found[name][:rows], value[:rows]), name
+
+
+def raw_chunks(case: Case, tuning: Tuning, **changed):
+    """`scan_gated.on_inputs` of a drawn call in bf16, with other inputs or another rule."""
+    rule, x = drawn(case)
+    x = x._replace(**{n: getattr(x, n).bfloat16() for n in ("q", "k", "v", "g")})
+    rule = rule._replace(**{n: t for n, t in changed.items() if n in rule._fields})
+    x = x._replace(**{n: t for n, t in changed.items() if n in x._fields})
+    packing = Packing.build(case.offsets)
+    from fla_cp.kernels.triton.intra import empty_chunks
+
+    _, x, c = empty_chunks(rule, packing, x, tuning)
+    return scan_gated.on_inputs(packing, x, c)
+
+
+SM90 = Tuning(min_chunk_heads=0, architecture=90)
+TILE = replace(SM90, forced=FORCED)
+
+
+def test_only_a_forced_tile_takes_them():
+    assert raw_chunks(Case(), SM90) is None
+    c = raw_chunks(Case(), TILE)
+    assert c.gating.folder == "sm90" and c.qg.shape == c.kg.shape == c.k_decayed.shape
+
+
+@pytest.mark.parametrize("changed, reason", [
+    ({"g": torch.zeros(150, 2, 128)}, "same dtype"),
+    ({"precise": True}, "two terms"),
+    ({"use_exp2": False}, "powers of two"),
+    ({"v": torch.zeros(150, 2, 64, dtype=torch.bfloat16)}, "must be 128"),
+    ({"k": torch.zeros(150, 2, 132, dtype=torch.bfloat16)[..., :128]}, "the TMA"),
+], ids=["fp32 gate", "two terms", "exp", "V", "strides"])  # fmt: skip
+def test_other_calls_are_refused(changed, reason):
+    with pytest.raises(ValueError, match=reason):
+        raw_chunks(Case(), TILE, **changed)
+
+
+def test_gradients_that_the_tma_cannot_read_are_copied():
+    c = raw_chunks(Case(), TILE)
+    do = torch.ones(1, 1, 1, dtype=torch.bfloat16).expand(150, 2, 128)
+    copy = scan_gated.readable(c, do)
+    assert copy.is_contiguous() and torch.equal(copy, do)
+    assert scan_gated.readable(c, copy) is copy
+    assert scan_gated.readable(c._replace(gating=None), do) is do
