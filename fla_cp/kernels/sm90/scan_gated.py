@@ -28,7 +28,7 @@ from fla_cp.kernels.sm90.scan import scan_chunks as compute_chunks
 from fla_cp.kernels.sm90.scan_bwd import ScanBwdMore
 from fla_cp.kernels.sm90.scan_bwd import scan_chunks_back as compute_chunks_back
 from fla_cp.kernels.sm90.tma import barrier
-from fla_cp.kernels.triton.device.bundles import Segments, rule_options
+from fla_cp.kernels.triton.device.bundles import Segments
 from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, Q_SCALE
 from fla_cp.kernels.triton.operands import Chunks, ScanOutputs
@@ -249,7 +249,7 @@ def gate_chunks(
     OUT: gl.constexpr,
     REVERSE: gl.constexpr,
     S: gl.constexpr,
-    R: gl.constexpr,
+    GATE: gl.constexpr,
 ):
     """What the gating warps do: qg, k_decayed and kg in the places of q, g and k. s_ends [4, K]:
     see `decays`."""
@@ -278,7 +278,7 @@ def gate_chunks(
             n_rows = at.stop - at.start - (at.n - 1 - c) * S.BT
         mbarrier.wait(raw.index(s), (c // S.NS) & 1)
         x = load_tall(s_g.index(s), tall, quarters)
-        x = decay_of_token(x, bias, rate, gate.bound, R.GATE)
+        x = decay_of_token(x, bias, rate, gate.bound, GATE)
         inside = r < n_rows - first  # compared anew where it is used, so that no register holds it
         x = gl.where(inside[:, :, None], x, 1.0)
         e, f = decays(x, s_ends, w, quarters)
@@ -324,10 +324,10 @@ def scan_gated_sm90_kernel(
     gate,
     states,
     S: gl.constexpr,
-    R: gl.constexpr,
+    GATE: gl.constexpr,
 ):
     """`scan_sm90_kernel` where no o and no transition is wanted. qg, k_decayed and kg describe q, g
-    and k; gate: `Gate`."""
+    and k; gate: `Gate`, of the kind GATE."""
     i_v, i_n = gl.program_id(0) % (S.V // S.BV), gl.program_id(0) // (S.V // S.BV)
     value = gl.program_id(0) >= 0
     at, i_s = at_segment(more.segments, i_n, gl.program_id(1), i_v, S)
@@ -343,7 +343,7 @@ def scan_gated_sm90_kernel(
         (compute_chunks, (
             places, (ready, free, rest), o, h, v_new, S0, S_end, more, at, entry, value, states, S,
         )),
-        (gate_chunks, (places, scales, s_ends, barriers, gate, at, False, False, S, R)),
+        (gate_chunks, (places, scales, s_ends, barriers, gate, at, False, False, S, GATE)),
         (copy_raw_chunks, (
             operands, places, scales, barriers, more.heads, at, False, False, S,
         )),
@@ -368,9 +368,10 @@ def scan_bwd_gated_sm90_kernel(
     more,
     gate,
     S: gl.constexpr,
-    R: gl.constexpr,
+    GATE: gl.constexpr,
 ):
-    """`scan_bwd_sm90_kernel`; qg, k_decayed and kg describe q, g and k; gate: `Gate`."""
+    """`scan_bwd_sm90_kernel`; qg, k_decayed and kg describe q, g and k; gate: `Gate`, of the
+    kind GATE."""
     i_v, i_n = gl.program_id(0) % (S.V // S.BV), gl.program_id(0) // (S.V // S.BV)
     at, i_s = at_segment(more.segments, i_n, gl.program_id(1), i_v, S)
     leaving = -1
@@ -385,7 +386,7 @@ def scan_bwd_gated_sm90_kernel(
         (compute_chunks_back, (
             places, (ready, free, rest), y, dh, dS_end, dS0, more, at, leaving, S,
         )),
-        (gate_chunks, (places, scales, s_ends, barriers, gate, at, True, True, S, R)),
+        (gate_chunks, (places, scales, s_ends, barriers, gate, at, True, True, S, GATE)),
         (copy_raw_chunks, (
             operands, places, scales, barriers, more.heads, at, True, True, S,
         )),
@@ -437,4 +438,4 @@ def gating(c: Chunks) -> dict[str, Any]:
     """How raw g becomes log decays."""
     assert c.gating is not None
     gate = c.gating.gate._replace(g=None, row=0, head=0)
-    return {"gate": gate, "R": rule_options(c.rule, c.v.dtype)}
+    return {"gate": gate, "GATE": c.rule.gate}
