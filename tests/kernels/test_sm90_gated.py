@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from fla_cp.kernels.torch.intra import Spec
 from fla_cp.kernels.triton import backend as stages
 from fla_cp.kernels.triton import scan_gated
-from fla_cp.kernels.triton.intra import intra
+from fla_cp.kernels.triton.intra import empty_chunks, intra
 from fla_cp.kernels.triton.tile_table import IN_SCANS, STEEP, TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
 from tests.support.channelwise import ANY, CASES, Case, drawn, fp32_as_bf16, gradients
@@ -148,8 +148,6 @@ def raw_chunks(case: Case, tuning: Tuning, **changed):
     rule = rule._replace(**{n: t for n, t in changed.items() if n in rule._fields})
     x = x._replace(**{n: t for n, t in changed.items() if n in x._fields})
     packing = Packing.build(case.offsets)
-    from fla_cp.kernels.triton.intra import empty_chunks
-
     _, x, c = empty_chunks(rule, packing, x, tuning)
     return scan_gated.on_inputs(packing, x, c)
 
