@@ -3,7 +3,7 @@
 The scans read q, k and g where those of scan.py and scan_bwd.py read qg, kg and k_decayed, which
 are as large. So no kernel has to form these again before, and they take no memory of the GPU. A
 second group of warps forms them from a chunk's raw tiles, in the same places of shared memory,
-while the first one computes a chunk before:
+while the first one computes an earlier chunk:
 
 1. One warp copies the raw tiles of a chunk, NS chunks ahead, and all else (values or their
    gradients, T, Aqk, beta and the decays), which needs no second step, one chunk less ahead.
@@ -23,10 +23,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from fla_cp.kernels.sm90.intra_channelwise import load_tall, log_decay, of_quarters, store_tall
-from fla_cp.kernels.sm90.scan import ScanMore, at_segment, described, head_strides, removes
-from fla_cp.kernels.sm90.scan import scan_chunks as compute_chunks
-from fla_cp.kernels.sm90.scan_bwd import ScanBwdMore
-from fla_cp.kernels.sm90.scan_bwd import scan_chunks_back as compute_chunks_back
+from fla_cp.kernels.sm90.scan import (
+    ScanMore,
+    at_segment,
+    described,
+    head_strides,
+    removes,
+    scan_chunks,
+)
+from fla_cp.kernels.sm90.scan_bwd import ScanBwdMore, scan_chunks_back
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.triton.device.bundles import Segments
 from fla_cp.kernels.triton.device.gates import LOG2E
@@ -340,7 +345,7 @@ def scan_gated_sm90_kernel(
     s_ends = ends_place(S)
     # fmt: off
     gl.warp_specialize([
-        (compute_chunks, (
+        (scan_chunks, (
             places, (ready, free, rest), o, h, v_new, S0, S_end, more, at, entry, value, states, S,
         )),
         (gate_chunks, (places, scales, s_ends, barriers, gate, at, False, False, S, GATE)),
@@ -383,7 +388,7 @@ def scan_bwd_gated_sm90_kernel(
     s_ends = ends_place(S)
     # fmt: off
     gl.warp_specialize([
-        (compute_chunks_back, (
+        (scan_chunks_back, (
             places, (ready, free, rest), y, dh, dS_end, dS0, more, at, leaving, S,
         )),
         (gate_chunks, (places, scales, s_ends, barriers, gate, at, True, True, S, GATE)),
