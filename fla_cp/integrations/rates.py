@@ -58,7 +58,7 @@ def shard_rates(model: _Model, mesh: DeviceMesh | None = None) -> _Model:
     torch.distributed.checkpoint.
     """
     parts: list[nn.Module] = list(set_apart(model))
-    owners: list[Any] = [module for module in model.modules() if "exact" in module._modules]
+    owners: list[Any] = [m for m in model.modules() if m._modules.get("exact") in parts]
     for owner in owners:
         kind = type(owner)
         owner.__class__ = type(kind.__name__, (_SameNames, kind), {"__module__": kind.__module__})
