@@ -359,12 +359,16 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         call = functools.partial(head_in_triton, chunks, family)
         yield f"{family} bf16, chunks in Triton", call
 
-    def local_in_triton(family: str, options: dict) -> list[Launch]:
-        local = ("intra", "intra_bwd")
-        with forced({k[1]: t for k, t in tile_table.TABLE.items() if k[1] in local}):
+    def with_tiles(choice: dict[str, tile_table.Tile], family: str, options: dict) -> list[Launch]:
+        with forced(choice):
             if family == "kda":
                 return compile_call(128, 128, torch.bfloat16, options)
             return compile_member(family, 128, 128, torch.bfloat16, options)
+
+    def local_in_triton(family: str, options: dict) -> list[Launch]:
+        local = ("intra", "intra_bwd")
+        choice = {k[1]: t for k, t in tile_table.TABLE.items() if k[1] in local}
+        return with_tiles(choice, family, options)
 
     for family, gate in product(("kda", "gla"), ("safe", "any")):
         options = SAFE if gate == "safe" else {}
@@ -374,11 +378,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         yield f"{family} bf16 {gate} high, chunks in Triton", functools.partial(of_squares, call)
 
     def steep_in_gluon(family: str, options: dict) -> list[Launch]:
-        with forced({"intra_any": tile_table.STEEP}):
-            if family == "gla":
-                kernels = compile_member(family, 128, 128, torch.bfloat16, options)
-            else:
-                kernels = compile_call(128, 128, torch.bfloat16, options)
+        kernels = with_tiles({"intra_any": tile_table.STEEP}, family, options)
         return [k for k in kernels if k.kernel.startswith("steep")]
 
     for family, options in product(("kda", "gla"), ({}, HIGH)):
@@ -388,11 +388,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     yield "kda bf16 any bounded, steep chunks in Gluon", call
 
     def with_quarters(family: str, options: dict) -> list[Launch]:
-        with forced({"intra_bwd": tile_table.QUARTERS_BWD}):
-            if family == "gla":
-                kernels = compile_member(family, 128, 128, torch.bfloat16, options)
-            else:
-                kernels = compile_call(128, 128, torch.bfloat16, options)
+        kernels = with_tiles({"intra_bwd": tile_table.QUARTERS_BWD}, family, options)
         return [k for k in kernels if k.kernel.startswith(("safe_bwd", "mark"))]
 
     for family, gate in product(("kda", "gla"), ("safe", "any")):
@@ -402,11 +398,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     yield "kda bf16 any bounded, references of quarters", call
 
     def gated_in_scans(family: str, options: dict) -> list[Launch]:
-        with forced({"gated": tile_table.IN_SCANS}):
-            if family == "gla":
-                kernels = compile_member(family, 128, 128, torch.bfloat16, options)
-            else:
-                kernels = compile_call(128, 128, torch.bfloat16, options)
+        kernels = with_tiles({"gated": tile_table.IN_SCANS}, family, options)
         return [k for k in kernels if "_gated_" in k.kernel]
 
     for family, gate in (("kda", "any"), ("gla", "safe"), ("gla", "any")):  # "gated" has KDA's safe
