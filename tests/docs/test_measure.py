@@ -3,11 +3,14 @@
 import importlib
 import json
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import forced, measure
+import fla_cp
+from benchmarks import forced, measure, tune
 from fla_cp.kernels.triton import tile_table
 
 NOTING = """
@@ -39,10 +42,17 @@ def test_measure_starts_what_fits_and_is_not_done(tmp_path, monkeypatch, capsys)
         measure.Run("wrong", "report", "0.3 1", 1),
         measure.Run("right", "report", "0.3 0", 1),
         measure.Run("long", "report", "0 0", 10_000),
-        measure.Run("hung", "report", "1000 0", 1),
+        measure.Run("hung", "report", "1000 0", 1, gpus=2),
         measure.Run("wide", "report", "0 0", 1, gpus=3),
     )
     monkeypatch.setattr(measure, "RUNS", runs)
+    notes = tmp_path / "notes"
+
+    def clock():
+        """The limit passes once the last run has begun, however busy the machine is."""
+        return 1000.0 * (notes.exists() and "begin hung" in notes.read_text())
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     (tmp_path / "done.json").write_text("{}")
     given = ["measure", "--out", str(tmp_path), "--limit", "8", "--gpus", "2"]
@@ -58,11 +68,12 @@ def test_measure_starts_what_fits_and_is_not_done(tmp_path, monkeypatch, capsys)
         "long": "not started",
         "hung": "stopped",
     }
-    notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
-    at = notes.index(["begin", "quiet", "5"])
-    assert notes[at + 1] == ["end", "quiet", "5"]  # nothing begins or ends meanwhile
-    assert {gpu for _, _, gpu in notes} == {"5", "7"}
-    assert {name for _, name, _ in notes} == {"quiet", "wrong", "right", "hung"}
+    lines = [line.split() for line in notes.read_text().splitlines()]
+    at = lines.index(["begin", "quiet", "5"])
+    assert lines[at + 1] == ["end", "quiet", "5"]  # nothing begins or ends meanwhile
+    assert {gpu for _, name, gpu in lines if name in ("wrong", "right")} == {"5", "7"}
+    assert ["begin", "hung", "5,7"] in lines
+    assert {name for _, name, _ in lines} == {"quiet", "wrong", "right", "hung"}
     with pytest.raises(SystemExit, match="--only must be of done, quiet"):
         measure.chosen(["other"], 1, tmp_path)
 
@@ -81,7 +92,17 @@ def test_forced_tiles(tmp_path, monkeypatch, capsys):
     given = ["forced", "--shapes", "cpu,70x1-any", "--threshold", "0", "--out", str(out)]
     given += ["--tiles", "intra_any=STEEP,intra_bwd=QUARTERS_BWD"]
     monkeypatch.setattr(sys, "argv", given)
+    seen, original = set(), fla_cp.chunk_kda
+
+    def noted(*x, **options):
+        tuning = tune.now().tuning
+        seen.add((tuning.forced, tuning.min_local_chunk_heads))
+        return original(*x, **options)
+
+    monkeypatch.setattr(fla_cp, "chunk_kda", noted)
     forced.main()
+    tiles = ("intra_any", tile_table.STEEP), ("intra_bwd", tile_table.QUARTERS_BWD)
+    assert seen == {((), tile_table.TUNING.min_local_chunk_heads), (tiles, 0)}
     rows = json.loads(out.read_text())["rows"]
     assert [row["shape"] for row in rows] == ["cpu", "70x1-any"]
     for row in rows:
