@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp.comm.keys_values import RINGS, KeysValues, Sizes
-from fla_cp.comm.keys_values.gathered import bring, give_back
+from fla_cp.comm.keys_values.gathered import bring, brought, give_back
 from fla_cp.comm.keys_values.ring import RingCall, Wire, ring, ring_bwd
 from fla_cp.comm.overlap import Arriving
 from fla_cp.context import FLACPContext
@@ -70,8 +70,10 @@ class _Call(NamedTuple):
         group = None if context is None else context.group
         return cls(tables.rows, group, scale, ring_call(sent.scheme, scale, context), sent.first)
 
-    def brought(self, wire: Wire) -> tuple[Tensor, Tensor]:
-        return wire.split(bring(wire.rows, self.rows, self.group, self.first))
+    def keys(self, wire: Wire) -> tuple[Tensor, Tensor]:
+        if self.first is not None:
+            return wire.split(brought(self.first, self.rows))
+        return wire.split(bring(wire.rows, self.rows, self.group))
 
 
 def _send(
@@ -81,25 +83,25 @@ def _send(
     heads = Sizes(query_heads, k.shape[1], k.shape[2], v.shape[2], k.element_size())
     scheme = _scheme(exchange, heads, k, tables, context)
     group = None if context is None else context.group
-    return ticket_for(Sent(scheme, send(scheme, Wire.of(k, v).rows, group)))
+    return ticket_for(Sent(scheme, send(scheme, Wire(k, v).rows, group)))
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call = _Call.of(q, k, v, *rest)
     if call.ring is not None:
-        return ring(q, Wire.of(k, v), call.ring, call.first)
-    keys, values = call.brought(Wire.of(k, v))
+        return ring(q, Wire(k, v), call.ring, call.first)
+    keys, values = call.keys(Wire(k, v))
     o, lse = kernels.attend(q, keys, values, call.rows.lengths, call.scale)
     return o.contiguous(), lse.contiguous()
 
 
 def _run_backward(do: Tensor, o: Tensor, lse: Tensor, *given: Any) -> list[Tensor]:
     (q, k, v), call = given[:3], _Call.of(*given)
-    wire = Wire.of(k, v)
+    wire = Wire(k, v)
     if call.ring is not None:
         dq, total = ring_bwd(do, q, wire, o, lse, call.ring)
         return owned(dq, *wire.split(total))
-    keys, values = call.brought(wire)
+    keys, values = call.keys(wire)
     dq, dk, dv = kernels.attend_bwd(do, q, keys, values, o, lse, call.rows.lengths, call.scale)
     grads = torch.cat((dk.flatten(1), dv.flatten(1)), 1)
     return owned(dq, *wire.split(give_back(grads, call.rows, call.group)))

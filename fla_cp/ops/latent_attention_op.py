@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.comm.keys_values import LatentSizes
-from fla_cp.comm.keys_values.gathered import bring, give_back
+from fla_cp.comm.keys_values.gathered import bring, brought, give_back
 from fla_cp.comm.keys_values.latents import LatentWire
 from fla_cp.comm.keys_values.ring import ring, ring_bwd
 from fla_cp.kernels.torch import attention as kernels
@@ -47,7 +47,7 @@ class _Call:
         tables, context = placed(len(q), number, rows)
         self.rows, self.group = tables.rows, None if context is None else context.group
         self.q, self.scale = q, scale
-        self.wire = LatentWire.of(q, latent, shared, weight)
+        self.wire = LatentWire(q, latent, shared, weight)
         sent = taken(ticket)
         if sent is None:
             sent = Sent(latent_scheme(self.wire.sizes, q.dtype, tables, context), None)
@@ -57,8 +57,11 @@ class _Call:
         """o and lse."""
         if self.ring is not None:
             return ring(self.q, self.wire, self.ring, self.first)
-        keys = self.wire.split(bring(self.wire.rows, self.rows, self.group, self.first))
-        return kernels.attend(self.q, *keys, self.rows.lengths, self.scale)
+        if self.first is not None:
+            rows = brought(self.first, self.rows)
+        else:
+            rows = bring(self.wire.rows, self.rows, self.group)
+        return kernels.attend(self.q, *self.wire.split(rows), self.rows.lengths, self.scale)
 
     def gradients(self, do: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
         """Of q, latent, shared and weight."""

@@ -105,12 +105,13 @@ def send(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Arriving 
     return Arriving(_leaving(x, rows), rows.send_counts, rows.receive, group, WHAT)
 
 
-def bring(
-    x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None, sent: Arriving | None = None
-) -> Tensor:
-    """`gather` without a graph. sent: from `send`, if the exchange was started before."""
-    if sent is not None:
-        return _taken(run_overlap(sent.wait), rows)
+def brought(sent: Arriving, rows: KeyRows) -> Tensor:
+    """What `send` has started to exchange, as `bring` returns it."""
+    return _taken(run_overlap(sent.wait), rows)
+
+
+def bring(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
+    """`gather` without a graph."""
     return _taken(_arrived(x, rows, group) if rows.crosses else x, rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -35,23 +36,22 @@ class LatentWire:
     weight [H * n, R] expands a latent to the first channels of each head's k, and its v.
     """
 
-    def __init__(self, rows: Tensor, weight: Tensor, heads: int, widths: tuple[int, int], K: int):
-        """widths: R and p. K: channels of a key."""
-        self.rows, self.weight, self.heads, self.widths = rows, weight, heads, widths
-        self.k_channels = K - widths[1]
-        self.v_channels = weight.shape[0] // heads - self.k_channels
+    def __init__(self, q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor):
+        """For queries [T, H, K]. latent [T, R], shared [T, p]."""
+        self._parts, self.weight, self.heads = (latent, shared), weight, q.shape[1]
+        self.widths = latent.shape[1], shared.shape[1]
+        self.k_channels = q.shape[2] - self.widths[1]
+        self.v_channels = weight.shape[0] // self.heads - self.k_channels
         self._dweight: Tensor | None = None
 
-    @classmethod
-    def of(cls, q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor) -> LatentWire:
-        """For queries [T, H, K]."""
-        rows, widths = torch.cat([latent, shared], 1), (latent.shape[1], shared.shape[1])
-        return cls(rows, weight, q.shape[1], widths, q.shape[2])
+    @cached_property
+    def rows(self) -> Tensor:
+        return torch.cat(self._parts, 1)
 
     @property
     def sizes(self) -> LatentSizes:
         R, p = self.widths
-        K, itemsize = self.k_channels + p, self.rows.element_size()
+        K, itemsize = self.k_channels + p, self._parts[0].element_size()
         return LatentSizes(self.heads, K, self.v_channels, R + p, itemsize)
 
     def parts(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +97,7 @@ class _LatentRing(torch.autograd.Function):
         name = ("latent ring", tuple(q.shape), tuple(weight.shape), q.dtype, call.scale)
         kept = remat.kept(name)
         if kept is None:
-            o, lse = ring(q, LatentWire.of(q, latent, shared, weight), call)
+            o, lse = ring(q, LatentWire(q, latent, shared, weight), call)
             remat.keep(name, (o, lse))
         else:
             run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
@@ -110,6 +110,6 @@ class _LatentRing(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, shared, weight, o, lse = ctx.saved_tensors
-        wire = LatentWire.of(q, latent, shared, weight)
+        wire = LatentWire(q, latent, shared, weight)
         dq, total = ring_bwd(do, q, wire, o, lse, ctx.call)
         return dq, *wire.parts(total), wire.weight_gradient(), None

@@ -7,6 +7,8 @@ each rank's keys and values to it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,7 +65,7 @@ class _Ring(torch.autograd.Function):
         name = ("ring", *shapes, call.scale)
         kept = remat.kept(name)
         if kept is None:
-            o, lse = ring(q, Wire.of(k, v), call)
+            o, lse = ring(q, Wire(k, v), call)
             remat.keep(name, (o, lse))
         else:
             run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
@@ -76,7 +78,7 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        wire = Wire.of(k, v)
+        wire = Wire(k, v)
         dq, total = ring_bwd(do, q, wire, o, lse, ctx.call)
         return dq, *wire.split(total), None
 
@@ -101,16 +103,17 @@ class Travelling(Protocol):
         """The gradient of rows, from those of their keys and values."""
 
 
-class Wire(NamedTuple):
-    """Keys and values side by side, [n, HK * (K + V)]; k and v have the shapes of theirs."""
+@dataclass(frozen=True, eq=False)
+class Wire:
+    """Keys and values of this rank's tokens, k [T, HK, K] and v [T, HK, V]."""
 
-    rows: Tensor
     k: Tensor
     v: Tensor
 
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> Wire:
-        return cls(torch.cat((k.flatten(1), v.flatten(1)), 1), k, v)
+    @cached_property
+    def rows(self) -> Tensor:
+        """Both side by side, [T, HK * (K + V)]."""
+        return torch.cat((self.k.flatten(1), self.v.flatten(1)), 1)
 
     @property
     def v_channels(self) -> int:
