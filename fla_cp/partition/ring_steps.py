@@ -48,8 +48,8 @@ class Rows(Tabled):
         return x[self._place(x.device)]
 
     def put(self, x: Tensor, rows: Tensor) -> None:
-        """Writes these rows of x."""
-        x[self._place(x.device)] = rows
+        """Writes these rows of x, in x's dtype."""
+        x[self._place(x.device)] = rows.to(x.dtype)
 
     def add(self, x: Tensor, rows: Tensor) -> None:
         """Adds to these rows of x, in x's dtype."""
