@@ -25,7 +25,7 @@ from fla_cp.kernels.triton import tile_table
 from fla_cp.kernels.triton.tile_table import Tile
 
 TURNS = 2
-THRESHOLD = "chunks times heads above which local kernels are Gluon's"
+THRESHOLD = "chunks times heads above which {} kernels are Gluon's"
 
 
 def tiles_of(text: str) -> dict[str, Tile]:
@@ -57,7 +57,7 @@ def shape_of(text: str) -> Shape:
 
 
 def measure(
-    name: str, shape: str, tiles: dict[str, Tile], threshold: int | None, device: str
+    name: str, shape: str, tiles: dict[str, Tile], thresholds: dict[str, int | None], device: str
 ) -> dict:
     """A row: ms of each turn by direction and side, and how much the results differ."""
     import fla_cp
@@ -66,7 +66,7 @@ def measure(
     run = ops.runner(getattr(fla_cp, member.ours), member, shape_of(shape), device)
     sides: dict[str, Callable[[], AbstractContextManager]] = {
         "chosen": nullcontext,
-        "forced": lambda: tune.forced(tiles, min_local_chunk_heads=threshold),
+        "forced": lambda: tune.forced(tiles, **thresholds),
     }
     row: dict = {"op": name, "shape": shape}
     results = {}
@@ -110,20 +110,22 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default = "cpu" if device == "cpu" else "target-any"
     parser.add_argument("--tiles", default="", help="STAGE=TILE,.. with names of tile_table.py")
-    parser.add_argument("--threshold", type=int, help=THRESHOLD)
+    parser.add_argument("--threshold", type=int, help=THRESHOLD.format("local"))
+    parser.add_argument("--threshold-of-all", type=int, help=THRESHOLD.format("all"))
     parser.add_argument("--op", default="kda", help=f"of {', '.join(MEMBERS)}; several by commas")
     parser.add_argument("--shapes", default=default, help=f"of {', '.join(SHAPES)}; TxH; TxH-any")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     tiles = tiles_of(args.tiles) if args.tiles else {}
-    if not tiles and args.threshold is None:
-        parser.error("one of --tiles and --threshold must be given")
+    thresholds = {"min_local_chunk_heads": args.threshold, "min_chunk_heads": args.threshold_of_all}
+    if not tiles and set(thresholds.values()) == {None}:
+        parser.error("--tiles, --threshold or --threshold-of-all must be given")
     rows: list[dict] = []
     for name in args.op.split(","):
         for shape in args.shapes.split(","):
-            rows.append(measure(name, shape, tiles, args.threshold, device))
+            rows.append(measure(name, shape, tiles, thresholds, device))
             if args.out:  # after each row, since a run may be stopped
-                facts = {"tiles": args.tiles, "threshold": args.threshold, "rows": rows}
+                facts = {"tiles": args.tiles, **thresholds, "rows": rows}
                 args.out.write_text(json.dumps({**ops.environment(), **facts}, indent=1) + "\n")
     print(shown(rows))
 

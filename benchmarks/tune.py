@@ -145,13 +145,12 @@ def now() -> TritonBackend:
 
 
 @contextmanager
-def forced(choice: dict[str, Tile], *, min_local_chunk_heads: int | None = None) -> Iterator[None]:
-    """In the block, the stages named in `choice` use its tiles. min_local_chunk_heads: as in
-    `Tuning`; None: unchanged."""
+def forced(choice: dict[str, Tile], **thresholds: int | None) -> Iterator[None]:
+    """In the block, the stages named in `choice` use its tiles. thresholds: fields of `Tuning` that
+    change; None: unchanged."""
     backend = now()
     tuning = replace(backend.tuning, forced=(*choice.items(), *backend.tuning.forced))
-    if min_local_chunk_heads is not None:
-        tuning = replace(tuning, min_local_chunk_heads=min_local_chunk_heads)
+    tuning = replace(tuning, **{n: x for n, x in thresholds.items() if x is not None})
     with using(replace(backend, tuning=tuning)):
         yield
 

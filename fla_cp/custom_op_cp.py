@@ -23,7 +23,7 @@ from fla_cp.context import FLACPContext, compare_ranks
 from fla_cp.custom_op import GRADS, TENSORS, Call, fake_gradients, first, op, saved_from
 from fla_cp.handle import Handle
 from fla_cp.kernels import resolve
-from fla_cp.pipeline import Plan, Recomputed
+from fla_cp.pipeline import Plan, Recomputed, Saved
 from fla_cp.rule import DeltaRule
 
 
@@ -70,6 +70,21 @@ class ShardedCall(Call):
         """The chunks whose `chunk_tensors` these are."""
         spec, kept = self.plan.spec._replace(rule=self.keeping), (*tensors, None, None)
         return self.backend.restore(spec, self.x, kept, o)[0]
+
+    @property
+    def sends_chunks(self) -> bool:
+        """Whether the backward's first op returns chunks for its second one."""
+        return not (self.rule.keep_intermediates or self.backend.restores_inputs(self.rule, self.x))
+
+    def received(self, sent: list[Tensor], saved: Saved, o: Tensor) -> Any:
+        """The chunks in the backward's second op. sent: what the first one returned of them."""
+        plan, tensors = self.plan, list(sent)
+        if not self.sends_chunks:
+            return plan.backend.restore(plan.spec, self.x, saved.kept, o)[0]
+        always = plan.backend.always_kept(plan.rule)
+        for at, t in sorted(zip(always, saved.kept, strict=True)):
+            tensors.insert(at, t)
+        return self.chunks_from(tensors, o)
 
     def without_always_kept(self, tensors: list[Tensor]) -> list[Tensor]:
         always = self.backend.always_kept(self.rule)
@@ -135,7 +150,7 @@ def _finish_fake(*args: Any) -> list[Tensor]:
 
 @op("delta_rule_begin_backward", before=GRADS, after=", Tensor o, Tensor[] saved")
 def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
-    """[wire, offset, *chunks without those always kept]; no chunks where all are kept."""
+    """[wire, offset, *chunks without those always kept]; see `sends_chunks`."""
     call, (o, tensors) = ShardedCall.parse(args)
     saved = saved_from(call.plan, tensors)
 
@@ -144,7 +159,7 @@ def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Ten
         maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
         rows, V = Handle.read(call.sizes).carried, call.shape[2]
         found = [call.wire(maps, reverse=True), call.padded(maps.offset, rows, V)]
-        if call.rule.keep_intermediates:
+        if not call.sends_chunks:
             return found
         return found + call.without_always_kept(call.chunk_tensors(recomputed.chunks))
 
@@ -156,7 +171,7 @@ def _begin_backward_fake(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[
     call, _ = ShardedCall.parse(args)
     rows = Handle.read(call.sizes).carried + call.spare
     found = [call.fake_wire(), call.new_states(rows, *call.shape[1:])]
-    if call.rule.keep_intermediates:
+    if not call.sends_chunks:
         return found
     return found + call.without_always_kept(call.fake_kept(call.keeping)[:-2])
 
@@ -168,8 +183,7 @@ _CHUNKS = ", Tensor o, Tensor[] saved, Tensor wires, Tensor offset, Tensor[] chu
 def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     """Gradients of the inputs and of `initial`: its own rows."""
     call, (o, tensors, wires, offset, chunks, want_dinitial) = ShardedCall.parse(args)
-    plan, given_chunks = call.plan, list(chunks)
-    saved = saved_from(plan, tensors)
+    plan, saved = call.plan, saved_from(call.plan, tensors)
     maps = AffineMap(saved.transition, first(offset, plan.packing.carried))
 
     def wait() -> States:
@@ -179,9 +193,7 @@ def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Te
         if call.rule.keep_intermediates:
             recomputed = pipeline.recompute(plan, call.x, call.initial, saved, o, do)
         else:
-            for at, t in sorted(zip(plan.backend.always_kept(plan.rule), saved.kept, strict=True)):
-                chunks.insert(at, t)
-            formed = call.chunks_from(chunks, o)
+            formed = call.received(chunks, saved, o)
             dout = plan.backend.output_bwd(plan.spec, formed, do)
             states = pipeline.recompute_states(plan, call.initial, saved, formed)
             recomputed = Recomputed(formed, dout, states)
@@ -189,7 +201,7 @@ def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Te
         grads, dinitial = pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)
         return [call.or_empty(t) for t in (*grads, dinitial)]
 
-    own = do, dfinal, o, *tensors, wires, offset, *given_chunks
+    own = do, dfinal, o, *tensors, wires, offset, *chunks
     return call.replayed("finish backward", run, own, want_dinitial)
 
 

@@ -120,6 +120,11 @@ class Backend(ABC):
     ) -> tuple[Any, ChunkStates | None]:
         """The chunks from what `keep` gave, and h and v_new if it kept them; else None."""
 
+    def restores_inputs(self, rule: DeltaRule, x: Inputs) -> bool:
+        """Whether what `restore` returns is made of x and of what was kept alone, if the call is
+        large enough. Then nothing is gained by keeping it between two ops of a compiled graph."""
+        return False
+
     @abstractmethod
     def output_bwd(self, spec: Spec, chunks: Any, do: Tensor) -> Any:
         """What the reverse scans read: the chunks, and the gradients at the outputs from do

@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from fla_cp import build_cp_context, custom_op_cp
+from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.intra import Spec
 from fla_cp.kernels.triton import backend as stages
 from fla_cp.kernels.triton import scan_gated
@@ -156,10 +158,50 @@ SM90 = Tuning(min_chunk_heads=0, architecture=90)
 TILE = replace(SM90, forced=FORCED)
 
 
-def test_only_a_forced_tile_takes_them():
-    assert raw_chunks(Case(), SM90) is None
-    c = raw_chunks(Case(), TILE)
+def test_calls_that_are_large_enough_take_them():
+    c = raw_chunks(Case(), SM90)
     assert c.gating.folder == "sm90" and c.qg.shape == c.kg.shape == c.k_decayed.shape
+    assert raw_chunks(Case(), replace(SM90, min_chunk_heads=100)) is None
+
+
+def test_a_tile_of_triton_may_be_forced():
+    tile = SM90.tile("gated", 128, 128, torch.bfloat16)
+    assert tile.folder == "triton"
+    assert raw_chunks(Case(), replace(SM90, forced=(("gated", tile),))) is None
+
+
+@pytest.mark.usefixtures("in_fp32", "no_pass")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_both_ops_of_a_compiled_backward():
+    """On one rank whose two ranges hand states to each other. The first op returns no chunks, since
+    its q, k and g would be the inputs themselves, which no op may return."""
+    rule, x = drawn(Case())
+    tokens = len(x.q)
+    context = build_cp_context(
+        torch.tensor([0, 20, tokens]), None, token_ranges=[[(90, tokens), (0, 90)]]
+    )
+    do = torch.sin(torch.arange(x.v.numel())).view(x.v.shape)
+
+    def gradients(dtype, impl):
+        rows = [None if t is None else t.to(dtype) for t in (*x, None)]
+        shared = (*rows, *rule, impl, *context.handle, 1)
+        wire, offset, transition, *chunks = custom_op_cp.begin_op(*shared)
+        own = wire[None], offset, transition, chunks, False, False
+        o, _, _, carried, *_ = custom_op_cp.finish_op(*shared, *own)
+        chunks = [chunks[i] for i in resolve(impl, o.device, dtype).always_kept(rule)]
+        given = do.to(dtype), None, *shared, o, [carried, transition, *chunks]
+        wire, offset, *chunks = custom_op_cp.begin_backward_op(*given)
+        assert bool(chunks) == (impl == "torch")
+        return custom_op_cp.finish_backward_op(*given, wire[None], offset, chunks, False)
+
+    exact, plain = gradients(torch.float64, "torch"), gradients(torch.float32, "torch")
+    with interpreted() as launched, tuned(gluon=True, forced=FORCED):
+        found = gradients(torch.float32, "triton")
+    assert set(launched) >= GATED
+    for i, value in enumerate(found):
+        if value.numel():
+            named = f"gradient {i}", value, exact[i], plain[i]
+            assert_within_budget(*named, factor=4.0, shift=2e-5)
 
 
 @pytest.mark.parametrize("changed, reason", [

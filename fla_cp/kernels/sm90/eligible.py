@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.tile_table import Tuning
 from fla_cp.partition.packing import Packing
 
 try:  # Gluon is experimental: a Triton may lack it, or names of it
@@ -48,6 +49,7 @@ __all__ = [
     "intra_headwise",
     "intra_headwise_bwd",
     "pays",
+    "possible",
     "scan",
     "scan_bwd",
     "scan_gated",
@@ -61,25 +63,30 @@ MAX_CHUNK_HEADS = 2**24
 """The kernels number pairs of a chunk and a head in int32; there must be fewer than this."""
 
 
+def possible(tuning: Tuning, dtype: torch.dtype) -> bool:
+    """Whether this Triton has Gluon, the GPU is an sm_90, and the operands are bf16; or whether the
+    tuning decides it."""
+    if tuning.gluon is not None:
+        return tuning.gluon
+    return GLUON and tuning.on_sm90() and dtype == torch.bfloat16
+
+
 def supports(c: Chunks, *rows: Tensor) -> bool:
     """Whether the kernels can compute the chunks, and read `rows` [T, HV, V] or [T, H, K].
 
     They can if this Triton has Gluon, the GPU is an sm_90, the operands are bf16, K = V = 128, and
     the TMA can read every tensor: rows are dense and aligned to 16 bytes, and strides are multiples
     of 8 elements."""
-    if c.tuning.gluon is not None:
-        return c.tuning.gluon
-    return GLUON and c.tuning.on_sm90() and fits(c, *rows)
+    return possible(c.tuning, c.v.dtype) and (c.tuning.gluon is not None or fits(c, *rows))
 
 
 def fits(c: Chunks, *rows: Tensor) -> bool:
-    """What `supports` asks of shapes, dtypes and memory."""
+    """What `supports` asks of shapes and memory."""
     NC, HV, K = c.decay.shape
     read = (*rows, *((c.qg, c.k_decayed, c.kg) if c.of_heads else ()))
     return (
         K == c.v.shape[2] == 128
         and NC * HV < MAX_CHUNK_HEADS
-        and c.v.dtype == torch.bfloat16
         and all(
             x.stride(-1) == 1
             and x.data_ptr() % 16 == 0

@@ -33,11 +33,13 @@ from fla_cp.kernels.sm90.scan import (
 )
 from fla_cp.kernels.sm90.scan_bwd import ScanBwdMore, scan_chunks_back
 from fla_cp.kernels.sm90.tma import barrier
-from fla_cp.kernels.triton.device.bundles import Segments
+from fla_cp.kernels.torch.intra import Inputs
+from fla_cp.kernels.triton.device.bundles import Segments, terms
 from fla_cp.kernels.triton.device.gates import LOG2E
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, Q_SCALE
 from fla_cp.kernels.triton.operands import Chunks, ScanOutputs
 from fla_cp.kernels.triton.tile_table import IN_SCANS, Tile
+from fla_cp.rule import DeltaRule
 
 GATING_WARPS = gl.constexpr(8)
 """How many warps form the gated operands."""
@@ -334,7 +336,7 @@ def scan_gated_sm90_kernel(
     """`scan_sm90_kernel` where no o and no transition is wanted. qg, k_decayed and kg describe q, g
     and k; gate: `Gate`, of the kind GATE."""
     i_v, i_n = gl.program_id(0) % (S.V // S.BV), gl.program_id(0) // (S.V // S.BV)
-    value = gl.program_id(0) >= 0
+    value = gl.program_id(0) >= 0  # always: the columns are those of a state, not of a transition
     at, i_s = at_segment(more.segments, i_n, gl.program_id(1), i_v, S)
     entry = -1
     if S0.ptr is not None:
@@ -399,18 +401,18 @@ def scan_bwd_gated_sm90_kernel(
     # fmt: on
 
 
-def why_not(c: Chunks) -> str:
-    """Why the scans cannot gate the operands of these chunks, which are q, g and k; "" if they
+def why_not(rule: DeltaRule, x: Inputs) -> str:
+    """Why the scans cannot gate q, g and k of such inputs, wherever these are in memory; "" if they
     can."""
-    if c.decay.shape[2] != 128 or c.v.shape[2] != 128:
+    if x.q.shape[2] != 128 or x.v.shape[2] != 128:
         return "K and V must be 128"
-    if c.rule.per_head or c.rule.removal == "p":
+    if rule.per_head or rule.removal == "p":
         return "the rule has one decay a head, or removes along p"
-    if c.terms > 1:
+    if terms(rule, x.v.dtype) > 1:
         return "T and Aqk in two terms leave too little shared memory"
-    if not c.rule.use_exp2:
+    if not rule.use_exp2:
         return "they compute in powers of two"
-    if not all(x.dtype == c.v.dtype for x in (c.qg, c.k_decayed, c.kg)):
+    if not all(t.dtype == x.v.dtype for t in (x.q, x.g, x.k)):
         return "q, k, g and v must have the same dtype"
     return ""
 

@@ -191,6 +191,10 @@ class TritonBackend(Backend):
             qg, k_decayed, kg = gated_operands(*spec, x, rows, anchors, self.tuning)
         return Chunks(*formed, qg, k_decayed, kg, *more), states
 
+    def restores_inputs(self, rule: DeltaRule, x: Inputs) -> bool:
+        given = rule.keep_intermediates or rule.per_head
+        return not given and scan_gated.may_gate(rule, x, self.tuning)
+
     def output_bwd(self, spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
         return chunks, scan_gated.readable(chunks, unit_rows(do))
 

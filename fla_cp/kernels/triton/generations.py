@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fla_cp.kernels.sm90 import eligible as sm90
 from fla_cp.kernels.triton.operands import Chunks
+from fla_cp.kernels.triton.tile_table import Tuning
 from fla_cp.partition.packing import Packing
 
 
@@ -30,6 +32,9 @@ class Generation(Protocol):
     intra_channelwise_steep: Any
     intra_headwise: Any
     intra_headwise_bwd: Any
+
+    def possible(self, tuning: Tuning, dtype: torch.dtype) -> bool:
+        """Whether the kernels run at all here, on operands in dtype."""
 
     def supports(self, c: Chunks, *rows: Tensor) -> bool:
         """Whether the kernels compute the chunks and read `rows` [T, H, K] or [T, HV, V]."""

@@ -261,9 +261,11 @@ def intra_channelwise_bwd(
     if folder != "triton":
         takes = kernels_of(folder).intra_channelwise_bwd.takes(x, c, read, options)
         folder = folder if takes else "triton"
+    first_of_two = "_by_chunk" if len(options) == 2 else ""
+    stages = ["intra_bwd" + (path or first_of_two) + own(rule) for path, _ in options]
     paths = [
-        (c.tuning.tile("intra_bwd" + path + own(rule), K, V, dtype, 0, folder), R)
-        for path, R in options
+        (c.tuning.tile(stage, K, V, dtype, 0, folder), R)
+        for stage, (_, R) in zip(stages, options, strict=True)
     ]
     # Parts of dbeta and dA_log are those of key tiles, so Triton's kernels have the same. With a
     # first kernel of another folder there are parts of dA_log for both.

@@ -58,7 +58,8 @@ TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
 two. Stages end in "_any" without a safe gate, "_head" with one decay a head, "_states" if a scan
 does not write o, "_ends" if it summarizes, "_concurrent" if two scans run at the same time, "_two"
 if a kernel sums both dk and dp over a group, and "_own" if p reads the state with a decay a
-channel. docs/log.md has the figures."""
+channel. "_by_chunk" is the first of two kernels with any gate, for the chunks that are not steep,
+where it has a tile of its own. docs/log.md has the figures."""
 
 FULL_V_MIN_CHAINS = 128
 """From this many (head, segment) chains on, one program covers all of V."""
@@ -88,14 +89,12 @@ TALL, TALL_BWD = Tile(128, 0, 4, 1, 168, folder="sm90"), Tile(64, 128, 4, 1, fol
 """The safe path of the channelwise local stage, forward and backward."""
 QUARTERS_BWD = TALL_BWD._replace(stages=2)
 """TALL_BWD with a reference for each quarter of a chunk, which its stages tell. With any gate, its
-kernel then serves more chunks. Not measured, so not in SM90_TILES."""
+kernel then serves more chunks."""
 STEEP = Tile(128, 0, 4, 1, 168, folder="sm90")
-"""The path of any gate of the channelwise local stage, forward. Not measured, so not in SM90_TILES:
-only a forced tile takes it."""
+"""The path of any gate of the channelwise local stage, forward."""
 IN_SCANS = Tile(128, 64, 4, 3, folder="sm90")
 """As the tile of "gated", it lets the scans of a backward gate q, k and g themselves. It is also
-that of these scans, which have more stages if they only compute states. Not measured, so not in
-SM90_TILES: only a forced tile takes it."""
+that of these scans, which have more stages if they only compute states."""
 SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),
@@ -107,7 +106,10 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan_bwd_concurrent": ((0, NARROW),),
     "scan_bwd_ends_concurrent": ((0, NARROW),),
     "intra": ((0, TALL),),
+    "intra_any": ((0, STEEP),),
+    "gated": ((0, IN_SCANS),),
     "intra_bwd": ((0, TALL_BWD),),
+    "intra_bwd_by_chunk": ((0, QUARTERS_BWD),),
     "intra_head": ((0, Tile(128, 0, 4, 1, folder="sm90")),),
     "scores_bwd_head": ((0, WHOLE),),
     "dqk_head": ((0, WHOLE),),
@@ -182,7 +184,7 @@ def _tile(
     for least, tile in GENERATION_TILES.get(folder, {}).get(stage, ()):
         if chains >= least:
             return tile
-    stage = stage.removesuffix("_kept")
+    stage = stage.removesuffix("_kept").replace("_by_chunk", "")
     key = (architecture, stage, k, v, dtype)
     for least, fuller in TILES_BY_CHAINS.get(key, ()):
         if chains >= least:
@@ -195,7 +197,8 @@ def _tile(
 class Tuning:
     """What decides which kernel a stage runs, and with which tile. The backend of a plan holds one.
 
-    forced: tiles of some stages, by name, which precede every other choice.
+    forced: tiles of some stages, by name, which precede every other choice. That of "intra_bwd" is
+        also for "intra_bwd_by_chunk".
     gluon: whether the kernels of sm90/ run; None: if they support the call.
     min_chunk_heads: they run only for more chunks times heads than this, because the host needs
         time to make TMA descriptors.
@@ -210,8 +213,8 @@ class Tuning:
 
     forced: tuple[tuple[str, Tile], ...] = ()
     gluon: bool | None = None
-    min_chunk_heads: int = 2048
-    min_local_chunk_heads: int = 2048
+    min_chunk_heads: int = 512
+    min_local_chunk_heads: int = 64
     architecture: int | None = None
     sms: int | None = None
     later_share: int = 4
@@ -229,7 +232,7 @@ class Tuning:
         """The tile of a stage for one shape and operand dtype. chains: of a scan, how many there
         are. folder: whose kernels run it."""
         for name, forced in self.forced:
-            if name == stage:
+            if name in (stage, stage.replace("_by_chunk", "")):
                 return forced
         on = architecture() if self.architecture is None else self.architecture
         if on != 90 and self.architecture is None:
