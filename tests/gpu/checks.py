@@ -22,6 +22,7 @@ from tests.gpu.cases import BF16, FP16, FP32, SIZES, cases, recurrent_cases
 from tests.support.cases import INSIDE, Case, named, options
 from tests.support.closeness import share_of_budget
 from tests.support.members import BY_NAME, Call, collect, draw, operator
+from tests.support.rounded import Rounding, rounded_dplr
 from tests.support.running import run, run_pooled, run_recurrent
 from tests.support.tuned import tuned
 
@@ -202,11 +203,13 @@ def judged(
     x: Named,
     dtype: torch.dtype,
     additional: Callable[[Named, Named, Named], Named] = nothing,
+    operands: Callable[[Named], Named] | None = None,
 ) -> dict:
     """One row of the report.
 
     call(inputs, impl) returns the results by name. additional(fp64 inputs, actual, exact) returns
-    further errors that some results may have, see `summed_errors`.
+    further errors that some results may have, see `summed_errors`. operands(fp64 inputs) returns
+    the results with rounded operands, see `share_of_budget`.
     """
     row: dict = {"dtype": str(dtype).removeprefix("torch.")}
     try:
@@ -214,15 +217,19 @@ def judged(
         actual = call(x, "triton")
         row["first_call_s"] = round(time.perf_counter() - started, 2)
         again = call(x, "triton")
-        rounded = {n: t.double() for n, t in x.items()}
-        exact, plain = call(rounded, "torch"), call(x, "torch")
+        wide = {n: t.double() for n, t in x.items()}
+        exact, plain = call(wide, "torch"), call(x, "torch")
         row["same_bits"] = all(torch.equal(actual[n], again[n]) for n in actual)
-        more = additional(rounded, actual, exact)
+        more = additional(wide, actual, exact)
         if dtype == FP32 and {"q", "A_log"} <= x.keys():
-            more = added(more, of_approximations(call, rounded, exact))
-        row["use"], row["worst"] = max(
-            (share_of_budget(actual[n], exact[n], plain[n], more.get(n), dtype), n) for n in actual
-        )
+            more = added(more, of_approximations(call, wide, exact))
+        rounded = operands(wide) if operands else {}
+
+        def use(n: str) -> float:
+            off = more.get(n), dtype, rounded.get(n)
+            return share_of_budget(actual[n], exact[n], plain[n], *off)
+
+        row["use"], row["worst"] = max((use(n), n) for n in actual)
         row["ok"] = row["same_bits"] and row["use"] <= 1.0
     except Exception as error:  # reported, and the process goes on or dies with the GPU context
         row.update(ok=False, error=repr(error)[:200])
@@ -266,7 +273,8 @@ def check_paths(key: str) -> Rows:
         for dtype in (BF16, FP16):
             call = Call(T=T, HV=4, K=K, V=V, decay=decay, options=tuple(more.items()))
             named = f"{key} T={T} {name}"
-            rows.append(check_member(key, K, V, T, dtype, name=named, call=call))
+            keeps = name in ("none", "slow")
+            rows.append(check_member(key, K, V, T, dtype, name=named, call=call, keeps=keeps))
     return rows
 
 
@@ -281,8 +289,10 @@ def check_member(
     name: str = "",
     H: int = 2,
     call: Call | None = None,
+    keeps: bool = False,
 ) -> dict:
-    """call: shapes and options, instead of those that the other arguments stand for."""
+    """call: shapes and options, instead of those that the other arguments stand for. keeps: the
+    state, which must be that of DPLR, forgets nothing of itself."""
     member = BY_NAME[key]
     call = call or Call(T=T, H=H, HV=4, K=K, V=V, inside=inside)
     inside = call.inside
@@ -302,7 +312,9 @@ def check_member(
 
     how = " token by token" * stepwise + " given" * (not inside) + " no groups" * (H == 4)
     row = {"K": K, "V": V, "case": name or f"{key} T={T}{how}"}
-    return row | judged(results, x, dtype, of_gates if inside else nothing)
+    into = {"do": weights[0], "dS": weights[1], "r": Rounding(dtype)}
+    operands = partial(rounded_dplr, **into) if keeps else None
+    return row | judged(results, x, dtype, of_gates if inside else nothing, operands)
 
 
 def of_gates(x: Named, actual: Named, exact: Named) -> Named:

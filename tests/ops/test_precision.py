@@ -18,6 +18,8 @@ from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.support.cases import named
 from tests.support.gluon_interpreter import interpreted
+from tests.support.members import BY_NAME as MEMBERS
+from tests.support.members import Call, collect, draw, operator
 from tests.support.rounded import (
     LINEAR,
     NAMES,
@@ -27,6 +29,7 @@ from tests.support.rounded import (
     relative,
     results,
     rounded,
+    rounded_dplr,
 )
 from tests.support.running import run
 from tests.support.tuned import tune
@@ -50,6 +53,15 @@ def test_without_rounding_it_is_the_operator(per_head):
     op = chunk_gated_delta_rule if per_head else chunk_kda
     exact = results(op, wide, do, keywords | {"impl": "torch"})
     found = relative(rounded(case, wide, Rounding(None), (do, dS)), exact)
+    assert found.keys() == exact.keys()
+    assert max(found.values()) < 1e-12
+
+
+def test_without_rounding_it_is_dplr():
+    member, call = MEMBERS["dplr_delta_rule"], Call(T=70, decay=0.5)
+    wide, _, weights = draw(member, call)
+    exact = collect(lambda x: operator(member, "chunk", x), wide, weights)
+    found = relative(rounded_dplr(wide, *weights, Rounding(None)), exact)
     assert found.keys() == exact.keys()
     assert max(found.values()) < 1e-12
 

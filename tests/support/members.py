@@ -105,7 +105,8 @@ def draw(member, call, dtype=F64):
         x["p"] = randn(B, rows, H, K)
     if member.beta:
         x["beta"] = randn(B, rows, HV)
-    if member.dplr:  # b mostly takes away what a reads, so that the state stays bounded
+    if member.dplr:  # b takes away half of what a reads, and moves some of it to other channels;
+        # without decay the state grows if these are many: K = 128, 1000 tokens: 14 times
         x["a"], rate, other = randn(B, T, H, K), randn(B, T, H, K).sigmoid(), randn(B, T, H, K)
         x["a"] = torch.nn.functional.normalize(x["a"], dim=-1)
         x["b"] = -x["a"] * rate + 0.1 * other

@@ -1,4 +1,4 @@
-"""KDA in fp64 with operands rounded where the kernels round theirs.
+"""KDA and DPLR in fp64 with operands rounded where the kernels round theirs.
 
 The result has the error that half precision costs for these inputs, in kernels that lose nothing
 else. If keys are nearly parallel, o is a small difference of large terms, and a tolerance relative
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.support.cases import PACKED, Case
+from tests.support.closeness import BUDGET
 from tests.support.running import weights
 
 C = 64
@@ -57,6 +59,129 @@ class Rounding:
         return high
 
 
+class Rows(NamedTuple):
+    """What chunks are formed of: q (with the scale), k, v, b [N, H, C, .] and gc, the sum of log
+    decays from the chunk's start. p: what reads the state before the decay, or None if k reads it
+    after. k_scale: with one decay a head, the factors [N, H, C, 1] by which k was multiplied."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    b: Tensor
+    gc: Tensor
+    p: Tensor | None = None
+    k_scale: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Of `Rows`, dg before its gate, and what they are formed of that a norm of q and k needs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    b: Tensor
+    g: Tensor
+    p: Tensor
+    y: Tensor
+    v_new: Tensor
+
+
+def in_chunks(
+    x: Rows, S: Tensor, do: Tensor, dS: Tensor, r: Rounding
+) -> tuple[Tensor, Tensor, Tensor, Gradients]:
+    """o, the state after the last chunk, the gradient of the state S [H, K, V] before the first,
+    and the other gradients."""
+    (q, k, vc, b, gc), N = x[:5], len(x.q)
+    reads, upto = k, gc
+    if x.p is not None:
+        reads, upto = x.p, torch.nn.functional.pad(gc[..., :-1, :], (0, 0, 1, 0))
+    end, decay = gc[..., -1:, :], gc[..., -1, :].exp()[..., None]
+    qg, k_decayed = r("qg", q * gc.exp()), r("k_decayed", reads * upto.exp())
+    kg = r("kg", k * (end - gc).exp())
+
+    def written(n: int) -> Tensor:
+        """The contribution of chunk n to the state."""
+        if x.k_scale is None:
+            return kg[n].mT @ v_new[n]
+        # k is not scaled; its factor multiplies v_new, which is rounded once more
+        factor = x.k_scale[n] * (end - gc)[n].exp()
+        return (k / x.k_scale)[n].mT @ r("w", factor * v_new[n])
+
+    def scores(rows: Tensor, upto: Tensor) -> Tensor:
+        halves = []
+        for n in (0, C // 2):
+            middle, half = gc[..., n + 15 : n + 16, :], slice(n, n + C // 2)
+            col = r("column", k[..., half, :] * (middle - gc[..., half, :]).exp())
+            row = rows * (upto - middle).clamp(max=80.0).exp()
+            halves.append(r("row", row) @ col.mT)
+        return torch.cat(halves, -1).tril(-1)
+
+    eye = torch.eye(C, dtype=q.dtype, device=q.device)
+    inverse = torch.linalg.solve_triangular(eye + b * scores(reads, upto), eye, upper=False)
+    Aqk = r("Aqk", scores(q, gc) + torch.diag_embed((q * k).sum(-1)))
+    inverse = r("T", inverse)
+
+    o, v_new, h = torch.empty_like(vc), torch.empty_like(vc), S.new_empty(N, *S.shape)
+    for n in range(N):
+        h[n] = r("S", S)
+        fresh = inverse[n] @ r("r", b[n] * (vc[n] - k_decayed[n] @ h[n]))
+        v_new[n] = r("v_new", fresh)
+        o[n] = qg[n] @ h[n] + Aqk[n] @ r("v_new of o", fresh)
+        S = decay[n] * S + written(n)
+    final, o = S, r("o", o)
+
+    dh, y, yn = torch.empty_like(h), torch.empty_like(o), torch.empty_like(o)
+    for n in reversed(range(N)):
+        dh[n] = r("dS", dS)
+        yn[n] = inverse[n].mT @ r("T^T dv", kg[n] @ dh[n] + Aqk[n].mT @ do[n])
+        y[n] = r("y", yn[n])
+        dS = decay[n] * dS + qg[n].mT @ do[n] - k_decayed[n].mT @ r("x", b[n] * yn[n])
+
+    # inside a chunk, each token has a row and a column factor, relative to a power of two
+    dAqk, dAkk = do @ v_new.mT, -(y @ v_new.mT)
+    diagonal = torch.diagonal(dAqk, dim1=-2, dim2=-1)[..., None]
+    dAqk, dAkk = r("dAqk", dAqk.tril(-1)), r("dAkk", dAkk.tril(-1))
+    n0, n1 = (torch.floor(gc[..., m : m + 1, :] / LOG2 + 0.5) * LOG2 for m in (15, 47))
+    first = (torch.arange(C, device=q.device) < C // 2)[:, None]
+    near = torch.where(first, n0, n1)
+    f, f_read = (gc - near).exp(), (upto - near).exp()
+    column = r("column", k / f)
+    far = torch.where(first, column * (n1 - n0).exp(), column)
+
+    def of_rows(states: Tensor, dA: Tensor) -> Tensor:
+        return near.exp() * states + torch.where(first, dA @ column, dA @ far)
+
+    def of_columns(dA: Tensor, row: Tensor) -> Tensor:
+        shifted = torch.where(first, row, row * (n1 - n0).exp())
+        return torch.where(first, dA.mT @ shifted, dA.mT @ row)
+
+    dq, dread = of_rows(do @ h.mT, dAqk), of_rows(-(y @ h.mT), dAkk)
+    into_end = (end - near).exp() * (v_new @ dh.mT)
+    row_q, row_read = r("row", q * f), r("row", b * reads * f_read)
+    dcolumn = into_end + of_columns(dAqk, row_q) + of_columns(dAkk, row_read)
+    own = row_read * dread
+    dgc = row_q * dq + own - column * dcolumn
+    dgc[..., -1, :] += (h * dh).sum(-1) * decay[..., 0] + (column * into_end).sum(-2)
+    dg = dgc.flip(-2).cumsum(-2).flip(-2)
+    dq, dread = dq * f + diagonal * k, dread * f_read
+    dk, dp = diagonal * q + dcolumn / f, b * dread
+    if x.p is None:
+        dk += dp
+    else:  # it does not see its own token's decay
+        dg = dg - own
+    db = (vc * y).sum(-1, keepdim=True) + (reads * dread).sum(-1, keepdim=True)
+    return o, final, dS, Gradients(dq, dk, b * y, db, dg, dp, y, v_new)
+
+
+def chunks_of(x: Tensor) -> Tensor:
+    """[T, H, D] as [N, H, C, D]."""
+    return x.unflatten(0, (-1, C)).transpose(1, 2)
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)
+
+
 def rounded(
     case: Case, x: dict[str, Tensor], r: Rounding, into: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Tensor]:
@@ -69,16 +194,9 @@ def rounded(
     q, k, v, raw, beta, A_log, dt_bias = (
         x[n].double().squeeze(0) for n in (*PACKED, "A_log", "dt_bias")
     )
-    (T, H, K), V, per_head = q.shape, v.shape[-1], raw.dim() == 2
-    N, scale, device = T // C, K**-0.5, q.device
-    do, dS = (w.to(device).double() for w in into or weights(case))
-
-    def chunks(t: Tensor) -> Tensor:
-        return t.unflatten(0, (N, C)).transpose(1, 2)  # [N, H, C, ..]
-
-    def tokens(t: Tensor) -> Tensor:
-        return t.transpose(1, 2).flatten(0, 1)
-
+    (_, H, K), V, per_head = q.shape, v.shape[-1], raw.dim() == 2
+    scale = K**-0.5
+    do, dS = (w.to(q.device).double()[0] for w in into or weights(case))
     rate = A_log.exp()[:, None]
     if per_head:
         raw = raw[..., None] + dt_bias[:, None]
@@ -87,99 +205,76 @@ def rounded(
         raw, bound = raw + dt_bias.view(H, K), case.keywords["lower_bound"]
         gate = torch.sigmoid(rate * raw)
         step, slope = bound * gate, bound * rate * gate * (1 - gate)
-    gc = chunks(step).cumsum(-2)
     q_scale, k_scale = ((t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
-    qn, kn, vc, do = chunks(q * q_scale) * scale, chunks(k * k_scale), chunks(v), chunks(do[0])
-    b = chunks(beta.sigmoid())[..., None]
-    end, decay = gc[..., -1:, :], gc[..., -1, :].exp()[..., None]
-    qg, k_decayed = r("qg", qn * gc.exp()), r("k_decayed", kn * gc.exp())
-    kg = r("kg", kn * (end - gc).exp())
+    qn, kn = chunks_of(q * q_scale) * scale, chunks_of(k * k_scale)
+    b, gc = chunks_of(beta.sigmoid()[..., None]), chunks_of(step).cumsum(-2)
+    rows = Rows(qn, kn, chunks_of(v), b, gc, None, chunks_of(k_scale) if per_head else None)
+    do = chunks_of(do)
+    o, final, _, d = in_chunks(rows, q.new_zeros(H, K, V), do, dS, r)
 
-    def written(n: int) -> Tensor:
-        """The contribution of chunk n to the state."""
-        if per_head:  # k is not scaled; its factor multiplies v_new, which is rounded once more
-            factor = chunks(k_scale)[n] * (end - gc)[n].exp()
-            return chunks(k)[n].mT @ r("w", factor * v_new[n])
-        return kg[n].mT @ v_new[n]
-
-    def scores(rows: Tensor) -> Tensor:
-        halves = []
-        for n in (0, C // 2):
-            middle, half = gc[..., n + 15 : n + 16, :], slice(n, n + C // 2)
-            col = r("column", kn[..., half, :] * (middle - gc[..., half, :]).exp())
-            row = rows * (gc - middle).clamp(max=80.0).exp()
-            halves.append(r("row", row) @ col.mT)
-        return torch.cat(halves, -1).tril(-1)
-
-    eye = torch.eye(C, dtype=q.dtype, device=device)
-    inverse = torch.linalg.solve_triangular(eye + b * scores(kn), eye, upper=False)
-    Aqk = r("Aqk", scores(qn) + torch.diag_embed((qn * kn).sum(-1)))
-    inverse = r("T", inverse)
-
-    S = q.new_zeros(H, K, V)
-    o, h, v_new = (q.new_empty(N, H, n, V) for n in (C, K, C))
-    for n in range(N):
-        h[n] = r("S", S)
-        fresh = inverse[n] @ r("r", b[n] * (vc[n] - k_decayed[n] @ h[n]))
-        v_new[n] = r("v_new", fresh)
-        o[n] = qg[n] @ h[n] + Aqk[n] @ r("v_new of o", fresh)
-        S = decay[n] * S + written(n)
-    final, o = S, r("o", o)
-
-    dh, y, yn = torch.empty_like(h), torch.empty_like(o), torch.empty_like(o)
-    dS = dS[0]
-    for n in reversed(range(N)):
-        dh[n] = r("dS", dS)
-        yn[n] = inverse[n].mT @ r("T^T dv", kg[n] @ dh[n] + Aqk[n].mT @ do[n])
-        y[n] = r("y", yn[n])
-        dS = decay[n] * dS + qg[n].mT @ do[n] - k_decayed[n].mT @ r("x", b[n] * yn[n])
-
-    # inside a chunk, each token has a row and a column factor, relative to a power of two
-    dAqk, dAkk = do @ v_new.mT, -(y @ v_new.mT)
-    diagonal = torch.diagonal(dAqk, dim1=-2, dim2=-1)[..., None]
-    dAqk, dAkk = r("dAqk", dAqk.tril(-1)), r("dAkk", dAkk.tril(-1))
-    n0, n1 = (torch.floor(gc[..., m : m + 1, :] / LOG2 + 0.5) * LOG2 for m in (15, 47))
-    first = (torch.arange(C, device=device) < C // 2)[:, None]
-    near = torch.where(first, n0, n1)
-    f = (gc - near).exp()
-    column = r("column", kn / f)
-    far = torch.where(first, column * (n1 - n0).exp(), column)
-
-    def of_rows(states: Tensor, dA: Tensor) -> Tensor:
-        return near.exp() * states + torch.where(first, dA @ column, dA @ far)
-
-    def of_columns(dA: Tensor, row: Tensor) -> Tensor:
-        shifted = torch.where(first, row, row * (n1 - n0).exp())
-        return torch.where(first, dA.mT @ shifted, dA.mT @ row)
-
-    dq, drow = of_rows(do @ h.mT, dAqk), of_rows(-(y @ h.mT), dAkk)
-    into_end = (end - near).exp() * (v_new @ dh.mT)
-    row_q, row_k = r("row", qn * f), r("row", b * kn * f)
-    dcolumn = into_end + of_columns(dAqk, row_q) + of_columns(dAkk, row_k)
-    dgc = row_q * dq + row_k * drow - column * dcolumn
-    dgc[..., -1, :] += (h * dh).sum(-1) * decay[..., 0] + (column * into_end).sum(-2)
-    dg = tokens(dgc.flip(-2).cumsum(-2).flip(-2))
+    dg = tokens_of(d.g)
     if per_head:
         dg = dg.sum(-1, keepdim=True)
     dA_log = (dg * (step if per_head else slope * raw)).sum((0, 2))
     dg = dg * slope
-
-    dq = dq * f + diagonal * kn
-    dk = diagonal * qn + drow * f * b + dcolumn / f
-    dbeta = (vc * y).sum(-1, keepdim=True) + (kn * drow * f).sum(-1, keepdim=True)
-    dq -= qn / scale**2 * (do * o).sum(-1, keepdim=True)
-    dk -= kn * (y * (2 * v_new - b * vc)).sum(-1, keepdim=True)
+    dq = d.q - qn / scale**2 * (do * o).sum(-1, keepdim=True)
+    dk = d.k - kn * (d.y * (2 * d.v_new - b * rows.v)).sum(-1, keepdim=True)
     found = {
-        "o": tokens(o),
-        "dq": tokens(dq) * scale * q_scale,
-        "dk": tokens(dk) * k_scale,
-        "dv": tokens(b * y),
+        "o": tokens_of(o),
+        "dq": tokens_of(dq) * scale * q_scale,
+        "dk": tokens_of(dk) * k_scale,
+        "dv": tokens_of(d.v),
         "dg": dg[..., 0] if per_head else dg,
-        "dbeta": tokens(dbeta)[..., 0] * beta.sigmoid() * (1 - beta.sigmoid()),
+        "dbeta": tokens_of(d.b)[..., 0] * beta.sigmoid() * (1 - beta.sigmoid()),
     }
     found = {n: r(n, t)[None] for n, t in found.items()}
     sums = {"dA_log": dA_log, "ddt_bias": dg.sum(0).flatten()}
     return found | {"final_state": final[None], **sums}
+
+
+def rounded_dplr(x: dict[str, Tensor], do: Tensor, dS: Tensor, r: Rounding) -> dict[str, Tensor]:
+    """o, final_state and every gradient of `chunk_dplr_delta_rule`, by name, fp64.
+
+    x: q, k, v, a, b, gk of one sequence, already rounded, gk a decay without a gate, and the
+    initial state. do, dS: gradients of o and of the final state. A token has two rows, see
+    fla_cp/ops/dplr.py. Decays must be those of chunks that take the path of a safe gate.
+    """
+    q, k, v, a, b, gk, S = (
+        x[n].to(do.device).double()[0] for n in ("q", "k", "v", "a", "b", "gk", "initial_state")
+    )
+    (T, H, _), HV, scale = q.shape, v.shape[1], q.shape[-1] ** -0.5
+    q, k, a, b = (t.repeat_interleave(HV // H, 1) for t in (q, k, a, b))
+
+    def rows(one: Tensor | None, two: Tensor | None) -> Tensor:
+        given = one if two is None else two
+        pair = (torch.zeros_like(given) if t is None else t for t in (one, two))
+        t = torch.stack([*pair], 1).flatten(0, 1)
+        return chunks_of(torch.nn.functional.pad(t, (0, 0, 0, 0, 0, -len(t) % C)))
+
+    gc = rows(gk, None).cumsum(-2)
+    ones = gc.new_ones(len(gc), 1, 1, 1)
+    chunks = Rows(rows(None, q * scale), rows(b, k), rows(None, v), ones, gc, rows(-a, None))
+    do = rows(None, r("do", do.to(q)[0]))
+    o, final, dS0, d = in_chunks(chunks, S, do, dS.to(q)[0], r)
+
+    def of(t: Tensor, row: int) -> Tensor:
+        """Of the first or second row of every token."""
+        return tokens_of(t)[: 2 * T].unflatten(0, (T, 2))[:, row]
+
+    def of_heads(t: Tensor) -> Tensor:
+        return t.unflatten(1, (H, HV // H)).sum(2)
+
+    found = {
+        "o": of(o, 1),
+        "dq": of_heads(of(d.q, 1)) * scale,
+        "dk": of_heads(of(d.k, 1)),
+        "dv": of(d.v, 1),
+        "da": -of_heads(of(d.p, 0)),
+        "db": of_heads(of(d.k, 0)),
+        "dgk": of(d.g, 0),
+    }
+    states = {"final_state": final[None], "dinitial_state": dS0[None]}
+    return {n: r(n, t)[None] for n, t in found.items()} | states
 
 
 def relative(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
@@ -187,12 +282,6 @@ def relative(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, f
     return {
         n: ((actual[n].double() - t).norm() / t.double().norm()).item() for n, t in exact.items()
     }
-
-
-BUDGET = 1.25
-"""A kernel's error may be this multiple of the error from rounding its operands alone, since it may
-order and split sums in another way. Measured on an H200: 0.95 to 1.10 for every output and
-gradient except those of A_log and dt_bias, which are sums of few numbers."""
 
 
 LINEAR = ("o", "final_state", "dv")

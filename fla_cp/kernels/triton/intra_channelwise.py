@@ -65,7 +65,7 @@ from fla_cp.kernels.triton.device.channelwise_decay import (
 )
 from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO, sums
 from fla_cp.kernels.triton.device.gates import load_beta
-from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
+from fla_cp.kernels.triton.device.inverse import needs_nearest, unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
@@ -217,7 +217,8 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
             same = (o_i // 16)[:, None] == (o_i // 16)[None, :]
             b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [S.BT // 16, 16, S.BT // 16, 16])
             b_16 = tl.sum(b_16, axis=2)
-        b_T = unit_lower_inverse(b_kk, b_16, S.BT, S.TERMS, S.PRECISION)
+        NEAREST: tl.constexpr = needs_nearest(S.TERMS, operand)
+        b_T = unit_lower_inverse(b_kk, b_16, S.BT, NEAREST, S.PRECISION)
         store_square(out.T, i_ch, b_T, o_i, S.TERMS)
 
 

@@ -39,7 +39,7 @@ from fla_cp.kernels.triton.device.headwise_decay import (
     running_sums,
     total_of,
 )
-from fla_cp.kernels.triton.device.inverse import unit_lower_inverse
+from fla_cp.kernels.triton.device.inverse import needs_nearest, unit_lower_inverse
 from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, tables
@@ -157,7 +157,8 @@ def intra_head_kernel(
         b_kk *= decays(before, gc, i, R.EXP2)
         same = (i // 16)[:, None] == (i // 16)[None, :]
         b_16 = tl.reshape(tl.where(same, b_kk, 0.0), [S.BT // 16, 16, S.BT // 16, 16])
-        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), S.BT, S.TERMS, S.PRECISION)
+        NEAREST: tl.constexpr = needs_nearest(S.TERMS, operand)
+        b_T = unit_lower_inverse(b_kk, tl.sum(b_16, axis=2), S.BT, NEAREST, S.PRECISION)
         store_square(out.T, i_ch, b_T, i, S.TERMS)
 
 
