@@ -78,7 +78,7 @@ class ShardedCall(Call):
 
     def received(self, sent: list[Tensor], saved: Saved, o: Tensor) -> Any:
         """The chunks in the backward's second op. sent: what the first one returned of them."""
-        plan, tensors = self.plan, list(sent)
+        plan, tensors = self.plan, list[Any](sent)
         if not self.sends_chunks:
             return plan.backend.restore(plan.spec, self.x, saved.kept, o)[0]
         always = plan.backend.always_kept(plan.rule)

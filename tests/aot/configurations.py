@@ -90,7 +90,7 @@ def compile_dplr(K: int, V: int, dtype: torch.dtype, gate: dict) -> list[Launch]
 
 def of_squares(call: Callable[[], list[Launch]]) -> list[Launch]:
     """The launches of kernels that write or read T and Aqk, which change with two terms."""
-    of = ("scan", "intra_kernel", "intra_sm90", "intra_head")
+    of = ("scan", "intra_kernel", "intra_sm90", "intra_head", "steep")
     return [k for k in call() if k.kernel.startswith(of)]
 
 
@@ -366,7 +366,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             return compile_member(family, 128, 128, torch.bfloat16, options)
 
     def local_in_triton(family: str, options: dict) -> list[Launch]:
-        local = ("intra", "intra_bwd")
+        local = ("intra", "intra_any", "gated", "intra_bwd")
         choice = {k[1]: t for k, t in tile_table.TABLE.items() if k[1] in local}
         return with_tiles(choice, family, options)
 
@@ -377,33 +377,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         call = functools.partial(local_in_triton, family, options | HIGH)
         yield f"{family} bf16 {gate} high, chunks in Triton", functools.partial(of_squares, call)
 
-    def steep_in_gluon(family: str, options: dict) -> list[Launch]:
-        kernels = with_tiles({"intra_any": tile_table.STEEP}, family, options)
-        return [k for k in kernels if k.kernel.startswith("steep")]
-
-    for family, options in product(("kda", "gla"), ({}, HIGH)):
-        call = functools.partial(steep_in_gluon, family, options)
-        yield f"{family} bf16 any{' high' * (options is HIGH)}, steep chunks in Gluon", call
-    call = functools.partial(steep_in_gluon, "kda", {"lower_bound": -40.0})
-    yield "kda bf16 any bounded, steep chunks in Gluon", call
-
-    def with_quarters(family: str, options: dict) -> list[Launch]:
-        kernels = with_tiles({"intra_bwd": tile_table.QUARTERS_BWD}, family, options)
-        return [k for k in kernels if k.kernel.startswith(("safe_bwd", "mark"))]
-
-    for family, gate in product(("kda", "gla"), ("safe", "any")):
-        call = functools.partial(with_quarters, family, SAFE if gate == "safe" else {})
-        yield f"{family} bf16 {gate}, references of quarters", call
-    call = functools.partial(with_quarters, "kda", {"lower_bound": -40.0})
-    yield "kda bf16 any bounded, references of quarters", call
-
-    def gated_in_scans(family: str, options: dict) -> list[Launch]:
-        kernels = with_tiles({"gated": tile_table.IN_SCANS}, family, options)
-        return [k for k in kernels if "_gated_" in k.kernel]
-
-    for family, gate in (("kda", "any"), ("gla", "safe"), ("gla", "any")):  # "gated" has KDA's safe
-        call = functools.partial(gated_in_scans, family, SAFE if gate == "safe" else {})
-        yield f"{family} bf16 {gate}, gated in scans", call
+    call = functools.partial(compile_call, 128, 128, torch.bfloat16, {"lower_bound": -40.0})
+    yield "kda bf16 any bounded", call
 
     scans = {k[1]: t for k, t in tile_table.TABLE.items() if k[1].startswith("scan")}
     yield "128x128 bf16 head, scans in Triton", functools.partial(head_in_triton, scans)

@@ -207,9 +207,11 @@ def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatc
 
 
 @pytest.mark.parametrize("most, local", [(2**30, 2**30), (0, 0), (2**30, 0), (0, 2**30)])
-def test_kernels_without_descriptors_have_a_threshold_of_their_own(most, local):
-    """The smaller of both counts for them."""
-    c = chunks()._replace(tuning=Tuning(min_chunk_heads=most, min_local_chunk_heads=local))
+def test_only_channelwise_scans_have_the_larger_threshold(most, local):
+    """For all other kernels the smaller one counts."""
+    tuning = Tuning(min_chunk_heads=most, min_local_chunk_heads=local)
+    c, of_heads = (chunks(heads=n)._replace(tuning=tuning) for n in (False, True))
     packing = Packing.build((0, len(c.v)))
+    either = "sm90" if 0 in (most, local) else "triton"
     assert choose(packing, c, c.v) == ("sm90" if most == 0 else "triton")
-    assert choose(packing, c, described=False) == ("sm90" if 0 in (most, local) else "triton")
+    assert choose(packing, c, scans=False) == choose(packing, of_heads, c.v) == either

@@ -96,13 +96,14 @@ def fits(c: Chunks, *rows: Tensor) -> bool:
     )
 
 
-def pays(packing: Packing, c: Chunks, described: bool = True) -> bool:
+def pays(packing: Packing, c: Chunks, scans: bool = True) -> bool:
     """Whether there is enough work. It is decided for the rank that has most chunks, so that all
-    ranks run the same kernels. described: whether the kernels take tensor descriptors."""
+    ranks run the same kernels. scans: whether they are scans, which have few programs for few
+    chunks and heads; with one decay a head the local stages gain more than scans lose."""
     if c.tuning.gluon is not None:
         return c.tuning.gluon
     size = packing.largest.chunks * c.decay.shape[1]
     least = c.tuning.min_chunk_heads
-    if not described:
+    if c.rule.per_head or not scans:
         least = min(least, c.tuning.min_local_chunk_heads)
     return least < size < MAX_CHUNK_HEADS

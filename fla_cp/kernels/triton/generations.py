@@ -39,18 +39,18 @@ class Generation(Protocol):
     def supports(self, c: Chunks, *rows: Tensor) -> bool:
         """Whether the kernels compute the chunks and read `rows` [T, H, K] or [T, HV, V]."""
 
-    def pays(self, packing: Packing, c: Chunks, described: bool = True) -> bool:
-        """Whether the call is large enough. All ranks decide alike. described: whether the kernels
-        take tensor descriptors, which cost the host time."""
+    def pays(self, packing: Packing, c: Chunks, scans: bool = True) -> bool:
+        """Whether the call is large enough. All ranks decide alike. scans: whether the kernels are
+        scans."""
 
 
 GENERATIONS: tuple[Generation, ...] = (sm90,)
 
 
-def choose(packing: Packing, c: Chunks, *rows: Tensor, described: bool = True) -> str:
-    """The folder of the kernels that run a stage. rows, described: see `Generation`."""
+def choose(packing: Packing, c: Chunks, *rows: Tensor, scans: bool = True) -> str:
+    """The folder of the kernels that run a stage. rows, scans: see `Generation`."""
     for generation in GENERATIONS:
-        if generation.supports(c, *rows) and generation.pays(packing, c, described):
+        if generation.supports(c, *rows) and generation.pays(packing, c, scans):
             return generation.FOLDER
     return "triton"
 

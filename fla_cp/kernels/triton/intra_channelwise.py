@@ -270,7 +270,7 @@ def intra_channelwise(table: Tables, packing: Packing, x: Inputs, c: Chunks) -> 
     shape_of = functools.partial(shape, rule, dtype, x.q.shape[1], HV, K, V)
     given = *qkp(x), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
     paths = local_paths(rule, dtype)  # the last one reads what the first one wrote
-    folder = choose(packing, c, described=False)
+    folder = choose(packing, c, scans=False)
     if folder != "triton" and not kernels_of(folder).intra_channelwise.takes(x, c, paths):
         folder = "triton"
     for path, R in paths:

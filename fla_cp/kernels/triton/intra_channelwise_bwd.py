@@ -257,7 +257,7 @@ def intra_channelwise_bwd(
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), (tokens, H), V = c.decay.shape, x.q.shape[:2], x.v.shape[2]
     read, options = saved(x, c, states, grads), local_paths(rule, dtype)
-    folder = choose(packing, c, described=False)
+    folder = choose(packing, c, scans=False)
     if folder != "triton":
         takes = kernels_of(folder).intra_channelwise_bwd.takes(x, c, read, options)
         folder = folder if takes else "triton"

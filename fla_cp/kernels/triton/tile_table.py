@@ -200,10 +200,9 @@ class Tuning:
     forced: tiles of some stages, by name, which precede every other choice. That of "intra_bwd" is
         also for "intra_bwd_by_chunk".
     gluon: whether the kernels of sm90/ run; None: if they support the call.
-    min_chunk_heads: they run only for more chunks times heads than this, because the host needs
-        time to make TMA descriptors.
-    min_local_chunk_heads: that number for the channelwise local stage, whose kernels need none; it
-        counts if it is the smaller one.
+    min_chunk_heads: its scans run only for more chunks times heads than this.
+    min_local_chunk_heads: that number for the channelwise local stage, and for all stages with one
+        decay a head; it counts if it is the smaller one.
     architecture: compute capability, 10 * major + minor; None: that of the GPU.
     sms: streaming multiprocessors; None: those of the GPU.
     later_share, later_least: the chunks that no summary reads may be formed after the others, while
