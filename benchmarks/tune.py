@@ -132,6 +132,9 @@ PATHS = ("_any_own", "_own", "_any", "_head")
 GROUPED = ("dq_head", "dk_head")
 """Stages of calls with several value heads a key head."""
 
+GATED_BEFORE = TABLE[90, "gated", 128, 128, torch.bfloat16]
+"""The tile of "gated" that is Triton's."""
+
 DECAY, FASTEST = 0.6, 10.0
 """Largest decay a token of RWKV-7 (natural log), and one that no chunk takes a safe gate's path
 with: over the 8 tokens of 16 rows it is more than 100 powers of two."""
@@ -157,9 +160,11 @@ def forced(choice: dict[str, Tile], **thresholds: int | None) -> Iterator[None]:
 
 def choice_of(stage: str, tile: Tile) -> dict[str, Tile]:
     """What `forced` takes, so that a stage has a tile. The backward of any gate has two kernels; a
-    tile of sm90/ is for the first one, which calls with a safe gate run, too."""
+    tile of sm90/ is for the first one, which calls with a safe gate run, too. Scans that gate their
+    operands have tiles of their own, so a tile of the others forces a pass that gates before."""
     first = tile.folder != "triton" and stage == "intra_bwd_any"
-    return {"intra_bwd" if first else stage: tile}
+    before = {"gated": GATED_BEFORE} if stage.startswith("scan_") else {}
+    return {"intra_bwd" if first else stage: tile} | before
 
 
 @dataclass(frozen=True)
