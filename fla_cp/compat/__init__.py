@@ -37,6 +37,7 @@ from fla_cp.compat.recurrent import (
     fused_recurrent_gdn,
     fused_recurrent_gla,
     fused_recurrent_kda,
+    fused_recurrent_kda_fwd,
     fused_recurrent_rwkv7,
     fused_recurrent_simple_gla,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "fused_recurrent_gdn",
     "fused_recurrent_gla",
     "fused_recurrent_kda",
+    "fused_recurrent_kda_fwd",
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
     "l2_norm",

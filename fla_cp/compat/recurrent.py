@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fla_cp import ops
@@ -65,6 +66,67 @@ def fused_recurrent_kda(
         **gate(use_gate_in_kernel, A_log, dt_bias),
         **places(cu_seqlens),
     )
+
+
+def fused_recurrent_kda_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    inplace_final_state: bool = True,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    out: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla_cp.fused_recurrent_kda` for serving, with the states of a pool and in place unless told
+    otherwise.
+
+    out: like v; if given, o is written there, and it is returned. It has no gradients.
+    """
+    nothing_left("fused_recurrent_kda_fwd", kwargs)
+    if out is not None:
+        check_tensors(("v", "out"), (v, out), 2)
+        if (out.shape, out.dtype, out.device) != (v.shape, v.dtype, v.device):
+            raise ValueError(
+                f"out must have v's shape {tuple(v.shape)}, dtype {v.dtype} and device {v.device}, "
+                f"got {tuple(out.shape)}, {out.dtype} and {out.device}"
+            )
+    with torch.no_grad():
+        o, final = ops.fused_recurrent_kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            inplace_final_state=inplace_final_state,
+            ssm_state_indices=ssm_state_indices,
+            num_accepted_tokens=num_accepted_tokens,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval,
+            lower_bound=lower_bound,
+            state_v_first=state_v_first,
+            **gate(use_gate_in_kernel, A_log, dt_bias),
+            **places(cu_seqlens),
+        )
+        return (o if out is None else out.copy_(o)), final
 
 
 def fused_recurrent_gated_delta_rule(
