@@ -75,19 +75,14 @@ def wide(x: Tensor | None) -> Tensor | None:
     return x
 
 
-def chunk_size(
-    kwargs: dict[str, Any], sizes: tuple[int | None, ...], *, states: bool = False
-) -> None:
-    """Takes chunk_size out of the keywords. A result does not depend on it, except the states at
-    the start of each chunk."""
-    size = kwargs.pop("chunk_size", 64)
-    if states and size != 64:
-        raise ValueError(
-            f"chunk_size must be 64 with return_intermediate_states=True, got {described(size)}"
-        )
+def chunk_size(kwargs: dict[str, Any], sizes: tuple[int | None, ...]) -> int | None:
+    """Takes chunk_size out of the keywords. No result depends on it, except the states at the start
+    of each chunk."""
+    size: int | None = kwargs.pop("chunk_size", 64)
     if isinstance(size, bool) or size not in sizes:
         listed = ", ".join(map(str, sizes[:-1]))
         raise ValueError(f"chunk_size must be {listed} or {sizes[-1]}, got {described(size)}")
+    return size
 
 
 def bounded(safe_gate: bool, lower_bound: float | None, size: int | None) -> dict[str, Any]:

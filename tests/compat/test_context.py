@@ -7,6 +7,7 @@ import torch
 
 from fla_cp import compat, zigzag_token_ranges
 from fla_cp.partition.fla_names import Neighbours
+from fla_cp.reference import recurrence
 from tests.support.closeness import assert_exact
 from tests.support.fla_record import by_position
 from tests.support.members import BY_NAME, Call, draw, oracle
@@ -138,6 +139,31 @@ def sharded(group, rank, name, layout):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_under_a_context(gloo_pool, name, layout):
     gloo_pool.run(sharded, name, layout)
+
+
+def halved(group, rank, layout):
+    """The states before every 32 of this rank's tokens in a document."""
+    x, _, _ = draw(BY_NAME["kda"], Call(T=300, cu=(0, 40, 300), decay=0.01))
+    context = compat.build_cp_context(torch.tensor([0, 40, 300]), group, layout=layout)
+    state = x.pop("initial_state")
+    mine = {n: context.shard(t) for n, t in x.items()}
+    more = {"return_intermediate_states": True, "chunk_size": 32, "initial_state": state}
+    h = by_position("chunk_kda", **mine, **more, cp_context=context)[2]
+    exact = []
+    for start, stop in context.token_ranges[context.rank]:
+        for n, (begin, end) in enumerate(((0, 40), (40, 300))):
+            for token in range(max(start, begin), min(stop, end), 32):
+                before = {k: t[:, begin:token] for k, t in x.items()}
+                first = state[n : n + 1]
+                exact.append(
+                    recurrence(**before, initial_state=first)[1] if token > begin else first
+                )
+    assert_exact("h", h[0], torch.cat(exact))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_intermediate_states_of_chunks_of_32(gloo_pool, layout):
+    gloo_pool.run(halved, layout)
 
 
 def delta_rule(group, rank):

@@ -123,6 +123,58 @@ def test_intermediate_states_are_a_third_result():
     assert h.shape == (1, 2, 4, 8, 6)
 
 
+LENGTHS = (0, 1, 33, 33, 65, 161, 225)
+"""Sequences of 1, 32, 0, 32, 96 and 64 tokens."""
+
+
+@pytest.mark.parametrize("v_first", [False, True], ids=["KV", "VK"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Call(T=225, cu=LENGTHS, HV=4),
+        Call(T=225, cu=LENGTHS, inside=True),
+        Call(T=97, B=3, decay=1e-3),
+        Call(T=32),
+    ],
+    ids=["packed", "inside", "rows", "short"],
+)
+def test_intermediate_states_of_chunks_of_32(shape, v_first):
+    """The states before tokens 0, 32, 64, .. of each sequence, by the recurrence up to there."""
+    member, x, keywords = of("chunk_kda", shape)
+    expected = []
+    for n, (start, stop) in enumerate(pairwise(shape.offsets())):
+        row = {
+            k: t[start // shape.T if shape.cu is None else 0] for k, t in x.items() if t.ndim > 2
+        }
+        begin = start if shape.cu is not None else 0
+        state = x["initial_state"][n : n + 1]
+        rates = {k: x[k] for k in ("A_log", "dt_bias") if k in x}
+        for tokens in range(0, stop - start, 32):
+            part = {k: row[k][None, begin : begin + tokens] for k in member.arguments}
+            before = state
+            if tokens:
+                before = recurrence(**part, **rates, initial_state=state, **keywords)[1]
+            expected.append(before[0])
+    exact = torch.stack(expected).unflatten(0, (shape.B, -1))
+    if v_first:
+        exact, x["initial_state"] = exact.mT, x["initial_state"].mT.contiguous()
+    more = {"return_intermediate_states": True, "state_v_first": v_first, **keywords}
+    o, final, h = call("chunk_kda", x, member, chunk_size=32, **more, **packing(shape))
+    assert_exact("h", h, exact)
+    others = call("chunk_kda", x, member, **more, **packing(shape))
+    assert_exact("o", o, others[0])
+    assert_exact("final_state", final, others[1])
+
+
+def test_intermediate_states_of_chunks_of_32_have_no_gradient():
+    member, x, _ = of("chunk_kda", Call(T=70), torch.bfloat16)
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    keywords = {"chunk_size": 32, "return_intermediate_states": True}
+    o, _, h = call("chunk_kda", leaves, member, **keywords)
+    assert o.requires_grad and not h.requires_grad
+    assert h.dtype == torch.bfloat16 and h.shape == (1, 3, 4, 8, 6)
+
+
 @pytest.mark.parametrize("name", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
 def test_g_gamma_is_a_decay_for_every_token(name):
     member, x, _ = of(name)
@@ -286,8 +338,6 @@ def test_chunk_sizes():
     member, x, _ = of("chunk_kda")
     with pytest.raises(ValueError, match="chunk_size must be 32 or 64, got 16"):
         call("chunk_kda", x, member, chunk_size=16)
-    with pytest.raises(ValueError, match="chunk_size must be 64 with return_intermediate_states"):
-        call("chunk_kda", x, member, chunk_size=32, return_intermediate_states=True)
     member, x, _ = of("chunk_gated_delta_rule")
     with pytest.raises(ValueError, match="chunk_size must be 16, 32 or 64, got 48"):
         call("chunk_gated_delta_rule", x, member, chunk_size=48)
