@@ -27,6 +27,7 @@ from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.loss import chunked_cross_entropy, token_scores
 from fla_cp.train.mixers import make_mixer
 from fla_cp.train.pattern import block_mixers
+from fla_cp.train.waiting_bars import show_compilations
 from fla_cp.train.weights import give_memory, initialise
 
 INIT_STD = 0.02
@@ -357,6 +358,7 @@ that projections and gradients of weights run meanwhile."""
 def compile_blocks(model: Decoder) -> None:
     """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
     share one code object, so that a shape is compiled once."""
+    show_compilations()
     for block in model.blocks:
         run = torch.compile(block.forward, fullgraph=True, options=COMPILE_OPTIONS)
         rows = getattr(block.mixer, "rows", 1)

@@ -1,4 +1,4 @@
-"""A progress bar for what one waits for: loading, tokenising, saving.
+"""A progress bar for what one waits for: loading, tokenising, saving, compiling.
 
     with shown("loading weights", total=291, unit="tensors") as update:
         for tensor in tensors:
@@ -7,7 +7,7 @@
 
 Rank 0 draws the bar on stderr if that is a terminal, once the block has taken a few seconds, and
 wipes it off at the end. A thread draws it, so that the clock goes on where one call takes all the
-time. Compiling of kernels has a line of its own (fla_cp/kernels/triton/compiling.py).
+time. Compiling of Triton's kernels has a line of its own (fla_cp/kernels/triton/compiling.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
@@ -53,6 +53,28 @@ def shown(
     finally:
         over.set()
         thread.join()
+
+
+_compilation = ExitStack()
+"""The bar of the compilation that is under way."""
+
+
+def show_compilations() -> None:
+    """From now on each compilation of torch.compile in this process has a bar."""
+    # No public call says when one begins and ends. torch 2.10 to 2.13 have this.
+    from torch._dynamo.callback import callback_handler
+
+    if _compilation_begins not in callback_handler.start_callbacks:  # torch._dynamo.reset drops it
+        callback_handler.register_start_callback(_compilation_begins)
+        callback_handler.register_end_callback(_compilation_ends)
+
+
+def _compilation_begins(*_: object) -> None:
+    _compilation.enter_context(shown("compiling the model"))
+
+
+def _compilation_ends(*_: object) -> None:
+    _compilation.close()
 
 
 def _shows() -> bool:

@@ -6,10 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fla_cp.train.export
@@ -28,6 +29,7 @@ from fla_cp.train import (
     waiting_bars,
     weights,
 )
+from fla_cp.train.model import compile_blocks
 from fla_cp.train.waiting_bars import shown
 from tests.support.exported import MODELS, QWEN, TINY, random_run
 from tests.support.processes import ROOT, environment
@@ -111,6 +113,34 @@ def test_errors_pass_and_wipe_the_bar_off(terminal):
     with pytest.raises(KeyError):
         fail()
     assert not threads() and not terminal.getvalue().rsplit("\r", 2)[-2].strip()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["done", "error"])
+def test_compilations_of_blocks_have_a_bar(terminal, monkeypatch, fails):
+    """Once `compile_blocks` was called, also after a reset of the compiler."""
+    torch._dynamo.reset()
+    block = SimpleNamespace(forward=None, mixer=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda f, **options: f)
+        for _ in range(2):
+            compile_blocks(SimpleNamespace(blocks=[block]))
+
+    def backend(graph, inputs):
+        terminal.wait_for("compiling the model: 00:00")
+        assert len(threads()) == 1
+        if fails:
+            raise KeyError("broken")
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) if fails else nullcontext():
+        assert double(torch.ones(())) == 2
+    assert not threads() and not terminal.getvalue().rsplit("\r", 2)[-2].strip()
+    before = terminal.getvalue()
+    if not fails:
+        double(torch.ones(()))
+    assert terminal.getvalue() == before, "nothing was compiled"
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("why", ["a file", "RANK", "rank", "worker"])
