@@ -8,6 +8,7 @@ import torch
 
 import fla_cp
 from fla_cp import chunk_kda, fused_recurrent_kda
+from fla_cp.ops.family import chunk
 from tests.support.cases import BY_NAME, INSIDE, PACKED, Case, named, options
 from tests.support.closeness import assert_exact, assert_within_budget
 from tests.support.running import oracle, run_recurrent
@@ -160,6 +161,21 @@ def test_gradients_of_some_inputs_or_of_one_output():
         (a,), (b,) = (torch.autograd.grad(loss, [packed[2]]) for loss in (found, wanted))
         assert_exact("dv", a, b)
         assert packed[0].grad is None
+
+
+def test_gradients_take_two_terms(monkeypatch):
+    """Nearly parallel keys cost the recurrence no digits, so they must not cost gradients any."""
+    precisions = []
+
+    def noted(member, x, options, rows):
+        precisions.append(options["precision"])
+        return chunk(member, x, options, rows)
+
+    monkeypatch.setattr("fla_cp.ops.recurrent.chunk", noted)
+    packed, _ = inputs(Case("terms", T=3, states=False))
+    packed[2].requires_grad_()
+    fused_recurrent_kda(*packed)[0].sum().backward()
+    assert precisions == ["high"]
 
 
 def test_gradients_of_a_compiled_call():
