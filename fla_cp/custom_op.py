@@ -50,8 +50,8 @@ _replayed: Recent[tuple, Replayed] = Recent(MAX_REPLAYED)
 
 
 @lru_cache(maxsize=16)
-def packing_of(offsets: tuple[int, ...]) -> Packing:
-    return Packing.build(offsets)
+def packing_of(offsets: tuple[int, ...], chunk: int = CHUNK) -> Packing:
+    return Packing.build(offsets, chunk=chunk)
 
 
 @lru_cache(maxsize=16)

@@ -42,7 +42,7 @@ class PlanKey:
         where = packing.tokens, packing.ranges
         if packing.frame is not None:
             return cls.framed(*where, packing.frame, links, exchange)
-        exact = packing.sequences, packing.segments, packing.empty, packing.loads
+        exact = packing.sequences, packing.segments, packing.empty, packing.loads, packing.chunk
         return cls(*where, cls._scheme(exchange), *exact, links)
 
     @classmethod

@@ -13,6 +13,7 @@ GLA, simple GLA            channel, head   0, and b_t = 1
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from fla_cp.autograd import DeltaRuleFunction, Kind, token_rows
 from fla_cp.context import FLACPContext, compare_ranks
 from fla_cp.handle import Handle
 from fla_cp.kernels import Backend, resolve
+from fla_cp.kernels.torch.backend import TorchBackend, chunk_for
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.ops.checks import (
     SAFE_GATE_BOUND,
@@ -366,23 +368,30 @@ def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
     """The packing of a call without a context."""
     B, T = x.q.shape[:2]
     if o.cu_seqlens is None:
-        return custom_op.packing_of(tuple(range(0, B * T * rows + 1, T * rows)))
+        return _plain_packing_of(tuple(range(0, B * T * rows + 1, T * rows)), backend)
     offsets = read_offsets(o.cu_seqlens, o.cu_seqlens_cpu, T)
     if rows > 1:
-        return custom_op.packing_of(tuple(rows * i for i in offsets))
+        return _plain_packing_of(tuple(rows * i for i in offsets), backend)
     shares = not _states(o) and backend.replay_stream(x.q.device) is not None
     return _packing_of(offsets, _shape(x), backend, shares)
+
+
+def _plain_packing_of(offsets: tuple[int, ...], backend: Backend) -> Packing:
+    """The packing of these offsets without a frame."""
+    if not isinstance(backend, TorchBackend):
+        return custom_op.packing_of(offsets)
+    return custom_op.packing_of(offsets, chunk_for(max(b - a for a, b in pairwise(offsets))))
 
 
 def _packing_of(offsets: tuple[int, ...], shape: Shape, backend: Backend, shares: bool) -> Packing:
     """The packing of these offsets. shares: it may be filled up to a frame, whose programs other
     packings replay, too. A single sequence, and sequences that the backend cuts, have no frame."""
     if not shares or len(offsets) == 2:
-        return custom_op.packing_of(offsets)
+        return _plain_packing_of(offsets, backend)
     HV, _, V, device = shape
     framed = custom_op.framed_packing_of(offsets)
     if not backend.stays_whole(framed.longest, framed.chunks, HV, V, device):
-        plain = custom_op.packing_of(offsets)
+        plain = _plain_packing_of(offsets, backend)
         if any(backend.segment(plain, *shape, both) is not plain for both in (True, False)):
             return plain
     return framed

@@ -129,6 +129,7 @@ class Packing(Tabled):
     tokens: local tokens. sequences: sequences of the global batch (N). ranges: how many token
     ranges the rank owns. segments: see `Segment`. empty: the sequences without tokens whose final
     state this rank provides.
+    chunk: tokens in a chunk; fewer than 64 only where each sequence is one chunk.
     frame: the sizes that segments and chunks are filled up to. With a frame, exactly one segment is
     carried if a state may enter the rank, one is feeding if a state may leave it, and one is middle
     if both: the segment that has the tokens, or else the spare, whose map nobody reads.
@@ -142,6 +143,7 @@ class Packing(Tabled):
     empty: tuple[int, ...] = ()
     frame: Frame | None = None
     loads: tuple[Workload, ...] = ()
+    chunk: int = CHUNK
 
     @classmethod
     def build(
@@ -153,6 +155,7 @@ class Packing(Tabled):
         counts_empty: bool = True,
         frame: Frame | None = None,
         loads: tuple[Workload, ...] = (),
+        chunk: int = CHUNK,
     ) -> Packing:
         """The packing of global token `ranges` (default: all tokens), in the given order. With a
         frame there must be one range. loads: the workloads of all ranks, before cuts."""
@@ -187,6 +190,7 @@ class Packing(Tabled):
             empty=tuple(empty) if counts_empty else (),
             frame=frame,
             loads=loads,
+            chunk=chunk,
         )
         return whole.cut(segment_chunks) if segment_chunks else whole
 
@@ -194,13 +198,13 @@ class Packing(Tabled):
         """The same tokens with longer segments cut into equal pieces of at most `chunks` chunks."""
         segments: list[Segment] = []
         for s in self.segments:
-            count = -(-(s.stop - s.start) // CHUNK)
+            count = -(-(s.stop - s.start) // self.chunk)
             if count <= chunks:
                 segments.append(s)
                 continue
             _, length = pieces(count, chunks)
-            for a in range(s.start, s.stop, length * CHUNK):
-                b, first = min(a + length * CHUNK, s.stop), a == s.start
+            for a in range(s.start, s.stop, length * self.chunk):
+                b, first = min(a + length * self.chunk, s.stop), a == s.start
                 last = b == s.stop
                 segments.append(
                     s._replace(
@@ -220,6 +224,7 @@ class Packing(Tabled):
             empty=self.empty,
             frame=self.frame,
             loads=tuple(load.cut(chunks) for load in self.loads),
+            chunk=self.chunk,
         )
 
     @cached_property
@@ -227,7 +232,7 @@ class Packing(Tabled):
         """The workloads of all ranks, or of this one if it is alone."""
         if self.loads:
             return self.loads
-        chunks = ((-(-(s.stop - s.start) // CHUNK), s) for s in self.segments)
+        chunks = ((-(-(s.stop - s.start) // self.chunk), s) for s in self.segments)
         return (Workload.of_parts(Part(n, s.begins, s.ends) for n, s in chunks),)
 
     @cached_property
@@ -301,7 +306,7 @@ class Packing(Tabled):
     def spans(self) -> tuple[list[int], list[int], list[int]]:
         """Where each segment starts and where it stops, in local tokens, and its chunks."""
         start, stop = [s.start for s in self.segments], [s.stop for s in self.segments]
-        chunks = [(b - a + CHUNK - 1) // CHUNK for a, b in zip(start, stop, strict=True)]
+        chunks = [-(-(b - a) // self.chunk) for a, b in zip(start, stop, strict=True)]
         return start, stop, chunks
 
     @cached_property
@@ -368,7 +373,8 @@ class StepTable(NamedTuple):
     def build(cls, packing: Packing, device: torch.device) -> StepTable:
         start = torch.tensor([s.start for s in packing.segments], dtype=torch.int64, device="cpu")
         stop = torch.tensor([s.stop for s in packing.segments], dtype=torch.int64, device="cpu")
-        chunks = (stop - start + CHUNK - 1) // CHUNK
+        C = packing.chunk
+        chunks = (stop - start + C - 1) // C
         order = torch.argsort(chunks, descending=True, stable=True)
         position = torch.empty_like(order)
         position[order] = torch.arange(len(order), device="cpu")
@@ -380,8 +386,8 @@ class StepTable(NamedTuple):
         edge = torch.tensor(edges[:-1], dtype=torch.int64, device="cpu")
         natural = edge[step] + position[segment]
 
-        rows = torch.empty(len(segment), CHUNK, dtype=torch.int64, device="cpu")
-        rows[natural] = (start[segment] + step * CHUNK)[:, None] + torch.arange(CHUNK, device="cpu")
+        rows = torch.empty(len(segment), C, dtype=torch.int64, device="cpu")
+        rows[natural] = (start[segment] + step * C)[:, None] + torch.arange(C, device="cpu")
         limit = torch.empty(len(segment), 1, dtype=torch.int64, device="cpu")
         limit[natural] = stop[segment][:, None]
         padded = (rows >= limit).flatten()

@@ -38,6 +38,7 @@ class WholeSequences(Packing):
             ranges=1,
             frame=Frame.around(parts, chunks),
             loads=(),
+            chunk=CHUNK,
             given=offsets,
             counts=counts,
             chunks=chunks,

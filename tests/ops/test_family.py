@@ -1,12 +1,13 @@
 """Every member of the family: operators, gradients, states, ranks, decoding."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
 
 import fla_cp
-from fla_cp import build_cp_context, gdn_gate, zigzag_token_ranges
+from fla_cp import build_cp_context, custom_op, gdn_gate, zigzag_token_ranges
 from tests.support.closeness import assert_exact, assert_within_budget
 from tests.support.members import BY_NAME, CALLS, Call, collect, draw, operator, oracle, run
 from tests.support.sweeps import crossed
@@ -22,6 +23,26 @@ def member(request):
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 def test_equals_the_recurrence(member, call):
     actual = run(member, call)
+    for name, exact in oracle(member, call).items():
+        assert_exact(name, actual[name], exact)
+
+
+@pytest.mark.parametrize("cu", [(0, 1, 1, 9), (0, 16, 17), (0, 17, 19), (0, 32), (0, 33)], ids=str)
+def test_short_sequences_take_short_chunks(member, cu, monkeypatch):
+    """On the torch backend; gradients, final states and the states of chunks do not change."""
+    rows = 2 if member.dplr else member.steps
+    longest = rows * max(b - a for a, b in pairwise(cu))
+    chunk = min(size for size in (16, 32, 64) if longest <= size or size == 64)
+    chunks, build = set(), custom_op.packing_of
+
+    def noted(*given):
+        chunks.add(build(*given).chunk)
+        return build(*given)
+
+    monkeypatch.setattr(custom_op, "packing_of", noted)
+    call = Call(T=cu[-1], cu=cu, options=(("scale", 0.7),))
+    actual = run(member, call)
+    assert chunks == {chunk}
     for name, exact in oracle(member, call).items():
         assert_exact(name, actual[name], exact)
 

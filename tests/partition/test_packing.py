@@ -275,3 +275,21 @@ def test_a_captured_graph_keeps_the_tables_that_it_reads(monkeypatch):
         kept.append(weakref.ref(memory))
         del owner, memory
     assert [x() is not None for x in kept] == [False, True]
+
+
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_shorter_chunks(chunk):
+    """Sequences of 5, 0 and `chunk` tokens are a chunk each, and one of 64 is several."""
+    packing = Packing.build((0, 5, 5, 5 + chunk), chunk=chunk)
+    assert packing.spans()[2] == [1, 1]
+    table = packing.steps(torch.device("cpu"))
+    assert table.gather.shape == (2 * chunk,) and table.padded.sum() == chunk - 5
+    assert table.gather[table.scatter].tolist() == list(range(5 + chunk))
+    assert packing != Packing.build((0, 5, 5, 5 + chunk))
+    assert PlanKey.of(packing, ONE_SLOT, Local()) != PlanKey.of(
+        Packing.build((0, 5, 5, 5 + chunk)), ONE_SLOT, Local()
+    )
+    longer = Packing.build((0, 64), chunk=chunk)
+    assert longer.spans()[2] == [64 // chunk]
+    cut = longer.cut(1)
+    assert cut.chunk == chunk and len(cut.segments) == 64 // chunk

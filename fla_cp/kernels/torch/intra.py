@@ -16,7 +16,7 @@ from torch import Tensor
 from fla_cp.kernels.torch import gate
 from fla_cp.kernels.torch.scores import gram, gram_bwd
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK, DeltaRule, accumulator
+from fla_cp.rule import DeltaRule, accumulator
 
 
 class Spec(NamedTuple):
@@ -70,7 +70,7 @@ def to_chunks(x: Tensor, packing: Packing) -> Tensor:
     rows = x[table.gather] if len(x) else x.new_zeros(0, *x.shape[1:])
     if table.padded is not None:
         rows.masked_fill_(table.padded.view(-1, 1, 1), 0)
-    return rows.unflatten(0, (-1, CHUNK)).transpose(1, 2).contiguous()
+    return rows.unflatten(0, (-1, packing.chunk)).transpose(1, 2).contiguous()
 
 
 def to_tokens(x: Tensor, packing: Packing) -> Tensor:
@@ -126,7 +126,8 @@ def intra(spec: Spec, x: Inputs, kept: tuple[Tensor, Tensor] | None = None) -> C
     v, beta = to_chunks(t.v, packing), to_chunks(t.beta[..., None], packing)
     gc = to_chunks(t.g, packing).cumsum(-2) * rule.gate_unit
     T, Aqk = kept or (None, None)
-    eye = torch.eye(CHUNK, dtype=gc.dtype, device=gc.device).expand(*gc.shape[:-1], CHUNK)
+    C = packing.chunk
+    eye = torch.eye(C, dtype=gc.dtype, device=gc.device).expand(*gc.shape[:-1], C)
     if rule.removal == "none":
         T, w, u = eye.contiguous(), torch.zeros_like(k), beta * v
     else:
