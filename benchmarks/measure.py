@@ -46,14 +46,7 @@ GRAPHS = "--cuda-graphs"
 ZIGZAG = "--layouts zigzag --together 1"
 ACCELERATE = "--script accelerate_hybrid.py --gpus 2 --tokens 262144"
 
-STEEPER = "--tiles intra_any=STEEP,intra_bwd=QUARTERS_BWD"
-LONG = "32768x32,32768x32-any,8192x32,131072x4"
-SMALL = "2048x8,8192x8,2048x8-any,8192x8-any"
-
 RUNS = (
-    Run("forced", "forced", f"{STEEPER} --op kda,gla --shapes target-any", 90),
-    Run("gated", "forced", f"--tiles gated=IN_SCANS --op kda,gla --shapes {LONG}", 120),
-    Run("threshold", "forced", f"--threshold 512 --shapes {SMALL}", 90),
     Run("host", "host", "--packings", 150, alone=True),
     Run("layer-host", "layer_host", "", 60, alone=True),
     Run("first-call", "first_call", "", 90, alone=True),

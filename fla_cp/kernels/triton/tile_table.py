@@ -36,6 +36,7 @@ BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
     (90, "intra_any", 128, 128, BF16): Tile(32, 0, 4, 1),
+    (90, "intra_any_own", 128, 128, BF16): Tile(32, 0, 4, 1),
     (90, "gated", 128, 128, BF16): Tile(64, 0, 4, 1),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
