@@ -93,6 +93,8 @@ QUARTERS_BWD = TALL_BWD._replace(stages=2)
 kernel then serves more chunks."""
 STEEP = Tile(128, 0, 4, 1, 168, folder="sm90")
 """The path of any gate of the channelwise local stage, forward."""
+SCORES_BWD = Tile(0, 128, 4, 1, 168, folder="sm90")
+"""The gradients of the channelwise scores; only calls that force it take it."""
 IN_SCANS = Tile(128, 64, 4, 3, folder="sm90")
 """As the tile of "gated", it lets the scans of a backward gate q, k and g themselves. It is also
 that of these scans, which have more stages if they only compute states."""
