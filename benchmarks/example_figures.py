@@ -1,9 +1,10 @@
-"""Tokens/s and memory that examples/transformers_hybrid.py prints, by length, as JSON.
+"""Tokens/s and memory that the examples with models of transformers print, by length, as JSON.
 
     python -m benchmarks.example_figures [--gpus 1] [--tokens 65536,131072,262144] [--out FILE]
+    python -m benchmarks.example_figures --script accelerate_hybrid.py ..
 
-Each length is one start of the example under torchrun. The first step compiles kernels, so it has a
-column of its own, and tokens/s is the median of the later steps. A length that does not fit into
+Each length is one start of the example by its launcher. The first step compiles kernels, so it has
+a column of its own, and tokens/s is the median of the later steps. A length that does not fit into
 memory, or does not end within --limit seconds, has a row that says so.
 """
 
@@ -24,7 +25,15 @@ from typing import Any
 from benchmarks.ops import environment
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "examples" / "transformers_hybrid.py"
+LAUNCHERS = {
+    "transformers_hybrid.py": "torch.distributed.run --standalone --nproc-per-node {gpus} {script}",
+    "accelerate_hybrid.py": (
+        "accelerate.commands.accelerate_cli launch --use_fsdp --fsdp_version 2 --main_process_port "
+        "0 --num_processes {gpus} --mixed_precision bf16 {script} --cp {gpus}"
+    ),
+}
+"""The module that starts a script of examples/ on so many ranks, and its arguments."""
+
 LINE = re.compile(r"step (\d+): loss (\S+), (\d+) tokens/s, (\S+) GiB")
 UNIT = "tokens/s: the median of all steps but the first; peak_gib: of the first GPU"
 
@@ -33,14 +42,14 @@ def started(command: list[str], limit: float) -> tuple[str, str | None, float]:
     """What a command prints, why it failed or None, and its seconds."""
     begin, late = time.monotonic(), False
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    here = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}  # torchrun runs the script alone
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}  # launchers run the script alone
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, stdout=out, stderr=errors, cwd=ROOT, env=here)
         try:
             child.wait(limit)
         except subprocess.TimeoutExpired:
             late = True
-            child.terminate()  # torchrun ends its ranks
+            child.terminate()  # the launcher ends its ranks
             child.wait()
         seconds = time.monotonic() - begin
         for file in (out, errors):
@@ -71,6 +80,7 @@ def row(tokens: int, gpus: int, printed: str, error: str | None, seconds: float)
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--script", choices=LAUNCHERS, default=next(iter(LAUNCHERS)))
     parser.add_argument("--tokens", default="65536,131072,262144", help="separated by commas")
     parser.add_argument("--gpus", type=int, default=1, help="ranks, on CPUs without GPUs")
     parser.add_argument("--steps", type=int, default=3, help="at least 2")
@@ -80,13 +90,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.steps < 2:
         parser.error(f"--steps must be at least 2, got {args.steps}")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
+    script = ROOT / "examples" / args.script
+    launch = [word.format(gpus=args.gpus, script=script) for word in LAUNCHERS[args.script].split()]
     report = {**environment(), "unit": UNIT, "benchmark": "example", "shape": args.shape}
+    report["script"] = args.script
     rows: list[dict[str, Any]] = []
     for tokens in map(int, args.tokens.split(",")):
         flags = ["--tokens", str(tokens), "--steps", str(args.steps)]
         flags += ["--shape", *args.shape.split()] if args.shape else []
-        command = [sys.executable, *launch, str(SCRIPT), *flags]
+        command = [sys.executable, "-m", *launch, *flags]
         rows.append(row(tokens, args.gpus, *started(command, args.limit)))
         print(rows[-1], flush=True)
         if args.out is not None:

@@ -44,15 +44,9 @@ class Run(NamedTuple):
 FLA = "--peer fla"
 GRAPHS = "--cuda-graphs"
 ZIGZAG = "--layouts zigzag --together 1"
-
-STEEPER = "--tiles intra_any=STEEP,intra_bwd=QUARTERS_BWD"
-LONG = "32768x32,32768x32-any,8192x32,131072x4"
-SMALL = "2048x8,8192x8,2048x8-any,8192x8-any"
+ACCELERATE = "--script accelerate_hybrid.py --gpus 2 --tokens 262144"
 
 RUNS = (
-    Run("forced", "forced", f"{STEEPER} --op kda,gla --shapes target-any", 90),
-    Run("gated", "forced", f"--tiles gated=IN_SCANS --op kda,gla --shapes {LONG}", 120),
-    Run("threshold", "forced", f"--threshold 512 --shapes {SMALL}", 90),
     Run("host", "host", "--packings", 150, alone=True),
     Run("layer-host", "layer_host", "", 60, alone=True),
     Run("first-call", "first_call", "", 90, alone=True),
@@ -73,6 +67,7 @@ RUNS = (
     Run("hybrid-131072", "hybrid", f"--ranks 1,2 --tokens 131072 {ZIGZAG}", 150, gpus=2),
     Run("train-2-gpus", "train", "--models 340M --seq-len 65536 --gpus 1,2", 240, gpus=2),
     Run("example-2-gpus", "example_figures", "--gpus 2 --tokens 262144 --steps 3", 200, gpus=2),
+    Run("example-accelerate-2-gpus", "example_figures", f"{ACCELERATE} --steps 3", 250, gpus=2),
     Run("cp-4-gpus", "cp_scaling", "--ranks 1,2,4 --tokens 131072 --local 8192", 300, gpus=4),
     Run("exchange-4-gpus", "exchange", "4", 60, gpus=4),
     Run("attention-4-gpus", "attention", "--ranks 4 --tokens 32768", 120, gpus=4),

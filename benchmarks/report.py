@@ -160,10 +160,11 @@ SECTIONS = (
     ),
     Section(
         "A model of transformers",
-        "Steps of [examples/transformers_hybrid.py](../examples/transformers_hybrid.py): a "
-        "Qwen3.5 of 4B's shape unless the command has another, with random weights, two documents "
-        "in one sequence over all GPUs, blocks recomputed, optimiser included. Tokens/s is the "
-        "median of the steps after the first, which compiles kernels.",
+        "Steps of [examples/transformers_hybrid.py](../examples/transformers_hybrid.py), or of the "
+        "script that the command names: a Qwen3.5 of 4B's shape unless the command has another, "
+        "with random weights, two documents in one sequence over all GPUs, blocks recomputed, "
+        "optimiser included. Tokens/s is the median of the steps after the first, which compiles "
+        "kernels.",
         lambda r: r.data.get("benchmark") == "example",
         report_memory.example,
         report_memory.example_command,

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from benchmarks.report_tables import Result, columns, joined, module, number, ratio, whole
 
+EXAMPLE = "transformers_hybrid.py"
+"""The script of results that name none, and the default of `benchmarks.example_figures`."""
+
 
 def remat_command(result: Result) -> str:
     data = result.data
@@ -26,8 +29,9 @@ def remat(result: Result) -> str:
 
 
 def example_command(result: Result) -> str:
-    rows = result.rows
-    flags = [f"--gpus {joined(r['gpus'] for r in rows)}"]
+    rows, script = result.rows, result.data.get("script", EXAMPLE)
+    flags = [] if script == EXAMPLE else [f"--script {script}"]
+    flags += [f"--gpus {joined(r['gpus'] for r in rows)}"]
     flags += [f"--tokens {joined(r['tokens'] for r in rows)}"]
     flags += [f"--steps {max(r['steps'] for r in rows)}"]
     flags += [f'--shape "{result.data["shape"]}"'] if result.data["shape"] else []

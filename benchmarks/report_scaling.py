@@ -73,9 +73,10 @@ def scaling(result: Result, op: str) -> str:
 def of_host(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]:
     """Columns of what the host does in a forward / in a forward and a backward, its exchanges
     included, if any row has them. Counted is what the replayed programs do."""
-    names = {"host, ms": "host_ms", "launches": "launches", "torch ops": "torch_ops"}
+    names = {"host, ms": "host_ms", "host on one thread, ms": "one_thread_host_ms"}
+    names |= {"launches": "launches", "torch ops": "torch_ops"}
     return [
-        (head, both(name, number if name == "host_ms" else whole))
+        (head, both(name, number if name.endswith("host_ms") else whole))
         for head, name in names.items()
         if any(ms(r, "both", name) is not None for r in rows)
     ]

@@ -28,6 +28,7 @@ from fla_cp.kernels.triton.tile_table import (
     IN_SCANS,
     NARROW,
     QUARTERS_BWD,
+    SCORES_BWD,
     STEEP,
     TABLE,
     TALL,
@@ -95,7 +96,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
             (64, 64, 8, 2),
         )
     ),
-    "scores_bwd": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
+    "scores_bwd": (*(Tile(0, BV, 4, 1) for BV in (32, 64, 128)), SCORES_BWD),
     "intra_bwd": (
         *(Tile(32, 128, 4, 1), Tile(32, 64, 4, 3), Tile(16, 128, 4, 1)),
         *(TALL_BWD, QUARTERS_BWD),

@@ -4,6 +4,7 @@ accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --mixed_precisio
 
 import argparse
 from random import Random
+from time import perf_counter
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -14,16 +15,10 @@ from fla_cp.integrations.transformers import parallelize
 from fla_cp.train.loss import chunked_cross_entropy
 
 
-class Chunked(torch.nn.Module):  # logits of 131072 tokens and 248320 ids would take 65 GB
-    _no_split_modules = ("Qwen3_5DecoderLayer",)  # FSDP2 shards each of them
-
-    def __init__(self, config):
-        super().__init__()
-        self.model = parallelize(Qwen3_5ForCausalLM(config))
-
+class Chunked(Qwen3_5ForCausalLM):  # logits of 131072 tokens and 248320 ids would take 65 GB
     def forward(self, input_ids, shift_labels, num_items_in_batch, cp_context):
-        x = self.model.model(input_ids=input_ids, cp_context=cp_context).last_hidden_state
-        loss = chunked_cross_entropy(x[0], self.model.lm_head.weight, shift_labels[0])
+        x = self.model(input_ids=input_ids, cp_context=cp_context).last_hidden_state
+        loss = chunked_cross_entropy(x[0], self.lm_head.weight, shift_labels[0])
         return loss / num_items_in_batch
 
 
@@ -45,16 +40,21 @@ accelerator = CPAccelerator(parallelism_config=sizes, fsdp_plugin=plugin, layout
 torch.manual_seed(0)
 shape = {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
 config = Qwen3_5TextConfig(**shape | {name: int(n) for name, n in args.shape})
-data = [row(i, args.tokens, config.vocab_size) for i in range(args.steps)]
 with accelerator.device:  # 4.2B weights in float32 are drawn on the GPU
     model = Chunked(config)
+parallelize(model.model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+data = [row(i, args.tokens, config.vocab_size) for i in range(args.steps)]
 model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data))
-for batch in loader:
+for step, batch in enumerate(loader, 1):
+    t0 = perf_counter()
     accelerator.backward(loss := model(**batch))
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    accelerator.print(f"loss {accelerator.reduce(loss, 'mean'):.4f}, norm of gradients {norm:.3f}")
-model, optimizer, loader, loss = accelerator.free_memory(model, optimizer, loader, loss)
-accelerator.end_training()  # last, because those four held process groups
+    loss, seconds = accelerator.reduce(loss, "mean").item(), perf_counter() - t0
+    text = f"step {step}: loss {loss:.4f}, {args.tokens * args.dp / seconds:.0f} tokens/s"
+    gib = torch.cuda.max_memory_allocated() / 2**30
+    accelerator.print(f"{text}, {gib:.2f} GiB, norm of gradients {norm:.3f}", flush=True)
+model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+accelerator.end_training()  # last, because those three held process groups

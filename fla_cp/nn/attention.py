@@ -171,15 +171,18 @@ class Attention(SoftmaxAttention):
         # Autocast may run the norms in another dtype.
         k = self.heads(x, self.k_proj, self.k_norm, tables).to(v.dtype)
         ticket = None if cache is not None else send_keys(k, v, self.num_heads, cp_context)
-        q = self.heads(x, self.q_proj, self.q_norm, tables).to(v.dtype)
-        with Overlap(lambda: self.gate(x)) as gate:
+
+        def queries() -> Tensor:
+            return self.heads(x, self.q_proj, self.q_norm, tables).to(v.dtype)
+
+        with Overlap(queries) as q, Overlap(lambda: self.gate(x)) as gate:
             if ticket is not None:
-                gate()  # in a compiled graph it stands between the two, as q does
+                q(), gate()  # in a compiled graph both stand between the two
             if cache is None:
                 packing = cu_seqlens, cu_seqlens_cpu, cp_context
-                o = attention_of_sent(q, k, v, ticket, *packing)
+                o = attention_of_sent(q, self.num_heads, k, v, ticket, *packing)
             else:
-                o = cache.attend(q, k, v, self.head_dim**-0.5, cp_context)
+                o = cache.attend(q(), k, v, self.head_dim**-0.5, cp_context)
         o, factor = rearrange(o, "b t h k -> b t (h k)"), gate()
         return self.o_proj(o if factor is None else o * factor)
 

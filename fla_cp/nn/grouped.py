@@ -6,6 +6,9 @@ of sm_90 and sm_100 in bfloat16 the host never learns the ends. Otherwise a loop
 reads them, so the host waits: in float64, and for sizes that are no multiple of 16 bytes. torch's
 own fallback for float32 and float16 on GPUs reads them as well.
 
+On a CPU every group is filled up with zeros to whole blocks of rows, because products of other
+heights round their rows otherwise: what a token gets does not depend on who shares its expert.
+
 Both products are ops of torch.library, so that a compiled graph takes them whole.
 """
 
@@ -16,6 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+BLOCK = 16
+"""Rows of a block. MKL computes a row by its place among 4 rows in some kernels, and small products
+by kernels of their own (torch 2.13)."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,10 +52,30 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
+def _in_blocks(x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K] with each group filled up to blocks, [.., K], where its groups end, and where the
+    rows of x are in it, [M]."""
+    counts = torch.diff(ends, prepend=torch.zeros_like(ends[:1])).long()
+    filled = (counts + BLOCK - 1) // BLOCK * BLOCK
+    stops = filled.cumsum(0)
+    added = (stops - filled) - (ends - counts)  # before the first row of each group
+    rows = torch.arange(len(x), device=x.device) + added.repeat_interleave(counts)
+    out = x.new_zeros(int(stops[-1]), x.shape[1])
+    out[rows] = x
+    return out, stops.to(ends.dtype), rows
+
+
 @torch.library.custom_op("fla_cp::grouped_linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """x [M, K] with weight [E, N, K], or, transposed, x [M, N] with the same weight -> [M, K]."""
     x, weight = x.contiguous(), weight.contiguous()
+    if x.device.type == "cpu":
+        blocks, stops, rows = _in_blocks(x, ends)
+        return _products(blocks, weight, stops, transposed).index_select(0, rows)
+    return _products(x, weight, ends, transposed)
+
+
+def _products(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     width = weight.shape[2 if transposed else 1]
     out = x.new_empty(x.shape[0], width)
     if _fits(len(x), x, weight, out):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -47,8 +49,15 @@ def causal_attention(
     Raises ValueError as in arguments.py and ops/checks.py, for "by_heads" with heads that the ranks
     do not divide, and for "by_heads" and "ring" under a context of fixed shape (max_sequences).
     """
+    names = ("q", "k", "v", "cu_seqlens", "cu_seqlens_cpu")
+    check_tensors(names, (q, k, v, cu_seqlens, cu_seqlens_cpu), 3)
+    _check_shapes(q, k, v)
+    check_choice("exchange", exchange, EXCHANGES)
+    B, T, H, _ = q.shape
+    check_sequences(T, B, cu_seqlens, cp_context, cu_seqlens_cpu)
+    scale = check_scale(scale)
     packing = cu_seqlens, cu_seqlens_cpu, cp_context
-    return attention_of_sent(q, k, v, None, *packing, scale=scale, exchange=exchange)
+    return attention_of_sent(lambda: q, H, k, v, None, *packing, scale=scale, exchange=exchange)
 
 
 def send_keys(
@@ -64,7 +73,8 @@ def send_keys(
 
 
 def attention_of_sent(
-    q: Tensor,
+    queries: Callable[[], Tensor],
+    query_heads: int,
     k: Tensor,
     v: Tensor,
     ticket: Tensor | None,
@@ -75,26 +85,25 @@ def attention_of_sent(
     scale: float | None = None,
     exchange: str = "auto",
 ) -> Tensor:
-    """`causal_attention` of keys and values that `send_keys` has sent, or of others. A ticket has
-    the last word on how they come."""
-    names = ("q", "k", "v", "cu_seqlens", "cu_seqlens_cpu")
-    check_tensors(names, (q, k, v, cu_seqlens, cu_seqlens_cpu), 3)
-    _check_shapes(q, k, v)
-    check_choice("exchange", exchange, EXCHANGES)
-    B, T, H, K = q.shape
-    check_sequences(T, B, cu_seqlens, cp_context, cu_seqlens_cpu)
-    scale = check_scale(scale)
+    """`causal_attention` of keys and values that `send_keys` has sent, or of others, after the
+    arguments were checked. A ticket has the last word on how they come.
+
+    queries: gives q, of so many heads; called once, when q is needed. Where keys and values are
+    gathered, they are under way by then.
+    """
+    B, T, HK, K = k.shape
     factor = K**-0.5 if scale is None else scale
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
     if torch.compiler.is_compiling():
+        q = queries().flatten(0, 1)
         o = attention_op(q, k, v, factor, exchange, *handle_of(cp_context), B, ticket)[0]
     else:
         offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
         tables = key_tables(B, T, offsets, cp_context)
-        sizes = Sizes(H, k.shape[1], K, v.shape[2], q.element_size())
-        scheme = agreed_scheme(exchange, tables, sizes, q.dtype, cp_context)
+        sizes = Sizes(query_heads, HK, K, v.shape[2], k.element_size())
+        scheme = agreed_scheme(exchange, tables, sizes, k.dtype, cp_context)
         group = None if cp_context is None else cp_context.group
-        o = scheme.attention(q, k, v, group, factor, attention)
+        o = scheme.attention(lambda: queries().flatten(0, 1), k, v, group, factor, attention)
     return o.unflatten(0, (B, T))
 
 

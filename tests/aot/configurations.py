@@ -377,6 +377,15 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         call = functools.partial(local_in_triton, family, options | HIGH)
         yield f"{family} bf16 {gate} high, chunks in Triton", functools.partial(of_squares, call)
 
+    def scores_in_gluon(family: str, options: dict) -> list[Launch]:
+        kernels = with_tiles({"scores_bwd": tile_table.SCORES_BWD}, family, options)
+        return [k for k in kernels if k.kernel == "scores_bwd_sm90_kernel"]
+
+    for family, gate in (("kda", "any"), ("gla", "safe"), ("gla", "any")):
+        options = SAFE if gate == "safe" else {}
+        call = functools.partial(scores_in_gluon, family, options)
+        yield f"{family} bf16 {gate}, scores in Gluon", call
+
     call = functools.partial(compile_call, 128, 128, torch.bfloat16, {"lower_bound": -40.0})
     yield "kda bf16 any bounded", call
 

@@ -473,21 +473,23 @@ def test_figures_of_the_example_by_its_lines(stops, row):
 
 
 @pytest.mark.wide
-def test_figures_of_the_example_itself(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("script", example_figures.LAUNCHERS)
+def test_figures_of_the_example_itself(script, tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("accelerate")
     monkeypatch.setattr(ops.torch.cuda, "is_available", lambda: False)
     sizes = "hidden_size=32 intermediate_size=48 num_hidden_layers=4 num_attention_heads=2"
     sizes += " num_key_value_heads=1 head_dim=16 vocab_size=97 linear_num_key_heads=2"
     sizes += " linear_num_value_heads=2 linear_key_head_dim=8 linear_value_head_dim=8"
     out = tmp_path / "example.json"
     flags = ["--tokens", "90", "--steps", "2", "--shape", sizes, "--out", str(out)]
-    example_figures.main(flags)
+    example_figures.main(["--script", script, "--gpus", "2", *flags])
     (row,) = json.loads(out.read_text())["rows"]
     assert row["tokens_per_second"] > 0 and row["peak_gib"] is None and "error" not in row
     result = report.Result("example", json.loads(out.read_text()))
     assert [s.title for s in report.SECTIONS if s.has(result)] == ["A model of transformers"]
     page = report.performance_page([result])
-    assert "| 90 | 1 | " in page and f'--shape "{sizes}"' in page
+    assert "| 90 | 2 | " in page and f'--shape "{sizes}"' in page
     with pytest.raises(SystemExit):
         example_figures.main(["--steps", "1"])
     assert "--steps must be at least 2, got 1" in capsys.readouterr().err

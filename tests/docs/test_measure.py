@@ -90,19 +90,21 @@ def test_measure_knows_the_flags_of_each_benchmark(run):
 def test_forced_tiles(tmp_path, monkeypatch, capsys):
     out = tmp_path / "forced.json"
     given = ["forced", "--shapes", "cpu,70x1-any", "--threshold", "0", "--out", str(out)]
+    given += ["--threshold-of-all", "1"]
     given += ["--tiles", "intra_any=STEEP,intra_bwd=QUARTERS_BWD"]
     monkeypatch.setattr(sys, "argv", given)
     seen, original = set(), fla_cp.chunk_kda
 
     def noted(*x, **options):
         tuning = tune.now().tuning
-        seen.add((tuning.forced, tuning.min_local_chunk_heads))
+        seen.add((tuning.forced, tuning.min_local_chunk_heads, tuning.min_chunk_heads))
         return original(*x, **options)
 
     monkeypatch.setattr(fla_cp, "chunk_kda", noted)
     forced.main()
     tiles = ("intra_any", tile_table.STEEP), ("intra_bwd", tile_table.QUARTERS_BWD)
-    assert seen == {((), tile_table.TUNING.min_local_chunk_heads), (tiles, 0)}
+    chosen = tile_table.TUNING
+    assert seen == {((), chosen.min_local_chunk_heads, chosen.min_chunk_heads), (tiles, 0, 1)}
     rows = json.loads(out.read_text())["rows"]
     assert [row["shape"] for row in rows] == ["cpu", "70x1-any"]
     for row in rows:

@@ -183,3 +183,5 @@ def test_figures_of_the_example():
     assert "| 65536 | 2 | 9000 | 30.25 | 70.50 | 61.50 |" in text
     assert f"| 262144 | 2 | out of memory | {MISSING} | {MISSING} | 40.00 |" in text
     assert "python -m benchmarks.example_figures --gpus 2 --tokens 65536,262144 --steps 3" in text
+    other = report.performance_page([Result("x", data | {"script": "accelerate_hybrid.py"})])
+    assert "example_figures --script accelerate_hybrid.py --gpus 2 --tokens 65536,262144" in other

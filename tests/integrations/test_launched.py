@@ -86,11 +86,15 @@ def test_script_that_changes_one_name(tmp_path):
 def test_example_with_accelerate():
     script = ROOT / "examples/accelerate_hybrid.py"
     arguments = ["--tokens", "203", "--steps", "4", "--lr", "0.01", "--shape", *TINY.split()]
-    found = run("-m", *LAUNCH, script, "--cp", "2", *arguments)
-    wanted = numbers(run(script, *arguments))
-    assert len(wanted) == 8
-    assert wanted[-2] < wanted[0]
-    assert numbers(found) == pytest.approx(wanted, abs=2e-3)  # three digits are printed
+    line = r"step (\d): loss (\d\.\d{4}), (\d+) tokens/s, 0\.00 GiB, norm of gradients (\d\.\d{3})"
+    texts = run(script, *arguments), run("-m", *LAUNCH, script, "--cp", "2", *arguments)
+    one, two = ([re.fullmatch(line, x).groups() for x in text.splitlines()] for text in texts)
+    assert [step for step, *_ in one] == ["1", "2", "3", "4"]
+    losses, norms = ([float(x[i]) for x in one] for i in (1, 3))
+    assert losses[-1] < losses[0]
+    assert [float(x[1]) for x in two] == pytest.approx(losses, abs=2e-4)
+    assert [float(x[3]) for x in two] == pytest.approx(norms, abs=2e-3)
+    assert all(int(speed) > 0 for _, _, speed, _ in one + two)
 
 
 def torchrun(ranks, *words):

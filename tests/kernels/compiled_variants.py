@@ -143,7 +143,7 @@ def call(name: str, T: int, H: int, documents: int = 1) -> None:
     torch.autograd.grad(o, x, torch.empty_like(o))
 
 
-TOKENS = (512, 1000, 4096, 4097, 8192, 16384, 30001, 32768, 65536, 131072)
+TOKENS = (128, 512, 1000, 4096, 4097, 8192, 16384, 30001, 32768, 65536, 131072)
 PACKED = (1, 3, 50)
 
 
@@ -172,7 +172,9 @@ def test_variants_differ_in_tiles_or_in_which_tensors_there_are(name, H):
 def test_another_length_with_the_same_cut_compiles_nothing(name):
     with recorded() as found:
         for first, others in (
-            (4096, (512, 1000, 1, 63, 64, 65, 3333)),
+            (128, (1, 63, 64, 65)),  # up to 64 chunks times heads, see `Tuning`
+            (1024, (129, 512, 1000)),  # up to 512
+            (4096, (1025, 3333)),
             (65536, (65535, 50001, 131072)),
         ):
             call(name, first, 32)

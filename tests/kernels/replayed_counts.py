@@ -74,7 +74,7 @@ CASES = {
     "kda, safe gate": Case("kda", SAFE, forward=(2, 0, 7), backward=(7, 0, 8)),
     "kda, any gate": Case("kda", {}, forward=(3, 0, 8), backward=(8, 0, 8)),
     "gated delta rule": Case("gated_delta_rule", {}, forward=(2, 0, 5), backward=(6, 0, 8)),
-    "kda, safe gate, sm90": Case("kda", SAFE, (2, 0, 7), (7, 0, 8), True, (9, 20)),
+    "kda, safe gate, sm90": Case("kda", SAFE, (2, 0, 7), (6, 0, 8), True, (9, 20)),
     "kda, any gate, sm90": Case("kda", {}, (3, 0, 8), (8, 0, 8), True, (9, 20)),
     "gated delta rule, sm90": Case("gated_delta_rule", {}, (3, 0, 5), (5, 0, 8), True, (9, 34)),
 }
@@ -82,7 +82,7 @@ ONE, PACKED = (0, 3 * T), (0, 40, 100, 140, 192)
 SHARED = {
     "kda, safe gate": ((4, 2, 11), (9, 2, 10), (0, 0)),
     "gated delta rule": ((4, 2, 10), (8, 2, 10), (0, 0)),
-    "kda, safe gate, sm90": ((4, 2, 11), (9, 2, 10), (17, 28)),
+    "kda, safe gate, sm90": ((4, 2, 11), (8, 2, 10), (17, 28)),
 }
 """Maps are concatenated and gathered: two torch ops in each direction."""
 for name, (forward, backward, described) in SHARED.items():

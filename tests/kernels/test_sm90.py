@@ -143,14 +143,15 @@ MEMBERS += [("dplr_delta_rule", 1)]
 @pytest.mark.parametrize("which, cut", crossed(MEMBERS, [True, False], fast=1), ids=str)
 def test_kernels_err_like_the_torch_stages(which, cut, monkeypatch):
     """Every scan of a member in fp32, for three documents with states, in gluon_interpreter.py;
-    also cut in segments of one chunk, with summaries and transitions.
+    also cut in segments of one chunk, with summaries and transitions. Scans that gate their
+    operands are in test_sm90_gated.py.
     """
-    from benchmarks.tune import cut_into
+    from benchmarks.tune import GATED_BEFORE, cut_into
     from tests.support.gluon_interpreter import interpreted
     from tests.support.members import BY_NAME, Call, collect, draw, operator
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    tune(monkeypatch, gluon=True)
+    tune(monkeypatch, gluon=True, forced=(("gated", GATED_BEFORE),))
     key, H = which
     member = BY_NAME[key]
     call = Call(T=150, H=H, HV=2, K=128, V=128, inside=True)

@@ -303,7 +303,10 @@ def events_of_forward(group, rank, layer, x, own):
     return events
 
 
-@pytest.mark.parametrize("name, late", [("gated", "g_proj"), ("latent rotary", "q_proj")])
+@pytest.mark.parametrize(
+    "name, late",
+    [("gated", ["q_proj", "g_proj"]), ("plain", ["q_proj"]), ("latent rotary", ["q_proj"])],
+)
 def test_what_does_not_need_the_keys_runs_during_their_exchange(name, late, monkeypatch):
     layer, (x, _) = made(name), drawn()
     original, own = collectives.all_to_all, {}
@@ -317,9 +320,10 @@ def test_what_does_not_need_the_keys_runs_during_their_exchange(name, late, monk
         return out, SimpleNamespace(wait=lambda: (note("wait"), work.wait()))
 
     monkeypatch.setattr(collectives, "all_to_all", all_to_all)
-    layer.get_submodule(late).register_forward_hook(lambda *_: note(late))
+    for part in late:
+        layer.get_submodule(part).register_forward_hook(lambda *_, part=part: note(part))
     for events in run_threads(events_of_forward, 2, layer, x, own):
-        assert events == ["start", late, "wait"]
+        assert events == ["start", *late, "wait"]
 
 
 @every

@@ -198,10 +198,23 @@ def logits(group, rank, model, batches):
     return [context.unshard(y).detach()[:, 61:] for y in found]
 
 
+EXPERTS = "--model.experts 32 --model.experts-per-token 4 --model.shared-experts 1"
+
+
 @pytest.mark.bits
-@pytest.mark.parametrize("pattern", ["kda,mla,attention", "gdn,attention"])
-def test_a_document_does_not_see_the_one_before(pattern):
-    model = model_of(f"--model.pattern {pattern} --model.mla-rope", torch.float32)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model.pattern kda,mla,attention --model.mla-rope",
+        "--model.pattern gdn,attention",
+        f"--model.pattern kda,mla {EXPERTS} --model.routing sigmoid",
+        f"--model.pattern gdn,attention {EXPERTS}",
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_document_does_not_see_the_one_before(flags, dtype):
+    """Nor which experts its tokens take."""
+    model = model_of(flags, dtype)
     tokens = torch.arange(150) % 64
     changed = torch.where(torch.arange(150) < 61, (7 * tokens + 3) % 64, tokens)
     for a, b in run_threads(logits, 4, model, [tokens, changed]):

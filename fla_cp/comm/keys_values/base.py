@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -118,15 +119,17 @@ class KeysValues:
 
     def attention(
         self,
-        q: Tensor,
+        queries: Callable[[], Tensor],
         k: Tensor,
         v: Tensor,
         group: dist.ProcessGroup | None,
         scale: float,
         kernels: Kernels,
     ) -> Tensor:
-        """q [T, H, K], k [T, HK, K], v [T, HK, V] of this rank's tokens -> o [T, H, V].
-        Differentiable. Work handed over with `Overlap` runs during the first exchange."""
+        """k [T, HK, K], v [T, HK, V] of this rank's tokens -> o [T, H, V]. Differentiable.
+
+        queries: gives q [T, H, K]; called once, when q is needed. Work handed over with `Overlap`
+        runs during the first exchange."""
         raise NotImplementedError
 
     @property

@@ -6,6 +6,7 @@ backward the same two run in reverse. Every rank then has the same work, whateve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,14 +50,14 @@ class ByHeads(KeysValues):
 
     def attention(
         self,
-        q: Tensor,
+        queries: Callable[[], Tensor],
         k: Tensor,
         v: Tensor,
         group: dist.ProcessGroup | None,
         scale: float,
         kernels: Kernels,
     ) -> Tensor:
-        R, order = self.tables.ranks, self.tables.order
+        R, order, q = self.tables.ranks, self.tables.order, queries()
         shares = [_shares(x, R) for x in (q, k, v)]
         sizes = [x.shape[2:].numel() for x in shares]
         wire = torch.cat([x.flatten(2) for x in shares], 2).transpose(0, 1)

@@ -7,7 +7,7 @@ has no later token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Gathered(KeysValues):
 
     def attention(
         self,
-        q: Tensor,
+        queries: Callable[[], Tensor],
         k: Tensor,
         v: Tensor,
         group: dist.ProcessGroup | None,
@@ -44,7 +44,7 @@ class Gathered(KeysValues):
     ) -> Tensor:
         rows = self.tables.rows
         k, v = gather_all((k, v), rows, group)
-        return kernels.attention_over(q, k, v, rows.lengths, scale)
+        return kernels.attention_over(queries(), k, v, rows.lengths, scale)
 
 
 def gather_all(

@@ -7,6 +7,7 @@ each rank's keys and values to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -37,7 +38,7 @@ class Ring(KeysValues):
 
     def attention(
         self,
-        q: Tensor,
+        queries: Callable[[], Tensor],
         k: Tensor,
         v: Tensor,
         group: dist.ProcessGroup | None,
@@ -45,7 +46,7 @@ class Ring(KeysValues):
         kernels: Kernels,
     ) -> Tensor:
         assert group is not None, "a ring needs several ranks"
-        o: Tensor = _Ring.apply(q, k, v, RingCall(self.tables.ring, group, scale, kernels))
+        o: Tensor = _Ring.apply(queries(), k, v, RingCall(self.tables.ring, group, scale, kernels))
         return o
 
 

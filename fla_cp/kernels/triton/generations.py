@@ -29,6 +29,7 @@ class Generation(Protocol):
     intra_channelwise: Any
     intra_channelwise_bwd: Any
     intra_channelwise_bwd_any: Any
+    intra_channelwise_bwd_scores: Any
     intra_channelwise_steep: Any
     intra_headwise: Any
     intra_headwise_bwd: Any

@@ -272,7 +272,7 @@ def intra_channelwise_bwd(
     first, last = paths[0][0], paths[-1][0]
     two = first.folder != last.folder
     BK = min(first.BK, last.BK) if two else first.BK
-    ts = c.tuning.tile("scores_bwd", K, V, dtype)
+    ts = c.tuning.tile("scores_bwd", K, V, dtype, 0, folder)
     tiles, shape_of = cdiv(K, BK), functools.partial(shape, rule, dtype, H, HV, K, V)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     per_head = [x.q, x.k, *([] if x.p is None else [x.p])]
@@ -297,9 +297,14 @@ def intra_channelwise_bwd(
         where = table.chunks
         if two:
             read = kernels_of(first.folder).intra_channelwise_bwd_any.marked(read, c, first)
-        S = shape(after_local(rule), dtype, H, HV, K, V, ts)
-        compiled = {"S": S, "R": rule_options(rule, dtype), "num_warps": ts.warps}
-        launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
+        if ts.folder != "triton":
+            kernels = kernels_of(ts.folder)
+            of_call = table, x, c, read, out, ts, rule_options(rule, dtype)
+            kernels.intra_channelwise_bwd_scores.scores_bwd(*of_call)
+        else:
+            S = shape(after_local(rule), dtype, H, HV, K, V, ts)
+            compiled = {"S": S, "R": rule_options(rule, dtype), "num_warps": ts.warps}
+            launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
         rest = where, out.shares.shape[1], rule.scale
         to = out  # of Triton's kernels
         for t, R in paths:

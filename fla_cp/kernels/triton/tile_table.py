@@ -36,6 +36,7 @@ BF16 = torch.bfloat16
 TABLE: dict[tuple[int, str, int, int, torch.dtype], Tile] = {
     (90, "intra", 128, 128, BF16): Tile(32, 0, 4, 3),
     (90, "intra_any", 128, 128, BF16): Tile(32, 0, 4, 1),
+    (90, "intra_any_own", 128, 128, BF16): Tile(32, 0, 4, 1),
     (90, "gated", 128, 128, BF16): Tile(64, 0, 4, 1),
     (90, "scan", 128, 128, BF16): Tile(128, 32, 4, 3),
     (90, "scan_states", 128, 128, BF16): Tile(128, 32, 4, 3),
@@ -92,6 +93,8 @@ QUARTERS_BWD = TALL_BWD._replace(stages=2)
 kernel then serves more chunks."""
 STEEP = Tile(128, 0, 4, 1, 168, folder="sm90")
 """The path of any gate of the channelwise local stage, forward."""
+SCORES_BWD = Tile(0, 128, 4, 1, 168, folder="sm90")
+"""The gradients of the channelwise scores; only calls that force it take it."""
 IN_SCANS = Tile(128, 64, 4, 3, folder="sm90")
 """As the tile of "gated", it lets the scans of a backward gate q, k and g themselves. It is also
 that of these scans, which have more stages if they only compute states."""
