@@ -366,7 +366,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             return compile_member(family, 128, 128, torch.bfloat16, options)
 
     def local_in_triton(family: str, options: dict) -> list[Launch]:
-        local = ("intra", "intra_any", "gated", "intra_bwd")
+        local = ("intra", "intra_any", "gated", "scores_bwd", "intra_bwd")
         choice = {k[1]: t for k, t in tile_table.TABLE.items() if k[1] in local}
         return with_tiles(choice, family, options)
 
@@ -376,15 +376,6 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         yield f"{family} bf16 {gate}, chunks in Triton", call
         call = functools.partial(local_in_triton, family, options | HIGH)
         yield f"{family} bf16 {gate} high, chunks in Triton", functools.partial(of_squares, call)
-
-    def scores_in_gluon(family: str, options: dict) -> list[Launch]:
-        kernels = with_tiles({"scores_bwd": tile_table.SCORES_BWD}, family, options)
-        return [k for k in kernels if k.kernel == "scores_bwd_sm90_kernel"]
-
-    for family, gate in (("kda", "any"), ("gla", "safe"), ("gla", "any")):
-        options = SAFE if gate == "safe" else {}
-        call = functools.partial(scores_in_gluon, family, options)
-        yield f"{family} bf16 {gate}, scores in Gluon", call
 
     call = functools.partial(compile_call, 128, 128, torch.bfloat16, {"lower_bound": -40.0})
     yield "kda bf16 any bounded", call

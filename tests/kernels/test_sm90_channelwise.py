@@ -302,7 +302,8 @@ def test_a_call_of_any_gate_takes_the_kernels_by_itself(monkeypatch):
     """The backward, too; with enough chunks and heads for kernels without descriptors."""
     monkeypatch.setattr(eligible, "supports", lambda c, *rows: True)
     case = ANY["any gate, given"]._replace(offsets=(0, 33), H=1)
-    names = {f"{name}_sm90_kernel" for name in ("intra", "steep", "mark", "safe_bwd_any")}
+    names = {f"{name}_sm90_kernel" for name in ("intra", "steep", "mark", "scores_bwd")}
+    names.add("safe_bwd_any_sm90_kernel")
     for least, kernels in ((2, set()), (1, names)):
         with interpreted() as launched, tuned(min_chunk_heads=2**30, min_local_chunk_heads=least):
             gradients(case, torch.float32, "triton")

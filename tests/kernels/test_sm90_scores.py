@@ -14,7 +14,7 @@ from fla_cp.kernels.sm90 import intra_channelwise_bwd_scores
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import bundles
 from fla_cp.kernels.triton.operands import Chunks, tables
-from fla_cp.kernels.triton.tile_table import SCORES_BWD, TALL, TALL_BWD, Tuning
+from fla_cp.kernels.triton.tile_table import SCORES_BWD, TALL, TALL_BWD
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.support.channelwise import ANY, CASES, bounds, chunk, fp32_as_bf16, gradients
@@ -148,9 +148,12 @@ def test_what_the_kernel_does_not_support_is_refused(change):
         launched_on(rule, given | changed)
 
 
-def test_calls_leave_the_scores_to_triton_unless_a_tile_is_forced():
-    shape = "scores_bwd", 128, 128, torch.bfloat16, 0, "sm90"
-    on_sm90 = Tuning(architecture=90)
-    assert on_sm90.tile(*shape).folder == "triton"
-    forced = Tuning(architecture=90, forced=(("scores_bwd", SCORES_BWD),))
-    assert forced.tile(*shape) == SCORES_BWD
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("aligned", [True, False])
+def test_calls_that_it_supports_take_it_by_themselves(aligned, monkeypatch):
+    """Triton's kernel forms the scores' gradients where the copies would not be aligned."""
+    reason = "" if aligned else "not aligned"
+    monkeypatch.setattr(intra_channelwise_bwd_scores, "why_not", lambda *_: reason)
+    with interpreted() as launched, tuned(gluon=True):
+        gradients(CASES["a group"]._replace(offsets=(0, 21)), torch.float32, "triton")
+    assert ("scores_bwd_sm90_kernel" in launched) == aligned

@@ -208,7 +208,7 @@ def scores_bwd_sm90_kernel(x, out, chunks, S: gl.constexpr, R: gl.constexpr):
         gl.store(to_scores + S.BT * S.BT, b_da)
 
 
-def why_not_scores(x: Inputs, read: Saved, R: RuleOptions) -> str:
+def why_not(x: Inputs, read: Saved, R: RuleOptions) -> str:
     """Why the kernel does not support these chunks; "" if it does."""
     half = read.v_new.dtype
     if x.v.shape[2] != 128:
@@ -226,7 +226,7 @@ def scores_bwd(
     """Launches the kernel. read, out: as `scores_bwd_kernel` takes them; R: options of the call.
     Raises ValueError for chunks that the kernel does not support."""
     (NC, HV, K), H, V = c.decay.shape, x.q.shape[1], x.v.shape[2]
-    if reason := why_not_scores(x, read, R):
+    if reason := why_not(x, read, R):
         raise ValueError(f"the tile {t} of stage scores_bwd cannot be used: {reason}")
     S = shape(after_local(c.rule), x.q.dtype, H, HV, K, V, t)
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}

@@ -94,7 +94,7 @@ kernel then serves more chunks."""
 STEEP = Tile(128, 0, 4, 1, 168, folder="sm90")
 """The path of any gate of the channelwise local stage, forward."""
 SCORES_BWD = Tile(0, 128, 4, 1, 168, folder="sm90")
-"""The gradients of the channelwise scores; only calls that force it take it."""
+"""The gradients of the channelwise scores."""
 IN_SCANS = Tile(128, 64, 4, 3, folder="sm90")
 """As the tile of "gated", it lets the scans of a backward gate q, k and g themselves. It is also
 that of these scans, which have more stages if they only compute states."""
@@ -111,6 +111,7 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "intra": ((0, TALL),),
     "intra_any": ((0, STEEP),),
     "gated": ((0, IN_SCANS),),
+    "scores_bwd": ((0, SCORES_BWD),),
     "intra_bwd": ((0, TALL_BWD),),
     "intra_bwd_by_chunk": ((0, QUARTERS_BWD),),
     "intra_head": ((0, Tile(128, 0, 4, 1, folder="sm90")),),
