@@ -97,6 +97,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         )
     ),
     "scores_bwd": (*(Tile(0, BV, 4, 1) for BV in (32, 64, 128)), SCORES_BWD),
+    "scores_bwd_head": tuple(Tile(0, BV, 4, 1) for BV in (32, 64, 128)),
     "intra_bwd": (
         *(Tile(32, 128, 4, 1), Tile(32, 64, 4, 3), Tile(16, 128, 4, 1)),
         *(TALL_BWD, QUARTERS_BWD),
