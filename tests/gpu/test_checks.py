@@ -212,7 +212,7 @@ def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
 @pytest.mark.parametrize("wrong", ["nothing", "product", "gradient of weights", "loop"])
 def test_the_gpu_checks_of_experts(small, monkeypatch, wrong):
     """They pass in bfloat16, which the CPU's grouped product takes; and they fail if a product
-    takes a row for the next expert's, and if only the loop runs."""
+    takes rows for the next expert's, and if only the loop runs."""
     monkeypatch.setattr(experts, "TOKENS", (5, 70))
     tiny = {"Kimi": (32, 16, 6, 2), "Qwen": (16, 24, 9, 3), "one expert": (16, 8, 1, 1)}
     made = {name: (tiny[name], options) for name, (_, options) in experts.MIXTURES.items()}
@@ -221,7 +221,8 @@ def test_the_gpu_checks_of_experts(small, monkeypatch, wrong):
 
     def shifted(a, b, *, offs):
         if b.ndim == (2 if wrong == "gradient of weights" else 3):
-            offs = torch.cat([(offs[:-1] - 1).clamp(min=0), offs[-1:]])
+            # by a block: the last rows of a group are padding here
+            offs = torch.cat([(offs[:-1] - grouped.BLOCK).clamp(min=0), offs[-1:]])
         return fine(a, b, offs=offs)
 
     if wrong == "loop":
