@@ -272,10 +272,11 @@ def intra_channelwise_bwd(
     first, last = paths[0][0], paths[-1][0]
     two = first.folder != last.folder
     BK = min(first.BK, last.BK) if two else first.BK
-    R_call, by = rule_options(rule, dtype), folder
-    if by != "triton" and kernels_of(by).intra_channelwise_bwd_scores.why_not(x, read, R_call):
-        by = "triton"
-    ts = c.tuning.tile("scores_bwd", K, V, dtype, 0, by)
+    R_scores, folder_of_scores = rule_options(rule, dtype), folder
+    if folder != "triton":
+        kernels = kernels_of(folder).intra_channelwise_bwd_scores
+        folder_of_scores = "triton" if kernels.why_not(x, read, R_scores) else folder
+    ts = c.tuning.tile("scores_bwd", K, V, dtype, 0, folder_of_scores)
     tiles, shape_of = cdiv(K, BK), functools.partial(shape, rule, dtype, H, HV, K, V)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     per_head = [x.q, x.k, *([] if x.p is None else [x.p])]
@@ -302,10 +303,10 @@ def intra_channelwise_bwd(
             read = kernels_of(first.folder).intra_channelwise_bwd_any.marked(read, c, first)
         if ts.folder != "triton":
             kernels = kernels_of(ts.folder)
-            kernels.intra_channelwise_bwd_scores.scores_bwd(table, x, c, read, out, ts, R_call)
+            kernels.intra_channelwise_bwd_scores.scores_bwd(table, x, c, read, out, ts, R_scores)
         else:
             S = shape(after_local(rule), dtype, H, HV, K, V, ts)
-            compiled = {"S": S, "R": R_call, "num_warps": ts.warps}
+            compiled = {"S": S, "R": R_scores, "num_warps": ts.warps}
             launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
         rest = where, out.shares.shape[1], rule.scale
         to = out  # of Triton's kernels
