@@ -133,6 +133,19 @@ def test_every_stage_has_a_tile_for_any_number_of_chains():
             assert TUNING.tile(stage, 128, 128, BF16, chains).folder == "triton"
 
 
+def test_references_of_quarters_are_for_the_first_of_two_kernels_alone():
+    """A safe gate has one kernel and does without them. A forced tile is for both calls."""
+    stages = "intra_bwd", "intra_bwd_by_chunk"
+
+    def chosen(tuning):
+        return [tuning.tile(stage, 128, 128, BF16, 0, "sm90") for stage in stages]
+
+    assert chosen(TUNING) == [tile_table.TALL_BWD, tile_table.QUARTERS_BWD]
+    triton = TUNING.tile("intra_bwd", 128, 128, BF16)
+    assert TUNING.tile("intra_bwd_by_chunk", 128, 128, BF16) == triton
+    assert chosen(Tuning(forced=(("intra_bwd", triton),))) == [triton, triton]
+
+
 MEMBERS = [("gated_delta_rule", 1), ("gla", 1), ("comba", 1), ("kda", 1), ("simple_gla", 1)]
 MEMBERS += [("gated_delta_rule", 2), ("comba", 2), ("simple_gla", 2)]  # no groups
 MEMBERS += [("dplr_delta_rule", 1)]
