@@ -27,6 +27,14 @@ WITHIN = 0.05
 OLDER = "train-1.3B-split.json", "train-1.3B.json"
 """Results from before blocks were compiled."""
 
+IN_GRAPHS = "train-2-gpus-selective.json"
+"""Steps of blocks that are not compiled, in a CUDA graph. Their peak is the memory that torch
+reserved for the graph, with the gaps between tensors."""
+
+GAPS = 0.18
+"""The most by which such a peak was above what tensors were predicted to take, relatively to the
+prediction; docs/training.md says it."""
+
 BYTES, RANDOM = 256, 32000
 """Vocabularies of the trainer's runs over stdlib, and of benchmarks.train."""
 
@@ -59,8 +67,11 @@ def predicted(flags, vocab_size=BYTES):
 def test_every_result_of_training_steps_is_compared():
     """Another result of the trainer in benchmarks/results/current belongs into `measured`."""
     found = {path.name for path in (RESULTS / "current").glob("train*.json")}
-    assert found == {"train.json", "train-2-gpus.json", "train-fla.json"} | {*OLDER}
-    assert "was predicted within 5%" in (RESULTS.parents[1] / "docs/training.md").read_text()
+    others = {"train.json", "train-2-gpus.json", "train-fla.json", IN_GRAPHS}
+    assert found == others | {*OLDER}
+    page = " ".join((RESULTS.parents[1] / "docs/training.md").read_text().split())
+    assert "was predicted within 5%" in page
+    assert "took up to 18% more than predicted" in page
     assert len(list(measured())) == 12
 
 
@@ -68,6 +79,13 @@ def test_every_result_of_training_steps_is_compared():
 def test_predictions_are_near_what_was_measured(flags, vocab_size, peak_gib):
     found = predicted(flags, vocab_size)
     assert abs(found.gib / peak_gib - 1) < WITHIN, f"{found.table()}\nmeasured {peak_gib} GiB"
+
+
+@pytest.mark.parametrize("row", rows(f"current/{IN_GRAPHS}"), ids=lambda row: f"cp{row['gpus']}")
+def test_graphs_reserve_little_more_than_predicted(row):
+    flags = f"--model {row['model']} --seq-len {row['tokens']} --cp {row['gpus']} {row['flags']}"
+    found = predicted(flags, RANDOM)
+    assert 0 <= row["peak_gib"] / found.gib - 1 < GAPS, f"{found.table()}\n{row['peak_gib']}"
 
 
 LONG = (RESULTS.parents[1] / "docs/long-context.md").read_text()
