@@ -72,8 +72,11 @@ class Frame(NamedTuple):
     @lru_cache(maxsize=1024)
     def around(cls, segments: int, chunks: int) -> Frame:
         """The frame of packings of one rank alone that have about so many segments and chunks.
-        Chunks are rounded up by at most a sixteenth, or to a multiple of 8."""
-        room = _rounded(segments + 1, max(4, _half_power(segments) // 4))
+        Chunks are rounded up by at most a sixteenth, or to a multiple of 8. Segments are rounded up
+        further, since one without tokens costs little; but kernels are chosen by their number, so
+        few stay nearly exact."""
+        least = 4 if segments < 8 else 8
+        room = _rounded(segments + 1, max(least, _half_power(segments) // 4))
         step = max(8, _half_power(chunks) // 16)
         full = _rounded(chunks, step)
         return cls(0, room, full, enters=False, leaves=False, filled=max(0, full - step))

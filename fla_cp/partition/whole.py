@@ -43,6 +43,8 @@ class WholeSequences(Packing):
             counts=counts,
             chunks=chunks,
             longest=max(counts),
+            _cache={},  # of `Tabled`, whose cached properties would take a lock in Python 3.11
+            _on_devices={},
         )
 
     @cached_property

@@ -79,12 +79,12 @@ def results(most: int) -> tuple[list[Tensor], int]:
         formed.append(given)
         launch(*given)
 
-    before, launch = chunk_tables.MOST_SEQUENCES, chunk_tables.launch
-    chunk_tables.MOST_SEQUENCES, chunk_tables.launch = most, counted
+    before, launch = chunk_tables.MOST_SEQUENCES, chunk_tables.launch_alike
+    chunk_tables.MOST_SEQUENCES, chunk_tables.launch_alike = most, counted
     try:
         return [x for seed in range(CALLS) for x in called(seed)], len(formed)
     finally:
-        chunk_tables.MOST_SEQUENCES, chunk_tables.launch = before, launch
+        chunk_tables.MOST_SEQUENCES, chunk_tables.launch_alike = before, launch
 
 
 def called(seed: int) -> list[Tensor]:

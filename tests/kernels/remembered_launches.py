@@ -156,6 +156,37 @@ def test_a_device_has_its_own(recorder):
     recorder.device = 0
 
 
+def test_launches_of_the_same_kinds_run_what_triton_runs(recorder):
+    """Only the first launch of each kind and device looks the kernel up, and none without runs."""
+    for recorder.device in (0, 1):
+        for dtype in (torch.float32, torch.bfloat16):
+            rest = None, 3, 0.5, (2, 3), 16, twice, "sum"
+            calls = [(torch.zeros(64, dtype=dtype), *rest) for _ in range(3)]
+            recorder.runs.clear()
+            recorder.count = len(kernel.arg_names)
+            launches.launch_alike(kernel, (dtype,), (3, 2, 1), *calls[0])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launches, "launch", None)
+                for given in calls[1:]:
+                    launches.launch_alike(kernel, (dtype,), (3, 2, 1), *given)
+            for given in calls:
+                launch(kernel, (3, 2, 1), *given)
+            found = [(launched, [id(x) for x in args]) for launched, args in recorder.runs]
+            assert found[:3] == found[3:]
+    recorder.device = 0
+
+
+def test_a_watched_launch_of_known_kinds_is_watched(recorder):
+    given = torch.zeros(64), None, 3, 0.5, (2, 3), 16, twice, "sum"
+    for _ in range(2):
+        launches.launch_alike(kernel, ("watched",), (1, 1, 1), *given)
+    recorder.runs.clear()
+    seen = []
+    with launches.redirected(lambda *call: seen.append(call)):
+        launches.launch_alike(kernel, ("watched",), (1, 1, 1), *given)
+    assert len(seen) == 1 and not recorder.runs
+
+
 def test_many_are_forgotten(recorder, monkeypatch):
     monkeypatch.setattr(launches, "MAX_REMEMBERED", 3)
     launches._known.clear()
@@ -171,6 +202,59 @@ def test_a_descriptor_is_told_by_what_is_compiled_of_it():
     others = tma.describe(x, 64, 128), tma.describe(x.float(), 64, 64)
     assert key_of(a) == key_of(b)
     assert len({key_of(t) for t in (a, *others)}) == 3
+
+
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [1, 1, 64], "fp4_padded": False}
+"""What Triton says of a compiled kernel's descriptor."""
+
+
+class Encoded:
+    """Stands for the part of Triton's driver that encodes descriptors, and keeps what it was given.
+    Its name differs between Triton 3.6 and 3.7."""
+
+    def __init__(self):
+        self.given = []
+
+    def __getattr__(self, name):
+        assert name.startswith("fill_tma_descriptor"), name
+
+        def encode(*given):
+            self.given.append(given)
+            return given
+
+        return encode
+
+
+def test_descriptors_of_new_addresses_are_what_triton_makes(recorder, monkeypatch):
+    """Descriptors that differ in their memory alone are made once for each address."""
+    monkeypatch.setattr(recorder, "utils", utils := Encoded())
+    x, y = (torch.zeros(64, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    maps = [launches.tensor_maps(tma.describe(t, 1, 64), META) for t in (x, y)]
+    assert maps[0] is maps[1]
+    for other in (tma.describe(x[:32], 1, 64), tma.describe(x, 1, 128)):
+        assert launches.tensor_maps(other, META) is not maps[0]
+    assert launches.tensor_maps(tma.describe(x, 1, 64), {**META, "swizzle": 2}) is not maps[0]
+    for t in (x, y, x, y):
+        made = maps[0](t.data_ptr())
+        assert made == launches.make_tensordesc_arg(tma.describe(t, 1, 64), META)
+    assert len(utils.given) == 4 + 2
+
+
+def test_descriptors_of_too_many_addresses_are_made_again(recorder, monkeypatch):
+    monkeypatch.setattr(recorder, "utils", Encoded())
+    monkeypatch.setattr(launches, "MAX_TENSOR_MAPS", 3)
+    maps = launches.TensorMaps(tma.describe(torch.zeros(64, 2, 128), 1, 64), META)
+    for address in range(0, 160, 16):
+        assert maps(address)[0][0] == address
+        assert len(maps.found) <= 3
+
+
+def test_descriptors_that_the_launcher_encodes_have_their_address():
+    """As in Triton's own launcher of descriptors, which takes them as they are."""
+    described = tma.describe(torch.zeros(64, 2, 128), 1, 64)
+    found = launches.tensor_maps(described, None)(4096)
+    assert type(found) is type(described) and found.base.data_ptr() == 4096
+    assert found.shape == described.shape and found.block_shape == described.block_shape
 
 
 def key_of(*values):

@@ -115,10 +115,10 @@ def test_a_new_packing_takes_few_steps(machine, monkeypatch):
         formed.append(kernel)
         launch(kernel, *given, **named)
 
-    to_device, launch = device_tables.to_device, chunk_tables.launch
+    to_device, launch = device_tables.to_device, chunk_tables.launch_alike
     monkeypatch.setattr(Packing, "build", no_list)
     monkeypatch.setattr(device_tables, "to_device", counted)
-    monkeypatch.setattr(chunk_tables, "launch", launched)
+    monkeypatch.setattr(chunk_tables, "launch_alike", launched)
     assert unreplayed("chunk_kda", T, H, NEW, 2, monkeypatch) == 0
     assert formed == [chunk_tables.chunk_table_kernel] * NEW
     (known,) = known_calls.values()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fla_cp.kernels.triton.launch import cdiv, launch
+from fla_cp.kernels.triton.launch import cdiv, launch_alike
 from fla_cp.kernels.triton.operands import columns
 from fla_cp.partition.device_tables import DeviceTable, places_of
 from fla_cp.partition.packing import Frame, Packing
@@ -87,12 +87,17 @@ def chunk_table_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _layout(frame: Frame) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int]]:
-    """The lengths of the columns, where they start in one array, its size, and the grid, which has
-    a program for the segments that fill the frame even if there are no chunks."""
+def _layout(
+    frame: Frame,
+) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, int, int], tuple[int, ...]]:
+    """The lengths of the columns, where they start in one array, its size, the grid, which has a
+    program for the segments that fill the frame even if there are no chunks, and the kernel's
+    arguments that the frame decides."""
     lengths = (frame.chunks,) * 2 + (frame.segments,) * 3
     places, end = places_of(lengths, torch.int32)
-    return lengths, places, end, (max(1, cdiv(frame.chunks, CHUNKS)),)
+    grid = max(1, cdiv(frame.chunks, CHUNKS)), 1, 1
+    constants = frame.chunks, frame.segments, *places[1:], CHUNK, CHUNKS, SEQUENCES
+    return lengths, places, end, grid, constants
 
 
 def form_tables(packing: Packing, cu_seqlens: Tensor) -> bool:
@@ -108,16 +113,15 @@ def form_tables(packing: Packing, cu_seqlens: Tensor) -> bool:
         return False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    lengths, places, end, grid = _layout(frame)
+    lengths, places, end, grid, constants = _layout(frame)
     # Tables outlive a call, and autograd saves them, so they are no inference tensors.
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             table = torch.empty(end, dtype=torch.int32, device=device)
     else:
         table = torch.empty(end, dtype=torch.int32, device=device)
-    sizes = packing.sequences, packing.tokens, frame.chunks, frame.segments
-    launch(
-        chunk_table_kernel, grid, cu_seqlens, table, *sizes, *places[1:], CHUNK, CHUNKS, SEQUENCES
-    )
+    given = cu_seqlens, table, packing.sequences, packing.tokens, *constants
+    kinds = cu_seqlens.dtype, cu_seqlens.data_ptr() % 16 == 0
+    launch_alike(chunk_table_kernel, kinds, grid, *given)
     packing.keep_table(columns, DeviceTable(table, places, lengths), device)
     return True
