@@ -255,6 +255,15 @@ def compile_tables() -> list[Launch]:
     return list(dict.fromkeys(kernels))
 
 
+def compile_clear(dtype: torch.dtype) -> list[Launch]:
+    """The zeros of a frame's last chunks."""
+    from fla_cp.kernels.triton.clear import clear
+
+    with launched() as kernels:
+        clear(torch.ones(3, 2, 16, 16, dtype=dtype), torch.ones(3, 2, 64, 16, dtype=dtype), 1)
+    return list(dict.fromkeys(kernels))
+
+
 def compile_exchange(K: int, V: int) -> list[Launch]:
     """An exchange of the first, a middle and the last rank, of transitions and their transposes."""
     from fla_cp.comm import SlotMaps
@@ -325,6 +334,8 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
     yield "gla bf16 safe", call
     yield "tables of a packing", compile_tables
+    for name, dtype in DTYPES.items():
+        yield f"clear {name}", functools.partial(compile_clear, dtype)
     for K, V in SIZES:
         yield f"fold {K}x{V}", functools.partial(compile_fold, K, V)
         yield f"exchange {K}x{V}", functools.partial(compile_exchange, K, V)

@@ -90,9 +90,9 @@ for name, (forward, backward, described) in SHARED.items():
         forward=forward, backward=backward, descriptors=described, documents=ONE
     )
     (m, _, a), (n, _, b) = forward, backward
-    # No state passes through the middle rank, so that only offsets are sent. In a frame, four
-    # buffers are cleared behind the tokens.
-    packed = one._replace(forward=(m, 1, a - 1), backward=(n, 5, b + 4), documents=PACKED)
+    # No state passes through the middle rank, so that only offsets are sent. In a frame, two
+    # launches clear what is behind the tokens.
+    packed = one._replace(forward=(m, 1, a - 1), backward=(n + 2, 1, b), documents=PACKED)
     passed = one._replace(forward=(m, 0, a - 2), backward=(n, 0, b - 2), exchange="symmetric")
     CASES |= {
         f"{name}, one document on ranks": one,

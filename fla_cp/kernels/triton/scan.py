@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fla_cp.comm.carry import States
 from fla_cp.kernels.triton import tile_table
+from fla_cp.kernels.triton.clear import clear
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     dot,
@@ -309,7 +310,6 @@ def empty_states(
 def chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
     (NC, HV, K), V = c.decay.shape, c.v.shape[2]
     buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
-    if packing.frame is not None:  # no scan writes chunks of no tokens, but `intra_bwd` reads them
-        for x in buffers:
-            x[packing.frame.filled :].zero_()
+    if packing.frame is not None:
+        clear(*buffers, packing.frame.filled)
     return buffers
