@@ -28,6 +28,7 @@ import torch
 from accelerate.utils import set_seed
 
 from fla_cp.comm import measure_exchange
+from fla_cp.comm.traced_waits import visible, watch_graphs
 from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.flash import activate_flash_attention_3
 from fla_cp.train import checkpoint, divergence
@@ -364,7 +365,7 @@ class Loop:
         batch = feed.take()
         with times.waiting(on_host=True):
             agreed = agree(batch, ranks, stop=bool(received))
-        with measure_exchange() as timer:
+        with measure_exchange() as timer, watch_graphs():
             check, self.checked = not self.checked, True
             given = self.model, batch, agreed.targets, config, ranks, check, self.graphs
             share = forward_backward(*given)
@@ -463,9 +464,10 @@ class Loop:
 
     @property
     def sees_exchanges(self) -> bool:
-        """Whether waits for exchanges are measured: not inside compiled blocks and graphs."""
+        """Whether waits for exchanges are measured, which they are not inside CUDA graphs."""
         graphs = self.graphs is not None and bool(self.graphs.graphs)
-        return self.config.parallel.cp == 1 or not (graphs or has_compiled_blocks(self.model))
+        hidden = has_compiled_blocks(self.model) and not visible()
+        return self.config.parallel.cp == 1 or not (graphs or hidden)
 
     def _memory(self) -> float:
         graphs = self.graphs is not None and bool(self.graphs.graphs)

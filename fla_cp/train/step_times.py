@@ -23,8 +23,8 @@ class RankTimes(NamedTuple):
 
     exchange: waiting for states, tokens and keys of other ranks. under_way: from when these left to
     the end of the wait. waiting: all waits for other ranks, `exchange` included; those of FSDP's
-    collectives and of compiled graphs are not measured. host: until forward, backward and the sums
-    over ranks were issued. device: the same on the GPU's stream; NaN on the CPU.
+    collectives and those inside CUDA graphs are not measured. host: until forward, backward and the
+    sums over ranks were issued. device: the same on the GPU's stream; NaN on the CPU.
     """
 
     exchange: float

@@ -2,6 +2,7 @@
 
 import re
 import time
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from fla_cp.comm import measure_exchange, timing
 from fla_cp.comm.timing import exchange_begins, exchange_wait
+from fla_cp.train import main
 from fla_cp.train.metrics import Metrics, _brief
 from fla_cp.train.model import compile_blocks
 from fla_cp.train.parse import parse
@@ -107,16 +109,38 @@ def test_one_rank_has_no_slowest(ranks, tmp_path):
     assert row["exchange_ms"] == row["exchange_under_way_ms"] == 0
 
 
-def test_exchanges_in_compiled_blocks_are_not_measured(ranks, tmp_path, monkeypatch):
+def test_exchanges_that_torch_hides_are_not_shown(ranks, tmp_path, monkeypatch):
     """A number that says nothing would be worse than none."""
     config = parse([*FLAGS.split(), "--cp", "2", "--out", str(tmp_path / "run")])
     with training_loop(config, ranks) as (loop, _):
+        assert loop.sees_exchanges
+        monkeypatch.setattr(main, "visible", lambda: False)
         assert loop.sees_exchanges
         monkeypatch.setattr(torch, "compile", lambda f, **options: f)
         compile_blocks(loop.model)
         kind, given = type(loop), (loop.data, None, loop.model, loop.optimizer)
         other = kind(config, ranks, *given, loop.progress, loop.log, loop.saver)
         assert not other.sees_exchanges
+        monkeypatch.undo()
+        assert other.sees_exchanges
+
+
+def compiled(group, rank, folder):
+    """The rows of a run whose blocks are compiled, without Inductor, which takes long."""
+    flags = [*FLAGS.split(), *SPLITS[0].split(), "--compile", "on", "--out", f"{folder}/{rank}"]
+    config, ranks, compile_with = parse(flags), ranks_of(SPLITS[0], rank), torch.compile
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo reads .grad of what FSDP gathered (torch 2.13)
+        patch.setattr(torch, "compile", lambda f, **_: compile_with(f, backend="aot_eager"))
+        with training_loop(config, ranks) as (loop, feed):
+            for _ in range(2):
+                loop._step(feed, [])
+            return loop.log.rows
+
+
+def test_exchanges_in_compiled_blocks_are_measured(gloo_pool, tmp_path):
+    rows, *_ = gloo_pool.run(compiled, str(tmp_path), world_size=4)
+    assert 0 < rows[-1]["exchange_ms"] <= rows[-1]["exchange_under_way_ms"]
 
 
 def test_line_of_a_step():
