@@ -122,6 +122,7 @@ def _kept_or_run(
 
 
 def _run(kind: Kind, plan: Plan, tensors: Flat, keeps: bool, needs: tuple[bool, ...]) -> Flat:
+    """The forward, or a program that replays it. Arguments and results: see `_kept_or_run`."""
     given, initial = Inputs(*tensors[:-1]), tensors[-1]  # type: ignore[arg-type]
     plan = _keeping(plan) if keeps else plan
 

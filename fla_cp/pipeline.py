@@ -414,6 +414,7 @@ def _run_both(
     wanted: tuple[bool, bool, bool],
     with_backward: bool,
 ) -> None:
+    """Runs a forward and, with `with_backward`, its backward."""
     want_final, want_h, want_dinitial = wanted
     with torch.no_grad():
         found = forward(plan, x, initial, want_final=want_final, want_h=want_h)

@@ -170,6 +170,7 @@ class _Writer:
             self.lines.append(f"m{n}a = m{n}.data_ptr()")
 
     def _item(self, item: Item) -> None:
+        """Writes the lines for one item of the tape."""
         if isinstance(item, Fork) and isinstance(item.make, Value):
             self.lines.append(f"w{item.side}a = v{item.make.number}.cuda_stream")
         elif isinstance(item, Fork):

@@ -91,6 +91,8 @@ class Replayed:
         run: Callable[[], Flat],
         stream: int,
     ) -> Flat:
+        """Runs the program that the key has, or else runs the call, and records it if the key was
+        seen once before and the call can be recorded."""
         found, first = self.known.use(key), inputs[0]
         assert first is not None
         if isinstance(found, Program):

@@ -111,6 +111,8 @@ class Agreement:
         return collectives.wire_device(self._group, torch.device("cpu"))
 
     def _compare(self, call: Facts, table: Facts, *, wait: bool) -> None:
+        """Sends this rank's facts and compares those of all ranks: now with `wait` or if they are
+        sent from the host, and otherwise in a later call, in `_read`."""
         facts = {**table, **call}
         sent = [_number(value) for value in facts.values()]
         assert len(sent) <= SENT, facts

@@ -284,16 +284,16 @@ class LinearAttention(nn.Module):
         return self.o_proj(self.gated(o, project, gate()).flatten(-2))
 
     def conv_heads(self) -> Heads:
-        """q, k and v in the result of their convolution, which is one, so that its halo is
-        exchanged once."""
+        """The heads and channels of q, k and v in the result of their convolution. There is one
+        convolution for all three, so that its halo is exchanged once."""
         H, HV, n = self.num_heads, self.num_v_heads, self.rows
         return (H, self.head_dim), (n * H, self.head_dim), (n * HV, self.head_v_dim)
 
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
     ) -> list[Any]:
-        """What the core takes. q [B, T, H, K], k [B, T, n*H, K], v [B, T, n*HV, V]; raw decays g
-        and raw beta with B * T rows."""
+        """The core's inputs, in its order and shapes. q: [B, T, H, K]. k: [B, T, n*H, K]. v:
+        [B, T, n*HV, V], with n = rows. g, beta: raw decays and raw beta, with B * T rows."""
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
         (B, T), n = q.shape[:2], self.rows
         found: list[Any] = [q, k.reshape(B, n * T, H, K), v.reshape(B, n * T, HV, V)]

@@ -122,6 +122,8 @@ def supported(module: nn.Module) -> bool:
 
 
 def _call(facts: Facts, x: Tensor, weight: Tensor, context: FLACPContext | None) -> Call:
+    """The call for x [B, T, hidden]. weight: the convolution's. The plan is made once for each kind
+    of call and packing."""
     (B, T, hidden), (_, HV, K, V) = x.shape, facts[:4]
     check_sequences(T, B, None, context)
     if context is not None:

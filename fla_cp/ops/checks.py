@@ -187,6 +187,7 @@ def _check_gate(
     HV: int,
     K: int,
 ) -> None:
+    """Checks the options of a gate. K: how many decays a head has, 1 for one decay a head."""
     if safe_gate and (lower_bound is None or not lower_bound >= SAFE_GATE_BOUND):
         raise ValueError(
             f"safe_gate needs lower_bound in [{SAFE_GATE_BOUND:g}, 0), got {lower_bound}"

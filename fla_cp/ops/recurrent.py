@@ -68,6 +68,8 @@ def recurrent(
 def _run(
     rule: DeltaRule, x: Tensors, o: Options, rows: int, N: int
 ) -> tuple[Tensor, Tensor | None]:
+    """The recurrence of a call whose arguments were checked: o and the final states. N: how many
+    sequences there are."""
     q, (B, T, _, K), (HV, V) = x.q, x.q.shape, x.v.shape[2:]
     backend = resolve(o.impl, q.device, q.dtype)
     rates, cu, cu_cpu = (o.A_log, o.dt_bias), o.cu_seqlens, o.cu_seqlens_cpu

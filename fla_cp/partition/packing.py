@@ -387,6 +387,7 @@ class StepTable(NamedTuple):
 
     @classmethod
     def build(cls, packing: Packing, device: torch.device) -> StepTable:
+        """The table of a packing. Everything is computed on the host, and then sent."""
         start = torch.tensor([s.start for s in packing.segments], dtype=torch.int64, device="cpu")
         stop = torch.tensor([s.stop for s in packing.segments], dtype=torch.int64, device="cpu")
         C = packing.chunk

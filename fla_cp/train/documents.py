@@ -200,6 +200,7 @@ def _stored(path: Path) -> list[Path]:
 
 
 def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]:
+    """Opens the rows of `RowDocuments`; see `RowDocuments._opened` for the result."""
     import datasets
 
     datasets.disable_progress_bars()

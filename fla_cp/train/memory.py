@@ -269,6 +269,8 @@ class Predictor:
         kinds: list[str],
         found: dict[str, BlockMemory],
     ) -> Prediction:
+        """The moment of a step at which most memory is held. tokens: those of a micro-batch on one
+        rank. kinds: of each block. found: the memory of a block of each kind."""
         sizes, item = self.sizes(model), self.dtype.itemsize
         hidden = model.shape.hidden_size
         row = rounded(tokens * hidden * item)

@@ -45,6 +45,7 @@ class Symmetric(GroupExchange):
         return Pending(step(_read_peers, self.group, maps, links, fold), entered)
 
     def _pass_on(self, maps: SlotMaps, links: Links, fold: PeerFold) -> Pending:
+        """Passes the state from rank to rank, in one kernel on the group's stream."""
         _, HV, K, V = maps.offset.shape
         (table,) = links.table(crossing(dist.get_rank(self.group)), torch.int32, maps.offset.device)
         transition = maps.transition if links.any_through else None
@@ -62,6 +63,8 @@ class Symmetric(GroupExchange):
         return Pending(sent, finish, sends=maps)
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        """Copies the peers' maps and folds them. A rank's memory has first the offsets of all its
+        slots, and then their transitions."""
         J, HV, K, V = maps.offset.shape
         S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
         rank = dist.get_rank(self.group)
