@@ -66,9 +66,9 @@ def paused() -> Iterator[None]:
 
 
 def step(run: Callable[..., Any], *args: Any) -> Any:
-    """Returns `run(*args)`, and notes it on the tape as one step. What happens inside is not
-    recorded; a program calls `run` again. Exchanges are steps, and so is the work that a layer
-    hands over to them.
+    """Returns `run(*args)`. If a tape records, it notes the call as one step: what happens inside
+    is not recorded, and a program calls `run` again. Exchanges are steps, and so is the work that a
+    layer hands over to them.
 
     args: tensors, tuples of them, objects of the plan, results of earlier steps, and constants.
     """
