@@ -336,6 +336,7 @@ def _places(items: list[Item], block: set[int]) -> tuple[dict[int, int], int]:
             last[n] = len(items)
     lives = {n: _Lives(first[n], last[n], -(-sizes[n] // ALIGNMENT) * ALIGNMENT) for n in sizes}
     places: dict[int, int] = {}
+    # Largest first, each piece takes the first gap among the pieces that live at the same time.
     for n in sorted(lives, key=lambda n: -lives[n].size):
         taken = sorted(
             (places[m], places[m] + lives[m].size)

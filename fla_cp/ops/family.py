@@ -109,14 +109,17 @@ def chunk(
         return _traced(member, x, options, rows)
     key = key_of(member, x, options, rows)
     known = None if key is None else known_calls.use(key)
+    # A known call with neither offsets nor a context: all these calls have one plan.
     if known is not None and known.plan is not None:
         return _known_call(known.kind, known.plan, x, options)
+    # A known call with offsets: there is a plan for each value of the offsets.
     if known is not None and known.packed is not None:
         plan = _packed_plan(known, known.packed.states, x, options)
         if plan is not None:
             return _known_call(known.kind, plan, x, options)
-        known = None
+        known = None  # the initial states do not fit, which the checks below report
     context = options.get("cp_context")
+    # Another known call, under a context or with several rows a token: its packing is new.
     if known is not None:
         o = Options(**options)
         packing = _packing(x, o, rows, known.backend) if context is None else context.packing

@@ -155,8 +155,10 @@ def entering_table(rank: int, rows: int) -> Steps:
 
     def steps(links: Links) -> FoldTable:
         found: list[list[tuple[int, int, int]]] = []
-        chain: list[tuple[int, int, int]] = []  # steps since the last slot that nothing passes
-        used, zero = 0, set(range(rows))  # steps up to this rank's last slot; ranges not entered
+        # chain: the steps since the last slot through which no state passes. used: how many of them
+        # lead up to this rank's last slot so far. zero: this rank's ranges that no state enters.
+        chain: list[tuple[int, int, int]] = []
+        used, zero = 0, set(range(rows))
         for s in range(links.count):
             if links.owner[s] == rank and links.continues[s]:
                 chain[-1] = (*chain[-1][:2], links.row[s])
