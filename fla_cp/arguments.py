@@ -1,9 +1,9 @@
-"""Checks of what kind of thing each argument is: a tensor, a number, a flag. ops/checks.py then
+"""Checks whether each argument is of the right kind: a tensor, a number, a flag. ops/checks.py then
 checks how tensors fit each other.
 
 Each failure is a ValueError that names the argument, the rule and what was given. Nothing is
 launched, and no value of a tensor is read, except that of a scale without dims. The checks run at
-every call. A call that passes them spends about two microseconds of host time on them.
+every call, and take about two microseconds of host time in a call that passes them.
 """
 
 from math import inf
@@ -27,7 +27,8 @@ def described(value: object) -> str:
 
 
 def check_tensors(names: tuple[str, ...], values: tuple[object, ...], required: int) -> None:
-    """Each value is a dense tensor of any dtype. Those after the first `required` may be None."""
+    """Checks that each value is a dense tensor, of any dtype. Those after the first `required` may
+    be None."""
     for x in values:
         if x is None:
             continue
@@ -57,7 +58,7 @@ def _check_each(names: tuple[str, ...], values: tuple[object, ...]) -> None:
 
 
 def check_flags(names: tuple[str, ...], values: tuple[object, ...]) -> None:
-    """Each value is True or False, not something else that converts to a bool, like "no"."""
+    """Checks that each value is True or False, not something that converts to a bool, like "no"."""
     for value in values:
         if value is not True and value is not False:
             bad = next(n for n, v in zip(names, values, strict=True) if v is value)
@@ -65,17 +66,17 @@ def check_flags(names: tuple[str, ...], values: tuple[object, ...]) -> None:
 
 
 def check_count(name: str, value: object) -> int:
-    """An integer from 1."""
+    """The value as an int, after a check that it is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer from 1, got {described(value)}")
     return int(value)
 
 
 def check_scale(scale: object) -> float | None:
-    """The factor on o as a float, or None.
+    """The factor on o as a float, or None, after all checks of it.
 
-    A tensor without dims is read, which waits for its device. It would get no gradient, so one that
-    requires a gradient is refused.
+    A tensor without dims is read, which waits for its device. One that requires a gradient is
+    refused, because it would get none.
     """
     if scale is None or (type(scale) is float and -inf < scale < inf):
         return scale
@@ -99,7 +100,7 @@ def check_scale(scale: object) -> float | None:
 
 
 def check_lower_bound(lower_bound: object, name: str = "lower_bound") -> float | None:
-    """The smallest log decay of a step as a float, or None."""
+    """The smallest log decay of a step as a float, or None, after all checks of it."""
     if lower_bound is None or (type(lower_bound) is float and -inf < lower_bound < 0):
         return lower_bound
     bound = _finite(name, lower_bound)
@@ -136,8 +137,8 @@ def check_state_layout(transpose_state_layout: object, state_v_first: object) ->
 def check_choice(
     name: str, value: object, choices: tuple[str, ...], *, or_none: bool = False
 ) -> None:
-    """One of some names. The value must be a string: comparing a tensor or an array with a name
-    does not give a bool."""
+    """Checks that the value is one of some names. It must be a string, because comparing a tensor
+    or an array with a name does not give a bool."""
     if not isinstance(value, str) or value not in choices:
         listed = ["None"] if or_none else []
         listed += map(repr, choices)

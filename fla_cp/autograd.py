@@ -1,5 +1,5 @@
-"""The autograd.Function of eager calls: what the forward saves for the backward, and what decides
-whether a recorded program can stand for either of them (replay.py)."""
+"""The autograd.Function of eager calls. It saves what the backward needs, and lets recorded
+programs replay both directions (replay.py)."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from fla_cp.replay import Replayed, access_of_all
 
 
 class Kind(NamedTuple):
-    """A kind of call: which outputs it has besides o, and what was recorded of each direction."""
+    """A kind of call: its outputs besides o, and the recorded programs of each direction."""
 
     want_final: bool
     want_h: bool
@@ -42,8 +42,8 @@ class DeltaRuleFunction(torch.autograd.Function):
     """(kind, plan, *Inputs, initial) -> o [B, T, HV, V], final or None, h or None.
 
     Inputs are [B, T, ..], as the caller has them. States are [.., V, K] with the rule's
-    state_v_first. Under a context, the gradient of initial is equal on all ranks, and A_log and
-    dt_bias get this rank's share of their gradients, like any weight.
+    state_v_first. Under a context, the gradient of initial is equal on all ranks. The gradients of
+    A_log and dt_bias are this rank's share, like those of any weight.
     """
 
     @staticmethod
@@ -101,8 +101,8 @@ class DeltaRuleFunction(torch.autograd.Function):
 def _kept_or_run(
     kind: Kind, plan: Plan, tensors: Flat, keeps: bool, needs: tuple[bool, ...]
 ) -> Flat:
-    """o [B, T, HV, V], final, h, carried, transition and what the backend keeps. They come from the
-    forward or, in the second run of a `remat.selective_checkpoint`, from the first run. keeps:
+    """o [B, T, HV, V], final, h, carried, transition and what the backend keeps. They are computed
+    or, in the second run of a `remat.selective_checkpoint`, taken from the first run. keeps:
     whether to keep all intermediates. needs: which inputs of the Function need a gradient."""
     if not remat.active():
         return _run(kind, plan, tensors, keeps, needs)
@@ -115,11 +115,14 @@ def _kept_or_run(
         found = _run(kind, plan, tensors, keeps, needs)
         remat.keep(call, found)
     elif plan.exchange.group is not None:
-        run_overlap(lambda: None)  # in the place of the forward: torch compares what is saved
+        # The work that was handed over runs where the first run did it, because the checkpoint
+        # compares the order of saved tensors.
+        run_overlap(lambda: None)
     return found
 
 
 def _run(kind: Kind, plan: Plan, tensors: Flat, keeps: bool, needs: tuple[bool, ...]) -> Flat:
+    """The forward, or a program that replays it. Arguments and results: see `_kept_or_run`."""
     given, initial = Inputs(*tensors[:-1]), tensors[-1]  # type: ignore[arg-type]
     plan = _keeping(plan) if keeps else plan
 
@@ -136,10 +139,11 @@ def _run(kind: Kind, plan: Plan, tensors: Flat, keeps: bool, needs: tuple[bool, 
     return kind.forward(plan, keeps, tensors, run)
 
 
-# A non-reentrant checkpoint hands the tensors that the recomputation saves to the node of the first
-# forward, so both must save equally many of the same shapes. The intermediates therefore travel as
-# an attribute on the storage of an empty tensor, the note, which is always saved, and live as long
-# as it does. Hooks that copy saved tensors lose them; the backward then recomputes them as usual.
+# A non-reentrant checkpoint gives the tensors that the recomputation saves to the node of the first
+# forward, so both must save equally many tensors of the same shapes. The intermediates therefore
+# travel as an attribute on the storage of an empty tensor, the note, which is always saved. They
+# live as long as the note. Hooks that copy saved tensors lose them; the backward then recomputes
+# them.
 
 
 def _keeping(plan: Plan) -> Plan:
@@ -149,11 +153,12 @@ def _keeping(plan: Plan) -> Plan:
 
 
 def _noted(note: Tensor, plan: Plan, kept: list[Tensor | None]) -> list[Tensor | None]:
-    """Puts all of `kept` on the note. Returns the part of it that `plan`, which keeps no
-    intermediates, would have kept."""
+    """Puts all of `kept` on the note. Returns the part of `kept` that a plan without intermediates
+    keeps, in the order in which it keeps them."""
     note.untyped_storage().intermediates = tuple(kept)  # type: ignore[attr-defined]
     return [kept[i] for i in plan.backend.always_kept(plan.rule)]
 
 
 def _intermediates(note: Tensor) -> Kept | None:
+    """What `_noted` put on the note, if it is still there."""
     return getattr(note.untyped_storage(), "intermediates", None)

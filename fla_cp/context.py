@@ -56,8 +56,9 @@ _USED: deque[FLACPContext] = deque(maxlen=256)
 
 @atexit.register
 def _let_go() -> None:
-    """A gloo group that is still alive when the interpreter ends can abort the process. In a script
-    without functions, variables such as a model or a loss keep contexts until then."""
+    """Releases the groups of all contexts when the interpreter ends, because a gloo group that is
+    then still alive can abort the process. In a script without functions, variables such as a model
+    or a loss keep contexts until the end."""
     _USED.clear()
     for context in [*_BY_NUMBER.values()]:
         for holder in (context.exchange, context):
@@ -65,7 +66,7 @@ def _let_go() -> None:
 
 
 def context_of(number: Tensor) -> FLACPContext | None:
-    """The context with this number, None for -1. Raises ValueError if it no longer exists."""
+    """The context with this number; None for -1. Raises ValueError if it no longer exists."""
     n = int(number)
     if n < 0:
         return None
@@ -83,8 +84,8 @@ class FLACPContext(Tabled, FLANames):
     group: process group of the ranks that share the batch (None: one rank).
     cu_seqlens: offsets of this rank's pieces of sequences, int32, on the device of the offsets
     given. cu_seqlens_cpu: the same on the host. global_cu_seqlens: the offsets of the whole batch,
-    on the host. local_tokens: tokens that this rank holds. token_ranges: those of all ranks.
-    max_sequences: if given, the shape of the context is fixed. Offsets are padded with empty
+    on the host. local_tokens: how many tokens this rank holds. token_ranges: those of all ranks.
+    max_sequences: if given, the shape of the context is fixed. Its offsets are padded with empty
     sequences, and `update` makes it the context of another packing.
     """
 
@@ -146,17 +147,17 @@ class FLACPContext(Tabled, FLANames):
             )
 
     def before(self, call: str, **facts: object) -> None:
-        """Compares the ranks if that is due; see comm/agreement.py. A recomputation that exchanges
-        nothing compares nothing."""
+        """Compares the ranks if that is due; see comm/agreement.py. call, facts: what is called,
+        and with which sizes. A recomputation exchanges nothing, so it compares nothing."""
         if self.agreement is None or torch.compiler.is_compiling():
             return
         if self.agreement.due and not remat.recomputing():
             self.agreement.before(call, **facts)
 
     def repeated(self, n: int) -> FLACPContext:
-        """The same sharding of a batch that has n rows for each token. It is made once. Under
-        torch.compile it must be there: call this before the compiled function, else it raises
-        ValueError."""
+        """The same sharding for a batch that has n rows for each token. It is built at the first
+        call and kept. Under torch.compile it cannot be built: call this once before the compiled
+        function, or it raises ValueError."""
         if torch.compiler.is_compiling() and n not in self._repeated:
             raise ValueError(
                 f"under torch.compile, {n} householder steps under a cp_context need "
@@ -181,20 +182,22 @@ class FLACPContext(Tabled, FLANames):
 
     @cached_property
     def plans(self) -> Tabled:
-        """Keeps the plans of calls under this context. The packing must not keep them: they hold it
-        and the group, which would then live on until Python looks for reference cycles."""
+        """Keeps the plans of calls under this context. The packing must not keep them: plans hold
+        the packing and the group, and the group would then live on until Python collects reference
+        cycles."""
         return Tabled()
 
     @cached_property
     def framed(self) -> Packing | None:
-        """See `fla_cp.partition.on_ranks.framed`. None with max_sequences."""
+        """The packing with a frame, if calls that need no exact packing can use one; see
+        `fla_cp.partition.on_ranks.framed`. None with max_sequences."""
         if self.max_sequences is not None:
             return None
         return framed(self.packing, self.global_cu_seqlens, self.token_ranges, self.rank)
 
     def update(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None) -> None:
-        """Makes this the context of another packing of the same number of tokens, for a CUDA graph
-        that was captured under it.
+        """Makes this the context of another packing of the same number of tokens, so that a CUDA
+        graph that was captured under it can be replayed on that packing.
 
         cu_seqlens: as for `build_cp_context`, equal on all ranks, with at most max_sequences
             sequences. cu_seqlens_cpu: the same on the host; it saves one device synchronisation.
@@ -217,7 +220,7 @@ class FLACPContext(Tabled, FLANames):
         self._refill(offsets)
 
     def _refill(self, offsets: tuple[int, ...]) -> None:
-        """`update`, after its checks."""
+        """Does what `update` does after its checks, for repeated contexts, too."""
         packing, links = layout(offsets, self.token_ranges, self.rank, self.packing.frame)
         packing.take_tables(self.packing)
         links.take_tables(self.links)
@@ -296,7 +299,8 @@ def compare_ranks(
     initial: Tensor | None,
     want_final: bool = False,
 ) -> None:
-    """Compares, if that is due, what decides how much a call sends. shape: (HV, K, V)."""
+    """Compares, if that is due, whether the ranks agree on what decides how much a call sends.
+    shape: (HV, K, V)."""
     if context.agreement is not None and context.agreement.due and not remat.recomputing():
         facts = dict(zip(("HV", "K", "V"), shape, strict=True), dtype=dtype)
         facts |= {"initial_state": initial is not None, "output_final_state": want_final}
@@ -423,12 +427,14 @@ def _context(
     *,
     checked: bool = False,
 ) -> FLACPContext:
-    """The context, from arguments that were checked before. checked: whether ranks compare it."""
+    """The context, from arguments that were checked before. checked: whether ranks compare their
+    tables."""
     rank, world_size = 0 if group is None else dist.get_rank(group), len(ranges)
     frame = None if max_sequences is None else fixed_frame(max_sequences, ranges, rank)
     packing, links = layout(offsets, ranges, rank, frame)
     width = (conv1d_kernel_size or 1) - 1
-    # With a fixed shape, what is sent must not depend on the packing: it is that of one sequence.
+    # With a fixed shape, what is sent must not depend on the packing: the halo is that of a single
+    # sequence.
     sequences = offsets if frame is None else (0, offsets[-1])
     agreement = None
     if checked and group is not None and world_size > 1:

@@ -1,8 +1,8 @@
 """The operator as two torch.library ops, `fla_cp::delta_rule` and its backward, for torch.compile.
 Eager calls use `DeltaRuleFunction`, which runs the same pipeline.
 
-These ops and those for several ranks (custom_op_cp.py) share most of their arguments, see `Call`.
-An empty tensor stands for an output that is not wanted.
+These ops and those for several ranks (custom_op_cp.py) share most of their arguments; `Call` holds
+them. An empty tensor stands for an output that is not wanted.
 """
 
 from collections.abc import Callable, Hashable
@@ -36,11 +36,12 @@ GRADS = "Tensor do, Tensor? dfinal, "
 """The first arguments of a backward op."""
 
 TENSORS = len(Inputs._fields) + 1
-"""How many of the shared arguments are tensors of the call: `Inputs` and the initial states."""
+"""How many of the shared arguments are tensors of the call: the fields of `Inputs`, and the initial
+states."""
 
 ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
 ALONE = Local()
-"""The links and the exchange of a rank alone."""
+"""The links and the exchange of a call without a context."""
 
 
 MAX_REPLAYED = 1024
@@ -56,13 +57,14 @@ def packing_of(offsets: tuple[int, ...], chunk: int = CHUNK) -> Packing:
 
 @lru_cache(maxsize=16)
 def framed_packing_of(offsets: tuple[int, ...]) -> WholeSequences:
-    """The packing filled up to sizes that others have, too, so that they share programs."""
+    """The packing filled up to rounded sizes, so that packings of similar sizes share programs."""
     return WholeSequences(offsets)
 
 
 @lru_cache(maxsize=1024)
 def _key_alone(tokens: int, frame: Frame) -> PlanKey:
-    """The key of a rank alone. One object serves all packings, since it is found faster."""
+    """The plan's key of a call without a context. All packings with this frame share one object,
+    because a dict finds the same object faster than an equal one."""
     return PlanKey.framed(tokens, 1, frame, ONE_SLOT, ALONE)
 
 
@@ -74,8 +76,8 @@ def make_plan(
     shape: tuple[int, int, int, torch.device] | None = None,
     extra: int | None = None,
 ) -> Plan:
-    """The plan of a call. With its shape, HV, K, V and the device, the backend may cut sequences
-    into segments; it cuts none with a frame. extra: see `Backend.segment`."""
+    """The plan of a call. shape: (HV, K, V, device). If it is given, the backend may cut sequences
+    into segments, except in a packing with a frame. extra: see `Backend.segment`."""
     if context is None and packing.frame is not None:
         key = _key_alone(packing.tokens, packing.frame)
         return Plan(Spec(rule, packing), ONE_SLOT, ALONE, backend, packing, key)
@@ -93,14 +95,15 @@ def make_plan(
 def kept_plan(
     packing: Packing, context: FLACPContext | None, key: Hashable, build: Callable[[], Plan]
 ) -> Plan:
-    """What `build` returns. It is built once for each key and kept as long as the context, or as
-    the packing without one."""
+    """The plan that `build` returns. It is built once for each key. The context keeps it, or the
+    packing if there is no context."""
     keeper = packing if context is None else context.plans
     return keeper.cached(key, build)
 
 
 def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: int, T: int) -> tuple:
-    """The ops' shared arguments after the tensors. rule_fields: those of `DeltaRule`, in order."""
+    """The shared arguments after the tensors, for a batch of B rows of T tokens. rule_fields: those
+    of `DeltaRule`, in order."""
     if context is not None:
         return (*rule_fields, impl, *context.handle, 1)
     chunks = B * ((T + CHUNK - 1) // CHUNK)
@@ -164,19 +167,21 @@ class Call:
 
     @cached_property
     def extra(self) -> int:
-        """How many segments a cut may add. A graph knows the segments of the uncut packing."""
+        """How many segments a cut may add. A graph knows only the segments of the uncut packing, so
+        it reserves rows for these."""
         HV, _, V = self.shape
         return self.backend.extra_segments(HV, V, self.x.q.device)
 
     @property
     def spare(self) -> int:
-        """How many rows of states there are besides those of the uncut packing. Never less than
-        two, because torch.compile compiles again for tensors with no row or one."""
+        """How many rows of states are reserved besides those of the uncut packing. There are at
+        least two, because torch.compile compiles again for tensors with no row or one."""
         return max(self.extra, 2)
 
     def padded(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
-        """States [n, HV, K, columns] in `rows` rows and the spare ones. The rest is zero, so that
-        equal calls return equal tensors; `saved_from` and `first` leave it out."""
+        """States [n, HV, K, columns] in a tensor of `rows` rows and the spare ones. The remaining
+        rows are zero, so that equal calls return equal tensors; `saved_from` and `first` drop them.
+        """
         out = self.new_states(rows + self.spare, self.shape[1], columns)
         if x is None:
             return out.zero_()
@@ -189,9 +194,9 @@ class Call:
     def replayed(
         self, op: str, run: Callable[[], list[Tensor]], own: tuple[Tensor | None, ...], *flags: bool
     ) -> list[Tensor]:
-        """What `run` returns. The second call of the op with the same facts is recorded, and later
-        ones replay it (replay.py). own: the op's tensors besides the shared ones. flags: what else
-        decides what the op does."""
+        """What `run` returns. The second equal call of the op is recorded, and later ones replay it
+        (replay.py). own: the op's tensors besides the shared ones. flags: the other arguments that
+        decide what the op does."""
         tensors = (*self.x, self.initial, *own)
         facts = tuple(None if t is None else layout(t) for t in tensors)
         key = op, self.rule, self.plan.backend, flags, facts
@@ -207,7 +212,7 @@ class Call:
         return q.new_empty(n, self.shape[0], *shape, dtype=accumulator(q.dtype))
 
     def or_empty(self, x: Tensor | None, *shape: int) -> Tensor:
-        """x, or if it is None a tensor without elements: flat, or [0, HV, *shape]."""
+        """x, or, if x is None, a tensor without elements: [0], or [0, HV, *shape]."""
         if x is None:
             return self.new_states(0, *shape) if shape else self.x.q.new_empty(0)
         return x
@@ -220,7 +225,7 @@ class Call:
         return [found.o, self.or_empty(found.final), self.or_empty(h), carried]
 
     def fake_results(self, want_final: bool, want_h: bool) -> list[Tensor]:
-        """What `results` returns, without values."""
+        """Tensors as `results` returns them, without values."""
         (_, K, V), v, sizes = self.shape, self.x.v, Handle.read(self.sizes)
         outside = (V, K) if self.rule.state_v_first else (K, V)
         return [
@@ -231,23 +236,23 @@ class Call:
         ]
 
     def kept(self, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
-        """What the backend keeps, contiguous as `fake_kept` says."""
+        """What the backend keeps, made contiguous, because `fake_kept` promises that."""
         return [self.or_empty(t).contiguous() for t in tensors]
 
     def fake_kept(self, rule: DeltaRule) -> list[Tensor]:
-        """What the backend keeps of a call with this rule, without values."""
+        """Tensors as the backend keeps them of a call with this rule, without values."""
         q, chunks = self.x.q, Handle.read(self.sizes).chunks
         shapes = self.backend.kept_shapes(rule, q.dtype, chunks, *self.shape)
         return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
 def first(x: Tensor, segments: tuple[int, ...]) -> Tensor | None:
-    """The rows of `Call.padded` that belong to segments; None if there are none."""
+    """The rows of a tensor of `Call.padded` that belong to segments; None if there are none."""
     return x[: len(segments)] if segments else None
 
 
 def saved_from(plan: Plan, tensors: list[Tensor]) -> Saved:
-    """From carried, transition, *kept."""
+    """`Saved` from the tensors in which an op returned it: carried, transition, *kept."""
     carried, transition, *kept = tensors
     packing = plan.packing
     rows = carried[: len(packing.carried)]
@@ -255,15 +260,16 @@ def saved_from(plan: Plan, tensors: list[Tensor]) -> Saved:
 
 
 def fake_gradients(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
-    """Gradients of the inputs and of `initial`, without values. The op's last argument says whether
-    that of `initial` is wanted."""
+    """Tensors like the gradients of the inputs and of `initial`, without values. The op's last
+    argument says whether the gradient of `initial` is wanted."""
     call, (*_, want_dinitial) = Call.parse(args)
     like = (*call.x, call.initial if want_dinitial else None)
     return [do.new_empty(0) if t is None else t.new_empty(t.shape) for t in like]
 
 
 def op(name: str, *, before: str = "", after: str = "") -> Callable[[Callable], Any]:
-    """Makes a function the op `fla_cp::name`. before, after: the schema of its own arguments."""
+    """Makes a function the op `fla_cp::name`. before, after: the schema of the op's own arguments,
+    before and after the shared ones."""
     schema = f"({before}{_SHARED}{after}) -> Tensor[]"
     return torch.library.custom_op(f"fla_cp::{name}", mutates_args=(), schema=schema)
 

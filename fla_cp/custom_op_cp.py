@@ -1,11 +1,12 @@
-"""The operator under a context of several ranks, for torch.compile: two ops a direction, with the
-exchange between them in the graph, where a compiler sees it and can overlap it with other work.
+"""The operator under a context of several ranks, for torch.compile. Each direction is two ops, with
+the exchange between them in the graph, where the compiler can overlap it with other work.
 
     begin -> wire -> all_gather -> finish          forward
     begin_backward -> wire -> all_gather -> finish_backward
 
 The exchange is always the all-gather, because its shapes are known. Each rank forms its own rows of
-the final states (and of the gradient of the initial ones); an all_reduce in the graph adds them.
+the final states and leaves the others zero, and an all_reduce in the graph adds the ranks' tensors.
+The gradient of the initial states is formed in the same way.
 """
 
 from functools import cached_property
@@ -44,7 +45,7 @@ class ShardedCall(Call):
         return SegmentMaps(maps, self.plan.packing, self.shape, like, reverse, self.backend.fold)
 
     def wire(self, maps: AffineMap, *, reverse: bool = False) -> Tensor:
-        """What this rank sends."""
+        """The maps of this rank's ranges as one tensor, which it sends: see `pack`."""
         links = self.plan.links.mirrored() if reverse else self.plan.links
         return pack(self.segments(maps, reverse).outgoing(links), links)
 
@@ -63,11 +64,12 @@ class ShardedCall(Call):
         return self.new_states(sizes.slots, K, V + K * sizes.through)
 
     def chunk_tensors(self, chunks: Any) -> list[Tensor]:
+        """The chunks as tensors that an op can return. Those of h and v_new are left out."""
         spec = self.plan.spec._replace(rule=self.keeping)
         return self.kept(self.backend.keep(spec, chunks, None, None)[:-2])
 
     def chunks_from(self, tensors: list[Tensor], o: Tensor | None) -> Any:
-        """The chunks whose `chunk_tensors` these are."""
+        """The chunks again, from their `chunk_tensors`."""
         spec, kept = self.plan.spec._replace(rule=self.keeping), (*tensors, None, None)
         return self.backend.restore(spec, self.x, kept, o)[0]
 
@@ -77,7 +79,8 @@ class ShardedCall(Call):
         return not (self.rule.keep_intermediates or self.backend.restores_inputs(self.rule, self.x))
 
     def received(self, sent: list[Tensor], saved: Saved, o: Tensor) -> Any:
-        """The chunks in the backward's second op. sent: what the first one returned of them."""
+        """The chunks in the backward's second op. sent: the chunk tensors that the first op
+        returned."""
         plan, tensors = self.plan, list[Any](sent)
         if not self.sends_chunks:
             return plan.backend.restore(plan.spec, self.x, saved.kept, o)[0]
@@ -87,6 +90,7 @@ class ShardedCall(Call):
         return self.chunks_from(tensors, o)
 
     def without_always_kept(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The chunk tensors that the forward does not keep anyway."""
         always = self.backend.always_kept(self.rule)
         return [t for i, t in enumerate(tensors) if i not in always]
 
@@ -126,7 +130,8 @@ _MAPS = ", Tensor wires, Tensor offset, Tensor transition, Tensor[] chunks"
 
 @op("delta_rule_finish", after=f"{_MAPS}, bool want_final, bool want_h")
 def finish_op(*args: Any) -> list[Tensor]:
-    """[o, final, h, carried, *(h, v_new where they are kept)]; final: this rank's own rows."""
+    """[o, final, h, carried], and h and v_new if the rule keeps intermediates. final has only this
+    rank's own rows; the others are zero."""
     call, (wires, offset, transition, tensors, want_final, want_h) = ShardedCall.parse(args)
     packing = call.plan.packing
     maps = AffineMap(first(transition, packing.middle), first(offset, packing.feeding))
@@ -150,7 +155,7 @@ def _finish_fake(*args: Any) -> list[Tensor]:
 
 @op("delta_rule_begin_backward", before=GRADS, after=", Tensor o, Tensor[] saved")
 def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
-    """[wire, offset, *chunks without those always kept]; see `sends_chunks`."""
+    """[wire, offset], and the chunk tensors that are not always kept if `sends_chunks`."""
     call, (o, tensors) = ShardedCall.parse(args)
     saved = saved_from(call.plan, tensors)
 
@@ -181,7 +186,8 @@ _CHUNKS = ", Tensor o, Tensor[] saved, Tensor wires, Tensor offset, Tensor[] chu
 
 @op("delta_rule_finish_backward", before=GRADS, after=f"{_CHUNKS}, bool want_dinitial")
 def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
-    """Gradients of the inputs and of `initial`: its own rows."""
+    """The gradients of the inputs, and of `initial`. The latter has only this rank's own rows; the
+    others are zero."""
     call, (o, tensors, wires, offset, chunks, want_dinitial) = ShardedCall.parse(args)
     plan, saved = call.plan, saved_from(call.plan, tensors)
     maps = AffineMap(saved.transition, first(offset, plan.packing.carried))
@@ -209,9 +215,9 @@ finish_backward_op.register_fake(fake_gradients)
 
 
 class Static(NamedTuple):
-    """What is constant in a graph. crosses: whether any state is exchanged. wanted: the final
-    states, and those of the chunks. always_kept: which of the chunks' tensors the backend always
-    keeps. rule: the fields of `DeltaRule`, and impl."""
+    """What is constant in a graph. crosses: whether any state is exchanged. wanted: whether the
+    final states are wanted, and whether those of the chunks are. always_kept: the indices of the
+    chunk tensors that the backend always keeps. rule: the fields of `DeltaRule`, and impl."""
 
     world_size: int
     group_name: str
@@ -221,14 +227,15 @@ class Static(NamedTuple):
     rule: tuple
 
     def gathered(self, wire: Tensor) -> Tensor:
+        """The wires of all ranks, or this rank's alone if no state is exchanged."""
         if not self.crosses:
             return wire[None]
         return traced_all_gather(wire, self.world_size, self.group_name)
 
 
 class ShardedDeltaRule(torch.autograd.Function):
-    """(static, number and sizes of the context's `Handle`, *Inputs, initial) -> o, final, h: empty
-    where not wanted."""
+    """(static, number and sizes of the context's `Handle`, *Inputs, initial) -> o, final, h. An
+    output that is not wanted is empty."""
 
     @staticmethod
     def forward(
@@ -267,7 +274,8 @@ class ShardedDeltaRule(torch.autograd.Function):
 def sharded_delta_rule(
     context: FLACPContext, rule: DeltaRule, impl: str, tensors: tuple, *wanted: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """tensors: *Inputs, initial. wanted: two flags, see `Static`."""
+    """o, final and h of a call under a context, in a graph that is being compiled. tensors:
+    (*Inputs, initial). wanted: the two flags of `Static`."""
     q = tensors[0]
     always_kept = resolve(impl, q.device, q.dtype).always_kept(rule)
     where = context.world_size, context.group_name, context.crosses

@@ -11,11 +11,12 @@ from fla_cp.rule import CHUNK
 
 
 class Sizes(NamedTuple):
-    """The sizes of a packing that shapes depend on.
+    """The sizes of a packing that tensors' shapes depend on.
 
     chunks, sequences, ranges: how many there are. carried, feeding, middle: how many segments a
-    state enters, leaves, and passes through. slots: the ranges of the rank that has most. through:
-    1 if any transition is sent, otherwise 0. sent, padded: see `Gathered`, 0 without a convolution.
+    state enters, leaves, and passes through. slots: the largest number of ranges that a rank owns.
+    through: 1 if any transition is sent, otherwise 0. sent, padded: the number of rows and the
+    field `padded` of `fla_cp.comm.halo.Gathered`; 0 without a convolution.
     """
 
     chunks: int
@@ -35,11 +36,11 @@ VARYING = ("chunks", "carried", "feeding", "middle", "sequences", "through")
 
 
 class Handle(NamedTuple):
-    """A context for a compiled graph, as two tensors on the host: torch.compile would compile again
-    for every new int.
+    """A context for a compiled graph, as two tensors on the host. They stand for ints, because
+    torch.compile would compile again for every new int.
 
-    number [1]: of the context, -1 for none. sizes: an empty tensor whose shape holds the fields of
-    `Sizes`, each increased by two, because torch.compile also compiles again for 0 and 1.
+    number [1]: the context's number, -1 for none. sizes: an empty tensor whose shape holds the
+    fields of `Sizes`, each increased by two, because torch.compile also compiles again for 0 and 1.
     """
 
     number: Tensor
@@ -79,8 +80,8 @@ class Handle(NamedTuple):
 
 
 def _mark_dynamic(sizes: Tensor) -> None:
-    """Has the first graph take any of the `VARYING` sizes. Otherwise torch.compile would take each
-    as constant until it has seen it change, and compile again for one after another.
+    """Makes the first graph valid for any of the `VARYING` sizes. Otherwise torch.compile would
+    take each size as a constant until it changes, and compile again for one after another.
 
     It does what torch._dynamo.maybe_mark_dynamic does in torch 2.10 to 2.13, whose import takes a
     second. tests/ops/test_compile.py counts the graphs.

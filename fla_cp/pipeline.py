@@ -1,9 +1,10 @@
-"""The operator as a sequence of stages: forward and its mirror image, on one GPU or many.
+"""One operator call as a sequence of stages, on one GPU or many. The backward mirrors the forward.
 
     gate, intra -> summarize -> [exchange] -> scan -> output
-          summarize each segment -> state that enters each -> run each
 
-Without context parallelism, and if no sequence is cut into segments, nothing is summarized or sent.
+`summarize` forms the affine map of each segment, the exchange gives each segment the state that
+enters it, and `scan` and `output` run the segments from these states. Without context parallelism,
+and if no sequence is cut into segments, nothing is summarized or sent.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ from fla_cp.tape import step
 
 
 class PlanKey:
-    """Plans of one kind of call do the same if their keys are equal. The hash is computed once."""
+    """Tells which plans do the same work. If two calls of one kind have plans with equal keys, one
+    recorded program serves both (replay.py). The hash is computed once, since every call needs it.
+    """
 
     def __init__(self, *parts: Hashable) -> None:
         self._parts = parts
 
     @classmethod
     def of(cls, packing: Packing, links: Links, exchange: Exchange) -> PlanKey:
-        """With a frame, the tokens of a rank, the sizes and the links decide, with fixed links only
-        who owns which slot; else the packing itself. A key does not keep the group alive."""
+        """The key of a plan. For a packing with a frame, the sizes and the links decide; fixed
+        links count only by who owns which slot. Without a frame, the whole packing decides. A key
+        does not keep the group alive."""
         where = packing.tokens, packing.ranges
         if packing.frame is not None:
             return cls.framed(*where, packing.frame, links, exchange)
@@ -49,7 +53,8 @@ class PlanKey:
     def framed(
         cls, tokens: int, ranges: int, frame: Frame, links: Links, exchange: Exchange
     ) -> PlanKey:
-        """The key of all packings with this frame, of so many tokens and ranges on the rank."""
+        """The key of all packings that have this frame and that many tokens and ranges on the
+        rank."""
         where = tokens, ranges, cls._scheme(exchange), frame
         if not links.fixed:
             return cls(*where, links)
@@ -72,10 +77,13 @@ class PlanKey:
 
 
 class Plan(NamedTuple):
-    """One operator call: what is computed on which tokens (spec), by which kernels (backend), and
-    with which other ranks (links, exchange). ahead: a packing for the forward alone, which may be
-    cut finer if nothing crosses ranks; None: the forward has the same packing as the backward.
-    key: calls of one kind whose plans have equal keys do the same."""
+    """What one operator call does: the computation and its tokens (spec), the kernels (backend),
+    and the other ranks that take part (links, exchange).
+
+    ahead: the packing of the forward. If no state crosses ranks, the forward may cut sequences
+        that the backward leaves whole. None: it is the packing of the backward.
+    key: see `PlanKey`.
+    """
 
     spec: Spec
     links: Links
@@ -94,7 +102,8 @@ class Plan(NamedTuple):
 
     @property
     def objects(self) -> dict[str, object]:
-        """What a tape finds in a plan, by expression."""
+        """The parts of a plan that a recorded program looks up again in each call, by the Python
+        expressions with which it finds them."""
         found: dict[str, object] = {
             "plan.packing": self.packing,
             "plan.links": self.links,
@@ -107,9 +116,9 @@ class Plan(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward needs besides the inputs. kept: what the backend saves. carried: the states
-    that enter `Packing.carried`. transition: the segments' transitions, which are, transposed,
-    those of the adjoint maps."""
+    """What a backward needs besides the inputs. kept: the backend's own tensors. carried: the
+    states that enter the segments of `Packing.carried`. transition: the transitions of the
+    segments' maps. Transposed, they are the transitions of the adjoint maps."""
 
     kept: Kept
     carried: Tensor
@@ -117,9 +126,12 @@ class Saved(NamedTuple):
 
 
 class Result(NamedTuple):
-    """o [T, HV, V]; the final states [N, HV, K, V], fp32 (fp64), and the states at the start of
-    each chunk, in token order, [NC, HV, K, V], in v's dtype: None unless wanted. Both are
-    [.., V, K] with the rule's state_v_first."""
+    """What a forward returns.
+
+    o: [T, HV, V] in v's dtype. final: the states after each sequence, [N, HV, K, V], fp32 (fp64 for
+    fp64 inputs). h: the states at the start of each chunk, in token order, [NC, HV, K, V] in v's
+    dtype. final and h are None unless wanted, and [.., V, K] with the rule's state_v_first.
+    """
 
     o: Tensor
     final: Tensor | None
@@ -128,7 +140,8 @@ class Result(NamedTuple):
 
 
 def _from_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None) -> States | None:
-    """States [E, HV, K, V] of segments, from the caller's [N, ..] of their sequences."""
+    """The states [E, HV, K, V] of these segments, each copied from its sequence's row of the
+    caller's states [N, ..]. None if the caller gave none."""
     if states is None:
         return None
     rule, packing = spec
@@ -140,8 +153,9 @@ def _from_sequences(spec: Spec, segments: tuple[int, ...], states: Tensor | None
 def _to_sequences(
     plan: Plan, segments: tuple[int, ...], states: Tensor, empty: Tensor | None
 ) -> Tensor:
-    """States [N, ..] in the caller's layout, equal on all ranks, from states [E, HV, K, V] of this
-    GPU's segments. `empty` [N, ..] has the rows of sequences without tokens."""
+    """The states of these segments as rows of their sequences: [N, ..] in the caller's layout,
+    equal on all ranks. states [S, HV, K, V]: those of all segments of this GPU. empty [N, ..]: has
+    the rows of sequences without tokens."""
     (rule, packing), group, device = plan.spec, plan.exchange.group, states.device
     if rule.state_v_first:
         states = states.mT
@@ -161,7 +175,8 @@ def _sum_over_ranks(x: Tensor, exchange: Exchange) -> Tensor:
 
 
 def prepare_chunks(plan: Plan, x: Inputs, initial: Tensor | None) -> tuple[Any, AffineMap]:
-    """Forms the chunks and the maps of this GPU's segments, which need no state."""
+    """Computes what is local to each chunk, and the maps of this GPU's segments. Neither needs a
+    state from another segment."""
     seeds = _from_sequences(plan.spec, plan.spec.packing.beginning, initial)
     return plan.backend.prepare_chunks(plan.spec, x, seeds)
 
@@ -177,7 +192,8 @@ def run_segments(
     want_final: bool,
     want_h: bool,
 ) -> Result:
-    """Runs the segments from the states that enter them. carried: those of `Packing.carried`."""
+    """Runs each segment from the state that enters it. initial: the states of segments that begin
+    a sequence. carried: those of the segments of `Packing.carried`."""
     spec, run = plan.spec, plan.backend
     rule, packing = spec
     S0 = join(_from_sequences(spec, packing.beginning, initial), carried)
@@ -198,11 +214,12 @@ def run_segments(
 def forward(
     plan: Plan, x: Inputs, initial: Tensor | None, *, want_final: bool, want_h: bool
 ) -> Result:
-    """One operator call. initial: [N, HV, K, V] ([V, K] with the rule's state_v_first) in the
-    accumulator's dtype, or None."""
+    """The forward of one call. x: the inputs of this rank's T tokens. initial: [N, HV, K, V]
+    ([V, K] with the rule's state_v_first) in the accumulator's dtype, or None."""
     rule, packing = plan.spec
     wanted = {"want_final": want_final, "want_h": want_h}
     if plan.ahead not in (None, packing):
+        # The backward's packing is not cut, so its segments have neither states nor transitions.
         alone = plan._replace(spec=Spec(rule, plan.ahead), ahead=None)
         result = forward(alone, x, initial, **wanted)
         return result._replace(saved=Saved(result.saved.kept, result.saved.carried[:0], None))
@@ -216,7 +233,8 @@ def forward(
 def carry_maps(
     plan: Plan, x: Inputs, maps: AffineMap, *, reverse: bool = False
 ) -> Callable[..., States]:
-    """Starts the exchange; see `fla_cp.comm.carry.carry`."""
+    """Starts to carry states across segments and ranks. Returns a function that waits for the
+    states that enter the segments; see `fla_cp.comm.carry.carry`."""
     shape, fold = (x.v.shape[1], x.q.shape[-1], x.v.shape[-1]), plan.backend.fold
     like = x.v.new_empty(0, dtype=accumulator(x.v.dtype))
     packing, links, exchange = plan.spec.packing, plan.links, plan.exchange
@@ -224,7 +242,7 @@ def carry_maps(
 
 
 StartScan = Callable[[], Callable[[], ChunkStates]]
-"""A call that starts to recompute h and v_new, and returns a call that waits for them."""
+"""Starts to recompute h and v_new, and returns a function that waits for them."""
 
 
 class Recomputed(NamedTuple):
@@ -236,6 +254,7 @@ class Recomputed(NamedTuple):
 
 
 def recompute_states(plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any) -> StartScan:
+    """A function that starts to recompute h and v_new from the states that enter the segments."""
     spec, packing = plan.spec, plan.spec.packing
 
     def start() -> Callable[[], ChunkStates]:
@@ -249,7 +268,8 @@ def recompute_states(plan: Plan, initial: Tensor | None, saved: Saved, chunks: A
 def recompute(
     plan: Plan, x: Inputs, initial: Tensor | None, saved: Saved, o: Tensor | None, do: Tensor
 ) -> Recomputed:
-    """Recomputes what the forward did not keep. o: the forward's, for a backend that reads it."""
+    """Recomputes what the forward did not keep. o [T, HV, V]: the forward's output, for a backend
+    that reads it; otherwise None."""
     chunks, kept = plan.backend.restore(plan.spec, x, saved.kept, o)
     states = recompute_states(plan, initial, saved, chunks)
     if kept is not None:
@@ -260,8 +280,8 @@ def recompute(
 def adjoint_maps(
     plan: Plan, saved: Saved, values: Recomputed, dfinal: Tensor | None, *, concurrent: bool = False
 ) -> AffineMap:
-    """The adjoint maps of this GPU's segments; their transitions are the forward's. concurrent:
-    the forward's states are recomputed at the same time."""
+    """The adjoint maps of this GPU's segments. Their transitions are still those of the forward;
+    the fold transposes them. concurrent: the forward's states are recomputed at the same time."""
     seeds = _from_sequences(plan.spec, plan.spec.packing.ending, dfinal)
     offset = plan.backend.summarize_bwd(plan.spec, values.dout, seeds, concurrent=concurrent)
     return AffineMap(saved.transition, offset)
@@ -277,9 +297,12 @@ def run_segments_backward(
     want_dinitial: bool,
     concurrent: bool = True,
 ) -> tuple[Inputs, Tensor | None]:
-    """wait: returns the gradients of the states that leave `Packing.feeding`. The forward's states
-    do not depend on them and are recomputed meanwhile, with `concurrent` also during the reverse
-    scan."""
+    """The gradients of the inputs and, with want_dinitial, of the initial states.
+
+    wait: waits for the gradients of the states that leave the segments of `Packing.feeding`. The
+    forward's states do not depend on these gradients, so they are recomputed during the wait and,
+    with `concurrent`, also during the reverse scan.
+    """
     spec, run = plan.spec, plan.backend
     chunks, dout, start = values
     states = start()
@@ -303,18 +326,22 @@ def backward(
     *,
     want_dinitial: bool,
 ) -> tuple[Inputs, Tensor | None]:
-    """Gradients of the inputs and of the initial states. dfinal, like the final states, is equal on
-    all ranks, and so is the gradient of the initial states. o: see `recompute`."""
+    """The gradients of the inputs and, with want_dinitial, of the initial states.
+
+    do [T, HV, V]: the gradient of o. dfinal: that of the final states, or None. Like the states
+    themselves, dfinal and the gradient of the initial states are equal on all ranks. o: see
+    `recompute`.
+    """
     recomputed = recompute(plan, x, initial, saved, o, do)
-    # Overlap the recomputed states with the summary or, if an exchange follows, with it and the
-    # reverse scan.
+    # The states are recomputed during the summary or, if an exchange follows, during the exchange
+    # and the reverse scan.
     early = not plan.links.any and plan.backend.runs_concurrently(plan.spec, recomputed.chunks)
     if early:
         started = recomputed.states()
         recomputed = recomputed._replace(states=lambda: started)
     maps = adjoint_maps(plan, saved, recomputed, dfinal, concurrent=early)
     wait = carry_maps(plan, x, maps, reverse=True)
-    # If it overlapped a summary, the forward's scan is nearly done when the reverse scan starts.
+    # States that were recomputed during a summary are nearly done when the reverse scan starts.
     concurrent = not (early and plan.spec.packing.largest.carried)
     return run_segments_backward(
         plan, x, recomputed, wait, dfinal, want_dinitial=want_dinitial, concurrent=concurrent
@@ -331,7 +358,8 @@ def announcement(
     with_backward: bool,
     want_dinitial: bool = False,
 ) -> announced:
-    """Announces this call, and with `with_backward` its backward too, to backends that compile."""
+    """Announces this call, and with `with_backward` its backward too, to a backend that compiles
+    kernels. The backend can then compile all of them side by side (kernels/rehearsal.py)."""
     if not plan.backend.compiles:
         return announced(None)
     wanted = want_final, want_h, want_dinitial
@@ -358,13 +386,14 @@ def _rehearse(
 
 
 OTHER_LENGTHS = 8192, 65536
-"""Tokens of a sequence that many heads leave whole, and of one that is cut into segments."""
+"""Two lengths in tokens: with many heads, a sequence of the first is left whole, and one of the
+second is cut into segments."""
 
 
 def _of_other_length(plan: Plan, x: Inputs) -> tuple[Plan, Inputs]:
-    """A call of the same kind on one sequence: a long one, which is cut into segments, if those of
-    the plan are whole, else a shorter one. It needs the kernels that a call of another length would
-    have to compile. x: tensors without memory."""
+    """A call of the same kind on one sequence: a long one, which is cut into segments, if the plan
+    cuts none, and otherwise a shorter one. Rehearsing it finds the kernels that a later call of
+    another length would have to compile. x: tensors without memory."""
     cut = bool(plan.packing.carried) or (plan.ahead is not None and bool(plan.ahead.carried))
     (HV, V), K, tokens = x.v.shape[1:], x.q.shape[-1], OTHER_LENGTHS[not cut]
     whole, shape = Packing.build((0, tokens)), (HV, K, V, x.q.device)
@@ -385,6 +414,7 @@ def _run_both(
     wanted: tuple[bool, bool, bool],
     with_backward: bool,
 ) -> None:
+    """Runs a forward and, with `with_backward`, its backward."""
     want_final, want_h, want_dinitial = wanted
     with torch.no_grad():
         found = forward(plan, x, initial, want_final=want_final, want_h=want_h)

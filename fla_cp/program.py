@@ -1,10 +1,11 @@
 """Programs: one direction of an operator call as one Python function, written from a tape.
 
-Everything that the tape decided is a constant in the function's source. An address is a sum, and
-the launch of a kernel is one line. `Program.source` keeps the source for readers and tests.
+Everything that was decided during the recording is a constant in the function's source: an address
+is a sum, and the launch of a kernel is one line. `Program.source` keeps the source for readers and
+tests.
 
 Memory that only kernels use is not allocated piece by piece. A program allocates one block, in
-which pieces that are never needed at the same time share their place.
+which pieces that are never needed at the same time overlap.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Run = Callable[[Any, Sequence[Tensor | None], int], Flat]
 
 
 class Program(NamedTuple):
-    """run: see `Run`. source: that of run. bytes: the size of the block. launches, ops, steps,
-    allocations, descriptors: how many of them a call has."""
+    """One direction of a call as a function, `run`. source: the function's source. bytes: the size
+    of the block. launches, ops, steps, allocations, descriptors: how many of each one run has."""
 
     run: Run
     source: str
@@ -48,7 +49,8 @@ def program(tape: Tape, outputs: Sequence[Tensor | None]) -> Program:
 
 
 class _Lives(NamedTuple):
-    """A piece of memory: the first and the last item that use it, and its size in bytes."""
+    """A piece of memory: the first and the last item of the tape that use it, and its size in
+    bytes."""
 
     first: int
     last: int
@@ -58,8 +60,9 @@ class _Lives(NamedTuple):
 class _Writer:
     """Writes the source of a program.
 
-    Names in it: m3 is the tensor of root 3 and m3a its address, t a table, s the address of the
-    block, v an object that a step returned, w a fork, w1a the address of stream 1, c a constant.
+    Names in the source: m3 is the tensor of root 3, and m3a its address. t0 is a table, s the
+    address of the block, v5 an object that a step returned, w1 the fork into side stream 1, w1a the
+    address of that stream, and c0 a constant.
     """
 
     def __init__(self, tape: Tape, outputs: list[Ref | None]) -> None:
@@ -71,16 +74,17 @@ class _Writer:
         self.described = 0
         self.forks: set[int] = set()
         self.pointed: set[int] = set()
-        """The roots that kernels use, by address."""
+        """The numbers of the roots whose addresses kernels take."""
         self.used: set[int] = set()
-        """The roots that ops and steps use, as tensors."""
+        """The numbers of the roots that ops and steps take as tensors."""
         for item in self.items:
             if isinstance(item, Op):
                 self.used |= {ref.root.number for ref in _refs((item.args, item.kwargs))}
         self.places, self.bytes = _places(self.items, self._block())
 
     def _block(self) -> set[int]:
-        """The roots with a place in the block: only kernels use their memory."""
+        """The numbers of the roots that have a place in the block, because only kernels use their
+        memory."""
         memory = {r.number for r in self.roots if r.kind == "memory"} - self.used
         return memory - {ref.root.number for ref in self.outputs if ref is not None}
 
@@ -121,7 +125,7 @@ class _Writer:
                 self.lines.append(f"m{n} = inputs[{root.what}]")
             elif root.kind == "table":
                 column: Column = root.what
-                # Kernels need a column's address only; to make a tensor of it takes longer.
+                # Kernels need only a column's address, and to make a tensor of it takes longer.
                 how, name = ("table", f"m{n}") if n in as_tensors else ("addresses", f"m{n}a")
                 key = (*column[:3], how)
                 if key not in tables:
@@ -153,18 +157,20 @@ class _Writer:
         self.lines.append(f"{name} = empty({shape}, {stride}, {how})")
 
     def _shown(self, root: Root) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape and strides in which memory is allocated: those of the result that it becomes,
-        if only kernels use it before."""
+        """The shape and strides with which a root's memory is allocated. If only kernels use the
+        memory before it is returned, they are those of the result, which then needs no view."""
         found = [x for x in self.outputs if x is not None and x.root.number == root.number]
         if len(found) == 1 and root.number not in self.used and _dense(found[0]) and _dense(root):
             return found[0].shape, found[0].stride
         return root.shape, root.stride
 
     def _address(self, n: int) -> None:
+        """Writes the line for the address of root n, if kernels take it."""
         if n in self.pointed:
             self.lines.append(f"m{n}a = m{n}.data_ptr()")
 
     def _item(self, item: Item) -> None:
+        """Writes the lines for one item of the tape."""
         if isinstance(item, Fork) and isinstance(item.make, Value):
             self.lines.append(f"w{item.side}a = v{item.make.number}.cuda_stream")
         elif isinstance(item, Fork):
@@ -199,6 +205,7 @@ class _Writer:
                     self._address(root.number)
 
     def _target(self, results: Any) -> str | None:
+        """The names to which the results of an op are assigned; None if nobody uses them."""
         if results is None:
             return None
         if isinstance(results, Root):
@@ -229,6 +236,7 @@ class _Writer:
         return self.pool[key]
 
     def _pointer(self, x: Ref) -> str:
+        """An expression for the address of a tensor."""
         root, offset = x.root, x.offset * x.dtype.itemsize
         if 0 in root.shape:
             return "0"
@@ -245,6 +253,7 @@ class _Writer:
         return f"{found}.detach()" if found.startswith("as_strided(") else found
 
     def _tensor(self, x: Ref | None) -> str:
+        """An expression for a tensor."""
         if x is None:
             return "None"
         name, root = f"m{x.root.number}", x.root
@@ -295,9 +304,9 @@ def _refs(value: Any) -> Any:
 def _places(items: list[Item], block: set[int]) -> tuple[dict[int, int], int]:
     """The place of each root in the block, in bytes, and the size of the block.
 
-    Two pieces may share memory if the last use of one comes before the first use of the other. A
-    kernel on a side stream may run at any time between the wait of that stream before it and the
-    wait of the call's own stream after it, and counts as using its memory all that time.
+    Two pieces may overlap if the last use of one comes before the first use of the other. A kernel
+    on a side stream may run at any time between the `Fork` before it and the `Join` after it, and
+    counts as using its memory all that time.
     """
     sizes, first, last = {}, {}, {}  # type: ignore[var-annotated]
     started: dict[int, int] = {}
@@ -327,6 +336,7 @@ def _places(items: list[Item], block: set[int]) -> tuple[dict[int, int], int]:
             last[n] = len(items)
     lives = {n: _Lives(first[n], last[n], -(-sizes[n] // ALIGNMENT) * ALIGNMENT) for n in sizes}
     places: dict[int, int] = {}
+    # Largest first, each piece takes the first gap among the pieces that live at the same time.
     for n in sorted(lives, key=lambda n: -lives[n].size):
         taken = sorted(
             (places[m], places[m] + lives[m].size)

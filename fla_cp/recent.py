@@ -1,4 +1,4 @@
-"""A mapping of bounded size that forgets what was not used for longest."""
+"""A mapping of bounded size that forgets the least recently used entry."""
 
 from collections.abc import Hashable, ItemsView, ValuesView
 from typing import Any, Generic, TypeVar
@@ -8,15 +8,15 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Keeps at most `most` values by key. If one more is kept, the one whose last use is longest
-    ago is forgotten.
+    """Keeps at most `most` values by key. If there is one more, the least recently used is
+    forgotten.
 
-    A use writes its time beside the value, so a hit hashes the key once, as a dict does. Keys are
-    nested tuples here, and hashing one takes over 1 us; `OrderedDict.move_to_end` would do it a
-    second time. To forget a value takes time in proportion to `most`.
+    A use writes its time beside the value, so a lookup hashes the key only once. Keys are nested
+    tuples here, and hashing one takes over 1 us; `OrderedDict.move_to_end` would hash it a second
+    time. To forget a value takes time in proportion to `most`.
 
-    Threads may share it under the GIL: each step that changes it is one operation of a dict. If two
-    threads count their uses at the same moment, both have the same time.
+    Threads may share it under the GIL, because each change is a single operation of a dict. Two
+    uses in two threads may get the same time.
     """
 
     def __init__(self, most: int) -> None:
@@ -26,7 +26,7 @@ class Recent(Generic[K, V]):
         self._time = 0
 
     def use(self, key: K) -> V | None:
-        """The value, which is now the last that was used. None if there is none."""
+        """The value, which now counts as the most recently used. None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -35,7 +35,7 @@ class Recent(Generic[K, V]):
         return found
 
     def keep(self, key: K, value: V) -> None:
-        """Keeps a value, in place of the one that the key had."""
+        """Keeps a value, in place of the one that the key had before."""
         self._time += 1
         self._entries[key] = [value, self._time]
         while len(self._entries) > self.most:

@@ -1,6 +1,6 @@
-"""The token recurrences of docs/design.md, one token after another: the oracle of the tests.
+"""The token recurrence of docs/design.md, one token after another: the reference of the tests.
 
-It shares nothing with the chunk form, is differentiable by autograd, and is slow. Use fp64.
+It shares no code with the chunk form, is differentiable by autograd, and is slow. Use it in fp64.
 """
 
 from itertools import pairwise
@@ -40,10 +40,11 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final states [N, HV, K, V] of any member of the family.
 
-    g [B, T, HV, K], or [B, T, HV] for one decay a head. p: what reads the state before the decay;
-    without it k reads it afterwards, or nothing is removed with removal=False. a and b, for DPLR:
-    what a reads before the decay is added along b. k, v and beta have num_householder rows a token.
-    Other arguments as `chunk_kda`, states [K, V].
+    g: [B, T, HV, K], or [B, T, HV] for one decay a head. p: if given, it reads from the state
+    before the decay what is removed. Otherwise k reads it after the decay, or nothing is removed
+    with removal=False. a, b: for DPLR; what a reads before the decay is added along key b. k, v and
+    beta have num_householder rows a token. Other arguments are those of `chunk_kda`; states are
+    [K, V].
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]

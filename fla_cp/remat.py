@@ -38,12 +38,13 @@ COMPILED = (
 def selective_checkpoint(
     function: Callable[..., Any], *args: Any, offload: bool = False, **keywords: Any
 ) -> Any:
-    """`function(*args)`, of which a backward recomputes all but the operators of this package.
+    """Returns `function(*args)`. The backward recomputes all of it except the operators of this
+    package.
 
-    Kept are the operators' outputs and what their backward reads (T, Aqk and the exchanged states;
-    of attention the log-sum-exp and the exchanged keys and values), and the convolutions' exchanged
-    tokens. The recomputation launches no kernel of an operator and
-    issues no collective of this package, except those of `FLACPContext.unshard`.
+    The operators' outputs are kept, together with what their backward reads: T, Aqk and the
+    exchanged states, and for attention the log-sum-exp and the exchanged keys and values. The
+    exchanged tokens of convolutions are kept, too. The recomputation launches no kernel of an
+    operator and issues no collective of this package, except those of `FLACPContext.unshard`.
 
     offload: whether what is kept waits for the backward in the host's memory, see `HostCopy`.
     keywords: those of torch.utils.checkpoint.checkpoint, such as preserve_rng_state=False for a
@@ -59,8 +60,8 @@ def selective_checkpoint(
 
 
 def selective_contexts(*, offload: bool = False) -> tuple[Any, Any]:
-    """The contexts of the two runs, as `context_fn` of torch.utils.checkpoint.checkpoint with
-    use_reentrant=False. They are those of one checkpointed call. offload: as above."""
+    """The contexts of the two runs of one checkpointed call, for `context_fn` of
+    torch.utils.checkpoint.checkpoint with use_reentrant=False. offload: as above."""
     store = _Store(offload)
     return _FirstRun(store), _SecondRun(store)
 
@@ -79,8 +80,9 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 class HostCopy:
     """A copy of a tensor in the host's memory, which is pinned for a tensor on a GPU.
 
-    The host waits in neither direction. The copy to it runs beside other work of the GPU; `restore`
-    runs on the stream that needs the tensor. Each moves the tensor's bytes over the bus.
+    The host waits for neither copy. The one to the host runs beside other work of the GPU, and
+    `restore` copies back on the stream that needs the tensor. Each moves the tensor's bytes over
+    the bus.
     """
 
     def __init__(self, x: Tensor):
@@ -92,7 +94,7 @@ class HostCopy:
             return
         stream = _copy_stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))
-        x.record_stream(stream)  # its memory may be used again only after the copy
+        x.record_stream(stream)  # the memory of x may be used again only after the copy
         with torch.cuda.stream(stream):
             self._host.copy_(x, non_blocking=True)
         self._copied = stream.record_event()
@@ -108,8 +110,8 @@ class HostCopy:
 class Offloaded(torch.autograd.graph.saved_tensors_hooks):
     """In this context, tensors of `device` that autograd saves wait in the host's memory.
 
-    module: its parameters stay where they are, also as views. Around a checkpointed call the saved
-    tensors are its inputs alone.
+    module: its parameters, and views of them, stay on the device. Around a checkpointed call only
+    the call's inputs are saved.
     """
 
     def __init__(self, device: torch.device, module: nn.Module):
@@ -129,6 +131,7 @@ class Offloaded(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Where the storages of the tensors are, and 0, the address of an empty storage."""
     from torch.distributed.tensor import DTensor  # importing it takes seconds
 
     gathered = (t for t in tensors if not isinstance(t, DTensor))  # a shard has no address
@@ -142,7 +145,7 @@ def in_backward() -> bool:
 
 
 class _Kept:
-    """The tensors of one call, without their graph."""
+    """The tensors of one operator call, without their autograd graph."""
 
     def __init__(self, call: Hashable, tensors: Tensors, offload: bool):
         def held(t: Tensor | None) -> Tensor | HostCopy | None:
@@ -177,8 +180,8 @@ class _Store:
 
 
 class _Run:
-    """A run of a checkpointed function that is under way. again: it is the second. place: how many
-    calls of the store it has taken."""
+    """A run of a checkpointed function that is under way. again: whether it is the second run.
+    place: how many calls of the store it has taken."""
 
     def __init__(self, store: _Store, again: bool):
         self.store, self.again, self.place = store, again, 0
@@ -202,8 +205,8 @@ def _differ(what: str) -> None:
 
 
 class _Runs(threading.local):
-    """The runs that are under way in this thread, outermost first. The backward on CUDA has threads
-    of its own, and enters the second run there."""
+    """The runs that are under way in this thread, outermost first. On CUDA the backward has threads
+    of its own, and the second run is entered there."""
 
     def __init__(self) -> None:
         self.stack: list[_Run] = []
@@ -225,7 +228,7 @@ class _FirstRun(AbstractContextManager):
 
 
 class _SecondRun(AbstractContextManager):
-    """Entered once by each backward of a graph that is retained."""
+    """Entered by each backward, so more than once if the graph is retained."""
 
     def __init__(self, store: _Store):
         self._store = store
@@ -236,7 +239,7 @@ class _SecondRun(AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         run = _runs.stack.pop()
-        # torch ends a recomputation by an exception once it has what the backward needs
+        # torch ends a recomputation with an exception as soon as it has what the backward needs
         if kind is None and run.place < len(run.store.calls):
             missing = run.store.calls[run.place].call
             _differ(f"made {run.place} of {len(run.store.calls)} calls, without {missing}")
@@ -254,16 +257,17 @@ def recomputing() -> bool:
 
 
 def keep(call: Hashable, tensors: Tensors) -> None:
-    """Keeps what a call has computed, for the recomputation of the functions that are run for the
-    first time. call: says what was called, with which sizes; `kept` compares it."""
+    """Keeps what an operator call has computed, for the second run of each function that is now in
+    its first run. call: says what was called, with which sizes; `kept` compares it."""
     for run in reversed(_runs.stack):
         if run.again:
-            return  # what is further out belongs to a forward in which this backward runs
+            return  # runs further out belong to a forward in which this backward runs
         run.store.add(call, tensors)
 
 
 def kept(call: Hashable) -> Tensors | None:
-    """What the same call has kept in the first run; None if it has to be computed.
+    """What this call kept in the first run. None if there was no first run, so that the caller has
+    to compute it.
 
     Raises ValueError if the first run made another call here, or if the tensors were changed.
     """

@@ -1,4 +1,4 @@
-"""Repeated calls: which of them are recorded (tape.py), and which replay a program (program.py)."""
+"""Decides which calls run normally, are recorded (tape.py), or replay a program (program.py)."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ MAX_PROGRAMS = 64
 
 
 def access(x: Tensor) -> tuple:
-    """How a tensor of known shape, dtype and device is read: its strides, and its address modulo
-    16, because kernels are compiled for aligned addresses."""
+    """What else decides how a tensor of known shape, dtype and device is read: its strides, and its
+    address modulo 16, because kernels are compiled for aligned addresses."""
     return x.stride(), x.data_ptr() % 16
 
 
 def access_of_all(tensors: Sequence[Tensor | None]) -> tuple:
-    """`access` of several tensors, as one flat tuple, which is quick to hash and to compare."""
+    """`access` of several tensors as one flat tuple, which is quick to hash and to compare."""
     found: list[Hashable] = [x if x is None else x.stride() for x in tensors]
     addresses = [0 if x is None else x.data_ptr() & 15 for x in tensors]
     return (*found, *addresses) if any(addresses) else tuple(found)
 
 
 def layout(x: Tensor) -> tuple:
-    """All that decides how a tensor is read, apart from the address itself."""
+    """Everything that decides how a tensor is read, apart from its address itself."""
     return x.shape, x.dtype, x.device, *access(x)
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on for a type of device. Torch knows none for "meta" (2.13), on which
-    fla_cp/train/block_memory.py runs layers."""
+    """Whether autocast is on for a type of device. Torch (2.13) has no autocast for "meta", the
+    device on which fla_cp/train/block_memory.py runs layers."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Turns autocast off if it is on. `torch.autocast` alone would take 10 us in every call."""
+    """Turns autocast off if it is on. To enter `torch.autocast` in every call would take 10 us."""
     if autocasts(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
 class Replayed:
-    """One direction of a kind of call. The first call with a key runs as it is, the second is also
+    """One direction of a kind of call. The first call with a key runs normally, the second is also
     recorded, and later ones run the program, unless the call cannot be replayed.
 
-    known: for each key a program, or in words why there is none. With FLA_CP_REPLAY=0 in the
-    environment nothing is recorded.
+    known: for each key its program, or a string that says why there is none. With FLA_CP_REPLAY=0
+    in the environment nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,12 @@ class Replayed:
     def __call__(
         self, plan: Any, own: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], Flat]
     ) -> Flat:
-        """What `run` returns, which it computes from plan and inputs alone, without autocast.
+        """Returns what `run` returns, or the same from a program. `run` must compute it from plan
+        and inputs alone; it runs without autocast.
 
-        plan: a `fla_cp.pipeline.Plan`. own: what else decides what the call does, besides the kind
-        of call and plan.key. In particular, if the layouts of inputs are not part of the kind, they
-        must be part of it.
+        plan: a `fla_cp.pipeline.Plan`. own: what decides what the call does, besides the kind of
+        call and plan.key. In particular, `own` must have the layouts of the inputs if the kind does
+        not have them.
         """
         first = inputs[0]
         assert first is not None
@@ -90,6 +91,8 @@ class Replayed:
         run: Callable[[], Flat],
         stream: int,
     ) -> Flat:
+        """Runs the program that the key has, or else runs the call, and records it if the key was
+        seen once before and the call can be recorded."""
         found, first = self.known.use(key), inputs[0]
         assert first is not None
         if isinstance(found, Program):

@@ -20,8 +20,8 @@ class DeltaRule(NamedTuple):
     scale: factor on o.
     gate: "given" (g is the log decay), "softplus" or "sigmoid"; `chunk_kda` has the formulas.
     lower_bound: smallest log decay of a step, natural log; None if the gate has no bound.
-    safe_gate: the caller promises g >= lower_bound. Half a chunk then has one reference row.
-    qk_l2norm: q and k are divided by their length first.
+    safe_gate: the caller promises g >= lower_bound. One reference row then serves half a chunk.
+    qk_l2norm: q and k are first divided by their L2 norm.
     beta_factor: None if beta is used as given, else beta = beta_factor * sigmoid(beta).
     use_exp2: cumulative gates are in log2 units (otherwise natural log).
     state_v_first: the caller's states are [V, K] (`transpose_state_layout`), otherwise [K, V].
@@ -29,8 +29,8 @@ class DeltaRule(NamedTuple):
     per_head: one decay for each value head, g [.., HV], instead of one for each key channel.
     removal: what is read from the state and removed before v is added. "k": read with k after the
         decay (delta rule). "p": read with p before the decay (Comba). "none": nothing (GLA).
-    precise: in half precision, kernels hold the tensors that round most as two terms
-        (docs/design.md, "Two terms"): T, Aqk, and what these multiply inside a chunk.
+    precise: in half precision, kernels hold T, Aqk, and what these multiply inside a chunk as two
+        terms each, because their rounding errors are the largest (docs/design.md, "Two terms").
     """
 
     scale: float
@@ -48,7 +48,7 @@ class DeltaRule(NamedTuple):
 
     @property
     def gate_unit(self) -> float:
-        """One natural-log unit of g, in the unit of gc."""
+        """The factor that takes g from natural-log units to the unit of gc."""
         return 1.0 / math.log(2.0) if self.use_exp2 else 1.0
 
     @property

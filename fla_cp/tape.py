@@ -1,10 +1,10 @@
 """A tape: what one direction of an operator call does on its device, in order.
 
 Most of a call's host time goes into Python code that decides the same things each time: shapes,
-tiles, strides, arguments. The second call with the same facts therefore runs under a `Tape`. It
+tiles, strides, arguments. The second of several equal calls therefore runs under a `Tape`, which
 notes kernel launches, torch ops, exchanges, and waits between streams. program.py turns the notes
-into one Python function, in which every decision is a constant. Only addresses are new in each
-call.
+into one Python function, in which every decision is a constant. Only the addresses differ from
+call to call. replay.py says which calls are equal.
 
 Every tensor on the tape belongs to a root: an input, a table of the packing, memory that the call
 allocates, a result of a torch op or of an exchange, or a constant.
@@ -39,7 +39,7 @@ from fla_cp.tape_items import (
 
 
 class NotReplayable(Exception):
-    """A call does something that a tape cannot hold. Such calls run as they are, each time."""
+    """A call does something that a tape cannot hold. Such a call runs normally each time."""
 
 
 class _Active(threading.local):
@@ -50,13 +50,14 @@ _active = _Active()
 
 
 def active() -> Tape | None:
-    """The tape that this thread records on."""
+    """The tape on which this thread records, or None."""
     return _active.tape
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Records nothing in the block, which makes things that outlive the call, such as tables."""
+    """Records nothing in the block. The block makes something that outlives the call, such as a
+    table, so that a program need not make it again."""
     tape, _active.tape = _active.tape, None
     try:
         yield
@@ -65,8 +66,9 @@ def paused() -> Iterator[None]:
 
 
 def step(run: Callable[..., Any], *args: Any) -> Any:
-    """`run(*args)`, which a program calls again instead of recording what happens inside: an
-    exchange, or work that the caller handed over.
+    """Returns `run(*args)`. If a tape records, it notes the call as one step: what happens inside
+    is not recorded, and a program calls `run` again. Exchanges are steps, and so is the work that a
+    layer hands over to them.
 
     args: tensors, tuples of them, objects of the plan, results of earlier steps, and constants.
     """
@@ -75,7 +77,8 @@ def step(run: Callable[..., Any], *args: Any) -> Any:
 
 
 class SideStream(Protocol):
-    """A stream beside the current one. main, cuda_stream: the addresses of both."""
+    """A stream that runs beside the call's own. main: the address of the call's own stream.
+    cuda_stream: the address of the side stream."""
 
     @property
     def main(self) -> int: ...
@@ -85,8 +88,8 @@ class SideStream(Protocol):
 
 
 def opened(side: SideStream) -> None:
-    """To be called right after the step that returned `side`: that step has made `side` wait for
-    the call's own stream, and launches on `side` may follow."""
+    """Tells the tape that the last step returned `side` and has made it wait for the call's own
+    stream, so that launches on `side` may follow. It must be called right after that step."""
     if _active.tape is not None:
         _active.tape.add_opened(side)
 
@@ -98,9 +101,12 @@ def closed(side: SideStream) -> None:
 
 
 class Tape(TorchDispatchMode):
-    """Records what this thread does. inputs: the call's tensors. objects: the objects that a
-    program looks up again in each call, by the expression that finds them. exact: every replay has
-    the same packing, so tensors that existed before the call are constants."""
+    """Records what this thread does.
+
+    inputs: the call's tensors. objects: the objects that a program looks up again in each call, by
+    the Python expressions that find them. exact: every replay has the same packing, so that tensors
+    that existed before the call are constants.
+    """
 
     def __init__(
         self, inputs: Sequence[Tensor | None], objects: Mapping[str, object], *, exact: bool
@@ -121,8 +127,8 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: otherwise PyTorch imports torch._dynamo, which takes a second, during the first
-        operation that is recorded. Nothing is compiled while a tape records."""
+        """False, because otherwise the first recorded operation would make PyTorch import
+        torch._dynamo, which takes a second. Nothing is compiled while a tape records."""
         return False
 
     def __enter__(self) -> Tape:
@@ -135,6 +141,7 @@ class Tape(TorchDispatchMode):
         super().__exit__(*error)
 
     def _own(self, x: Tensor, kind: str, what: Any) -> Root:
+        """Gives x a new root. kind, what: see `Root`."""
         root = Root(len(self.roots), kind, what, tuple(x.shape), x.stride())
         self.roots.append(root)
         self._refs[x] = Ref(root, root.shape, root.stride, 0, x.dtype)
@@ -159,9 +166,10 @@ class Tape(TorchDispatchMode):
     def table(
         self, owner: object, build: Any, dtype: torch.dtype, columns: Sequence[Tensor]
     ) -> None:
-        """Declares the columns of a table, for which a program asks the owner in each call. With
-        `exact` those of the packing are constants. Links are asked even then, so that a context
-        holds the tables of all that a CUDA graph has captured under it."""
+        """Declares that these tensors are the columns of one of the owner's tables. A program asks
+        the owner for the table in each call. With `exact`, the tables of a packing are constants
+        instead. Links are asked even then, so that a context holds every table that a CUDA graph
+        captured under it reads."""
         name = self._objects.get(id(owner))
         if name is None or (self.exact and not name.expression.startswith("plan.links")):
             return
@@ -188,6 +196,8 @@ class Tape(TorchDispatchMode):
             self.failed = str(error)
 
     def _note_op(self, func: Any, args: tuple, kwargs: dict, found: Any) -> None:
+        """Notes a torch op that returned `found`. An allocation and a view need no item of their
+        own: a root or a `Ref` stands for them."""
         results = found if isinstance(found, tuple | list) else (found,)
         if not all(isinstance(x, Tensor) for x in results):
             raise NotReplayable(f"{func} reads values of a tensor")
@@ -219,7 +229,8 @@ class Tape(TorchDispatchMode):
             self._refs[x] = Ref(seen.root, tuple(x.shape), x.stride(), offset, x.dtype)
 
     def _noted(self, value: Any) -> Any:
-        """value, in which records stand for tensors, objects of the plan and steps' results."""
+        """`value` with a record of tape_items.py in place of each tensor, object of the plan and
+        result of a step."""
         if isinstance(value, Tensor):
             return self.ref(value)
         if id(value) in self._objects:
@@ -295,6 +306,7 @@ class Tape(TorchDispatchMode):
         return found
 
     def _result(self, found: Any) -> Any:
+        """New roots for what an op or a step returned, in the same structure."""
         if found is None:
             return None
         if isinstance(found, Tensor):
@@ -340,6 +352,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _shares(x: Tensor, y: Tensor) -> bool:
-    """Whether both are in the same memory. Tensors without elements have none."""
+    """Whether both have the same storage. Tensors without elements have none."""
     at = x.untyped_storage().data_ptr()
     return at != 0 and at == y.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""What a tape holds: tensors by where they come from, and what happens to them, in order."""
+"""The records on a tape: where tensors come from, and what happens to them, in order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 class Root(NamedTuple):
     """Where a tensor's memory comes from.
 
-    number: of the root on its tape. kind: "input", "table", "memory", "result", "constant", or
+    number: the root's index on its tape. kind: "input", "table", "memory", "result", "constant", or
     "value" for an object that is no tensor. what: the index of an input, the `Column` of a table,
-    (dtype, device) of memory, or the constant itself.
+    (dtype, device) of memory, or the constant itself; otherwise None.
     """
 
     number: int
@@ -25,7 +25,8 @@ class Root(NamedTuple):
 
 
 class Ref(NamedTuple):
-    """A tensor on the tape. offset: elements from the root's first one."""
+    """A tensor on the tape, as a view of its root. offset: how many elements it starts after the
+    root."""
 
     root: Root
     shape: tuple[int, ...]
@@ -35,7 +36,8 @@ class Ref(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of a device table. owner: the expression that finds the object with the table."""
+    """A column of a device table. owner: the Python expression that finds the object which keeps
+    the table. build, dtype: see `device_tables.Tabled.table`. place: the column's index."""
 
     owner: str
     build: Any
@@ -44,20 +46,20 @@ class Column(NamedTuple):
 
 
 class Named(NamedTuple):
-    """An object of the plan. expression: finds it in a program, for example `plan.links`."""
+    """An object of the plan. expression: how a program finds it, for example `plan.links`."""
 
     expression: str
 
 
 class Value(NamedTuple):
-    """An object that a step returned. number: of its root."""
+    """An object, other than a tensor, that a step returned. number: that of its root."""
 
     number: int
 
 
 class ByAddress(Protocol):
-    """Makes an argument of a kernel, or with `many` several, from an address. found: those that it
-    has made and keeps, by address."""
+    """Makes a kernel argument from an address, or several with `many`. found: the arguments that it
+    has made before and keeps, by address."""
 
     many: bool
     found: dict[int, Any]
@@ -66,23 +68,23 @@ class ByAddress(Protocol):
 
 
 class OfAddress(NamedTuple):
-    """An argument of a kernel that is made from a tensor's address, such as a descriptor."""
+    """A kernel argument that `make` forms from the address of `base`, such as a TMA descriptor."""
 
     base: Tensor
     make: ByAddress
 
 
 class Pointed(NamedTuple):
-    """`OfAddress`, on a tape."""
+    """An `OfAddress` as a tape notes it."""
 
     base: Ref
     make: ByAddress
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel. stream: its number on the tape; 0 is the call's own. kernel: Triton's
-    launcher, and what the launcher takes between the stream and the kernel's arguments. args: the
-    kernel's arguments, with a `Ref` for each tensor."""
+    """A launch of a kernel. stream: the stream's number on the tape; 0 is the call's own stream.
+    kernel: Triton's launcher, and what it takes between the stream and the kernel's arguments.
+    args: the kernel's arguments, with a `Ref` in place of each tensor."""
 
     stream: int
     kernel: tuple[Any, tuple]
@@ -92,7 +94,7 @@ class Launch(NamedTuple):
 
 class Op(NamedTuple):
     """A torch op, or a step (`fla_cp.tape.step`). results: the roots of what it returns, in the
-    same structure; None for what nobody uses."""
+    same structure, with None for a result that no program needs."""
 
     run: Callable[..., Any]
     args: tuple
@@ -102,17 +104,18 @@ class Op(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A side stream waits for the call's own stream. side: its number on the tape. make: a function
-    that returns the `fla_cp.kernels.triton.streams.Fork` of the stream with a given address; or the
-    side stream itself, if the step before returned it and already made it wait."""
+    """A side stream waits for the call's own stream. side: the side stream's number on the tape.
+    make: a function that takes the address of the call's own stream and returns its
+    `fla_cp.kernels.triton.streams.Fork`. If the step before returned the side stream and already
+    made it wait, `make` is the side stream itself."""
 
     side: int
     make: Callable[[int], Any] | Value
 
 
 class Join(NamedTuple):
-    """The call's own stream waits for a side stream. side: its number on the tape. waits: False if
-    the step before already made it wait."""
+    """The call's own stream waits for a side stream. side: the side stream's number on the tape.
+    waits: False if the step before already did the wait."""
 
     side: int
     waits: bool = True

@@ -1,7 +1,7 @@
-"""Affine maps of runs of tokens: their products, and the fold of a state through chains of them.
+"""Affine maps of runs of tokens: their products, and the fold of a state through chains of maps.
 
-Products are never formed in TF32, whatever `torch.set_float32_matmul_precision` allows elsewhere,
-because a state passes through as many of them as a sequence has segments.
+Products are never formed in TF32, whatever `torch.set_float32_matmul_precision` allows elsewhere:
+a state passes through as many products as its sequence has segments, and their errors add up.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ def product(then: Tensor, first: Tensor) -> Tensor:
 
 
 def leave(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Tensor:
-    """transition @ state + offset, [.., K, V]: the state after a run of tokens.
+    """The state after a run of tokens: transition @ state + offset, [.., K, V].
 
-    It is the offset if there is no transition, or if no state enters.
+    It is just the offset if there is no transition, or if no state enters.
     """
     if transition is None or state is None:
         return offset
@@ -39,12 +39,13 @@ def leave(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Te
 
 
 class FoldTable(NamedTuple):
-    """Chains of maps, given as rows of tensors: host ints, -1 for none.
+    """C chains of maps. All numbers are host ints that name rows of tensors; -1 means none.
 
-    first [C+1]: where the steps of each chain begin. start, entry [C]: the row of the state that
-    enters the chain (-1: zero), and the row of the result that receives it. Each step takes the
-    state through a map. transition, offset: the map's rows (-1: zero). store: the row of the result
-    that receives the state after the step.
+    first [C+1]: the index of each chain's first step, and the number of all steps.
+    start [C]: the row of the state that enters each chain (-1: it is zero).
+    entry [C]: the row of the result that receives this state.
+    A step takes the state through one map. transition, offset: the rows of each step's map
+        (-1: zero). store: the row of the result that receives the state after the step.
     """
 
     first: tuple[int, ...]
@@ -66,12 +67,13 @@ class FoldTable(NamedTuple):
         return cls(tuple(first), starts, entries, *columns)
 
     def __call__(self, owner: Tabled) -> Self:
-        """A table is also `Steps`, the same for every owner."""
+        """Returns the table itself, so that it can stand for `Steps` that are the same for every
+        owner."""
         return self
 
 
 Fold = Callable[..., Tensor]
-"""A backend's `fold`."""
+"""A backend's `fold`; the function `fold` below has its arguments."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,10 @@ class PeerFold:
     """A fold whose backend can also pass states from rank to rank through the memory of GPUs, in
     one kernel (`fla_cp.comm.peer_memory.Mailboxes`).
 
-    room(HV, K, V): the elements of one state in a mailbox, and the number of tiles, each of which
-    has flags of its own. pass_on(transition, offset, crossing, mail, out): launches this rank's
-    part of the exchange; `fla_cp.kernels.triton.exchange.pass_on` describes the arguments.
+    room(HV, K, V): the number of elements of one state in a mailbox, and the number of tiles, each
+        of which has flags of its own.
+    pass_on(transition, offset, crossing, mail, out): launches this rank's part of the exchange;
+        `fla_cp.kernels.triton.exchange.pass_on` describes the arguments.
     """
 
     fold: Fold
@@ -93,8 +96,8 @@ class PeerFold:
 
 
 Steps = Callable[[Any], FoldTable]
-"""Returns the steps of a fold, from the object that keeps its tables. It is also the key of the
-table there, like `device_tables.Build`."""
+"""Returns the steps of a fold for the object that keeps its tables. Like `device_tables.Build`, the
+function is also the key under which that object keeps them."""
 
 
 def fold(
@@ -107,13 +110,14 @@ def fold(
     *,
     transposed: bool,
 ) -> Tensor:
-    """Folds chains of maps: the torch stage. Writes the rows of out [E, HV, K, V] that `steps`
-    names.
+    """Folds chains of maps, in PyTorch. Writes the rows of `out` that `steps` names, and returns
+    `out`.
 
-    owner: the packing or links that `steps` is called with. transition [*, HV, K, K]: used as its
-    transpose if `transposed`. offset, start [*, HV, K, V]. transition and offset may be slices of
-    one tensor, next to each other in its last dim. If no state enters, out may be [E, HV, K, V+K]:
-    next to each state it then receives the transition of the steps up to it.
+    owner: the packing or links for which `steps` returns its table.
+    transition [*, HV, K, K]: its transpose is used if `transposed`. offset, start [*, HV, K, V].
+        transition and offset may be slices of one tensor, next to each other in its last dim.
+    out: [E, HV, K, V]. If no state enters, it may be [E, HV, K, V+K], and then also receives, next
+        to each state, the transition of the steps up to it.
     """
     rows = owner.cached(steps, lambda: steps(owner))
     width = out.shape[-1]

@@ -1,9 +1,9 @@
-"""Compares what the ranks know about a batch and what they call, before states are exchanged.
+"""Checks that the ranks know the same batch and make the same call, before states are exchanged.
 
 If ranks had different tables, they would fold each other's states at the wrong places without any
 error. If their shapes differed, the transport would abort or wait forever. Therefore the first call
 under a context, and each of the first WATCHED calls over a group, starts with one all-gather of
-SENT int64 from each rank, and all ranks find the same difference:
+SENT int64 from each rank. All ranks then find the same difference and raise the same error:
 
     all ranks of a context-parallel group must agree, but ranks [1] differ from rank 0 in
     HV (2 on ranks [0], 4 on ranks [1])
@@ -28,8 +28,8 @@ from torch import Tensor
 from fla_cp.comm import collectives
 
 WATCHED = 64
-"""How many calls over a group are compared. If ranks of one program differ at all, they do so in
-one of the first calls. Every call counts, so that all ranks stop comparing at the same one."""
+"""How many calls over a group are compared. If the ranks of a program differ at all, they do so in
+one of the first calls. Every compared call counts, so that all ranks stop after the same one."""
 
 SENT = 16
 """How many numbers each rank sends. Unused ones are zero."""
@@ -41,13 +41,14 @@ _PLAIN = (
     *("build_cp_context", "update", "unshard", "causal_conv1d", "chunk_kda", "chunk_comba"),
     *("chunk_gated_delta_rule", "chunk_gla", "chunk_simple_gla", "chunk_dplr_delta_rule"),
 )
-"""Texts that an error can show when it knows only the numbers that stand for them."""
+"""Texts that an error can show although a rank receives only their hashes."""
 
 Facts = Mapping[str, Any]
 
 
 class _Late(NamedTuple):
-    """An all-gather whose result is being copied to `rows`, pinned; `arrived` ends the copy."""
+    """A comparison whose result is on its way. rows: host memory, pinned, to which it is copied.
+    arrived: the event after the copy. facts: those of this rank."""
 
     rows: Tensor
     arrived: torch.cuda.Event
@@ -56,7 +57,8 @@ class _Late(NamedTuple):
 
 @dataclass
 class _Group:
-    """calls: how many calls of a group were compared. late: results that were not read yet."""
+    """What is known of a group. calls: how many of its calls were compared. late: comparisons whose
+    results were not read yet."""
 
     calls: int = 0
     late: deque[_Late] = field(default_factory=deque)
@@ -79,15 +81,16 @@ class Agreement:
         return not self._known or self._state.calls < WATCHED or bool(self._state.late)
 
     def before(self, call: str, **facts: Any) -> None:
-        """All ranks run this at the start of a call. facts: numbers, dtypes or flags.
+        """Compares the ranks at the start of a call, if that is due. All ranks run this. facts:
+        numbers, dtypes or flags of the call.
 
-        Raises ValueError if ranks differ, on all of them.
+        Raises ValueError on all ranks if they differ.
         """
         state = self._state
         if not self.due:
             return
         if self._device().type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # a graph would repeat the comparison, and its calls have run before
+            return  # a graph would repeat the comparison; its calls have run eagerly before
         self._read()
         watched = state.calls < WATCHED
         if watched or not self._known:
@@ -95,11 +98,11 @@ class Agreement:
             state.calls += 1
 
     def built(self) -> None:
-        """Compares the table alone, and waits for the result."""
+        """Compares only the table of a new context, and waits for the result."""
         self._compare({"call": "build_cp_context"}, self._table, wait=True)
 
     def changed(self, table: Facts) -> None:
-        """Compares another table. Over NCCL the host does not wait."""
+        """Compares the table of another packing. Over NCCL the host does not wait."""
         self._read()
         self._compare({"call": "update"}, table, wait=False)
         self._table = table
@@ -108,6 +111,8 @@ class Agreement:
         return collectives.wire_device(self._group, torch.device("cpu"))
 
     def _compare(self, call: Facts, table: Facts, *, wait: bool) -> None:
+        """Sends this rank's facts and compares those of all ranks: now with `wait` or if they are
+        sent from the host, and otherwise in a later call, in `_read`."""
         facts = {**table, **call}
         sent = [_number(value) for value in facts.values()]
         assert len(sent) <= SENT, facts
@@ -154,7 +159,7 @@ def _check(gathered: Tensor, facts: Facts) -> None:
     names = list(facts)
     call = names.index("call")
     if any(row[call] != rows[0][call] for row in rows):
-        names = names[: call + 1]  # the numbers after the name mean something else in other calls
+        names = names[: call + 1]  # in another call, the numbers after the name mean other things
     found, odd = [], set()
     for name, column in zip(names, zip(*rows, strict=True), strict=False):
         differing = {rank for rank, number in enumerate(column) if number != column[0]}

@@ -5,7 +5,8 @@ A run of tokens maps the state that enters it to the state that leaves it,
     S_out = transition @ S_in + offset
 
 (docs/design.md, "Affine maps"). `carry` turns the maps of this rank's segments into the state that
-enters each of them; `carry(reverse=True)` is its adjoint.
+enters each of them. `carry(reverse=True)` is its adjoint: it turns the adjoint maps into the
+gradient of the state that leaves each segment.
 """
 
 import functools
@@ -24,12 +25,14 @@ from fla_cp.tape import step
 
 
 class AffineMap(NamedTuple):
-    """The affine maps of segments, fp32 (fp64), in token order; None if there are no such segments.
+    """The affine maps of segments, fp32 (fp64), in token order. A field is None if there are no
+    such segments.
 
-    transition [M, HV, K, K]: of `Packing.middle`. offset [F, HV, K, V]: of the segments that hand a
-    state on, which are `Packing.feeding`, or in reverse `Packing.carried`. The first segment of a
-    sequence (in reverse the last) needs no transition: its offset contains the state that it starts
-    from.
+    transition [M, HV, K, K]: of the segments of `Packing.middle`.
+    offset [F, HV, K, V]: of the segments that hand a state on. These are `Packing.feeding`, or in
+        reverse `Packing.carried`.
+    The first segment of a sequence (in reverse the last) needs no transition, because its offset
+    contains the state from which it starts.
     """
 
     transition: Tensor | None
@@ -44,7 +47,7 @@ class States(NamedTuple):
 
 
 def join(*states: States | None) -> States | None:
-    """The given states as one; None if there are none."""
+    """All given states in one `States`; None if there are none."""
     given = [s for s in states if s is not None and s.segments]
     if len(given) < 2:
         return given[0] if given else None
@@ -62,12 +65,15 @@ def carry(
     reverse: bool = False,
     fold: Fold = fold,
 ) -> Callable[..., States]:
-    """Starts the exchange. The call that it returns waits, and returns the states that enter the
-    segments of `packing.carried` (in reverse: the gradients that leave `packing.feeding`). With
-    overlap=True it first runs the work that was handed over (overlap.py).
+    """Starts the exchange, and returns a function that waits for it. The function returns the
+    states that enter the segments of `packing.carried` (in reverse: the gradients of the states
+    that leave those of `packing.feeding`). With overlap=True it first runs the work that was handed
+    over (overlap.py).
 
-    links: the slot table of the forward direction. The rest: see `SegmentMaps`.
-    Collectives: one exchange if any sequence of the global batch crosses a slot, otherwise none.
+    links: the slot table of the forward direction, also in reverse. For the other arguments see
+        `SegmentMaps`.
+    Collectives: one exchange if any sequence of the global batch crosses from one slot to the next,
+        otherwise none.
     Source: docs/design.md "Affine maps".
     """
     if reverse:
@@ -86,10 +92,11 @@ def carry(
 
 
 class SegmentMaps(NamedTuple):
-    """The maps of a rank's segments, folded from the first segment (reverse: from the last).
+    """The maps of a rank's segments, to be folded from the first segment on (reverse: from the
+    last).
 
-    maps: in reverse, the transition is still that of the forward. shape: (HV, K, V). like: a tensor
-    of the states' dtype and device. fold: the backend's.
+    maps: in reverse, the transitions are still those of the forward, not yet transposed. shape:
+    (HV, K, V). like: a tensor of the states' dtype and device. fold: the backend's.
     """
 
     maps: AffineMap
@@ -100,7 +107,8 @@ class SegmentMaps(NamedTuple):
     fold: Fold = fold
 
     def outgoing(self, links: Links) -> SlotMaps:
-        """The maps of this rank's ranges, for the exchange. links: those of this direction."""
+        """The maps of this rank's ranges, which the exchange sends. links: the slot table of this
+        direction."""
         HV, K, V = self.shape
         packing, (transition, offset) = self.packing, self.maps
         if packing.single and offset is not None:
@@ -113,8 +121,9 @@ class SegmentMaps(NamedTuple):
         return unpack(wire[: packing.ranges], V)._replace(wire=wire)
 
     def entering(self, states: Tensor | None) -> States:
-        """The states that enter the segments of `Packing.carried` (in reverse: that leave those of
-        `Packing.feeding`), from the states that enter this rank's ranges."""
+        """The states that enter the segments of `Packing.carried`, from the states that enter this
+        rank's ranges. In reverse: the gradients at the ends of the segments of `Packing.feeding`,
+        from those at the ends of the ranges."""
         sinks = self.packing.feeding if self.reverse else self.packing.carried
         if self.packing.single and sinks:
             assert states is not None
@@ -130,7 +139,7 @@ class SegmentMaps(NamedTuple):
 
 @functools.cache
 def _steps(table: str, reverse: bool) -> Steps:
-    """One of a packing's `_fold_tables`."""
+    """The steps in one of a packing's `_fold_tables`, by its name."""
 
     def steps(packing: Packing) -> FoldTable:
         tables = packing.cached((_fold_tables, reverse), lambda: _fold_tables(packing, reverse))
@@ -140,8 +149,8 @@ def _steps(table: str, reverse: bool) -> Steps:
 
 
 def _fold_tables(packing: Packing, reverse: bool) -> dict[str, FoldTable]:
-    """The folds of one rank and direction. "outgoing" forms the maps of its ranges, "entering" the
-    states that enter its segments."""
+    """The two folds of a rank in one direction. "outgoing" forms the maps of its ranges, "entering"
+    the states that enter its segments."""
     sources = packing.carried if reverse else packing.feeding
     sinks = packing.feeding if reverse else packing.carried
     offset = {i: row for row, i in enumerate(sources)}

@@ -12,7 +12,7 @@ class Waitable(Protocol):
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
-    """The x of all ranks, [R, *x.shape], and the work to wait for before it is read."""
+    """The x of all ranks, [R, *x.shape], and the work to wait for before the result is read."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
     # torch 2.13 renames the call and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,7 +21,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Waitable]:
 
 
 gather_numbers = all_gather
-"""The all-gather of agreement.py, with a name of its own so that tests can tell it apart."""
+"""The all-gather of agreement.py. It has its own name so that tests can tell it apart."""
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -33,7 +33,8 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_to_all(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, Waitable]:
-    """Sends rows [sum(send), D] to the ranks by count; returns [sum(receive), D] in rank order.
+    """Sends the first send[0] of rows [sum(send), D] to rank 0, the next send[1] to rank 1, and so
+    on. Returns the rows that arrive, [sum(receive), D] in rank order, and the work to wait for.
 
     The rows travel as bytes, so that every dtype works with every transport.
     """
@@ -46,7 +47,8 @@ def all_to_all(
 def send_and_receive(
     sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Starts to exchange (tensor, rank of the group) messages; returns the works to wait for."""
+    """Starts to exchange messages with single ranks, each given as (tensor, rank in the group).
+    Returns the works to wait for."""
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
     # NCCL warns about messages outside a batch, so a single message is a batch too.
@@ -54,11 +56,11 @@ def send_and_receive(
 
 
 def transport(group: dist.ProcessGroup, kind: str) -> str:
-    """What carries the group's tensors on devices of this kind ("cpu", "cuda"): "nccl", "gloo" or
-    another name of torch's; "" if nothing does.
+    """The name of the backend with which the group sends tensors from devices of this kind ("cpu",
+    "cuda"): "nccl", "gloo" or another of torch's names. "" if it can send none from there.
 
-    A group that was made without a name, or with one for each kind of device, has no name of its
-    own that would tell.
+    The group's own name does not tell, if it was made without a backend or with one for each kind
+    of device.
     """
     if kind not in {device.type for device in group._device_types}:
         return ""
@@ -67,23 +69,25 @@ def transport(group: dist.ProcessGroup, kind: str) -> str:
 
 
 def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """`device` if the group carries tensors from it, otherwise the current GPU if from that."""
+    """The device from which tensors are sent: `device`, unless the group sends none from there but
+    sends from GPUs; then the current GPU."""
     if not transport(group, device.type) and transport(group, "cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-# The collectives that torch.compile traces: the compiler decides when to wait for them.
+# Collectives for torch.compile, which traces them and decides when to wait.
 
 
 def traced_all_gather(x: Tensor, world_size: int, group_name: str) -> Tensor:
-    """[R, *x.shape] from all ranks."""
+    """The x of all ranks, [R, *x.shape]."""
     ops = torch.ops._c10d_functional
     out = ops.all_gather_into_tensor(x.contiguous(), world_size, group_name)
     return ops.wait_tensor(out).view(world_size, *x.shape)
 
 
 def traced_all_reduce(x: Tensor, group_name: str) -> Tensor:
+    """The sum of x over the ranks."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(x, "sum", group_name))
 
@@ -102,7 +106,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def all_gather_rows(x: Tensor, world_size: int, group_name: str) -> Tensor:
-    """The x [n, D] of all ranks, as [R * n, D]. In the backward, each rank gets the gradients of
-    its rows, summed over ranks."""
+    """The x [n, D] of all ranks as [R * n, D]. Differentiable: each rank gets the gradients of its
+    own rows, summed over all ranks."""
     rows: Tensor = _GatherRows.apply(x, world_size, group_name)
     return rows

@@ -1,6 +1,6 @@
-"""Boundary tokens of a causal convolution: the last W-1 tokens before each of a rank's ranges.
+"""The halo of a causal convolution: the last W-1 tokens before each of a rank's ranges.
 
-A range may be shorter than the convolution, so its halo can come from several earlier ranks. Which
+A range may be shorter than the convolution, so a halo can come from several earlier ranks. Which
 rank sends which token is computed on the host, from the global table. One all-to-all sends the
 tokens, and another returns their gradients. In each direction a rank receives at most
 (W-1)*D*itemsize bytes for each of its ranges.
@@ -23,11 +23,12 @@ Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
 class Gathered(NamedTuple):
-    """The same traffic as one all-gather, for compiled graphs, which then see few shapes.
+    """The same traffic as one all-gather, for compiled graphs: its shapes are the same for every
+    packing.
 
-    rows: the local tokens that this rank sends, each once, and then token 0 as often as there is
-    room. padded: how many rows each rank sends; no rank ever needs more, whatever the packing.
-    take: for each row of the halo, its place among all rows sent, or R * padded if it has none.
+    rows: the local tokens that this rank sends, each once, filled up with token 0. padded: how many
+    rows each rank sends, which is enough for every packing. take: for each row of the halo, its
+    index among the rows of all ranks, or R * padded if no token belongs there.
     """
 
     rows: tuple[int, ...]
@@ -36,7 +37,8 @@ class Gathered(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """One token that a rank sends: its local index there, and its row in the receiver's halo."""
+    """One token that a rank sends. token: its local index on the sender. place: its row in the
+    receiver's halo."""
 
     sender: int
     token: int
@@ -48,11 +50,11 @@ class _Message(NamedTuple):
 class Halo(Tabled):
     """The tokens that one rank sends and receives.
 
-    width: W-1, the tokens before each range. ranges: how many ranges this rank owns. send: the
-    local token of each row sent, ordered by receiving rank. send_counts, receive_counts: how many
-    rows go to each rank and come from it. place: where each received row belongs in the halo
-    [ranges * width]. needed: whether any rank receives anything; otherwise all ranks skip the
-    collective. gathered: the same traffic as an all-gather.
+    width: W-1, the number of tokens before each range. ranges: how many ranges this rank owns.
+    send: the local token of each row that is sent, ordered by receiving rank. send_counts,
+    receive_counts: how many rows go to each rank, and come from it. place: where each received row
+    belongs in the halo [ranges * width]. needed: whether any rank receives anything; otherwise all
+    ranks skip the collective. gathered: the same traffic as an all-gather.
     """
 
     width: int
@@ -71,7 +73,7 @@ class Halo(Tabled):
         out = sorted((m for m in messages if m.sender == rank), key=lambda m: m[2:])
         into = sorted((m for m in messages if m.receiver == rank), key=lambda m: (m[0], m[3]))
         sent = [sorted({m.token for m in messages if m.sender == r}) for r in range(R)]
-        # Of each range, others read the last `width` tokens at most.
+        # Other ranks read at most the last `width` tokens of each range.
         padded = width * max(map(len, token_ranges))
         empty = all(lo == hi for lo, hi in token_ranges[rank])
         fill = [] if empty else [0] * (padded - len(sent[rank]))
@@ -90,10 +92,10 @@ class Halo(Tabled):
         )
 
     def gather(self, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """x [T, D] -> the tokens before each range, [ranges, width, D], zero if there are none.
+        """The tokens before each range, [ranges, width, D], from x [T, D] of all ranks.
 
         Row width-1 is the token just before the range. Tokens of other sequences are not fetched,
-        because the convolution does not read them.
+        because the convolution does not read them; their rows are zero.
         """
         halo = x.new_zeros(self.ranges * self.width, x.shape[-1])
         if self.needed:
@@ -105,8 +107,8 @@ class Halo(Tabled):
         return halo.view(self.ranges, self.width, x.shape[-1])
 
     def scatter_add(self, dx: Tensor, dhalo: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Adds the gradients of the halo [ranges*width, D] to the dx [T, D] of the tokens' owners.
-        Sums are formed in dhalo's dtype."""
+        """Sends the gradients of the halo [ranges*width, D] to the ranks that own the tokens, where
+        they are added to dx [T, D]. Sums are formed in dhalo's dtype."""
         if self.needed:
             rows = dhalo[self._index(self.place, dx.device)]
             got = exchanged(rows, self.receive_counts, self.send_counts, group, WHAT)
@@ -127,7 +129,7 @@ class Halo(Tabled):
 
 def _messages(cu_seqlens: Sequence[int], token_ranges: Ranges, width: int) -> list[_Message]:
     """The messages between all ranks."""
-    owned = []  # start, rank, index among the rank's ranges, local token of the start
+    owned = []  # of each range: start, rank, index among the rank's ranges, local index of start
     for r, ranges in enumerate(token_ranges):
         bases = accumulate((hi - lo for lo, hi in ranges), initial=0)
         for row, ((lo, hi), base) in enumerate(zip(ranges, bases, strict=False)):
@@ -135,7 +137,7 @@ def _messages(cu_seqlens: Sequence[int], token_ranges: Ranges, width: int) -> li
                 owned.append((lo, r, row, base))
     owned.sort()
     messages = []
-    first = 0  # sequence of the range's first token
+    first = 0  # the sequence of the range's first token
     for i, (lo, r, row, _) in enumerate(owned):
         while cu_seqlens[first + 1] <= lo:
             first += 1

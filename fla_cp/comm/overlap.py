@@ -36,10 +36,10 @@ _handed = _Handed()
 
 
 class Overlap(Generic[Found]):
-    """Runs f once: in the block, during an exchange, or else when the result is asked for.
+    """Runs f once: during the first exchange in the block, or else when the result is asked for.
 
     In a batch that needs no exchange, f runs where the exchange would have been, so that ranks of
-    several context-parallel groups run their modules in the same order. f runs with the gradient
+    different context-parallel groups run their modules in the same order. f runs with the gradient
     and autocast modes that were set when the block was entered.
     """
 
@@ -88,8 +88,8 @@ def run_overlap(wait: Callable[[], Found]) -> Found:
 
 
 class Arriving:
-    """Rows under way from other ranks. send, receive: rows to and from each rank. what: the rows'
-    name, for who waits too long."""
+    """Rows that are under way between the ranks. send, receive: how many rows go to each rank, and
+    come from it. what: the name of the rows, which traces and warnings of long waits show."""
 
     def __init__(
         self,
@@ -105,7 +105,8 @@ class Arriving:
         self.began = exchange_begins(x.device)
 
     def wait(self) -> Tensor:
-        """[sum(receive), n] in rank order. May be called once: nothing here keeps the rows."""
+        """The rows that arrive, [sum(receive), n] in rank order. It may be called only once, and
+        keeps no reference to the rows."""
         out, work = self.under_way.pop()
         with exchange_wait(out.device, f"exchange of {self.what}", self.began):
             work.wait()
@@ -119,8 +120,8 @@ def exchanged(
     group: dist.ProcessGroup | None,
     what: str,
 ) -> Tensor:
-    """x [sum(send), n] -> [sum(receive), n]; without a group x itself. Runs the work that was
-    handed over meanwhile."""
+    """Exchanges x [sum(send), n] for [sum(receive), n], and runs the work that was handed over in
+    the meantime. Without a group it returns x itself."""
     if group is None:
         return x
     return run_overlap(Arriving(x, send, receive, group, what).wait)

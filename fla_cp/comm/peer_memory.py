@@ -4,9 +4,9 @@ It is optional, and `why_not` finds out whether a group can have it. Ranks read 
 plain loads and stores at the peers' addresses. Multicast is not used, and no global setting is
 changed.
 
-An exchange uses it in one of two ways. `PeerMemory`: each rank writes its own part and, after a
-barrier, reads the parts of others. `Mailboxes`: each rank writes into the memory of its neighbours,
-and a kernel waits for what it needs.
+An exchange uses it in one of two ways. With `PeerMemory`, each rank writes its own part and, after
+a barrier, reads the parts of others. With `Mailboxes`, each rank writes into the memory of its
+neighbours, and a kernel waits for what it needs.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from torch import Tensor
 from fla_cp.comm import collectives
 
 CAPTURED = 2
-"""The part that captured exchanges write. Others write parts 0 and 1 in turn."""
+"""The part that exchanges in a CUDA graph write. Eager ones write parts 0 and 1 in turn."""
 
 
 class PeerMemory:
     """Three parts of `count` elements on each rank's GPU, which all ranks of the group read.
 
     The constructor is a collective in which the host waits. Eager exchanges run on a stream of
-    their own and write two parts in turn. All ranks have then read a part before it is written
-    again: exchange n+2 writes the part of n after the barrier of n+1, which each peer enters after
-    its reads of n. A replayed CUDA graph always writes the part of its capture. Captured exchanges
-    therefore have a third part, with a second barrier before it is written. An exchange under way
-    is waited for before a graph is replayed.
+    their own and write two parts in turn, so that all ranks have read a part before it is written
+    again: exchange n+2 writes the part of exchange n after the barrier of n+1, which each peer
+    enters after its reads of n. A replayed CUDA graph, however, always writes the part that it was
+    captured with. Captured exchanges therefore have a third part, with a second barrier before it
+    is written. The caller waits for an exchange under way before it replays a graph.
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int, dtype: torch.dtype):
@@ -54,8 +54,9 @@ class PeerMemory:
     ) -> Callable[[], None]:
         """Starts put(this rank's part) and, when all ranks have done so, take(the parts of all).
 
-        Both may only launch work and must not allocate. The call that is returned makes the current
-        stream wait for them. Until then the caller must keep the tensors that they use.
+        `put` and `take` may only launch work and must not allocate. The function that is returned
+        makes the current stream wait for them. Until then the caller must keep the tensors that
+        they use.
         """
         captured = torch.cuda.is_current_stream_capturing()
         turn = CAPTURED if captured else self._turn
@@ -72,17 +73,18 @@ class PeerMemory:
 
 
 class Mailbox(NamedTuple):
-    """What one rank's kernel reads and writes in an exchange between neighbours. "Before" and
+    """What one rank's kernel reads and writes in an exchange between neighbours. "Previous" and
     "next" are meant in the direction of the states: in a backward, the next rank is rank - 1.
 
-    Of this rank: inbox [2 * size] fp32, room for two states, which the rank before writes. arrived
-    int32 [tiles], the number of the last state in the inbox, which the rank before sets. read int32
-    [tiles], the number of the last exchange that the next rank has finished, which the next rank
-    sets. number int32 [tiles], the exchanges of this rank; no other rank sees it.
-
-    Of the neighbours: next_inbox and next_arrived; previous_read, the `read` of the rank before.
-    The first rank has neither inbox, arrived nor previous_read; the last has neither read nor
-    next_inbox and next_arrived. They are None there.
+    number: int32 [tiles], how many exchanges this rank has made. No other rank sees it.
+    inbox: fp32 [2 * size], room for two states. The previous rank writes it.
+    arrived: int32 [tiles], the number of the last state in the inbox. The previous rank sets it.
+    read: int32 [tiles], the number of the last exchange that the next rank has finished. The next
+        rank sets it.
+    next_inbox, next_arrived: the inbox and `arrived` of the next rank.
+    previous_read: the `read` of the previous rank.
+    On the first rank inbox, arrived and previous_read are None; on the last one read, next_inbox
+    and next_arrived are.
     """
 
     number: Tensor
@@ -102,12 +104,13 @@ class Room(NamedTuple):
 
     @property
     def flags(self) -> int:
-        """The length of an array of flags, so that each begins at a multiple of 128 bytes."""
+        """The length of an array of flags. It is rounded up, so that each array begins at a
+        multiple of 128 bytes."""
         return -(-self.tiles // 32) * 32
 
     @property
     def elements(self) -> int:
-        """Elements of 4 bytes that each rank needs for the mailboxes of both directions."""
+        """How many elements of 4 bytes each rank needs for the mailboxes of both directions."""
         return 2 * (2 * self.size + 2 * self.flags)
 
 
@@ -116,8 +119,8 @@ def mailbox(
 ) -> Mailbox:
     """The mailbox of a rank. reverse: for states that pass from rank + 1 to rank.
 
-    memory: that of all ranks, fp32 [room.elements], zero at first. number: int32 [room.tiles], zero
-    at first. A direction has its own share of the memory, which both neighbours know.
+    memory: the shared memory of each rank, fp32 [room.elements], zero at first. Each direction has
+    one half of it. number: int32 [room.tiles], zero at first.
     """
     half = room.elements // 2
 
@@ -139,7 +142,7 @@ def mailbox(
 
 
 class Side:
-    """The stream on which a group exchanges, beside the current one."""
+    """The stream on which a group's exchanges run, beside the current one."""
 
     def __init__(self, stream: torch.cuda.Stream):
         self._stream = stream
@@ -155,16 +158,16 @@ class Side:
         return self._stream.cuda_stream
 
     def open(self) -> None:
-        """Lets its later work start only after all that is queued on the current stream now."""
+        """Makes this stream wait for all that is queued on the current stream now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def launches(self) -> AbstractContextManager[object]:
-        """A block whose launches are on it."""
+        """A block whose launches are on this stream."""
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Lets the current stream's later work start only after all that is queued on this stream
-        now, later exchanges of the group included."""
+        """Makes the current stream wait for all that is queued on this stream now, also for later
+        exchanges of the group."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
@@ -172,8 +175,8 @@ class Mailboxes:
     """The mailboxes of one rank, for states that pass from rank to rank in either direction.
 
     The constructor is a collective in which the host waits. Exchanges run on the group's stream,
-    one after the other, and count in device memory: a captured exchange therefore uses the same
-    memory as others. An exchange under way is waited for before a graph is replayed.
+    one after the other, and are counted in device memory, so that captured and eager exchanges can
+    use the same mailboxes. The caller waits for an exchange under way before it replays a graph.
     """
 
     def __init__(self, group: dist.ProcessGroup, room: Room):
@@ -182,7 +185,7 @@ class Mailboxes:
         with torch.inference_mode(False):  # the memory outlives a call
             mine = _allocate((room.elements,), torch.float32, self.device).zero_()
             numbers = torch.zeros(2, room.tiles, dtype=torch.int32, device=self.device)
-            # No peer knows the memory before all ranks have met in the rendezvous.
+            # The memory must be zero before a peer writes it, which can be from `_shared` on.
             torch.cuda.synchronize(self.device)
             self._handle, every = _shared(mine, group)
             self._boxes = [
@@ -192,16 +195,17 @@ class Mailboxes:
         self._mine, self._side = mine, Side(_stream(group, self.device))
 
     def open(self, *, reverse: bool) -> tuple[Mailbox, Side]:
-        """Starts an exchange in which all ranks take part: this rank's mailbox, and the stream on
-        which the caller launches this rank's part. The stream waits for what the current one has
-        now. Until the current stream has waited for it, the caller must keep the tensors that the
-        part uses, and must not allocate any on it."""
+        """Starts an exchange in which all ranks take part. Returns this rank's mailbox, and the
+        stream on which the caller launches this rank's kernel. That stream waits for what is queued
+        on the current one. The caller must not allocate on it, and must keep the tensors that the
+        kernel uses until the current stream has waited for it."""
         self._side.open()
         return self._boxes[reverse], self._side
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of its own. Tensors of symm_mem.empty may share memory, and then share its signals."""
+    """An allocation of its own. Tensors of symm_mem.empty may share one, and then share the signals
+    with which barriers are made."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     strides = torch.empty(shape, dtype=dtype, device="meta").stride()
@@ -209,7 +213,8 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 def _shared(mine: Tensor, group: dist.ProcessGroup) -> tuple[Any, list[Tensor]]:
-    """The handle of what `_allocate` gave to each rank, and these tensors of all ranks."""
+    """Makes memory of `_allocate` known to all ranks. Returns torch's handle of it, and the tensors
+    of all ranks."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     handle = _SymmetricMemory.rendezvous(mine, group.group_name)
@@ -221,7 +226,7 @@ _STREAMS: WeakKeyDictionary[dist.ProcessGroup, torch.cuda.Stream] = WeakKeyDicti
 
 
 def _stream(group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream:
-    """The stream of all exchanges of a group: ranks then run them in the same order."""
+    """The one stream of all exchanges of a group, so that all ranks run them in the same order."""
     if group not in _STREAMS:
         _STREAMS[group] = torch.cuda.Stream(device, priority=-1)
     return _STREAMS[group]
@@ -234,7 +239,7 @@ _REASONS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def peer_memory(group: dist.ProcessGroup, count: int, dtype: torch.dtype) -> PeerMemory:
-    """The group's memory for `count` elements, made at the first call, by all ranks at once.
+    """The group's memory for `count` elements. All ranks make it together, at the first call.
 
     Raises RuntimeError if it would have to be made while a CUDA graph is captured.
     """
@@ -246,7 +251,7 @@ def peer_memory(group: dist.ProcessGroup, count: int, dtype: torch.dtype) -> Pee
 
 
 def mailboxes(group: dist.ProcessGroup, room: Room) -> Mailboxes:
-    """The group's mailboxes of this size, made at the first call, by all ranks at once.
+    """The group's mailboxes of this size. All ranks make them together, at the first call.
 
     Raises RuntimeError if they would have to be made while a CUDA graph is captured.
     """
@@ -268,9 +273,10 @@ def known(group: dist.ProcessGroup) -> bool:
 
 
 def why_not(group: dist.ProcessGroup) -> str:
-    """Why the ranks of `group` cannot read each other's memory; "" if they can. All get the same.
+    """Why the ranks of `group` cannot read each other's memory; "" if they can. All ranks get the
+    same answer.
 
-    The first call for a group is a collective, which tries it.
+    The first call for a group is a collective, which tries to do it.
     """
     if group not in _REASONS:
         over = collectives.transport(group, "cuda") or collectives.transport(group, "cpu")
@@ -284,7 +290,7 @@ _LACKS = ("", "this torch has no symmetric memory", "TORCH_SYMMMEM chose another
 
 
 def _lack(device: torch.device) -> int:
-    """Which of `_LACKS` applies to this process."""
+    """The index of the reason in `_LACKS` that applies to this process."""
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -296,7 +302,7 @@ def _lack(device: torch.device) -> int:
 
 
 def _look(group: dist.ProcessGroup) -> str:
-    """A reason in the ranks' settings, hosts or GPUs; "" if there is none."""
+    """Why the ranks' settings, hosts or GPUs do not allow it; "" if they do."""
     device = torch.device("cuda", torch.cuda.current_device())
     said = torch.tensor([_lack(device), _host(), device.index], device=device)
     gathered, work = collectives.all_gather(said, group)
@@ -312,13 +318,14 @@ def _look(group: dist.ProcessGroup) -> str:
 
 
 def _host() -> int:
+    """A number that is the same for all processes of a host, and differs between hosts."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 def _try(group: dist.ProcessGroup) -> str:
-    """A reason found by a trial, in which each rank reads from all ranks; "" if there is none."""
+    """Why a trial failed, in which each rank reads from all ranks; "" if it succeeded."""
     world_size, device = dist.get_world_size(group), torch.cuda.current_device()
     # Each rank allocates alone first. If one rank failed later, the others would wait for it.
     alone, why = _made(lambda: _allocate((3, 64), torch.int64, torch.device("cuda", device)), group)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 Moment = torch.cuda.Event | float
-"""When the current stream of a CUDA device comes to it, or on the host in seconds."""
+"""A point of the current stream of a CUDA device, or a time of the host in seconds."""
 
 
 def moment(device: torch.device) -> Moment:
-    """Now."""
+    """The present moment."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -30,11 +30,11 @@ def milliseconds(begin: Moment, end: Moment) -> float:
 
 
 class ExchangeTimer:
-    """Sums waits: host time on CPU, stream time between two events on CUDA.
+    """Sums the times of waits: host time on CPU, stream time between two events on CUDA.
 
-    Of exchanges it also sums how long they were under way, from when their messages left to the end
-    of the wait. What ran meanwhile is in this time. So the wait is the part of an exchange that
-    other work does not hide.
+    It also sums how long exchanges were under way, from when their messages left to the end of the
+    wait. Work that ran in the meantime is part of that time. The wait itself is the part of an
+    exchange that other work does not hide.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class ExchangeTimer:
         return sum(milliseconds(*wait) for wait in self._waits)
 
     def under_way_ms(self) -> float:
-        """The same of exchanges under way."""
+        """Milliseconds for which exchanges were under way so far, measured in the same way."""
         return sum(milliseconds(*span) for span in self._spans)
 
     @contextmanager
     def interval(self, device: torch.device, began: Moment | None = None) -> Iterator[None]:
-        """The block waits. began: when the messages left that it waits for."""
+        """Measures the block, which waits. began: when the messages left for which it waits."""
         begin = moment(device)
         yield
         end = moment(device)
@@ -61,11 +61,12 @@ class ExchangeTimer:
 
 @dataclass
 class Waits:
-    """The exchanges that this process has waited for. Another thread reads it.
+    """The exchanges for which this process has waited. A thread that watches for long waits reads
+    it.
 
-    count: how many so far. now: what the present exchange moves; "" if there is none. On CUDA only
-    the stream waits, so that the host is rarely inside an exchange, and `count` is the number that
-    it has queued.
+    count: how many there were so far. now: what the present exchange moves; "" if there is none. On
+    CUDA only the stream waits. The host is then rarely inside an exchange, and `count` is the
+    number of waits that it has queued.
     """
 
     count: int = 0
@@ -93,7 +94,7 @@ def measure_exchange() -> Iterator[ExchangeTimer]:
 
 
 def named(what: str) -> AbstractContextManager[object]:
-    """Names a block in the trace of a profiler, if one records: torch's own context takes 30 us or
+    """Names a block in the trace of a profiler, if one records. torch's own context takes 30 us or
     more even if none does."""
     recorded = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return torch.profiler.record_function(f"fla_cp.{what}") if recorded else nullcontext()
@@ -123,7 +124,8 @@ def exchange_wait(
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """In the block no wait is measured: a CUDA graph is captured, whose events have no times."""
+    """Measures no wait in the block, in which a CUDA graph is captured: the events of a graph have
+    no times."""
     global _timer
     before, _timer = _timer, None
     try:

@@ -1,4 +1,4 @@
-"""Layers."""
+"""The layers, built from the operators of `fla_cp.ops`."""
 
 from fla_cp.nn.attention import Attention
 from fla_cp.nn.cache import AttentionCache, RecurrentCache

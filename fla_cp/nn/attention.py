@@ -22,10 +22,10 @@ from fla_cp.rule import accumulator
 
 
 class SoftmaxAttention(nn.Module):
-    """What attention layers share. Sizes are integers from 1.
+    """The common part of attention layers. Sizes are integers from 1.
 
-    Raises ValueError for others. A call raises it, before any projection runs, for an unfit x,
-    cu_seqlens or cp_context.
+    Raises ValueError for other sizes. A call raises it for an x, cu_seqlens or cp_context that does
+    not fit, before any projection runs.
     """
 
     rotary: Rotary | None = None
@@ -42,7 +42,7 @@ class SoftmaxAttention(nn.Module):
         return nn.Linear(self.hidden_size, size, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws every parameter again, linear ones as torch does."""
+        """Draws every parameter again, those of linear layers as torch does."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
@@ -55,7 +55,7 @@ class SoftmaxAttention(nn.Module):
         cu_seqlens_cpu: Tensor | None,
         cp_context: FLACPContext | None,
     ) -> tuple[int, int]:
-        """B and T of a call."""
+        """B and T of a call, after checks of its arguments."""
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
         check_tensors(("cu_seqlens_cpu",), (cu_seqlens_cpu,), 0)
         B, T, _ = x.shape
@@ -70,8 +70,8 @@ class SoftmaxAttention(nn.Module):
         magnitude: float = 1.0,
         cache: AttentionCache | None = None,
     ) -> Tables | None:
-        """The rotary tables of the tokens of like [B, T, ..]; None without positions. offsets:
-        cu_seqlens, on the host if it is there."""
+        """The rotary tables of the tokens of `like` [B, T, ..]; None for a layer without positions.
+        offsets: cu_seqlens, or its copy on the host if there is one."""
         B, T = like.shape[:2]
         if self.rotary is None:
             return None
@@ -177,7 +177,7 @@ class Attention(SoftmaxAttention):
 
         with Overlap(queries) as q, Overlap(lambda: self.gate(x)) as gate:
             if ticket is not None:
-                q(), gate()  # in a compiled graph both stand between the two
+                q(), gate()  # a compiled graph computes both between sending and attention
             if cache is None:
                 packing = cu_seqlens, cu_seqlens_cpu, cp_context
                 o = attention_of_sent(q, self.num_heads, k, v, ticket, *packing)
@@ -193,13 +193,13 @@ class Attention(SoftmaxAttention):
         norm: nn.Module | None = None,
         tables: Tables | None = None,
     ) -> Tensor:
-        """A projection of x as [B, T, heads, head_dim], normalised and rotated if asked for."""
+        """A projection of x as [B, T, heads, head_dim]. norm, tables: it is normalised and rotated
+        if they are given."""
         found: Tensor = rearrange(project(x), "b t (h k) -> b t h k", k=self.head_dim)
         if norm is not None:
             found = norm(found)
         return found if tables is None else rotate(found, tables)
 
     def gate(self, x: Tensor) -> Tensor | None:
-        """The factor on o [B, T, H * head_dim], if there is one. It is computed while keys and
-        values are exchanged."""
+        """The output gate, the factor on o [B, T, H * head_dim]; None for a layer without one."""
         return None if self.g_proj is None else torch.sigmoid(self.g_proj(x))

@@ -1,8 +1,8 @@
-"""What layers remember of the tokens before, for generation.
+"""Caches: what layers keep of earlier tokens, for generation.
 
-A cache belongs to one layer and to the rows of one batch. A layer that is called with it reads it,
-and writes the tokens of the call into it. A call may have any number of tokens. Ranks may share the
-tokens of a call, as a context of one sequence divides them; the cache of each then has all of them.
+A cache belongs to one layer and to the rows of one batch. A layer that is called with a cache reads
+it, and adds the tokens of the call to it. A call may have any number of tokens. Ranks may share the
+tokens of a call under a context of one sequence. The cache of each rank then holds all tokens.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from fla_cp.partition.device_tables import to_device
 
 @dataclass
 class RecurrentCache:
-    """conv: the convolution's state [B, D, W]. state: the operator's [B, HV, K, V], fp32 (fp64).
-    Both are None before the first token."""
+    """The cache of a linear-attention layer. conv: the convolution's state [B, D, W]. state: the
+    operator's state [B, HV, K, V], fp32 (fp64). Both are None before the first token."""
 
     conv: Tensor | None = None
     state: Tensor | None = None
 
     @staticmethod
     def joined(caches: Sequence[RecurrentCache]) -> RecurrentCache:
-        """The rows of all caches, each of which has seen a token, in one."""
+        """One cache with the rows of all. Each must have seen a token."""
         convs, states = [c.conv for c in caches], [c.state for c in caches]
         return RecurrentCache(_cat(convs), _cat(states))
 
 
 @dataclass
 class AttentionCache:
-    """keys [B, capacity, HK, K] and values [B, capacity, HK, V]; of latent attention HK is 1, the
-    values are the latents, and the keys are these and the shared channels. lengths: [B] int64, how
-    many tokens each row has. written: how many tokens have been written to the longest row."""
+    """The cache of a softmax-attention layer.
+
+    keys: [B, capacity, HK, K]. values: [B, capacity, HK, V]. For latent attention HK is 1, the
+    values are the latents, and the keys are the latents and the shared channels. lengths: [B]
+    int64, how many tokens each row has. written: how many tokens the longest row has.
+    """
 
     keys: Tensor
     values: Tensor
@@ -45,12 +48,12 @@ class AttentionCache:
     written: int = 0
 
     def fixed(self) -> FixedAttentionCache:
-        """A cache of the same memory, for steps that a CUDA graph repeats."""
+        """A cache in the same memory, for steps that a CUDA graph repeats."""
         return FixedAttentionCache(self.keys, self.values, self.lengths, self.written)
 
     @staticmethod
     def joined(caches: Sequence[AttentionCache]) -> AttentionCache:
-        """The rows of all caches, which have the same capacity, in one."""
+        """One cache with the rows of all. All must have the same capacity."""
         return AttentionCache(
             torch.cat([c.keys for c in caches]),
             torch.cat([c.values for c in caches]),
@@ -59,7 +62,8 @@ class AttentionCache:
         )
 
     def positions(self, tokens: int, cp_context: FLACPContext | None = None) -> Tensor:
-        """[B, tokens] positions of the next tokens of each row, or of this rank's part of them."""
+        """The positions of each row's next tokens, [B, tokens]; under a context, of this rank's
+        tokens among them."""
         device = self.lengths.device
         if cp_context is None:
             next_tokens = torch.arange(tokens, dtype=torch.int64, device=device)
@@ -98,8 +102,8 @@ class AttentionCache:
         return o.transpose(1, 2)
 
     def reserved(self, tokens: int) -> int:
-        """The places that any row reads once the next tokens are written. Raises ValueError if the
-        tokens do not fit."""
+        """How many places of the cache a row may read once the next tokens are written. Raises
+        ValueError if the tokens do not fit."""
         capacity = self.keys.shape[1]
         if self.written + tokens > capacity:
             raise ValueError(
@@ -111,9 +115,9 @@ class AttentionCache:
 
 
 class FixedAttentionCache(AttentionCache):
-    """A cache whose calls always do the same: each reads all places, and a mask hides those that
-    are not written. Only the device knows how many tokens there are. The caller must know that they
-    fit. written: as it was when the cache was made."""
+    """A cache for CUDA graphs, whose calls always do the same: each reads all places, and a mask
+    hides those that are not written. Only the device knows how many tokens there are, so the caller
+    must make sure that they fit. written: the number when the cache was made."""
 
     def reserved(self, tokens: int) -> int:
         return self.keys.shape[1]
@@ -137,8 +141,8 @@ def attention_cache(
 def check_cache(
     rows: int | None, x: Tensor, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
 ) -> None:
-    """Raises ValueError for a call that cannot use a cache. rows: those of the cache, None if it is
-    empty."""
+    """Raises ValueError for a call that cannot use a cache. rows: how many rows the cache has, None
+    if it is empty."""
     if torch.is_grad_enabled():
         raise ValueError("cache must be None while gradients are recorded: use torch.no_grad()")
     if cu_seqlens is not None:
@@ -153,7 +157,7 @@ def check_cache(
 
 
 def _own_places(context: FLACPContext) -> list[int]:
-    """The places of this rank's tokens in the sequence."""
+    """The positions of this rank's tokens in the sequence."""
     return [t for lo, hi in context.token_ranges[context.rank] for t in range(lo, hi)]
 
 

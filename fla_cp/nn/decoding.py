@@ -1,10 +1,10 @@
-"""One token of each sequence through the parts of a block, with few launches.
+"""A decoding step of a block: one more token of each sequence, with few kernel launches.
 
-At few tokens a layer takes as long as its weights take to be read, and its launches. Modules of one
-input are therefore one product over weights that stand one after the other in memory. RMSNorm
-before a product, SwiGLU behind it and the sum with the residual stream belong to the product
-(`Backend.step_product`), the convolution moves its window in place, and the operator its states.
-Modules of other kinds run as they are.
+With so few tokens, the time of a layer is that of reading its weights and of its launches. Modules
+that read the same input are therefore one product, over weights that lie one after the other in
+memory. An RMSNorm before a product, SwiGLU after it and the sum with the residual stream are part
+of the product (`Backend.step_product`). The convolution updates its window in place, and the
+operator its states. Modules of other kinds are called as usual.
 
 Nothing here waits for the device, and shapes do not change from step to step, so that a CUDA graph
 can repeat a step.
@@ -28,10 +28,10 @@ from fla_cp.nn.projections import is_low_rank, joins, watched
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """The rows of weights [R, C] in one tensor [sum of R, C].
+    """The rows of several weights [R, C] as one tensor [sum of R, C].
 
-    It takes no memory of its own: each weight becomes a part of it, with the values that it had.
-    Weights that stand one after the other already stay where they are.
+    It takes no additional memory: each weight becomes a part of this tensor and keeps its values.
+    Weights that already lie one after the other stay where they are.
     """
     first, rows = weights[0], sum(len(w) for w in weights)
     end, memory = first.storage_offset(), first.untyped_storage().data_ptr()
@@ -51,8 +51,8 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 class RecurrentStep:
     """x [B, hidden] += layer(norm(x)) for one more token of each sequence.
 
-    The layer's weights move as `stacked` says. A call reads and writes a cache that has seen
-    tokens, in place. impl: of the products.
+    The constructor moves the layer's weights, see `stacked`. A call updates a cache in place, which
+    must have seen a token. impl: "auto", "torch" or "triton", for the products.
     """
 
     def __init__(self, layer: LinearAttention, norm: nn.RMSNorm, impl: str = "auto") -> None:
@@ -62,7 +62,7 @@ class RecurrentStep:
         self.groups: list[list[Any]] = [
             list(group) for _, group in groupby(low_rank, lambda m: m[1].weight.shape)
         ]
-        """Modules of a low rank whose second matrices have one shape."""
+        """Low-rank modules, grouped by the shape of their second matrices."""
         self.plain = [m for m in modules if not is_low_rank(m)]
         qkv: list[Any] = [layer.q_proj, layer.k_proj, layer.v_proj]
         weights = [m.weight for m in qkv]
@@ -80,7 +80,7 @@ class RecurrentStep:
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
-        """Whether the layer's modules are of the plain kinds that a step joins."""
+        """Whether all modules of the layer are of the plain kinds that a step can join."""
         if not isinstance(layer, LinearAttention) or watched(layer) or watched(layer.qkv_conv):
             return False
         second = [m[1] for m in layer.input_projections() if isinstance(m, nn.Sequential)]
@@ -118,7 +118,8 @@ class RecurrentStep:
 
 
 class SwiGLUStep:
-    """x [B, hidden] += ffn(norm(x)); the weights of gate and up move as `stacked` says."""
+    """x [B, hidden] += ffn(norm(x)). The constructor moves the weights of gate and up, see
+    `stacked`."""
 
     def __init__(self, ffn: SwiGLU, norm: nn.RMSNorm, impl: str = "auto") -> None:
         self.ffn, self.norm, self.impl = ffn, norm, impl
@@ -126,7 +127,7 @@ class SwiGLUStep:
 
     @staticmethod
     def fits(ffn: nn.Module) -> bool:
-        """Whether its modules are of the plain kinds that a step joins."""
+        """Whether all modules of the network are of the plain kinds that a step can join."""
         if ffn.__class__ is not SwiGLU or watched(ffn):
             return False
         return joins(ffn.up.weight.data, [ffn.gate, ffn.up, ffn.down])
@@ -140,8 +141,8 @@ class SwiGLUStep:
 class BlockStep:
     """x [B, hidden] += mixer(norm(x)), then += ffn(norm(x)), for one more token of each sequence.
 
-    block: with the modules mixer_norm, mixer, ffn_norm and ffn, all in one dtype but what stays
-    fp32 in it. impl: of the products.
+    block: has the modules mixer_norm, mixer, ffn_norm and ffn. All parameters have one dtype,
+    except those that always stay fp32. impl: as in `RecurrentStep`.
     """
 
     def __init__(self, block: nn.Module, impl: str = "auto") -> None:
@@ -173,7 +174,7 @@ def head_logits(x: Tensor, norm: nn.RMSNorm, head: nn.Linear, impl: str = "auto"
 
 
 def _behind(norm: nn.RMSNorm, x: Tensor, weight: Tensor) -> StepProduct:
-    """norm(x) times a weight [1, R, C]."""
+    """The product of norm(x) and a weight [1, R, C]."""
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     return StepProduct(x, weight, norm.weight, eps)
 

@@ -1,9 +1,9 @@
 """Mixture of experts: each token goes through a few of many SwiGLU networks.
 
-Tokens are copied once for each of their experts and sorted by expert; grouped products take all
-experts at once; the results return to their tokens and are summed in the order of choice. All sizes
-are those of tensors, and where the groups end stays on the device. No sum depends on how
-operations are scheduled.
+Tokens are copied once for each of their experts, and the copies are sorted by expert. Grouped
+products take all experts at once. The results return to their tokens and are summed in the order of
+choice, so no sum depends on how operations are scheduled. Where the group of an expert ends is
+known only on the device, and no shape depends on it.
 """
 
 from typing import Any
@@ -37,10 +37,11 @@ class ExpertWeights(InitializedModule):
         return {"gate_up": Normal(EXPERT_STD), "down": Normal(EXPERT_STD)}
 
     def forward(self, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """rows [M, hidden], sorted by expert -> weights times the expert's output, [M, hidden].
+        """The output of each row's expert times the row's weight, [M, hidden].
 
-        weights: [M]. ends: [E] int32, where the rows of each expert end. The weight multiplies the
-        inner values, which is the same and spares the backward the outputs.
+        rows: [M, hidden], sorted by expert. weights: [M]. ends: [E] int32, where the rows of each
+        expert end. The weight multiplies the inner values. The result is the same, and the backward
+        then does not need the outputs.
         """
         inner = grouped_linear(rows, self.gate_up.to(rows.dtype), ends)
         gate, up = inner.chunk(2, -1)
@@ -49,12 +50,13 @@ class ExpertWeights(InitializedModule):
 
 
 def _copied(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """Row j of the result is the token of copy order[j]: [N, D] -> [N * copies, D]."""
+    """The copies of tokens x [N, D] in sorted order, [N * copies, D]. Row j is the token of copy
+    order[j]."""
     return x.index_select(0, order // copies)
 
 
 def _returned(y: Tensor, places: Tensor, copies: int) -> Tensor:
-    """The sum of each token's copies, of which the i-th is row places[i]: the adjoint."""
+    """The adjoint of `_copied`: for each token the sum of its copies. Copy i is row places[i]."""
     return y.index_select(0, places).unflatten(0, (-1, copies)).sum(1)
 
 
@@ -95,8 +97,8 @@ class Experts(nn.Module):
 
     hidden_size: width of x. expert_size: inner width of an expert. num_experts, experts_per_token,
     routing, normalize, scale, num_groups, top_groups: as in `Router`. shared_experts: how many
-    experts every token takes; together they are one SwiGLU of shared_experts * expert_size.
-    shared_gate: multiply their output by sigmoid(x w), with weights w [hidden], as in Qwen3-Next.
+    experts every token takes. Together these are one SwiGLU of width shared_experts * expert_size.
+    shared_gate: multiply its output by sigmoid(x w), with weights w [hidden], as in Qwen3-Next.
 
     Kimi Linear: routing="sigmoid", scale=2.446, shared_experts=1. Qwen3-Next: routing="softmax",
     shared_experts=1, shared_gate=True.
@@ -144,8 +146,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, RoutingStatistics]:
         """x [B, T, hidden] -> the same shape and dtype, and the call's `RoutingStatistics`.
 
-        The statistics are returned, not added up in the module, so that a recomputed forward does
-        not count twice. Under autocast, experts compute in its dtype and the router in fp32.
+        The statistics are returned, and not added up in the module, because a recomputed forward
+        would count twice. Under autocast, experts compute in its dtype and the router in fp32.
         """
         check_hidden(x, self.hidden_size, None, None)
         if not x.is_floating_point():
@@ -170,10 +172,11 @@ class Experts(nn.Module):
 
 
 def sorted_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """How the copies of tokens are sorted: by expert, and for one expert by token.
+    """Sorts the copies of tokens by expert, and those of one expert by token.
 
-    experts: [N, k], so that copy i is of token i // k. Returns order [N * k], the copy in each row;
-    places [N * k], its inverse; and ends [E] int32, the row after the last one of each expert.
+    experts: [N, k]; copy i is that of token i // k. Returns order [N * k], the copy in each row;
+    places [N * k], the row of each copy; and ends [E] int32, the row after the last one of each
+    expert.
     """
     ordered, order = experts.flatten().to(torch.int32).sort(stable=True)
     rows = torch.arange(len(order), device=order.device)

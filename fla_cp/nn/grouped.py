@@ -1,15 +1,16 @@
 """Products of sorted rows with the matrix of their group: each expert's rows with its own weight.
 
-The rows [M, ..] stand group after group, and ends [E] int32, on the device, says where each group
-ends. Where torch's grouped product takes the tensors, it runs all groups in one launch, and on GPUs
-of sm_90 and sm_100 in bfloat16 the host never learns the ends. Otherwise a loop over the groups
-reads them, so the host waits: in float64, and for sizes that are no multiple of 16 bytes. torch's
+The rows [M, ..] lie group after group, and ends [E] int32, on the device, says where each group
+ends. If torch's grouped product supports the tensors, it runs all groups in one launch, and on GPUs
+of sm_90 and sm_100 in bfloat16 the host need not know the ends. Otherwise, in float64 and for sizes
+that are no multiple of 16 bytes, a loop over the groups reads the ends, so the host waits. torch's
 own fallback for float32 and float16 on GPUs reads them as well.
 
-On a CPU every group is filled up with zeros to whole blocks of rows, because products of other
-heights round their rows otherwise: what a token gets does not depend on who shares its expert.
+On a CPU every group is filled up with zeros to whole blocks of rows. Without this, the rounding of
+a row would depend on the number of rows in its group, so that a token's result would depend on
+which other tokens take the same expert.
 
-Both products are ops of torch.library, so that a compiled graph takes them whole.
+Both products are ops of torch.library, which a compiled graph calls without tracing them.
 """
 
 from typing import Any
@@ -21,14 +22,14 @@ from torch import Tensor
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 BLOCK = 16
-"""Rows of a block. MKL computes a row by its place among 4 rows in some kernels, and small products
-by kernels of their own (torch 2.13)."""
+"""How many rows a block has. In some of MKL's kernels, the rounding of a row depends on its place
+among 4 rows, and small products have other kernels (torch 2.13)."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The rows [M, N] x W_e^T, with the weight of each row's group.
+    """x W_e^T, [M, N], with the weight W_e of each row's group.
 
     x: [M, K], sorted by group. weight: [E, N, K], in x's dtype. ends: [E] int32, not decreasing,
     the last one M. Differentiable in x and weight; the gradient of a weight without rows is zero.
@@ -38,8 +39,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _fits(rows: int, *tensors: Tensor) -> bool:
-    """Whether torch's grouped product takes contiguous tensors: it wants rows of 16 bytes each, and
-    refuses a product without rows (torch 2.13)."""
+    """Whether torch's grouped product supports these contiguous tensors. It needs rows whose sizes
+    are multiples of 16 bytes, and refuses a product without rows (torch 2.13)."""
     return rows > 0 and all(
         t.dtype in _DTYPES and t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
         for t in tensors
@@ -47,18 +48,18 @@ def _fits(rows: int, *tensors: Tensor) -> bool:
 
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:
-    """First and last row of each group, on the host."""
+    """The rows [first, stop) of each group, on the host."""
     stops = ends.tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def _in_blocks(x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [M, K] with each group filled up to blocks, [.., K], where its groups end, and where the
-    rows of x are in it, [M]."""
+    """x [M, K] with each group filled up to whole blocks, [.., K]. Also returns where the groups of
+    the result end, and the row of each row of x in it, [M]."""
     counts = torch.diff(ends, prepend=torch.zeros_like(ends[:1])).long()
     filled = (counts + BLOCK - 1) // BLOCK * BLOCK
     stops = filled.cumsum(0)
-    added = (stops - filled) - (ends - counts)  # before the first row of each group
+    added = (stops - filled) - (ends - counts)  # rows that were added before each group
     rows = torch.arange(len(x), device=x.device) + added.repeat_interleave(counts)
     out = x.new_zeros(int(stops[-1]), x.shape[1])
     out[rows] = x
@@ -67,7 +68,7 @@ def _in_blocks(x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("fla_cp::grouped_linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """x [M, K] with weight [E, N, K], or, transposed, x [M, N] with the same weight -> [M, K]."""
+    """x [M, K], weight [E, N, K] -> [M, N]. transposed: x [M, N], the same weight -> [M, K]."""
     x, weight = x.contiguous(), weight.contiguous()
     if x.device.type == "cpu":
         blocks, stops, rows = _in_blocks(x, ends)

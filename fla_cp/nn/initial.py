@@ -1,10 +1,10 @@
-"""How parameters start: one distribution for each, drawn whole or a few rows at a time.
+"""Initial values of parameters: one distribution for each, drawn whole or a few rows at a time.
 
 A module states in `initial_values` how each of its own parameters starts. `reset_parameters` draws
 them from torch's generator. A trainer that shards its weights calls `rows` instead, for the rows
-that a rank holds: elements are independent, so that any rows can be drawn alone. `rows` draws with
-NumPy, whose normal numbers have the same bits on every processor. Those of `torch.Tensor.normal_`
-depend on the processor's vector instructions.
+that a rank holds. This is possible because elements are independent. `rows` draws with NumPy, whose
+normal numbers have the same bits on every processor. Those of `torch.Tensor.normal_` depend on the
+processor's vector instructions.
 """
 
 import math
@@ -57,7 +57,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A number in [low, high), to which `then` is applied."""
+    """Uniform in [low, high). `then`, if given, is applied to each number."""
 
     low: float
     high: float
@@ -70,7 +70,8 @@ class Uniform:
                 x.copy_(self.then(x))
 
     def rows(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Tensor:
-        # In fp64, so that logarithms that differ in the last bit are rounded to the same number.
+        # In fp64, because processors' logarithms may differ in the last bit, which the rounding to
+        # fp32 then removes.
         draws = generator.random(shape, dtype=np.float32).astype(np.float64)
         values = torch.from_numpy(self.low + (self.high - self.low) * draws)
         return (values if self.then is None else self.then(values)).float()
@@ -97,7 +98,8 @@ class InitializedModule(nn.Module):
     def reset_parameters(self) -> None:
         """Draws the module's own parameters, in the order in which they were made.
 
-        It draws those that exist, so a constructor may call it before a subclass adds its own.
+        It draws only parameters that exist, so a constructor may call it before a subclass adds
+        more.
         """
         values = self.initial_values()
         for name, parameter in self.named_parameters(recurse=False):

@@ -56,19 +56,20 @@ class KDACore(Core):
         cp_context: FLACPContext | None = None,
         cache: RecurrentCache | None = None,
     ) -> Tensor:
-        """Raw projections -> o [B, T, HV, V]; shapes as in `chunk_kda`."""
+        """o [B, T, HV, V] from raw projections, whose shapes are as in `chunk_kda`."""
         batch: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cp_context": cp_context, "cache": cache}
         return super().forward(q, k, v, g, beta, **batch)
 
 
 class KimiDeltaAttention(LinearAttention):
-    """q, k, v projections and short convolutions, low-rank decay gate, delta rule, gated norm.
+    """The KDA layer: projections of q, k and v with short convolutions, a low-rank decay gate, the
+    delta rule, and a gated norm.
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
     num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
-    gate_lower_bound: None for the softplus gate; a value in [-5, 0) bounds the log decay of a
-    step and selects the safe gate. gate_bias: whether the output gate has a bias, as in the report;
-    the published Kimi Linear has none. allow_neg_eigval: beta in (0, 2) instead of (0, 1).
+    gate_lower_bound: None for the softplus gate. A value in [-5, 0) bounds the log decay of a step
+    and selects the safe gate. gate_bias: whether the output gate has a bias, as in the report; the
+    published Kimi Linear has none. allow_neg_eigval: beta is in (0, 2) instead of (0, 1).
     impl: "auto", "torch" or "triton".
     Raises ValueError as `LinearAttention` does.
     """

@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA). Source: DeepSeek-V2, arXiv 2405.04434, sec. 2.1; without
 positions as in Kimi Linear, arXiv 2510.26692, sec. 4.
 
-All heads' keys and values are projections of one latent vector a token. Between ranks travel only
-the latents and the channels of the keys that all heads share. Each rank expands those that it got:
-all at once, or in a ring those of one other rank after the other.
+The keys and values of all heads are projections of one latent vector a token. Only the latents
+travel between ranks, together with the channels of the keys that all heads share. Each rank expands
+the latents that it got: all at once, or in a ring those of one other rank at a time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from fla_cp.partition.key_tables import KeyTables
 
 
 class MultiHeadLatentAttention(SoftmaxAttention):
-    """Each token attends to the tokens of its sequence up to itself, with keys from latents.
+    """Each token attends to the tokens of its sequence up to itself. Keys and values are expanded
+    from latents.
 
-    hidden_size: width of x. num_heads: H. kv_lora_rank: channels of a latent. qk_nope_head_dim:
-    channels of a head's q and k that are projected from the latent. qk_rope_head_dim: further
-    channels, whose k is shared by all heads. v_head_dim: channels of a head's v. q_lora_rank: rank
-    of the projection of q, with an RMSNorm inside (default: a plain projection).
-    rope_theta: base of the rotary positions of the shared channels, which restart in each sequence;
+    hidden_size: width of x. num_heads: H. kv_lora_rank: how many channels a latent has.
+    qk_nope_head_dim: how many channels of a head's q and k are projected from the latent.
+    qk_rope_head_dim: how many further channels there are, in which all heads share k. v_head_dim:
+    channels of a head's v. q_lora_rank: rank of the projection of q, with an RMSNorm inside
+    (default: a plain projection).
+    rope_theta: base of the rotary positions of the shared channels, which restart in each sequence.
     None: no positions (NoPE), as in Kimi Linear. rope_scaling: YaRN, whose magnitude is applied to
     all channels, through the scale, as in DeepSeek-V3.
     Raises ValueError as `SoftmaxAttention` and `Rotary` do.
@@ -111,8 +113,8 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
         Between ranks, kv_lora_rank + qk_rope_head_dim numbers a token travel, in the dtype of the
-        projections. Gathered latents come while q is projected. Where the keys and values that are
-        expanded from them do not fit (`fla_cp.comm.keys_values`), the latents go round in a ring.
+        projections. Latents are gathered while q is projected. If the keys and values that are
+        expanded from them would not fit (`fla_cp.comm.keys_values`), they go round in a ring.
         cu_seqlens_cpu: the values of cu_seqlens on the host, which saves synchronisations. cache:
         as in `LinearAttention`.
         """
@@ -154,8 +156,9 @@ class MultiHeadLatentAttention(SoftmaxAttention):
     def ring(
         self, like: Tensor, tables: KeyTables, cp_context: FLACPContext | None
     ) -> RingCall | None:
-        """How the latents go round, if the keys and values of all that a rank reads do not fit."""
-        if type(self.kv_up) is not nn.Linear:  # such as one with adapters, which has to be called
+        """The arguments of a ring, if the keys and values of all tokens that a rank reads do not
+        fit; otherwise None. like: gives the dtype of the latents."""
+        if type(self.kv_up) is not nn.Linear:  # it may have adapters, so it has to be called
             return None
         numbers = self.kv_lora_rank + self.qk_rope_head_dim
         heads = self.num_heads, self.qk_head_dim, self.v_head_dim
@@ -173,7 +176,7 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         cp_context: FLACPContext | None,
     ) -> Tensor:
         """o [B, T, H, v_head_dim] with a cache. kv_up is applied to queries and outputs instead of
-        to all latents, which is the same and costs no more in each step as the text grows."""
+        to all latents. The result is the same, and the cost of it does not grow with the text."""
         q = self.queries(x, tables).to(shared.dtype).unflatten(0, x.shape[:2])
         plain, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         up = self.kv_up.weight.to(q.dtype).unflatten(0, (self.num_heads, -1))
@@ -184,7 +187,8 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         return torch.einsum("bthr,hvr->bthv", o, up_v)
 
     def queries(self, x: Tensor, tables: Tables | None) -> Tensor:
-        """[B * T, H, qk_head_dim]: first the channels of the latents, then the shared ones."""
+        """q [B * T, H, qk_head_dim]: first the channels that meet the latents, then the shared
+        ones, which are rotated."""
         q: Tensor = rearrange(self.q_proj(x), "b t (h k) -> b t h k", h=self.num_heads)
         if tables is not None:
             plain, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)

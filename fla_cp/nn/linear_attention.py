@@ -1,7 +1,8 @@
-"""The layers of the family: one body, whose facts a member sets. Kimi Delta Attention is in kda.py.
+"""The layers of the family. `LinearAttention` is the body of all, and a member sets its properties.
+Kimi Delta Attention is in kda.py.
 
-Projections of q, k, v; a short convolution over all of them (one halo exchange); the operator with
-its gate inside; RMSNorm times the SiLU of an output gate; the output projection.
+A layer has projections of q, k and v, a short convolution over all of them (one halo exchange), the
+operator with its gate inside, RMSNorm times the SiLU of an output gate, and an output projection.
 Source: Gated Delta Networks, arXiv 2412.06464, fig. 1, and the papers named at each member.
 """
 
@@ -29,7 +30,7 @@ from fla_cp.ops.short_conv import Heads
 from fla_cp.rule import NORM_EPS, accumulator
 
 RECURRENT_TOKENS = 64
-"""Longest input that a layer in evaluation mode, without gradients, takes token by token."""
+"""The longest input that a layer computes token by token, in evaluation mode without gradients."""
 
 
 class Core(InitializedModule):
@@ -37,7 +38,8 @@ class Core(InitializedModule):
     `gates` = K), which stay fp32.
 
     It is a module of its own so that FSDP can shard it with an fp32 policy inside a bf16 model: the
-    decay is exp(-exp(A_log) ...), where bf16 would change the model. name: of the operator.
+    decay is exp(-exp(A_log) ...), where rounding to bf16 would change the model. name: that of the
+    operator.
     """
 
     in_one_call = True
@@ -65,7 +67,8 @@ class Core(InitializedModule):
         return {"A_log": LOG_DECAY_RATE, "dt_bias": STEP_BIAS}
 
     def options(self, recurrent: bool) -> dict[str, Any]:
-        """The operator's keywords, except how the batch is divided."""
+        """The operator's keywords, except those that say how the batch is divided. recurrent:
+        whether the operator runs token by token."""
         options = {
             "A_log": at_least_fp32(self.A_log),
             "dt_bias": at_least_fp32(self.dt_bias),
@@ -85,7 +88,7 @@ class Core(InitializedModule):
         cp_context: FLACPContext | None = None,
         cache: RecurrentCache | None = None,
     ) -> Tensor:
-        """Raw projections -> o [B, T, HV, V]; inputs as the operator's."""
+        """o [B, T, HV, V]. inputs: those of the operator, as raw projections."""
         idle = not torch.is_grad_enabled() and cp_context is None
         idle = idle and (cache is not None or not self.training)
         recurrent = idle and inputs[0].shape[1] <= RECURRENT_TOKENS
@@ -105,8 +108,8 @@ class Core(InitializedModule):
 
 
 class CombaCore(Core):
-    """p = b k reads the state before the decay, and q - d k reads it out; b = sigmoid(b_logit) and
-    d are learnt for each head [H], fp32."""
+    """The core of Comba. p = b k reads from the state what is removed, and q - d k reads the
+    output. b = sigmoid(b_logit) and d are learnt for each head, [H] fp32."""
 
     def __init__(self, name: str, num_heads: int, *sizes: int, **options: Any) -> None:
         super().__init__(name, num_heads, *sizes, **options)
@@ -122,7 +125,7 @@ class CombaCore(Core):
     def forward(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **batch: Any
     ) -> Tensor:
-        # They are normalised here, not in the operator, because p = b k must keep its b.
+        # q and k are normalised here, not in the operator, which would normalise p = b k as well.
         q, k = (x * _inverse_length(x) for x in (q, k))
         b, d = (x.to(k.dtype)[:, None] for x in (torch.sigmoid(self.b_logit), self.d))
         return super().forward(q - d * k, k, v, b * k, g, beta, **batch)
@@ -135,13 +138,14 @@ def _inverse_length(x: Tensor) -> Tensor:
 
 
 class LinearAttention(nn.Module):
-    """What the layers share. The members below say which operator it is.
+    """The common body of the layers. The members below name their operators.
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
     num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
-    allow_neg_eigval: beta in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
+    allow_neg_eigval: beta is in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
     Raises ValueError for sizes that are not integers from 1 and for head counts that do not fit.
-    A call raises it, before any projection runs, for an unfit x, cu_seqlens or cp_context.
+    A call raises it for an x, cu_seqlens or cp_context that does not fit, before any projection
+    runs.
     """
 
     operator = ""
@@ -204,11 +208,11 @@ class LinearAttention(nn.Module):
         return nn.Linear(self.hidden_size, size, bias=False)
 
     def make_decay_projection(self) -> nn.Module:
-        """x -> raw log decays, [.., HV], or with one for each channel [.., HV*K], through a low
-        rank as in GLA and KDA."""
+        """x -> raw log decays, [.., HV]. With one for each channel they are [.., HV*K], from a
+        low-rank projection as in GLA and KDA."""
         projection = self.linear(self.num_v_heads)
         if self.per_head:
-            return projection  # drawn in any case: a seed gives the weights that it always gave
+            return projection  # made in any case, so that a seed gives the same weights as ever
         up = nn.Linear(self.head_v_dim, self.num_v_heads * self.head_dim, bias=False)
         return nn.Sequential(self.linear(self.head_v_dim), up)
 
@@ -224,18 +228,18 @@ class LinearAttention(nn.Module):
         return self.core_class(self.operator, *sizes, **beta, impl=impl)
 
     def make_norm(self, eps: float) -> nn.Module:
-        """The norm of o, times its gate."""
+        """The norm of o, which also multiplies by the output gate."""
         return GatedRMSNorm(self.head_v_dim, eps, "silu", self.core.impl)
 
     def reset_parameters(self) -> None:
-        """Draws every parameter again, linear ones as torch does."""
+        """Draws every parameter again, those of linear layers as torch does."""
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if module is not self and callable(reset):
                 reset()
 
     def make_cache(self, rows: int, capacity: int) -> RecurrentCache:
-        """The cache of `rows` sequences before their first token; its size does not depend on
+        """The cache of `rows` sequences before their first token. Its size does not depend on
         `capacity`."""
         return RecurrentCache()
 
@@ -249,9 +253,9 @@ class LinearAttention(nn.Module):
     ) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden]; under a context [1, T_local, hidden].
 
-        The context must be built with conv1d_kernel_size=conv_size. cache: of the tokens before,
-        which is brought up to date; without gradients and cu_seqlens, and under a context of one
-        sequence, whose tokens follow those in the cache.
+        The context must be built with conv1d_kernel_size=conv_size. cache: the state after earlier
+        tokens. The tokens of x follow these, and the call updates the cache. A call with a cache
+        needs torch.no_grad(), has no cu_seqlens, and its context must have one sequence.
         """
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
         if cache is not None:
@@ -280,16 +284,16 @@ class LinearAttention(nn.Module):
         return self.o_proj(self.gated(o, project, gate()).flatten(-2))
 
     def conv_heads(self) -> Heads:
-        """q, k and v in the result of their convolution, which is one, so that its halo is
-        exchanged once."""
+        """The heads and channels of q, k and v in the result of their convolution. There is one
+        convolution for all three, so that its halo is exchanged once."""
         H, HV, n = self.num_heads, self.num_v_heads, self.rows
         return (H, self.head_dim), (n * H, self.head_dim), (n * HV, self.head_v_dim)
 
     def operands(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
     ) -> list[Any]:
-        """What the core takes. q [B, T, H, K], k [B, T, n*H, K], v [B, T, n*HV, V]; raw decays g
-        and raw beta with B * T rows."""
+        """The core's inputs, in its order and shapes. q: [B, T, H, K]. k: [B, T, n*H, K]. v:
+        [B, T, n*HV, V], with n = rows. g, beta: raw decays and raw beta, with B * T rows."""
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
         (B, T), n = q.shape[:2], self.rows
         found: list[Any] = [q, k.reshape(B, n * T, H, K), v.reshape(B, n * T, HV, V)]
@@ -301,7 +305,7 @@ class LinearAttention(nn.Module):
         return found
 
     def input_projections(self) -> list[nn.Module]:
-        """The modules that read x: those of q, k and v, and then the others."""
+        """The modules that read x: first those of q, k and v, and then the others."""
         beta = [self.b_proj] if self.has_beta else []
         decay: nn.Module = getattr(self, self.decay_name)
         return [self.q_proj, self.k_proj, self.v_proj, self.g_proj, decay, *beta]
@@ -309,8 +313,8 @@ class LinearAttention(nn.Module):
     def read_qkv(
         self, project: Projections, others: Sequence[nn.Module]
     ) -> Tensor | tuple[Tensor, ...]:
-        """q, k and v before their convolution, in one tensor [B, T, D] if modules are joined, else
-        each. others: what else to compute at once, if modules are joined."""
+        """q, k and v before their convolution: one tensor [B, T, D] if modules are joined, else
+        three. others: modules that are computed in the same product, if modules are joined."""
         qkv = self.q_proj, self.k_proj, self.v_proj
         if not project.joined:
             return tuple(project(module) for module in qkv)
@@ -319,7 +323,7 @@ class LinearAttention(nn.Module):
         return found.view(*project.x.shape[:2], found.shape[1])
 
     def rates(self, project: Projections) -> tuple[Tensor, Tensor | None]:
-        """Raw decays [.., HV], or [.., HV*K], and raw beta [.., n*HV]."""
+        """The raw decays, [.., HV] or [.., HV*K], and the raw beta [.., rows*HV] or None."""
         others = self.input_projections()[3:]
         project.prepare(*(m for m in others if m is not self.g_proj or is_low_rank(m)))
         decay = project(getattr(self, self.decay_name))

@@ -32,7 +32,7 @@ from fla_cp.ops.short_conv import (
 def check_layer(
     impl: object, *, allow_neg_eigval: object, num_heads: int, num_v_heads: int, **sizes: int
 ) -> None:
-    """Arguments of a layer, when it is built."""
+    """Checks the arguments with which a layer is built."""
     for name, size in {"num_heads": num_heads, "num_v_heads": num_v_heads, **sizes}.items():
         check_count(name, size)
     if num_v_heads % num_heads:
@@ -47,8 +47,8 @@ def check_layer(
 def check_hidden(
     x: object, size: int, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
 ) -> None:
-    """Arguments of a layer's call, before its projections run. x may be a DTensor here: under
-    tensor parallelism, a projection turns it into a local tensor."""
+    """Checks the arguments of a layer's call, before its projections run. x may be a DTensor here:
+    under tensor parallelism, a projection turns it into a local tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a tensor, got {described(x)}")
     if x.ndim != 3 or x.shape[2] != size:
@@ -59,7 +59,7 @@ def check_hidden(
 
 
 class RMSNorm(InitializedModule):
-    """x / rms(x) * weight over the last dim, statistics in fp32."""
+    """x / rms(x) * weight over the last dim. The mean of squares is formed in fp32."""
 
     def __init__(self, size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class GatedRMSNorm(RMSNorm):
         self.activation, self.impl = activation, impl
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """x [.., size], gate of as many elements in the same order -> [.., size], x's dtype."""
+        """x [.., size] -> [.., size], x's dtype. gate has as many elements, in the same order."""
         given = x, gate.reshape(x.shape), self.weight
         plain = x.dtype == gate.dtype and all(t.__class__ in PLAIN_TENSORS for t in given)
         if not plain or torch.compiler.is_compiling() or transformed():
@@ -130,13 +130,14 @@ class ShortConvolution(InitializedModule):
         output_final_state: bool | None = None,
         cu_seqlens_cpu: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...] | tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
-        """[B, T, D] -> [B, T, D] in x's dtype (autocast's, where weights stay fp32); see
-        `causal_conv1d`. With heads its parts, [B, T, H, K] for each (H, K) of them, and x may be
-        given in such parts too, [B, T, H * K].
+        """y [B, T, D] from x [B, T, D], in x's dtype, to which the weights are converted; see
+        `causal_conv1d`.
 
-        residual: [B, T, D], added after the activation. cache: [N, D, W], the state that the N
-        sequences start from. output_final_state: if given, the result is (y, cache), with None as
-        the cache for False. cu_seqlens_cpu: the values of cu_seqlens on the host.
+        heads: if given, y is returned in parts, [B, T, H, K] for each (H, K) of heads. x may then
+        be given in parts, too, [B, T, H * K].
+        residual: [B, T, D], added after the activation. cache: [N, D, W], the state from which the
+        N sequences start. output_final_state: if given, the result is (y, cache), with None as the
+        cache for False. cu_seqlens_cpu: the values of cu_seqlens on the host.
         As in FLA, a call with a cache and one token for each sequence, without a context and while
         no gradients are recorded, updates the cache in place (`step`) and returns it.
         """
@@ -165,9 +166,9 @@ class ShortConvolution(InitializedModule):
     ) -> tuple[Tensor, Tensor | None]:
         """y and the cache after one more token of each sequence; see `causal_conv1d_update`.
 
-        x: [N, 1, D] or [1, N, D]. residual: like x. cache: [N, D, W], updated in place; None: the
-        tokens are the first. The cache is returned only with output_final_state. Forward only: call
-        it under torch.no_grad().
+        x: [N, 1, D] or [1, N, D]. residual: like x. cache: [N, D, W], updated in place. None: the
+        tokens are the first of their sequences. The cache is returned only with output_final_state.
+        Forward only: call it under torch.no_grad().
         """
         check_tensors(("x", "residual", "cache"), (x, residual, cache), 1)
         weight, bias = self._parameters_in(x.dtype)
@@ -190,7 +191,8 @@ class ShortConvolution(InitializedModule):
         cp_context: FLACPContext | None,
         cu_seqlens_cpu: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """y [B, T, D], and the final state if it is wanted."""
+        """y [B, T, D], and the final state if it is wanted. As `forward`, for one tensor x and any
+        of the keyword arguments."""
         if output_final_state is not None:
             check_flags(("output_final_state",), (output_final_state,))
         wanted = bool(output_final_state)
@@ -228,7 +230,8 @@ class ShortConvolution(InitializedModule):
 
 
 def _one_token_each(T: int, offsets: Tensor | None) -> bool:
-    """Whether each sequence has one token, in rows of T tokens or between the offsets."""
+    """Whether each sequence has one token. Sequences are rows of T tokens, or lie between the
+    offsets."""
     if offsets is None:
         return T == 1
     return len(offsets) == T + 1 and bool((offsets.diff() == 1).all())
@@ -255,6 +258,6 @@ class SwiGLU(nn.Module):
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """x, in fp32 if `module.to(torch.bfloat16)` has rounded it. A model that keeps these parameters
-    fp32, as the trainer does, loses nothing."""
+    """x in fp32, if `module.to(torch.bfloat16)` has rounded it, and otherwise x itself. A model
+    that keeps these parameters in fp32, as the trainer does, loses no accuracy."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -1,9 +1,9 @@
 """A layer's call as one autograd.Function, each direction of which is replayed (fla_cp/replay.py).
 
-Module by module, the host spends several times as long on a layer as on its launches: on modules,
-autograd nodes, checks and shapes. Here a repeated call is one program for all of it. The layer
-takes this way only if nobody can tell the difference, see `one_call`; otherwise, for example if a
-hook watches one of its modules or if ranks exchange states, it calls its modules.
+If a layer calls its modules, the host spends several times as long on modules, autograd nodes,
+checks and shapes as on launches. Here a repeated call of the whole layer is one recorded program. A
+layer runs in this way only if nobody can notice a difference, see `one_call`. Otherwise, for
+example if a hook watches one of its modules or if ranks exchange states, it calls its modules.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from fla_cp.replay import access, autocasts
 from fla_cp.rule import accumulator
 
 MAX_KNOWN = 256
-"""The most kinds of calls that are remembered."""
+"""How many kinds of calls are remembered."""
 
 _known: Recent[tuple, Known] = Recent(MAX_KNOWN)
 
@@ -41,7 +41,8 @@ class _OneCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *weights: Tensor | None) -> Tensor:
         inputs, w = (x, *weights), Weights(*weights)  # type: ignore[arg-type]
-        reach = call.place.where.reach.data_ptr()  # a program holds reach, so this is its alone
+        # A program holds the tensor `reach`, so no other tensor can get this address.
+        reach = call.place.where.reach.data_ptr()
         own = reach, call.halo, *[None if t is None else access(t) for t in inputs]
         y, *saved = call.known.kind.forward(call.plan, own, inputs, lambda: call.forward(x, w))
         ctx.call, ctx.own = call, own
@@ -60,7 +61,7 @@ class _OneCall(torch.autograd.Function):
             v = Values(*saved[: len(Values._fields)])
             return call.backward(x, w, v, saved[len(v) :], dy, wants_dx)
 
-        # What the forward made is always laid out in the same way.
+        # What the forward saved has the same layout in each call, so it is not part of the key.
         own = wants_dx, access(dy), ctx.own
         return None, *call.known.kind.backward(call.plan, own, inputs, run)
 
@@ -68,13 +69,15 @@ class _OneCall(torch.autograd.Function):
 def one_call(
     layer: Any, project: Projections, cu_seqlens: Tensor | None, context: FLACPContext | None
 ) -> Tensor | None:
-    """The layer's result for x, or None if its modules have to be called.
+    """The layer's result for x, or None if its modules have to be called. They have to be called
 
-    They have to if the layer's or the core's class is not `supported`, if not all parameters are
-    plain tensors with gradients and x's dtype (the gate's: the accumulator's), or if one could see
-    that modules are not called: by hooks on them or on saved tensors, in a checkpoint, or under
-    autocast, torch.func and torch.compile. It is the same if gradients are not recorded, if ranks
-    exchange tokens or states, and for packed sequences, which differ from batch to batch.
+    - if the class of the layer or of its core is not `supported`;
+    - unless all parameters are plain tensors that require gradients, in x's dtype (A_log and
+      dt_bias: in the accumulator's);
+    - if one could notice that modules are not called: with hooks on them or on saved tensors, in a
+      checkpoint, or under autocast, torch.func and torch.compile;
+    - if gradients are not recorded, or if ranks exchange tokens or states;
+    - for packed sequences, which differ from batch to batch.
     """
     x = project.x
     if not (supported(layer) and project.joined and cu_seqlens is None) or _observed(x):
@@ -113,11 +116,14 @@ def one_call(
 
 
 def supported(module: nn.Module) -> bool:
-    """Whether the module's very class says that `one_call` computes what it computes."""
+    """Whether the module's class itself, and not only a base class, declares that `one_call`
+    computes the same as its forward."""
     return bool(module.__class__.__dict__.get("in_one_call"))
 
 
 def _call(facts: Facts, x: Tensor, weight: Tensor, context: FLACPContext | None) -> Call:
+    """The call for x [B, T, hidden]. weight: the convolution's. The plan is made once for each kind
+    of call and packing."""
     (B, T, hidden), (_, HV, K, V) = x.shape, facts[:4]
     check_sequences(T, B, None, context)
     if context is not None:
@@ -141,7 +147,7 @@ def _call(facts: Facts, x: Tensor, weight: Tensor, context: FLACPContext | None)
 
 
 def _observed(x: Tensor) -> bool:
-    """Whether the call is one of those that do not run here, apart from modules and parameters."""
+    """Whether modules have to be called for a reason other than the modules and parameters."""
     return (
         not torch.is_grad_enabled()
         or x.dtype not in FLOATS
@@ -155,8 +161,8 @@ def _observed(x: Tensor) -> bool:
 
 
 def _weights(layer: Any) -> Weights | None:
-    """The layer's parameters, if all are as `one_call` says. Those that read x are known to be
-    plain, and of x's dtype."""
+    """The layer's parameters, if all are as `one_call` needs them, else None. The weights that read
+    x have been checked before: they are plain, and have x's dtype."""
     m = layer._modules
     gate, gate_up, gate_bias = _low_rank(m["g_proj"])
     decay, decay_up, decay_bias = _low_rank(m[layer.decay_name])

@@ -1,9 +1,9 @@
-"""Linear layers of one input, computed as one product.
+"""Linear layers that read the same input, computed as one product.
 
-A layer projects its input x to q, k, v, decays, beta and an output gate. Each of these projections
-alone would launch a product, and in the backward two products and a sum. `Projections` joins them:
-it concatenates the weights, which are small beside the activations, and the parts of the product
-are views of one tensor. The modules and their parameters stay as they are.
+A layer projects its input x to q, k, v, decays, beta and an output gate. Each projection alone
+would launch one product in the forward, and two products and a sum in the backward. `Projections`
+joins them: it concatenates the weights, which are small compared with the activations, and returns
+views of one product. The modules and their parameters stay as they are.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,21 @@ from fla_cp.arguments import PLAIN_TENSORS
 from fla_cp.replay import autocasts, without_autocast
 
 COLUMNS = 16
-"""The product has a multiple of this many columns, so that its rows stay aligned to 16 bytes and
-kernels can read them in the widest words."""
+"""The product has a multiple of this many columns, so that its rows are aligned to 16 bytes and
+kernels can use the widest loads."""
 
 NARROW = 1024
-"""Gradients of parts with fewer columns than this are concatenated, so that they share products."""
+"""Gradients of parts with fewer columns than this are concatenated, to share products."""
 
 Grads = tuple[Tensor | None, ...]
 
 
 class Projections:
-    """What linear modules make of x [B, T, hidden].
+    """The projections of x [B, T, hidden] by several modules.
 
-    modules: all that may be called. Each is a Linear, or a Sequential of two for a low rank.
-    joined: whether they share products. They do if nobody can notice: in an eager call, if modules,
-    weights and x are of torch's plain types and no hook watches a call. Results are then
+    modules: all modules that may be called. Each is a Linear or, for a low rank, a Sequential of
+    two. joined: whether they share products. They do if nobody can notice it: in an eager call, if
+    modules, weights and x have torch's plain types and no hook watches a module. Results are then
     [B*T, size], otherwise [B, T, size].
     """
 
@@ -41,21 +41,21 @@ class Projections:
         self.joined = not torch.compiler.is_compiling() and joins(x, modules)
 
     def join(self, *parts: Sequence[nn.Module]) -> list[Tensor]:
-        """The modules' products with x, in one tensor [B*T, size] for each part. For a low rank it
-        is the product of the first of its two modules."""
+        """The products of x with the modules' weights, in one tensor [B*T, size] for each part. For
+        a low-rank module it is the product with the first of its two weights."""
         weights = [[_first(module).weight for module in part] for part in parts]
         widths = tuple(sum(w.shape[0] for w in part) for part in weights)
         x = self.x.reshape(-1, self.x.shape[-1]).to(_product_dtype(self.x))
         return list(_Joined.apply(x, widths, *(w for part in weights for w in part)))
 
     def prepare(self, *modules: nn.Module) -> None:
-        """If modules are joined, computes in one product what these read of x, unless it is kept
-        already."""
+        """If modules are joined, computes the products of these modules together and keeps them,
+        unless they are kept already."""
         if self.joined and not all(module in self._found for module in modules):
             self.keep(modules, self.join(*((module,) for module in modules)))
 
     def keep(self, modules: Sequence[nn.Module], products: Sequence[Tensor]) -> None:
-        """Keeps what `join` found for modules, until they are called."""
+        """Keeps the products that `join` returned for these modules, until they are called."""
         self._found.update(zip(modules, products, strict=True))
 
     def __call__(self, module: nn.Module) -> Tensor:
@@ -78,10 +78,10 @@ def _first(module: nn.Module) -> nn.Linear:
 
 
 class _Joined(torch.autograd.Function):
-    """(x [N, hidden], widths, *weights [size, hidden]) -> a view [N, width] for each of widths, of
-    the product of x and all weights. A width is the sum of the sizes of some weights in turn.
+    """(x [N, hidden], widths, *weights [size, hidden]) -> for each width a view [N, width] of the
+    product of x and all weights. A width is the sum of the sizes of some successive weights.
 
-    Weights may have another dtype than x, in which products are computed.
+    Products are computed in x's dtype; weights may have another.
     """
 
     @staticmethod
@@ -102,14 +102,14 @@ class _Joined(torch.autograd.Function):
 
 
 def joint_product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """The product [N, columns] of x [N, hidden] with weights [size, hidden], in x's dtype. Columns
-    after those of the weights are there for alignment only."""
+    """The product [N, columns] of x [N, hidden] with all weights [size, hidden], in x's dtype. The
+    last columns, after those of the weights, are only for alignment."""
     fill = weights[0][: -sum(w.shape[0] for w in weights) % COLUMNS]
     return torch.mm(x, _stacked([*weights, fill], x.dtype).t())
 
 
 def split_product(product: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Views of the product's first columns."""
+    """Views of the product's columns, one for each width, without those for alignment."""
     return product.split([*widths, product.shape[1] - sum(widths)], 1)[:-1]
 
 
@@ -121,8 +121,8 @@ def joint_gradients(
     wants_dx: bool,
     wants_dweights: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """dx and the gradients of the weights, from those of the parts of the product, [N, width] for
-    each of widths; None for a part that was not used."""
+    """The gradient of x and those of the weights. grads: the gradients of the parts of the product,
+    [N, width] for each of widths; None for a part that was not used."""
     dx: Tensor | None = None
     dweights: list[Tensor | None] = [None] * len(weights)
     for grad, places in _groups(grads, widths, weights):
@@ -140,8 +140,8 @@ def joint_gradients(
 def _groups(
     grads: Grads, widths: tuple[int, ...], weights: Sequence[Tensor]
 ) -> list[tuple[Tensor, list[int]]]:
-    """Gradients [N, width] of parts of the product, and the places of their weights. Narrow ones
-    are concatenated."""
+    """The gradients [N, width] of the parts that were used, each with the indices of its weights.
+    Narrow parts are concatenated to one."""
     wide: list[tuple[Tensor, list[int]]] = []
     narrow: list[Tensor] = []
     narrow_places: list[int] = []
@@ -186,7 +186,7 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 def joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
     """Whether modules that read x may share products, see `Projections`."""
-    # torch.nn.Module looks for such hooks in each call (torch 2.10 to 2.13); no public call does.
+    # torch.nn.Module asks for such hooks in the same way (torch 2.10 to 2.13). No public call does.
     if x.__class__ not in PLAIN_TENSORS or nn.modules.module._has_any_global_hook():
         return False
     dtype, device = x.dtype, x.device.type
@@ -209,7 +209,7 @@ def joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether a call of the module is more than its class's forward."""
+    """Whether a call of the module does more than its class's forward, for example runs hooks."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"]

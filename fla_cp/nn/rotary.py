@@ -1,9 +1,9 @@
 """Rotary positions (RoPE, arXiv 2104.09864), also stretched to longer sequences by YaRN.
 
-Channels i and i + dim / 2 of a head form a pair, which position p turns by p * base**(-2i / dim).
-The product of a query and a key then depends on the distance between them. DeepSeek's checkpoints
-pair neighbouring channels instead, which is the same layer with the rows of its projections in
-another order.
+Channels i and i + dim / 2 of a head form a pair, which is rotated at position p by the angle
+p * base**(-2i / dim). The product of a query and a key then depends on their positions only through
+the distance between them. DeepSeek's checkpoints pair neighbouring channels instead. That is the
+same layer with the rows of its projections in another order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def _check_above(name: str, value: object, low: float, *, or_equal: bool = False
 
 @dataclass(frozen=True)
 class YaRN:
-    """Positions of a model that was trained on shorter sequences. Source: arXiv 2309.00071, sec. 3.
+    """Rotary positions for sequences longer than those on which a model was trained. Source: arXiv
+    2309.00071, sec. 3.
 
-    factor: how many times longer sequences become. original_length: their tokens before. Pairs that
-    turn more than beta_fast times within original_length stay as they are, those that turn less
-    than beta_slow times turn `factor` times slower, and those between are interpolated.
+    factor: how many times longer sequences become. original_length: how many tokens they had
+    before. Pairs that turn more than beta_fast times within original_length stay as they are. Those
+    that turn less than beta_slow times turn `factor` times slower, and those between are
+    interpolated.
     Raises ValueError for numbers out of range.
     """
 
@@ -52,15 +54,15 @@ class YaRN:
 
     @property
     def magnitude(self) -> float:
-        """Factor on queries and on keys, so that attention is as sharp as over fewer tokens."""
+        """The factor on queries and on keys that keeps attention as sharp as over fewer tokens."""
         return 0.1 * math.log(self.factor) + 1
 
     def applied(self, frequencies: Tensor, base: float) -> Tensor:
-        """Frequencies [dim / 2] of the pairs, in radians a token."""
+        """The changed frequencies of the pairs, [dim / 2], in radians a token."""
         pairs = len(frequencies)
 
         def pair(turns: float) -> float:
-            """The pair that turns so often within original_length."""
+            """The index of the pair that turns that often within original_length."""
             return pairs * math.log(self.original_length / (2 * math.pi * turns)) / math.log(base)
 
         low = max(math.floor(pair(self.beta_fast)), 0)
@@ -76,7 +78,7 @@ class Rotary:
     """The rotation of the first `dim` channels of a head.
 
     dim: even, from 2. base: the longest period is about 2 pi base tokens. scaling: for sequences
-    longer than those that the model was trained on.
+    longer than those on which the model was trained.
     Raises ValueError for other values.
     """
 
@@ -93,19 +95,20 @@ class Rotary:
 
     @property
     def magnitude(self) -> float:
-        """Factor that YaRN wants on queries and on keys."""
+        """The factor on queries and on keys that YaRN needs."""
         return 1.0 if self.scaling is None else self.scaling.magnitude
 
     def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
-        """[dim / 2] radians a token, fp64."""
+        """The frequencies of the pairs, [dim / 2] fp64, in radians a token."""
         even = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         plain = self.base ** (-even / self.dim)
         return plain if self.scaling is None else self.scaling.applied(plain, self.base)
 
     def tables(self, lengths: Lengths, like: Tensor, magnitude: float = 1.0) -> Tables:
-        """The tables of all queries, on like's device, fp32 (fp64 if like is). Positions count from
-        the beginning of each sequence. The angles are formed in fp64, since fp32 is wrong by up to
-        0.06 at a million tokens. magnitude: a factor on both. Made once for all layers."""
+        """The tables of all queries, on the device of `like`, fp32 (fp64 if `like` is). Positions
+        count from the beginning of each sequence. Angles are formed in fp64, because in fp32 they
+        are wrong by up to 0.06 at a million tokens. magnitude: a factor on cos and sin. The tables
+        are made once for all layers."""
         dtype, device = accumulator(like.dtype), like.device
 
         def build() -> Tables:
@@ -117,7 +120,7 @@ class Rotary:
         return lengths.cached((self, magnitude, dtype, device), build)
 
     def turned(self, positions: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> Tables:
-        """The tables in `dtype` of tokens at `positions` [T], int64, of their sequences."""
+        """The tables, in `dtype`, of tokens at these positions [T] int64 of their sequences."""
         turns = self.frequencies(positions.device)
         angles = positions.to(torch.float64)[:, None] * turns
         return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)

@@ -1,9 +1,9 @@
-"""Which experts a token goes to, with which weights, and what keeps the experts equally loaded.
+"""Decides which experts a token goes to and with which weights, and keeps experts equally loaded.
 
-Two ways are common. Scores by softmax with a loss that grows with the imbalance: Qwen3 and Switch
-Transformer (arXiv 2101.03961, sec. 2.2). Scores by sigmoid with a bias that is added for the choice
-alone and follows the loads without a gradient: DeepSeek-V3 (arXiv 2412.19437, sec. 2.1.2) and Kimi
-Linear.
+Two ways are common. Qwen3 and Switch Transformer (arXiv 2101.03961, sec. 2.2) have scores by
+softmax, and a loss that grows with the imbalance. DeepSeek-V3 (arXiv 2412.19437, sec. 2.1.2) and
+Kimi Linear have scores by sigmoid, and a bias that is added only for the choice. The bias follows
+the loads, without a gradient.
 """
 
 from typing import NamedTuple
@@ -21,14 +21,15 @@ from fla_cp.rule import accumulator
 
 ROUTER_STD = 0.02
 SUM_FLOOR = 1e-20
-"""Added to the sum of the chosen scores, as DeepSeek-V3 does: sigmoids may all be 0."""
+"""Added to the sum of the chosen scores, as in DeepSeek-V3, because all sigmoids may be 0."""
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a call go.
+    """The experts of N tokens.
 
-    experts: [N, k] int64, best first. weights: [N, k], of the chosen experts. probabilities:
-    [N, E], the scores divided by their sum. Both are fp32, or fp64 for fp64 tokens.
+    experts: [N, k] int64, best first. weights: [N, k], those of the chosen experts. probabilities:
+    [N, E], the scores divided by their sum. Weights and probabilities are fp32 (fp64 for fp64
+    tokens).
     """
 
     experts: Tensor
@@ -37,10 +38,10 @@ class Routing(NamedTuple):
 
 
 class RoutingStatistics(NamedTuple):
-    """What a layer's routing adds up to over the tokens of a call, on this rank.
+    """A layer's routing, summed over the tokens of a call on this rank.
 
-    counts: [E] int64, the tokens that chose each expert. probabilities: [E], their probabilities
-    summed, with a gradient.
+    counts: [E] int64, how many tokens chose each expert. probabilities: [E], the sums of the
+    tokens' probabilities, with a gradient.
     """
 
     counts: Tensor
@@ -50,11 +51,11 @@ class RoutingStatistics(NamedTuple):
 class Router(InitializedModule):
     """Chooses `experts_per_token` of `num_experts` by scores of x W^T, computed in fp32 (fp64).
 
-    routing: "softmax" or "sigmoid"; the latter has the buffer correction_bias [E], which is added
-    to the scores for the choice alone. normalize: divide the weights of a token by their sum.
-    scale: factor on the weights. num_groups, top_groups: choose only from the `top_groups` groups
-    of num_experts / num_groups neighbours whose two best scores have the largest sums. Among equal
-    scores the expert with the lowest number is chosen.
+    routing: "softmax" or "sigmoid". With "sigmoid" there is the buffer correction_bias [E], which
+    is added to the scores only for the choice. normalize: divide the weights of a token by their
+    sum. scale: factor on the weights. num_groups, top_groups: experts form num_groups groups of
+    neighbours, and are chosen only from the `top_groups` groups whose two best scores have the
+    largest sums. Among equal scores the expert with the lowest number is chosen.
     Raises ValueError for counts that do not fit each other.
     """
 
@@ -128,7 +129,7 @@ class Router(InitializedModule):
         if self.top_groups < self.num_groups:
             groups = scores.unflatten(1, (self.num_groups, -1))
             best = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
-            # a stable sort, unlike topk, says which of equal scores comes first, on every device
+            # a stable sort, unlike topk, fixes which of equal scores comes first, on every device
             ranks = best.sort(dim=-1, descending=True, stable=True).indices
             out = torch.ones_like(best, dtype=torch.bool).scatter(
                 1, ranks[:, : self.top_groups], False
@@ -139,11 +140,11 @@ class Router(InitializedModule):
 
     @torch.no_grad()
     def move_bias(self, counts: Tensor, rate: float) -> None:
-        """Raises the bias of experts with less than the mean load by `rate`, and lowers that of
+        """Adds `rate` to the bias of experts with less than the mean load, and subtracts it for
         experts with more.
 
-        counts: [E], the tokens of a step that chose each expert, over all ranks. Raises ValueError
-        without a bias.
+        counts: [E], how many tokens of a step chose each expert, over all ranks. Raises ValueError
+        for a router without a bias.
         """
         if self.correction_bias is None:
             raise ValueError(f'a bias needs routing="sigmoid", got {self.routing!r}')
@@ -154,15 +155,17 @@ class Router(InitializedModule):
 def load_balancing_loss(
     statistics: RoutingStatistics, experts_per_token: int, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's share of E sum_e f_e P_e: the sum over the ranks of `group` is the loss.
+    """This rank's share of the loss E sum_e f_e P_e, which is the sum of the shares over the ranks
+    of `group`. All ranks must call it.
 
-    f_e is the part of all ranks' tokens that chose expert e, and P_e their mean probability of it,
-    so that equal loads give `experts_per_token`, the least for probabilities that follow the loads.
-    f has no gradient. The gradients of the shares, summed over ranks, are therefore those of the
-    loss, however the tokens are divided, and no gradient crosses ranks. All ranks must call it.
+    f_e is the fraction of all ranks' tokens that chose expert e, and P_e the mean of their
+    probabilities for it. With equal loads the loss is `experts_per_token`, its minimum for
+    probabilities that follow the loads. f has no gradient. The gradients of the shares, summed over
+    ranks, are therefore those of the loss, however the tokens are divided, and no gradient crosses
+    ranks.
 
-    statistics: of one layer, or of several with counts and probabilities [.., E]. group: the ranks
-    that share the batch, of context and data parallelism together; None: this rank alone.
+    statistics: those of one layer, or of several with counts and probabilities [.., E]. group: the
+    ranks that share the batch, in context and data parallelism together; None: this rank alone.
     Returns a tensor without the last dim, in the dtype of the probabilities.
     Source: Switch Transformers, arXiv 2101.03961, eq. 4; with k experts a token as in Qwen3.
     """

@@ -1,4 +1,4 @@
-"""A layer without its modules: both directions, from its input and its parameters.
+"""Forward and backward of a whole layer, from its input and its parameters, without its modules.
 
     x -> product (projections) -> mixed (convolution) -> o (operator) -> z (gated norm) -> y
 
@@ -25,8 +25,9 @@ from fla_cp.rule import DeltaRule
 
 
 class Facts(NamedTuple):
-    """What a layer is. beta_factor: None without beta. bound: of the gate's log decay. taps: of the
-    convolution. The others are named as in `LinearAttention` and `GatedRMSNorm`."""
+    """The properties of a layer. beta_factor: None without beta. bound: the lower bound of the
+    gate's log decay, or None. taps: W of the convolution. The other names are those of
+    `LinearAttention` and `GatedRMSNorm`."""
 
     H: int
     HV: int
@@ -55,8 +56,8 @@ class Facts(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A layer's parameters. gate and decay read x; gate_up (with gate_bias) and decay_up follow
-    them if their projections have a low rank. out: that of o_proj."""
+    """A layer's parameters. gate and decay read x. If their projections have a low rank, gate_up
+    (with gate_bias) and decay_up follow them. out: the weight of o_proj."""
 
     q: Tensor
     k: Tensor
@@ -81,15 +82,20 @@ class Weights(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of q, k and v together, and of each other weight that reads x."""
+        """The columns of the product: those of q, k and v together, and those of each other weight
+        that reads x."""
         sizes = [w.shape[0] for w in self.joint]
         return sum(sizes[:3]), *sizes[3:]
 
 
 class Values(NamedTuple):
-    """What the forward saves. product [N, ..], of x with `Weights.joint`. mixed [N, D], what the
-    convolution returns. gate [N, HV * V] and g [N, HV * K], None without a low rank. o, z [N, HV,
-    V]. carried and transition: see `fla_cp.pipeline.Saved`. Then follows what the backend keeps."""
+    """What the forward saves, besides the tensors that the backend keeps.
+
+    product: [N, ..], that of x with `Weights.joint`. mixed: [N, D], the output of the convolution.
+    gate: [N, HV * V], and g: [N, HV * K], the output gate and the raw decays; None without a low
+    rank, when they are part of the product. o, z: [N, HV, V]. carried, transition: see
+    `fla_cp.pipeline.Saved`.
+    """
 
     product: Tensor
     mixed: Tensor
@@ -102,7 +108,8 @@ class Values(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call: how, on which tokens, and how many halo rows a convolution's context adds."""
+    """One call of a layer. known, plan: the operator's. place: the convolution's. halo: how many
+    halo rows the convolution has under a context."""
 
     facts: Facts
     known: Known
@@ -125,7 +132,7 @@ class Call(NamedTuple):
 
     def convolution(self, w: Weights, product: Tensor) -> ConvInputs:
         qkv = product[:, : w.widths[0]]
-        empty = torch.zeros if self.halo else torch.empty  # zeros would be a kernel without effect
+        empty = torch.zeros if self.halo else torch.empty  # zeros of no rows would launch a kernel
         halo = empty(self.halo, qkv.shape[1], dtype=qkv.dtype, device=qkv.device)
         return ConvInputs(qkv, halo, self.place.where, w.conv, None, True)
 
@@ -144,7 +151,8 @@ class Call(NamedTuple):
             mixed = backend.conv(c)
         up = None if w.gate_up is None else _linear(gate, w.gate_up, w.gate_bias)
         g = None if w.decay_up is None else _linear(decay, w.decay_up, None)
-        found = Values(product, mixed, up, g, mixed, mixed, mixed, None)  # o to transition follow
+        # `mixed` stands for o, z and carried, which follow below.
+        found = Values(product, mixed, up, g, mixed, mixed, mixed, None)
         operands = self.operands(w, found)
         with announcement(self.plan, operands, None, with_backward=True):
             o, _, _, (kept, carried, transition) = pipeline.forward(
@@ -159,7 +167,7 @@ class Call(NamedTuple):
         return y.detach(), *found._replace(z=z), *kept
 
     def backward(self, x: Tensor, w: Weights, v: Values, kept: Flat, dy: Tensor, dx: bool) -> Flat:
-        """The gradients of x (None unless dx) and of the weights."""
+        """The gradients of x (None unless dx) and of the weights. kept: what the backend kept."""
         backend, rows = self.plan.backend, x.reshape(-1, x.shape[-1])
         dy = dy.reshape(-1, dy.shape[-1])
         dout = torch.mm(dy.t(), v.z.flatten(1))
@@ -200,7 +208,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _linear_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias; without a weight dy itself."""
+    """The gradients of x, weight and bias. Without a weight, the first is dy itself."""
     if weight is None:
         return dy, None, None
     return torch.mm(dy, weight), torch.mm(dy.t(), x), None if bias is None else dy.sum(0)

@@ -1,4 +1,4 @@
-"""Operators."""
+"""The operators: attention, linear attention and the short convolution."""
 
 from fla_cp.ops.attention import causal_attention
 from fla_cp.ops.comba import chunk_comba, cp_chunk_comba, fused_recurrent_comba

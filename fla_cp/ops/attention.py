@@ -1,4 +1,4 @@
-"""Causal softmax attention over packed sequences, under a context too."""
+"""Causal softmax attention over packed sequences, on one rank or under a context."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def causal_attention(
     cu_seqlens: [N+1] offsets of packed sequences (B = 1); nothing crosses from one to the next.
     cu_seqlens_cpu: the same on the host, which saves a synchronisation.
     cp_context: keys and values come from the ranks that have them, and their gradients go back.
-    exchange: how they come, see `fla_cp.comm.keys_values`. "gathered": each rank gets those that
-        its queries read. "by_heads": each rank gets whole documents for its share of the heads.
-        "ring": they come one rank after the other, so that a rank holds those of two others at
-        most. "auto": that with the fewest bytes which fits in memory. Compiled graphs take
-        "gathered" or "ring", and exchange keys and values again in the backward.
-    Returns o [B, T, H, V] in q's dtype. Softmax in fp32 (fp64).
+    exchange: how keys and values travel, see `fla_cp.comm.keys_values`. "gathered": each rank gets
+        those that its queries read. "by_heads": each rank gets whole documents for its share of the
+        heads. "ring": they come from one rank after the other, so that a rank holds those of at
+        most two others. "auto": the scheme with the fewest bytes among those that fit in memory.
+        Compiled graphs take "gathered" or "ring", and exchange again in the backward.
+    Returns o [B, T, H, V] in q's dtype. The softmax is formed in fp32 (fp64).
     Raises ValueError as in arguments.py and ops/checks.py, for "by_heads" with heads that the ranks
     do not divide, and for "by_heads" and "ring" under a context of fixed shape (max_sequences).
     """
@@ -64,8 +64,8 @@ def send_keys(
     k: Tensor, v: Tensor, query_heads: int, cp_context: FLACPContext | None
 ) -> Tensor | None:
     """In a compiled graph of several ranks, starts to exchange k [1, T, HK, K] and v [1, T, HK, V]
-    and returns the ticket for `attention_of_sent`; otherwise None. The graph should have between
-    the two what needs no other rank's keys."""
+    and returns the ticket for `attention_of_sent`. Otherwise it does nothing and returns None.
+    Between the two calls the graph should do the work that needs no other rank's keys."""
     if not _sends_ahead(cp_context):
         return None
     found: Tensor = send_keys_op(k[0], v[0], query_heads, "auto", *handle_of(cp_context), 1)
@@ -85,11 +85,11 @@ def attention_of_sent(
     scale: float | None = None,
     exchange: str = "auto",
 ) -> Tensor:
-    """`causal_attention` of keys and values that `send_keys` has sent, or of others, after the
-    arguments were checked. A ticket has the last word on how they come.
+    """`causal_attention` without its checks. ticket: that of `send_keys`, if the exchange of k and
+    v has started; the scheme is then the one that `send_keys` chose.
 
-    queries: gives q, of so many heads; called once, when q is needed. Where keys and values are
-    gathered, they are under way by then.
+    queries: returns q, which has query_heads heads. It is called once, when q is needed. If keys
+    and values are gathered, they are under way by then.
     """
     B, T, HK, K = k.shape
     factor = K**-0.5 if scale is None else scale
@@ -113,9 +113,10 @@ def key_rows(B: int, T: int, cu_seqlens: Tensor | None, cp_context: FLACPContext
 
 
 def keys_of(rows: KeyRows, cp_context: FLACPContext | None, *xs: Tensor) -> list[Tensor]:
-    """Each x [T_local, ..], something of each token in one dtype, for all tokens that this rank's
-    queries attend to, [sum(rows.lengths.keys), ..]. They come in one exchange from the ranks that
-    have them, and their gradients go back. Work handed over with `Overlap` runs in the meantime."""
+    """The rows of each tensor for all tokens to which this rank's queries attend,
+    [sum(rows.lengths.keys), ..]. xs: tensors [T_local, ..] of one dtype with a row for each of this
+    rank's tokens. The rows come in one exchange from the ranks that have them, and their gradients
+    go back. Work that was handed over with `Overlap` runs in the meantime."""
     group = None
     if cp_context is not None:
         group, size = cp_context.group, sum(x.shape[1:].numel() for x in xs)
@@ -126,8 +127,8 @@ def keys_of(rows: KeyRows, cp_context: FLACPContext | None, *xs: Tensor) -> list
 def send_latents(
     latent: Tensor, shared: Tensor, heads: tuple[int, int, int], cp_context: FLACPContext | None
 ) -> Tensor | None:
-    """`send_keys` of latent [T, R] and shared [T, p], for `compiled_latent_attention`. heads: H, K
-    and V of the attention."""
+    """As `send_keys`, for latent [T, R] and shared [T, p]. The ticket is for
+    `compiled_latent_attention`. heads: H, K and V of the attention."""
     if not _sends_ahead(cp_context):
         return None
     found: Tensor = send_latents_op(latent, shared, list(heads), *handle_of(cp_context), 1)
@@ -151,10 +152,12 @@ def compiled_latent_attention(
 ) -> Tensor:
     """Latent attention in a compiled graph: o [B * T, H, V].
 
-    q [B * T, H, K], latent [B * T, R] and shared [B * T, p] of this rank's tokens; weight
-    [H * (K - p + V), R] expands a latent to the first K - p channels of each head's k, and its v.
-    The other p channels of every k are `shared`. Latents and shared channels of other tokens come
-    from the ranks that have them, once more in the backward. ticket: from `send_latents`.
+    q [B * T, H, K], latent [B * T, R], shared [B * T, p]: those of this rank's tokens.
+    weight [H * (K - p + V), R]: expands a latent to the first K - p channels of each head's k, and
+        to its v. The other p channels of every k are `shared`.
+    ticket: from `send_latents`, or None.
+    Latents and shared channels of other tokens come from the ranks that have them, and come again
+    in the backward.
     """
     handle = handle_of(cp_context)
     o: Tensor = latent_op(q, latent, shared, weight, scale, *handle, B, ticket)[0]
@@ -162,8 +165,8 @@ def compiled_latent_attention(
 
 
 def compiled_positions(like: Tensor, cp_context: FLACPContext | None, B: int) -> Tensor:
-    """In a compiled graph, how many tokens of its sequence come before each of like's tokens
-    [B * T, ..]: [B * T] int64."""
+    """In a compiled graph, how many tokens of its sequence come before each token of `like`
+    [B * T, ..], as [B * T] int64."""
     found: Tensor = positions_op(like, *handle_of(cp_context), B)
     return found
 

@@ -1,9 +1,9 @@
-"""Softmax attention under torch.compile: one op a direction, with the exchange inside, and one that
-starts the forward's exchange before (`fla_cp.ops.sent_ahead`).
+"""Softmax attention under torch.compile: one op a direction, with the exchange inside, and one op
+that starts the forward's exchange earlier (`fla_cp.ops.sent_ahead`).
 
-The keys that come to a rank have a length of their own in every packing, so that no graph could
-save them: the backward lets them come again. Only `Gathered` and `Ring` run here, because by heads
-the results would have to come again too.
+Each packing brings another number of keys to a rank, so a graph cannot save them, and the backward
+exchanges them again. Only `Gathered` and `Ring` run here, because `ByHeads` would have to exchange
+the results again, too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _scheme(
 
 
 class _Call(NamedTuple):
-    """What the arguments that both directions share say. ring: None if keys and values are
-    gathered. first: their exchange, if it was started before."""
+    """What follows from the arguments that both directions share. ring: None if keys and values are
+    gathered. first: the first exchange, if it was started before."""
 
     rows: KeyRows
     group: dist.ProcessGroup | None
@@ -116,7 +116,8 @@ send_keys_op: Any = torch.library.custom_op(
         "SymInt rows) -> Tensor"
     ),
 )
-"""k [T, HK, K], v [T, HK, V] of this rank -> the ticket of their exchange, for `attention_op`."""
+"""Starts to exchange k [T, HK, K] and v [T, HK, V] of this rank. Returns the ticket for
+`attention_op`."""
 
 attention_op: Any = torch.library.custom_op(
     "fla_cp::causal_attention",
@@ -124,8 +125,8 @@ attention_op: Any = torch.library.custom_op(
     mutates_args=(),
     schema=f"({_ARGUMENTS}, Tensor? ticket) -> (Tensor, Tensor)",
 )
-"""q [T, H, K], k [T, HK, K], v [T, HK, V] of this rank -> o [T, H, V] and lse [H, T]. ticket: from
-`send_keys_op`."""
+"""o [T, H, V] and lse [H, T], from q [T, H, K], k [T, HK, K] and v [T, HK, V] of this rank. ticket:
+from `send_keys_op`, or None."""
 
 _backward_op: Any = torch.library.custom_op(
     "fla_cp::causal_attention_backward",

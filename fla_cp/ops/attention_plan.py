@@ -1,4 +1,4 @@
-"""Which keys a call of softmax attention reads, and how they come: decided before anything runs."""
+"""Decides which keys a call of softmax attention reads, and how they travel, before it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fla_cp.partition.key_tables import KeyTables
 def key_tables(
     B: int, T: int, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
 ) -> KeyTables:
-    """Where the keys are that the queries of a call attend to."""
+    """The tables of a call: to which keys its queries attend, and where these keys are."""
     if cp_context is None:
         if cu_seqlens is None:
             return _tables_of(tuple(range(0, B * T + 1, T)))
@@ -46,8 +46,9 @@ def key_tables(
 
 
 def placed(tokens: int, number: Tensor, rows: int) -> tuple[KeyTables, FLACPContext | None]:
-    """In an op of a compiled graph: which keys a call of so many local tokens in `rows` rows reads,
-    and the context with this number. Raises ValueError if that does not fit."""
+    """In an op of a compiled graph: the tables of a call of so many local tokens in `rows` rows,
+    and the context with this number. Raises ValueError if the context has another number of
+    tokens, or if its group was destroyed."""
     context = context_of(number)
     if context is not None:
         context.check_alive()
@@ -56,7 +57,8 @@ def placed(tokens: int, number: Tensor, rows: int) -> tuple[KeyTables, FLACPCont
 
 
 def handle_of(cp_context: FLACPContext | None) -> Handle:
-    """What a compiled graph has in place of a context. Raises ValueError for a fixed shape."""
+    """What a compiled graph has in place of a context. Raises ValueError for a context of fixed
+    shape."""
     if cp_context is None:
         return Handle.make(-1, PackingSizes(0))
     check_fixed_call(cp_context)
@@ -65,7 +67,7 @@ def handle_of(cp_context: FLACPContext | None) -> Handle:
 
 @lru_cache(maxsize=16)
 def _tables_of(offsets: tuple[int, ...]) -> KeyTables:
-    """On one rank that has all tokens."""
+    """The tables of a rank alone, which has all tokens."""
     return KeyTables(offsets, (((0, offsets[-1]),),), 0)
 
 
@@ -77,8 +79,8 @@ def agreed_scheme(
     cp_context: FLACPContext | None,
     allowed: tuple[str, ...] = tuple(SCHEMES),
 ) -> KeysValues:
-    """The scheme of a call (`make_exchange`), after the ranks have compared it if that is due.
-    Raises ValueError for another than "gathered" under a context of fixed shape."""
+    """The scheme of a call (`make_exchange`), after the ranks have compared it, if that is due.
+    Under a context of fixed shape it raises ValueError for any scheme but "gathered"."""
     if tables.lengths is not None:
         if exchange not in ("auto", "gathered"):
             raise ValueError(
@@ -97,8 +99,8 @@ def agreed_scheme(
 def latent_scheme(
     sizes: LatentSizes, dtype: torch.dtype, tables: KeyTables, cp_context: FLACPContext | None
 ) -> KeysValues:
-    """How latents come: gathered or in a ring. Decided like the scheme of keys and values. A ring
-    is compared over the ranks if that is due."""
+    """How latents travel: gathered or in a ring. It is decided like the scheme of keys and values.
+    If it is a ring, the ranks compare it, if that is due."""
     if cp_context is None or cp_context.group is None or tables.lengths is not None:
         return Gathered(tables, sizes)
     name, scheme = make_exchange("auto", tables, sizes, allowed=RINGS)
@@ -110,7 +112,7 @@ def latent_scheme(
 
 
 def ring_call(scheme: KeysValues, scale: float, cp_context: FLACPContext | None) -> RingCall | None:
-    """What a ring needs; None for another scheme."""
+    """The arguments of a ring; None for another scheme."""
     if not isinstance(scheme, Ring):
         return None
     assert cp_context is not None and cp_context.group is not None, "a ring needs several ranks"
@@ -118,8 +120,8 @@ def ring_call(scheme: KeysValues, scale: float, cp_context: FLACPContext | None)
 
 
 def send(scheme: KeysValues, rows: Tensor, group: dist.ProcessGroup | None) -> Arriving | None:
-    """Starts the first exchange of a call that gathers this rank's rows [T, n] or lets them go
-    round in a ring; None if none is needed."""
+    """Starts the first exchange of a call, in which this rank's rows [T, n] are gathered or go
+    round in a ring. None if no exchange is needed."""
     if isinstance(scheme, Ring):
         assert group is not None, "a ring needs several ranks"
         return forward_step(rows, scheme.tables.ring.steps[0], group)
@@ -127,8 +129,9 @@ def send(scheme: KeysValues, rows: Tensor, group: dist.ProcessGroup | None) -> A
 
 
 def owned(*xs: Tensor) -> list[Tensor]:
-    """The same values, each in contiguous memory of its own, as an op must return them: rows that
-    were split by column are views, which are contiguous already if there is one row."""
+    """The same values, each in contiguous memory of its own, because an op must not return views of
+    one tensor. Columns of one tensor are such views; `contiguous` copies them only if there is more
+    than one row."""
     seen: set[int] = set()
     found = []
     for x in xs:

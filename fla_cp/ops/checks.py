@@ -1,5 +1,5 @@
 """Checks of how the caller's arguments fit each other, before any kernel or collective runs.
-arguments.py has checked before what kind of thing each of them is.
+arguments.py has checked before that each argument is of the right kind.
 
 Each failure is a ValueError that names the argument, the rule and the value.
 """
@@ -17,14 +17,14 @@ from fla_cp.partition.checks import check_cu_seqlens, check_host_copy
 from fla_cp.rule import DeltaRule
 
 MAX_DIM = 256
-"""The most channels of a key head and of a value head that the stages take."""
+"""The largest K and V that the stages take."""
 
 MAX_WIDE_DIM = 512
-"""The most where nothing is removed from the state, see wide_heads.py."""
-"""Largest K and V."""
+"""The largest K and V of members that remove nothing from the state, see wide_heads.py."""
 
 SAFE_GATE_BOUND = -5.0
-"""Lowest lower_bound of a safe gate: 16 steps of it stay inside bf16 (docs/design.md)."""
+"""The smallest lower_bound of a safe gate. bf16 can represent the decay of 16 such steps
+(docs/design.md)."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -39,7 +39,8 @@ def _check_shape(name: str, x: Tensor, expected: tuple[int, ...], letters: str) 
 
 
 def check_fixed_call(context: FLACPContext | None, **unsupported: object) -> None:
-    """A call under a context of fixed shape. unsupported: arguments that must be left out."""
+    """Checks a call under a context that may be of fixed shape. unsupported: arguments that must be
+    left out if it is."""
     if context is None or context.max_sequences is None:
         return
     if torch.compiler.is_compiling():
@@ -56,7 +57,7 @@ def check_fixed_call(context: FLACPContext | None, **unsupported: object) -> Non
 
 
 def check_context(context: object) -> None:
-    """A context, not the group that it is built from."""
+    """Checks that this is a context, and not, for example, the group from which one is built."""
     if not isinstance(context, FLACPContext):
         raise ValueError(
             f"cp_context must be a FLACPContext (build_cp_context), got {type(context).__name__}"
@@ -70,7 +71,7 @@ def check_sequences(
     context: FLACPContext | None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> None:
-    """How the tokens are divided: rows, cu_seqlens, or a context."""
+    """Checks how the tokens are divided into sequences: by rows, cu_seqlens, or a context."""
     if context is not None:
         check_context(context)
         for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
@@ -103,7 +104,7 @@ def check_sequences(
 
 
 def check_ndims(x: Tensors, names: Names, *, per_head: bool) -> None:
-    """Numbers of dimensions, before any dimension is read."""
+    """Checks the numbers of dimensions, before the size of any dimension is read."""
     for name, t, ndim in zip(names, x, (4, 4, 4, 3 if per_head else 4, 3, 4, 4), strict=True):
         if t is not None and t.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimensions, got shape {_shape(t)}")
@@ -112,9 +113,10 @@ def check_ndims(x: Tensors, names: Names, *, per_head: bool) -> None:
 def check_inputs(
     x: Tensors, names: Names, options: Options, rule: DeltaRule, *, sequences: int, rows: int = 1
 ) -> None:
-    """Shapes, dtypes, devices and options of an operator's call, after `check_ndims`. rows: how
-    many rows of k, v and beta there are for each token of q and g (num_householder); with b the
-    caller gives one of each, and `spread` makes the others."""
+    """Checks shapes, dtypes, devices and options of an operator's call, after `check_ndims`.
+    sequences: how many initial states there must be. rows: how many rows of k, v and beta there are
+    for each token of q and g (num_householder). With b, the caller gives one row of each, and
+    `spread` makes the others."""
     q, k, v, g, beta, p, b = x
     rows = rows if b is None else 1
     A_log, dt_bias, initial_state = options.A_log, options.dt_bias, options.initial_state
@@ -185,6 +187,7 @@ def _check_gate(
     HV: int,
     K: int,
 ) -> None:
+    """Checks the options of a gate. K: how many decays a head has, 1 for one decay a head."""
     if safe_gate and (lower_bound is None or not lower_bound >= SAFE_GATE_BOUND):
         raise ValueError(
             f"safe_gate needs lower_bound in [{SAFE_GATE_BOUND:g}, 0), got {lower_bound}"
@@ -216,7 +219,7 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_state(name: str, x: Tensor, kv_shape: tuple[int, ...], state_v_first: bool) -> None:
-    """A per-sequence state tensor, [N, HV, K, V], or [N, HV, V, K] with state_v_first."""
+    """Checks the shape of states: [N, HV, K, V], or [N, HV, V, K] with state_v_first."""
     N, HV, K, V = kv_shape
     kv, vk = (N, HV, K, V), (N, HV, V, K)
     expected, other = (vk, kv) if state_v_first else (kv, vk)
@@ -232,7 +235,7 @@ def check_state(name: str, x: Tensor, kv_shape: tuple[int, ...], state_v_first: 
 def check_forward_only(
     operator: str, instead: str, names: tuple[str, ...], inputs: tuple[Tensor | None, ...]
 ) -> None:
-    """No input asks for a gradient that the operator does not give."""
+    """Checks that no input requires a gradient, because the operator is forward only."""
     if not torch.is_grad_enabled():
         return
     for name, x in zip(names, inputs, strict=True):
@@ -246,7 +249,8 @@ def check_forward_only(
 def check_no_gradient(
     where: str, names: tuple[str | None, ...], inputs: tuple[Tensor | None, ...]
 ) -> None:
-    """No input asks for a gradient, where the recurrence has none."""
+    """Checks that no input requires a gradient, because the recurrence gives none with this
+    option."""
     if not torch.is_grad_enabled():
         return
     for name, x in zip(names, inputs, strict=True):
@@ -258,8 +262,8 @@ def check_no_gradient(
 
 
 def check_in_place(name: str, x: Tensor | None, dtype: torch.dtype) -> None:
-    """A state [N, HV, ., .] that kernels can overwrite: each matrix dense, none over another, of
-    the dtype that states are computed in."""
+    """Checks that kernels can overwrite a state [N, HV, ., .]: it has the dtype in which states are
+    computed, each matrix is dense, and matrices do not overlap."""
     if x is None:
         raise ValueError(f"inplace_final_state needs {name}, got None")
     if x.dtype != dtype:
@@ -277,7 +281,8 @@ def check_in_place(name: str, x: Tensor | None, dtype: torch.dtype) -> None:
 
 
 def check_pool(options: Options, N: int, tokens: int, device: torch.device) -> None:
-    """ssm_state_indices and num_accepted_tokens. tokens: of a sequence, 0 if sequences differ."""
+    """Checks ssm_state_indices and num_accepted_tokens for N sequences. tokens: how many tokens a
+    sequence has, 0 if lengths differ."""
     places, accepted = options.ssm_state_indices, options.num_accepted_tokens
     if places is None:
         if accepted is not None:
@@ -310,7 +315,7 @@ def check_pool(options: Options, N: int, tokens: int, device: torch.device) -> N
 
 
 def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
-    """Arguments of `causal_conv1d`."""
+    """Checks x, weight, bias and activation of `causal_conv1d`."""
     if x.ndim != 3:
         raise ValueError(f"x must be [B, T, D], got shape {_shape(x)}")
     check_conv1d_parameters(x, weight, bias, activation)
@@ -319,7 +324,7 @@ def check_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 def check_conv1d_parameters(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> None:
-    """How weight, bias and activation fit x [.., D]."""
+    """Checks weight, bias and activation of a convolution of x [.., D]."""
     D = x.shape[-1]
     if weight.ndim != 2 or weight.shape[0] != D or weight.shape[1] < 1:
         raise ValueError(f"weight must be [D, W] with D={D}, got {_shape(weight)}")
@@ -337,7 +342,7 @@ def check_conv1d_parameters(
 
 
 def check_residual(residual: Tensor, x: Tensor) -> None:
-    """What is added to the output of a convolution."""
+    """Checks the tensor that is added to the output of a convolution of x."""
     if residual.shape != x.shape:
         raise ValueError(f"residual must have x's shape {_shape(x)}, got {_shape(residual)}")
     if residual.device != x.device:
@@ -347,7 +352,7 @@ def check_residual(residual: Tensor, x: Tensor) -> None:
 
 
 def check_conv1d_state(name: str, state: Tensor, shape: tuple[int, int, int], x: Tensor) -> None:
-    """The last tokens before sequences, [N, D, W]."""
+    """Checks a state of a convolution of x: the last tokens before each sequence, [N, D, W]."""
     _check_shape(name, state, shape, "[N, D, W]")
     if state.device != x.device:
         raise ValueError(f"{name} must be on x's device {x.device}, got {state.device}")
@@ -359,7 +364,7 @@ def check_conv1d_state(name: str, state: Tensor, shape: tuple[int, int, int], x:
 
 
 def check_conv1d_context(width: int, context: FLACPContext) -> None:
-    """The context must have a halo table for this convolution."""
+    """Checks that the context was built for convolutions of this width."""
     if width > 1 and (context.halo is None or context.halo.width != width - 1):
         raise ValueError(
             f"cp_context was built with conv1d_kernel_size={context.conv1d_kernel_size}, but "
@@ -370,7 +375,7 @@ def check_conv1d_context(width: int, context: FLACPContext) -> None:
 def check_gate_only(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> None:
-    """Arguments of `kda_gate`."""
+    """Checks the arguments of `kda_gate`."""
     if g.ndim < 2:
         raise ValueError(f"g must be [.., HV, K], got shape {_shape(g)}")
     if A_log is None and lower_bound is None:
@@ -380,7 +385,7 @@ def check_gate_only(
 
 
 def check_head_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> None:
-    """Arguments of `gdn_gate`."""
+    """Checks the arguments of `gdn_gate`."""
     if g.ndim < 1:
         raise ValueError(f"g must be [.., HV], got shape {_shape(g)}")
     _check_gate(True, A_log, dt_bias, False, None, g.shape[-1], 1)
@@ -396,7 +401,8 @@ def _check_raw_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> 
 
 
 def _check_rows(rows: int, q: Tensor, **inputs: Tensor | None) -> None:
-    """Rows of `chunk_gated_delta_product`."""
+    """Checks that these inputs have `rows` rows for each token of q, as
+    `chunk_gated_delta_product` needs."""
     of_all = (q.shape[0], q.shape[1] * rows)
     for name, x in inputs.items():
         if x is not None and x.shape[:2] != of_all:

@@ -1,9 +1,9 @@
-"""Comba: what is removed from the state is read with a tensor of its own, before the decay.
+"""Comba: a tensor p, other than k, reads from the state what is removed, before the decay.
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - S_{t-1}^T p_t)^T          a_t = exp(g_t)
 
-An implementation that reads after the decay, a_t S_{t-1}^T p_t, computes something else: with
-p = k that is the gated delta rule.
+Reading after the decay, a_t S_{t-1}^T p_t, would be something else: with p = k it is the gated
+delta rule.
 
 Source: Comba, arXiv 2506.02475.
 """
@@ -24,7 +24,7 @@ def chunk_comba(
 ) -> tuple[Tensor, ...]:
     """Comba over whole sequences, in chunks, differentiable in every floating input.
 
-    p: [B, T, H, K], what reads the state; use_qk_l2norm_in_kernel normalises it too.
+    p: [B, T, H, K], reads the state; use_qk_l2norm_in_kernel normalises it, too.
     Everything else is as in `chunk_gated_delta_rule`.
     """
     return chunk(COMBA, Tensors(q, k, v, g, beta, p), o)

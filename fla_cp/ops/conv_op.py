@@ -1,5 +1,5 @@
-"""The convolution under torch.compile (see custom_op.py): an op that takes the halo, and an
-all-gather in the graph that forms it. The shapes do not depend on which rank needs which tokens."""
+"""The convolution under torch.compile (see custom_op.py): an all-gather in the graph brings the
+halo, and an op takes it. No shape depends on which rank needs which tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,8 @@ def traced_conv(
     impl: str,
     rows: int,
 ) -> list[Tensor]:
-    """y of each x [B * T, D], of some of the channels. rows: B."""
+    """y of each x [B * T, D]. Each x has some of the channels, with a weight and a bias of its own.
+    rows: B."""
     handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
     xs, halos = _compiled_halos(xs, weights[0].shape[1] - 1, cp_context)
     rest = activation is not None, impl, *handle, rows
@@ -41,8 +42,8 @@ def traced_conv_after(
     state: Tensor | None,
     impl: str,
 ) -> Tensor:
-    """y [B, T, D] of rows after `state` [B, D, W], in a compiled graph: the op sees the state as
-    tokens, whose outputs are dropped."""
+    """y [B, T, D] in a compiled graph, of rows that start from `state` [B, D, W]. The tokens of the
+    state are put before those of x, and their outputs are dropped."""
     B, T, _ = x.shape
     if state is not None:
         x = torch.cat((state.mT[:, 1:], x), 1)
@@ -53,8 +54,8 @@ def traced_conv_after(
 def _compiled_halos(
     xs: Sequence[Tensor], width: int, context: FLACPContext | None
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Each x [B * T, D] as the convolution should take it, and its halo [ranges * width, D] as
-    `Halo.gather` gives it; differentiable."""
+    """Each x [B * T, D], and its halo [ranges * width, D], as `Halo.gather` returns it.
+    Differentiable, if the convolution takes the xs that are returned here."""
     if width == 0 or context is None or context.halo is None:
         return xs, [x.new_empty(0, x.shape[1]) for x in xs]
     sizes = Handle.read(context.handle.sizes)
@@ -72,8 +73,8 @@ def _compiled_halos(
 
 
 class _WithRows(torch.autograd.Function):
-    """x [N, D] and rows [n] -> x, and its rows [n, D]. In the backward the gradients of the few
-    rows are added in place: autograd itself would make and add a whole gradient for them."""
+    """x [N, D] and rows [n] -> x, and its rows [n, D]. The backward adds the gradients of the few
+    rows in place. Autograd itself would form a gradient of x's size for them and add it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,8 +88,8 @@ class _WithRows(torch.autograd.Function):
 
 
 def with_rows_added(x: Tensor, rows: Tensor, d: Tensor) -> Tensor:
-    """x [N, D], to whose rows [n] d [n, D] has been added. In a compiled graph it is x's memory, if
-    nothing else reads x."""
+    """x [N, D] with d [n, D] added to its rows [n]. In a compiled graph the result has x's memory,
+    if nothing else reads x."""
     x = x.view_as(x)
     add_rows(x, rows, d)
     return x
@@ -101,7 +102,8 @@ def add_rows(x: Tensor, rows: Tensor, d: Tensor) -> None:
 
 @torch.library.custom_op("fla_cp::received_halo", mutates_args=())
 def received_halo(halo: Tensor) -> Tensor:
-    """A copy of the halo, which `remat.selective_checkpoint` keeps in a compiled graph."""
+    """A copy of the halo. It is an op, so that `remat.selective_checkpoint` can keep its result in
+    a compiled graph."""
     return halo.clone()
 
 

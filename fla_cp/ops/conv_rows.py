@@ -1,5 +1,5 @@
-"""Where the tokens before each token of a convolution are: in this rank's ranges, on other ranks or
-in the states that sequences start from."""
+"""Finds the tokens before each token of a convolution: in this rank's ranges, on other ranks, or in
+the states from which sequences start."""
 
 from functools import lru_cache, partial
 from typing import NamedTuple, Self
@@ -17,7 +17,8 @@ from fla_cp.partition.token_ranges import Ranges
 
 
 class Place(NamedTuple):
-    """Where each token's predecessors are, and the backend that computes."""
+    """How a convolution runs: where each token's predecessors are, on which backend, and under
+    which context."""
 
     backend: Backend
     where: ConvRows
@@ -51,7 +52,7 @@ def _sequence_rows(offsets: tuple[int, ...], device: torch.device) -> ConvRows:
 
 
 def _context_rows(context: FLACPContext, width: int, device: torch.device) -> ConvRows:
-    """The context keeps them, for graphs that were captured under it."""
+    """The rows under a context, which keeps them for CUDA graphs that were captured under it."""
     ranges = context.token_ranges[context.rank]
 
     def build() -> ConvRows:
@@ -86,7 +87,8 @@ def _ranges_rows(
 
 
 def conv_announced(backend: Backend, c: ConvInputs, *, with_backward: bool) -> announced:
-    """Announces the stage, and its backward, to backends that compile."""
+    """Announces the convolution and its backward to a backend that compiles kernels, so that it can
+    compile both at once (kernels/rehearsal.py)."""
     announce = backend.compiles and with_backward
     return announced(partial(_rehearse, backend, c) if announce else None)
 
@@ -100,8 +102,8 @@ def _rehearse(backend: Backend, c: ConvInputs) -> None:
 
 
 def exchanged_halo(x: Tensor, context: FLACPContext) -> Tensor:
-    """The tokens before each range, [ranges * width, D]: exchanged, or under
-    `remat.selective_checkpoint` those that the first run has received."""
+    """The tokens before each range, [ranges * width, D]. They are exchanged or, in the second run
+    of a `remat.selective_checkpoint`, taken from the first run."""
     assert context.halo is not None
     call = ("causal_conv1d", tuple(x.shape), x.dtype)
     kept = remat.kept(call)
@@ -110,6 +112,8 @@ def exchanged_halo(x: Tensor, context: FLACPContext) -> Tensor:
         remat.keep(call, (halo,))
         return halo
     if context.group is not None:
-        run_overlap(lambda: None)  # where `gather` runs it: torch compares what is saved
+        # The work that was handed over runs where `gather` runs it, because the checkpoint
+        # compares the order of saved tensors.
+        run_overlap(lambda: None)
     assert kept[0] is not None
     return kept[0]

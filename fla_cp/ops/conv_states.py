@@ -1,14 +1,14 @@
-"""Convolution of sequences that start from a state and leave one.
+"""Convolution of sequences that start from a state, or leave one.
 
-A state [N, D, W] holds the last W tokens of each of N sequences, the newest in its last column.
-The tokens in it that a convolution reads are halo rows, like the tokens before a range: a range is
-cut into pieces where sequences begin, and the halo of a piece has tokens of other ranks, rows of a
-state, or both. Example, W = 4, sequence n starts at token 9, and a range at token 10:
+A state [N, D, W] holds the last W tokens of each of N sequences, the newest in its last column. The
+convolution reads them as halo rows, like the tokens before a range. For that, each range is cut
+into pieces where sequences begin. The halo of a piece has tokens of other ranks, rows of a state,
+or both. Example, W = 4, sequence n starts at token 9, and a range at token 10:
 
     halo of the range     7 -> state[n, :, 2]    8 -> state[n, :, 3]    9 -> from its rank
 
-The state that a sequence leaves is gathered from its last W tokens, and from its initial state if
-it is shorter.
+The state that a sequence leaves has its last W tokens, and the end of its initial state if the
+sequence is shorter.
 """
 
 from functools import lru_cache
@@ -32,8 +32,8 @@ from fla_cp.rule import accumulator
 class Pieces(NamedTuple):
     """The pieces of a rank's ranges, and their halo.
 
-    where: their rows. take [pieces * width], int64: the place of each halo row among the rows of
-    the exchanged halo, followed by those of the states [N * W].
+    where: the rows of the pieces. take [pieces * width], int64: the source of each halo row, as its
+    row in the exchanged halo followed by the states as rows [N * W].
     """
 
     where: ConvRows
@@ -48,7 +48,7 @@ class Pieces(NamedTuple):
         exchanged: int,
         device: torch.device,
     ) -> Self:
-        """exchanged: rows of the exchanged halo, `width` for each range, or 0."""
+        """exchanged: how many rows the exchanged halo has: `width` for each range, or 0."""
         cu = torch.tensor(offsets, dtype=torch.int64, device="cpu")
         starts, lengths, of_range = [], [], []
         for r, (lo, hi) in enumerate(ranges):
@@ -72,9 +72,9 @@ class Pieces(NamedTuple):
 
 
 class FinalRows(NamedTuple):
-    """What the final states consist of, int64 [.]: rows `own` of a rank's tokens go to the rows
-    `put` of the final states, and rows `left` of the initial states to the rows `kept`. total: rows
-    of the final states, N * W."""
+    """Where the rows of the final states come from, as int64 tensors. Rows `own` of the rank's
+    tokens become the rows `put` of the final states. Rows `left` of the initial states become the
+    rows `kept`. total: how many rows the final states have, N * W."""
 
     own: Tensor
     put: Tensor
@@ -105,8 +105,8 @@ _final_rows = lru_cache(maxsize=16)(FinalRows.build)
 
 
 class Tables(NamedTuple):
-    """place: the backend and the rows of the convolution. take: `Pieces.take`; None if no state is
-    read. final: None if no final states are wanted."""
+    """The tables of a convolution with states. place: the backend and the rows. take:
+    `Pieces.take`; None if no state is read. final: None if no final states are wanted."""
 
     place: Place
     take: Tensor | None
@@ -124,8 +124,9 @@ class Tables(NamedTuple):
         initial: bool,
         final: bool,
     ) -> Self:
-        """x [T, D]. offsets: of all sequences, global under a context. initial: whether the
-        sequences start from states."""
+        """The tables for x [T, D]. offsets: those of all sequences; under a context, of the whole
+        batch. initial: whether sequences start from states. final: whether final states are
+        wanted."""
         W, device, take, rows = weight.shape[1], x.device, None, None
         ranges: Ranges = ((0, len(x)),)
         exchanged = 0
@@ -156,7 +157,7 @@ def conv_with_states(
     """y [T, D], and the final states [N, D, W] if the tables have them, both in x's dtype.
 
     x [T, D]. state [N, D, W], x's dtype. Differentiable. Under a context, the final states and the
-    gradient of `state` are equal on all ranks, and the gradient of the final states is taken to be.
+    gradient of `state` are equal on all ranks, provided that the gradient of the final states is.
     """
     found: tuple[Tensor, Tensor | None] = _ConvWithStates.apply(
         x, weight, bias, state, silu, tables
@@ -233,8 +234,9 @@ def _as_rows(state: Tensor) -> Tensor:
 
 
 def _last_tokens(x: Tensor, rows: FinalRows, context: FLACPContext | None) -> Tensor:
-    """The rows of x in final states [N * W, D], zero before the first token of a sequence. They are
-    those of all ranks; under `remat.selective_checkpoint` those that the first run has received."""
+    """The final states as rows [N * W, D], as far as they consist of tokens of x, of all ranks.
+    Rows before the first token of a sequence are zero. In the second run of a
+    `remat.selective_checkpoint` they are taken from the first run."""
     call = ("causal_conv1d final_state", tuple(x.shape), x.dtype)
     shared = context is not None and context.group is not None
     kept = remat.kept(call) if shared else None
@@ -244,13 +246,13 @@ def _last_tokens(x: Tensor, rows: FinalRows, context: FLACPContext | None) -> Te
     final.index_copy_(0, rows.put, x.index_select(0, rows.own))
     if shared:  # every row is nonzero on one rank only, so the sum copies it to all ranks
         final = _sum_over_ranks(final, context).to(x.dtype)
-        if remat.active():  # a copy, because the rows of the initial states are written into it
+        if remat.active():  # a copy, because the caller writes rows of the initial states into it
             remat.keep(call, (final.clone(),))
     return final
 
 
 def _sum_over_ranks(x: Tensor, context: FLACPContext | None) -> Tensor:
-    """The sum over the context's ranks, in the dtype that x accumulates in."""
+    """The sum over the context's ranks, in the dtype in which x is accumulated."""
     if context is None or context.group is None:
         return x
     return collectives.all_reduce(x.to(accumulator(x.dtype)), context.group)
@@ -264,8 +266,9 @@ def _state_gradient(
     x: Tensor,
     context: FLACPContext | None,
 ) -> Tensor:
-    """The gradient of the initial states. dstates: this rank's part, from the tokens that read
-    them. dfinals: that of the final states, equal on all ranks."""
+    """The gradient of the initial states. dstates: this rank's part of it, from the tokens that
+    read them. dfinals: the gradient of the final states, equal on all ranks. rows: see
+    `FinalRows`."""
     (N, D, W), dtype = state
     if dstates is None:
         dstates = torch.zeros(N * W, D, dtype=accumulator(x.dtype), device=x.device)

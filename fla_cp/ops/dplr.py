@@ -1,12 +1,13 @@
-"""DPLR (diagonal plus low rank) and RWKV-7: the state is read along one key, and what was read is
-added along another.
+"""DPLR (diagonal plus low rank) and RWKV-7: a reads from the state, and what it reads is added
+along another key, b.
 
     S_t = (Diag(exp(gk_t)) + b_t a_t^T) S_{t-1} + k_t v_t^T          o_t = scale * S_t^T q_t
 
-a reads the state before the decay. This is Comba's rule, with a decay a channel, over two rows a
-token. The first row has key b, reads with p = -a and decays; its value is zero. The second has key
-k and value v, neither reads nor decays, and its output is that of the token. A chunk of 64 rows
-therefore holds 32 tokens, and scans, states and exchanges stay as they are.
+a reads the state before the decay. This is Comba's rule over two rows a token, with one decay per
+key channel. The first row has key b, reads with p = -a and decays the state; its value is zero. The
+second row has key k and value v, and neither reads nor decays; its output is that of the token. A
+chunk of 64 rows therefore holds 32 tokens. Scans, states and exchanges are the same as in other
+members.
 
 Source: RWKV-7, arXiv 2503.14456.
 """
@@ -22,7 +23,7 @@ from fla_cp.ops.options import ChunkOptions, CPChunkOptions, RecurrentOptions, T
 from fla_cp.ops.recurrent import recurrent
 
 ROWS = 2
-"""Rows a token."""
+"""How many rows a token has."""
 
 
 def chunk_dplr_delta_rule(
@@ -38,8 +39,8 @@ def chunk_dplr_delta_rule(
 
     q, k, a, b: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H. gk: [B, T, HV, K], the
     natural-log decay, <= 0, or with use_gate_in_kernel the raw projection. a reads the state before
-    the decay, b is the key along which it is added. For the delta rule, a = -k and b = beta k.
-    Everything else as in `chunk_kda`, without use_qk_l2norm_in_kernel, the options of beta and
+    the decay, and what it reads is added along key b. For a delta rule, a = -k and b = beta k.
+    Everything else is as in `chunk_kda`, without use_qk_l2norm_in_kernel, the options of beta and
     return_intermediate_states.
     """
     return chunk(DPLR, Tensors(q, k, v, gk, None, a, b), options, ROWS)
@@ -84,10 +85,10 @@ def chunk_rwkv7(
 ) -> tuple[Tensor, ...]:
     """`chunk_dplr_delta_rule` under RWKV-7's names, and with a scale of 1 unless it is given.
 
-    r: receptance, the query. w: the log decay gk. In the notation of the paper a is minus the
-    removal key and b is the removal key times the in-context learning rate. Its decay,
-    -exp(-1/2) sigmoid(w), is use_gate_in_kernel=True with lower_bound=-math.exp(-0.5); such a decay
-    also allows safe_gate=True.
+    r: receptance, the query. w: the log decay gk. In the notation of the paper, a is minus the
+    removal key, and b is the removal key times the in-context learning rate. The paper's decay,
+    -exp(-1/2) sigmoid(w), is use_gate_in_kernel=True with lower_bound=-math.exp(-0.5). It also
+    allows safe_gate=True.
     """
     options.setdefault("scale", 1.0)
     return chunk(RWKV7, Tensors(r, k, v, w, None, a, b), options, ROWS)

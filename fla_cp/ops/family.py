@@ -1,5 +1,5 @@
-"""What the operators of the family share. A few facts describe a member, and every call takes the
-same way: options -> checks -> plan -> run.
+"""The common code of the operators of the family. A few properties describe a member (`Member`),
+and every call goes the same way: options -> checks -> plan -> run.
 
 S_t = Diag(a_t) S_{t-1} + b_t k_t (v_t - r_t)^T          o_t = scale * S_t^T q_t
 
@@ -51,9 +51,11 @@ from fla_cp.rule import DeltaRule, accumulator
 
 
 class Member(NamedTuple):
-    """name: of its operators, chunk_<name> and fused_recurrent_<name>. per_head: one decay a head,
-    g [B, T, HV]. removal: "k", "p" or "none", see `DeltaRule`. without: keywords that its operators
-    do not have. names: which tensors they take, and what they call them.
+    """A member of the family.
+
+    name: its operators are chunk_<name> and fused_recurrent_<name>. per_head: whether there is one
+    decay a head, g [B, T, HV]. removal: "k", "p" or "none", see `DeltaRule`. without: keywords that
+    its operators do not have. names: which tensors they take, and how they call them.
     """
 
     name: str
@@ -84,7 +86,8 @@ _FLAGS = tuple(Options._fields)[FLAGS]
 
 
 def options_of(operator: str, without: tuple[str, ...], options: Mapping[str, Any]) -> Options:
-    """The options of a call. Raises TypeError for keywords that the operator does not have."""
+    """The options of a call, with defaults. Raises TypeError for keywords that the operator does
+    not have."""
     for name in options:
         if name in without or name not in Options._fields:
             raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}")
@@ -97,7 +100,8 @@ def chunk(
     """One call over whole sequences, in chunks; see `chunk_kda`. rows: how many rows of k, v and
     beta each token has, see gated_delta_product.py and dplr.py.
 
-    Arguments are checked unless a call with the same facts was checked before (known.py).
+    Checks and plans are made once for all calls with one key (known.py); later calls only look them
+    up. What depends on the values of tensors is checked in every call.
     """
     if are_wide(member.removal, x):
         return _wide(member, x, options)
@@ -105,14 +109,17 @@ def chunk(
         return _traced(member, x, options, rows)
     key = key_of(member, x, options, rows)
     known = None if key is None else known_calls.use(key)
+    # A known call with neither offsets nor a context: all these calls have one plan.
     if known is not None and known.plan is not None:
         return _known_call(known.kind, known.plan, x, options)
+    # A known call with offsets: there is a plan for each value of the offsets.
     if known is not None and known.packed is not None:
         plan = _packed_plan(known, known.packed.states, x, options)
         if plan is not None:
             return _known_call(known.kind, plan, x, options)
-        known = None
+        known = None  # the initial states do not fit, which the checks below report
     context = options.get("cp_context")
+    # Another known call, under a context or with several rows a token: its packing is new.
     if known is not None:
         o = Options(**options)
         packing = _packing(x, o, rows, known.backend) if context is None else context.packing
@@ -163,7 +170,7 @@ def chunk(
 def _known_call(
     kind: Kind, plan: Plan, x: Tensors, options: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """A call like one before, over whole sequences."""
+    """`chunk` of a call for which a plan was found, without any checks."""
     option = options.get
     inputs = x.q, x.k, x.v, x.g, x.beta, option("A_log"), option("dt_bias"), x.p
     initial = accumulated(option("initial_state"), x.q)
@@ -174,7 +181,8 @@ def _known_call(
 
 
 def _wide(member: Member, x: Tensors, options: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """`chunk` of heads that are split; rows is 1, since the members with several rows remove."""
+    """`chunk` of wide heads, which are split. A token has one row, because the members with several
+    rows are not split."""
     o, rule = _checked_options(member, x, options)
     sequences = len(x.q)
     if o.cp_context is not None:
@@ -204,7 +212,7 @@ def _checked_call(
 def _checked_options(
     member: Member, x: Tensors, options: Mapping[str, Any]
 ) -> tuple[Options, DeltaRule]:
-    """The options and the rule of a call, after all checks but those of `check_inputs`."""
+    """The options and the rule of a call, after all checks except those of `check_inputs`."""
     o = options_of(f"chunk_{member.name}", (*member.without, *RECURRENT_ONLY), options)
     rule = checked_rule(member, x, o)
     check_choice("precision", o.precision, ("default", "high"))
@@ -254,7 +262,8 @@ def _traced(
 
 
 def checked_rule(member: Member, x: Tensors, o: Options) -> DeltaRule:
-    """The rule of a call, after checks of each argument's type and of the tensors' ndims."""
+    """The rule of a call, after checks of each argument's type and of the tensors' numbers of
+    dimensions."""
     values: tuple[Any, ...] = o
     given = [(name, t) for name, t in zip(member.names, x, strict=True) if name is not None]
     names = (*(name for name, _ in given), *OF_OPTIONS)
@@ -282,7 +291,7 @@ def checked_rule(member: Member, x: Tensors, o: Options) -> DeltaRule:
 
 
 def gate_of(in_kernel: bool, lower_bound: float | None) -> str:
-    """The gate of a `DeltaRule`."""
+    """The field `gate` of a `DeltaRule`."""
     if not in_kernel:
         return "given"
     return "softplus" if lower_bound is None else "sigmoid"
@@ -291,7 +300,8 @@ def gate_of(in_kernel: bool, lower_bound: float | None) -> str:
 def log_decay(
     backend: Backend, rule: DeltaRule, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
 ) -> Tensor:
-    """Log decay of raw projections g [.., HV, K], [.., HV] with one decay a head; fp32 (fp64)."""
+    """The log decay of raw projections g [.., HV, K], or [.., HV] with one decay a head, in fp32
+    (fp64)."""
     rates = one_dim(A_log), one_dim(dt_bias)
     if rule.per_head:
         return backend.gate(rule, g[..., None], *rates)[..., 0]
@@ -305,11 +315,11 @@ def spread(
     rates: tuple[Tensor | None, Tensor | None],
     rows: int,
 ) -> Tensors:
-    """x with `rows` rows of every tensor for each token: g is in the first row, q in the last, and
-    their other rows are zero. k, v and beta have so many rows already, unless there is b: then the
-    first row adds what a reads along b, and the second adds v along k. rates: A_log and dt_bias of
-    a raw g. The gate is then applied here, because no raw projection stands for a row without
-    decay."""
+    """x with `rows` rows of every tensor for each token. The first row has the token's g and the
+    last its q; the other rows of g and q are zero. k, v and beta already have that many rows,
+    except with b: then the first row adds along b what a reads, and the second adds v along k.
+    rates: A_log and dt_bias. A raw g is turned into the log decay here, because no raw projection
+    could stand for a row without decay."""
     q, g = x.q, x.g
     if rule.gate != "given":
         g = log_decay(backend, rule, g, *rates)
@@ -333,7 +343,7 @@ def accumulated(state: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def one_dim(x: Tensor | None) -> Tensor | None:
-    """A_log or dt_bias in one dim, in which the stages read them."""
+    """A_log or dt_bias with one dim, as the stages read them."""
     return x if x is None or x.ndim == 1 else x.flatten()
 
 
@@ -342,13 +352,14 @@ def _shape(x: Tensors) -> Shape:
 
 
 def _states(o: Options) -> bool:
-    """Whether states are given or wanted. A frame has none."""
+    """Whether states are given or wanted. A packing with a frame supports neither."""
     return o.initial_state is not None or o.output_final_state or o.return_intermediate_states
 
 
 def _shared_packing(context: FLACPContext, x: Inputs, o: Options, backend: Backend) -> Packing:
-    """The packing of a call under a context: the one filled up to sizes that others have, if no
-    rank's segments are cut. All ranks decide alike, since they know the lengths of all."""
+    """The packing of a call under a context: if possible the one with a frame, whose programs
+    similar packings share. It is possible if the call has no states and no rank's segments are cut.
+    All ranks decide alike, because they know the lengths of all."""
     packing = context.packing
     if _states(o) or backend.replay_stream(x.q.device) is None:
         return packing
@@ -384,8 +395,8 @@ def _plain_packing_of(offsets: tuple[int, ...], backend: Backend) -> Packing:
 
 
 def _packing_of(offsets: tuple[int, ...], shape: Shape, backend: Backend, shares: bool) -> Packing:
-    """The packing of these offsets. shares: it may be filled up to a frame, whose programs other
-    packings replay, too. A single sequence, and sequences that the backend cuts, have no frame."""
+    """The packing of these offsets. shares: whether it may have a frame, so that similar packings
+    share its programs. A single sequence, and sequences that the backend cuts, get no frame."""
     if not shares or len(offsets) == 2:
         return _plain_packing_of(offsets, backend)
     HV, _, V, device = shape
@@ -398,12 +409,12 @@ def _packing_of(offsets: tuple[int, ...], shape: Shape, backend: Backend, shares
 
 
 PACKED_PLANS = 64
-"""The most plans of packed calls that are kept for the next call with the same offsets."""
+"""How many plans of packed calls are kept for the next call with the same offsets."""
 
 
 @lru_cache(maxsize=PACKED_PLANS)
 def _plan_of(known: Known, offsets: tuple[int, ...], shares: bool) -> Plan:
-    """The plan of a packed call like one before. shares: see `_packing_of`."""
+    """The plan of a packed call whose key is known. shares: see `_packing_of`."""
     assert known.packed is not None
     shape = known.packed.shape
     packing = _packing_of(offsets, shape, known.backend, shares)
@@ -411,8 +422,8 @@ def _plan_of(known: Known, offsets: tuple[int, ...], shares: bool) -> Plan:
 
 
 def _packed_plan(known: Known, states: bool, x: Tensors, options: Mapping[str, Any]) -> Plan | None:
-    """The plan of a packed call like one before, after checks of its offsets. None if there is not
-    one initial state for each sequence. states: whether states are given or wanted."""
+    """The plan of a packed call whose key is known, after checks of its offsets. None if there are
+    initial states, but not one for each sequence. states: whether states are given or wanted."""
     state, cu_seqlens = options.get("initial_state"), options["cu_seqlens"]
     offsets = read_offsets(cu_seqlens, options.get("cu_seqlens_cpu"), x.q.shape[1])
     if state is not None and len(state) != len(offsets) - 1:

@@ -1,8 +1,9 @@
-"""Gated delta product: n steps of the delta rule a token, after one decay.
+"""Gated delta product: n steps of the delta rule for each token, after one decay.
 
     S = a_t S_{t-1};   n times: S += b_j k_j (v_j - S^T k_j)^T;   o_t = scale * S^T q_t
 
-It is the gated delta rule over n rows a token, of which the first decays and the last is read.
+It is the gated delta rule over n rows a token. The first row decays the state, and after the last
+the state is read.
 
 Source: DeltaProduct, arXiv 2502.10297.
 """
@@ -28,11 +29,12 @@ def chunk_gated_delta_product(
     num_householder: int,
     **options: Unpack[ChunkOptions],
 ) -> tuple[Tensor, ...]:
-    """Over whole sequences, in chunks, differentiable in every floating input.
+    """The gated delta product over whole sequences, in chunks, differentiable in every floating
+    input.
 
-    q [B, T, H, K], g [B, T, HV] and o have a row a token; k, v, beta have num_householder rows,
-    in order: [B, T*n, ..]. cu_seqlens and cp_context count tokens. Everything else as in
-    `chunk_gated_delta_rule`, without return_intermediate_states.
+    q [B, T, H, K], g [B, T, HV] and o have one row a token. k, v and beta have n = num_householder
+    rows a token, in order: [B, T*n, ..]. cu_seqlens and cp_context count tokens. Everything else is
+    as in `chunk_gated_delta_rule`, without return_intermediate_states.
     """
     n = check_count("num_householder", num_householder)
     return chunk(GATED_DELTA_PRODUCT, Tensors(q, k, v, g, beta), options, n)
@@ -64,6 +66,6 @@ def fused_recurrent_gated_delta_product(
     **options: Unpack[RecurrentOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_product` token by token; see `fused_recurrent_kda`. ssm_state_indices and
-    num_accepted_tokens count tokens: a draft token has one state, that after its last row."""
+    num_accepted_tokens count tokens: a draft token has one state, the one after its last row."""
     n = check_count("num_householder", num_householder)
     return recurrent(GATED_DELTA_PRODUCT, Tensors(q, k, v, g, beta), options, n)

@@ -24,9 +24,9 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, ...]:
     """The gated delta rule over whole sequences, in chunks, differentiable in every floating input.
 
-    g: [B, T, HV], natural-log decay <= 0; with use_gate_in_kernel the raw projection, and
-        g = -exp(A_log) softplus(g + dt_bias), A_log and dt_bias [HV], fp32.
-    Everything else as in `chunk_kda`, without safe_gate and lower_bound.
+    g: [B, T, HV], the natural-log decay, <= 0. With use_gate_in_kernel it is the raw projection,
+        and the decay is -exp(A_log) softplus(g + dt_bias), with A_log and dt_bias [HV], fp32.
+    Everything else is as in `chunk_kda`, without safe_gate and lower_bound.
     """
     return chunk(GATED_DELTA_RULE, Tensors(q, k, v, g, beta), options)
 
@@ -55,8 +55,8 @@ def fused_recurrent_gated_delta_rule(
 def gdn_gate(
     g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, *, impl: str = "auto"
 ) -> Tensor:
-    """The gate alone: raw projection g [.., HV] -> log decay -exp(A_log) softplus(g + dt_bias),
-    natural log, fp32 (fp64). A_log [HV] and dt_bias [HV], fp32. Differentiable."""
+    """The gate alone: the log decay -exp(A_log) softplus(g + dt_bias) of a raw projection
+    g [.., HV], natural log, fp32 (fp64). A_log [HV] and dt_bias [HV], fp32. Differentiable."""
     check_tensors(("g", "A_log", "dt_bias"), (g, A_log, dt_bias), 2)
     check_head_gate(g, A_log, dt_bias)
     rule = DeltaRule(scale=1.0, gate="softplus", per_head=True)

@@ -1,4 +1,5 @@
-"""The gated norm of a layer's output, as a differentiable function of a backend's two stages."""
+"""The gated norm of a layer's output, as a differentiable function of a backend's stages for the
+forward and the backward."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +21,8 @@ def gated_norm(
 
 
 def norm_announced(backend: Backend, *given: Any, with_backward: bool) -> announced:
-    """Announces the stage, and its backward, to backends that compile."""
+    """Announces the norm and its backward to a backend that compiles kernels, so that it can
+    compile both at once (kernels/rehearsal.py)."""
     announce = backend.compiles and with_backward
     return announced(partial(_rehearse, backend, *given) if announce else None)
 

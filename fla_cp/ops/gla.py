@@ -1,4 +1,4 @@
-"""Gated linear attention: nothing is removed from the state. GLA has a decay per key channel,
+"""Gated linear attention: nothing is removed from the state. GLA has one decay per key channel,
 simple GLA one per head.
 
     S_t = Diag(a_t) S_{t-1} + k_t v_t^T          a_t = exp(g_t)
@@ -22,9 +22,9 @@ def chunk_gla(
 ) -> tuple[Tensor, ...]:
     """GLA over whole sequences, in chunks, differentiable in every floating input.
 
-    g: [B, T, HV, K]. K and V are at most 512. Everything else as in `chunk_kda`, without beta and
-    its keywords. Heads of more than 256 channels run as several (wide_heads.py); states in a pool
-    (`fused_recurrent_kda`) are refused for them.
+    g: [B, T, HV, K]. K and V are at most 512. Everything else is as in `chunk_kda`, without beta
+    and its keywords. Heads of more than 256 channels are computed as several heads (wide_heads.py);
+    for them, states in a pool (`fused_recurrent_kda`) are refused.
     """
     return chunk(GLA, Tensors(q, k, v, g), options)
 

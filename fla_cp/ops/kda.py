@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the delta rule with a decay per key channel.
+"""Kimi Delta Attention: the delta rule with one decay per key channel.
 
     S_t = Diag(exp(g_t)) S_{t-1} + beta_t k_t (v_t - k_t^T Diag(exp(g_t)) S_{t-1})
     o_t = scale * S_t^T q_t
@@ -33,23 +33,25 @@ def chunk_kda(
     use_gate_in_kernel=False: with True g is the raw projection, and the decay is
         -exp(A_log) softplus(g + dt_bias), or with a lower_bound
         lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-    A_log=None: [HV]. dt_bias=None: [HV*K] or [HV, K]. Both fp32; they may have more dims of size 1,
-        as in [1, 1, HV, 1]. Gradients have the shape that was given.
+    A_log=None: [HV]. dt_bias=None: [HV*K] or [HV, K]. Both are fp32, and may have more dims of size
+        1, as in [1, 1, HV, 1]. Gradients have the shape that was given.
     lower_bound=None: the smallest log decay of a step, below 0.
-    safe_gate=False: with True the caller promises g >= lower_bound, in [-5, 0), for each step. If g
-        is given, lower_bound may be left out and is -5.
+    safe_gate=False: with True the caller promises that the decay of each step is at least
+        lower_bound, which must be in [-5, 0). Without use_gate_in_kernel, lower_bound may be left
+        out and is then -5.
     use_beta_sigmoid_in_kernel=False: with True beta is given before its sigmoid.
         allow_neg_eigval=False: with True the sigmoid is multiplied by two.
     use_qk_l2norm_in_kernel=False: with True q and k are divided by sqrt(sum of squares + 1e-6).
     scale=None: factor on o, K**-0.5 by default. A tensor without dims is read on the host, which
         waits for its device. One that requires a gradient is refused.
-    initial_state=None: [N, HV, K, V], fp32 (fp64 for fp64) or narrower. N is B, or the number of
-        sequences of cu_seqlens, or of the context's global batch.
-    output_final_state=False, return_intermediate_states=False: see below.
+    initial_state=None: [N, HV, K, V], fp32 (fp64 for fp64) or a narrower dtype. N is B, or the
+        number of sequences of cu_seqlens, or of the context's global batch.
+    output_final_state=False, return_intermediate_states=False: see what is returned.
     transpose_state_layout=None, or its synonym state_v_first=None: with True states are
         [N, HV, V, K]. Both at once are refused.
     disable_recompute=False: with True the backward is faster but needs more memory.
-    use_exp2=True: decays are formed with exp2, otherwise with exp; they are equal within rounding.
+    use_exp2=True: decays are formed with exp2, otherwise with exp. Results are equal within
+        rounding.
     cu_seqlens=None: int32 or int64 [N+1], the offsets of packed sequences; B = 1.
         cu_seqlens_cpu=None: the same on the host, which saves a synchronisation.
     cp_context=None: with a context the tensors are this rank's tokens [1, T_local, ..]; see
@@ -87,30 +89,32 @@ def cp_chunk_kda(
 def fused_recurrent_kda(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Unpack[RecurrentOptions]
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_kda` one token after another; for inputs of up to 64 tokens.
+    """`chunk_kda` computed one token after another, for decoding and for inputs of up to 64 tokens.
 
     Arguments and keywords are those of `chunk_kda`, without safe_gate, disable_recompute,
     return_intermediate_states, cp_context and precision, and with:
     inplace_final_state=False: with True the final states are written to the memory of
         initial_state, and that tensor is returned. It must be fp32 (fp64 for fp64) and dense in its
         last two dims, and its matrices must not overlap.
-    ssm_state_indices=None: int32 or int64 [N], for serving: sequence n has state
-        ssm_state_indices[n] of a pool, initial_state [P, HV, K, V], which is returned. It needs
-        inplace_final_state=True, and no two sequences may have the same state. A negative index is
-        none: the sequence starts from zeros and its final state is dropped. [N, S] is for draft
-        tokens: the state after token t is written to ssm_state_indices[n, t], so that any of them
-        can be gone on from, and S must not be less than the tokens of a sequence.
+    ssm_state_indices=None: int32 or int64 [N], for serving. initial_state [P, HV, K, V] is then a
+        pool of states, in which sequence n has the state ssm_state_indices[n]; the pool is
+        returned. It needs inplace_final_state=True, and no two sequences may have the same state. A
+        negative index means no state: the sequence starts from zeros, and its final state is
+        dropped. [N, S] is for draft tokens: the state after token t is written to
+        ssm_state_indices[n, t], so that decoding can go on after any of them. S must be at least
+        the number of a sequence's tokens.
     num_accepted_tokens=None: int32 or int64 [N], from 1 to S: a sequence starts from the state in
         this column of ssm_state_indices [N, S], counted from 1. Without it, from column 1.
-    With impl="triton" neither tensor's values are checked: an index beyond the pool counts as none,
-    and num_accepted_tokens is cut to its range. impl="torch" reads and checks them.
+    With impl="triton" the values of these two tensors are not checked: an index beyond the pool
+    counts as none, and num_accepted_tokens is clamped to its range. impl="torch" reads and checks
+    them.
     If cu_seqlens is on the device, impl="triton" does not read it on the host and waits for
     nothing. Without cu_seqlens_cpu its values are then not checked, and tokens that belong to no
     sequence have undefined outputs. impl="torch" reads and checks them.
     Differentiable: the forward is the recurrence, and the backward runs the same call in chunks.
-    A compiled graph runs both in chunks.
-    A sequence without tokens passes its state on. With impl="triton" a call may be captured in a
-    CUDA graph, once the same call has compiled its kernel.
+    A compiled graph that needs gradients runs both in chunks.
+    The final state of a sequence without tokens is its initial state. With impl="triton" a call may
+    be captured in a CUDA graph, once the same call has compiled its kernel.
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None).
     Raises ValueError as listed in arguments.py and ops/checks.py, and if an input requires a
@@ -127,7 +131,7 @@ def kda_gate(
     lower_bound: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """The gate alone: raw projection g [.., HV, K] -> log decay, natural log, fp32 (fp64).
+    """The gate alone: the log decay of a raw projection g [.., HV, K], natural log, fp32 (fp64).
 
     It is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
     lower_bound * sigmoid(exp(A_log) (g + dt_bias)). g: bf16, fp16, fp32 or fp64. A_log, dt_bias and

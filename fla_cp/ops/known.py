@@ -1,4 +1,5 @@
-"""What is decided once for all eager calls that are alike."""
+"""What is decided once for all eager calls with one key: checks, the rule, the backend, and where
+possible the plan."""
 
 import itertools
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ Shape = tuple[int, int, int, torch.device]
 
 
 class Packed(NamedTuple):
-    """states: whether states are given or wanted."""
+    """What decides how calls with offsets of sequences are planned, besides the offsets. states:
+    whether states are given or wanted."""
 
     states: bool
     shape: Shape
@@ -30,9 +32,9 @@ class Packed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """What is decided for calls with one `key_of`. number: no other has it; caches use it. plan:
-    that of all these calls, if they have neither offsets of sequences nor a context, else None.
-    packed: if they have offsets, but no context, what decides how these calls are planned."""
+    """What is decided for all calls with one `key_of`. number: a unique number, for the keys of
+    caches. plan: the plan of all these calls, if they have neither offsets of sequences nor a
+    context; otherwise None. packed: given if they have offsets, but no context."""
 
     number: int
     rule: DeltaRule
@@ -52,7 +54,7 @@ _numbers = itertools.count()
 def remember(
     key: tuple | None, rule: DeltaRule, backend: Backend, *, want_final: bool, want_h: bool
 ) -> Known:
-    """What is now known of calls with this key; None stands for a call that is not remembered."""
+    """A new `Known` for calls with this key. It is not remembered if the key is None."""
     kind = Kind(want_final, want_h, Replayed(), Replayed())
     known = Known(next(_numbers), rule, backend, kind)
     if key is not None:
@@ -61,12 +63,12 @@ def remember(
 
 
 OFFSETS = ("cu_seqlens", "cu_seqlens_cpu")
-"""Options that may have another length in each call."""
+"""Options whose length may differ from call to call."""
 
 
 def _offsets(x: torch.Tensor) -> tuple:
-    """All that decides whether offsets of sequences are of the right kind. Whether there are fewer
-    than two is part of it, but not how many there are."""
+    """Everything that decides whether offsets of sequences are of the right kind. Their number is
+    not part of it, except whether there are fewer than two."""
     return x.ndim, x.dtype, x.device, x.is_contiguous(), x.numel() < 2
 
 
@@ -77,11 +79,12 @@ _CONSTANTS = {bool, int, float, str, type(None)}
 def key_of(
     member: tuple, x: Tensors, options: Mapping[str, Any], rows: int
 ) -> tuple[object, ...] | None:
-    """What decides how an eager call runs, and whether its arguments are right. None if one of them
-    has an unusual type; such calls are checked each time.
+    """Everything that decides how an eager call runs and whether its arguments are right, except
+    the values of tensors. None if an argument has an unusual type; such a call is checked each
+    time.
 
-    Values of tensors are not part of it. `chunk` checks at every call what depends on them: offsets
-    of sequences, and how many initial states there must be.
+    `chunk` checks in every call what depends on values: the offsets of sequences, and how many
+    initial states there must be.
     """
     parts: list[Any] = [member, rows, *options]
     try:
@@ -105,4 +108,4 @@ def key_of(
         backend = resolve(options.get("impl", "auto"), x.q.device, x.q.dtype)
     except (ValueError, RuntimeError):  # a wrong impl; a tensor without an address (torch.func)
         return None  # the checks and autograd say what is wrong
-    return (id(backend), *parts)  # the id stays taken: `Known` holds the backend
+    return (id(backend), *parts)  # no other object gets this id: `Known` holds the backend

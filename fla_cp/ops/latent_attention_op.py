@@ -1,9 +1,9 @@
 """Latent attention under torch.compile: one op a direction, with the exchange and the expansion
-inside, and one that starts the forward's exchange before (`fla_cp.ops.sent_ahead`).
+inside, and one op that starts the forward's exchange earlier (`fla_cp.ops.sent_ahead`).
 
-The latents that come to a rank have a length of their own in every packing, so that no graph could
-save them or what is expanded from them. The forward's op therefore takes the matrix that expands
-them, and the backward's lets the latents come and expands them again.
+Each packing brings another number of latents to a rank, so a graph can save neither them nor what
+is expanded from them. The ops therefore take the matrix that expands them, and the backward
+exchanges and expands the latents again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ _ARGUMENTS = (
 
 
 class _Call:
-    """What both directions share. q [T, H, K], latent [T, R], shared [T, p], weight [H * n, R].
-    ring: None if latents are gathered. first: their exchange, if it was started before."""
+    """A call, from the arguments that both directions share. q [T, H, K], latent [T, R], shared
+    [T, p], weight [H * n, R]. ring: None if latents are gathered. first: the first exchange, if it
+    was started before."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class _Call:
         return kernels.attend(self.q, *self.wire.split(rows), self.rows.lengths, self.scale)
 
     def gradients(self, do: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
-        """Of q, latent, shared and weight."""
+        """The gradients of q, latent, shared and weight."""
         if self.ring is not None:
             dq, total = ring_bwd(do, self.q, self.wire, o, lse, self.ring)
         else:
@@ -105,8 +106,8 @@ send_latents_op: Any = torch.library.custom_op(
         "-> Tensor"
     ),
 )
-"""latent [T, R] and shared [T, p] of this rank -> the ticket of their exchange, for `latent_op`.
-heads: H, K and V of the attention."""
+"""Starts to exchange latent [T, R] and shared [T, p] of this rank. Returns the ticket for
+`latent_op`. heads: H, K and V of the attention."""
 
 latent_op: Any = torch.library.custom_op(
     "fla_cp::latent_attention",
@@ -114,7 +115,7 @@ latent_op: Any = torch.library.custom_op(
     mutates_args=(),
     schema=f"({_ARGUMENTS}, Tensor? ticket) -> (Tensor, Tensor)",
 )
-"""This rank's o [T, H, V] and lse [H, T]. ticket: from `send_latents_op`."""
+"""This rank's o [T, H, V] and lse [H, T]. ticket: from `send_latents_op`, or None."""
 
 _backward_op: Any = torch.library.custom_op(
     "fla_cp::latent_attention_backward",
@@ -161,7 +162,7 @@ latent_op.register_autograd(_gradients, setup_context=_setup)
 
 @torch.library.custom_op("fla_cp::token_positions", mutates_args=())
 def positions_op(like: Tensor, context: Tensor, sizes: Tensor, rows: int) -> Tensor:
-    """[T] int64: how many tokens of its sequence come before each of like's tokens [T, ..]."""
+    """How many tokens of its sequence come before each token of `like` [T, ..], as [T] int64."""
     tables, _ = placed(len(like), context, rows)
     return tables.rows.lengths.positions(like.device).clone()
 

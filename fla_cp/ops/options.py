@@ -8,8 +8,9 @@ from fla_cp.context import FLACPContext
 
 
 class Tensors(NamedTuple):
-    """The inputs of a call, [B, T, ..]; `chunk_kda` gives their shapes, `chunk_comba` that of p.
-    With b, what p reads is added along b, and not removed along k; see `chunk_dplr_delta_rule`."""
+    """The inputs of a call, [B, T, ..]. `chunk_kda` gives their shapes, `chunk_comba` that of p. If
+    there is b, what p reads is added along b, and not removed along k; see
+    `chunk_dplr_delta_rule`."""
 
     q: Tensor
     k: Tensor
@@ -21,7 +22,8 @@ class Tensors(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What the operators of a member call each of `Tensors`, or None if they do not take it."""
+    """The argument name that the operators of a member have for each of `Tensors`. None if they do
+    not take it."""
 
     q: str = "q"
     k: str = "k"
@@ -55,7 +57,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 class CPChunkOptions(SharedOptions, total=False):
-    """The keywords of an operator over whole sequences, under a context."""
+    """The keywords of an operator over whole sequences whose context is another argument."""
 
     safe_gate: bool
     disable_recompute: bool
@@ -70,7 +72,7 @@ class ChunkOptions(CPChunkOptions, total=False):
 
 
 class RecurrentOptions(SharedOptions, total=False):
-    """The keywords of an operator token by token."""
+    """The keywords of an operator that runs token by token."""
 
     inplace_final_state: bool
     ssm_state_indices: Tensor | None
@@ -107,9 +109,10 @@ class Options(NamedTuple):
 
 
 TENSORS, FLAGS = slice(0, 5), slice(5, 15)
-"""Where the tensors stand in `Options`, and the options that are True or False."""
+"""Which fields of `Options` are tensors, and which are True or False."""
 
 _SHARED = SharedOptions.__annotations__.keys()
 CHUNK_ONLY = tuple(ChunkOptions.__annotations__.keys() - _SHARED)
 RECURRENT_ONLY = tuple(RecurrentOptions.__annotations__.keys() - _SHARED)
-"""The keywords that only one of the two forms of an operator has."""
+"""The keywords that only one of the two forms of an operator has, `chunk_*` or
+`fused_recurrent_*`."""

@@ -1,4 +1,4 @@
-"""The operators token by token, `fused_recurrent_*`: for decoding and for short sequences."""
+"""The operators computed token by token, `fused_recurrent_*`, for decoding and short sequences."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -68,6 +68,8 @@ def recurrent(
 def _run(
     rule: DeltaRule, x: Tensors, o: Options, rows: int, N: int
 ) -> tuple[Tensor, Tensor | None]:
+    """The recurrence of a call whose arguments were checked: o and the final states. N: how many
+    sequences there are."""
     q, (B, T, _, K), (HV, V) = x.q, x.q.shape, x.v.shape[2:]
     backend = resolve(o.impl, q.device, q.dtype)
     rates, cu, cu_cpu = (o.A_log, o.dt_bias), o.cu_seqlens, o.cu_seqlens_cpu
@@ -94,16 +96,16 @@ def _run(
 def _in_chunks(
     member: Member, x: Tensors, options: Mapping[str, Any], rows: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The same call in chunks. Nearly parallel keys cost the recurrence no digits, so they must not
-    cost its gradients any."""
+    """The same call in chunks. It has precision "high", because nearly parallel keys cost the
+    recurrence no accuracy, and must not cost its gradients any."""
     shared = {n: v for n, v in options.items() if n not in RECURRENT_ONLY}
     out, final = chunk(member, x, {**shared, "precision": "high"}, rows)
     return out, final
 
 
 class _Recurrent(torch.autograd.Function):
-    """The recurrence forward. Its gradients are those of the same call in chunks, which the
-    backward runs: both compute one function, and chunks need no state of each token."""
+    """The recurrence as the forward. The backward runs the same call in chunks and takes its
+    gradients: both compute the same function, and chunks need not keep a state for each token."""
 
     @staticmethod
     def forward(

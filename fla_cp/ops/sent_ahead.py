@@ -1,8 +1,8 @@
-"""Keys, values or latents of a compiled graph, on their way before the attention reads them.
+"""Exchanges that a compiled graph starts before the attention reads what they bring.
 
-What arrives has another length in each packing, so a graph cannot hold the exchange itself. An op
-therefore starts the exchange and returns a ticket, and the op of the attention takes by this ticket
-what is under way. The work that the graph has between the two runs meanwhile.
+Each packing brings another number of rows, so a graph cannot hold the exchange itself. Instead, an
+op starts the exchange and returns a ticket. The op of the attention takes the exchange under way
+with this ticket. Work that the graph has between the two ops overlaps with the exchange.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from fla_cp.comm.keys_values import KeysValues
 from fla_cp.comm.overlap import Arriving
 
 MOST = 4
-"""Exchanges that nothing has taken. Above it, the oldest are forgotten, with their memory: their
-graphs failed. Layers follow each other, so a graph itself has one or two under way."""
+"""How many exchanges may wait to be taken. If there are more, the oldest are waited for and
+dropped, because their graphs must have failed: layers follow each other, so a graph has only one or
+two exchanges under way."""
 
 
 class Sent(NamedTuple):
-    """How the rows of a call come, and those that are under way; None if this rank needs none."""
+    """The scheme of a call, and its first exchange, which is under way; None if no rank needs
+    any."""
 
     scheme: KeysValues
     first: Arriving | None
@@ -34,7 +36,7 @@ _sent: OrderedDict[int, Sent] = OrderedDict()
 
 
 def ticket_for(sent: Sent) -> Tensor:
-    """[1] int64 on the host, with which `taken` finds it once."""
+    """A ticket, [1] int64 on the host, with which `taken` finds `sent` once."""
     number = next(_numbers)
     _sent[number] = sent
     while len(_sent) > MOST:
@@ -45,10 +47,10 @@ def ticket_for(sent: Sent) -> Tensor:
 
 
 def fake_ticket(like: Tensor) -> Tensor:
-    """The same for a tracer."""
+    """What `ticket_for` returns, for a tracer."""
     return like.new_empty(1, dtype=torch.int64, device="cpu")
 
 
 def taken(ticket: Tensor | None) -> Sent | None:
-    """What was sent; None without a ticket, or if it was taken before."""
+    """What was sent under this ticket. None without a ticket, or if it was taken before."""
     return None if ticket is None else _sent.pop(int(ticket), None)

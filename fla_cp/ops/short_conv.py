@@ -27,7 +27,7 @@ from fla_cp.ops.conv_states import Tables, conv_with_states
 from fla_cp.partition.checks import check_offsets
 
 Heads = tuple[tuple[int, int], ...]
-"""Parts of the channels: for each the number of heads, and the channels of a head."""
+"""Parts of the channels. Each is given by its number of heads and the channels of a head."""
 
 
 @overload
@@ -84,20 +84,23 @@ def causal_conv1d(
         [1, T_local, D].
     weight: [D, W] and bias: [D], x's dtype. activation: None or "silu" ("swish").
     cu_seqlens: [N+1] offsets of packed sequences (B = 1); nothing crosses from one to the next.
-    cp_context: built with conv1d_kernel_size=W; the W-1 tokens before the rank's ranges come
-        from as many earlier ranks as it takes, and their gradients go back.
+    cp_context: built with conv1d_kernel_size=W. The W-1 tokens before each of the rank's ranges
+        come from as many earlier ranks as necessary, and their gradients go back.
     residual: r, added after the activation; shape and dtype of x.
     initial_state: [N, D, W], the last W tokens before each sequence, the newest in the last column;
-        bf16, fp16 or fp32 (fp64 with x of fp64), read in x's dtype. N = B, or the number of
-        sequences; under a context those of the whole batch, with equal values on all ranks.
-    output_final_state: if given, y is returned together with the final states, or with None.
+        bf16, fp16 or fp32 (fp64 with x of fp64), read in x's dtype. N is B, or the number of
+        sequences of cu_seqlens. Under a context there is a state for each sequence of the whole
+        batch, with equal values on all ranks.
+    output_final_state: if given, y is returned together with the final states (True), or with None
+        (False).
     cu_seqlens_cpu: the values of cu_seqlens on the host; spares a device synchronisation.
     impl: "auto" (by device), "torch" or "triton".
-    Returns y like x, and with output_final_state True or False, as in FLA, (y, final_state).
-    final_state [N, D, W] has x's dtype and holds the last W tokens of each sequence: of one shorter
-    than W, also the end of its initial state, or zeros without one. Under a context it is equal on
-    all ranks. So is the gradient of initial_state, provided that the gradient of final_state is.
-    Sums in fp32 (fp64 for fp64); y is rounded to x's dtype before residual is added.
+    Returns y like x, or with output_final_state, as in FLA, (y, final_state).
+    final_state [N, D, W] has x's dtype and holds the last W tokens of each sequence. If a sequence
+    is shorter than W, the end of its initial state comes before them, or zeros without one. Under a
+    context it is equal on all ranks. So is the gradient of initial_state, provided that the
+    gradient of final_state is.
+    Sums are formed in fp32 (fp64 for fp64). y is rounded to x's dtype before residual is added.
     Differentiable in x, weight, bias, residual and initial_state.
     Raises ValueError as in arguments.py and ops/checks.py, and for states under a context with
     max_sequences, or under both a context and torch.compile.
@@ -131,7 +134,7 @@ def _check_whole(
     output_final_state: bool | None,
     cu_seqlens_cpu: Tensor | None,
 ) -> int:
-    """The number of sequences of a call with residual or states, after all checks."""
+    """The number of sequences of a call with a residual or states, after all checks."""
     names = ("x", "weight", "bias", "cu_seqlens", "residual", "initial_state", "cu_seqlens_cpu")
     values = x, weight, bias, cu_seqlens, residual, initial_state, cu_seqlens_cpu
     check_tensors(names, values, 2)
@@ -171,7 +174,7 @@ def _with_states(
     impl: str,
     sequences: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """y [B, T, D] and the final states, of arguments that were checked."""
+    """y [B, T, D] and the final states or None. The caller has checked the arguments."""
     B, T, D = x.shape
     state = None if initial_state is None else initial_state.to(x.dtype)
     if torch.compiler.is_compiling():
@@ -209,8 +212,8 @@ def causal_conv1d_update(
     x: [N, D], [N, 1, D] or [1, N, D], bf16, fp16, fp32 or fp64.
     cache: [N, D, W], a final state of `causal_conv1d`; bf16, fp16 or fp32 (fp64 with x of fp64). It
         is updated in place: its columns move by one to the left, and the token becomes the last.
-    residual: shape and dtype of x. weight: [D, W] and bias: [D], x's dtype. The others as for
-    `causal_conv1d`; the order is FLA's.
+    residual: shape and dtype of x. weight: [D, W] and bias: [D], x's dtype. Other arguments are
+    those of `causal_conv1d`. The order of the arguments is FLA's.
     Returns (y, cache): y like x, and the same cache.
     Raises ValueError as in arguments.py and ops/checks.py, and for an argument that requires a
     gradient while gradients are recorded.
@@ -254,7 +257,7 @@ def conv1d_heads(
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """The result of `causal_conv1d` in parts, [B, T, H, K] for each (H, K) of heads.
+    """The result of `causal_conv1d`, divided into parts [B, T, H, K], one for each (H, K) of heads.
 
     The parts are views of one tensor and must not be changed in place.
     """
@@ -272,9 +275,11 @@ def conv1d_parts(
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """`conv1d_heads` of the channels of xs side by side, [B, T, H * K] for each (H, K) of heads.
+    """`conv1d_heads` of a tensor whose channels are those of xs side by side. xs: [B, T, H * K] for
+    each (H, K) of heads.
 
-    A traced call runs a convolution for each of xs, with one exchange for all, and copies none.
+    Under torch.compile the xs are not joined: each has a convolution of its own, and one exchange
+    serves all.
     """
     if not torch.compiler.is_compiling():
         x = torch.cat(list(xs), -1)
@@ -307,7 +312,7 @@ def _parts(
     impl: str,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """What `conv1d_heads` returns, or y [B * T, D] without heads."""
+    """What `conv1d_heads` returns, or (y [B * T, D],) if heads is None."""
     names = ("x", "weight", "bias", "cu_seqlens", "cu_seqlens_cpu")
     check_tensors(names, (x, weight, bias, cu_seqlens, cu_seqlens_cpu), 2)
     check_conv1d(x, weight, bias, activation)
@@ -368,7 +373,7 @@ class _CausalConv1d(torch.autograd.Function):
         if place.where.width and context is not None and context.halo is not None:
             halo = exchanged_halo(x, context)
         fixed = context is not None and context.max_sequences is not None
-        # Saved so that autograd notices if `update` has changed it.
+        # `reach` is saved so that autograd notices if `update` has changed it.
         reach = place.where.reach if fixed else None
         ctx.save_for_backward(x, halo, weight, bias, reach)
         ctx.silu, ctx.place, ctx.in_parts = silu, place, heads is not None

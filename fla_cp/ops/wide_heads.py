@@ -1,13 +1,14 @@
-"""Heads of GLA and simple GLA that are wider than the stages take, as several narrow heads.
+"""Splits heads of GLA and simple GLA that are wider than the stages take into narrow heads.
 
-These members remove nothing from the state, so a row of it depends on its own key channel alone,
-and a column on its own value channel:
+These members remove nothing from the state, so a row of the state depends only on its own key
+channel, and a column only on its own value channel:
 
     o_t = scale * sum over blocks b of key channels of S_b^T q_{t,b}
     S_{t,b} = Diag(a_{t,b}) S_{t-1,b} + k_{t,b} v_t^T
 
-A call with K = 512 and V = 512 is therefore one with four times the heads, K = V = 256: each head
-takes a block of key channels and a block of value channels, and outputs are summed over the former.
+A call with K = 512 and V = 512 is therefore a call with four times the heads and K = V = 256. Each
+narrow head takes a block of key channels and a block of value channels, and outputs are summed over
+the blocks of key channels.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from fla_cp.rule import NORM_EPS, accumulator
 
 
 def are_wide(removal: str, x: Tensors) -> bool:
-    """Whether a call's heads need to be split. It does not say that the call is right."""
+    """Whether a call's heads must be split. The call's arguments need not have been checked."""
     given: tuple[object, ...] = x.q, x.v
     if removal != "none" or not all(isinstance(t, Tensor) and _is_dense(t) for t in given):
         return False
@@ -35,8 +36,9 @@ def _is_dense(x: Tensor) -> bool:
 
 
 class Blocks(NamedTuple):
-    """How heads are split: H key heads with G value heads each, of K and V channels, into `keys`
-    and `values` blocks of BK and BV channels, the last of which may be filled up with zeros."""
+    """How heads are split. There are H key heads of K channels, with G value heads of V channels
+    each. K is split into `keys` blocks of BK channels, V into `values` blocks of BV channels. The
+    last block may be filled up with zeros."""
 
     H: int
     G: int
@@ -55,8 +57,8 @@ class Blocks(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
-        """A narrow value head by number: key head, block of keys, value head in it, block of
-        values. The first two are the number of its narrow key head."""
+        """The sizes by which narrow value heads are numbered: key head, block of its keys, value
+        head of the key head, block of its values. The first two number the narrow key heads."""
         return self.H, self.keys, self.G, self.values
 
     def of_keys(self, x: Tensor) -> Tensor:
@@ -117,10 +119,11 @@ def in_narrow_heads(
     v_first: bool,
     call: Callable[[Tensors, dict[str, Any]], tuple[Any, ...]],
 ) -> tuple[Any, ...]:
-    """The call with wide heads, whose arguments were checked. options: the caller's keywords; o:
-    all of them. v_first: states are [V, K]. call: the same operator on narrow heads.
+    """The result of a call with wide heads, whose arguments the caller has checked. options: the
+    keywords that were given. o: the same with defaults. v_first: whether states are [V, K]. call:
+    the same operator on narrow heads.
 
-    Raises ValueError for states in a pool, of which each call would copy the whole.
+    Raises ValueError for states in a pool, because each call would have to copy the whole pool.
     """
     if o.ssm_state_indices is not None:
         raise ValueError(
@@ -172,6 +175,7 @@ _LAYOUTS = ("transpose_state_layout", "state_v_first", "use_qk_l2norm_in_kernel"
 
 
 def _unit(x: Tensor) -> Tensor:
-    """As with use_qk_l2norm_in_kernel, which would take the norm of a block."""
+    """x as use_qk_l2norm_in_kernel would normalise it. In the kernel that would be the norm of a
+    block, not of the wide head."""
     wide = x.to(accumulator(x.dtype))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)).to(x.dtype)

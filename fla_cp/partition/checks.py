@@ -1,6 +1,7 @@
-"""Checks of how a batch is divided and which rank owns what: offsets, token ranges, groups.
+"""Checks of how a batch is divided and which rank owns which tokens: offsets, token ranges, groups.
 
-Each failure is a ValueError that names the argument, the rule and the value, before anything runs.
+They run before anything else. Each failure is a ValueError that names the argument, the rule and
+the value.
 """
 
 import operator
@@ -19,9 +20,9 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, tokens: int | None = None) -> None:
-    """Offsets: 1-d int32 or int64, from 0, never decreasing, up to `tokens` if given.
+    """Checks offsets: 1-d int32 or int64, from 0, never decreasing, up to `tokens` if given.
 
-    Values are read only from host tensors, so that no device synchronisation happens here.
+    Values are read only from host tensors, so that the host does not wait for a device here.
     """
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(cu_seqlens).__name__}")
@@ -36,7 +37,8 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, tokens: int | None = None) -
 
 
 def check_host_copy(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, tokens: int | None = None) -> None:
-    """cu_seqlens_cpu is a host copy of cu_seqlens. Values are compared if both are on the host."""
+    """Checks that cu_seqlens_cpu is a host copy of cu_seqlens. Their values are compared if both
+    are on the host."""
     check_cu_seqlens("cu_seqlens_cpu", cu_seqlens_cpu, tokens)
     if cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(f"cu_seqlens_cpu must be on the CPU, got {cu_seqlens_cpu.device}")
@@ -53,8 +55,9 @@ def check_host_copy(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor, tokens: int | No
 
 
 def read_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int) -> tuple[int, ...]:
-    """The offsets of a call with T = tokens, after all checks of their values. Dtype, dims and
-    device of both tensors must have been checked. Waits for the device without cu_seqlens_cpu."""
+    """The offsets of a call with T = tokens, after all checks of their values. The caller has
+    checked dtype, dims and device of both tensors. Without cu_seqlens_cpu, the host waits for the
+    device."""
     if cu_seqlens_cpu is None:
         offsets, name = cu_seqlens.tolist(), "cu_seqlens"
     else:
@@ -66,7 +69,7 @@ def read_offsets(cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, tokens: int)
 
 
 def check_offsets(name: str, offsets: Sequence[int], tokens: int | None = None) -> None:
-    """The values of a cu_seqlens."""
+    """Checks the values of offsets: from 0, never decreasing, up to `tokens` if given."""
     if offsets[0] == 0 and tokens in (None, offsets[-1]) and [*offsets] == sorted(offsets):
         return
     if offsets[0] != 0:
@@ -79,8 +82,8 @@ def check_offsets(name: str, offsets: Sequence[int], tokens: int | None = None) 
 
 
 def token_ranges_of(token_ranges: object) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The given ranges with Python's integers. Raises ValueError unless they are one list of pairs
-    of integers for each rank. Integers of numpy and torch are accepted."""
+    """The given ranges as tuples of Python's integers. Raises ValueError unless they are one list
+    of pairs of integers for each rank. Integers of numpy and torch are accepted."""
 
     def refuse(rule: str, what: object) -> NoReturn:
         raise ValueError(f"token_ranges must {rule}, got {what!r}") from None
@@ -116,7 +119,8 @@ def token_ranges_of(token_ranges: object) -> tuple[tuple[tuple[int, int], ...], 
 def check_token_ranges(
     ranges: Sequence[Sequence[tuple[int, int]]], total: int, world_size: int
 ) -> None:
-    """There is one list of [start, stop) for each rank, and together they tile [0, total) once."""
+    """Checks that there is one list of ranges [start, stop) for each rank, and that together they
+    cover each token of [0, total) once."""
     if len(ranges) != world_size:
         raise ValueError(
             f"token_ranges must have one list per rank, got {len(ranges)} for {world_size} ranks"
@@ -139,7 +143,7 @@ def check_token_ranges(
 def check_max_sequences(
     most: int, offsets: Sequence[int], world_size: int, token_ranges: object, exchange: str
 ) -> None:
-    """Arguments of a context of fixed shape."""
+    """Checks the arguments of a context of fixed shape. most: max_sequences."""
     if not _is_integer(most):
         raise ValueError(f"max_sequences must be an integer, or None, got {most!r}")
     if most < 1:
@@ -160,6 +164,7 @@ def check_max_sequences(
 
 
 def check_sequences_fit(most: int, offsets: Sequence[int]) -> None:
+    """Checks that there are at most `most` sequences."""
     if len(offsets) - 1 > most:
         raise ValueError(
             f"cu_seqlens must have at most max_sequences={most} sequences, got {len(offsets) - 1}"
@@ -171,7 +176,7 @@ def _is_integer(x: object) -> bool:
 
 
 def check_exchange(exchange: object) -> None:
-    """The exchange is a name; `make_exchange` knows which names there are."""
+    """Checks that the exchange is a string. `make_exchange` checks which one."""
     if not isinstance(exchange, str):
         raise ValueError(
             f"exchange must be the name of a scheme, such as 'auto', got {type(exchange).__name__}"
@@ -179,7 +184,7 @@ def check_exchange(exchange: object) -> None:
 
 
 def check_group(group: Any) -> int:
-    """The number of ranks of a context's group; 1 for None."""
+    """The number of ranks of a context's group, after all checks of it; 1 for None."""
     if group is None:
         return 1
     try:
@@ -194,13 +199,13 @@ def check_group(group: Any) -> int:
             "group must be a torch.distributed.ProcessGroup, or None for one rank, got "
             f"{type(group).__name__}{hint}"
         ) from None
-    if rank < 0:  # a process outside a group has a number in place of the group
+    if rank < 0:  # torch gives a process outside the group a number in place of a group
         raise ValueError("group must contain this process, which is not one of its ranks")
     return world_size
 
 
 def check_conv1d_kernel_size(width: int | None) -> None:
-    """W of a context's convolutions."""
+    """Checks W, the width of the convolutions under a context."""
     if width is not None and not _is_integer(width):
         raise ValueError(f"conv1d_kernel_size must be an integer, or None, got {width!r}")
     if width is not None and width < 1:

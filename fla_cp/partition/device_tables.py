@@ -19,8 +19,8 @@ Numbers = Sequence[int] | np.ndarray | Tensor
 
 
 class Joined(NamedTuple):
-    """Columns in one array, so that one copy takes them to a device. values: the array. starts:
-    where each column starts in it, see `places_of`. lengths: those of the columns."""
+    """The columns of a table in one array, so that a single copy takes them to a device. values:
+    the array. starts: where each column starts in it, see `places_of`. lengths: the columns'."""
 
     values: np.ndarray
     starts: tuple[int, ...]
@@ -29,12 +29,13 @@ class Joined(NamedTuple):
 
 Columns = Sequence[Numbers] | Joined
 Build = Callable[[Any], Columns]
-"""Returns a table's columns for the object that keeps the table. It is also the table's key, so it
-must be a module's function, or one made by a function under `functools.cache`."""
+"""Returns the columns of a table, for the object that keeps the table. The function is also the
+table's key, so it must be defined in a module, or made by a function under `functools.cache`."""
 
 
 def _on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` as a host tensor, pinned if it goes to CUDA, so that the host does not wait."""
+    """`values` as a host tensor. It is pinned if it goes to CUDA, so that the host need not wait
+    for the copy."""
     if isinstance(values, np.ndarray) and values.dtype is _OF_NUMPY.get(dtype):
         table = torch.from_numpy(values)
     else:
@@ -52,13 +53,14 @@ def _check_no_capture(device: torch.device) -> None:
 def to_device(values: Numbers, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """`values` on `device`.
 
-    Raises RuntimeError while a CUDA graph is captured, which would copy from host memory again at
-    each replay.
+    Raises RuntimeError while a CUDA graph is captured, because the graph would copy from the same
+    host memory again at each replay.
     """
     device = device if isinstance(device, torch.device) else torch.device(device)
     _check_no_capture(device)
     if torch.is_inference_mode_enabled():
-        # Tables outlive a call, autograd saves them, and `fill` writes them: no inference tensors.
+        # Tables outlive a call, autograd saves them, and `fill` writes them. None of this is
+        # possible with inference tensors.
         with torch.inference_mode(False):
             return to_device(values, dtype, device)
     return _on_host(values, dtype, device).to(device, non_blocking=True)
@@ -66,15 +68,15 @@ def to_device(values: Numbers, dtype: torch.dtype, device: torch.device | str) -
 
 @lru_cache(maxsize=1024)
 def places_of(lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...], int]:
-    """Where columns of these lengths start in one array, and how long it is. Each starts at an
-    address that 16 bytes divide, for which kernels are compiled."""
+    """Where columns of these lengths start in one array, and how long the array is. Each column
+    starts at an address that is a multiple of 16 bytes, for which kernels are compiled."""
     step = 16 // dtype.itemsize
     ends = [0, *accumulate(-(-n // step) * step for n in lengths)]
     return tuple(ends[:-1]), ends[-1]
 
 
 def _join(columns: Sequence[Any], dtype: torch.dtype) -> Joined:
-    """The columns, of which none is a tensor, in one array."""
+    """The columns in one array. None of them may be a tensor."""
     lengths = tuple(map(len, columns))
     starts, size = places_of(lengths, dtype)
     values = np.zeros(size, dtype=_OF_NUMPY[dtype])
@@ -84,8 +86,8 @@ def _join(columns: Sequence[Any], dtype: torch.dtype) -> Joined:
 
 
 class DeviceTable:
-    """A table on a device. Programs need only the columns' addresses; tensors are made of them when
-    something asks.
+    """A table on a device. Recorded programs need only the addresses of its columns, so tensors of
+    single columns are made only when something asks for them.
 
     memory: all columns, if they are in one piece of memory, else None. starts, lengths: as in
     `Joined`. shared: whether other objects have the same table.
@@ -108,9 +110,9 @@ class DeviceTable:
 
     @classmethod
     def send(cls, columns: Columns, dtype: torch.dtype, device: torch.device) -> DeviceTable:
-        """The columns on `device`. Unless one is a tensor, all go there in one copy. If `range(n)`
-        is the only column, all tables of n rows share one copy, and programs take it for a
-        constant: n must then be the same for all objects with one `PlanKey`."""
+        """A table of these columns on `device`. All are sent in one copy, unless one is a tensor.
+        If `range(n)` is the only column, all such tables of n rows share one copy, which programs
+        treat as a constant. n must then be the same for all objects with one `PlanKey`."""
         if not isinstance(columns, Joined):
             if len(columns) == 1 and isinstance(columns[0], range):
                 _check_no_capture(device)
@@ -142,8 +144,7 @@ class DeviceTable:
         return self._addresses
 
     def fill(self, columns: Columns) -> None:
-        """Writes `columns` in place of those that are there, which must have the same lengths. The
-        host does not wait."""
+        """Overwrites the columns with others of the same lengths. The host does not wait."""
         if self.memory is not None:
             joined = columns if isinstance(columns, Joined) else _join(columns, self.memory.dtype)
             assert joined.lengths == self.lengths, (joined.lengths, self.lengths)
@@ -171,19 +172,20 @@ def fill(table: Tensor, values: Numbers) -> None:
 
 @cache
 def _counted(n: int, dtype: torch.dtype, device: torch.device) -> DeviceTable:
-    """0, .., n-1 on `device`. The host waits for the copy, so that every stream may read it."""
+    """A column 0, .., n-1 on `device`. The host waits for the copy, so that every stream may read
+    it."""
     with torch.inference_mode(False):
         column = torch.arange(n, dtype=dtype, device="cpu").to(device)
     return DeviceTable(None, columns=(column,), shared=True)
 
 
 _captured: set[DeviceTable] = set()
-"""Tables that CUDA graphs read. They stay, because a graph keeps no table alive, and the caches of
-packings may forget theirs before the graph is replayed for the last time."""
+"""Tables that CUDA graphs read. They are kept forever, because a graph keeps no table alive, and a
+cache may forget the packing that owns them before the graph is replayed for the last time."""
 
 
 class Tabled:
-    """Keeps objects that are derived from it. Each is made once."""
+    """Base of objects that keep what is derived from them, such as tables. Each is made once."""
 
     @cached_property
     def _cache(self) -> dict[Hashable, Any]:
@@ -194,7 +196,8 @@ class Tabled:
         return {}
 
     def cached(self, key: Hashable, build: Callable[[], _T]) -> _T:
-        """What `build` returns. It is made once for each key and lives as long as this object."""
+        """What `build` returns. It is called once for each key, and its result lives as long as
+        this object."""
         if key not in self._cache:
             with paused():
                 self._cache[key] = build()
@@ -216,17 +219,18 @@ class Tabled:
         return found
 
     def addresses(self, build: Build, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-        """Where the columns are that `table` returns: valid while this object lives and no other
-        takes its tables. The numbers keep nothing alive, so the caller holds the object until its
-        launches are queued."""
+        """The addresses of the columns that `table` returns. They are valid while this object lives
+        and no other takes its tables. Numbers keep nothing alive, so the caller has to hold this
+        object until its launches are queued."""
         return self._table(build, dtype, device).addresses
 
     def has_table(self, build: Build, device: torch.device) -> bool:
-        """Whether `table` and `addresses` would find this one, and not make it."""
+        """Whether this table is on `device`, so that `table` and `addresses` need not make it."""
         return (build, device) in self._on_devices
 
     def keep_table(self, build: Build, table: DeviceTable, device: torch.device) -> None:
-        """Keeps a table on `device` that was formed there: what `build` returns."""
+        """Keeps a table that was formed on `device` itself, in place of sending what `build`
+        returns."""
         self._on_devices.setdefault((build, device), table)
 
     def _table(self, build: Build, dtype: torch.dtype, device: torch.device) -> DeviceTable:
@@ -244,9 +248,9 @@ class Tabled:
         return found
 
     def take_tables(self, other: Self) -> None:
-        """Takes over the device tables of `other` (which may be self) and fills them in place with
-        this object's values, which must have the same shapes. The host does not wait. `other` makes
-        new tables if it is still used."""
+        """Takes over the device tables of `other` (which may be self) and overwrites them with this
+        object's values, which must have the same shapes. Tensors keep their addresses, as CUDA
+        graphs need. The host does not wait. `other` makes new tables if it is still used."""
         tables = other._on_devices
         other.__dict__["_on_devices"] = {}
         for (build, _), table in tables.items():

@@ -1,9 +1,10 @@
-"""Lengths of queries and keys under a context of fixed shape, which serve every packing in place.
+"""Lengths of queries and keys under a context of fixed shape: one object serves every packing.
 
-A rank with tokens [lo, hi) of the batch always has the keys of the tokens [0, hi), as one document
-over all ranks would need. The keys before the first document of lo stand for a sequence of their
-own, which has no queries. Sequences without tokens fill the list. Example: documents of 3, 4 and 5
-tokens, of which the rank has [5, 12), and at most 4: queries (0, 2, 5, 0, 0), keys (3, 4, 5, 0, 0).
+A rank with tokens [lo, hi) of the batch always gets the keys of the tokens [0, hi), as if the batch
+were one document. The keys before the document that has token lo count as a sequence of their own,
+which has no queries. Sequences without tokens fill the list. Example: there are documents of 3, 4
+and 5 tokens, the rank has [5, 12), and a packing has at most 4 documents. The lengths of queries
+are (0, 2, 5, 0, 0), and those of keys are (3, 4, 5, 0, 0).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from fla_cp.partition.key_rows import Lengths, offsets_of, pieces, positions_of
 
 
 class FixedLengths(Lengths):
-    """The `Lengths` of whichever packing was filled in last. Its tensors on devices keep their
-    shapes and addresses.
+    """The `Lengths` of the packing that was filled in last. Tensors on devices keep their shapes
+    and addresses.
 
-    offsets: of the packing's sequences. tokens: [lo, hi) of this rank. most: how many sequences a
-    packing has at most.
+    offsets: those of the packing's sequences. tokens: this rank's [lo, hi). most: the largest
+    number of sequences in a packing. room: how many sequences the list has.
     """
 
     changes = True
@@ -38,7 +39,8 @@ class FixedLengths(Lengths):
     room: int
 
     def fill(self, offsets: Sequence[int]) -> None:
-        """Takes the lengths of another packing, also on devices. The host does not wait."""
+        """Overwrites the lengths with those of another packing, also on devices. The host does not
+        wait."""
         self._put(offsets)
         self.take_tables(self)
 
@@ -57,7 +59,7 @@ class FixedLengths(Lengths):
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Of any packing."""
+        """The largest length of queries and of keys in any packing."""
         lo, hi = self.tokens
         return hi - lo, hi
 

@@ -1,4 +1,4 @@
-"""What FLA's FLACPContext calls the facts of a sharding."""
+"""The attributes of a sharding under the names that FLA's FLACPContext has for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Neighbours(NamedTuple):
 
     @staticmethod
     def of(offsets: tuple[int, ...], token_ranges: tuple[Ranges, ...], rank: int) -> Neighbours:
-        """Of a rank that has one range of at least one token, in a contiguous division."""
+        """The neighbours of a rank that has one range of at least one token, in a contiguous
+        division."""
         ((lo, hi),) = token_ranges[rank]
         start = offsets[bisect_right(offsets, lo) - 1]
         stop = offsets[bisect_left(offsets, hi)]
@@ -34,10 +35,10 @@ class Neighbours(NamedTuple):
 
 
 class FLANames:
-    """Attributes of FLA's FLACPContext beside those of the same name in ours.
+    """Attributes of FLA's FLACPContext, except those that have the same name in ours.
 
-    Where FLA has a number for each rank's one range, it is None if the division has more ranges, as
-    zigzag has, or if this rank holds no token.
+    FLA's numbers about neighbours assume that each rank has one range. They are None if a rank has
+    more ranges, as with zig-zag, or if this rank holds no token.
     """
 
     group: dist.ProcessGroup | None
@@ -48,7 +49,7 @@ class FLANames:
 
     @property
     def num_seqs(self) -> int:
-        """The number of this rank's pieces of sequences."""
+        """How many pieces of sequences this rank has."""
         return len(self.cu_seqlens) - 1
 
     @property
@@ -86,7 +87,7 @@ class FLANames:
         return None if found is None else found.ranks_after == 0
 
     def copy_for_backward(self) -> Self:
-        """The context itself: no call changes it."""
+        """The context itself, because no call changes it."""
         return self
 
     def _neighbours(self) -> Neighbours | None:

@@ -13,9 +13,12 @@ from fla_cp.partition.token_ranges import Ranges
 
 @dataclass(frozen=True)
 class HeadOrder:
-    """tokens: of each rank. arrived: the tokens of the batch, in order, among those of all ranks
-    side by side. leaving: the reverse, the tokens of all ranks in a batch that is in order.
-    lengths: of the batch's sequences."""
+    """How to sort the tokens of all ranks into the order of the batch, and back.
+
+    tokens: how many each rank has. arrived: the rows of the batch's tokens, in order, in a tensor
+    that has the ranks' tokens side by side. leaving: the reverse, the rows of the ranks' tokens in
+    a tensor that has the batch in order. lengths: those of the batch's sequences.
+    """
 
     rank: int
     tokens: tuple[int, ...]

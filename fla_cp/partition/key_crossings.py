@@ -1,5 +1,5 @@
-"""How many keys cross between ranks, and what each rank would hold: the figures that choose an
-exchange. All ranks compute the same ones from the tables that all have."""
+"""How many keys cross between ranks, and how many each rank would hold. These figures decide which
+exchange is used. All ranks compute the same figures, from tables that all of them have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from fla_cp.partition.token_ranges import Ranges
 
 @dataclass(frozen=True)
 class Crossings:
-    """tokens: of each rank. pairs: how many tokens the second rank of a pair needs from the first;
-    a pair that needs none is left out. gathered: how many keys each rank has once those of its
-    pieces lie piece by piece (`KeyRows.lengths`)."""
+    """The figures of all ranks.
+
+    tokens: how many each rank has. pairs: how many tokens the second rank of a pair needs from the
+    first; a pair that needs none is left out. gathered: how many keys each rank has when the keys
+    of its pieces lie piece by piece (`KeyRows.lengths`).
+    """
 
     tokens: tuple[int, ...]
     pairs: dict[tuple[int, int], int]
@@ -25,7 +28,7 @@ class Crossings:
     @classmethod
     def build(cls, offsets: Sequence[int], token_ranges: Sequence[Ranges]) -> Crossings:
         own = [pieces(offsets, ranges) for ranges in token_ranges]
-        ends: dict[int, dict[int, int]] = defaultdict(dict)  # of each rank's tokens in a sequence
+        ends: dict[int, dict[int, int]] = defaultdict(dict)  # by sequence and rank: its last token
         for rank, found in enumerate(own):
             for p in found:
                 ends[p.begin][rank] = max(p.hi, ends[p.begin].get(rank, 0))
@@ -43,7 +46,8 @@ class Crossings:
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """How many tokens each rank sends; one that several ranks need counts for each of them."""
+        """How many tokens each rank sends. A token that several ranks need counts for each of
+        them."""
         return self._totals(0)
 
     @cached_property

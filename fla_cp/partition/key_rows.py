@@ -1,9 +1,9 @@
 """Which keys the queries of a rank attend to, and which rank has them.
 
-A rank's tokens fall into pieces: the parts of its ranges that lie in one sequence. The queries of a
-piece attend to the keys of its sequence from the first token to the piece's last, so a rank needs
-the keys of its sequences up to its own last token in each, and no others. Everything here is
-computed on the host, from tables that all ranks have.
+A rank's tokens are divided into pieces: a piece is the part of a range that lies in one sequence.
+The queries of a piece attend to the keys of its sequence, from the sequence's first token to the
+piece's last. A rank therefore needs the keys of its sequences up to its own last token in each, and
+no others. Everything here is computed on the host, from tables that all ranks have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fla_cp.partition.device_tables import Tabled, to_device
 from fla_cp.partition.token_ranges import Ranges
 
 Runs = tuple[tuple[int, int], ...]
-"""[start, stop) runs of rows, in order."""
+"""Rows of a tensor, given as runs [start, stop)."""
 
 
 class Piece(NamedTuple):
@@ -46,7 +46,7 @@ def pieces(offsets: Sequence[int], ranges: Iterable[tuple[int, int]]) -> list[Pi
 
 
 def needed(own: Sequence[Piece]) -> list[tuple[int, int]]:
-    """The keys of the batch that pieces attend to, as [start, stop) in order."""
+    """The tokens of the batch to whose keys these pieces attend, as runs [start, stop) in order."""
     ends: dict[int, int] = {}
     for piece in own:
         ends[piece.begin] = max(piece.hi, ends.get(piece.begin, 0))
@@ -54,7 +54,7 @@ def needed(own: Sequence[Piece]) -> list[tuple[int, int]]:
 
 
 class Run(NamedTuple):
-    """Tokens [lo, hi) of the batch, which begin at row `at` of some tensor."""
+    """Tokens [lo, hi) of the batch, whose rows in some tensor begin at `at`."""
 
     lo: int
     hi: int
@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
 
 def common_runs(wanted: Sequence[tuple[int, int]], ranges: Ranges) -> list[Run]:
-    """The part of `wanted` that a rank with these ranges has; rows are its local tokens."""
+    """The part of `wanted` that a rank with these ranges has. Rows are its local tokens."""
     bases = accumulate((hi - lo for lo, hi in ranges), initial=0)
     starts = [lo for lo, _ in wanted]
     found = []
@@ -77,7 +77,7 @@ def common_runs(wanted: Sequence[tuple[int, int]], ranges: Ranges) -> list[Run]:
 
 
 def _rows(runs: Sequence[Run], lo: int, hi: int) -> list[tuple[int, int]]:
-    """The rows of tokens [lo, hi). runs: all of them, ordered by token."""
+    """The rows of the tokens [lo, hi). runs: where all tokens are, ordered by token."""
     found = []
     for run in runs[max(0, bisect_right(runs, lo, key=lambda r: r.lo) - 1) :]:
         if run.lo >= hi:
@@ -101,12 +101,12 @@ def joined(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def count(runs: Iterable[tuple[int, int]]) -> int:
-    """How many rows runs have."""
+    """How many rows these runs have in total."""
     return sum(hi - lo for lo, hi in runs)
 
 
 def indices(runs: Runs, device: torch.device) -> Tensor:
-    """The rows of runs, int64."""
+    """The rows of these runs as an int64 tensor."""
     parts = [torch.arange(lo, hi, device="cpu") for lo, hi in runs]
     rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
     return to_device(rows, torch.int64, device)
@@ -114,9 +114,12 @@ def indices(runs: Runs, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Lengths(Tabled):
-    """Sequences of queries and of keys, side by side in memory: the i-th queries attend to the i-th
-    keys. Their last tokens are the same token if `causal`, otherwise all keys come before.
-    changes: whether another packing may be filled in, see `FixedLengths`."""
+    """Lengths of sequences of queries and of keys, each side by side in memory. The i-th sequence
+    of queries attends to the i-th sequence of keys.
+
+    causal: whether both end with the same token. Otherwise all keys come before the queries.
+    changes: whether the lengths of another packing may be filled in, see `FixedLengths`.
+    """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -125,11 +128,11 @@ class Lengths(Tabled):
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Of the queries and of the keys."""
+        """The largest length of queries, and of keys."""
         return max(self.queries, default=0), max(self.keys, default=0)
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """[N+1] offsets of the queries and of the keys, int32."""
+        """The offsets of the queries' and of the keys' sequences, each [N+1] int32."""
 
         def build() -> tuple[Tensor, Tensor]:
             queries, keys = (offsets_of(lengths) for lengths in (self.queries, self.keys))
@@ -144,12 +147,12 @@ class Lengths(Tabled):
         )
 
     def unread(self, device: torch.device) -> Tensor | None:
-        """[sum(keys)] bool, the keys that no query reads; None if there is none in any packing."""
+        """Which keys no query reads, [sum(keys)] bool; None if every packing reads all keys."""
         return None
 
 
 def offsets_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    """0, and then where each sequence ends."""
+    """The offsets of sequences of these lengths: 0, and then where each sequence ends."""
     return tuple(accumulate(lengths, initial=0))
 
 
@@ -164,12 +167,16 @@ def positions_of(lengths: Lengths) -> Tensor:
 class KeyRows(Tabled):
     """How the keys of a rank's pieces come to the rank.
 
-    send: for each rank, the local tokens that it gets, this rank included. receive: how many tokens
-    come from each rank; in rank order they are the rows of the buffer that arrives. take: the rows
-    of the buffer that make up the keys of all pieces, piece by piece; None if these are all rows in
-    order. A row may be taken more than once, but only once in each of `rounds`, [start, stop) runs
-    of what was taken. lengths: of the pieces and their keys. crosses: whether any rank needs
-    another's tokens; otherwise all ranks skip the exchange.
+    tokens: how many this rank has.
+    send: for each rank, this rank included, the local tokens that it gets.
+    receive: how many tokens come from each rank. In rank order they are the rows of the buffer
+        that arrives.
+    take: the rows of the buffer that make up the keys of all pieces, piece by piece. None if these
+        are all rows in order.
+    rounds: which of the taken keys to add at a time in the backward, as runs [start, stop). A row
+        of the buffer may be taken more than once, but only once in each round.
+    lengths: those of the pieces and of their keys.
+    crosses: whether any rank needs another's tokens; otherwise all ranks skip the exchange.
     """
 
     tokens: int
@@ -188,7 +195,7 @@ class KeyRows(Tabled):
         rank: int,
         lengths: Lengths | None = None,
     ) -> KeyRows:
-        """lengths: in place of those of the rank's pieces."""
+        """The rows of `rank`. lengths: used in place of the lengths of its pieces, if given."""
         mine = pieces(offsets, token_ranges[rank])
         wanted = [needed(pieces(offsets, ranges)) for ranges in token_ranges]
         crosses = any(count(x) > count(own) for x, own in zip(wanted, token_ranges, strict=True))
@@ -224,13 +231,13 @@ class KeyRows(Tabled):
         return tuple(map(count, self.send))
 
     def sent(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The local tokens that each rank gets."""
+        """For each rank, the local tokens that it gets, as an int64 tensor."""
         return self.cached(
             ("send", device), lambda: tuple(indices(runs, device) for runs in self.send)
         )
 
     def taken(self, device: torch.device) -> Tensor | None:
-        """`take` as rows."""
+        """`take` as an int64 tensor."""
         if self.take is None:
             return None
         runs = self.take
@@ -238,7 +245,8 @@ class KeyRows(Tabled):
 
 
 def _rounds(mine: Sequence[Piece]) -> tuple[Runs, ...]:
-    """The keys of pieces in as few rounds as possible that take a sequence's keys once each."""
+    """The taken keys of the pieces in as few rounds as possible. Each round has the keys of a
+    sequence at most once."""
     found: list[list[tuple[int, int]]] = []
     seen: dict[int, int] = {}
     at = 0

@@ -1,4 +1,4 @@
-"""All tables of one rank for attention under one sharding, each made when it is first read."""
+"""All tables of one rank for attention under one sharding. Each is made when it is first read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from fla_cp.partition.token_ranges import Ranges
 
 @dataclass(frozen=True)
 class KeyTables(Tabled):
-    """offsets: those of the batch's sequences. token_ranges: of all ranks. lengths: under a context
-    of fixed shape, where the offsets are those of one sequence and say what is exchanged."""
+    """The tables of `rank`.
+
+    offsets: those of the batch's sequences. token_ranges: those of all ranks. lengths: given under
+    a context of fixed shape. The offsets are then those of a single sequence, because the exchange
+    must not depend on the packing.
+    """
 
     offsets: tuple[int, ...]
     token_ranges: tuple[Ranges, ...]
@@ -29,7 +33,8 @@ class KeyTables(Tabled):
     def fixed(
         cls, offsets: tuple[int, ...], token_ranges: tuple[Ranges, ...], rank: int, most: int
     ) -> Self:
-        """For every packing of at most `most` sequences, beginning with `offsets`."""
+        """The tables for every packing of at most `most` sequences. offsets: those of the first
+        packing."""
         (tokens,) = token_ranges[rank]
         lengths = FixedLengths(offsets, tokens, most)
         return cls((0, offsets[-1]), token_ranges, rank, lengths)

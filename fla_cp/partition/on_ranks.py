@@ -9,7 +9,7 @@ from fla_cp.partition.workload import Counts, Workload
 
 
 def padded(offsets: tuple[int, ...], frame: Frame | None) -> tuple[int, ...]:
-    """With empty sequences at the end."""
+    """The offsets with empty sequences added at the end, up to the frame's number of sequences."""
     if frame is None:
         return offsets
     return offsets + offsets[-1:] * (frame.sequences + 1 - len(offsets))
@@ -18,7 +18,7 @@ def padded(offsets: tuple[int, ...], frame: Frame | None) -> tuple[int, ...]:
 def layout(
     offsets: tuple[int, ...], ranges: tuple[Ranges, ...], rank: int, frame: Frame | None
 ) -> tuple[Packing, Links]:
-    """The packing of `rank` and the slot table. frame: of a context with max_sequences."""
+    """The packing of `rank` and the slot table. frame: that of a context with max_sequences."""
     offsets = padded(offsets, frame)
     loads = () if frame else tuple(Workload.of(offsets, own) for own in ranges)
     first = rank == 0
@@ -38,10 +38,10 @@ def fixed_frame(max_sequences: int, ranges: tuple[Ranges, ...], rank: int) -> Fr
 def framed(
     packing: Packing, offsets: tuple[int, ...], ranges: tuple[Ranges, ...], rank: int
 ) -> Packing | None:
-    """The packing filled up to sizes that other packings have, too, so that calls share programs.
+    """The packing filled up to rounded sizes, so that calls on similar packings share programs.
 
-    packing: of `layout` without a frame. None for a single document, whose programs all calls share
-    anyway, and unless each rank has one range, with tokens.
+    packing: that of `layout` without a frame. None for a single document, because calls on single
+    documents share programs anyway, and None unless each rank has exactly one range, with tokens.
     """
     if len(offsets) == 2 or any(len(r) != 1 or r[0][0] == r[0][1] for r in ranges):
         return None

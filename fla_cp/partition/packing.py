@@ -1,11 +1,12 @@
 """Packing: how the tokens of one rank are divided into sequences, segments and chunks.
 
-This is host arithmetic. Tensors are made when a backend asks for its tables on a device.
+Everything here is computed on the host. Tensors are made when a backend asks for its tables on a
+device.
 
 Terms. A rank holds one or more token ranges of the global batch. Inside a range, the tokens of one
-sequence are a part. A part may be cut into segments, and a segment consists of chunks of 64 tokens,
-of which the last may be shorter. Example: sequences of 100 and 60 tokens on one rank, without cuts,
-are the segments [0,100) and [100,160) with 2 chunks and 1 chunk.
+sequence are a part. A part may be cut into segments; otherwise it is one segment. A segment
+consists of chunks of 64 tokens, of which the last may be shorter. Example: sequences of 100 and 60
+tokens on one rank, without cuts, are the segments [0,100) and [100,160) with 2 chunks and 1 chunk.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from fla_cp.rule import CHUNK
 class Segment(NamedTuple):
     """A run of tokens of one sequence that is handled as one unit.
 
-    start, stop: local token offsets. sequence: its index in the global batch. begins, ends: whether
-    the sequence's first token, and its last, are here. entry: if the sequence enters the rank's
-    range here, that range's index among the rank's ranges, otherwise -1. exit: the same if it
-    leaves the range here.
+    start, stop: local token offsets. sequence: the sequence's index in the global batch. begins,
+    ends: whether the sequence's first token, and its last, are in the segment. entry: the index,
+    among the rank's ranges, of the range that the sequence enters with this segment; -1 if it
+    enters none. exit: the index of the range that it leaves with this segment, or -1.
     """
 
     start: int
@@ -49,14 +50,15 @@ class Segment(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The sizes that several packings have in common on one rank: those of a context with
-    max_sequences, or packings that differ by little.
+    """The sizes that several packings have in common on one rank, so that they can share recorded
+    programs or a CUDA graph: the packings of a context with max_sequences, or similar packings.
 
-    sequences: of the global batch. segments, chunks: how many there are, including segments and
-    chunks without tokens that fill the list. The last segment, the spare, never has tokens. enters,
-    leaves: whether a state may come from another rank or go to one. largest: see `Packing.largest`;
-    None means this rank's own counts. filled: chunks before this one have tokens in every packing.
-    passes: whether a state may pass through the rank; None: if one may enter and one may leave.
+    sequences: how many the global batch has. segments, chunks: how many there are, including
+    segments and chunks without tokens that fill the list. The last segment, the spare, never has
+    tokens. enters, leaves: whether a state may come from another rank, or go to one. largest: see
+    `Packing.largest`; None means this rank's own counts. filled: how many chunks at the front have
+    tokens in every packing. passes: whether a state may pass through the rank; None: it may if one
+    may enter and one may leave.
     """
 
     sequences: int
@@ -73,8 +75,8 @@ class Frame(NamedTuple):
     def around(cls, segments: int, chunks: int) -> Frame:
         """The frame of packings of one rank alone that have about so many segments and chunks.
         Chunks are rounded up by at most a sixteenth, or to a multiple of 8. Segments are rounded up
-        further, since one without tokens costs little; but kernels are chosen by their number, so
-        few stay nearly exact."""
+        further, since a segment without tokens costs little. A small number stays nearly exact,
+        because kernels are chosen by the number of segments."""
         least = 4 if segments < 8 else 8
         room = _rounded(segments + 1, max(least, _half_power(segments) // 4))
         step = max(8, _half_power(chunks) // 16)
@@ -83,9 +85,10 @@ class Frame(NamedTuple):
 
     @classmethod
     def around_ranks(cls, counts: Sequence[Counts], rank: int) -> Frame:
-        """The frame of packings of a rank with one range that are like this one. counts: those of
-        all ranks' parts. Whether a state enters, leaves and passes is exact, and so is a number of
-        segments below 4: with so few, a spare one would choose kernels for more than there are."""
+        """The frame of packings that are like one with these counts, on a rank with one range.
+        counts: those of all ranks' parts. It is exact whether a state enters, leaves and passes.
+        So is a number of segments below 4, because with so few, an empty segment could change which
+        kernels are chosen."""
         frames = []
         for c in counts:
             frame = cls.around(c.everything, c.chunks)
@@ -129,14 +132,17 @@ def _half_power(n: int) -> int:
 class Packing(Tabled):
     """The segments of one rank, in local token order, and the tables derived from them.
 
-    tokens: local tokens. sequences: sequences of the global batch (N). ranges: how many token
-    ranges the rank owns. segments: see `Segment`. empty: the sequences without tokens whose final
-    state this rank provides.
-    chunk: tokens in a chunk; fewer than 64 only where each sequence is one chunk.
-    frame: the sizes that segments and chunks are filled up to. With a frame, exactly one segment is
-    carried if a state may enter the rank, one is feeding if a state may leave it, and one is middle
-    if both: the segment that has the tokens, or else the spare, whose map nobody reads.
-    loads: the workloads of all ranks, cut as this rank's; empty if it is alone or has a frame.
+    tokens: how many local tokens there are. sequences: how many sequences the global batch has (N).
+    ranges: how many token ranges the rank owns. segments: see `Segment`. empty: the sequences
+    without tokens whose final state this rank provides.
+    chunk: how many tokens a chunk has. There are fewer than 64 only where each sequence is one
+    chunk.
+    frame: the sizes to which segments and chunks are filled up. With a frame, exactly one segment
+    is in `carried` if a state may enter the rank, one is in `feeding` if a state may leave it, and
+    one is in `middle` if a state may pass. It is the segment with the tokens, or else the spare,
+    whose map nobody reads.
+    loads: the workloads of all ranks, cut in the same way; empty if the rank is alone or has a
+    frame.
     """
 
     tokens: int
@@ -160,8 +166,10 @@ class Packing(Tabled):
         loads: tuple[Workload, ...] = (),
         chunk: int = CHUNK,
     ) -> Packing:
-        """The packing of global token `ranges` (default: all tokens), in the given order. With a
-        frame there must be one range. loads: the workloads of all ranks, before cuts."""
+        """The packing of the global token `ranges` (default: all tokens), in the given order. With
+        a frame there must be one range. loads: the workloads of all ranks, before cuts.
+        segment_chunks: cut into segments of at most that many chunks. counts_empty: whether this
+        rank provides the final states of sequences without tokens."""
         total = cu_seqlens[-1]
         ranges = [(0, total)] if ranges is None else ranges
         segments: list[Segment] = []
@@ -240,7 +248,7 @@ class Packing(Tabled):
 
     @cached_property
     def largest(self) -> Counts:
-        """The largest counts of any rank, which are equal on all ranks and may therefore decide
+        """The largest counts of any rank. They are equal on all ranks, so that they may decide
         which kernel is launched. With a frame they cover all packings."""
         if self.frame is not None:
             return self.frame.largest or self.frame.counts
@@ -248,19 +256,19 @@ class Packing(Tabled):
 
     @cached_property
     def carried(self) -> tuple[int, ...]:
-        """Segments that a state enters, from this rank or another."""
+        """Indices of the segments that a state enters, from this rank or another."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.begins)
         return self._or_spare(which, self.frame is not None and self.frame.enters)
 
     @cached_property
     def feeding(self) -> tuple[int, ...]:
-        """Segments that hand their state on, on this rank or to another."""
+        """Indices of the segments that hand their state on, on this rank or to another."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.ends)
         return self._or_spare(which, self.frame is not None and self.frame.leaves)
 
     @cached_property
     def middle(self) -> tuple[int, ...]:
-        """Segments through which a state passes. Only these need a transition."""
+        """Indices of the segments through which a state passes. Only these need a transition."""
         which = tuple(i for i, s in enumerate(self.segments) if not s.begins and not s.ends)
         return self._or_spare(which, self.frame is not None and self.frame.through)
 
@@ -278,17 +286,18 @@ class Packing(Tabled):
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
-        """Segments that hold the first token of their sequence."""
+        """Indices of the segments that hold the first token of their sequence."""
         return tuple(i for i, s in enumerate(self.segments) if s.begins)
 
     @cached_property
     def ending(self) -> tuple[int, ...]:
-        """Segments that hold the last token of their sequence."""
+        """Indices of the segments that hold the last token of their sequence."""
         return tuple(i for i, s in enumerate(self.segments) if s.ends)
 
     @cached_property
     def chains(self) -> tuple[tuple[int, ...], ...]:
-        """Runs of two or more linked segments of this rank, and single ones that cross its edge."""
+        """The segments that a fold has to join, as lists of indices: runs of two or more linked
+        segments of this rank, and single segments that a state enters or leaves across ranks."""
         runs: list[list[int]] = []
         for i, s in enumerate(self.segments):
             if s.continues:
@@ -303,18 +312,20 @@ class Packing(Tabled):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """0, and then where each segment stops, in local tokens; without the spare."""
+        """0, and then where each segment stops, in local tokens. The spare is left out."""
         return (0, *(s.stop for s in (self.segments[:-1] if self.frame else self.segments)))
 
     def spans(self) -> tuple[list[int], list[int], list[int]]:
-        """Where each segment starts and where it stops, in local tokens, and its chunks."""
+        """Where each segment starts and where it stops, in local tokens, and how many chunks it
+        has."""
         start, stop = [s.start for s in self.segments], [s.stop for s in self.segments]
         chunks = [-(-(b - a) // self.chunk) for a, b in zip(start, stop, strict=True)]
         return start, stop, chunks
 
     @cached_property
     def single(self) -> bool:
-        """Whether there is one range, whose map is that of a single segment: no run has several."""
+        """Whether there is one range and no chain has several segments. The map of the range is
+        then that of a single segment, so that nothing needs to be folded."""
         return self.ranges == 1 and all(len(chain) == 1 for chain in self.chains)
 
     def index(self, which: Sequence[int], device: torch.device) -> Tensor:
@@ -337,7 +348,7 @@ class Packing(Tabled):
         return self.cached(device, lambda: StepTable.build(self, device))
 
     def subset(self, which: tuple[int, ...], device: torch.device) -> Subset:
-        """`which` in the order in which a scan over them alone holds their states."""
+        """The segments `which`, in the order in which a scan over them holds their states."""
         position = self.steps(device).position
         segments = tuple(sorted(which, key=position.__getitem__))
         places = tuple(position[i] for i in segments)
@@ -345,7 +356,7 @@ class Packing(Tabled):
 
 
 def _parts(cu_seqlens: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-    """(sequence, start, stop) of every non-empty piece of a sequence in [lo, hi)."""
+    """(sequence, start, stop) of each part of [lo, hi) that has tokens."""
     first, stop = max(bisect_right(cu_seqlens, lo) - 1, 0), bisect_left(cu_seqlens, hi)
     for n, (a, b) in enumerate(pairwise(cu_seqlens[first : stop + 1]), first):
         if max(a, lo) < min(b, hi):
@@ -353,15 +364,17 @@ def _parts(cu_seqlens: Sequence[int], lo: int, hi: int) -> Iterator[tuple[int, i
 
 
 class StepTable(NamedTuple):
-    """An order of the chunks in which step t of all segments is one slice, longest segments first.
+    """An order of the chunks for a scan over all segments at once, in PyTorch. Segments are sorted
+    by length, longest first, and the t-th chunks of all segments are one slice.
 
     At step t, a scan takes the chunks `bounds[t]`. They belong to the first
     `bounds[t][1] - bounds[t][0]` segments of `longest_first`.
 
-    gather [NC*C]: local token of each row of a chunk (0 for padding). padded [NC*C]: which rows are
-    padding, or None. scatter [T]: row of each local token. longest_first: the segments by length.
-    position: place of each segment in `longest_first`. bounds: the chunks of each step.
-    natural [NC]: place of each chunk, in token order. Those without a shape are on the host.
+    gather [NC*C]: the local token of each row of a chunk (0 for padding). padded [NC*C]: which rows
+    are padding, or None. scatter [T]: the row of each local token. longest_first: the segments by
+    length. position: the place of each segment in `longest_first`. bounds: the chunks of each step,
+    as [start, stop). natural [NC]: the place of each chunk, in token order. Fields without a shape
+    are on the host.
     """
 
     gather: Tensor
@@ -374,6 +387,7 @@ class StepTable(NamedTuple):
 
     @classmethod
     def build(cls, packing: Packing, device: torch.device) -> StepTable:
+        """The table of a packing. Everything is computed on the host, and then sent."""
         start = torch.tensor([s.start for s in packing.segments], dtype=torch.int64, device="cpu")
         stop = torch.tensor([s.stop for s in packing.segments], dtype=torch.int64, device="cpu")
         C = packing.chunk
@@ -410,9 +424,9 @@ class StepTable(NamedTuple):
     def fold(
         self, subset: Subset | None = None, reverse: bool = False
     ) -> Iterator[tuple[slice, slice | Tensor]]:
-        """(rows of a state tensor, chunks) of each step.
+        """For each step, (the rows of a state tensor, the chunks) that it takes.
 
-        States are in the order of `longest_first`, or, with a subset, in the subset's order.
+        States are in the order of `longest_first` or, with a subset, in the subset's order.
         """
         for lo, hi in reversed(self.bounds) if reverse else self.bounds:
             if subset is None:
@@ -426,8 +440,8 @@ class StepTable(NamedTuple):
 class Subset(NamedTuple):
     """Some segments, longest first, as `StepTable.fold` needs them.
 
-    segments: their indices. places: their places in the full order, on the host. rows: the same on
-    the device.
+    segments: their indices. places: their places in `StepTable.longest_first`, on the host. rows:
+    the same on the device.
     """
 
     segments: tuple[int, ...]
@@ -435,6 +449,6 @@ class Subset(NamedTuple):
     rows: Tensor
 
     def places_of(self, segments: Sequence[int]) -> list[int]:
-        """Row of each of `segments` in a state tensor of this subset."""
+        """The row of each of these segments in a state tensor of the subset."""
         row = {i: p for p, i in enumerate(self.segments)}
         return [row[i] for i in segments]

@@ -1,9 +1,9 @@
-"""The steps of a ring of keys and values: which rows a rank sends, receives and attends to in each.
+"""The steps of a ring of keys and values: which rows a rank sends, receives and reads in each.
 
 In step t a rank receives from the rank t places before it and sends to the one t places after it.
-Ranges of different ranks are disjoint, so a run of tokens that another rank has lies wholly before
-or wholly after each of this rank's pieces: no query needs a mask in these steps. A rank's own
-tokens of one sequence, in the order of the sequence, attend to each other causally.
+The ranges of different ranks are disjoint, so a run of another rank's tokens lies wholly before or
+wholly after each of this rank's pieces. Therefore no query needs a mask in these steps. A rank's
+own tokens of one sequence, in the order of the sequence, attend to each other causally.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fla_cp.partition.token_ranges import Ranges
 
 @dataclass(frozen=True)
 class Rows(Tabled):
-    """Some rows of a tensor, none twice."""
+    """Some rows of a tensor. No row occurs twice."""
 
     runs: Runs
 
@@ -44,15 +44,15 @@ class Rows(Tabled):
         return count(self.runs)
 
     def of(self, x: Tensor) -> Tensor:
-        """These rows of x: a view if they are one run."""
+        """These rows of x. They are a view if they are one run."""
         return x[self._place(x.device)]
 
     def put(self, x: Tensor, rows: Tensor) -> None:
-        """Writes these rows of x, in x's dtype."""
+        """Writes `rows` into these rows of x, in x's dtype."""
         x[self._place(x.device)] = rows.to(x.dtype)
 
     def add(self, x: Tensor, rows: Tensor) -> None:
-        """Adds to these rows of x, in x's dtype."""
+        """Adds `rows` to these rows of x, in x's dtype."""
         place = self._place(x.device)
         if isinstance(place, slice):
             x[place] += rows
@@ -66,8 +66,9 @@ class Rows(Tabled):
 
 
 class Part(NamedTuple):
-    """Queries, and the keys that all of them attend to, sequence by sequence. keys: rows of what
-    arrived, or of the rank's own tokens."""
+    """One call of the attention kernel: sequences of queries, and for each the keys that all of its
+    queries read. queries: rows of the rank's own tokens. keys: rows of the tokens that arrived, or
+    of the rank's own."""
 
     queries: Rows
     keys: Rows
@@ -75,9 +76,9 @@ class Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """to, source: the ranks that get tokens from this rank and send it theirs. send: the local
-    tokens that leave. receive: how many arrive. parts: no part has a key twice, and no query is in
-    two of them."""
+    """One step. to, source: the rank that gets tokens from this rank, and the rank that sends it
+    tokens. send: the local tokens that leave. receive: how many tokens arrive. parts: what is
+    computed. No part has a key twice, and no query is in two parts."""
 
     to: int
     source: int
@@ -87,7 +88,7 @@ class Step(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """Tokens [lo, hi) of a sequence, which begin at local row `at`."""
+    """Tokens [lo, hi) of the batch, in one sequence, which begin at local row `at`."""
 
     lo: int
     hi: int
@@ -96,8 +97,8 @@ class _Own(NamedTuple):
 
 @dataclass(frozen=True)
 class RingSteps:
-    """own: a rank's tokens among themselves. steps: the others, without those in which no rank
-    needs any token; they are the same steps on all ranks."""
+    """What a rank computes. own: its own tokens among themselves. steps: those with other ranks.
+    Steps in which no rank needs any token are left out, so that all ranks have the same steps."""
 
     own: Part
     steps: tuple[Step, ...]
@@ -138,13 +139,14 @@ def _rows(runs: Iterable[tuple[int, int]]) -> Rows:
 
 
 def _own_part(mine: dict[int, list[_Own]]) -> Part:
+    """All tokens of the rank, one sequence after another. mine: its pieces of each sequence."""
     rows = _rows((p.at, p.at + p.hi - p.lo) for own in mine.values() for p in own)
     lengths = tuple(sum(p.hi - p.lo for p in own) for own in mine.values())
     return Part(rows, rows, Lengths(lengths, lengths))
 
 
 def _arrived(runs: Sequence[Run]) -> list[Run]:
-    """The runs with their rows in the buffer that arrives."""
+    """The same runs, with their rows in the buffer that arrives."""
     found, at = [], 0
     for run in runs:
         found.append(run._replace(at=at))
@@ -155,15 +157,16 @@ def _arrived(runs: Sequence[Run]) -> list[Run]:
 def _parts(
     offsets: Sequence[int], mine: dict[int, list[_Own]], arriving: Sequence[Run]
 ) -> tuple[Part, ...]:
-    """Pieces that attend to the same runs are one sequence. Pieces of one sequence that attend to
-    different runs are in different parts."""
+    """The parts of a step. arriving: the runs that the other rank sends. The pieces of a sequence
+    that read the same runs are one sequence of queries. Those that read different runs are in
+    different parts, so that no part has a key twice."""
     theirs: dict[int, list[Run]] = defaultdict(list)
     for run in sorted(arriving):
         theirs[offsets[bisect_right(offsets, run.lo) - 1]].append(run)
     parts: list[tuple[list, list, list, list]] = []
     for begin, runs in theirs.items():
         starts = [run.lo for run in runs]
-        readers: dict[int, list[_Own]] = defaultdict(list)  # by the number of runs before them
+        readers: dict[int, list[_Own]] = defaultdict(list)  # pieces by the number of runs before
         for piece in mine[begin]:
             readers[bisect_left(starts, piece.lo)].append(piece)
         read = [(runs[:n], queries) for n, queries in readers.items() if n]

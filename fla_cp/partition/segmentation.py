@@ -1,26 +1,26 @@
-"""How finely sequences are cut into segments: a model of the time, from lengths and the GPU's size.
+"""Decides how finely sequences are cut into segments, with a model of the time.
 
 A scan processes the chunks of a segment one after another, in a few programs: one for each head and
 tile of columns. With few heads and long sequences, most of the GPU is idle. If a sequence is cut
-into segments, these run at the same time. But each segment must first be summarized (its offset,
-and its transition if a state passes through it), and the maps must be folded.
+into segments, they run at the same time. But each segment must first be summarized (its offset, and
+its transition if a state passes through it), and the maps must be folded. The model is
 
     time(a scan of some segments) = max(step * longest, shared * programs * chunks / SMs)
 
-in microseconds. `step` is the time of a chunk when nothing else runs, `shared` the time of one
+in microseconds. `step` is the time of a chunk when nothing else runs, and `shared` the time of one
 program's chunk on a full SM. The forward forms offsets and transitions in one launch, and then
 scans. The backward forms the adjoint offsets (the transitions are the forward's), recomputes the
 states, and scans in reverse. If the GPU has room, the states are recomputed at the same time as the
-reverse scan and the exchange before it, or, if nothing is exchanged, as the adjoint offsets. What
-crosses ranks is summarized in any case. The cut with the least time is taken if it is below MARGIN
-of the uncut time. If no cut is for both directions, and no state crosses ranks, the forward alone
-may be cut.
+exchange and the reverse scan or, if nothing is exchanged, at the same time as the adjoint offsets.
+Segments from which a state goes to another rank are summarized in any case.
 
-Where several sequences are packed on a single rank, a cut must save NEW_PACKING besides.
+The cut with the least time is taken if that is below MARGIN of the uncut time. On a single rank
+with several packed sequences it must also save NEW_PACKING. If no cut pays for both directions
+together, and no state crosses ranks, the forward alone may be cut.
 
-All ranks of a batch cut at the same length, chosen from the workloads of all. If states cross
-ranks, every rank waits in each exchange for the slowest, so that each step counts with the rank for
-which it takes longest. If no state crosses ranks, the rank that takes longest in total counts.
+All ranks of a batch cut at the same length, which is chosen from the workloads of all. If states
+cross ranks, every rank waits in each exchange for the slowest, so each step counts with the rank
+for which it takes longest. If no state crosses ranks, the rank that takes longest in total counts.
 """
 
 from bisect import bisect_left
@@ -31,12 +31,12 @@ from fla_cp.partition.packing import Packing
 from fla_cp.partition.workload import Counts, Workload
 
 COLUMNS = 32
-"""Columns of the state that a program has in the costs below."""
+"""How many columns of the state a program has in the costs below."""
 
 
 class Cost(NamedTuple):
-    """step, shared: see above. many: `shared` of a launch with at least MANY programs, which are
-    then wider and read less."""
+    """The cost of one kind of scan. step, shared: see above. many: `shared` of a launch with at
+    least MANY programs, whose tiles are wider, so that they read less."""
 
     step: float
     shared: float
@@ -52,29 +52,29 @@ of its offsets. Measured on an H200 with K = V = 128 in bf16 (docs/log.md). Othe
 of them by the same factor."""
 
 BOTH, CONCURRENT = 1.90, 1.50
-"""A step of the states when they are recomputed at the same time as the reverse scan, and as its
-offsets, if all programs of both fit on the GPU at once."""
+"""`step` of two scans at the same time, if all programs of both fit on the GPU at once. BOTH: the
+states are recomputed during the reverse scan. CONCURRENT: during the scan for its offsets."""
 
 FOLD = 5.0
-"""Folding in one segment: two products [K, K] x [K, V], one after the other."""
+"""The time to fold in one segment: two products [K, K] x [K, V], one after the other."""
 
 EXTRA = 60.0
-"""Host time of the additional launches of a cut, in one direction."""
+"""The host time of the additional launches of a cut, in one direction."""
 
 NEW_PACKING = 300.0
-"""Host time that a cut must save besides, where several sequences are packed on a single rank.
-Packings without cuts share recorded programs (fla_cp/partition/packing.py, `Frame`), so a new one
-costs the host little; one that is cut has programs of its own."""
+"""The host time that a cut must save in addition, where several sequences are packed on a single
+rank. Packings without cuts share recorded programs (fla_cp/partition/packing.py, `Frame`), so a new
+one costs the host little. One that is cut needs programs of its own."""
 
 MARGIN = 0.95
 """A cut is made if its predicted time is at most this share of the uncut time."""
 
 SMALLEST = 8
-"""The fewest chunks of a segment: the maps of shorter ones would outweigh their tokens."""
+"""The fewest chunks in a segment. The maps of shorter ones would cost more than their tokens."""
 
 
 class Steps(NamedTuple):
-    """Microseconds of a rank. fold: of one direction, with its launches."""
+    """The microseconds that a rank takes for each step. fold: in one direction, with launches."""
 
     summary: float
     scan: float
@@ -97,9 +97,9 @@ def predicted(
     processors: int,
     backward: bool = True,
 ) -> float:
-    """Microseconds of a forward, and with `backward` of a backward too, of all ranks' loads in
-    segments of at most `most` chunks. value, key: how many programs form a segment's state, and its
-    transition."""
+    """The predicted microseconds of a forward, and with `backward` of a backward, too, if the loads
+    of all ranks are cut into segments of at most `most` chunks. value, key: how many programs form
+    the state of a segment, and its transition. processors: the SMs of the GPU."""
     cut = [load.cut(most) for load in loads]
     counts = Counts.largest(load.counts for load in cut)
     crosses = any(load.counts.carried for load in loads)
@@ -139,17 +139,17 @@ def predicted(
 
 
 def stays_whole(longest: int, chunks: int, value: int, processors: int) -> bool:
-    """Whether it is clear without trying that `split` cuts no packing of several sequences, in a
-    call without a context, whose longest segment and whose segments together have so many chunks:
-    even a cut that left nothing but the scans' work and its own launches would take longer than no
-    cut."""
+    """Whether `split` certainly cuts no packing like this, so that it need not be tried. longest,
+    chunks: how many chunks the longest segment has, and all segments together. The packing has
+    several sequences and no context. It is certain if even a cut that left nothing but the work of
+    the scans and its own launches would take longer than no cut."""
     return not processors or longest <= _longest_whole(chunks, value, processors)
 
 
 @lru_cache(maxsize=4096)
 def _longest_whole(chunks: int, value: int, processors: int) -> int:
-    """The most chunks of a longest segment for which `stays_whole` is true. Packings of as many
-    tokens have few numbers of chunks, so that this is computed seldom."""
+    """The largest `longest` for which `stays_whole` is true. Packings of equally many tokens differ
+    little in `chunks`, so the cache serves most calls."""
 
     def may_be_cut(longest: int) -> bool:
         return not _cut_never_pays(longest, chunks, value, processors)
@@ -158,8 +158,8 @@ def _longest_whole(chunks: int, value: int, processors: int) -> int:
 
 
 def _cut_never_pays(longest: int, chunks: int, value: int, processors: int) -> bool:
-    """Whether `stays_whole` is true for a longest segment of more than SMALLEST chunks. If it is,
-    then also for fewer chunks of it: only what the uncut scans take grows with them."""
+    """Whether `stays_whole` is true, for `longest` above SMALLEST. If it is, it is also true for a
+    smaller `longest`, because only the time of the uncut scans grows with `longest`."""
 
     def work(cost: Cost) -> float:
         return min(cost.shared, cost.many) * value * chunks / processors
@@ -185,9 +185,9 @@ def split(
     backward: bool = True,
     extra: int | None = None,
 ) -> Packing:
-    """`packing`, or the same tokens in shorter segments if that is predicted to be faster. All
-    ranks decide alike. With a frame, nothing is cut. extra: the most segments that the cut may add
-    on a rank; None: any number."""
+    """The packing, or the same tokens in shorter segments if that is predicted to be faster. All
+    ranks decide alike. A packing with a frame is not cut. value, key, processors, backward: see
+    `predicted`. extra: the most segments that the cut may add on a rank; None: any number."""
 
     def best() -> Packing:
         loads = packing.on_ranks

@@ -12,12 +12,13 @@ from fla_cp.partition.token_ranges import Ranges
 
 @dataclass(frozen=True)
 class Links(Tabled):
-    """Which slot belongs to whom and which continues its predecessor; equal on all ranks.
+    """The slot table: which rank owns each slot, and which slots are linked. It is equal on all
+    ranks.
 
     owner, row: the rank of each slot, and the slot's index among that rank's ranges. continues:
-    whether a sequence continues from slot s-1 into slot s. through: whether one sequence enters,
+    whether a sequence goes on from slot s-1 into slot s. through: whether one sequence enters,
     fills and leaves slot s. slots_per_rank: the largest number of ranges that a rank owns. fixed:
-    each rank has one slot, and what is exchanged does not depend on the packing.
+    each rank has one slot, and what is exchanged must not depend on the packing.
     """
 
     owner: tuple[int, ...]
@@ -38,7 +39,7 @@ class Links(Tabled):
 
     @cached_property
     def any_through(self) -> bool:
-        """Whether any transition is needed."""
+        """Whether any slot needs a transition."""
         return any(self.through) or (self.fixed and self.count > 2)
 
     def feeds(self, s: int) -> bool:
@@ -67,7 +68,7 @@ class Links(Tabled):
 def link_slots(
     cu_seqlens: tuple[int, ...], token_ranges: tuple[Ranges, ...], *, fixed: bool = False
 ) -> Links:
-    """The slot table: non-empty ranges of all ranks in sequence order."""
+    """The slot table of these ranges. Slots are the ranges with tokens, in token order."""
     slots = sorted(
         (lo, hi, r, row)
         for r, ranges in enumerate(token_ranges)

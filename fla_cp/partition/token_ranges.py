@@ -4,7 +4,7 @@ from itertools import pairwise
 
 
 def contiguous_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """One range for each rank, in order. Lengths differ by at most one token."""
+    """One range for each rank, in order. Their lengths differ by at most one token."""
     edges = [total * r // world_size for r in range(world_size + 1)]
     return [[edge] for edge in pairwise(edges)]
 
@@ -12,8 +12,8 @@ def contiguous_token_ranges(total: int, world_size: int) -> list[list[tuple[int,
 def zigzag_token_ranges(total: int, world_size: int) -> list[list[tuple[int, int]]]:
     """Two ranges for each of R ranks: rank r has pieces r and 2R-1-r of 2R equal pieces.
 
-    This balances causal softmax attention, whose work grows along the sequence, so that layers of
-    both kinds can share one sharding.
+    This balances causal softmax attention, whose work grows along the sequence. Layers of softmax
+    attention and of linear attention can then share one sharding.
     """
     edges = [total * i // (2 * world_size) for i in range(2 * world_size + 1)]
     pieces = list(pairwise(edges))

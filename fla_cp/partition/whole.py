@@ -1,8 +1,8 @@
-"""Packings of whole sequences that share frames, formed in few steps.
+"""Packings of whole sequences that share frames, made with little work of the host.
 
-Each batch has a packing that was never seen before, and what the host does for it is paid in every
-step of a training. A call that replays a program needs the frame and the device tables of its
-packing, but no list of its segments.
+In training almost every batch has a new packing, so the host's work for one is paid in every step.
+A call that replays a program needs the frame and the device tables of its packing, but not the list
+of segments. That list is therefore made only if something asks for it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fla_cp.rule import CHUNK
 
 
 class WholeSequences(Packing):
-    """The packing of all tokens on one rank alone, filled up to sizes that other packings have.
+    """The packing of all tokens on one rank alone, filled up to the rounded sizes of a frame.
 
     It has the segments, the frame and the tables of `Packing.build(offsets, frame=...)` with the
-    frame of `Frame.around`. Segments are listed when something first asks for them.
-    given: the offsets [N+1], which must have been checked. counts: the chunks of each sequence.
-    chunks: those of all. longest: those of the longest.
+    frame of `Frame.around`.
+    given: the offsets [N+1], which the caller has checked. counts: how many chunks each sequence
+    has. chunks: how many all have. longest: how many the longest has.
     """
 
     given: tuple[int, ...]
@@ -31,7 +31,7 @@ class WholeSequences(Packing):
     def __init__(self, offsets: tuple[int, ...]) -> None:
         counts = [(b - a + CHUNK - 1) // CHUNK for a, b in pairwise(offsets)]
         chunks, parts = sum(counts), len(counts) - counts.count(0)
-        # Attributes of a frozen dataclass cannot be set one by one, and this is faster.
+        # A frozen dataclass does not allow to set its attributes, and this is also faster.
         self.__dict__.update(
             tokens=offsets[-1],
             sequences=len(counts),
@@ -43,7 +43,7 @@ class WholeSequences(Packing):
             counts=counts,
             chunks=chunks,
             longest=max(counts),
-            _cache={},  # of `Tabled`, whose cached properties would take a lock in Python 3.11
+            _cache={},  # as in `Tabled`, whose cached properties take a lock in Python 3.11
             _on_devices={},
         )
 

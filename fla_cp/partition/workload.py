@@ -1,11 +1,11 @@
-"""Workload: how much a rank holds, in counts. Every rank knows those of all ranks, so that all of
-them choose alike.
+"""Workload: how much a rank holds, in counts. Every rank knows the workloads of all ranks, so that
+all of them make the same choices.
 
-A part is what a range holds of one sequence (packing.py). Thousands of short documents are parts of
-a few kinds only. A kind is the number of chunks, and whether the sequence's first token and its
-last are in the part. Example: sequences of 100 and 60 tokens are divided after token 80. The first
-rank has a part of 2 chunks that begins its sequence. The second rank has a part of 1 chunk that
-ends its sequence, and one of 1 chunk that does both.
+A part is what a range holds of one sequence (packing.py). Even thousands of short documents are
+parts of only a few kinds. A kind is the number of chunks, and whether the part has the sequence's
+first token, and its last. Example: sequences of 100 and 60 tokens are divided after token 80. The
+first rank has a part of 2 chunks that begins its sequence. The second rank has a part of 1 chunk
+that ends its sequence, and one of 1 chunk that does both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fla_cp.rule import CHUNK
 
 
 class Part(NamedTuple):
-    """A part of a sequence, or a segment. begins, ends: it has the first, the last token."""
+    """The kind of a part or of a segment. begins, ends: whether it has the sequence's first token,
+    and its last."""
 
     chunks: int
     begins: bool
@@ -30,7 +31,8 @@ class Part(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """The number of some segments, of all their chunks, and of the chunks of the longest."""
+    """How many segments there are, how many chunks they have together, and how many chunks the
+    longest has."""
 
     segments: int
     chunks: int
@@ -38,7 +40,8 @@ class Amount(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How many segments are in each property of `Packing`, and how many chunks there are."""
+    """How many segments are in `Packing.everything`, `feeding`, `carried` and `middle`, and how
+    many chunks there are."""
 
     everything: int
     feeding: int
@@ -48,13 +51,13 @@ class Counts(NamedTuple):
 
     @classmethod
     def largest(cls, counts: Iterable[Counts]) -> Counts:
-        """The largest of each."""
+        """The largest count in each field."""
         return cls(*map(max, zip(*counts, strict=True)))
 
 
 def pieces(chunks: int, most: int) -> tuple[int, int]:
-    """How many segments a part is cut into, of equal length and at most `most` chunks, and how many
-    chunks each of them has. The last may have fewer."""
+    """How a part of so many chunks is cut into segments of equal length, of at most `most` chunks:
+    how many segments there are, and how many chunks each has. The last may have fewer."""
     length = _ceil(chunks, _ceil(chunks, most))
     return _ceil(chunks, length), length
 
@@ -65,13 +68,14 @@ def _ceil(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """How many parts of each kind a rank holds, or segments if they are cut. None is empty."""
+    """How many parts of each kind a rank holds, or segments if the parts are cut. Parts without
+    tokens do not count."""
 
     kinds: tuple[tuple[Part, int], ...]
 
     @classmethod
     def of(cls, cu_seqlens: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Workload:
-        """The workload of global token `ranges`."""
+        """The workload of a rank with these global token ranges."""
         kinds: Counter[Part] = Counter()
         for lo, hi in ranges:
             bounds = cu_seqlens[bisect_left(cu_seqlens, lo) : bisect_right(cu_seqlens, hi)]
@@ -94,7 +98,7 @@ class Workload:
         return cls._of(Counter(parts))
 
     def cut(self, most: int) -> Workload:
-        """The workload after `Packing.cut`."""
+        """The workload of the packing after `Packing.cut(most)`."""
         kinds: Counter[Part] = Counter()
         for part, n in self.kinds:
             if part.chunks <= most:
@@ -107,11 +111,12 @@ class Workload:
         return self._of(kinds)
 
     def added(self, most: int) -> int:
-        """How many segments `Packing.cut` adds."""
+        """How many segments `Packing.cut(most)` adds."""
         return sum(n * (pieces(part.chunks, most)[0] - 1) for part, n in self.kinds)
 
     def folds(self, most: int) -> int:
-        """The largest number of segments that are folded one after another if it is cut."""
+        """The largest number of segments that are folded one after another after
+        `Packing.cut(most)`."""
         crossing_or_cut = (
             pieces(chunks, most)[0]
             for (chunks, begins, ends), _ in self.kinds
@@ -121,7 +126,7 @@ class Workload:
 
     @cached_property
     def amounts(self) -> dict[str, Amount]:
-        """The amounts of each property of `Packing`, by its name."""
+        """The amounts in `Packing.everything`, `feeding`, `carried` and `middle`, by name."""
 
         def of(entered: bool, left: bool) -> Amount:
             some = [

@@ -1,13 +1,13 @@
 """The bytes that a block of a model takes in a training step, counted without a GPU.
 
-The block runs forward and backward on the device "meta", whose tensors have shapes and no memory,
-with the stages of the Triton backend, whose launches are skipped. A watcher adds the bytes of each
-storage when it is made and takes them away when it is freed. So the count holds what autograd saves
-and every buffer of the operators, at the sizes of the real step. Ranks are pretended too: a process
-group of that size exists, whose collectives send nothing.
+The block runs forward and backward on the device "meta", whose tensors have shapes but no memory.
+It runs with the stages of the Triton backend, whose launches are skipped. A watcher (`Live`) adds
+the bytes of each storage when it is made and subtracts them when it is freed. The count therefore
+contains what autograd saves and every buffer of the operators, at the sizes of the real step. Ranks
+are pretended, too: there is a process group of that size, whose collectives send nothing.
 
-A compiled block keeps what its partitioned graph says, so this graph is made as torch.compile makes
-it, but not run.
+What a compiled block keeps depends on how its graph is partitioned. The graph is therefore made
+and partitioned as torch.compile does it, and the tensors that it saves are counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fla_cp.kernels.torch import attention
 from fla_cp.train.config import UserError
 
 SMS = 132
-"""Streaming multiprocessors of an H100 or H200, which decide how sequences are cut."""
+"""The streaming multiprocessors of an H100 or H200. They decide how sequences are cut."""
 
 ROUNDED = 512
 """CUDA's allocator rounds every size up to a multiple of this."""
@@ -40,12 +40,12 @@ ROUNDED = 512
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Bytes of a block on one rank.
+    """The bytes of a block on one rank.
 
-    kept: what the forward leaves for the backward, the block's result included, which is the next
+    kept: those that the forward leaves for the backward, with the block's result, which is the next
     block's input. forward: the most at any time of the forward. backward: the most at any time of
-    the backward, beyond what was kept; it contains the gradients of the block's result, input and
-    parameters.
+    the backward, in addition to what was kept; it contains the gradients of the block's result,
+    input and parameters.
     """
 
     kept: int
@@ -54,10 +54,11 @@ class BlockMemory:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors on the device "meta" that are made in the block and still held.
+    """Counts the bytes of tensors on the device "meta" that are made in the `with` block and are
+    still held.
 
-    known: tensors from before, which do not count and whose views do not either. now: bytes at
-    present. peak: the most so far.
+    known: tensors from before; neither they nor their views count. now: bytes at present. peak: the
+    most so far.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -96,13 +97,13 @@ class Live(TorchDispatchMode):
 
 
 def rounded(size: int) -> int:
-    """Bytes that the allocator gives for `size`."""
+    """How many bytes the allocator takes for `size` bytes."""
     return -(-size // ROUNDED) * ROUNDED
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm, as the fused kernel of CUDA saves it: its input and one number a row. On "meta",
-    torch would decompose it and keep copies in float32 (2.13)."""
+    """RMSNorm that saves the same as CUDA's fused kernel: its input and one number a row. On
+    "meta", torch would decompose it and keep copies in float32 (2.13)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -136,9 +137,10 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def kernels_without_launches(impl: Impl) -> Iterator[Impl]:
-    """Gives the value of `impl` with which layers run on "meta". With "torch" it stays so.
+    """In the block, kernels are not launched, and layers can run on "meta" with the value of `impl`
+    that is given. "torch" stays "torch".
 
-    Raises UserError if Triton is missing.
+    Raises UserError if Triton is needed and missing.
     """
     if impl == "torch":
         yield impl
@@ -155,7 +157,7 @@ def kernels_without_launches(impl: Impl) -> Iterator[Impl]:
     with ExitStack() as stack:
         stack.enter_context(using(backend))
         stack.enter_context(redirected(lambda *given, **named: None))
-        # On a GPU flash attention runs; what stands in for it elsewhere holds scores.
+        # On a GPU flash attention runs. What replaces it elsewhere would hold scores.
         stack.enter_context(_replaced(attention, "flash_runs", _flash_would_run))
         yield "triton"
 
@@ -167,10 +169,11 @@ def _flash_would_run(q: Tensor, v: Tensor) -> bool:
 
 @contextmanager
 def pretended_ranks(count: int) -> Iterator[dist.ProcessGroup | None]:
-    """The last of `count` ranks, in a group whose collectives send nothing; None for one rank.
+    """Makes this process the last of `count` ranks, in a group whose collectives send nothing. None
+    for one rank.
 
-    The last rank has the most keys to attend to. Raises RuntimeError in a process that already has
-    a process group.
+    It is the last rank because that one has the most keys to attend to. Raises RuntimeError in a
+    process that already has a process group.
     """
     if count == 1:
         yield None
@@ -208,7 +211,7 @@ def eager(block: nn.Module, run: Run, x: Tensor, context: FLACPContext) -> Block
 
 
 def kept_compiled(block: nn.Module, x: Tensor, context: FLACPContext) -> int:
-    """Bytes that a compiled block keeps: what its graph saves, and its result."""
+    """The bytes that a compiled block keeps: what its graph saves, and its result."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -223,7 +226,7 @@ def kept_compiled(block: nn.Module, x: Tensor, context: FLACPContext) -> int:
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
-    torch._dynamo.reset()  # each length is compiled as it is
+    torch._dynamo.reset()  # each length is compiled anew, with constant shapes
     x = x.detach().requires_grad_()
     given = {x.untyped_storage()._cdata}
     given |= {p.untyped_storage()._cdata for p in block.parameters()}
@@ -247,6 +250,6 @@ def kept_compiled(block: nn.Module, x: Tensor, context: FLACPContext) -> int:
 
 
 def first_tensor(found: Any) -> Tensor:
-    """A block's result without what its experts report."""
+    """A block's result without the statistics of its experts."""
     y: Tensor = found[0] if isinstance(found, tuple) else found
     return y

@@ -1,4 +1,4 @@
-"""The model that --model names, sharded: our own decoder, or one of transformers."""
+"""Builds the model that --model names, sharded: our own decoder, or a model of transformers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def build_sharded(
     *,
     compiled: bool = True,
 ) -> Decoder | StockModel:
-    """The model, of which this rank allocates only its own shard, on its device.
+    """The model. This rank allocates only its own shard, on its device.
 
     seed: seed of the weights; None leaves them zero, for a checkpoint to fill. dtype: see
-    `allocate`. vocab_size, and compiled, which is whether compile="auto" may compile the blocks, do
-    not concern a model of transformers.
+    `allocate`. compiled: whether compile="auto" may compile the blocks. vocab_size and compiled
+    are ignored for a model of transformers.
     Raises UserError if the weights of hf:DIR do not fit.
     """
     if config.folder is not None:
@@ -38,7 +38,7 @@ def build_sharded(
     with torch.device("meta"):
         model = Decoder(config, vocab_size)
     allocate(model, ranks, dtype)
-    # A selective checkpoint around a compiled block could not keep operators from running again.
+    # Around a compiled block, a selective checkpoint would run the operators a second time.
     auto = compiled and ranks.device.type == "cuda" and config.remat != "selective"
     if config.compile == "on" or (config.compile == "auto" and auto):
         compile_blocks(model)

@@ -3,9 +3,9 @@
 RUN/checkpoints/step-00000020/ holds what torch.distributed.checkpoint (DCP) writes (model,
 optimiser, step, skipped steps, random number generators) and trainer.json, which says what was
 trained and has the checksums of all files. saver.py writes the folder as .partial-step-00000020 and
-renames it once it is on disk; a folder whose name is not step-* never counts as a checkpoint. The
-learning-rate schedule and the sampler are functions of the step, so only the step is saved. A
-checkpoint can be loaded with any split over ranks.
+renames it when it is on disk. A folder whose name is not step-* never counts as a checkpoint. The
+learning-rate schedule and the sampler are functions of the step, so of these only the step is
+saved. A checkpoint can be loaded with any split over ranks.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ from fla_cp.train.untrusted import CheckedReader, check_places, reading
 from fla_cp.train.waiting_bars import shown
 
 FORMAT = 2
-"""Version of trainer.json. Format 1 had no checksums, and of the model's options only its shape."""
+"""Version of trainer.json. Format 1 had no checksums, and only the shape among the model's options.
+"""
 RECORD = "trainer.json"
 PARTIAL = ".partial-"
 ASIDE = "damaged-"
 _NAME = re.compile(r"step-(\d{8,})")
 
 MODEL_NEUTRAL = ("size", "init", "impl", "compile", "remat", "offload", "aux_loss", "bias_rate")
-"""Fields of ModelConfig that do not change the model: `size` only fills in the shape."""
+"""Fields of ModelConfig that do not change the model. `size` is one, because it only fills in the
+shape."""
 POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters")
 """Fields of the model that may change when a run is resumed, to train on longer sequences."""
 DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache", "cache_gib")
@@ -52,14 +54,16 @@ DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache", "cache_
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. step: optimiser steps taken or skipped, and so also batches consumed."""
+    """How far a run is. step: how many optimiser steps were taken or skipped, which is also the
+    number of batches consumed. skipped: how many of them were skipped."""
 
     step: int = 0
     skipped: int = 0
 
 
 def complete(folder: Path) -> bool:
-    """Whether the folder has the name and the last files of a finished checkpoint."""
+    """Whether the folder has the name of a finished checkpoint, and the files that are written
+    last."""
     files = (".metadata", RECORD)
     return bool(_NAME.fullmatch(folder.name)) and all((folder / f).is_file() for f in files)
 
@@ -76,7 +80,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def _named(run: Path) -> list[Path]:
-    """All entries with a checkpoint's name, complete or not, oldest first."""
+    """All entries of a run folder with a checkpoint's name, complete or not, oldest first."""
     folder = run / "checkpoints"
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=step_of)
@@ -114,10 +118,10 @@ def newest_whole(
 ) -> tuple[Path | None, list[Path]]:
     """The first of these checkpoints that is undamaged, and the damaged ones before it.
 
-    The path is None where there are no checkpoints at all. found: what `find` returned, the same on
-    all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. flag: what named
-    them, for errors. Every rank verifies a part of the files. Raises UserError if all checkpoints
-    are damaged. Collective.
+    The path is None if there are no checkpoints at all. found: what `find` returned, the same on
+    all ranks. trust: allow .metadata to run code. say: prints a line, on rank 0. flag: the flag
+    that named the checkpoints, for errors. Every rank verifies a part of the files. Raises
+    UserError if all checkpoints are damaged. Collective.
     """
     problem = ""
     for i, path in enumerate(found):
@@ -163,8 +167,8 @@ def _problem(path: Path, trust: bool, ranks: Ranks) -> str:
 def set_aside(run: Path, damaged: Sequence[Path]) -> list[str]:
     """Renames damaged checkpoints of this run, so that it can write these steps again.
 
-    They are not deleted, since some of their data may be recoverable. Returns one line for each
-    checkpoint. To be called on one rank.
+    They are not deleted, because some of their data may be recoverable. Returns one line for each
+    checkpoint. Call it on one rank only.
     """
     notes = []
     for path in damaged:
@@ -183,7 +187,7 @@ def set_aside(run: Path, damaged: Sequence[Path]) -> list[str]:
 def read_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
     """The contents of a checkpoint's trainer.json, and the checksums in it (none in format 1).
 
-    Raises Damaged, and UserError for the format of a later version.
+    Raises Damaged if it cannot be read, and UserError for the format of a later version.
     """
     if not path.is_dir():
         raise Damaged("it is no folder")
@@ -206,10 +210,10 @@ def read_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
 
 
 def read_metadata(path: Path, files: Sequence[FileSums], trust: bool) -> dcp.Metadata:
-    """The metadata of a checkpoint. Raises Damaged.
+    """The metadata of a checkpoint. Raises Damaged if it cannot be read.
 
-    files: checksums of the checkpoint, or none. The one of `.metadata` is compared first, so that a
-    damaged pickle is never opened.
+    files: the checkpoint's checksums, if it has any. That of `.metadata` is compared first, so that
+    a damaged pickle is never opened. trust: allow the pickle to run code.
     """
     problem = verify(path, [file for file in files if file.name == ".metadata"], 0, 1, 1)
     if problem:
@@ -227,10 +231,10 @@ def facts(
     """The options that a resumed run should share with the run before, as JSON values.
 
     packs: how much data there is, see `Packs.extent`. The folder of a model of transformers is
-    among them, but a resumed run may have it elsewhere.
+    among the options, but a resumed run may have it elsewhere.
 
     Every option counts unless MODEL_NEUTRAL or DATA_NEUTRAL names it, so a new option is compared
-    without being listed here.
+    without being listed anywhere.
     """
     folder = config.model.folder
     shape = asdict(shape_of(config.model)) if folder is None else folder_facts(folder)
@@ -260,13 +264,13 @@ def _shown(section: str, name: str, value: Any) -> str:
 
 
 def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
-    """Compares a checkpoint with this run; returns notes on options that differ.
+    """Compares a checkpoint with this run. Returns notes on options that differ.
 
     now: the `facts` of this run. Data and rotary positions may change on purpose, for example
     between stages of a training, so a difference is only noted. With another model the weights
-    would not fit, or would mean something else: this raises UserError, in one line with every flag,
+    would not fit, or would mean something else. This raises UserError, in one line with every flag,
     both values, and how to take over the checkpoint's configuration. Another optimiser is refused
-    as well, since its state would be missing.
+    as well, because its state would be missing.
     """
     try:
         record, _ = read_record(path)
@@ -320,11 +324,11 @@ def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:
 def load(
     path: Path, model: nn.Module, optimizer: Stepper, ranks: Ranks, trust: bool = False
 ) -> Progress:
-    """Fills model and optimiser from a checkpoint of any split; returns how far the run was.
+    """Fills model and optimiser from a checkpoint of any split. Returns how far the run was.
 
-    The optimiser keeps the hyper-parameters that are configured now. A rank whose generators were
-    not saved, because there were fewer ranks, keeps its own. trust: allow the checkpoint's pickles
-    to run code. Raises UserError, on all ranks, for a checkpoint that does not
+    The optimiser keeps the hyper-parameters that are configured now. A rank whose random number
+    generators were not saved, because there were fewer ranks, keeps its own. trust: allow the
+    checkpoint's pickles to run code. Raises UserError, on all ranks, for a checkpoint that does not
     fit the model or cannot be read. Collective.
     """
     metadata, problem = None, ""
@@ -373,7 +377,8 @@ def load(
 
 
 def first_cause(error: BaseException) -> str:
-    """The cause of a failure in DCP, in one line; the lowest rank's, if several ranks failed."""
+    """The cause of a failure in DCP, in one line. If several ranks failed, it is that of the lowest
+    rank."""
     rank = ""
     if isinstance(error, CheckpointException) and error.failures:
         number = min(error.failures)
@@ -398,7 +403,7 @@ def clean(run: Path, after: int | None = None) -> list[str]:
     """Deletes unfinished checkpoints and, with `after`, the checkpoints of later steps.
 
     Returns a line for each checkpoint of a later step and for everything that could not be deleted.
-    To be called on one rank.
+    Call it on one rank only.
     """
     root, notes = run / "checkpoints", []
     later = [] if after is None else [f for f in _named(run) if step_of(f) > after]

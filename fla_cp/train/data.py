@@ -1,13 +1,13 @@
 """Training data: token sources, packs of fixed length, and the order in which steps read them.
 
-A *source* is one long stream of tokens cut into documents. A *pack* is `seq_len` consecutive
-tokens of the stream: a long document continues in the next pack, and a pack can hold many
-documents. `cu_seqlens` says where they begin. Labels are shifted here, inside each document and
-before anything is sharded, so a rank that owns the last token before a shard boundary also has its
-target.
+A *source* is one long stream of tokens that is cut into documents. A *pack* is `seq_len`
+consecutive tokens of the stream: a long document continues in the next pack, and a pack can hold
+many documents. `cu_seqlens` says where they begin. Labels are shifted here, inside each document
+and before anything is sharded. A rank that owns the last token before a shard boundary therefore
+also has its target.
 
-All data are a function of (spec, seq_len, split, seed) and of the files, so every rank that builds
-the same data set reads the same tokens. Ranks check this with `batch_hash`.
+All data are a function of (spec, seq_len, split, seed) and of the files. Every rank that builds the
+same data set therefore reads the same tokens, which ranks check with `batch_hash`.
 
 sources.py builds the data set that `--data` names; loader.py turns packs into the micro-batches of
 a rank.
@@ -55,7 +55,7 @@ class ArraySource:
         self.vocab_size = vocab_size
 
     def __getstate__(self) -> dict[str, Any]:
-        """Moves the arrays into shared memory, which a worker process maps instead of a copy."""
+        """Moves the arrays into shared memory, which a worker process maps instead of copying."""
         if not hasattr(self, "_shared"):
             self._shared = [_shared_copy(array) for array in (self.tokens, self.offsets)]
             self._view()
@@ -98,7 +98,7 @@ def _shared_copy(array: np.ndarray) -> tuple[Tensor, np.dtype]:
 
 
 class PackList(Protocol):
-    """Packs with a length."""
+    """A list of packs."""
 
     def __len__(self) -> int: ...
 
@@ -111,7 +111,7 @@ class Packs(Dataset[Batch]):
     `packs[i]` is a dict of CPU tensors: tokens int64 [T]; labels int64 [T], the next token of the
     same document, or -100 where there is none in this split or where it does not count as a target;
     cu_seqlens int32 [n+1] from 0 to T, without empty documents. notes: lines for the user about how
-    the data were read. extent: how much there is, the same on all ranks.
+    the data were read. extent: how much data there is, the same on all ranks.
     """
 
     vocab_size: int
@@ -123,7 +123,7 @@ class Packs(Dataset[Batch]):
         raise NotImplementedError
 
     def head(self, count: int) -> PackList:
-        """At most `count` packs, always the same ones, with a length: those of an evaluation."""
+        """At most `count` packs, always the same ones, for an evaluation."""
         raise NotImplementedError
 
 
@@ -191,11 +191,12 @@ class PackedDataset(Packs):
 
 
 class StepSampler(Sampler[list[int]]):
-    """Infinite batch sampler: `global_batch_size` pack indices a step. `step` is the next to yield.
+    """An infinite sampler of batches: `global_batch_size` pack indices a step. step: the one that
+    comes next.
 
     Step s takes the positions `[s * global_batch_size, (s + 1) * global_batch_size)` of an endless
-    order of packs, which `packs` computes for any position directly. So the step is all that a
-    checkpoint has to hold.
+    order of packs. `packs` computes this order directly at any position, so a checkpoint has to
+    hold only the step.
     Raises ValueError if `global_batch_size` is below 1, or seed or step below 0.
     """
 
@@ -219,7 +220,7 @@ class StepSampler(Sampler[list[int]]):
             yield batch
 
     def batch(self, step: int) -> list[int]:
-        """Pack indices of one step; it does not depend on earlier calls."""
+        """Pack indices of one step. They do not depend on earlier calls."""
         return self.packs(step * self.global_batch_size, (step + 1) * self.global_batch_size)
 
     def state_dict(self) -> dict[str, int]:
@@ -230,10 +231,10 @@ class StepSampler(Sampler[list[int]]):
 
 
 class StepBatchSampler(StepSampler):
-    """All of `num_packs` packs in each epoch, in an order that is new for each.
+    """All of `num_packs` packs in each epoch, in an order that differs from epoch to epoch.
 
-    The order is a function of (seed, num_packs) alone. Steps continue across the ends of epochs, so
-    a batch may be larger than an epoch.
+    The orders depend only on (seed, num_packs). Steps continue across the ends of epochs, so a
+    batch may be larger than an epoch.
     Raises ValueError as `StepSampler` does, and if `num_packs` is below 1.
     """
 
@@ -278,9 +279,9 @@ def collate(packs: Sequence[Batch]) -> Batch:
 
 
 def batch_hash(batch: Batch) -> int:
-    """Hash in [0, 2^63) of a collated CPU batch; two ranks with the same batch get the same hash.
+    """A hash in [0, 2^63) of a collated CPU batch. Ranks with the same batch get the same hash.
 
-    Each value is mixed with its position before the sum, so moving a token changes the hash.
+    Each value is mixed with its position before the sum, so that moving a token changes the hash.
     """
     tokens, labels = (rearrange(batch[key].numpy(), "1 T -> T") for key in ("tokens", "labels"))
     # A label is -100 or a token, so a label and a token fit into one 64-bit word.
@@ -292,7 +293,7 @@ def batch_hash(batch: Batch) -> int:
 
 
 def _positional_sum(values: np.ndarray) -> int:
-    """Sum of mixed (value, position) pairs mod 2^64. It overwrites `values`, which are int64."""
+    """The sum of mixed (value, position) pairs mod 2^64. Overwrites `values`, which are int64."""
     words = values.view(np.uint64)
     words += np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(29)

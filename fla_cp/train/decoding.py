@@ -1,9 +1,10 @@
-"""Decoding: steps of one token for each row, which a CUDA graph repeats without the host.
+"""Decoding: steps of one token for each row, which a CUDA graph repeats with little work of the
+host.
 
-A step reads the newest tokens, brings the caches up to date, and leaves logits, all in memory that
-stays where it is. On a GPU its first calls run as they are written, the next is captured, and all
-others replay it: the host then issues one graph a token, and no layer costs it anything. Elsewhere,
-and for the models that `why_eager` names, every call runs as it is written.
+A step reads the newest tokens, updates the caches, and returns logits, all in memory that stays
+where it is. On a GPU the first steps run eagerly, the next one is captured, and all others replay
+it. The host then issues one graph a token, whatever the number of layers. Elsewhere, and for the
+models that `why_eager` names, every step runs eagerly.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from fla_cp.nn.decoding import BlockStep, head_logits
 from fla_cp.train.model import Decoder
 
 EAGER_CALLS = 2
-"""Calls before one is captured: the first ones compile kernels and make libraries' workspaces."""
+"""How many calls run before one is captured. They compile kernels and make libraries' workspaces.
+"""
 
 GROUPED_ON_DEVICE = ((9, 0), (10, 0))
-"""Compute capabilities on which torch's grouped product of bfloat16 runs without the host (torch
-2.10 to 2.13)."""
+"""Compute capabilities on which torch's grouped product of bfloat16 does not wait for the host
+(torch 2.10 to 2.13)."""
 
 
 def why_eager(model: Decoder) -> str | None:
@@ -41,14 +43,15 @@ def why_eager(model: Decoder) -> str | None:
 
 
 def unsteady_steps(device: torch.device) -> int:
-    """How many of the first steps take longer than all others: those before a capture, which
-    compile kernels, and the one that is captured. They are the same if nothing is captured."""
+    """How many steps at the beginning take longer than the others: those before a capture, which
+    compile kernels, and the one that is captured. The number is the same if nothing is captured."""
     return EAGER_CALLS + 1 if device.type == "cuda" else 0
 
 
 class Replayed:
-    """step(), or a replay of it. step: returns a tensor, which later calls overwrite, and writes
-    only memory that was there before. captured: whether a graph is made, on a GPU."""
+    """A call of `step` or, after a few calls, a replay of it. step: returns a tensor, which later
+    calls overwrite, and writes only memory that existed before. captured: whether to make a
+    graph, which needs a GPU."""
 
     def __init__(self, step: Callable[[], Tensor], device: torch.device, captured: bool) -> None:
         self.step, self.device, self.captured = step, device, captured
@@ -70,7 +73,7 @@ class Replayed:
         return self.found
 
     def _eager(self) -> Tensor:
-        """Calls before a capture run on a stream of their own, as torch asks for."""
+        """Runs a call before the capture, on a stream of its own, as torch requires."""
         if self.stream is None:
             self.stream = torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
@@ -82,7 +85,7 @@ class Replayed:
         return found
 
     def _capture(self) -> None:
-        """Captures a call, which is not run."""
+        """Captures a call. Its work does not run yet."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         # Other threads may copy or free memory, as a server's do.
@@ -92,12 +95,13 @@ class Replayed:
 
 
 class DecodeStep:
-    """The logits [B, vocabulary] behind the newest token of each row.
+    """A step: the logits [B, vocabulary] after the newest token of each row.
 
-    tokens: [B] int64, which a call reads: the caller overwrites it in place. caches: of the blocks,
-    which have seen each row's tokens before, and which a call brings up to date in place. Those of
-    attention must have room for all tokens to come. The model's weights move as `stacked` says.
-    impl: of the products, "auto", "torch" or "triton".
+    tokens: [B] int64, the newest tokens, which a call reads and the caller overwrites in place.
+    caches: those of the blocks, which have seen each row's earlier tokens. A call updates them in
+    place. Those of attention must have room for all tokens to come. The constructor moves the
+    model's weights, see `fla_cp.nn.decoding.stacked`. impl: "auto", "torch" or "triton", for the
+    products.
     """
 
     def __init__(
@@ -120,9 +124,10 @@ class DecodeStep:
 class Decoding:
     """The newest token of each row, and the steps to the next ones.
 
-    step: whose tokens these are. choose: tokens [B] from logits, in place of the newest. in_graph:
-    whether it only computes, so that a graph may contain it; drawing changes a generator. captured:
-    whether a graph is made. shared: is called with the tokens after each choice.
+    step: computes logits, and holds the newest tokens. choose: returns the next tokens [B] for
+    logits. in_graph: whether a graph may contain `choose`. It may if `choose` only computes; a draw
+    also changes a generator. captured: whether a graph is made. shared: is called with the tokens
+    after each choice.
     """
 
     def __init__(
@@ -143,13 +148,13 @@ class Decoding:
             self.host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def take(self, logits: Tensor) -> None:
-        """The tokens chosen from logits [B, vocabulary] become the newest."""
+        """Chooses tokens from logits [B, vocabulary], which become the newest."""
         self.step.tokens.copy_(self.choose(logits))
         if self.shared is not None:
             self.shared(self.step.tokens)
 
     def advance(self) -> None:
-        """Starts a step, after which the tokens are the next ones."""
+        """Starts a step, which replaces the newest tokens by the next ones."""
         found = self.replayed()
         if not self.in_graph:
             self.take(found)
@@ -157,8 +162,8 @@ class Decoding:
             self.shared(self.step.tokens)
 
     def read(self) -> Callable[[], list[int]]:
-        """A call that waits for the newest tokens as they are now, also if a later step has been
-        started, and returns them."""
+        """Starts to copy the newest tokens to the host. The function that is returned waits for
+        them and returns them. A step that is started in the meantime does not change them."""
         if self.host is None:
             found = self.step.tokens.tolist()
             return lambda: found
@@ -178,8 +183,8 @@ class Decoding:
 
 
 def in_dtype(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """The same model with its parameters in dtype, but for those that the trainer keeps in fp32:
-    of the cores of recurrent layers, and of routers."""
+    """The same model with its parameters in dtype. Those of the cores of recurrent layers and of
+    routers stay in fp32, as in the trainer."""
     exact = {p for part in model.exact_parts() for p in part.parameters()}
     for p in model.parameters():
         if p not in exact:
@@ -188,10 +193,10 @@ def in_dtype(model: Decoder, dtype: torch.dtype) -> Decoder:
 
 
 def step_bytes(model: Decoder, caches: Sequence[LayerCache], rows: int) -> int:
-    """The bytes that a step must move: weights read once, states and windows of convolutions read
-    and written once, keys and values read. Of the embedding it reads a row for each token, and of
-    experts those that the tokens take, at most all. Activations are not counted, since they can
-    stay in caches."""
+    """The bytes that a step must move. Weights, keys and values are read once, and states and
+    windows of convolutions are read and written once. Only one row of the embedding is read for
+    each token, and only those experts that tokens take. Activations are not counted, because they
+    can stay in the GPU's caches."""
     found = 0
     tied = model.head.weight is model.embedding.weight
     for name, p in model.named_parameters():

@@ -1,11 +1,11 @@
 """The documents that a tokenizer turns into tokens: text files, and rows of data sets.
 
-A row is text, an instruction or a conversation, by its columns: "text", "prompt" and "completion",
-or "messages". `--data.column` names another column, of strings or of conversations.
+The columns of a row say what it is: text ("text"), an instruction ("prompt" and "completion"), or a
+conversation ("messages"). `--data.column` names another column, of strings or of conversations.
 
 About 3% of the documents are held out: the files or rows that a hash chooses, or the `validation`
-split of a saved DatasetDict. Where the hash leaves a split without documents, the last 3% of each
-file's bytes are held out, or the last 3% of the rows.
+split of a saved DatasetDict. If the hash leaves a split without documents, the last 3% of each
+file's bytes are held out instead, or the last 3% of the rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from fla_cp.train.text_files import HELD_OUT, File, Split, held_out_split
 from fla_cp.train.tokenizer import Form, needs_extra
 
 PIECE_BYTES = 1 << 20
-"""A longer text file is cut behind a line end after so many bytes, into several documents."""
+"""A longer text file is cut into several documents, each at the first line end after this many
+bytes."""
 
 VALIDATION = ("validation", "valid", "test")
-"""Names of a DatasetDict's split that is held out; the first that exists."""
+"""Names of the split of a DatasetDict that is held out. The first one that exists is taken."""
 
 
 class Documents(Protocol):
-    """Documents of one form. size: bytes of all of them, about. digest: a hash that changes if they
-    do. notes: lines for the user."""
+    """Documents of one form. size: about how many bytes they have together. digest: a hash that
+    changes if the documents do."""
 
     form: Form
     size: int
@@ -40,7 +41,7 @@ class Documents(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> tuple[list[Any], list[str]]:
-        """The documents at these indices, and what to call each in an error."""
+        """The documents at these indices, and the name of each for error messages."""
 
 
 class Piece(NamedTuple):
@@ -52,10 +53,10 @@ class Piece(NamedTuple):
 
 
 class TextDocuments:
-    """Text files, each a document; those over PIECE_BYTES are several.
+    """Text files. Each is one document, or several if it has more than PIECE_BYTES.
 
-    files: what may be read. split: the part that is held out, the other part, or None for all.
-    Bytes that are not UTF-8 become U+FFFD. Raises ValueError if a split has no text.
+    files: those of all splits. split: "valid", the held-out part, "train", the rest, or None for
+    all. Bytes that are not UTF-8 become U+FFFD. Raises ValueError if a split has no text.
     """
 
     form: Form = "text"
@@ -103,9 +104,10 @@ def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
 
 
 def _line_end(path: Path, at: int, stop: int) -> int:
-    """The first position behind a line end from `at` on, at most `stop`.
+    """The first position, from `at` on, that follows a line end; at most `stop`.
 
-    In a line of more than PIECE_BYTES, the first position from there on where a character begins.
+    If the line goes on for more than PIECE_BYTES, it is the first position after these where a
+    character begins.
     """
     if at >= stop:
         return stop
@@ -123,9 +125,10 @@ class RowDocuments:
     """Rows of a data set on disk, read through `datasets`.
 
     path: a folder that `save_to_disk` wrote, a .parquet or .jsonl file, or a folder with such files
-    of one kind. column: a column to read instead of those that the module names. cache: folder for
-    the memory-mapped form of jsonl and parquet files. Processes that receive this object open the
-    rows themselves. Raises ValueError for a path or columns that do not fit, and an empty split.
+    of one kind. column: a column to read instead of those that the module names. split: as in
+    `TextDocuments`. cache: folder for the memory-mapped form of jsonl and parquet files. Processes
+    that receive this object open the rows themselves. Raises ValueError for a path or columns that
+    do not fit, and for an empty split.
     """
 
     def __init__(self, path: Path, column: str | None, split: Split | None, cache: Path) -> None:
@@ -150,7 +153,7 @@ class RowDocuments:
 
     @cached_property
     def _opened(self) -> tuple[Any, bool]:
-        """The rows, and whether the held-out ones are a split of their own."""
+        """The rows, and whether the held-out rows are a split of their own."""
         return _open_rows(self.path, self.split, self.cache)
 
     @property
@@ -184,7 +187,7 @@ class RowDocuments:
 
 
 def _hashed(indices: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each index, which does not depend on how many there are."""
+    """A number in [0, 1) for each index. It does not depend on how many rows there are."""
     words = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
@@ -197,6 +200,7 @@ def _stored(path: Path) -> list[Path]:
 
 
 def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]:
+    """Opens the rows of `RowDocuments`; see `RowDocuments._opened` for the result."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -4,10 +4,10 @@ fla-cp-generate runs/20260101-000000-tiny --prompt "Once upon a time" --max-new-
 fla-cp-generate HF_DIR --prompt "Once upon a time"
 torchrun --nproc-per-node 4 launch/generate.py runs/a --cp 4 --prompt-file long.txt
 
-The prompt goes through the model in chunks, which leave a cache in each layer; each further token
-is one step that reads and writes the caches in place, on a GPU as a CUDA graph (decoding.py).
-Prompts of unequal lengths are read one by one, and then decoded together. Several ranks share the
-tokens of each chunk, and then decode alike.
+The prompt goes through the model in chunks, which fill a cache in each layer. Each further token is
+one step that updates the caches in place, on a GPU as a CUDA graph (decoding.py). Prompts are read
+one by one, and then decoded together. Several ranks share the tokens of each chunk of a prompt, and
+then all decode the same tokens.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from fla_cp.train.weights import give_memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 PREFILL_CHUNK = 2048
-"""Tokens of a prompt that go through the model at once."""
+"""How many tokens of a prompt go through the model at once."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. temperature: 0 takes the likeliest token. top_p: only from the fewest
-    tokens whose probabilities sum to at least this.
+    """How a token is chosen. temperature: divides the logits; 0 takes the likeliest token. top_p: a
+    token is drawn only from the fewest tokens whose probabilities sum to at least this.
 
     Raises ValueError for a temperature below 0 and for top_p outside of (0, 1].
     """
@@ -78,17 +78,21 @@ class Sampling:
         chances, ids = (logits.float() / self.temperature).softmax(-1).sort(-1, descending=True)
         before = chances.cumsum(-1) - chances
         chances = chances.masked_fill(before >= self.top_p, 0.0)
-        # The largest of these quotients is a draw from the chances, for which the host need not
-        # wait: torch.multinomial asks it to check them.
+        # The index of the largest quotient is a draw from these probabilities. Unlike
+        # torch.multinomial, which checks them, it does not make the host wait.
         waits = torch.empty_like(chances).exponential_(generator=generator)
         return ids.gather(-1, (chances / waits).argmax(-1, keepdim=True))[:, 0]
 
 
 @dataclass
 class Statistics:
-    """first_token: seconds from the call to the first token of all prompts. left_out: steps after
-    it that compile kernels and capture the graph, see `unsteady_steps`. decoding: seconds of the
-    steps after those. steps: how many these were. tokens: how many tokens they gave."""
+    """How long a generation took.
+
+    first_token: seconds from the call to the first token of all prompts. left_out: how many steps
+    after it were not timed, because they compile kernels and capture the graph, see
+    `unsteady_steps`. decoding: seconds of the steps after those. steps: how many these were.
+    tokens: how many tokens they gave.
+    """
 
     first_token: float = 0.0
     left_out: int = 0
@@ -121,10 +125,10 @@ def next_logits(
     caches: Sequence[LayerCache],
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Logits [B, vocabulary] behind the last of tokens [B, T], which follow those in the caches.
+    """The logits [B, vocabulary] after the last of tokens [B, T], which follow those in the caches.
 
-    group: ranks that share the tokens of the one row, if there are enough for all. The caches of
-    each rank then hold all tokens, and each returns the logits. Collective.
+    group: the ranks that share the tokens, if there is one row and each rank gets a token. The
+    caches of each rank then hold all tokens, and each rank returns the logits. Collective.
     """
     T, context = tokens.shape[1], None
     if group is not None and dist.get_world_size(group) <= T and len(tokens) == 1:
@@ -148,7 +152,7 @@ def next_logits(
 
 
 def _joined(caches: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
-    """The caches of the layers, from those of single prompts."""
+    """The caches of all layers for all prompts together, from those of single prompts."""
     found: list[LayerCache] = []
     for layer in zip(*caches, strict=True):
         attention = isinstance(layer[0], AttentionCache)
@@ -163,7 +167,8 @@ def _read(
     chunk: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[list[list[LayerCache]], list[Tensor]]:
-    """The caches and the next logits of each prompt. chunk: tokens of all ranks at once."""
+    """The caches and the next logits of each prompt. chunk: how many tokens go through the model at
+    once, on all ranks together."""
     device = model.embedding.weight.device
     filled, rows = [], []
     before: torch.cuda.Event | None = None
@@ -174,7 +179,8 @@ def _read(
             tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
             for part in tokens.split(chunk, 1):
                 logits = next_logits(model, part, caches, group)
-                if device.type == "cuda":  # the host is a chunk ahead at most, and so is the bar
+                # The host, and with it the progress bar, is at most one chunk ahead.
+                if device.type == "cuda":
                     if before is not None:
                         before.synchronize()
                     before = torch.cuda.Event()
@@ -201,12 +207,12 @@ def generate(
     """The tokens that follow each prompt, without the prompt, and how long it took.
 
     prompts: token ids of the model, at least one each; their lengths may differ. sampling: by
-    default greedy.
-    end: a token, or several, after which a row stops; it is part of the result. chunk: tokens of a
-    prompt that go through the model of each rank at once. group: the ranks that share each chunk of
-    a prompt; all call this with the same arguments, have the same weights and return the same.
-    on_tokens: is called with the next token of each row,
-    None for rows that have stopped.
+    default the likeliest token is taken.
+    end: a token, or several, after which a row stops; it is part of the result. chunk: how many
+    tokens of a prompt go through the model of each rank at once. group: the ranks that share each
+    chunk of a prompt. All of them call this with the same arguments, have the same weights and
+    return the same. on_tokens: is called with the next token of each row, and None for rows that
+    have stopped.
     Raises ValueError for a prompt without tokens, for tokens that the model does not have, and for
     counts below 1.
     """
@@ -234,7 +240,7 @@ def generate(
         lambda logits: sampling.choose(logits, generator),
         in_graph=sampling.temperature == 0,
         captured=why_eager(model) is None,
-        # the ranks' caches must never go apart
+        # All ranks take the tokens of rank 0, so that their caches stay equal.
         shared=None if group is None else partial(dist.broadcast, group_src=0, group=group),
     )
     decoding.take(torch.cat(rows))
@@ -274,8 +280,8 @@ def generate(
 def load_decoder(
     run: Path, device: torch.device, *, trust: bool = False, ranks: Ranks | None = None
 ) -> tuple[Decoder, dict[str, Any]]:
-    """The model of a run's newest whole checkpoint in float32, and the checkpoint's record. ranks:
-    those that load it alike, if there are several.
+    """The model of a run's newest undamaged checkpoint in float32, and the checkpoint's record.
+    trust: allow its pickles to run code. ranks: the ranks that all load it, if there are several.
 
     Raises UserError for a run without a whole checkpoint, and for one of a model of transformers.
     """

@@ -1,17 +1,18 @@
-"""CUDA graphs of a micro-batch: its forward and backward without the host.
+"""CUDA graphs of a micro-batch: its forward and backward without work of the host.
 
-At few tokens a rank the GPU waits for the host, which needs milliseconds for each layer. A graph
-repeats the launches and messages of one micro-batch in a fraction of that. It reads tokens, labels
-and the loss's factor from tensors of its own. If a step has one micro-batch, the graph writes the
-gradients, always to the same memory; if it has several, it adds to gradients that stay where they
-are and are zeroed after each step.
+With few tokens a rank, the GPU waits for the host, which needs milliseconds for each layer. A graph
+repeats the launches and messages of one micro-batch in a fraction of that time. It reads tokens,
+labels and the loss's factor from tensors of its own. If a step has one micro-batch, the graph
+writes the gradients, always to the same memory. If a step has several, the graph adds to gradients
+that stay where they are and are zeroed after each step.
 
-A graph serves the packing of its capture. Where every pack has as many documents of the same
-lengths, one document for example, that is all there are. With `--data.max-documents` the graph's
-context is of fixed shape, and is updated in place (docs/cuda_graphs.md).
+A graph serves only the packing with which it was captured. One graph is enough if all packs have
+documents of the same lengths, for example one document each. With `--data.max-documents` the
+context of the graph has a fixed shape, and is updated in place for other packings
+(docs/cuda_graphs.md).
 
-With `--cuda-graphs auto` there is at most one graph. It is captured once the same packing has come
-in a few steps in a row, if it fits into memory, and is let go as soon as another packing comes.
+With `--cuda-graphs auto` there is at most one graph. It is captured when the same packing has come
+in a few steps in a row, if it fits into memory, and is dropped as soon as another packing comes.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.weights import local_tensor
 
 SEEN_BEFORE = 2
-"""Steps that a packing takes before it is captured: the first ones compile and make tables."""
+"""How many steps of a packing run eagerly before it is captured: they compile and make tables."""
 
 MAX_GRAPHS = 4
-"""The most graphs. They share the memory of a micro-batch's activations."""
+"""The largest number of graphs. They share the memory of a micro-batch's activations."""
 
 MARGIN = 1.15
 """With "auto" a graph is captured only if this many times the memory of an eager step is free."""
 
 MAX_SEEN = 16
-"""The most packings without a graph that are remembered, with their tables."""
+"""How many packings without a graph are remembered, with their tables."""
 
 
 @dataclass
 class Graph:
-    """One captured micro-batch. factor: what the summed loss is multiplied by. gradients: of the
-    parameters, which the graph writes; empty if it adds to those that are there."""
+    """One captured micro-batch. factor: the factor on the summed loss. gradients: those of the
+    parameters, which the graph writes; empty if it adds to gradients that are there."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
@@ -72,20 +73,22 @@ class Graph:
 
 @dataclass
 class Seen:
-    """A packing that has no graph yet. context: of its first step, which has made its tables by the
-    time it is captured. times: how many steps it took."""
+    """A packing that has no graph yet. context: that of the packing's first step, whose tables have
+    been made by the time of a capture. times: in how many steps the packing has come."""
 
     context: FLACPContext
     times: int = 0
 
 
 class Graphs:
-    """The graphs of a model's micro-batches, by packing. The ranks that share sequences have the
-    same ones, since they have the same packings. max_documents: see DataConfig. auto: see the
-    module. agreed: whether what is given is true on all ranks that share sequences; a collective.
-    single: whether a step has one micro-batch, so that graphs write the gradients.
+    """The graphs of a model's micro-batches, by packing. Ranks that share sequences have the same
+    packings, and therefore the same graphs.
 
-    NCCL cannot end a group while a graph has its messages, so `close` comes before that.
+    max_documents: see DataConfig. auto: see the module. agreed: returns whether its argument is
+    true on all ranks that share sequences; it is a collective. single: whether a step has one
+    micro-batch, so that graphs write the gradients.
+
+    NCCL cannot end a group while a graph has messages of it, so `close` must come before.
     """
 
     def __init__(
@@ -103,17 +106,17 @@ class Graphs:
         self.fixed: FLACPContext | None = None
         self.seen: OrderedDict[tuple[int, ...], Seen] = OrderedDict()
         self.graphs: dict[tuple[int, ...], Graph] = {}
-        self.pool: Any = None  # of memory, which all graphs share
+        self.pool: Any = None  # the memory that all graphs share
 
     def close(self) -> None:
-        """Lets all graphs and their memory go."""
+        """Drops all graphs and their memory."""
         for found in self.graphs.values():
             found.graph.reset()
         self.graphs.clear()
         self.ended, self.pool = True, None
 
     def reset_gradients(self) -> None:
-        """Ends a step: no gradient of it is in the next one."""
+        """Ends a step, so that the next one begins without its gradients."""
         if not self.single:
             zero_gradients(self.model)
         elif not self.graphs:  # a graph writes all gradients anew
@@ -124,8 +127,9 @@ class Graphs:
             parameter.grad = None
 
     def context(self, made: FLACPContext) -> FLACPContext:
-        """The context of fixed shape, updated to the packing of `made`; or `made` itself, without
-        max_documents, for more documents than that, and for ranges that no fixed context has."""
+        """The context of fixed shape, updated to the packing of `made`. It is `made` itself without
+        max_documents, for more documents than that, and if a rank has not exactly one range, which
+        a context of fixed shape needs."""
         offsets, most = made.global_cu_seqlens, self.max_documents
         if most is None or len(offsets) - 1 > most or any(len(r) != 1 for r in made.token_ranges):
             return made
@@ -143,8 +147,8 @@ class Graphs:
         return self.fixed
 
     def loss(self, tokens: Tensor, labels: Tensor, context: FLACPContext, factor: float) -> Tensor:
-        """Adds the gradients of factor * (summed loss) to the model's, and returns that product:
-        a float32 scalar on the device, valid until the next call.
+        """Adds the gradients of factor * (summed loss) to the model's, and returns this product, a
+        float32 scalar on the device that is valid until the next call.
 
         context: an ordinary one, for tokens and labels [1, T_local].
         """
@@ -169,15 +173,16 @@ class Graphs:
         return self.graphs[packing].replay(tokens, labels, factor)
 
     def _may_capture(self) -> bool:
-        """Whether a graph may be captured now. With "auto" the first graph that does not fit on all
-        ranks is the last one."""
+        """Whether a graph may be captured now. With "auto", none is captured any more after one
+        that does not fit on all ranks."""
         if not self.auto or self.ended:
             return not self.ended
         self.ended = not self.agreed(fits(next(self.model.parameters()).device))
         return not self.ended
 
     def _seen(self, packing: tuple[int, ...], context: FLACPContext) -> Seen:
-        """Counts a step of a packing. A packing that has not come for long is forgotten."""
+        """Counts a step of a packing. The packing that has not come for longest is forgotten if
+        there are too many."""
         seen = self.seen.setdefault(packing, Seen(context))
         seen.times += 1
         self.seen.move_to_end(packing)
@@ -197,8 +202,8 @@ class Graphs:
         factor = torch.ones((), dtype=torch.float32, device=tokens.device)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # else the memory of eager steps would stay beside the graph's
-        if self.pool is None:  # graphs never run at the same time, so all take the same memory
+        torch.cuda.empty_cache()  # otherwise memory of eager steps would stay beside the graph's
+        if self.pool is None:  # graphs never run at the same time, so all share one memory
             self.pool = torch.cuda.graph_pool_handle()
         # Other threads may copy batches or checkpoints meanwhile.
         capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
@@ -207,7 +212,7 @@ class Graphs:
         return Graph(graph, tokens, labels, factor, context, loss, self._written())
 
     def _written(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters with the gradients that a captured micro-batch has left."""
+        """The parameters and the gradients that a captured micro-batch has written to them."""
         found = [(p, p.grad) for p in self.model.parameters() if self.single]
         return [(p, g) for p, g in found if g is not None]
 
@@ -215,9 +220,9 @@ class Graphs:
 def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | None:
     """The graphs that --cuda-graphs asks for, or None. They end before the ranks' groups.
 
-    "auto" leaves out what may wait for the host, what no GPU has captured without being asked yet,
-    and what reduces gradients only after several micro-batches: CPUs, models of transformers,
-    experts, --offload, softmax attention, and --parallel.reduce step.
+    "auto" captures nothing on CPUs, and nothing that may wait for the host, that has not been
+    proven on GPUs, or that reduces gradients only after several micro-batches: models of
+    transformers, experts, --offload, softmax attention, and --parallel.reduce step.
     """
     parallel, data = config.parallel, config.data
     wanted, packs = parallel.cuda_graphs, data.global_batch_size // parallel.dp
@@ -246,7 +251,8 @@ def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | N
 
 
 def fits(device: torch.device) -> bool:
-    """Whether a GPU has the memory that a micro-batch has taken so far, free or kept by torch."""
+    """Whether a GPU has room for a graph: as much memory as a micro-batch has taken so far, free or
+    kept by torch."""
     if device.type != "cuda":
         return True
     allocated = torch.cuda.memory_allocated(device)
@@ -256,7 +262,7 @@ def fits(device: torch.device) -> bool:
 
 
 def zero_gradients(model: nn.Module) -> None:
-    """Zeroes the gradients where they are, since a graph adds to that memory."""
+    """Zeroes the gradients in place, because a graph adds to that memory."""
     grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     if grads:
         torch._foreach_zero_(grads)

@@ -1,6 +1,6 @@
-"""The micro-batches of each step, for one rank, read ahead by worker processes.
+"""The micro-batches of each step for one rank, which worker processes read ahead.
 
-The ranks of a cp group share each micro-batch: a rank needs its own tokens, the offsets of all
+The ranks of a cp group share each micro-batch. A rank needs its own tokens, the offsets of all
 documents, and a hash with which the ranks check that they have the same batch. `StepLoader` yields
 these for one step after another. With workers, other processes read the packs, collate and hash
 them, and cut out the rank's tokens.
@@ -33,8 +33,8 @@ from fla_cp.train.parent import end_with_parent
 def token_ranges(total: int, cp: int, layout: str) -> list[list[tuple[int, int]]]:
     """For each cp rank, the ranges of a batch of `total` tokens that it owns.
 
-    layout: `contiguous`, `zigzag`, or `uneven`: one range each, of which rank r has r + 1 parts in
-    1 + 2 + .. + cp.
+    layout: `contiguous`, `zigzag` or `uneven`. With `uneven` each rank has one range, and that of
+    rank r has r + 1 of 1 + 2 + .. + cp equal parts.
     """
     if layout == "uneven":
         parts = cp * (cp + 1) // 2
@@ -45,11 +45,11 @@ def token_ranges(total: int, cp: int, layout: str) -> list[list[tuple[int, int]]
 
 
 class Share(NamedTuple):
-    """One cp rank's part of a collated batch, on the host, and what the ranks compare.
+    """One cp rank's part of a collated batch, on the host.
 
-    tokens, labels: [1, T_local] int64, in local order. cu_seqlens: int32 [N+1], offsets of the
-    whole batch. total: number of tokens of the whole batch. targets: number of its labels that
-    count. digest: `batch_hash` of the whole batch.
+    tokens, labels: [1, T_local] int64, in local order. cu_seqlens: int32 [N+1], the offsets of the
+    whole batch. total: how many tokens the whole batch has. targets: how many of its labels count.
+    digest: `batch_hash` of the whole batch, which the ranks compare.
     """
 
     tokens: Tensor
@@ -60,17 +60,17 @@ class Share(NamedTuple):
     digest: int
 
     def pinned(self) -> Share:
-        """The same in pinned memory, which a GPU copies from without making the host wait."""
+        """The same in pinned memory, from which a GPU can copy while the host goes on."""
         names = ("tokens", "labels", "cu_seqlens")
         return self._replace(**{name: getattr(self, name).pin_memory() for name in names})
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Turns the packs of a data-parallel rank's step into its micro-batches; workers call it.
+    """Turns the packs of a data-parallel rank's step into its micro-batches. Workers call it.
 
-    micro_batch_size: packs of a micro-batch. cp, cp_rank: ranks that share it, and which one this
-    is. layout: see `token_ranges`.
+    micro_batch_size: how many packs a micro-batch has. cp, cp_rank: how many ranks share it, and
+    which one this is. layout: see `token_ranges`.
     """
 
     micro_batch_size: int
@@ -107,15 +107,15 @@ class _OwnPacks:
 class StepLoader:
     """Yields one rank's micro-batches of each step, in the sampler's order, without end.
 
-    steps: yields the packs of a step over all ranks, from the first step on. dp, dp_rank: the packs
-    are divided among the data-parallel ranks in their order. workers: processes that read ahead, at
-    most two steps each; with 0, `next` reads. pinned: return pinned memory, for a GPU. The order
-    does not depend on the number of workers.
+    steps: yields the packs of each step, of all ranks together. dp, dp_rank: the packs are divided
+    among the data-parallel ranks in their order. workers: how many processes read ahead, at most
+    two steps each; with 0, `next` reads. The order does not depend on this number. pinned: return
+    pinned memory, for a GPU.
 
     Workers are spawned, because a fork would copy the locks of other threads (gloo's, CUDA's, the
-    watchdog's) in whatever state they are. They map the tokens in memory instead of copying them,
-    leave SIGINT and SIGTERM to the rank, and are killed when it ends. As a context manager it ends
-    its workers. If one has died, it raises a RuntimeError that says what may help.
+    watchdog's) in whatever state they are. Workers map the tokens in memory instead of copying
+    them, leave SIGINT and SIGTERM to the rank, and are killed when it ends. At its end, the context
+    manager ends the workers. If one has died, it raises a RuntimeError that says what may help.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class StepLoader:
             ) from error
 
     def _died(self) -> str:
-        """The first worker that has died, and how; "" if none has."""
+        """Which worker has died, and how; "" if none has."""
         sentinels = [worker.sentinel for worker in self._workers]
         # A worker that is dying may have closed its connections and not have ended yet.
         ended = wait(sentinels, timeout=1) if sentinels else []
@@ -187,12 +187,14 @@ class StepLoader:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Keeps this process's handling of signals where workers are started, and blocks some in them.
+    """Starts workers in the block: they block some signals, and this process's handling of signals
+    stays as it was.
 
-    Workers inherit that SIGINT and SIGTERM are blocked. A terminal's Ctrl-C and some schedulers
-    signal all processes of a run; the rank then finishes its step, for which it still needs its
-    workers. torch's handler of SIGCHLD would raise the error about a dead worker wherever the main
-    thread is, in a collective for example. Without it, `next` raises it within five seconds.
+    Workers inherit that SIGINT and SIGTERM are blocked. Ctrl-C in a terminal and some schedulers
+    signal all processes of a run, but the rank then finishes its step and still needs its workers.
+    torch's handler of SIGCHLD, which is taken out again, would raise the error about a dead worker
+    wherever the main thread is, for example in a collective. Without it, `next` raises the error
+    within five seconds.
     """
     resource_tracker.ensure_running()  # its start, by the first worker, would unblock the signals
     handler = signal.getsignal(signal.SIGCHLD)

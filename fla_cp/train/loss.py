@@ -1,13 +1,14 @@
 """The cross-entropy of an output head, chunk by chunk, with its gradients formed in the forward.
 
 The logits of a long sequence are the largest tensor of a step: 65536 tokens and 32000 ids make
-4 GiB in bfloat16. `chunked_cross_entropy` therefore takes the tokens in chunks. For each it forms
-the logits, the losses and, if a gradient is needed, at once the gradient of the logits and from it
-those of x and of the weight. Nothing of a chunk is kept but these, so nothing is computed a second
-time. This is possible because the loss is a plain sum: its gradients are known up to one factor,
-which the backward multiplies in.
+4 GiB in bfloat16. `chunked_cross_entropy` therefore takes the tokens in chunks. For each chunk it
+forms the logits and the losses. If gradients are needed, it also forms at once the gradient of the
+logits, and from it those of x and of the weight. Of a chunk only these two are kept, and nothing is
+computed twice. This is possible because the loss is a plain sum: its gradients are known except for
+one factor, by which the backward multiplies them.
 
-With p = softmax(logits), the loss of a token is -log p[label]; its gradient is p - onehot(label).
+With p = softmax(logits), the loss of a token is -log p[label], and the gradient of its logits is
+p - onehot(label).
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from fla_cp.replay import without_autocast
 from fla_cp.train.data import IGNORE
 
 CHUNK_BYTES = 2**30
-"""Bytes that the logits of a chunk and their gradient may take together, both in x's dtype: 1 GiB,
-which is 8320 tokens of 32000 ids in bfloat16. Products of so many rows fill a GPU. Where the
+"""How many bytes the logits of a chunk and their gradient may take together, both in x's dtype.
+1 GiB is 8320 tokens of 32000 ids in bfloat16. Products of that many rows fill a GPU. If the
 pointwise part is not compiled, it holds a few more tensors of a chunk's size in float32."""
 
 ROW_TILE = 128
-"""Chunks have a multiple of this many tokens, but for the last, so that products have whole
-tiles."""
+"""Chunks, except the last, have a multiple of this many tokens, so that products have whole tiles.
+"""
 
 COMPILE = "FLA_CP_COMPILE_LOSS"
-"""Variable of the environment; 0: the pointwise part of a chunk is not compiled on CUDA."""
+"""The environment variable that turns off compiling the pointwise part of a chunk on CUDA, if it is
+0."""
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -47,16 +49,16 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     Returns a scalar in nats, the sum over all counted labels: float64 for float64, else float32.
 
     Logits and their gradient are rounded to x's dtype. Softmax, losses and the gradient of the
-    weight are computed and summed in float32 (float64 for float64), under autocast too. The
-    backward does not read the incoming gradient on the host, and the gradient has no second one.
+    weight are computed and summed in float32 (float64 for float64), also under autocast. The
+    backward does not read the incoming gradient on the host. There are no second derivatives.
 
     On CUDA, with Triton, torch.compile makes one kernel of the pointwise part, or three if a chunk
     has few tokens. It compiles once, and a second time if a chunk has another length (a third time
     for a length of one token). FLA_CP_COMPILE_LOSS=0 turns this off.
 
-    F.linear_cross_entropy, which torch 2.10 to 2.12 lack, either keeps all logits for the backward
-    (as it does by default) or forms gradients in the forward as here, but then it rounds the summed
-    loss to x's dtype and runs each pointwise step as a kernel of its own.
+    F.linear_cross_entropy, which torch 2.10 to 2.12 lack, keeps all logits for the backward by
+    default. It can form gradients in the forward as here, but then it rounds the summed loss to x's
+    dtype and runs each pointwise step as a kernel of its own.
 
     Raises ValueError if shapes or dtypes do not fit.
     """
@@ -84,8 +86,8 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def token_scores(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The cross-entropy of each label, and whether it is the likeliest id: [T] fp32 and bool.
 
-    Arguments as in `chunked_cross_entropy`, whose chunks this takes, too. A label of -100 has a
-    loss of 0 and is not the likeliest.
+    Arguments are as in `chunked_cross_entropy`, and tokens are taken in the same chunks. A label of
+    -100 has a loss of 0 and is not the likeliest.
     """
     T, device = len(x), x.device
     losses = torch.zeros(T, dtype=torch.float32, device=device)
@@ -135,7 +137,8 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
 def _sums(
     x: Tensor, weight: Tensor, labels: Tensor, wants_dx: bool, wants_dweight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, its gradient of x in x's dtype and that of the weight in the loss's dtype."""
+    """The loss, the gradient of x in x's dtype, and the gradient of the weight in the loss's dtype.
+    A gradient that is not wanted is None."""
     wide = torch.promote_types(x.dtype, torch.float32)
     T, device = len(x), x.device
     losses = torch.empty(T, dtype=wide, device=device)
@@ -166,7 +169,8 @@ def _chunk(
 ) -> None:
     """Writes the losses and dx of one chunk, and adds to dweight.
 
-    A function of its own, so that a chunk's logits are dropped before those of the next are made.
+    It is a function of its own, so that the logits of a chunk are freed before those of the next
+    chunk are made.
     """
     logits = torch.mm(x, weight.t())
     if dx is None and dweight is None:
@@ -181,7 +185,7 @@ def _chunk(
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each row [T], in float32 or wider; 0 where the label does not count.
+    """The loss of each row [T], in float32 or a wider dtype; 0 where the label does not count.
 
     logits: [T, vocabulary]. labels: [T].
     """
@@ -193,8 +197,8 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
 def _losses_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """`_losses`, and the gradient of their sum with respect to the logits, in the logits' dtype.
 
-    The one is subtracted before the gradient is rounded: where p is nearly 1, the difference keeps
-    all its digits.
+    The 1 of the label is subtracted from p before the gradient is rounded, so that the difference
+    is accurate even if p is nearly 1.
     """
     dtype = logits.dtype
     logits = logits.to(torch.promote_types(dtype, torch.float32))
@@ -214,14 +218,14 @@ def _powers(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _label_losses(logits: Tensor, labels: Tensor, peak: Tensor, total: Tensor) -> Tensor:
-    """The loss of each row. peak: its largest logit. total: the sum of exp(logits - peak)."""
+    """The loss of each row. peak: the row's largest logit. total: the sum of exp(logits - peak)."""
     counts = labels != IGNORE
     chosen = logits.gather(1, torch.where(counts, labels, 0)[:, None])
     return torch.where(counts, (total.log() - (chosen - peak))[:, 0], 0.0)
 
 
 def _pointwise(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The function itself, or compiled where that makes one kernel of it."""
+    """The function, compiled where that makes one kernel of it: on CUDA with Triton."""
     wanted = device.type == "cuda" and os.environ.get(COMPILE, "1") != "0"
     return _compiled(function) if wanted and _has_triton() else function
 
@@ -241,8 +245,8 @@ def _has_triton() -> bool:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a b to total in place. total: float32 or wider; a, b: the same dtype or a narrower one,
-    whose products are summed in total's dtype."""
+    """Adds the product a b to total, in place. Products are summed in total's dtype, which is
+    float32 or wider. a, b: in the same dtype or a narrower one."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
     elif _adds_in_float32(total.device.type, a.dtype):
@@ -255,8 +259,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _adds_in_float32(device: str, dtype: torch.dtype) -> bool:
-    """Whether this torch adds products of `dtype` to a float32 matrix. It has this for CUDA alone,
-    and some versions want the matrix itself to be of `dtype`."""
+    """Whether this torch can add products of `dtype` to a float32 matrix. It can only on CUDA, and
+    some versions require the matrix itself to have `dtype`."""
     a = torch.zeros(16, 16, dtype=dtype, device=device)
     total = torch.zeros(16, 16, dtype=torch.float32, device=device)
     try:
@@ -267,7 +271,8 @@ def _adds_in_float32(device: str, dtype: torch.dtype) -> bool:
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times a scalar tensor, multiplied in the wider dtype of both and rounded once to dtype."""
+    """x times a scalar tensor, multiplied in the wider dtype of the two and rounded once, to
+    dtype."""
     # A tensor without dims would first be rounded to x's dtype on CUDA.
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     return torch.mul(x, factor.reshape(1), out=out)
@@ -275,7 +280,7 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def backward(loss: Tensor) -> None:
     """`loss.backward()` on the calling thread. By default torch runs it on a thread of the device
-    while this one waits; the hand-over and that thread's cold caches cost the host more than a
-    short layer does."""
+    while the calling one waits. The hand-over and the other thread's cold caches cost the host more
+    time than a short layer does."""
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()

@@ -1,12 +1,13 @@
-"""Entry point of `fla-cp-memory`: the peak memory of a training step on each rank, before a run.
+"""Entry point of `fla-cp-memory`: predicts the peak memory of a training step on each rank.
 
     fla-cp-memory --model 1.3B --seq-len 131072 --cp 4 --remat full --memory-gib 80
 
-It takes the trainer's flags, needs no GPU and reads no data. A step has its peak in the loss, in
-the backward of some block or in the optimiser. Each is a sum of parts, which follow from the shapes
-of the model, from what FSDP holds, and from a count of each kind of block (block_memory.py). No
-constant is fitted to measurements. Measured steps of the trainer are predicted within 5%
-(tests/train/test_memory.py); models of transformers and CUDA graphs are not predicted.
+It takes the trainer's flags, needs no GPU and reads no data. A step has its peak in the forward or
+backward of some block, in the loss, or in the optimiser. The memory at each of these moments is a
+sum of parts. These follow from the shapes of the model, from what FSDP holds, and from a count of
+each kind of block (block_memory.py). No constant is fitted to measurements. Measured steps of the
+trainer are predicted within 5% (tests/train/test_memory.py). Models of transformers and CUDA graphs
+are not predicted.
 """
 
 from __future__ import annotations
@@ -50,23 +51,24 @@ from fla_cp.train.tokenizer import Tokenizer
 GIB = 2**30
 
 MEMORY_GIB = 139.0
-"""Memory of an H200."""
+"""The memory of an H200."""
 
 RESERVED = 0.06
-"""Share of the memory that the longest length leaves to CUDA, NCCL and gaps between tensors."""
+"""The share of memory that is left for CUDA, NCCL and gaps between tensors at the longest length.
+"""
 
 WIDE = 4
-"""Bytes of an element of parameters, gradients and the optimiser's state, which are float32."""
+"""The bytes of an element of parameters, gradients and the optimiser's state, which are float32."""
 
 Remat = Literal["none", "selective", "full"]
 
 TILE = 64
-"""Lengths are a multiple of so many tokens a rank: a chunk."""
+"""The lengths that are tried are multiples of this many tokens a rank, which is a chunk."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the peak. bytes: on one rank."""
+    """A part of the peak, in bytes on one rank."""
 
     name: str
     bytes: int
@@ -103,11 +105,11 @@ class Prediction:
 
 @dataclass
 class Sizes:
-    """What does not depend on the length: bytes on one rank, whose parameters are sharded.
+    """What does not depend on the length of sequences. Parameters are sharded over the ranks.
 
-    parameters, optimizer: of this rank's shard. gradients: of its shard. gathered: parameters in
-    the compute dtype that stay for a whole step. block: numbers of elements of each block. root: of
-    embedding, last norm and head.
+    parameters, optimizer, gradients: bytes on this rank. gathered: bytes of the parameters, in the
+    compute dtype, that stay gathered for a whole step. block: how many elements the parameters of
+    each block have. root: how many those of embedding, last norm and head have.
     """
 
     parameters: int
@@ -119,10 +121,10 @@ class Sizes:
 
 
 class Predictor:
-    """Predicts steps of one configuration, with any length.
+    """Predicts steps of one configuration, with sequences of any length.
 
-    config: of the trainer. vocab_size: rows of the embedding; None: as many as the data have.
-    Raises UserError for what is not predicted.
+    config: that of the trainer. vocab_size: how many rows the embedding has; None: as the flags
+    say. Raises UserError for a configuration that is not predicted.
     """
 
     def __init__(self, config: TrainConfig, vocab_size: int | None = None) -> None:
@@ -153,7 +155,7 @@ class Predictor:
         self.micro_batches = max(1, config.data.global_batch_size // (parallel.dp * self.packs))
 
     def model(self, config: ModelConfig) -> Decoder:
-        """The model on "meta", with parameters as a forward has them."""
+        """The model on "meta", with its parameters in the dtypes that a forward uses."""
         with torch.device("meta"):
             model = Decoder(config, self.vocab_size)
         exact = {p for part in model.exact_parts() for p in part.parameters()}
@@ -163,7 +165,7 @@ class Predictor:
         return model
 
     def sizes(self, model: Decoder) -> Sizes:
-        """What does not depend on the length."""
+        """The `Sizes` of a model."""
 
         def shard(elements: int) -> int:
             return math.ceil(elements / self.shards)
@@ -175,7 +177,7 @@ class Predictor:
         block = [sum(p.numel() for p in b.parameters()) for b in model.blocks]
         root, item = total - sum(block), self.dtype.itemsize
         frees = frees_after_forward(self.config.parallel.reshard, self.shards, item * sum(block))
-        # The root's group is never freed; of blocks one is in use while the next is gathered.
+        # FSDP never frees the root's group. One block is in use while the next one is gathered.
         gathered = root + sum(sorted(block)[-2:]) if frees else total
         whole = self.micro_batches > 1 and self.config.parallel.reduce == "step"
         return Sizes(
@@ -188,7 +190,7 @@ class Predictor:
         )
 
     def context(self, seq_len: int, group: dist.ProcessGroup | None) -> FLACPContext:
-        """That of a micro-batch whose packs hold one document each."""
+        """The context of a micro-batch whose packs hold one document each."""
         total = self.packs * seq_len
         offsets = torch.arange(0, total + 1, seq_len, dtype=torch.int32, device="cpu")
         parallel = self.config.parallel
@@ -221,6 +223,7 @@ class Predictor:
         return self._peak(seq_len, tokens, model, kinds, found)
 
     def _kinds(self, model: Decoder) -> list[str]:
+        """The kind of each block. Blocks of one kind take the same memory."""
         config = self.config.model
         mixers = block_mixers(config.pattern or config.mixer or "kda", len(model.blocks))
         ffns = (isinstance(b.get_submodule("ffn"), Experts) for b in model.blocks)
@@ -230,7 +233,8 @@ class Predictor:
         ]
 
     def _block(self, model: Decoder, block: Block, x: Tensor, context: FLACPContext) -> BlockMemory:
-        """With --offload, as if everything stayed on the GPU."""
+        """The memory of a block. With --offload it is counted as if everything stayed on the GPU,
+        and `_peak` takes off what does not."""
         model.offload = False
         remat = self.config.model.remat
         if not self.compiles:
@@ -265,6 +269,8 @@ class Predictor:
         kinds: list[str],
         found: dict[str, BlockMemory],
     ) -> Prediction:
+        """The moment of a step at which most memory is held. tokens: those of a micro-batch on one
+        rank. kinds: of each block. found: the memory of a block of each kind."""
         sizes, item = self.sizes(model), self.dtype.itemsize
         hidden = model.shape.hidden_size
         row = rounded(tokens * hidden * item)
@@ -286,7 +292,8 @@ class Predictor:
         moments: list[Prediction] = []
 
         def moment(when: str, through: int, gradients: int, *parts: Part) -> None:
-            """through: how many blocks still keep their activations."""
+            """Adds a moment at which memory may have its peak. through: how many blocks still keep
+            their activations."""
             held = Counter[str]()
             for kind, size in zip(kinds[:through], kept, strict=False):
                 held[kind] += size
@@ -305,7 +312,7 @@ class Predictor:
             moment("in a forward", i + 1, earlier, work)
         loss = Part("logits and loss", loss_bytes(tokens, hidden, self.vocab_size, item))
         moment("in the loss", len(blocks), earlier, loss)
-        # The head's gradient waits for the end, when the root's group is reduced.
+        # The head's gradient stays until the end, when the root's group is reduced.
         root = Part("logits and loss", item * head)
         done = 0
         for i in reversed(range(len(blocks))):
@@ -327,11 +334,12 @@ class Predictor:
 
 
 def loss_bytes(tokens: int, hidden: int, vocabulary: int, item: int) -> int:
-    """The most that the loss and its input hold at once, with its pointwise part in one kernel.
+    """The most bytes that the loss and its input hold at once, if the pointwise part of the loss is
+    one kernel.
 
-    Each chunk has logits and their gradient. Once all are done, the backward rounds the gradients
-    of the input, which is freed by then, and of the head. item: bytes of an element of the compute
-    dtype.
+    Each chunk has logits and their gradient. After all chunks, the backward rounds the gradient of
+    the input, which is freed by then, and that of the head. item: bytes of an element of the
+    compute dtype.
     """
     rows, head = chunk_rows(tokens, vocabulary, item), vocabulary * hidden
     chunk = 2 * rows * vocabulary * item + 4 * tokens
@@ -339,7 +347,7 @@ def loss_bytes(tokens: int, hidden: int, vocabulary: int, item: int) -> int:
 
 
 def vocabulary_of(config: TrainConfig) -> int:
-    """Rows of the embedding, from the flags alone. Raises UserError if they do not say."""
+    """How many rows the embedding has, from the flags alone. Raises UserError if they lack it."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     if config.data.tokenizer is not None:
@@ -357,9 +365,10 @@ def vocabulary_of(config: TrainConfig) -> int:
 
 
 def longest_that_fits(predict: Callable[[int], Prediction], room: float, unit: int) -> int:
-    """The greatest multiple of `unit` tokens whose peak is at most `room` bytes; 0: none is.
+    """The greatest multiple of `unit` tokens whose peak is at most `room` bytes; 0 if there is
+    none.
 
-    The peak grows with the length. Where it is nearly a straight line, this takes few predictions.
+    The peak grows with the length. If it grows nearly linearly, this takes few predictions.
     """
     low, high = 0, unit
     at: dict[int, int] = {}
@@ -370,7 +379,7 @@ def longest_that_fits(predict: Callable[[int], Prediction], room: float, unit: i
         return at[n]
 
     while peak(high) <= room:
-        if low:  # where the line through the last two reaches the room
+        if low:  # the length at which the line through the last two points reaches `room`
             slope = max(1e-9, (at[high] - at[low]) / (high - low))
             guess = high + (room - at[high]) / slope
         else:

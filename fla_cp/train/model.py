@@ -1,6 +1,6 @@
 """A small decoder language model: embedding, blocks, output head.
 
-A block is a token mixer and SwiGLU, or experts in place of SwiGLU.
+A block is a token mixer, followed by SwiGLU or by experts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fla_cp.train.weights import give_memory, initialise
 
 INIT_STD = 0.02
 INTO_RESIDUAL = ("mixer.o_proj", "ffn.down", "ffn.experts", "ffn.shared.down")
-"""Names of the modules whose matrix (of experts: down) writes into the residual stream."""
+"""The names of the modules whose matrix writes into the residual stream; of experts, `down`."""
 # No module here draws random numbers. Saving the generators' states would make the host wait.
 NO_DROPOUT: dict[str, Any] = {"preserve_rng_state": False}
 
@@ -41,12 +41,12 @@ NO_DROPOUT: dict[str, Any] = {"preserve_rng_state": False}
 class Shape:
     """Dimensions of a decoder.
 
-    num_heads, head_dim: of recurrent layers; value_heads: their value heads for each key head.
-    attention_width: channels of a head of attention, as a multiple of head_dim. queries_per_key:
-    query heads that share a key head, if they divide num_heads. ffn_ratio: inner width of SwiGLU
-    over the outer one, by default 8/3, so that 3 matrices cost what 2 of 4x do. norm_eps: of all
-    norms but that of latents. experts and what follows: see `ModelConfig`; None experts: there are
-    none.
+    num_heads, head_dim: those of recurrent layers. value_heads: their value heads for each key
+    head. attention_width: channels of a head of attention, as a multiple of head_dim.
+    queries_per_key: how many query heads share a key head, if num_heads is a multiple of it.
+    ffn_ratio: inner width of SwiGLU over hidden_size. With 8/3, its 3 matrices have as many
+    elements as 2 matrices with a ratio of 4. norm_eps: that of all norms except those of latents.
+    experts and the fields after it: see `ModelConfig`; with experts=None there are none.
     """
 
     layers: int
@@ -82,7 +82,8 @@ class Shape:
 
     @property
     def expert_width(self) -> int:
-        """Inner width of an expert. By default a token's experts together have that of SwiGLU."""
+        """Inner width of an expert. By default, the experts of a token together are as wide as
+        SwiGLU."""
         if self.expert_size is not None:
             return self.expert_size
         return 64 * math.ceil(self.ffn_size / (self.experts_per_token + self.shared_experts) / 64)
@@ -150,7 +151,7 @@ SHAPES = {
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """The shape of the named size, with the dimensions that the configuration sets."""
+    """The shape of the named size, in which the configuration's dimensions replace others."""
     size = SHAPES[config.size]
     names = [f.name for f in fields(size) if hasattr(config, f.name)]
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
@@ -159,7 +160,8 @@ def shape_of(config: ModelConfig) -> Shape:
 
 
 def vocabulary(config: ModelConfig, data: int) -> int:
-    """Rows of the embedding. data: how many tokens the data have. Raises UserError for too few."""
+    """How many rows the embedding has. data: the size of the data's vocabulary. Raises UserError if
+    the configured number is smaller."""
     if config.vocab_size is None:
         return data
     if config.vocab_size < data:
@@ -186,8 +188,9 @@ def _initial_values(module: nn.Module, std: float) -> dict[str, Initial]:
 
 
 def _feed_forward(shape: Shape, layer_idx: int) -> nn.Module:
-    """What follows the token mixer of a block. Shared experts have a gate where Qwen3-Next has it,
-    with softmax; the one weight of a token with one expert is not divided by itself."""
+    """The network after the token mixer of a block. Shared experts have a gate with softmax
+    routing, as in Qwen3-Next. If a token has one expert, its weight is not normalised, because it
+    would always be 1."""
     if shape.experts is None or layer_idx < shape.dense_layers:
         return SwiGLU(shape.hidden_size, shape.ffn_size)
     return Experts(
@@ -214,7 +217,7 @@ class Block(nn.Module):
         self.ffn = _feed_forward(shape, layer_idx)
 
     def forward(self, x: Tensor, context: FLACPContext) -> tuple[Tensor, RoutingStatistics | None]:
-        """The residual stream behind this block, and what its experts report, if it has any."""
+        """The residual stream after this block, and the statistics of its experts, if any."""
         x = x + self.mixer(self.mixer_norm(x), cp_context=context)
         y, statistics = self.ffn(self.ffn_norm(x)), None
         if isinstance(self.ffn, Experts):
@@ -225,8 +228,9 @@ class Block(nn.Module):
 class Decoder(LanguageModel):
     """A language model over the tokens that this rank owns.
 
-    config: sizes and options. vocab_size: number of token ids. shape: dimensions, in place of those
-    that config names. `build_model` sets the weights, and build.py those of a rank's shard.
+    config: sizes and options. vocab_size: how many token ids there are. shape: dimensions, in place
+    of those that config names. `build_model` sets all weights, and build.py those of a rank's
+    shard.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, shape: Shape | None = None) -> None:
@@ -258,7 +262,8 @@ class Decoder(LanguageModel):
         return [layer for layer in layers if isinstance(layer, Experts)]
 
     def active_parameters(self) -> int:
-        """How many parameters a token meets: all but those of the experts that it does not take."""
+        """How many parameters take part in a token's result: all except those of the experts that
+        it does not take."""
         idle = 0
         for layer in self.expert_layers():
             each = sum(p.numel() for p in layer.experts.parameters()) // layer.router.num_experts
@@ -277,8 +282,8 @@ class Decoder(LanguageModel):
     def initial_values(self) -> dict[str, Initial]:
         """Initial values of each parameter, by its full name.
 
-        Matrices have std 0.02. For those that write into the residual stream it is divided by
-        sqrt(2 * layers), so that the variance of the stream does not grow with depth.
+        Matrices have a standard deviation of 0.02. For those that write into the residual stream it
+        is divided by sqrt(2 * layers), so that the variance of the stream does not grow with depth.
         """
         residual = 1 / math.sqrt(2 * self.shape.layers)
         values = {}
@@ -295,14 +300,14 @@ class Decoder(LanguageModel):
         labels: Tensor | None = None,
         each: bool = False,
     ) -> Tensor:
-        """Summed cross-entropy of the labels, or logits without labels.
+        """The summed cross-entropy of the labels, or the logits if there are no labels.
 
         tokens, labels: [1, T_local] int64, this rank's part under `context`. A label of -100 is not
         counted.
         Returns a scalar (nats, summed over this rank's targets; float64 for float64, else float32),
-        or [1, T_local, vocab]. With experts, the scalar's gradient contains that of the
-        load-balancing loss. each: instead [2, T_local] fp32 without gradients: the loss of each
-        label, and 1 where it is the likeliest token.
+        or the logits [1, T_local, vocab]. With experts, the scalar's gradient contains that of the
+        load-balancing loss. With `each` it returns [2, T_local] fp32 without gradients: the loss of
+        each label, and 1 where the label is the likeliest token, otherwise 0.
         """
         x, statistics = self.embedding(tokens), []
         with gathered(self.exact_parts()):
@@ -322,7 +327,8 @@ class Decoder(LanguageModel):
     def run_block(
         self, block: nn.Module, x: Tensor, context: FLACPContext
     ) -> tuple[Tensor, RoutingStatistics | None]:
-        """The block's results; what its backward needs is kept as `remat` and `offload` say."""
+        """The block's results. `remat` and `offload` decide what is kept for its backward, and
+        where."""
         if not torch.is_grad_enabled():
             return block(x, context)
         with Offloaded(x.device, block) if self.offload else nullcontext():
@@ -351,13 +357,13 @@ COMPILE_OPTIONS: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
 }
-"""Inductor's: exchanges between ranks start as early as they can, and are waited for as late, so
-that projections and gradients of weights run meanwhile."""
+"""Options of Inductor. Exchanges between ranks start as early as possible, and are waited for as
+late as possible, so that projections and gradients of weights run in the meantime."""
 
 
 def compile_blocks(model: Decoder) -> None:
-    """Compiles each block's forward, without the hooks of FSDP, which stay as they are. All blocks
-    share one code object, so that a shape is compiled once."""
+    """Compiles each block's forward. FSDP's hooks are not compiled and run as before. All blocks
+    share one code object, so that each shape is compiled once."""
     show_compilations()
     for block in model.blocks:
         run = torch.compile(block.forward, fullgraph=True, options=COMPILE_OPTIONS)
@@ -366,8 +372,8 @@ def compile_blocks(model: Decoder) -> None:
 
 
 def _with_rows(run: Callable[..., Any], rows: int) -> Callable[..., Any]:
-    """A compiled block whose mixer has several rows for each token. Their context is made before,
-    because a graph cannot make it."""
+    """A compiled block whose mixer has several rows for each token. The context of the rows is
+    built before each call, because a graph cannot build it."""
 
     def forward(x: Tensor, context: FLACPContext) -> Any:
         context.repeated(rows)
@@ -377,7 +383,8 @@ def _with_rows(run: Callable[..., Any], rows: int) -> Callable[..., Any]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Optimiser groups: matrices decay, vectors and per-head constants do not."""
+    """Parameter groups of the optimiser. Matrices have weight decay; vectors and per-head constants
+    have none."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

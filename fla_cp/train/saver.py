@@ -1,11 +1,11 @@
 """Writes checkpoints atomically, and in the background while training goes on.
 
-A periodic checkpoint pauses training only while the state is copied to the host's memory; a thread
-of torch.distributed.checkpoint (DCP) writes the copy. Its collectives run on a gloo group of their
-own, so that they cannot mix with those of the training. DCP gathers every rank's results on rank 0
-and then tells all ranks the outcome. Between the two, rank 0 writes trainer.json with the checksums
-and gives the folder its final name. So all ranks agree on every checkpoint without more
-collectives.
+A periodic checkpoint pauses training only while the state is copied to the host's memory. A thread
+of torch.distributed.checkpoint (DCP) writes the copy. DCP's collectives run on a gloo group of
+their own, so that they cannot mix with those of the training. DCP gathers the results of all ranks
+on rank 0, and later tells all ranks the outcome. Between the two, rank 0 writes trainer.json with
+the checksums and gives the folder its final name. All ranks therefore agree on every checkpoint
+without further collectives.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ WRITE_TIMEOUT = datetime.timedelta(hours=2)
 
 @functools.cache
 def stagers_can_be_used_again() -> bool:
-    """Whether a stager can copy a second state.
+    """Whether one stager can copy a second state.
 
-    That of torch 2.11 closes itself after the first, and then fails with KeyError: <class 'type'>;
-    see test_stagers_that_copy_once.
+    In torch 2.11, a stager closes itself after the first, and then fails with
+    KeyError: <class 'type'>; see test_stagers_that_copy_once.
     """
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
@@ -72,7 +72,8 @@ class SaveFailed(UserError):
 
 @dataclass
 class _Pending:
-    """A checkpoint that is being written. paused, begin, end: seconds; end is 0 until then."""
+    """A checkpoint that is being written. paused: for how many seconds training paused. begin, end:
+    when the writing began and ended, in seconds of a clock; end is 0 until then."""
 
     step: int
     partial: Path
@@ -83,10 +84,10 @@ class _Pending:
 
 
 class Saver:
-    """Writes one run's checkpoints, one at a time, keeping the newest `keep`.
+    """Writes one run's checkpoints, one at a time, and keeps the newest `keep`.
 
-    facts: options that a resumed run will be compared with (checkpoint.facts). step: step of the
-    last complete checkpoint, or 0. say: prints a line, on rank 0. `poll` is local; the other
+    facts: options with which a resumed run will be compared (checkpoint.facts). step: the step of
+    the last complete checkpoint, or 0. say: prints a line, on rank 0. `poll` is local; the other
     methods are collective. Close the saver before the process group is destroyed.
     """
 
@@ -107,7 +108,8 @@ class Saver:
         self.notes: list[str] = []  # lines from the thread that writes
 
     def start(self, model: nn.Module, optimizer: Stepper, progress: Progress) -> None:
-        """Begins to write in the background, after the checkpoint before. A failure is printed."""
+        """Begins to write a checkpoint in the background, after the one before is written. A
+        failure is printed."""
         begin = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - begin
@@ -132,8 +134,8 @@ class Saver:
             self.say(f"step {progress.step}: waited {waited:.1f} s for the checkpoint before")
 
     def _new_stager(self) -> DefaultStager:
-        """A stager. It keeps its buffers between checkpoints if torch can do that, since pinning
-        memory takes seconds."""
+        """A stager, which copies the state to the host. It keeps its buffers between checkpoints if
+        torch can do that, because pinning memory takes seconds."""
         cuda = self.ranks.device.type == "cuda"
         return DefaultStager(
             StagingOptions(
@@ -170,7 +172,7 @@ class Saver:
         self._say_notes()
 
     def write(self, model: nn.Module, optimizer: Stepper, progress: Progress) -> Path:
-        """Writes a checkpoint, after the pending one; returns its folder. Raises SaveFailed."""
+        """Writes a checkpoint, after the pending one, and returns its folder. Raises SaveFailed."""
         self.wait()
         partial = self._prepare(progress)
         try:
@@ -238,14 +240,15 @@ class Saver:
         return SummedWriter(partial, commit)
 
     def _commit(self, partial: Path, final: Path, record: dict[str, Any]) -> None:
-        """Gives a written checkpoint its name and deletes old ones. On rank 0, in any thread."""
+        """Gives a written checkpoint its final name and deletes old checkpoints. It runs on rank 0,
+        in any thread."""
         with open(partial / RECORD, "wb") as file:
             file.write(seal(record))
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(partial)
         old = final.with_name(f"{PARTIAL}old-{final.name}")
-        if os.path.lexists(final):  # resumed from an earlier step, a run writes this one twice
+        if os.path.lexists(final):  # a run that resumed from an earlier step writes this one again
             remove(old)
             final.rename(old)
         partial.rename(final)
@@ -261,7 +264,8 @@ class Saver:
                 self.notes.append(f"warning: an old checkpoint could not be removed: {error}")
 
     def _drop(self, partial: Path) -> None:
-        """Removes the folder of a failed save. No rank is still writing: DCP has heard from all."""
+        """Removes the folder of a failed save. No rank still writes, because DCP has heard from
+        all."""
         if self.ranks.rank == 0:
             try:
                 remove(partial)

@@ -1,7 +1,9 @@
-"""One training step: batches, context, forward and backward, global metrics; optim.py updates.
+"""One training step: batches, context, forward and backward, and global metrics. The update is in
+optim.py.
 
-The loss of a rank is its share, (sum over its targets) / (targets of the whole global batch), so
-that losses and gradients are plain sums over ranks and do not depend on how the batch is split.
+The loss of a rank is its share, (sum over its targets) / (targets of the whole global batch).
+Losses and gradients are therefore plain sums over ranks, and do not depend on how the batch is
+split.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from fla_cp.train.weights import local_tensor
 
 @dataclass
 class MicroBatch:
-    """One forward and backward's part of a step: on the host, and on the device once placed.
+    """The part of a step's batch that one forward and backward takes.
 
-    share: this rank's part of the batch. ahead: tokens, labels and context, if `Feed` has placed
-    them already.
+    share: this rank's part of it, on the host. ahead: tokens, labels and context on the device, if
+    `Feed` has placed them already.
     """
 
     share: Share
@@ -56,8 +58,8 @@ class Feed:
     """The micro-batches of each step from `start_step` on, for this data-parallel rank.
 
     All ranks of a cp group get parts of the same batches. On CUDA, `read_ahead` copies the next
-    step's batch to the GPU on a stream of its own, while the present step runs. workers: processes
-    that read; None: as configured. As a context manager it ends them.
+    step's batch to the GPU on a stream of its own, while the present step runs. workers: how many
+    processes read; None: as configured. At its end, the context manager ends them.
     """
 
     def __init__(
@@ -99,9 +101,8 @@ class Feed:
         self.loader.__exit__(kind, error, at)
 
     def take(self) -> list[MicroBatch]:
-        """The next step's micro-batches. Keep them until the step's losses have been read.
-
-        Their memory on the GPU may be used for the next batch as soon as they are dropped.
+        """The next step's micro-batches. The caller keeps them until the step's losses have been
+        read, because their memory on the GPU may be used for the next batch once they are dropped.
         """
         batches, self.next = self.next, None
         if batches is None:
@@ -141,9 +142,9 @@ def document_lengths(batches: Sequence[MicroBatch]) -> list[int]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts that all ranks share before a step.
+    """What all ranks agree on before a step.
 
-    targets: number of targets of the global batch. stop: whether a rank was asked to stop.
+    targets: how many targets the global batch has. stop: whether any rank was asked to stop.
     """
 
     targets: int
@@ -153,8 +154,8 @@ class Agreement:
 def agree(batches: Sequence[MicroBatch], ranks: Ranks, stop: bool = False) -> Agreement:
     """Counts the global batch's targets and checks that cp peers hold the same batch.
 
-    Uses one host collective of three integers per rank. Raises RuntimeError that names the ranks
-    that differ.
+    It is one collective on the host, of three integers from each rank. Raises RuntimeError, which
+    names the ranks that differ.
     """
     digest = 0
     for batch in batches:
@@ -177,8 +178,8 @@ Placed = tuple[Tensor, Tensor, FLACPContext]
 def place(share: Share, config: TrainConfig, ranks: Ranks, check: bool = False) -> Placed:
     """This rank's tokens and labels [1, T_local] on the device, and their context.
 
-    Copies from pinned memory do not make the host wait. check: compare the contexts of the cp group
-    (one small collective).
+    The host does not wait for copies from pinned memory. check: compare the contexts of the cp
+    group, in one small collective.
     """
     context = build_cp_context(
         share.cu_seqlens.to(ranks.device, non_blocking=True),
@@ -205,12 +206,12 @@ def forward_backward(
     check: bool = False,
     graphs: Graphs | None = None,
 ) -> Tensor:
-    """Adds this global batch's gradients to the model's; returns this rank's share of the loss.
+    """Adds the gradients of the global batch to the model's. Returns this rank's share of the loss,
+    a float32 scalar on the device; the sum over ranks is the mean loss in nats per target.
 
-    targets: number of targets of the global batch. Gradients are reduced over the ranks after the
-    last micro-batch or after each, see `ParallelConfig.reduce`. The result is a float32 scalar on
-    the device; its sum over ranks is the mean loss in nats per target. check: compare the contexts
-    of the cp group. graphs: CUDA graphs that take the micro-batches.
+    targets: how many targets the global batch has. check: compare the contexts of the cp group.
+    graphs: CUDA graphs that run the micro-batches. Gradients are reduced over the ranks after the
+    last micro-batch or after each, see `ParallelConfig.reduce`.
     """
     share = torch.zeros((), dtype=torch.float32, device=ranks.device)
     balance = balance_of(model)
@@ -234,9 +235,11 @@ def forward_backward(
 
 
 class Sums:
-    """Global loss and gradient norm, equal on all ranks, on their way to the host.
+    """The global loss and gradient norm, which are being copied to the host. They are equal on all
+    ranks.
 
-    values: [loss, square of the norm] or [.., largest load of an expert], fp64 on the device.
+    values: fp64 on the device: the loss, the square of the norm and, with experts, the largest load
+    of an expert.
     """
 
     def __init__(self, values: Tensor, balance: Balance | None) -> None:
@@ -251,17 +254,17 @@ class Sums:
 
     @property
     def norm(self) -> Tensor:
-        """On the device."""
+        """The gradient norm, on the device."""
         return self.values[1].sqrt()
 
     @property
     def finite(self) -> Tensor:
-        """Whether loss and norm are; on the device."""
+        """Whether loss and norm are finite, on the device."""
         return torch.isfinite(self.values[0]) & torch.isfinite(self.norm)
 
     def read(self) -> tuple[float, float]:
-        """Loss and norm. Waits for the work before them, and not for what was queued since. Sets
-        `load` of the model's `Balance`."""
+        """Loss and norm. The host waits for the work that leads to them, and not for work that was
+        queued later. Also sets `load` of the model's `Balance`."""
         if self.copied is not None:
             self.copied.synchronize()
         loss, square, *load = self.host.tolist()
@@ -271,9 +274,8 @@ class Sums:
 
 
 def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float, float]:
-    """Global loss and gradient norm, equal on all ranks. The step's only read from the device.
-
-    After it, all work of the step's forward and backward is done.
+    """The global loss and gradient norm, equal on all ranks. This is the step's only wait of the
+    host for the device, after which all work of the forward and backward is done.
     """
     return queue_sums(share, model, ranks).read()
 
@@ -281,8 +283,9 @@ def reduce_metrics(share: Tensor, model: nn.Module, ranks: Ranks) -> tuple[float
 def queue_sums(
     share: Tensor, model: nn.Module, ranks: Ranks, times: StepTimes | None = None
 ) -> Sums:
-    """Queues the sums of the loss, of the gradients' squares and of the loads of experts. times:
-    notes the wait for other ranks, and that the work of the step has been issued."""
+    """Queues the sums over ranks of the loss, of the gradients' squares and of the loads of
+    experts. times: measures the wait for other ranks, and notes that the work of the step has been
+    issued."""
     mark("sum of losses and gradients")
     grads = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     square = nn.utils.get_total_norm(grads).double().square()
@@ -315,7 +318,8 @@ def finish(
 
     share: from `forward_backward`. times: see `queue_sums`. Returns the global loss and norm, and
     whether they are finite.
-    The host waits for the device once, to read them. An optimiser that can works meanwhile.
+    The host waits for the device once, to read them. An optimiser that supports it (`update_ahead`)
+    works during this wait.
     """
     sums, clip = queue_sums(share, model, ranks, times), config.optim.clip_norm
     ahead = update_ahead(optimizer, lr, sums.norm, sums.finite, clip)
@@ -330,12 +334,12 @@ def finish(
 
 
 def balance_of(model: nn.Module) -> Balance | None:
-    """What counts the loads of the model's experts, if it has any."""
+    """The `Balance` that counts the loads of the model's experts; None if it has none."""
     return model.balance if isinstance(model, LanguageModel) else None
 
 
 class HeldOut:
-    """The held-out loss, over packs that do not depend on the split.
+    """The held-out loss, over packs that do not depend on how the ranks split the work.
 
     dataset: packs of the valid split, of which at most eval_batches * global_batch_size are read.
     """
@@ -360,7 +364,7 @@ class HeldOut:
 
     @torch.no_grad()
     def loss(self, model: nn.Module) -> float:
-        """Mean loss in nats per target; equal on all ranks. Collective."""
+        """The mean loss in nats per target, equal on all ranks. Collective."""
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         first, self.warm = not self.warm, True
@@ -370,7 +374,7 @@ class HeldOut:
             total[0] += model(tokens, context, labels)
             total[1] += (labels != IGNORE).sum()
         model.train()
-        # No backward follows, so groups would stay gathered: model.parameters() would be without
+        # No backward follows, so FSDP's groups would stay gathered: model.parameters() would lack
         # their shards, and a CUDA graph's updates would never reach the next forward.
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -1,7 +1,7 @@
-"""Where the time of a step goes on each rank, measured without a wait of the host for the device.
+"""Where the time of a step goes on each rank. To measure it, the host does not wait for the device.
 
-On CUDA, times are those between two events of the stream. They are read after the step's one wait
-for the device, when all of them have passed.
+On CUDA, times are those between two events of the stream. They are read after the step's single
+wait for the device, when all events have passed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from fla_cp.comm.timing import Moment, milliseconds, moment
 class RankTimes(NamedTuple):
     """Milliseconds of a step on one rank, and its memory in bytes.
 
-    exchange: waiting for states, tokens and keys of other ranks. under_way: from when these left to
-    the end of the wait. waiting: all waits for other ranks, `exchange` included; those of FSDP's
-    collectives and those inside CUDA graphs are not measured. host: until forward, backward and the
-    sums over ranks were issued. device: the same on the GPU's stream; NaN on the CPU.
+    exchange: the waits for states, tokens and keys of other ranks. under_way: the time from when
+    these left to the end of the wait. waiting: all waits for other ranks, `exchange` included;
+    those of FSDP's collectives and those inside CUDA graphs are not measured. host: the host's time
+    from the beginning until forward, backward and the sums over ranks were issued. device: the time
+    of the same work on the GPU's stream; NaN on the CPU.
     """
 
     exchange: float
@@ -47,18 +48,19 @@ class StepTimes:
 
     @contextmanager
     def waiting(self, *, on_host: bool = False) -> Iterator[None]:
-        """The block is a collective of all ranks, on the device or on the host."""
+        """Measures the block, a collective of all ranks on the device or on the host."""
         device = torch.device("cpu") if on_host else self.device
         with self.waits.interval(device):
             yield
 
     def issued(self) -> None:
-        """Forward, backward and sums have been issued."""
+        """Notes that forward, backward and sums have been issued."""
         self.host_ms = 1e3 * (time.perf_counter() - self.began)
         self.end = moment(self.device)
 
     def read(self, exchanges: ExchangeTimer, memory: float) -> RankTimes:
-        """The times, to be called after the wait for the sums. exchanges: of the step."""
+        """The times of the step. Call it after the wait for the sums. exchanges: the step's timer
+        of exchanges. memory: in bytes."""
         assert self.end is not None, "`issued` comes first"
         exchange = exchanges.elapsed_ms()
         on_gpu = self.device.type == "cuda"

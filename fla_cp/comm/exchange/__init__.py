@@ -5,10 +5,10 @@ and each belongs to one rank. The state that leaves slot s and enters slot s+1 i
 
     out[s] = offset[s] + transition[s] @ in[s]        in[s+1] = out[s] if slot s+1 continues
 
-where the transition counts only if one sequence passes through the whole slot. Every scheme below
-takes the maps of this rank's slots and returns the states that enter them. A backward uses the same
-schemes with `Links.mirrored()`. In each layer and direction a rank receives, in units of
-S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
+where the transition is needed only if one sequence passes through the whole slot. Every scheme
+below takes the maps of this rank's slots and returns the states that enter these slots. A backward
+uses the same schemes with `Links.mirrored()`. In each layer and direction a rank receives, in units
+of S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
 
     Local       nothing                                   one rank
     AllGather   (R-1) (S + M)                1 step       default up to 8 ranks
@@ -19,9 +19,9 @@ S = HV*K*V*4 bytes and M = HV*K*K*4 bytes:
                                                           default for them from 8192 tokens a rank
 
 Symmetric passes the state from rank to rank, in one kernel, if each rank has one slot and the
-backend has that kernel; otherwise each rank reads its peers' maps. With fewer heads than ranks,
-ByHeads receives (R-1)/HV (S + M) + (R-1)/R S. M is not sent if no sequence passes through a whole
-slot (two ranks, or documents shorter than a range).
+backend has that kernel. Otherwise each rank reads its peers' maps. With fewer heads than ranks, a
+rank receives (R-1)/HV (S + M) + (R-1)/R S under ByHeads. M is not sent if no sequence passes
+through a whole slot, as with two ranks or with documents shorter than a range.
 """
 
 import torch.distributed as dist
@@ -45,13 +45,13 @@ SCHEMES: dict[str, type[GroupExchange]] = {
 }
 
 ALL_GATHER_RANKS, HEADS_RANKS = 8, 128
-"""The largest world sizes for which "auto" gathers all maps, and for which it deals them by heads.
-For more ranks it takes the logarithmic scan. From the model in docs/design.md, with 32 heads."""
+"""The largest world sizes for which "auto" takes all_gather, and for which it takes heads. For more
+ranks it takes scan. They follow from the model of one exchange in docs/design.md, with 32 heads."""
 
 SYMMETRIC_TOKENS = 8192
-"""From this many tokens on the largest rank, "auto" reads peers' memory if the group can. When
-scans fill the GPU, the small kernels of that exchange still find room, whereas a collective waits
-for the scans to end. With fewer tokens it was not measured (docs/design.md has the figures)."""
+"""If the largest rank has at least this many tokens, "auto" takes symmetric where the group can.
+When scans fill the GPU, the small kernels of that exchange still find room, whereas a collective
+waits for the scans to end. With fewer tokens it was not measured."""
 
 
 def scheme_of(exchange: Exchange) -> str:
@@ -70,8 +70,8 @@ def make_exchange(
 ) -> Exchange:
     """The exchange for `scheme` ("auto", or a key of `SCHEMES`).
 
-    fixed: the context has a fixed shape; "auto" then gathers maps whatever the world size. tokens:
-    of the largest rank. For "symmetric", the first call for a group is a collective.
+    fixed: the context has a fixed shape. "auto" then gathers maps, whatever the world size. tokens:
+    how many the largest rank has. For "symmetric", the first call for a group is a collective.
     Raises ValueError for an unknown scheme, and on all ranks if the group cannot have symmetric
     memory.
     """

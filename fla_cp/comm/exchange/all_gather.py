@@ -12,7 +12,7 @@ from fla_cp.tape import step
 
 
 class AllGather(GroupExchange):
-    """Every rank receives every map in one collective and folds those before its own slots."""
+    """Every rank receives all maps in one collective and folds those before its own slots."""
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
         wires, sent = step(_gather, pack(maps, links), self.group)

@@ -17,8 +17,8 @@ from fla_cp.tape import step
 
 
 class SlotMaps(NamedTuple):
-    """The maps of this rank's slots: transition [J, HV, K, K] (or None) and offset [J, HV, K, V].
-    wire: the tensor that `pack` would return, if the maps are slices of it."""
+    """The maps of this rank's J slots: transition [J, HV, K, K] (or None) and offset
+    [J, HV, K, V]. wire: the tensor that `pack` would form of them, if they are slices of one."""
 
     transition: Tensor | None
     offset: Tensor
@@ -26,22 +26,26 @@ class SlotMaps(NamedTuple):
 
 
 Rounds = Iterator[Tensor | None]
-"""A run of an exchange. It yields None while messages are under way, and at last the states
-[J, HV, K, V] that enter this rank's slots, which are zero if nothing enters."""
+"""An exchange as a generator. It yields None each time that messages have left and it has to wait.
+At last it yields the states [J, HV, K, V] that enter this rank's slots, which are zero if nothing
+enters."""
 
 
 class Sent:
-    """Messages of an exchange that have left. wait: makes the current stream wait until those of
-    all ranks have arrived. It returns the entering states if the scheme forms them itself
-    (`Exchange.rounds`), else None; `Pending` then forms them."""
+    """An exchange whose first messages have left.
+
+    wait: makes the current stream wait until the messages of all ranks have arrived. For a scheme
+    that is written as `Exchange.rounds`, it returns the states that enter; otherwise None, and
+    `Pending` forms the states.
+    """
 
     def __init__(self, wait: Callable[[], Tensor | None], device: torch.device):
         self.wait, self.device, self.began = wait, device, exchange_begins(device)
 
 
 def arrive(sent: Sent | None, overlap: bool) -> Tensor | None:
-    """Waits for messages, if there are any, and returns what `sent.wait` does. overlap: runs the
-    work that was handed over before (overlap.py)."""
+    """Returns what `sent.wait` returns, or None if nothing was sent. overlap: first runs the work
+    that was handed over (overlap.py)."""
 
     def wait() -> Tensor | None:
         if sent is None:
@@ -53,9 +57,9 @@ def arrive(sent: Sent | None, overlap: bool) -> Tensor | None:
 
 
 class Pending:
-    """An exchange under way: its first messages have left. finish: forms the states that enter this
-    rank's slots, from what `sent.wait` returned. sends: tensors that are read until then, and must
-    not be freed before."""
+    """The result of an exchange under way. finish: forms the states that enter this rank's slots
+    from what `sent.wait` returned. sends: tensors that the exchange reads until then, so that they
+    must not be freed before."""
 
     def __init__(
         self, sent: Sent, finish: Callable[[Tensor | None], Tensor], sends: object = None
@@ -63,8 +67,8 @@ class Pending:
         self._held: list[Any] = [sent, finish, sends]
 
     def wait(self, overlap: bool = False) -> Tensor:
-        """The states [J, HV, K, V] that enter this rank's slots, zero if nothing enters. May be
-        called once: nothing is held afterwards."""
+        """The states [J, HV, K, V] that enter this rank's slots, which are zero if nothing enters.
+        It may be called only once, and holds no tensor afterwards."""
         sent, finish, sends = self._held
         self._held.clear()
         found = finish(step(arrive, sent, overlap))
@@ -74,14 +78,14 @@ class Pending:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A scheme. `start` returns at once, and work that needs no state may run before the result is
-    waited for.
+    """A scheme of exchange. `start` returns at once, so that work which needs no state can run
+    before the caller waits for the result.
 
-    A subclass writes `rounds` as a generator: the code before the first yield runs in `start`, the
-    rest in the wait. In a replayed call both run as they are. A scheme that launches the same
-    kernels for all plans with one `PlanKey` may write `start` instead, and put only its messages
-    into a `step`: a program then replays the launches. fold: the backend's, for schemes that fold
-    gathered maps.
+    A subclass implements `rounds` as a generator: the code before the first yield runs in `start`,
+    the rest in the wait. A replayed call runs both parts again in Python. A scheme that launches
+    the same kernels for all plans with one `PlanKey` may override `start` instead, and make only
+    its messages a `step` (tape.py); a program then replays the kernel launches. fold: the
+    backend's, for schemes that fold gathered maps.
     """
 
     group: dist.ProcessGroup | None = None
@@ -98,8 +102,8 @@ def _begin(exchange: Exchange, maps: SlotMaps, links: Links, fold: Fold) -> Sent
 
 
 def begin(rounds: Rounds, device: torch.device) -> Sent:
-    """Runs an exchange until its first messages have left. The wait runs the rest, and returns the
-    states that enter."""
+    """Runs an exchange until its first messages have left. The wait of the result runs the rest,
+    and returns the states that enter."""
     with named("start of exchange of states"):
         next(rounds)
 
@@ -111,13 +115,13 @@ def begin(rounds: Rounds, device: torch.device) -> Sent:
 
 
 def entered(entering: Tensor | None) -> Tensor:
-    """The states, where the wait returns them."""
+    """`finish` of a `Pending` whose wait already returns the states."""
     assert entering is not None
     return entering
 
 
 class Local(Exchange):
-    """One rank holds all slots; nothing is sent."""
+    """One rank holds all slots, so nothing is sent."""
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
         yield None
@@ -126,8 +130,8 @@ class Local(Exchange):
 
 @dataclass(frozen=True)
 class Unsent(Exchange):
-    """Sends nothing and returns states without values, for a rehearsal (`fla_cp.pipeline`). The
-    maps of all ranks are folded as if they had been gathered. rank: this one."""
+    """Sends nothing and returns states without values, for a rehearsal (`fla_cp.pipeline`). It
+    folds tensors of the size of all ranks' maps, as if these had been gathered. rank: this one."""
 
     rank: int = 0
 
@@ -146,13 +150,15 @@ class GroupExchange(Exchange):
 
 @functools.cache
 def entering_table(rank: int, rows: int) -> Steps:
-    """The fold of the maps of all ranks that forms the states entering the `rows` ranges of `rank`.
-    The row of a map is its rank times slots_per_rank, plus its index among the rank's ranges."""
+    """The steps that fold the maps of all ranks into the states that enter the `rows` ranges of
+    `rank`. Maps are in rank order, slots_per_rank rows for each rank."""
 
     def steps(links: Links) -> FoldTable:
         found: list[list[tuple[int, int, int]]] = []
-        chain: list[tuple[int, int, int]] = []  # steps since the last slot that nothing passes
-        used, zero = 0, set(range(rows))  # steps up to this rank's last slot; ranges not entered
+        # chain: the steps since the last slot through which no state passes. used: how many of them
+        # lead up to this rank's last slot so far. zero: this rank's ranges that no state enters.
+        chain: list[tuple[int, int, int]] = []
+        used, zero = 0, set(range(rows))
         for s in range(links.count):
             if links.owner[s] == rank and links.continues[s]:
                 chain[-1] = (*chain[-1][:2], links.row[s])
@@ -165,7 +171,9 @@ def entering_table(rank: int, rows: int) -> Steps:
                 chain.append((row if links.through[s] else -1, row, -1))
         found += [chain[:used]] * (used > 0)
         found += [[(-1, -1, row)] for row in sorted(zero)]
-        if links.fixed:  # always one step for each slot before, and at least one: zeros fill up
+        # With fixed links there is one step for each slot before, and at least one. Zero maps fill
+        # the list.
+        if links.fixed:
             least = max(1, links.owner.index(rank))
             found = [[(-1, -1, -1)] * (least - len(found[0])) + found[0]]
         return FoldTable.of([(-1, -1, chain) for chain in found])
@@ -174,14 +182,16 @@ def entering_table(rank: int, rows: int) -> Steps:
 
 
 def fold_slots(maps: SlotMaps, links: Links, rank: int, like: Tensor, fold: Fold) -> Tensor:
-    """The states that enter the ranges of `rank`, [J, HV, K, V] like `like`. maps: of all ranks."""
+    """The states that enter the ranges of `rank`, [J, HV, K, V] like `like`. maps: those of all
+    ranks, see `entering_table`."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     steps = entering_table(rank, len(like))
     return fold(links, steps, maps.transition, maps.offset, None, out, transposed=False)
 
 
 def fold_wires(wires: Tensor, links: Links, rank: int, like: Tensor, fold: Fold = fold) -> Tensor:
-    """The same from the wires of all ranks (`pack`), [R, slots_per_rank, ..]."""
+    """As `fold_slots`, from the wires of all ranks: what `pack` returned on each,
+    [R, slots_per_rank, ..]."""
     return fold_slots(unpack(wires.flatten(0, 1), like.shape[-1]), links, rank, like, fold)
 
 
@@ -191,7 +201,9 @@ def wire_shape(links: Links, HV: int, K: int, V: int) -> tuple[int, int, int, in
 
 
 def pack(maps: SlotMaps, links: Links) -> Tensor:
-    """What this rank sends: [slots_per_rank, HV, K, V+K], or [.., V] without transitions."""
+    """The maps as one tensor that this rank sends, its wire: each offset with its transition next
+    to it, [slots_per_rank, HV, K, V+K], or [.., V] if no transition is needed. Rows beyond the
+    rank's ranges are zero."""
     if maps.wire is not None:
         return maps.wire
     transition, offset = maps.transition if links.any_through else None, maps.offset
@@ -208,5 +220,5 @@ def pack(maps: SlotMaps, links: Links) -> Tensor:
 
 
 def unpack(wire: Tensor, V: int) -> SlotMaps:
-    """The maps in the rows of a wire [.., K, V] or [.., K, V+K]."""
+    """The maps in a wire [.., K, V+K], or [.., K, V] without transitions."""
     return SlotMaps(wire[..., V:] if wire.shape[-1] > V else None, wire[..., :V])

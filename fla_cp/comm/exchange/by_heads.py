@@ -12,8 +12,8 @@ from fla_cp.partition.slots import Links
 
 
 class ByHeads(GroupExchange):
-    """Each rank folds the maps of all ranks for its share of the heads, and sends every rank the
-    states that enter its slots: two all-to-alls."""
+    """Two all-to-alls: one gives each rank the maps of all ranks for its share of the heads, and
+    after the fold another sends every rank the states that enter its slots."""
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
         wire = pack(maps, links).transpose(0, 1)  # heads first

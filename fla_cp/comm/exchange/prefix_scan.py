@@ -14,12 +14,13 @@ from fla_cp.partition.slots import Links
 class PrefixScan(GroupExchange):
     """Prefix composition in ceil(log2 n) rounds (Hillis and Steele), for many ranks.
 
-    After round d, each slot's map spans the 2^d slots up to it, or all slots since the beginning of
-    its sequence. In that case only its offset is sent from then on.
+    After round d, the map of each slot spans the 2^d slots up to it, or all slots since its
+    sequence began. A map that spans all of them receives no state, so only its offset is sent from
+    then on.
     """
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
-        spans: dict[int, SlotMaps] = {}  # the map of each own slot and of those before it
+        spans: dict[int, SlotMaps] = {}  # for each own slot, the map that spans slots up to it
         for s in links.slots_of(dist.get_rank(self.group)):
             row = links.row[s]
             transition = row_of(maps.transition, row) if links.through[s] else None
@@ -28,7 +29,7 @@ class PrefixScan(GroupExchange):
         depth = _chain_depth(links)
         distance = 1
         while wanted := [s for s, d in enumerate(depth) if d >= distance]:
-            complete = [d < distance for d in depth]  # no state enters what the map spans
+            complete = [d < distance for d in depth]  # the map spans its whole sequence so far
             pairs = [(s - distance, s) for s in wanted]
             got = yield from self._send(links, pairs, spans, complete)
             for s in spans:
@@ -55,9 +56,10 @@ class PrefixScan(GroupExchange):
         spans: dict[int, SlotMaps],
         offset_only: list[bool],
     ) -> Generator[None, None, dict[int, SlotMaps]]:
-        """Sends the map of slot a to slot b for each pair (a, b); returns what came, by slot."""
+        """Sends the map of slot a to slot b for each pair (a, b). Returns the map that came for
+        each of this rank's slots. offset_only: for which slots a no transition is sent."""
         got: dict[int, SlotMaps] = {}
-        # Until the works are done the transport may still read what is sent.
+        # `sends` keeps the tensors alive: the transport may read them until the works are done.
         sends, receives, buffers = [], [], {}
         for a, b in pairs:
             if a in spans:
@@ -82,7 +84,7 @@ class PrefixScan(GroupExchange):
 
 
 def _chain_depth(links: Links) -> list[int]:
-    """How many slots back the state leaving each slot depends on."""
+    """For each slot, how many slots before it the state that leaves it depends on."""
     depth: list[int] = []
     for through in links.through:
         depth.append(depth[-1] + 1 if through else 0)

@@ -12,11 +12,12 @@ from fla_cp.partition.slots import Links
 
 
 class Ring(GroupExchange):
-    """States go from slot to slot, and each rank applies its own map: fewest bytes, but serial.
+    """States go from slot to slot, and each rank applies its own map. This has the fewest bytes,
+    but is serial.
 
     Every rank sends and receives in the order of slots, so that no two ranks wait for each other.
-    Over NCCL, messages must not be the first communication of a group unless it was made with
-    device_id, because ranks without a neighbour send none.
+    Over NCCL, these messages must not be the first communication of a group, because ranks without
+    a neighbour take no part in them, unless the group was made with device_id.
     """
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
@@ -31,7 +32,7 @@ class Ring(GroupExchange):
             if not links.feeds(s):
                 continue
             if links.through[s]:
-                yield None  # what leaves depends on the state that enters
+                yield None  # the state that leaves depends on the one that enters
                 for work in receives.pop(s, []):
                     work.wait()
                 out = leave(row_of(maps.transition, row), maps.offset[row], entering[row])

@@ -28,13 +28,13 @@ from fla_cp.tape import closed, opened, paused, step
 class Symmetric(GroupExchange):
     """An exchange in one of two ways (peer_memory.py).
 
-    With one slot a rank, in the order of the ranks, and a backend that has a kernel for it, the
-    state itself passes from rank to rank: each rank applies its own map to what arrives and writes
-    the result into the next rank's memory.
+    If each rank has one slot, in the order of the ranks, and the backend has a kernel for it, the
+    state itself passes from rank to rank: each rank applies its own map to the state that arrives
+    and writes the result into the next rank's memory.
 
-    Otherwise every rank puts its maps where its peers can read them, and reads the peers' maps that
-    its own fold needs. Each map is copied once into local memory, while other work may run. The
-    fold itself would read a transition again for every tile of values.
+    Otherwise every rank puts its maps where its peers can read them, and copies the peers' maps
+    that its own fold needs into local memory, while other work may run. The fold does not read them
+    in place, because it reads a transition once for every tile of values.
     """
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
@@ -45,6 +45,7 @@ class Symmetric(GroupExchange):
         return Pending(step(_read_peers, self.group, maps, links, fold), entered)
 
     def _pass_on(self, maps: SlotMaps, links: Links, fold: PeerFold) -> Pending:
+        """Passes the state from rank to rank, in one kernel on the group's stream."""
         _, HV, K, V = maps.offset.shape
         (table,) = links.table(crossing(dist.get_rank(self.group)), torch.int32, maps.offset.device)
         transition = maps.transition if links.any_through else None
@@ -62,12 +63,14 @@ class Symmetric(GroupExchange):
         return Pending(sent, finish, sends=maps)
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
+        """Copies the peers' maps and folds them. A rank's memory has first the offsets of all its
+        slots, and then their transitions."""
         J, HV, K, V = maps.offset.shape
         S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
         rank = dist.get_rank(self.group)
         transitions, offsets = links.cached((_read, rank, J), lambda: _read(links, rank, J))
-        # There is always room for transitions, even if none is sent: for another size later, the
-        # hosts would have to wait.
+        # The memory always has room for transitions, even if none is sent. Otherwise a later
+        # batch would need memory of another size, and all hosts would wait while it is made.
         memory = peer_memory.peer_memory(self.group, slots * (S + M), maps.offset.dtype)
         got = maps.offset.new_empty(len(offsets) * S + len(transitions) * M)
 
@@ -80,7 +83,7 @@ class Symmetric(GroupExchange):
             found = [parts[row // slots].narrow(0, row % slots * S, S) for row in offsets]
             for row in transitions:
                 found.append(parts[row // slots].narrow(0, slots * S + row % slots * M, M))
-            if len(found) == 1:  # torch would leave a single tensor to the driver's copy
+            if len(found) == 1:  # torch would copy a single tensor with the driver, not a kernel
                 found = list(found[0].chunk(2))
             if found:
                 torch.cat(found, out=got)
@@ -95,7 +98,7 @@ class Symmetric(GroupExchange):
 
 
 def _read_peers(group: dist.ProcessGroup, maps: SlotMaps, links: Links, fold: Fold) -> Sent:
-    # A program names the group by its plan, and must not keep an exchange of its own alive.
+    # A program finds the group through its plan, and must not keep an exchange alive.
     return begin(Symmetric(group).rounds(maps, links, fold), maps.offset.device)
 
 
@@ -114,12 +117,13 @@ def _open(
 class SymmetricOrGather(GroupExchange):
     """Symmetric if the group can have it, otherwise AllGather.
 
-    The first exchange finds out, because all ranks start it together, whereas contexts may be built
-    on other threads. If a CUDA graph captures the first exchange, it gathers.
+    The first exchange finds out, with a collective, because all ranks start it together, whereas
+    contexts may be built on other threads. If a CUDA graph captures the first exchange, that one is
+    AllGather.
     """
 
     def start(self, maps: SlotMaps, links: Links, fold: Fold = fold) -> Pending:
-        with paused():  # the first answer is a collective, which no program repeats
+        with paused():  # to find out takes a collective, which no program repeats
             known = peer_memory.known(self.group) or not torch.cuda.is_current_stream_capturing()
             able = known and not peer_memory.why_not(self.group)
         scheme = Symmetric(self.group) if able else AllGather(self.group)
@@ -128,7 +132,8 @@ class SymmetricOrGather(GroupExchange):
 
 @functools.cache
 def crossing(rank: int) -> Build:
-    """For a rank with one slot: whether a state enters it, leaves it, and passes through it."""
+    """The table of a rank with one slot: whether a state enters the slot, leaves it, and passes
+    through it."""
 
     def columns(links: Links) -> Columns:
         s = links.owner.index(rank)
@@ -138,8 +143,8 @@ def crossing(rank: int) -> Build:
 
 
 def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The rows of transitions and of offsets that the fold of `entering_table` reads."""
-    if links.fixed:  # whatever the packing
+    """The rows of the transitions and of the offsets that the fold of `entering_table` reads."""
+    if links.fixed:  # those that any packing may need
         before = links.owner[: links.owner.index(rank)]
         return before[1:], before
     table = entering_table(rank, rows)(links)
@@ -149,7 +154,7 @@ def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[in
 
 @functools.cache
 def _entering_read(rank: int, rows: int) -> Steps:
-    """The steps of `entering_table`, with rows that count only the maps of `_read`."""
+    """The steps of `entering_table`, for maps of which only the rows of `_read` are there."""
 
     def steps(links: Links) -> FoldTable:
         table = entering_table(rank, rows)(links)

@@ -8,18 +8,18 @@ document over R contiguous ranges of T tokens, the busiest rank sends or receive
     by_heads   2 (R-1)/R (Q + max(1, R/HK) X)         whole documents for H/R heads
     ring       2 (R-1) X                              as gathered, and once more in the backward
 
-Figures for any documents and ranges come from `KeysValues.traffic`, and docs/design.md has
+`KeysValues.traffic` computes the figures for any documents and ranges, and docs/design.md has
 examples. "auto" takes the scheme with the fewest bytes on its busiest rank, among those that can
-run and whose keys and values fit: `MAX_GATHERED` bytes on a rank. A ring always fits.
+run and that need at most `MAX_GATHERED` bytes of keys and values on a rank. A ring always fits.
 
-Latent attention (`nn.MultiHeadLatentAttention`) sends latents, kv_lora_rank + qk_rope_head_dim
-numbers a token, and each rank expands those that it got. By heads, keys and values would travel
-expanded. With the sizes of Kimi Linear (32 heads of 192 and 128 channels, 576 numbers in a latent)
-these are 10240 numbers a token, with as many for queries and results, shared by R ranks. The
-latents are fewer bytes up to 71 ranks, with zig-zag ranges up to 47, but 32 heads can be divided
-among 32 ranks at most. So latents are gathered, or go round in a ring where the keys and values
-expanded from them, 20 KiB a token in bf16, would need more than `MAX_GATHERED`. In a ring a rank
-expands the latents of one other rank at a time.
+Latent attention (`nn.MultiHeadLatentAttention`) is never exchanged by heads. It sends latents,
+kv_lora_rank + qk_rope_head_dim numbers a token, and each rank expands the latents that it got. By
+heads, the expanded keys and values would travel. With the sizes of Kimi Linear (32 heads of 192 and
+128 channels, 576 numbers in a latent) these are 10240 numbers a token, with as many for queries and
+results, shared by R ranks. The latents are fewer bytes up to 71 ranks, or 47 with zig-zag ranges,
+and 32 heads cannot be divided among more than 32 ranks. Latents are therefore gathered, or go round
+in a ring if the keys and values expanded from them, 20 KiB a token in bf16, would need more than
+`MAX_GATHERED`. In a ring a rank expands the latents of one other rank at a time.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ __all__ = [
 ]
 
 SCHEMES: dict[str, type[KeysValues]] = {"gathered": Gathered, "by_heads": ByHeads, "ring": Ring}
-"""In the order of preference for equal bytes."""
+"""The schemes by name. Of schemes with equal bytes, "auto" takes the first."""
 
 EXCHANGES = ("auto", *SCHEMES)
 
 MAX_GATHERED = 8 << 30
-"""Bytes of keys and values of other ranks that "auto" lets a rank hold in one call; of latents,
-those that are expanded from them count, too. Their gradients take as much again in the backward."""
+"""The most bytes of other ranks' keys and values that "auto" lets a rank hold in one call. For
+latents, the keys and values that are expanded from them count, too. In the backward, the gradients
+take as much again."""
 
 RINGS = ("gathered", "ring")
-"""Schemes of latent attention and of compiled graphs."""
+"""The schemes that latent attention and compiled graphs may use."""
 
 
 def make_exchange(
@@ -60,8 +61,9 @@ def make_exchange(
     *,
     allowed: tuple[str, ...] = tuple(SCHEMES),
 ) -> tuple[str, KeysValues]:
-    """The name and the scheme for `exchange`, one of `EXCHANGES`; equal on all ranks. allowed: what
-    "auto" may take. If no rank needs another's keys, it is "gathered", which then sends nothing.
+    """The name of the scheme for `exchange`, one of `EXCHANGES`, and the scheme itself. They are
+    equal on all ranks. allowed: the schemes that "auto" may take. If no rank needs another's keys,
+    the scheme is "gathered", which then sends nothing.
 
     Raises ValueError if the scheme that was asked for cannot run with these sizes.
     """

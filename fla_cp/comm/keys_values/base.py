@@ -13,11 +13,12 @@ from fla_cp.partition.key_rows import Lengths
 from fla_cp.partition.key_tables import KeyTables
 
 WHAT = "keys and values"
-"""What travels, as a rank that waits too long says it."""
+"""The name of what travels, which traces and warnings of long waits show."""
 
 
 class Sizes(NamedTuple):
-    """H query heads and HK key heads, K and V channels; itemsize: bytes of a number."""
+    """The sizes of a call: H query heads and HK key heads, K channels of queries and keys, V of
+    values. itemsize: the bytes of one number."""
 
     H: int
     HK: int
@@ -27,17 +28,18 @@ class Sizes(NamedTuple):
 
     @property
     def key_bytes(self) -> int:
-        """Of the keys and values of one token."""
+        """The bytes of one token's keys and values, which travel."""
         return self.HK * (self.K + self.V) * self.itemsize
 
     @property
     def held_bytes(self) -> int:
-        """What a rank holds of a token whose keys and values it reads."""
+        """The bytes that a rank holds of each token whose keys and values it reads."""
         return self.key_bytes
 
 
 class LatentSizes(NamedTuple):
-    """Latent attention: H heads of K and V channels, which are expanded from `wire` numbers."""
+    """The sizes of latent attention: H heads of K and V channels, which are expanded from `wire`
+    numbers a token."""
 
     H: int
     K: int
@@ -47,12 +49,13 @@ class LatentSizes(NamedTuple):
 
     @property
     def key_bytes(self) -> int:
-        """Of what travels of one token."""
+        """The bytes of one token that travel."""
         return self.wire * self.itemsize
 
     @property
     def held_bytes(self) -> int:
-        """Of that, and of the keys and values that it is expanded to."""
+        """The bytes that a rank holds of each token that it reads: those that travelled, and the
+        keys and values expanded from them."""
         return self.key_bytes + self.H * (self.K + self.V) * self.itemsize
 
 
@@ -73,8 +76,8 @@ class Found(Protocol):
 
 
 class Kernels(Protocol):
-    """`fla_cp.kernels.torch.attention`, on q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V] of sequences
-    side by side."""
+    """What schemes use of `fla_cp.kernels.torch.attention`: functions of q [Tq, H, K],
+    k [Tk, HK, K] and v [Tk, HK, V], in which sequences lie side by side."""
 
     def attention_over(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None
@@ -82,7 +85,7 @@ class Kernels(Protocol):
         """o, differentiable."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Found:
-        """The same without a graph, and lse."""
+        """o and lse, not differentiable."""
 
     def attend_bwd(
         self,
@@ -95,26 +98,28 @@ class Kernels(Protocol):
         lengths: Lengths,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v. o and lse: over all keys, of which k and v may be some."""
+        """The gradients of q, k and v. o and lse are those over all keys; k and v may have only
+        some of the keys."""
 
 
 @dataclass(frozen=True)
 class KeysValues:
-    """A scheme that brings queries, keys and values of several ranks together."""
+    """A scheme of exchange: it brings queries, keys and values of several ranks together."""
 
     tables: KeyTables
     sizes: Sizes | LatentSizes
 
     def refusal(self) -> str | None:
-        """The rule that these sizes break, and their values; None if the scheme can run."""
+        """Why the scheme cannot run with these sizes, as the end of an error message; None if it
+        can."""
         return None
 
     def traffic(self) -> list[Traffic]:
-        """Of each rank. All ranks compute the same figures."""
+        """The traffic of each rank. All ranks compute the same figures."""
         raise NotImplementedError
 
     def memory(self) -> int:
-        """Bytes of keys and values that the busiest rank holds at once besides its own."""
+        """The most bytes of keys and values that any rank holds at once, besides its own."""
         raise NotImplementedError
 
     def attention(
@@ -126,13 +131,14 @@ class KeysValues:
         scale: float,
         kernels: Kernels,
     ) -> Tensor:
-        """k [T, HK, K], v [T, HK, V] of this rank's tokens -> o [T, H, V]. Differentiable.
+        """o [T, H, V] of this rank's tokens, from their k [T, HK, K] and v [T, HK, V].
+        Differentiable.
 
-        queries: gives q [T, H, K]; called once, when q is needed. Work handed over with `Overlap`
-        runs during the first exchange."""
+        queries: returns q [T, H, K]. It is called once, when q is needed. Work that was handed over
+        with `Overlap` runs during the first exchange."""
         raise NotImplementedError
 
     @property
     def busiest(self) -> int:
-        """Bytes that the busiest rank sends or receives, whichever are more."""
+        """The bytes that the busiest rank sends or receives, whichever is more."""
         return max(max(rank) for rank in self.traffic())

@@ -1,7 +1,7 @@
-"""Tokens become heads: each rank gets the whole batch for its share of the heads.
+"""ByHeads: each rank gets the whole batch for its share of the heads.
 
-One all-to-all takes queries, keys and values there, and another takes the results back. In the
-backward the same two run in reverse. Every rank then has the same work, whatever its tokens are.
+One all-to-all exchanges queries, keys and values, and another returns the results. In the backward
+the same two run in reverse. All ranks have equal work, whichever tokens they own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fla_cp.partition.head_order import HeadOrder
 
 
 class ByHeads(KeysValues):
-    """Rank r computes the query heads [r H / R, (r+1) H / R). A key head that several ranks read
-    goes to each of them."""
+    """Rank r computes the query heads from r H / R to (r+1) H / R. A key head that several ranks
+    read is sent to each of them."""
 
     sizes: Sizes
 
@@ -69,15 +69,17 @@ class ByHeads(KeysValues):
 
 
 def _shares(x: Tensor, R: int) -> Tensor:
-    """x [T, heads, n] -> [T, R, heads of a rank, n]."""
+    """x [T, heads, n] as [T, R, heads of a rank, n]. If there are fewer heads than ranks, each is
+    repeated for the ranks that read it."""
     if x.shape[1] < R:
         x = x.repeat_interleave(R // x.shape[1], 1)
     return x.unflatten(1, (R, -1))
 
 
 class _Moved(torch.autograd.Function):
-    """If to_heads, x [R * T, n], what each rank gets of this rank's tokens, -> the batch's tokens
-    in order, [sum(order.tokens), n]. Otherwise the reverse."""
+    """The differentiable exchange. With to_heads, x [R * T, n] has what each rank gets of this
+    rank's T tokens, and the result is the tokens of the batch in order, [sum(order.tokens), n].
+    Otherwise it is the reverse."""
 
     @staticmethod
     def forward(
@@ -90,7 +92,9 @@ class _Moved(torch.autograd.Function):
             found = _moved(x, order, group, to_heads)
             remat.keep(call, (found,))
             return found
-        run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
+        # The work that was handed over runs where the exchange ran it, because the checkpoint
+        # compares the order of saved tensors.
+        run_overlap(lambda: None)
         assert kept[0] is not None
         return kept[0]
 

@@ -1,7 +1,7 @@
-"""Keys and values come to the queries: each rank gets the tokens that its queries attend to.
+"""Gathered: each rank gets the keys and values to which its queries attend.
 
-One all-to-all sends them, and another returns their gradients. For a token of n numbers, a rank
-receives n * itemsize bytes, unless the token is its own or belongs to a sequence in which the rank
+One all-to-all sends them, and another returns their gradients. A rank receives n * itemsize bytes
+for each token of n numbers, unless the token is its own or belongs to a sequence in which the rank
 has no later token.
 """
 
@@ -23,7 +23,7 @@ from fla_cp.rule import accumulator
 
 
 class Gathered(KeysValues):
-    """Each rank gets the keys and values that its queries attend to, and computes by itself."""
+    """Each rank gets the keys and values to which its queries attend, and then computes alone."""
 
     def traffic(self) -> list[Traffic]:
         tokens = zip(self.tables.crossings.sent, self.tables.crossings.received, strict=True)
@@ -50,7 +50,7 @@ class Gathered(KeysValues):
 def gather_all(
     xs: Sequence[Tensor], rows: KeyRows, group: dist.ProcessGroup | None
 ) -> list[Tensor]:
-    """`gather` of tensors [T, ..] of one dtype, in one exchange."""
+    """`gather` of several tensors [T, ..] of one dtype, in a single exchange."""
     flat = [x.flatten(1) for x in xs]
     if rows.crosses:
         sizes = [x.shape[1] for x in flat]
@@ -61,10 +61,10 @@ def gather_all(
 
 
 def gather(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
-    """x [T, n] of this rank's tokens -> the same of all tokens that its queries attend to,
-    [sum(rows.lengths.keys), n], piece by piece. A collective, if `rows.crosses`. Differentiable: a
-    token's gradient is the sum over all ranks and pieces that got it, formed in fp32 (fp64) and in
-    a fixed order."""
+    """The rows of all tokens to which this rank's queries attend, [sum(rows.lengths.keys), n],
+    piece by piece, from the rows x [T, n] of each rank's own tokens. A collective, if
+    `rows.crosses`. Differentiable: a token's gradient is the sum over all ranks and pieces that got
+    it, formed in fp32 (fp64) and in a fixed order."""
     if not rows.crosses:
         if group is not None:
             run_overlap(lambda: None)
@@ -77,8 +77,8 @@ def gather(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
-        """What comes from all ranks or, in the recomputation of a `remat.selective_checkpoint`,
-        what came in its first run."""
+        """The rows that arrive or, in the recomputation of a `remat.selective_checkpoint`, those
+        that arrived in the first run."""
         ctx.rows, ctx.group = rows, group
         if not rows.crosses:
             return bring(x, rows, group)
@@ -88,7 +88,9 @@ class _Gather(torch.autograd.Function):
             arrived = _arrived(x, rows, group)
             remat.keep(call, (arrived,))
             return _taken(arrived, rows)
-        run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
+        # The work that was handed over runs where the exchange ran it, because the checkpoint
+        # compares the order of saved tensors.
+        run_overlap(lambda: None)
         assert kept[0] is not None
         return _taken(kept[0], rows)
 
@@ -99,19 +101,19 @@ class _Gather(torch.autograd.Function):
 
 
 def send(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Arriving | None:
-    """Starts the exchange of `bring`; None if no rank needs another's rows."""
+    """Starts the exchange of `bring`. None if no rank needs another's rows."""
     if not rows.crosses or group is None:
         return None
     return Arriving(_leaving(x, rows), rows.send_counts, rows.receive, group, WHAT)
 
 
 def brought(sent: Arriving, rows: KeyRows) -> Tensor:
-    """What `send` has started to exchange, as `bring` returns it."""
+    """The result of `bring`, whose exchange `send` has started."""
     return _taken(run_overlap(sent.wait), rows)
 
 
 def bring(x: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> Tensor:
-    """`gather` without a graph."""
+    """`gather` without autograd."""
     return _taken(_arrived(x, rows, group) if rows.crosses else x, rows)
 
 
@@ -143,7 +145,7 @@ def give_back(grad: Tensor, rows: KeyRows, group: dist.ProcessGroup | None) -> T
 
 def _summed(parts: Sequence[Tensor], places: Sequence[Tensor], like: Tensor, rows: int) -> Tensor:
     """The sum [rows, n] of parts, in the dtype of `like`, formed in fp32 (fp64). places: the rows
-    of each part, which names none twice, so that the order of the sums is fixed."""
+    to which each part is added. No part has a row twice, so the order of the sums is fixed."""
     total = like.new_zeros(rows, like.shape[1], dtype=accumulator(like.dtype))
     for part, place in zip(parts, places, strict=True):
         total.index_add_(0, place, part.to(total.dtype))

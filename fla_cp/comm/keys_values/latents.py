@@ -1,4 +1,4 @@
-"""Latent attention: what travels are latents, of which each rank expands keys and values."""
+"""Latent attention: latents travel, and each rank expands them to keys and values."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from fla_cp.rule import accumulator
 
 
 class Expanded(NamedTuple):
-    """k [N, H, K] and v [N, H, V]: a head's k has channels from the latent, and then the shared
-    ones."""
+    """k [N, H, K] and v [N, H, V] of N tokens. In each head, k has first the channels that are
+    expanded from the latent, and then those that all heads share."""
 
     k: Tensor
     v: Tensor
 
     @classmethod
     def of(cls, each: Tensor, shared: Tensor, v_channels: int) -> Expanded:
-        """each [N, H, n]: what the heads' projections give. shared [N, p]: for all heads."""
+        """each [N, H, n]: the expanded channels of each head's k and v, side by side. shared
+        [N, p]: the channels that all heads share."""
         k, v = each.split([each.shape[2] - v_channels, v_channels], -1)
         return cls(torch.cat([k, shared[:, None].expand(-1, each.shape[1], -1)], -1), v)
 
 
 class LatentWire:
-    """Latents and shared channels side by side: rows [T, R + p].
+    """What travels of a rank's tokens: latents and shared channels side by side, rows [T, R + p].
 
-    weight [H * n, R] expands a latent to the first channels of each head's k, and its v.
+    weight [H * n, R] expands a latent to the first channels of each head's k, and to its v.
     """
 
     def __init__(self, q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor):
-        """For queries [T, H, K]. latent [T, R], shared [T, p]."""
+        """q [T, H, K]: gives the number of heads and of channels. latent [T, R], shared [T, p]."""
         self._parts, self.weight, self.heads = (latent, shared), weight, q.shape[1]
         self.widths = latent.shape[1], shared.shape[1]
         self.k_channels = q.shape[2] - self.widths[1]
@@ -55,7 +56,7 @@ class LatentWire:
         return LatentSizes(self.heads, K, self.v_channels, R + p, itemsize)
 
     def parts(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Latents and shared channels."""
+        """The latents and the shared channels of rows."""
         return rows.split(self.widths, 1)
 
     def own(self) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,8 @@ class LatentWire:
         return Expanded.of(each, shared, self.v_channels)
 
     def joined(self, rows: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """Also adds to the gradient of the weight, in fp32 (fp64)."""
+        """The gradient of rows, from those of their keys and values. It also adds the rows' share
+        to the gradient of the weight, in fp32 (fp64)."""
         each = torch.cat([dk[..., : self.k_channels], dv], -1).flatten(1)
         if self._dweight is None:
             self._dweight = torch.zeros_like(self.weight, dtype=accumulator(self.weight.dtype))
@@ -75,7 +77,7 @@ class LatentWire:
         return torch.cat([each @ self.weight, dk[..., self.k_channels :].sum(1)], 1)
 
     def weight_gradient(self) -> Tensor:
-        """Of all rows that `joined` has got."""
+        """The gradient of the weight, summed over all rows that were passed to `joined`."""
         assert self._dweight is not None
         return self._dweight.to(self.weight.dtype)
 
@@ -83,7 +85,7 @@ class LatentWire:
 def latent_ring(
     q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor, call: RingCall
 ) -> Tensor:
-    """o [T, H, V] of q [T, H, K], latent [T, R] and shared [T, p] of this rank's tokens.
+    """o [T, H, V] of this rank's tokens, from their q [T, H, K], latent [T, R] and shared [T, p].
     Differentiable. A rank expands the latents of one other rank at a time, in both directions."""
     o: Tensor = _LatentRing.apply(q, latent, shared, weight, call)
     return o
@@ -100,7 +102,9 @@ class _LatentRing(torch.autograd.Function):
             o, lse = ring(q, LatentWire(q, latent, shared, weight), call)
             remat.keep(name, (o, lse))
         else:
-            run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
+            # The work that was handed over runs where the exchange ran it, because the checkpoint
+            # compares the order of saved tensors.
+            run_overlap(lambda: None)
             o, lse = (x for x in kept if x is not None)
         ctx.save_for_backward(q, latent, shared, weight, o, lse)
         ctx.call = call

@@ -1,8 +1,8 @@
-"""Keys and values come one rank after the other, and a running softmax adds up what each gives.
+"""Ring: keys and values come from one rank after the other, and a running softmax adds the results.
 
-In each step a rank holds the keys of one other rank, while those of the next are under way. The
-backward goes round a second time with the final o and log-sum-exp, and returns the gradients of
-each rank's keys and values to it.
+In each step a rank reads the keys and values of one other rank, while those of the next rank are
+under way. The backward goes round a second time with the final o and log-sum-exp, and returns to
+each rank the gradients of its keys and values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fla_cp.rule import accumulator
 
 
 class Ring(KeysValues):
-    """Sends what `Gathered` sends, but in up to R-1 steps, and once more in the backward."""
+    """Sends the same rows as `Gathered`, but in up to R-1 steps, and again in the backward."""
 
     def traffic(self) -> list[Traffic]:
         tokens = zip(self.tables.crossings.sent, self.tables.crossings.received, strict=True)
@@ -51,7 +51,7 @@ class Ring(KeysValues):
 
 
 class RingCall(NamedTuple):
-    """What both directions share."""
+    """The arguments of both directions, besides tensors."""
 
     ring: RingSteps
     group: dist.ProcessGroup
@@ -69,7 +69,9 @@ class _Ring(torch.autograd.Function):
             o, lse = ring(q, Wire(k, v), call)
             remat.keep(name, (o, lse))
         else:
-            run_overlap(lambda: None)  # where the exchange runs it: torch compares what is saved
+            # The work that was handed over runs where the exchange ran it, because the checkpoint
+            # compares the order of saved tensors.
+            run_overlap(lambda: None)
             o, lse = (x for x in kept if x is not None)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.call = call
@@ -85,7 +87,7 @@ class _Ring(torch.autograd.Function):
 
 
 class Travelling(Protocol):
-    """What ranks send each other of their tokens, and what it says of keys and values."""
+    """The rows that a rank sends of its tokens, and how keys and values are formed from rows."""
 
     @property
     def rows(self) -> Tensor:
@@ -98,7 +100,7 @@ class Travelling(Protocol):
         """Keys [T, HK, K] and values [T, HK, V] of this rank's tokens."""
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of rows like these."""
+        """The keys and values that are formed from rows of any rank."""
 
     def joined(self, rows: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """The gradient of rows, from those of their keys and values."""
@@ -113,7 +115,7 @@ class Wire:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Both side by side, [T, HK * (K + V)]."""
+        """Keys and values side by side, [T, HK * (K + V)]."""
         return torch.cat((self.k.flatten(1), self.v.flatten(1)), 1)
 
     @property
@@ -127,19 +129,20 @@ class Wire:
         return torch.cat((dk.flatten(1), dv.flatten(1)), 1)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values in rows like these."""
+        """The keys and values in rows of any rank."""
         shapes = self.k.shape[1:], self.v.shape[1:]
         k, v = rows.split([shape.numel() for shape in shapes], 1)
         return k.unflatten(1, shapes[0]), v.unflatten(1, shapes[1])
 
 
 def _only(R: int, rank: int, n: int) -> list[int]:
-    """n rows to or from one rank."""
+    """Row counts by rank: n for one rank, 0 for the others."""
     return [n * (r == rank) for r in range(R)]
 
 
 def forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
-    """Every rank issues one all-to-all, in which it sends to at most one rank."""
+    """Starts to exchange the rows of a step. Every rank issues one all-to-all, in which it sends to
+    at most one rank."""
     R, out = dist.get_world_size(group), step.send.of(wire)
     send, receive = _only(R, step.to, len(out)), _only(R, step.source, step.receive)
     return Arriving(out, send, receive, group, WHAT)
@@ -148,8 +151,8 @@ def forward_step(wire: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving
 def ring(
     q: Tensor, wire: Travelling, call: RingCall, first: Arriving | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o [T, H, V] in q's dtype and lse [H, T]; sums in fp32 (fp64). first: the
-    exchange of the first step, if it was started before."""
+    """o [T, H, V] in q's dtype and lse [H, T]. Sums are formed in fp32 (fp64). first: the exchange
+    of the first step, if it was started before."""
     steps = call.ring.steps
     dtype = accumulator(q.dtype)
     o = q.new_empty(len(q), q.shape[1], wire.v_channels, dtype=dtype)
@@ -184,7 +187,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, call: RingCall) -> tupl
 
 
 def _merge(o: Tensor, lse: Tensor, rows: Rows, o_new: Tensor, lse_new: Tensor) -> None:
-    """Adds the softmax over further keys to that of some queries."""
+    """Merges the softmax over further keys, o_new and lse_new, into the running o and lse of these
+    rows."""
     before = rows.of(lse)
     after = torch.logaddexp(before, lse_new)
     old, new = ((x - after).exp()[..., None] for x in (before, lse_new))
@@ -196,14 +200,15 @@ def ring_bwd(
     do: Tensor, q: Tensor, wire: Travelling, o: Tensor, lse: Tensor, call: RingCall
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q and of the wire's rows, in their dtypes. Sums over ranks are formed in
-    fp32 (fp64), in a fixed order; what travels are the kernel's results, in its dtype."""
+    fp32 (fp64), in a fixed order. The gradients that travel have the dtype of the rows."""
     steps, group = call.ring.steps, call.group
     dq = torch.zeros_like(q, dtype=accumulator(q.dtype))
     total = torch.zeros_like(wire.rows, dtype=dq.dtype)
     arriving = forward_step(wire.rows, steps[0], group)
 
     def backward(part: Part, keys: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Adds the gradient of the queries; returns that of the part's rows of `keys`."""
+        """Adds the gradient of the part's queries to dq. Returns the gradient of the part's rows of
+        `keys`."""
         rows = part.queries
         dq_part, dk, dv = call.kernels.attend_bwd(
             rows.of(do), rows.of(q), part.keys.of(k), part.keys.of(v),
@@ -231,14 +236,14 @@ def ring_bwd(
 
 
 def _return_step(grads: Tensor, step: Step, group: dist.ProcessGroup) -> Arriving:
-    """The gradients of what `forward_step` brought, back to where it came from."""
+    """Starts to send the gradients of the rows that `forward_step` brought back to their rank."""
     R = dist.get_world_size(group)
     send, receive = _only(R, step.source, step.receive), _only(R, step.to, step.send.count)
     return Arriving(grads, send, receive, group, WHAT)
 
 
 def _finish(total: Tensor, returning: list[tuple[Arriving, Rows]]) -> None:
-    """Adds the gradients that are under way."""
+    """Waits for the gradients that are under way and adds them to `total`."""
     for arriving, rows in returning:
         rows.add(total, arriving.wait())
     returning.clear()
