@@ -109,30 +109,55 @@ def chunk(
         return _traced(member, x, options, rows)
     key = key_of(member, x, options, rows)
     known = None if key is None else known_calls.use(key)
-    # A known call with neither offsets nor a context: all these calls have one plan.
-    if known is not None and known.plan is not None:
-        return _known_call(known.kind, known.plan, x, options)
-    # A known call with offsets: there is a plan for each value of the offsets.
-    if known is not None and known.packed is not None:
-        plan = _packed_plan(known, known.packed.states, x, options)
-        if plan is not None:
-            return _known_call(known.kind, plan, x, options)
-        known = None  # the initial states do not fit, which the checks below report
-    context = options.get("cp_context")
-    # Another known call, under a context or with several rows a token: its packing is new.
-    if known is not None:
-        o = Options(**options)
-        packing = _packing(x, o, rows, known.backend) if context is None else context.packing
-        if context is not None:
-            context.check_alive()
-        if o.initial_state is not None and len(o.initial_state) != packing.sequences:
-            known = None
-    if known is None:
-        o, rule, packing = _checked_call(member, x, options, rows)
-        context = o.cp_context
-        backend = resolve(o.impl, x.q.device, x.q.dtype)
-        wanted = {"want_final": o.output_final_state, "want_h": o.return_intermediate_states}
-        known = remember(key, rule, backend, **wanted)
+    plan = None if known is None else _plan_at_hand(known, x, options)
+    if known is not None and plan is not None:
+        return _known_call(known.kind, plan, x, options)
+    found = _called_again(known, x, options, rows) or _first_call(member, x, options, rows, key)
+    return _planned_call(*found, x, rows, key)
+
+
+def _plan_at_hand(known: Known, x: Tensors, options: Mapping[str, Any]) -> Plan | None:
+    """The plan of a known call. None under a context, with several rows a token, and where the
+    initial states do not fit the offsets."""
+    if known.packed is None:
+        return known.plan
+    return _packed_plan(known, known.packed.states, x, options)
+
+
+def _called_again(
+    known: Known | None, x: Tensors, options: Mapping[str, Any], rows: int
+) -> tuple[Options, Known, Packing] | None:
+    """The options and the packing of a known call under a context or with several rows a token. Its
+    packing may be new, so the number of initial states is compared with it. None if the call is not
+    known, and if it fails this check; `_first_call` then says what is wrong."""
+    if known is None or known.packed is not None:
+        return None
+    o, context = Options(**options), options.get("cp_context")
+    packing = _packing(x, o, rows, known.backend) if context is None else context.packing
+    if context is not None:
+        context.check_alive()
+    if o.initial_state is not None and len(o.initial_state) != packing.sequences:
+        return None
+    return o, known, packing
+
+
+def _first_call(
+    member: Member, x: Tensors, options: Mapping[str, Any], rows: int, key: tuple | None
+) -> tuple[Options, Known, Packing]:
+    """The options and the packing of a call, after all checks, and what is known from now on of
+    calls with this key."""
+    o, rule, packing = _checked_call(member, x, options, rows)
+    backend = resolve(o.impl, x.q.device, x.q.dtype)
+    wanted = {"want_final": o.output_final_state, "want_h": o.return_intermediate_states}
+    return o, remember(key, rule, backend, **wanted), packing
+
+
+def _planned_call(
+    o: Options, known: Known, packing: Packing, x: Tensors, rows: int, key: tuple | None
+) -> tuple[Tensor, ...]:
+    """`chunk` of a call that has no plan yet. The next call with this key finds the plan, unless
+    there is a context, whose ranks compare each call first, or there are several rows a token."""
+    context = o.cp_context
     rule, backend = known.rule, known.backend
     if context is not None:
         shape = x.v.shape[2], x.q.shape[-1], x.v.shape[3]
