@@ -201,24 +201,30 @@ class Tape(TorchDispatchMode):
         results = found if isinstance(found, tuple | list) else (found,)
         if not all(isinstance(x, Tensor) for x in results):
             raise NotReplayable(f"{func} reads values of a tensor")
+        given = args, kwargs
+        bases = [next((y for y in _tensors(given) if _shares(x, y)), None) for x in results]
         if func in _ALLOCATIONS:
             for x in results:
                 self._own(x, "memory", (x.dtype, x.device))
-            return
-        if func._schema.is_mutable:
-            written = zip(func._schema.arguments, args, strict=False)
-            for x in (x for a, x in written if a.alias_info is not None and a.alias_info.is_write):
-                if self.ref(x).root.kind == "constant":
-                    raise NotReplayable(f"{func} writes a tensor that is not the call's")
-            self.items.append(Op(func, self._noted(args), self._noted(kwargs), None))
-            return
-        bases = [
-            next((y for y in _tensors((args, kwargs)) if _shares(x, y)), None) for x in results
-        ]
-        if all(base is None for base in bases):
+        elif func._schema.is_mutable:
+            self._note_write(func, args, kwargs)
+        elif any(base is not None for base in bases):
+            self._note_views(func, results, bases)
+        else:
             noted: Any = self._noted(args), self._noted(kwargs)
             self.items.append(Op(func, noted[0], noted[1], self._result(found)))
-            return
+
+    def _note_write(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Notes an op that writes some of its arguments, which must be memory of the call's own."""
+        for argument, x in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and self.ref(x).root.kind == "constant":
+                raise NotReplayable(f"{func} writes a tensor that is not the call's")
+        self.items.append(Op(func, self._noted(args), self._noted(kwargs), None))
+
+    def _note_views(self, func: Any, results: Sequence[Any], bases: Sequence[Any]) -> None:
+        """Notes where the results of an op lie in the memory of tensors that it was given. bases:
+        for each result, the tensor whose memory it shares."""
         for x, base in zip(results, bases, strict=True):
             if base is None:
                 raise NotReplayable(f"{func} returns new memory and views")
