@@ -201,7 +201,7 @@ def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Te
         else:
             formed = call.received(chunks, saved, o)
             dout = plan.backend.output_bwd(plan.spec, formed, do)
-            states = pipeline.recompute_states(plan, call.initial, saved, formed)
+            states = pipeline.states_again(plan, call.initial, saved, formed)
             recomputed = Recomputed(formed, dout, states)
         given = plan, call.x, recomputed, wait, dfinal
         grads, dinitial = pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)

@@ -241,8 +241,31 @@ def carry_maps(
     return carry(maps, packing, links, exchange, shape, like, reverse=reverse, fold=fold)
 
 
-StartScan = Callable[[], Callable[[], ChunkStates]]
-"""Starts to recompute h and v_new, and returns a function that waits for them."""
+class StatesAgain:
+    """The states h and values v_new of the forward's chunks, in a backward. They are recomputed,
+    beside other work where the backend can, unless the forward has kept them.
+
+    scan: starts to recompute them and returns a function that waits for them. kept: what the
+    forward kept.
+    """
+
+    def __init__(
+        self, scan: Callable[[], Callable[[], ChunkStates]], kept: ChunkStates | None = None
+    ) -> None:
+        self._scan, self._kept = scan, kept
+        self._wait: Callable[[], ChunkStates] | None = None
+
+    def start(self) -> None:
+        """Starts to recompute them, if this has not begun."""
+        if self._kept is None and self._wait is None:
+            self._wait = self._scan()
+
+    def wait(self) -> ChunkStates:
+        """h and v_new, after `start`."""
+        if self._kept is not None:
+            return self._kept
+        assert self._wait is not None, "`start` comes first"
+        return self._wait()
 
 
 class Recomputed(NamedTuple):
@@ -250,19 +273,21 @@ class Recomputed(NamedTuple):
 
     chunks: Any
     dout: Any
-    states: StartScan
+    states: StatesAgain
 
 
-def recompute_states(plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any) -> StartScan:
-    """A function that starts to recompute h and v_new from the states that enter the segments."""
+def states_again(
+    plan: Plan, initial: Tensor | None, saved: Saved, chunks: Any, kept: ChunkStates | None = None
+) -> StatesAgain:
+    """The states of a backward, which start from those that enter the segments."""
     spec, packing = plan.spec, plan.spec.packing
 
-    def start() -> Callable[[], ChunkStates]:
+    def scan() -> Callable[[], ChunkStates]:
         first = _from_sequences(spec, packing.beginning, initial)
         S0 = join(first, States(packing.carried, saved.carried))
         return plan.backend.scan(spec, chunks, S0)
 
-    return start
+    return StatesAgain(scan, kept)
 
 
 def recompute(
@@ -271,9 +296,7 @@ def recompute(
     """Recomputes what the forward did not keep. o [T, HV, V]: the forward's output, for a backend
     that reads it; otherwise None."""
     chunks, kept = plan.backend.restore(plan.spec, x, saved.kept, o)
-    states = recompute_states(plan, initial, saved, chunks)
-    if kept is not None:
-        states = lambda: lambda: kept  # noqa: E731
+    states = states_again(plan, initial, saved, chunks, kept)
     return Recomputed(chunks, plan.backend.output_bwd(plan.spec, chunks, do), states)
 
 
@@ -304,11 +327,11 @@ def run_segments_backward(
     with `concurrent`, also during the reverse scan.
     """
     spec, run = plan.spec, plan.backend
-    chunks, dout, start = values
-    states = start()
+    chunks, dout, states = values
+    states.start()
     dS_end = join(_from_sequences(spec, spec.packing.ending, dfinal), wait())
     dscan, dS0 = run.scan_bwd(spec, dout, dS_end, want_start=want_dinitial, concurrent=concurrent)
-    grads = run.intra_bwd(spec, x, chunks, states(), dscan)
+    grads = run.intra_bwd(spec, x, chunks, states.wait(), dscan)
     if not want_dinitial:
         return grads, None
     assert dS0 is not None
@@ -337,8 +360,7 @@ def backward(
     # and the reverse scan.
     early = not plan.links.any and plan.backend.runs_concurrently(plan.spec, recomputed.chunks)
     if early:
-        started = recomputed.states()
-        recomputed = recomputed._replace(states=lambda: started)
+        recomputed.states.start()
     maps = adjoint_maps(plan, saved, recomputed, dfinal, concurrent=early)
     wait = carry_maps(plan, x, maps, reverse=True)
     # States that were recomputed during a summary are nearly done when the reverse scan starts.
