@@ -228,6 +228,7 @@ class FusedRMSNormGated(GatedRMSNorm):
 def l2norm(x: Tensor, eps: float = NORM_EPS, output_dtype: torch.dtype | None = None) -> Tensor:
     """x / sqrt(sum of squares + eps) over the last dim, computed in fp32 (fp64), in output_dtype or
     x's dtype. The operators do it by themselves with use_qk_l2norm_in_kernel=True."""
+    check_tensors(("x",), (x,), 1)
     y = x.to(accumulator(x.dtype))
     y = y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()
     return y.to(x.dtype if output_dtype is None else output_dtype)
@@ -255,5 +256,7 @@ def fused_gdn_gate(
     output_dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
     """`fla_cp.gdn_gate` in output_dtype: log decay [.., HV] of raw projections."""
-    rates = A_log.float() if A_log.dtype.itemsize == 2 else A_log
+    check_tensors(("g", "A_log"), (g, A_log), 2)
+    rates = wide(A_log)
+    assert rates is not None
     return ops.gdn_gate(g, rates, wide(dt_bias)).to(output_dtype)

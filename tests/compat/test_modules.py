@@ -245,3 +245,11 @@ def test_the_gates():
     assert_exact("gdn", head, gdn_gate(g[..., 0], A_log, dt_bias[:HV]))
     narrow = compat.fused_gdn_gate(g[..., 0].bfloat16(), A_log.bfloat16())
     assert narrow.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [None, 1.5], ids=str)
+def test_what_norm_and_gate_refuse(bad):
+    with pytest.raises(ValueError, match=f"x must be a tensor, got {bad}"):
+        compat.l2norm(bad)
+    with pytest.raises(ValueError, match=f"A_log must be a tensor, got {bad}"):
+        compat.fused_gdn_gate(draw(1, T, 2), bad)

@@ -191,6 +191,13 @@ def test_K_up_to_the_limit():
     assert chunk_kda(x, x, x, x, x[..., 0])[0].shape == x.shape
 
 
+@pytest.mark.parametrize("operator", [chunk_kda, fla_cp.fused_recurrent_kda])
+def test_keys_without_channels(operator):
+    x = torch.zeros(1, 3, 1, 8)
+    with pytest.raises(ValueError, match="K must be from 1 to 256, got K=0"):
+        operator(x[..., :0], x[..., :0], x, x[..., :0], x[..., 0])
+
+
 def test_no_token_without_cu_seqlens():
     x = Case("none", T=3, states=False).inputs()
     with pytest.raises(ValueError, match="at least one row and one token, got B=1, T=0"):
