@@ -88,11 +88,11 @@ MISTAKES = {
     ),
     "state layout": (
         shaped("initial_state", 1, 4, 6, 8),
-        r"got \(1, 4, 6, 8\); this is the other layout: pass transpose_state_layout=True",
+        r"got \(1, 4, 6, 8\); this is the other layout: pass state_v_first=True",
     ),
     "state other layout": (
         {**shaped("initial_state", 1, 4, 8, 6), "state_v_first": True},
-        r"\[N, HV, V, K\] = \(1, 4, 6, 8\).*pass transpose_state_layout=False",
+        r"\[N, HV, V, K\] = \(1, 4, 6, 8\).*pass state_v_first=False",
     ),
     "state dtype": (
         shaped("initial_state", 1, 4, 8, 6, dtype=torch.float64),
