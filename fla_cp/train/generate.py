@@ -333,13 +333,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN_OR_HF_DIR", help=about)
     parser.add_argument("--prompt", action="append", default=[], help="may be given repeatedly")
     parser.add_argument("--prompt-file", action="append", type=Path, default=[], help="likewise")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    most = "most tokens to generate for each prompt; default: 64"
+    parser.add_argument("--max-new-tokens", type=int, default=64, help=most)
+    greedy = "0, the default, takes the likeliest token"
+    parser.add_argument("--temperature", type=float, default=0.0, help=greedy)
+    share = "sample from the likeliest tokens of this total probability; default: 1, all"
+    parser.add_argument("--top-p", type=float, default=1.0, help=share)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument("--cp", type=int, default=1, help="ranks, which share each prompt")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=usual, help="cpu, cuda or cuda:NUMBER")
     parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
     given = parser.parse_args(argv)
     first = os.environ.get("RANK", "0") == "0"

@@ -1,6 +1,7 @@
 """fla-cp-evaluate: figures against plain sums, N ranks against one, needles."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -126,3 +127,11 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured
     rule = "be in a folder that exists" if "missing" in name else "end in one of ."
     assert f"error: --out must {rule}" in err
     assert err.endswith(f", got {tmp_path / name}\n")
+
+
+def test_the_page_has_every_option(capsys):
+    with pytest.raises(SystemExit):
+        evaluate_main(["--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    assert {f"`{option}`" for option in options} <= set(re.findall(r"`--[a-z-]+`", page))

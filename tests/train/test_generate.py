@@ -303,3 +303,11 @@ def test_a_prompt_without_tokens_is_named():
         generate(model, [[65], []], 1)
     with pytest.raises(ValueError, match="at least one token, got no prompts"):
         generate(model, [], 1)
+
+
+def test_the_page_has_every_option(capsys):
+    with pytest.raises(SystemExit):
+        generate_main(["--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    page = (ROOT / "docs" / "generation.md").read_text()
+    assert {f"`{option}`" for option in options} <= set(re.findall(r"`--[a-z-]+`", page))
