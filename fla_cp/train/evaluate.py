@@ -413,11 +413,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with joined(ParallelConfig(cp=given.cp, device=given.device)) as ranks:
             results = evaluate(given, ranks)
         if first:
-            draw(results, given.out)
             figures = json.dumps(dataclasses.asdict(results), indent=2) + "\n"
             given.out.with_suffix(".json").write_text(figures, encoding="utf-8")
             print(report(results))
-            print(f"picture: {given.out}")
+            print(f"figures: {given.out.with_suffix('.json')}")
+            if results.by_position or results.needle:  # the perplexity of a text is no curve
+                draw(results, given.out)
+                print(f"picture: {given.out}")
     except (UserError, Damaged) as error:
         if first:
             print(f"error: {error}", file=sys.stderr)

@@ -63,6 +63,17 @@ def test_figures_are_plain_sums(tmp_path, capsys):
     assert "perplexity of the text" in capsys.readouterr().out
 
 
+def test_a_perplexity_alone_has_no_picture(tmp_path, capsys):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    (tmp_path / "text.txt").write_text("ABC")
+    words = ["--packs", "0", "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert evaluate_main([str(tmp_path / "run"), *words, "--out", str(tmp_path / "a.png")]) == 0
+    assert not (tmp_path / "a.png").exists()
+    assert json.loads((tmp_path / "a.json").read_text())["perplexity"] > 1
+    out = capsys.readouterr().out
+    assert out.endswith(f"figures: {tmp_path / 'a.json'}\n")
+
+
 @pytest.mark.slow
 def test_two_ranks_give_the_figures_of_one(tmp_path):
     random_run(tmp_path / "run", MODELS["kimi"])
