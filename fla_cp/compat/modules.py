@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fla_cp import ops
-from fla_cp.arguments import check_choice, check_tensors
+from fla_cp.arguments import check_choice, check_count, check_flags, check_tensors
 from fla_cp.compat.arguments import nothing_left, places, refuse, wide
 from fla_cp.context import FLACPContext
 from fla_cp.nn import GatedRMSNorm
+from fla_cp.ops.checks import check_conv1d_state, check_sequences
 from fla_cp.rule import NORM_EPS, accumulator
 
 _BACKENDS = ("triton", "cuda", "mix")
@@ -106,6 +107,8 @@ class ShortConvolution(nn.Conv1d):
                 stacklevel=2,
             )
         nothing_left("ShortConvolution", kwargs)
+        check_count("hidden_size", hidden_size)
+        check_count("kernel_size", kernel_size)
         super().__init__(
             hidden_size,
             hidden_size,
@@ -138,13 +141,32 @@ class ShortConvolution(nn.Conv1d):
         del chunk_indices
         context, on_host = kwargs.pop("cp_context", None), kwargs.pop("cu_seqlens_cpu", None)
         nothing_left("ShortConvolution.forward", kwargs)
+        names = "x", "mask", "cache", "cu_seqlens", "cu_seqlens_cpu"
+        check_tensors(names, (x, mask, cache, cu_seqlens, on_host), 1)
+        check_flags(("output_final_state",), (output_final_state,))
+        if x.ndim != 3 or x.shape[2] != self.hidden_size:
+            raise ValueError(f"x must be [B, T, {self.hidden_size}], got shape {tuple(x.shape)}")
         if mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("mask must be None beside cu_seqlens, got both")
+            if mask.shape != x.shape[:2] or mask.device != x.device:
+                raise ValueError(
+                    f"mask must be [B, T] = {tuple(x.shape[:2])} on x's device {x.device}, got "
+                    f"{tuple(mask.shape)} on {mask.device}"
+                )
             x = x * mask[..., None].to(x.dtype)
         in_place = cache is not None and context is None and not torch.is_grad_enabled()
         if in_place and _one_token_each(x, cu_seqlens if on_host is None else on_host):
             return self.step(x, residual, cache, output_final_state, cu_seqlens)
+        if cache is not None:
+            (B, T), N = x.shape[:2], x.shape[0]
+            if context is not None:
+                check_sequences(T, B, None, context, None)
+                N = len(context.global_cu_seqlens) - 1
+            elif cu_seqlens is not None:
+                check_sequences(T, B, cu_seqlens, None, on_host)
+                N = len(cu_seqlens) - 1
+            check_conv1d_state("cache", cache, (N, self.hidden_size, self.kernel_size[0]), x)
         return causal_conv1d(
             x,
             self.weight.squeeze(1),
@@ -169,6 +191,7 @@ class ShortConvolution(nn.Conv1d):
         """(y, cache) after one more token of each sequence, or (y, None) without
         output_final_state. x: [N, 1, D], or [1, N, D] with cu_seqlens."""
         del cu_seqlens
+        check_tensors(("x",), (x,), 1)
         if cache is None:
             N = x.shape[:-1].numel()
             cache = x.new_zeros(N, self.hidden_size, self.kernel_size[0])
@@ -206,6 +229,7 @@ class FusedRMSNormGated(GatedRMSNorm):
     ) -> None:
         refuse("elementwise_affine", elementwise_affine, True, "a norm without a weight is missing")
         check_choice("activation", activation, ("swish", "silu", "sigmoid"))
+        check_count("hidden_size", hidden_size)
         super().__init__(hidden_size, eps, "sigmoid" if activation == "sigmoid" else "silu")
         self.hidden_size = hidden_size
         self.to(device=device, dtype=dtype)
@@ -222,12 +246,18 @@ class FusedRMSNormGated(GatedRMSNorm):
         del residual_in_fp32  # FLA reads it with a residual only
         refuse("residual", residual, None, "add it to x")
         refuse("prenorm", prenorm, False, "add the residual to x and keep the sum")
+        check_tensors(("x", "g"), (x, g), 2)
+        if x.shape[-1:] != self.weight.shape:
+            raise ValueError(f"x must be [.., {self.hidden_size}], got shape {tuple(x.shape)}")
+        if g.numel() != x.numel():
+            raise ValueError(f"g must have x's shape {tuple(x.shape)}, got {tuple(g.shape)}")
         return super().forward(x, g)
 
 
 def l2norm(x: Tensor, eps: float = NORM_EPS, output_dtype: torch.dtype | None = None) -> Tensor:
     """x / sqrt(sum of squares + eps) over the last dim, computed in fp32 (fp64), in output_dtype or
     x's dtype. The operators do it by themselves with use_qk_l2norm_in_kernel=True."""
+    check_tensors(("x",), (x,), 1)
     y = x.to(accumulator(x.dtype))
     y = y * (y.square().sum(-1, keepdim=True) + eps).rsqrt()
     return y.to(x.dtype if output_dtype is None else output_dtype)
@@ -255,5 +285,7 @@ def fused_gdn_gate(
     output_dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
     """`fla_cp.gdn_gate` in output_dtype: log decay [.., HV] of raw projections."""
-    rates = A_log.float() if A_log.dtype.itemsize == 2 else A_log
+    check_tensors(("g", "A_log"), (g, A_log), 2)
+    rates = wide(A_log)
+    assert rates is not None
     return ops.gdn_gate(g, rates, wide(dt_bias)).to(output_dtype)

@@ -21,9 +21,16 @@ from fla_cp.compat.arguments import (
     state_layout,
 )
 from fla_cp.ops.checks import check_sequences
+from fla_cp.ops.family import GLA, KDA
+from fla_cp.ops.options import Names, Tensors
+from fla_cp.ops.recurrent import recurrent
 from fla_cp.rule import accumulator
 
 _GV = "the decay of value channels is not supported"
+
+# Errors name the arguments as FLA's functions do.
+_GLA = GLA._replace(names=Names(g="gk", beta=None))
+_GATED_BY_CHANNEL = KDA._replace(names=Names(g="gk"))
 
 
 def fused_recurrent_kda(
@@ -160,28 +167,30 @@ def fused_recurrent_gated_delta_rule(
         refuse("gk", gk, None, "with use_gate_in_kernel=True only g is a decay")
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_gated_delta_rule", kwargs)
-    if gk is None:
-        op: Any = ops.fused_recurrent_gated_delta_rule
-        decay = no_decay(q, v) if g is None else g
-    else:
-        op = ops.fused_recurrent_kda
-        decay = gk if g is None else g[..., None].to(accumulator(gk.dtype)) + gk
-    return op(
-        q,
-        k,
-        v,
-        decay,
-        ones_or(beta, v),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=v_first,
+    options: dict[str, Any] = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": v_first,
         **gate(use_gate_in_kernel, A_log, dt_bias),
         **places(cu_seqlens),
-    )
+    }
+    strength = ones_or(beta, v)
+    if gk is None:
+        decay = no_decay(q, v) if g is None else g
+        return ops.fused_recurrent_gated_delta_rule(q, k, v, decay, strength, **options)
+    check_tensors(("gk", "g"), (gk, g), 1)
+    if g is not None:
+        if g.shape != gk.shape[:-1] or g.device != gk.device:
+            raise ValueError(
+                f"g must have gk's shape without K, {tuple(gk.shape[:-1])}, and be on {gk.device}, "
+                f"got {tuple(g.shape)} on {g.device}"
+            )
+        gk = g[..., None].to(accumulator(gk.dtype)) + gk
+    return recurrent(_GATED_BY_CHANNEL, Tensors(q, k, v, gk, strength), options)
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
@@ -264,20 +273,17 @@ def fused_recurrent_gla(
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_gla", kwargs)
     decay = no_decay(q, v)[..., None].expand(-1, -1, -1, q.shape[-1]) if gk is None else gk
-    tokens = q, k, v, decay
-    if reverse:
-        check_tensors(("q", "k", "v", "g"), tokens, 4)
-        check_sequences(q.shape[1], q.shape[0], cu_seqlens, None, None)
-    turned = backwards(cu_seqlens)
-    o, final = ops.fused_recurrent_gla(
-        *(map(turned, tokens) if reverse else tokens),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=v_first,
-        **places(cu_seqlens),
-    )
-    return (turned(o) if reverse else o), final
+    given: dict[str, Any] = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "state_v_first": v_first,
+    }
+
+    def call(*tokens: Tensor, **offsets: Any) -> tuple[Tensor, Tensor | None]:
+        return recurrent(_GLA, Tensors(*tokens), {**given, **offsets})
+
+    return _turned(("q", "k", "v", "gk"), (q, k, v, decay), reverse, cu_seqlens, call)
 
 
 def fused_recurrent_simple_gla(
@@ -299,21 +305,15 @@ def fused_recurrent_simple_gla(
     check_flags(("reverse",), (reverse,))
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_simple_gla", kwargs)
-    decay = head_decay(q, v, g, g_gamma)
-    tokens = q, k, v, decay
-    if reverse:
-        check_tensors(("q", "k", "v", "g"), tokens, 4)
-        check_sequences(q.shape[1], q.shape[0], cu_seqlens, None, None)
-    turned = backwards(cu_seqlens)
-    o, final = ops.fused_recurrent_simple_gla(
-        *(map(turned, tokens) if reverse else tokens),
+    call = functools.partial(
+        ops.fused_recurrent_simple_gla,
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
         state_v_first=v_first,
-        **places(cu_seqlens),
     )
-    return (turned(o) if reverse else o), final
+    tokens = q, k, v, head_decay(q, v, g, g_gamma)
+    return _turned(("q", "k", "v", "g"), tokens, reverse, cu_seqlens, call)
 
 
 def _turned(
@@ -329,7 +329,15 @@ def _turned(
     if not reverse:
         return call(*tokens, **places(cu_seqlens))
     check_tensors(names, tokens, len(tokens))
-    check_sequences(tokens[0].shape[1], tokens[0].shape[0], cu_seqlens, None, None)
+    B_T = tokens[0].shape[:2]
+    for name, x in zip(names, tokens, strict=True):
+        if x.ndim < 3 or x.shape[:2] != B_T:
+            raise ValueError(
+                f"{name} must be [B, T, ..] with {names[0]}'s B and T, {tuple(B_T)}, got shape "
+                f"{tuple(x.shape)}"
+            )
+    B, T = B_T
+    check_sequences(T, B, cu_seqlens, None, None)
     turned = backwards(cu_seqlens)
     o, final = call(*map(turned, tokens), **places(cu_seqlens))
     return turned(o), final
@@ -403,8 +411,11 @@ def fused_mul_recurrent_rwkv7(
     """`fla_cp.fused_recurrent_rwkv7` with the removal key kk and its rate a: what -kk reads is
     added along kk * a. reverse: from the last token of each sequence to the first."""
     check_tensors(("kk", "a"), (kk, a), 2)
-    if kk.shape != a.shape:
-        raise ValueError(f"a must have kk's shape {tuple(kk.shape)}, got {tuple(a.shape)}")
+    if (kk.shape, kk.dtype, kk.device) != (a.shape, a.dtype, a.device):
+        raise ValueError(
+            f"a must have kk's shape {tuple(kk.shape)}, dtype {kk.dtype} and device {kk.device}, "
+            f"got {tuple(a.shape)}, {a.dtype} and {a.device}"
+        )
     call = functools.partial(
         ops.fused_recurrent_rwkv7,
         scale=scale,

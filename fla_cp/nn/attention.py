@@ -163,7 +163,7 @@ class Attention(SoftmaxAttention):
         """
         self.check(x, cu_seqlens, cu_seqlens_cpu, cp_context)
         if cache is not None:
-            check_cache(len(cache.keys), x, cu_seqlens, cp_context)
+            check_cache(cache, AttentionCache, x, cu_seqlens, cp_context)
         v, tables = self.heads(x, self.v_proj), None
         if self.rotary is not None:
             offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fla_cp.arguments import described
 from fla_cp.context import FLACPContext
 from fla_cp.partition.device_tables import to_device
 
@@ -139,10 +140,19 @@ def attention_cache(
 
 
 def check_cache(
-    rows: int | None, x: Tensor, cu_seqlens: Tensor | None, cp_context: FLACPContext | None
+    cache: object,
+    kind: type[LayerCache],
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    cp_context: FLACPContext | None,
 ) -> None:
-    """Raises ValueError for a call that cannot use a cache. rows: how many rows the cache has, None
-    if it is empty."""
+    """Raises ValueError for a call that cannot use this cache. kind: the class of the layer's
+    caches."""
+    if not isinstance(cache, kind):
+        raise ValueError(
+            f"cache must be {kind.__name__}, as make_cache of this layer makes it, got "
+            f"{described(cache)}"
+        )
     if torch.is_grad_enabled():
         raise ValueError("cache must be None while gradients are recorded: use torch.no_grad()")
     if cu_seqlens is not None:
@@ -152,7 +162,9 @@ def check_cache(
             "cp_context must have one sequence beside a cache, got "
             f"{len(cp_context.global_cu_seqlens) - 1}"
         )
-    if rows is not None and rows != len(x):
+    held = cache.keys if isinstance(cache, AttentionCache) else cache.state
+    rows = len(x) if held is None else len(held)
+    if rows != len(x):
         raise ValueError(f"cache must have the {len(x)} rows of x, got {rows}")
 
 

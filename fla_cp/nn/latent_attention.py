@@ -121,7 +121,7 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         B, T = self.check(x, cu_seqlens, cu_seqlens_cpu, cp_context)
         offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
         if cache is not None:
-            check_cache(len(cache.keys), x, cu_seqlens, cp_context)
+            check_cache(cache, AttentionCache, x, cu_seqlens, cp_context)
         latent, shared = self.kv_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         tables = self.rotary_tables(shared, offsets, cp_context, cache=cache)
         if tables is not None:

@@ -259,8 +259,7 @@ class LinearAttention(nn.Module):
         """
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
         if cache is not None:
-            held = None if cache.state is None else len(cache.state)
-            check_cache(held, x, cu_seqlens, cp_context)
+            check_cache(cache, RecurrentCache, x, cu_seqlens, cp_context)
         exchanges = cp_context is not None and cp_context.world_size > 1
         inputs = self.input_projections()
         project = Projections(x, inputs)

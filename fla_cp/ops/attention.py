@@ -175,6 +175,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, T, heads, channels], got shape {tuple(x.shape)}")
+        if not x.shape[3]:
+            raise ValueError(f"{name} must have channels, got shape {tuple(x.shape)}")
         if x.dtype not in FLOATS:
             raise ValueError(f"{name} must be bf16, fp16, fp32 or fp64, got {x.dtype}")
         if x.dtype != q.dtype or x.device != q.device:

@@ -228,7 +228,7 @@ def check_state(name: str, x: Tensor, kv_shape: tuple[int, ...], state_v_first: 
     letters = "[N, HV, V, K]" if state_v_first else "[N, HV, K, V]"
     hint = ""
     if x.shape == other:
-        hint = f"; this is the other layout: pass transpose_state_layout={not state_v_first}"
+        hint = f"; this is the other layout: pass state_v_first={not state_v_first}"
     raise ValueError(f"{name} must have shape {letters} = {expected}, got {_shape(x)}{hint}")
 
 

@@ -83,7 +83,7 @@ def chunk_rwkv7(
     b: Tensor,
     **options: Unpack[ChunkOptions],
 ) -> tuple[Tensor, ...]:
-    """`chunk_dplr_delta_rule` under RWKV-7's names, and with a scale of 1 unless it is given.
+    """`chunk_dplr_delta_rule` under RWKV-7's names. scale is 1 by default; None is K**-0.5.
 
     r: receptance, the query. w: the log decay gk. In the notation of the paper, a is minus the
     removal key, and b is the removal key times the in-context learning rate. The paper's decay,

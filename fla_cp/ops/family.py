@@ -300,7 +300,7 @@ def checked_rule(member: Member, x: Tensors, o: Options) -> DeltaRule:
         lower_bound = SAFE_GATE_BOUND
     check_ndims(x, member.names, per_head=member.per_head)
     return DeltaRule(
-        scale=x.q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=max(1, x.q.shape[-1]) ** -0.5 if scale is None else scale,
         gate=gate_of(o.use_gate_in_kernel, lower_bound),
         lower_bound=lower_bound,
         safe_gate=o.safe_gate,

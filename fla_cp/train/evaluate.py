@@ -235,7 +235,7 @@ def draw(results: Results, out: Path) -> None:
         _map(places[-1], results.needle)
     try:
         figure.savefig(out, dpi=120)
-    except (OSError, ValueError) as error:  # such as a folder that is missing, an unknown suffix
+    except (OSError, ValueError) as error:
         raise UserError(
             f"--out must be a picture that can be written, got {out}: {error}"
         ) from None
@@ -342,7 +342,11 @@ def evaluate(given: Any, ranks: Ranks) -> Results:
 
 
 def _lengths(text: str) -> list[int]:
-    found = [int(word) for word in text.split(",")]
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        rule = "must be lengths with commas between them, such as 512,2048"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}") from None
     if min(found) < SHORTEST:
         raise argparse.ArgumentTypeError(f"must have lengths from {SHORTEST}, got {min(found)}")
     return found
@@ -382,7 +386,22 @@ def _check(given: argparse.Namespace) -> None:
         if getattr(given, name) < value:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} must be at least {value}, got {getattr(given, name)}")
+    if not given.packs and given.text is None and not given.needle:
+        raise UserError("--packs must be at least 1 without --text and --needle, got 0")
     check_ranks(given.cp, "fla-cp-evaluate")
+    _check_picture(given.out)
+
+
+def _check_picture(out: Path) -> None:
+    """Raises UserError, before anything is measured, for a picture that cannot be written. Only
+    rank 0 writes it."""
+    from matplotlib.figure import Figure
+
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if out.suffix[1:].lower() not in kinds:
+        raise UserError(f"--out must end in one of .{', .'.join(kinds)}, got {out}")
+    if os.environ.get("RANK", "0") == "0" and not out.parent.is_dir():
+        raise UserError(f"--out must be in a folder that exists, got {out}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -394,11 +413,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with joined(ParallelConfig(cp=given.cp, device=given.device)) as ranks:
             results = evaluate(given, ranks)
         if first:
-            draw(results, given.out)
             figures = json.dumps(dataclasses.asdict(results), indent=2) + "\n"
             given.out.with_suffix(".json").write_text(figures, encoding="utf-8")
             print(report(results))
-            print(f"picture: {given.out}")
+            print(f"figures: {given.out.with_suffix('.json')}")
+            if results.by_position or results.needle:  # the perplexity of a text is no curve
+                draw(results, given.out)
+                print(f"picture: {given.out}")
     except (UserError, Damaged) as error:
         if first:
             print(f"error: {error}", file=sys.stderr)

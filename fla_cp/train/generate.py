@@ -216,8 +216,10 @@ def generate(
     Raises ValueError for a prompt without tokens, for tokens that the model does not have, and for
     counts below 1.
     """
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise ValueError("prompts must each have at least one token")
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or 0 in lengths:
+        got = f"none in prompt {1 + lengths.index(0)}" if lengths else "no prompts"
+        raise ValueError(f"prompts must each have at least one token, got {got}")
     rows_of_embedding, most = len(model.embedding.weight), max(map(max, prompts))
     if most >= rows_of_embedding or min(map(min, prompts)) < 0:
         raise ValueError(
@@ -233,7 +235,7 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     ranks = 1 if group is None else dist.get_world_size(group)
     begin = time.perf_counter()
-    capacity = max(map(len, prompts)) + max_new_tokens
+    capacity = max(lengths) + max_new_tokens
     filled, rows = _read(model, prompts, capacity, chunk * ranks, group)
     decoding = Decoding(
         DecodeStep(model, _joined(filled), len(prompts)),
@@ -337,22 +339,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN_OR_HF_DIR", help=about)
     parser.add_argument("--prompt", action="append", default=[], help="may be given repeatedly")
     parser.add_argument("--prompt-file", action="append", type=Path, default=[], help="likewise")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    most = "most tokens to generate for each prompt; default: 64"
+    parser.add_argument("--max-new-tokens", type=int, default=64, help=most)
+    greedy = "0, the default, takes the likeliest token"
+    parser.add_argument("--temperature", type=float, default=0.0, help=greedy)
+    share = "sample from the likeliest tokens of this total probability; default: 1, all"
+    parser.add_argument("--top-p", type=float, default=1.0, help=share)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument("--cp", type=int, default=1, help="ranks, which share each prompt")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=usual, help="cpu, cuda or cuda:NUMBER")
     parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
     given = parser.parse_args(argv)
     first = os.environ.get("RANK", "0") == "0"
     try:
         check_ranks(given.cp, "fla-cp-generate")
+        device = _device(given.device)
         if given.cp == 1:
-            statistics = _continue(given, torch.device(given.device))
+            statistics = _continue(given, device)
         else:
-            kind: Any = torch.device(given.device).type
+            kind: Any = device.type
             with joined(ParallelConfig(cp=given.cp, device=kind)) as ranks:
                 statistics = _continue(given, ranks.device, ranks)
     except (ValueError, OSError, Damaged) as error:
@@ -364,11 +371,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _device(name: str) -> torch.device:
+    """The device of --device. Raises UserError for one that this host does not have."""
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+        raise UserError(f"--device must be cpu, cuda or cuda:NUMBER, got {name}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(number or 0) >= gpus:
+        raise UserError(f"--device must be one of this host, which has {gpus} GPUs, got {name}")
+    return torch.device(name)
+
+
+def _contents(path: Path) -> str:
+    """The text of a --prompt-file. Raises UserError for a file that cannot be read as UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--prompt-file: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt-file must be UTF-8, got {path}: {error}") from None
+
+
 def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> Statistics:
     """Generates and prints as the arguments say."""
-    texts = [*given.prompt, *(path.read_text(encoding="utf-8") for path in given.prompt_file)]
+    texts = [*given.prompt, *map(_contents, given.prompt_file)]
     if not texts:
         raise UserError("--prompt or --prompt-file must be given")
+    if given.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens must be at least 1, got {given.max_new_tokens}")
     sampling = Sampling(given.temperature, given.top_p)
     model, tokenizer, ends = load(given.run, device, trust=given.trust_checkpoint, ranks=ranks)
     model = in_dtype(model, DTYPES[given.dtype])

@@ -245,3 +245,56 @@ def test_the_gates():
     assert_exact("gdn", head, gdn_gate(g[..., 0], A_log, dt_bias[:HV]))
     narrow = compat.fused_gdn_gate(g[..., 0].bfloat16(), A_log.bfloat16())
     assert narrow.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [None, 1.5], ids=str)
+def test_what_norm_and_gate_refuse(bad):
+    with pytest.raises(ValueError, match=f"x must be a tensor, got {bad}"):
+        compat.l2norm(bad)
+    with pytest.raises(ValueError, match=f"A_log must be a tensor, got {bad}"):
+        compat.fused_gdn_gate(draw(1, T, 2), bad)
+
+
+CALLS = {
+    "x": ({"x": None}, "x must be a tensor, got None"),
+    "channels": ({"x": torch.zeros(2, T, 3)}, r"x must be \[B, T, 5\], got shape \(2, 12, 3\)"),
+    "mask": ({"mask": 1}, "mask must be a tensor, got 1"),
+    "tokens of mask": (
+        {"mask": torch.ones(2, T - 1)},
+        r"mask must be \[B, T\] = \(2, 12\) on x's device cpu, got \(2, 11\) on cpu",
+    ),
+    "device of mask": ({"mask": torch.ones(2, T, device="meta")}, "got .* on meta"),
+    "cache": ({"cache": 1}, "cache must be a tensor, got 1"),
+    "rows of cache": (
+        {"cache": torch.zeros(1, 5, 4)},
+        r"cache must have shape \[N, D, W\] = \(2, 5, 4\), got \(1, 5, 4\)",
+    ),
+    "flag": ({"output_final_state": "no"}, "output_final_state must be True or False, got 'no'"),
+}
+
+
+@pytest.mark.parametrize("given, message", CALLS.values(), ids=CALLS)
+def test_what_a_call_of_the_layer_refuses(given, message):
+    conv = compat.ShortConvolution(5, 4)
+    with pytest.raises(ValueError, match=message):
+        conv(**{"x": torch.zeros(2, T, 5), **given})
+
+
+def test_sizes_of_modules_are_counts():
+    for sizes, message in (((0, 4), "hidden_size must be"), ((5, 0), "kernel_size must be")):
+        with pytest.raises(ValueError, match=message):
+            compat.ShortConvolution(*sizes)
+    with pytest.raises(ValueError, match="hidden_size must be"):
+        compat.FusedRMSNormGated("8")
+    with pytest.raises(ValueError, match="x must be a tensor, got None"):
+        compat.ShortConvolution(5, 4).step(None, None, None)
+
+
+def test_shapes_of_the_gated_norm():
+    norm = compat.FusedRMSNormGated(D)
+    with pytest.raises(ValueError, match="x must be a tensor, got None"):
+        norm(None, torch.zeros(2, D))
+    with pytest.raises(ValueError, match=rf"x must be \[.., {D}\], got shape \(2, 1\)"):
+        norm(torch.zeros(2, 1), torch.zeros(2, 1))
+    with pytest.raises(ValueError, match="g must have x's shape"):
+        norm(torch.zeros(2, D), torch.zeros(3, D))

@@ -1,5 +1,6 @@
 """Operators of fla_cp.compat, called in FLA's order, against the recurrence in fp64."""
 
+import re
 import warnings
 from itertools import pairwise
 
@@ -311,8 +312,10 @@ def test_rwkv7_with_a_removal_key_and_its_rate(reverse):
     found = by_position(name, **given, reverse=reverse, output_final_state=True)
     assert_exact("o", found[0], exact[0])
     assert_exact("final_state", found[1], exact[1])
-    with pytest.raises(ValueError, match=r"a must have kk's shape \(1, 9, 2, 8\), got \(1, 9, 8\)"):
+    with pytest.raises(ValueError, match=r"a must have kk's shape \(1, 9, 2, 8\).*got \(1, 9, 8\)"):
         by_position(name, **{**given, "a": rate[:, :, 0]})
+    with pytest.raises(ValueError, match=r"a must have kk's .*dtype torch.float64.*torch.float32"):
+        by_position(name, **{**given, "a": rate.float()})
     with pytest.raises(ValueError, match="kk must be a tensor, got None"):
         by_position(name, **{**given, "kk": None})
 
@@ -365,6 +368,40 @@ def test_q_and_v_are_checked_where_a_decay_is_made_of_them():
         by_position("chunk_simple_gla", **{**x, "q": None})
     with pytest.raises(ValueError, match=r"v must have 4 dimensions, got shape \(9,\)"):
         by_position("chunk_simple_gla", **{**x, "v": torch.zeros(9)})
+
+
+@pytest.mark.parametrize("name", ["fused_recurrent_gla", "fused_recurrent_gated_delta_rule"])
+def test_errors_call_decays_of_channels_gk(name):
+    _, x, _ = of("fused_recurrent_kda" if name.endswith("rule") else name)
+    g, shape = x.pop("g"), (1, 9, 2, 8)
+    with pytest.raises(ValueError, match=r"gk must have 4 dimensions, got shape \(9,\)"):
+        by_position(name, **x, gk=torch.zeros(9, dtype=F64))
+    with pytest.raises(ValueError, match=re.escape(f"gk must have shape [B, T, HV, K] = {shape}")):
+        by_position(name, **x, gk=g[..., :1])
+    with pytest.raises(ValueError, match="gk must be a tensor, got 'none'"):
+        by_position(name, **x, gk="none")
+
+
+@pytest.mark.parametrize(
+    "name", ["fused_recurrent_gla", "fused_recurrent_simple_gla", "fused_recurrent_dplr_delta_rule"]
+)
+def test_tokens_are_checked_before_they_are_put_in_reverse_order(name):
+    member, x, _ = of(name)
+    decay = {"fused_recurrent_gla": "gk", "fused_recurrent_simple_gla": "g"}.get(name, "gk")
+    ours = "g" if name != "fused_recurrent_dplr_delta_rule" else "gk"
+    for wrong in (x[ours][0, 0, 0], x[ours][:, :5]):
+        message = f"{decay} must be [B, T, ..] with q's B and T, (1, 9), got shape"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call(name, {**x, ours: wrong}, member, reverse=True)
+
+
+def test_both_decays_of_the_recurrent_gated_delta_rule_are_checked():
+    _, x, _ = of("fused_recurrent_kda")
+    gk, name = x.pop("g"), "fused_recurrent_gated_delta_rule"
+    with pytest.raises(ValueError, match="g must be a tensor, got 'none'"):
+        by_position(name, **x, g="none", gk=gk)
+    with pytest.raises(ValueError, match=r"g must have gk's shape without K, .* got \(1, 1, 1\)"):
+        by_position(name, **x, g=gk[:1, :1, :1, 0], gk=gk)
 
 
 def test_no_warning_in_an_ordinary_call():

@@ -195,6 +195,7 @@ def test_every_scheme_on_one_rank():
         ({"k": (1, 150, 3, 8), "v": (1, 150, 3, 6)}, "a multiple of k's HK = 3, got H = 4"),
         ({"v": (1, 149, 2, 6)}, "v must have q's rows and tokens"),
         ({"q": (150, 4, 8)}, r"q must be \[B, T, heads, channels\], got shape"),
+        ({"q": (1, 150, 4, 0), "k": (1, 150, 2, 0)}, "q must have channels, got shape"),
     ],
 )
 def test_shapes_that_do_not_fit(changed, message):

@@ -114,6 +114,10 @@ def test_calls_that_cannot_use_a_cache_are_refused(kind):
         layer(x[:, :3], cache=cache)
         with pytest.raises(ValueError, match="cache must have the 1 rows of x, got 2"):
             layer(x[:1, :3], cache=cache)
+        other = made("attention" if kind == "kda" else "kda")[0].make_cache(2, TOKENS)
+        message = f"cache must be {type(cache).__name__}, .* got {type(other).__name__}"
+        with pytest.raises(ValueError, match=message):
+            layer(x[:, :3], cache=other)
 
 
 @torch.no_grad()

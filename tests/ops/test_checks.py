@@ -88,11 +88,11 @@ MISTAKES = {
     ),
     "state layout": (
         shaped("initial_state", 1, 4, 6, 8),
-        r"got \(1, 4, 6, 8\); this is the other layout: pass transpose_state_layout=True",
+        r"got \(1, 4, 6, 8\); this is the other layout: pass state_v_first=True",
     ),
     "state other layout": (
         {**shaped("initial_state", 1, 4, 8, 6), "state_v_first": True},
-        r"\[N, HV, V, K\] = \(1, 4, 6, 8\).*pass transpose_state_layout=False",
+        r"\[N, HV, V, K\] = \(1, 4, 6, 8\).*pass state_v_first=False",
     ),
     "state dtype": (
         shaped("initial_state", 1, 4, 8, 6, dtype=torch.float64),
@@ -189,6 +189,13 @@ def test_K_up_to_the_limit():
         chunk_kda(x, x, x[..., :8], x, x[..., 0])
     x = x[..., :256]
     assert chunk_kda(x, x, x, x, x[..., 0])[0].shape == x.shape
+
+
+@pytest.mark.parametrize("operator", [chunk_kda, fla_cp.fused_recurrent_kda])
+def test_keys_without_channels(operator):
+    x = torch.zeros(1, 3, 1, 8)
+    with pytest.raises(ValueError, match="K must be from 1 to 256, got K=0"):
+        operator(x[..., :0], x[..., :0], x, x[..., :0], x[..., 0])
 
 
 def test_no_token_without_cu_seqlens():

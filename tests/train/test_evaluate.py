@@ -1,6 +1,7 @@
 """fla-cp-evaluate: figures against plain sums, N ranks against one, needles."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -57,7 +58,20 @@ def test_figures_are_plain_sums(tmp_path, capsys):
     logs = torch.cat([logits_of(model, part)[0].log_softmax(-1) for part in tokens.split(96, 1)])
     nats = -logs[:-1].gather(1, tokens[0, 1:, None]).mean().item()
     assert found["perplexity"] == pytest.approx(np.exp(nats), rel=1e-4)
+    bits = nats / np.log(2) * 171 / 172  # the first of the 172 bytes has no loss
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-4)
     assert "perplexity of the text" in capsys.readouterr().out
+
+
+def test_a_perplexity_alone_has_no_picture(tmp_path, capsys):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    (tmp_path / "text.txt").write_text("ABC")
+    words = ["--packs", "0", "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert evaluate_main([str(tmp_path / "run"), *words, "--out", str(tmp_path / "a.png")]) == 0
+    assert not (tmp_path / "a.png").exists()
+    assert json.loads((tmp_path / "a.json").read_text())["perplexity"] > 1
+    out = capsys.readouterr().out
+    assert out.endswith(f"figures: {tmp_path / 'a.json'}\n")
 
 
 @pytest.mark.slow
@@ -99,6 +113,12 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "--cp must be the number of ranks that were started, 1, got 2" in capsys.readouterr().err
     assert evaluate_main([str(tmp_path), "--needle-count", "0"]) == 2
     assert "--needle-count must be at least 1, got 0" in capsys.readouterr().err
+    assert evaluate_main([str(tmp_path), "--packs", "0"]) == 2
+    assert "--packs must be at least 1 without --text and --needle" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate_main([str(tmp_path), "--needle", "64,long"])
+    message = "--needle: must be lengths with commas between them, such as 512,2048, got '64,long'"
+    assert message in capsys.readouterr().err
     random_run(tmp_path / "run", MODELS["kimi"])  # of 97 tokens
     (tmp_path / "text.txt").write_text("abc")
     text = ["--packs", "0", "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
@@ -106,3 +126,23 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "error: --text must have bytes below 97" in capsys.readouterr().err
     with pytest.raises(ValueError, match="LENGTH from 16, got 8"):
         build_dataset("needle:8", 64, "train", 0)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "missing/a.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(
+    name, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("fla_cp.train.evaluate.evaluate", lambda *_: pytest.fail("measured"))
+    assert evaluate_main([str(tmp_path), "--out", str(tmp_path / name)]) == 2
+    err = capsys.readouterr().err
+    rule = "be in a folder that exists" if "missing" in name else "end in one of ."
+    assert f"error: --out must {rule}" in err
+    assert err.endswith(f", got {tmp_path / name}\n")
+
+
+def test_the_page_has_every_option(capsys):
+    with pytest.raises(SystemExit):
+        evaluate_main(["--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    assert {f"`{option}`" for option in options} <= set(re.findall(r"`--[a-z-]+`", page))

@@ -268,6 +268,46 @@ def test_two_ranks_print_what_one_prints(tmp_path):
     assert "error: --cp must be the number of ranks that were started, 1, got 2" in wrong.stderr
 
 
-def test_a_prompt_must_be_given(tmp_path, capsys):
-    assert generate_main([str(tmp_path)]) == 2
-    assert "error: --prompt or --prompt-file must be given" in capsys.readouterr().err
+MISTAKES = {
+    "no prompt": ([], "--prompt or --prompt-file must be given"),
+    "file": (["--prompt-file", "missing.txt"], "--prompt-file: cannot read missing.txt: No such"),
+    "bytes": (["--prompt-file", "latin1.txt"], "--prompt-file must be UTF-8, got latin1.txt: 'utf"),
+    "count": (
+        ["--prompt", "A", "--max-new-tokens", "0"],
+        "--max-new-tokens must be at least 1, got 0",
+    ),
+    "device": (["--prompt", "A", "--device", "gpu"], "--device must be cpu, cuda or cuda:NUMBER"),
+    "GPUs": (
+        ["--prompt", "A", "--device", "cuda:1"],
+        "--device must be one of this host, which has 1 GPUs, got cuda:1",
+    ),
+}
+
+
+@pytest.mark.parametrize("words, message", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_named_by_flag_before_anything_is_loaded(
+    words, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("fla_cp.train.generate.load", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "latin1.txt").write_bytes("é".encode("latin1"))
+    assert generate_main([str(tmp_path), "--device", "cpu", *words]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_a_prompt_without_tokens_is_named():
+    model = random_model(MODELS["kimi"]).eval()
+    with pytest.raises(ValueError, match="at least one token, got none in prompt 2"):
+        generate(model, [[65], []], 1)
+    with pytest.raises(ValueError, match="at least one token, got no prompts"):
+        generate(model, [], 1)
+
+
+def test_the_page_has_every_option(capsys):
+    with pytest.raises(SystemExit):
+        generate_main(["--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    page = (ROOT / "docs" / "generation.md").read_text()
+    assert {f"`{option}`" for option in options} <= set(re.findall(r"`--[a-z-]+`", page))
