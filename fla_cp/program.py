@@ -71,6 +71,7 @@ class _Writer:
         self.names["empty"] = torch.empty_strided
         self.pool: dict[Any, str] = {}
         self.lines: list[str] = []
+        self.tables: dict[tuple, str] = {}
         self.described = 0
         self.forks: set[int] = set()
         self.pointed: set[int] = set()
@@ -115,39 +116,39 @@ class _Writer:
             if isinstance(item, Launch):
                 self.pointed |= {ref.root.number for ref in _refs(item.args)}
         as_tensors = self.used | {ref.root.number for ref in self.outputs if ref is not None}
-        needed = self.pointed | as_tensors
-        tables: dict[tuple, str] = {}
         for root in self.roots:
             n = root.number
-            if n not in needed:
+            if n not in self.pointed | as_tensors:
                 continue
             if root.kind == "input":
                 self.lines.append(f"m{n} = inputs[{root.what}]")
+                self._address(n)
             elif root.kind == "table":
-                column: Column = root.what
-                # Kernels need only a column's address, and to make a tensor of it takes longer.
-                how, name = ("table", f"m{n}") if n in as_tensors else ("addresses", f"m{n}a")
-                key = (*column[:3], how)
-                if key not in tables:
-                    tables[key] = f"t{len(tables)}"
-                    given = f"{self._value(column.build)}, {self._value(column.dtype)}"
-                    call = f"{column.owner}.{how}({given}, inputs[0].device)"
-                    self.lines.append(f"{tables[key]} = {call}")
-                self.lines.append(f"{name} = {tables[key]}[{column.place}]")
-                if n not in as_tensors:
-                    continue
+                self._column(n, root.what, as_tensor=n in as_tensors)
             elif root.kind == "constant":
                 self.names[f"m{n}"] = root.what
-                continue
             elif root.kind == "memory" and n not in self.places:
                 self._allocate(root)
-            else:
-                continue
-            self._address(n)
+                self._address(n)
         if self.bytes:
             device = next(self.roots[n].what[1] for n in self.places)
             given = f"({self.bytes},), (1,), dtype=torch.uint8, device={self._value(device)}"
             self.lines += [f"block = empty({given})", "s = block.data_ptr()"]
+
+    def _column(self, n: int, column: Column, *, as_tensor: bool) -> None:
+        """Writes the line that finds root n, a column of a table, and before the first column of a
+        table the one that finds the table. Kernels need only a column's address, and to make a
+        tensor of it takes longer."""
+        how, name = ("table", f"m{n}") if as_tensor else ("addresses", f"m{n}a")
+        key = (*column[:3], how)
+        if key not in self.tables:
+            self.tables[key] = f"t{len(self.tables)}"
+            given = f"{self._value(column.build)}, {self._value(column.dtype)}"
+            call = f"{column.owner}.{how}({given}, inputs[0].device)"
+            self.lines.append(f"{self.tables[key]} = {call}")
+        self.lines.append(f"{name} = {self.tables[key]}[{column.place}]")
+        if as_tensor:
+            self._address(n)
 
     def _allocate(self, root: Root) -> None:
         """Writes the line that allocates a root's own memory."""
