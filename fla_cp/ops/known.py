@@ -12,7 +12,7 @@ from fla_cp.arguments import PLAIN_TENSORS
 from fla_cp.autograd import Kind
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import Backend, resolve
-from fla_cp.ops.options import Tensors
+from fla_cp.ops.options import TENSORS, Options, Tensors
 from fla_cp.pipeline import Plan
 from fla_cp.recent import Recent
 from fla_cp.replay import Replayed, layout
@@ -74,6 +74,9 @@ def _offsets(x: torch.Tensor) -> tuple:
 
 _CONSTANTS = {bool, int, float, str, type(None)}
 """Types of options that are compared by value."""
+_LAYOUTS = frozenset(Options._fields[TENSORS])
+"""Options of which the layout decides. Of a scale the value does, so that a tensor in its place has
+to be read at each call."""
 
 
 def key_of(
@@ -101,6 +104,8 @@ def key_of(
                 parts += (kind, value)
             elif kind is FLACPContext:
                 parts += (kind, value.local_tokens, value.max_sequences is None)
+            elif name not in _LAYOUTS:
+                return None
             elif kind in PLAIN_TENSORS and value.layout is torch.strided and not value.is_nested:
                 parts += _offsets(value) if name in OFFSETS else layout(value)
             else:

@@ -96,7 +96,7 @@ class Report:
 
     @property
     def worst_loss(self) -> float:
-        return max(abs(a - b) / abs(a) for a, b in self.losses)
+        return max(_difference(a, b) for a, b in self.losses)
 
     @property
     def passed(self) -> bool:
@@ -112,7 +112,7 @@ class Report:
         titles = f"{'one rank':>12}  {'split':>12}  relative difference  of the update"
         lines = [f"{'step':>4}  {titles}"]
         for step, ((a, b), moved) in enumerate(zip(self.losses, self.updates, strict=True), 1):
-            relative = abs(a - b) / abs(a)
+            relative = _difference(a, b)
             lines.append(f"{step:>4}  {a:12.8f}  {b:12.8f}  {relative:<19.2e}  {moved:.2e}")
         lines.append(f"{'gradient of':<{width}}  relative L2    budget  largest diff.      norm")
         for row in self.rows:
@@ -314,6 +314,11 @@ def _total(grads: Named) -> float:
 
 def _distance(a: Named, b: Named) -> float:
     return _total({n: a[n].double() - b[n] for n in a})
+
+
+def _difference(one: float, split: float) -> float:
+    """Of two losses, relative to that of one rank. Both are 0 if no label of a batch counts."""
+    return abs(one - split) / max(abs(one), 1e-300)
 
 
 def _relative(actual: Tensor, wanted: Tensor, floor: float) -> float:

@@ -244,6 +244,19 @@ def test_numbers_that_are_taken():
         assert torch.equal(op(**good, scale=scale)[0], exact)
 
 
+@pytest.mark.parametrize("name", [n for n in ENTRIES if n.startswith("chunk_")])
+def test_a_tensor_as_scale_is_read_at_each_call(name):
+    """Calls that are alike but for its value were once taken for one."""
+    op, good, _, _ = ENTRIES[name]
+    good = {n: t + 0.5 if isinstance(t, torch.Tensor) else t for n, t in good.items()}
+    for scale in (2.0, 3.0):
+        expected = op(**good, scale=scale)[0]
+        assert expected.any() and op(**good, scale=torch.tensor(scale))[0].equal(expected)
+    learnt = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(ValueError, match="that requires no gradient"):
+        op(**good, scale=learnt)
+
+
 def test_a_tensor_as_scale_under_compile():
     op, good, _, _ = ENTRIES["chunk_kda"]
     run = torch.compile(lambda s: op(**good, scale=s)[0], backend="eager", fullgraph=True)

@@ -161,6 +161,19 @@ def convolution(packing, impl="torch", states=False):
     return run
 
 
+def attention(packing):
+    inputs = drawn((1, T, HV, K), (1, T, H, K), (1, T, H, V))
+
+    def run():
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        where = {"cu_seqlens": CU}
+        if packing != "cu_seqlens":
+            where = {"cp_context": fixed() if packing == "fixed" else context()}
+        return returned(ops.causal_attention(*leaves, **where), leaves)
+
+    return run
+
+
 def step():
     x, cache, weight = drawn((2, 3), (2, 3, W), (3, W))
 
@@ -201,6 +214,10 @@ CALLS = {
     **{
         f"causal_conv1d states {p}": functools.partial(convolution, p, states=True)
         for p in ("cu_seqlens", "cp", "rows")
+    },
+    **{
+        f"causal_attention {p}": functools.partial(attention, p)
+        for p in ("cu_seqlens", "cp", "fixed")
     },
     "causal_conv1d_update": lambda: step(),
     "causal_conv1d update": functools.partial(convolution, "fixed"),
@@ -346,7 +363,7 @@ def test_a_context_is_used_elsewhere_than_it_was_made(make, made):
 
 
 def ranks(group, rank, setting):
-    """States, halo and unsharding between ranks."""
+    """States, halo, keys and values and unsharding between ranks."""
     inputs = drawn((1, T, H, K), (1, T, H, K), (1, T, HV, V), (1, T, HV, K), (1, T, HV))
     weight = draw(H * K, W)
 
@@ -357,7 +374,11 @@ def ranks(group, rank, setting):
         o, final = ops.chunk_kda(
             q, *leaves[1:3], -leaves[3].abs(), leaves[4], cp_context=c, output_final_state=True
         )
-        return returned((o, final, c.unshard(o)), leaves)
+        each = [
+            ops.causal_attention(*[leaves[2]] * 3, cp_context=c, exchange=exchange)
+            for exchange in ("gathered", "by_heads", "ring")
+        ]
+        return returned((o, final, c.unshard(o), *each), leaves)
 
     plain = run()
     with SETTINGS[setting]():

@@ -204,6 +204,15 @@ def test_small_faults_are_found(gloo_pool, short_texts, mixer):
             assert not over and max(report.updates) > 0.9
 
 
+def test_a_batch_in_which_no_label_counts():
+    """Its loss is 0, so that no difference is relative to it."""
+    row = fla_cp.train.parity.Row("weight", 0.0, 1e-4, 0.0, 0.0)
+    for split, passed in ((0.0, True), (1e-3, False)):
+        report = fla_cp.train.parity.Report([(0.0, split)], [row], 1e-5, [0.0], 0.1)
+        assert report.passed is passed
+        assert f"parity {'holds' if passed else 'FAILS'}" in report.table()
+
+
 def masked(group, rank, split, data, tokenizer, cache):
     """The report on conversations, and how many labels of a pack count, on rank 0."""
     flags = ["--data", data, "--tokenizer", tokenizer, "--data.cache", cache]

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
 from fla_cp.partition.key_rows import Lengths
+from fla_cp.replay import without_autocast
 from fla_cp.rule import accumulator
 
 BLOCK = 512
@@ -47,8 +48,10 @@ def flash_runs(q: Tensor, v: Tensor) -> bool:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float) -> Attended:
     """q [Tq, H, K], k [Tk, HK, K], v [Tk, HK, V]; H is a multiple of HK. Query h reads key head
-    h // (H / HK). Every sequence that has queries has keys."""
-    return (_flash if flash_runs(q, v) else _torch)(q, k, v, lengths, scale)
+    h // (H / HK). Every sequence that has queries has keys. Autocast does not reach inside."""
+    forward = _flash if flash_runs(q, v) else _torch
+    with without_autocast(q.device.type):
+        return forward(q, k, v, lengths, scale)
 
 
 def attend_bwd(
@@ -64,7 +67,8 @@ def attend_bwd(
     """The gradients of q, k and v, in their dtypes. o, lse: over all keys that the queries attend
     to. k and v may be some of these."""
     backward = _flash_bwd if flash_runs(q, v) else _torch_bwd
-    return backward(do, q, k, v, Attended(o, lse), lengths, scale)
+    with without_autocast(q.device.type):
+        return backward(do, q, k, v, Attended(o, lse), lengths, scale)
 
 
 def attention_over(
