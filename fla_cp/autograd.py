@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
 from fla_cp.comm import run_overlap
 from fla_cp.kernels.backend import Kept
 from fla_cp.kernels.torch.intra import Inputs, Spec
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.pipeline import Plan, Saved, announcement, backward, forward
 from fla_cp.program import Flat
 from fla_cp.replay import Replayed, access_of_all

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp import pipeline
 from fla_cp.comm.carry import AffineMap, SegmentMaps, States
@@ -24,6 +23,7 @@ from fla_cp.context import FLACPContext, compare_ranks
 from fla_cp.custom_op import GRADS, TENSORS, Call, fake_gradients, first, op, saved_from
 from fla_cp.handle import Handle
 from fla_cp.kernels import resolve
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.pipeline import Plan, Recomputed, Saved
 from fla_cp.rule import DeltaRule
 

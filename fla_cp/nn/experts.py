@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fla_cp.arguments import check_count, check_flags
 from fla_cp.nn.grouped import grouped_linear
 from fla_cp.nn.initial import Initial, InitializedModule, Normal
 from fla_cp.nn.modules import SwiGLU, check_hidden
 from fla_cp.nn.routing import Router, RoutingStatistics
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.replay import autocasts
 
 EXPERT_STD = 0.02

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
 from fla_cp.arguments import PLAIN_TENSORS
@@ -20,6 +19,7 @@ from fla_cp.kernels import resolve
 from fla_cp.nn.modules import GatedRMSNorm, ShortConvolution, transformed
 from fla_cp.nn.projections import Projections, watched
 from fla_cp.nn.whole_layer import Call, Facts, Values, Weights
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.ops.checks import FLOATS, MAX_DIM, check_conv1d_context, check_sequences
 from fla_cp.ops.conv_rows import Place
 from fla_cp.ops.known import Known, remember

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fla_cp.arguments import PLAIN_TENSORS
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.replay import autocasts, without_autocast
 
 COLUMNS = 16

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
 from fla_cp.comm import collectives
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.conv import ConvInputs, ConvRows
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.ops.conv_rows import Place, conv_announced, exchanged_halo
 from fla_cp.partition.device_tables import to_device
 from fla_cp.partition.token_ranges import Ranges

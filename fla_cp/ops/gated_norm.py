@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp.kernels import Backend
 from fla_cp.kernels.rehearsal import announced, on_meta
+from fla_cp.once_differentiable import once_differentiable
 
 
 def gated_norm(

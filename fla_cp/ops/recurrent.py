@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp.autograd import token_rows
 from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.torch.recurrent import Pool, Sequences
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.ops.checks import (
     check_in_place,
     check_inputs,

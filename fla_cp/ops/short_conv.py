@@ -5,12 +5,12 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp.arguments import check_flags, check_tensors
 from fla_cp.context import FLACPContext
 from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.conv import ConvInputs
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.ops.checks import (
     check_conv1d,
     check_conv1d_context,

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.replay import without_autocast
 from fla_cp.train.data import IGNORE
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
 from fla_cp.comm.keys_values.base import WHAT, Kernels, KeysValues, Sizes, Traffic
 from fla_cp.comm.overlap import exchanged, run_overlap
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.partition.head_order import HeadOrder
 
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
 from fla_cp.comm.keys_values.base import LatentSizes
 from fla_cp.comm.keys_values.ring import RingCall, ring, ring_bwd
 from fla_cp.comm.overlap import run_overlap
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.rule import accumulator
 
 

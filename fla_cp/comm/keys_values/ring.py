@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
 from fla_cp.comm.keys_values.base import WHAT, Kernels, KeysValues, Traffic
 from fla_cp.comm.overlap import Arriving, run_overlap
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.partition.ring_steps import Part, RingSteps, Rows, Step
 from fla_cp.rule import accumulator
 

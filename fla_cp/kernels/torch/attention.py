@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fla_cp import remat
+from fla_cp.once_differentiable import once_differentiable
 from fla_cp.partition.key_rows import Lengths
 from fla_cp.replay import without_autocast
 from fla_cp.rule import accumulator
