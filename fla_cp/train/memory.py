@@ -93,14 +93,14 @@ class Prediction:
         return self.bytes / GIB
 
     def table(self) -> str:
-        """A line for each part, and the sum."""
+        """A line for each part, and the sum, in GiB or, if it is less than one, in MiB."""
         rows = [(part.name, part.bytes) for part in self.parts if part.bytes]
-        width = max(len(name) for name, _ in rows)
-        lines = [f"  {name:<{width}}  {size / GIB:8.2f} GiB" for name, size in rows]
-        lines.append(f"  {'peak, ' + self.when:<{width}}  {self.gib:8.2f} GiB")
+        rows.append((f"peak, {self.when}", self.bytes))
         if self.host:
-            lines.append(f"  {'in the host memory':<{width}}  {self.host / GIB:8.2f} GiB")
-        return "\n".join(lines)
+            rows.append(("in the host memory", self.host))
+        width = max(len(name) for name, _ in rows)
+        unit, size = ("GiB", GIB) if self.bytes >= GIB else ("MiB", GIB // 1024)
+        return "\n".join(f"  {name:<{width}}  {n / size:8.2f} {unit}" for name, n in rows)
 
 
 @dataclass

@@ -383,7 +383,7 @@ def test_pools_of_other_members(impl, name):
 
 @pytest.mark.parametrize("places, accepted, match", [
     ([6, 9, 3], None, "less than the 9 states of initial_state, got 9"),
-    ([6, 3, 3], None, "name each state once"),
+    ([6, 3, 3], None, "name each state once, got 3 twice"),
     ([[6], [0], [3]], None, "a column for each of 5 tokens"),
     ([6, 0], None, r"\[N\] or \[N, S\] for N=3"),
     ([6.0, 0.0, 3.0], None, "int32 or int64"),

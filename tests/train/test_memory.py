@@ -211,6 +211,13 @@ def test_loss_in_separate_kernels_holds_few_chunks():
     assert live.peak - gradients < 6 * loss.CHUNK_BYTES
 
 
+def test_small_sums_are_shown_in_mib():
+    for unit, size in (("MiB", 2**20), ("GiB", 2**30)):
+        table = Prediction(1, "now", (Part("all", 3 * size), Part("none", 0))).table()
+        rows = [f"  all            3.00 {unit}", f"  peak, now      3.00 {unit}"]
+        assert table.split("\n") == rows
+
+
 def test_ranks_share_tokens_and_parameters():
     alone, shared = predicted("--seq-len 8192"), predicted("--seq-len 32768 --cp 4")
 

@@ -159,8 +159,9 @@ class _Places(NamedTuple):
                 f"ssm_state_indices must be less than the {size} states of initial_state, got "
                 f"{given[-1]}"
             )
-        if any(a == b for a, b in pairwise(given)):
-            raise ValueError("ssm_state_indices must name each state once, got one twice")
+        twice = next((a for a, b in pairwise(given) if a == b), None)
+        if twice is not None:
+            raise ValueError(f"ssm_state_indices must name each state once, got {twice} twice")
         start = [places[n][accepted[n] - 1] for n in order]
 
         def rows(found: list[tuple[int, int]]) -> Rows:
