@@ -283,7 +283,7 @@ def _traced(
     final = final if o.output_final_state else None
     if not o.return_intermediate_states:
         return out, final
-    return out, final, h.unflatten(0, (B, -1))
+    return out, final, h.detach().unflatten(0, (B, -1))  # no gradient comes from it
 
 
 def checked_rule(member: Member, x: Tensors, o: Options) -> DeltaRule:
