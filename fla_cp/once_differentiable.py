@@ -26,8 +26,8 @@ class _NoSecond(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         raise RuntimeError(
-            "operators and layers of fla_cp have no second derivatives: a gradient that passed "
-            "through one cannot be differentiated again (create_graph=True)"
+            "fla_cp has no second derivatives: a gradient that passed through its operators, "
+            "layers or losses cannot be differentiated again (create_graph=True)"
         )
 
 

@@ -103,7 +103,7 @@ def test_generate_and_evaluate_name_the_way_out(root, tmp_path, kind, capsys):
     assert train(root, kind, tmp_path / "run", 1) == 0
     capsys.readouterr()
     for program in (generate.main, evaluate.main):
-        words = ["--prompt", "abc"] if program is generate.main else ["--packs", "0"]
+        words = ["--prompt", "abc"] if program is generate.main else ["--packs", "1"]
         assert program([str(tmp_path / "run"), "--device", "cpu", *words]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith("error: RUN must not be a run of --model hf:DIR, got ")
