@@ -14,7 +14,8 @@ transformers; `--flags "--model.init random"` leaves its weights unread.
 --flags: the same sizes, mixed precision, optimiser and batches, with its fused norms, SwiGLU and
 cross-entropy. Its first step tunes its kernels, which are compiled side by side. The file is
 written after each case, and a case that it already has is not measured again, so that a run can be
-continued. On a machine without a GPU a tiny model runs on the CPU.
+continued. peak_gib is the memory that torch allocated or, where cuda_graph says that steps ran as a
+graph, reserved. On a machine without a GPU a tiny model runs on the CPU.
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ def measure(side: Side, case: Case, ranks: Ranks, steps: int, profiled: bool) ->
         "host_ms": round(host, 2),
         "batch_ms": round(prepare, 2),
         "peak_gib": round(peak, 2) if on_gpu else None,
+        "cuda_graph": bool(graphs),
     }
     if profiled:
         ranks.barrier()
