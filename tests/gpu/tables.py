@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fla_cp import chunk_kda
 from fla_cp.custom_op import framed_packing_of
-from fla_cp.kernels.triton import chunk_tables
+from fla_cp.kernels.triton import chunk_tables, scan
 from fla_cp.kernels.triton.operands import columns
 from fla_cp.ops import family
 from fla_cp.partition.device_tables import DeviceTable
@@ -37,8 +37,9 @@ def offsets_of(sequences: int, T: int, seed: int) -> tuple[int, ...]:
 
 
 def check_tables() -> checks.Rows:
-    """The kernel's tables are the host's, and calls that read either have the same bits."""
-    rows = []
+    """The kernel's tables are the host's, and calls that read either have the same bits. Chunks of
+    a frame that may have no tokens are cleared."""
+    rows = cleared()
     for sequences, T in PACKINGS:
         for dtype in (torch.int32, torch.int64):
             offsets = offsets_of(sequences, T, sequences)
@@ -64,8 +65,21 @@ def check_tables() -> checks.Rows:
     return rows
 
 
-def row(case: str, changed: int) -> dict:
-    return {"case": case, "dtype": "int32", "changed": changed, "ok": changed == 0}
+def cleared() -> checks.Rows:
+    """The chunks of a frame from one on are zeros, and those before it stay."""
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes = (41, 3, 128, 128), (41, 3, 64, 128)
+        x = [torch.full(s, torch.nan, dtype=dtype, device=checks.DEVICE) for s in shapes]
+        scan.clear(*(t[:-1] for t in x), 33)
+        wrong = sum(int((t[33:-1] != 0).sum()) for t in x)
+        wrong += sum(int((~t[[*range(33), -1]].isnan()).sum()) for t in x)
+        rows.append(row("chunks without tokens cleared", wrong, str(dtype).removeprefix("torch.")))
+    return rows
+
+
+def row(case: str, changed: int, dtype: str = "int32") -> dict:
+    return {"case": case, "dtype": dtype, "changed": changed, "ok": changed == 0}
 
 
 def results(most: int) -> tuple[list[Tensor], int]:

@@ -12,7 +12,7 @@ from tests.gpu import said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from fla_cp.kernels.triton import chunk_tables
+from fla_cp.kernels.triton import chunk_tables, scan
 from tests.gpu import (
     checks,
     conv_states,
@@ -141,14 +141,18 @@ def test_the_gpu_check_of_tables(small, monkeypatch):
     monkeypatch.setattr(tables, "CALLS", 2)
     monkeypatch.setattr(tables, "BF16", F32)
     rows = tables.check_tables()
-    assert len(rows) == 4 and all(row["ok"] for row in rows), rows
-    launch = chunk_tables.launch
+    assert len(rows) == 6 and all(row["ok"] for row in rows), rows
+    launch = chunk_tables.launch_alike
 
-    def wrong(kernel, grid, offsets, *rest):
-        launch(kernel, grid, (offsets - 1).clamp(0), *rest)
+    def wrong(kernel, kinds, grid, offsets, *rest):
+        launch(kernel, kinds, grid, (offsets - 1).clamp(0), *rest)
 
-    monkeypatch.setattr(chunk_tables, "launch", wrong)
-    assert not any(row["ok"] for row in tables.check_tables()[:2])
+    monkeypatch.setattr(chunk_tables, "launch_alike", wrong)
+    assert not any(row["ok"] for row in tables.check_tables()[2:4])
+    clear = scan.clear
+    for moved in (-1, 1):
+        monkeypatch.setattr(scan, "clear", lambda x, y, n, by=moved: clear(x, y, n + by))
+        assert not any(row["ok"] for row in tables.cleared())
 
 
 @pytest.mark.bits
