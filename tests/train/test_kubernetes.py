@@ -122,7 +122,8 @@ RANK = """
 import os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
-print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+# print would write this in pieces, because torchrun starts ranks with -u
+os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()}\\n".encode())
 dist.barrier()
 dist.destroy_process_group()
 sys.exit(int(sys.argv[1]))
