@@ -5,6 +5,7 @@ own.
 """
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,16 @@ def test_descriptors_of_new_addresses_are_what_triton_makes(recorder, monkeypatc
         made = maps[0](t.data_ptr())
         assert made == launches.make_tensordesc_arg(tma.describe(t, 1, 64), META)
     assert len(utils.given) == 4 + 2
+
+
+def test_programs_share_the_descriptors_that_they_make():
+    """Two launches of which only the tensor differs, as programs record them."""
+    compiled = SimpleNamespace(run=print)
+    x, y = (torch.zeros(64, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    found = [launches.without_descriptors(compiled, (3, tma.describe(t, 1, 64)))[1] for t in (x, y)]
+    (n, a), (_, b) = found
+    assert n == 3 and a.base is x and b.base is y
+    assert a.make is b.make
 
 
 def test_descriptors_of_too_many_addresses_are_made_again(recorder, monkeypatch):

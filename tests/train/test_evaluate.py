@@ -1,7 +1,6 @@
 """fla-cp-evaluate: figures against plain sums, N ranks against one, needles."""
 
 import json
-import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -17,6 +16,7 @@ from fla_cp.train.evaluate import main as evaluate_main
 from fla_cp.train.needle import ASK, FIRST_VALUE, MARK, NeedleSource, needle_document
 from fla_cp.train.sources import build_dataset
 from tests.support.exported import MODELS, logits_of, random_run
+from tests.support.options import missing_options
 from tests.support.processes import ROOT, environment
 
 OPTIONS = "--data synthetic --packs 2 --seq-len 96 --needle 33,64 --needle-count 3 --device cpu"
@@ -141,8 +141,4 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured
 
 
 def test_the_page_has_every_option(capsys):
-    with pytest.raises(SystemExit):
-        evaluate_main(["--help"])
-    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
-    page = (ROOT / "docs" / "evaluation.md").read_text()
-    assert {f"`{option}`" for option in options} <= set(re.findall(r"`--[a-z-]+`", page))
+    assert missing_options(evaluate_main, capsys, "evaluation.md") == set()

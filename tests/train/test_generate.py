@@ -21,6 +21,7 @@ from fla_cp.train.export import export
 from fla_cp.train.generate import Sampling, Statistics, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
 from tests.support.exported import MODELS, TINY, logits_of, random_model, random_run
+from tests.support.options import missing_options
 from tests.support.processes import ROOT, environment
 from tests.support.ranks import run_threads
 from tests.support.tokenizers import TEXT, save_tokenizer
@@ -306,8 +307,4 @@ def test_a_prompt_without_tokens_is_named():
 
 
 def test_the_page_has_every_option(capsys):
-    with pytest.raises(SystemExit):
-        generate_main(["--help"])
-    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
-    page = (ROOT / "docs" / "generation.md").read_text()
-    assert {f"`{option}`" for option in options} <= set(re.findall(r"`--[a-z-]+`", page))
+    assert missing_options(generate_main, capsys, "generation.md") == set()
