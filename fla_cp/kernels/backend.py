@@ -21,7 +21,7 @@ from torch import Tensor
 from fla_cp.comm import affine
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.torch.conv import ConvInputs
-from fla_cp.kernels.torch.decoding import StepProduct
+from fla_cp.kernels.torch.decoding import StepMixer, StepProduct
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.partition.packing import Packing
@@ -238,3 +238,27 @@ class Backend(ABC):
     @abstractmethod
     def step_product(self, p: StepProduct) -> Tensor:
         """The product with what stands around it, [B, G * R], see `StepProduct`."""
+
+    def step_mixer(self, m: StepMixer) -> Tensor:
+        """o [B, HV * V] in the dtype of qkv, see `StepMixer`: three stages, and the product `low`
+        before them."""
+        gate, decay, (HV, K, V) = m.gate, m.decay, m.state.shape[1:]
+        if m.low is not None:
+            gate, decay = self.step_product(m.low).chunk(2, 1)
+        assert gate is not None and decay is not None
+        y = self.conv_update(m.qkv, m.window, m.taps, m.bias, True)
+        key = m.key_heads * K
+        q, k, v = y.split((key, key, HV * V), 1)
+        g = decay if m.rule.per_head else decay.unflatten(1, (HV, K))
+        x = Inputs(
+            q.unflatten(1, (-1, K)),
+            k.unflatten(1, (-1, K)),
+            v.unflatten(1, (HV, V)),
+            g,
+            m.beta,
+            m.A_log,
+            m.dt_bias,
+        )
+        o = self.recurrent(m.rule, x, m.state, m.state, Sequences(len(y)))
+        gates = gate.unflatten(1, (HV, V))
+        return self.gated_norm(o, gates, m.norm, m.eps, m.activation).flatten(1)

@@ -4,7 +4,8 @@ With so few tokens, the time of a layer is that of reading its weights and of it
 that read the same input are therefore one product, over weights that lie one after the other in
 memory. An RMSNorm before a product, SwiGLU after it and the sum with the residual stream are part
 of the product (`Backend.step_product`). The convolution updates its window in place, and the
-operator its states. Modules of other kinds are called as usual.
+operator its states; where all kinds of modules are known, they and the gated norm are one stage
+(`Backend.step_mixer`). Modules of other kinds are called as usual.
 
 Nothing here waits for the device, and shapes do not change from step to step, so that a CUDA graph
 can repeat a step.
@@ -20,11 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.decoding import StepProduct
+from fla_cp.kernels.torch.decoding import StepMixer, StepProduct
 from fla_cp.nn.cache import LayerCache, RecurrentCache
-from fla_cp.nn.linear_attention import LinearAttention
-from fla_cp.nn.modules import ShortConvolution, SwiGLU
+from fla_cp.nn.kda import KDACore
+from fla_cp.nn.linear_attention import Core, LinearAttention
+from fla_cp.nn.modules import GatedRMSNorm, ShortConvolution, SwiGLU
 from fla_cp.nn.projections import is_low_rank, joins, watched
+from fla_cp.ops.checks import MAX_DIM
+from fla_cp.ops.family import GATED_DELTA_RULE, GLA, KDA, SIMPLE_GLA, gate_of
+from fla_cp.rule import DeltaRule
+
+ONE_STAGE = {member.name: member for member in (KDA, GATED_DELTA_RULE, GLA, SIMPLE_GLA)}
+"""The operators that are one stage with the convolution and the gated norm around them."""
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
@@ -46,6 +54,27 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
     for w, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
         w.data = part
     return whole
+
+
+def one_stage_rule(layer: LinearAttention) -> DeltaRule | None:
+    """The rule of a layer whose convolution, operator and norm are one stage; None if they are not:
+    modules of other kinds, or modules with hooks."""
+    core, member = layer.core, ONE_STAGE.get(layer.core.name)
+    plain = core.__class__ in (Core, KDACore) and layer.o_norm.__class__ is GatedRMSNorm
+    if member is None or not plain or watched(core) or watched(layer.o_norm):
+        return None
+    if layer.rows > 1 or max(layer.head_dim, layer.head_v_dim) > MAX_DIM:
+        return None
+    bound = core.options(True).get("lower_bound")
+    return DeltaRule(
+        scale=layer.head_dim**-0.5,
+        gate=gate_of(True, bound),
+        lower_bound=bound,
+        qk_l2norm=True,
+        beta_factor=1.0 + core.allow_neg_eigval if core.has_beta else None,
+        per_head=member.per_head,
+        removal=member.removal,
+    )
 
 
 class RecurrentStep:
@@ -77,6 +106,7 @@ class RecurrentStep:
             for group in self.groups
         ]
         self.biases = [_biases([m[1] for m in group]) for group in self.groups]
+        self.rule = one_stage_rule(layer)
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -93,15 +123,64 @@ class RecurrentStep:
         )
 
     def __call__(self, x: Tensor, cache: RecurrentCache) -> None:
-        assert cache.conv is not None
-        layer, backend = self.layer, resolve(self.impl, x.device, x.dtype)
+        backend = resolve(self.impl, x.device, x.dtype)
         both = backend.step_product(_behind(self.norm, x, self.into))
         qkv, *rest = both.split(self.widths, 1)
-        found: dict[nn.Module, Tensor] = {}
-        for group, weight, bias in zip(self.groups, self.second, self.biases, strict=True):
-            y = backend.step_product(StepProduct(rest.pop(0), weight, bias=bias))
+        o = (self._stages if self.rule is None else self._one_stage)(qkv, rest, cache)
+        weight = self.layer.o_proj.weight.data[None]
+        backend.step_product(StepProduct(o, weight, onto=x))
+
+    def _projected(self, rest: list[Tensor]) -> dict[nn.Module, Tensor]:
+        """The results of the modules other than those of q, k and v. rest: what `into` leaves for
+        them."""
+        n, found = len(self.groups), dict[nn.Module, Tensor]()
+        for group, low in zip(self.groups, self._low_ranks(rest), strict=True):
+            y = resolve(self.impl, low.x.device, low.x.dtype).step_product(low)
             found |= zip(group, y.chunk(len(group), 1), strict=True)
-        found |= zip(self.plain, rest, strict=True)
+        return found | dict(zip(self.plain, rest[n:], strict=True))
+
+    def _low_ranks(self, rest: list[Tensor]) -> list[StepProduct]:
+        """The second products of each group."""
+        n = len(self.groups)
+        given = zip(rest[:n], self.second, self.biases, strict=True)
+        return [StepProduct(x, weight, bias=bias) for x, weight, bias in given]
+
+    def _one_stage(self, qkv: Tensor, rest: list[Tensor], cache: RecurrentCache) -> Tensor:
+        """o [B, HV * V], normalised and gated."""
+        layer = self.layer
+        assert self.rule is not None and cache.conv is not None and cache.state is not None
+        low, found = None, dict[nn.Module, Tensor]()
+        decay: nn.Module = getattr(layer, layer.decay_name)
+        if self.groups == [[layer.g_proj, decay]]:
+            (low,) = self._low_ranks(rest)
+            found = dict(zip(self.plain, rest[1:], strict=True))
+        else:
+            found = self._projected(rest)
+        options = layer.core.options(True)
+        taps, bias = layer.qkv_conv._parameters_in(qkv.dtype)
+        norm: Any = layer.o_norm
+        mixer = StepMixer(
+            rule=self.rule,
+            qkv=qkv,
+            window=cache.conv,
+            taps=taps,
+            bias=bias,
+            state=cache.state,
+            decay=found.get(decay),
+            gate=found.get(layer.g_proj),
+            low=low,
+            beta=found[layer.b_proj] if layer.has_beta else None,
+            A_log=options["A_log"],
+            dt_bias=options["dt_bias"],
+            norm=norm.weight,
+            eps=norm.eps,
+            activation=norm.activation,
+        )
+        return resolve(layer.core.impl, qkv.device, qkv.dtype).step_mixer(mixer)
+
+    def _stages(self, qkv: Tensor, rest: list[Tensor], cache: RecurrentCache) -> Tensor:
+        """The same by calls of the layer's modules."""
+        layer, found = self.layer, self._projected(rest)
         y, cache.conv = layer.qkv_conv.step(qkv[:, None], None, cache.conv, True)
         q, k, v = (
             part.unflatten(2, each)
@@ -113,8 +192,7 @@ class RecurrentStep:
         if layer.has_beta:
             beta = found[layer.b_proj]
         o = layer.core(*layer.operands(q, k, v, decay, beta), cache=cache)
-        o = layer.o_norm(o, found[layer.g_proj]).view(len(x), -1)
-        backend.step_product(StepProduct(o, layer.o_proj.weight.data[None], onto=x))
+        return layer.o_norm(o, found[layer.g_proj]).view(len(qkv), -1)
 
 
 class SwiGLUStep:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_cp.rule import accumulator
+from fla_cp.rule import DeltaRule, accumulator
 
 
 class StepProduct(NamedTuple):
@@ -26,6 +26,41 @@ class StepProduct(NamedTuple):
     bias: Tensor | None = None
     swiglu: bool = False
     onto: Tensor | None = None
+
+
+class StepMixer(NamedTuple):
+    """What stands between the first and the last product of a recurrent layer: convolution with
+    SiLU, recurrence and gated norm.
+
+    rule: without p, states [K, V]. qkv: [B, D], rows any distance apart, raw q [H * K], k [H * K]
+    and v [HV * V]. window: [B, D, W], the `cache` of the convolution; taps [D, W] and bias [D] or
+    None are its parameters. state: [B, HV, K, V]. Both are updated in place. decay: raw, [B, HV * K]
+    or [B, HV]. gate: [B, HV * V], before its activation. low: a product whose result is the gate
+    and beside it the decay, which are then None; K is V. beta: [B, HV] or None. A_log, dt_bias: as
+    in `Inputs`. norm: [V], with eps; activation: of the gate.
+    """
+
+    rule: DeltaRule
+    qkv: Tensor
+    window: Tensor
+    taps: Tensor
+    bias: Tensor | None
+    state: Tensor
+    decay: Tensor | None
+    gate: Tensor | None
+    low: StepProduct | None
+    beta: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    norm: Tensor
+    eps: float
+    activation: str
+
+    @property
+    def key_heads(self) -> int:
+        """H."""
+        HV, K, V = self.state.shape[1:]
+        return (self.qkv.shape[1] - HV * V) // (2 * K)
 
 
 def normed(p: StepProduct) -> Tensor:

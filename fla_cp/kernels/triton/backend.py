@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
+from fla_cp.kernels.torch.decoding import StepMixer
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import (
     chunk_tables,
@@ -25,6 +26,7 @@ from fla_cp.kernels.triton import (
     ptxas,
     recurrent,
     scan_gated,
+    step_mixer,
     streams,
 )
 from fla_cp.kernels.triton import conv as convolution
@@ -99,6 +101,14 @@ class TritonBackend(Backend):
     recurrent = staticmethod(recurrent.recurrent)
     conv_update = staticmethod(decoding.conv_update)
     step_product = staticmethod(decoding.step_product)
+
+    def step_mixer(self, m: StepMixer) -> Tensor:
+        if not step_mixer.fits(m):
+            return super().step_mixer(m)
+        if m.low is not None and not step_mixer.takes_low_rank(m):
+            gate, decay = self.step_product(m.low).chunk(2, 1)
+            m = m._replace(gate=gate, decay=decay, low=None)
+        return step_mixer.step_mixer(m)
 
     def replay_stream(self, device: torch.device) -> int | None:
         return current_stream()

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fla_cp.kernels.torch import decoding as torch_stage
 from fla_cp.kernels.torch.decoding import StepProduct
@@ -20,17 +19,14 @@ from fla_cp.kernels.triton.conv import MAX_TAPS, load_bias, load_taps, weighted
 from fla_cp.kernels.triton.device.blocks import divides, unit_rows
 from fla_cp.kernels.triton.device.bundles import constants
 from fla_cp.kernels.triton.device.gates import sigmoid
-from fla_cp.kernels.triton.launch import INTERPRETED, cdiv, launch
+from fla_cp.kernels.triton.early import allow_next, launch_early, starts_early, wait_for_last
+from fla_cp.kernels.triton.launch import cdiv, launch
+from fla_cp.kernels.triton.step_mixer import Window, load_past, read_as, store_window
 from fla_cp.kernels.triton.tile_table import power_of_two
 
 FUSED_ROWS = 4
 """The most sequences for which a product is one kernel. Programs of the same rows of a weight run
 side by side, so that the weight comes from memory once, but from the L2 cache for each sequence."""
-
-EARLY = True
-"""Whether a product loads its weights while the kernel ahead of it ends, on GPUs from sm_90 on
-(programmatic dependent launch). A step of the 1.3B model with B = 1 takes 1.10 ms with it and 1.17
-without, on one H200 (`python -m benchmarks.decode`)."""
 
 COLUMNS = 2048
 """The most columns of a weight that a program reads at once, so that it waits for memory once."""
@@ -85,6 +81,7 @@ def step_product_kernel(x, norm, weight, bias, y, x_row, y_row, eps, S: tl.const
     """x [B, G * C] and y [B, G * R] with their strides of rows; norm [C] or None; weight [G, R, C],
     or [1, 2 R, C] with SWIGLU; bias [G * R] or None. A program has one sequence, BR rows of y and
     one input; sequences follow one another, so that they share the weight in the L2 cache."""
+    allow_next(S.EARLY)
     i_b, i_g = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     o_r = tl.program_id(1) * S.BR + tl.arange(0, S.BR)
     x += i_b * x_row + i_g * S.C
@@ -94,9 +91,7 @@ def step_product_kernel(x, norm, weight, bias, y, x_row, y_row, eps, S: tl.const
     tiles, up_tiles = load_all(weight, o_r, S), ()
     if S.SWIGLU:
         up_tiles = load_all(weight + S.R * S.C, o_r, S)
-    if S.EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_last(S.EARLY)
     b_y = tl.zeros([S.BR, S.BC], tl.float32)
     b_u = tl.zeros([S.BR, S.BC], tl.float32)
     squares = tl.zeros([S.BC], tl.float32)
@@ -146,15 +141,6 @@ def swiglu_kernel(x, y, F: tl.constexpr, BC: tl.constexpr):
     tl.store(y + i_b * F + o_c, b_y.to(y.dtype.element_ty), mask=o_c < F)
 
 
-class Window(NamedTuple):
-    """The last tokens [N, D, W] of sequences, and their strides."""
-
-    ptr: Tensor
-    n: int
-    d: int
-    w: int
-
-
 @constants
 class UpdateShape(NamedTuple):
     """Channels, taps, channels of a program, and whether SiLU follows."""
@@ -163,24 +149,6 @@ class UpdateShape(NamedTuple):
     W: int
     BC: int
     SILU: bool
-
-
-@triton.jit
-def load_past(p, step, m_c, W: tl.constexpr):
-    """The W - 1 tokens before the one that comes, nearest first, in the cache's dtype."""
-    window = ()
-    for s in tl.static_range(1, W):
-        window = window + (tl.load(p + (W - s) * step, mask=m_c, other=0.0),)
-    return window
-
-
-@triton.jit
-def read_as(window, dtype: tl.constexpr):
-    """The tokens rounded to dtype, in fp32."""
-    seen = ()
-    for s in tl.static_range(len(window)):
-        seen = seen + (window[s].to(dtype).to(tl.float32),)
-    return seen
 
 
 @triton.jit
@@ -197,10 +165,8 @@ def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
     window = load_past(p, cache.w, m_c, S.W)
     # A column is written to where another thread may still have to read the one before it.
     tl.debug_barrier()
-    for s in tl.static_range(1, S.W):
-        tl.store(p + (S.W - 1 - s) * cache.w, window[s - 1], mask=m_c)
+    store_window(p, cache.w, window, b_x, m_c, S.W)
     seen = (b_x.to(tl.float32),) + read_as(window, b_x.dtype)
-    tl.store(p + (S.W - 1) * cache.w, b_x.to(cache.ptr.dtype.element_ty), mask=m_c)
     b_y = weighted(taps, seen, b_bias)
     if S.SILU:
         b_y *= sigmoid(b_y)
@@ -243,13 +209,12 @@ def _fused(p: StepProduct) -> Tensor:
     y = p.onto
     if y is None:
         y = torch.empty(B, G * R, dtype=p.x.dtype, device=p.x.device)
-    early = EARLY and not INTERPRETED  # the interpreter has no such launches
-    early = early and (not p.x.is_cuda or torch.cuda.get_device_capability(p.x.device) >= (9, 0))
+    early = starts_early(p.x)
     S = ProductShape(R, C, BR, BC, p.swiglu, p.onto is not None, early)
     strides = p.x.stride(0), y.stride(0)
     given = p.x, p.norm, p.weight, p.bias, y, *strides, p.eps, S
-    more = {"launch_pdl": True} if early else {}
-    launch(step_product_kernel, (B, cdiv(R, BR), G), *given, num_warps=8, **more)
+    grid = B, cdiv(R, BR), G
+    launch_early(step_product_kernel, grid, *given, early=early, num_warps=8)
     return y
 
 

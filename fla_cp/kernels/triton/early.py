@@ -1,0 +1,63 @@
+"""Kernels that start before the one ahead of them has ended (programmatic dependent launch).
+
+Such a kernel allows the next one to start with its first instruction. It reads what no kernel of
+the step writes, above all weights, and then waits until the kernel ahead has ended and all that it
+wrote is there. Every kernel of a chain waits before it reads or writes anything else. The end of
+one therefore means that all kernels before it have ended. Launches of other libraries wait for
+everything before them, and what follows waits for them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fla_cp.kernels.triton.launch import INTERPRETED, launch
+
+EARLY = True
+"""Whether kernels of a decoding step start early, on GPUs from sm_90 on. `python -m
+benchmarks.decode` measures a step without it, too."""
+
+
+def starts_early(x: Tensor) -> bool:
+    """Whether kernels on the device of x start early. The interpreter has no such launches."""
+    if not EARLY or INTERPRETED:
+        return False
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def launch_early(
+    kernel: object, grid: tuple[int, ...], *given: object, early: bool, num_warps: int, **named: int
+) -> None:
+    """Launches a kernel, with `early` so that it may start before the one ahead has ended."""
+    more = {"launch_pdl": True} if early else {}
+    launch(kernel, grid, *given, num_warps=num_warps, **named, **more)
+
+
+@triton.jit
+def allow_next(EARLY: tl.constexpr):
+    """Allows the next kernel to start once all programs of this one have come here."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(EARLY: tl.constexpr):
+    """Waits until the kernel ahead has ended and its results are there."""
+    if EARLY:
+        gdc_wait()
+
+
+@triton.jit
+def fetch(p, BYTES: tl.constexpr):
+    """Starts to bring BYTES, a multiple of 16, from each address of p into the L2 cache (sm_90)."""
+    size = tl.full(p.shape, BYTES, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [p, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
