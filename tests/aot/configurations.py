@@ -191,13 +191,58 @@ def compile_product(dtype: torch.dtype, name: str, B: int, early: bool = False) 
     the kernel ahead of it has ended."""
     from fla_cp.kernels.torch.decoding import StepProduct
     from fla_cp.kernels.triton import decoding
+    from fla_cp.kernels.triton import early as launches
 
     G, R, C, parts = PRODUCTS[name]
     given = {"norm": torch.zeros(C), "bias": torch.zeros(G * R), "onto": torch.zeros(B, R)}
     more = {part: given[part].to(dtype) if part in given else True for part in parts}
     x, weight = torch.zeros(B, G * C, dtype=dtype), torch.zeros(G, R, C, dtype=dtype)
-    with launched() as kernels, mock.patch.object(decoding, "EARLY", early):
+    with launched() as kernels, mock.patch.object(launches, "EARLY", early):
         decoding.step_product(StepProduct(x, weight, eps=1e-5, **more))
+    return list(dict.fromkeys(kernels))
+
+
+MIXERS = {
+    "KDA": (16, 16, 128, False, True),
+    "KDA, gate given": (16, 16, 128, False, False),
+    "GDN": (16, 32, 128, True, False),
+    "KDA, 64 channels": (8, 8, 64, False, True),
+}
+"""Heads, value heads, their channels, whether there is one decay a head, and whether gate and decay
+are a low-rank product."""
+
+
+def compile_mixer(dtype: torch.dtype, name: str, B: int, early: bool) -> list[Launch]:
+    """Convolution, recurrence and gated norm of one token of B sequences."""
+    from fla_cp.kernels.torch.decoding import StepMixer, StepProduct
+    from fla_cp.kernels.triton import early as launches
+    from fla_cp.kernels.triton.step_mixer import step_mixer
+    from fla_cp.rule import DeltaRule
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    H, HV, K, per_head, is_low = MIXERS[name]
+    D, kind = (2 * H + HV) * K, "softplus"
+    low = StepProduct(zeros(B, 2 * K), zeros(2, HV * K, K), bias=zeros(2 * HV * K))
+    given = {"decay": zeros(B, HV if per_head else HV * K), "gate": zeros(B, HV * K), "low": None}
+    mixer = StepMixer(
+        DeltaRule(K**-0.5, kind, qk_l2norm=True, beta_factor=1.0, per_head=per_head),
+        zeros(B, D),
+        zeros(B, D, 4),
+        zeros(D, 4),
+        None,
+        torch.zeros(B, HV, K, K),
+        **({"decay": None, "gate": None, "low": low} if is_low else given),
+        beta=zeros(B, HV),
+        A_log=torch.zeros(HV),
+        dt_bias=torch.zeros(HV if per_head else HV * K),
+        norm=zeros(K),
+        eps=1e-5,
+        activation="sigmoid",
+    )
+    with launched() as kernels, mock.patch.object(launches, "EARLY", early):
+        step_mixer(mixer)
     return list(dict.fromkeys(kernels))
 
 
@@ -355,6 +400,10 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for part in ("projections", "down"):
             call = functools.partial(compile_product, dtype, part, 1, early=True)
             yield f"decode {part} {name} early", call
+        for kind in MIXERS:
+            if name == "bf16" or "given" in kind:
+                call = functools.partial(compile_mixer, dtype, kind, 1, early=True)
+                yield f"decode mixer {kind} {name} early", call
         for bound in (None, -5.0):
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call

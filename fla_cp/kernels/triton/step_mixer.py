@@ -2,8 +2,13 @@
 
 A program has one sequence and one head of q and k, with its value heads in turn. It holds a whole
 state in registers, since the norm needs all values of a head. State and weights are loaded before
-the program waits for the kernel ahead, which forms q, k and v. What o reads is summed while it is
-formed: q (S + k u^T) = q S + (q k) u^T, so that the new state is only written.
+the program waits for the kernel ahead, which forms q, k and v. The output does not wait for the new
+state: q (S + k u^T) = q S + (q k) u^T.
+
+Channels of q, k, v and decay are the rows of one [4, BN] tile up to the end of their activations,
+so that each thread has few of them. Triton computes a vector that has fewer elements than there are
+threads again in each layout in which it is used, from its loads on: for channels of keys as rows of
+a state, a thread would have 16 instead of one.
 """
 
 from typing import NamedTuple
@@ -14,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.torch.decoding import StepMixer
-from fla_cp.kernels.triton.conv import MAX_TAPS, load_bias, load_taps, weighted
+from fla_cp.kernels.triton.conv import MAX_TAPS, load_taps, weighted
 from fla_cp.kernels.triton.device.blocks import (
     EPS,
     decay_exp,
@@ -25,7 +30,7 @@ from fla_cp.kernels.triton.device.blocks import (
 from fla_cp.kernels.triton.device.bundles import Rows, constants, rule_options
 from fla_cp.kernels.triton.device.gates import LOG2E, gate_value, sigmoid
 from fla_cp.kernels.triton.early import allow_next, launch_early, starts_early, wait_for_last
-from fla_cp.kernels.triton.recurrent import load_gates, load_row
+from fla_cp.kernels.triton.recurrent import load_row
 from fla_cp.kernels.triton.tile_table import power_of_two
 
 ENABLED = True
@@ -41,6 +46,12 @@ MAX_MATRIX = 128 * 128
 LOW_RANK_ROWS = 4
 """The most sequences for which the kernel also computes the low-rank product: each program reads
 its weights, for each sequence again."""
+
+
+REGISTERS = 128
+"""The most registers of a thread, so that an SM holds two programs of 256 threads, of which one
+loads its state while the other one computes. More are needed for a low-rank product, and for
+several value heads, of which the compiler loads the next one early."""
 
 
 class Window(NamedTuple):
@@ -65,7 +76,8 @@ class LowRank(NamedTuple):
 @constants
 class MixerShape(NamedTuple):
     """H: heads of q and k. G: value heads for each. K, V, W: channels and taps. C: columns of a
-    low-rank matrix. BK, BV, BC: powers of two. HEAD: one decay a head. REMOVES: whether k reads
+    low-rank matrix. BK, BV, BN, BC: powers of two, BN for
+    K and V. HEAD: one decay a head. REMOVES: whether k reads
     from the state what is removed. SILU: the gate's activation is SiLU, otherwise sigmoid. EARLY:
     see early.py."""
 
@@ -77,6 +89,7 @@ class MixerShape(NamedTuple):
     C: int
     BK: int
     BV: int
+    BN: int
     BC: int
     HEAD: bool
     REMOVES: bool
@@ -112,11 +125,25 @@ def store_window(p, step, window, b_x, m_c, W: tl.constexpr):
 
 
 @triton.jit
+def channels_of(i_g, i_h, first: tl.constexpr, S: tl.constexpr):
+    """[4, BN]: channels of q, k and v of a head, and which exist; those of q and k only with
+    `first`. The last row is that of decays."""
+    row, o_n = tl.arange(0, 4)[:, None], tl.arange(0, S.BN)[None, :]
+    o_c = tl.where(row < 2, (row * S.H + i_g) * S.K, 2 * S.H * S.K + i_h * S.V) + o_n
+    m_c = (row == 2) & (o_n < S.V)
+    if first:
+        m_c |= (row < 2) & (o_n < S.K)
+    return o_c, m_c
+
+
+@triton.jit
 def load_channels(cache, weight, bias, i_n, o_c, m_c, W: tl.constexpr):
     """Where the windows of channels are, what they hold, the taps and the bias."""
     p = cache.ptr + i_n * cache.n + o_c.to(tl.int64) * cache.d
-    taps, b_bias = load_taps(weight, o_c, m_c, W), load_bias(bias, o_c, m_c)
-    return p, load_past(p, cache.w, m_c, W), taps, b_bias
+    b_bias = 0.0
+    if bias is not None:
+        b_bias = tl.load(bias + o_c, mask=m_c, other=0.0).to(tl.float32)
+    return p, load_past(p, cache.w, m_c, W), load_taps(weight, o_c, m_c, W), b_bias
 
 
 @triton.jit
@@ -128,6 +155,24 @@ def convolved(channels, b_x):
 
 
 @triton.jit
+def row_of(x, i: tl.constexpr, N: tl.constexpr):
+    """[N]: the first N columns of row i of x [4, BN]."""
+    b_x = tl.sum(tl.where(tl.arange(0, 4)[:, None] == i, x, 0.0), axis=0)
+    if N < x.shape[1]:
+        b_x = tl.sum(tl.reshape(b_x, [x.shape[1] // N, N]), axis=0)  # others are zero
+    return b_x
+
+
+@triton.jit
+def load_decay(p, i_h, S: tl.constexpr):
+    """[BK] in fp32, or the number of a head."""
+    if S.HEAD:
+        return tl.load(p + i_h).to(tl.float32)
+    else:
+        return load_row(p + i_h * S.K, tl.arange(0, S.BK), S.K, True)
+
+
+@triton.jit
 def load_matrix(weight, row, o_r, o_c, N: tl.constexpr, C: tl.constexpr):
     """[BN, BC]: N rows of a low-rank matrix, zero outside."""
     m_rc = (o_r < N)[:, None] & (o_c < C)[None, :]
@@ -135,32 +180,28 @@ def load_matrix(weight, row, o_r, o_c, N: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_head(state, n, h, cache, taps, bias, low, dt_bias, A_log, i_n, i_h, S: tl.constexpr):
-    """What a value head needs that no kernel writes since the step began: its state, the windows of
-    v, the low-rank matrices of gate and decay, the bias of the raw decay, and A_log."""
+def load_head(state, n, h, low, dt_bias, A_log, i_n, i_h, S: tl.constexpr):
+    """What a value head needs that no kernel writes since the step began, beside its channels: its
+    state, the low-rank matrices of gate and decay, the bias of the raw decay, and A_log."""
     o_k, o_v, o_c = tl.arange(0, S.BK), tl.arange(0, S.BV), tl.arange(0, S.BC)
     b_S = load_block(state + i_n * n + i_h * h, o_k, o_v, S.K, S.V)
-    channel = 2 * S.H * S.K + i_h * S.V
-    channels = load_channels(cache, taps, bias, i_n, channel + o_v, o_v < S.V, S.W)
     matrices, b_bias, b_A = (), 0.0, 0.0
     if low.x is not None:
         rows = S.H * S.G * S.V
         gates = load_matrix(low.weight, i_h * S.V, o_v, o_c, S.V, S.C)
         matrices = (gates, load_matrix(low.weight, rows + i_h * S.K, o_k, o_c, S.K, S.C))
     if dt_bias is not None:
-        b_bias = load_gates(dt_bias + i_h * (1 if S.HEAD else S.K), o_k, S.K, True, S.HEAD)
+        b_bias = load_decay(dt_bias, i_h, S)
     if A_log is not None:
         b_A = tl.load(A_log + i_h).to(tl.float32)
-    return b_S, channels, matrices, b_bias, b_A
+    return b_S, matrices, b_bias, b_A
 
 
 @triton.jit
-def load_inputs(x, gate, decay, low, beta, i_n, i_h, S: tl.constexpr):
-    """What the kernels ahead form for a value head: v, raw gate and decay, and beta. With `low`
-    gate and decay are the inputs of their products, [BC]."""
-    o_k, o_v, o_c = tl.arange(0, S.BK), tl.arange(0, S.BV), tl.arange(0, S.BC)
-    p = x.ptr + i_n * x.row + 2 * S.H * S.K + i_h * S.V
-    b_v, b_beta = tl.load(p + o_v, mask=o_v < S.V, other=0.0), 1.0
+def load_inputs(gate, decay, low, beta, i_n, i_h, S: tl.constexpr):
+    """What the kernels ahead form for a value head beside its channels: raw gate and decay, and
+    beta. With `low` gate and decay are the inputs of their products, [BC]."""
+    o_v, o_c, b_beta = tl.arange(0, S.BV), tl.arange(0, S.BC), 1.0
     if beta.ptr is not None:
         b_beta = tl.load(beta.ptr + i_n * beta.row + i_h).to(tl.float32)
     if low.x is not None:
@@ -168,9 +209,8 @@ def load_inputs(x, gate, decay, low, beta, i_n, i_h, S: tl.constexpr):
         b_g = load_row(low.x + i_n * low.row + S.C, o_c, S.C, True)
     else:
         b_a = load_row(gate.ptr + i_n * gate.row + i_h * S.V, o_v, S.V, True)
-        p = decay.ptr + i_n * decay.row + i_h * (1 if S.HEAD else S.K)
-        b_g = load_gates(p, o_k, S.K, True, S.HEAD)
-    return b_v, b_a, b_g, b_beta
+        b_g = load_decay(decay.ptr + i_n * decay.row, i_h, S)
+    return b_a, b_g, b_beta
 
 
 @triton.jit
@@ -183,11 +223,31 @@ def applied(matrix, b_x, bias, row, o_r, N: tl.constexpr):
 
 
 @triton.jit
-def unit_of(b_x, NORM: tl.constexpr):
-    """b_x divided by its length with NORM, otherwise as it is."""
-    if NORM:
-        b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=0) + EPS)
-    return b_x
+def decay_of(b_g, bound, b_A, R: tl.constexpr, HAS_RATE: tl.constexpr):
+    """The factors by which a state decays, from raw decays."""
+    rate = 1.0
+    if HAS_RATE:
+        rate = tl.exp(b_A)
+    b_g = gate_value(b_g, rate, bound, R.GATE)
+    if R.EXP2:
+        b_g *= LOG2E
+    return decay_exp(b_g, R.EXP2)
+
+
+@triton.jit
+def with_decay(b_y, b_g, S: tl.constexpr):
+    """[4, BN]: b_y with b_g [BK] as its last row."""
+    if S.BK < S.BN:
+        b_g = tl.reshape(tl.broadcast_to(b_g[None, :], [S.BN // S.BK, S.BK]), [S.BN])
+    return tl.where(tl.arange(0, 4)[:, None] == 3, b_g[None, :], b_y)
+
+
+@triton.jit
+def unit_rows_of(b_y):
+    """[4, BN]: the rows of q and k divided by their lengths."""
+    row = tl.arange(0, 4)
+    factor = tl.where(row < 2, tl.rsqrt(tl.sum(b_y * b_y, axis=1) + EPS), 1.0)
+    return b_y * factor[:, None]
 
 
 @triton.jit
@@ -219,42 +279,42 @@ def step_mixer_kernel(
     None: 1); A_log, dt_bias: fp32 or None; norm [V]; o [B, HV * V]."""
     allow_next(S.EARLY)
     i_g, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_k, o_v = tl.arange(0, S.BK), tl.arange(0, S.BV)
-    m_k, m_v = o_k < S.K, o_v < S.V
-    c_q, c_k = i_g * S.K + o_k, (S.H + i_g) * S.K + o_k
-    of_q = load_channels(cache, taps, bias, i_n, c_q, m_k, S.W)
-    of_k = load_channels(cache, taps, bias, i_n, c_k, m_k, S.W)
+    o_k, o_v, row = tl.arange(0, S.BK), tl.arange(0, S.BV), tl.arange(0, 4)[:, None]
     b_norm = load_row(norm, o_v, S.V, True)
-    i_h = i_g * S.G
-    head = load_head(state, n, h, cache, taps, bias, low, dt_bias, A_log, i_n, i_h, S)
-    wait_for_last(S.EARLY)
-    x_q = tl.load(x.ptr + i_n * x.row + c_q, mask=m_k, other=0.0)
-    x_k = tl.load(x.ptr + i_n * x.row + c_k, mask=m_k, other=0.0)
-    inputs = load_inputs(x, gate, decay, low, beta, i_n, i_h, S)
-    b_q = unit_of(convolved(of_q, x_q), R.NORM)
-    b_k = unit_of(convolved(of_k, x_k), R.NORM)
-    b_qk = tl.sum(b_q * b_k, axis=0)
+    b_q = tl.zeros([S.BK], tl.float32)
+    b_k, b_qk = b_q, 0.0
     for j in tl.static_range(S.G):
         i_h = i_g * S.G + j
-        if j > 0:
-            head = load_head(state, n, h, cache, taps, bias, low, dt_bias, A_log, i_n, i_h, S)
-            inputs = load_inputs(x, gate, decay, low, beta, i_n, i_h, S)
-        b_S, of_v, matrices, b_bias, b_A = head
-        x_v, b_a, b_g, b_beta = inputs
+        o_c, m_c = channels_of(i_g, i_h, j == 0, S)
+        channels = load_channels(cache, taps, bias, i_n, o_c, m_c, S.W)
+        b_S, matrices, b_bias, b_A = load_head(state, n, h, low, dt_bias, A_log, i_n, i_h, S)
+        if j == 0:
+            wait_for_last(S.EARLY)
+        b_x = tl.load(x.ptr + i_n * x.row + o_c, mask=m_c, other=0.0)
+        b_a, b_g, b_beta = load_inputs(gate, decay, low, beta, i_n, i_h, S)
         if low.x is not None:
-            row = S.H * S.G * S.V + i_h * S.K
             b_a = applied(matrices[0], b_a, low.bias, i_h * S.V, o_v, S.V)
-            b_g = applied(matrices[1], b_g, low.bias, row, o_k, S.K)
+            at = S.H * S.G * S.V + i_h * S.K
+            b_g = applied(matrices[1], b_g, low.bias, at, o_k, S.K)
         if R.BETA_SIGMOID:
             b_beta = beta_factor * sigmoid(b_beta)
-        rate = 1.0
-        if A_log is not None:
-            rate = tl.exp(b_A)
-        b_g = gate_value(b_g + b_bias, rate, bound, R.GATE)
-        if R.EXP2:
-            b_g *= LOG2E
-        b_S *= decay_exp(b_g, R.EXP2)[:, None]
-        b_u = convolved(of_v, x_v)
+        b_y = convolved(channels, b_x)
+        tl.debug_barrier()  # all threads have read the windows
+        store_window(channels[0], cache.w, channels[1], b_x, m_c, S.W)
+        if R.NORM and j == 0:
+            b_y = unit_rows_of(b_y)
+        b_g += b_bias
+        if S.HEAD:
+            b_decay = decay_of(b_g, bound, b_A, R, A_log is not None)
+        else:
+            b_y = with_decay(b_y, b_g, S)
+            b_y = tl.where(row == 3, decay_of(b_y, bound, b_A, R, A_log is not None), b_y)
+            b_decay = row_of(b_y, 3, S.BK)[:, None]
+        if j == 0:
+            b_q, b_k = row_of(b_y, 0, S.BK), row_of(b_y, 1, S.BK)
+            b_qk = tl.sum(b_q * b_k, axis=0)
+        b_S *= b_decay
+        b_u = row_of(b_y, 2, S.BV)
         if S.REMOVES:
             b_u -= tl.sum(b_k[:, None] * b_S, axis=0)
         b_u *= b_beta
@@ -264,13 +324,9 @@ def step_mixer_kernel(
         if S.SILU:
             b_o *= b_a
         p = o + (i_n * S.H * S.G + i_h) * S.V + o_v
-        tl.store(p, b_o.to(o.dtype.element_ty), mask=m_v)
+        tl.store(p, b_o.to(o.dtype.element_ty), mask=o_v < S.V)
         b_S += b_k[:, None] * b_u[None, :]
         store_block(state + i_n * n + i_h * h, b_S, o_k, o_v, S.K, S.V)
-        tl.debug_barrier()  # all threads have read the windows
-        store_window(of_v[0], cache.w, of_v[1], x_v, m_v, S.W)
-    store_window(of_q[0], cache.w, of_q[1], x_q, m_k, S.W)
-    store_window(of_k[0], cache.w, of_k[1], x_k, m_k, S.W)
 
 
 def fits(m: StepMixer) -> bool:
@@ -305,8 +361,9 @@ def step_mixer(m: StepMixer) -> Tensor:
         C, inner = m.low.weight.shape[2], unit_rows(m.low.x)
         low = LowRank(inner, inner.stride(0), m.low.weight, m.low.bias)
     early, BC = starts_early(qkv), power_of_two(max(1, C))
-    tiles, choices = (power_of_two(K), power_of_two(V), BC), (rule.per_head, rule.removal == "k")
-    S = MixerShape(H, HV // H, K, V, W, C, *tiles, *choices, m.activation == "silu", early)
+    tiles = power_of_two(K), power_of_two(V), power_of_two(max(K, V)), BC
+    choices = rule.per_head, rule.removal == "k", m.activation == "silu", early
+    S = MixerShape(H, HV // H, K, V, W, C, *tiles, *choices)
     o = torch.empty(B, HV * V, dtype=qkv.dtype, device=qkv.device)
     launch_early(
         step_mixer_kernel,
@@ -333,6 +390,7 @@ def step_mixer(m: StepMixer) -> Tensor:
         rule_options(rule, qkv.dtype),
         early=early,
         num_warps=max(1, S.BK * S.BV // 2048),
+        **{"maxnreg": REGISTERS} if low.x is None and S.G == 1 else {},
     )
     for cache in (m.window, state):
         if not cache.is_inference():
