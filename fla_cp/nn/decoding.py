@@ -107,6 +107,7 @@ class RecurrentStep:
         ]
         self.biases = [_biases([m[1] for m in group]) for group in self.groups]
         self.rule = one_stage_rule(layer)
+        self.come = _counters(layer.o_proj)
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -128,7 +129,7 @@ class RecurrentStep:
         qkv, *rest = both.split(self.widths, 1)
         o = (self._stages if self.rule is None else self._one_stage)(qkv, rest, cache)
         weight = self.layer.o_proj.weight.data[None]
-        backend.step_product(StepProduct(o, weight, onto=x))
+        backend.step_product(StepProduct(o, weight, onto=x, come=self.come))
 
     def _projected(self, rest: list[Tensor]) -> dict[nn.Module, Tensor]:
         """The results of the modules other than those of q, k and v. rest: what `into` leaves for
@@ -202,6 +203,7 @@ class SwiGLUStep:
     def __init__(self, ffn: SwiGLU, norm: nn.RMSNorm, impl: str = "auto") -> None:
         self.ffn, self.norm, self.impl = ffn, norm, impl
         self.into = stacked([ffn.gate.weight, ffn.up.weight])[None]
+        self.come = _counters(ffn.down)
 
     @staticmethod
     def fits(ffn: nn.Module) -> bool:
@@ -213,7 +215,8 @@ class SwiGLUStep:
     def __call__(self, x: Tensor) -> None:
         backend = resolve(self.impl, x.device, x.dtype)
         inner = backend.step_product(_behind(self.norm, x, self.into)._replace(swiglu=True))
-        backend.step_product(StepProduct(inner, self.ffn.down.weight.data[None], onto=x))
+        weight = self.ffn.down.weight.data[None]
+        backend.step_product(StepProduct(inner, weight, onto=x, come=self.come))
 
 
 class BlockStep:
@@ -255,6 +258,12 @@ def _behind(norm: nn.RMSNorm, x: Tensor, weight: Tensor) -> StepProduct:
     """The product of norm(x) and a weight [1, R, C]."""
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     return StepProduct(x, weight, norm.weight, eps)
+
+
+def _counters(linear: nn.Linear) -> Tensor:
+    """Zeros as `StepProduct.come` of the module's product."""
+    rows, device = linear.weight.shape[0], linear.weight.device
+    return torch.zeros(-(-rows // 16), dtype=torch.int32, device=device)
 
 
 def _biases(modules: Sequence[nn.Linear]) -> Tensor | None:

@@ -17,6 +17,9 @@ class StepProduct(NamedTuple):
     with one input only. bias: [G * R]. swiglu: the product's first R / 2 columns are the gate of
     the others, so that the result is silu(gate) * up with R / 2 columns; with one input only.
     onto: [B, R], to which the result is added in place; with one input only.
+    come: [R / 16 or more] int32, zeros, in which a kernel may count its programs, and which are zero
+    again when it has ended; None: there is no such memory. Two kernels that run at the same time
+    must not have the same.
     """
 
     x: Tensor
@@ -26,6 +29,7 @@ class StepProduct(NamedTuple):
     bias: Tensor | None = None
     swiglu: bool = False
     onto: Tensor | None = None
+    come: Tensor | None = None
 
 
 class StepMixer(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fla_cp.kernels.torch import decoding as torch_stage
 from fla_cp.kernels.torch.decoding import StepProduct
+from fla_cp.kernels.triton import step_dot
 from fla_cp.kernels.triton.conv import MAX_TAPS, load_bias, load_taps, weighted
 from fla_cp.kernels.triton.device.blocks import divides, unit_rows
 from fla_cp.kernels.triton.device.bundles import constants
@@ -179,6 +180,8 @@ def step_product(p: StepProduct) -> Tensor:
     p = p._replace(x=unit_rows(p.x))
     if len(p.x) <= FUSED_ROWS:
         return _fused(p)
+    if step_dot.takes(p):
+        return step_dot.step_dot(p)
     x = p.x if p.norm is None else _normed(p.x, p.norm, p.eps)
     if not p.swiglu:
         return torch_stage.plain_product(p, x)

@@ -49,14 +49,17 @@ def wait_for_last(EARLY: tl.constexpr):
         gdc_wait()
 
 
+SECTOR = tl.constexpr(32)
+"""Bytes that come into the L2 cache at least."""
+
+
 @triton.jit
-def fetch(p, BYTES: tl.constexpr):
-    """Starts to bring BYTES, a multiple of 16, from each address of p into the L2 cache (sm_90)."""
-    size = tl.full(p.shape, BYTES, tl.int32)
+def fetch(p):
+    """Starts to bring what stands at the addresses p into the L2 cache, SECTOR bytes at each."""
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [p, size],
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [p],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
