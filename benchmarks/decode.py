@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -152,18 +153,46 @@ def kernels(f: Callable[[], object]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def variant_milliseconds(model: Decoder, rows: int, name: str, value: object) -> float | None:
-    """The step in a graph with another value of a constant of kernels/triton/decoding.py; None for
-    batches for which it means nothing. Raises SystemExit if its tokens are wrong."""
-    from fla_cp.kernels.triton import decoding as stages
+FEW: dict[str, dict[str, object]] = {
+    "separate": {"decoding.FUSED_ROWS": 0, "step_dot.MAX_ROWS": 0},
+    "tensor cores": {"decoding.FUSED_ROWS": 0},
+    "late": {"early.EARLY": False},
+    "stages": {"step_mixer.ENABLED": False},
+    "low rank apart": {"step_mixer.LOW_RANK_ROWS": 0},
+    "nothing ahead": {"decoding.AHEAD": 0},
+    "twice ahead": {"decoding.AHEAD": 32 * 1024},
+}
+MANY: dict[str, dict[str, object]] = {
+    "separate": {"step_dot.MAX_ROWS": 0},
+    "late": {"early.EARLY": False},
+    "stages": {"step_mixer.ENABLED": False},
+    "nothing fetched": {"step_dot.FETCHED": 0},
+    "unsplit": {"step_dot.MAX_SPLITS": 1},
+    "4 stages": {"step_dot.STAGES": 4},
+    "one program": {"step_mixer.REGISTERS": 255},
+}
+"""Variants of a step: other values of constants of kernels/triton, for batches whose products need
+no tensor cores, and for larger ones."""
 
-    if rows > stages.FUSED_ROWS:  # products are cuBLAS's in any case
-        return None
-    with mock.patch.object(stages, name, value):
+
+def variant_milliseconds(model: Decoder, rows: int, values: dict[str, object]) -> float:
+    """The step in a graph with other values of constants. Raises SystemExit if its tokens are
+    wrong."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(mock.patch(f"fla_cp.kernels.triton.{name}", value))
         near_ties(model, tokens_of(decoding(model, rows, True)[0], CHECKED))
         found, _ = decoding(model, rows, True)
         loop_milliseconds(found)
         return milliseconds(found.advance, "cuda")
+
+
+def variants(model: Decoder, rows: int) -> dict[str, float]:
+    """The milliseconds of each variant."""
+    from fla_cp.kernels.triton.decoding import FUSED_ROWS
+
+    named = FEW if rows <= FUSED_ROWS else MANY
+    return {name: variant_milliseconds(model, rows, values) for name, values in named.items()}
 
 
 def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
@@ -180,10 +209,9 @@ def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
     row["kernels"] = kernels(found.advance)
     row["launches"] = sum(kernel["count"] for kernel in row["kernels"]) or None
     row["eager_loop_ms"] = loop_milliseconds(decoding(model, rows, False)[0])
-    row |= {"separate_ms": None, "early_ms": None}
-    if captured:
-        row["separate_ms"] = variant_milliseconds(model, rows, "FUSED_ROWS", 0)
-        row["early_ms"] = variant_milliseconds(model, rows, "EARLY", True)
+    row["variants"] = variants(model, rows) if captured else {}
+    row["separate_ms"] = row["variants"].get("separate")
+    row["early_ms"] = row["graph_ms"]
     return row
 
 
@@ -217,6 +245,8 @@ def main(argv: list[str] | None = None) -> None:
         goal = GOALS.get(rows) if size == "1.3B" else None
         met = "" if goal is None else f"; goal {goal}x, {row['over_floor'] / goal:.2f} of it"
         print("  ".join(cells) + met, flush=True)
+        for name, found in row["variants"].items():
+            print(f"    {found:9.3f} ms  {name}")
         for kernel in row["kernels"][:15]:
             print(f"    {kernel['us']:9.1f} us  {kernel['count']:4} x {kernel['name'][:80]}")
         if args.out is not None:

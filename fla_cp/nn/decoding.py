@@ -81,10 +81,17 @@ class RecurrentStep:
     """x [B, hidden] += layer(norm(x)) for one more token of each sequence.
 
     The constructor moves the layer's weights, see `stacked`. A call updates a cache in place, which
-    must have seen a token. impl: "auto", "torch" or "triton", for the products.
+    must have seen a token. impl: "auto", "torch" or "triton", for the products. ahead: the weight
+    that the next layer reads.
     """
 
-    def __init__(self, layer: LinearAttention, norm: nn.RMSNorm, impl: str = "auto") -> None:
+    def __init__(
+        self,
+        layer: LinearAttention,
+        norm: nn.RMSNorm,
+        impl: str = "auto",
+        ahead: Tensor | None = None,
+    ) -> None:
         self.layer, self.norm, self.impl = layer, norm, impl
         modules: list[Any] = layer.input_projections()[3:]
         low_rank = [m for m in modules if is_low_rank(m)]
@@ -107,7 +114,7 @@ class RecurrentStep:
         ]
         self.biases = [_biases([m[1] for m in group]) for group in self.groups]
         self.rule = one_stage_rule(layer)
-        self.come = _counters(layer.o_proj)
+        self.come, self.ahead = _counters(layer.o_proj), ahead
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -129,7 +136,7 @@ class RecurrentStep:
         qkv, *rest = both.split(self.widths, 1)
         o = (self._stages if self.rule is None else self._one_stage)(qkv, rest, cache)
         weight = self.layer.o_proj.weight.data[None]
-        backend.step_product(StepProduct(o, weight, onto=x, come=self.come))
+        backend.step_product(StepProduct(o, weight, onto=x, come=self.come, ahead=self.ahead))
 
     def _projected(self, rest: list[Tensor]) -> dict[nn.Module, Tensor]:
         """The results of the modules other than those of q, k and v. rest: what `into` leaves for
@@ -229,10 +236,11 @@ class BlockStep:
     def __init__(self, block: nn.Module, impl: str = "auto") -> None:
         part: Any = block
         self.block, self.mixer, self.ffn = part, None, None
-        if RecurrentStep.fits(part.mixer):
-            self.mixer = RecurrentStep(part.mixer, part.mixer_norm, impl)
         if SwiGLUStep.fits(part.ffn):
             self.ffn = SwiGLUStep(part.ffn, part.ffn_norm, impl)
+        if RecurrentStep.fits(part.mixer):
+            ahead = None if self.ffn is None else self.ffn.into
+            self.mixer = RecurrentStep(part.mixer, part.mixer_norm, impl, ahead)
 
     def __call__(self, x: Tensor, cache: LayerCache) -> None:
         block = self.block

@@ -197,7 +197,7 @@ def compile_product(dtype: torch.dtype, name: str, B: int, early: bool = False) 
     given = {"norm": torch.zeros(C), "bias": torch.zeros(G * R), "onto": torch.zeros(B, R)}
     more = {part: given[part].to(dtype) if part in given else True for part in parts}
     if "onto" in parts:
-        more["come"] = torch.zeros(R // 16, dtype=torch.int32)
+        more |= {"come": torch.zeros(R // 16, dtype=torch.int32), "ahead": torch.zeros(2**20)}
     x, weight = torch.zeros(B, G * C, dtype=dtype), torch.zeros(G, R, C, dtype=dtype)
     with launched() as kernels, mock.patch.object(launches, "EARLY", early):
         decoding.step_product(StepProduct(x, weight, eps=1e-5, **more))
@@ -403,7 +403,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             for part in PRODUCTS:
                 call = functools.partial(compile_product, dtype, part, 64, early=True)
                 yield f"decode {part} {name} 64 early", call
-        for part in ("projections", "down"):
+        for part in ("projections", "output", "down"):
             call = functools.partial(compile_product, dtype, part, 1, early=True)
             yield f"decode {part} {name} early", call
         for kind in MIXERS:

@@ -1,11 +1,13 @@
 """Checks of the stages of a decoding step, as in checks.py."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.decoding import StepProduct
+from fla_cp.kernels.torch.decoding import StepMixer, StepProduct
+from fla_cp.rule import DeltaRule
 from tests.gpu import checks
 from tests.gpu.cases import BF16, FP16, FP32
 
@@ -14,11 +16,23 @@ PRODUCTS = {
     "inputs": (2, 1000, 128, ("bias",)),
     "SwiGLU": (1, 2 * 1376, 512, ("norm", "swiglu")),
     "added": (1, 500, 5504, ("onto",)),
+    "split": (1, 2048, 2048, ("onto", "come")),
 }
-"""Inputs, rows and columns of a weight, and what stands around the product."""
+"""Inputs, rows and columns of a weight, and what stands around the product; come: the columns may
+be split over programs, which count each other."""
 
 BATCHES = (1, 4, 5, 64)
-"""Sequences: one kernel up to four of them."""
+"""Sequences: one kernel up to four of them, and on tensor cores up to 64."""
+
+MIXERS = {
+    "KDA": (16, 16, 128, 128, {}),
+    "KDA, low rank": (16, 16, 128, 128, {"low": 128}),
+    "KDA, other sizes": (3, 3, 96, 64, {"gate": "sigmoid", "lower_bound": -5.0}),
+    "GDN": (4, 8, 128, 128, {"per_head": True}),
+    "GLA": (2, 2, 64, 128, {"removal": "none", "beta_factor": None}),
+    "three stages": (2, 2, 256, 256, {}),
+}
+"""Heads, value heads, K, V and options of the rule; low: the rank of gate and decay."""
 
 UPDATES = ((1, 6144, 4), (5, 300, 3), (64, 2000, 8), (3, 100, 9))
 """N, D, W of the convolution of one more token."""
@@ -34,6 +48,7 @@ def check_decoding() -> checks.Rows:
         for name, (G, R, C, parts) in PRODUCTS.items():
             for B in BATCHES:
                 given = {"norm": draw(C), "bias": draw(G * R), "onto": draw(B, R)}
+                given["come"] = torch.zeros(R // 16)
                 x = {"x": draw(B, G * C + 64), "weight": draw(G, R, C) / C**0.5}
                 x |= {part: given[part] for part in parts if part in given}
                 call = partial(product, swiglu="swiglu" in parts)
@@ -43,7 +58,66 @@ def check_decoding() -> checks.Rows:
             x = {"x": draw(N, D + 8), "cache": draw(N, D, W), "weight": draw(D, W), "bias": draw(D)}
             found = checks.judged(update, {n: t.to(dtype) for n, t in x.items()}, dtype)
             rows.append({"case": f"decode convolution N={N} D={D} W={W}"} | found)
+        for name, (H, HV, K, V, options) in MIXERS.items():
+            for B in BATCHES:
+                x = {"qkv": draw(B, 2 * H * K + HV * V + 8), "state": draw(B, HV, K, V)}
+                D, per_head = 2 * H * K + HV * V, options.get("per_head")
+                x |= {"window": draw(B, D, 4), "taps": draw(D, 4), "beta": draw(B, HV)}
+                x |= {"decay": draw(B, HV if per_head else HV * K), "gate": draw(B, HV * V)}
+                if "low" in options:
+                    rank = options["low"]
+                    x["low"], x["bias"] = draw(B, 2 * rank), draw(2 * HV * K)
+                    x["second"] = draw(2, HV * K, rank) / rank**0.5
+                x = {n: t.to(dtype) if n != "state" else t for n, t in x.items()}
+                x |= {"norm": draw(V).to(dtype), "A_log": draw(HV) / 4}
+                x["dt_bias"] = draw(HV if per_head else HV * K) - 1
+                call = partial(mixer, H=H, options=options)
+                found = checks.judged(call, x, dtype, partial(of_decays, call, dtype))
+                rows.append({"case": f"decode mixer {name} B={B}"} | found)
     return rows
+
+
+def of_decays(
+    call: Callable[[checks.Named, str], checks.Named],
+    dtype: torch.dtype,
+    x: checks.Named,
+    actual: checks.Named,
+    exact: checks.Named,
+) -> checks.Named:
+    """The errors that decays in fp32 may have, see `checks.of_approximations`."""
+    return checks.of_approximations(call, x, exact) if dtype == FP32 else {}
+
+
+def mixer(x: checks.Named, impl: str, *, H: int, options: dict) -> checks.Named:
+    """Convolution, recurrence and gated norm; q, k and v are part of a wider tensor."""
+    x = {n: t.to(checks.DEVICE) for n, t in x.items()}
+    state, window = x["state"].clone(), x["window"].clone()
+    qkv = x["qkv"][:, : window.shape[1]]
+    low = x.get("low")
+    if low is not None:
+        low = StepProduct(low, x["second"], bias=x["bias"])
+    rule = {"gate": "softplus", "qk_l2norm": True, "beta_factor": 1.0} | options
+    rule.pop("low", None)
+    m = StepMixer(
+        rule=DeltaRule(state.shape[2] ** -0.5, **rule),
+        qkv=qkv,
+        window=window,
+        taps=x["taps"],
+        bias=None,
+        state=state,
+        decay=None if low else x["decay"],
+        gate=None if low else x["gate"],
+        low=low,
+        beta=x["beta"] if rule["beta_factor"] else None,
+        A_log=x["A_log"],
+        dt_bias=x["dt_bias"],
+        norm=x["norm"],
+        eps=1e-5,
+        activation="silu" if H < 16 else "sigmoid",
+    )
+    assert m.key_heads == H
+    y = resolve(impl, qkv.device, qkv.dtype).step_mixer(m)
+    return {"y": y, "state": state, "window": window}
 
 
 def product(x: checks.Named, impl: str, *, swiglu: bool) -> checks.Named:
@@ -52,6 +126,8 @@ def product(x: checks.Named, impl: str, *, swiglu: bool) -> checks.Named:
     wide, weight = x.pop("x"), x.pop("weight")
     if "onto" in x:
         x["onto"] = x["onto"].clone()
+    if "come" in x:
+        x["come"] = x["come"].int()
     p = StepProduct(wide[:, : weight.shape[0] * weight.shape[2]], weight, swiglu=swiglu, **x)
     p = p._replace(eps=1e-5)
     return {"y": resolve(impl, wide.device, wide.dtype).step_product(p)}

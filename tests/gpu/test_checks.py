@@ -194,21 +194,31 @@ def test_the_gpu_checks_of_layers(small, monkeypatch):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("wrong", ["nothing", "step_product", "conv_update"])
+@pytest.mark.parametrize("wrong", ["nothing", "step_product", "conv_update", "step_mixer"])
 def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
-    """They pass, and they fail on a wrong product and on a wrong convolution."""
+    """They pass, and they fail on a wrong product, convolution or mixer."""
     parts = {"normed": ("norm",), "SwiGLU": ("norm", "swiglu"), "added": ("onto",)}
     monkeypatch.setattr(decoding, "PRODUCTS", {n: (1, 34, 40, of) for n, of in parts.items()})
     monkeypatch.setattr(decoding, "UPDATES", ((3, 70, 3),))
     monkeypatch.setattr(decoding, "BATCHES", (2, 5))
+    mixers = {"low": (1, 1, 16, 16, {"low": 16}), "GDN": (1, 2, 16, 24, {"per_head": True})}
+    monkeypatch.setattr(decoding, "MIXERS", mixers)
     backend = type(resolve("triton", torch.device("cpu"), F32))
     if wrong != "nothing":
         fine = getattr(backend, wrong)
-        monkeypatch.setattr(backend, wrong, staticmethod(lambda *given: fine(*given).mul_(1.5)))
+
+        def changed(*given):
+            return fine(*given).mul_(1.5)
+
+        plain = changed if wrong == "step_mixer" else staticmethod(changed)
+        monkeypatch.setattr(backend, wrong, plain)
     rows = decoding.check_decoding()
-    assert len(rows) == 3 * (3 * 2 + 1)
+    assert len(rows) == 3 * (3 * 2 + 1 + 2 * 2)
+    of = {"conv_update": "convolution", "step_mixer": "mixer"}
     for row in rows:
-        judged = {"conv_update": "convolution"}.get(wrong, "B=")
+        if wrong == "step_product" and "mixer" in row["case"]:
+            continue  # some of them have a product
+        judged = of.get(wrong, "B=")
         assert row["ok"] == (wrong == "nothing" or judged not in row["case"]), row
 
 

@@ -96,7 +96,9 @@ def test_products_of_split_columns(name, splits, monkeypatch):
     monkeypatch.setattr(step_dot, "COLUMNS", 16)
     counts = torch.zeros(3, dtype=torch.int32)
     seen = []
-    with redirected(lambda kernel, grid, *given, **named: seen.append(grid) or kernel[grid](*given)):
+    with redirected(
+        lambda kernel, grid, *given, **named: seen.append(grid) or kernel[grid](*given)
+    ):
         for _ in range(2):
             p = drawn_product(name, 7, F16)._replace(come=counts)
             exact, plain = exact_product(p), TORCH.step_product(drawn_product(name, 7, F16))
@@ -149,7 +151,10 @@ MIXERS = {
     "KDA, K != V": {"V": 16, "rule": {"beta_factor": 2.0}},
     "GDN, two value heads": {"G": 2, "rule": {"per_head": True}, "activation": "silu"},
     "GLA": {"beta": False, "bias": True, "rule": {"removal": "none", "beta_factor": None}},
-    "simple GLA": {"beta": False, "rule": {"removal": "none", "beta_factor": None, "per_head": True}},
+    "simple GLA": {
+        "beta": False,
+        "rule": {"removal": "none", "beta_factor": None, "per_head": True},
+    },
     "no kernel: taps": {"W": 9},
 }
 
@@ -213,7 +218,9 @@ def test_mixers(name, dtype, B):
             backend = backend or resolve("triton", each.qkv.device, dtype)
             found[which] = backend.step_mixer(each)
     assert found["m"].dtype == dtype
-    for n, (actual, e, b) in enumerate(zip(*(found[k] for k in ("m", "exact", "plain")), strict=True)):
+    for n, (actual, e, b) in enumerate(
+        zip(*(found[k] for k in ("m", "exact", "plain")), strict=True)
+    ):
         assert_within_budget(f"o {n}", actual, e, b, factor=4.0)
     assert_within_budget("state", m.state, exact.state, plain.state, factor=4.0)
     torch.testing.assert_close(m.window, plain.window, atol=0, rtol=torch.finfo(dtype).eps)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from fla_cp.kernels.triton import decoding as stages
+from fla_cp.kernels.triton import early
 from fla_cp.train import decoding, generate
 from fla_cp.train.decoding import DecodeStep, Replayed, why_eager
 from fla_cp.train.generate import Sampling, _joined, make_caches, next_logits
@@ -104,7 +104,7 @@ def main() -> None:
                 close(plain, called(model, prompts), limit)
                 if captured:
                     close(steps(model, prompts, True), plain, limit)
-                    with mock.patch.object(stages, "EARLY", True):
+                    with mock.patch.object(early, "EARLY", False):
                         close(steps(model, prompts, True), plain, limit)
             if dtype == torch.float32:
                 compare_texts(model)

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from fla_cp.kernels.torch.decoding import StepMixer
 from fla_cp.kernels.triton.conv import MAX_TAPS, load_taps, weighted
-from fla_cp.kernels.triton.device.blocks import (
-    EPS,
-    decay_exp,
-    load_block,
-    store_block,
-    unit_rows,
-)
+from fla_cp.kernels.triton.device.blocks import EPS, decay_exp, load_block, store_block, unit_rows
 from fla_cp.kernels.triton.device.bundles import Rows, constants, rule_options
 from fla_cp.kernels.triton.device.gates import LOG2E, gate_value, sigmoid
 from fla_cp.kernels.triton.early import allow_next, launch_early, starts_early, wait_for_last
@@ -158,7 +152,7 @@ def convolved(channels, b_x):
 def row_of(x, i: tl.constexpr, N: tl.constexpr):
     """[N]: the first N columns of row i of x [4, BN]."""
     b_x = tl.sum(tl.where(tl.arange(0, 4)[:, None] == i, x, 0.0), axis=0)
-    if N < x.shape[1]:
+    if x.shape[1] > N:
         b_x = tl.sum(tl.reshape(b_x, [x.shape[1] // N, N]), axis=0)  # others are zero
     return b_x
 
