@@ -177,7 +177,7 @@ SECTIONS = (
         "and writes the states once, at the larger of the two bandwidths above the table; the "
         "goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. In separate, "
         "every product is a call of cuBLAS, and in early a product loads its weights while the "
-        "kernel ahead of it ends (`EARLY` of kernels/triton/decoding.py); eager is without a "
+        "kernel ahead of it ends (`EARLY` of kernels/triton/early.py); eager is without a "
         "graph.",
         lambda r: r.data.get("benchmark") == "decode",
         report_memory.decode,

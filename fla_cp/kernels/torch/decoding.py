@@ -19,8 +19,8 @@ class StepProduct(NamedTuple):
     onto: [B, R], to which the result is added in place; with one input only.
     come: [R / 16 or more] int32, zeros, in which a kernel may count its programs, and which are
     zero again when it has ended; None: there is no such memory. Two kernels that run at the same
-    time must not have the same. ahead: a weight that a later kernel reads; this one may bring a part of
-    it into the GPU's L2 cache.
+    time must not have the same. ahead: a weight that a later kernel reads; this one may bring a
+    part of it into the GPU's L2 cache.
     """
 
     x: Tensor
@@ -41,9 +41,12 @@ class StepMixer(NamedTuple):
     rule: without p, states [K, V]. qkv: [B, D], rows any distance apart, raw q [H * K], k [H * K]
     and v [HV * V]. window: [B, D, W], the `cache` of the convolution; taps [D, W] and bias [D] or
     None are its parameters. state: [B, HV, K, V]. Both are updated in place. decay: raw,
-    [B, HV * K] or [B, HV]. gate: [B, HV * V], before its activation. low: a product whose result is the gate
-    and beside it the decay, which are then None; K is V. beta: [B, HV] or None. A_log, dt_bias: as
-    in `Inputs`. norm: [V], with eps; activation: of the gate.
+    [B, HV * K] or [B, HV]. gate: [B, HV * V], before its activation. low: a product whose result
+    is the gate and beside it the decay, which are then None; K is V. beta: [B, HV] or None. A_log,
+    dt_bias: as in `Inputs`. norm: [V], with eps; activation: of the gate.
+
+    Kernels may read window and state before the kernel ahead of them has ended. The one that wrote
+    them last must have ended: in a step, operations of torch stand between.
     """
 
     rule: DeltaRule
