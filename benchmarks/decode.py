@@ -1,6 +1,6 @@
 """A decoding step beside the bytes that it must move, in a CUDA graph and without one, as JSON.
 
-    python -m benchmarks.decode [--size 1.3B] [--batches 1,64] [--out FILE]
+    python -m benchmarks.decode [--size 1.3B] [--batches 1,64] [--variants NAMES] [--out FILE]
 
 The floor is the time in which the device, at the bandwidth measured in the same run, reads weights
 once, and reads and writes states once (`fla_cp.train.decoding.step_bytes`). Weights are random, in
@@ -169,6 +169,10 @@ MANY: dict[str, dict[str, object]] = {
     "nothing fetched": {"step_dot.FETCHED": 0},
     "unsplit": {"step_dot.MAX_SPLITS": 1},
     "4 stages": {"step_dot.STAGES": 4},
+    "32 rows": {"step_dot.ROWS": 32},
+    "128 rows": {"step_dot.ROWS": 128, "step_dot.STAGES": 4},
+    "128 columns": {"step_dot.COLUMNS": 128, "step_dot.STAGES": 3},
+    "twice as many": {"step_dot.PROGRAMS": 256, "step_dot.MAX_SPLITS": 8},
     "one program": {"step_mixer.REGISTERS": 255},
 }
 """Variants of a step: other values of constants of kernels/triton, for batches whose products need
@@ -187,16 +191,20 @@ def variant_milliseconds(model: Decoder, rows: int, values: dict[str, object]) -
         return milliseconds(found.advance, "cuda")
 
 
-def variants(model: Decoder, rows: int) -> dict[str, float]:
-    """The milliseconds of each variant."""
+def variants(model: Decoder, rows: int, wanted: list[str] | None) -> dict[str, float]:
+    """The milliseconds of the variants that are wanted, or of all."""
     from fla_cp.kernels.triton.decoding import FUSED_ROWS
 
     named = FEW if rows <= FUSED_ROWS else MANY
-    return {name: variant_milliseconds(model, rows, values) for name, values in named.items()}
+    return {
+        name: variant_milliseconds(model, rows, values)
+        for name, values in named.items()
+        if wanted is None or name in wanted
+    }
 
 
-def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
-    """A row of the result. rate: bytes in a ms."""
+def measure(model: Decoder, rows: int, rate: float, wanted: list[str] | None) -> dict[str, Any]:
+    """A row of the result. rate: bytes in a ms. wanted: see `variants`."""
     device = model.embedding.weight.device.type
     captured = why_eager(model) is None
     found, caches = decoding(model, rows, captured)
@@ -209,7 +217,7 @@ def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
     row["kernels"] = kernels(found.advance)
     row["launches"] = sum(kernel["count"] for kernel in row["kernels"]) or None
     row["eager_loop_ms"] = loop_milliseconds(decoding(model, rows, False)[0])
-    row["variants"] = variants(model, rows) if captured else {}
+    row["variants"] = variants(model, rows, wanted) if captured else {}
     row["separate_ms"] = row["variants"].get("separate")
     row["early_ms"] = row["graph_ms"]
     return row
@@ -220,6 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", default="1.3B", choices=["tiny", "340M", "1.3B"])
     parser.add_argument("--pattern", default="kda", help="the mixers, as --model.pattern has them")
     parser.add_argument("--batches", type=lambda s: list(map(int, s.split(","))), default=[1, 64])
+    parser.add_argument("--variants", type=lambda s: s.split(","), help="of a step; default: all")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if min(args.batches) < 1:
@@ -239,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     report |= {"gb_s": gb_s, "near_ties": ties, "rows": []}
     print(f"copy {gb_s['copy']:.0f} GB/s, read {gb_s['read']:.0f} GB/s", flush=True)
     for rows in args.batches:
-        row = measure(model, rows, 1e6 * max(gb_s.values()))
+        row = measure(model, rows, 1e6 * max(gb_s.values()), args.variants)
         report["rows"].append(row)
         cells = (f"{name} {x:.4g}" for name, x in row.items() if isinstance(x, (int, float)))
         goal = GOALS.get(rows) if size == "1.3B" else None
