@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.members import log_decay, Member
+from benchmarks.members import Member, log_decay
 from benchmarks.shapes import LOWER_BOUND
 
 EVERYTHING_INSIDE = 7
@@ -39,9 +39,11 @@ class Cudnn:
         q, k, v, g, beta = (x[n][0] for n in ("q", "k", "v", "g", "beta"))
         (T, H, K), device = q.shape, q.device
         if K != 128 or v.shape[2] != 128 or q.shape != k.shape or v.shape != q.shape:
-            raise ValueError("cuDNN's kernels take K = V = 128 and as many heads of q and k as of v")
+            raise ValueError(
+                "cuDNN's kernels take K = V = 128 and as many heads of q and k as of v"
+            )
         self.sizes = T, H
-        single = dict(dtype=torch.float32, device=device)
+        single = {"dtype": torch.float32, "device": device}
         self.cu_seqlens = torch.tensor([0, T], dtype=torch.int32, device=device)
         self.zero, self.last, self.first = (torch.zeros(1, H, K, K, **single) for _ in range(3))
         self.raw = [t.detach() for t in (q, k, v)] + [g.detach().float(), beta.detach().float()]
@@ -49,7 +51,11 @@ class Cudnn:
         self.o = torch.empty_like(self.raw[2])
         self.do = do[0].contiguous()
         with torch.enable_grad():
-            self.formed = (*map(normalized, (q, k)), log_decay(member, x)[0], beta.float().sigmoid())
+            self.formed = (
+                *map(normalized, (q, k)),
+                log_decay(member, x)[0],
+                beta.float().sigmoid(),
+            )
         q_n, k_n, log, b = (t.detach() for t in self.formed)
         self.given = [q_n.to(q.dtype), k_n.to(q.dtype), self.raw[2], log, b]
         self.grads = [torch.empty_like(t) for t in self.given]

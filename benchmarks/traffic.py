@@ -54,7 +54,7 @@ UNTOUCHED: dict[str, frozenset[str]] = {
     "beta_bwd_kernel": NOTHING,
     "rate_grads_kernel": NOTHING,
 }
-"""Tensors that a kernel is given, by name, and neither reads nor writes. Tests compare them with
+"""Tensors that a kernel is given, by name, and neither reads nor writes; tests compare them with
 interpreted calls. The bytes of other kernels are not known."""
 
 WARM, CALLS = 3, 9
@@ -122,7 +122,6 @@ def rehearsed(shape: Shape) -> list[Launch]:
     from benchmarks.tune import now
     from fla_cp.kernels import using
     from fla_cp.kernels.triton.launch import redirected
-    from fla_cp.tape import paused
 
     found: list[Launch] = []
     direction = "forward"
@@ -134,7 +133,7 @@ def rehearsed(shape: Shape) -> list[Launch]:
     backend = now()
     sms = backend.tuning.sm_count(torch.device("cuda" if torch.cuda.is_available() else "meta"))
     backend = replace(backend, tuning=replace(backend.tuning, sms=sms), one_stream=True)
-    with using(backend), redirected(note), paused():
+    with using(backend), redirected(note):
         o, _ = fla_cp.chunk_kda(**x, **options(MEMBERS["kda"], shape), impl="triton")
         direction = "backward"
         torch.autograd.grad(o, list(x.values()), do)
