@@ -97,13 +97,14 @@ def of_stages(rows: list[Row], gb_s: float) -> str:
 
 
 def plot_decays(plt: Any, data: Row, out: Path) -> None:
-    """Bars of each operator's times by decay, for all that were timed; cut in half by direction."""
+    """Bars of each operator's times by decay, of all that were timed, one panel a direction."""
     ops = list(dict.fromkeys(r["operator"] for r in data["rows"]))
-    size = (10.5, 3.8 * len(ops))
+    size = (13, 3.8 * len(ops))
     figure, axes = plt.subplots(len(ops), 2, figsize=size, squeeze=False)
     for op, line in zip(ops, axes, strict=True):
         rows = [r for r in data["rows"] if r["operator"] == op]
         decays = list(dict.fromkeys(r["decay"] for r in rows))
+        color = {who: f"C{n}" for n, who in enumerate(dict.fromkeys(r["op"] for r in rows))}
         for axis, (direction, title) in zip(line, DIRECTIONS.items(), strict=True):
             timed = list(dict.fromkeys(r["op"] for r in rows if direction in r))
             for n, who in enumerate(timed):
@@ -112,12 +113,15 @@ def plot_decays(plt: Any, data: Row, out: Path) -> None:
                 at = [decays.index(d) + 0.8 * n / len(timed) for d in here]
                 heights = [ms[d] for d in here]
                 label = WHO[who].replace("`", "")
-                bars = axis.bar(at, heights, 0.8 / len(timed), align="edge", label=label)
+                look = {"color": color[who], "align": "edge", "label": label}
+                bars = axis.bar(at, heights, 0.8 / len(timed), **look)
                 axis.bar_label(bars, fmt="%.2f", fontsize="x-small", padding=1)
             axis.set_xticks([n + 0.4 for n in range(len(decays))], decays)
             axis.set(ylabel="ms", title=f"{OPERATORS[op]}, {title}")
             axis.margins(y=0.12)
-            axis.legend(fontsize="small")
+        legend = dict(zip(*reversed(line[0].get_legend_handles_labels()), strict=True))
+        legend |= dict(zip(*reversed(line[1].get_legend_handles_labels()), strict=True))
+        line[1].legend(legend.values(), legend, loc="upper left", bbox_to_anchor=(1.02, 1))
     finish(figure, data, "times by decay", out)
 
 
