@@ -7,7 +7,7 @@ What is timed is its own kernels alone, on operands that are made before:
   g and raw beta in fp32, which its kernel wants (our inputs in bf16, cast). It writes o and the
   last state.
 - backward: its launches, which recompute what they need of the forward. They take normalised q and
-  k, log decays and beta after its sigmoid, since cuDNN has no backward through norm, gate and
+  k, log decays and beta after its sigmoid, since the Hopper backward goes through no norm, gate or
   sigmoid. These operands are formed in torch beforehand, and the gradients that the launches leave
   are those of these operands. So neither forming them nor going back through norm, gate and sigmoid
   is in its times, while it is in ours.
