@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.ops import environment, milliseconds
+from benchmarks.ops import bandwidth, environment, milliseconds
 from fla_cp.nn.cache import LayerCache
 from fla_cp.train.decoding import EAGER_CALLS, DecodeStep, Decoding, in_dtype, step_bytes, why_eager
 from fla_cp.train.generate import Sampling, make_caches, next_logits
@@ -48,16 +48,6 @@ NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 GOALS = {1: 1.5, 64: 1.3}
 """The step's time over its floor that docs/generation.md promises, by batch."""
-
-
-def bandwidth(device: str) -> dict[str, float]:
-    """GB/s of a device copy, whose bytes are read and written, and of a sum, which only reads."""
-    size = 2**31 if device == "cuda" else 2**24
-    there = torch.ones(size // 4, dtype=torch.float32, device=device)
-    here = torch.empty_like(there)
-    copied = milliseconds(lambda: here.copy_(there), device)
-    read = milliseconds(there.sum, device)
-    return {"copy": 2 * size / copied / 1e6, "read": size / read / 1e6}
 
 
 def prefilled(model: Decoder, rows: int) -> tuple[list[LayerCache], Tensor]:

@@ -78,6 +78,8 @@ RUNS = (
     Run("exchange-8-gpus", "exchange", "8", 60, gpus=8),
     Run("train-8-gpus", "train", "--models 340M,1.3B --seq-len 131072 --gpus 8", 360, gpus=8),
     Run("train", "train", f"--models 340M --seq-len 65536 --gpus 1 --profile {FLA}", 540, 1, True),
+    Run("decays-kda", "decays", "--op kda --peers fla,cudnn", 480),
+    Run("decays-gdn", "decays", "--op gdn --peers flashqla,fla", 480),
     Run("kda-fla", "ops", f"--op kda --shapes target {FLA}", 480),
 )
 

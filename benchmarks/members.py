@@ -8,13 +8,14 @@ normalised inside where the peer can. RWKV-7 has heads of 64 channels in its mod
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import Shape
+from benchmarks.shapes import LOWER_BOUND, Shape
 
 
 class Member(NamedTuple):
@@ -98,9 +99,24 @@ def flashqla_of_a_layer(
     return chunk_gated_delta_rule(q, k, v, g, beta.sigmoid(), use_qk_l2norm_in_kernel=True)
 
 
-def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs by name, and do, from a fixed seed."""
-    gen = torch.Generator(device).manual_seed(0)
+DECAYS: dict[str, float | None] = {
+    "strong": 0.0,
+    "drawn": None,
+    "weak": math.log(0.01 / -LOWER_BOUND) - 0.5,
+}
+"""Kinds of decays, and their b: a log decay is LOWER_BOUND sigmoid(n + b) with n from a standard
+normal distribution. Its mean is -2.5 a token for b = 0 (strong), and for the last one -0.01 (weak),
+since e^(n + b) has the mean e^(b + 1/2). None: as `draws` makes them by itself. For KDA that has
+the mean -2.5, too, but rates and biases of its heads and channels differ, and some hardly decay."""
+
+
+def draws(
+    member: Member, shape: Shape, device: str, decay: str = "drawn"
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs by name, and do, from a fixed seed. decay: one of DECAYS; another than "drawn" is for
+    KDA with a safe gate, and for operators that take a log decay g. Raises ValueError for others.
+    """
+    gen = None if device == "meta" else torch.Generator(device).manual_seed(0)
 
     def draw(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*size, generator=gen, device=device, dtype=dtype)
@@ -111,12 +127,22 @@ def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor],
     sizes |= {"g": (T, HV) if member.per_head else (T, HV, K), "beta": (rows, HV)}
     sizes |= {"r": sizes["q"], "w": sizes["g"], "a": sizes["k"], "b": sizes["k"]}
     x = {n: draw(1, *sizes[n]) for n in member.arguments}
+    bias = DECAYS[decay]
+    bounded = not member.per_head and shape.safe if member.inside else "g" in x
+    if bias is not None and not bounded:
+        raise ValueError(f"{member.ours} on shape {shape.name} has no decays of kind {decay!r}")
     if member.inside:
         x["A_log"] = draw(HV, dtype=torch.float32)
         x["dt_bias"] = draw(HV if member.per_head else HV * K, dtype=torch.float32)
+        if bias is not None:
+            x["A_log"].zero_()
+            x["dt_bias"].fill_(bias)
     else:
-        decay = "w" if "w" in x else "g"
-        x[decay] = torch.nn.functional.logsigmoid(x[decay].float() + 2)
+        name = "w" if "w" in x else "g"
+        raw = x[name].float()
+        x[name] = torch.nn.functional.logsigmoid(raw + 2)
+        if bias is not None:
+            x[name] = LOWER_BOUND * (raw + bias).sigmoid()
         if "beta" in x:
             x["beta"] = x["beta"].sigmoid()
     if not member.norm:
@@ -124,6 +150,15 @@ def draws(member: Member, shape: Shape, device: str) -> tuple[dict[str, Tensor],
     if "b" in x:  # adds less than a reads, along nearly the same key
         x["b"] = -x["a"] * x["b"].sigmoid()
     return {n: t.requires_grad_() for n, t in x.items()}, draw(1, T, HV, V)
+
+
+def log_decay(member: Member, x: dict[str, Tensor]) -> Tensor:
+    """The log decays, fp32, of inputs of KDA with a safe gate, or of an operator that takes g."""
+    g = x["g"].float()
+    if not member.inside:
+        return g
+    (HV, K), A_log = g.shape[2:], x["A_log"][:, None]
+    return LOWER_BOUND * (A_log.exp() * (g + x["dt_bias"].view(HV, K))).sigmoid()
 
 
 def options(member: Member, shape: Shape) -> dict[str, object]:

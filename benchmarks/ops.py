@@ -42,11 +42,12 @@ Call = Callable[..., tuple]
 
 
 def runner(
-    op: Call, member: Member, shape: Shape, device: str, **more: object
+    op: Call, member: Member, shape: Shape, device: str, decay: str = "drawn", **more: object
 ) -> dict[str, Callable]:
     """The forward, forward with backward, and `CHAIN` forwards with one backward for all, as in a
-    model; each returns a tuple of its tensors."""
-    x, do = draws(member, shape, device)
+    model; each returns a tuple of its tensors. decay: as `draws` takes it. more: of the operator.
+    """
+    x, do = draws(member, shape, device, decay)
     keywords = options(member, shape) | more
     if shape.cu_seqlens is not None:
         host = torch.tensor(shape.cu_seqlens)
@@ -106,6 +107,16 @@ def milliseconds(f: Callable, device: str) -> float:
         else:
             times.append(events[0].elapsed_time(events[1]))
     return statistics.median(times)
+
+
+def bandwidth(device: str) -> dict[str, float]:
+    """GB/s of a device copy, whose bytes are read and written, and of a sum, which only reads."""
+    size = 2**31 if device == "cuda" else 2**24
+    there = torch.ones(size // 4, dtype=torch.float32, device=device)
+    here = torch.empty_like(there)
+    copied = milliseconds(lambda: here.copy_(there), device)
+    read = milliseconds(there.sum, device)
+    return {"copy": 2 * size / copied / 1e6, "read": size / read / 1e6}
 
 
 def peak_gib(f: Callable, device: str) -> float | None:

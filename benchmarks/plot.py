@@ -1,9 +1,10 @@
-"""A picture of one result of `benchmarks.ops` or `benchmarks.train`.
+"""A picture of one result of `benchmarks.ops`, `benchmarks.train` or `benchmarks.decays`.
 
     python -m benchmarks.plot RESULT.json --out PLOT.png
 
 Of an operator: bars of each shape's time by op, and of its stages if the result has them. Of
-training steps: tokens/s over GPUs, and the time of a step by kind of kernel if it was profiled.
+training steps: tokens/s over GPUs, and the time of a step by kind of kernel if it was profiled. Of
+operators by decay: their times, and into PLOT-stages.png the stages beside their floors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks import report_decays
 
 
 def pyplot() -> Any:
@@ -102,6 +105,11 @@ def plot_steps(result: dict, out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
+def plot_decays(result: dict, out: Path) -> None:
+    """Draws a result of `benchmarks.decays`."""
+    report_decays.pictures(pyplot(), result, out)
+
+
 def step_name(row: dict) -> str:
     """Whose model, which one, and on what, in a few words."""
     who = {"fla_cp": "", "fla": "FLA "}[row["who"]]
@@ -116,8 +124,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     result = json.loads(args.result.read_text())
-    draw = plot_steps if result.get("benchmark") == "train" else plot
-    draw(result, args.out)
+    kinds = {"train": plot_steps, "decays": plot_decays}
+    kinds.get(result.get("benchmark"), plot)(result, args.out)
 
 
 if __name__ == "__main__":

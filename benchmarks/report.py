@@ -16,7 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import cp_scaling, recall, report_memory, report_scaling, report_steps
+from benchmarks import (
+    cp_scaling,
+    recall,
+    report_decays,
+    report_memory,
+    report_scaling,
+    report_steps,
+)
 from benchmarks import report_tables as tables
 from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Sides, number
 
@@ -85,6 +92,18 @@ SECTIONS = (
         lambda r: is_operator(r) and tables.peer_of(r) is None,
         tables.alone,
         tables.operator_command,
+    ),
+    Section(
+        "Operators and all peers by decay",
+        "Strong, drawn and weak decays (`DECAYS` of benchmarks/members.py) at T = 32768 with 32 "
+        "heads, each implementation timed in turn, twice; `over fla_cp` is its time over ours. "
+        "cuDNN's times are of its own kernels alone (benchmarks/cudnn_peer.py): its backward has "
+        "no norm, gate and sigmoid, which ours has.",
+        lambda r: r.data.get("benchmark") == "decays",
+        report_decays.tables,
+        report_decays.command,
+        missing="`python -m benchmarks.decays --op kda --peers fla,cudnn --out "
+        "benchmarks/results/current/decays-kda.json`",
     ),
     Section(
         "The operator over several GPUs",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+LOWER_BOUND = -5.0
+"""The smallest log decay of a token with a safe gate."""
+
 
 @dataclass(frozen=True)
 class Shape:
     """One call with B = 1 in bf16.
 
     cu_seqlens: offsets of packed documents, or None. KDA has norm, gate and beta's sigmoid inside.
-    safe: a bounded gate (lower_bound -5) instead of the softplus gate.
+    safe: a gate bounded by LOWER_BOUND instead of the softplus gate.
     """
 
     name: str
@@ -26,7 +29,7 @@ class Shape:
 
     @property
     def options(self) -> dict[str, object]:
-        bound = {"safe_gate": True, "lower_bound": -5.0} if self.safe else {}
+        bound = {"safe_gate": True, "lower_bound": LOWER_BOUND} if self.safe else {}
         return {
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
