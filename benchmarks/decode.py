@@ -1,6 +1,6 @@
 """A decoding step beside the bytes that it must move, in a CUDA graph and without one, as JSON.
 
-    python -m benchmarks.decode [--size 1.3B] [--batches 1,64] [--variants NAMES] [--out FILE]
+    python -m benchmarks.decode [--size 1.3B] [--batches 1,64] [--out FILE]
 
 The floor is the time in which the device, at the bandwidth measured in the same run, reads weights
 once, and reads and writes states once (`fla_cp.train.decoding.step_bytes`). Weights are random, in
@@ -16,7 +16,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -143,58 +142,33 @@ def kernels(f: Callable[[], object]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-FEW: dict[str, dict[str, object]] = {
-    "separate": {"decoding.FUSED_ROWS": 0, "step_dot.MAX_ROWS": 0},
-    "tensor cores": {"decoding.FUSED_ROWS": 0},
-    "late": {"early.EARLY": False},
-    "stages": {"step_mixer.ENABLED": False},
-    "low rank apart": {"step_mixer.LOW_RANK_ROWS": 0},
-    "nothing ahead": {"decoding.AHEAD": 0},
-    "twice ahead": {"decoding.AHEAD": 32 * 1024},
+VARIANTS: dict[str, tuple[str, object]] = {
+    "separate": ("decoding.FUSED_ROWS", 0),
+    "stages": ("step_mixer.MAX_ROWS", 0),
+    "late": ("early.EARLY", False),
 }
-MANY: dict[str, dict[str, object]] = {
-    "separate": {"step_dot.MAX_ROWS": 0},
-    "late": {"early.EARLY": False},
-    "stages": {"step_mixer.ENABLED": False},
-    "nothing fetched": {"step_dot.FETCHED": 0},
-    "unsplit": {"step_dot.MAX_SPLITS": 1},
-    "4 stages": {"step_dot.STAGES": 4},
-    "32 rows": {"step_dot.ROWS": 32},
-    "128 rows": {"step_dot.ROWS": 128, "step_dot.STAGES": 4},
-    "128 columns": {"step_dot.COLUMNS": 128, "step_dot.STAGES": 3},
-    "twice as many": {"step_dot.PROGRAMS": 256, "step_dot.MAX_SPLITS": 8},
-    "one program": {"step_mixer.REGISTERS": 255},
-}
-"""Variants of a step: other values of constants of kernels/triton, for batches whose products need
-no tensor cores, and for larger ones."""
+"""Steps with another value of a constant of kernels/triton: products are calls of cuBLAS; the
+convolution, the recurrence and the gated norm are kernels of their own; no kernel starts early. The
+first two mean nothing for more sequences than FUSED_ROWS."""
 
 
-def variant_milliseconds(model: Decoder, rows: int, values: dict[str, object]) -> float:
-    """The step in a graph with other values of constants. Raises SystemExit if its tokens are
-    wrong."""
-    with ExitStack() as stack:
-        for name, value in values.items():
-            stack.enter_context(mock.patch(f"fla_cp.kernels.triton.{name}", value))
+def variant_milliseconds(model: Decoder, rows: int, name: str) -> float | None:
+    """The step in a graph as a variant; None for batches for which it means nothing. Raises
+    SystemExit if its tokens are wrong."""
+    from fla_cp.kernels.triton.decoding import FUSED_ROWS
+
+    if rows > FUSED_ROWS and name != "late":
+        return None
+    constant, value = VARIANTS[name]
+    with mock.patch(f"fla_cp.kernels.triton.{constant}", value):
         near_ties(model, tokens_of(decoding(model, rows, True)[0], CHECKED))
         found, _ = decoding(model, rows, True)
         loop_milliseconds(found)
         return milliseconds(found.advance, "cuda")
 
 
-def variants(model: Decoder, rows: int, wanted: list[str] | None) -> dict[str, float]:
-    """The milliseconds of the variants that are wanted, or of all."""
-    from fla_cp.kernels.triton.decoding import FUSED_ROWS
-
-    named = FEW if rows <= FUSED_ROWS else MANY
-    return {
-        name: variant_milliseconds(model, rows, values)
-        for name, values in named.items()
-        if wanted is None or name in wanted
-    }
-
-
-def measure(model: Decoder, rows: int, rate: float, wanted: list[str] | None) -> dict[str, Any]:
-    """A row of the result. rate: bytes in a ms. wanted: see `variants`."""
+def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
+    """A row of the result. rate: bytes in a ms."""
     device = model.embedding.weight.device.type
     captured = why_eager(model) is None
     found, caches = decoding(model, rows, captured)
@@ -207,8 +181,8 @@ def measure(model: Decoder, rows: int, rate: float, wanted: list[str] | None) ->
     row["kernels"] = kernels(found.advance)
     row["launches"] = sum(kernel["count"] for kernel in row["kernels"]) or None
     row["eager_loop_ms"] = loop_milliseconds(decoding(model, rows, False)[0])
-    row["variants"] = variants(model, rows, wanted) if captured else {}
-    row["separate_ms"] = row["variants"].get("separate")
+    for name in VARIANTS:
+        row[f"{name}_ms"] = variant_milliseconds(model, rows, name) if captured else None
     row["early_ms"] = row["graph_ms"]
     return row
 
@@ -218,7 +192,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", default="1.3B", choices=["tiny", "340M", "1.3B"])
     parser.add_argument("--pattern", default="kda", help="the mixers, as --model.pattern has them")
     parser.add_argument("--batches", type=lambda s: list(map(int, s.split(","))), default=[1, 64])
-    parser.add_argument("--variants", type=lambda s: s.split(","), help="of a step; default: all")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if min(args.batches) < 1:
@@ -238,14 +211,12 @@ def main(argv: list[str] | None = None) -> None:
     report |= {"gb_s": gb_s, "near_ties": ties, "rows": []}
     print(f"copy {gb_s['copy']:.0f} GB/s, read {gb_s['read']:.0f} GB/s", flush=True)
     for rows in args.batches:
-        row = measure(model, rows, 1e6 * max(gb_s.values()), args.variants)
+        row = measure(model, rows, 1e6 * max(gb_s.values()))
         report["rows"].append(row)
         cells = (f"{name} {x:.4g}" for name, x in row.items() if isinstance(x, (int, float)))
         goal = GOALS.get(rows) if size == "1.3B" else None
         met = "" if goal is None else f"; goal {goal}x, {row['over_floor'] / goal:.2f} of it"
         print("  ".join(cells) + met, flush=True)
-        for name, found in row["variants"].items():
-            print(f"    {found:9.3f} ms  {name}")
         for kernel in row["kernels"][:15]:
             print(f"    {kernel['us']:9.1f} us  {kernel['count']:4} x {kernel['name'][:80]}")
         if args.out is not None:

@@ -240,25 +240,19 @@ class Backend(ABC):
         """The product with what stands around it, [B, G * R], see `StepProduct`."""
 
     def step_mixer(self, m: StepMixer) -> Tensor:
-        """o [B, HV * V] in the dtype of qkv, see `StepMixer`: three stages, and the product `low`
-        before them."""
-        gate, decay, (HV, K, V) = m.gate, m.decay, m.state.shape[1:]
-        if m.low is not None:
-            gate, decay = self.step_product(m.low).chunk(2, 1)
-        assert gate is not None and decay is not None
+        """o [B, HV * V] in the dtype of qkv, see `StepMixer`."""
+        HV, K, V = m.state.shape[1:]
         y = self.conv_update(m.qkv, m.window, m.taps, m.bias, True)
-        key = m.key_heads * K
-        q, k, v = y.split((key, key, HV * V), 1)
-        g = decay if m.rule.per_head else decay.unflatten(1, (HV, K))
+        q, k, v = y.split((m.key_heads * K, m.key_heads * K, HV * V), 1)
         x = Inputs(
             q.unflatten(1, (-1, K)),
             k.unflatten(1, (-1, K)),
             v.unflatten(1, (HV, V)),
-            g,
+            m.decay if m.rule.per_head else m.decay.unflatten(1, (HV, K)),
             m.beta,
             m.A_log,
             m.dt_bias,
         )
         o = self.recurrent(m.rule, x, m.state, m.state, Sequences(len(y)))
-        gates = gate.unflatten(1, (HV, V))
-        return self.gated_norm(o, gates, m.norm, m.eps, m.activation).flatten(1)
+        gate = m.gate.unflatten(1, (HV, V))
+        return self.gated_norm(o, gate, m.norm, m.eps, m.activation).flatten(1)

@@ -58,14 +58,19 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def one_stage_rule(layer: LinearAttention) -> DeltaRule | None:
     """The rule of a layer whose convolution, operator and norm are one stage; None if they are not:
-    modules of other kinds, or modules with hooks."""
+    modules of other kinds or with hooks, or parameters that each call casts (see `StepMixer`)."""
     core, member = layer.core, ONE_STAGE.get(layer.core.name)
     plain = core.__class__ in (Core, KDACore) and layer.o_norm.__class__ is GatedRMSNorm
     if member is None or not plain or watched(core) or watched(layer.o_norm):
         return None
     if layer.rows > 1 or max(layer.head_dim, layer.head_v_dim) > MAX_DIM:
         return None
-    bound = core.options(True).get("lower_bound")
+    options = core.options(True)
+    if layer.qkv_conv.weight.dtype != layer.o_proj.weight.dtype:
+        return None
+    if options["A_log"] is not core.A_log or options["dt_bias"] is not core.dt_bias:
+        return None
+    bound = options.get("lower_bound")
     return DeltaRule(
         scale=layer.head_dim**-0.5,
         gate=gate_of(True, bound),
@@ -81,17 +86,10 @@ class RecurrentStep:
     """x [B, hidden] += layer(norm(x)) for one more token of each sequence.
 
     The constructor moves the layer's weights, see `stacked`. A call updates a cache in place, which
-    must have seen a token. impl: "auto", "torch" or "triton", for the products. ahead: the weight
-    that the next layer reads.
+    must have seen a token. impl: "auto", "torch" or "triton", for the products.
     """
 
-    def __init__(
-        self,
-        layer: LinearAttention,
-        norm: nn.RMSNorm,
-        impl: str = "auto",
-        ahead: Tensor | None = None,
-    ) -> None:
+    def __init__(self, layer: LinearAttention, norm: nn.RMSNorm, impl: str = "auto") -> None:
         self.layer, self.norm, self.impl = layer, norm, impl
         modules: list[Any] = layer.input_projections()[3:]
         low_rank = [m for m in modules if is_low_rank(m)]
@@ -114,7 +112,6 @@ class RecurrentStep:
         ]
         self.biases = [_biases([m[1] for m in group]) for group in self.groups]
         self.rule = one_stage_rule(layer)
-        self.come, self.ahead = _counters(layer.o_proj), ahead
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
@@ -134,37 +131,22 @@ class RecurrentStep:
         backend = resolve(self.impl, x.device, x.dtype)
         both = backend.step_product(_behind(self.norm, x, self.into))
         qkv, *rest = both.split(self.widths, 1)
-        o = (self._stages if self.rule is None else self._one_stage)(qkv, rest, cache)
-        weight = self.layer.o_proj.weight.data[None]
-        backend.step_product(StepProduct(o, weight, onto=x, come=self.come, ahead=self.ahead))
-
-    def _projected(self, rest: list[Tensor]) -> dict[nn.Module, Tensor]:
-        """The results of the modules other than those of q, k and v. rest: what `into` leaves for
-        them."""
-        n, found = len(self.groups), dict[nn.Module, Tensor]()
-        for group, low in zip(self.groups, self._low_ranks(rest), strict=True):
-            y = resolve(self.impl, low.x.device, low.x.dtype).step_product(low)
+        found: dict[nn.Module, Tensor] = {}
+        for group, weight, bias in zip(self.groups, self.second, self.biases, strict=True):
+            y = backend.step_product(StepProduct(rest.pop(0), weight, bias=bias))
             found |= zip(group, y.chunk(len(group), 1), strict=True)
-        return found | dict(zip(self.plain, rest[n:], strict=True))
+        found |= zip(self.plain, rest, strict=True)
+        o = (
+            self._modules(qkv, found, cache)
+            if self.rule is None
+            else self._mixer(qkv, found, cache)
+        )
+        backend.step_product(StepProduct(o, self.layer.o_proj.weight.data[None], onto=x))
 
-    def _low_ranks(self, rest: list[Tensor]) -> list[StepProduct]:
-        """The second products of each group."""
-        n = len(self.groups)
-        given = zip(rest[:n], self.second, self.biases, strict=True)
-        return [StepProduct(x, weight, bias=bias) for x, weight, bias in given]
-
-    def _one_stage(self, qkv: Tensor, rest: list[Tensor], cache: RecurrentCache) -> Tensor:
-        """o [B, HV * V], normalised and gated."""
-        layer = self.layer
+    def _mixer(self, qkv: Tensor, found: dict[nn.Module, Tensor], cache: RecurrentCache) -> Tensor:
+        """o [B, HV * V], normalised and gated. found: the results of the other projections."""
+        layer, options = self.layer, self.layer.core.options(True)
         assert self.rule is not None and cache.conv is not None and cache.state is not None
-        low, found = None, dict[nn.Module, Tensor]()
-        decay: nn.Module = getattr(layer, layer.decay_name)
-        if self.groups == [[layer.g_proj, decay]]:
-            (low,) = self._low_ranks(rest)
-            found = dict(zip(self.plain, rest[1:], strict=True))
-        else:
-            found = self._projected(rest)
-        options = layer.core.options(True)
         taps, bias = layer.qkv_conv._parameters_in(qkv.dtype)
         norm: Any = layer.o_norm
         mixer = StepMixer(
@@ -174,9 +156,8 @@ class RecurrentStep:
             taps=taps,
             bias=bias,
             state=cache.state,
-            decay=found.get(decay),
-            gate=found.get(layer.g_proj),
-            low=low,
+            decay=found[getattr(layer, layer.decay_name)],
+            gate=found[layer.g_proj],
             beta=found[layer.b_proj] if layer.has_beta else None,
             A_log=options["A_log"],
             dt_bias=options["dt_bias"],
@@ -186,9 +167,12 @@ class RecurrentStep:
         )
         return resolve(layer.core.impl, qkv.device, qkv.dtype).step_mixer(mixer)
 
-    def _stages(self, qkv: Tensor, rest: list[Tensor], cache: RecurrentCache) -> Tensor:
+    def _modules(
+        self, qkv: Tensor, found: dict[nn.Module, Tensor], cache: RecurrentCache
+    ) -> Tensor:
         """The same by calls of the layer's modules."""
-        layer, found = self.layer, self._projected(rest)
+        layer = self.layer
+        assert cache.conv is not None
         y, cache.conv = layer.qkv_conv.step(qkv[:, None], None, cache.conv, True)
         q, k, v = (
             part.unflatten(2, each)
@@ -210,7 +194,6 @@ class SwiGLUStep:
     def __init__(self, ffn: SwiGLU, norm: nn.RMSNorm, impl: str = "auto") -> None:
         self.ffn, self.norm, self.impl = ffn, norm, impl
         self.into = stacked([ffn.gate.weight, ffn.up.weight])[None]
-        self.come = _counters(ffn.down)
 
     @staticmethod
     def fits(ffn: nn.Module) -> bool:
@@ -222,8 +205,7 @@ class SwiGLUStep:
     def __call__(self, x: Tensor) -> None:
         backend = resolve(self.impl, x.device, x.dtype)
         inner = backend.step_product(_behind(self.norm, x, self.into)._replace(swiglu=True))
-        weight = self.ffn.down.weight.data[None]
-        backend.step_product(StepProduct(inner, weight, onto=x, come=self.come))
+        backend.step_product(StepProduct(inner, self.ffn.down.weight.data[None], onto=x))
 
 
 class BlockStep:
@@ -236,11 +218,10 @@ class BlockStep:
     def __init__(self, block: nn.Module, impl: str = "auto") -> None:
         part: Any = block
         self.block, self.mixer, self.ffn = part, None, None
+        if RecurrentStep.fits(part.mixer):
+            self.mixer = RecurrentStep(part.mixer, part.mixer_norm, impl)
         if SwiGLUStep.fits(part.ffn):
             self.ffn = SwiGLUStep(part.ffn, part.ffn_norm, impl)
-        if RecurrentStep.fits(part.mixer):
-            ahead = None if self.ffn is None else self.ffn.into
-            self.mixer = RecurrentStep(part.mixer, part.mixer_norm, impl, ahead)
 
     def __call__(self, x: Tensor, cache: LayerCache) -> None:
         block = self.block
@@ -266,12 +247,6 @@ def _behind(norm: nn.RMSNorm, x: Tensor, weight: Tensor) -> StepProduct:
     """The product of norm(x) and a weight [1, R, C]."""
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     return StepProduct(x, weight, norm.weight, eps)
-
-
-def _counters(linear: nn.Linear) -> Tensor:
-    """Zeros as `StepProduct.come` of the module's product."""
-    rows, device = linear.weight.shape[0], linear.weight.device
-    return torch.zeros(-(-rows // 16), dtype=torch.int32, device=device)
 
 
 def _biases(modules: Sequence[nn.Linear]) -> Tensor | None:

@@ -196,8 +196,6 @@ def compile_product(dtype: torch.dtype, name: str, B: int, early: bool = False) 
     G, R, C, parts = PRODUCTS[name]
     given = {"norm": torch.zeros(C), "bias": torch.zeros(G * R), "onto": torch.zeros(B, R)}
     more = {part: given[part].to(dtype) if part in given else True for part in parts}
-    if "onto" in parts:
-        more |= {"come": torch.zeros(R // 16, dtype=torch.int32), "ahead": torch.zeros(2**20)}
     x, weight = torch.zeros(B, G * C, dtype=dtype), torch.zeros(G, R, C, dtype=dtype)
     with launched() as kernels, mock.patch.object(launches, "EARLY", early):
         decoding.step_product(StepProduct(x, weight, eps=1e-5, **more))
@@ -205,45 +203,49 @@ def compile_product(dtype: torch.dtype, name: str, B: int, early: bool = False) 
 
 
 MIXERS = {
-    "KDA": (16, 16, 128, False, True),
-    "KDA, gate given": (16, 16, 128, False, False),
-    "GDN": (16, 32, 128, True, False),
-    "KDA, 64 channels": (8, 8, 64, False, True),
+    "KDA": (16, 128, 128, False),
+    "KDA, 64 channels": (8, 64, 64, False),
+    "GDN": (16, 128, 128, True),
+    "GLA": (4, 64, 128, False),
 }
-"""Heads, value heads, their channels, whether there is one decay a head, and whether gate and decay
-are a low-rank product."""
+"""Heads, channels of keys and values, and whether there is one decay a head."""
 
 
-def compile_mixer(dtype: torch.dtype, name: str, B: int, early: bool) -> list[Launch]:
-    """Convolution, recurrence and gated norm of one token of B sequences."""
-    from fla_cp.kernels.torch.decoding import StepMixer, StepProduct
-    from fla_cp.kernels.triton import early as launches
+def compile_mixer(dtype: torch.dtype, name: str) -> list[Launch]:
+    """Convolution, recurrence and gated norm of one token, started early."""
+    from fla_cp.kernels.torch.decoding import StepMixer
     from fla_cp.kernels.triton.step_mixer import step_mixer
     from fla_cp.rule import DeltaRule
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype)
 
-    H, HV, K, per_head, is_low = MIXERS[name]
-    D, kind = (2 * H + HV) * K, "softplus"
-    low = StepProduct(zeros(B, 2 * K), zeros(2, HV * K, K), bias=zeros(2 * HV * K))
-    given = {"decay": zeros(B, HV if per_head else HV * K), "gate": zeros(B, HV * K), "low": None}
+    H, K, V, per_head = MIXERS[name]
+    D, decays, delta = H * (2 * K + V), H if per_head else H * K, name != "GLA"
     mixer = StepMixer(
-        DeltaRule(K**-0.5, kind, qk_l2norm=True, beta_factor=1.0, per_head=per_head),
-        zeros(B, D),
-        zeros(B, D, 4),
+        DeltaRule(
+            K**-0.5,
+            "softplus",
+            qk_l2norm=True,
+            beta_factor=1.0 if delta else None,
+            per_head=per_head,
+            removal="k" if delta else "none",
+        ),
+        zeros(1, D),
+        zeros(1, D, 4),
         zeros(D, 4),
         None,
-        torch.zeros(B, HV, K, K),
-        **({"decay": None, "gate": None, "low": low} if is_low else given),
-        beta=zeros(B, HV),
-        A_log=torch.zeros(HV),
-        dt_bias=torch.zeros(HV if per_head else HV * K),
-        norm=zeros(K),
+        torch.zeros(1, H, K, V),
+        zeros(1, decays),
+        zeros(1, H * V),
+        beta=zeros(1, H) if delta else None,
+        A_log=torch.zeros(H),
+        dt_bias=torch.zeros(decays),
+        norm=zeros(V),
         eps=1e-5,
         activation="sigmoid",
     )
-    with launched() as kernels, mock.patch.object(launches, "EARLY", early):
+    with launched() as kernels:
         step_mixer(mixer)
     return list(dict.fromkeys(kernels))
 
@@ -399,17 +401,12 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"decode {part} {name}", call
         call = functools.partial(compile_product, dtype, "gate, up", 5)
         yield f"decode norm, SwiGLU {name}", call
-        if name == "bf16":
-            for part in PRODUCTS:
-                call = functools.partial(compile_product, dtype, part, 64, early=True)
-                yield f"decode {part} {name} 64 early", call
-        for part in ("projections", "output", "down"):
+        for part in ("projections", "down"):
             call = functools.partial(compile_product, dtype, part, 1, early=True)
             yield f"decode {part} {name} early", call
-        for kind in MIXERS:
-            if name == "bf16" or "given" in kind:
-                call = functools.partial(compile_mixer, dtype, kind, 1, early=True)
-                yield f"decode mixer {kind} {name} early", call
+        for kind in MIXERS if name == "bf16" else ("KDA",):
+            call = functools.partial(compile_mixer, dtype, kind)
+            yield f"decode mixer {kind} {name}", call
         for bound in (None, -5.0):
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call

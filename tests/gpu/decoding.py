@@ -16,23 +16,20 @@ PRODUCTS = {
     "inputs": (2, 1000, 128, ("bias",)),
     "SwiGLU": (1, 2 * 1376, 512, ("norm", "swiglu")),
     "added": (1, 500, 5504, ("onto",)),
-    "split": (1, 2048, 2048, ("onto", "come")),
 }
-"""Inputs, rows and columns of a weight, and what stands around the product; come: the columns may
-be split over programs, which count each other."""
+"""Inputs, rows and columns of a weight, and what stands around the product."""
 
 BATCHES = (1, 4, 5, 64)
-"""Sequences: one kernel up to four of them, and on tensor cores up to 64."""
+"""Sequences: one kernel up to four of them."""
 
 MIXERS = {
     "KDA": (16, 16, 128, 128, {}),
-    "KDA, low rank": (16, 16, 128, 128, {"low": 128}),
     "KDA, other sizes": (3, 3, 96, 64, {"gate": "sigmoid", "lower_bound": -5.0}),
-    "GDN": (4, 8, 128, 128, {"per_head": True}),
+    "GDN": (4, 4, 128, 128, {"per_head": True}),
     "GLA": (2, 2, 64, 128, {"removal": "none", "beta_factor": None}),
-    "three stages": (2, 2, 256, 256, {}),
+    "three stages": (2, 4, 128, 128, {}),
 }
-"""Heads, value heads, K, V and options of the rule; low: the rank of gate and decay."""
+"""Heads, value heads, K, V and options of the rule."""
 
 UPDATES = ((1, 6144, 4), (5, 300, 3), (64, 2000, 8), (3, 100, 9))
 """N, D, W of the convolution of one more token."""
@@ -48,7 +45,6 @@ def check_decoding() -> checks.Rows:
         for name, (G, R, C, parts) in PRODUCTS.items():
             for B in BATCHES:
                 given = {"norm": draw(C), "bias": draw(G * R), "onto": draw(B, R)}
-                given["come"] = torch.zeros(R // 16)
                 x = {"x": draw(B, G * C + 64), "weight": draw(G, R, C) / C**0.5}
                 x |= {part: given[part] for part in parts if part in given}
                 call = partial(product, swiglu="swiglu" in parts)
@@ -64,10 +60,6 @@ def check_decoding() -> checks.Rows:
                 D, per_head = 2 * H * K + HV * V, options.get("per_head")
                 x |= {"window": draw(B, D, 4), "taps": draw(D, 4), "beta": draw(B, HV)}
                 x |= {"decay": draw(B, HV if per_head else HV * K), "gate": draw(B, HV * V)}
-                if "low" in options:
-                    rank = options["low"]
-                    x["low"], x["bias"] = draw(B, 2 * rank), draw(2 * HV * K)
-                    x["second"] = draw(2, HV * K, rank) / rank**0.5
                 x = {n: t.to(dtype) if n != "state" else t for n, t in x.items()}
                 x |= {"norm": draw(V).to(dtype), "A_log": draw(HV) / 4}
                 x["dt_bias"] = draw(HV if per_head else HV * K) - 1
@@ -93,11 +85,7 @@ def mixer(x: checks.Named, impl: str, *, H: int, options: dict) -> checks.Named:
     x = {n: t.to(checks.DEVICE) for n, t in x.items()}
     state, window = x["state"].clone(), x["window"].clone()
     qkv = x["qkv"][:, : window.shape[1]]
-    low = x.get("low")
-    if low is not None:
-        low = StepProduct(low, x["second"], bias=x["bias"])
     rule = {"gate": "softplus", "qk_l2norm": True, "beta_factor": 1.0} | options
-    rule.pop("low", None)
     m = StepMixer(
         rule=DeltaRule(state.shape[2] ** -0.5, **rule),
         qkv=qkv,
@@ -105,9 +93,8 @@ def mixer(x: checks.Named, impl: str, *, H: int, options: dict) -> checks.Named:
         taps=x["taps"],
         bias=None,
         state=state,
-        decay=None if low else x["decay"],
-        gate=None if low else x["gate"],
-        low=low,
+        decay=x["decay"],
+        gate=x["gate"],
         beta=x["beta"] if rule["beta_factor"] else None,
         A_log=x["A_log"],
         dt_bias=x["dt_bias"],
@@ -126,8 +113,6 @@ def product(x: checks.Named, impl: str, *, swiglu: bool) -> checks.Named:
     wide, weight = x.pop("x"), x.pop("weight")
     if "onto" in x:
         x["onto"] = x["onto"].clone()
-    if "come" in x:
-        x["come"] = x["come"].int()
     p = StepProduct(wide[:, : weight.shape[0] * weight.shape[2]], weight, swiglu=swiglu, **x)
     p = p._replace(eps=1e-5)
     return {"y": resolve(impl, wide.device, wide.dtype).step_product(p)}

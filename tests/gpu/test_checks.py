@@ -201,7 +201,7 @@ def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
     monkeypatch.setattr(decoding, "PRODUCTS", {n: (1, 34, 40, of) for n, of in parts.items()})
     monkeypatch.setattr(decoding, "UPDATES", ((3, 70, 3),))
     monkeypatch.setattr(decoding, "BATCHES", (2, 5))
-    mixers = {"low": (1, 1, 16, 16, {"low": 16}), "GDN": (1, 2, 16, 24, {"per_head": True})}
+    mixers = {"KDA": (1, 1, 16, 40, {}), "GDN": (1, 2, 16, 24, {"per_head": True})}
     monkeypatch.setattr(decoding, "MIXERS", mixers)
     backend = type(resolve("triton", torch.device("cpu"), F32))
     if wrong != "nothing":
@@ -214,12 +214,12 @@ def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
         monkeypatch.setattr(backend, wrong, plain)
     rows = decoding.check_decoding()
     assert len(rows) == 3 * (3 * 2 + 1 + 2 * 2)
-    of = {"conv_update": "convolution", "step_mixer": "mixer"}
     for row in rows:
-        if wrong == "step_product" and "mixer" in row["case"]:
-            continue  # some of them have a product
-        judged = of.get(wrong, "B=")
-        assert row["ok"] == (wrong == "nothing" or judged not in row["case"]), row
+        mixer = "mixer" in row["case"]
+        stages = mixer and ("B=5" in row["case"] or "GDN" in row["case"])
+        update = "convolution" in row["case"]
+        of = {"conv_update": update or stages, "step_mixer": mixer, "nothing": False}
+        assert row["ok"] != of.get(wrong, not (mixer or update)), row
 
 
 @pytest.mark.bits

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla_cp.nn.cache import AttentionCache
 from fla_cp.nn.decoding import RecurrentStep, SwiGLUStep, stacked
-from fla_cp.train.decoding import DecodeStep, Replayed, in_dtype, step_bytes, why_eager
+from fla_cp.train.decoding import DecodeStep, Replayed, step_bytes, why_eager
 from fla_cp.train.generate import _joined, generate, make_caches, next_logits
 from tests.support.closeness import assert_exact, assert_within_budget
 from tests.support.exported import MODELS, VOCAB, random_model
@@ -132,17 +132,17 @@ def test_a_step_on_kernels_never_waits(kind, rows, monkeypatch):
 
 
 @pytest.mark.parametrize("rows, layer", [
-    (1, ["step_product", "step_mixer", *["step_product"] * 3]),
-    (5, ["step_dot", "step_mixer", *["step_dot"] * 3]),
+    (1, ["step_product", "step_product", "step_mixer", *["step_product"] * 3]),
+    (5, ["norm", "conv_update", "recurrent", "gated_norm", "norm", "swiglu"]),
 ])  # fmt: skip
 def test_kernels_of_a_step(rows, layer, monkeypatch):
-    """In half precision: projections, mixer, output, gate with up, and down; then the head. The
-    low-rank product is cuBLAS's for several rows, because its inputs are not aligned here."""
+    """Projections, low ranks, mixer, output, gate with up, and down; then the head. For several
+    rows what stands around the products of cuBLAS."""
     pytest.importorskip("triton")
     from fla_cp.kernels.triton.launch import redirected
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    model = in_dtype(random_model(MODELS["kda"] + " --impl triton").eval(), torch.float16)
+    model = random_model(MODELS["kda"] + " --impl triton").eval()
     caches, names = make_caches(model, rows, 8), []
     next_logits(model, torch.arange(2 * rows).view(rows, 2), caches)
     step = DecodeStep(model, caches, rows, "triton")
@@ -153,7 +153,18 @@ def test_kernels_of_a_step(rows, layer, monkeypatch):
 
     with redirected(run):
         step()
-    assert names == [*(layer * 3), layer[-1]]
+    assert names == [*(layer * 3), layer[0]]
+
+
+def test_a_step_casts_no_parameters_for_a_mixer():
+    """A mixer reads its parameters early. If they have to be cast, modules are called."""
+    block = random_model(MODELS["kda"]).blocks[0]
+    rules = [RecurrentStep(block.mixer, block.mixer_norm).rule]
+    for part in (block.mixer.core, block.mixer.qkv_conv):
+        part.to(torch.bfloat16)
+        rules.append(RecurrentStep(block.mixer, block.mixer_norm).rule)
+        part.float()
+    assert rules[0] is not None and rules[1:] == [None, None]
 
 
 def test_bytes_of_a_step_are_those_of_its_parts():

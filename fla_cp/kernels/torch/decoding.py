@@ -17,10 +17,6 @@ class StepProduct(NamedTuple):
     with one input only. bias: [G * R]. swiglu: the product's first R / 2 columns are the gate of
     the others, so that the result is silu(gate) * up with R / 2 columns; with one input only.
     onto: [B, R], to which the result is added in place; with one input only.
-    come: [R / 16 or more] int32, zeros, in which a kernel may count its programs, and which are
-    zero again when it has ended; None: there is no such memory. Two kernels that run at the same
-    time must not have the same. ahead: a weight that a later kernel reads; this one may bring a
-    part of it into the GPU's L2 cache.
     """
 
     x: Tensor
@@ -30,8 +26,6 @@ class StepProduct(NamedTuple):
     bias: Tensor | None = None
     swiglu: bool = False
     onto: Tensor | None = None
-    come: Tensor | None = None
-    ahead: Tensor | None = None
 
 
 class StepMixer(NamedTuple):
@@ -40,13 +34,12 @@ class StepMixer(NamedTuple):
 
     rule: without p, states [K, V]. qkv: [B, D], rows any distance apart, raw q [H * K], k [H * K]
     and v [HV * V]. window: [B, D, W], the `cache` of the convolution; taps [D, W] and bias [D] or
-    None are its parameters. state: [B, HV, K, V]. Both are updated in place. decay: raw,
-    [B, HV * K] or [B, HV]. gate: [B, HV * V], before its activation. low: a product whose result
-    is the gate and beside it the decay, which are then None; K is V. beta: [B, HV] or None. A_log,
-    dt_bias: as in `Inputs`. norm: [V], with eps; activation: of the gate.
+    None are its parameters. state: [B, HV, K, V]. Window and state are updated in place. decay:
+    raw, [B, HV * K] or [B, HV]. gate: [B, HV * V], before its activation. beta: [B, HV] or None.
+    A_log, dt_bias: as in `Inputs`. norm: [V], with eps; activation: of the gate.
 
-    Kernels may read window and state before the kernel ahead of them has ended. The one that wrote
-    them last must have ended: in a step, operations of torch stand between.
+    A kernel may read window, state and parameters before the kernel ahead of it has ended. The ones
+    that wrote them must have ended: in a step, operations of torch stand between.
     """
 
     rule: DeltaRule
@@ -55,9 +48,8 @@ class StepMixer(NamedTuple):
     taps: Tensor
     bias: Tensor | None
     state: Tensor
-    decay: Tensor | None
-    gate: Tensor | None
-    low: StepProduct | None
+    decay: Tensor
+    gate: Tensor
     beta: Tensor | None
     A_log: Tensor | None
     dt_bias: Tensor | None

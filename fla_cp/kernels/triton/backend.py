@@ -103,12 +103,7 @@ class TritonBackend(Backend):
     step_product = staticmethod(decoding.step_product)
 
     def step_mixer(self, m: StepMixer) -> Tensor:
-        if not step_mixer.fits(m):
-            return super().step_mixer(m)
-        if m.low is not None and not step_mixer.takes_low_rank(m):
-            gate, decay = self.step_product(m.low).chunk(2, 1)
-            m = m._replace(gate=gate, decay=decay, low=None)
-        return step_mixer.step_mixer(m)
+        return step_mixer.step_mixer(m) if step_mixer.fits(m) else super().step_mixer(m)
 
     def replay_stream(self, device: torch.device) -> int | None:
         return current_stream()

@@ -2,9 +2,8 @@
 
 At few sequences, a product is a kernel of its own: a program reads some rows of the weight, and
 multiplies them by the token, which it reads itself. RMSNorm costs it nothing: the sum of squares is
-formed beside the product, which is divided by the root at the end. At more sequences step_dot.py
-computes the same on tensor cores in half precision. In fp32, and at many sequences, products are
-calls of cuBLAS, and what stands around them are kernels.
+formed beside the product, which is divided by the root at the end. At more sequences cuBLAS reads
+each weight once for all of them, and what stands around the products are kernels.
 """
 
 from typing import NamedTuple
@@ -16,21 +15,12 @@ from torch import Tensor
 
 from fla_cp.kernels.torch import decoding as torch_stage
 from fla_cp.kernels.torch.decoding import StepProduct
-from fla_cp.kernels.triton import step_dot
-from fla_cp.kernels.triton.conv import MAX_TAPS, load_bias, load_taps, weighted
+from fla_cp.kernels.triton.conv import MAX_TAPS, load_bias
 from fla_cp.kernels.triton.device.blocks import divides, unit_rows
 from fla_cp.kernels.triton.device.bundles import constants
 from fla_cp.kernels.triton.device.gates import sigmoid
-from fla_cp.kernels.triton.early import (
-    SECTOR,
-    allow_next,
-    fetch,
-    launch_early,
-    starts_early,
-    wait_for_last,
-)
-from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.step_mixer import Window, load_past, read_as, store_window
+from fla_cp.kernels.triton.early import allow_next, launch_early, starts_early, wait_for_last
+from fla_cp.kernels.triton.launch import cdiv
 from fla_cp.kernels.triton.tile_table import power_of_two
 
 FUSED_ROWS = 4
@@ -46,11 +36,6 @@ ELEMENTS = 8192
 ROW_BYTES = 96 * 1024
 """The most bytes of a weight that a program holds in registers, 96 for each of 256 threads."""
 
-AHEAD = 16 * 1024
-"""Bytes, a power of two, that a program brings into the L2 cache of the weight that a later kernel
-reads, while it waits for the kernel ahead. 0: none. Of the 1.3B model's output product, which
-waits for the recurrence, 512 programs fetch 8.4 MB of gate and up."""
-
 CHANNELS = 128
 """Channels of a program of the convolution, and columns of one of the SwiGLU."""
 
@@ -58,8 +43,7 @@ CHANNELS = 128
 @constants
 class ProductShape(NamedTuple):
     """Rows and columns of a weight (R is half of its rows with SWIGLU), the tile [BR, BC], whether
-    the gate of SwiGLU is multiplied in, whether y is added to, and whether the kernel may start
-    before the one ahead of it has ended."""
+    the gate of SwiGLU is multiplied in, and whether y is added to. EARLY: see early.py."""
 
     R: int
     C: int
@@ -67,7 +51,6 @@ class ProductShape(NamedTuple):
     BC: int
     SWIGLU: bool
     ONTO: bool
-    AHEAD: int
     EARLY: bool
 
 
@@ -92,20 +75,10 @@ def load_all(weight, o_r, S: tl.constexpr):
 
 
 @triton.jit
-def fetch_share(ahead, size, AHEAD: tl.constexpr):
-    """Fetches this program's share of `ahead`, of `size` bytes, if it has the first sequence."""
-    i = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
-    at = i.to(tl.int64) * AHEAD
-    if (tl.program_id(0) == 0) & (at + AHEAD <= size):
-        fetch(ahead.to(tl.pointer_type(tl.int8)) + at + tl.arange(0, AHEAD // SECTOR) * SECTOR)
-
-
-@triton.jit
-def step_product_kernel(x, norm, weight, bias, y, ahead, x_row, y_row, size, eps, S: tl.constexpr):
+def step_product_kernel(x, norm, weight, bias, y, x_row, y_row, eps, S: tl.constexpr):
     """x [B, G * C] and y [B, G * R] with their strides of rows; norm [C] or None; weight [G, R, C],
-    or [1, 2 R, C] with SWIGLU; bias [G * R] or None; ahead: a weight of `size` bytes. A program has
-    one sequence, BR rows of y and one input; sequences follow one another, so that they share the
-    weight in the L2 cache."""
+    or [1, 2 R, C] with SWIGLU; bias [G * R] or None. A program has one sequence, BR rows of y and
+    one input; sequences follow one another, so that they share the weight in the L2 cache."""
     allow_next(S.EARLY)
     i_b, i_g = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     o_r = tl.program_id(1) * S.BR + tl.arange(0, S.BR)
@@ -116,8 +89,6 @@ def step_product_kernel(x, norm, weight, bias, y, ahead, x_row, y_row, size, eps
     tiles, up_tiles = load_all(weight, o_r, S), ()
     if S.SWIGLU:
         up_tiles = load_all(weight + S.R * S.C, o_r, S)
-    if S.AHEAD > 0:
-        fetch_share(ahead, size, S.AHEAD)
     wait_for_last(S.EARLY)
     b_y = tl.zeros([S.BR, S.BC], tl.float32)
     b_u = tl.zeros([S.BR, S.BC], tl.float32)
@@ -146,19 +117,23 @@ def step_product_kernel(x, norm, weight, bias, y, ahead, x_row, y_row, size, eps
 
 
 @triton.jit
-def norm_kernel(x, norm, y, x_row, eps, C: tl.constexpr, BC: tl.constexpr):
+def norm_kernel(x, norm, y, x_row, eps, C: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr):
     """y [B, C] = x / rms(x) * norm for x [B, C] with its stride of rows; a program has one row."""
+    allow_next(EARLY)
     i_b = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BC)
-    b_x = tl.load(x + i_b * x_row + o_c, mask=o_c < C, other=0.0).to(tl.float32)
     b_w = tl.load(norm + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    wait_for_last(EARLY)
+    b_x = tl.load(x + i_b * x_row + o_c, mask=o_c < C, other=0.0).to(tl.float32)
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / C + eps) * b_w
     tl.store(y + i_b * C + o_c, b_y.to(y.dtype.element_ty), mask=o_c < C)
 
 
 @triton.jit
-def swiglu_kernel(x, y, F: tl.constexpr, BC: tl.constexpr):
+def swiglu_kernel(x, y, F: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr):
     """y [B, F] = silu(gate) * up, of x [B, 2 F], whose first half is the gate."""
+    allow_next(EARLY)
+    wait_for_last(EARLY)
     i_b = tl.program_id(1).to(tl.int64)
     o_c = tl.program_id(0) * BC + tl.arange(0, BC)
     p = x + i_b * 2 * F + o_c
@@ -168,33 +143,64 @@ def swiglu_kernel(x, y, F: tl.constexpr, BC: tl.constexpr):
     tl.store(y + i_b * F + o_c, b_y.to(y.dtype.element_ty), mask=o_c < F)
 
 
+class Window(NamedTuple):
+    """The last tokens [N, D, W] of sequences, and their strides."""
+
+    ptr: Tensor
+    n: int
+    d: int
+    w: int
+
+
 @constants
 class UpdateShape(NamedTuple):
-    """Channels, taps, channels of a program, and whether SiLU follows."""
+    """Channels, taps, the tile [BC, BW] of windows, whether they are dense, so that a thread loads
+    one at once, and whether SiLU follows. EARLY: see early.py."""
 
     D: int
     W: int
     BC: int
+    BW: int
+    DENSE: bool
     SILU: bool
+    EARLY: bool
+
+
+@triton.jit
+def moved(window, b_x, W: tl.constexpr):
+    """Windows [BC, BW] in fp32, moved by one token, with b_x [BC] as the last of W."""
+    o_w = tl.arange(0, window.shape[1])[None, :]
+    b_y = tl.where(o_w < W, b_x.to(tl.float32)[:, None], 0.0)
+    for s in tl.static_range(W - 1):
+        b_next = tl.sum(tl.where(o_w == s + 1, window, 0.0), axis=1)
+        b_y = tl.where(o_w == s, b_next[:, None], b_y)
+    return b_y
 
 
 @triton.jit
 def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
     """x [N, D] with its stride of rows; cache: `Window`; weight [D, W], bias [D] or None; y
     [N, D]."""
+    allow_next(S.EARLY)
+    wait_for_last(S.EARLY)  # it may have cast the weights
     i_n = tl.program_id(1).to(tl.int64)
-    o_c = tl.program_id(0) * S.BC + tl.arange(0, S.BC)
+    o_c, o_w = tl.program_id(0) * S.BC + tl.arange(0, S.BC), tl.arange(0, S.BW)[None, :]
     m_c = o_c < S.D
-    taps = load_taps(weight, o_c, m_c, S.W)
+    m_cw = m_c[:, None] & (o_w < S.W)
+    taps = tl.load(weight + o_c[:, None] * S.W + o_w, mask=m_cw, other=0.0).to(tl.float32)
     b_bias = load_bias(bias, o_c, m_c)
+    if S.DENSE:
+        p = cache.ptr + i_n * cache.n + (o_c[:, None] * S.W + o_w)
+    else:
+        p = cache.ptr + i_n * cache.n + o_c.to(tl.int64)[:, None] * cache.d + o_w * cache.w
+    window = tl.load(p, mask=m_cw, other=0.0)
     b_x = tl.load(x + i_n * x_row + o_c, mask=m_c, other=0.0)
-    p = cache.ptr + i_n * cache.n + o_c.to(tl.int64) * cache.d
-    window = load_past(p, cache.w, m_c, S.W)
-    # A column is written to where another thread may still have to read the one before it.
+    b_seen = moved(window.to(b_x.dtype).to(tl.float32), b_x, S.W)
+    b_kept = moved(window.to(tl.float32), b_x, S.W)
+    # A token is written to where another thread may still have to read the one before it.
     tl.debug_barrier()
-    store_window(p, cache.w, window, b_x, m_c, S.W)
-    seen = (b_x.to(tl.float32),) + read_as(window, b_x.dtype)
-    b_y = weighted(taps, seen, b_bias)
+    tl.store(p, b_kept.to(cache.ptr.dtype.element_ty), mask=m_cw)
+    b_y = b_bias + tl.sum(b_seen * taps, axis=1)
     if S.SILU:
         b_y *= sigmoid(b_y)
     tl.store(y + i_n * S.D + o_c, b_y.to(y.dtype.element_ty), mask=m_c)
@@ -206,23 +212,23 @@ def step_product(p: StepProduct) -> Tensor:
     p = p._replace(x=unit_rows(p.x))
     if len(p.x) <= FUSED_ROWS:
         return _fused(p)
-    if step_dot.takes(p):
-        return step_dot.step_dot(p)
     x = p.x if p.norm is None else _normed(p.x, p.norm, p.eps)
     if not p.swiglu:
         return torch_stage.plain_product(p, x)
     both = torch_stage.plain_product(p._replace(onto=None), x)
     y = torch.empty(len(both), both.shape[1] // 2, dtype=both.dtype, device=both.device)
     F = y.shape[1]
-    launch(swiglu_kernel, (cdiv(F, CHANNELS), len(y)), both, y, F, CHANNELS, num_warps=1)
+    early, grid = starts_early(y), (cdiv(F, CHANNELS), len(y))
+    launch_early(swiglu_kernel, grid, both, y, F, CHANNELS, early, early=early, num_warps=1)
     return y if p.onto is None else p.onto.add_(y)
 
 
 def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     B, C = x.shape
     y = torch.empty(B, C, dtype=x.dtype, device=x.device)
-    given = x, norm, y, x.stride(0), eps, C, power_of_two(C)
-    launch(norm_kernel, (B,), *given, num_warps=8)
+    early = starts_early(x)
+    given = x, norm, y, x.stride(0), eps, C, power_of_two(C), early
+    launch_early(norm_kernel, (B,), *given, early=early, num_warps=8)
     return y
 
 
@@ -239,14 +245,10 @@ def _fused(p: StepProduct) -> Tensor:
     if y is None:
         y = torch.empty(B, G * R, dtype=p.x.dtype, device=p.x.device)
     early = starts_early(p.x)
-    size, ahead = 0, 0
-    if early and p.ahead is not None:
-        size, ahead = p.ahead.nbytes, AHEAD
-    S = ProductShape(R, C, BR, BC, p.swiglu, p.onto is not None, ahead, early)
-    sizes = p.x.stride(0), y.stride(0), size
-    given = p.x, p.norm, p.weight, p.bias, y, p.ahead if ahead else None, *sizes, p.eps, S
-    grid = B, cdiv(R, BR), G
-    launch_early(step_product_kernel, grid, *given, early=early, num_warps=8)
+    S = ProductShape(R, C, BR, BC, p.swiglu, p.onto is not None, early)
+    strides = p.x.stride(0), y.stride(0)
+    given = p.x, p.norm, p.weight, p.bias, y, *strides, p.eps, S
+    launch_early(step_product_kernel, (B, cdiv(R, BR), G), *given, early=early, num_warps=8)
     return y
 
 
@@ -258,9 +260,10 @@ def conv_update(
         return torch_stage.conv_update(x, cache, weight, bias, silu)
     x = unit_rows(x)
     y = torch.empty(N, D, dtype=x.dtype, device=x.device)
-    S = UpdateShape(D, W, CHANNELS, silu)
+    dense, early = cache.stride()[1:] == (W, 1), starts_early(x)
+    S = UpdateShape(D, W, CHANNELS, power_of_two(W), dense, silu, early)
     given = x, x.stride(0), Window(cache, *cache.stride()), weight.contiguous(), bias, y, S
-    launch(conv_update_kernel, (cdiv(D, CHANNELS), N), *given, num_warps=1)
+    launch_early(conv_update_kernel, (cdiv(D, CHANNELS), N), *given, early=early, num_warps=1)
     if not cache.is_inference():
         torch.autograd.graph.increment_version(cache)
     return y

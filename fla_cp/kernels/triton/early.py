@@ -1,10 +1,10 @@
 """Kernels that start before the one ahead of them has ended (programmatic dependent launch).
 
-Such a kernel allows the next one to start with its first instruction. It reads what no kernel of
-the step writes, above all weights, and then waits until the kernel ahead has ended and all that it
-wrote is there. Every kernel of a chain waits before it reads or writes anything else. The end of
-one therefore means that all kernels before it have ended. Launches of other libraries wait for
-everything before them, and what follows waits for them.
+Such a kernel allows the next one to start with its first instruction. It may then read what no
+kernel of the step has written, above all weights, and has to wait until the kernel ahead has ended
+before it reads or writes anything else. Since every such kernel waits, the end of one means that
+all kernels before it have ended. Launches of other libraries wait for everything before them, and
+what follows waits for them.
 """
 
 import torch
@@ -28,11 +28,11 @@ def starts_early(x: Tensor) -> bool:
 
 
 def launch_early(
-    kernel: object, grid: tuple[int, ...], *given: object, early: bool, num_warps: int, **named: int
+    kernel: object, grid: tuple[int, ...], *given: object, early: bool, num_warps: int
 ) -> None:
     """Launches a kernel, with `early` so that it may start before the one ahead has ended."""
     more = {"launch_pdl": True} if early else {}
-    launch(kernel, grid, *given, num_warps=num_warps, **named, **more)
+    launch(kernel, grid, *given, num_warps=num_warps, **more)
 
 
 @triton.jit
@@ -47,20 +47,3 @@ def wait_for_last(EARLY: tl.constexpr):
     """Waits until the kernel ahead has ended and its results are there."""
     if EARLY:
         gdc_wait()
-
-
-SECTOR = tl.constexpr(32)
-"""Bytes that come into the L2 cache at least."""
-
-
-@triton.jit
-def fetch(p):
-    """Starts to bring what stands at the addresses p into the L2 cache, SECTOR bytes at each."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [p],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
