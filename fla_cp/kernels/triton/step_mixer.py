@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fla_cp.kernels.torch.decoding import StepMixer
-from fla_cp.kernels.triton.conv import MAX_TAPS, load_taps, weighted
-from fla_cp.kernels.triton.decoding import Window
+from fla_cp.kernels.triton.conv import MAX_TAPS, load_taps
+from fla_cp.kernels.triton.decoding import Window, convolved, load_past, store_window
 from fla_cp.kernels.triton.device.blocks import EPS, decay_exp, load_block, store_block, unit_rows
 from fla_cp.kernels.triton.device.bundles import Beta, Gate, Rows, constants, rule_options, state
 from fla_cp.kernels.triton.device.gates import LOG2E, gate_value, sigmoid
@@ -52,33 +52,6 @@ class MixerShape(NamedTuple):
     REMOVES: bool
     SILU: bool
     EARLY: bool
-
-
-@triton.jit
-def load_past(p, step, m_c, W: tl.constexpr):
-    """The W - 1 tokens before the one that comes, nearest first, in the cache's dtype."""
-    past = ()
-    for s in tl.static_range(1, W):
-        past = past + (tl.load(p + (W - s) * step, mask=m_c, other=0.0),)
-    return past
-
-
-@triton.jit
-def store_window(p, step, b_x, past, m_c, W: tl.constexpr):
-    """Writes windows moved by one token, b_x. All threads must have read them before."""
-    for s in tl.static_range(1, W):
-        tl.store(p + (W - 1 - s) * step, past[s - 1], mask=m_c)
-    tl.store(p + (W - 1) * step, b_x.to(p.dtype.element_ty), mask=m_c)
-
-
-@triton.jit
-def convolved(b_x, past, taps, b_bias):
-    """The convolution with SiLU at the token b_x, in fp32."""
-    seen = (b_x.to(tl.float32),)
-    for s in tl.static_range(len(past)):
-        seen = seen + (past[s].to(b_x.dtype).to(tl.float32),)
-    b_y = weighted(taps, seen, b_bias)
-    return b_y * sigmoid(b_y)
 
 
 @triton.jit
@@ -142,7 +115,7 @@ def step_mixer_kernel(
         b_beta = beta.factor * sigmoid(b_beta)
 
     b_y = convolved(b_x, past, b_taps, b_bias)
-    tl.debug_barrier()
+    b_y *= sigmoid(b_y)
     store_window(p_c, cache.w, b_x, past, m_c, S.W)
     if R.NORM:
         b_y *= tl.where(row < 2, tl.rsqrt(tl.sum(b_y * b_y, axis=1) + EPS)[:, None], 1.0)
