@@ -364,6 +364,9 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     d += gl.where(i_q == S.BT - 1, at_end[None, :][:, None, :], 0.0)
     before = gl.associative_scan(d, 1, plus)
     whole = gl.sum(gl.where(r == 15, before, 0.0), 1)
+    again = i_q + none
+    g = load_g(gate, start, i_hv, i_k, again, c_e, n_rows)  # arrives meanwhile
+    raw, rate = raw_and_rate(g, gate, i_hv, i_k, c_e, S)
     s_ends = s_sums._reinterpret(gl.float32, [4, SLAB], plain)
     s_ends.store(whole)
     barrier()
@@ -371,10 +374,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     t_2 = quarter_sum(s_ends, 2, ends) + t_3
     t_1 = quarter_sum(s_ends, 1, ends) + t_2
     d += (whole + of_quarters(w, t_1, t_2, t_3, t_3 * 0.0))[:, None, :] - before
-    again = i_q + none
     d = gl.where(again < n_rows, d, 0.0)
-    g = load_g(gate, start, i_hv, i_k, again, c_e, n_rows)
-    raw, rate = raw_and_rate(g, gate, i_hv, i_k, c_e, S)
     d_raw, d_rate = slopes(raw, rate, gate.bound, d, R.GATE)
     place = again * row + c_e[None, :][:, None, :]
     gl.store(out.dg + to + place, d_raw.to(out.dg.dtype.element_ty), mask=again < n_rows)
