@@ -4,8 +4,8 @@
         [--op kda,gdn] [--out FILE]
 
 times COUNT calls, forward and backward, each with a packing that was never seen before, and calls
-with some of these packings again. `benchmarks.ops` uses the other functions here: they find the programs that
-a call replays, count what these do, and time their launches alone.
+with some of these packings again. `benchmarks.ops` uses the other functions here: they find the
+programs that a call replays, count what these do, and time their launches alone.
 """
 
 from __future__ import annotations
