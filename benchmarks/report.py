@@ -224,8 +224,8 @@ SECTIONS = (
     Section(
         "New packings",
         "Calls on packed documents, forward and backward: each with a packing that was never seen "
-        "before, or all with the same one; a ratio is the time of the former over that of the "
-        "latter.",
+        "before, or with some of these packings again; a ratio is the time of the former over that "
+        "of the latter.",
         lambda r: r.data.get("benchmark") == "packings",
         tables.packings,
         tables.packings_command,

@@ -298,7 +298,7 @@ def packings(result: Result) -> str:
         ("operator", lambda r: r["op"].upper()),
         ("H", lambda r: str(r["H"])),
         ("T", lambda r: str(r["T"])),
-        ("one packing, ms a call", lambda r: number(r["one_ms"])),
+        ("known packing, ms a call", lambda r: number(r["one_ms"])),
         ("new packings, ms a call", lambda r: number(r["new_ms"])),
         ("ratio", lambda r: ratio(r["ratio"])),
         ("variants compiled meanwhile", lambda r: str(r["variants"])),

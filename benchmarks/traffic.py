@@ -1,11 +1,11 @@
 """What the kernels of a KDA call read and write, and how long its stages take beside that.
 
 A rehearsal on tensors without memory says which kernels a call launches and which tensors these are
-given; it needs no GPU. Of each launch every tensor counts once, with all its bytes, unless
-`UNTOUCHED` says that the kernel does nothing with it: what programs read again counts no second
-time, so that the time of these bytes at the bandwidth of a copy is a floor. The times come from a
-profile of whole calls, since some kernels run at the same time: that of a stage is the time in
-which at least one of its kernels runs.
+given; it needs no GPU. For each kernel every tensor counts once, with all its bytes, unless
+`UNTOUCHED` says that the kernel does nothing with it: what its programs or a second launch read
+again counts no second time, so that the time of these bytes at the bandwidth of a copy is a floor.
+The times come from a profile of whole calls, since some kernels run at the same time: that of a
+stage is the time in which at least one of its kernels runs.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ FOR_LOCAL = {"out.dq", "out.dk", "out.dg", "out.dA_log", "out.ddt_bias"}
 UNTOUCHED: dict[str, frozenset[str]] = {
     "intra_sm90_kernel": NOTHING,
     "scan_sm90_kernel": NOTHING,
+    "fold_kernel": NOTHING,
     "scan_gated_sm90_kernel": frozenset({"qg", "Aqk"}),
     "scan_bwd_sm90_kernel": NOTHING,
     "scan_bwd_gated_sm90_kernel": NOTHING,
@@ -84,8 +85,11 @@ class Launch(NamedTuple):
                 found.setdefault(place(x), name)
         return {name: self.tensors[name] for name in found.values()}
 
-    def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.touched().values())
+
+def moved_by(launches: list[Launch]) -> int:
+    """The bytes of the tensors that a kernel touches in some launches, each counted once."""
+    touched = {place(x): x for launch in launches for x in launch.touched().values()}
+    return sum(x.numel() * x.element_size() for x in touched.values())
 
 
 def place(x: Tensor) -> tuple[int, int, int]:
@@ -192,8 +196,9 @@ def floors(launches: list[Launch], gb_s: float) -> list[dict[str, Any]]:
     rows = []
     for stage in dict.fromkeys(x.stage for x in launches):
         own = [x for x in launches if x.stage == stage]
-        gb = sum(x.bytes() for x in own) / 1e9
         kernels = [x.kernel for x in own]
+        groups = [[x for x in own if x.kernel == name] for name in dict.fromkeys(kernels)]
+        gb = sum(map(moved_by, groups)) / 1e9
         rows.append({"stage": stage, "kernels": kernels, "gb": gb, "floor_ms": 1e3 * gb / gb_s})
     return rows
 

@@ -399,7 +399,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for part in PRODUCTS:
             call = functools.partial(compile_product, dtype, part, 1)
             yield f"decode {part} {name}", call
-        call = functools.partial(compile_product, dtype, "gate, up", 5)
+        call = functools.partial(compile_product, dtype, "gate, up", 5, early=True)
         yield f"decode norm, SwiGLU {name}", call
         for part in ("projections", "down"):
             call = functools.partial(compile_product, dtype, part, 1, early=True)

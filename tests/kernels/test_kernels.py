@@ -418,8 +418,9 @@ def test_scans_of_many_chains_take_wider_tiles():
 
 
 @pytest.mark.bits
-def test_chunks_that_no_summary_reads_are_computed_after_it(monkeypatch):
-    """With one decay a head, for a sequence cut in two on one GPU; all bits stay the same."""
+@pytest.mark.parametrize("per_head", [True, False])
+def test_chunks_that_no_summary_reads_are_computed_after_it(monkeypatch, per_head):
+    """For a sequence cut in two on one GPU; all bits stay the same."""
     from fla_cp.kernels.torch.intra import Inputs, Spec
     from fla_cp.kernels.triton import launch as launches
     from fla_cp.kernels.triton.backend import TritonBackend
@@ -429,25 +430,28 @@ def test_chunks_that_no_summary_reads_are_computed_after_it(monkeypatch):
 
     T, H, K, V = 64 * 20 + 5, 2, 16, 16
     q, k = torch.randn(2, T, H, K)
-    x = Inputs(q, k, torch.randn(T, H, V), -torch.rand(T, H), torch.rand(T, H), None, None)
-    rule = DeltaRule(scale=1.0, per_head=True)
+    g = -torch.rand((T, H) if per_head else (T, H, K))
+    x = Inputs(q, k, torch.randn(T, H, V), g, torch.rand(T, H), None, None)
+    rule = DeltaRule(scale=1.0, per_head=per_head)
     whole = Packing.build((0, T))
+    name, summary = "intra_head_kernel" if per_head else "intra_kernel", ("scan_kernel", (1, H))
     launched = []
 
     def noted(kernel, grid, *args, **options):
-        if kernel.fn.__name__ in ("intra_head_kernel", "scan_kernel"):
+        if kernel.fn.__name__ in (name, "scan_kernel"):
             launched.append((kernel.fn.__name__, grid))
         kernel[grid](*args, **options)
 
     monkeypatch.setattr(launches, "runner", noted)
-    name, summary = "intra_head_kernel", ("scan_kernel", (1, H))
     backend = TritonBackend(tuning=Tuning(later_least=0, later_share=20))
     c, maps = backend.prepare_chunks(Spec(rule, whole.cut(11)), x, None)
-    assert launched == [(name, (16, H)), summary, (name, (5, H))]  # 11 of 21 rounded up
+    paths = 1 if per_head else 2
+    first, rest = [(name, (16, H))] * paths, [(name, (5, H))] * paths
+    assert launched == [*first, summary, *rest]  # 11 of 21 rounded up
     backend = TritonBackend(tuning=Tuning(later_least=0, later_share=4))
     launched.clear()
     d, others = backend.prepare_chunks(Spec(rule, whole.cut(11)), x, None)
-    assert launched == [(name, (21, H)), summary]
+    assert launched == [(name, (21, H))] * paths + [summary]
     for a, b in zip((*c[:5], maps.offset), (*d[:5], others.offset), strict=True):
         assert torch.equal(a, b)
 

@@ -16,7 +16,7 @@ from fla_cp.kernels.sm90 import (
 )
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device import bundles
-from fla_cp.kernels.triton.intra import empty_chunks, intra
+from fla_cp.kernels.triton.intra import empty_chunks, intra, intra_in_two
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, saved, tables
 from fla_cp.kernels.triton.tile_table import QUARTERS_BWD, STEEP, TALL, TALL_BWD, Tuning
 from fla_cp.partition.packing import Packing
@@ -108,17 +108,48 @@ def test_steep_chunks_are_formed_as_defined(name):
         assert error <= 6e-5 * wanted.abs().max() + 1e-30, (part, error)
 
 
+@pytest.mark.parametrize("name", ["drawn decays", "any gate", "no removal"])
+def test_chunks_formed_in_two_launches_are_those_of_one(name):
+    rule, x = drawn((CASES | ANY)[name])
+    packing = Packing.build(OFFSETS)
+    with interpreted() as launched:
+        whole = intra(rule, packing, x, STEEP_FORCED)
+        count = len(launched)
+        c, rest = intra_in_two(rule, packing, x, 2, STEEP_FORCED)
+        for part in (c.Aqk, c.qg, c.rows):
+            part[2:] = 7.0  # the first launch does not touch the others
+        rest()
+    assert len(launched) == 2 * count and len(whole.decay) > 2
+    for part, a in formed(whole).items():
+        assert torch.equal(a, formed(c)[part]), part
+    assert torch.equal(whole.steep, c.steep)
+
+
+def test_a_gate_whose_copies_are_not_aligned_takes_other_kernels():
+    rule, x = drawn(CASES["drawn decays"])
+    c = empty_chunks(rule, Packing.build(OFFSETS), x, FORCED)[1]
+    R = bundles.rule_options(rule, torch.float32)
+    assert not intra_channelwise.why_not(x, c, R)
+    wide = torch.zeros(*x.g.shape[:2], x.g.shape[2] + 1, dtype=x.g.dtype)
+    shifted = x._replace(g=wide[..., 1:])
+    assert "of g do not prove" in intra_channelwise.why_not(shifted, c, R)
+    other = shifted._replace(g=shifted.g.double())  # read number by number
+    assert not intra_channelwise.why_not(other, c, R)
+
+
 def test_all_chunks_are_left_to_the_kernel_of_steep_chunks():
     """Where it runs alone, it writes what belongs to the chunks that it marks, and nothing else."""
     rule, x = drawn(ANY["any gate"])
     with interpreted():
         c = intra(rule, Packing.build(OFFSETS), x, STEEP_FORCED)
-        table, x, alone = empty_chunks(rule, Packing.build(OFFSETS), x, STEEP_FORCED)
+        packing = Packing.build(OFFSETS)
+        x, alone = empty_chunks(rule, packing, x, STEEP_FORCED)
         parts = "T", "Aqk", "qg", "k_decayed", "kg", "rows"
         for part in parts:
             getattr(alone, part).fill_(7.0)
         alone = alone._replace(anchors=c.anchors)
         R = bundles.rule_options(rule, torch.float32)
+        table = tables(packing, x.q.device)
         intra_channelwise_steep.intra_channel(table, x, alone, STEEP, R)
     steep = c.steep.bool()
     assert torch.equal(alone.steep, c.steep) and steep.any() and not steep.all()
@@ -180,7 +211,7 @@ def test_what_the_kernel_cannot_form_is_refused(changed, reason):
 
 def test_steep_chunks_of_a_safe_gate_are_refused():
     rule, x = drawn(Case())
-    _, x, c = empty_chunks(rule, Packing.build(OFFSETS), x, STEEP_FORCED)
+    x, c = empty_chunks(rule, Packing.build(OFFSETS), x, STEEP_FORCED)
     R = bundles.rule_options(rule, torch.float32)
     with pytest.raises(ValueError, match="leaves out"):
         intra_channelwise_steep.intra_channel(
@@ -289,7 +320,7 @@ def test_what_calls_take_by_themselves(name, change):
         x = x._replace(q=torch.zeros(*x.q.shape[:2], k + 2)[..., :k])
     if change == "V":
         x = x._replace(v=x.v[..., :64].contiguous())
-    _, x, c = empty_chunks(rule, Packing.build(OFFSETS), x, Tuning())
+    x, c = empty_chunks(rule, Packing.build(OFFSETS), x, Tuning())
     paths = bundles.local_paths(rule, torch.float32)
     read = saved(x, c, (x.v, x.v), ScanGrads(x.v, x.v, x.v))
     taken = name in TAKEN and change in ("", "V")

@@ -153,7 +153,7 @@ def raw_chunks(case: Case, tuning: Tuning, **changed):
     rule = rule._replace(**{n: t for n, t in changed.items() if n in rule._fields})
     x = x._replace(**{n: t for n, t in changed.items() if n in x._fields})
     packing = Packing.build(case.offsets)
-    _, x, c = empty_chunks(rule, packing, x, tuning)
+    x, c = empty_chunks(rule, packing, x, tuning)
     return scan_gated.on_inputs(packing, x, c)
 
 

@@ -138,7 +138,7 @@ def test_kept_shapes_are_those_of_the_kernels(precise, per_head):
         q, k, v = torch.zeros(3, 70, 2, 16, dtype=dtype)
         x = Inputs(q, k, v, g, torch.zeros(70, 2), None, None)
         spec = Spec(rule, Packing.build((0, 70)))
-        _, _, c = intra.empty_chunks(*spec, x, TUNING)
+        _, c = intra.empty_chunks(*spec, x, TUNING)
         kept = [(tuple(t.shape), t.dtype) for t in backend.TRITON.keep(spec, c, None, None)]
         assert kept == backend.TRITON.kept_shapes(rule, dtype, 2, 2, 16, 16)
         assert c.T.shape[2] == 64 * (2 if precise and dtype == HALF else 1)

@@ -141,6 +141,12 @@ def _store(p: Pointers, x: Tensor | float, mask: Tensor | None = None) -> None:
     p.memory()[places[keep]] = x[keep]
 
 
+def _prefetch(p: Pointers) -> None:
+    """Does nothing but check that the addresses exist."""
+    places = p.places()
+    assert places.min() >= 0 and places.max() < len(p.memory()), "prefetched outside of a tensor"
+
+
 def _where(condition: Any, x: Any, y: Any) -> Tensor:
     condition = torch.as_tensor(condition)
     return torch.where(condition, torch.as_tensor(x), torch.as_tensor(y))
@@ -278,7 +284,7 @@ def interpreted() -> Iterator[list[str]]:
     changed = {
         "gl": gl, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait, "fence_async_shared": nothing, "barrier": nothing,
-        "async_copy": async_copy, "mma_v2": _small_product,
+        "async_copy": async_copy, "mma_v2": _small_product, "to_l2": _prefetch,
     }  # fmt: skip
     changed["range"] = lambda *ends: map(torch.tensor, range(*map(int, ends)))
     before = []
@@ -293,7 +299,7 @@ def interpreted() -> Iterator[list[str]]:
                 kernels[name] = kernel.fn
                 if name.endswith("_kernel"):
                     kernels[name] = Launcher(_noted(kernel.fn, name, launched), gl)
-        for name, value in (changed | kernels).items():
+        for name, value in (kernels | changed).items():
             before.append((module, name, vars(module).get(name)))
             setattr(module, name, value)
     try:

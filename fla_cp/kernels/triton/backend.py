@@ -145,10 +145,9 @@ class TritonBackend(Backend):
                 "impl='triton' computes removal='p' with a decay a channel for given q, k and p "
                 "only, got qk_l2norm=True: use impl='torch'"
             )
-        first, HV, tuning = 0, x.v.shape[1], self.tuning
-        if rule.per_head:  # with a decay a channel, a summary slows the rest as much as it gains
-            key = ("first chunks", HV, tuning)
-            first = packing.cached(key, lambda: first_chunks(packing, HV, tuning))
+        HV, tuning = x.v.shape[1], self.tuning
+        key = ("first chunks", HV, tuning)
+        first = packing.cached(key, lambda: first_chunks(packing, HV, tuning))
         if not first:
             c = intra.intra(rule, packing, x, tuning)
             maps, summary = summarize(packing, c, seeds)

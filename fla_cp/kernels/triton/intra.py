@@ -14,7 +14,7 @@ from fla_cp.kernels.triton.intra_channelwise import empty_gated, intra_channelwi
 from fla_cp.kernels.triton.intra_channelwise_bwd import intra_channelwise_bwd
 from fla_cp.kernels.triton.intra_headwise import intra_headwise
 from fla_cp.kernels.triton.intra_headwise_bwd import intra_headwise_bwd
-from fla_cp.kernels.triton.operands import Chunks, ScanGrads, Tables, planes, tables
+from fla_cp.kernels.triton.operands import Chunks, ScanGrads, planes, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
@@ -22,33 +22,30 @@ from fla_cp.rule import CHUNK, DeltaRule
 
 def intra(rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning = TUNING) -> Chunks:
     """Forms the chunks of all tokens."""
-    table, x, c = empty_chunks(rule, packing, x, tuning)
-    NC = len(table.chunk_start)
-    if NC and rule.per_head:
-        intra_headwise(packing, x, c)(0, NC)
-    elif NC:
-        intra_channelwise(table, packing, x, c)
-    return c
+    return intra_in_two(rule, packing, x, None, tuning)[0]
 
 
 def intra_in_two(
-    rule: DeltaRule, packing: Packing, x: Inputs, first: int, tuning: Tuning = TUNING
+    rule: DeltaRule, packing: Packing, x: Inputs, first: int | None, tuning: Tuning = TUNING
 ) -> tuple[Chunks, Callable[[], None]]:
-    """With one decay a head: forms the first chunks, and returns all chunks and a call that forms
-    the others. The call allocates nothing, so that it may run on another stream."""
-    table, x, c = empty_chunks(rule, packing, x, tuning)
-    form = intra_headwise(packing, x, c)
+    """Forms the first chunks, or all if `first` is None, and returns all chunks and a call that
+    forms the others. The call allocates nothing, so that it may run on another stream."""
+    x, c = empty_chunks(rule, packing, x, tuning)
+    NC = len(c.decay)
+    if not NC:
+        return c, lambda: None
+    form = (intra_headwise if rule.per_head else intra_channelwise)(packing, x, c)
+    first = NC if first is None else first
     form(0, first)
-    return c, functools.partial(form, first, len(table.chunk_start))
+    return c, functools.partial(form, first, NC)
 
 
 def empty_chunks(
     rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning
-) -> tuple[Tables, Inputs, Chunks]:
-    """The packing's tables, the inputs as kernels take them, and memory for the chunks."""
+) -> tuple[Inputs, Chunks]:
+    """The inputs as kernels take them, and memory for the chunks."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
-    table = tables(packing, x.q.device)
-    NC, K, HV = len(table.chunk_start), x.q.shape[2], x.v.shape[1]
+    NC, K, HV = len(tables(packing, x.q.device).chunk_start), x.q.shape[2], x.v.shape[1]
     if rule.per_head:
         qg, k_decayed, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
@@ -61,7 +58,7 @@ def empty_chunks(
     flags = (NC, HV) if by_chunk(rule, x.q.dtype) else (0,)
     formed = T, Aqk, decay, rows, anchors, rows.new_empty(flags, dtype=torch.int32)
     chunks = Chunks(*formed, qg, k_decayed, kg, x.v, rule, tuning=tuning)
-    return table, x, chunks
+    return x, chunks
 
 
 def intra_bwd(

@@ -22,6 +22,7 @@ If p reads the state before the decay (DPLR), its rows take the place of k's in 
 with the sums of decays up to the row before."""
 
 import functools
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -69,7 +70,7 @@ from fla_cp.kernels.triton.device.inverse import needs_nearest, unit_lower_inver
 from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.launch import cdiv, launch
-from fla_cp.kernels.triton.operands import Chunks, Tables, own, tables
+from fla_cp.kernels.triton.operands import Chunks, own, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
 from fla_cp.rule import CHUNK, DeltaRule
@@ -264,8 +265,9 @@ def qkp(x: Inputs) -> tuple[Rows, Rows, Rows | None]:
     return rows(x.q), rows(x.k), None if x.p is None else rows(x.p)
 
 
-def intra_channelwise(table: Tables, packing: Packing, x: Inputs, c: Chunks) -> None:
-    """Fills c, with one decay a channel."""
+def intra_channelwise(packing: Packing, x: Inputs, c: Chunks) -> Callable[[int, int], None]:
+    """With one decay a channel: returns a call (first, stop) that fills the chunks of c from
+    `first` to before `stop`, and allocates nothing."""
     rule, (NC, HV, K), V, dtype = c.rule, c.decay.shape, x.v.shape[2], x.q.dtype
     shape_of = functools.partial(shape, rule, dtype, x.q.shape[1], HV, K, V)
     given = *qkp(x), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
@@ -273,15 +275,24 @@ def intra_channelwise(table: Tables, packing: Packing, x: Inputs, c: Chunks) -> 
     folder = choose(packing, c, scans=False)
     if folder != "triton" and not kernels_of(folder).intra_channelwise.takes(x, c, paths):
         folder = "triton"
-    for path, R in paths:
-        t = c.tuning.tile("intra" + path + own(rule), K, V, dtype, 0, folder)
-        if t.folder != "triton":
-            kernels = kernels_of(t.folder)
-            stage = kernels.intra_channelwise if R.SAFE else kernels.intra_channelwise_steep
-            stage.intra_channel(table, x, c, t, R)
-            continue
-        compiled = {"S": shape_of(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
-        launch(intra_kernel, (NC, HV), *given, c.formed(), table.chunks, rule.scale, **compiled)
+    tiles = [c.tuning.tile("intra" + p + own(rule), K, V, dtype, 0, folder) for p, _ in paths]
+    all_chunks = tables(packing, x.q.device)
+
+    def form(first: int, stop: int) -> None:
+        table, part = all_chunks, c
+        if stop - first < NC:
+            table, part = table.between(first, stop), c.between(first, stop)
+        for (_, R), t in zip(paths, tiles, strict=True):
+            if t.folder != "triton":
+                kernels = kernels_of(t.folder)
+                stage = kernels.intra_channelwise if R.SAFE else kernels.intra_channelwise_steep
+                stage.intra_channel(table, x, part, t, R)
+                continue
+            compiled = {"S": shape_of(t), "R": R, "num_warps": t.warps, "maxnreg": t.registers}
+            rest = part.formed(), table.chunks, rule.scale
+            launch(intra_kernel, (stop - first, HV), *given, *rest, **compiled)
+
+    return form
 
 
 def empty_gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:

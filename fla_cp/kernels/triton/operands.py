@@ -85,6 +85,11 @@ class Chunks(NamedTuple):
         (HV, K), V = self.decay.shape[1:], self.v.shape[2]
         return shape(after_local(self.rule), self.Aqk.dtype, self.kg.shape[1], HV, K, V, t)
 
+    def between(self, first: int, stop: int) -> "Chunks":
+        """Those from `first` to before `stop`, with a decay a channel."""
+        parts = (x[first:stop] if x.dim() > 1 else x for x in self[:9])
+        return Chunks(*parts, *self[9:])
+
     def steep_or_none(self) -> Tensor | None:
         return self.steep if self.steep.dim() == 2 else None
 
@@ -109,6 +114,11 @@ class Tables(NamedTuple):
     @property
     def chunks(self) -> ChunkTable:
         return ChunkTable(self.chunk_start, self.chunk_rows)
+
+    def between(self, first: int, stop: int) -> "Tables":
+        """With the chunks from `first` to before `stop` alone."""
+        start, rows = self.chunk_start[first:stop], self.chunk_rows[first:stop]
+        return self._replace(chunk_start=start, chunk_rows=rows)
 
 
 class ScanOutputs(NamedTuple):
