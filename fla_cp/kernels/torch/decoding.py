@@ -38,8 +38,8 @@ class StepMixer(NamedTuple):
     raw, [B, HV * K] or [B, HV]. gate: [B, HV * V], before its activation. beta: [B, HV] or None.
     A_log, dt_bias: as in `Inputs`. norm: [V], with eps; activation: of the gate.
 
-    A kernel may read window, state and parameters before the kernel ahead of it has ended. The ones
-    that wrote them must have ended: in a step, operations of torch stand between.
+    A kernel may read window, state and parameters before the kernel ahead of it has ended
+    (kernels/triton/early.py): that one must not have written them.
     """
 
     rule: DeltaRule

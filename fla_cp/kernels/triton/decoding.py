@@ -176,8 +176,7 @@ def load_past(p, step, m_c, W: tl.constexpr):
 
 @triton.jit
 def store_window(p, step, b_x, past, m_c, W: tl.constexpr):
-    """Writes windows moved by one token, b_x. A number is written to where another thread may have
-    had to read it."""
+    """Writes windows moved by one token, b_x, once all threads have read them."""
     tl.debug_barrier()
     for s in tl.static_range(1, W):
         tl.store(p + (W - 1 - s) * step, past[s - 1], mask=m_c)
@@ -186,8 +185,7 @@ def store_window(p, step, b_x, past, m_c, W: tl.constexpr):
 
 @triton.jit
 def load_words(p, o_c, m_c):
-    """Words of four numbers of 16 bits at p. Loads of single numbers would take 2 of each 8 bytes,
-    and the kernel 7.5 us in place of what its bytes take."""
+    """Words of four numbers of 16 bits at p, of which loads of single numbers would take one."""
     return tl.load(p.to(tl.pointer_type(tl.uint64)) + o_c, mask=m_c, other=0)
 
 

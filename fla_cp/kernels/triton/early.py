@@ -1,10 +1,11 @@
 """Kernels that start before the one ahead of them has ended (programmatic dependent launch).
 
-Such a kernel allows the next one to start with its first instruction. It may then read what no
-kernel of the step has written, above all weights, and has to wait until the kernel ahead has ended
-before it reads or writes anything else. Since every such kernel waits, the end of one means that
-all kernels before it have ended. Launches of other libraries wait for everything before them, and
-what follows waits for them.
+Such a kernel allows the next one to start with its first instruction. It may then read what the
+step has not written yet: weights that it does not cast, and the states and windows that the step
+before has left. It has to wait until the kernel ahead has ended before it reads or writes anything
+else. Since every such kernel waits, the end of one means that all kernels before it have ended.
+Launches of other libraries wait for everything before them, and what follows waits for them; one
+of them, the lookup of the tokens' embeddings, stands between two steps.
 """
 
 import torch
