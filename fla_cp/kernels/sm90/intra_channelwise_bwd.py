@@ -175,6 +175,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
         copy_slab(x.y + values, S.V, S.BT, s_v.index(1), S.BT, S.V)
     copy_slab(x.dh + states, S.V, SLAB, s_h.index(1), S.BT, S.V)
     copy_slab(x.v_new + values, S.V, S.BT, s_v.index(2), S.BT, S.V)
+    async_copy.commit_group()
     copy_slab(q.ptr + i_k * SLAB, q.row, n_rows, s_x.index(0), S.BT, SLAB)
     copy_slab(k.ptr + i_k * SLAB, k.row, n_rows, s_x.index(1), S.BT, SLAB)
     scores = out.scores + i_ch * (2 * S.BT * S.BT)
@@ -212,7 +213,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     first = (i < S.BT // 2)[:, None]
     anchors = x.anchors + i_ch * (ANCHORS * S.K) + i_k * SLAB
     zero = gl.full([S.BT, SLAB], 0.0, gl.float32, acc)
-    async_copy.wait_group(0)
+    async_copy.wait_group(1)
     fence_async_shared()
     barrier()
     h_dh = warpgroup_mma(
@@ -235,7 +236,8 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
         b_dq, b_dr, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dr, b_dc))
     else:
         b_dq, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dc))
-    barrier()  # the tiles of states and values are free
+    async_copy.wait_group(0)
+    barrier()  # the tiles of states and values are free, and all others are there
     c_later, hv_later = program_ahead(gl.num_programs(0), S.HV, AHEAD)
     prefetch_inputs(x, gate, out, chunks, (c_later // tiles, hv_later), i_k, S)
     s_sums = s_v.index(0)._reinterpret(gl.float32, [S.BT, SLAB], single)

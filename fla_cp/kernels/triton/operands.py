@@ -87,8 +87,9 @@ class Chunks(NamedTuple):
 
     def between(self, first: int, stop: int) -> "Chunks":
         """Those from `first` to before `stop`, with a decay a channel."""
-        parts = (x[first:stop] if x.dim() > 1 else x for x in self[:9])
-        return Chunks(*parts, *self[9:])
+        names = Formed._fields
+        parts = {n: x[first:stop] for n in names if (x := getattr(self, n)).dim() > 1}
+        return self._replace(**parts)
 
     def steep_or_none(self) -> Tensor | None:
         return self.steep if self.steep.dim() == 2 else None
