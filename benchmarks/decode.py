@@ -148,8 +148,8 @@ VARIANTS: dict[str, tuple[str, object]] = {
     "late": ("early.EARLY", False),
 }
 """Steps with another value of a constant of kernels/triton: products are calls of cuBLAS; the
-convolution, the recurrence and the gated norm are kernels of their own; no kernel starts early. The
-first two mean nothing for more sequences than FUSED_ROWS."""
+convolution, the recurrence and the gated norm are kernels of their own; no kernel starts early.
+They mean nothing for more sequences than FUSED_ROWS."""
 
 
 def variant_milliseconds(model: Decoder, rows: int, name: str) -> float | None:
@@ -157,7 +157,7 @@ def variant_milliseconds(model: Decoder, rows: int, name: str) -> float | None:
     SystemExit if its tokens are wrong."""
     from fla_cp.kernels.triton.decoding import FUSED_ROWS
 
-    if rows > FUSED_ROWS and name != "late":
+    if rows > FUSED_ROWS:
         return None
     constant, value = VARIANTS[name]
     with mock.patch(f"fla_cp.kernels.triton.{constant}", value):
@@ -183,7 +183,6 @@ def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
     row["eager_loop_ms"] = loop_milliseconds(decoding(model, rows, False)[0])
     for name in VARIANTS:
         row[f"{name}_ms"] = variant_milliseconds(model, rows, name) if captured else None
-    row["early_ms"] = row["graph_ms"]
     return row
 
 

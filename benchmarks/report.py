@@ -25,12 +25,12 @@ from benchmarks import (
     report_steps,
 )
 from benchmarks import report_tables as tables
-from benchmarks.report_tables import BOTH, MISSING, OPERATORS, PEERS, Result, Sides, number
+from benchmarks.report_tables import MISSING, OPERATORS, Result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "current"
 
-README_PERFORMANCE, README_SCALING = "kda-shapes-fla", "cp"
+README_PERFORMANCE, README_SCALING = "decays-kda", "cp"
 """The results that README shows, by name."""
 
 README_TRAINING = {"340M": "train-fla", "1.3B": "train"}
@@ -39,7 +39,6 @@ README_TRAINING = {"340M": "train-fla", "1.3B": "train"}
 README_TWO_GPUS = "train-2-gpus"
 """The result of training steps on one and on two GPUs that it shows. It may be missing."""
 
-README_SHAPES = ("target", "target-any", "t8k", "t131k", "h4", "packed16k")
 README_TOKENS, README_GPUS = (32768, 131072, 1048576), (1, 2, 4)
 README_STEP_TOKENS = 65536
 
@@ -195,9 +194,9 @@ SECTIONS = (
         "CUDA graph. The floor is the time in which the device reads the weights once, and reads "
         "and writes the states once, at the larger of the two bandwidths above the table; the "
         "goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. In separate, "
-        "every product is a call of cuBLAS, and in early a product loads its weights while the "
-        "kernel ahead of it ends (`EARLY` of kernels/triton/early.py); eager is without a "
-        "graph.",
+        "every product is a call of cuBLAS; in stages, convolution, recurrence and gated norm are "
+        "kernels of their own; in late, no kernel starts before the one ahead of it has ended "
+        "(kernels/triton/early.py). Eager is without a graph.",
         lambda r: r.data.get("benchmark") == "decode",
         report_memory.decode,
         report_memory.decode_command,
@@ -337,22 +336,6 @@ def performance_page(results: list[Result]) -> str:
     return "\n".join(parts)
 
 
-def readme_performance(result: Result) -> str:
-    """README's table of one operator beside its peer."""
-    peer = PEERS[tables.peer_of(result) or ""]
-    by_shape = {s.ours["shape"]: s for s in tables.sides(result)}
-    text = tables.columns(
-        [(name, by_shape.get(name, Sides({}, {}, {}))) for name in README_SHAPES],
-        ("shape", lambda x: tables.shape(x[0], result.data["operator"])),
-        ("forward, ms", lambda x: number(tables.ms(x[1].ours, "forward"))),
-        ("forward + backward, ms", lambda x: number(tables.ms(x[1].ours, "both"))),
-        (f"{peer}, ms", lambda x: tables.slashed(tables.ms(x[1].peer, d) for d in BOTH)),
-        ("ratio", lambda x: tables.slashed((x[1].ratios.get(d) for d in BOTH), tables.ratio)),
-        (f"peak GiB / {peer}", lambda x: tables.slashed(r.get("peak_gib") for r in x[1][:2])),
-    )
-    return f"{text}\n\n{tables.source(result)}"
-
-
 def readme_scaling(result: Result) -> str:
     """README's table of the operator and a layer over several GPUs."""
     strong = [r for r in result.rows if r["kind"] == "strong" and r["scheme"] == "auto"]
@@ -391,7 +374,7 @@ def pages(results: list[Result], root: Path) -> dict[Path, str]:
     """What each page below `root` should hold."""
     by_name = {r.name: r for r in results}
     readme = (root / "README.md").read_text()
-    readme = between(readme, "performance", readme_performance(by_name[README_PERFORMANCE]))
+    readme = between(readme, "performance", report_decays.readme(by_name[README_PERFORMANCE]))
     readme = between(readme, "scaling", readme_scaling(by_name[README_SCALING]))
     readme = between(readme, "training", readme_training(by_name))
     return {root / "docs" / "performance.md": performance_page(results), root / "README.md": readme}

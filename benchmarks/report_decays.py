@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report_tables import PEERS, Result, Row, columns, joined, module, number, ratio
+from benchmarks.report_tables import (
+    PEERS,
+    Result,
+    Row,
+    columns,
+    joined,
+    module,
+    number,
+    ratio,
+    slashed,
+    source,
+)
 
 OPERATORS = {"kda": "KDA", "gdn": "Gated delta rule"}
 WHO = PEERS | {"cudnn": "cuDNN", "fla_cp": "fla_cp", "fla_cp-kept": "fla_cp, `disable_recompute`"}
@@ -73,6 +84,34 @@ def by_decay(rows: list[Row]) -> str:
         ("over fla_cp", lambda r: over(r, "both")),
         ("difference, o / gradients", apart),
     )
+
+
+def readme(result: Result) -> str:
+    """README's table of one operator beside its peers, and where it comes from."""
+    by_decay: dict[str, dict[str, Row]] = {}
+    for row in result.rows:
+        by_decay.setdefault(row["decay"], {})[row["op"]] = row
+    peers = [who for who in result.data["peers"] if any(who in x for x in by_decay.values())]
+
+    def times(row: Row) -> str:
+        return slashed(typical(row, direction) for direction in DIRECTIONS)
+
+    def ratios(found: dict[str, Row], who: str) -> str:
+        pairs = [[typical(found.get(x, {}), d) for x in (who, "fla_cp")] for d in DIRECTIONS]
+        return slashed((a / b if a and b else None for a, b in pairs), ratio)
+
+    shown: list[tuple[str, Callable[[dict[str, Row]], str]]] = []
+    for who in peers:
+        shown.append((f"{WHO[who]}, ms", lambda x, who=who: times(x.get(who, {}))))
+        shown.append(("ratio", lambda x, who=who: ratios(x, who)))
+    text = columns(
+        list(by_decay.values()),
+        ("decay", lambda x: x["fla_cp"]["decay"]),
+        ("mean a token", lambda x: f"{x['fla_cp']['mean_log_decay']:.2f}"),
+        ("fla_cp, ms", lambda x: times(x["fla_cp"])),
+        *shown,
+    )
+    return f"{text}\n\n{source(result)}"
 
 
 def of_stages(rows: list[Row], gb_s: float) -> str:

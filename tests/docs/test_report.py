@@ -3,11 +3,12 @@
 import json
 import re
 import shutil
+import statistics
 import sys
 
 import pytest
 
-from benchmarks import report, report_scaling
+from benchmarks import report, report_decays, report_scaling
 from benchmarks.report_tables import MISSING, Result
 
 RESULTS = {r.name: r for r in report.load()}
@@ -44,7 +45,7 @@ def test_check_names_a_stale_page_and_writes_nothing(name, copy, monkeypatch, ca
     assert run(monkeypatch, "--check") == 0
     page = copy / name
     good = page.read_text()
-    stale = good.replace("| 2.13 |", "| 1.13 |")
+    stale = good.replace("NVIDIA H200", "NVIDIA H201")
     assert stale != good
     page.write_text(stale)
     assert run(monkeypatch, "--check") == 1
@@ -54,23 +55,28 @@ def test_check_names_a_stale_page_and_writes_nothing(name, copy, monkeypatch, ca
     assert page.read_text() == good
 
 
-def test_readme_shows_six_shapes_of_one_run_as_the_file_has_them():
-    data = RESULTS[report.README_PERFORMANCE].data
-    text = report.readme_performance(RESULTS[report.README_PERFORMANCE])
+def test_readme_shows_peers_by_decay_as_the_file_has_them():
+    result = RESULTS[report.README_PERFORMANCE]
+    text = report_decays.readme(result)
     rows = cells(text)
-    assert len(rows) == 6
-    for name, row in zip(report.README_SHAPES, rows, strict=True):
-        ours, theirs = (
-            next(r for r in data["rows"] if r["shape"] == name and (r["op"] == "fla_cp") == own)
-            for own in (True, False)
+    assert [row[0] for row in rows] == ["strong", "drawn", "weak"]
+    for row in rows:
+        ours, fla, cudnn = (
+            [
+                statistics.mean(r[direction])
+                for r in result.rows
+                for direction in ("forward", "both")
+                if (r["decay"], r["op"]) == (row[0], who)
+            ]
+            for who in ("fla_cp", "fla", "cudnn")
         )
-        shown = [float(x) for x in re.findall(r"[\d.]+", " ".join(row[1:]))]
-        expected = [ours["forward"]["ms"], ours["both"]["ms"]]
-        expected += [theirs["forward"]["ms"], theirs["both"]["ms"], *ours["ratio"]]
-        expected += [ours["peak_gib"], theirs["peak_gib"]]
-        assert shown == pytest.approx(expected, abs=0.06 if max(expected) > 100 else 0.006)
+        shown = [float(x) for x in re.findall(r"[\d.]+", " ".join(row[2:]))]
+        expected = [*ours]
+        for theirs in (fla, cudnn):
+            expected += [*theirs, *(b / a for a, b in zip(ours, theirs, strict=True))]
+        assert shown == pytest.approx(expected, abs=0.006)
     for fact in ("gpu", "torch", "triton", "date", "commit"):
-        assert data[fact] in text.splitlines()[-1]
+        assert result.data[fact] in text.splitlines()[-1]
 
 
 def test_readme_shows_three_lengths_over_gpus():
@@ -87,16 +93,13 @@ def test_readme_shows_three_lengths_over_gpus():
 def test_what_was_not_measured_says_so():
     result = RESULTS[report.README_PERFORMANCE]
     data = json.loads(json.dumps(result.data))
-    data["rows"] = [r for r in data["rows"] if r["shape"] != "target" or r["op"] != "fla_cp"]
-    data["rows"] = [r for r in data["rows"] if r["shape"] != "h4" or r["op"] != "fla"]
     for row in data["rows"]:
-        if row["shape"] == "h4":
-            del row["both"], row["ratio"]
-    rows = cells(report.readme_performance(Result("r", data)))
-    assert rows[0][1:3] == [MISSING, MISSING]
-    assert rows[0][4] == MISSING
-    assert rows[4][1] != MISSING
-    assert rows[4][2:5] == [MISSING, MISSING, MISSING]
+        if row["op"] == "cudnn" and row["decay"] == "weak":
+            del row["both"]
+    data["rows"] = [r for r in data["rows"] if (r["op"], r["decay"]) != ("fla", "drawn")]
+    rows = cells(report_decays.readme(Result("r", data)))
+    assert rows[1][3:5] == [MISSING, MISSING]
+    assert rows[2][5].endswith(f" / {MISSING}") and rows[2][6].endswith(f" / {MISSING}")
     assert "GPU not recorded, torch not recorded" in report.tables.facts({})
 
 

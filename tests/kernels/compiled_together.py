@@ -248,9 +248,11 @@ def test_python_may_miscount_the_depth_of_syntax_trees():
     """As Python 3.11.7 does when threads parse at the same time."""
     calls = []
 
-    def parse(error: str, times: int) -> str:
+    def parse(error: str, times: int, inside: bool = False) -> str:
         calls.append(error)
         if len(calls) <= times:
+            if inside:  # as Triton does for a function that the kernel calls
+                raise RuntimeError("at 13:10") from SystemError(error)
             raise SystemError(error)
         return "kernel"
 
@@ -258,12 +260,16 @@ def test_python_may_miscount_the_depth_of_syntax_trees():
     most = compiling.PARSES - 1
     assert compiling._parsed(lambda: parse(miscounted, most)) == "kernel" and len(calls) == most + 1
     calls.clear()
+    assert compiling._parsed(lambda: parse(miscounted, most, True)) == "kernel"
+    calls.clear()
     with pytest.raises(SystemError, match="mismatch"):
         compiling._parsed(lambda: parse(miscounted, most + 1))
     calls.clear()
     with pytest.raises(SystemError, match="null argument"):
         compiling._parsed(lambda: parse("null argument to internal routine", 1))
-    assert len(calls) == 1
+    with pytest.raises(RuntimeError, match="13:10"):
+        compiling._parsed(lambda: parse("null argument to internal routine", 2, True))
+    assert len(calls) == 2
 
 
 def test_a_rehearsal_that_fails_costs_time_only(compiler, monkeypatch, caplog):

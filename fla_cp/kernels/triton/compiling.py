@@ -108,7 +108,7 @@ class _SideBySide(AsyncCompileMode):
         if self.rehearsing:
             return super().submit(key, work, finalize_fn)
         if (count := threads()) == 1:
-            kernel = compile_fn()
+            kernel = _parsed(compile_fn)
             finalize_fn(kernel)
             return kernel
         with ThreadPoolExecutor(count, "fla_cp-compile") as pool:
@@ -149,14 +149,23 @@ def _compiled(compile_fn: Callable[[], Any]) -> Any:
 
 def _parsed(compile_fn: Callable[[], Any]) -> Any:
     """What `compile_fn` returns. It is called again if Python before 3.11.8, or 3.12 before 3.12.2,
-    counts the depth of two threads' syntax trees as one (CPython issue 106905), which is rare."""
+    counts the depth of two threads' syntax trees as one (CPython issue 106905), which is rare. For
+    a function that a kernel calls, Triton raises an error of its own that this one has caused."""
     for _ in range(PARSES - 1):
         try:
             return compile_fn()
-        except SystemError as error:
-            if "AST constructor recursion depth" not in str(error):
+        except Exception as error:
+            if not _miscounted(error):
                 raise
     return compile_fn()
+
+
+def _miscounted(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, SystemError) and "AST constructor recursion depth" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _wait(futures: list[Future]) -> None:

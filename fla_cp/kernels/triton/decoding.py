@@ -20,7 +20,7 @@ from fla_cp.kernels.triton.device.blocks import divides, unit_rows
 from fla_cp.kernels.triton.device.bundles import constants
 from fla_cp.kernels.triton.device.gates import sigmoid
 from fla_cp.kernels.triton.early import allow_next, launch_early, starts_early, wait_for_last
-from fla_cp.kernels.triton.launch import cdiv
+from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.tile_table import power_of_two
 
 FUSED_ROWS = 4
@@ -117,23 +117,19 @@ def step_product_kernel(x, norm, weight, bias, y, x_row, y_row, eps, S: tl.const
 
 
 @triton.jit
-def norm_kernel(x, norm, y, x_row, eps, C: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr):
+def norm_kernel(x, norm, y, x_row, eps, C: tl.constexpr, BC: tl.constexpr):
     """y [B, C] = x / rms(x) * norm for x [B, C] with its stride of rows; a program has one row."""
-    allow_next(EARLY)
     i_b = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BC)
-    b_w = tl.load(norm + o_c, mask=o_c < C, other=0.0).to(tl.float32)
-    wait_for_last(EARLY)
     b_x = tl.load(x + i_b * x_row + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    b_w = tl.load(norm + o_c, mask=o_c < C, other=0.0).to(tl.float32)
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / C + eps) * b_w
     tl.store(y + i_b * C + o_c, b_y.to(y.dtype.element_ty), mask=o_c < C)
 
 
 @triton.jit
-def swiglu_kernel(x, y, F: tl.constexpr, BC: tl.constexpr, EARLY: tl.constexpr):
+def swiglu_kernel(x, y, F: tl.constexpr, BC: tl.constexpr):
     """y [B, F] = silu(gate) * up, of x [B, 2 F], whose first half is the gate."""
-    allow_next(EARLY)
-    wait_for_last(EARLY)
     i_b = tl.program_id(1).to(tl.int64)
     o_c = tl.program_id(0) * BC + tl.arange(0, BC)
     p = x + i_b * 2 * F + o_c
@@ -155,14 +151,13 @@ class Window(NamedTuple):
 @constants
 class UpdateShape(NamedTuple):
     """Channels, taps, channels of a program, whether a window and the taps of a channel are words
-    of 64 bits, and whether SiLU follows. EARLY: see early.py."""
+    of 64 bits, and whether SiLU follows."""
 
     D: int
     W: int
     BC: int
     WORDS: bool
     SILU: bool
-    EARLY: bool
 
 
 @triton.jit
@@ -213,8 +208,6 @@ def convolved(b_x, past, taps, b_bias):
 def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
     """x [N, D] with its stride of rows; cache: `Window`; weight [D, W], bias [D] or None; y
     [N, D]."""
-    allow_next(S.EARLY)
-    wait_for_last(S.EARLY)
     i_n = tl.program_id(1).to(tl.int64)
     o_c = tl.program_id(0) * S.BC + tl.arange(0, S.BC)
     m_c = o_c < S.D
@@ -252,17 +245,15 @@ def step_product(p: StepProduct) -> Tensor:
     both = torch_stage.plain_product(p._replace(onto=None), x)
     y = torch.empty(len(both), both.shape[1] // 2, dtype=both.dtype, device=both.device)
     F = y.shape[1]
-    early, grid = starts_early(y), (cdiv(F, CHANNELS), len(y))
-    launch_early(swiglu_kernel, grid, both, y, F, CHANNELS, early, early=early, num_warps=1)
+    launch(swiglu_kernel, (cdiv(F, CHANNELS), len(y)), both, y, F, CHANNELS, num_warps=1)
     return y if p.onto is None else p.onto.add_(y)
 
 
 def _normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
     B, C = x.shape
     y = torch.empty(B, C, dtype=x.dtype, device=x.device)
-    early = starts_early(x)
-    given = x, norm, y, x.stride(0), eps, C, power_of_two(C), early
-    launch_early(norm_kernel, (B,), *given, early=early, num_warps=8)
+    given = x, norm, y, x.stride(0), eps, C, power_of_two(C)
+    launch(norm_kernel, (B,), *given, num_warps=8)
     return y
 
 
@@ -294,13 +285,13 @@ def conv_update(
         return torch_stage.conv_update(x, cache, weight, bias, silu)
     x = unit_rows(x)
     y = torch.empty(N, D, dtype=x.dtype, device=x.device)
-    weight, early = weight.contiguous(), starts_early(x)
+    weight = weight.contiguous()
     words = W == 4 and cache.dtype.itemsize == weight.dtype.itemsize == 2
     words = words and cache.stride(0) % 4 == 0 and cache.stride()[1:] == (4, 1)
     words = words and cache.data_ptr() % 8 == weight.data_ptr() % 8 == 0
-    S = UpdateShape(D, W, CHANNELS, words, silu, early)
+    S = UpdateShape(D, W, CHANNELS, words, silu)
     given = x, x.stride(0), Window(cache, *cache.stride()), weight, bias, y, S
-    launch_early(conv_update_kernel, (cdiv(D, CHANNELS), N), *given, early=early, num_warps=1)
+    launch(conv_update_kernel, (cdiv(D, CHANNELS), N), *given, num_warps=1)
     if not cache.is_inference():
         torch.autograd.graph.increment_version(cache)
     return y
