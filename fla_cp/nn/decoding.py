@@ -26,6 +26,7 @@ from fla_cp.nn.cache import LayerCache, RecurrentCache
 from fla_cp.nn.kda import KDACore
 from fla_cp.nn.linear_attention import Core, LinearAttention
 from fla_cp.nn.modules import GatedRMSNorm, ShortConvolution, SwiGLU
+from fla_cp.nn.one_call import supported
 from fla_cp.nn.projections import is_low_rank, joins, watched
 from fla_cp.ops.checks import MAX_DIM
 from fla_cp.ops.family import GATED_DELTA_RULE, GLA, KDA, SIMPLE_GLA, gate_of
@@ -33,6 +34,9 @@ from fla_cp.rule import DeltaRule
 
 ONE_STAGE = {member.name: member for member in (KDA, GATED_DELTA_RULE, GLA, SIMPLE_GLA)}
 """The operators that are one stage with the convolution and the gated norm around them."""
+
+STEPPED = "forward", "read_qkv", "rates", "gated"
+"""Methods of a layer that a step replaces, so that no class may override them."""
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
@@ -58,15 +62,18 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def one_stage_rule(layer: LinearAttention) -> DeltaRule | None:
     """The rule of a layer whose convolution, operator and norm are one stage; None if they are not:
-    modules of other kinds or with hooks, or parameters that each call casts (see `StepMixer`)."""
+    layers and modules of other classes or with hooks, or parameters that each call casts (see
+    `StepMixer`)."""
     core, member = layer.core, ONE_STAGE.get(layer.core.name)
     plain = core.__class__ in (Core, KDACore) and layer.o_norm.__class__ is GatedRMSNorm
+    plain = plain and supported(layer)  # a class of the caller's may override what lies between
     if member is None or not plain or watched(core) or watched(layer.o_norm):
         return None
     if layer.rows > 1 or max(layer.head_dim, layer.head_v_dim) > MAX_DIM:
         return None
-    options = core.options(True)
-    if layer.qkv_conv.weight.dtype != layer.o_proj.weight.dtype:
+    options, conv = core.options(True), layer.qkv_conv
+    taps, bias = conv._parameters_in(layer.o_proj.weight.dtype)
+    if taps is not conv.weight or bias is not conv.bias:
         return None
     if options["A_log"] is not core.A_log or options["dt_bias"] is not core.dt_bias:
         return None
@@ -124,7 +131,7 @@ class RecurrentStep:
             joins(layer.o_proj.weight.data, [*layer.input_projections(), layer.o_proj])
             and all(m.__class__ is nn.Linear and m.weight.dtype == dtype for m in second)
             and layer.qkv_conv.__class__ is ShortConvolution
-            and type(layer).forward is LinearAttention.forward
+            and all(getattr(type(layer), n) is getattr(LinearAttention, n) for n in STEPPED)
         )
 
     def __call__(self, x: Tensor, cache: RecurrentCache) -> None:

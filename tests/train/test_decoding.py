@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla_cp.nn.cache import AttentionCache
 from fla_cp.nn.decoding import RecurrentStep, SwiGLUStep, stacked
+from fla_cp.nn.linear_attention import GatedDeltaNet
+from fla_cp.nn.modules import ShortConvolution
 from fla_cp.train.decoding import DecodeStep, Replayed, step_bytes, why_eager
 from fla_cp.train.generate import _joined, generate, make_caches, next_logits
 from tests.support.closeness import assert_exact, assert_within_budget
@@ -164,7 +166,40 @@ def test_a_step_casts_no_parameters_for_a_mixer():
         part.to(torch.bfloat16)
         rules.append(RecurrentStep(block.mixer, block.mixer_norm).rule)
         part.float()
-    assert rules[0] is not None and rules[1:] == [None, None]
+    block.mixer.qkv_conv = ShortConvolution(len(block.mixer.qkv_conv.weight), bias=True)
+    rules.append(RecurrentStep(block.mixer, block.mixer_norm).rule)
+    assert rules[0] is not None and rules[1:3] == [None, None] and rules[3] is not None
+    block.mixer.qkv_conv.bias.data = block.mixer.qkv_conv.bias.data.bfloat16()
+    assert RecurrentStep(block.mixer, block.mixer_norm).rule is None
+
+
+class WeakBeta(GatedDeltaNet):
+    def operands(self, q, k, v, g, beta):
+        return super().operands(q, k, v, g, beta - 3.0)
+
+
+class HalfGated(GatedDeltaNet):
+    def gated(self, o, project, early):
+        return super().gated(o, project, early) / 2
+
+
+@pytest.mark.parametrize("layer_class", [GatedDeltaNet, WeakBeta, HalfGated])
+def test_a_step_does_what_a_class_overrides(layer_class):
+    """A step computes what the layer's own methods do, or leaves the layer to its call."""
+    torch.manual_seed(0)
+    layer, norm = layer_class(32, 2, 16).double().eval(), torch.nn.RMSNorm(32).double()
+    x, cache = torch.randn(2, 3, 32, dtype=torch.float64), layer.make_cache(2, 3)
+    with torch.no_grad():
+        layer(norm(x[:, :2]), cache=cache)
+        same, y = copy.deepcopy(cache), x[:, 2].clone()
+        wanted = y + layer(norm(x[:, 2:]), cache=cache)[:, 0]
+        if not RecurrentStep.fits(layer):
+            assert layer_class is HalfGated
+            return
+        step = RecurrentStep(layer, norm)
+        step(y, same)
+    assert (step.rule is None) == (layer_class is WeakBeta)
+    assert_exact("x", y, wanted)
 
 
 def test_bytes_of_a_step_are_those_of_its_parts():
