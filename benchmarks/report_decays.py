@@ -118,7 +118,8 @@ def of_stages(rows: list[Row], gb_s: float) -> str:
     said = (
         f"The stages of KDA with drawn decays in one call, forward and backward. The floor is the "
         f"time of a stage's traffic at {gb_s:.0f} GB/s, which a copy reached in the same run; "
-        "each tensor counts once for each kernel that reads or writes it:"
+        "each tensor counts once for each kernel that reads or writes it. A stage that mostly "
+        "reads, or reads what is still in the L2 cache, can take a little less:"
     )
     total = {"stage": "all", "kernels": [k for r in rows for k in r["kernels"]]}
     total |= {name: sum(r[name] for r in rows) for name in ("gb", "floor_ms", "ms")}

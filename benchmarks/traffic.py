@@ -3,7 +3,9 @@
 A rehearsal on tensors without memory says which kernels a call launches and which tensors these are
 given; it needs no GPU. For each kernel every tensor counts once, with all its bytes, unless
 `UNTOUCHED` says that the kernel does nothing with it: what its programs or a second launch read
-again counts no second time, so that the time of these bytes at the bandwidth of a copy is a floor.
+again counts no second time, so that the time of these bytes at the bandwidth of a copy is about a
+floor. A stage can fall a little below it: one that mostly reads has more bandwidth than a copy, and
+what the stage before has left in the L2 cache does not come from memory.
 The times come from a profile of whole calls, since some kernels run at the same time: that of a
 stage is the time in which at least one of its kernels runs.
 """
