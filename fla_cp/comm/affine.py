@@ -4,7 +4,7 @@ Products are never formed in TF32, whatever `torch.set_float32_matmul_precision`
 a state passes through as many products as its sequence has segments, and their errors add up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -38,14 +38,22 @@ def leave(transition: Tensor | None, offset: Tensor, state: Tensor | None) -> Te
     return offset + product(transition, state)
 
 
+class FoldStep(NamedTuple):
+    """A step of a fold, which takes the state through one map. transition, offset: the map's rows
+    (-1: zero). store: the row of the result that receives the state after the step (-1: none)."""
+
+    transition: int = -1
+    offset: int = -1
+    store: int = -1
+
+
 class FoldTable(NamedTuple):
     """C chains of maps. All numbers are host ints that name rows of tensors; -1 means none.
 
     first [C+1]: the index of each chain's first step, and the number of all steps.
     start [C]: the row of the state that enters each chain (-1: it is zero).
     entry [C]: the row of the result that receives this state.
-    A step takes the state through one map. transition, offset: the rows of each step's map
-        (-1: zero). store: the row of the result that receives the state after the step.
+    transition, offset, store: the fields of each step's `FoldStep`.
     """
 
     first: tuple[int, ...]
@@ -56,9 +64,11 @@ class FoldTable(NamedTuple):
     store: tuple[int, ...]
 
     @classmethod
-    def of(cls, chains: list[tuple[int, int, list[tuple[int, int, int]]]]) -> Self:
-        """From the (start, entry, list of (transition, offset, store)) of each chain."""
-        first, steps = [0], []
+    def of(cls, chains: Sequence[tuple[int, int, Sequence[tuple[int, int, int]]]]) -> Self:
+        """From the (start, entry, steps) of each chain. A step is a `FoldStep` or a tuple of its
+        fields."""
+        first: list[int] = [0]
+        steps: list[tuple[int, int, int]] = []
         for _, _, own in chains:
             steps += own
             first.append(len(steps))

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -87,12 +88,12 @@ class Step(NamedTuple):
     parts: tuple[Part, ...]
 
 
-class _Own(NamedTuple):
-    """Tokens [lo, hi) of the batch, in one sequence, which begin at local row `at`."""
+class _Reading(NamedTuple):
+    """Queries of one sequence, and the keys that they read. queries: runs of this rank's tokens.
+    keys: runs of the tokens that arrived, or of the rank's own."""
 
-    lo: int
-    hi: int
-    at: int
+    queries: Sequence[Run]
+    keys: Sequence[Run]
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,14 @@ class RingSteps:
         cls, offsets: Sequence[int], token_ranges: Sequence[Ranges], rank: int, crossings: Crossings
     ) -> RingSteps:
         R = len(token_ranges)
-        mine: dict[int, list[_Own]] = defaultdict(list)
-        at = 0
-        for p in pieces(offsets, token_ranges[rank]):
-            mine[p.begin].append(_Own(p.lo, p.hi, at))
+        mine: dict[int, list[Run]] = defaultdict(list)
+        at, own_pieces = 0, pieces(offsets, token_ranges[rank])
+        for p in own_pieces:
+            mine[p.begin].append(Run(p.lo, p.hi, at))
             at += p.hi - p.lo
-        for own in mine.values():
-            own.sort()
-        wanted = needed(pieces(offsets, token_ranges[rank]))
+        for runs in mine.values():
+            runs.sort()
+        wanted = needed(own_pieces)
         steps = []
         for t in sorted({(receiver - sender) % R for sender, receiver in crossings.pairs}):
             to, source = (rank + t) % R, (rank - t) % R
@@ -126,23 +127,21 @@ class RingSteps:
                 Step(
                     to=to,
                     source=source,
-                    send=_rows((r.at, r.at + r.hi - r.lo) for r in leaving),
-                    receive=sum(r.hi - r.lo for r in arriving),
+                    send=_rows(leaving),
+                    receive=_tokens(arriving),
                     parts=_parts(offsets, mine, arriving),
                 )
             )
-        return cls(_own_part(mine), tuple(steps))
+        own = [_Reading(queries=runs, keys=runs) for runs in mine.values()]
+        return cls(_part(own, causal=True), tuple(steps))
 
 
-def _rows(runs: Iterable[tuple[int, int]]) -> Rows:
-    return Rows(joined(runs))
+def _rows(runs: Iterable[Run]) -> Rows:
+    return Rows(joined((run.at, run.at + run.hi - run.lo) for run in runs))
 
 
-def _own_part(mine: dict[int, list[_Own]]) -> Part:
-    """All tokens of the rank, one sequence after another. mine: its pieces of each sequence."""
-    rows = _rows((p.at, p.at + p.hi - p.lo) for own in mine.values() for p in own)
-    lengths = tuple(sum(p.hi - p.lo for p in own) for own in mine.values())
-    return Part(rows, rows, Lengths(lengths, lengths))
+def _tokens(runs: Iterable[Run]) -> int:
+    return sum(run.hi - run.lo for run in runs)
 
 
 def _arrived(runs: Sequence[Run]) -> list[Run]:
@@ -155,29 +154,51 @@ def _arrived(runs: Sequence[Run]) -> list[Run]:
 
 
 def _parts(
-    offsets: Sequence[int], mine: dict[int, list[_Own]], arriving: Sequence[Run]
+    offsets: Sequence[int], mine: dict[int, list[Run]], arriving: Sequence[Run]
 ) -> tuple[Part, ...]:
-    """The parts of a step. arriving: the runs that the other rank sends. The pieces of a sequence
-    that read the same runs are one sequence of queries. Those that read different runs are in
-    different parts, so that no part has a key twice."""
-    theirs: dict[int, list[Run]] = defaultdict(list)
+    """The parts of a step. mine: the rank's own runs of each sequence, by the token at which the
+    sequence begins. arriving: the runs that the other rank sends.
+
+    Part i has the i-th of the `_readings` of each sequence, so that it has no key twice.
+    """
+    arriving_of: dict[int, list[Run]] = defaultdict(list)
     for run in sorted(arriving):
-        theirs[offsets[bisect_right(offsets, run.lo) - 1]].append(run)
-    parts: list[tuple[list, list, list, list]] = []
-    for begin, runs in theirs.items():
-        starts = [run.lo for run in runs]
-        readers: dict[int, list[_Own]] = defaultdict(list)  # pieces by the number of runs before
-        for piece in mine[begin]:
-            readers[bisect_left(starts, piece.lo)].append(piece)
-        read = [(runs[:n], queries) for n, queries in readers.items() if n]
-        for i, (keys, queries) in enumerate(read):
-            if i == len(parts):
-                parts.append(([], [], [], []))
-            query_rows, key_rows, query_lengths, key_lengths = parts[i]
-            query_rows += [(p.at, p.at + p.hi - p.lo) for p in queries]
-            key_rows += [(r.at, r.at + r.hi - r.lo) for r in keys]
-            query_lengths.append(sum(p.hi - p.lo for p in queries))
-            key_lengths.append(sum(r.hi - r.lo for r in keys))
+        arriving_of[offsets[bisect_right(offsets, run.lo) - 1]].append(run)
+    readings = [_readings(mine[begin], runs) for begin, runs in arriving_of.items()]
     return tuple(
-        Part(_rows(q), _rows(k), Lengths(tuple(n), tuple(m), causal=False)) for q, k, n, m in parts
+        _part([reading for reading in parallel if reading], causal=False)
+        for parallel in zip_longest(*readings)
+    )
+
+
+def _readings(own: Sequence[Run], arriving: Sequence[Run]) -> list[_Reading]:
+    """What this rank's runs of one sequence read of the runs that arrive. Both are in the order of
+    the sequence.
+
+    A run reads all those that come before it. Runs that read the same ones are one reading, and
+    those that read none are in no reading. Example: this rank has tokens [0, 4), [8, 12), [12, 16)
+    and [20, 24) of a sequence, and [4, 8) and [16, 20) arrive. The readings are
+
+        queries [8, 12), [12, 16)    keys [4, 8)
+        queries [20, 24)             keys [4, 8), [16, 20)
+    """
+    starts = [run.lo for run in arriving]
+    readings = []
+    for before, queries in groupby(own, lambda run: bisect_left(starts, run.lo)):
+        if before:
+            readings.append(_Reading(list(queries), arriving[:before]))
+    return readings
+
+
+def _part(readings: Sequence[_Reading], causal: bool) -> Part:
+    """One call of the attention kernel, with a sequence for each reading."""
+    lengths = Lengths(
+        queries=tuple(_tokens(reading.queries) for reading in readings),
+        keys=tuple(_tokens(reading.keys) for reading in readings),
+        causal=causal,
+    )
+    return Part(
+        queries=_rows(run for reading in readings for run in reading.queries),
+        keys=_rows(run for reading in readings for run in reading.keys),
+        lengths=lengths,
     )

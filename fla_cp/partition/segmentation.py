@@ -103,39 +103,69 @@ def predicted(
     cut = [load.cut(most) for load in loads]
     counts = Counts.largest(load.counts for load in cut)
     crosses = any(load.counts.carried for load in loads)
-
-    def steps(whole: Workload, load: Workload) -> Steps:
-        of = load.amounts
-
-        def time(cost: Cost, which: str, through: int = 0) -> float:
-            programs = value * getattr(counts, which) + through * counts.middle
-            work = value * of[which].chunks + through * of["middle"].chunks
-            shared = cost.many if programs >= MANY else cost.shared
-            return max(cost.step * of[which].longest, shared * work / processors)
-
-        folds, longest = whole.folds(most), of["everything"].longest
-        forward = Steps(
-            summary=time(SUMMARY, "feeding", key),
-            scan=time(SCAN, "everything"),
-            fold=FOLD * folds + (EXTRA if folds > 1 else 0.0),
-        )
-        if not backward:
-            return forward
-        states, scan_bwd = time(STATES, "everything"), time(SCAN_BWD, "everything")
-        summary = time(SUMMARY_BWD, "carried")
-        if value * counts.everything > processors:
-            return forward._replace(summary_bwd=summary, states=states, scan_bwd=scan_bwd)
-        if crosses:
-            return forward._replace(summary_bwd=summary, scan_bwd=BOTH * longest)
-        if counts.carried:  # two scans at once, in programs twice as wide
-            both = CONCURRENT * longest if of["carried"].segments else states
-            return forward._replace(summary_bwd=both, scan_bwd=scan_bwd)
-        return forward._replace(scan_bwd=BOTH * longest)
-
-    ranks = [steps(*both) for both in zip(loads, cut, strict=True)]
+    ranks = []
+    for whole, load in zip(loads, cut, strict=True):
+        steps = _forward_steps(load, whole.folds(most), counts, value, key, processors)
+        if backward:
+            steps = _with_backward(steps, load, counts, crosses, value, processors)
+        ranks.append(steps)
     if crosses:
         return Steps(*map(max, zip(*ranks, strict=True))).sum()
     return max(rank.sum() for rank in ranks)
+
+
+def _scan_time(cost: Cost, programs: int, work: int, longest: int, processors: int) -> float:
+    """The microseconds of a scan on a rank. programs: on the rank that has most of them, because
+    all ranks take tiles alike. work: how many chunks this rank's programs process in total.
+    longest: how many chunks its longest segment has."""
+    shared = cost.many if programs >= MANY else cost.shared
+    return max(cost.step * longest, shared * work / processors)
+
+
+def _forward_steps(
+    load: Workload, folds: int, counts: Counts, value: int, key: int, processors: int
+) -> Steps:
+    """The steps of a rank's forward. load: of the rank, cut. folds: how many segments are folded
+    one after another. counts: the largest of all ranks' cut workloads.
+
+    Example: 4 heads with K = V = 128 have value = key = 16 programs. One sequence of 512 chunks is
+    cut into 8 segments of 64. 7 of them are summarized in 16 * 7 programs for the offsets, and 6
+    also in 16 * 6 programs for the transitions. On 132 SMs, the scan is bound by its longest
+    segment: 1.39 * 64 = 89 us, whereas its work would take 0.78 * 16 * 512 / 132 = 48 us.
+    """
+    everything, feeding, middle = (load.amounts[n] for n in ("everything", "feeding", "middle"))
+    summary = _scan_time(
+        SUMMARY,
+        value * counts.feeding + key * counts.middle,
+        value * feeding.chunks + key * middle.chunks,
+        feeding.longest,
+        processors,
+    )
+    programs, work = value * counts.everything, value * everything.chunks
+    scan = _scan_time(SCAN, programs, work, everything.longest, processors)
+    return Steps(summary, scan, fold=FOLD * folds + (EXTRA if folds > 1 else 0.0))
+
+
+def _with_backward(
+    forward: Steps, load: Workload, counts: Counts, crosses: bool, value: int, processors: int
+) -> Steps:
+    """The steps of a rank's forward and backward. crosses: whether any state crosses ranks. For the
+    other arguments see `_forward_steps`."""
+    everything, carried = load.amounts["everything"], load.amounts["carried"]
+    programs, work = value * counts.everything, value * everything.chunks
+    longest = everything.longest
+    states = _scan_time(STATES, programs, work, longest, processors)
+    scan = _scan_time(SCAN_BWD, programs, work, longest, processors)
+    summary = _scan_time(
+        SUMMARY_BWD, value * counts.carried, value * carried.chunks, carried.longest, processors
+    )
+    if programs > processors:  # no room for two scans at the same time
+        return forward._replace(summary_bwd=summary, states=states, scan_bwd=scan)
+    if crosses or not counts.carried:  # states are recomputed during the reverse scan
+        return forward._replace(summary_bwd=summary, scan_bwd=BOTH * longest)
+    # The states are recomputed during the scan for adjoint offsets, in programs twice as wide.
+    together = CONCURRENT * longest if carried.segments else states
+    return forward._replace(summary_bwd=together, scan_bwd=scan)
 
 
 def stays_whole(longest: int, chunks: int, value: int, processors: int) -> bool:

@@ -28,7 +28,7 @@ from fla_cp.comm import (
 )
 from fla_cp.comm.affine import PeerFold, leave
 from fla_cp.comm.carry import AffineMap, carry
-from fla_cp.comm.exchange.base import pack, unpack
+from fla_cp.comm.exchange.base import entering_table, pack, unpack
 from fla_cp.comm.peer_memory import PeerMemory
 from fla_cp.context import build_cp_context
 from fla_cp.partition.on_ranks import layout
@@ -93,6 +93,17 @@ def body(group, rank, R, scheme):
 @pytest.mark.parametrize("scheme", [AllGather, Ring, PrefixScan, ByHeads])
 def test_schemes_equal_the_serial_fold_on_processes(gloo_pool, scheme, R):
     gloo_pool.run(body, R, scheme, world_size=R)
+
+
+def test_table_of_entering_states_is_the_documented_one():
+    """The example of `entering_table`, and the table of the other rank."""
+    links = link_slots((0, 40), (((0, 10), (30, 40)), ((10, 20), (20, 30))))
+    first, second = (entering_table(rank, 2)(links) for rank in (0, 1))
+    assert first.first == (0, 3, 4)
+    assert (first.transition, first.offset) == ((-1, 2, 3, -1), (0, 2, 3, -1))
+    assert first.store == (-1, -1, 1, 0)
+    assert second.first == (0, 2)
+    assert (second.transition, second.offset, second.store) == ((-1, 2), (0, 2), (0, 1))
 
 
 def start_before_the_others(group, rank, scheme):

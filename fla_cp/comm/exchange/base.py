@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fla_cp.comm.affine import Fold, FoldTable, Steps, fold
+from fla_cp.comm.affine import Fold, FoldStep, FoldTable, Steps, fold
 from fla_cp.comm.overlap import run_overlap
 from fla_cp.comm.timing import exchange_begins, exchange_wait, named
 from fla_cp.partition.slots import Links
@@ -150,35 +150,52 @@ class GroupExchange(Exchange):
 
 @functools.cache
 def entering_table(rank: int, rows: int) -> Steps:
-    """The steps that fold the maps of all ranks into the states that enter the `rows` ranges of
-    `rank`. Maps are in rank order, slots_per_rank rows for each rank."""
+    """The steps that fold the maps of all ranks into the states [rows, HV, K, V] that enter the
+    `rows` ranges of `rank`.
+
+    The maps are in rank order, `slots_per_rank` rows for each rank. Each chain follows one state
+    from slot to slot, up to the last of this rank's slots that it enters. Chains of one step store
+    zero in the ranges that no state enters. With fixed links, every packing has equally many steps.
+
+    Example: ranks 0, 1, 1, 0 own the slots of one sequence (zigzag). Their maps are in the rows 0,
+    2, 3, 1, and the first slot of each rank is its range 0. Rank 0 has two chains:
+
+        transition   offset   store
+            -1          0      -1     the sequence begins in the first slot: only its offset leaves
+             2          2      -1     through the second slot
+             3          3       1     through the third slot, into the fourth, which is range 1
+            -1         -1       0     nothing enters range 0
+    """
 
     def steps(links: Links) -> FoldTable:
-        found: list[list[tuple[int, int, int]]] = []
-        # chain: the steps since the last slot through which no state passes. used: how many of them
-        # lead up to this rank's last slot so far. zero: this rank's ranges that no state enters.
-        chain: list[tuple[int, int, int]] = []
-        used, zero = 0, set(range(rows))
-        for s in range(links.count):
-            if links.owner[s] == rank and links.continues[s]:
-                chain[-1] = (*chain[-1][:2], links.row[s])
-                used = len(chain)
-                zero.discard(links.row[s])
-            if not links.through[s]:
-                found, chain, used = found + [chain[:used]] * (used > 0), [], 0
-            if links.feeds(s):
-                row = links.owner[s] * links.slots_per_rank + links.row[s]
-                chain.append((row if links.through[s] else -1, row, -1))
-        found += [chain[:used]] * (used > 0)
-        found += [[(-1, -1, row)] for row in sorted(zero)]
-        # With fixed links there is one step for each slot before, and at least one. Zero maps fill
-        # the list.
-        if links.fixed:
-            least = max(1, links.owner.index(rank))
-            found = [[(-1, -1, -1)] * (least - len(found[0])) + found[0]]
-        return FoldTable.of([(-1, -1, chain) for chain in found])
+        chains = _chains_into(rank, links)
+        stored = {step.store for chain in chains for step in chain}
+        chains += [[FoldStep(store=row)] for row in range(rows) if row not in stored]
+        if links.fixed:  # each rank has one slot, so there is one chain
+            (chain,) = chains
+            slots_before = links.owner.index(rank)
+            chains = [[FoldStep()] * (max(1, slots_before) - len(chain)) + chain]
+        return FoldTable.of([(-1, -1, chain) for chain in chains])
 
     return steps
+
+
+def _chains_into(rank: int, links: Links) -> list[list[FoldStep]]:
+    """For each state that enters slots of `rank`: the steps up to the last slot that it enters."""
+    chains: list[list[FoldStep]] = []
+    for s, passes in enumerate(links.through):
+        if not links.feeds(s):
+            continue
+        if not passes:  # the state that leaves this slot also begins in it
+            chains.append([])
+        offset = links.owner[s] * links.slots_per_rank + links.row[s]
+        transition = offset if passes else -1
+        store = links.row[s + 1] if links.owner[s + 1] == rank else -1
+        chains[-1].append(FoldStep(transition, offset, store))
+    for chain in chains:
+        while chain and chain[-1].store < 0:
+            chain.pop()
+    return [chain for chain in chains if chain]
 
 
 def fold_slots(maps: SlotMaps, links: Links, rank: int, like: Tensor, fold: Fold) -> Tensor:

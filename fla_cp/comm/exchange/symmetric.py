@@ -1,6 +1,7 @@
 """Symmetric: an exchange through memory that GPUs of one host share."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,38 +64,112 @@ class Symmetric(GroupExchange):
         return Pending(sent, finish, sends=maps)
 
     def rounds(self, maps: SlotMaps, links: Links, fold: Fold) -> Rounds:
-        """Copies the peers' maps and folds them. A rank's memory has first the offsets of all its
-        slots, and then their transitions."""
+        """Copies the maps that this rank's fold reads from the peers' memory, and folds them."""
         J, HV, K, V = maps.offset.shape
-        S, M, slots = HV * K * V, HV * K * K, links.slots_per_rank
-        rank = dist.get_rank(self.group)
-        transitions, offsets = links.cached((_read, rank, J), lambda: _read(links, rank, J))
-        # The memory always has room for transitions, even if none is sent. Otherwise a later
-        # batch would need memory of another size, and all hosts would wait while it is made.
-        memory = peer_memory.peer_memory(self.group, slots * (S + M), maps.offset.dtype)
-        got = maps.offset.new_empty(len(offsets) * S + len(transitions) * M)
+        rank, layout = dist.get_rank(self.group), _Layout(links.slots_per_rank, HV, K, V)
+        read = links.cached((_read, rank, J), lambda: _read(links, rank, J))
+        memory = peer_memory.peer_memory(self.group, layout.size, maps.offset.dtype)
+        spans = links.cached((_Layout.spans, layout, rank, J), lambda: layout.spans(read))
+        copied = maps.offset.new_empty(sum(span.size for span in spans))
 
         def put(mine: Tensor) -> None:
-            mine[: J * S].view(J, HV, K, V).copy_(maps.offset)
+            layout.offsets(mine, J).copy_(maps.offset)
             if links.any_through and maps.transition is not None:
-                mine[slots * S :][: J * M].view(J, HV, K, K).copy_(maps.transition)
+                layout.transitions(mine, J).copy_(maps.transition)
 
-        def take(parts: tuple[Tensor, ...]) -> None:
-            found = [parts[row // slots].narrow(0, row % slots * S, S) for row in offsets]
-            for row in transitions:
-                found.append(parts[row // slots].narrow(0, slots * S + row % slots * M, M))
-            if len(found) == 1:  # torch would copy a single tensor with the driver, not a kernel
-                found = list(found[0].chunk(2))
-            if found:
-                torch.cat(found, out=got)
+        def take(memories: tuple[Tensor, ...]) -> None:
+            _concatenate([memories[r].narrow(0, begin, n) for r, begin, n in spans], copied)
 
         arrived = memory.exchange(put, take)
         yield None
         arrived()
-        B = got[: len(offsets) * S].view(-1, HV, K, V) if offsets else None
-        M_ = got[len(offsets) * S :].view(-1, HV, K, K) if transitions else None
+        offsets = copied[: len(read.offsets) * layout.offset].view(-1, HV, K, V)
+        transitions = copied[offsets.numel() :].view(-1, HV, K, K)
         out = torch.empty_like(maps.offset, memory_format=torch.contiguous_format)
-        yield fold(links, _entering_read(rank, J), M_, B, None, out, transposed=False)
+        yield fold(
+            links,
+            _steps_over_read(rank, J),
+            transitions if read.transitions else None,
+            offsets if read.offsets else None,
+            None,
+            out,
+            transposed=False,
+        )
+
+
+class _Read(NamedTuple):
+    """The rows that a fold reads, in ascending order unless the links are fixed."""
+
+    transitions: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+class _Span(NamedTuple):
+    """Elements [begin, begin + size) of the memory of a rank."""
+
+    rank: int
+    begin: int
+    size: int
+
+
+class _Layout(NamedTuple):
+    """Where a rank's maps are in its memory, all elements in one dim: first the offsets
+    [slots, HV, K, V] of its slots, and then their transitions [slots, HV, K, K].
+
+    There is always room for transitions, even if none is sent. Otherwise a later batch would need
+    memory of another size, and all hosts would wait while it is made.
+
+    A row counts through the slots of all ranks: row r is slot r % slots of rank r // slots.
+    Example with 2 slots a rank, HV = 1, K = 2 and V = 3: a rank's memory has 20 elements, and row 3
+    is the second slot of rank 1. Its offset is in elements 6 to 11, its transition in 16 to 19.
+    """
+
+    slots: int
+    HV: int
+    K: int
+    V: int
+
+    @property
+    def offset(self) -> int:
+        """The elements of a slot's offset."""
+        return self.HV * self.K * self.V
+
+    @property
+    def transition(self) -> int:
+        """The elements of a slot's transition."""
+        return self.HV * self.K * self.K
+
+    @property
+    def size(self) -> int:
+        """The elements of a rank's memory."""
+        return self.slots * (self.offset + self.transition)
+
+    def offsets(self, memory: Tensor, J: int) -> Tensor:
+        """The offsets [J, HV, K, V] of a rank's first J slots, in place."""
+        return memory[: J * self.offset].view(J, self.HV, self.K, self.V)
+
+    def transitions(self, memory: Tensor, J: int) -> Tensor:
+        """The transitions [J, HV, K, K] of a rank's first J slots, in place."""
+        begin = self.slots * self.offset
+        return memory[begin : begin + J * self.transition].view(J, self.HV, self.K, self.K)
+
+    def spans(self, read: _Read) -> list[_Span]:
+        """Where the offsets of the rows in `read` are, and then their transitions."""
+        offsets = (divmod(row, self.slots) for row in read.offsets)
+        transitions = (divmod(row, self.slots) for row in read.transitions)
+        begin, size = self.slots * self.offset, self.transition
+        return [
+            *(_Span(rank, slot * self.offset, self.offset) for rank, slot in offsets),
+            *(_Span(rank, begin + slot * size, size) for rank, slot in transitions),
+        ]
+
+
+def _concatenate(parts: list[Tensor], out: Tensor) -> None:
+    """Writes the parts into `out`, one after another, in one kernel."""
+    if len(parts) == 1:  # torch would copy a single tensor with the driver, not a kernel
+        parts = list(parts[0].chunk(2))
+    if parts:
+        torch.cat(parts, out=out)
 
 
 def _read_peers(group: dist.ProcessGroup, maps: SlotMaps, links: Links, fold: Fold) -> Sent:
@@ -142,28 +217,34 @@ def crossing(rank: int) -> Build:
     return columns
 
 
-def _read(links: Links, rank: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The rows of the transitions and of the offsets that the fold of `entering_table` reads."""
-    if links.fixed:  # those that any packing may need
+def _read(links: Links, rank: int, rows: int) -> _Read:
+    """The rows of all ranks' maps that the fold of `entering_table` reads."""
+    if links.fixed:  # those that any packing may need; a rank has one row, whose number is its own
         before = links.owner[: links.owner.index(rank)]
-        return before[1:], before
+        return _Read(transitions=before[1:], offsets=before)
     table = entering_table(rank, rows)(links)
-    transitions, offsets = (tuple(sorted({*x} - {-1})) for x in (table.transition, table.offset))
-    return transitions, offsets
+    return _Read(*(tuple(sorted({*x} - {-1})) for x in (table.transition, table.offset)))
 
 
 @functools.cache
-def _entering_read(rank: int, rows: int) -> Steps:
-    """The steps of `entering_table`, for maps of which only the rows of `_read` are there."""
+def _steps_over_read(rank: int, rows: int) -> Steps:
+    """The steps of `entering_table`, for tensors that have only the rows of `_read`.
+
+    Example: if the offsets of rows 0, 2 and 3 are read, they are rows 0, 1 and 2 here, and the
+    column offset = (0, 2, 3, -1) becomes (0, 1, 2, -1).
+    """
 
     def steps(links: Links) -> FoldTable:
-        table = entering_table(rank, rows)(links)
-        transition, offset = (
-            {row: n for n, row in enumerate((-1, *read), -1)} for read in _read(links, rank, rows)
-        )
+        table, read = entering_table(rank, rows)(links), _read(links, rank, rows)
         return table._replace(
-            transition=tuple(transition[row] for row in table.transition),
-            offset=tuple(offset[row] for row in table.offset),
+            transition=_renumbered(table.transition, read.transitions),
+            offset=_renumbered(table.offset, read.offsets),
         )
 
     return steps
+
+
+def _renumbered(column: tuple[int, ...], read: tuple[int, ...]) -> tuple[int, ...]:
+    """A column whose rows are replaced by their positions in `read`; -1 stays."""
+    position = {row: n for n, row in enumerate(read)}
+    return tuple(-1 if row < 0 else position[row] for row in column)
