@@ -2,7 +2,7 @@
 Eager calls use `DeltaRuleFunction`, which runs the same pipeline.
 
 These ops and those for several ranks (custom_op_cp.py) share most of their arguments; `Call` holds
-them. An empty tensor stands for an output that is not wanted.
+them, and says what the outputs look like. An empty tensor stands for an output that is not wanted.
 """
 
 from collections.abc import Callable, Hashable
@@ -38,6 +38,9 @@ GRADS = "Tensor do, Tensor? dfinal, "
 TENSORS = len(Inputs._fields) + 1
 """How many of the shared arguments are tensors of the call: the fields of `Inputs`, and the initial
 states."""
+
+_RULE = slice(TENSORS, TENSORS + len(DeltaRule._fields))
+"""Which of the shared arguments are the fields of `DeltaRule`."""
 
 ONE_SLOT = Links(owner=(0,), row=(0,), continues=(False,), through=(False,), slots_per_rank=1)
 ALONE = Local()
@@ -114,43 +117,58 @@ def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: in
 class Call:
     """The arguments that all ops share.
 
-    In a schema they are a flat list: the tensors, the fields of `DeltaRule`, impl, the `Handle` of
-    the context (number, sizes), and how many rows a batch without a context has.
+    x: the inputs. initial: the initial states of the sequences, or None. rule: what is computed.
+    impl: the name of the backend. handle: of the context. rows: how many rows a batch without a
+    context has.
+
+    A compiler asks each op for outputs without values, which must have the shapes of the real ones.
+    `fake_results` and `fake_kept` are such outputs for `results` and `kept`, and `reserved` for
+    `padded`. The shapes follow from `sizes`, which describe the uncut packing. The plan, however,
+    may cut it into more segments. Tensors of segments' states therefore have spare rows.
+
+    Example: states enter 3 segments of the uncut packing, and a cut may add 8. `padded` then has 11
+    rows. If a plan adds 4 segments, rows 0 to 6 are states, and rows 7 to 10 are zero.
     """
 
     x: Inputs
     initial: Tensor | None
     rule: DeltaRule
     impl: str
-    number: Tensor
-    sizes: Tensor
+    handle: Handle
     rows: int
 
     @classmethod
     def parse(cls, args: tuple) -> tuple[Self, list[Any]]:
-        """The shared arguments, and those of the op that come after them."""
+        """The shared arguments, and those of the op that come after them. In a schema they are a
+        flat list: the tensors, the fields of `rule`, impl, those of `handle`, and rows."""
         *x, initial = args[:TENSORS]
-        fields = TENSORS + len(DeltaRule._fields)
-        impl, number, sizes, rows, *own = args[fields:]
-        rule = DeltaRule(*args[TENSORS:fields])
-        return cls(Inputs(*x), initial, rule, impl, number, sizes, rows), own
+        impl, number, sizes, rows, *own = args[_RULE.stop :]
+        rule = DeltaRule(*args[_RULE])
+        return cls(Inputs(*x), initial, rule, impl, Handle(number, sizes), rows), own
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """HV, K, V."""
-        return self.x.v.shape[1], self.x.q.shape[-1], self.x.v.shape[-1]
+        _, HV, V = self.x.v.shape
+        return HV, self.x.q.shape[-1], V
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return Handle.read(self.handle.sizes)
 
     @property
     def backend(self) -> Backend:
-        return resolve(self.impl, self.x.q.device, self.x.q.dtype)
+        q = self.x.q
+        return resolve(self.impl, q.device, q.dtype)
 
     @cached_property
     def context(self) -> FLACPContext | None:
-        return context_of(self.number)
+        return context_of(self.handle.number)
 
     @cached_property
     def plan(self) -> Plan:
-        context, tokens = self.context, len(self.x.q)
+        context, q = self.context, self.x.q
+        tokens, shape = len(q), (*self.shape, q.device)
         if context is None:
             packing = packing_of(tuple(range(0, tokens + 1, tokens // self.rows)))
         else:
@@ -159,37 +177,10 @@ class Call:
         backend = self.backend
 
         def build() -> Plan:
-            shape = *self.shape, self.x.q.device
             return make_plan(self.rule, packing, context, backend, shape, self.extra)
 
-        key = "plan of an op", self.rule, backend, *self.shape, self.x.q.device
+        key = "plan of an op", self.rule, backend, *shape
         return kept_plan(packing, context, key, build)
-
-    @cached_property
-    def extra(self) -> int:
-        """How many segments a cut may add. A graph knows only the segments of the uncut packing, so
-        it reserves rows for these."""
-        HV, _, V = self.shape
-        return self.backend.extra_segments(HV, V, self.x.q.device)
-
-    @property
-    def spare(self) -> int:
-        """How many rows of states are reserved besides those of the uncut packing. There are at
-        least two, because torch.compile compiles again for tensors with no row or one."""
-        return max(self.extra, 2)
-
-    def padded(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
-        """States [n, HV, K, columns] in a tensor of `rows` rows and the spare ones. The remaining
-        rows are zero, so that equal calls return equal tensors; `saved_from` and `first` drop them.
-        """
-        out = self.new_states(rows + self.spare, self.shape[1], columns)
-        if x is None:
-            return out.zero_()
-        if len(x) == len(out):
-            return x
-        out[: len(x)] = x
-        out[len(x) :].zero_()
-        return out
 
     def replayed(
         self, op: str, run: Callable[[], list[Tensor]], own: tuple[Tensor | None, ...], *flags: bool
@@ -198,41 +189,66 @@ class Call:
         (replay.py). own: the op's tensors besides the shared ones. flags: the other arguments that
         decide what the op does."""
         tensors = (*self.x, self.initial, *own)
-        facts = tuple(None if t is None else layout(t) for t in tensors)
-        key = op, self.rule, self.plan.backend, flags, facts
-        kind = _replayed.use(key)
-        if kind is None:
-            _replayed.keep(key, kind := Replayed())
-        found: Any = kind(self.plan, None, tensors, lambda: tuple(run()))
+        layouts = tuple(None if t is None else layout(t) for t in tensors)
+        key = op, self.rule, self.plan.backend, flags, layouts
+        calls = _replayed.use(key)
+        if calls is None:
+            _replayed.keep(key, calls := Replayed())
+        found: Any = calls(self.plan, None, tensors, lambda: tuple(run()))
         return list(found)
 
+    @cached_property
+    def extra(self) -> int:
+        """The most segments that a cut may add."""
+        HV, _, V = self.shape
+        return self.backend.extra_segments(HV, V, self.x.q.device)
+
+    @property
+    def spare(self) -> int:
+        """How many rows are reserved besides those of the uncut packing. There are at least two,
+        because torch.compile compiles again for tensors with no row or one."""
+        return max(self.extra, 2)
+
     def new_states(self, n: int, *shape: int) -> Tensor:
-        """[n, HV, *shape] in the accumulator's dtype."""
+        """[n, HV, *shape] in the accumulator's dtype, without values."""
         q = self.x.q
         return q.new_empty(n, self.shape[0], *shape, dtype=accumulator(q.dtype))
 
-    def or_empty(self, x: Tensor | None, *shape: int) -> Tensor:
-        """x, or, if x is None, a tensor without elements: [0], or [0, HV, *shape]."""
+    def reserved(self, rows: int, columns: int) -> Tensor:
+        """[rows + spare, HV, K, columns], without values. rows: of the uncut packing."""
+        return self.new_states(rows + self.spare, self.shape[1], columns)
+
+    def padded(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
+        """States x [n, HV, K, columns] in a tensor as `reserved` returns it. The remaining rows are
+        zero, so that equal calls return equal tensors; `saved_from` and `first` drop them."""
+        out = self.reserved(rows, columns)
         if x is None:
-            return self.new_states(0, *shape) if shape else self.x.q.new_empty(0)
-        return x
+            return out.zero_()
+        if len(x) == len(out):
+            return x
+        out[: len(x)] = x
+        out[len(x) :].zero_()
+        return out
+
+    def or_empty(self, x: Tensor | None) -> Tensor:
+        """x, or, if x is None, a tensor without elements."""
+        return self.x.q.new_empty(0) if x is None else x
 
     def results(self, found: Result) -> list[Tensor]:
         """[o, final, h, carried]."""
         h = None if found.h is None else found.h.clone()  # h may be one of `kept`
-        (_, _, V), rows = self.shape, Handle.read(self.sizes).carried
-        carried = self.padded(found.saved.carried, rows, V)
+        carried = self.padded(found.saved.carried, self.sizes.carried, self.shape[2])
         return [found.o, self.or_empty(found.final), self.or_empty(h), carried]
 
     def fake_results(self, want_final: bool, want_h: bool) -> list[Tensor]:
         """Tensors as `results` returns them, without values."""
-        (_, K, V), v, sizes = self.shape, self.x.v, Handle.read(self.sizes)
+        (_, K, V), v, sizes = self.shape, self.x.v, self.sizes
         outside = (V, K) if self.rule.state_v_first else (K, V)
         return [
             v.new_empty(v.shape),
             self.new_states(sizes.sequences, *outside) if want_final else v.new_empty(0),
             self.new_states(sizes.chunks, *outside).to(v.dtype) if want_h else v.new_empty(0),
-            self.new_states(sizes.carried + self.spare, K, V),
+            self.reserved(sizes.carried, V),
         ]
 
     def kept(self, tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
@@ -241,8 +257,8 @@ class Call:
 
     def fake_kept(self, rule: DeltaRule) -> list[Tensor]:
         """Tensors as the backend keeps them of a call with this rule, without values."""
-        q, chunks = self.x.q, Handle.read(self.sizes).chunks
-        shapes = self.backend.kept_shapes(rule, q.dtype, chunks, *self.shape)
+        q = self.x.q
+        shapes = self.backend.kept_shapes(rule, q.dtype, self.sizes.chunks, *self.shape)
         return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 
@@ -285,7 +301,7 @@ def delta_rule(*args: Any) -> list[Tensor]:
         with announcement(*given, **wanted, with_backward=False):
             found = forward(*given, **wanted)
         K, saved = call.shape[1], found.saved
-        transition = call.padded(saved.transition, Handle.read(call.sizes).middle, K)
+        transition = call.padded(saved.transition, call.sizes.middle, K)
         return [*call.results(found), transition, *call.kept(saved.kept)]
 
     return call.replayed("forward", run, (), want_final, want_h)
@@ -294,8 +310,7 @@ def delta_rule(*args: Any) -> list[Tensor]:
 @delta_rule.register_fake
 def _fake(*args: Any) -> list[Tensor]:
     call, wanted = Call.parse(args)
-    K = call.shape[1]
-    transition = call.new_states(Handle.read(call.sizes).middle + call.spare, K, K)
+    transition = call.reserved(call.sizes.middle, call.shape[1])
     return [*call.fake_results(*wanted), transition, *call.fake_kept(call.rule)]
 
 

@@ -21,7 +21,6 @@ from fla_cp.comm.collectives import traced_all_gather, traced_all_reduce
 from fla_cp.comm.exchange.base import Local, fold_wires, pack
 from fla_cp.context import FLACPContext, compare_ranks
 from fla_cp.custom_op import GRADS, TENSORS, Call, fake_gradients, first, op, saved_from
-from fla_cp.handle import Handle
 from fla_cp.kernels import resolve
 from fla_cp.once_differentiable import once_differentiable
 from fla_cp.pipeline import Plan, Recomputed, Saved
@@ -60,7 +59,7 @@ class ShardedCall(Call):
         return self.segments(maps, reverse).entering(states)
 
     def fake_wire(self) -> Tensor:
-        (_, K, V), sizes = self.shape, Handle.read(self.sizes)
+        (_, K, V), sizes = self.shape, self.sizes
         return self.new_states(sizes.slots, K, V + K * sizes.through)
 
     def chunk_tensors(self, chunks: Any) -> list[Tensor]:
@@ -108,7 +107,7 @@ def begin_op(*args: Any) -> list[Tensor]:
         chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
         wire = call.wire(maps)
         chunks = plan.backend.scores(plan.spec, chunks)
-        (_, K, V), sizes = call.shape, Handle.read(call.sizes)
+        (_, K, V), sizes = call.shape, call.sizes
         offset = call.padded(maps.offset, sizes.feeding, V)
         transition = call.padded(maps.transition, sizes.middle, K)
         return [wire, offset, transition, *call.chunk_tensors(chunks)]
@@ -119,9 +118,8 @@ def begin_op(*args: Any) -> list[Tensor]:
 @begin_op.register_fake
 def _begin_fake(*args: Any) -> list[Tensor]:
     call, _ = ShardedCall.parse(args)
-    (_, K, V), sizes, spare = call.shape, Handle.read(call.sizes), call.spare
-    offset = call.new_states(sizes.feeding + spare, K, V)
-    transition = call.new_states(sizes.middle + spare, K, K)
+    (_, K, V), sizes = call.shape, call.sizes
+    offset, transition = call.reserved(sizes.feeding, V), call.reserved(sizes.middle, K)
     return [call.fake_wire(), offset, transition, *call.fake_kept(call.keeping)[:-2]]
 
 
@@ -162,8 +160,8 @@ def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Ten
     def run() -> list[Tensor]:
         recomputed = pipeline.recompute(call.plan, call.x, call.initial, saved, o, do)
         maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
-        rows, V = Handle.read(call.sizes).carried, call.shape[2]
-        found = [call.wire(maps, reverse=True), call.padded(maps.offset, rows, V)]
+        offset = call.padded(maps.offset, call.sizes.carried, call.shape[2])
+        found = [call.wire(maps, reverse=True), offset]
         if not call.sends_chunks:
             return found
         return found + call.without_always_kept(call.chunk_tensors(recomputed.chunks))
@@ -174,8 +172,7 @@ def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Ten
 @begin_backward_op.register_fake
 def _begin_backward_fake(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Tensor]:
     call, _ = ShardedCall.parse(args)
-    rows = Handle.read(call.sizes).carried + call.spare
-    found = [call.fake_wire(), call.new_states(rows, *call.shape[1:])]
+    found = [call.fake_wire(), call.reserved(call.sizes.carried, call.shape[2])]
     if not call.sends_chunks:
         return found
     return found + call.without_always_kept(call.fake_kept(call.keeping)[:-2])

@@ -16,7 +16,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -216,55 +216,31 @@ def generate(
     Raises ValueError for a prompt without tokens, for tokens that the model does not have, and for
     counts below 1.
     """
-    lengths = [len(prompt) for prompt in prompts]
-    if not lengths or 0 in lengths:
-        got = f"none in prompt {1 + lengths.index(0)}" if lengths else "no prompts"
-        raise ValueError(f"prompts must each have at least one token, got {got}")
-    rows_of_embedding, most = len(model.embedding.weight), max(map(max, prompts))
-    if most >= rows_of_embedding or min(map(min, prompts)) < 0:
-        raise ValueError(
-            f"prompts must have tokens from 0 to {rows_of_embedding - 1}, those of the model, got "
-            f"{min(map(min, prompts))} to {most}"
-        )
+    _check(prompts, len(model.embedding.weight))
     for name, count in (("max_new_tokens", max_new_tokens), ("chunk", chunk)):
         if count < 1:
             raise ValueError(f"{name} must be from 1, got {count}")
-    sampling = sampling or Sampling()
-    ends = end if isinstance(end, Collection) else (end,)
-    device = model.embedding.weight.device
+    sampling, device = sampling or Sampling(), model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
+    clock = _Clock(unsteady_steps(device))
     ranks = 1 if group is None else dist.get_world_size(group)
-    begin = time.perf_counter()
-    capacity = max(lengths) + max_new_tokens
-    filled, rows = _read(model, prompts, capacity, chunk * ranks, group)
+    capacity = max(map(len, prompts)) + max_new_tokens
+    caches, logits = _read(model, prompts, capacity, chunk * ranks, group)
     decoding = Decoding(
-        DecodeStep(model, _joined(filled), len(prompts)),
+        DecodeStep(model, _joined(caches), len(prompts)),
         lambda logits: sampling.choose(logits, generator),
         in_graph=sampling.temperature == 0,
         captured=why_eager(model) is None,
         # All ranks take the tokens of rank 0, so that their caches stay equal.
         shared=None if group is None else partial(dist.broadcast, group_src=0, group=group),
     )
-    decoding.take(torch.cat(rows))
+    decoding.take(torch.cat(logits))
+    ends = end if isinstance(end, Collection) else (end,)
     found: list[list[int]] = [[] for _ in prompts]
     open_rows = [True] * len(prompts)
-    statistics, unsteady = Statistics(), unsteady_steps(device)
-    for step in range(max_new_tokens):
-        newest = decoding.read()
-        # A GPU computes the next token while the host reads this one.
-        ahead = 0 < step < max_new_tokens - 1 and device.type == "cuda"
-        if ahead:
-            decoding.advance()
-        given = [t if is_open else None for t, is_open in zip(newest(), open_rows, strict=True)]
-        if not step:
-            statistics.first_token = time.perf_counter() - begin
-            begin = time.perf_counter()
-        elif step <= unsteady:
-            statistics.left_out += 1
-            begin = time.perf_counter()
-        else:
-            statistics.steps += 1
-            statistics.tokens += sum(open_rows)
+    for newest in _newest(decoding, max_new_tokens, on_gpu=device.type == "cuda"):
+        clock.read(sum(open_rows))
+        given = [t if is_open else None for t, is_open in zip(newest, open_rows, strict=True)]
         for row, token in enumerate(given):
             if token is not None:
                 found[row].append(token)
@@ -273,10 +249,66 @@ def generate(
             on_tokens(given)
         if not any(open_rows):
             break
-        if not ahead and step + 1 < max_new_tokens:
+    return found, clock.stop()
+
+
+def _check(prompts: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """Raises ValueError for a prompt without tokens, and for tokens that the model does not have.
+    vocabulary: how many it has."""
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or 0 in lengths:
+        got = f"none in prompt {1 + lengths.index(0)}" if lengths else "no prompts"
+        raise ValueError(f"prompts must each have at least one token, got {got}")
+    least, most = min(map(min, prompts)), max(map(max, prompts))
+    if most >= vocabulary or least < 0:
+        raise ValueError(
+            f"prompts must have tokens from 0 to {vocabulary - 1}, those of the model, got "
+            f"{least} to {most}"
+        )
+
+
+def _newest(decoding: Decoding, count: int, *, on_gpu: bool) -> Iterator[list[int]]:
+    """The newest token of each row, `count` times, with a step between two of them. A caller that
+    has enough stops the iteration."""
+    for i in range(count):
+        wait = decoding.read()
+        last = i + 1 == count
+        # A GPU computes the next tokens while the host reads these. The first step begins only when
+        # the first tokens are read: it compiles kernels, which would delay them.
+        ahead = on_gpu and i > 0 and not last
+        if ahead:
             decoding.advance()
-    statistics.decoding = time.perf_counter() - begin
-    return found, statistics
+        yield wait()
+        if not ahead and not last:
+            decoding.advance()
+
+
+class _Clock:
+    """Measures the `Statistics` of a generation that begins now. unsteady: how many steps are left
+    out of the rate."""
+
+    def __init__(self, unsteady: int) -> None:
+        self.unsteady, self.statistics = unsteady, Statistics()
+        self.reads, self.begin = 0, time.perf_counter()
+
+    def read(self, tokens: int) -> None:
+        """Call it when the host has read so many tokens of a step."""
+        statistics, now = self.statistics, time.perf_counter()
+        if self.reads == 0:
+            statistics.first_token = now - self.begin
+            self.begin = now
+        elif self.reads <= self.unsteady:
+            statistics.left_out += 1
+            self.begin = now
+        else:
+            statistics.steps += 1
+            statistics.tokens += tokens
+        self.reads += 1
+
+    def stop(self) -> Statistics:
+        """Ends the measurement."""
+        self.statistics.decoding = time.perf_counter() - self.begin
+        return self.statistics
 
 
 def load_decoder(

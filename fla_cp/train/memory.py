@@ -17,9 +17,9 @@ import dataclasses
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,6 +118,16 @@ class Sizes:
     gathered: int
     block: list[int] = field(default_factory=list)
     root: int = 0
+
+
+class _Moment(NamedTuple):
+    """A moment of a step. blocks: how many blocks, from the first one on, have activations.
+    gradients: bytes. work: what is held only at this moment."""
+
+    when: str
+    blocks: int
+    gradients: int
+    work: tuple[Part, ...]
 
 
 class Predictor:
@@ -271,66 +281,79 @@ class Predictor:
     ) -> Prediction:
         """The moment of a step at which most memory is held. tokens: those of a micro-batch on one
         rank. kinds: of each block. found: the memory of a block of each kind."""
-        sizes, item = self.sizes(model), self.dtype.itemsize
-        hidden = model.shape.hidden_size
-        row = rounded(tokens * hidden * item)
-        blocks = [found[kind] for kind in kinds]
-        kept, host = [b.kept for b in blocks], 0
-        if self.config.model.offload:  # what a block kept comes back for its own backward
-            host, kept = sum(kept), [0] * len(kept)
-            blocks = [BlockMemory(0, b.forward, b.backward + b.kept) for b in blocks]
-        # int64 tokens and labels, of this micro-batch and of the next one
-        batch = 4 * rounded(8 * tokens)
+        blocks, host = [found[kind] for kind in kinds], 0
+        if self.config.model.offload:
+            host = sum(block.kept for block in blocks)
+            blocks = [_offloaded(block) for block in blocks]
+        sizes, hidden = self.sizes(model), model.shape.hidden_size
         fixed = [
             Part("parameters", sizes.parameters),
             Part("optimiser", sizes.optimizer),
             Part("gathered parameters", sizes.gathered),
-            Part("tokens and labels", batch),
+            # int64 tokens and labels, of this micro-batch and of the next one
+            Part("tokens and labels", 4 * rounded(8 * tokens)),
         ]
-        earlier = sizes.gradients if self.micro_batches > 1 else 0
-        head = self.vocab_size * hidden
-        moments: list[Prediction] = []
+        embedded = rounded(tokens * hidden * self.dtype.itemsize)
 
-        def moment(when: str, through: int, gradients: int, *parts: Part) -> None:
-            """Adds a moment at which memory may have its peak. through: how many blocks still keep
-            their activations."""
-            held = Counter[str]()
-            for kind, size in zip(kinds[:through], kept, strict=False):
-                held[kind] += size
-            remat = self.config.model.remat
-            how = f", --remat {remat}" if remat != "none" else ""
-            activations = [
-                Part(f"activations of {kinds[:through].count(kind)} x {kind}{how}", size)
-                for kind, size in held.items()
-            ]
-            activations.append(Part("embedded tokens", row if through else 0))
-            whole = (*fixed, Part("gradients", gradients), *activations, *parts)
-            moments.append(Prediction(seq_len, when, whole, host))
+        def everything(moment: _Moment) -> Prediction:
+            """With what is held at any moment of a step, and what the forward keeps."""
+            activations = self._activations(kinds[: moment.blocks], blocks)
+            activations.append(Part("embedded tokens", embedded if moment.blocks else 0))
+            gradients = Part("gradients", moment.gradients)
+            parts = (*fixed, gradients, *activations, *moment.work)
+            return Prediction(seq_len, moment.when, parts, host)
 
+        moments = self._moments(blocks, sizes, tokens, hidden)
+        return max(map(everything, moments), key=lambda prediction: prediction.bytes)
+
+    def _moments(
+        self, blocks: Sequence[BlockMemory], sizes: Sizes, tokens: int, hidden: int
+    ) -> Iterator[_Moment]:
+        """The moments of a step at which memory may have its peak, in their order.
+
+        In the backward of a block, the gradients of later blocks are sharded, and the block's own
+        are exchanged whole. Example: three blocks of 10 parameters each on 2 ranks, in a step of
+        one micro-batch. In the backward of the first block, the gradients of the other two take
+        4 * 20 / 2 = 40 bytes on each rank, and the exchange of its own takes another 4 * 10.
+        """
+        earlier = sizes.gradients if self.micro_batches > 1 else 0  # of earlier micro-batches
         for i, block in enumerate(blocks):
             work = Part("work in a forward", block.forward - block.kept)
-            moment("in a forward", i + 1, earlier, work)
+            yield _Moment("in a forward", i + 1, earlier, (work,))
+
+        item = self.dtype.itemsize
         loss = Part("logits and loss", loss_bytes(tokens, hidden, self.vocab_size, item))
-        moment("in the loss", len(blocks), earlier, loss)
+        yield _Moment("in the loss", len(blocks), earlier, (loss,))
+
         # The head's gradient stays until the end, when the root's group is reduced.
-        root = Part("logits and loss", item * head)
-        done = 0
+        head = Part("logits and loss", item * self.vocab_size * hidden)
+        done = 0  # the parameters whose gradients are formed
         for i in reversed(range(len(blocks))):
-            shard = WIDE * math.ceil(done / self.shards)
-            gradients = earlier or shard
-            elements = sizes.block[i]
-            sent = WIDE * elements if self.shards > 1 else 0
-            moment(
-                "in a backward",
-                i + 1,
-                gradients,
-                root,
-                Part("work in a backward", blocks[i].backward),
-                Part("exchange of gradients", sent),
-            )
-            done += elements
-        moment("in the optimiser", 0, sizes.gradients)
-        return max(moments, key=lambda m: m.bytes)
+            gradients = earlier or WIDE * math.ceil(done / self.shards)
+            work = Part("work in a backward", blocks[i].backward)
+            sent = Part("exchange of gradients", WIDE * sizes.block[i] if self.shards > 1 else 0)
+            yield _Moment("in a backward", i + 1, gradients, (head, work, sent))
+            done += sizes.block[i]
+
+        yield _Moment("in the optimiser", 0, sizes.gradients, ())
+
+    def _activations(self, kinds: Sequence[str], blocks: Sequence[BlockMemory]) -> list[Part]:
+        """What the first blocks, whose kinds are given, keep: a part for each kind."""
+        held = Counter[str]()
+        for kind, block in zip(kinds, blocks, strict=False):
+            held[kind] += block.kept
+        remat = self.config.model.remat
+        how = f", --remat {remat}" if remat != "none" else ""
+        return [
+            Part(f"activations of {kinds.count(kind)} x {kind}{how}", size)
+            for kind, size in held.items()
+        ]
+
+
+def _offloaded(block: BlockMemory) -> BlockMemory:
+    """The memory of a block on the GPU with --offload: what it kept comes back for its own
+    backward."""
+    return BlockMemory(0, block.forward, block.backward + block.kept)
 
 
 def loss_bytes(tokens: int, hidden: int, vocabulary: int, item: int) -> int:
