@@ -23,7 +23,7 @@ from fla_cp.train.language_model import LanguageModel
 from fla_cp.train.model import Decoder, Shape, shape_of
 from fla_cp.train.optim import build_optimizer, learning_rate
 from fla_cp.train.parse import parse
-from fla_cp.train.step import Feed, agree, finish, forward_backward
+from fla_cp.train.step import Feed, finish, forward_backward
 
 PEER = "fla"
 
@@ -120,7 +120,7 @@ class Trainer:
 
     def batch(self) -> Any:
         batches = self.feed.take()
-        return batches, agree(batches, self.ranks).targets
+        return batches, self.feed.agreement(batches).targets
 
     def forward_backward(self, batch: Any) -> None:
         first, self.steps = self.steps == 0, self.steps + 1

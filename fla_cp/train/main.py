@@ -53,15 +53,7 @@ from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
 from fla_cp.train.saver import Saver
 from fla_cp.train.sources import Reading, build_dataset
-from fla_cp.train.step import (
-    Feed,
-    HeldOut,
-    agree,
-    balance_of,
-    document_lengths,
-    finish,
-    forward_backward,
-)
+from fla_cp.train.step import Feed, HeldOut, balance_of, document_lengths, finish, forward_backward
 from fla_cp.train.step_times import RankTimes, StepTimes, slowest
 from fla_cp.train.text_files import Split
 from fla_cp.train.trackers import check_installed, start_trackers
@@ -363,14 +355,14 @@ class Loop:
         begin, times = time.perf_counter(), StepTimes(ranks.device)
         mark("data", step=step, first=not self.checked)  # workers may still be starting
         batch = feed.take()
-        with times.waiting(on_host=True):
-            agreed = agree(batch, ranks, stop=bool(received))
+        agreed = feed.agreement(batch, bool(received), times)
         with measure_exchange() as timer, watch_graphs():
             check, self.checked = not self.checked, True
             given = self.model, batch, agreed.targets, config, ranks, check, self.graphs
             share = forward_backward(*given)
-        if step < config.run.steps and not agreed.stop:
-            feed.read_ahead()
+        stop = agreed.stop
+        if step < config.run.steps and not stop:
+            stop = feed.read_ahead(bool(received), times)
         rate = learning_rate(config.optim, step, config.run.steps)
         mine = self.model, self.optimizer
         loss, norm, finite = finish(share, *mine, rate, config, ranks, check, times)
@@ -400,7 +392,7 @@ class Loop:
         every = config.run.checkpoint_every
         if every and step % every == 0 and self._may_save():
             self._save()
-        return agreed.stop
+        return stop
 
     def _may_save(self) -> bool:
         """Whether a checkpoint may be written: not after a skipped step.

@@ -86,6 +86,7 @@ class Feed:
         )
         self.stream = torch.cuda.Stream(ranks.device) if cuda else None
         self.next: list[MicroBatch] | None = None
+        self.agreed: Agreement | None = None  # about `next`
 
     def __enter__(self) -> Feed:
         self.loader.__enter__()
@@ -111,15 +112,31 @@ class Feed:
             torch.cuda.current_stream().wait_stream(self.stream)
         return batches
 
-    def read_ahead(self) -> None:
-        """Takes the next step's batch from the workers and places it. Call it while a step runs."""
+    def agreement(
+        self, batches: Sequence[MicroBatch], stop: bool = False, times: StepTimes | None = None
+    ) -> Agreement:
+        """What the ranks agree on about the batches that `take` has returned. stop: whether this
+        rank was asked to stop. times: measures the wait for other ranks."""
+        found, self.agreed = self.agreed, None
+        if found is None:
+            with nullcontext() if times is None else times.waiting(on_host=True):
+                found = agree(batches, self.ranks, stop)
+        return found
+
+    def read_ahead(self, stop: bool = False, times: StepTimes | None = None) -> bool:
+        """Takes the next step's batch from the workers, places it, and agrees on it with the other
+        ranks, so that the next step can begin at once. Call it while a step runs.
+
+        stop, times: as of `agreement`. Returns whether any rank was asked to stop.
+        """
         mark("data of the next step")
         batches = self._read()
         # stream(None) changes nothing
         with torch.cuda.stream(self.stream):
             for batch in batches:
                 batch.ahead = place(batch.share, self.config, self.ranks)
-        self.next = batches
+        self.next, self.agreed = batches, self.agreement(batches, stop, times)
+        return self.agreed.stop
 
     def _read(self) -> list[MicroBatch]:
         return [MicroBatch(share) for share in next(self.loader)]

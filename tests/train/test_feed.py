@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from fla_cp.train import step
 from fla_cp.train.data import ArraySource, PackedDataset, StepBatchSampler, batch_hash, collate
 from fla_cp.train.loader import Sharing, StepLoader, token_ranges
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset
-from fla_cp.train.step import Feed
+from fla_cp.train.step import Feed, agree
 from tests.support.processes import alive, children, environment, wait_for
 
 T = 50
@@ -40,8 +41,8 @@ def steps_of(data, workers, start=0, count=6, dp_rank=0, **options):
 
 def assert_same(found, expected):
     assert len(found) == len(expected)
-    for step, wanted in zip(found, expected, strict=True):
-        for share, other in zip(step, wanted, strict=True):
+    for each, wanted in zip(found, expected, strict=True):
+        for share, other in zip(each, wanted, strict=True):
             torch.testing.assert_close(share[:3], other[:3], rtol=0, atol=0)
             assert share[3:] == other[3:]
 
@@ -71,13 +72,13 @@ def test_uneven_ranges_grow_by_the_first_with_each_rank():
 def test_data_parallel_ranks_divide_each_step_in_order():
     data = dataset()
     sampler = StepBatchSampler(len(data), 8, seed=3)
-    wanted = [sampler.batch(step) for step in range(4)]
+    wanted = [sampler.batch(n) for n in range(4)]
     parts = [steps_of(data, 0, count=4, dp_rank=rank) for rank in range(2)]
-    for step, indices in enumerate(wanted):
+    for n, indices in enumerate(wanted):
         for rank in range(2):
             own = indices[4 * rank : 4 * rank + 4]
             hashes = [batch_hash(collate([data[i] for i in own[j : j + 2]])) for j in (0, 2)]
-            assert [share.digest for share in parts[rank][step]] == hashes
+            assert [share.digest for share in parts[rank][n]] == hashes
 
 
 def test_workers_change_nothing(tmp_path):
@@ -218,17 +219,31 @@ def test_feed_reads_ahead_in_order(ranks):
     )
     data = dataset()
     with Feed(config, data, ranks, 2) as plain, Feed(config, data, ranks, 2) as ahead:
-        for step in range(5):
+        for count in range(5):
             one, other = plain.take(), ahead.take()
             assert [batch.ahead is None for batch in one] == [True, True]
-            assert [batch.ahead is None for batch in other] == [step == 0] * 2
+            assert [batch.ahead is None for batch in other] == [count == 0] * 2
             assert_same([[b.share for b in other]], [[b.share for b in one]])
             for a, b in zip(one, other, strict=True):
                 tokens, labels, context = a.placed(config, ranks)
                 placed = b.placed(config, ranks)
                 assert torch.equal(placed[0], tokens) and torch.equal(placed[1], labels)
                 assert placed[2].global_cu_seqlens == context.global_cu_seqlens
-            ahead.read_ahead()
+            assert not ahead.read_ahead()
+
+
+def test_the_next_batch_is_agreed_on_ahead(ranks, monkeypatch):
+    asked = []
+    ask = lambda batches, ranks, stop: asked.append(stop) or agree(batches, ranks, stop)  # noqa: E731
+    monkeypatch.setattr(step, "agree", ask)
+    config = parse(["--device", "cpu", "--seq-len", "50", "--global-batch-size", "4"])
+    with Feed(config, dataset(), ranks, 0) as feed:
+        first = feed.take()
+        assert feed.agreement(first, stop=False) == agree(first, ranks)
+        assert feed.read_ahead(stop=True) and asked == [False, True]
+        second = feed.take()
+        assert feed.agreement(second) == agree(second, ranks, stop=True) and len(asked) == 2
+        assert not feed.agreement(second).stop and len(asked) == 3
 
 
 ABANDONED = """
