@@ -275,20 +275,23 @@ def compile_norm(V: int, dtype: torch.dtype, activation: str) -> list[Launch]:
 
 
 def compile_fold(K: int, V: int) -> list[Launch]:
-    """A fold with entry states, in reverse, with transitions, and of the maps that ranks sent."""
+    """A fold with entry states, in reverse, with transitions, and of the maps that ranks sent; with
+    few heads and with many, whose value tiles are wider."""
     from fla_cp.comm.affine import FoldTable
     from fla_cp.kernels.triton.fold import fold
     from fla_cp.partition.packing import Packing
 
     steps = FoldTable((0, 1), (0,), (0,), (0,), (0,), (1,))
-    packing, (M, B) = Packing.build((0, 64)), (torch.zeros(2, 2, K, n) for n in (K, V))
-    wire = torch.zeros(2, 2, K, V + K)
+    packing = Packing.build((0, 64))
     with launched() as kernels:
-        for transposed in (False, True):
-            fold(packing, steps, M, B, B, B, transposed=transposed)
-            fold(packing, steps, M, B, None, B, transposed=transposed)
-            fold(packing, steps, M, B, None, wire, transposed=transposed)
-        fold(packing, steps, wire[..., V:], wire[..., :V], None, B, transposed=False)
+        for HV in (2, 160):
+            M, B = (torch.zeros(2, HV, K, n) for n in (K, V))
+            wire = torch.zeros(2, HV, K, V + K)
+            for transposed in (False, True):
+                fold(packing, steps, M, B, B, B, transposed=transposed)
+                fold(packing, steps, M, B, None, B, transposed=transposed)
+                fold(packing, steps, M, B, None, wire, transposed=transposed)
+            fold(packing, steps, wire[..., V:], wire[..., :V], None, B, transposed=False)
     return list(dict.fromkeys(kernels))
 
 
