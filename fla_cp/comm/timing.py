@@ -1,5 +1,6 @@
 """The time that a step spends waiting for other ranks, measured at each wait."""
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,11 +12,12 @@ Moment = torch.cuda.Event | float
 """A point of the current stream of a CUDA device, or a time of the host in seconds."""
 
 
-def moment(device: torch.device) -> Moment:
-    """The present moment."""
+def moment(device: torch.device, *, in_graph: bool = False) -> Moment:
+    """The present moment. in_graph: a CUDA graph is being captured. Each of its replays then
+    records the event anew."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True, external=in_graph)
     event.record()
     return event
 
@@ -35,26 +37,45 @@ class ExchangeTimer:
     It also sums how long exchanges were under way, from when their messages left to the end of the
     wait. Work that ran in the meantime is part of that time. The wait itself is the part of an
     exchange that other work does not hide.
+
+    in_graph: the waits are those of a CUDA graph that is being captured. Once the graph has been
+    replayed, the sums are those of its latest replay.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_graph: bool = False) -> None:
+        self.in_graph = in_graph
         self._waits: list[tuple[Moment, Moment]] = []
         self._spans: list[tuple[Moment, Moment]] = []
+        self._replays: dict[ExchangeTimer, int] = {}
 
     def elapsed_ms(self) -> float:
         """Milliseconds of waiting so far; on CUDA this waits for the recorded events."""
-        return sum(milliseconds(*wait) for wait in self._waits)
+        replayed = sum(n * graph.elapsed_ms() for graph, n in self._replays.items())
+        return replayed + sum(milliseconds(*wait) for wait in self._waits)
 
     def under_way_ms(self) -> float:
         """Milliseconds for which exchanges were under way so far, measured in the same way."""
-        return sum(milliseconds(*span) for span in self._spans)
+        replayed = sum(n * graph.under_way_ms() for graph, n in self._replays.items())
+        return replayed + sum(milliseconds(*span) for span in self._spans)
+
+    def add_replay(self, graph: "ExchangeTimer") -> None:
+        """Adds the waits of a replay that has been queued. graph: the timer of the graph's capture.
+
+        The next replay overwrites their times, so these must be read before. If a graph is added
+        several times, the waits of its latest replay count as often.
+        """
+        self._replays[graph] = self._replays.get(graph, 0) + 1
+
+    def moment(self, device: torch.device) -> Moment:
+        """The present moment, of the kind that this timer needs."""
+        return moment(device, in_graph=self.in_graph)
 
     @contextmanager
     def interval(self, device: torch.device, began: Moment | None = None) -> Iterator[None]:
         """Measures the block, which waits. began: when the messages left for which it waits."""
-        begin = moment(device)
+        begin = self.moment(device)
         yield
-        end = moment(device)
+        end = self.moment(device)
         self._waits.append((begin, end))
         self._spans.append((begin if began is None else began, end))
 
@@ -102,7 +123,7 @@ def named(what: str) -> AbstractContextManager[object]:
 
 def exchange_begins(device: torch.device) -> Moment | None:
     """The moment at which messages leave, for `exchange_wait`; None if nothing is measured."""
-    return None if _timer is None else moment(device)
+    return None if _timer is None else _timer.moment(device)
 
 
 @contextmanager
@@ -122,13 +143,49 @@ def exchange_wait(
     waits.now = ""
 
 
+@dataclass
+class GraphWaits:
+    """The waits of a CUDA graph. count: how many it contains. timer: that of its capture; None if
+    its events have no times."""
+
+    timer: ExchangeTimer | None = None
+    count: int = 0
+
+    def replayed(self) -> None:
+        """Counts a replay of the graph in `waits` and in `measure_exchange`."""
+        waits.count += self.count
+        if _timer is not None and self.timer is not None:
+            _timer.add_replay(self.timer)
+
+
 @contextmanager
-def unmeasured() -> Iterator[None]:
-    """Measures no wait in the block, in which a CUDA graph is captured: the events of a graph have
-    no times."""
+def captured_exchange() -> Iterator[GraphWaits]:
+    """Collects the waits of the block, in which a CUDA graph is captured: nothing waits there, but
+    each replay of the graph will. Enter it before the capture begins."""
     global _timer
-    before, _timer = _timer, None
+    timer = ExchangeTimer(in_graph=True) if graphs_have_times() else None
+    found, count = GraphWaits(timer), waits.count
+    before, _timer = _timer, timer
     try:
-        yield
+        yield found
     finally:
         _timer = before
+        found.count, waits.count = waits.count - count, count
+
+
+@functools.cache
+def graphs_have_times() -> bool:
+    """Whether the time between two events of a CUDA graph can be read after a replay, as a small
+    graph shows. On ROCm they have none with torch 2.11, nor before ROCm 7."""
+    try:
+        x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+        x.add_(1)  # loads the kernel, which a capture may not do
+        # Other threads may copy batches or checkpoints meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            begin = moment(x.device, in_graph=True)
+            x.add_(1)
+            end = moment(x.device, in_graph=True)
+        graph.replay()
+        return milliseconds(begin, end) > 0
+    except Exception:  # whatever it is, it must not keep a graph from being captured
+        return False

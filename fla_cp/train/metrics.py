@@ -29,8 +29,8 @@ class Metrics:
     after the update. grad_norm: global, before clipping. lr: learning rate of this update.
     tokens_per_second: sum over all ranks. peak_memory_bytes: maximum over ranks, of the GPU's
     allocator or, on CPU, of the process. exchange_ms: maximum over ranks of the time that forward
-    and backward waited for states, tokens and keys of other ranks; None where CUDA graphs contain
-    the exchanges. skipped: steps skipped so far because their loss
+    and backward waited for states, tokens and keys of other ranks; None where exchanges are in CUDA
+    graphs whose events have no times. skipped: steps skipped so far because their loss
     or gradient was not finite. expert_load: with experts, the tokens of the busiest expert over
     the mean of its layer, from 1. mfu: share, in [0, 1], of the GPUs' peak that the model's own
     operations make (`flops.Meter`); None on other devices than H100 and H200.

@@ -23,7 +23,8 @@ class RankTimes(NamedTuple):
 
     exchange: the waits for states, tokens and keys of other ranks. under_way: the time from when
     these left to the end of the wait. waiting: all waits for other ranks, `exchange` included;
-    those of FSDP's collectives and those inside CUDA graphs are not measured. host: the host's time
+    those of FSDP's collectives are not measured. If micro-batches of a step replay the same CUDA
+    graph, the last one's exchanges stand for each. host: the host's time
     from the beginning until forward, backward and the sums over ranks were issued. device: the time
     of the same work on the GPU's stream; NaN on the CPU.
     """
