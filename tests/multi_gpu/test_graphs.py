@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+from fla_cp.comm import captured_exchange, measure_exchange
+from fla_cp.comm.timing import exchange_begins, exchange_wait
 from tests.support.processes import ROOT, environment
 
 
@@ -64,3 +66,50 @@ def test_two_ranks_through_graphs(flags, tmp_path):
     assert len(found) == len(plain) > 2
     for mine, theirs in zip(found, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--compile off", "--compile on", "--compile off --exchange all_gather"),
+        "--global-batch-size 2 --micro-batch-size 1 --parallel.reduce micro_batch",
+    ],
+)
+def test_waits_inside_graphs_are_measured(flags, tmp_path):
+    (tmp_path / "long.txt").write_text("one long document " * 4000)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        + ["-m", "tests.support.graph_waits", "--data", f"text:{tmp_path / 'long.txt'}"]
+        + [*flags.split(), "--out", str(tmp_path / "run")],
+        env=environment(TRITON_INTERPRET="0"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "waits in graphs are measured" in done.stdout
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replays_of_a_graph_have_their_own_times():
+    """A graph waits for another stream, which is late by another time at each replay."""
+    here, other = torch.device("cuda"), torch.cuda.Stream()
+    arrived, graph, found = torch.cuda.Event(external=True), torch.cuda.CUDAGraph(), []
+    arrived.record()
+    with captured_exchange() as waits, torch.cuda.graph(graph):
+        began = exchange_begins(here)
+        with exchange_wait(here, began=began):
+            arrived.wait()
+    for million_cycles in (0, 40, 10):
+        torch.cuda.synchronize()
+        with measure_exchange() as timer, torch.cuda.stream(other):
+            torch.cuda._sleep(million_cycles * 10**6)
+            arrived.record()
+            waits.replayed()
+        graph.replay()
+        found.append((timer.elapsed_ms(), timer.under_way_ms()))
+    (none, _), (long, _), (short, _) = found
+    assert 0 <= none < short / 4 and 2 * short < long < 100
+    assert all(wait <= whole for wait, whole in found)
