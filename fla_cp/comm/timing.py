@@ -1,23 +1,25 @@
 """The time that a step spends waiting for other ranks, measured at each wait."""
 
-import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-Moment = torch.cuda.Event | float
-"""A point of the current stream of a CUDA device, or a time of the host in seconds."""
+from fla_cp.tape import paused
+
+Moment = torch.cuda.Event | float | Tensor
+"""A point of the current stream of a CUDA device, or a time of the host in seconds. In a CUDA
+graph, the memory to which each replay writes its time, see `GraphTimer`."""
 
 
-def moment(device: torch.device, *, in_graph: bool = False) -> Moment:
-    """The present moment. in_graph: a CUDA graph is being captured. Each of its replays then
-    records the event anew."""
+def moment(device: torch.device) -> torch.cuda.Event | float:
+    """The present moment, outside CUDA graphs."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True, external=in_graph)
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
@@ -27,8 +29,74 @@ def milliseconds(begin: Moment, end: Moment) -> float:
     if isinstance(begin, float) or isinstance(end, float):
         assert isinstance(begin, float) and isinstance(end, float)
         return 1e3 * (end - begin)
+    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
     end.synchronize()
     return begin.elapsed_time(end)
+
+
+@dataclass(frozen=True)
+class GraphClock:
+    """What reads a GPU's clock on its current stream, also in a CUDA graph. Times are int64, in ns.
+
+    write: writes the time to its argument, one number. add: called with sums [2], began and begin,
+    adds the times since begin and since began to the two sums.
+    """
+
+    write: Callable[[Tensor], None]
+    add: Callable[[Tensor, Tensor, Tensor], None]
+
+
+class GraphTimer:
+    """Sums the times of the waits of a CUDA graph that is being captured, on its GPU. Each replay
+    adds its own. A wait adds two or three small kernels to the graph. Events, recorded anew at each
+    replay, would take several times as long.
+
+    sums: int64 [2], in ns: the times of the waits, and for how long exchanges were under way.
+    """
+
+    def __init__(self, clock: GraphClock, device: torch.device) -> None:
+        self.clock = clock
+        self.sums = torch.zeros(2, dtype=torch.int64, device=device)
+        self._moments: list[Tensor] = []  # keeps memory to which replays write
+        with self.interval(device):
+            pass  # compiles and loads the kernels, which a capture may not do
+
+    def moment(self, device: torch.device) -> Tensor:
+        """Where each replay writes the time at which it is here."""
+        with paused():  # the program of a recorded call (tape.py) must not write there
+            now = self.sums.new_empty(1)
+            self.clock.write(now)
+        self._moments.append(now)
+        return now
+
+    @contextmanager
+    def interval(self, device: torch.device, began: Moment | None = None) -> Iterator[None]:
+        """Measures the block as `ExchangeTimer.interval` does."""
+        begin = self.moment(device)
+        yield
+        with paused():
+            self.clock.add(self.sums, began if isinstance(began, Tensor) else begin, begin)
+
+    def fetch(self) -> "FetchedSums":
+        """Queues a copy of the sums to the host."""
+        host = torch.empty_like(self.sums, device="cpu", pin_memory=self.sums.is_cuda)
+        return FetchedSums(host.copy_(self.sums, non_blocking=True), moment(self.sums.device))
+
+
+@dataclass(frozen=True)
+class FetchedSums:
+    """Sums [2] of a `GraphTimer`, int64 in ns, that are being copied to the host. copied: when they
+    are there."""
+
+    sums: Tensor
+    copied: torch.cuda.Event | float
+
+    def read_ms(self) -> tuple[float, float]:
+        """Both sums, in ms. The host waits for the copy."""
+        if isinstance(self.copied, torch.cuda.Event):
+            self.copied.synchronize()
+        waits, spans = self.sums.tolist()
+        return 1e-6 * waits, 1e-6 * spans
 
 
 class ExchangeTimer:
@@ -37,38 +105,35 @@ class ExchangeTimer:
     It also sums how long exchanges were under way, from when their messages left to the end of the
     wait. Work that ran in the meantime is part of that time. The wait itself is the part of an
     exchange that other work does not hide.
-
-    in_graph: the waits are those of a CUDA graph that is being captured. Once the graph has been
-    replayed, the sums are those of its latest replay.
     """
 
-    def __init__(self, *, in_graph: bool = False) -> None:
-        self.in_graph = in_graph
+    def __init__(self) -> None:
         self._waits: list[tuple[Moment, Moment]] = []
         self._spans: list[tuple[Moment, Moment]] = []
-        self._replays: dict[ExchangeTimer, int] = {}
+        self._replayed: dict[GraphTimer, FetchedSums] = {}
 
     def elapsed_ms(self) -> float:
         """Milliseconds of waiting so far; on CUDA this waits for the recorded events."""
-        replayed = sum(n * graph.elapsed_ms() for graph, n in self._replays.items())
+        replayed = sum(sums.read_ms()[0] for sums in self._replayed.values())
         return replayed + sum(milliseconds(*wait) for wait in self._waits)
 
     def under_way_ms(self) -> float:
         """Milliseconds for which exchanges were under way so far, measured in the same way."""
-        replayed = sum(n * graph.under_way_ms() for graph, n in self._replays.items())
+        replayed = sum(sums.read_ms()[1] for sums in self._replayed.values())
         return replayed + sum(milliseconds(*span) for span in self._spans)
 
-    def add_replay(self, graph: "ExchangeTimer") -> None:
-        """Adds the waits of a replay that has been queued. graph: the timer of the graph's capture.
-
-        The next replay overwrites their times, so these must be read before. If a graph is added
-        several times, the waits of its latest replay count as often.
-        """
-        self._replays[graph] = self._replays.get(graph, 0) + 1
+    @contextmanager
+    def replay(self, graph: GraphTimer) -> Iterator[None]:
+        """Adds the waits of a graph that is replayed in the block. graph: the timer of its capture.
+        Its sums begin anew with its first replay for this timer, and are copied after each."""
+        if graph not in self._replayed:
+            graph.sums.zero_()
+        yield
+        self._replayed[graph] = graph.fetch()
 
     def moment(self, device: torch.device) -> Moment:
         """The present moment, of the kind that this timer needs."""
-        return moment(device, in_graph=self.in_graph)
+        return moment(device)
 
     @contextmanager
     def interval(self, device: torch.device, began: Moment | None = None) -> Iterator[None]:
@@ -96,7 +161,7 @@ class Waits:
 
 waits = Waits()
 
-_timer: ExchangeTimer | None = None
+_timer: ExchangeTimer | GraphTimer | None = None
 
 
 @contextmanager
@@ -107,9 +172,10 @@ def measure_exchange() -> Iterator[ExchangeTimer]:
     threads of autograd, which inherit no context.
     """
     global _timer
-    before, _timer = _timer, ExchangeTimer()
+    timer = ExchangeTimer()
+    before, _timer = _timer, timer
     try:
-        yield _timer
+        yield timer
     finally:
         _timer = before
 
@@ -146,24 +212,29 @@ def exchange_wait(
 @dataclass
 class GraphWaits:
     """The waits of a CUDA graph. count: how many it contains. timer: that of its capture; None if
-    its events have no times."""
+    they are not measured."""
 
-    timer: ExchangeTimer | None = None
+    timer: GraphTimer | None = None
     count: int = 0
 
-    def replayed(self) -> None:
-        """Counts a replay of the graph in `waits` and in `measure_exchange`."""
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Counts a replay of the graph, in the block, in `waits` and in `measure_exchange`."""
         waits.count += self.count
-        if _timer is not None and self.timer is not None:
-            _timer.add_replay(self.timer)
+        if self.timer is None or not isinstance(_timer, ExchangeTimer):
+            yield
+        else:
+            with _timer.replay(self.timer):
+                yield
 
 
 @contextmanager
-def captured_exchange() -> Iterator[GraphWaits]:
+def captured_exchange(clock: GraphClock | None, device: torch.device) -> Iterator[GraphWaits]:
     """Collects the waits of the block, in which a CUDA graph is captured: nothing waits there, but
-    each replay of the graph will. Enter it before the capture begins."""
+    each replay of the graph will. Enter it before the capture begins. clock: that of the device;
+    None measures nothing."""
     global _timer
-    timer = ExchangeTimer(in_graph=True) if graphs_have_times() else None
+    timer = None if clock is None else GraphTimer(clock, device)
     found, count = GraphWaits(timer), waits.count
     before, _timer = _timer, timer
     try:
@@ -171,21 +242,3 @@ def captured_exchange() -> Iterator[GraphWaits]:
     finally:
         _timer = before
         found.count, waits.count = waits.count - count, count
-
-
-@functools.cache
-def graphs_have_times() -> bool:
-    """Whether the time between two events of a CUDA graph can be read after a replay, as a small
-    graph shows. On ROCm they have none with torch 2.11, nor before ROCm 7."""
-    try:
-        x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
-        x.add_(1)  # loads the kernel, which a capture may not do
-        # Other threads may copy batches or checkpoints meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            begin = moment(x.device, in_graph=True)
-            x.add_(1)
-            end = moment(x.device, in_graph=True)
-        graph.replay()
-        return milliseconds(begin, end) > 0
-    except Exception:  # whatever it is, it must not keep a graph from being captured
-        return False

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fla_cp import FLACPContext, build_cp_context
 from fla_cp.comm import GraphWaits, captured_exchange, collectives
+from fla_cp.kernels import graph_clock
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.language_model import LanguageModel
@@ -69,8 +70,8 @@ class Graph:
         self.tokens.copy_(tokens, non_blocking=True)
         self.labels.copy_(labels, non_blocking=True)
         self.factor.fill_(factor)
-        self.waits.replayed()
-        self.graph.replay()
+        with self.waits.replayed():
+            self.graph.replay()
         return self.loss
 
 
@@ -215,7 +216,8 @@ class Graphs:
             self.pool = torch.cuda.graph_pool_handle()
         # Other threads may copy batches or checkpoints meanwhile.
         capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
-        with captured_exchange() as waits, capture:
+        device = tokens.device
+        with captured_exchange(graph_clock(device), device) as waits, capture:
             loss = self._eager(tokens, labels, context, factor)
         return Graph(graph, tokens, labels, factor, context, loss, self._written(), waits)
 

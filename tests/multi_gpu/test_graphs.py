@@ -7,8 +7,6 @@ import sys
 import pytest
 import torch
 
-from fla_cp.comm import captured_exchange, measure_exchange
-from fla_cp.comm.timing import exchange_begins, exchange_wait
 from tests.support.processes import ROOT, environment
 
 
@@ -93,23 +91,15 @@ def test_waits_inside_graphs_are_measured(flags, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_replays_of_a_graph_have_their_own_times():
-    """A graph waits for another stream, which is late by another time at each replay."""
-    here, other = torch.device("cuda"), torch.cuda.Stream()
-    arrived, graph, found = torch.cuda.Event(external=True), torch.cuda.CUDAGraph(), []
-    arrived.record()
-    with captured_exchange() as waits, torch.cuda.graph(graph):
-        began = exchange_begins(here)
-        with exchange_wait(here, began=began):
-            arrived.wait()
-    for million_cycles in (0, 40, 10):
-        torch.cuda.synchronize()
-        with measure_exchange() as timer, torch.cuda.stream(other):
-            torch.cuda._sleep(million_cycles * 10**6)
-            arrived.record()
-            waits.replayed()
-        graph.replay()
-        found.append((timer.elapsed_ms(), timer.under_way_ms()))
-    (none, _), (long, _), (short, _) = found
-    assert 0 <= none < short / 4 and 2 * short < long < 100
-    assert all(wait <= whole for wait, whole in found)
+def test_replays_of_a_graph_add_their_times():
+    """In a process of its own, since Triton is set to its interpreter in this one."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.graph_replays"],
+        env=environment(TRITON_INTERPRET="0"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "replays add their times" in done.stdout

@@ -1,5 +1,5 @@
-"""Waits for other ranks inside CUDA graphs. Stand-ins for events and graphs have a clock instead of
-a GPU: what is captured is repeated at each replay, and only external events are recorded anew."""
+"""Waits for other ranks inside CUDA graphs. Stand-ins for events, graphs and the GPU's clock have
+the time of a stream, which only the tests advance. What is captured is repeated at each replay."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fla_cp.comm import ExchangeTimer, captured_exchange, measure_exchange, timing
-from fla_cp.comm.timing import exchange_begins, exchange_wait, waits
+from fla_cp.comm import GraphClock, captured_exchange, measure_exchange, timing
+from fla_cp.comm.timing import GraphTimer, exchange_begins, exchange_wait, waits
+from fla_cp.tape import Tape
+from fla_cp.train import graphs as training_graphs
 from fla_cp.train.graphs import SEEN_BEFORE, Graph, Graphs
 from fla_cp.train.parse import parse
 from tests.support.loops import training_loop
 
-GPU = torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 OFFSETS = (0, 384)
 
 
@@ -45,22 +47,30 @@ class Stream:
             graph.nodes, self.nodes = self.nodes, None
 
 
+def clock_of(stream):
+    def write(now):
+        stream.do(lambda: now.fill_(round(1e6 * stream.now)))
+
+    def add(sums, began, begin):
+        stream.do(lambda: sums.add_(round(1e6 * stream.now) - torch.cat([begin, began])))
+
+    return GraphClock(write, add)
+
+
 @pytest.fixture
 def stream(monkeypatch):
     found = Stream()
 
     class Event:
-        def __init__(self, enable_timing, external=False):
+        def __init__(self, enable_timing):
             assert enable_timing
-            self.external, self.at = external, None
 
         def record(self):
-            if found.nodes is not None and not self.external:
-                return  # it would order streams inside the graph, and have no time
-            found.do(lambda: setattr(self, "at", found.now))
+            assert found.nodes is None, "an event in a graph"
+            self.at = found.now
 
         def synchronize(self):
-            assert self.at is not None, "an event without a time"
+            pass
 
         def elapsed_time(self, end):
             return end.at - self.at
@@ -78,7 +88,7 @@ def stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
     monkeypatch.setattr(torch.cuda, "graph", found.capture)
-    monkeypatch.setattr(timing, "graphs_have_times", lambda: True)
+    monkeypatch.setattr(training_graphs, "graph_clock", lambda device: clock_of(found))
     monkeypatch.setattr(timing, "_timer", None)
     return found
 
@@ -118,10 +128,26 @@ def test_each_replay_has_its_own_times(graphs):
         assert bool(graphs.graphs) == (n >= SEEN_BEFORE)
 
 
-def test_the_last_replay_of_a_step_stands_for_those_before(graphs):
+def test_replays_of_a_step_add_up(graphs):
+    """Also those of a graph whose times have been read before, and of steps after it."""
     for _ in range(SEEN_BEFORE + 1):
         step(graphs, (1.0, OFFSETS))
-    assert step(graphs, (50.0, OFFSETS), (3.0, OFFSETS)) == (2 * 6.0, 2 * 10.0, 4)
+    for late in (3.0, 4.0):
+        given = (50.0, OFFSETS), (late, OFFSETS), (7.0, OFFSETS)
+        wait = 2 * (50.0 + late + 7.0)
+        assert step(graphs, *given) == (wait, wait + 3 * 4.0, 6)
+
+
+def test_a_step_can_be_read_after_the_next(graphs):
+    for _ in range(SEEN_BEFORE + 1):
+        step(graphs, (1.0, OFFSETS))
+    (graph,), timers = graphs.graphs.values(), []
+    for late in (3.0, 5.0):
+        graphs.stream.late = late
+        with measure_exchange() as timer:
+            graph.replay(torch.zeros(1), torch.zeros(1), 1.0)
+        timers.append(timer)
+    assert [timer.elapsed_ms() for timer in timers] == [6.0, 10.0]
 
 
 def test_graphs_and_eager_micro_batches_of_a_step_add_up(graphs):
@@ -138,10 +164,11 @@ def test_a_step_that_is_not_measured_replays_as_well(graphs):
     (graph,), before = graphs.graphs.values(), waits.count
     graph.replay(torch.zeros(1), torch.zeros(1), 1.0)
     assert waits.count - before == 2 and timing._timer is None
+    assert step(graphs, (3.0, OFFSETS)) == (6.0, 10.0, 2)  # without what was not measured
 
 
-def test_without_times_a_graph_is_captured_and_says_so(graphs, monkeypatch):
-    monkeypatch.setattr(timing, "graphs_have_times", lambda: False)
+def test_without_a_clock_a_graph_is_captured_and_says_so(graphs, monkeypatch):
+    monkeypatch.setattr(training_graphs, "graph_clock", lambda device: None)
     assert not graphs.hides_waits
     for _ in range(SEEN_BEFORE + 1):
         found = step(graphs, (1.0, OFFSETS))
@@ -152,7 +179,8 @@ def test_without_times_a_graph_is_captured_and_says_so(graphs, monkeypatch):
 def test_a_capture_that_fails_leaves_the_timer_and_the_count(stream):
     count = waits.count
     with measure_exchange() as timer:
-        with pytest.raises(KeyError), captured_exchange(), exchange_wait(GPU):
+        given = clock_of(stream), CPU
+        with pytest.raises(KeyError), captured_exchange(*given), exchange_wait(GPU):
             raise KeyError
         assert timing._timer is timer
     assert waits.count == count
@@ -164,12 +192,19 @@ def test_metrics_are_null_where_a_graph_hides_waits(ranks, tmp_path):
     given = f"{flags} {sizes} --tracker none --cp 2 --cuda-graphs on --out {tmp_path}".split()
     with training_loop(parse(given), ranks) as (loop, _):
         assert loop.sees_exchanges
-        for timer, shown in ((ExchangeTimer(in_graph=True), True), (None, False)):
+        measured = GraphTimer(GraphClock(lambda now: None, lambda *times: None), CPU)
+        for timer, shown in ((measured, True), (None, False)):
             graph = Graph(*[None] * 6, waits=timing.GraphWaits(timer))
             loop.graphs.graphs = {OFFSETS: graph}
             assert loop.sees_exchanges == shown
         loop.graphs.graphs = {}
 
 
-def test_a_small_graph_shows_whether_there_are_times():
-    assert timing.graphs_have_times.__wrapped__() == torch.cuda.is_available()
+def test_a_tape_does_not_record_the_times_of_a_capture(stream):
+    """Its program would write them to memory that is another one's by then."""
+    with captured_exchange(clock_of(stream), CPU), Tape((), {}, exact=True) as tape:
+        with exchange_wait(GPU, began=exchange_begins(GPU)):
+            pass
+        assert not (tape.items or tape.roots or tape.failed)
+        torch.zeros(1)
+        assert tape.items or tape.roots or tape.failed
