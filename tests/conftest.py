@@ -7,7 +7,8 @@ import pytest
 with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ImportError):
     # Triton reads it on import, which torch.compile does too: set here for all tests
     patch.setenv("TRITON_INTERPRET", "1")
-    import fla_cp.kernels.triton.backend  # noqa: F401
+    import fla_cp.kernels.triton.backend
+    import fla_cp.kernels.triton.clock  # noqa: F401
 
 from tests.support.ranks import RankPool
 

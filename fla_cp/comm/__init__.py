@@ -10,7 +10,13 @@ from fla_cp.comm.exchange.ring import Ring
 from fla_cp.comm.exchange.symmetric import Symmetric, SymmetricOrGather
 from fla_cp.comm.halo import Halo
 from fla_cp.comm.overlap import Overlap, run_overlap
-from fla_cp.comm.timing import ExchangeTimer, measure_exchange, unmeasured
+from fla_cp.comm.timing import (
+    ExchangeTimer,
+    GraphClock,
+    GraphWaits,
+    captured_exchange,
+    measure_exchange,
+)
 from fla_cp.partition.slots import Links
 
 __all__ = [
@@ -19,6 +25,8 @@ __all__ = [
     "ByHeads",
     "Exchange",
     "ExchangeTimer",
+    "GraphClock",
+    "GraphWaits",
     "Halo",
     "Links",
     "Local",
@@ -28,9 +36,9 @@ __all__ = [
     "SlotMaps",
     "Symmetric",
     "SymmetricOrGather",
+    "captured_exchange",
     "make_exchange",
     "measure_exchange",
     "run_overlap",
     "scheme_of",
-    "unmeasured",
 ]

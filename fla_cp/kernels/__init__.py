@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from torch import compiler, cuda, float64
+from torch import compiler, cuda, float64, version
 from torch import device as Device
 from torch import dtype as Dtype
 
 from fla_cp.arguments import check_choice
+from fla_cp.comm import GraphClock
 from fla_cp.kernels.backend import Backend
 from fla_cp.kernels.torch.backend import TORCH
 
-__all__ = ["TORCH", "Backend", "Impl", "resolve", "using"]
+__all__ = ["TORCH", "Backend", "Impl", "graph_clock", "resolve", "using"]
 
 # `import torch` here would be hidden by the folder of that name beside this file.
 Impl = Literal["auto", "torch", "triton"]
@@ -81,3 +82,15 @@ def check_current(device: Device) -> None:
             f"torch.cuda.set_device({index}) in this process, or put the call into `with "
             f"torch.cuda.device({index}):`"
         )
+
+
+def graph_clock(device: Device) -> GraphClock | None:
+    """What reads the clock of a GPU inside CUDA graphs; None where that needs Triton, and Triton is
+    missing or does not compile for the GPU: AMD's, and NVIDIA's before Ampere."""
+    if device.type != "cuda" or version.hip or cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from fla_cp.kernels.triton.clock import CLOCK
+    except ImportError:
+        return None
+    return CLOCK

@@ -402,6 +402,8 @@ def shard_model(model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> nn.Module
     for block in blocks_of(model):
         fully_shard(block, mesh=ranks.fsdp_mesh, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(model, mesh=ranks.fsdp_mesh, mp_policy=policy)
+    if ranks.fsdp_mesh.size() == 1:
+        return model  # one rank sums nothing, but FSDP would divide all gradients by the factor
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Without the second call a factor of 1 asks for a pre-multiplied sum; gloo has none.

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from fla_cp import FLACPContext, build_cp_context
-from fla_cp.comm import collectives, unmeasured
+from fla_cp.comm import GraphWaits, captured_exchange, collectives
+from fla_cp.kernels import graph_clock
 from fla_cp.train.config import TrainConfig
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.language_model import LanguageModel
@@ -50,7 +51,8 @@ MAX_SEEN = 16
 @dataclass
 class Graph:
     """One captured micro-batch. factor: the factor on the summed loss. gradients: those of the
-    parameters, which the graph writes; empty if it adds to gradients that are there."""
+    parameters, which the graph writes; empty if it adds to gradients that are there. waits: those
+    for other ranks."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
@@ -59,6 +61,7 @@ class Graph:
     context: FLACPContext
     loss: Tensor
     gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    waits: GraphWaits = field(default_factory=GraphWaits)
 
     def replay(self, tokens: Tensor, labels: Tensor, factor: float) -> Tensor:
         if self.gradients and self.gradients[0][0].grad is not self.gradients[0][1]:
@@ -67,7 +70,8 @@ class Graph:
         self.tokens.copy_(tokens, non_blocking=True)
         self.labels.copy_(labels, non_blocking=True)
         self.factor.fill_(factor)
-        self.graph.replay()
+        with self.waits.replayed():
+            self.graph.replay()
         return self.loss
 
 
@@ -114,6 +118,11 @@ class Graphs:
             found.graph.reset()
         self.graphs.clear()
         self.ended, self.pool = True, None
+
+    @property
+    def hides_waits(self) -> bool:
+        """Whether waits for other ranks in one of the graphs are not measured."""
+        return any(graph.waits.timer is None for graph in self.graphs.values())
 
     def reset_gradients(self) -> None:
         """Ends a step, so that the next one begins without its gradients."""
@@ -207,9 +216,10 @@ class Graphs:
             self.pool = torch.cuda.graph_pool_handle()
         # Other threads may copy batches or checkpoints meanwhile.
         capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
-        with unmeasured(), capture:
+        device = tokens.device
+        with captured_exchange(graph_clock(device), device) as waits, capture:
             loss = self._eager(tokens, labels, context, factor)
-        return Graph(graph, tokens, labels, factor, context, loss, self._written())
+        return Graph(graph, tokens, labels, factor, context, loss, self._written(), waits)
 
     def _written(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters and the gradients that a captured micro-batch has written to them."""

@@ -456,8 +456,8 @@ class Loop:
 
     @property
     def sees_exchanges(self) -> bool:
-        """Whether waits for exchanges are measured, which they are not inside CUDA graphs."""
-        graphs = self.graphs is not None and bool(self.graphs.graphs)
+        """Whether waits for exchanges are measured in all CUDA graphs and compiled blocks."""
+        graphs = self.graphs is not None and self.graphs.hides_waits
         hidden = has_compiled_blocks(self.model) and not visible()
         return self.config.parallel.cp == 1 or not (graphs or hidden)
 

@@ -29,11 +29,11 @@ class Metrics:
     after the update. grad_norm: global, before clipping. lr: learning rate of this update.
     tokens_per_second: sum over all ranks. peak_memory_bytes: maximum over ranks, of the GPU's
     allocator or, on CPU, of the process. exchange_ms: maximum over ranks of the time that forward
-    and backward waited for states, tokens and keys of other ranks; None where CUDA graphs contain
-    the exchanges. skipped: steps skipped so far because their loss
-    or gradient was not finite. expert_load: with experts, the tokens of the busiest expert over
-    the mean of its layer, from 1. mfu: share, in [0, 1], of the GPUs' peak that the model's own
-    operations make (`flops.Meter`); None on other devices than H100 and H200.
+    and backward waited for states, tokens and keys of other ranks; None where exchanges are in CUDA
+    graphs and their times are not measured (`kernels.graph_clock`). skipped: steps skipped so far
+    because their loss or gradient was not finite. expert_load: with experts, the tokens of the
+    busiest expert over the mean of its layer, from 1. mfu: share, in [0, 1], of the GPUs' peak that
+    the model's own operations make (`flops.Meter`); None on other devices than H100 and H200.
     exchange_under_way_ms: maximum over ranks of the time from when messages left to the end of the
     wait for them, of which exchange_ms is the part that other work did not hide. slowest_rank: the
     rank that waited least for others, and wait_ms: how much longer the others waited on average; of

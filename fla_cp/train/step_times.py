@@ -1,7 +1,7 @@
 """Where the time of a step goes on each rank. To measure it, the host does not wait for the device.
 
-On CUDA, times are those between two events of the stream. They are read after the step's single
-wait for the device, when all events have passed.
+On CUDA, times are those between two events of the stream; CUDA graphs sum up the times of their
+waits themselves. All are read after the step's single wait for the device, when they are there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class RankTimes(NamedTuple):
 
     exchange: the waits for states, tokens and keys of other ranks. under_way: the time from when
     these left to the end of the wait. waiting: all waits for other ranks, `exchange` included;
-    those of FSDP's collectives and those inside CUDA graphs are not measured. host: the host's time
-    from the beginning until forward, backward and the sums over ranks were issued. device: the time
-    of the same work on the GPU's stream; NaN on the CPU.
+    those of FSDP's collectives are not measured. host: the host's time from the beginning until
+    forward, backward and the sums over ranks were issued. device: the time of the same work on the
+    GPU's stream; NaN on the CPU.
     """
 
     exchange: float

@@ -316,6 +316,17 @@ def compile_clear(dtype: torch.dtype) -> list[Launch]:
     return list(dict.fromkeys(kernels))
 
 
+def compile_clock() -> list[Launch]:
+    """A wait whose times are taken inside a CUDA graph."""
+    from fla_cp.kernels.triton.clock import add_wait, write_time
+
+    sums, began, begin = (torch.zeros(n, dtype=torch.int64) for n in (2, 1, 1))
+    with launched() as kernels:
+        write_time(began)
+        add_wait(sums, began, begin)
+    return list(dict.fromkeys(kernels))
+
+
 def compile_exchange(K: int, V: int) -> list[Launch]:
     """An exchange of the first, a middle and the last rank, of transitions and their transposes."""
     from fla_cp.comm import SlotMaps
@@ -386,6 +397,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
     yield "gla bf16 safe", call
     yield "tables of a packing", compile_tables
+    yield "clock", compile_clock
     for name, dtype in DTYPES.items():
         yield f"clear {name}", functools.partial(compile_clear, dtype)
     for K, V in SIZES:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fla_cp
-from fla_cp.comm import collectives, measure_exchange, traced_waits
+from fla_cp.comm import captured_exchange, collectives, measure_exchange, traced_waits
 from fla_cp.comm.timing import waits
 from fla_cp.comm.traced_waits import STARTS, WHAT, visible, watch_graphs
+from tests.support.clocks import HOST
 
 T, LATE_S = 128, 1.0
 
@@ -82,6 +83,38 @@ def test_graphs_are_named_in_a_trace_and_others_left_alone(gloo_pool):
         assert f"fla_cp.{WHAT}" in names
         assert unseen == (0, 0)
         assert after == count == 0 < whole
+
+
+def captured(group, rank):
+    """What a step's timer has after a compiled call as in a CUDA graph's capture, and after two
+    replays of it; what the capture measured, in ms; and how many waits were counted."""
+    x = torch.full((2, 3), rank + 1.0, requires_grad=True)
+
+    def rows(x):
+        return collectives.all_gather_rows(x, 2, group.group_name).square()
+
+    run, before = torch.compile(rows, fullgraph=True, backend="aot_eager"), waits.count
+    with measure_exchange() as timer, watch_graphs():
+        with captured_exchange(HOST, x.device) as found:
+            sums = found.timer.sums
+            sums.zero_()
+            run(x).sum().backward()
+        after, graph = (
+            (timer.elapsed_ms(), timer.under_way_ms(), waits.count - before),
+            sums.clone(),
+        )
+        for _ in range(2):
+            with found.replayed():
+                sums += graph
+    step = timer.elapsed_ms(), timer.under_way_ms()
+    return after, step, [1e-6 * ns for ns in graph.tolist()], waits.count - before
+
+
+def test_the_capture_of_a_compiled_call_keeps_its_waits(gloo_pool):
+    for after, step, graph, count in gloo_pool.run(captured, world_size=2):
+        assert after == (0, 0, 0)
+        assert step == pytest.approx([2 * ms for ms in graph]) and 0 < graph[0] <= graph[1]
+        assert count == 2 * 2
 
 
 def originals():

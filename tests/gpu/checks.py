@@ -473,6 +473,7 @@ def summed_errors(case: Case, x: Named, error: Tensor) -> Named:
 
 def parts() -> dict[str, Callable[[], Rows]]:
     """The checks that run in a process of their own, by name."""
+    from tests.gpu.clock import check_clock
     from tests.gpu.conv_states import check_conv_states
     from tests.gpu.decoding import check_decoding
     from tests.gpu.drafts import check_drafts
@@ -488,7 +489,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found |= {"exchange": check_exchange, "norm": check_norm, "layers": check_layers}
     found |= {"experts": check_experts, "decoding": check_decoding}
     found |= {"conv states": check_conv_states, "tables": check_tables}
-    found["drafts"] = check_drafts
+    found |= {"drafts": check_drafts, "clock": check_clock}
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
     for K, V in SIZES:
         for n in range(3):

@@ -13,8 +13,10 @@ from tests.gpu import said, warn_if_stale, write_report
 pytest.importorskip("triton")  # interpreted: conftest.py
 
 from fla_cp.kernels.triton import chunk_tables, scan
+from fla_cp.kernels.triton import clock as clock_kernels
 from tests.gpu import (
     checks,
+    clock,
     conv_states,
     decoding,
     drafts,
@@ -25,6 +27,7 @@ from tests.gpu import (
     wide_heads,
 )
 from tests.gpu.__main__ import SMALL_CALL
+from tests.support.clocks import hosttimer
 from tests.support.closeness import share_of_budget
 
 F32, F64 = torch.float32, torch.float64
@@ -153,6 +156,20 @@ def test_the_gpu_check_of_tables(small, monkeypatch):
     for moved in (-1, 1):
         monkeypatch.setattr(scan, "clear", lambda x, y, n, by=moved: clear(x, y, n + by))
         assert not any(row["ok"] for row in tables.cleared())
+
+
+def test_the_gpu_check_of_the_clock(small, monkeypatch):
+    """It passes, and it fails if the clock counts us, or if a wait is added twice."""
+    monkeypatch.setattr(clock, "WAITS_MS", (300.0,))
+    monkeypatch.setattr(clock, "MOST_OFF_US", 150_000.0)  # interpreted on a busy host
+    monkeypatch.setattr(clock_kernels, "globaltimer", hosttimer)
+    assert [row["ok"] for row in clock.check_clock()] == [True, True]
+    monkeypatch.setattr(clock_kernels, "globaltimer", lambda: hosttimer() // 1000)
+    assert [row["ok"] for row in clock.check_clock()] == [False, True]
+    monkeypatch.setattr(clock_kernels, "globaltimer", hosttimer)
+    add = clock_kernels.add_wait
+    monkeypatch.setattr(clock_kernels, "add_wait", lambda s, *t: (add(s, *t), add(s, *t)))
+    assert not any(row["ok"] for row in clock.check_clock())
 
 
 @pytest.mark.bits

@@ -64,3 +64,42 @@ def test_two_ranks_through_graphs(flags, tmp_path):
     assert len(found) == len(plain) > 2
     for mine, theirs in zip(found, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--compile off", "--compile on", "--compile off --exchange all_gather"),
+        "--global-batch-size 2 --micro-batch-size 1 --parallel.reduce micro_batch",
+    ],
+)
+def test_waits_inside_graphs_are_measured(flags, tmp_path):
+    (tmp_path / "long.txt").write_text("one long document " * 4000)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        + ["-m", "tests.support.graph_waits", "--data", f"text:{tmp_path / 'long.txt'}"]
+        + [*flags.split(), "--out", str(tmp_path / "run")],
+        env=environment(TRITON_INTERPRET="0"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "waits in graphs are measured" in done.stdout
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replays_of_a_graph_add_their_times():
+    """In a process of its own, since Triton is set to its interpreter in this one."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.graph_replays"],
+        env=environment(TRITON_INTERPRET="0"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "replays add their times" in done.stdout

@@ -1,17 +1,20 @@
 """How often a step reduces gradients and gathers parameters over the ranks."""
 
+import copy
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fla_cp.train.build import build_sharded
 from fla_cp.train.data import ArraySource, PackedDataset
-from fla_cp.train.distributed import frees_after_forward
+from fla_cp.train.distributed import frees_after_forward, shard_model
 from fla_cp.train.parse import parse
 from fla_cp.train.step import Feed, HeldOut, agree, forward_backward
+from fla_cp.train.weights import local_tensor
 from tests.support.meshes import ranks_of
 
 FLAGS = [
@@ -115,3 +118,25 @@ def test_gradients_are_reduced_once_a_step(gloo_pool, split):
         assert thrice == [9, 9]
         torch.testing.assert_close(step, each, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_one_rank_divides_no_gradients(ranks):
+    """It has nothing to sum, but FSDP divides by any factor that it is given, also by 1."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def forward(self, x):
+            return self.blocks(x)
+
+    plain, x = Model(), torch.randn(4, 8)
+    sharded = shard_model(copy.deepcopy(plain), ranks, torch.float32)
+    plain(x).sum().backward()
+    with Counted() as counted:
+        sharded(x).sum().backward()
+    assert counted.calls["chunk_cat"] == 2  # FSDP copies the gradients of each block
+    assert not {"div", "div_", "mul", "mul_"} & counted.calls.keys()
+    for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(local_tensor(mine.grad), other.grad)
