@@ -2,7 +2,7 @@
 
     python -m benchmarks.fla_tests FOLDER [--device cpu] [--jobs 12] [--out tests.json]
 
-FOLDER is a checkout of the `tests` of flash-linear-attention, whose wheels have none; FLA itself
+FOLDER is a copy of the `tests` of flash-linear-attention, which its wheels do not have; FLA itself
 must be importable. Before a test file is imported, the functions that `fla_cp.compat` offers are
 replaced where FLA defines them and in the packages that pass them on. What FLA's other modules,
 such as its references, imported before stays FLA's own.
@@ -12,7 +12,8 @@ Each test has one of these results:
 - right: it passed, and called ours at least once.
 - not ours: it passed without a call of ours, so it says nothing about them.
 - wrong: an assertion of the test failed.
-- lacks: it calls what `fla_cp.compat` does not have or refuses: a name, a keyword or a value.
+- lacks: it calls what `fla_cp.compat` does not have or refuses (a name, a keyword or a value), or
+  wants an error or a warning of FLA.
 - error: it failed in another way, as FLA's own kernels do where there is no GPU.
 - stopped: it took more than its time, or the whole run did.
 - skipped: it skipped itself.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,8 +34,9 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = "right", "wrong", "lacks", "error", "stopped", "skipped", "not ours"
-LINES = 78
-"""The printed table has no more lines than this."""
+PASSED = "right", "skipped", "not ours"
+LINES, REASONS = 78, 20
+"""The printed table has no more lines than this, so many of them for reasons."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,6 +58,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--select", default="", help="what pytest's -k takes")
+    parser.add_argument(
+        "--conftest",
+        action="store_true",
+        help="with FLA's fixtures: new tensors are NaN and have guards; needs a GPU",
+    )
     parser.add_argument("--limit", type=float, default=60, help="seconds for one test")
     parser.add_argument("--total", type=float, default=180, help="seconds for all of them")
     parser.add_argument("--out", type=Path, help="a JSON file of all results")
@@ -72,15 +80,17 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for i, part in enumerate(parts):
             given = [str(args.folder), "--device", args.device, "--jobs", str(args.jobs)]
             given += ["--limit", str(args.limit), f"--select={args.select}"]
+            given += ["--conftest"] * args.conftest
             given += ["--worker", str(i), "--part", str(part)]
             command = [sys.executable, "-m", "benchmarks.fla_tests", *given]
             with open(part.with_suffix(".log"), "w") as log:
-                children.append(subprocess.Popen(command, stdout=log, stderr=log))
+                child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+                children.append(child)
         for child in children:
             try:
                 child.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                child.kill()
+                os.killpg(child.pid, signal.SIGKILL)  # and the processes that its tests started
                 child.wait()
         found = [result for part in parts for result in read(part)]
         for part in parts:
@@ -123,17 +133,28 @@ def classify(error: BaseException, file: str) -> str:
         return "lacks"
     if isinstance(error, ValueError | TypeError) and ours:
         return "lacks"
-    # pytest.raises and pytest.warns fail with an exception that is no Exception.
+    if str(error).startswith(("DID NOT RAISE", "DID NOT WARN", "Regex pattern did not match")):
+        return "lacks"
+    # pytest.fail raises what is no Exception.
     wrong = isinstance(error, AssertionError) or not isinstance(error, Exception)
     return "wrong" if wrong else "error"
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
-    """A line for each test function, one for their sum, and the reasons of what is not right."""
-    counts: dict[str, Counter[str]] = {}
-    for result in found:
-        function = result["test"].split("[")[0]
-        counts.setdefault(function, Counter())[result["result"]] += 1
+    """A line for each test function, one for their sum, and the reasons of what is not right.
+
+    Files without a failure have one line if there are many functions, then all files.
+    """
+    failed = {r["test"].split("::")[0] for r in found if r["result"] not in PASSED}
+    for whole in (set(), {r["test"].split("::")[0] for r in found} - failed, None):
+        counts: dict[str, Counter[str]] = {}
+        for result in found:
+            name = result["test"].split("[")[0]
+            file = name.split("::")[0]
+            name = file if whole is None or file in whole else name
+            counts.setdefault(name, Counter())[result["result"]] += 1
+        if len(counts) <= LINES - REASONS:
+            break
     width = max(map(len, counts), default=4)
     lines = [" ".join([f"{'test':{width}}", *(f"{name:>8}" for name in RESULTS)])]
     total = sum(counts.values(), Counter())
@@ -143,9 +164,9 @@ def table(found: list[dict[str, Any]]) -> list[str]:
     reasons = Counter(
         (r["result"], r["test"].split("[")[0].split("::")[-1], r["reason"][:150])
         for r in found
-        if r["result"] not in ("right", "skipped", "not ours")
+        if r["result"] not in PASSED
     )
-    room = max(0, LINES - len(lines))
+    room = LINES - len(lines)
     lines += [
         f"{n} {result}, {test}: {why}" for (result, test, why), n in reasons.most_common(room)
     ]

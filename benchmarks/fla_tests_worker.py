@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -18,6 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import fla_cp.compat
 from benchmarks.fla_tests import classify, failure
@@ -29,24 +32,33 @@ CALLS = "FLA_TESTS_CALLS"
 def run_share(args: argparse.Namespace) -> int:
     """Runs every `jobs`-th test from the `worker`-th on, and writes results to `part`."""
     os.environ[CALLS] = str(args.part.with_suffix(".calls"))
-    on_spawn(args.part.parent)
+    os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")  # else grouped heads are skipped
+    on_spawn(args.part.parent, args.device)
     replace_fla(args.device)
     options = [str(args.folder), "--rootdir", str(args.folder), "-c", os.devnull, "-q"]
-    options += ["-p", "no:cacheprovider", "-p", "no:xdist", "-k", args.select]
-    if args.device == "cpu":
-        options.append("--noconftest")  # FLA's fixtures wait for the GPU
+    options += [
+        "--continue-on-collection-errors",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-k",
+        args.select,
+    ]
+    if not args.conftest:
+        options.append("--noconftest")
     share = Share(args.folder, args.part, args.worker, args.jobs, args.limit)
     return int(pytest.main(options, plugins=[share]))
 
 
-def on_spawn(folder: Path) -> None:
+def on_spawn(folder: Path, device: str) -> None:
     """Lets the processes that tests start replace FLA's functions too, as Python starts them."""
     folder.joinpath("sitecustomize.py").write_text(
         "import multiprocessing.process as process\n"
         "import sys\n"
         "if '--multiprocessing-fork' in sys.orig_argv:\n"
         "    from benchmarks.fla_tests_worker import replace_fla\n"
-        "    replace_fla('auto')\n"
+        f"    replace_fla({device!r})\n"
     )
     paths = [str(folder), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -54,12 +66,11 @@ def on_spawn(folder: Path) -> None:
 
 def replace_fla(device: str) -> None:
     """Puts our functions where FLA defines its own, and in the packages that pass them on."""
+    importlib.import_module("fla.utils")
     for package in ("fla.ops", "fla.modules"):
         for name in submodules(importlib.import_module(package)):
-            try:
+            with contextlib.suppress(Exception):  # a backend of another package
                 importlib.import_module(name)
-            except ImportError:
-                pass  # a backend of another package
     modules = [m for n, m in sys.modules.items() if n == "fla" or n.startswith("fla.")]
     for name in fla_cp.compat.__all__:
         ours = counted(getattr(fla_cp.compat, name))
@@ -129,9 +140,11 @@ class Share:
         self.before, self.start = 0, 0.0
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        config.addinivalue_line("markers", "smoke: FLA's short run")
+        for marker in ("smoke", "cp_distributed", "cp8"):
+            config.addinivalue_line("markers", f"{marker}: a mark of FLA")
         self.part.touch()
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = items[self.share]
         self.write({"collected": [item.nodeid for item in items]})
@@ -147,7 +160,12 @@ class Share:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.before, self.start = calls(), time.monotonic()
         self.write({"begun": item.nodeid})
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # other processes share the GPU
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
