@@ -4,6 +4,7 @@ An argument that changes no result is accepted and ignored, one that would is re
 docs/coming-from-fla.md lists both.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,20 @@ def wide(x: Tensor | None) -> Tensor | None:
     if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
         return x.float()
     return x
+
+
+def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the widest of their dtypes. FLA's recurrences read each of them in fp32."""
+    check_tensors(("q", "k", "v"), (q, k, v), 3)
+    widest = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
+    return q.to(widest), k.to(widest), v.to(widest)
+
+
+def beside(q: Tensor, x: Any) -> Any:
+    """A decay or a strength, in the dtype of sums if an operator would not take its dtype."""
+    if not isinstance(x, Tensor) or x.dtype in (q.dtype, torch.float32, torch.float64):
+        return x
+    return x.to(accumulator(q.dtype))
 
 
 def chunk_size(kwargs: dict[str, Any], sizes: tuple[int | None, ...]) -> int | None:

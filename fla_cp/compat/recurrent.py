@@ -11,10 +11,12 @@ from fla_cp import ops
 from fla_cp.arguments import check_flags, check_tensors
 from fla_cp.compat.arguments import (
     backwards,
+    beside,
     gate,
     head_decay,
     no_decay,
     nothing_left,
+    one_dtype,
     ones_or,
     places,
     refuse,
@@ -53,15 +55,17 @@ def fused_recurrent_kda(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fla_cp.fused_recurrent_kda`. kwargs: transpose_state_layout."""
+    """`fla_cp.fused_recurrent_kda`. Tensors may differ in dtype; o has v's. kwargs:
+    transpose_state_layout."""
     v_first = state_layout(state_v_first, kwargs)
     nothing_left("fused_recurrent_kda", kwargs)
-    return ops.fused_recurrent_kda(
+    q, k, wide_v = one_dtype(q, k, v)
+    o, final = ops.fused_recurrent_kda(
         q,
         k,
-        v,
-        g,
-        beta,
+        wide_v,
+        beside(q, g),
+        beside(q, beta),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -73,6 +77,7 @@ def fused_recurrent_kda(
         **gate(use_gate_in_kernel, A_log, dt_bias),
         **places(cu_seqlens),
     )
+    return o.to(v.dtype), final
 
 
 def fused_recurrent_kda_fwd(
@@ -102,7 +107,8 @@ def fused_recurrent_kda_fwd(
     """`fla_cp.fused_recurrent_kda` for serving, with the states of a pool and in place unless told
     otherwise.
 
-    out: like v; if given, o is written there, and it is returned. It has no gradients.
+    Tensors may differ in dtype. out: like v; if given, o is written there, and it is returned.
+    It has no gradients.
     """
     nothing_left("fused_recurrent_kda_fwd", kwargs)
     if out is not None:
@@ -112,13 +118,14 @@ def fused_recurrent_kda_fwd(
                 f"out must have v's shape {tuple(v.shape)}, dtype {v.dtype} and device {v.device}, "
                 f"got {tuple(out.shape)}, {out.dtype} and {out.device}"
             )
+    q, k, wide_v = one_dtype(q, k, v)
     with torch.no_grad():
         o, final = ops.fused_recurrent_kda(
             q,
             k,
-            v,
-            g,
-            beta,
+            wide_v,
+            beside(q, g),
+            beside(q, beta),
             scale=scale,
             initial_state=initial_state,
             output_final_state=output_final_state,
@@ -133,7 +140,7 @@ def fused_recurrent_kda_fwd(
             **gate(use_gate_in_kernel, A_log, dt_bias),
             **places(cu_seqlens),
         )
-        return (o if out is None else out.copy_(o)), final
+        return (o.to(v.dtype) if out is None else out.copy_(o)), final
 
 
 def fused_recurrent_gated_delta_rule(
@@ -160,7 +167,7 @@ def fused_recurrent_gated_delta_rule(
     """`fla_cp.fused_recurrent_gated_delta_rule`, or with gk `fla_cp.fused_recurrent_kda`.
 
     g=None: no decay. gk: [B, T, HV, K], the log decay of each key channel, beside that of g.
-    beta=None: ones. kwargs: transpose_state_layout.
+    beta=None: ones. Tensors may differ in dtype; o has v's. kwargs: transpose_state_layout.
     """
     refuse("gv", gv, None, _GV)
     if use_gate_in_kernel:
@@ -179,9 +186,12 @@ def fused_recurrent_gated_delta_rule(
         **places(cu_seqlens),
     }
     strength = ones_or(beta, v)
+    q, k, wide_v = one_dtype(q, k, v)
+    g, gk, strength = beside(q, g), beside(q, gk), beside(q, strength)
     if gk is None:
         decay = no_decay(q, v) if g is None else g
-        return ops.fused_recurrent_gated_delta_rule(q, k, v, decay, strength, **options)
+        o, final = ops.fused_recurrent_gated_delta_rule(q, k, wide_v, decay, strength, **options)
+        return o.to(v.dtype), final
     check_tensors(("gk", "g"), (gk, g), 1)
     if g is not None:
         if g.shape != gk.shape[:-1] or g.device != gk.device:
@@ -190,7 +200,8 @@ def fused_recurrent_gated_delta_rule(
                 f"got {tuple(g.shape)} on {g.device}"
             )
         gk = g[..., None].to(accumulator(gk.dtype)) + gk
-    return recurrent(_GATED_BY_CHANNEL, Tensors(q, k, v, gk, strength), options)
+    o, final = recurrent(_GATED_BY_CHANNEL, Tensors(q, k, wide_v, gk, strength), options)
+    return o.to(v.dtype), final
 
 
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule

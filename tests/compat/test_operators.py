@@ -370,6 +370,48 @@ def test_q_and_v_are_checked_where_a_decay_is_made_of_them():
         by_position("chunk_simple_gla", **{**x, "v": torch.zeros(9)})
 
 
+@pytest.mark.parametrize(
+    "name, decay",
+    [
+        ("fused_recurrent_kda", "g"),
+        ("fused_recurrent_gated_delta_rule", "g"),
+        ("fused_recurrent_gated_delta_rule", "gk"),
+    ],
+)
+def test_recurrences_take_q_k_and_v_of_several_dtypes(name, decay):
+    """As in FLA, which reads each in fp32 and writes o in v's dtype."""
+    _, x, keywords = of(name, dtype=torch.float32)
+    if decay == "gk":
+        x["gk"] = x.pop("g")[..., None].expand(*x["v"].shape[:3], x["k"].shape[-1])
+    x = {n: t.detach() for n, t in x.items()}
+    x |= {n: x[n].half() for n in ("v", "beta", decay)}
+    x = {n: t.requires_grad_() for n, t in x.items()}
+
+    def f(leaves):
+        return by_position(name, **leaves, **keywords, output_final_state=True)
+
+    o, final = f(x)
+    wide, wide_final = f({n: t.float() for n, t in x.items()})
+    assert o.dtype == torch.float16
+    assert final.dtype == torch.float32
+    assert torch.equal(o, wide.half()) and torch.equal(final, wide_final)
+    (grad,) = torch.autograd.grad(o.float().sum(), x["v"])
+    (expected,) = torch.autograd.grad(wide.sum(), x["v"])
+    assert grad.dtype == torch.float16 and torch.equal(grad, expected)
+
+
+def test_the_recurrence_for_serving_takes_several_dtypes():
+    _, x, _ = of("fused_recurrent_kda", dtype=torch.float32)
+    x = {n: t.detach() for n, t in x.items()} | {"v": x["v"].detach().half()}
+    wide = x | {"v": x["v"].float()}
+    results = [
+        by_position("fused_recurrent_kda_fwd", **given, inplace_final_state=False)[0]
+        for given in (x, wide, x | {"out": torch.empty_like(x["v"])})
+    ]
+    assert [o.dtype for o in results] == [torch.float16, torch.float32, torch.float16]
+    assert torch.equal(results[0], results[1].half()) and torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("name", ["fused_recurrent_gla", "fused_recurrent_gated_delta_rule"])
 def test_errors_call_decays_of_channels_gk(name):
     _, x, _ = of("fused_recurrent_kda" if name.endswith("rule") else name)
