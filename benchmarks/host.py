@@ -187,9 +187,9 @@ def measure_packings(name: str, shape: Shape, count: int, device: str) -> dict[s
     """A row: the time of `count` calls, each with a new packing, over that of calls whose packing
     was there before.
 
-    The latter are for every `REPEATS`-th of the same packings, `REPEATS` calls in a row, after one
-    that is not timed. So both sides have documents of the same lengths on average, on which the
-    device's time depends: a scan takes as long as its longest document.
+    After every `REPEATS` new packings, one of them is called as often in a row. So both sides have
+    documents of the same lengths on average, on which the device's time depends (a scan takes as
+    long as its longest document), and share whatever slows the host for a while.
 
     Kernels are compiled before, by calls with other packings; `variants` says how many were
     nevertheless compiled or loaded while the new packings were timed.
@@ -211,12 +211,12 @@ def measure_packings(name: str, shape: Shape, count: int, device: str) -> dict[s
 
     new = packings(count, shape.T, 0, device)
     milliseconds(packings(min(count, WARM_PACKINGS), shape.T, 1, device))
-    variants = _variants()
-    many = milliseconds(new)
-    variants = _variants() - variants
-    one, calls = 0.0, 0
-    for packing in new[::REPEATS]:
-        again = [packing] * min(REPEATS, count)
+    variants, many, one, calls = 0, 0.0, 0.0, 0
+    for first in range(0, count, REPEATS):
+        some, before = new[first : first + REPEATS], _variants()
+        many += milliseconds(some)
+        variants += _variants() - before
+        again = some[:1] * len(some)
         milliseconds(again[:1])
         one, calls = one + milliseconds(again), calls + len(again)
     return {
