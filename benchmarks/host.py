@@ -155,16 +155,45 @@ class Bare:
             run(*args)
 
 
+class _InAutograd(torch.autograd.Function):
+    """Two calls, one as the forward of x and one as its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ahead: Callable, back: Callable) -> Tensor:
+        ctx.back = back
+        ahead()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.back()
+        return gradients[0], None, None
+
+
+def in_autograd(ahead: Callable, back: Callable, like: Tensor) -> Callable[[], object]:
+    """A call of `ahead`, and of `back` where autograd calls a backward of a tensor on the device of
+    `like`. For a GPU that is another thread, for which the caller waits, however little the
+    backward does."""
+    x = torch.zeros(1, device=like.device, requires_grad=True)
+    return lambda: torch.autograd.grad(_InAutograd.apply(x, ahead, back), x)
+
+
 def facts(f: Callable, device: str) -> dict[str, Any]:
-    """What a call of f does on the host, by `COUNTS`, and bare_ms, the host's time for its launches
-    alone; None for bare_ms without a GPU. Counted is what the replayed programs do: an operator's
-    own torch ops outside of them are not. If a direction is not replayed, there is nothing but
-    `not_replayed`, which says why."""
+    """What a call of f does on the host, by `COUNTS`, and the host's time for its launches alone,
+    which is None without a GPU: bare_ms, and bare_autograd_ms for a call with a backward, whose
+    launches are then made by a backward, too (`in_autograd`). Counted is what the replayed programs
+    do: an operator's own torch ops outside of them are not. If a direction is not replayed, there
+    is nothing but `not_replayed`, which says why."""
     found, why = replays(f)
     if why or not found:
         return {"not_replayed": why}
     counts = {n: sum(getattr(r.program, x) for r in found) for n, x in COUNTS.items()}
-    return {**counts, "bare_ms": host_milliseconds(Bare(found), device)}
+    bare = {"bare_ms": host_milliseconds(Bare(found), device)}
+    if len(found) > 1:
+        like = next(x for x in found[0].inputs if x is not None)
+        both = in_autograd(Bare(found[:1]), Bare(found[1:]), like)
+        bare["bare_autograd_ms"] = host_milliseconds(both, device)
+    return {**counts, **bare}
 
 
 def packings(count: int, T: int, seed: int, device: str) -> list[dict[str, Tensor]]:

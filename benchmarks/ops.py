@@ -185,8 +185,10 @@ def measure(
     row["peak_gib"] = None if peak is None else round(peak - before, 2)
     for what in directions if who == "fla_cp" else ():  # after the peak, since it keeps tensors
         row[what] |= host.facts(run[what], device)
-        mine, bare = row[what]["host_ms"], row[what].get("bare_ms")
-        row[what]["host_over_bare"] = round(mine / bare, 2) if mine and bare else None
+        mine = row[what]["host_ms"]
+        for kind in ("bare", "bare_autograd"):
+            if (bare := row[what].get(f"{kind}_ms")) and mine:
+                row[what][f"host_over_{kind}"] = round(mine / bare, 2)
     print(f"{who} {shape.name}: {row}", flush=True)
     return row, whole()
 
@@ -217,6 +219,7 @@ def environment() -> dict[str, object]:
         "unit": "ms of the device, medians; host_ms: until the call returns; chained_host_ms: of "
         f"one of {CHAIN} calls with one backward; one_thread_host_ms: with the backward on the "
         "calling thread, as in the trainer; bare_ms: the host's for the same launches alone; "
+        "bare_autograd_ms: the same, with those of the backward in a backward; "
         "peak_gib: with inputs",
     }
     if torch.cuda.is_available():
@@ -236,7 +239,14 @@ def environment() -> dict[str, object]:
 def table(rows: list[dict]) -> str:
     counts = [name.replace("_", " ") for name in host.COUNTS]
     head = ["shape", "op", "forward ms", "forward + backward ms", "host ms", "bare ms"]
-    head += ["host / bare", "host ms in a chain", "host ms on one thread", *counts]
+    head += [
+        "host / bare",
+        "bare ms in autograd",
+        "host / that",
+        "host ms in a chain",
+        "host ms on one thread",
+        *counts,
+    ]
     head += ["peak GiB", "first call s", "vs peer"]
     lines = [head, ["---"] * len(head)]
     for r in rows:
@@ -249,6 +259,9 @@ def table(rows: list[dict]) -> str:
         line = [r["shape"], r["op"], format(found[0]["ms"], ".3f")]
         line += ["" if len(found) == 1 else format(found[1]["ms"], ".3f")]
         line += [pair("host_ms", ".2f"), pair("bare_ms", ".3f"), pair("host_over_bare", ".2f")]
+        for name in ("bare_autograd_ms", "host_over_bare_autograd"):
+            x = found[-1].get(name)
+            line += ["" if x is None else format(x, ".2f")]
         for name in ("chained_host_ms", "one_thread_host_ms"):
             ms = found[-1].get(name)
             line += ["" if ms is None else format(ms, ".2f")]

@@ -219,6 +219,7 @@ def of_host(result: Result) -> str:
         rows,
         ("shape", lambda r: shape(r["shape"], result.data["operator"])),
         *((head, both(name, number)) for head, name in pairs.items()),
+        *_bare_in_autograd(rows),
         *([("in a chain, ms", _chained)] * any(map(_has_chain, rows))),
         *((head, both(name, whole)) for head, name in counts.items()),
     )
@@ -226,9 +227,27 @@ def of_host(result: Result) -> str:
         "\n\nThe host's work in a call, in the forward / in the forward and the backward: the time "
         "until the call returns, the time for its kernel launches alone, the former over the "
         "latter, and what is counted. In a chain several calls share one backward, as in a model; "
-        "this is the time of one of them in both directions:\n\n"
+        "this is the time of one of them in both directions"
     )
-    return title + found
+    if _bare_in_autograd(rows):
+        title += (
+            ". In autograd, those launches that belong to the backward are made by a backward that "
+            "does nothing else, for which the caller waits as for ours"
+        )
+    return f"{title}:\n\n{found}"
+
+
+def _bare_in_autograd(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]:
+    """The columns of launches in autograd, in both directions, if they were measured."""
+    if not any(ms(r, "both", "bare_autograd_ms") for r in rows):
+        return []
+    names = {
+        "launches in autograd, ms": "bare_autograd_ms",
+        "host over that": "host_over_bare_autograd",
+    }
+    return [
+        (head, lambda r, name=name: number(ms(r, "both", name))) for head, name in names.items()
+    ]
 
 
 def _has_chain(row: Row) -> bool:

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+import torch
 
 import fla_cp
 from benchmarks import (
@@ -95,9 +96,9 @@ def test_forward_alone(tmp_path):
     assert len(result) == 1
     other = row | {"op": "fla_cp", "ratio": [1.25]}
     cells = [line.split("|") for line in ops.table([row, other]).splitlines()[2:]]
-    assert [len(line) for line in cells] == [18, 18]
+    assert [len(line) for line in cells] == [20, 20]
     assert [line[4].strip() for line in cells] == ["", ""]
-    assert [line[16].strip() for line in cells] == ["", "1.25x"]
+    assert [line[18].strip() for line in cells] == ["", "1.25x"]
     path = tmp_path / "alone.json"
     path.write_text(json.dumps({"date": "today", "rows": [row, other]}))
     assert set(compare.times(path)) == {(r["op"], "s", "forward") for r in (row, other)}
@@ -110,21 +111,35 @@ def test_table_has_the_work_of_the_host(result):
     for n, what in enumerate(("forward", "both"), 1):
         row[what] |= {"host_ms": 0.06 * n, "bare_ms": 0.02 * n, "host_over_bare": 3.0}
         row[what] |= dict(zip(host.COUNTS, (2 * n, 0, 7 * n, 1), strict=True))
-    row["both"]["one_thread_host_ms"] = 0.09
+    row["both"] |= {"one_thread_host_ms": 0.09, "bare_autograd_ms": 0.08}
+    row["both"]["host_over_bare_autograd"] = 1.5
     head, _, line = ([c.strip() for c in line.split("|")] for line in ops.table([row]).split("\n"))
     cells = dict(zip(head, line, strict=True))
     assert (cells["host ms"], cells["bare ms"]) == ("0.06 / 0.12", "0.020 / 0.040")
     assert cells["host / bare"] == "3.00 / 3.00"
     assert cells["host ms on one thread"] == "0.09"
+    assert (cells["bare ms in autograd"], cells["host / that"]) == ("0.08", "1.50")
     assert (cells["launches"], cells["torch ops"]) == ("2 / 4", "0 / 0")
     assert (cells["allocations"], cells["descriptors"]) == ("7 / 14", "1 / 1")
     found = report_tables.Result("kda", {"operator": "kda", "rows": [row]})
     *_, line = report_tables.of_host(found).splitlines()
     cells = [c.strip() for c in line.strip("|").split("|")][1:]
     assert cells[:3] == ["0.0600 / 0.120", "0.0200 / 0.0400", "3.00 / 3.00"]
-    assert cells[3:] == ["2 / 4", "0 / 0", "7 / 14", "1 / 1"]
+    assert cells[3:] == ["0.0800", "1.50", "2 / 4", "0 / 0", "7 / 14", "1 / 1"]
+    del row["both"]["bare_autograd_ms"]
+    assert "autograd" not in report_tables.of_host(found)
     del row["forward"]["launches"]
     assert report_tables.of_host(found) == ""
+
+
+def test_launches_in_autograd_are_made_in_its_directions():
+    made = []
+    call = host.in_autograd(
+        partial(made.append, "ahead"), partial(made.append, "back"), torch.ones(1)
+    )
+    call()
+    call()
+    assert made == ["ahead", "back"] * 2
 
 
 def test_packings_are_different_and_whole():
@@ -139,8 +154,7 @@ def test_packings_are_different_and_whole():
 
 
 def test_new_packings_are_timed(tmp_path, monkeypatch, capsys):
-    """Each call has a packing of its own, none is used before it is timed, and the calls after
-    these repeat some of them."""
+    """No packing is used before it is timed; after each group of new ones, one is repeated."""
     used = []
     monkeypatch.setattr(host, "REPEATS", 2)
 
@@ -157,8 +171,8 @@ def test_new_packings_are_timed(tmp_path, monkeypatch, capsys):
     assert [(r["op"], r["T"], r["packings"]) for r in rows] == [("kda", 130, 4), ("gdn", 130, 4)]
     for r in rows:
         assert r["ratio"] == pytest.approx(r["new_ms"] / r["one_ms"], rel=1e-2)
-    warm, new, again = used[:4], used[4:8], used[8:14]
-    assert len({*warm, *new}) == 8 and again == [new[0]] * 3 + [new[2]] * 3
+    (a, b, *others), (c, d, *more) = used[4:9], used[9:14]
+    assert len({*used[:4], a, b, c, d}) == 8 and (others, more) == ([a] * 3, [c] * 3)
     assert used[14:] == used[:14]
     assert capsys.readouterr().out.count("| 4 packings |") == 2
     result = report_tables.Result("packings", json.loads(out.read_text()))
