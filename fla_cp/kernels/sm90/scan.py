@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fla_cp.kernels.sm90.raw_copies import copy_first, copy_next
 from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.triton.device.bundles import Segments
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, HEADWISE_PLANES, Q_FACTOR
@@ -214,13 +215,27 @@ def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def scan_chunks(
-    places, barriers, o, h, v_new, S0, S_end, more, at, entry, value, states, S: gl.constexpr
+    places,
+    barriers,
+    o,
+    h,
+    v_new,
+    S0,
+    S_end,
+    more,
+    at,
+    entry,
+    value,
+    states,
+    copies,
+    S: gl.constexpr,
 ):
     """What the computing warps do. entry: the segment's row in S0, or -1. value: whether the
     program computes states, not a transition. states: how many programs do.
 
     barriers: `ready` and `free` of `places_of`. If v, T, Aqk, beta and the decays have places of
-    their own, as in scan_gated.py, a third one says that those are filled; otherwise it is None."""
+    their own, as in scan_gated.py, a third one says that those are filled; otherwise it is None.
+    copies: None if another warp copies operands, otherwise what `copy_first` takes."""
     ready, free, rest = barriers
     s_qg, s_k_decayed, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
@@ -252,6 +267,8 @@ def scan_chunks(
             p = S0.ptr + entry.to(gl.int64) * S0.n + at.i_h.to(gl.int64) * S0.h
             b_S += gl.load(p + o_v * S0.v + o_k * S0.k)
     zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
+    if copies is not None:
+        copy_first(copies, False, False, S)
     for c in range(at.n):
         s, r = c % S.NS, c % REST
         i_ch = (at.first + c) * S.HV + at.i_h
@@ -336,7 +353,11 @@ def scan_chunks(
             b_S, b_o, a_w, a_n = warpgroup_mma_wait(0, deps=(b_S, b_o, a_w, a_n))
         else:
             b_S, a_w = warpgroup_mma_wait(0, deps=(b_S, a_w))
-        mbarrier.arrive(free.index(s), count=1)
+        if copies is None:
+            mbarrier.arrive(free.index(s), count=1)
+        else:
+            barrier()
+            copy_next(c, copies, False, False, S)
         if OUT:
             if (h is None) and (v_new is None):
                 tma.store_wait(0)
@@ -401,7 +422,8 @@ def scan_sm90_kernel(
     # fmt: off
     gl.warp_specialize([
         (scan_chunks, (
-            places, (ready, free, None), o, h, v_new, S0, S_end, more, at, entry, value, states, S,
+            places, (ready, free, None), o, h, v_new, S0, S_end, more, at, entry, value, states,
+            None, S,
         )),
         (copy_chunks, (operands, places, ready, free, more.heads, at, OUT, False, S)),
     ], [1], [40])

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from fla_cp.kernels.sm90.raw_copies import copy_first, copy_next
 from fla_cp.kernels.sm90.scan import (
     at_segment,
     copy_chunks,
@@ -38,9 +39,11 @@ class ScanBwdMore(NamedTuple):
 
 
 @gluon.jit
-def scan_chunks_back(places, barriers, y, dh, dS_end, dS0, more, at, leaving, S: gl.constexpr):
-    """What the computing warps do. leaving: the segment's row in dS_end, or -1. barriers: as in
-    `scan_chunks`."""
+def scan_chunks_back(
+    places, barriers, y, dh, dS_end, dS0, more, at, leaving, copies, S: gl.constexpr
+):
+    """What the computing warps do. leaving: the segment's row in dS_end, or -1. barriers,
+    copies: as in `scan_chunks`."""
     ready, free, rest = barriers
     s_qg, s_k_decayed, s_kg, s_do, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
@@ -69,6 +72,8 @@ def scan_chunks_back(places, barriers, y, dh, dS_end, dS0, more, at, leaving, S:
             p = end.ptr + leaving.to(gl.int64) * end.n + at.i_h.to(gl.int64) * end.h
             b_dS += gl.load(p + o_v * end.v + o_k * end.k)
     zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
+    if copies is not None:
+        copy_first(copies, True, True, S)
     for c in range(at.n):
         s, r = c % S.NS, c % REST
         i_c = at.n - 1 - c
@@ -141,7 +146,11 @@ def scan_chunks_back(places, barriers, y, dh, dS_end, dS0, more, at, leaving, S:
             b_dS, a_x = warpgroup_mma_wait(0, deps=(b_dS, a_x))
         else:
             b_dS = warpgroup_mma_wait(0, deps=(b_dS,))
-        mbarrier.arrive(free.index(s), count=1)
+        if copies is None:
+            mbarrier.arrive(free.index(s), count=1)
+        else:
+            barrier()
+            copy_next(c, copies, True, True, S)
         if WRITES:
             fence_async_shared()
             barrier()
@@ -170,7 +179,7 @@ def scan_bwd_sm90_kernel(
     # fmt: off
     gl.warp_specialize([
         (scan_chunks_back, (
-            places, (ready, free, None), y, dh, dS_end, dS0, more, at, leaving, S,
+            places, (ready, free, None), y, dh, dS_end, dS0, more, at, leaving, None, S,
         )),
         (copy_chunks, (operands, places, ready, free, more.heads, at, True, True, S)),
     ], [1], [40])

@@ -5,10 +5,11 @@ are as large. So no kernel has to form these again before, and they take no memo
 second group of warps forms them from a chunk's raw tiles, in the same places of shared memory,
 while the first one computes an earlier chunk:
 
-1. One warp copies the raw tiles of a chunk, NS chunks ahead, and all else (values or their
-   gradients, T, Aqk, beta and the decays), which needs no second step, one chunk less ahead.
-2. The gating warps wait for the raw tiles. A thread has 16 rows of two channels, as in
-   intra_channelwise.py. Each element is written by the thread that has read it.
+1. As soon as the computing warps have finished with a chunk, they start the copies to its places:
+   the raw tiles of the chunk NS later, and all else (values or their gradients, T, Aqk, beta and
+   the decays), which needs no second step, of the chunk before that.
+2. The gating warps wait for the raw tiles. A thread has 8 rows of two channels. Each element is
+   written by the thread that has read it.
 3. The computing warps, whose code is that of the other scans, wait for both.
 
 Decays are products of single tokens' decays, from the chunk's start and to its end. So nothing
@@ -20,9 +21,9 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fla_cp.kernels.sm90.intra_channelwise import load_tall, log_decay, of_quarters, store_tall
+from fla_cp.kernels.sm90.intra_channelwise import log_decay
 from fla_cp.kernels.sm90.scan import (
     ScanMore,
     at_segment,
@@ -36,37 +37,26 @@ from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import Segments, terms
 from fla_cp.kernels.triton.device.gates import LOG2E
-from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, Q_SCALE
 from fla_cp.kernels.triton.operands import Chunks, ScanOutputs
 from fla_cp.kernels.triton.tile_table import IN_SCANS, Tile
 from fla_cp.rule import DeltaRule
 
-GATING_WARPS = gl.constexpr(8)
-"""How many warps form the gated operands."""
-GATING_REGISTERS = gl.constexpr(128)
+GATING_WARPS = gl.constexpr(16)
+"""How many warps form the gated operands. They set the pace, and wait for results of their own
+instructions most of the time, so that it is many of them."""
+GATING_REGISTERS = gl.constexpr(72)
 """Registers of a thread of those."""
-ROWS = gl.constexpr(16)
-"""Rows of a chunk that a thread has."""
-
-
-@gluon.constexpr_function
-def raw_bytes(S, OUT):
-    """How many bytes of raw tiles and of scales are copied for a chunk."""
-    return 2 * S.BT * (2 + OUT) * S.K + 4 * 2 * S.BT
-
-
-@gluon.constexpr_function
-def rest_bytes(S, OUT, REMOVES):
-    """How many bytes are copied for a chunk besides."""
-    return 2 * S.BT * (S.BV + (REMOVES + OUT) * S.BT) + 4 * (S.BT + S.K)
+PARTS = gl.constexpr(8)
+"""Parts of a chunk's rows, each of which has warps of its own."""
+ROWS = gl.constexpr(8)
+"""Rows of a part, all of which a thread has."""
 
 
 @gluon.jit
 def raw_places(operands, OUT: gl.constexpr, S: gl.constexpr):
     """Shared memory: for what `copy_chunks` of scan.py copies, where the first three are for q, g
-    and k, and then for qg, k_decayed and kg; for the scales of q and k. Four barriers say that raw
-    tiles are there, that gated ones are, that the places of a chunk are free, and that all else is
-    there."""
+    and k, and then for qg, k_decayed and kg; for the scales of q and k. Three barriers say that raw
+    tiles are there, that gated ones are, and that all else is there."""
     q, g, k, v, T, Aqk, rows, decay = operands
     REMOVES: gl.constexpr = removes(S)
     REST: gl.constexpr = S.NS - 1
@@ -85,88 +75,41 @@ def raw_places(operands, OUT: gl.constexpr, S: gl.constexpr):
     raw = gl.allocate_shared_memory(gl.int64, [S.NS, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [S.NS, 1], mbarrier.MBarrierLayout())
     rest = gl.allocate_shared_memory(gl.int64, [REST, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [S.NS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S.NS):
         mbarrier.init(raw.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(REST):
         mbarrier.init(rest.index(i), count=1)
-    return places, scales, (raw, ready, free, rest)
+    return places, scales, (raw, ready, rest)
 
 
 @gluon.jit
-def copy_raw_chunks(
-    operands,
-    places,
-    s_scales,
-    barriers,
-    heads,
-    at,
-    OUT: gl.constexpr,
-    REVERSE: gl.constexpr,
-    S: gl.constexpr,
-):
-    """What one warp does. In a step it copies the raw tiles of a chunk, and what else there is of
-    the chunk before: both go to places of the chunk that was NS before the first."""
-    q, g, k, v, T, Aqk, rows, decay = operands
-    s_q, s_g, s_k, s_v, s_T, s_A, s_rows, s_decay = places
-    raw, _, free, rest = barriers
-    q_h, g_h, k_h, v_h = heads
-    REMOVES: gl.constexpr = removes(S)
-    REST: gl.constexpr = S.NS - 1
-    PLANES: gl.constexpr = CHANNELWISE_PLANES
-    i_h = at.i_h // S.G
-    for c in range(at.n + 1):
-        mbarrier.wait(free.index(c % S.NS), (c // S.NS + 1) & 1)
-        if c < at.n:
-            s = c % S.NS
-            i_c = c
-            if REVERSE:
-                i_c = at.n - 1 - c
-            t = at.start + i_c * S.BT
-            i_ch = (at.first + i_c) * S.HV + at.i_h
-            bar = raw.index(s)
-            mbarrier.expect(bar, raw_bytes(S, OUT))
-            tma.async_copy_global_to_shared(g, [t, at.i_h * g_h], bar, s_g.index(s))
-            tma.async_copy_global_to_shared(k, [t, i_h * k_h], bar, s_k.index(s))
-            if OUT:
-                tma.async_copy_global_to_shared(q, [t, i_h * q_h], bar, s_q.index(s))
-            for f in gl.static_range(2):  # of q, of k
-                to = s_scales.index(2 * s + f)
-                tma.async_copy_global_to_shared(rows, [i_ch * PLANES + Q_SCALE + f, 0], bar, to)
-        if c > 0:
-            e = c - 1
-            s = e % REST
-            i_c = e
-            if REVERSE:
-                i_c = at.n - 1 - e
-            t = at.start + i_c * S.BT
-            i_ch = (at.first + i_c) * S.HV + at.i_h
-            bar = rest.index(s)
-            mbarrier.expect(bar, rest_bytes(S, OUT, REMOVES))
-            tma.async_copy_global_to_shared(decay, [i_ch, 0], bar, s_decay.index(s))
-            tma.async_copy_global_to_shared(v, [t, at.i_h * v_h + at.i_v * S.BV], bar, s_v.index(s))
-            tma.async_copy_global_to_shared(rows, [i_ch * PLANES, 0], bar, s_rows.index(s))
-            if REMOVES:
-                tma.async_copy_global_to_shared(T, [i_ch * S.BT, 0], bar, s_T.index(s))
-            if OUT:
-                tma.async_copy_global_to_shared(Aqk, [i_ch * S.BT, 0], bar, s_A.index(s))
+def load_parts(place, tall: gl.constexpr, parts: gl.constexpr):
+    """A tile [64, N] of shared memory as [PARTS, ROWS, N] in fp32."""
+    x = gl.reshape(place.load(tall), [PARTS, ROWS, place.shape[1]])
+    return gl.convert_layout(x, parts).to(gl.float32)
 
 
 @gluon.jit
-def over_quarter(s_ends, w: gl.constexpr, ends: gl.constexpr):
-    """Row w of s_ends [4, K]: [K]."""
+def store_parts(x, place, tall: gl.constexpr):
+    """Stores x [PARTS, ROWS, N] as a tile [64, N] of shared memory."""
+    x = gl.reshape(x.to(place.dtype), [PARTS * ROWS, x.shape[2]])
+    place.store(gl.convert_layout(x, tall))
+
+
+@gluon.jit
+def over_part(s_ends, w: gl.constexpr, ends: gl.constexpr):
+    """Row w of s_ends [PARTS, K]: [1, K]."""
     x = s_ends.slice(w, 1).load(ends)
-    return gl.convert_layout(gl.reshape(x, [x.shape[1]]), gl.SliceLayout(0, ends))
+    return gl.convert_layout(gl.reshape(x, [x.shape[1]]), gl.SliceLayout(0, ends))[None, :]
 
 
 @gluon.jit
 def split_rows(x, ends: gl.constexpr):
-    """x [4, 16, N] as 16 rows [4, N] of its quarters, in their order."""
-    x = gl.permute(gl.reshape(x, [4, 2, 2, 2, 2, x.shape[2]]), [0, 5, 4, 3, 2, 1])
+    """x [PARTS, ROWS, N] as ROWS rows [PARTS, N], in their order."""
+    x = gl.permute(gl.reshape(x, [PARTS, 2, 2, 2, x.shape[2]]), [0, 4, 3, 2, 1])
     parts = (x,)
-    for _ in gl.static_range(4):
+    for _ in gl.static_range(3):
         halves: gl.tuple = ()
         for n in gl.static_range(len(parts)):
             halves = halves + gl.split(parts[n])
@@ -178,22 +121,22 @@ def split_rows(x, ends: gl.constexpr):
 
 
 @gluon.jit
-def join_rows(rows, quarters: gl.constexpr):
-    """[4, 16, N] of what `split_rows` gives."""
+def join_rows(rows, layout: gl.constexpr):
+    """[PARTS, ROWS, N] of what `split_rows` gives."""
     parts = rows
-    for _ in gl.static_range(4):
+    for _ in gl.static_range(3):
         wholes: gl.tuple = ()
         for n in gl.static_range(len(parts) // 2):
             wholes = wholes + (gl.join(parts[2 * n], parts[2 * n + 1]),)
         parts = wholes
-    x = gl.permute(parts[0], [0, 5, 4, 3, 2, 1])
-    return gl.convert_layout(gl.reshape(x, [4, ROWS, x.shape[5]]), quarters)
+    x = gl.permute(parts[0], [0, 4, 3, 2, 1])
+    return gl.convert_layout(gl.reshape(x, [PARTS, ROWS, x.shape[4]]), layout)
 
 
 @gluon.jit
 def product_of(rows):
     """Of all rows."""
-    for _ in gl.static_range(4):
+    for _ in gl.static_range(3):
         pairs: gl.tuple = ()
         for n in gl.static_range(len(rows) // 2):
             pairs = pairs + (rows[2 * n] * rows[2 * n + 1],)
@@ -214,19 +157,20 @@ def decay_of_token(g, bias, rate, bound, GATE: gl.constexpr):
 
 
 @gluon.jit
-def decays(x, s_ends, w, quarters: gl.constexpr):
-    """From the decays of single tokens x [4, 16, K]: those from the chunk's start to each token,
-    with its own, and from each token, without its own, to the chunk's end. s_ends [4, K]: where
-    warps exchange the decays of whole quarters w [4, 1]."""
-    ends: gl.constexpr = gl.SliceLayout(1, quarters)
+def decays(x, s_ends, w, layout: gl.constexpr):
+    """From the decays of single tokens x [PARTS, ROWS, K]: those from the chunk's start to each
+    token, with its own, and from each token, without its own, to the chunk's end. s_ends [PARTS,
+    K]: where warps exchange the decays of whole parts w [PARTS, 1]."""
+    ends: gl.constexpr = gl.SliceLayout(1, layout)
     rows = split_rows(x, ends)
     s_ends.store(product_of(rows))
     barrier()
-    t_0, t_1 = over_quarter(s_ends, 0, ends), over_quarter(s_ends, 1, ends)
-    t_2, t_3 = over_quarter(s_ends, 2, ends), over_quarter(s_ends, 3, ends)
-    one, early, late = t_0 * 0.0 + 1.0, t_0 * t_1, t_2 * t_3
-    before = of_quarters(w, one, t_0, early, early * t_2)
-    after = of_quarters(w, t_1 * late, late, t_3, one)
+    before = rows[0] * 0.0 + 1.0
+    after = before
+    for n in gl.static_range(PARTS - 1):
+        before = before * gl.where(w > n, over_part(s_ends, n, ends), 1.0)
+        late = over_part(s_ends, PARTS - 1 - n, ends)
+        after = after * gl.where(w < PARTS - 1 - n, late, 1.0)
     up_to: gl.tuple = ()
     to_end: gl.tuple = ()
     for n in gl.static_range(ROWS):
@@ -234,14 +178,14 @@ def decays(x, s_ends, w, quarters: gl.constexpr):
         up_to = up_to + (before,)
         to_end = (after,) + to_end
         after = after * rows[ROWS - 1 - n]
-    return join_rows(up_to, quarters), join_rows(to_end, quarters)
+    return join_rows(up_to, layout), join_rows(to_end, layout)
 
 
 @gluon.jit
-def scale_of(s_scale, inside, quarters: gl.constexpr):
-    """The factors of rows [4, 16, 1], zero where they are not inside of the sequence."""
+def scale_of(s_scale, inside, layout: gl.constexpr):
+    """The factors of rows [PARTS, ROWS, 1], zero where they are not inside of the sequence."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    x = s_scale._reinterpret(gl.float32, [4, 16], plain).load(gl.SliceLayout(2, quarters))
+    x = s_scale._reinterpret(gl.float32, [PARTS, ROWS], plain).load(gl.SliceLayout(2, layout))
     return gl.where(inside, x, 0.0)[:, :, None]
 
 
@@ -258,18 +202,18 @@ def gate_chunks(
     S: gl.constexpr,
     GATE: gl.constexpr,
 ):
-    """What the gating warps do: qg, k_decayed and kg in the places of q, g and k. s_ends [4, K]:
-    see `decays`."""
+    """What the gating warps do: qg, k_decayed and kg in the places of q, g and k. s_ends
+    [PARTS, K]: see `decays`."""
     s_q, s_g, s_k, _, _, _, _, _ = places
-    raw, ready, _, _ = barriers
-    W: gl.constexpr = GATING_WARPS // 4
-    tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, W], [1, 0])
-    quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, W], [2, 1, 0])
-    ends: gl.constexpr = gl.SliceLayout(1, quarters)
-    w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
+    raw, ready, _ = barriers
+    W: gl.constexpr = GATING_WARPS // PARTS
+    tall: gl.constexpr = gl.BlockedLayout([ROWS, 2], [1, 32], [PARTS, W], [1, 0])
+    parts: gl.constexpr = gl.BlockedLayout([1, ROWS, 2], [1, 1, 32], [PARTS, 1, W], [2, 1, 0])
+    ends: gl.constexpr = gl.SliceLayout(1, parts)
+    w = gl.arange(0, PARTS, gl.SliceLayout(1, ends))[:, None]
     k = gl.arange(0, S.K, gl.SliceLayout(0, ends))
-    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :]
-    first = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, quarters)))[:, None] * ROWS
+    r = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, parts)))[None, :]
+    first = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, parts)))[:, None] * ROWS
     none = at.i_h // S.HV  # 0 in a form that the compiler cannot tell to be 0
     rate = 1.0
     bias = gl.full([S.K], 0.0, gl.float32, gl.SliceLayout(0, ends))
@@ -284,22 +228,22 @@ def gate_chunks(
         if REVERSE:
             n_rows = at.stop - at.start - (at.n - 1 - c) * S.BT
         mbarrier.wait(raw.index(s), (c // S.NS) & 1)
-        x = load_tall(s_g.index(s), tall, quarters)
+        x = load_parts(s_g.index(s), tall, parts)
         x = decay_of_token(x, bias, rate, gate.bound, GATE)
         inside = r < n_rows - first  # compared anew where it is used, so that no register holds it
         x = gl.where(inside[:, :, None], x, 1.0)
-        e, f = decays(x, s_ends, w, quarters)
-        b_k = load_tall(s_k.index(s), tall, quarters)
+        e, f = decays(x, s_ends, w, parts)
+        b_k = load_parts(s_k.index(s), tall, parts)
         inside = r < n_rows + none - first
-        b_k *= scale_of(s_scales.index(2 * s + 1), inside, quarters)
+        b_k *= scale_of(s_scales.index(2 * s + 1), inside, parts)
         if S.REMOVAL != "none":
-            store_tall(b_k * e, s_g.index(s), tall)
-        store_tall(b_k * f, s_k.index(s), tall)
+            store_parts(b_k * e, s_g.index(s), tall)
+        store_parts(b_k * f, s_k.index(s), tall)
         if OUT:
-            b_q = load_tall(s_q.index(s), tall, quarters)
+            b_q = load_parts(s_q.index(s), tall, parts)
             inside = r < n_rows + 2 * none - first
-            b_q *= scale_of(s_scales.index(2 * s), inside, quarters)
-            store_tall(b_q * e, s_q.index(s), tall)
+            b_q *= scale_of(s_scales.index(2 * s), inside, parts)
+            store_parts(b_q * e, s_q.index(s), tall)
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(s), count=1)
@@ -309,7 +253,7 @@ def gate_chunks(
 def ends_place(S: gl.constexpr):
     """Shared memory for `s_ends` of `decays`."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return gl.allocate_shared_memory(gl.float32, [4, S.K], plain)
+    return gl.allocate_shared_memory(gl.float32, [PARTS, S.K], plain)
 
 
 @gluon.jit(do_not_specialize=["states"])
@@ -343,18 +287,17 @@ def scan_gated_sm90_kernel(
         entry = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, v, T, Aqk, rows, decay)
     places, scales, barriers = raw_places(operands, False, S)
-    _, ready, free, rest = barriers
+    _, ready, rest = barriers
     s_ends = ends_place(S)
+    copies = (operands, places, scales, barriers, more.heads, at)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks, (
-            places, (ready, free, rest), o, h, v_new, S0, S_end, more, at, entry, value, states, S,
+            places, (ready, None, rest), o, h, v_new, S0, S_end, more, at, entry, value, states,
+            copies, S,
         )),
         (gate_chunks, (places, scales, s_ends, barriers, gate, at, False, False, S, GATE)),
-        (copy_raw_chunks, (
-            operands, places, scales, barriers, more.heads, at, False, False, S,
-        )),
-    ], [GATING_WARPS, 1], [GATING_REGISTERS, 40])
+    ], [GATING_WARPS], [GATING_REGISTERS])
     # fmt: on
 
 
@@ -386,18 +329,16 @@ def scan_bwd_gated_sm90_kernel(
         leaving = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
     places, scales, barriers = raw_places(operands, True, S)
-    _, ready, free, rest = barriers
+    _, ready, rest = barriers
     s_ends = ends_place(S)
+    copies = (operands, places, scales, barriers, more.heads, at)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks_back, (
-            places, (ready, free, rest), y, dh, dS_end, dS0, more, at, leaving, S,
+            places, (ready, None, rest), y, dh, dS_end, dS0, more, at, leaving, copies, S,
         )),
         (gate_chunks, (places, scales, s_ends, barriers, gate, at, True, True, S, GATE)),
-        (copy_raw_chunks, (
-            operands, places, scales, barriers, more.heads, at, True, True, S,
-        )),
-    ], [GATING_WARPS, 1], [GATING_REGISTERS, 40])
+    ], [GATING_WARPS], [GATING_REGISTERS])
     # fmt: on
 
 
