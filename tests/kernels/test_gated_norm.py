@@ -60,6 +60,16 @@ def test_stages(V, T, activation, dtype):
         assert_within_budget(name, a, e, p, factor=4.0)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_rows_beyond_the_end_add_nothing_without_eps():
+    """Their squares sum to zero, so that 1 / rms is infinite with eps = 0."""
+    o, gate, dy = (draw(5, 1, 24, seed=i).float() for i in range(3))
+    given = o, gate, draw(24, seed=3).float(), 0.0, "silu", dy
+    found = stages(resolve("triton", o.device, F32), *given)
+    for name, a, e, p in zip(NAMES, found, reference(*given), stages(TORCH, *given), strict=True):
+        assert_within_budget(name, a, e, p, factor=4.0)
+
+
 @pytest.mark.parametrize("activation", ["sigmoid", "silu"])
 def test_torch_stages_are_exact(activation):
     o, gate, dy = draw(3, 2, 50, 4, 8, seed=1)

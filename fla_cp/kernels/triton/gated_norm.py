@@ -102,7 +102,7 @@ def gated_norm_bwd_kernel(x, gate, weight, dy, dx, dgate, partial, n, eps, S: tl
         else:
             b_a, b_slope = b_s, b_s * (1.0 - b_s)
         b_dn = b_dy * b_a
-        b_dw += b_dn * b_n
+        b_dw += tl.where(m_rv, b_dn * b_n, 0.0)  # with eps = 0, rows that do not exist are NaN
         b_dn *= b_w
         b_dx = b_r * (b_dn - b_n * (tl.sum(b_dn * b_n, axis=1) / S.V)[:, None])
         o = (o_r.to(tl.int64) * S.V)[:, None] + o_v[None, :]
