@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -23,6 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_cp.kernels.sm90.raw_copies import copy_first, copy_next
+from fla_cp.kernels.sm90.results import (
+    hand_over,
+    has_results,
+    places_of_results,
+    result_places,
+    store_results,
+    wait_until_drained,
+)
 from fla_cp.kernels.sm90.tma import barrier, describe
 from fla_cp.kernels.triton.device.bundles import Segments
 from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, HEADWISE_PLANES, Q_FACTOR
@@ -132,54 +139,81 @@ def rounded_off(x, half: gl.constexpr):
 def copy_chunks(
     operands,
     places,
-    ready,
-    free,
+    barriers,
+    results,
     heads,
     at,
     OUT: gl.constexpr,
     REVERSE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """What one warp does: it copies the operands of each chunk to shared memory as soon as their
-    places are free."""
+    """What one warp does. It copies the operands of each chunk to shared memory as soon as their
+    places are free, and the results from there as soon as they are written."""
+    for c in range(at.n + S.NS):
+        if c < at.n:
+            copy_chunk(c, operands, places, barriers, heads, at, OUT, REVERSE, S)
+        if has_results(results):  # noqa: SIM102  # known when compiled
+            if c >= S.NS:
+                written, drained = results[2]
+                d = c - S.NS
+                p = d % written.shape[0]
+                mbarrier.wait(written.index(p), (d // written.shape[0]) & 1)
+                store_results(d, results, at, REVERSE, S)
+                tma.store_wait(0)
+                mbarrier.arrive(drained.index(p), count=1)
+
+
+@gluon.jit
+def copy_chunk(
+    c,
+    operands,
+    places,
+    barriers,
+    heads,
+    at,
+    OUT: gl.constexpr,
+    REVERSE: gl.constexpr,
+    S: gl.constexpr,
+):
+    """Copies the operands of a chunk to shared memory once their places are free."""
     qg, k_decayed, kg, v, T, Aqk, rows, decay = operands
     s_qg, s_k_decayed, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
+    ready, free = barriers
     q_h, r_h, k_h, v_h = heads
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
     PLANES: gl.constexpr = HEADWISE_PLANES if S.HEAD else CHANNELWISE_PLANES
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
-    for c in range(at.n):
-        s = c % S.NS
-        i_c = c
-        if REVERSE:
-            i_c = at.n - 1 - c
-        t = at.start + i_c * S.BT
-        i_ch = (at.first + i_c) * S.HV + at.i_h
-        bar = ready.index(s)
-        mbarrier.wait(free.index(s), (c // S.NS + 1) & 1)
-        mbarrier.expect(bar, bytes_of(S, OUT, OWN, REMOVES))
-        if S.HEAD:
-            at_q, at_r = [t, (at.i_h // S.G) * q_h], [t, (at.i_h // S.G) * r_h]
-            at_k = [t, (at.i_h // S.G) * k_h]
-        else:
-            at_q, at_r, at_k = [i_ch * S.BT, 0], [i_ch * S.BT, 0], [i_ch * S.BT, 0]
-        tma.async_copy_global_to_shared(decay, [i_ch, 0], bar, s_decay.index(s))
-        if OWN:
-            tma.async_copy_global_to_shared(k_decayed, at_r, bar, s_k_decayed.index(s))
-        tma.async_copy_global_to_shared(kg, at_k, bar, s_kg.index(s))
-        tma.async_copy_global_to_shared(v, [t, at.i_h * v_h + at.i_v * S.BV], bar, s_v.index(s))
-        to = s_rows.index(s * FACTORS)
-        tma.async_copy_global_to_shared(rows, [i_ch * PLANES, 0], bar, to)
-        if S.HEAD:
-            for f in gl.static_range(3):  # of q, of r, of k
-                to = s_rows.index(s * FACTORS + 1 + f)
-                tma.async_copy_global_to_shared(rows, [i_ch * PLANES + Q_FACTOR + f, 0], bar, to)
-        if REMOVES:
-            tma.async_copy_global_to_shared(T, [i_ch * (S.TERMS * S.BT), 0], bar, s_T.index(s))
-        if OUT:
-            tma.async_copy_global_to_shared(qg, at_q, bar, s_qg.index(s))
-            tma.async_copy_global_to_shared(Aqk, [i_ch * (S.TERMS * S.BT), 0], bar, s_A.index(s))
+    s = c % S.NS
+    i_c = c
+    if REVERSE:
+        i_c = at.n - 1 - c
+    t = at.start + i_c * S.BT
+    i_ch = (at.first + i_c) * S.HV + at.i_h
+    bar = ready.index(s)
+    mbarrier.wait(free.index(s), (c // S.NS + 1) & 1)
+    mbarrier.expect(bar, bytes_of(S, OUT, OWN, REMOVES))
+    if S.HEAD:
+        at_q, at_r = [t, (at.i_h // S.G) * q_h], [t, (at.i_h // S.G) * r_h]
+        at_k = [t, (at.i_h // S.G) * k_h]
+    else:
+        at_q, at_r, at_k = [i_ch * S.BT, 0], [i_ch * S.BT, 0], [i_ch * S.BT, 0]
+    tma.async_copy_global_to_shared(decay, [i_ch, 0], bar, s_decay.index(s))
+    if OWN:
+        tma.async_copy_global_to_shared(k_decayed, at_r, bar, s_k_decayed.index(s))
+    tma.async_copy_global_to_shared(kg, at_k, bar, s_kg.index(s))
+    tma.async_copy_global_to_shared(v, [t, at.i_h * v_h + at.i_v * S.BV], bar, s_v.index(s))
+    to = s_rows.index(s * FACTORS)
+    tma.async_copy_global_to_shared(rows, [i_ch * PLANES, 0], bar, to)
+    if S.HEAD:
+        for f in gl.static_range(3):  # of q, of r, of k
+            to = s_rows.index(s * FACTORS + 1 + f)
+            tma.async_copy_global_to_shared(rows, [i_ch * PLANES + Q_FACTOR + f, 0], bar, to)
+    if REMOVES:
+        tma.async_copy_global_to_shared(T, [i_ch * (S.TERMS * S.BT), 0], bar, s_T.index(s))
+    if OUT:
+        tma.async_copy_global_to_shared(qg, at_q, bar, s_qg.index(s))
+        tma.async_copy_global_to_shared(Aqk, [i_ch * (S.TERMS * S.BT), 0], bar, s_A.index(s))
 
 
 @gluon.jit
@@ -215,20 +249,7 @@ def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def scan_chunks(
-    places,
-    barriers,
-    o,
-    h,
-    v_new,
-    S0,
-    S_end,
-    more,
-    at,
-    entry,
-    value,
-    states,
-    copies,
-    S: gl.constexpr,
+    places, barriers, results, S0, S_end, more, at, entry, value, states, copies, S: gl.constexpr
 ):
     """What the computing warps do. entry: the segment's row in S0, or -1. value: whether the
     program computes states, not a transition. states: how many programs do.
@@ -240,6 +261,8 @@ def scan_chunks(
     s_qg, s_k_decayed, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
+    o, h, v_new = results[0]
+    s_o, s_h, s_n = results[1]
     OUT: gl.constexpr = o is not None
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
     REST: gl.constexpr = s_v.shape[0]
@@ -250,12 +273,6 @@ def scan_chunks(
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, state, 2)
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
-    if OUT:
-        s_o = gl.allocate_shared_memory(half, [S.BT, S.BV], o.layout)
-    if h is not None:
-        s_h = gl.allocate_shared_memory(half, [S.K, S.BV], h.layout)
-    if v_new is not None:
-        s_n = gl.allocate_shared_memory(half, [S.BT, S.BV], v_new.layout)
 
     o_v = (at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(1, state)))[:, None]
     o_k = gl.arange(0, S.K, gl.SliceLayout(0, state))[None, :]
@@ -270,8 +287,7 @@ def scan_chunks(
     if copies is not None:
         copy_first(copies, False, False, S)
     for c in range(at.n):
-        s, r = c % S.NS, c % REST
-        i_ch = (at.first + c) * S.HV + at.i_h
+        s, r, p = c % S.NS, c % REST, c % results[2][0].shape[0]
         t = at.start + c * S.BT
         b_Sb = b_S.to(half)
         a_S = gl.convert_layout(b_Sb, left)
@@ -295,9 +311,8 @@ def scan_chunks(
         if more.transition is not None:
             b_v = gl.where(value, b_v, 0.0)
         if h is not None:
-            tma.store_wait(0)
-            barrier()
-            s_h.permute((1, 0)).store(b_Sb)
+            wait_until_drained(c, results, copies)
+            s_h.index(p).permute((1, 0)).store(b_Sb)
         if REMOVES:
             b_v = b_v * b_beta
             if S.HEAD:
@@ -343,9 +358,8 @@ def scan_chunks(
                 b_o = warpgroup_mma(a_n, s_a, b_o, is_async=True)
         if v_new is not None:
             if h is None:
-                tma.store_wait(0)
-                barrier()
-            s_n.permute((1, 0)).store(b_n)
+                wait_until_drained(c, results, copies)
+            s_n.index(p).permute((1, 0)).store(b_n)
         if OUT and REMOVES and S.TERMS > 1:
             deps = (b_S, b_o, a_w, a_n, a_low)
             b_S, b_o, a_w, a_n, a_low = warpgroup_mma_wait(0, deps=deps)
@@ -360,25 +374,18 @@ def scan_chunks(
             copy_next(c, copies, False, False, S)
         if OUT:
             if (h is None) and (v_new is None):
-                tma.store_wait(0)
-                barrier()
-            s_o.permute((1, 0)).store(b_o.to(half))
-        if OUT or (h is not None) or (v_new is not None):
-            fence_async_shared()
-            barrier()
-        if OUT:
-            if t + S.BT <= at.stop:
-                tma.async_copy_shared_to_global(o, [t, at.i_h * S.V + at.i_v * S.BV], s_o)
-            else:  # rows of another sequence follow
+                wait_until_drained(c, results, copies)
+            s_o.index(p).permute((1, 0)).store(b_o.to(half))
+        if has_results(results):
+            hand_over(c, results, copies, at, False, S)
+        if OUT:  # noqa: SIM102  # known when compiled
+            if t + S.BT > at.stop:  # rows of another sequence follow
                 i = t + gl.arange(0, S.BT, gl.SliceLayout(1, flat))
                 v = at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(0, flat))
                 to = more.o_rows + (i.to(gl.int64) * S.HV + at.i_h)[:, None] * S.V + v[None, :]
-                gl.store(to, s_o.load(flat), mask=(i < at.stop)[:, None])
-        if h is not None:
-            tma.async_copy_shared_to_global(h, [i_ch * S.K, at.i_v * S.BV], s_h)
-        if v_new is not None:
-            tma.async_copy_shared_to_global(v_new, [i_ch * S.BT, at.i_v * S.BV], s_n)
-    tma.store_wait(0)
+                gl.store(to, s_o.index(p).load(flat), mask=(i < at.stop)[:, None])
+    if copies is not None:
+        tma.store_wait(0)
     if value:
         if S_end.ptr is not None:
             to = S_end.ptr + (at.i_n.to(gl.int64) * S.HV + at.i_h) * S.K * S.V
@@ -419,12 +426,16 @@ def scan_sm90_kernel(
     operands = (qg, k_decayed, kg, v, T, Aqk, rows, decay)
     OUT: gl.constexpr = o is not None
     places, ready, free = places_of(operands, OUT, S)
+    operand_bytes: gl.constexpr = bytes_of(S, OUT, reads_own(S), removes(S))
+    P: gl.constexpr = result_places(S, operand_bytes, OUT, h is not None, v_new is not None)
+    written, flags = places_of_results(o, h, v_new, P, S)
+    results = ((o, h, v_new), written, flags)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks, (
-            places, (ready, free, None), o, h, v_new, S0, S_end, more, at, entry, value, states,
-            None, S,
+            places, (ready, free, None), results, S0, S_end, more, at, entry, value, states, None,
+            S,
         )),
-        (copy_chunks, (operands, places, ready, free, more.heads, at, OUT, False, S)),
+        (copy_chunks, (operands, places, (ready, free), results, more.heads, at, OUT, False, S)),
     ], [1], [40])
     # fmt: on

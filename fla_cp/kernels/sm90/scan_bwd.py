@@ -6,7 +6,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -14,8 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_cp.kernels.sm90.raw_copies import copy_first, copy_next
+from fla_cp.kernels.sm90.results import (
+    hand_over,
+    has_results,
+    places_of_results,
+    result_places,
+    wait_until_drained,
+)
 from fla_cp.kernels.sm90.scan import (
     at_segment,
+    bytes_of,
     copy_chunks,
     described,
     head_strides,
@@ -40,7 +47,7 @@ class ScanBwdMore(NamedTuple):
 
 @gluon.jit
 def scan_chunks_back(
-    places, barriers, y, dh, dS_end, dS0, more, at, leaving, copies, S: gl.constexpr
+    places, barriers, results, dS_end, dS0, more, at, leaving, copies, S: gl.constexpr
 ):
     """What the computing warps do. leaving: the segment's row in dS_end, or -1. barriers,
     copies: as in `scan_chunks`."""
@@ -49,7 +56,8 @@ def scan_chunks_back(
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
-    WRITES: gl.constexpr = (dh is not None) or (y is not None)
+    _, dh, y = results[0]
+    _, s_h, s_y = results[1]
     LATER: gl.constexpr = S.HEAD and S.TERMS > 1  # beta is loaded late, to save registers
     REST: gl.constexpr = s_do.shape[0]
     half: gl.constexpr = s_kg.dtype
@@ -58,10 +66,6 @@ def scan_chunks_back(
     state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, S.K, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, state, 2)
-    if dh is not None:
-        s_h = gl.allocate_shared_memory(half, [S.K, S.BV], dh.layout)
-    if y is not None:
-        s_y = gl.allocate_shared_memory(half, [S.BT, S.BV], y.layout)
 
     o_v = (at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(1, state)))[:, None]
     o_k = gl.arange(0, S.K, gl.SliceLayout(0, state))[None, :]
@@ -75,9 +79,8 @@ def scan_chunks_back(
     if copies is not None:
         copy_first(copies, True, True, S)
     for c in range(at.n):
-        s, r = c % S.NS, c % REST
+        s, r, p = c % S.NS, c % REST, c % results[2][0].shape[0]
         i_c = at.n - 1 - c
-        i_ch = (at.first + i_c) * S.HV + at.i_h
         b_dSb = b_dS.to(half)
         a_S = gl.convert_layout(b_dSb, left)
         mbarrier.wait(ready.index(s), (c // S.NS) & 1)
@@ -135,13 +138,12 @@ def scan_chunks_back(
             if OWN:
                 s_r = s_k_decayed.index(s)
             b_dS = warpgroup_mma(a_x, s_r, b_dS, is_async=True)
-        if WRITES:
-            tma.store_wait(0)
-            barrier()
+        if has_results(results):
+            wait_until_drained(c, results, copies)
         if dh is not None:
-            s_h.permute((1, 0)).store(b_dSb)
+            s_h.index(p).permute((1, 0)).store(b_dSb)
         if y is not None:
-            s_y.permute((1, 0)).store(b_y.to(half))
+            s_y.index(p).permute((1, 0)).store(b_y.to(half))
         if REMOVES:
             b_dS, a_x = warpgroup_mma_wait(0, deps=(b_dS, a_x))
         else:
@@ -151,14 +153,10 @@ def scan_chunks_back(
         else:
             barrier()
             copy_next(c, copies, True, True, S)
-        if WRITES:
-            fence_async_shared()
-            barrier()
-        if dh is not None:
-            tma.async_copy_shared_to_global(dh, [i_ch * S.K, at.i_v * S.BV], s_h)
-        if y is not None:
-            tma.async_copy_shared_to_global(y, [i_ch * S.BT, at.i_v * S.BV], s_y)
-    tma.store_wait(0)
+        if has_results(results):
+            hand_over(c, results, copies, at, True, S)
+    if copies is not None:
+        tma.store_wait(0)
     if dS0.ptr is not None:
         to = dS0.ptr + (at.i_n.to(gl.int64) * S.HV + at.i_h) * S.K * S.V
         gl.store(to + o_v * dS0.v + o_k * dS0.k, b_dS)
@@ -176,12 +174,16 @@ def scan_bwd_sm90_kernel(
         leaving = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
     places, ready, free = places_of(operands, True, S)
+    operand_bytes: gl.constexpr = bytes_of(S, True, reads_own(S), removes(S))
+    P: gl.constexpr = result_places(S, operand_bytes, False, dh is not None, y is not None)
+    written, flags = places_of_results(None, dh, y, P, S)
+    results = ((None, dh, y), written, flags)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks_back, (
-            places, (ready, free, None), y, dh, dS_end, dS0, more, at, leaving, None, S,
+            places, (ready, free, None), results, dS_end, dS0, more, at, leaving, None, S,
         )),
-        (copy_chunks, (operands, places, ready, free, more.heads, at, True, True, S)),
+        (copy_chunks, (operands, places, (ready, free), results, more.heads, at, True, True, S)),
     ], [1], [40])
     # fmt: on
 

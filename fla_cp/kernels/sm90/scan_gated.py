@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from fla_cp.kernels.sm90.intra_channelwise import log_decay
+from fla_cp.kernels.sm90.results import places_of_results
 from fla_cp.kernels.sm90.scan import (
     ScanMore,
     at_segment,
@@ -289,12 +290,14 @@ def scan_gated_sm90_kernel(
     places, scales, barriers = raw_places(operands, False, S)
     _, ready, rest = barriers
     s_ends = ends_place(S)
+    written, flags = places_of_results(o, h, v_new, 1, S)
+    results = ((o, h, v_new), written, flags)
     copies = (operands, places, scales, barriers, more.heads, at)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks, (
-            places, (ready, None, rest), o, h, v_new, S0, S_end, more, at, entry, value, states,
-            copies, S,
+            places, (ready, None, rest), results, S0, S_end, more, at, entry, value, states, copies,
+            S,
         )),
         (gate_chunks, (places, scales, s_ends, barriers, gate, at, False, False, S, GATE)),
     ], [GATING_WARPS], [GATING_REGISTERS])
@@ -331,11 +334,13 @@ def scan_bwd_gated_sm90_kernel(
     places, scales, barriers = raw_places(operands, True, S)
     _, ready, rest = barriers
     s_ends = ends_place(S)
+    written, flags = places_of_results(None, dh, y, 1, S)
+    results = ((None, dh, y), written, flags)
     copies = (operands, places, scales, barriers, more.heads, at)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks_back, (
-            places, (ready, None, rest), y, dh, dS_end, dS0, more, at, leaving, copies, S,
+            places, (ready, None, rest), results, dS_end, dS0, more, at, leaving, copies, S,
         )),
         (gate_chunks, (places, scales, s_ends, barriers, gate, at, True, True, S, GATE)),
     ], [GATING_WARPS], [GATING_REGISTERS])
