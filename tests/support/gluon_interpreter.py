@@ -105,8 +105,10 @@ class Barrier:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.count = self.arrived = self.bytes = self.phases = 0
+        self.used = False
 
     def step(self, *, arrived: int = 0, size: int = 0) -> None:
+        self.used = True
         with self.changed:
             self.arrived, self.bytes = self.arrived + arrived, self.bytes + size
             if self.arrived == self.count and self.bytes == 0:
@@ -114,14 +116,29 @@ class Barrier:
                 self.changed.notify_all()
 
     def wait(self, parity: int) -> None:
+        self.used = True
         with self.changed:
             ended = self.changed.wait_for(lambda: self.phases % 2 != int(parity), SECONDS)
         assert ended, "deadlock at a barrier"
 
 
+made: list[list[Barrier]] = []
+"""The barriers of a program, one list for each of its allocations."""
+
+
+def _check_barriers() -> None:
+    """Refuses a program that initialises barriers and does not use them. Triton gives their memory
+    to other data, which then change if the GPU turns to another process."""
+    unused = [bars for bars in made if bars[0].count and not any(bar.used for bar in bars)]
+    made.clear()
+    assert not unused, "barriers are initialised, but not used"
+
+
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     memory = torch.full(shape, 10**6 if dtype == torch.int64 else float("nan"), dtype=dtype)
     barriers = [Barrier() for _ in range(shape[0])] if dtype == torch.int64 else None
+    if barriers:
+        made.append(barriers)
     return Shared(memory, barriers)
 
 
@@ -231,7 +248,9 @@ class Launcher:
             for program in itertools.product(*map(range, grid)):
                 self.where.program_id = lambda axis, at=program: torch.tensor(at[axis])
                 self.where.num_programs = lambda axis: grid[axis]
+                made.clear()
                 self.fn(*given, **named)
+                _check_barriers()
 
         return launch
 

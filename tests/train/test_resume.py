@@ -182,9 +182,9 @@ def test_stop_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(fla_cp.train.main, "forward_backward", stopping)
     monkeypatch.setattr(os, "fsync", held)
     assert train(tmp_path / "run", 9) == 0
-    # a signal in step 3 is agreed on in step 4, whose checkpoint is due in any case
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
-    assert names(tmp_path / "run") == ["step-00000002", "step-00000004"]
+    # a signal in step 3 is agreed on with the batch of step 4, which is read while step 3 runs
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 3
+    assert names(tmp_path / "run") == ["step-00000002", "step-00000003"]
 
 
 def test_crash_keeps_the_pending_checkpoint(tmp_path, monkeypatch):

@@ -12,33 +12,31 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from fla_cp.kernels.sm90.tma import barrier
 
 
-@gluon.constexpr_function
-def result_places(S, operands, o, h, v_new):
-    """For the results of how many chunks there is shared memory beside the operands, of `operands`
-    bytes a chunk. With two, the copies of one chunk's results need not end before the next one's
-    are written. o, h, v_new: whether they are wanted."""
-    most = 225 * 1024  # what a program may have, less its barriers
-    per_chunk = 2 * S.BV * (S.BT * (o + v_new) + S.K * h)
-    return 2 if S.NS * operands + 2 * per_chunk <= most else 1
+@gluon.jit
+def places_of_results(o, h, v_new, nothing, S: gl.constexpr):
+    """Places in shared memory for the results of a chunk; `nothing`, any other place, for those
+    that are None."""
+    s_o, s_h, s_n = nothing, nothing, nothing
+    if o is not None:
+        s_o = gl.allocate_shared_memory(o.dtype, [S.BT, S.BV], o.layout)
+    if h is not None:
+        s_h = gl.allocate_shared_memory(h.dtype, [S.K, S.BV], h.layout)
+    if v_new is not None:
+        s_n = gl.allocate_shared_memory(v_new.dtype, [S.BT, S.BV], v_new.layout)
+    return s_o, s_h, s_n
 
 
 @gluon.jit
-def places_of_results(o, h, v_new, P: gl.constexpr, S: gl.constexpr):
-    """P places in shared memory for the results of a chunk, each of which may be None, and two
-    barriers for each place: one says that it is written, the other that it is copied from."""
-    written = gl.allocate_shared_memory(gl.int64, [P, 1], mbarrier.MBarrierLayout())
-    drained = gl.allocate_shared_memory(gl.int64, [P, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(P):
-        mbarrier.init(written.index(i), count=1)
-        mbarrier.init(drained.index(i), count=1)
-    s_o, s_h, s_n = written, written, written  # of what is None, in place of nothing
-    if o is not None:
-        s_o = gl.allocate_shared_memory(o.dtype, [P, S.BT, S.BV], o.layout)
-    if h is not None:
-        s_h = gl.allocate_shared_memory(h.dtype, [P, S.K, S.BV], h.layout)
-    if v_new is not None:
-        s_n = gl.allocate_shared_memory(v_new.dtype, [P, S.BT, S.BV], v_new.layout)
-    return (s_o, s_h, s_n), (written, drained)
+def flags_of_results():
+    """Two barriers: one says that the places are written, the other that they are copied from.
+
+    Only kernels that wait for them may have them. The memory of a barrier that nobody uses is given
+    to other data, which change if the GPU turns to another process in the meantime."""
+    written = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    drained = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(written.index(0), count=1)
+    mbarrier.init(drained.index(0), count=1)
+    return written, drained
 
 
 @gluon.jit
@@ -49,12 +47,9 @@ def has_results(results):
 
 @gluon.jit
 def wait_until_drained(c, results, copies):
-    """Waits until what was in the places of chunk c's results is copied. copies: see
-    `scan_chunks`."""
+    """Waits until the results of the chunk before are copied. copies: see `scan_chunks`."""
     if copies is None:
-        drained = results[2][1]
-        P: gl.constexpr = drained.shape[0]
-        mbarrier.wait(drained.index(c % P), (c // P + 1) & 1)
+        mbarrier.wait(results[2][1].index(0), (c + 1) & 1)
     else:
         tma.store_wait(0)
         barrier()
@@ -66,8 +61,7 @@ def hand_over(c, results, copies, at, REVERSE: gl.constexpr, S: gl.constexpr):
     fence_async_shared()
     barrier()
     if copies is None:
-        written = results[2][0]
-        mbarrier.arrive(written.index(c % written.shape[0]), count=1)
+        mbarrier.arrive(results[2][0].index(0), count=1)
     else:
         store_results(c, results, at, REVERSE, S)
 
@@ -77,7 +71,6 @@ def store_results(c, results, at, REVERSE: gl.constexpr, S: gl.constexpr):
     """Starts the copies of the results of the c-th chunk to where they belong."""
     o, h, v_new = results[0]
     s_o, s_h, s_n = results[1]
-    p = c % results[2][0].shape[0]
     i_c = c
     if REVERSE:
         i_c = at.n - 1 - c
@@ -85,8 +78,8 @@ def store_results(c, results, at, REVERSE: gl.constexpr, S: gl.constexpr):
     i_ch = (at.first + i_c) * S.HV + at.i_h
     if o is not None:  # noqa: SIM102  # known when compiled
         if t + S.BT <= at.stop:  # rows of another sequence follow otherwise
-            tma.async_copy_shared_to_global(o, [t, at.i_h * S.V + at.i_v * S.BV], s_o.index(p))
+            tma.async_copy_shared_to_global(o, [t, at.i_h * S.V + at.i_v * S.BV], s_o)
     if h is not None:
-        tma.async_copy_shared_to_global(h, [i_ch * S.K, at.i_v * S.BV], s_h.index(p))
+        tma.async_copy_shared_to_global(h, [i_ch * S.K, at.i_v * S.BV], s_h)
     if v_new is not None:
-        tma.async_copy_shared_to_global(v_new, [i_ch * S.BT, at.i_v * S.BV], s_n.index(p))
+        tma.async_copy_shared_to_global(v_new, [i_ch * S.BT, at.i_v * S.BV], s_n)

@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fla_cp.kernels.sm90.raw_copies import copy_first, copy_next
 from fla_cp.kernels.sm90.results import (
+    flags_of_results,
     hand_over,
     has_results,
     places_of_results,
-    result_places,
     store_results,
     wait_until_drained,
 )
@@ -155,12 +155,10 @@ def copy_chunks(
         if has_results(results):  # noqa: SIM102  # known when compiled
             if c >= S.NS:
                 written, drained = results[2]
-                d = c - S.NS
-                p = d % written.shape[0]
-                mbarrier.wait(written.index(p), (d // written.shape[0]) & 1)
-                store_results(d, results, at, REVERSE, S)
+                mbarrier.wait(written.index(0), (c - S.NS) & 1)
+                store_results(c - S.NS, results, at, REVERSE, S)
                 tma.store_wait(0)
-                mbarrier.arrive(drained.index(p), count=1)
+                mbarrier.arrive(drained.index(0), count=1)
 
 
 @gluon.jit
@@ -287,7 +285,7 @@ def scan_chunks(
     if copies is not None:
         copy_first(copies, False, False, S)
     for c in range(at.n):
-        s, r, p = c % S.NS, c % REST, c % results[2][0].shape[0]
+        s, r = c % S.NS, c % REST
         t = at.start + c * S.BT
         b_Sb = b_S.to(half)
         a_S = gl.convert_layout(b_Sb, left)
@@ -312,7 +310,7 @@ def scan_chunks(
             b_v = gl.where(value, b_v, 0.0)
         if h is not None:
             wait_until_drained(c, results, copies)
-            s_h.index(p).permute((1, 0)).store(b_Sb)
+            s_h.permute((1, 0)).store(b_Sb)
         if REMOVES:
             b_v = b_v * b_beta
             if S.HEAD:
@@ -359,7 +357,7 @@ def scan_chunks(
         if v_new is not None:
             if h is None:
                 wait_until_drained(c, results, copies)
-            s_n.index(p).permute((1, 0)).store(b_n)
+            s_n.permute((1, 0)).store(b_n)
         if OUT and REMOVES and S.TERMS > 1:
             deps = (b_S, b_o, a_w, a_n, a_low)
             b_S, b_o, a_w, a_n, a_low = warpgroup_mma_wait(0, deps=deps)
@@ -375,7 +373,7 @@ def scan_chunks(
         if OUT:
             if (h is None) and (v_new is None):
                 wait_until_drained(c, results, copies)
-            s_o.index(p).permute((1, 0)).store(b_o.to(half))
+            s_o.permute((1, 0)).store(b_o.to(half))
         if has_results(results):
             hand_over(c, results, copies, at, False, S)
         if OUT:  # noqa: SIM102  # known when compiled
@@ -383,7 +381,7 @@ def scan_chunks(
                 i = t + gl.arange(0, S.BT, gl.SliceLayout(1, flat))
                 v = at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(0, flat))
                 to = more.o_rows + (i.to(gl.int64) * S.HV + at.i_h)[:, None] * S.V + v[None, :]
-                gl.store(to, s_o.index(p).load(flat), mask=(i < at.stop)[:, None])
+                gl.store(to, s_o.load(flat), mask=(i < at.stop)[:, None])
     if copies is not None:
         tma.store_wait(0)
     if value:
@@ -426,10 +424,10 @@ def scan_sm90_kernel(
     operands = (qg, k_decayed, kg, v, T, Aqk, rows, decay)
     OUT: gl.constexpr = o is not None
     places, ready, free = places_of(operands, OUT, S)
-    operand_bytes: gl.constexpr = bytes_of(S, OUT, reads_own(S), removes(S))
-    P: gl.constexpr = result_places(S, operand_bytes, OUT, h is not None, v_new is not None)
-    written, flags = places_of_results(o, h, v_new, P, S)
-    results = ((o, h, v_new), written, flags)
+    flags = (ready, ready)  # in place of nothing
+    if OUT or (h is not None) or (v_new is not None):
+        flags = flags_of_results()
+    results = ((o, h, v_new), places_of_results(o, h, v_new, ready, S), flags)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks, (

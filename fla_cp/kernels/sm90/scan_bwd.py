@@ -14,15 +14,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fla_cp.kernels.sm90.raw_copies import copy_first, copy_next
 from fla_cp.kernels.sm90.results import (
+    flags_of_results,
     hand_over,
     has_results,
     places_of_results,
-    result_places,
     wait_until_drained,
 )
 from fla_cp.kernels.sm90.scan import (
     at_segment,
-    bytes_of,
     copy_chunks,
     described,
     head_strides,
@@ -79,7 +78,7 @@ def scan_chunks_back(
     if copies is not None:
         copy_first(copies, True, True, S)
     for c in range(at.n):
-        s, r, p = c % S.NS, c % REST, c % results[2][0].shape[0]
+        s, r = c % S.NS, c % REST
         i_c = at.n - 1 - c
         b_dSb = b_dS.to(half)
         a_S = gl.convert_layout(b_dSb, left)
@@ -141,9 +140,9 @@ def scan_chunks_back(
         if has_results(results):
             wait_until_drained(c, results, copies)
         if dh is not None:
-            s_h.index(p).permute((1, 0)).store(b_dSb)
+            s_h.permute((1, 0)).store(b_dSb)
         if y is not None:
-            s_y.index(p).permute((1, 0)).store(b_y.to(half))
+            s_y.permute((1, 0)).store(b_y.to(half))
         if REMOVES:
             b_dS, a_x = warpgroup_mma_wait(0, deps=(b_dS, a_x))
         else:
@@ -174,10 +173,10 @@ def scan_bwd_sm90_kernel(
         leaving = gl.load(more.segments.state + i_s).to(gl.int32)
     operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
     places, ready, free = places_of(operands, True, S)
-    operand_bytes: gl.constexpr = bytes_of(S, True, reads_own(S), removes(S))
-    P: gl.constexpr = result_places(S, operand_bytes, False, dh is not None, y is not None)
-    written, flags = places_of_results(None, dh, y, P, S)
-    results = ((None, dh, y), written, flags)
+    flags = (ready, ready)  # in place of nothing
+    if (dh is not None) or (y is not None):
+        flags = flags_of_results()
+    results = ((None, dh, y), places_of_results(None, dh, y, ready, S), flags)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks_back, (

@@ -290,8 +290,7 @@ def scan_gated_sm90_kernel(
     places, scales, barriers = raw_places(operands, False, S)
     _, ready, rest = barriers
     s_ends = ends_place(S)
-    written, flags = places_of_results(o, h, v_new, 1, S)
-    results = ((o, h, v_new), written, flags)
+    results = ((o, h, v_new), places_of_results(o, h, v_new, ready, S), (ready, ready))
     copies = (operands, places, scales, barriers, more.heads, at)
     # fmt: off
     gl.warp_specialize([
@@ -334,8 +333,7 @@ def scan_bwd_gated_sm90_kernel(
     places, scales, barriers = raw_places(operands, True, S)
     _, ready, rest = barriers
     s_ends = ends_place(S)
-    written, flags = places_of_results(None, dh, y, 1, S)
-    results = ((None, dh, y), written, flags)
+    results = ((None, dh, y), places_of_results(None, dh, y, ready, S), (ready, ready))
     copies = (operands, places, scales, barriers, more.heads, at)
     # fmt: off
     gl.warp_specialize([
