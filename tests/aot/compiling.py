@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.compiler.compiler import CompiledKernel, make_backend
@@ -197,29 +197,67 @@ def disassembled(codes: list[bytes]) -> list[str]:
     ]
 
 
+class Instruction(NamedTuple):
+    """An instruction of machine code. to: the uniform register that it writes, or None. read: the
+    uniform registers that it names as operands."""
+
+    text: str
+    op: str
+    operands: str
+    to: int | None
+    read: frozenset[int]
+
+
+def instructions(sass: str) -> list[Instruction]:
+    found = []
+    for line in sass.splitlines():
+        m = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
+        if m is None:
+            continue
+        op, operands = m[2], m[3]
+        first, _, rest = operands.partition(",")
+        to = re.fullmatch(r"UR(\d+)", first.strip())
+        read = re.findall(r"\bUR(\d+)\b", rest if to else operands)
+        found.append(Instruction(m[0], op, operands, to and int(to[1]), frozenset(map(int, read))))
+    return found
+
+
+def is_lost(register: int, later: list[Instruction]) -> bool:
+    """Whether what a uniform register holds is overwritten before anything may read it. A jump
+    ends the search. Operands may be groups of up to eight registers."""
+    for x in later:
+        if re.match(r"BRA|EXIT|CALL|RET|JMP|BRX", x.op):
+            return False
+        if any(
+            n <= register < n + (8 if x.op.startswith(("UTMA", "HGMMA")) else 2) for n in x.read
+        ):
+            return False
+        if x.to == register and "@" not in x.text:
+            return True
+    return False
+
+
 def undefined(sass: str) -> list[str]:
     """Instructions that read an unwritten uniform register, or use the stack pointer R1 as data.
 
-    This is how ptxas 12.8 miscompiles wgmma descriptors.
+    This is how ptxas 12.8 miscompiles wgmma descriptors. Moves whose result is lost do not count:
+    ptxas moves pairs of registers of which only one is meant, and forms the other one after that.
     """
     written: set[int] = set()
     found = []
-    for line in sass.splitlines():
-        m = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
-        if m is None:
-            continue
-        op, operands = m.groups()
-        first, _, rest = operands.partition(",")
-        to = re.fullmatch(r"UR(\d+)", first.strip())
-        read = {int(n) for n in re.findall(r"\bUR(\d+)\b", rest if to else operands)}
-        if op.startswith("HGMMA"):  # the second half of the four holds B; A may be in registers
+    every = instructions(sass)
+    for i, x in enumerate(every):
+        _, _, rest = x.operands.partition(",")
+        read = set(x.read)
+        if x.op.startswith("HGMMA"):  # the second half of the four holds B; A may be in registers
             read = {n + half for n in read for half in (2, 3)}
-        carried = re.search(r"P\d, R1\b", operands) or (
-            op == "IADD3.X" and re.search(r"\bR1\b", rest)
+        carried = re.search(r"P\d, R1\b", x.operands) or (
+            x.op == "IADD3.X" and re.search(r"\bR1\b", rest)
         )
-        if read - written or carried:
-            found.append(m[0])
-        if to:
-            wide = 4 if ".128" in op else 2 if ".64" in op or "WIDE" in op else 1
-            written |= {int(to[1]) + n for n in range(wide)}
+        moved = x.op == "UMOV" and x.to is not None and is_lost(x.to, every[i + 1 :])
+        if (read - written and not moved) or carried:
+            found.append(x.text)
+        if x.to is not None:
+            wide = 4 if ".128" in x.op else 2 if ".64" in x.op or "WIDE" in x.op else 1
+            written |= {x.to + n for n in range(wide)}
     return found

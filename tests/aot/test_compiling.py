@@ -63,6 +63,22 @@ def test_undefined_registers_are_found(base, stack, found):
     assert len(undefined(SASS.format(base=base, stack=stack))) == found
 
 
+@pytest.mark.parametrize(
+    "then, found",
+    [
+        ("UIADD3.X UR7, URZ, UR4, URZ, UP6, !UPT", 0),
+        ("UIADD3.X UR7, URZ, UR7, URZ, UP6, !UPT", 1),
+        ("UTMALDG.2D [UR4], [UR6]", 1),
+        ("@!UP0 USHF.L.U32 UR7, UR4, 0xb, URZ", 1),
+        ("BRA 0x10", 1),
+    ],
+)
+def test_a_move_of_nothing_whose_result_is_lost(then, found):
+    lines = "UMOV UR4, URZ", "UMOV UR5, URZ", "UMOV UR6, URZ", "UMOV UR7, UR13", then, "EXIT"
+    sass = "\n".join(f"/*{16 * n:04x}*/ {line} ;" for n, line in enumerate(lines))
+    assert len(undefined(sass)) == found
+
+
 def elf(*sections: tuple[int, bytes]) -> bytes:
     """Sections of (flags, content), as in a cubin."""
     header = bytearray(64)
