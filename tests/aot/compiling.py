@@ -222,16 +222,28 @@ def instructions(sass: str) -> list[Instruction]:
     return found
 
 
+def all_read(x: Instruction) -> set[int]:
+    """The uniform registers that x may read. Operands in several registers name the first one: the
+    place and coordinates of a tile, descriptors of products, addresses, and numbers of 64 bits."""
+    names = [int(n) for n in re.findall(r"\bUR(\d+)\b", x.operands)]
+    if x.op.startswith("UTMA") and names:
+        return {*range(names[0], names[0] + 5), *(n + i for n in names[1:] for i in range(2))}
+    wide = 8 if x.op.startswith("HGMMA") else 1
+    if wide == 1 and ("[" in x.operands or re.search(r"\.64|WIDE", x.op)):
+        wide = 2
+    return {n + i for n in x.read for i in range(wide)}
+
+
 def is_lost(register: int, later: list[Instruction]) -> bool:
-    """Whether what a uniform register holds is overwritten before anything may read it. A jump
-    ends the search. Operands may be groups of up to eight registers."""
-    for x in later:
+    """Whether what a uniform register holds is overwritten before anything may read it, except for
+    moves to registers of which that is true as well. A jump ends the search."""
+    for i, x in enumerate(later):
         if re.match(r"BRA|EXIT|CALL|RET|JMP|BRX", x.op):
             return False
-        if any(
-            n <= register < n + (8 if x.op.startswith(("UTMA", "HGMMA")) else 2) for n in x.read
-        ):
-            return False
+        if register in all_read(x):
+            moves = x.op == "UMOV" and x.to is not None
+            if not moves or not is_lost(x.to, later[i + 1 :]):
+                return False
         if x.to == register and "@" not in x.text:
             return True
     return False

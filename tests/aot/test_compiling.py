@@ -71,6 +71,9 @@ def test_undefined_registers_are_found(base, stack, found):
         ("UTMALDG.2D [UR4], [UR6]", 1),
         ("@!UP0 USHF.L.U32 UR7, UR4, 0xb, URZ", 1),
         ("BRA 0x10", 1),
+        ("MOV R2, UR6 ;\n/*0050*/ UMOV UR7, URZ", 0),
+        ("UMOV UR9, UR7 ;\n/*0050*/ UMOV UR7, URZ ;\n/*0060*/ UMOV UR9, URZ", 0),
+        ("UMOV UR9, UR7 ;\n/*0050*/ UMOV UR7, URZ ;\n/*0060*/ MOV R2, UR9", 1),
     ],
 )
 def test_a_move_of_nothing_whose_result_is_lost(then, found):
