@@ -10,6 +10,21 @@ import torch
 from tests.support.processes import ROOT, environment
 
 
+def run_and_expect(command: list[str], printed: str, timeout: float) -> None:
+    """Runs a command whose kernels are compiled, not interpreted. It has to succeed and to print
+    `printed`."""
+    done = subprocess.run(
+        command,
+        env=environment(TRITON_INTERPRET="0"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert printed in done.stdout
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "flags",
@@ -21,16 +36,8 @@ from tests.support.processes import ROOT, environment
     ids=lambda x: x[2:],
 )
 def test_steps_through_graphs(flags):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.graphs", *flags.split()],
-        env=environment(TRITON_INTERPRET="0"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal steps" in done.stdout
+    command = [sys.executable, "-m", "tests.support.graphs", *flags.split()]
+    run_and_expect(command, "equal steps", timeout=900)
 
 
 def trained(folder, *flags):
@@ -76,30 +83,14 @@ def test_two_ranks_through_graphs(flags, tmp_path):
 )
 def test_waits_inside_graphs_are_measured(flags, tmp_path):
     (tmp_path / "long.txt").write_text("one long document " * 4000)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        + ["-m", "tests.support.graph_waits", "--data", f"text:{tmp_path / 'long.txt'}"]
-        + [*flags.split(), "--out", str(tmp_path / "run")],
-        env=environment(TRITON_INTERPRET="0"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "waits in graphs are measured" in done.stdout
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["-m", "tests.support.graph_waits", "--data", f"text:{tmp_path / 'long.txt'}"]
+    command += [*flags.split(), "--out", str(tmp_path / "run")]
+    run_and_expect(command, "waits in graphs are measured", timeout=600)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_replays_of_a_graph_add_their_times():
     """In a process of its own, since Triton is set to its interpreter in this one."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.graph_replays"],
-        env=environment(TRITON_INTERPRET="0"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "replays add their times" in done.stdout
+    command = [sys.executable, "-m", "tests.support.graph_replays"]
+    run_and_expect(command, "replays add their times", timeout=300)
