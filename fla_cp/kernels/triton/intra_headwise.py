@@ -12,13 +12,13 @@ their gradients, less column factors times theirs. The factors are those that th
 inputs as given, with norms and scale in W."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import triton
 import triton.language as tl
 
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton import tile_table
 from fla_cp.kernels.triton.device import planes
 from fla_cp.kernels.triton.device.blocks import (
     EPS,
@@ -41,7 +41,7 @@ from fla_cp.kernels.triton.device.headwise_decay import (
 )
 from fla_cp.kernels.triton.device.inverse import needs_nearest, unit_lower_inverse
 from fla_cp.kernels.triton.generations import choose, kernels_of
-from fla_cp.kernels.triton.launch import cdiv, launch
+from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, tables
 from fla_cp.partition.packing import Packing
 
@@ -54,7 +54,7 @@ def head_rows_kernel(gate, beta, rows, chunks, S: tl.constexpr, R: tl.constexpr,
     i = tl.arange(0, S.BT)[:, None]
     m_i = i < tl.load(chunks.rows + i_c)
     start = tl.load(chunks.start + i_c).to(tl.int64)
-    o_h = tl.minimum(tl.program_id(1) * BH + tl.arange(0, BH), S.HV - 1)[None, :]  # last repeated
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
     to = rows + (i_c * S.HV + o_h) * planes.HEADWISE_PLANES * S.BT + i
     _raw, _rate, b_g = load_head_gate(gate, start, o_h, i, m_i, R.GATE, R.EXP2)
     (gc,) = running_sums(b_g, tl.bfloat16)
@@ -162,6 +162,17 @@ def intra_head_kernel(
         store_square(out.T, i_ch, b_T, i, S.TERMS)
 
 
+HEADS = 16
+"""The most heads of a program that handles one number a token and head. Neighbouring heads are
+neighbours in memory, so that several of them are read at once."""
+
+
+def heads_of_a_program(HV: int) -> int:
+    """How many heads such a program has: a power of two that divides HV, so that no mask hides from
+    the compiler that their addresses follow each other."""
+    return math.gcd(HV, HEADS)
+
+
 def intra_headwise(packing: Packing, x: Inputs, c: Chunks) -> Callable[[int, int], None]:
     """With one decay a head: returns a call (first, stop) that fills the chunks of c from `first`
     to before `stop`."""
@@ -176,8 +187,8 @@ def intra_headwise(packing: Packing, x: Inputs, c: Chunks) -> Callable[[int, int
     S, R = c.shape(t), rule_options(rule, dtype)
     given = gate(rule, x), beta(rule, x)
     if t.folder != "triton":
-        BH = min(32, tile_table.power_of_two(HV))
-        launch(head_rows_kernel, (NC, cdiv(HV, BH)), *given, c.rows, table.chunks, S, R, BH)
+        BH = heads_of_a_program(HV)
+        launch(head_rows_kernel, (NC, HV // BH), *given, c.rows, table.chunks, S, R, BH)
         return functools.partial(kernels_of(t.folder).intra_headwise.intra_head, table, x, c)
     qkp, out = (rows(x.q), rows(x.k), rows(x.p)), c.formed()
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}

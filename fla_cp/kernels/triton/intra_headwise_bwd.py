@@ -16,6 +16,7 @@ from fla_cp.kernels.triton.device.gates import gate_slope, rate_slope, sigmoid
 from fla_cp.kernels.triton.device.headwise_decay import decays, load_head_gate, running_sums
 from fla_cp.kernels.triton.device.score_grads import score_grads
 from fla_cp.kernels.triton.generations import choose, kernels_of
+from fla_cp.kernels.triton.intra_headwise import heads_of_a_program
 from fla_cp.kernels.triton.intra_headwise_bwd_products import (
     dk_head_kernel,
     dq_head_kernel,
@@ -91,16 +92,20 @@ def head_gate_bwd_kernel(
     R: tl.constexpr,
     SHARES: tl.constexpr,
     TILES: tl.constexpr,
+    BH: tl.constexpr,
 ):
     """gate: `Gate`; beta: `Beta`; out: `Grads`; chunks: `ChunkTable`. Forms dg from the SHARES of
-    dgc and the TILES of shift, and dbeta from v's share and those of the key tiles."""
-    i_c, i_hv = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i = tl.arange(0, S.BT)
+    dgc and the TILES of shift, and dbeta from v's share and those of the key tiles. A program has
+    BH heads of a chunk, because neighbouring heads are neighbours in the memory of g and beta."""
+    i_c = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, S.BT)[:, None]
     m_i = i < tl.load(chunks.rows + i_c)
     start = tl.load(chunks.start + i_c).to(tl.int64)
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)
+    i_hv = o_h[None, :]
     i_ch = i_c * S.HV + i_hv
     NC = tl.num_programs(0).to(tl.int64)
-    b_dgc = tl.zeros([S.BT], tl.float32)
+    b_dgc = tl.zeros([S.BT, BH], tl.float32)
     for n in range(SHARES):
         b_dgc += tl.load(out.dgc + (n * NC * S.HV + i_ch) * S.BT + i)
     b_dg = tl.cumsum(b_dgc, axis=0, reverse=True)
@@ -114,11 +119,11 @@ def head_gate_bwd_kernel(
     tl.store(out.dg + at, b_draw.to(out.dg.dtype.element_ty), mask=m_i)
     if out.dA_log is not None:
         b_dA = rate_slope(raw, rate, gate.bound, b_dg, b_draw, R.GATE)
-        tl.store(out.dA_log + i_ch, tl.sum(b_dA, axis=0))
+        tl.store(out.dA_log + i_c * S.HV + o_h, tl.sum(b_dA, axis=0))
     if out.ddt_bias is not None:
-        tl.store(out.ddt_bias + i_ch, tl.sum(b_draw, axis=0))
+        tl.store(out.ddt_bias + i_c * S.HV + o_h, tl.sum(b_draw, axis=0))
     if beta.ptr is not None:
-        b_db = tl.zeros([S.BT], tl.float32)
+        b_db = tl.zeros([S.BT, BH], tl.float32)
         for n in range(1 + TILES):
             b_db += tl.load(out.shares + n * (S.HV * tokens.to(tl.int64)) + at, mask=m_i, other=0.0)
         if R.BETA_SIGMOID:
@@ -195,7 +200,8 @@ def intra_headwise_bwd(
         else:
             launch(dqk_head_kernel, grid, x_saved, out, where, tokens, rule.scale, **k_options)
     if NC:
-        sums_of = out, where, tokens, shape_of(tk), R, parts, tiles
-        launch(head_gate_bwd_kernel, (NC, HV), log_decay, beta(rule, x), *sums_of, num_warps=1)
+        BH = heads_of_a_program(HV)
+        sums_of = out, where, tokens, shape_of(tk), R, parts, tiles, BH
+        launch(head_gate_bwd_kernel, (NC, HV // BH), log_decay, beta(rule, x), *sums_of)
     dA_log, ddt_bias = rate_grads(out.dA_log, x.A_log, out.ddt_bias, x.dt_bias)
     return Inputs(dq, dk, dv, dg, out.dbeta, dA_log, ddt_bias, out.dp)
