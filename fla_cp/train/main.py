@@ -32,6 +32,7 @@ from fla_cp.comm.traced_waits import visible, watch_graphs
 from fla_cp.kernels import resolve
 from fla_cp.kernels.torch.flash import activate_flash_attention_3
 from fla_cp.train import checkpoint, divergence
+from fla_cp.train.allocator import let_segments_grow
 from fla_cp.train.build import build_sharded
 from fla_cp.train.cache_limit import GIB
 from fla_cp.train.config import TrainConfig, UserError
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the flags and trains; returns the exit code, see fla_cp/train/exit_codes.py."""
     if argv is None:  # this process was started for the training
         end_with_launcher()
+        let_segments_grow()
     argv = list(sys.argv[1:] if argv is None else argv)
     first = os.environ.get("RANK", "0") == "0"
     try:
