@@ -43,6 +43,7 @@ from benchmarks.ops import environment
 from benchmarks.step_profile import Row
 from benchmarks.training_sides import PEER, VOCABULARY, Case, FLAModel, Side, Trainer, meta_model
 from fla_cp.train import loopback
+from fla_cp.train.allocator import let_segments_grow
 from fla_cp.train.config import FOLDER, UserError
 from fla_cp.train.distributed import Ranks, joined, threads_per_rank
 from fla_cp.train.flops import PEAK_FLOP_S, utilisation
@@ -175,6 +176,8 @@ def say(ranks: Ranks, text: str) -> None:
 def rank_main(case: Case, steps: int, profiled: bool, result: Path) -> int:
     """The work of one rank; rank 0 writes the row to `result`. Returns the exit code."""
     end_with_launcher()
+    if case.who != PEER:  # as the trainer does
+        let_segments_grow()
     config = case.config()
     try:
         with joined(config.parallel) as ranks:
