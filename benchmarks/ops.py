@@ -3,10 +3,10 @@ and of the host, and what the host does (`benchmarks.host`).
 
     python -m benchmarks.ops [--op kda] [--shapes target,t8k] [--peer fla] [--stages] [--out FILE]
 
-On a machine without a GPU only the shape "cpu" runs, on the torch stages. Peers: FLA (fla-core
-0.6.0), which tunes itself for minutes on its first call, and for the gated delta rule FlashQLA.
-Their kernels are compiled before ours are imported, so that the assembler we choose does not touch
-them.
+On a machine without a GPU only the shape "cpu" runs, on the torch stages. Where documents are so
+short that chunks have 16 or 32 tokens, a second row has chunks of 64. Peers: FLA (fla-core 0.6.0),
+which tunes itself for minutes on its first call, and for the gated delta rule FlashQLA. Their
+kernels are compiled before ours are imported, so that the assembler we choose does not touch them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -311,6 +312,8 @@ def main() -> None:
         keep(row)
 
     import fla_cp
+    from fla_cp.kernels import resolve, using
+    from fla_cp.rule import CHUNK
 
     for shape in shapes:
         op = getattr(fla_cp, member.ours)
@@ -326,6 +329,12 @@ def main() -> None:
         if args.stages and args.op in ("kda", "gdn") and shape.H == shape.HV:
             row["stages"] = stage_times(member, shape)
         keep(row)
+        backend = resolve("auto", torch.device(device), torch.bfloat16)
+        if backend.chunk_for(shape.longest, torch.bfloat16) < CHUNK:
+            with using(replace(backend, short_chunks=())):
+                keep(
+                    measure(f"fla_cp, chunks of {CHUNK}", op, member, shape, device, directions)[0]
+                )
     print(table(rows))
     apart = [r["shape"] for r in rows if r.get("difference", 0) > 2e-2]
     if apart:

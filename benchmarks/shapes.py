@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 LOWER_BOUND = -5.0
 """The smallest log decay of a token with a safe gate."""
@@ -26,6 +27,12 @@ class Shape:
     cu_seqlens: tuple[int, ...] | None = None
     safe: bool = True
     disable_recompute: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        offsets = self.cu_seqlens or (0, self.T)
+        return max(b - a for a, b in pairwise(offsets))
 
     @property
     def options(self) -> dict[str, object]:
@@ -60,6 +67,8 @@ SHAPES = {
         Shape("h4", 131072, H=4, HV=4),
         Shape("grouped", 32768, H=16),
         Shape("packed16k", 16384, cu_seqlens=documents(16384)),
+        Shape("short16", 32768, cu_seqlens=tuple(range(0, 32769, 16))),
+        Shape("short32", 32768, cu_seqlens=tuple(range(0, 32769, 32))),
         Shape("cpu", 256, H=2, HV=2, K=16, V=16),
     )
 }

@@ -59,9 +59,9 @@ def packing_of(offsets: tuple[int, ...], chunk: int = CHUNK) -> Packing:
 
 
 @lru_cache(maxsize=16)
-def framed_packing_of(offsets: tuple[int, ...]) -> WholeSequences:
+def framed_packing_of(offsets: tuple[int, ...], chunk: int = CHUNK) -> WholeSequences:
     """The packing filled up to rounded sizes, so that packings of similar sizes share programs."""
-    return WholeSequences(offsets)
+    return WholeSequences(offsets, chunk)
 
 
 @lru_cache(maxsize=1024)

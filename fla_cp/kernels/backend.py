@@ -5,9 +5,10 @@ a stage, or a `dataclasses.replace` of a field; `fla_cp.kernels.using` puts it i
 and measurements. What one stage hands to the next (`chunks`, `dout`, `dscan`) belongs to the
 backend: the pipeline only passes it on, so its type is Any here.
 
-Shapes: T tokens, NC chunks of C = 64 tokens, S segments, HV value heads, K and V the dims of keys
-and values. States are [.., HV, K, V], fp32 (fp64 for fp64). Tensors of tokens and chunks have the
-inputs' dtype, or the one in which the backend sums.
+Shapes: T tokens, NC chunks of C = 64 tokens (16 or 32 only where each sequence is one chunk), S
+segments, HV value heads, K and V the dims of keys and values. States are [.., HV, K, V], fp32 (fp64
+for fp64). Tensors of tokens and chunks have the inputs' dtype, or the one in which the backend
+sums.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +26,7 @@ from fla_cp.kernels.torch.decoding import StepMixer, StepProduct
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.torch.recurrent import Sequences
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import DeltaRule
+from fla_cp.rule import CHUNK, DeltaRule
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -40,10 +41,17 @@ ChunkStates = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class Backend(ABC):
     """Stages in the order in which the pipeline calls them: forward, backward, then operators of
-    their own. reads_output: `restore` needs o, which is then saved for the backward."""
+    their own. reads_output: `restore` needs o, which is then saved for the backward. short_chunks:
+    tokens in a chunk where no sequence has more, which spares the padding to 64."""
 
     name: str
     reads_output: bool
+    short_chunks: tuple[int, ...] = (16, 32)
+
+    def chunk_for(self, longest: int, dtype: torch.dtype) -> int:
+        """Tokens in a chunk of a call without a context on inputs in dtype, whose longest sequence
+        has `longest`."""
+        return next((size for size in self.short_chunks if longest <= size), CHUNK)
 
     # programs that replay a call (tape.py)
 

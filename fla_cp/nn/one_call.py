@@ -135,7 +135,8 @@ def _call(facts: Facts, x: Tensor, weight: Tensor, context: FLACPContext | None)
         known = remember(None, facts.rule(), backend, want_final=False, want_h=False)
         _known.keep(key, known)
     offsets = tuple(range(0, B * T + 1, T))
-    packing = packing_of(offsets) if context is None else context.packing
+    chunk = backend.chunk_for(T, x.dtype)
+    packing = packing_of(offsets, chunk) if context is None else context.packing
     rows = x.view(-1, hidden) if x.is_contiguous() else x.reshape(-1, hidden)
     place = Place.of(facts.impl, rows, weight, context, B)
 

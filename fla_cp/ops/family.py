@@ -32,7 +32,6 @@ from fla_cp.autograd import DeltaRuleFunction, Kind, token_rows
 from fla_cp.context import FLACPContext, compare_ranks
 from fla_cp.handle import Handle
 from fla_cp.kernels import Backend, resolve
-from fla_cp.kernels.torch.backend import TorchBackend, chunk_for
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.ops.checks import (
     SAFE_GATE_BOUND,
@@ -181,7 +180,7 @@ def _planned_call(
         if o.cu_seqlens is None:
             known.plan = plan
         else:
-            known.packed = Packed(_states(o), _shape(x))
+            known.packed = Packed(_states(o), _shape(x), x.q.dtype)
     out, final, h = DeltaRuleFunction.apply(
         known.kind, plan, *inputs, accumulated(o.initial_state, x.q)
     )
@@ -402,32 +401,28 @@ def _shared_packing(context: FLACPContext, x: Inputs, o: Options, backend: Backe
 
 def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
     """The packing of a call without a context."""
-    B, T = x.q.shape[:2]
+    (B, T), dtype = x.q.shape[:2], x.q.dtype
     if o.cu_seqlens is None:
-        return _plain_packing_of(tuple(range(0, B * T * rows + 1, T * rows)), backend)
+        offsets = tuple(range(0, B * T * rows + 1, T * rows))
+        return _packing_of(offsets, _shape(x), dtype, backend, False)
     offsets = read_offsets(o.cu_seqlens, o.cu_seqlens_cpu, T)
-    if rows > 1:
-        return _plain_packing_of(tuple(rows * i for i in offsets), backend)
-    shares = not _states(o) and backend.replay_stream(x.q.device) is not None
-    return _packing_of(offsets, _shape(x), backend, shares)
+    shares = rows == 1 and not _states(o) and backend.replay_stream(x.q.device) is not None
+    offsets = tuple(rows * i for i in offsets) if rows > 1 else offsets
+    return _packing_of(offsets, _shape(x), dtype, backend, shares)
 
 
-def _plain_packing_of(offsets: tuple[int, ...], backend: Backend) -> Packing:
-    """The packing of these offsets without a frame."""
-    if not isinstance(backend, TorchBackend):
-        return custom_op.packing_of(offsets)
-    return custom_op.packing_of(offsets, chunk_for(max(b - a for a, b in pairwise(offsets))))
-
-
-def _packing_of(offsets: tuple[int, ...], shape: Shape, backend: Backend, shares: bool) -> Packing:
+def _packing_of(
+    offsets: tuple[int, ...], shape: Shape, dtype: torch.dtype, backend: Backend, shares: bool
+) -> Packing:
     """The packing of these offsets. shares: whether it may have a frame, so that similar packings
     share its programs. A single sequence, and sequences that the backend cuts, get no frame."""
+    chunk = backend.chunk_for(max(b - a for a, b in pairwise(offsets)), dtype)
     if not shares or len(offsets) == 2:
-        return _plain_packing_of(offsets, backend)
+        return custom_op.packing_of(offsets, chunk)
     HV, _, V, device = shape
-    framed = custom_op.framed_packing_of(offsets)
+    framed = custom_op.framed_packing_of(offsets, chunk)
     if not backend.stays_whole(framed.longest, framed.chunks, HV, V, device):
-        plain = _plain_packing_of(offsets, backend)
+        plain = custom_op.packing_of(offsets, chunk)
         if any(backend.segment(plain, *shape, both) is not plain for both in (True, False)):
             return plain
     return framed
@@ -441,8 +436,8 @@ PACKED_PLANS = 64
 def _plan_of(known: Known, offsets: tuple[int, ...], shares: bool) -> Plan:
     """The plan of a packed call whose key is known. shares: see `_packing_of`."""
     assert known.packed is not None
-    shape = known.packed.shape
-    packing = _packing_of(offsets, shape, known.backend, shares)
+    _, shape, dtype = known.packed
+    packing = _packing_of(offsets, shape, dtype, known.backend, shares)
     return custom_op.make_plan(known.rule, packing, None, known.backend, shape)
 
 

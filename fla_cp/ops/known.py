@@ -24,10 +24,11 @@ Shape = tuple[int, int, int, torch.device]
 
 class Packed(NamedTuple):
     """What decides how calls with offsets of sequences are planned, besides the offsets. states:
-    whether states are given or wanted."""
+    whether states are given or wanted. dtype: of q."""
 
     states: bool
     shape: Shape
+    dtype: torch.dtype
 
 
 @dataclass(slots=True, eq=False)

@@ -58,7 +58,7 @@ class Frame(NamedTuple):
     tokens. enters, leaves: whether a state may come from another rank, or go to one. largest: see
     `Packing.largest`; None means this rank's own counts. filled: how many chunks at the front have
     tokens in every packing. passes: whether a state may pass through the rank; None: it may if one
-    may enter and one may leave.
+    may enter and one may leave. chunk: how many tokens a chunk has.
     """
 
     sequences: int
@@ -69,10 +69,11 @@ class Frame(NamedTuple):
     largest: Counts | None = None
     filled: int = 0
     passes: bool | None = None
+    chunk: int = CHUNK
 
     @classmethod
     @lru_cache(maxsize=1024)
-    def around(cls, segments: int, chunks: int) -> Frame:
+    def around(cls, segments: int, chunks: int, chunk: int = CHUNK) -> Frame:
         """The frame of packings of one rank alone that have about so many segments and chunks.
         Chunks are rounded up by at most a sixteenth, or to a multiple of 8. Segments are rounded up
         further, since a segment without tokens costs little. A small number stays nearly exact,
@@ -81,7 +82,8 @@ class Frame(NamedTuple):
         room = _rounded(segments + 1, max(least, _half_power(segments) // 4))
         step = max(8, _half_power(chunks) // 16)
         full = _rounded(chunks, step)
-        return cls(0, room, full, enters=False, leaves=False, filled=max(0, full - step))
+        filled = max(0, full - step)
+        return cls(0, room, full, enters=False, leaves=False, filled=filled, chunk=chunk)
 
     @classmethod
     def around_ranks(cls, counts: Sequence[Counts], rank: int) -> Frame:

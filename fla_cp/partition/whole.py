@@ -28,17 +28,17 @@ class WholeSequences(Packing):
     chunks: int
     longest: int
 
-    def __init__(self, offsets: tuple[int, ...]) -> None:
-        counts = [(b - a + CHUNK - 1) // CHUNK for a, b in pairwise(offsets)]
+    def __init__(self, offsets: tuple[int, ...], chunk: int = CHUNK) -> None:
+        counts = [(b - a + chunk - 1) // chunk for a, b in pairwise(offsets)]
         chunks, parts = sum(counts), len(counts) - counts.count(0)
         # A frozen dataclass does not allow to set its attributes, and this is also faster.
         self.__dict__.update(
             tokens=offsets[-1],
             sequences=len(counts),
             ranges=1,
-            frame=Frame.around(parts, chunks),
+            frame=Frame.around(parts, chunks, chunk),
             loads=(),
-            chunk=CHUNK,
+            chunk=chunk,
             given=offsets,
             counts=counts,
             chunks=chunks,
@@ -49,7 +49,7 @@ class WholeSequences(Packing):
 
     @cached_property
     def _listed(self) -> Packing:
-        return Packing.build(self.given, frame=self.frame)
+        return Packing.build(self.given, frame=self.frame, chunk=self.chunk)
 
     @property
     def segments(self) -> tuple[Segment, ...]:

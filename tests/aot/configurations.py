@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from tests.aot import short_chunks
 from tests.aot.compiling import Launch, launched
 
 INSIDE = {
@@ -396,6 +397,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"{K}x{V} bf16 head{groups} high", functools.partial(of_squares, call)
     call = functools.partial(compile_member, "gla", 128, 128, torch.bfloat16, SAFE)
     yield "gla bf16 safe", call
+    yield from short_chunks.configurations()
     yield "tables of a packing", compile_tables
     yield "clock", compile_clock
     for name, dtype in DTYPES.items():

@@ -299,6 +299,8 @@ def check_member(
     x, keywords, weights = draw(member, call)
     x = {n: t.to(dtype if n in member.arguments else FP32) for n, t in x.items()}
     weights = [w.to(DEVICE) for w in weights]
+    if call.cu is not None:
+        keywords["cu_seqlens"] = torch.tensor(call.cu, device=DEVICE)
 
     def results(x: Named, impl: str) -> Named:
         x = {n: t.to(DEVICE) for n, t in x.items()}
@@ -480,6 +482,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
+    from tests.gpu.short_chunks import check_short
     from tests.gpu.tables import check_tables
     from tests.gpu.tiles import check_tiles
     from tests.gpu.wide_heads import check_wide
@@ -491,6 +494,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found |= {"conv states": check_conv_states, "tables": check_tables}
     found |= {"drafts": check_drafts, "clock": check_clock}
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
+    found |= {f"short {chunk}": partial(check_short, chunk) for chunk in (16, 32)}
     for K, V in SIZES:
         for n in range(3):
             found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))

@@ -5,15 +5,16 @@ import torch
 
 import fla_cp.ops.wide_heads
 from fla_cp import kda_gate
-from fla_cp.kernels import resolve
+from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.recurrent import Pool
 from fla_cp.nn import grouped
 from tests.gpu import said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from fla_cp.kernels.triton import chunk_tables, scan
+from fla_cp.kernels.triton import chunk_tables, intra_channelwise, scan
 from fla_cp.kernels.triton import clock as clock_kernels
+from fla_cp.kernels.triton.backend import TritonBackend
 from tests.gpu import (
     checks,
     clock,
@@ -23,6 +24,7 @@ from tests.gpu import (
     exchange,
     experts,
     layers,
+    short_chunks,
     tables,
     wide_heads,
 )
@@ -156,6 +158,24 @@ def test_the_gpu_check_of_tables(small, monkeypatch):
     for moved in (-1, 1):
         monkeypatch.setattr(scan, "clear", lambda x, y, n, by=moved: clear(x, y, n + by))
         assert not any(row["ok"] for row in tables.cleared())
+
+
+@pytest.mark.bits
+@pytest.mark.wide
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_the_gpu_check_of_short_chunks(chunk, small, monkeypatch):
+    """It passes, and it fails if the scores lack their widest level."""
+    monkeypatch.setattr(short_chunks, "KEYS", ("kda", "simple_gla"))
+    monkeypatch.setattr(TritonBackend, "chunk_for", Backend.chunk_for)  # also in fp32
+    monkeypatch.setattr(short_chunks, "CALLS", ((128, 16, 3, F32, 2),))
+    monkeypatch.setattr(short_chunks, "FRAMED", (3,))
+    rows = short_chunks.check_short(chunk)
+    assert len(rows) == 1 + 3 + 2 and all(row["ok"] for row in rows), rows
+    least = intra_channelwise.widest_level
+    monkeypatch.setattr(intra_channelwise, "widest_level", lambda BT: least(BT) + 1)
+    assert {row["case"].split()[1] for row in short_chunks.check_short(chunk) if not row["ok"]} == {
+        "kda"
+    }
 
 
 def test_the_gpu_check_of_the_clock(small, monkeypatch):

@@ -45,9 +45,9 @@ OFFSETS = {
 
 
 @pytest.mark.parametrize("name", OFFSETS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_tables_are_those_of_the_host(name, dtype, monkeypatch):
-    packing, given = WholeSequences(OFFSETS[name]), torch.tensor(OFFSETS[name], dtype=dtype)
+@pytest.mark.parametrize("dtype, chunk", [(torch.int32, 64), (torch.int64, 64), (torch.int64, 16)])
+def test_tables_are_those_of_the_host(name, dtype, chunk, monkeypatch):
+    packing, given = WholeSequences(OFFSETS[name], chunk), torch.tensor(OFFSETS[name], dtype=dtype)
     # what the kernel leaves out shows
     monkeypatch.setattr(torch, "empty", lambda n, **how: torch.full((n,), -1, **how))
     chunk_tables.form_tables(packing, given)

@@ -166,12 +166,12 @@ def test_whole_sequences_are_the_packing_of_their_frame(seed):
     """They list their segments late, and their tables come from the offsets: both are those of the
     packing that is built segment by segment."""
     rng = random.Random(seed)
-    T = rng.choice([0, 1, 64, 400, 3000])
+    T, chunk = rng.choice([0, 1, 64, 400, 3000]), rng.choice([16, 32, CHUNK])
     offsets = (0, *sorted(rng.choices(range(T + 1), k=rng.randint(0, 20))), T)
-    found = WholeSequences(offsets)
-    counts = [-(-(b - a) // CHUNK) for a, b in pairwise(offsets)]
-    frame = Frame.around(sum(n > 0 for n in counts), sum(counts))
-    packing = Packing.build(offsets, frame=frame)
+    found = WholeSequences(offsets, chunk)
+    counts = [-(-(b - a) // chunk) for a, b in pairwise(offsets)]
+    frame = Frame.around(sum(n > 0 for n in counts), sum(counts), chunk)
+    packing = Packing.build(offsets, frame=frame, chunk=chunk)
     assert (found.longest, found.chunks) == (max(counts), sum(counts))
     for name in (*(f.name for f in fields(Packing)), "everything", "offsets", "beginning"):
         assert getattr(found, name) == getattr(packing, name), name
@@ -184,10 +184,11 @@ def test_tables_of_the_kernels_are_those_of_the_segments(seed):
     cu, _, packings = batch(seed)
     # the last one has more chunks than numpy's constants
     long = WholeSequences((0, 3, 2100 * CHUNK + seed)) if seed == 0 else WholeSequences(cu)
-    for packing in (*packings, WholeSequences(cu), long):
+    for packing in (*packings, WholeSequences(cu), WholeSequences(cu, 16), long):
         found = [t.tolist() for t in operands.tables(packing, torch.device("cpu"))]
-        chunks = [(a, min(CHUNK, s.stop - a)) for s in packing.segments
-                  for a in range(s.start, s.stop, CHUNK)]  # fmt: skip
+        C = packing.chunk
+        chunks = [(a, min(C, s.stop - a)) for s in packing.segments
+                  for a in range(s.start, s.stop, C)]  # fmt: skip
         first = [sum(a < s.start for a, _ in chunks) for s in packing.segments]
         chunks += [(0, 0)] * ((packing.frame.chunks if packing.frame else 0) - len(chunks))
         edges = [s.start for s in packing.segments], [s.stop for s in packing.segments]
@@ -289,6 +290,10 @@ def test_shorter_chunks(chunk):
     assert PlanKey.of(packing, ONE_SLOT, Local()) != PlanKey.of(
         Packing.build((0, 5, 5, 5 + chunk)), ONE_SLOT, Local()
     )
+    framed = [WholeSequences((0, 5, 5 + chunk), size) for size in (chunk, CHUNK)]
+    assert framed[0].counts == framed[1].counts
+    keys = [PlanKey.of(packing, ONE_SLOT, Local()) for packing in framed]
+    assert keys[0] != keys[1]
     longer = Packing.build((0, 64), chunk=chunk)
     assert longer.spans()[2] == [64 // chunk]
     cut = longer.cut(1)

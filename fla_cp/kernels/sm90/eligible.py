@@ -6,6 +6,7 @@ from torch import Tensor
 from fla_cp.kernels.triton.operands import Chunks
 from fla_cp.kernels.triton.tile_table import Tuning
 from fla_cp.partition.packing import Packing
+from fla_cp.rule import CHUNK
 
 try:  # Gluon is experimental: a Triton may lack it, or names of it
     from triton.experimental.gluon.language.nvidia.hopper import (
@@ -76,10 +77,11 @@ def possible(tuning: Tuning, dtype: torch.dtype) -> bool:
 def supports(c: Chunks, *rows: Tensor) -> bool:
     """Whether the kernels can compute the chunks, and read `rows` [T, HV, V] or [T, H, K].
 
-    They can if this Triton has Gluon, the GPU is an sm_90, the operands are bf16, K = V = 128, and
-    the TMA can read every tensor: rows are dense and aligned to 16 bytes, and strides are multiples
-    of 8 elements."""
-    return possible(c.tuning, c.v.dtype) and (c.tuning.gluon is not None or fits(c, *rows))
+    They can if this Triton has Gluon, the GPU is an sm_90, the operands are bf16, K = V = 128,
+    chunks have 64 tokens, and the TMA can read every tensor: rows are dense and aligned to 16
+    bytes, and strides are multiples of 8 elements."""
+    runs = c.tokens == CHUNK and possible(c.tuning, c.v.dtype)
+    return runs and (c.tuning.gluon is not None or fits(c, *rows))
 
 
 def fits(c: Chunks, *rows: Tensor) -> bool:

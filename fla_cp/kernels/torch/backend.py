@@ -13,15 +13,6 @@ from fla_cp.kernels.torch import decoding, gate, gated_norm, intra, recurrent, s
 from fla_cp.kernels.torch.intra import Chunks, Inputs, Spec
 from fla_cp.rule import CHUNK, DeltaRule, accumulator
 
-SHORT_CHUNKS = 16, 32
-"""Tokens in a chunk where no sequence has more, which spares the padding to 64."""
-
-
-def chunk_for(longest: int) -> int:
-    """Tokens in a chunk of a call without a context whose longest sequence has `longest`. It is
-    less than 64 only if each sequence is one chunk."""
-    return next((size for size in SHORT_CHUNKS if longest <= size), CHUNK)
-
 
 @dataclass(frozen=True)
 class TorchBackend(Backend):

@@ -32,7 +32,6 @@ from fla_cp.kernels.triton import (
 from fla_cp.kernels.triton import conv as convolution
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
-from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
 from fla_cp.kernels.triton.device.decay_sums import sums
 from fla_cp.kernels.triton.generations import choose
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
@@ -61,7 +60,7 @@ def first_chunks(packing: Packing, HV: int, tuning: Tuning) -> int:
     again."""
     if not packing.feeding or packing.frame is not None:
         return 0
-    chunks = [cdiv(s.stop - s.start, CHUNK) for s in packing.segments]
+    chunks = [cdiv(s.stop - s.start, packing.chunk) for s in packing.segments]
     first = 16 * cdiv(sum(chunks[: packing.feeding[-1] + 1]), 16)
     left = sum(chunks) - first
     worth = tuning.later_share * left > sum(chunks) and left * HV > tuning.later_least
@@ -109,7 +108,7 @@ class TritonBackend(Backend):
         return current_stream()
 
     def replay_constants(self, q: Tensor) -> tuple[Tensor, ...]:
-        return (sums(q.dtype, q.device),)
+        return tuple(sums(q.dtype, q.device, C) for C in (*self.short_chunks, CHUNK))
 
     def segment(
         self,
@@ -124,6 +123,10 @@ class TritonBackend(Backend):
         value, key = (HV * cdiv(n, segmentation.COLUMNS) for n in (V, K))
         processors = self.tuning.sm_count(device)
         return segmentation.split(packing, value, key, processors, backward, extra)
+
+    def chunk_for(self, longest: int, dtype: torch.dtype) -> int:
+        """In fp32 it is 64: kernels of short chunks would spill, since each product is three."""
+        return CHUNK if dtype == torch.float32 else super().chunk_for(longest, dtype)
 
     def stays_whole(self, longest: int, chunks: int, HV: int, V: int, device: torch.device) -> bool:
         value = HV * cdiv(V, segmentation.COLUMNS)
@@ -280,7 +283,7 @@ class TritonBackend(Backend):
             (square, dtype),
             ((NC, HV, K), torch.float32),
             ((NC, HV, planes(rule), CHUNK), torch.float32),
-            ((NC, HV, ANCHORS.value, K) if anchored(rule, dtype) else nothing, torch.float32),
+            ((NC, HV, CHUNK // 16, K) if anchored(rule, dtype) else nothing, torch.float32),
             ((NC, HV) if by_chunk(rule, dtype) else nothing, torch.int32),
         ]
         if rule.keep_intermediates:

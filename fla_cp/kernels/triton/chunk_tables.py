@@ -16,7 +16,6 @@ from fla_cp.kernels.triton.launch import cdiv, launch_alike
 from fla_cp.kernels.triton.operands import columns
 from fla_cp.partition.device_tables import DeviceTable, places_of
 from fla_cp.partition.packing import Frame, Packing
-from fla_cp.rule import CHUNK
 
 CHUNKS, SEQUENCES = 128, 32
 """Chunks of a program, and sequences that it looks at together."""
@@ -96,7 +95,7 @@ def _layout(
     lengths = (frame.chunks,) * 2 + (frame.segments,) * 3
     places, end = places_of(lengths, torch.int32)
     grid = max(1, cdiv(frame.chunks, CHUNKS)), 1, 1
-    constants = frame.chunks, frame.segments, *places[1:], CHUNK, CHUNKS, SEQUENCES
+    constants = frame.chunks, frame.segments, *places[1:], frame.chunk, CHUNKS, SEQUENCES
     return lengths, places, end, grid, constants
 
 

@@ -9,7 +9,6 @@ from fla_cp.kernels.backend import ChunkStates
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
-from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS
 from fla_cp.kernels.triton.intra_channelwise import empty_gated, intra_channelwise
 from fla_cp.kernels.triton.intra_channelwise_bwd import intra_channelwise_bwd
 from fla_cp.kernels.triton.intra_headwise import intra_headwise
@@ -17,7 +16,7 @@ from fla_cp.kernels.triton.intra_headwise_bwd import intra_headwise_bwd
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, planes, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK, DeltaRule
+from fla_cp.rule import DeltaRule
 
 
 def intra(rule: DeltaRule, packing: Packing, x: Inputs, tuning: Tuning = TUNING) -> Chunks:
@@ -46,15 +45,16 @@ def empty_chunks(
     """The inputs as kernels take them, and memory for the chunks."""
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     NC, K, HV = len(tables(packing, x.q.device).chunk_start), x.q.shape[2], x.v.shape[1]
+    C = packing.chunk
     if rule.per_head:
         qg, k_decayed, kg = x.q, x.k if x.p is None else x.p, x.k
     else:
-        qg, k_decayed, kg = empty_gated(rule, NC, x)
-    square = (NC, HV, terms(rule, x.q.dtype) * CHUNK, CHUNK)
+        qg, k_decayed, kg = empty_gated(rule, NC, C, x)
+    square = (NC, HV, terms(rule, x.q.dtype) * C, C)
     T, Aqk = x.q.new_empty((0,) if rule.removal == "none" else square), x.q.new_empty(square)
     decay = x.q.new_empty(NC, HV, K, dtype=torch.float32)
-    rows = x.q.new_empty(NC, HV, planes(rule), CHUNK, dtype=torch.float32)
-    anchors = decay.new_empty((NC, HV, ANCHORS.value, K) if anchored(rule, x.q.dtype) else (0,))
+    rows = x.q.new_empty(NC, HV, planes(rule), C, dtype=torch.float32)
+    anchors = decay.new_empty((NC, HV, C // 16, K) if anchored(rule, x.q.dtype) else (0,))
     flags = (NC, HV) if by_chunk(rule, x.q.dtype) else (0,)
     formed = T, Aqk, decay, rows, anchors, rows.new_empty(flags, dtype=torch.int32)
     chunks = Chunks(*formed, qg, k_decayed, kg, x.v, rule, tuning=tuning)

@@ -8,14 +8,14 @@ the activated beta and the factors of the rows. The path of a safe gate also wri
 path. The first launch serves all chunks. The second finds those whose decays are too strong for the
 first path, marks them (steep) and writes what belongs to them again.
 
-Scores on the path of a safe gate: columns refer to the middle row m of their half of the chunk,
+Scores on the path of a safe gate: columns refer to the middle row m of their half of 32 rows,
 k_j exp(gc_m - gc_j). The exponent stays below 16 * 5 / ln 2 = 116 and so within the range of bf16.
 Rows refer once to the middle of the first half and once to that of their own half, and each of the
-two products takes the columns of one half.
+two products takes the columns of one half. A chunk of at most 32 rows is one half.
 
 Scores on the path of any gate: the chunk is halved repeatedly. For pairs of neighbouring blocks of
 S rows (S = 32, 16, .., 1), all rows of second blocks meet all columns of first blocks in one
-[64, K] x [K, 64] product, with the last row of the first block as reference. Every exponent is at
+[BT, K] x [K, BT] product, with the last row of the first block as reference. Every exponent is at
 most zero, and what lies outside the pairs is masked away.
 
 If p reads the state before the decay (DPLR), its rows take the place of k's in Akk and k_decayed,
@@ -58,13 +58,20 @@ from fla_cp.kernels.triton.device.bundles import (
     shape,
 )
 from fla_cp.kernels.triton.device.channelwise_decay import (
-    ANCHORS,
     before,
     blocks_of_16,
     is_steep,
     load_steps,
 )
-from fla_cp.kernels.triton.device.decay_sums import AFTER, FIRST, MIDDLE, PAIR, UP_TO, sums
+from fla_cp.kernels.triton.device.decay_sums import (
+    AFTER,
+    FIRST,
+    MIDDLE,
+    PAIR,
+    UP_TO,
+    sums,
+    widest_level,
+)
 from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.inverse import needs_nearest, unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
@@ -73,7 +80,7 @@ from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, own, tables
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK, DeltaRule
+from fla_cp.rule import DeltaRule
 
 
 @triton.jit
@@ -93,7 +100,7 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
     i_ch = i_c * S.HV + i_hv
     operand = out.k_decayed.dtype.element_ty
     if R.BY_CHUNK:
-        steep = is_steep(out.anchors + i_ch * ANCHORS * S.K, S, R)
+        steep = is_steep(out.anchors + i_ch * (S.BT // 16) * S.K, S, R)
         tl.store(out.steep + i_ch, steep.to(tl.int32))
         if not steep:
             return
@@ -123,7 +130,8 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
         e_upto = load_sums(sums, UP_TO, o_i)
         e_after = load_sums(sums, AFTER, o_i)
         e_middle = load_sums(sums, MIDDLE, o_i)
-        e_first = load_sums(sums, FIRST, o_i)
+        if S.BT > 32:
+            e_first = load_sums(sums, FIRST, o_i)
     for i_k in tl.range((S.K + S.BK - 1) // S.BK, num_stages=S.NS):
         o_k = i_k * S.BK + tl.arange(0, S.BK)
         b_g = load_steps(gate, start, i_hv, o_i, m_i, o_k, S, R)
@@ -136,7 +144,7 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
         ch = opaque(i_ch, n_rows + i_k, S.BT, 1000)
         last = tl.broadcast_to(c[None, :], [S.BT, S.BK])
         if R.SAFE:
-            place = (ch * ANCHORS + r // 16)[:, None] * S.K + last
+            place = (ch * (S.BT // 16) + r // 16)[:, None] * S.K + last
             at = (r % 16 == 15)[:, None] & (c < S.K)[None, :]
             tl.store(out.anchors + place, d, mask=at)
         e = decay_exp(d, R.EXP2)
@@ -162,21 +170,23 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
             if S.REMOVAL != "none":
                 near = tl.permute(blocks_of_16(col.to(operand)), (0, 2, 1))
                 b_16 = dot(blocks_of_16(b_kf), near, S.PRECISION, acc=b_16)
-            half = tl.trans(tl.where((o_i >= S.BT // 2)[:, None], col, 0.0).to(operand))
+            half = col if S.BT <= 32 else tl.where((o_i >= 32)[:, None], col, 0.0)
+            half = tl.trans(half.to(operand))
             b_qk = dot((b_q * f).to(operand), half, S.PRECISION, acc=b_qk)
             if S.REMOVAL != "none":
                 b_kk = dot(b_kf, half, S.PRECISION, acc=b_kk)
-            half = tl.trans(tl.where((o_i < S.BT // 2)[:, None], col, 0.0).to(operand))
-            d = apply_sums(e_first, steps, S.PRECISION)
-            f = decay_exp(d, R.EXP2)
-            b_qk = dot((b_q * f).to(operand), half, S.PRECISION, acc=b_qk)
-            if S.REMOVAL == "k":
-                b_kk = dot((b_k * f).to(operand), half, S.PRECISION, acc=b_kk)
-            if S.REMOVAL == "p":
-                f = decay_exp(before(d, steps), R.EXP2)
-                b_kk = dot((b_p * f).to(operand), half, S.PRECISION, acc=b_kk)
+            if S.BT > 32:
+                half = tl.trans(tl.where((o_i < 32)[:, None], col, 0.0).to(operand))
+                d = apply_sums(e_first, steps, S.PRECISION)
+                f = decay_exp(d, R.EXP2)
+                b_qk = dot((b_q * f).to(operand), half, S.PRECISION, acc=b_qk)
+                if S.REMOVAL == "k":
+                    b_kk = dot((b_k * f).to(operand), half, S.PRECISION, acc=b_kk)
+                if S.REMOVAL == "p":
+                    f = decay_exp(before(d, steps), R.EXP2)
+                    b_kk = dot((b_p * f).to(operand), half, S.PRECISION, acc=b_kk)
         else:
-            for level in tl.range(0, 6, disable_licm=True):
+            for level in tl.range(widest_level(S.BT), 6, disable_licm=True):
                 if S.REMOVAL == "p":  # all inputs are loaded again, to free registers
                     r = opaque(o_i, n_rows + level, S.BT, 2000)
                     m_r = r < n_rows
@@ -252,9 +262,8 @@ def gated_kernel(q, k, p, gate, sums, out, chunks, S: tl.constexpr, R: tl.conste
         b_p *= decay_exp(before(d, steps), R.EXP2)
         store_block(out.k_decayed + i_ch * S.BT * S.K, b_p, o_i, o_k, S.BT, S.K)
     if R.SAFE:
-        d = (tl.load(out.anchors + (i_ch * ANCHORS + 3) * S.K + o_k, mask=o_k < S.K, other=0.0))[
-            None, :
-        ] - d
+        end = out.anchors + ((i_ch + 1) * (S.BT // 16) - 1) * S.K + o_k
+        d = tl.load(end, mask=o_k < S.K, other=0.0)[None, :] - d
     else:
         d = sum_steps(sums, AFTER, o_i, steps, S.PRECISION)
     store_block(out.kg + i_ch * S.BT * S.K, b_k * decay_exp(d, R.EXP2), o_i, o_k, S.BT, S.K)
@@ -269,8 +278,9 @@ def intra_channelwise(packing: Packing, x: Inputs, c: Chunks) -> Callable[[int, 
     """With one decay a channel: returns a call (first, stop) that fills the chunks of c from
     `first` to before `stop`, and allocates nothing."""
     rule, (NC, HV, K), V, dtype = c.rule, c.decay.shape, x.v.shape[2], x.q.dtype
-    shape_of = functools.partial(shape, rule, dtype, x.q.shape[1], HV, K, V)
-    given = *qkp(x), gate(rule, x), beta(rule, x), sums(dtype, x.q.device)
+    H, C = x.q.shape[1], packing.chunk
+    shape_of = functools.partial(shape, rule, dtype, H, HV, K, V, chunk=C)
+    given = *qkp(x), gate(rule, x), beta(rule, x), sums(dtype, x.q.device, C)
     paths = local_paths(rule, dtype)  # the last one reads what the first one wrote
     folder = choose(packing, c, scans=False)
     if folder != "triton" and not kernels_of(folder).intra_channelwise.takes(x, c, paths):
@@ -295,9 +305,9 @@ def intra_channelwise(packing: Packing, x: Inputs, c: Chunks) -> Callable[[int, 
     return form
 
 
-def empty_gated(rule: DeltaRule, NC: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gated(rule: DeltaRule, NC: int, chunk: int, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for qg, k_decayed and kg."""
-    shape = (NC, x.v.shape[1], CHUNK, x.q.shape[2])
+    shape = (NC, x.v.shape[1], chunk, x.q.shape[2])
     k_decayed = (0,) if rule.removal == "none" else shape
     return x.q.new_empty(shape), x.q.new_empty(k_decayed), x.q.new_empty(shape)
 
@@ -315,11 +325,11 @@ def gated_operands(
     x = Inputs(*(None if t is None else unit_rows(t) for t in x))  # type: ignore[arg-type]
     table = tables(packing, x.q.device)
     NC, (H, K), (HV, V), dtype = len(table.chunk_start), x.q.shape[1:], x.v.shape[1:], x.q.dtype
-    t = tuning.tile("gated", K, V, dtype)
-    gated = empty_gated(rule, NC, x)
+    t, C = tuning.tile("gated", K, V, dtype), packing.chunk
+    gated = empty_gated(rule, NC, C, x)
     if NC:
-        S, R = shape(rule, dtype, H, HV, K, V, t), rule_options(rule, dtype)
+        S, R = shape(rule, dtype, H, HV, K, V, t, C), rule_options(rule, dtype)
         out = Formed(None, None, None, row_numbers, anchors, None, *gated)
-        given = *qkp(x), gate(rule, x), sums(dtype, x.q.device), out, table.chunks
+        given = *qkp(x), gate(rule, x), sums(dtype, x.q.device, C), out, table.chunks
         launch(gated_kernel, (NC * cdiv(K, t.BK), HV), *given, S, R, num_warps=t.warps)
     return gated

@@ -49,7 +49,7 @@ from fla_cp.kernels.triton.device.channelwise_grads import (
     state_products,
     store_gate_grads,
 )
-from fla_cp.kernels.triton.device.decay_sums import AFTER, PAIR, UP_TO, sums
+from fla_cp.kernels.triton.device.decay_sums import AFTER, PAIR, UP_TO, sums, widest_level
 from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.generations import choose, kernels_of
 from fla_cp.kernels.triton.intra_channelwise_bwd_safe import safe_bwd_kernel
@@ -66,8 +66,8 @@ from fla_cp.kernels.triton.operands import (
     tables,
 )
 from fla_cp.kernels.triton.rate_grads import rate_grads
+from fla_cp.kernels.triton.tile_table import in_chunks_of
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def intra_bwd_kernel(
     grads = as_rows(x_grads[0]), as_rows(x_grads[1]), as_rows(x_grads[2]), as_rows(x_grads[3])
     if SHIFT:
         grads = grads + (as_rows(x_grads[4]),)  # type: ignore[assignment, misc]
-    for top in tl.range(0, levels_end, num_stages=1, disable_licm=True):
+    for top in tl.range(widest_level(S.BT), levels_end, num_stages=1, disable_licm=True):
         o = opaque(i, here.n_rows + top, S.BT, 1000)
         inner, outer = o // 32 + top * (o // 16 - o // 32), o // 32 * top
         d = sum_steps(sums, PAIR + top, o, steps, S.PRECISION)
@@ -264,7 +264,7 @@ def intra_channelwise_bwd(
     first_of_two = "_by_chunk" if len(options) == 2 else ""
     stages = ["intra_bwd" + (path or first_of_two) + own(rule) for path, _ in options]
     paths = [
-        (c.tuning.tile(stage, K, V, dtype, 0, folder), R)
+        (in_chunks_of(c.tokens, stage, c.tuning.tile(stage, K, V, dtype, 0, folder)), R)
         for stage, (_, R) in zip(stages, options, strict=True)
     ]
     # Parts of dbeta and dA_log are those of key tiles, so Triton's kernels have the same. With a
@@ -277,7 +277,8 @@ def intra_channelwise_bwd(
         kernels = kernels_of(folder).intra_channelwise_bwd_scores
         folder_of_scores = "triton" if kernels.why_not(x, read, R_scores) else folder
     ts = c.tuning.tile("scores_bwd", K, V, dtype, 0, folder_of_scores)
-    tiles, shape_of = cdiv(K, BK), functools.partial(shape, rule, dtype, H, HV, K, V)
+    tiles, C = cdiv(K, BK), packing.chunk
+    shape_of = functools.partial(shape, rule, dtype, H, HV, K, V, chunk=C)
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     per_head = [x.q, x.k, *([] if x.p is None else [x.p])]
     wide = None if HV == H else torch.float32
@@ -292,8 +293,8 @@ def intra_channelwise_bwd(
         dA_log=None if x.A_log is None else single(NC * (tiles + two * (K // first.BK)), HV),
         ddt_bias=None if x.dt_bias is None else single(NC, HV, K),
         shares=empty_shares(1 + tiles, x),
-        scores=x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
-        row_grads=single(NC, HV, 3, CHUNK),
+        scores=x.q.new_empty(NC, HV, 2, C, C),
+        row_grads=single(NC, HV, 3, C),
         dgc=None,
         shift=None,
     )
@@ -305,7 +306,7 @@ def intra_channelwise_bwd(
             kernels = kernels_of(ts.folder)
             kernels.intra_channelwise_bwd_scores.scores_bwd(table, x, c, read, out, ts, R_scores)
         else:
-            S = shape(after_local(rule), dtype, H, HV, K, V, ts)
+            S = shape(after_local(rule), dtype, H, HV, K, V, ts, C)
             compiled = {"S": S, "R": R_scores, "num_warps": ts.warps}
             launch(scores_bwd_kernel, (NC, HV), read, out, where, **compiled)
         rest = where, out.shares.shape[1], rule.scale
@@ -322,7 +323,7 @@ def intra_channelwise_bwd(
             if not R.SAFE:
                 compiled["FIRST"] = K // first.BK if two else 0
             kernel = safe_bwd_kernel if R.SAFE else intra_bwd_kernel
-            given = read, gate(rule, x), sums(dtype, x.q.device), to, *rest
+            given = read, gate(rule, x), sums(dtype, x.q.device, C), to, *rest
             launch(kernel, (NC * tiles, HV), *given, **compiled, maxnreg=t.registers)
     if HV > H:
         dq, dk, *dp = (d.unflatten(1, (H, HV // H)).sum(2).to(dtype) for d in (dq, dk, *dp))

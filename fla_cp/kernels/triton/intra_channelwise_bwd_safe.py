@@ -1,14 +1,14 @@
 """The gradients of everything local to a chunk on the path of a safe gate; see
 intra_channelwise_bwd.py.
 
-|gc_i - gc_m| is at most 16 * 5 / ln 2 = 116 for the middle row m of row i's half. Therefore one row
-factor x = q exp(gc_i - n) and one column factor y = k exp(n - gc_j) serve all products, where n is
-gc_m rounded to a whole power of two: n0 in the first half of the rows and n1 in the second. A
-factor with another reference differs by a power of two, which is exact in bf16: exp(n1 - n0) for
-pairs of a row in the second half and a column in the first, exp(n) x for the states that enter, and
-exp(gc_C - n) y for the states that leave. All gradients of a factor are summed in one accumulator
-and multiplied by it once. What a pair adds to the gradient of gc at its row it subtracts at its
-column, with the same factors."""
+|gc_i - gc_m| is at most 16 * 5 / ln 2 = 116 for the middle row m of row i's half, 32 rows of a
+chunk of 64; a shorter chunk is all first half. Therefore one row factor x = q exp(gc_i - n) and one
+column factor y = k exp(n - gc_j) serve all products, where n is gc_m rounded to a whole power of
+two: n0 in the first half of the rows and n1 in the second. A factor with another reference differs
+by a power of two, which is exact in bf16: exp(n1 - n0) for pairs of a row in the second half and a
+column in the first, exp(n) x for the states that enter, and exp(gc_C - n) y for the states that
+leave. All gradients of a factor are summed in one accumulator and multiplied by it once. What a
+pair adds to the gradient of gc at its row it subtracts at its column, with the same factors."""
 
 import triton
 import triton.language as tl
@@ -23,13 +23,7 @@ from fla_cp.kernels.triton.device.blocks import (
     store_rows,
     sum_steps,
 )
-from fla_cp.kernels.triton.device.channelwise_decay import (
-    ANCHORS,
-    before,
-    load_steps,
-    shifted,
-    whole,
-)
+from fla_cp.kernels.triton.device.channelwise_decay import before, load_steps, shifted, whole
 from fla_cp.kernels.triton.device.channelwise_grads import (
     load_scores,
     open_chunk,
@@ -55,6 +49,7 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     operand = x.v_new.dtype.element_ty
     o_k = i_k * S.BK + tl.arange(0, S.BK)
     m_k = o_k < S.K
+    ANCHORS: tl.constexpr = S.BT // 16
     first_anchor = x.anchors + here.i_ch * ANCHORS * S.K
     anchors = first_anchor + o_k
 
@@ -78,9 +73,11 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
         keep_loads(here.rows, prefetched, here.n_rows, S.BT)
     b_gc = sum_steps(sums, UP_TO, i, parts(b_g, operand), S.PRECISION)
     n0 = whole(tl.load(anchors, mask=m_k, other=0.0), UNIT)[None, :]
-    n1 = whole(tl.load(anchors + 2 * S.K, mask=m_k, other=0.0), UNIT)[None, :]
-    end = tl.load(anchors + 3 * S.K, mask=m_k, other=0.0)[None, :]
-    first = (i < S.BT // 2)[:, None]
+    n1 = n0
+    if S.BT > 32:
+        n1 = whole(tl.load(anchors + 2 * S.K, mask=m_k, other=0.0), UNIT)[None, :]
+    end = tl.load(anchors + (ANCHORS - 1) * S.K, mask=m_k, other=0.0)[None, :]
+    first = (i < 32)[:, None]
     d = b_gc - tl.where(first, n0, n1) * UNIT
     e = tl.where(first, tl.exp2(n0), tl.exp2(n1))
     b_dq *= e
@@ -89,10 +86,11 @@ def safe_bwd_kernel(x, gate, sums, out, chunks, tokens, scale, S: tl.constexpr, 
     b_k = b_k.to(tl.float32) * tl.load(here.rows + planes.K_SCALE * S.BT + i)[:, None]
     shift = n1 - n0
 
-    second = (i >= S.BT // 2)[:, None]
+    second = (i >= 32)[:, None]
     b_y = b_k * decay_exp(-d, R.EXP2)
     near, far = b_y.to(operand), shifted(b_y, shift, first).to(operand)
-    last = decay_exp(tl.load(anchors + 3 * S.K, mask=m_k, other=0.0), R.EXP2)
+    last = tl.load(anchors + (ANCHORS - 1) * S.K, mask=m_k, other=0.0)
+    last = decay_exp(last, R.EXP2)
     b_dl = b_dl * last + tl.sum(near.to(tl.float32) * b_dc, axis=0)
 
     # row factor q

@@ -33,9 +33,8 @@ from fla_cp.kernels.triton.operands import (
     tables,
 )
 from fla_cp.kernels.triton.rate_grads import rate_grads
-from fla_cp.kernels.triton.tile_table import Tile
+from fla_cp.kernels.triton.tile_table import Tile, in_chunks_of
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK
 
 
 @triton.jit
@@ -141,9 +140,9 @@ def headwise_tiles(
     shape = c.decay.shape[2], c.v.shape[2], c.Aqk.dtype
     folder = choose(packing, c, *rows) if rows else "triton"
     tiles = tuple(c.tuning.tile(name, *shape, 0, folder) for name in names)
-    if all(t.folder == folder for t in tiles):
+    if folder != "triton" and all(t.folder == folder for t in tiles):
         return tiles
-    return tuple(c.tuning.tile(name, *shape) for name in names)
+    return tuple(in_chunks_of(c.tokens, name, c.tuning.tile(name, *shape)) for name in names)
 
 
 def intra_headwise_bwd(
@@ -151,7 +150,7 @@ def intra_headwise_bwd(
 ) -> Inputs:
     """The gradients of the inputs, with one decay a head."""
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
-    (NC, HV, K), H, V = c.decay.shape, x.q.shape[1], x.v.shape[2]
+    (NC, HV, K), H, V, C = c.decay.shape, x.q.shape[1], x.v.shape[2], packing.chunk
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
     k_stage += "_two" * (x.p is not None and HV > H)
@@ -172,13 +171,13 @@ def intra_headwise_bwd(
         dA_log=None if x.A_log is None else single(NC, HV),
         ddt_bias=None if x.dt_bias is None else single(NC, HV),
         shares=None if x.beta is None else empty_shares(1 + tiles, x),
-        scores=None if whole else x.q.new_empty(NC, HV, 2, CHUNK, CHUNK),
-        row_grads=None if whole else single(NC, HV, 3, CHUNK),
-        dgc=single(parts, NC, HV, CHUNK),
-        shift=None if x.p is None else single(tiles, NC, HV, CHUNK),
+        scores=None if whole else x.q.new_empty(NC, HV, 2, C, C),
+        row_grads=None if whole else single(NC, HV, 3, C),
+        dgc=single(parts, NC, HV, C),
+        shift=None if x.p is None else single(tiles, NC, HV, C),
     )
-    R, shape_of = rule_options(rule, dtype), functools.partial(shape, rule, dtype, H, HV, K, V)
-    log_decay, where = gate(rule, x), table.chunks
+    shape_of = functools.partial(shape, rule, dtype, H, HV, K, V, chunk=C)
+    R, log_decay, where = rule_options(rule, dtype), gate(rule, x), table.chunks
     tokens = ALIGNED if out.shares is None else out.shares.shape[1]
     if NC and whole:
         programs = c.tuning.sm_count(x.q.device) or 1

@@ -1,5 +1,6 @@
 """What launches pass to each other: the chunks, and the tables of a packing."""
 
+import functools
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -26,7 +27,7 @@ from fla_cp.kernels.triton.launch import cdiv
 from fla_cp.kernels.triton.tile_table import TUNING, Tile, Tuning
 from fla_cp.partition.device_tables import Joined, places_of
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK, DeltaRule
+from fla_cp.rule import DeltaRule
 
 DENSE = torch.contiguous_format
 
@@ -46,8 +47,8 @@ class Chunks(NamedTuple):
 
     T, Aqk [NC, HV, terms * C, C]: in the inputs' dtype, one or two [C, C] terms that add up to it.
     decay [NC, HV, K], rows [NC, HV, planes, C] (device/planes.py): fp32.
-    anchors [NC, HV, 4, K]: gc of rows 15, 31, 47 and 63, fp32; empty with one decay a head, and in
-    another dtype than bf16.
+    anchors [NC, HV, C / 16, K]: gc of rows 15, 31, 47 and 63, fp32; empty with one decay a head,
+    and in another dtype than bf16.
     steep [NC, HV]: 1 where the decays are too strong for the path of a safe gate, else 0, int32;
     empty where one path serves all chunks.
     qg, k_decayed, kg [NC, HV, C, K]; with one decay a head the inputs q, k or p, and k [T, H, K].
@@ -80,10 +81,16 @@ class Chunks(NamedTuple):
     def terms(self) -> int:
         return terms(self.rule, self.v.dtype)
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens a chunk has (C)."""
+        return self.rows.shape[3]
+
     def shape(self, t: Tile) -> Shape:
         """What kernels that read the chunks are compiled for."""
         (HV, K), V = self.decay.shape[1:], self.v.shape[2]
-        return shape(after_local(self.rule), self.Aqk.dtype, self.kg.shape[1], HV, K, V, t)
+        H, rule = self.kg.shape[1], after_local(self.rule)
+        return shape(rule, self.Aqk.dtype, H, HV, K, V, t, self.tokens)
 
     def between(self, first: int, stop: int) -> "Chunks":
         """Those from `first` to before `stop`, with a decay a channel."""
@@ -142,10 +149,11 @@ class ScanGrads(NamedTuple):
     dh: Tensor
 
 
-# For `columns`: where each chunk starts if all before it are full, and the rows of a full chunk,
-# as an array, since numpy would convert an int in every call.
-_STARTS = np.arange(0, 2048 * CHUNK, CHUNK, dtype=np.int32)
-_FULL = np.array(CHUNK, dtype=np.int32)
+@functools.cache
+def _full_chunks(chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """For `columns`: where each chunk starts if all before it are full, and the rows of a full
+    chunk, as an array, since numpy would convert an int in every call."""
+    return np.arange(0, 2048 * chunk, chunk, dtype=np.int32), np.array(chunk, dtype=np.int32)
 
 
 def columns(packing: Packing) -> Joined:
@@ -161,16 +169,19 @@ def columns(packing: Packing) -> Joined:
     places, end = places_of(lengths, torch.int32)
     starts_at, rows_at, start_at, stop_at, _ = places
     # How far a segment's chunks are from where they would be if all chunks before were full.
-    moved = [a - CHUNK * n for a, n in zip(start, first, strict=True)]
+    C = packing.chunk
+    moved = [a - C * n for a, n in zip(start, first, strict=True)]
     values = np.zeros(end + 2 * segments, dtype=np.int32)  # what comes after `end` is not sent
     gap = [0] * (stop_at - start_at - segments)
     values[start_at:] = [*start, *gap, *stop, *gap, *first, *gap, *moved, *chunks]
     each = values[end + segments :]
     starts, rows = values[starts_at : starts_at + total], values[rows_at : rows_at + total]
-    full = _STARTS[:total] if total <= len(_STARTS) else CHUNK * np.arange(total, dtype=np.int32)
+    starts_if_full, rows_if_full = _full_chunks(C)
+    many = total > len(starts_if_full)
+    full = C * np.arange(total, dtype=np.int32) if many else starts_if_full[:total]
     np.add(values[end : end + segments].repeat(each), full, out=starts)
     np.subtract(values[stop_at : stop_at + segments].repeat(each), starts, out=rows)
-    np.minimum(rows, _FULL, out=rows)
+    np.minimum(rows, rows_if_full, out=rows)
     return Joined(values[:end], places, lengths)
 
 

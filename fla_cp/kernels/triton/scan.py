@@ -43,7 +43,6 @@ from fla_cp.kernels.triton.launch import cdiv, launch
 from fla_cp.kernels.triton.operands import Chunks, ScanOutputs, tables
 from fla_cp.partition.device_tables import Build, Columns
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK
 
 
 @triton.jit(do_not_specialize=["states"])
@@ -286,6 +285,7 @@ def scan_tile(
     forced = t.folder not in ("triton", folder)
     if forced and not (written and kernels_of(t.folder).supports(c, rows)):
         raise ValueError(f"{t} of {stage} takes bf16 and K = V = 128 only, and aligned tensors")
+    t = tile_table.in_chunks_of(c.tokens, stage, t, c.terms)
     return t if c.terms == 1 else tile_table.in_two_terms(stage, t)
 
 
@@ -309,7 +309,7 @@ def empty_states(
 
 def chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
     (NC, HV, K), V = c.decay.shape, c.v.shape[2]
-    buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, CHUNK, V)
+    buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, packing.chunk, V)
     if packing.frame is not None:
         clear(*buffers, packing.frame.filled)
     return buffers

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from fla_cp.rule import CHUNK
+
 
 class Tile(NamedTuple):
     """BK, BV: sizes of the key and value tile. warps, stages: those of the compiled kernel.
@@ -261,6 +263,20 @@ def _warn_unmeasured() -> None:
 
 
 TUNING = Tuning()
+
+
+def in_chunks_of(tokens: int, stage: str, t: Tile, terms: int = 1) -> Tile:
+    """The tile of a scan or of a local backward stage in chunks of so many tokens. terms: of T and
+    Aqk, for a scan.
+
+    If they are short, a scan has one step, so it loads nothing ahead. Products then have too few
+    rows for wgmma, and threads hold more of their operands: wider tiles would spill."""
+    if tokens == CHUNK:
+        return t
+    if stage.startswith("scan"):
+        narrow = t.BK > 128 or tokens * terms > 32
+        return t._replace(BV=16 if narrow else t.BV, stages=1)
+    return t._replace(BK=max(16, t.BK * 16 // tokens), BV=min(t.BV, 32))
 
 
 def in_two_terms(stage: str, t: Tile) -> Tile:

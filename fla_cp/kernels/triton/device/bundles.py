@@ -261,12 +261,21 @@ def terms(rule: DeltaRule, dtype: torch.dtype) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def shape(rule: DeltaRule, dtype: torch.dtype, H: int, HV: int, K: int, V: int, t: Tile) -> Shape:
-    """The shape of a call on operands in dtype, with tile t."""
+def shape(
+    rule: DeltaRule,
+    dtype: torch.dtype,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    t: Tile,
+    chunk: int = CHUNK,
+) -> Shape:
+    """The shape of a call on operands in dtype, with tile t and that many tokens in a chunk."""
     # Three TF32 products are as good as fp32 here. Half-precision operands ignore this.
     precision = "tf32x3" if dtype == torch.float32 else "tf32"
     how = rule.per_head, rule.removal, terms(rule, dtype), precision
-    return Shape(HV, HV // H, K, V, CHUNK, t.BK, t.BV, t.stages, *how)
+    return Shape(HV, HV // H, K, V, chunk, t.BK, t.BV, t.stages, *how)
 
 
 @functools.lru_cache(maxsize=1024)

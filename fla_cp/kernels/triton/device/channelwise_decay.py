@@ -48,7 +48,7 @@ def before(d, steps):
 
 
 ANCHORS = tl.constexpr(4)
-"""Rows of a chunk whose gc is stored: 15, 31, 47 and 63."""
+"""Rows of a chunk of 64 whose gc is stored: 15, 31, 47 and 63. Any chunk has BT // 16 of them."""
 
 STEEPEST = tl.constexpr(100.0)
 """The largest decay over 16 rows, in powers of two, for which a chunk takes the path of a safe gate
@@ -58,13 +58,13 @@ between 2^-100 and 2^100, which leaves q and k the range from 2^-26 to 2^27."""
 
 @triton.jit
 def is_steep(anchors, S: tl.constexpr, R: tl.constexpr):
-    """Whether a chunk and head needs the path of any gate. anchors: gc of its rows, [ANCHORS, K].
+    """Whether a chunk and head needs the path of any gate. anchors: gc of its rows, [BT // 16, K].
     gc falls from row to row, so the anchors tell its largest step over 16 rows."""
     furthest = 0.0
     for first in tl.range(0, S.K, S.BK):
         k = first + tl.arange(0, S.BK)
         above = tl.zeros([S.BK], tl.float32)
-        for row in tl.static_range(ANCHORS):
+        for row in tl.static_range(S.BT // 16):
             at = tl.load(anchors + row * S.K + k, mask=k < S.K, other=0.0)
             furthest = tl.maximum(furthest, tl.max(tl.abs(at - above)))
             above = at

@@ -7,10 +7,9 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
-
-from fla_cp.rule import CHUNK
 
 UP_TO = tl.constexpr(0)
 """Steps from the chunk's start up to row i, with it: gc_i."""
@@ -29,10 +28,17 @@ S = 32 >> n. Second blocks: gc_i - gc_r; first blocks: gc_r - gc_i. Never positi
 LEVELS = 6
 
 
+@triton.constexpr_function
+def widest_level(BT):
+    """The level of `PAIR` whose blocks are the two halves of a chunk of BT tokens."""
+    return LEVELS - BT.bit_length() + 1
+
+
 @functools.cache
-def sums(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[5 + LEVELS, C, C] of -1, 0 and 1, indexed by the names above; bf16, or fp32 for fp32."""
-    row = torch.arange(CHUNK, device="cpu")
+def sums(dtype: torch.dtype, device: torch.device, chunk: int) -> Tensor:
+    """[5 + LEVELS, C, C] of -1, 0 and 1, indexed by the names above; bf16, or fp32 for fp32. C is
+    `chunk`. A chunk of 32 is the first half of one of 64 and lacks its widest level, and so on."""
+    row = torch.arange(chunk, device="cpu")
     i, j = row[:, None], row[None]
 
     def since(m: Tensor) -> Tensor:

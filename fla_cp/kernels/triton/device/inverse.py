@@ -13,6 +13,12 @@ def needs_nearest(TERMS, operand):
     return TERMS > 1 or operand == tl.float16
 
 
+@triton.constexpr_function
+def joins(BT):
+    """How often pairs of blocks are joined until blocks of 16 rows are one of BT rows."""
+    return BT.bit_length() - 5
+
+
 @triton.jit
 def nearest(x, NEAREST: tl.constexpr):
     """x in fp32; with NEAREST, rounded to the eleven bits of TF32. Products would drop the other
@@ -41,7 +47,7 @@ def unit_lower_inverse(A, D, BT: tl.constexpr, NEAREST: tl.constexpr, PRECISION:
     i = tl.arange(0, BT)
     X = tl.broadcast_to(X[:, :, None, :], [BT // 16, 16, BT // 16, 16])
     X = tl.where((i // 16)[:, None] == (i // 16)[None, :], tl.reshape(X, [BT, BT]), 0.0)
-    for level in tl.static_range(2):
+    for level in tl.static_range(joins(BT)):
         C = nearest(tl.where(pair_mask(i, 4 + level), A, 0.0), NEAREST)
         N = nearest(X, NEAREST)
         X -= dot(N, nearest(dot(C, N, PRECISION), NEAREST), PRECISION)
