@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks import host
 from benchmarks.host import host_milliseconds
 from benchmarks.members import MEMBERS, Member, draws, io_bytes, options, peer, products
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import MOST_DIM, SHAPES, Shape
 
 CHECKED_TOKENS = 32768
 """Longest shape whose results are compared with the peer's."""
@@ -276,7 +276,8 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    default = "cpu" if device == "cpu" else ",".join(n for n in SHAPES if n != "cpu")
+    usual = (n for n, s in SHAPES.items() if n != "cpu" and s.K <= MOST_DIM)
+    default = "cpu" if device == "cpu" else ",".join(usual)
     parser.add_argument("--shapes", default=default, help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--op", choices=MEMBERS, default="kda")
     parser.add_argument("--peer", choices=("fla", "flashqla"))

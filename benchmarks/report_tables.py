@@ -119,6 +119,7 @@ def shape(name: str, operator: str) -> str:
     """A named shape of `benchmarks.shapes` in words."""
     s = SHAPES[name]
     found = [f"T = {s.T}", f"H = {s.H}" if s.H == s.HV else f"{s.H} heads of q and k, {s.HV} of v"]
+    found += [] if s.K == 128 else [f"K = V = {s.K}"]
     found += [] if operator != "kda" else ["safe gate"] if s.safe else ["any gate"]
     found += ["`disable_recompute`"] if s.disable_recompute else []
     found += [] if s.cu_seqlens is None else [f"{len(s.cu_seqlens) - 1} packed documents"]

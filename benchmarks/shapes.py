@@ -55,6 +55,9 @@ def documents(total: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(offsets)
 
 
+MOST_DIM = 256
+"""The widest heads that all operators take; GLA and simple GLA take wider ones."""
+
 SHAPES = {
     s.name: s
     for s in (
@@ -69,6 +72,7 @@ SHAPES = {
         Shape("packed16k", 16384, cu_seqlens=documents(16384)),
         Shape("short16", 32768, cu_seqlens=tuple(range(0, 32769, 16))),
         Shape("short32", 32768, cu_seqlens=tuple(range(0, 32769, 32))),
+        Shape("wide", 8192, H=8, HV=8, K=512, V=512),
         Shape("cpu", 256, H=2, HV=2, K=16, V=16),
     )
 }
