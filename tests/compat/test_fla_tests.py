@@ -96,7 +96,7 @@ def test_each_result(tmp_path):
         tmp_path.joinpath(name).write_text(text)
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.fla_tests", str(tests), "--device", "cpu"]
-    command += ["--limit", "9", "--jobs", "2", "--total", "120", "--out", str(out)]
+    command += ["--limit", "20", "--jobs", "2", "--total", "120", "--out", str(out)]
     paths = os.pathsep.join((str(ROOT), str(tmp_path)))
     printed = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
