@@ -141,7 +141,7 @@ def state_of(at, i_p, S: gl.constexpr):
 
 @gluon.jit
 def load_own(at, i_p, S: gl.constexpr):
-    """What program i_p reads of a layer besides projections; zeros if it has no part of a head."""
+    """What program i_p reads of a layer besides projections."""
     VS: gl.constexpr = S.V // S.SPLIT
     L: gl.constexpr = pairs_of_a_thread(VS, 4, S.WARPS)
     LR: gl.constexpr = rank_layout(S)
@@ -149,32 +149,31 @@ def load_own(at, i_p, S: gl.constexpr):
     column = i_h * S.V + part * VS
     o_v = gl.arange(0, VS, gl.SliceLayout(0, L))
     o_r = gl.arange(0, S.RANK // 2, gl.SliceLayout(0, LR))
-    mixes = i_p < S.H * S.SPLIT
-    b_S = gl.load(state_of(at, i_p, S), mask=mixes, other=0)
-    rate = gl.load(place(at.A_log, gl.float32) + i_h, mask=mixes, other=0)
+    b_S = gl.load(state_of(at, i_p, S))
+    rate = gl.load(place(at.A_log, gl.float32) + i_h)
     shift = place(at.dt_bias, gl.float32)
     if S.HEAD:
-        b_shift = gl.load(shift + i_h, mask=mixes, other=0)
+        b_shift = gl.load(shift + i_h)
         decay = b_shift
     else:
         row = i_h * S.K + gl.arange(0, S.K, gl.SliceLayout(1, LR))
-        b_shift = gl.load(shift + row, mask=mixes, other=0)
+        b_shift = gl.load(shift + row)
         p = (place(at.decay, gl.int32) + row * (S.RANK // 2))[:, None] + o_r[None, :]
-        decay = gl.load(p, mask=mixes, other=0)
-    norm = gl.load(place(at.o_norm, gl.bfloat16) + part * VS + o_v, mask=mixes, other=0)
+        decay = gl.load(p)
+    norm = gl.load(place(at.o_norm, gl.bfloat16) + part * VS + o_v)
     gate, bias = norm, norm
     if S.LOW_GATE:
         row = column + gl.arange(0, VS, gl.SliceLayout(1, LR))
         p = (place(at.gate, gl.int32) + row * (S.RANK // 2))[:, None] + o_r[None, :]
-        gate = gl.load(p, mask=mixes, other=0)
+        gate = gl.load(p)
     if S.BIAS:
         p = place(at.gate_bias, gl.bfloat16) + column + o_v
-        bias = gl.load(p, mask=mixes, other=0)
+        bias = gl.load(p)
     return Own(b_S, rate, b_shift, decay, gate, bias, norm)
 
 
 @gluon.jit
-def mix(own, at, epoch, words, i_p, values, inputs, scale, bound, factor, S: gl.constexpr):
+def mix(at, epoch, words, i_p, values, inputs, scale, bound, factor, S: gl.constexpr):
     """The recurrence of a head of the layer at `at`, for some columns of its state.
 
     The output is multiplied by the gated norm's weight and by the gate's activation. The sum of its
@@ -184,6 +183,7 @@ def mix(own, at, epoch, words, i_p, values, inputs, scale, bound, factor, S: gl.
     L: gl.constexpr = pairs_of_a_thread(VS, 4, S.WARPS)
     EACH: gl.constexpr = of_each_warp(S.K, S.WARPS)
     i_h, part = i_p // S.SPLIT, i_p % S.SPLIT
+    own = load_own(at, i_p, S)  # these loads are under way while projections are awaited
     load_inputs(words, i_h, part, epoch, values, inputs, S)
     b_S, rate = own.state, gl.exp2(own.rate * LOG2E)
     if S.HEAD:
