@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -142,14 +143,15 @@ def kernels(f: Callable[[], object]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-VARIANTS: dict[str, tuple[str, object]] = {
-    "separate": ("decoding.FUSED_ROWS", 0),
-    "stages": ("step_mixer.MAX_ROWS", 0),
-    "late": ("early.EARLY", False),
+VARIANTS: dict[str, dict[str, object]] = {
+    "kernels": {},
+    "separate": {"triton.decoding.FUSED_ROWS": 0},
+    "stages": {"triton.step_mixer.MAX_ROWS": 0},
+    "late": {"triton.early.EARLY": False},
 }
-"""Steps with another value of a constant of kernels/triton: products are calls of cuBLAS; the
-convolution, the recurrence and the gated norm are kernels of their own; no kernel starts early.
-They mean nothing for more sequences than FUSED_ROWS."""
+"""Steps whose layers are several kernels, with other values of constants of fla_cp/kernels: as they
+are, products are calls of cuBLAS; the convolution, the recurrence and the gated norm are kernels of
+their own; no kernel starts early. They mean nothing for more sequences than FUSED_ROWS."""
 
 
 def variant_milliseconds(model: Decoder, rows: int, name: str) -> float | None:
@@ -159,8 +161,10 @@ def variant_milliseconds(model: Decoder, rows: int, name: str) -> float | None:
 
     if rows > FUSED_ROWS:
         return None
-    constant, value = VARIANTS[name]
-    with mock.patch(f"fla_cp.kernels.triton.{constant}", value):
+    constants = {"sm90.step_run.ENABLED": False} | VARIANTS[name]
+    with ExitStack() as changed:
+        for constant, value in constants.items():
+            changed.enter_context(mock.patch(f"fla_cp.kernels.{constant}", value))
         near_ties(model, tokens_of(decoding(model, rows, True)[0], CHECKED))
         found, _ = decoding(model, rows, True)
         loop_milliseconds(found)

@@ -193,7 +193,9 @@ SECTIONS = (
         "One more token for each of B sequences through a whole decoder with random weights, in a "
         "CUDA graph. The floor is the time in which the device reads the weights once, and reads "
         "and writes the states once, at the larger of the two bandwidths above the table; the "
-        "goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. In separate, "
+        "goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. Where kernels "
+        "is measured, it is a step whose layers are several kernels, as in what follows it, while "
+        "the others run layers in one kernel (kernels/sm90/step_layers.py). In separate, "
         "every product is a call of cuBLAS; in stages, convolution, recurrence and gated norm are "
         "kernels of their own; in late, no kernel starts before the one ahead of it has ended "
         "(kernels/triton/early.py). Eager is without a graph.",

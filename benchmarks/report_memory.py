@@ -66,6 +66,10 @@ def decode(result: Result) -> str:
         ("floor, ms", lambda r: number(r["floor_ms"])),
         ("graph, ms", lambda r: number(r["graph_ms"])),
         ("over floor", lambda r: ratio(r["over_floor"])),
+        (
+            "kernels, ms",
+            lambda r: number(r.get("kernels_ms")),
+        ),  # since there is a kernel for layers
         ("separate, ms", lambda r: number(r["separate_ms"])),
         ("stages, ms", lambda r: number(r["stages_ms"])),
         ("late, ms", lambda r: number(r["late_ms"])),

@@ -7,13 +7,17 @@ of the product (`Backend.step_product`). The convolution updates its window in p
 operator its states; where all kinds of modules are known, they and the gated norm are one stage
 (`Backend.step_mixer`). Modules of other kinds are called as usual.
 
+Where a backend has a kernel for whole layers (`Backend.step_layers`), blocks that follow each other
+are one launch (`steps_of`).
+
 Nothing here waits for the device, and shapes do not change from step to step, so that a CUDA graph
 can repeat a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.decoding import StepMixer, StepProduct
+from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
 from fla_cp.nn.cache import LayerCache, RecurrentCache
 from fla_cp.nn.kda import KDACore
 from fla_cp.nn.linear_attention import Core, LinearAttention
@@ -174,6 +178,19 @@ class RecurrentStep:
         )
         return resolve(layer.core.impl, qkv.device, qkv.dtype).step_mixer(mixer)
 
+    def columns(self, module: nn.Module) -> tuple[int, Tensor | None, Tensor | None]:
+        """Where the columns of a module begin in the product with `into`, and for a low rank its
+        second weight and bias."""
+        at = [sum(self.widths[:n]) for n in range(1, len(self.widths))]
+        for group, start, weight, bias in zip(
+            self.groups, at, self.second, self.biases, strict=False
+        ):
+            if module in group:
+                n, rank = group.index(module), weight.shape[2]
+                found = None if bias is None else bias.view(len(group), -1)[n]
+                return start + n * rank, weight[n], found
+        return at[len(self.groups) + self.plain.index(module)], None, None
+
     def _modules(
         self, qkv: Tensor, found: dict[nn.Module, Tensor], cache: RecurrentCache
     ) -> Tensor:
@@ -243,6 +260,94 @@ class BlockStep:
             y = block.ffn(block.ffn_norm(x)[:, None])
             x += (y[0] if isinstance(y, tuple) else y)[:, 0]  # experts return statistics, too
 
+    def layer(self, cache: LayerCache, x: Tensor) -> StepLayer | None:
+        """The block as one layer, for an x of this dtype; None if its parts are no such stages."""
+        mixer, ffn = self.mixer, self.ffn
+        if mixer is None or ffn is None or mixer.rule is None:
+            return None
+        assert isinstance(cache, RecurrentCache)
+        assert cache.conv is not None and cache.state is not None
+        layer, options = mixer.layer, mixer.layer.core.options(True)
+        backends = [resolve(impl, x.device, x.dtype) for impl in (mixer.impl, layer.core.impl)]
+        if backends[0] is not backends[1]:
+            return None
+        norm: Any = layer.o_norm
+        taps, bias = layer.qkv_conv._parameters_in(x.dtype)
+        of_decay: Any = getattr(layer, layer.decay_name)
+        if is_low_rank(of_decay) and of_decay[1].bias is not None:
+            return None
+        decay, decay_up, _ = mixer.columns(of_decay)
+        gate, gate_up, gate_bias = mixer.columns(layer.g_proj)
+        return StepLayer(
+            rule=mixer.rule,
+            norm=mixer.norm.weight,
+            eps=_eps(mixer.norm, x),
+            into=mixer.into[0],
+            window=cache.conv,
+            taps=taps,
+            bias=bias,
+            state=cache.state,
+            decay=decay,
+            decay_up=decay_up,
+            gate=gate,
+            gate_up=gate_up,
+            gate_bias=gate_bias,
+            beta=mixer.columns(layer.b_proj)[0] if layer.has_beta else None,
+            A_log=options["A_log"],
+            dt_bias=options["dt_bias"],
+            o_norm=norm.weight,
+            o_eps=norm.eps,
+            activation=norm.activation,
+            out=layer.o_proj.weight.data,
+            ffn_norm=ffn.norm.weight,
+            ffn_eps=_eps(ffn.norm, x),
+            up=ffn.into[0],
+            down=ffn.ffn.down.weight.data,
+        )
+
+
+class LayersStep:
+    """Blocks that follow each other, in one launch while their caches stay where they are."""
+
+    def __init__(
+        self,
+        blocks: Sequence[BlockStep],
+        caches: Sequence[Any],
+        layers: Sequence[StepLayer],
+        run: Callable[[Tensor], None],
+    ) -> None:
+        self.blocks, self.caches, self.layers, self.run = blocks, caches, layers, run
+
+    def __call__(self, x: Tensor) -> None:
+        if all(
+            c.conv is s.window and c.state is s.state
+            for c, s in zip(self.caches, self.layers, strict=True)
+        ):
+            self.run(x)
+            return
+        for block, cache in zip(self.blocks, self.caches, strict=True):
+            block(x, cache)
+
+
+def steps_of(
+    blocks: Sequence[BlockStep], caches: Sequence[LayerCache], like: Tensor, impl: str = "auto"
+) -> list[Callable[[Tensor], None]]:
+    """What a step calls one after the other with x [B, hidden]. caches: those of the blocks, which
+    have seen a token. like: has the dtype and device of x. impl: as in `RecurrentStep`."""
+    layers = [block.layer(cache, like) for block, cache in zip(blocks, caches, strict=True)]
+    backend = resolve(impl, like.device, like.dtype)
+    found: list[Callable[[Tensor], None]] = []
+    numbered = groupby(enumerate(layers), lambda item: None if item[1] is None else item[1].kind)
+    for _, group in numbered:
+        places, alike = zip(*group, strict=True)
+        run = None if alike[0] is None else backend.step_layers(alike)
+        own, held = [blocks[n] for n in places], [caches[n] for n in places]
+        if run is None:
+            found += (partial(block, cache=cache) for block, cache in zip(own, held, strict=True))
+        else:
+            found.append(LayersStep(own, held, alike, run))
+    return found
+
 
 def head_logits(x: Tensor, norm: nn.RMSNorm, head: nn.Linear, impl: str = "auto") -> Tensor:
     """head(norm(x)) for x [B, hidden]."""
@@ -252,8 +357,11 @@ def head_logits(x: Tensor, norm: nn.RMSNorm, head: nn.Linear, impl: str = "auto"
 
 def _behind(norm: nn.RMSNorm, x: Tensor, weight: Tensor) -> StepProduct:
     """The product of norm(x) and a weight [1, R, C]."""
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    return StepProduct(x, weight, norm.weight, eps)
+    return StepProduct(x, weight, norm.weight, _eps(norm, x))
+
+
+def _eps(norm: nn.RMSNorm, x: Tensor) -> float:
+    return torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
 
 
 def _biases(modules: Sequence[nn.Linear]) -> Tensor | None:

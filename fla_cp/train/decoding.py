@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
-from fla_cp.nn.decoding import BlockStep, head_logits
+from fla_cp.nn.decoding import BlockStep, head_logits, steps_of
 from fla_cp.train.model import Decoder
 
 EAGER_CALLS = 2
@@ -111,13 +111,14 @@ class DecodeStep:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         self.caches = [c.fixed() if isinstance(c, AttentionCache) else c for c in caches]
         self.blocks = [BlockStep(block, impl) for block in model.blocks]
+        self.steps = steps_of(self.blocks, self.caches, weight, impl)
         self.model, self.impl = model, impl
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         x = self.model.embedding(self.tokens)
-        for block, cache in zip(self.blocks, self.caches, strict=True):
-            block(x, cache)
+        for step in self.steps:
+            step(x)
         return head_logits(x, self.model.norm, self.model.head, self.impl)
 
 

@@ -251,6 +251,30 @@ def compile_mixer(dtype: torch.dtype, name: str) -> list[Launch]:
     return list(dict.fromkeys(kernels))
 
 
+SIZES_1B = {"H": 16, "K": 128, "V": 128, "C": 2048, "F": 5504}
+LAYERS: dict[str, dict] = {
+    "KDA 1.3B": SIZES_1B | {"bias": True},
+    "KDA 340M": {"H": 8, "K": 128, "V": 128, "C": 1024, "F": 2816},
+    "GDN 1.3B": SIZES_1B | {"low": False, "rule": {"per_head": True}, "activation": "silu"},
+    "GLA": {"H": 4, "K": 64, "V": 128, "C": 512, "F": 1408, "gate": False}
+    | {"rule": {"removal": "none", "beta_factor": None}},
+}
+"""Sizes and kinds of layers that are one kernel, see `drawn_layers`."""
+
+
+def compile_layers(name: str) -> list[Launch]:
+    """A step of one sequence through a layer."""
+    from fla_cp.kernels.sm90.step_run import step_layers
+    from tests.support.step_layers import drawn_layers
+
+    layers = drawn_layers(1, **LAYERS[name])
+    with launched() as kernels:
+        run = step_layers(layers, 132)
+        assert run is not None
+        run(torch.zeros(1, len(layers[0].norm), dtype=torch.bfloat16))
+    return list(dict.fromkeys(kernels))
+
+
 def compile_gate(dtype: torch.dtype, lower_bound: float | None) -> list[Launch]:
     from fla_cp import kda_gate
 
@@ -427,6 +451,9 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
         for bound in (None, -5.0):
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call
+
+    for kind in LAYERS:
+        yield f"decode layers {kind} bf16", functools.partial(compile_layers, kind)
 
     def head_in_triton(
         tiles: dict[str, tile_table.Tile], family: str = "gated_delta_rule"

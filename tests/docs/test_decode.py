@@ -40,7 +40,8 @@ def test_its_section(result):
     section = page.split("## Decoding")[1].split("\n## ")[0]
     assert (
         "| 1 | 0.0027 | " in section
-        and " | 1.25 | 1.50x | not measured | not measured | 1.10 | 200 | " in section
+        and " | 1.25 | 1.50x | not measured | not measured | not measured | 1.10 | 200 | "
+        in section
     )
     assert "benchmarks.decode --size tiny --pattern kda,gla --batches 1 --out" in section
     assert f"{result.data['gb_s']['read']:.0f} of a sum" in section

@@ -483,6 +483,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
     from tests.gpu.short_chunks import check_short
+    from tests.gpu.step_layers import check_step_layers
     from tests.gpu.tables import check_tables
     from tests.gpu.tiles import check_tiles
     from tests.gpu.wide_heads import check_wide
@@ -492,7 +493,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found |= {"exchange": check_exchange, "norm": check_norm, "layers": check_layers}
     found |= {"experts": check_experts, "decoding": check_decoding}
     found |= {"conv states": check_conv_states, "tables": check_tables}
-    found |= {"drafts": check_drafts, "clock": check_clock}
+    found |= {"drafts": check_drafts, "clock": check_clock, "step layers": check_step_layers}
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
     found |= {f"short {chunk}": partial(check_short, chunk) for chunk in (16, 32)}
     for K, V in SIZES:

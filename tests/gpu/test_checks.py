@@ -12,6 +12,7 @@ from tests.gpu import said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
+from fla_cp.kernels.sm90 import step_run
 from fla_cp.kernels.triton import chunk_tables, intra_channelwise, scan
 from fla_cp.kernels.triton import clock as clock_kernels
 from fla_cp.kernels.triton.backend import TritonBackend
@@ -25,10 +26,12 @@ from tests.gpu import (
     experts,
     layers,
     short_chunks,
+    step_layers,
     tables,
     wide_heads,
 )
 from tests.gpu.__main__ import SMALL_CALL
+from tests.support import gluon_interpreter
 from tests.support.clocks import hosttimer
 from tests.support.closeness import share_of_budget
 
@@ -257,6 +260,24 @@ def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
         update = "convolution" in row["case"]
         of = {"conv_update": update or stages, "step_mixer": mixer, "nothing": False}
         assert row["ok"] != of.get(wrong, not (mixer or update)), row
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_gpu_checks_of_layers_together(monkeypatch, wrong):
+    """They pass, and they fail on a kernel that takes another step than it should."""
+    monkeypatch.setattr(step_layers, "LAYERS", {"KDA": {}, "GDN": step_layers.LAYERS["GDN"]})
+    monkeypatch.setitem(step_layers.LAYERS["GDN"], "H", 2)
+    for name, size in {"K": 32, "V": 16, "C": 48, "F": 40}.items():
+        monkeypatch.setitem(step_layers.LAYERS["GDN"], name, size)
+    fine = step_run.Run.__call__
+    if wrong:
+        monkeypatch.setattr(step_run.Run, "__call__", lambda run, x: fine(run, x.mul_(1.05)))
+    with gluon_interpreter.interpreted():
+        rows = step_layers.check_step_layers()
+    assert len(rows) == 2
+    for row in rows:
+        assert row["ok"] != wrong, row
 
 
 @pytest.mark.bits

@@ -9,6 +9,7 @@ while a copy still reads it.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import math
@@ -36,6 +37,9 @@ class Pointers:
 
     def __add__(self, offset: Any) -> Pointers:
         return Pointers(self.base, self.at + offset)
+
+    def __getitem__(self, index: Any) -> Pointers:
+        return Pointers(self.base, torch.as_tensor(self.at)[index])
 
     def memory(self) -> Tensor:
         size = self.base.untyped_storage().nbytes() // self.base.element_size()
@@ -135,14 +139,16 @@ def _check_barriers() -> None:
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-    memory = torch.full(shape, 10**6 if dtype == torch.int64 else float("nan"), dtype=dtype)
+    memory = torch.full(shape, float("nan") if dtype.is_floating_point else 10**6, dtype=dtype)
     barriers = [Barrier() for _ in range(shape[0])] if dtype == torch.int64 else None
     if barriers:
         made.append(barriers)
     return Shared(memory, barriers)
 
 
-def _load(p: Pointers, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+def _load(
+    p: Pointers, mask: Tensor | None = None, other: float = 0.0, volatile: bool = False
+) -> Tensor:
     if mask is None:
         return p.memory()[p.places()]
     places, keep = torch.broadcast_tensors(p.places(), mask)
@@ -156,6 +162,31 @@ def _store(p: Pointers, x: Tensor | float, mask: Tensor | None = None) -> None:
     places, x = torch.broadcast_tensors(p.places(), x)
     keep = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.expand_as(places)
     p.memory()[places[keep]] = x[keep]
+
+
+def _at_address(address: Tensor, dtype: torch.dtype) -> Pointers:
+    """Elements from an address on; nothing checks how many there are."""
+    memory = (ctypes.c_char * (1 << 30)).from_address(int(address))
+    return Pointers(torch.frombuffer(memory, dtype=dtype))
+
+
+def _arrived(p: Pointers, epoch: Tensor, held: int, vectors: bool) -> Tensor:
+    """Words that must be there: nothing else runs meanwhile."""
+    words = p.memory()[p.places()]
+    assert (words >> 32 == epoch).all(), "waits for words that are not written"
+    return words
+
+
+def _products(acc: Tensor, w: Tensor, x: Tensor, L: Any) -> Tensor:
+    """Any numbers whose sums over rows are right."""
+    (a, b), (c, d) = ([half.view(torch.float32) for half in (t << 16, t & -65536)] for t in (w, x))
+    return acc + a * c + b * d
+
+
+def _join(a: Any, b: Any) -> Any:
+    if isinstance(a, Pointers):
+        return Pointers(a.base, torch.stack(torch.broadcast_tensors(a.at, b.at), -1))
+    return torch.stack((a, b), -1)
 
 
 def _prefetch(p: Pointers) -> None:
@@ -241,7 +272,7 @@ class Launcher:
 
     def __getitem__(self, grid: tuple[int, int]) -> Any:
         def launch(*given: Any, **named: Any) -> None:
-            for option in ("num_warps", "maxnreg"):
+            for option in ("num_warps", "maxnreg", "launch_cooperative_grid"):
                 named.pop(option, None)
             given = tuple(map(_argument, given))
             named = {name: _argument(x) for name, x in named.items()}
@@ -266,9 +297,11 @@ def interpreted() -> Iterator[list[str]]:
     ]
     nothing = lambda *args, **more: None  # noqa: E731
     gl = SimpleNamespace(
-        int32=torch.int32, int64=torch.int64, float32=torch.float32, static_range=range,
+        int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
+        static_range=range,
         allocate_shared_memory=_allocate, load=_load, store=_store, where=_where,
-        arange=lambda a, b, layout=None: torch.arange(a, b), convert_layout=lambda x, layout: x,
+        arange=lambda a, b, layout=None: torch.arange(a, b),
+        convert_layout=lambda x, layout, **more: x,
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype),
         warp_specialize=_partitions, NVMMADistributedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, BlockedLayout=nothing, exp=torch.exp, exp2=torch.exp2,
@@ -281,7 +314,7 @@ def interpreted() -> Iterator[list[str]]:
         minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype)),
         floor=torch.floor, rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
         permute=torch.permute, DistributedLinearLayout=nothing,
-        split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
+        split=lambda x: x.unbind(-1), join=_join,
         cast=lambda x, dtype, bitcast: x.view(dtype),
     )  # fmt: skip
     mbarrier = SimpleNamespace(
@@ -304,6 +337,8 @@ def interpreted() -> Iterator[list[str]]:
         "gl": gl, "mbarrier": mbarrier, "tma": tma, "warpgroup_mma": _product,
         "warpgroup_mma_wait": _wait, "fence_async_shared": nothing, "barrier": nothing,
         "async_copy": async_copy, "mma_v2": _small_product, "to_l2": _prefetch,
+        "at_address": _at_address, "arrived": _arrived, "products": _products,
+        "wanted": lambda acc, L: acc,
     }  # fmt: skip
     changed["range"] = lambda *ends: map(torch.tensor, range(*map(int, ends)))
     before = []

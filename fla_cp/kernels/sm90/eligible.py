@@ -38,6 +38,7 @@ if GLUON:  # outside of the try, so that an error in these files is not taken fo
         scan,
         scan_bwd,
         scan_gated,
+        step_run,
     )
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "scan",
     "scan_bwd",
     "scan_gated",
+    "step_run",
     "supports",
 ]
 

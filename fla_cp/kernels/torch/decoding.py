@@ -108,3 +108,46 @@ def conv_update(
     y = (window * weight.to(dtype)).sum(2)
     y = y if bias is None else y + bias.to(dtype)
     return (F.silu(y) if silu else y).to(x.dtype)
+
+
+class StepLayer(NamedTuple):
+    """A recurrent layer and the SwiGLU behind it, for one more token of each sequence:
+    x += o_proj(mixer(norm(x))), then x += down(SwiGLU(ffn_norm(x))).
+
+    into: [N, C], the rows of q, k and v, which the convolution with window [B, D, W] and taps
+    [D, W] follows, and then those of the other projections. decay, gate, beta: the first of their
+    columns among the N (beta: None if there is none). decay_up [HV * K, rank], gate_up
+    [HV * V, rank] or None: second products, of which decay and gate are the inputs; gate_bias
+    [HV * V] or None is added then. out: [C, HV * V]. up: [2 F, C], the gate's rows first. down:
+    [C, F]. Everything else is as in `StepMixer`.
+    """
+
+    rule: DeltaRule
+    norm: Tensor
+    eps: float
+    into: Tensor
+    window: Tensor
+    taps: Tensor
+    bias: Tensor | None
+    state: Tensor
+    decay: int
+    decay_up: Tensor | None
+    gate: int
+    gate_up: Tensor | None
+    gate_bias: Tensor | None
+    beta: int | None
+    A_log: Tensor
+    dt_bias: Tensor
+    o_norm: Tensor
+    o_eps: float
+    activation: str
+    out: Tensor
+    ffn_norm: Tensor
+    ffn_eps: float
+    up: Tensor
+    down: Tensor
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Sizes, dtypes and options: what layers that run together have in common."""
+        return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in self)

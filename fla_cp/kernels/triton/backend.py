@@ -4,7 +4,7 @@ Each stage has a file of its own with its kernels and their launches. A stage wi
 GPU generation asks them first, here `kernels/sm90`; another generation is a folder beside it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fla_cp.comm.carry import AffineMap, States
 from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
-from fla_cp.kernels.torch.decoding import StepMixer
+from fla_cp.kernels.torch.decoding import StepLayer, StepMixer
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.triton import (
     chunk_tables,
@@ -33,7 +33,7 @@ from fla_cp.kernels.triton import conv as convolution
 from fla_cp.kernels.triton.device.blocks import unit_rows
 from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
 from fla_cp.kernels.triton.device.decay_sums import sums
-from fla_cp.kernels.triton.generations import choose
+from fla_cp.kernels.triton.generations import GENERATIONS, choose
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
 from fla_cp.kernels.triton.launch import cdiv, current_stream
 from fla_cp.kernels.triton.operands import Chunks, ScanGrads, ScanOutputs, planes
@@ -103,6 +103,14 @@ class TritonBackend(Backend):
 
     def step_mixer(self, m: StepMixer) -> Tensor:
         return step_mixer.step_mixer(m) if step_mixer.fits(m) else super().step_mixer(m)
+
+    def step_layers(self, layers: Sequence[StepLayer]) -> Callable[[Tensor], None] | None:
+        first = layers[0].into
+        for generation in GENERATIONS:
+            if generation.possible(self.tuning, first.dtype):
+                processors = self.tuning.sm_count(first.device)
+                return generation.step_run.step_layers(layers, processors)
+        return None
 
     def replay_stream(self, device: torch.device) -> int | None:
         return current_stream()

@@ -33,6 +33,7 @@ class Generation(Protocol):
     intra_channelwise_steep: Any
     intra_headwise: Any
     intra_headwise_bwd: Any
+    step_run: Any
 
     def possible(self, tuning: Tuning, dtype: torch.dtype) -> bool:
         """Whether the kernels run at all here, on operands in dtype."""

@@ -1,0 +1,103 @@
+"""Layers of a decoding step for the tests and checks of the kernel that runs them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fla_cp.kernels import TORCH
+from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
+from fla_cp.rule import DeltaRule
+
+
+def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLayer]:
+    """Layers in bf16 with what stays fp32 in it. given: sizes H, K, V, C and F; low: whether decays
+    or gates are of low rank at all; gate: whether the gate is; bias: whether it has a bias; rule:
+    options of the rule; activation: of the gate."""
+    of = {"H": 2, "K": 32, "V": 32, "C": 48, "F": 40, "low": True, "gate": True, "bias": False}
+    of |= given
+    gen = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*size, generator=gen, device=device) * scale
+
+    def half(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return draw(*size, scale=scale).to(torch.bfloat16)
+
+    H, K, V, C, F = of["H"], of["K"], of["V"], of["C"], of["F"]
+    rule = {"gate": "softplus", "qk_l2norm": True, "beta_factor": 1.0} | of.get("rule", {})
+    D, per_head = H * (2 * K + V), rule.get("per_head", False)
+    low_gate = of["low"] and of["gate"]
+    gate, decay = D, D + (V if low_gate else H * V)
+    beta = decay + (H if per_head else V)
+    layers = []
+    for _ in range(count):
+        layers.append(
+            StepLayer(
+                rule=DeltaRule(K**-0.5, **rule),
+                norm=half(C),
+                eps=1e-5,
+                into=half(beta + H, C, scale=C**-0.5),
+                window=half(1, D, 4),
+                taps=half(D, 4),
+                bias=None,
+                state=draw(1, H, K, V),
+                decay=decay,
+                decay_up=None if per_head else half(H * K, V, scale=V**-0.5),
+                gate=gate,
+                gate_up=half(H * V, V, scale=V**-0.5) if low_gate else None,
+                gate_bias=half(H * V) if of["bias"] else None,
+                beta=beta if rule["beta_factor"] else None,
+                A_log=draw(H) / 4,
+                dt_bias=draw(H if per_head else H * K) - 1,
+                o_norm=half(V),
+                o_eps=1e-5,
+                activation=of.get("activation", "sigmoid"),
+                out=half(C, H * V, scale=(H * V) ** -0.5),
+                ffn_norm=half(C),
+                ffn_eps=1e-5,
+                up=half(2 * F, C, scale=C**-0.5),
+                down=half(C, F, scale=F**-0.5),
+            )
+        )
+    return layers
+
+
+def doubled(layer: StepLayer) -> StepLayer:
+    return StepLayer(*(t.double() if isinstance(t, torch.Tensor) else t for t in layer))
+
+
+def step(s: StepLayer, x: torch.Tensor) -> None:
+    """A layer in the stages of the torch backend."""
+    HV, K, V = s.state.shape[1:]
+    into = TORCH.step_product(StepProduct(x, s.into[None], s.norm, s.eps))
+
+    def part(start: int, up: torch.Tensor | None, bias: torch.Tensor | None, size: int) -> Any:
+        if up is None:
+            return into[:, start : start + size]
+        return TORCH.step_product(
+            StepProduct(into[:, start : start + up.shape[1]], up[None], bias=bias)
+        )
+
+    o = TORCH.step_mixer(
+        StepMixer(
+            rule=s.rule,
+            qkv=into[:, : HV * (2 * K + V)],
+            window=s.window,
+            taps=s.taps,
+            bias=s.bias,
+            state=s.state,
+            decay=part(s.decay, s.decay_up, None, HV),
+            gate=part(s.gate, s.gate_up, s.gate_bias, HV * V),
+            beta=None if s.beta is None else into[:, s.beta : s.beta + HV],
+            A_log=s.A_log,
+            dt_bias=s.dt_bias,
+            norm=s.o_norm,
+            eps=s.o_eps,
+            activation=s.activation,
+        )
+    )
+    TORCH.step_product(StepProduct(o, s.out[None], onto=x))
+    y = StepProduct(x, s.up[None], s.ffn_norm, s.ffn_eps, swiglu=True)
+    TORCH.step_product(StepProduct(TORCH.step_product(y), s.down[None], onto=x))

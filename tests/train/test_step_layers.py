@@ -1,0 +1,118 @@
+"""A decoding step in which one interpreted Gluon kernel runs layers that follow each other."""
+
+import copy
+
+import pytest
+import torch
+
+from fla_cp.nn.decoding import LayersStep
+from fla_cp.train import generate
+from fla_cp.train.decoding import DecodeStep, in_dtype
+from fla_cp.train.generate import make_caches, next_logits
+from tests.support.closeness import assert_within_budget
+from tests.support.exported import VOCAB, random_model
+
+pytest.importorskip("triton")  # interpreted: conftest.py
+
+from fla_cp.kernels.sm90 import step_run
+from tests.support.gluon_interpreter import interpreted
+from tests.support.tuned import tune
+
+SIZES = "--model.layers 3 --model.hidden-size 64 --model.num-heads 2 --model.head-dim 16 "
+KINDS = {
+    "kda": ("--mixer kda", [3]),
+    "gdn": ("--mixer gdn", [3]),
+    "gla": ("--mixer gla", [3]),
+    "attention between": ("--model.pattern kda,attention,kda", [1, 0, 1]),
+    "two kinds": ("--model.pattern kda,kda,gdn", [2, 1]),
+    "other stages": ("--mixer comba", [0, 0, 0]),
+}
+"""Flags, and how many layers each call of a step runs together; 0 for a block by itself."""
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(step_run, "APART", True)
+    tune(monkeypatch, sms=7, gluon=True)
+
+
+def together(step):
+    return [len(s.layers) if isinstance(s, LayersStep) else 0 for s in step.steps]
+
+
+def stepped(model, impl, rows=1):
+    """A step behind a prompt of three tokens."""
+    tokens, caches = torch.arange(3 * rows).view(rows, 3) % VOCAB, make_caches(model, rows, 8)
+    next_logits(model, tokens, caches)
+    step = DecodeStep(model, caches, rows, impl)
+    step.tokens.copy_(tokens[:, 0])
+    return step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_layers(kind):
+    flags, wanted = KINDS[kind]
+    model = in_dtype(random_model(f"{SIZES}{flags} --impl triton").eval(), torch.bfloat16)
+    plain = in_dtype(random_model(f"{SIZES}{flags} --impl torch").eval(), torch.bfloat16)
+    exact = copy.deepcopy(plain).double()
+    found = []
+    with interpreted():
+        for each, impl in ((model, "triton"), (plain, "torch"), (exact, "torch")):
+            step = stepped(each, impl)
+            assert together(step) == (wanted if each is model else [0] * 3)
+            for _ in range(3):
+                logits = step()
+            found.append(logits)
+    assert_within_budget("logits", *(found[i] for i in (0, 2, 1)), factor=8.0)
+
+
+def test_generated_tokens(monkeypatch):
+    """Tokens of `generate` are the likeliest ones in fp64, or nearly so."""
+    flags = f"{SIZES}--mixer kda"
+    model = in_dtype(random_model(f"{flags} --impl triton").eval(), torch.bfloat16)
+    exact = in_dtype(random_model(f"{flags} --impl torch").eval(), torch.bfloat16).double()
+    made = []
+
+    def step(*given):
+        made.append(DecodeStep(*given, "triton"))
+        return made[0]
+
+    monkeypatch.setattr(generate, "DecodeStep", step)
+    with interpreted():
+        (tokens,), _ = generate.generate(model, [[1, 2, 3]], 4)
+    assert together(*made) == [3] and len(tokens) == 4
+    caches = make_caches(exact, 1, 8)
+    given = torch.tensor([[1, 2, 3]])
+    for token in tokens:
+        logits = next_logits(exact, given, caches)[0]
+        assert logits.max() - logits[token] <= 2e-2 * logits.abs().max()
+        given = torch.tensor([[token]])
+
+
+def test_other_steps_are_as_before(monkeypatch):
+    """Those of several sequences, in fp32, with a watched module, or without the kernel."""
+    flags = f"{SIZES}--mixer kda --impl triton"
+    single, model = random_model(flags).eval(), in_dtype(random_model(flags).eval(), torch.bfloat16)
+    with interpreted():
+        assert together(stepped(model, "triton", rows=2)) == [0] * 3
+        assert together(stepped(single, "triton")) == [0] * 3
+        assert together(stepped(model, "triton")) == [3]
+        model.blocks[1].ffn.up.register_forward_hook(lambda *_: None)
+        assert together(stepped(model, "triton")) == [1, 0, 1]
+        monkeypatch.setattr(step_run, "ENABLED", False)
+        assert together(stepped(model, "triton")) == [0] * 3
+
+
+def test_caches_that_were_replaced():
+    """A step takes what is in the caches when it is called."""
+    model = in_dtype(random_model(f"{SIZES}--mixer kda --impl triton").eval(), torch.bfloat16)
+    with interpreted():
+        step, same = (stepped(model, "triton") for _ in range(2))
+        for cache in step.caches:
+            cache.state = cache.state.clone()
+        assert together(step) == [3]
+        a, b = step().float(), same().float()
+    torch.testing.assert_close(a, b, atol=2e-2 * b.abs().max().item(), rtol=0)
+    for mine, theirs in zip(step.caches, same.caches, strict=True):
+        torch.testing.assert_close(mine.state, theirs.state, atol=2e-2, rtol=2e-2)
