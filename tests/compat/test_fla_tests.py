@@ -83,7 +83,7 @@ RESULTS = {
     "test_value": ("lacks", "ValueError: chunk_size"),
     "test_warning": ("lacks", "Failed: DID NOT WARN"),
     "test_error": ("error", "RuntimeError: no driver"),
-    "test_slow": ("stopped", "TimeoutError: more than 9 s"),
+    "test_slow": ("stopped", "TimeoutError: more than 20 s"),
     "test_skipped": ("skipped", "two GPUs"),
 }
 
