@@ -18,7 +18,7 @@ import fla_cp.train.generate
 import fla_cp.train.main
 from fla_cp.train.decoding import in_dtype, unsteady_steps
 from fla_cp.train.export import export
-from fla_cp.train.generate import FEW_ROWS, Sampling, Statistics, generate, likeliest, load_decoder
+from fla_cp.train.generate import Sampling, Statistics, generate, load_decoder
 from fla_cp.train.generate import main as generate_main
 from tests.support.exported import MODELS, TINY, logits_of, random_model, random_run
 from tests.support.options import missing_options
@@ -125,27 +125,6 @@ def test_sampling_keeps_to_the_likeliest_tokens():
     assert Sampling().choose(logits[:1]).tolist() == [0]
     with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got 0"):
         Sampling(1.0, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS + 1])
-@pytest.mark.parametrize("size", [7, 256, 1000, 4099, 32000])
-def test_the_likeliest_token_is_that_of_argmax(size, rows, dtype):
-    generator = torch.Generator().manual_seed(size)
-    nan, inf = float("nan"), float("inf")
-    for value in (None, inf, -inf, nan):
-        for many in (1, 2, size // 2, size):
-            logits = torch.randint(-3, 4, (rows, size), generator=generator).to(dtype)  # ties
-            if value is not None:
-                at = torch.rand(rows, size, generator=generator).topk(many).indices
-                logits.scatter_(-1, at, value)
-            if value is nan:
-                logits[:, size // 3] = inf
-            assert likeliest(logits).equal(logits.argmax(-1)), (value, many)
-    for at in range(0, size, max(1, size // 97)):
-        logits = torch.zeros(rows, size, dtype=dtype)
-        logits[:, at:] = 1
-        assert likeliest(logits).tolist() == [at] * rows
 
 
 class Clock(io.StringIO):
