@@ -4,9 +4,10 @@ and of the host, and what the host does (`benchmarks.host`).
     python -m benchmarks.ops [--op kda] [--shapes target,t8k] [--peer fla] [--stages] [--out FILE]
 
 On a machine without a GPU only the shape "cpu" runs, on the torch stages. Where documents are so
-short that chunks have 16 or 32 tokens, a second row has chunks of 64. Peers: FLA (fla-core 0.6.0),
-which tunes itself for minutes on its first call, and for the gated delta rule FlashQLA. Their
-kernels are compiled before ours are imported, so that the assembler we choose does not touch them.
+short that chunks may have 16 or 32 tokens, a second row has the other choice. Peers: FLA (fla-core
+0.6.0), which tunes itself for minutes on its first call, and for the gated delta rule FlashQLA.
+Their kernels are compiled before ours are imported, so that the assembler we choose does not touch
+them.
 """
 
 from __future__ import annotations
@@ -314,7 +315,6 @@ def main() -> None:
 
     import fla_cp
     from fla_cp.kernels import resolve, using
-    from fla_cp.rule import CHUNK
 
     for shape in shapes:
         op = getattr(fla_cp, member.ours)
@@ -331,11 +331,12 @@ def main() -> None:
             row["stages"] = stage_times(member, shape)
         keep(row)
         backend = resolve("auto", torch.device(device), torch.bfloat16)
-        if backend.chunk_for(shape.longest, torch.bfloat16) < CHUNK:
-            with using(replace(backend, short_chunks=())):
-                keep(
-                    measure(f"fla_cp, chunks of {CHUNK}", op, member, shape, device, directions)[0]
-                )
+        backend = replace(backend, short_chunks=() if backend.short_chunks else (16, 32))
+        if shape.longest <= 32:
+            chunk = backend.chunk_for(shape.longest, torch.bfloat16)
+            with using(backend):
+                who = f"fla_cp, chunks of {chunk}"
+                keep(measure(who, op, member, shape, device, directions)[0])
     print(table(rows))
     apart = [r["shape"] for r in rows if r.get("difference", 0) > 2e-2]
     if apart:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
 
+from fla_cp.kernels import resolve, using
 from tests.aot.compiling import Launch, launched
 from tests.support.members import BY_NAME, Call, collect, draw, operator
 
@@ -38,7 +40,8 @@ def compile_short(name: str, chunk: int) -> list[Launch]:
     half, wide = torch.bfloat16, torch.float32
     x = {n: t.to(half if n in member.arguments else wide) for n, t in x.items()}
     keywords |= {"cu_seqlens": torch.tensor(cu), "impl": "triton"}
-    with launched() as kernels:
+    backend = replace(resolve("triton", torch.device("cpu"), half), short_chunks=(16, 32))
+    with using(backend), launched() as kernels:
         collect(lambda leaves: operator(member, "chunk", leaves, **keywords), x, weights)
     return [k for k in dict.fromkeys(kernels) if k.kernel.startswith(OF_CHUNKS)]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from fla_cp import chunk_kda
+from fla_cp.kernels import resolve, using
 from tests.gpu import checks
 from tests.gpu.cases import BF16, FP16
 from tests.support.members import Call
@@ -41,6 +43,12 @@ def offsets_of(chunk: int, documents: int) -> tuple[int, ...]:
 
 def check_short(chunk: int) -> checks.Rows:
     """Outputs, states and gradients."""
+    backend = resolve("triton", torch.device(checks.DEVICE), BF16)
+    with using(replace(backend, short_chunks=tuple(LENGTHS))):
+        return rows_of(chunk)
+
+
+def rows_of(chunk: int) -> checks.Rows:
     rows = framed(chunk)
     for key, (name, more), call in product(KEYS, OPTIONS.items(), CALLS):
         K, V, documents, dtype, H = call
