@@ -40,9 +40,10 @@ def compile_short(name: str, chunk: int) -> list[Launch]:
     half, wide = torch.bfloat16, torch.float32
     x = {n: t.to(half if n in member.arguments else wide) for n, t in x.items()}
     keywords |= {"cu_seqlens": torch.tensor(cu), "impl": "triton"}
-    backend = replace(resolve("triton", torch.device("cpu"), half), short_chunks=(16, 32))
-    with using(backend), launched() as kernels:
-        collect(lambda leaves: operator(member, "chunk", leaves, **keywords), x, weights)
+    with launched() as kernels:
+        backend = resolve("triton", torch.device("cpu"), half)
+        with using(replace(backend, short_chunks=(16, 32))):
+            collect(lambda leaves: operator(member, "chunk", leaves, **keywords), x, weights)
     return [k for k in dict.fromkeys(kernels) if k.kernel.startswith(OF_CHUNKS)]
 
 
