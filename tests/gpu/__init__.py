@@ -94,10 +94,17 @@ def kept_rows(path: Path) -> dict[str, list[dict]]:
     return found
 
 
-def write_report(path: Path, facts: dict, parts: dict[str, list[dict]], missing: list[str]) -> dict:
+def write_report(
+    path: Path,
+    facts: dict,
+    kernels: dict[str, str],
+    parts: dict[str, list[dict]],
+    missing: list[str],
+) -> dict:
     """Writes the summary to `path` and all rows to a file next to it; returns the summary.
 
-    facts: date, GPU, versions. parts: the rows of each part that has run. missing: the other parts.
+    facts: date, GPU, versions. kernels: `kernel_hashes` when the run began. parts: the rows of each
+    part that has run. missing: the other parts.
     The summary has the number of checks that passed and failed and, for each group of checks, their
     number and the largest share of an error budget.
     """
@@ -115,7 +122,7 @@ def write_report(path: Path, facts: dict, parts: dict[str, list[dict]], missing:
             name: f"{max(map(ratio, found)):.3f} in {len(found)}"
             for name, found in sorted(groups.items())
         },
-        "kernels": kernel_hashes(),
+        "kernels": kernels,
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
     rows_path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))

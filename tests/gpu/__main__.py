@@ -2,7 +2,8 @@
 
 Every part runs in a process of its own, so that one failing kernel does not hide the others. Parts
 that passed on the same kernels in an earlier run are kept, so that several short runs make one
-report. What is checked is in checks.py.
+report. The report is written whenever a part ends, so that a run that is stopped loses only the
+parts that were running. What is checked is in checks.py.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import IO
 
-from tests.gpu import REPORT, ROOT, kept_rows, warn_if_stale, write_report
+from tests.gpu import REPORT, ROOT, kept_rows, kernel_hashes, warn_if_stale, write_report
 
 
 def sanitize() -> dict:
@@ -87,14 +89,14 @@ def all_ok(rows: list[dict] | None) -> bool:
     return rows is not None and all(row["ok"] for row in rows)
 
 
-def run_parts(names: list[str], jobs: int, limit: float) -> dict[str, list[dict]]:
-    """The rows of each part that ends within `limit` seconds, `jobs` of them at a time on all GPUs.
-    A part that fails has one row that says so."""
+def run_parts(names: list[str], jobs: int, limit: float) -> Iterator[tuple[str, list[dict]]]:
+    """Each part that ends within `limit` seconds, and its rows, when it ends. `jobs` of them run at
+    a time, on all GPUs. A part that fails has one row that says so."""
     import torch
 
     ends, gpus = time.time() + limit, torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    done: dict[str, list[dict]] = {}
+    count = 0
     running: dict[str, tuple[subprocess.Popen, IO[str]]] = {}
     waiting = list(enumerate(names))
     while (waiting or running) and time.time() < ends:
@@ -117,12 +119,14 @@ def run_parts(names: list[str], jobs: int, limit: float) -> dict[str, list[dict]
             said = out.read()
             line = next((x for x in said.splitlines() if x.startswith("ROWS ")), None)
             died = [{"case": f"all of {name}", "ok": False, "error": said[-300:]}]
-            done[name] = json.loads(line[5:]) if line else died
-            print(f"{len(done)} of {len(names)} parts: {name}", flush=True)
+            rows = json.loads(line[5:]) if line else died
+            count += 1
+            failed = [row for row in rows if not row["ok"]]
+            print(f"{count} of {len(names)} parts: {name}", *failed, sep="\n  ", flush=True)
+            yield name, rows
         time.sleep(0.2)
     for child, _ in running.values():
         child.kill()
-    return done
 
 
 def main() -> int:
@@ -151,24 +155,32 @@ def main() -> int:
     started, every = time.time(), [SANITIZER, *checks.parts()]
     kept = {} if args.again else kept_rows(args.out)
     done = {name: kept[name] for name in every if all_ok(kept.get(name))}
-    done |= run_parts([name for name in every if name not in done], args.jobs, args.limit)
     facts = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "ptxas": triton.knobs.nvidia.ptxas.version,
-        "seconds": round(time.time() - started),
     }
-    done = {name: done[name] for name in every if name in done}
-    missing = [name for name in every if name not in done]
-    report = write_report(args.out, facts, done, missing)
-    for row in (row for rows in done.values() for row in rows):
+    kernels = kernel_hashes()
+
+    def write() -> dict:
+        parts = {name: done[name] for name in every if name in done}
+        missing = [name for name in every if name not in done]
+        spent = {"seconds": round(time.time() - started)}
+        return write_report(args.out, facts | spent, kernels, parts, missing)
+
+    for name, rows in run_parts([x for x in every if x not in done], args.jobs, args.limit):
+        done[name] = rows
+        write()
+    report = write()
+    for row in (row for name in every for row in done.get(name, ())):
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
     print(
-        f"{report['passed']} passed, {report['failed']} failed, parts without a result: {missing}"
+        f"{report['passed']} passed, {report['failed']} failed, parts without a result: "
+        f"{report['missing']}"
     )
-    return 1 if report["failed"] or missing else 0
+    return 1 if report["failed"] or report["missing"] else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from fla_cp import kda_gate
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.recurrent import Pool
 from fla_cp.nn import grouped
-from tests.gpu import said, warn_if_stale, write_report
+from tests.gpu import kernel_hashes, said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
@@ -361,7 +361,7 @@ def test_a_part_that_never_ran_is_named(tmp_path, capsys):
     changed."""
     path = tmp_path / "report.json"
     row = {"case": "a case", "ok": True, "use": 0.5, "worst": "o"}
-    write_report(path, {}, {"old": [row]}, [])
+    write_report(path, {}, kernel_hashes(), {"old": [row]}, [])
     capsys.readouterr()
     warn_if_stale(path, ["old"])
     assert capsys.readouterr().out == ""

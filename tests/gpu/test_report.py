@@ -1,0 +1,47 @@
+"""What `python -m tests.gpu` leaves behind."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.gpu import __main__ as runner
+from tests.gpu import checks, rows_path
+
+EVERY = [runner.SANITIZER, *checks.parts()]
+
+
+def run(out, monkeypatch, parts):
+    """A run whose parts are `parts`."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(runner, "run_parts", parts)
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", "--out", str(out)])
+    return runner.main()
+
+
+def test_a_run_that_is_stopped_leaves_what_has_ended(tmp_path, monkeypatch):
+    """The next run, on the same kernels, has only the other parts."""
+    out, asked = tmp_path / "report.json", []
+
+    def stopped(names, jobs, limit):
+        yield names[1], [{"case": "right", "ok": True}]
+        yield names[0], [{"case": "wrong", "ok": False}]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(out, monkeypatch, stopped)
+    report = json.loads(out.read_text())
+    assert (report["passed"], report["failed"], report["missing"]) == (1, 1, EVERY[2:])
+    assert len(rows_path(out).read_text().splitlines()) == 2
+
+    def rest(names, jobs, limit):
+        asked.extend(names)
+        yield from ((name, [{"case": "right", "ok": True}]) for name in names)
+
+    assert run(out, monkeypatch, rest) == 0
+    assert asked == [EVERY[0], *EVERY[2:]]
+    report = json.loads(out.read_text())
+    assert (report["passed"], report["failed"], report["missing"]) == (len(EVERY), 0, [])
