@@ -154,7 +154,7 @@ def measure(side: Side, case: Case, ranks: Ranks, steps: int, profiled: bool) ->
         "flops": side.flops,
         "mfu": None if mfu is None else round(mfu, 4),
         "host_ms": round(host, 2),
-        "batch_ms": round(prepare, 2),
+        "batch_ms": round(prepare, 4),
         "peak_gib": round(peak, 2) if on_gpu else None,
         "cuda_graph": bool(graphs),
     }
