@@ -261,17 +261,26 @@ LAYERS: dict[str, dict] = {
 }
 """Sizes and kinds of layers that are one kernel, see `drawn_layers`."""
 
+SEVERAL: dict[str, dict] = {
+    "KDA 1.3B, 64 rows": SIZES_1B | {"B": 64, "together": True},
+    "KDA 340M, 8 rows": LAYERS["KDA 340M"] | {"B": 8, "bias": True},
+    "GDN 1.3B, 64 rows": LAYERS["GDN 1.3B"] | {"B": 64},
+    "GLA, 16 rows": LAYERS["GLA"] | {"B": 16},
+}
+"""The same for several sequences, for which a layer has a few kernels."""
+
 
 def compile_layers(name: str) -> list[Launch]:
-    """A step of one sequence through a layer."""
+    """A step through a layer."""
     from fla_cp.kernels.sm90.step_run import step_layers
     from tests.support.step_layers import drawn_layers
 
-    layers = drawn_layers(1, **LAYERS[name])
+    of = (LAYERS | SEVERAL)[name]
+    layers = drawn_layers(1, **of)
     with launched() as kernels:
         run = step_layers(layers, 132)
         assert run is not None
-        run(torch.zeros(1, len(layers[0].norm), dtype=torch.bfloat16))
+        run(torch.zeros(of.get("B", 1), len(layers[0].norm), dtype=torch.bfloat16))
     return list(dict.fromkeys(kernels))
 
 
@@ -452,7 +461,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             call = functools.partial(compile_gate, dtype, bound)
             yield f"gate {name} {'softplus' if bound is None else 'sigmoid'}", call
 
-    for kind in LAYERS:
+    for kind in LAYERS | SEVERAL:
         yield f"decode layers {kind} bf16", functools.partial(compile_layers, kind)
 
     def head_in_triton(

@@ -5,12 +5,12 @@ from unittest import mock
 
 import torch
 
-from fla_cp.kernels.sm90 import step_run
+from fla_cp.kernels.sm90 import rows_run, step_run
 from fla_cp.kernels.torch.decoding import StepLayer
 from fla_cp.kernels.triton.tile_table import sm_count
 from tests.gpu import checks
 from tests.gpu.cases import BF16
-from tests.support.step_layers import drawn_layers, step
+from tests.support.step_layers import drawn_layers, side_by_side, step
 
 SIZES_1B = {"H": 16, "K": 128, "V": 128, "C": 2048, "F": 5504}
 LAYERS: dict[str, dict] = {
@@ -24,6 +24,18 @@ LAYERS: dict[str, dict] = {
 }
 """Sizes and kinds of layers that are one kernel, see `drawn_layers`."""
 
+SEVERAL: dict[str, dict] = {
+    "KDA, 64 rows": SIZES_1B | {"B": 64},
+    "KDA, 37 rows": SIZES_1B | {"B": 37, "bias": True},
+    "KDA, ranks side by side": SIZES_1B | {"B": 64, "together": True, "bias": True},
+    "KDA, heads of 64, sigmoid": {"B": 9, "H": 4, "K": 64, "V": 64, "C": 520, "F": 1400}
+    | {"rule": {"gate": "sigmoid", "lower_bound": -5.0}},
+    "GDN, 64 rows": LAYERS["GDN"] | {"B": 64},
+    "GLA, 16 rows": LAYERS["GLA"] | {"B": 16},
+    "KDA, heads of 256": {"B": 5, "H": 2, "K": 128, "V": 256, "C": 512, "F": 1024},
+}
+"""The same for several sequences, for which a layer has a few kernels."""
+
 REPLAYS = 5
 """Steps of layers, of which all but the first are replays of a CUDA graph."""
 
@@ -33,11 +45,12 @@ SOME = 7
 
 def check_step_layers() -> checks.Rows:
     rows, gen = [], torch.Generator().manual_seed(0)
-    for name, of in LAYERS.items():
+    for name, of in (LAYERS | SEVERAL).items():
         drawn = drawn_layers(2, **of)
         x = {f"{n} {i}": t for i, s in enumerate(drawn) for n, t in s._asdict().items()}
         x = {n: t for n, t in x.items() if isinstance(t, torch.Tensor)}
-        x["x"] = torch.randn(REPLAYS, len(drawn[0].norm), generator=gen).to(BF16)
+        size = REPLAYS, len(drawn[0].state), len(drawn[0].norm)
+        x["x"] = torch.randn(size, generator=gen).to(BF16)
         found = checks.judged(partial(layers, like=drawn), x, BF16)
         rows.append({"case": f"decode layers {name}"} | found)
     return rows
@@ -55,6 +68,9 @@ def layers(x: checks.Named, impl: str, *, like: list[StepLayer]) -> checks.Named
             })
             for i, s in enumerate(like)
         ]  # fmt: skip
+        for i, s in enumerate(like):
+            if any(low.groups == 2 for low in rows_run.low_ranks(s)):
+                made[i] = side_by_side(made[i])
         found = steps(made, x["x"].to(checks.DEVICE), impl, apart)
         found |= {f"state {i}": s.state for i, s in enumerate(made)}
         results.append(found | {f"window {i}": s.window for i, s in enumerate(made)})
@@ -64,13 +80,13 @@ def layers(x: checks.Named, impl: str, *, like: list[StepLayer]) -> checks.Named
 
 def steps(made: list[StepLayer], x: torch.Tensor, impl: str, apart: bool) -> checks.Named:
     """The residual stream behind all layers, step by step; together in a CUDA graph."""
-    found, place, run, graph = [], x[:1].clone(), None, None
+    found, place, run, graph = [], x[0].clone(), None, None
     if impl == "triton":
         run = step_run.step_layers(made, sm_count(place.device) or SOME)
         assert run is not None
     apart |= not place.is_cuda
     for n in range(len(x)):
-        place.copy_(x[n : n + 1])
+        place.copy_(x[n])
         if run is None:
             for s in made:
                 step(s, place)
@@ -84,4 +100,4 @@ def steps(made: list[StepLayer], x: torch.Tensor, impl: str, apart: bool) -> che
                     run(place)
             graph.replay()
         found.append(place.clone())
-    return {"x": torch.cat(found)}
+    return {"x": torch.stack(found)}

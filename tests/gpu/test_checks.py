@@ -12,7 +12,7 @@ from tests.gpu import kernel_hashes, said, warn_if_stale, write_report
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from fla_cp.kernels.sm90 import step_run
+from fla_cp.kernels.sm90 import rows_run, step_run
 from fla_cp.kernels.triton import chunk_tables, intra_channelwise, scan
 from fla_cp.kernels.triton import clock as clock_kernels
 from fla_cp.kernels.triton.backend import TritonBackend
@@ -262,6 +262,11 @@ def test_the_gpu_checks_of_decoding(small, monkeypatch, wrong):
         assert row["ok"] != of.get(wrong, not (mixer or update)), row
 
 
+def on_more(step):
+    """A step of layers on more than it is given."""
+    return lambda run, x: step(run, x.mul_(1.05))
+
+
 @pytest.mark.bits
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_gpu_checks_of_layers_together(monkeypatch, wrong):
@@ -270,12 +275,13 @@ def test_the_gpu_checks_of_layers_together(monkeypatch, wrong):
     monkeypatch.setitem(step_layers.LAYERS["GDN"], "H", 2)
     for name, size in {"K": 32, "V": 16, "C": 48, "F": 40}.items():
         monkeypatch.setitem(step_layers.LAYERS["GDN"], name, size)
-    fine = step_run.Run.__call__
-    if wrong:
-        monkeypatch.setattr(step_run.Run, "__call__", lambda run, x: fine(run, x.mul_(1.05)))
+    several = {"B": 5, "K": 64, "V": 64, "C": 48, "F": 40, "together": True, "bias": True}
+    monkeypatch.setattr(step_layers, "SEVERAL", {"KDA, 5 rows": several})
+    for run in (step_run.Run, rows_run.RowsRun) if wrong else ():
+        monkeypatch.setattr(run, "__call__", on_more(run.__call__))
     with gluon_interpreter.interpreted():
         rows = step_layers.check_step_layers()
-    assert len(rows) == 2
+    assert len(rows) == 3
     for row in rows:
         assert row["ok"] != wrong, row
 

@@ -147,7 +147,11 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
 
 
 def _load(
-    p: Pointers, mask: Tensor | None = None, other: float = 0.0, volatile: bool = False
+    p: Pointers,
+    mask: Tensor | None = None,
+    other: float = 0.0,
+    volatile: bool = False,
+    cache_modifier: str = "",
 ) -> Tensor:
     if mask is None:
         return p.memory()[p.places()]
@@ -162,6 +166,12 @@ def _store(p: Pointers, x: Tensor | float, mask: Tensor | None = None) -> None:
     places, x = torch.broadcast_tensors(p.places(), x)
     keep = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.expand_as(places)
     p.memory()[places[keep]] = x[keep]
+
+
+def _atomic_add(p: Pointers, x: int) -> Tensor:
+    before = _load(p).clone()
+    _store(p, before + x)
+    return before
 
 
 def _at_address(address: Tensor, dtype: torch.dtype) -> Pointers:
@@ -272,7 +282,7 @@ class Launcher:
 
     def __getitem__(self, grid: tuple[int, int]) -> Any:
         def launch(*given: Any, **named: Any) -> None:
-            for option in ("num_warps", "maxnreg", "launch_cooperative_grid"):
+            for option in ("num_warps", "maxnreg", "launch_cooperative_grid", "launch_pdl"):
                 named.pop(option, None)
             given = tuple(map(_argument, given))
             named = {name: _argument(x) for name, x in named.items()}
@@ -300,6 +310,7 @@ def interpreted() -> Iterator[list[str]]:
         int32=torch.int32, int64=torch.int64, float32=torch.float32, bfloat16=torch.bfloat16,
         static_range=range,
         allocate_shared_memory=_allocate, load=_load, store=_store, where=_where,
+        atomic_add=_atomic_add,
         arange=lambda a, b, layout=None: torch.arange(a, b),
         convert_layout=lambda x, layout, **more: x,
         full=lambda shape, x, dtype, layout: torch.full(shape, x, dtype=dtype),
@@ -338,7 +349,7 @@ def interpreted() -> Iterator[list[str]]:
         "warpgroup_mma_wait": _wait, "fence_async_shared": nothing, "barrier": nothing,
         "async_copy": async_copy, "mma_v2": _small_product, "to_l2": _prefetch,
         "at_address": _at_address, "arrived": _arrived, "products": _products,
-        "wanted": lambda acc, L: acc,
+        "wanted": lambda acc, L: acc, "allow_next": nothing, "wait_for_last": nothing,
     }  # fmt: skip
     changed["range"] = lambda *ends: map(torch.tensor, range(*map(int, ends)))
     before = []
@@ -348,7 +359,8 @@ def interpreted() -> Iterator[list[str]]:
             if isinstance(kernel, constexpr):
                 kernels[name] = kernel.value
             elif type(kernel).__name__ in ("JITFunction", "InterpretedFunction"):  # from triton/
-                kernels[name] = kernel.fn
+                if not name.endswith("_kernel"):  # those have an interpreter of their own
+                    kernels[name] = kernel.fn
             elif type(kernel).__name__ == "GluonJITFunction":
                 kernels[name] = kernel.fn
                 if name.endswith("_kernel"):

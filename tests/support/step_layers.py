@@ -14,8 +14,10 @@ from fla_cp.rule import DeltaRule
 def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLayer]:
     """Layers in bf16 with what stays fp32 in it. given: sizes H, K, V, C and F; low: whether decays
     or gates are of low rank at all; gate: whether the gate is; bias: whether it has a bias; rule:
-    options of the rule; activation: of the gate."""
+    options of the rule; activation: of the gate; B: sequences; together: whether both matrices of
+    low ranks lie side by side."""
     of = {"H": 2, "K": 32, "V": 32, "C": 48, "F": 40, "low": True, "gate": True, "bias": False}
+    of |= {"B": 1, "together": False}
     of |= given
     gen = torch.Generator(device).manual_seed(0)
 
@@ -33,20 +35,22 @@ def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLaye
     beta = decay + (H if per_head else V)
     layers = []
     for _ in range(count):
+        decay_up = None if per_head else half(H * K, V, scale=V**-0.5)
+        gate_up = half(H * V, V, scale=V**-0.5) if low_gate else None
         layers.append(
             StepLayer(
                 rule=DeltaRule(K**-0.5, **rule),
                 norm=half(C),
                 eps=1e-5,
                 into=half(beta + H, C, scale=C**-0.5),
-                window=half(1, D, 4),
+                window=half(of["B"], D, 4),
                 taps=half(D, 4),
                 bias=None,
-                state=draw(1, H, K, V),
+                state=draw(of["B"], H, K, V),
                 decay=decay,
-                decay_up=None if per_head else half(H * K, V, scale=V**-0.5),
+                decay_up=decay_up,
                 gate=gate,
-                gate_up=half(H * V, V, scale=V**-0.5) if low_gate else None,
+                gate_up=gate_up,
                 gate_bias=half(H * V) if of["bias"] else None,
                 beta=beta if rule["beta_factor"] else None,
                 A_log=draw(H) / 4,
@@ -61,7 +65,14 @@ def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLaye
                 down=half(C, F, scale=F**-0.5),
             )
         )
-    return layers
+    return [side_by_side(s) for s in layers] if of["together"] else layers
+
+
+def side_by_side(s: StepLayer) -> StepLayer:
+    """The layer with both matrices of low ranks side by side in memory."""
+    assert s.gate_up is not None and s.decay_up is not None
+    gate_up, decay_up = torch.stack([s.gate_up, s.decay_up])
+    return s._replace(gate_up=gate_up, decay_up=decay_up)
 
 
 def doubled(layer: StepLayer) -> StepLayer:

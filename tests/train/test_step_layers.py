@@ -14,7 +14,7 @@ from tests.support.exported import VOCAB, random_model
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
-from fla_cp.kernels.sm90 import step_run
+from fla_cp.kernels.sm90 import rows_run, step_run
 from tests.support.gluon_interpreter import interpreted
 from tests.support.tuned import tune
 
@@ -67,6 +67,27 @@ def test_steps_of_layers(kind):
     assert_within_budget("logits", *(found[i] for i in (0, 2, 1)), factor=8.0)
 
 
+@pytest.mark.parametrize("kind", ["kda", "gdn", "gla", "two kinds"])
+def test_steps_of_several_rows(kind, monkeypatch):
+    """Layers whose kernels take up to 64 rows."""
+    flags, wanted = KINDS[kind]
+    flags = f"{SIZES}{flags} --model.head-dim 64"
+    model = in_dtype(random_model(f"{flags} --impl triton").eval(), torch.bfloat16)
+    plain = in_dtype(random_model(f"{flags} --impl torch").eval(), torch.bfloat16)
+    exact = copy.deepcopy(plain).double()
+    found = []
+    with interpreted():
+        for each, impl in ((model, "triton"), (plain, "torch"), (exact, "torch")):
+            step = stepped(each, impl, rows=5)
+            assert together(step) == (wanted if each is model else [0] * 3)
+            for _ in range(3):
+                logits = step()
+            found.append(logits)
+        monkeypatch.setattr(rows_run, "ENABLED", False)
+        assert together(stepped(model, "triton", rows=5)) == [0] * 3
+    assert_within_budget("logits", *(found[i] for i in (0, 2, 1)), factor=8.0)
+
+
 def test_generated_tokens(monkeypatch):
     """Tokens of `generate` are the likeliest ones in fp64, or nearly so."""
     flags = f"{SIZES}--mixer kda"
@@ -91,11 +112,13 @@ def test_generated_tokens(monkeypatch):
 
 
 def test_other_steps_are_as_before(monkeypatch):
-    """Those of several sequences, in fp32, with a watched module, or without the kernel."""
+    """Those of few sequences, of smaller heads, in fp32, with a watched module, or without the
+    kernels."""
     flags = f"{SIZES}--mixer kda --impl triton"
     single, model = random_model(flags).eval(), in_dtype(random_model(flags).eval(), torch.bfloat16)
     with interpreted():
         assert together(stepped(model, "triton", rows=2)) == [0] * 3
+        assert together(stepped(model, "triton", rows=5)) == [0] * 3
         assert together(stepped(single, "triton")) == [0] * 3
         assert together(stepped(model, "triton")) == [3]
         model.blocks[1].ffn.up.register_forward_hook(lambda *_: None)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fla_cp.kernels.sm90.rows_run import RowsRun, rows_layers
 from fla_cp.kernels.sm90.step_layers import step_layers_kernel
 from fla_cp.kernels.sm90.step_layouts import LayersShape
 from fla_cp.kernels.sm90.step_words import FIELDS, SEGMENT
@@ -191,10 +192,13 @@ class Run:
         )
 
 
-def step_layers(layers: Sequence[StepLayer], processors: int) -> Run | None:
-    """A step of layers of one `kind` in one kernel; None if it does not take them. processors: SMs
-    of the GPU, the most programs that run at the same time."""
-    S = shape(layers[0], processors) if ENABLED else None
-    if S is None or not all(map(readable, layers)):
+def step_layers(layers: Sequence[StepLayer], processors: int) -> Run | RowsRun | None:
+    """A step of layers of one `kind`, in one kernel for one sequence, and in those of rows_run.py
+    for several; None if neither takes them. processors: SMs of the GPU, the most programs that run
+    at the same time."""
+    if not all(map(readable, layers)):
         return None
-    return Run(layers, S)
+    if len(layers[0].state) > 1:
+        return rows_layers(layers, processors)
+    S = shape(layers[0], processors) if ENABLED else None
+    return None if S is None else Run(layers, S)

@@ -151,13 +151,14 @@ class Window(NamedTuple):
 @constants
 class UpdateShape(NamedTuple):
     """Channels, taps, channels of a program, whether a window and the taps of a channel are words
-    of 64 bits, and whether SiLU follows."""
+    of 64 bits, and whether SiLU follows. EARLY: see early.py."""
 
     D: int
     W: int
     BC: int
     WORDS: bool
     SILU: bool
+    EARLY: bool
 
 
 @triton.jit
@@ -208,17 +209,20 @@ def convolved(b_x, past, taps, b_bias):
 def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
     """x [N, D] with its stride of rows; cache: `Window`; weight [D, W], bias [D] or None; y
     [N, D]."""
+    allow_next(S.EARLY)
     i_n = tl.program_id(1).to(tl.int64)
     o_c = tl.program_id(0) * S.BC + tl.arange(0, S.BC)
     m_c = o_c < S.D
     b_bias = load_bias(bias, o_c, m_c)
-    b_x = tl.load(x + i_n * x_row + o_c, mask=m_c, other=0.0)
     p = cache.ptr + i_n * cache.n
+    p_x = x + i_n * x_row + o_c
     dtype: tl.constexpr = cache.ptr.dtype.element_ty
     if S.WORDS:
         words = load_words(p, o_c, m_c)
         past = numbers(words, 3, dtype)
         taps = numbers(load_words(weight, o_c, m_c), 4, weight.dtype.element_ty)
+        wait_for_last(S.EARLY)
+        b_x = tl.load(p_x, mask=m_c, other=0.0)
         newest = b_x.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint64)
         p = p.to(tl.pointer_type(tl.uint64)) + o_c
         tl.store(p, (words >> 16) | (newest << 48), mask=m_c)
@@ -226,6 +230,8 @@ def conv_update_kernel(x, x_row, cache, weight, bias, y, S: tl.constexpr):
         taps = load_taps(weight, o_c, m_c, S.W)
         p += o_c.to(tl.int64) * cache.d
         past = load_past(p, cache.w, m_c, S.W)
+        wait_for_last(S.EARLY)
+        b_x = tl.load(p_x, mask=m_c, other=0.0)
         store_window(p, cache.w, b_x, past, m_c, S.W)
     b_y = convolved(b_x, past, taps, b_bias)
     if S.SILU:
@@ -278,8 +284,10 @@ def _fused(p: StepProduct) -> Tensor:
 
 
 def conv_update(
-    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, early: bool = False
 ) -> Tensor:
+    """As in kernels/torch/decoding.py. early: see early.py; the kernels before it have not written
+    the cache."""
     (N, D), W = x.shape, weight.shape[1]
     if W > MAX_TAPS:
         return torch_stage.conv_update(x, cache, weight, bias, silu)
@@ -289,9 +297,10 @@ def conv_update(
     words = W == 4 and cache.dtype.itemsize == weight.dtype.itemsize == 2
     words = words and cache.stride(0) % 4 == 0 and cache.stride()[1:] == (4, 1)
     words = words and cache.data_ptr() % 8 == weight.data_ptr() % 8 == 0
-    S = UpdateShape(D, W, CHANNELS, words, silu)
+    S = UpdateShape(D, W, CHANNELS, words, silu, early)
     given = x, x.stride(0), Window(cache, *cache.stride()), weight, bias, y, S
-    launch(conv_update_kernel, (cdiv(D, CHANNELS), N), *given, num_warps=1)
+    grid = cdiv(D, CHANNELS), N
+    launch_early(conv_update_kernel, grid, *given, early=early, num_warps=1)
     if not cache.is_inference():
         torch.autograd.graph.increment_version(cache)
     return y

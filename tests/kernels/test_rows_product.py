@@ -1,0 +1,53 @@
+"""Layers of a decoding step of several sequences, in interpreted kernels, against fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.closeness import assert_within_budget
+
+pytest.importorskip("triton")  # interpreted: conftest.py
+
+from fla_cp.kernels.sm90 import rows_run
+from tests.support.gluon_interpreter import interpreted
+from tests.support.step_layers import doubled, drawn_layers, step
+
+BF16 = torch.bfloat16
+SIZES = {"B": 5, "H": 2, "K": 32, "V": 64, "C": 96, "F": 72}
+CASES: dict[str, dict[str, Any]] = {
+    "KDA": {},
+    "KDA, ranks side by side, a bias": {"K": 64, "together": True, "bias": True},
+    "KDA, 64 sequences": {"B": 64},
+    "KDA, sigmoid, a bias": {"bias": True, "rule": {"gate": "sigmoid", "lower_bound": -5.0}},
+    "KDA, heads of two tiles": {"K": 16, "V": 128, "rule": {"beta_factor": 2.0}},
+    "GDN": {"low": False, "rule": {"per_head": True}, "activation": "silu"},
+    "GLA": {"gate": False, "rule": {"removal": "none", "beta_factor": None}},
+    "many columns": {"C": 840, "F": 1000},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kib", [48, 192])
+def test_layers(name, kib, monkeypatch):
+    """Two steps of two layers."""
+    monkeypatch.setattr(rows_run, "SHARED", 1024 * kib)
+    case = SIZES | CASES[name]
+    plain = drawn_layers(2, **case)
+    layers, exact = drawn_layers(2, **case), [doubled(s) for s in plain]
+    gen = torch.Generator().manual_seed(1)
+    with interpreted() as launched:
+        run = rows_run.rows_layers(layers, 40)
+        assert run is not None
+        for n in range(2):
+            x = torch.randn(case["B"], case["C"], generator=gen).to(BF16)
+            y, e = x.clone(), x.double()
+            run(x)
+            for a, b in zip(plain, exact, strict=True):
+                step(a, y)
+                step(b, e)
+            assert_within_budget(f"x after step {n}", x, e, y, factor=4.0)
+    assert set(launched) == {"rows_product_kernel"}
+    for a, b, c in zip(layers, exact, plain, strict=True):
+        assert_within_budget("state", a.state, b.state, c.state, factor=4.0)
+        assert_within_budget("window", a.window, b.window, c.window, factor=4.0)
