@@ -331,8 +331,9 @@ def main() -> None:
             row["stages"] = stage_times(member, shape)
         keep(row)
         backend = resolve("auto", torch.device(device), torch.bfloat16)
-        backend = replace(backend, short_chunks=() if backend.short_chunks else (16, 32))
         if shape.longest <= 32:
+            short = backend.chunk_for(shape.longest, torch.bfloat16) <= 32
+            backend = replace(backend, short_chunks=() if short else (16, 32))
             chunk = backend.chunk_for(shape.longest, torch.bfloat16)
             with using(backend):
                 who = f"fla_cp, chunks of {chunk}"

@@ -41,7 +41,7 @@ from fla_cp.partition.checks import (
 from fla_cp.partition.device_tables import Tabled, fill, to_device
 from fla_cp.partition.fla_names import FLANames
 from fla_cp.partition.key_tables import KeyTables
-from fla_cp.partition.on_ranks import fixed_frame, framed, layout, padded
+from fla_cp.partition.on_ranks import framed, layout, packing_on, padded
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.token_ranges import Ranges, contiguous_token_ranges
 from fla_cp.rule import DeltaRule
@@ -109,6 +109,7 @@ class FLACPContext(Tabled, FLANames):
     group_name: str = field(init=False, repr=False)
     process: int = field(init=False, repr=False)
     _repeated: dict[int, FLACPContext] = field(init=False, repr=False, default_factory=dict)
+    _packings: dict[int, Packing] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         number = next(_NUMBERS)
@@ -187,13 +188,20 @@ class FLACPContext(Tabled, FLANames):
         cycles."""
         return Tabled()
 
-    @cached_property
-    def framed(self) -> Packing | None:
-        """The packing with a frame, if calls that need no exact packing can use one; see
-        `fla_cp.partition.on_ranks.framed`. None with max_sequences."""
-        if self.max_sequences is not None:
-            return None
-        return framed(self.packing, self.global_cu_seqlens, self.token_ranges, self.rank)
+    def in_chunks(self, size: int) -> Packing:
+        """The packing in chunks of so many tokens, which is made once; `packing` has 64."""
+        if size == self.packing.chunk:
+            return self.packing
+        if size not in self._packings:
+            where = self.token_ranges, self.rank, self.max_sequences
+            self._packings[size] = packing_on(self.global_cu_seqlens, *where, size)
+        return self._packings[size]
+
+    def framed(self, packing: Packing) -> Packing | None:
+        """A packing of `in_chunks` with a frame, if calls that need no exact packing can use one;
+        see `fla_cp.partition.on_ranks.framed`."""
+        where = self.global_cu_seqlens, self.token_ranges, self.rank
+        return packing.cached("framed", lambda: framed(packing, *where))
 
     def update(self, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None = None) -> None:
         """Makes this the context of another packing of the same number of tokens, so that a CUDA
@@ -221,7 +229,8 @@ class FLACPContext(Tabled, FLANames):
 
     def _refill(self, offsets: tuple[int, ...]) -> None:
         """Does what `update` does after its checks, for repeated contexts, too."""
-        packing, links = layout(offsets, self.token_ranges, self.rank, self.packing.frame)
+        where = self.token_ranges, self.rank, self.max_sequences
+        packing, links = layout(offsets, *where)
         packing.take_tables(self.packing)
         links.take_tables(self.links)
         links.mirrored().take_tables(self.links.mirrored())
@@ -231,7 +240,7 @@ class FLACPContext(Tabled, FLANames):
             "packing": packing,
             "links": links,
             "cu_seqlens_cpu": cu_local,
-            "global_cu_seqlens": padded(offsets, self.packing.frame),
+            "global_cu_seqlens": padded(offsets, self.max_sequences),
         }
         for name, value in changed.items():
             object.__setattr__(self, name, value)
@@ -239,6 +248,9 @@ class FLACPContext(Tabled, FLANames):
         self.take_tables(self)
         if (keys := self._cache.get(KeyTables)) is not None:
             keys.lengths.fill(self.global_cu_seqlens)
+        for size, before in self._packings.items():
+            self._packings[size] = packing_on(offsets, *where, size)
+            self._packings[size].take_tables(before)
         for n, context in self._repeated.items():
             context._refill(_times(n, offsets))
 
@@ -430,12 +442,11 @@ def _context(
     """The context, from arguments that were checked before. checked: whether ranks compare their
     tables."""
     rank, world_size = 0 if group is None else dist.get_rank(group), len(ranges)
-    frame = None if max_sequences is None else fixed_frame(max_sequences, ranges, rank)
-    packing, links = layout(offsets, ranges, rank, frame)
+    packing, links = layout(offsets, ranges, rank, max_sequences)
     width = (conv1d_kernel_size or 1) - 1
     # With a fixed shape, what is sent must not depend on the packing: the halo is that of a single
     # sequence.
-    sequences = offsets if frame is None else (0, offsets[-1])
+    sequences = offsets if max_sequences is None else (0, offsets[-1])
     agreement = None
     if checked and group is not None and world_size > 1:
         agreement = Agreement(
@@ -447,7 +458,7 @@ def _context(
         world_size=world_size,
         cu_seqlens=to_device(packing.offsets, torch.int32, device),
         cu_seqlens_cpu=to_device(packing.offsets, torch.int32, "cpu"),
-        global_cu_seqlens=padded(offsets, frame),
+        global_cu_seqlens=padded(offsets, max_sequences),
         local_tokens=packing.tokens,
         token_ranges=ranges,
         conv1d_kernel_size=conv1d_kernel_size,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fla_cp.comm import Links, Local
 from fla_cp.context import FLACPContext, context_of
-from fla_cp.handle import Handle, Sizes
+from fla_cp.handle import Handle, Sizes, chunk_counts
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Frame, Packing
@@ -29,8 +29,8 @@ _SHARED = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
     "Tensor? p, Tensor? initial, float scale, str gate, float? lower_bound, bool safe_gate, "
     "bool qk_l2norm, float? beta_factor, bool use_exp2, bool state_v_first, "
-    "bool keep_intermediates, bool per_head, str removal, bool precise, str impl, Tensor context, "
-    "Tensor sizes, SymInt rows"
+    "bool keep_intermediates, bool per_head, str removal, bool precise, int? chunk_size, "
+    "str impl, Tensor context, Tensor sizes, SymInt rows"
 )
 GRADS = "Tensor do, Tensor? dfinal, "
 """The first arguments of a backward op."""
@@ -109,8 +109,8 @@ def constants(rule_fields: tuple, impl: str, context: FLACPContext | None, B: in
     of `DeltaRule`, in order."""
     if context is not None:
         return (*rule_fields, impl, *context.handle, 1)
-    chunks = B * ((T + CHUNK - 1) // CHUNK)
-    return (*rule_fields, impl, *Handle.make(-1, Sizes(chunks, sequences=B)), B)
+    sizes = Sizes(**chunk_counts([T], B), sequences=B)
+    return (*rule_fields, impl, *Handle.make(-1, sizes), B)
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,10 @@ class Call:
         return Handle.read(self.handle.sizes)
 
     @property
+    def chunks(self) -> int:
+        return self.sizes.chunks(self.rule.chunk)
+
+    @property
     def backend(self) -> Backend:
         q = self.x.q
         return resolve(self.impl, q.device, q.dtype)
@@ -170,9 +174,10 @@ class Call:
         context, q = self.context, self.x.q
         tokens, shape = len(q), (*self.shape, q.device)
         if context is None:
-            packing = packing_of(tuple(range(0, tokens + 1, tokens // self.rows)))
+            offsets = tuple(range(0, tokens + 1, tokens // self.rows))
+            packing = packing_of(offsets, self.rule.chunk)
         else:
-            packing = context.packing
+            packing = context.in_chunks(self.rule.chunk)
             context.check_local_tokens(tokens)
         backend = self.backend
 
@@ -247,7 +252,7 @@ class Call:
         return [
             v.new_empty(v.shape),
             self.new_states(sizes.sequences, *outside) if want_final else v.new_empty(0),
-            self.new_states(sizes.chunks, *outside).to(v.dtype) if want_h else v.new_empty(0),
+            self.new_states(self.chunks, *outside).to(v.dtype) if want_h else v.new_empty(0),
             self.reserved(sizes.carried, V),
         ]
 
@@ -258,7 +263,7 @@ class Call:
     def fake_kept(self, rule: DeltaRule) -> list[Tensor]:
         """Tensors as the backend keeps them of a call with this rule, without values."""
         q = self.x.q
-        shapes = self.backend.kept_shapes(rule, q.dtype, self.sizes.chunks, *self.shape)
+        shapes = self.backend.kept_shapes(rule, q.dtype, self.chunks, *self.shape)
         return [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 
 

@@ -1,5 +1,6 @@
 """What a compiled graph knows about a context: its number, and the sizes that shapes depend on."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -7,19 +8,22 @@ from torch import Tensor
 
 from fla_cp.comm import Halo, Links
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK
+from fla_cp.rule import CHUNK_SIZES
 
 
 class Sizes(NamedTuple):
     """The sizes of a packing that tensors' shapes depend on.
 
-    chunks, sequences, ranges: how many there are. carried, feeding, middle: how many segments a
+    chunks_of_16, chunks_of_32, chunks_of_64: how many chunks there are if each has so many tokens.
+    sequences, ranges: how many there are. carried, feeding, middle: how many segments a
     state enters, leaves, and passes through. slots: the largest number of ranges that a rank owns.
     through: 1 if any transition is sent, otherwise 0. sent, padded: the number of rows and the
     field `padded` of `fla_cp.comm.halo.Gathered`; 0 without a convolution.
     """
 
-    chunks: int
+    chunks_of_16: int = 0
+    chunks_of_32: int = 0
+    chunks_of_64: int = 0
     carried: int = 0
     feeding: int = 0
     middle: int = 0
@@ -30,8 +34,21 @@ class Sizes(NamedTuple):
     sent: int = 0
     padded: int = 0
 
+    def chunks(self, size: int) -> int:
+        """How many chunks of so many tokens there are."""
+        count: int = getattr(self, f"chunks_of_{size}")
+        return count
 
-VARYING = ("chunks", "carried", "feeding", "middle", "sequences", "through")
+
+def chunk_counts(lengths: Sequence[int], rows: int = 1) -> dict[str, int]:
+    """How many chunks `rows` times runs of these lengths have, by field of `Sizes`."""
+    return {
+        f"chunks_of_{size}": rows * sum([(n + size - 1) // size for n in lengths])
+        for size in CHUNK_SIZES
+    }
+
+
+VARYING = (*chunk_counts(()), "carried", "feeding", "middle", "sequences", "through")
 """The sizes that differ between packings. The others follow from how tokens are shared out."""
 
 
@@ -51,7 +68,7 @@ class Handle(NamedTuple):
         handle = cls.make(
             number,
             Sizes(
-                chunks=sum((s.stop - s.start + CHUNK - 1) // CHUNK for s in p.segments),
+                **chunk_counts([s.stop - s.start for s in p.segments]),
                 carried=len(p.carried),
                 feeding=len(p.feeding),
                 middle=len(p.middle),

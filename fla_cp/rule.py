@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens in a chunk (BT)."""
+"""Tokens in a chunk (BT), unless the call asks for fewer or chooses fewer."""
+
+CHUNK_SIZES = (16, 32, CHUNK)
+"""How many tokens a chunk may have."""
 
 NORM_EPS = 1e-6
 """Added to the sum of squares of a q or k row before its square root."""
@@ -31,6 +34,7 @@ class DeltaRule(NamedTuple):
         decay (delta rule). "p": read with p before the decay (Comba). "none": nothing (GLA).
     precise: in half precision, kernels hold T, Aqk, and what these multiply inside a chunk as two
         terms each, because their rounding errors are the largest (docs/design.md, "Two terms").
+    chunk_size: how many tokens of a chunk the caller asked for; None lets the call choose.
     """
 
     scale: float
@@ -45,6 +49,13 @@ class DeltaRule(NamedTuple):
     per_head: bool = False
     removal: str = "k"
     precise: bool = False
+    chunk_size: int | None = None
+
+    @property
+    def chunk(self) -> int:
+        """Tokens in a chunk where the lengths of sequences do not count: under a context and in
+        compiled graphs."""
+        return self.chunk_size or CHUNK
 
     @property
     def gate_unit(self) -> float:

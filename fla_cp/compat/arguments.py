@@ -15,7 +15,7 @@ from torch import Tensor
 from fla_cp.arguments import check_flags, check_lower_bound, check_tensors, described
 from fla_cp.context import FLACPContext
 from fla_cp.ops.checks import SAFE_GATE_BOUND
-from fla_cp.rule import accumulator
+from fla_cp.rule import CHUNK, CHUNK_SIZES, accumulator
 
 
 def refuse(name: str, value: object, only: object, instead: str) -> None:
@@ -91,22 +91,26 @@ def beside(q: Tensor, x: Any) -> Any:
 
 
 def chunk_size(kwargs: dict[str, Any], sizes: tuple[int | None, ...]) -> int | None:
-    """Takes chunk_size out of the keywords. No result depends on it, except the states at the start
-    of each chunk."""
-    size: int | None = kwargs.pop("chunk_size", 64)
+    """Takes chunk_size, which must be one of these sizes, out of the keywords. None, by which the
+    call chooses, if it is missing or a size that the operators do not have."""
+    if "chunk_size" not in kwargs:
+        return None
+    size: int | None = kwargs.pop("chunk_size")
     if isinstance(size, bool) or size not in sizes:
         listed = ", ".join(map(str, sizes[:-1]))
         raise ValueError(f"chunk_size must be {listed} or {sizes[-1]}, got {described(size)}")
-    return size
+    return size if size in CHUNK_SIZES else None
 
 
 def bounded(safe_gate: bool, lower_bound: float | None, size: int | None) -> dict[str, Any]:
-    """The options of a given decay with a bound. FLA reads the bound without safe_gate, too."""
-    chunk_size({"chunk_size": size}, (16, 32, 64, None))
+    """The options of DPLR with a bound of its decay and a number of tokens in a chunk. FLA reads
+    the bound without safe_gate, too. A token has two rows here, and a chunk at most 64."""
+    tokens = chunk_size({"chunk_size": size}, (16, 32, 64, None))
     bound = check_lower_bound(lower_bound)
     if safe_gate is False and bound is not None:
         safe_gate = bound >= SAFE_GATE_BOUND
-    return {"safe_gate": safe_gate, "lower_bound": bound}
+    rows = None if tokens is None else min(2 * tokens, CHUNK)
+    return {"safe_gate": safe_gate, "lower_bound": bound, "chunk_size": rows}
 
 
 def backwards(cu_seqlens: Tensor | None) -> Callable[[Tensor], Tensor]:

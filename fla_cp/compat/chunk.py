@@ -21,7 +21,6 @@ from fla_cp.compat.arguments import (
     refuse,
     state_layout,
 )
-from fla_cp.compat.chunk_states import every_half_chunk
 from fla_cp.context import FLACPContext
 
 
@@ -53,7 +52,7 @@ def chunk_kda(
     """`fla_cp.chunk_kda`. kwargs: A_log, dt_bias, chunk_size 32 or 64, transpose_state_layout.
 
     Returns (o, final_state), and with return_intermediate_states also the states at the start of
-    every chunk_size tokens. For 32 this takes about as long as another forward.
+    every chunk_size tokens, or of every 64.
     """
     del max_num_seqs  # FLA reads it with use_graph only
     refuse("use_graph", use_graph, False, "see docs/cuda_graphs.md for calls in CUDA graphs")
@@ -61,16 +60,7 @@ def chunk_kda(
     size = chunk_size(kwargs, (32, 64))
     raw = gate(use_gate_in_kernel, kwargs.pop("A_log", None), kwargs.pop("dt_bias", None))
     nothing_left("chunk_kda", kwargs)
-    of_states: dict[str, Any] = {
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
-        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
-        "allow_neg_eigval": allow_neg_eigval,
-        "safe_gate": safe_gate,
-        "lower_bound": lower_bound,
-        "state_v_first": v_first,
-        **raw,
-    }
-    found = ops.chunk_kda(
+    return ops.chunk_kda(
         q,
         k,
         v,
@@ -79,17 +69,18 @@ def chunk_kda(
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
         disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states,
-        **of_states,
+        state_v_first=v_first,
+        **raw,
+        chunk_size=size,
         **places(cu_seqlens, cu_seqlens_cpu, cp_context),
     )
-    if size == 64 or not return_intermediate_states:
-        return found
-    o, final, h = found
-    tokens = q, k, v, g, beta
-    h = every_half_chunk(tokens, h, of_states, cu_seqlens, cu_seqlens_cpu, cp_context)
-    return o, final, h
 
 
 def chunk_gated_delta_rule(
@@ -117,7 +108,7 @@ def chunk_gated_delta_rule(
     """
     del chunk_indices
     v_first = state_layout(state_v_first, kwargs)
-    chunk_size(kwargs, (16, 32, 64))
+    size = chunk_size(kwargs, (16, 32, 64))
     rates = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
     raw = gate(kwargs.pop("use_gate_in_kernel", False), *rates)
     nothing_left("chunk_gated_delta_rule", kwargs)
@@ -135,6 +126,7 @@ def chunk_gated_delta_rule(
         allow_neg_eigval=allow_neg_eigval,
         state_v_first=v_first,
         **raw,
+        chunk_size=size,
         **places(cu_seqlens, cu_seqlens_cpu, cp_context),
     )
 
@@ -158,7 +150,7 @@ def chunk_delta_rule(
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     """`fla_cp.chunk_gated_delta_rule` without decay. kwargs: chunk_size 16, 32 or 64."""
-    chunk_size(kwargs, (16, 32, 64))
+    size = chunk_size(kwargs, (16, 32, 64))
     nothing_left("chunk_delta_rule", kwargs)
     return ops.chunk_gated_delta_rule(
         q,
@@ -170,6 +162,7 @@ def chunk_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        chunk_size=size,
         **places(cu_seqlens, cu_seqlens_cpu, cp_context),
     )
 
@@ -283,9 +276,9 @@ def chunk_simple_gla(
 ) -> tuple[Tensor, ...]:
     """`fla_cp.chunk_simple_gla`. g_gamma: [HV], the log decay at every token.
 
-    kwargs: chunk_size 16, 32, 64, 128, 256 or None.
+    kwargs: chunk_size 16, 32, 64, 128, 256 or None. The call chooses for the last three.
     """
-    chunk_size(kwargs, (16, 32, 64, 128, 256, None))
+    size = chunk_size(kwargs, (16, 32, 64, 128, 256, None))
     nothing_left("chunk_simple_gla", kwargs)
     return ops.chunk_simple_gla(
         q,
@@ -296,6 +289,7 @@ def chunk_simple_gla(
         initial_state=initial_state,
         output_final_state=output_final_state,
         state_v_first=state_v_first,
+        chunk_size=size,
         **places(cu_seqlens, cu_seqlens_cpu, cp_context),
     )
 
@@ -319,8 +313,9 @@ def chunk_dplr_delta_rule(
     lower_bound: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
-    """`fla_cp.chunk_dplr_delta_rule`. chunk_size: 16, 32, 64 or None. A lower_bound of at least -5
-    allows what safe_gate allows, as in FLA."""
+    """`fla_cp.chunk_dplr_delta_rule`. chunk_size: 16, 32, 64 or None, in tokens. 64 gives chunks of
+    32 tokens, which are the longest. A lower_bound of at least -5 allows what safe_gate allows, as
+    in FLA."""
     nothing_left("chunk_dplr_delta_rule", kwargs)
     return ops.chunk_dplr_delta_rule(
         q,

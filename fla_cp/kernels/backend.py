@@ -5,10 +5,9 @@ a stage, or a `dataclasses.replace` of a field; `fla_cp.kernels.using` puts it i
 and measurements. What one stage hands to the next (`chunks`, `dout`, `dscan`) belongs to the
 backend: the pipeline only passes it on, so its type is Any here.
 
-Shapes: T tokens, NC chunks of C = 64 tokens (16 or 32 only where each sequence is one chunk), S
-segments, HV value heads, K and V the dims of keys and values. States are [.., HV, K, V], fp32 (fp64
-for fp64). Tensors of tokens and chunks have the inputs' dtype, or the one in which the backend
-sums.
+Shapes: T tokens, NC chunks of C = 16, 32 or 64 tokens (`Packing.chunk`), S segments, HV value
+heads, K and V the dims of keys and values. States are [.., HV, K, V], fp32 (fp64 for fp64). Tensors
+of tokens and chunks have the inputs' dtype, or the one in which the backend sums.
 """
 
 from abc import ABC, abstractmethod
@@ -42,15 +41,16 @@ ChunkStates = tuple[Tensor, Tensor]
 class Backend(ABC):
     """Stages in the order in which the pipeline calls them: forward, backward, then operators of
     their own. reads_output: `restore` needs o, which is then saved for the backward. short_chunks:
-    tokens in a chunk where no sequence has more, which spares the padding to 64."""
+    tokens in a chunk where no sequence has more, which spares the padding to 64. A call that asks
+    for a chunk_size has that size instead."""
 
     name: str
     reads_output: bool
     short_chunks: tuple[int, ...] = (16, 32)
 
     def chunk_for(self, longest: int, dtype: torch.dtype) -> int:
-        """Tokens in a chunk of a call without a context on inputs in dtype, whose longest sequence
-        has `longest`."""
+        """Tokens in a chunk of a call on inputs in dtype that has no context and asks for no
+        chunk_size. longest: how many its longest sequence has."""
         return next((size for size in self.short_chunks if longest <= size), CHUNK)
 
     # programs that replay a call (tape.py)

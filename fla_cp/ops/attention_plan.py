@@ -60,7 +60,7 @@ def handle_of(cp_context: FLACPContext | None) -> Handle:
     """What a compiled graph has in place of a context. Raises ValueError for a context of fixed
     shape."""
     if cp_context is None:
-        return Handle.make(-1, PackingSizes(0))
+        return Handle.make(-1, PackingSizes())
     check_fixed_call(cp_context)
     return cp_context.handle
 

@@ -6,15 +6,16 @@ Each failure is a ValueError that names the argument, the rule and the value.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from fla_cp.arguments import check_choice
+from fla_cp.arguments import check_choice, described
 from fla_cp.context import FLACPContext
 from fla_cp.ops.options import Names, Options, Tensors
 from fla_cp.partition.checks import check_cu_seqlens, check_host_copy
-from fla_cp.rule import DeltaRule
+from fla_cp.rule import CHUNK_SIZES, DeltaRule
 
 MAX_DIM = 256
 """The largest K and V that the stages take."""
@@ -101,6 +102,17 @@ def check_sequences(
         raise ValueError("cu_seqlens_cpu is the host's copy of cu_seqlens, which is missing")
     elif tokens < 1 or batch < 1:
         raise ValueError(f"there must be at least one row and one token, got B={batch}, T={tokens}")
+
+
+def check_chunk_size(size: object) -> int | None:
+    """The number of tokens in a chunk as an int, or None, after a check of it."""
+    if size is None:
+        return None
+    for possible in CHUNK_SIZES if isinstance(size, Integral) else ():
+        if size == possible:
+            return possible
+    listed = ", ".join(map(str, CHUNK_SIZES))
+    raise ValueError(f"chunk_size must be {listed} or None, got {described(size)}")
 
 
 def check_ndims(x: Tensors, names: Names, *, per_head: bool) -> None:

@@ -28,7 +28,7 @@ def traced_conv(
 ) -> list[Tensor]:
     """y of each x [B * T, D]. Each x has some of the channels, with a weight and a bias of its own.
     rows: B."""
-    handle = Handle.make(-1, Sizes(0)) if cp_context is None else cp_context.handle
+    handle = Handle.make(-1, Sizes()) if cp_context is None else cp_context.handle
     xs, halos = _compiled_halos(xs, weights[0].shape[1] - 1, cp_context)
     rest = activation is not None, impl, *handle, rows
     return [conv_op(*given, *rest) for given in zip(xs, halos, weights, biases, strict=True)]

@@ -41,7 +41,7 @@ def chunk_dplr_delta_rule(
     natural-log decay, <= 0, or with use_gate_in_kernel the raw projection. a reads the state before
     the decay, and what it reads is added along key b. For a delta rule, a = -k and b = beta k.
     Everything else is as in `chunk_kda`, without use_qk_l2norm_in_kernel, the options of beta and
-    return_intermediate_states.
+    return_intermediate_states. chunk_size counts rows, of which a token has two.
     """
     return chunk(DPLR, Tensors(q, k, v, gk, None, a, b), options, ROWS)
 

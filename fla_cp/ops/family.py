@@ -35,6 +35,7 @@ from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.ops.checks import (
     SAFE_GATE_BOUND,
+    check_chunk_size,
     check_fixed_call,
     check_inputs,
     check_ndims,
@@ -132,7 +133,7 @@ def _called_again(
     if known is None or known.packed is not None:
         return None
     o, context = Options(**options), options.get("cp_context")
-    packing = _packing(x, o, rows, known.backend) if context is None else context.packing
+    packing = _packing(x, o, rows, known.rule, known.backend)
     if context is not None:
         context.check_alive()
     if o.initial_state is not None and len(o.initial_state) != packing.sequences:
@@ -165,12 +166,12 @@ def _planned_call(
     if rows > 1:
         if context is not None:
             context = context.repeated(rows)
-            packing = context.packing
+            packing = context.in_chunks(rule.chunk)
         x = spread(backend, rule, x, rates, rows)
         rule, rates = rule._replace(gate="given"), (None, None)
     inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, *rates, x.p)
     if context is not None and rows == 1:
-        packing = _shared_packing(context, inputs, o, backend)
+        packing = _shared_packing(context, packing, inputs, o, backend)
 
     def build() -> Plan:
         return custom_op.make_plan(rule, packing, context, backend, _shape(x))
@@ -228,9 +229,7 @@ def _checked_call(
     elif o.cu_seqlens is not None:
         sequences = len(o.cu_seqlens) - 1
     check_inputs(x, member.names, o, rule, sequences=sequences, rows=rows)
-    if context is not None:
-        return o, rule, context.packing
-    return o, rule, _packing(x, o, rows, resolve(o.impl, x.q.device, x.q.dtype))
+    return o, rule, _packing(x, o, rows, rule, resolve(o.impl, x.q.device, x.q.dtype))
 
 
 def _checked_options(
@@ -311,6 +310,7 @@ def checked_rule(member: Member, x: Tensors, o: Options) -> DeltaRule:
         per_head=member.per_head,
         removal=member.removal,
         precise=o.precision == "high",
+        chunk_size=check_chunk_size(o.chunk_size),
     )
 
 
@@ -380,11 +380,12 @@ def _states(o: Options) -> bool:
     return o.initial_state is not None or o.output_final_state or o.return_intermediate_states
 
 
-def _shared_packing(context: FLACPContext, x: Inputs, o: Options, backend: Backend) -> Packing:
+def _shared_packing(
+    context: FLACPContext, packing: Packing, x: Inputs, o: Options, backend: Backend
+) -> Packing:
     """The packing of a call under a context: if possible the one with a frame, whose programs
     similar packings share. It is possible if the call has no states and no rank's segments are cut.
     All ranks decide alike, because they know the lengths of all."""
-    packing = context.packing
     if _states(o) or backend.replay_stream(x.q.device) is None:
         return packing
     (HV, V), K = x.v.shape[2:], x.q.shape[-1]
@@ -393,30 +394,40 @@ def _shared_packing(context: FLACPContext, x: Inputs, o: Options, backend: Backe
         shape = HV, K, V, x.q.device
         return all(backend.segment(packing, *shape, both) is packing for both in (True, False))
 
-    framed = context.framed
+    framed = context.framed(packing)
     if framed is None or not packing.cached(("uncut", backend.name, HV, K, V, x.q.device), uncut):
         return packing
     return framed
 
 
-def _packing(x: Tensors, o: Options, rows: int, backend: Backend) -> Packing:
-    """The packing of a call without a context."""
+def _packing(x: Tensors, o: Options, rows: int, rule: DeltaRule, backend: Backend) -> Packing:
+    """The packing of a call. Under a context it counts tokens; others count rows."""
+    if o.cp_context is not None:
+        return o.cp_context.in_chunks(rule.chunk)
     (B, T), dtype = x.q.shape[:2], x.q.dtype
     if o.cu_seqlens is None:
         offsets = tuple(range(0, B * T * rows + 1, T * rows))
-        return _packing_of(offsets, _shape(x), dtype, backend, False)
+        return _packing_of(offsets, _shape(x), dtype, rule, backend, False)
     offsets = read_offsets(o.cu_seqlens, o.cu_seqlens_cpu, T)
     shares = rows == 1 and not _states(o) and backend.replay_stream(x.q.device) is not None
     offsets = tuple(rows * i for i in offsets) if rows > 1 else offsets
-    return _packing_of(offsets, _shape(x), dtype, backend, shares)
+    return _packing_of(offsets, _shape(x), dtype, rule, backend, shares)
 
 
 def _packing_of(
-    offsets: tuple[int, ...], shape: Shape, dtype: torch.dtype, backend: Backend, shares: bool
+    offsets: tuple[int, ...],
+    shape: Shape,
+    dtype: torch.dtype,
+    rule: DeltaRule,
+    backend: Backend,
+    shares: bool,
 ) -> Packing:
-    """The packing of these offsets. shares: whether it may have a frame, so that similar packings
+    """The packing of these offsets, in chunks of the rule's size or, without one, of the size that
+    suits the longest sequence. shares: whether it may have a frame, so that similar packings
     share its programs. A single sequence, and sequences that the backend cuts, get no frame."""
-    chunk = backend.chunk_for(max(b - a for a, b in pairwise(offsets)), dtype)
+    chunk = rule.chunk_size
+    if chunk is None:
+        chunk = backend.chunk_for(max(b - a for a, b in pairwise(offsets)), dtype)
     if not shares or len(offsets) == 2:
         return custom_op.packing_of(offsets, chunk)
     HV, _, V, device = shape
@@ -437,7 +448,7 @@ def _plan_of(known: Known, offsets: tuple[int, ...], shares: bool) -> Plan:
     """The plan of a packed call whose key is known. shares: see `_packing_of`."""
     assert known.packed is not None
     _, shape, dtype = known.packed
-    packing = _packing_of(offsets, shape, dtype, known.backend, shares)
+    packing = _packing_of(offsets, shape, dtype, known.rule, known.backend, shares)
     return custom_op.make_plan(known.rule, packing, None, known.backend, shape)
 
 

@@ -33,8 +33,8 @@ def chunk_gated_delta_product(
     input.
 
     q [B, T, H, K], g [B, T, HV] and o have one row a token. k, v and beta have n = num_householder
-    rows a token, in order: [B, T*n, ..]. cu_seqlens and cp_context count tokens. Everything else is
-    as in `chunk_gated_delta_rule`, without return_intermediate_states.
+    rows a token, in order: [B, T*n, ..]. cu_seqlens and cp_context count tokens, chunk_size rows.
+    Everything else is as in `chunk_gated_delta_rule`, without return_intermediate_states.
     """
     n = check_count("num_householder", num_householder)
     return chunk(GATED_DELTA_PRODUCT, Tensors(q, k, v, g, beta), options, n)

@@ -60,11 +60,17 @@ def chunk_kda(
         two terms (docs/design.md, "Two terms"). If o is a small difference of large terms, as with
         nearly parallel keys, the errors of o, dv and dbeta are several times smaller, for more time
         and memory. In fp32, fp64 and with impl="torch" there is no difference.
+    chunk_size=None: 16, 32 or 64, how many tokens a chunk has. By default it is 64; without a
+        context, and not under torch.compile, it is 16 if no sequence of the call has more tokens
+        (impl="torch": 16 or 32; Triton's kernels in fp32: 64). Results are equal within rounding.
+        Ask for 16 or 32 if you need the states of so many tokens, or for 64 to have the same chunks
+        in every call. Long sequences take several times as long in chunks of 16 or 32.
     impl="auto": by device, or "torch" or "triton".
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None), and
-    with return_intermediate_states also the state at the start of each chunk of 64 tokens,
-    [B, NC, HV, K, V], in v's dtype, without gradient.
+    with return_intermediate_states also the state at the start of each chunk, [B, NC, HV, K, V], in
+    v's dtype, without gradient. Under a context, chunks begin at the first of a rank's own tokens
+    of a sequence.
     Under a context initial_state, final_state and their gradients are equal on all ranks. The
     gradients of A_log and dt_bias are this rank's share, to be summed like those of any weight.
     Raises ValueError as listed in arguments.py and ops/checks.py.
@@ -92,7 +98,7 @@ def fused_recurrent_kda(
     """`chunk_kda` computed one token after another, for decoding and for inputs of up to 64 tokens.
 
     Arguments and keywords are those of `chunk_kda`, without safe_gate, disable_recompute,
-    return_intermediate_states, cp_context and precision, and with:
+    return_intermediate_states, cp_context, precision and chunk_size, and with:
     inplace_final_state=False: with True the final states are written to the memory of
         initial_state, and that tensor is returned. It must be fp32 (fp64 for fp64) and dense in its
         last two dims, and its matrices must not overlap.

@@ -63,6 +63,7 @@ class CPChunkOptions(SharedOptions, total=False):
     disable_recompute: bool
     return_intermediate_states: bool
     precision: str
+    chunk_size: int | None
 
 
 class ChunkOptions(CPChunkOptions, total=False):
@@ -103,6 +104,7 @@ class Options(NamedTuple):
     state_v_first: bool | None = None
     cp_context: FLACPContext | None = None
     precision: str = "default"
+    chunk_size: int | None = None
     impl: str = "auto"
     ssm_state_indices: Tensor | None = None
     num_accepted_tokens: Tensor | None = None

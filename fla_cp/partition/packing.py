@@ -5,8 +5,9 @@ device.
 
 Terms. A rank holds one or more token ranges of the global batch. Inside a range, the tokens of one
 sequence are a part. A part may be cut into segments; otherwise it is one segment. A segment
-consists of chunks of 64 tokens, of which the last may be shorter. Example: sequences of 100 and 60
-tokens on one rank, without cuts, are the segments [0,100) and [100,160) with 2 chunks and 1 chunk.
+consists of chunks of equally many tokens, of which the last may be shorter. Example: sequences of
+100 and 60 tokens on one rank, without cuts, are the segments [0,100) and [100,160). In chunks of 64
+tokens these have 2 chunks and 1 chunk.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ class Frame(NamedTuple):
         return cls(0, room, full, enters=False, leaves=False, filled=filled, chunk=chunk)
 
     @classmethod
-    def around_ranks(cls, counts: Sequence[Counts], rank: int) -> Frame:
+    def around_ranks(cls, counts: Sequence[Counts], rank: int, chunk: int = CHUNK) -> Frame:
         """The frame of packings that are like one with these counts, on a rank with one range.
-        counts: those of all ranks' parts. It is exact whether a state enters, leaves and passes.
-        So is a number of segments below 4, because with so few, an empty segment could change which
-        kernels are chosen."""
+        counts: those of all ranks' parts. chunk: how many tokens a chunk has. It is exact whether a
+        state enters, leaves and passes. So is a number of segments below 4, because with so few, an
+        empty segment could change which kernels are chosen."""
         frames = []
         for c in counts:
-            frame = cls.around(c.everything, c.chunks)
+            frame = cls.around(c.everything, c.chunks, chunk)
             if c.everything < 4:
                 frame = frame._replace(segments=c.everything + 1)
             enters, leaves, passes = c.carried > 0, c.feeding > 0, c.middle > 0
@@ -103,12 +104,14 @@ class Frame(NamedTuple):
         return frames[rank]._replace(largest=largest)
 
     @classmethod
-    def of(cls, sequences: int, tokens: int, *, enters: bool, leaves: bool) -> Frame:
+    def of(
+        cls, sequences: int, tokens: int, chunk: int = CHUNK, *, enters: bool, leaves: bool
+    ) -> Frame:
         """The frame of a rank with one range of `tokens` tokens."""
         parts = min(sequences, tokens)
-        chunks = (tokens + (CHUNK - 1) * parts) // CHUNK
-        filled = -(-tokens // CHUNK)
-        return cls(sequences, parts + 1, chunks, enters, leaves, filled=filled)
+        chunks = (tokens + (chunk - 1) * parts) // chunk
+        filled = -(-tokens // chunk)
+        return cls(sequences, parts + 1, chunks, enters, leaves, filled=filled, chunk=chunk)
 
     @property
     def counts(self) -> Counts:
@@ -137,8 +140,7 @@ class Packing(Tabled):
     tokens: how many local tokens there are. sequences: how many sequences the global batch has (N).
     ranges: how many token ranges the rank owns. segments: see `Segment`. empty: the sequences
     without tokens whose final state this rank provides.
-    chunk: how many tokens a chunk has. There are fewer than 64 only where each sequence is one
-    chunk.
+    chunk: how many tokens a chunk has.
     frame: the sizes to which segments and chunks are filled up. With a frame, exactly one segment
     is in `carried` if a state may enter the rank, one is in `feeding` if a state may leave it, and
     one is in `middle` if a state may pass. It is the segment with the tokens, or else the spare,

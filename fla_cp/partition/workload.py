@@ -74,17 +74,19 @@ class Workload:
     kinds: tuple[tuple[Part, int], ...]
 
     @classmethod
-    def of(cls, cu_seqlens: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Workload:
-        """The workload of a rank with these global token ranges."""
+    def of(
+        cls, cu_seqlens: Sequence[int], ranges: Iterable[tuple[int, int]], chunk: int = CHUNK
+    ) -> Workload:
+        """The workload of a rank with these global token ranges. chunk: tokens in a chunk."""
         kinds: Counter[Part] = Counter()
         for lo, hi in ranges:
             bounds = cu_seqlens[bisect_left(cu_seqlens, lo) : bisect_right(cu_seqlens, hi)]
             if not bounds:
-                kinds[Part(_ceil(hi - lo, CHUNK), False, False)] += 1
+                kinds[Part(_ceil(hi - lo, chunk), False, False)] += 1
                 continue
-            kinds[Part(_ceil(bounds[0] - lo, CHUNK), False, True)] += 1
-            kinds[Part(_ceil(hi - bounds[-1], CHUNK), True, False)] += 1
-            lengths = Counter([(b - a + CHUNK - 1) // CHUNK for a, b in pairwise(bounds)])
+            kinds[Part(_ceil(bounds[0] - lo, chunk), False, True)] += 1
+            kinds[Part(_ceil(hi - bounds[-1], chunk), True, False)] += 1
+            lengths = Counter([(b - a + chunk - 1) // chunk for a, b in pairwise(bounds)])
             for chunks, n in lengths.items():
                 kinds[Part(chunks, True, True)] += n
         return cls._of(kinds)

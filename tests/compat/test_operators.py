@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fla_cp import compat
+from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.reference import recurrence
 from tests.support.closeness import assert_exact, assert_within_budget
 from tests.support.fla_record import RECORD, by_position
@@ -335,6 +336,43 @@ def test_bounds_of_a_decay(name):
         by_position(name, **x, **refused)
     with pytest.raises(ValueError, match="chunk_size must be 16, 32, 64 or None, got 128"):
         by_position(name, **x, chunk_size=128)
+
+
+SIZES = {
+    "chunk_kda": (32, 64),
+    "chunk_gated_delta_rule": (16, 32, 64),
+    "chunk_delta_rule": (16, 32, 64),
+    "chunk_simple_gla": (16, 32, 64, 128, 256, None),
+    "chunk_dplr_delta_rule": (16, 32, 64, None),
+    "chunk_rwkv7": (16, 32, 64, None),
+}
+"""The values of chunk_size that FLA has."""
+CHOSEN = {128: 16, 256: 16, None: 16}
+"""For these, as without any, the call has the chunks that suit its 9 tokens."""
+ROWS = {16: 32, 32: 64, 64: 64, None: 32}
+"""DPLR and RWKV-7 have two rows a token, and at most 64 rows in a chunk."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_calls_have_the_chunks_that_are_asked_for(name, monkeypatch):
+    formed, form = [], TorchBackend.prepare_chunks
+
+    def noted(self, spec, *rest):
+        formed.append(spec.packing.chunk)
+        return form(self, spec, *rest)
+
+    monkeypatch.setattr(TorchBackend, "prepare_chunks", noted)
+    alike = {"chunk_delta_rule": "chunk_gated_delta_rule", "chunk_rwkv7": "chunk_dplr_delta_rule"}
+    member, x, _ = of(alike.get(name, name))
+    if name == "chunk_delta_rule":
+        del x["g"]
+    elif name == "chunk_rwkv7":
+        x = {OF_RWKV7.get(n, n): t for n, t in x.items()}
+    for given in ({}, *({"chunk_size": size} for size in SIZES[name])):
+        formed.clear()
+        by_position(name, **x, **given)
+        size = given.get("chunk_size")
+        assert formed == [ROWS[size] if member.dplr else CHOSEN.get(size, size)], given
 
 
 def test_chunk_sizes():

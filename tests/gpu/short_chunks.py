@@ -1,4 +1,5 @@
-"""Packed documents that are one chunk of 16 or 32 tokens each, on a GPU."""
+"""Chunks of 16 and 32 tokens on a GPU: documents that are one chunk each, and longer ones that are
+asked to have such chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from fla_cp import chunk_kda
 from fla_cp.kernels import resolve, using
 from tests.gpu import checks
-from tests.gpu.cases import BF16, FP16
+from tests.gpu.cases import BF16, FP16, FP32
 from tests.support.members import Call
 
 LENGTHS = {16: (1, 16, 0, 7, 15, 16, 9), 32: (17, 32, 1, 0, 31, 16, 29)}
@@ -33,6 +34,18 @@ FRAMED = 200, 201, 202
 """Documents of calls that share a program: the first records, the second is recorded."""
 
 
+ASKED_KEYS = (*KEYS, "dplr_delta_rule")
+ASKED = (
+    (128, 128, (0, 4001), BF16, 2),
+    (128, 128, (0, 5, 200, 200, 777, 1000), BF16, 4),
+    (128, 128, (0, 4001), FP32, 2),
+    (24, 40, (0, 5, 200, 200, 777, 1000), FP16, 4),
+    (256, 256, (0, 300), FP32, 4),
+)
+"""K, V, offsets, dtype, and heads of q and k of calls that ask for a chunk_size. The long document
+is cut into segments."""
+
+
 def offsets_of(chunk: int, documents: int) -> tuple[int, ...]:
     """cu_seqlens of so many documents."""
     offsets, lengths = [0], LENGTHS[chunk]
@@ -45,7 +58,7 @@ def check_short(chunk: int) -> checks.Rows:
     """Outputs, states and gradients."""
     backend = resolve("triton", torch.device(checks.DEVICE), BF16)
     with using(replace(backend, short_chunks=tuple(LENGTHS))):
-        return rows_of(chunk)
+        return [*rows_of(chunk), *asked(chunk)]
 
 
 def rows_of(chunk: int) -> checks.Rows:
@@ -58,6 +71,20 @@ def rows_of(chunk: int) -> checks.Rows:
         shape = {"T": cu[-1], "cu": cu, "H": H, "HV": 4, "K": K, "V": V}
         given = Call(**shape, inside=True, options=tuple(more.items()))
         case = f"short {key} {name}, chunks of {chunk}, {documents} documents, H={H}"
+        rows.append(checks.check_member(key, K, V, cu[-1], dtype, name=case, call=given))
+    return rows
+
+
+def asked(chunk: int) -> checks.Rows:
+    rows = []
+    for key, (name, more), call in product(ASKED_KEYS, OPTIONS.items(), ASKED):
+        K, V, cu, dtype, H = call
+        if name == "safe" and key not in ("kda", "gla"):
+            continue
+        options = {**more, "chunk_size": chunk}
+        shape = {"T": cu[-1], "cu": cu, "H": H, "HV": 4, "K": K, "V": V}
+        given = Call(**shape, inside=True, options=tuple(options.items()))
+        case = f"asked {key} {name}, chunks of {chunk}, T={cu[-1]}, H={H}"
         rows.append(checks.check_member(key, K, V, cu[-1], dtype, name=case, call=given))
     return rows
 

@@ -172,8 +172,10 @@ def test_the_gpu_check_of_short_chunks(chunk, small, monkeypatch):
     monkeypatch.setattr(TritonBackend, "chunk_for", Backend.chunk_for)  # also in fp32
     monkeypatch.setattr(short_chunks, "CALLS", ((128, 16, 3, F32, 2),))
     monkeypatch.setattr(short_chunks, "FRAMED", (3,))
+    monkeypatch.setattr(short_chunks, "ASKED_KEYS", ("kda",))
+    monkeypatch.setattr(short_chunks, "ASKED", ((16, 16, (0, 5, 50), F32, 2),))
     rows = short_chunks.check_short(chunk)
-    assert len(rows) == 1 + 3 + 2 and all(row["ok"] for row in rows), rows
+    assert len(rows) == 1 + 3 + 2 + 3 and all(row["ok"] for row in rows), rows
     least = intra_channelwise.widest_level
     monkeypatch.setattr(intra_channelwise, "widest_level", lambda BT: least(BT) + 1)
     assert {row["case"].split()[1] for row in short_chunks.check_short(chunk) if not row["ok"]} == {

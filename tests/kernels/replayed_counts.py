@@ -74,6 +74,9 @@ CASES = {
     "kda, safe gate": Case("kda", SAFE, forward=(2, 0, 7), backward=(7, 0, 8)),
     "kda, any gate": Case("kda", {}, forward=(3, 0, 8), backward=(8, 0, 8)),
     "gated delta rule": Case("gated_delta_rule", {}, forward=(2, 0, 5), backward=(6, 0, 8)),
+    "gated delta rule, chunks of 32": Case(
+        "gated_delta_rule", {"chunk_size": 32}, forward=(2, 0, 5), backward=(6, 0, 8)
+    ),
     "kda, safe gate, sm90": Case("kda", SAFE, (2, 0, 7), (6, 0, 8), True, (9, 20)),
     "kda, any gate, sm90": Case("kda", {}, (3, 0, 8), (8, 0, 8), True, (9, 20)),
     "gated delta rule, sm90": Case("gated_delta_rule", {}, (3, 0, 5), (5, 0, 8), True, (9, 34)),

@@ -1,7 +1,7 @@
 """The Triton kernels with chunks of 16 and 32 tokens, in Triton's interpreter.
 
 As in test_kernels.py, fp32 takes the paths of bf16 too, and inputs are fp32. It also takes short
-chunks, which only half precision does otherwise, where they are asked for.
+chunks for short sequences, which only half precision does otherwise.
 """
 
 import dataclasses
@@ -111,6 +111,45 @@ def test_one_decay_a_channel(name, call, chunk, formed):
 @pytest.mark.parametrize("name, call, chunk", crossed(HEADWISE, CALLS, OFFSETS))
 def test_one_decay_a_head(name, call, chunk, formed):
     check(name, CALLS[call], chunk, formed)
+
+
+class Cut(TritonBackend):
+    """Cuts every two chunks, so that segments of short chunks are summarized and folded."""
+
+    def segment(self, packing, *rest):
+        return packing.cut(2)
+
+
+ASKED = {
+    **{name: CALLS[name] for name in ("given", "inside", "exp, kept")},
+    "safe": SAFE_CALLS["safe"],
+    "high": dataclasses.replace(SMALL, inside=True, options=(("precision", "high"),)),
+}
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "name, call, chunk", crossed(CHANNELWISE + HEADWISE, ASKED, OFFSETS, fast=6)
+)
+def test_long_sequences_have_the_chunks_that_are_asked_for(name, call, chunk, cut, formed):
+    member, cu = BY_NAME[name], (0, 1, 1, 75, 171)
+    call = dataclasses.replace(ASKED[call], T=cu[-1], cu=cu)
+    if member.per_head:  # only a decay of channels may have a bound
+        call = dataclasses.replace(call, options=tuple(o for o in call.options if o not in SAFE))
+    exact = oracle(member, call, torch.float32)
+    plain = run(member, call, torch.float32, chunk_size=chunk)
+    with using(Cut() if cut else TRITON):
+        found = run(member, call, torch.float32, "triton", chunk_size=chunk)
+    compare(call, found, exact, plain)
+    assert formed == {chunk}
+
+
+def test_only_16_tokens_have_short_chunks_by_themselves(monkeypatch):
+    monkeypatch.undo()  # `chunk_for` as it is
+    half = (torch.bfloat16, torch.float16)
+    assert {TRITON.chunk_for(n, dtype) for n in (1, 16) for dtype in half} == {16}
+    assert {TRITON.chunk_for(n, dtype) for n in (17, 32, 64, 99) for dtype in half} == {64}
+    assert TRITON.chunk_for(16, torch.float32) == 64
 
 
 def test_chunks_of_64_where_short_ones_are_not_wanted(formed):

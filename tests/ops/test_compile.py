@@ -81,6 +81,28 @@ def test_compiled_operator_equals_eager(case, v_first):
         assert_exact(f"result {i}", b, a)
 
 
+def test_compiled_calls_have_the_chunks_that_are_asked_for():
+    """Without a context, and under one of two ranges, which hand a state on."""
+    case = Case("asked", T=131, K=8, V=16, options=options(**INSIDE))
+    x = {n: t.requires_grad_() for n, t in case.inputs().items()}
+    context = build_cp_context(torch.tensor([0, 131]), None, token_ranges=[[(0, 70), (70, 131)]])
+    for where in ({}, {"cp_context": context}):
+        lengths = (70, 61) if where else (131,)
+        run = compiled(lambda x, n, where=where: call(case, chunk_size=n, **where, **H)(x))
+        for size in (64, 16, None, 32):
+            both = []
+            for f in (call(case, **where), lambda x, size=size, run=run: run(x, size)):
+                o, final, *h = f(x)
+                loss = o.sin().sum() + final.cos().sum()
+                both.append((o, final, *torch.autograd.grad(loss, list(x.values()))))
+            assert h[0].shape[1] == sum(-(-n // (size or 64)) for n in lengths)
+            for i, (a, b) in enumerate(zip(*both, strict=True)):
+                assert_exact(f"result {i}", b, a)
+
+
+H = {"return_intermediate_states": True}
+
+
 class Cut(TorchBackend):
     """A backend that cuts every two chunks, as far as a graph has memory for it."""
 
@@ -322,8 +344,8 @@ def test_opcheck(keep, initial):
     torch.library.opcheck(custom_op.delta_rule_backward, backward)
 
 
-@pytest.mark.parametrize("keep, initial", crossed([False, True], [False, True]))
-def test_opcheck_of_the_halves(keep, initial):
+@pytest.mark.parametrize("keep, initial, size", crossed([False, True], [False, True], [None, 16]))
+def test_opcheck_of_the_halves(keep, initial, size):
     """The ops for several ranks, on one rank whose two ranges hand states to each other."""
     T, H, HV, K, V = 90, 1, 2, 4, 6
     draw = partial(torch.randn, dtype=torch.float64)
@@ -332,7 +354,7 @@ def test_opcheck_of_the_halves(keep, initial):
     packed = [draw(T, H, K), draw(T, H, K), draw(T, HV, V), -draw(T, HV, K).abs(), draw(T, HV)]
     inputs = [*packed, draw(HV), draw(HV * K), None, draw(2, HV, K, V) if initial else None]
     rule = DeltaRule(scale=0.5, gate="softplus", qk_l2norm=True, keep_intermediates=keep)
-    fields = tuple(rule)
+    fields = tuple(rule._replace(chunk_size=size))
     fixed = (*fields, "torch", *context.handle, 1)
     check, ops = torch.library.opcheck, custom_op_cp
     check(ops.begin_op, (*inputs, *fixed))
@@ -372,15 +394,16 @@ def test_opcheck_conv(bias):
     torch.library.opcheck(torch.ops.fla_cp.causal_conv1d_backward, (*plain, *args))
 
 
+@pytest.mark.parametrize("size, chunks", [(None, 2), (16, 5), (32, 3), (64, 2)])
 @pytest.mark.parametrize("keep", [False, True])
-def test_kept_shapes_are_those_of_the_stages(keep):
-    rule = DeltaRule(scale=1.0, keep_intermediates=keep)
+def test_kept_shapes_are_those_of_the_stages(keep, size, chunks):
+    rule = DeltaRule(scale=1.0, keep_intermediates=keep, chunk_size=size)
     x = [torch.randn(70, 2, 4), torch.randn(70, 2, 4), torch.randn(70, 2, 6)]
     x += [-torch.rand(70, 2, 4), torch.rand(70, 2), None, None, None, None]
     fields = tuple(rule)
     fixed = custom_op.constants(fields, "torch", None, 1, 70)
     kept = custom_op.delta_rule(*x, *fixed, False, False)[5:]
-    shapes = TORCH.kept_shapes(rule, torch.float32, 2, 2, 4, 6)
+    shapes = TORCH.kept_shapes(rule, torch.float32, chunks, 2, 4, 6)
     assert [(tuple(t.shape), t.dtype) for t in kept] == shapes
 
 

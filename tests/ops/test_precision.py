@@ -128,20 +128,21 @@ def test_kernels_with_a_decay_a_channel_in_two_terms(in_gluon, monkeypatch, requ
         assert errors["o"] > 1e-8 and max(errors[n] for n in NAMES) < 2e-3, errors
 
 
+@pytest.mark.parametrize("size, chunks", [(None, 2), (16, 5), (32, 3)])
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_kept_shapes_are_those_of_the_kernels(precise, per_head):
+def test_kept_shapes_are_those_of_the_kernels(precise, per_head, size, chunks):
     """torch.compile needs them: T and Aqk have a second term, except in fp32."""
-    rule = DeltaRule(scale=1.0, per_head=per_head, precise=precise)
+    rule = DeltaRule(scale=1.0, per_head=per_head, precise=precise, chunk_size=size)
     g = torch.zeros(70, 2) if per_head else torch.zeros(70, 2, 16)
     for dtype in (HALF, torch.float32):
         q, k, v = torch.zeros(3, 70, 2, 16, dtype=dtype)
         x = Inputs(q, k, v, g, torch.zeros(70, 2), None, None)
-        spec = Spec(rule, Packing.build((0, 70)))
+        spec = Spec(rule, Packing.build((0, 70), chunk=rule.chunk))
         _, c = intra.empty_chunks(*spec, x, TUNING)
         kept = [(tuple(t.shape), t.dtype) for t in backend.TRITON.keep(spec, c, None, None)]
-        assert kept == backend.TRITON.kept_shapes(rule, dtype, 2, 2, 16, 16)
-        assert c.T.shape[2] == 64 * (2 if precise and dtype == HALF else 1)
+        assert kept == backend.TRITON.kept_shapes(rule, dtype, chunks, 2, 16, 16)
+        assert c.T.shape[2] == rule.chunk * (2 if precise and dtype == HALF else 1)
 
 
 @pytest.mark.parametrize("value", ["fast", "", None, True, 2, ["high"]])

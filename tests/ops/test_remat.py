@@ -426,8 +426,13 @@ def kda_twice(*x):
             lambda q, *x: chunk_kda(q, *x, scale=0.5)[0].sin(),
             r"made as call 1, instead of \('operator', .*scale=0.35.*: \('op.*scale=0.5",
         ),
+        (
+            kda,
+            lambda *x: chunk_kda(*x, chunk_size=16)[0].sin(),
+            r"made as call 1, .*chunk_size=None.*: \('op.*chunk_size=16",
+        ),
     ],
-    ids=["more", "fewer", "other"],
+    ids=["more", "fewer", "other", "other chunks"],
 )
 def test_a_function_that_changes_is_refused(first, second, message):
     x = draw()

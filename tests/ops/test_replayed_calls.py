@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import weakref
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,6 +101,28 @@ def recorded():
 def test_calls_are_replayed(recorded):
     warm()
     assert_same(grads(4), 4)
+
+
+@pytest.mark.parametrize("offsets", [None, (0, 13, 20, 70)], ids=["one", "packed"])
+@pytest.mark.parametrize("backend", [TORCH, RECORDED], ids=["eager", "replayed"])
+def test_chunk_sizes_one_after_the_other(backend, offsets):
+    """No call runs the program of another size. The states of chunks tell them apart."""
+    cu = None if offsets is None else torch.tensor(offsets)
+    lengths = [b - a for a, b in pairwise(offsets or (0, 70))]
+    with using(backend):
+        for seed, size in enumerate([64, 16, None, 32] * 4):
+            qkv, *rest = leaves = leaves_of(seed)
+            more = {"cu_seqlens": cu, "return_intermediate_states": seed % 8 < 4}
+            o, _, *h = chunk_kda(*qkv.split(8, -1), *rest, chunk_size=size, **more, **OPTIONS)
+            found = [o.detach(), *torch.autograd.grad(o.square().sum(), leaves)]
+            if h:
+                assert h[0].shape[1] == sum(-(-n // (size or 64)) for n in lengths)
+            with using(TORCH):
+                exact, _ = chunk_kda(*qkv.split(8, -1), *rest, cu_seqlens=cu, **OPTIONS)
+                exact = [exact.detach(), *torch.autograd.grad(exact.square().sum(), leaves)]
+            for a, b in zip(found, exact, strict=True):
+                assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+    assert replayed() == ((0, 0) if backend is TORCH else (8, 8))
 
 
 def test_autocast_does_not_reach_a_replayed_call(recorded):

@@ -165,7 +165,7 @@ def run(member, call, dtype=F64, impl="torch", form="chunk", **more):
 def oracle(member, call, dtype=F64):
     """The recurrence in fp64, with inputs rounded to `dtype`."""
     x, keywords, weights = draw(member, call, dtype)
-    ignored = ("disable_recompute", "use_exp2", "safe_gate")
+    ignored = ("disable_recompute", "use_exp2", "safe_gate", "precision")
     keywords = {n: v for n, v in keywords.items() if n not in ignored}
     cu = None if call.cu is None else list(call.cu)
 

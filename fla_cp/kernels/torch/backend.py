@@ -11,7 +11,7 @@ from fla_cp.kernels.backend import Backend, ChunkStates, Kept, Shape
 from fla_cp.kernels.torch import conv as convolution
 from fla_cp.kernels.torch import decoding, gate, gated_norm, intra, recurrent, scan
 from fla_cp.kernels.torch.intra import Chunks, Inputs, Spec
-from fla_cp.rule import CHUNK, DeltaRule, accumulator
+from fla_cp.rule import DeltaRule, accumulator
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ class TorchBackend(Backend):
     def kept_shapes(
         self, rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
     ) -> list[Shape]:
-        square = (NC, HV, CHUNK, CHUNK)
+        C = rule.chunk
+        square = (NC, HV, C, C)
         shapes: list[tuple[int, ...]] = [square, square]
         if rule.keep_intermediates:
-            k, v, gates = (NC, HV, CHUNK, K), (NC, HV, CHUNK, V), 1 if rule.per_head else K
-            beta, gc, decay = (NC, HV, CHUNK, 1), (NC, HV, CHUNK, gates), (NC, HV, gates)
+            k, v, gates = (NC, HV, C, K), (NC, HV, C, V), 1 if rule.per_head else K
+            beta, gc, decay = (NC, HV, C, 1), (NC, HV, C, gates), (NC, HV, gates)
             p = [k] if rule.removal == "p" else []
             shapes = [k, k, v, beta, gc, square, square, k, k, v, decay, k, *p, (NC, HV, K, V), v]
         return [(shape, accumulator(dtype)) for shape in shapes]

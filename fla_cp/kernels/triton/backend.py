@@ -42,7 +42,7 @@ from fla_cp.kernels.triton.scan_bwd import launch_scan_bwd
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition import segmentation
 from fla_cp.partition.packing import Packing
-from fla_cp.rule import CHUNK, DeltaRule
+from fla_cp.rule import CHUNK, CHUNK_SIZES, DeltaRule
 
 ptxas.choose()
 
@@ -83,15 +83,15 @@ def summarize(
 @dataclass(frozen=True)
 class TritonBackend(Backend):
     """Stages on CUDA devices. tuning: chooses kernels and tiles. one_stream: nothing runs at the
-    same time, in a rehearsal. short_chunks: none by default, because no GPU has checked them yet
-    (docs/log.md); with (16,) documents of 16 tokens take less time."""
+    same time, in a rehearsal. short_chunks: 32 is left out, because documents of 32 tokens take
+    more time in chunks of 32 than in the Gluon kernels' chunks of 64 (docs/log.md)."""
 
     name: str = "triton"
     reads_output: bool = True
     compiles = True
     tuning: Tuning = TUNING
     one_stream: bool = False
-    short_chunks: tuple[int, ...] = ()
+    short_chunks: tuple[int, ...] = (16,)
 
     fold = exchange.fold if exchange.ENABLED else staticmethod(fold.fold)
     conv = staticmethod(convolution.conv)
@@ -118,7 +118,7 @@ class TritonBackend(Backend):
         return current_stream()
 
     def replay_constants(self, q: Tensor) -> tuple[Tensor, ...]:
-        return tuple(sums(q.dtype, q.device, C) for C in (*self.short_chunks, CHUNK))
+        return tuple(sums(q.dtype, q.device, C) for C in CHUNK_SIZES)
 
     def segment(
         self,
@@ -135,7 +135,7 @@ class TritonBackend(Backend):
         return segmentation.split(packing, value, key, processors, backward, extra)
 
     def chunk_for(self, longest: int, dtype: torch.dtype) -> int:
-        """In fp32 it is 64: kernels of short chunks would spill, since each product is three."""
+        """In fp32 it is 64: kernels of short chunks spill, since each product is three."""
         return CHUNK if dtype == torch.float32 else super().chunk_for(longest, dtype)
 
     def stays_whole(self, longest: int, chunks: int, HV: int, V: int, device: torch.device) -> bool:
@@ -209,7 +209,7 @@ class TritonBackend(Backend):
         return Chunks(*formed, qg, k_decayed, kg, *more), states
 
     def restores_inputs(self, rule: DeltaRule, x: Inputs) -> bool:
-        given = rule.keep_intermediates or rule.per_head
+        given = rule.keep_intermediates or rule.per_head or rule.chunk != CHUNK
         return not given and scan_gated.may_gate(rule, x, self.tuning)
 
     def output_bwd(self, spec: Spec, chunks: Chunks, do: Tensor) -> OutputGrads:
@@ -285,21 +285,22 @@ class TritonBackend(Backend):
     def kept_shapes(
         self, rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int
     ) -> list[Shape]:
-        k, nothing = (NC, HV, CHUNK, K), (0,)
-        square = (NC, HV, terms(rule, dtype) * CHUNK, CHUNK)
+        C = rule.chunk
+        k, nothing = (NC, HV, C, K), (0,)
+        square = (NC, HV, terms(rule, dtype) * C, C)
         removes = rule.removal != "none"
         shapes: list[Shape] = [
             (square if removes else nothing, dtype),
             (square, dtype),
             ((NC, HV, K), torch.float32),
-            ((NC, HV, planes(rule), CHUNK), torch.float32),
-            ((NC, HV, CHUNK // 16, K) if anchored(rule, dtype) else nothing, torch.float32),
+            ((NC, HV, planes(rule), C), torch.float32),
+            ((NC, HV, C // 16, K) if anchored(rule, dtype) else nothing, torch.float32),
             ((NC, HV) if by_chunk(rule, dtype) else nothing, torch.int32),
         ]
         if rule.keep_intermediates:
             if not rule.per_head:
                 shapes += [(k, dtype), (k if removes else nothing, dtype), (k, dtype)]
-            shapes += [((NC, HV, K, V), dtype), ((NC, HV, CHUNK, V), dtype)]
+            shapes += [((NC, HV, K, V), dtype), ((NC, HV, C, V), dtype)]
         return shapes
 
     def always_kept(self, rule: DeltaRule) -> tuple[int, ...]:

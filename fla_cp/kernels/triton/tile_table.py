@@ -269,8 +269,8 @@ def in_chunks_of(tokens: int, stage: str, t: Tile, terms: int = 1) -> Tile:
     """The tile of a scan or of a local backward stage in chunks of so many tokens. terms: of T and
     Aqk, for a scan.
 
-    If they are short, a scan has one step, so it loads nothing ahead. Products then have too few
-    rows for wgmma, and threads hold more of their operands: wider tiles would spill."""
+    A scan of short chunks loads nothing ahead: nearly all have one step. Products of so few rows
+    are no wgmma, and threads hold more of their operands: wider tiles would spill."""
     if tokens == CHUNK:
         return t
     if stage.startswith("scan"):
