@@ -1,7 +1,7 @@
 """A decoding step of several sequences through layers that follow each other: which layers it
 takes, and the launches of rows_product.py and triton/rows_mixer.py.
 
-A layer is seven launches, or six without low ranks. Each kernel starts before the one ahead of it
+A layer is eight launches, or seven without low ranks. Each kernel starts before the one ahead of it
 has ended (triton/early.py) and loads weights or states meanwhile.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from fla_cp.kernels.sm90.rows_product import ROWS, STEP, RowsShape, rows_product_kernel
 from fla_cp.kernels.sm90.tma import describe
 from fla_cp.kernels.torch.decoding import StepLayer
+from fla_cp.kernels.triton.conv import MAX_TAPS
 from fla_cp.kernels.triton.decoding import FUSED_ROWS, conv_update
 from fla_cp.kernels.triton.device.bundles import Beta, Gate, Rows, rule_options, state
 from fla_cp.kernels.triton.early import launch_early, starts_early
@@ -33,15 +34,15 @@ TILE = 128
 SPLIT = 8
 """The most programs that share columns of a result."""
 
-SHARED = 192 * 1024
-"""Bytes of the tiles of a program. An SM has one program that needs so much; with less memory some
-SMs would have two, and others none, of a kernel that starts early."""
-
-Call = Callable[[Tensor], object]
-"""Launches of a layer, as a call with the residual stream."""
+SHARED = 208 * 1024
+"""Bytes of the tiles of a program. An SM has room for one program of that size. With 96 KiB, some
+SMs had two programs of a kernel that started early, and others none."""
 
 STATE = 8192
 """Elements of the state of a program: 64 for each of 128 threads."""
+
+Call = Callable[[Tensor], object]
+"""A launch, as a call with the residual stream."""
 
 
 class Low(NamedTuple):
@@ -69,6 +70,7 @@ def takes(s: StepLayer) -> bool:
         and not s.rule.state_v_first
         and (s.decay_up is None) == s.rule.per_head
         and V in (64, 128, 256)
+        and s.window.shape[2] <= MAX_TAPS
         and all(n % 8 == 0 for n in sizes)
     )
 
@@ -115,6 +117,7 @@ class RowsRun:
         self.normed, self.inner = self._half("normed", self.C), self._half("inner", s.down.shape[1])
         self.projected = self._half("projected", len(s.into))
         self.o = self._half("o", self.HV * self.V)
+        self.qkv = torch.empty(self.B, s.window.shape[1], dtype=torch.bfloat16, device=self.device)
         self.squares = self._buffer("squares", self.B, self.HV, cdiv(self.V, self.BV))
         self.begin = self._sum(None, s.norm, s.eps)
         self.calls = [self._calls(i) for i in range(len(layers))]
@@ -141,7 +144,8 @@ class RowsRun:
         return [
             self._product(self.normed, s.into, self.projected, tile=TILE // 2),
             *lows,
-            self._mixer(s, made),
+            self._convolution(s),
+            self._recurrence(s, made),
             *self._onto(self.o, s.out, s.ffn_norm, s.ffn_eps, o_eps=s.o_eps),
             self._product(self.normed, s.up, self.inner, tile=TILE // 2, swiglu=True),
             *self._onto(self.inner, s.down, behind, s.eps),
@@ -194,12 +198,16 @@ class RowsRun:
         launch = partial(launch_early, rows_sum_kernel, (self.B,), parts)
         return lambda stream: launch(stream, *rest, early=early, num_warps=8)
 
-    def _mixer(self, s: StepLayer, made: dict[int, Tensor]) -> Call:
-        """The convolution and the recurrence of a layer. made: results of second products, by the
-        first column of their tokens."""
+    def _convolution(self, s: StepLayer) -> Call:
+        early, qkv, y = self.early, self.projected[:, : s.window.shape[1]], self.qkv
+        return lambda _: conv_update(qkv, s.window, s.taps, s.bias, True, early=early, y=y)
+
+    def _recurrence(self, s: StepLayer, made: dict[int, Tensor]) -> Call:
+        """The recurrence of a layer with the gate of its norm. made: results of second products, by
+        the first column of their tokens."""
         B, HV, K, V = s.state.shape
-        D, rule, wide = s.window.shape[1], s.rule, HV if s.rule.per_head else HV * K
-        H = (D - HV * V) // (2 * K)
+        rule, wide = s.rule, HV if s.rule.per_head else HV * K
+        H = (s.window.shape[1] - HV * V) // (2 * K)
 
         def part(column: int, width: int) -> Tensor:
             return made.get(column, self.projected[:, column : column + width])
@@ -210,7 +218,8 @@ class RowsRun:
             H, HV, K, V, power_of_two(K), self.BV, rule.per_head, rule.removal == "k",
             s.activation == "silu", self.early,
         )  # fmt: skip
-        rest = (
+        given = (
+            Rows(self.qkv, self.qkv.stride(0), 0),
             state(s.state),
             Gate(decay, decay.stride(0), 0, s.A_log, s.dt_bias, rule.lower_bound or 0.0),
             Rows(gate, gate.stride(0), 0),
@@ -223,13 +232,10 @@ class RowsRun:
             rule_options(rule, torch.bfloat16),
         )
         grid = cdiv(V, self.BV) * B, HV
-
-        early, qkv = self.early, self.projected[:, :D]
-        launch = partial(launch_early, rows_state_kernel, grid, early=early, num_warps=4)
+        launch = partial(launch_early, rows_state_kernel, grid, *given, early=self.early)
 
         def call(_: Tensor) -> None:
-            y = conv_update(qkv, s.window, s.taps, s.bias, True, early=early)
-            launch(Rows(y, y.stride(0), 0), *rest)
+            launch(num_warps=4)
             if not s.state.is_inference():
                 torch.autograd.graph.increment_version(s.state)
 

@@ -284,15 +284,22 @@ def _fused(p: StepProduct) -> Tensor:
 
 
 def conv_update(
-    x: Tensor, cache: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, early: bool = False
+    x: Tensor,
+    cache: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    early: bool = False,
+    y: Tensor | None = None,
 ) -> Tensor:
-    """As in kernels/torch/decoding.py. early: see early.py; the kernels before it have not written
-    the cache."""
+    """As in kernels/torch/decoding.py. early: see early.py; no kernel of the step has written the
+    cache before. y: [N, D], dense, takes the result."""
     (N, D), W = x.shape, weight.shape[1]
     if W > MAX_TAPS:
         return torch_stage.conv_update(x, cache, weight, bias, silu)
     x = unit_rows(x)
-    y = torch.empty(N, D, dtype=x.dtype, device=x.device)
+    if y is None:
+        y = torch.empty(N, D, dtype=x.dtype, device=x.device)
     weight = weight.contiguous()
     words = W == 4 and cache.dtype.itemsize == weight.dtype.itemsize == 2
     words = words and cache.stride(0) % 4 == 0 and cache.stride()[1:] == (4, 1)
