@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.decoding import BlockStep, head_logits, steps_of
+from fla_cp.train.graphs import without_collection
 from fla_cp.train.model import Decoder
 
 EAGER_CALLS = 2
@@ -89,7 +90,8 @@ class Replayed:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         # Other threads may copy or free memory, as a server's do.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+        with without_collection(), capture:
             self.found = self.step()
         self.graph = graph
 

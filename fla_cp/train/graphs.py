@@ -217,7 +217,8 @@ class Graphs:
         # Other threads may copy batches or checkpoints meanwhile.
         capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
         device = tokens.device
-        with captured_exchange(graph_clock(device), device) as waits, capture:
+        waited = captured_exchange(graph_clock(device), device)
+        with without_collection(), waited as waits, capture:
             loss = self._eager(tokens, labels, context, factor)
         return Graph(graph, tokens, labels, factor, context, loss, self._written(), waits)
 
@@ -225,6 +226,21 @@ class Graphs:
         """The parameters and the gradients that a captured micro-batch has written to them."""
         found = [(p, p.grad) for p in self.model.parameters() if self.single]
         return [(p, g) for p, g in found if g is not None]
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """In the block, Python does not look for garbage that refers to itself. What it finds may hold
+    a CUDA graph, and a graph that is destroyed while another one is captured ends that capture with
+    an error. Torch 2.10 no longer collects before a capture, so this does."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def graphs_of(model: nn.Module, config: TrainConfig, ranks: Ranks) -> Graphs | None:
