@@ -195,7 +195,8 @@ SECTIONS = (
         "and writes the states once, at the larger of the two bandwidths above the table; the "
         "goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. Where kernels "
         "is measured, it is a step whose layers are several kernels, as in what follows it, while "
-        "the others run layers in one kernel (kernels/sm90/step_layers.py). In separate, "
+        "the others run layers in one kernel, or with many rows in the kernels of "
+        "kernels/sm90/rows_run.py. In separate, "
         "every product is a call of cuBLAS; in stages, convolution, recurrence and gated norm are "
         "kernels of their own; in late, no kernel starts before the one ahead of it has ended "
         "(kernels/triton/early.py). Eager is without a graph.",

@@ -17,8 +17,10 @@ in a few steps in a row, if it fits into memory, and is dropped as soon as anoth
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,9 +232,9 @@ class Graphs:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """In the block, Python does not look for garbage that refers to itself. What it finds may hold
-    a CUDA graph, and a graph that is destroyed while another one is captured ends that capture with
-    an error. Torch 2.10 no longer collects before a capture, so this does."""
+    """In the block, Python does not look for objects that only refer to each other. Some of them
+    may hold a CUDA graph, and if a graph is destroyed while another one is captured, that capture
+    fails. Therefore they are freed before; torch 2.10 no longer does that."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

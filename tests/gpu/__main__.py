@@ -89,37 +89,51 @@ def all_ok(rows: list[dict] | None) -> bool:
     return rows is not None and all(row["ok"] for row in rows)
 
 
+def lacks_memory(row: dict) -> bool:
+    """Whether a check failed because the GPU had no memory left."""
+    return not row["ok"] and "out of memory" in row.get("error", "").lower()
+
+
 def run_parts(names: list[str], jobs: int, limit: float) -> Iterator[tuple[str, list[dict]]]:
     """Each part that ends within `limit` seconds, and its rows, when it ends. `jobs` of them run at
-    a time, on all GPUs. A part that fails has one row that says so."""
+    a time, on all GPUs. A part that fails has one row that says so. One that finds no memory beside
+    the others runs again at the end, by itself."""
     import torch
 
     ends, gpus = time.time() + limit, torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     count = 0
     running: dict[str, tuple[subprocess.Popen, IO[str]]] = {}
-    waiting = list(enumerate(names))
-    while (waiting or running) and time.time() < ends:
+    waiting, alone, again = list(names), list[str](), set[str]()
+
+    def start(name: str) -> None:
+        at = {"CUDA_VISIBLE_DEVICES": visible[names.index(name) % gpus]} if gpus > 1 else {}
+        out = tempfile.TemporaryFile("w+")  # noqa: SIM115, read when the part has ended
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu", "--part", name],
+            stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | at,
+        )  # fmt: skip
+        running[name] = child, out
+
+    while (waiting or running or alone) and time.time() < ends:
         while waiting and len(running) < jobs:
-            n, name = waiting.pop(0)
-            at = {"CUDA_VISIBLE_DEVICES": visible[n % gpus]} if gpus > 1 else {}
-            command = [sys.executable, "-m", "tests.gpu", "--part", name]
-            out = tempfile.TemporaryFile("w+")  # noqa: SIM115, read when the part has ended
-            running[name] = (
-                subprocess.Popen(
-                    command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | at
-                ),
-                out,
-            )
+            start(waiting.pop(0))
+        if alone and not running:
+            again.add(alone[0])
+            start(alone.pop(0))
         for name, (child, out) in list(running.items()):
             if child.poll() is None:
                 continue
             del running[name]
             out.seek(0)
             said = out.read()
+            out.close()
             line = next((x for x in said.splitlines() if x.startswith("ROWS ")), None)
-            died = [{"case": f"all of {name}", "ok": False, "error": said[-300:]}]
+            died = [{"case": f"all of {name}", "ok": False, "error": said[-1000:]}]
             rows = json.loads(line[5:]) if line else died
+            if name not in again and any(map(lacks_memory, rows)):
+                alone.append(name)
+                continue
             count += 1
             failed = [row for row in rows if not row["ok"]]
             print(f"{count} of {len(names)} parts: {name}", *failed, sep="\n  ", flush=True)

@@ -45,3 +45,30 @@ def test_a_run_that_is_stopped_leaves_what_has_ended(tmp_path, monkeypatch):
     assert asked == [EVERY[0], *EVERY[2:]]
     report = json.loads(out.read_text())
     assert (report["passed"], report["failed"], report["missing"]) == (len(EVERY), 0, [])
+
+
+def test_a_part_without_memory_runs_again_by_itself(monkeypatch):
+    """At the end, and only once."""
+    started = []
+
+    class Part:
+        """Ends at once. "middle" finds no memory at first, and "large" never does."""
+
+        def __init__(self, command, *, stdout, **_):
+            name = command[-1]
+            started.append(name)
+            lacks = name == "large" or (name == "middle" and started.count(name) == 1)
+            row = {"case": name, "ok": not lacks}
+            if lacks:
+                row["error"] = "CUDA out of memory. Tried to allocate 16.00 MiB."
+            stdout.write("ROWS " + json.dumps([row]) + "\n")
+
+        def poll(self):
+            return 0
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Part)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = dict(runner.run_parts(["middle", "large", "small"], 2, 30.0))
+    assert started == ["middle", "large", "small", "middle", "large"]
+    assert [name for name, (row,) in found.items() if not row["ok"]] == ["large"]
+    assert set(found) == {"middle", "large", "small"}

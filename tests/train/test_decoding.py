@@ -1,6 +1,10 @@
 """A decoding step equals the model's call with a cache, and does not wait for the device."""
 
 import copy
+import gc
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,3 +251,29 @@ def test_draws_follow_the_seed():
         generate(model, PROMPTS, 6, sampling=Sampling(1.0, 0.9), seed=seed)[0] for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_capture_meets_no_garbage(monkeypatch):
+    """A graph that is destroyed while another one is captured would end that capture. One that only
+    refers to itself is destroyed before, and one that is lost meanwhile afterwards."""
+
+    class Lost:
+        def __init__(self):
+            self.me = self
+
+    gc.disable()
+    before, meanwhile = weakref.ref(Lost()), []
+    gc.enable()
+
+    def step():
+        assert before() is None and not gc.isenabled()
+        meanwhile.append(weakref.ref(Lost()))
+        return torch.zeros(1)
+
+    graph = SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
+    replayed = Replayed(step, torch.device("cpu"), True)
+    replayed._capture()
+    assert meanwhile[0]() is not None and gc.isenabled()

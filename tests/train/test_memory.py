@@ -31,9 +31,9 @@ IN_GRAPHS = "train-2-gpus-selective.json"
 """Steps of blocks that are not compiled, in a CUDA graph. Their peak is the memory that torch
 reserved for the graph, with the gaps between tensors."""
 
-GAPS = 0.18
-"""The most by which such a peak was above what tensors were predicted to take, relatively to the
-prediction; docs/training.md says it."""
+GAPS = 0.10
+"""The most by which the prediction for tensors was below such a peak, relatively to the peak;
+docs/training.md says it."""
 
 BYTES, RANDOM = 256, 32000
 """Vocabularies of the trainer's runs over stdlib, and of benchmarks.train."""
@@ -71,7 +71,7 @@ def test_every_result_of_training_steps_is_compared():
     assert found == others | {*OLDER}
     page = " ".join((RESULTS.parents[1] / "docs/training.md").read_text().split())
     assert "was predicted within 5%" in page
-    assert "took up to 18% more than predicted" in page
+    assert "was predicted up to 10% too low" in page
     assert len(list(measured())) == 12
 
 
@@ -85,7 +85,7 @@ def test_predictions_are_near_what_was_measured(flags, vocab_size, peak_gib):
 def test_graphs_reserve_little_more_than_predicted(row):
     flags = f"--model {row['model']} --seq-len {row['tokens']} --cp {row['gpus']} {row['flags']}"
     found = predicted(flags, RANDOM)
-    assert 0 <= row["peak_gib"] / found.gib - 1 < GAPS, f"{found.table()}\n{row['peak_gib']}"
+    assert 0 <= 1 - found.gib / row["peak_gib"] < GAPS, f"{found.table()}\n{row['peak_gib']}"
 
 
 LONG = (RESULTS.parents[1] / "docs/long-context.md").read_text()
