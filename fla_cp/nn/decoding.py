@@ -7,8 +7,8 @@ of the product (`Backend.step_product`). The convolution updates its window in p
 operator its states; where all kinds of modules are known, they and the gated norm are one stage
 (`Backend.step_mixer`). Modules of other kinds are called as usual.
 
-Where a backend has a kernel for whole layers (`Backend.step_layers`), blocks that follow each other
-are one launch (`steps_of`).
+Where a backend has kernels for layers that follow each other (`Backend.step_layers`), blocks run
+together (`steps_of`): one row in one launch, many rows in kernels that overlap.
 
 Nothing here waits for the device, and shapes do not change from step to step, so that a CUDA graph
 can repeat a step.
@@ -307,7 +307,7 @@ class BlockStep:
 
 
 class LayersStep:
-    """Blocks that follow each other, in one launch while their caches stay where they are."""
+    """Blocks that follow each other, run together while their caches stay where they are."""
 
     def __init__(
         self,

@@ -45,9 +45,29 @@ def said(source: str) -> str:
                 lines[n] = "\n"
     marks = {tokenize.INDENT: "<", tokenize.DEDENT: ">", tokenize.NEWLINE: ";"}
     skipped = (tokenize.COMMENT, tokenize.NL)
-    tokens = tokenize.generate_tokens(io.StringIO("".join(lines)).readline)
+    tokens = whole_strings(tokenize.generate_tokens(io.StringIO("".join(lines)).readline), lines)
     words = (marks.get(t.type, t.string) for t in tokens if t.type not in skipped)
     return "".join("".join(words).split())
+
+
+def whole_strings(
+    tokens: Iterable[tokenize.TokenInfo], lines: list[str]
+) -> Iterable[tokenize.TokenInfo]:
+    """The tokens with each f-string as one, as Python 3.11 has them; 3.12 splits f-strings."""
+    starts, ends = (getattr(tokenize, f"FSTRING_{name}", None) for name in ("START", "END"))
+    within: list[tokenize.TokenInfo] = []
+    for t in tokens:
+        if t.type == starts:
+            within.append(t)
+        if not within:
+            yield t
+        if t.type == ends:
+            (row, column), (end_row, end) = within.pop().start, t.end
+            if not within:
+                text = lines[row - 1 : end_row]
+                text[-1] = text[-1][:end]
+                text[0] = text[0][column:]
+                yield t._replace(type=tokenize.STRING, string="".join(text))
 
 
 def warn_if_stale(path: Path, parts: Iterable[str] = ()) -> None:

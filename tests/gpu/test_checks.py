@@ -356,6 +356,8 @@ def test_hash_of_a_kernel_file_is_of_its_code():
     assert said(code) == said(other)
     assert said(code) != said(code.replace("y = 1", "y = 2"))
     assert said(code) != said(code.replace("    return", "        return"))
+    braces = 'x = f"{{{a}}} {b!r:>{c}}"; y = f"""{a\n} b"""\n'  # tokens of Python 3.12 lose braces
+    assert said(braces) == 'x=f"{{{a}}}{b!r:>{c}}";y=f"""{a}b""";'
 
 
 def test_the_call_under_the_sanitizer_finds_what_it_imports():
