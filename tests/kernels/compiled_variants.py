@@ -32,8 +32,9 @@ from tests.support.driver import Sm90Driver
 SMS, D = 132, 128
 """Streaming multiprocessors of an H200, and K = V."""
 
-TILE = ("S.BK", "S.BV", "S.NS", "num_warps", "num_stages", "maxnreg")
-"""Facts of a variant that the tile decides, which may depend on how many chains there are."""
+TILE = ("S.BT", "S.BK", "S.BV", "S.NS", "num_warps", "num_stages", "maxnreg")
+"""Facts of a variant that the length of a chunk and the tile decide. A tile may depend on how many
+chains there are."""
 
 FOLLOW = ("FLIP", "TILES", "SHARES", "FIRST", "S.TRANSPOSED")
 """Constants that follow from the tiles, the kernel's own or another's, or from the direction."""
@@ -172,7 +173,8 @@ def test_variants_differ_in_tiles_or_in_which_tensors_there_are(name, H):
 def test_another_length_with_the_same_cut_compiles_nothing(name):
     with recorded() as found:
         for first, others in (
-            (128, (1, 63, 64, 65)),  # up to 64 chunks times heads, see `Tuning`
+            (16, (1, 5)),  # chunks of 16
+            (128, (17, 63, 64, 65)),  # up to 64 chunks times heads, see `Tuning`
             (1024, (129, 512, 1000)),  # up to 512
             (4096, (1025, 3333)),
             (65536, (65535, 50001, 131072)),
