@@ -50,21 +50,26 @@ def stepped(model, impl, rows=1):
     return step
 
 
+def assert_steps_are_right(flags, wanted, rows):
+    """Steps of a model in bf16, whose layers run together as `wanted`, against fp64."""
+    model = in_dtype(random_model(f"{flags} --impl triton").eval(), torch.bfloat16)
+    plain = in_dtype(random_model(f"{flags} --impl torch").eval(), torch.bfloat16)
+    exact = copy.deepcopy(plain).double()
+    found = []
+    for each, impl in ((model, "triton"), (plain, "torch"), (exact, "torch")):
+        step = stepped(each, impl, rows)
+        assert together(step) == (wanted if each is model else [0] * 3)
+        for _ in range(3):
+            logits = step()
+        found.append(logits)
+    assert_within_budget("logits", *(found[i] for i in (0, 2, 1)), factor=8.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_layers(kind):
     flags, wanted = KINDS[kind]
-    model = in_dtype(random_model(f"{SIZES}{flags} --impl triton").eval(), torch.bfloat16)
-    plain = in_dtype(random_model(f"{SIZES}{flags} --impl torch").eval(), torch.bfloat16)
-    exact = copy.deepcopy(plain).double()
-    found = []
     with interpreted():
-        for each, impl in ((model, "triton"), (plain, "torch"), (exact, "torch")):
-            step = stepped(each, impl)
-            assert together(step) == (wanted if each is model else [0] * 3)
-            for _ in range(3):
-                logits = step()
-            found.append(logits)
-    assert_within_budget("logits", *(found[i] for i in (0, 2, 1)), factor=8.0)
+        assert_steps_are_right(f"{SIZES}{flags}", wanted, 1)
 
 
 @pytest.mark.parametrize("kind", ["kda", "gdn", "gla", "two kinds"])
@@ -72,20 +77,10 @@ def test_steps_of_several_rows(kind, monkeypatch):
     """Layers whose kernels take up to 64 rows."""
     flags, wanted = KINDS[kind]
     flags = f"{SIZES}{flags} --model.head-dim 64"
-    model = in_dtype(random_model(f"{flags} --impl triton").eval(), torch.bfloat16)
-    plain = in_dtype(random_model(f"{flags} --impl torch").eval(), torch.bfloat16)
-    exact = copy.deepcopy(plain).double()
-    found = []
     with interpreted():
-        for each, impl in ((model, "triton"), (plain, "torch"), (exact, "torch")):
-            step = stepped(each, impl, rows=5)
-            assert together(step) == (wanted if each is model else [0] * 3)
-            for _ in range(3):
-                logits = step()
-            found.append(logits)
+        assert_steps_are_right(flags, wanted, 5)
         monkeypatch.setattr(rows_run, "ENABLED", False)
-        assert together(stepped(model, "triton", rows=5)) == [0] * 3
-    assert_within_budget("logits", *(found[i] for i in (0, 2, 1)), factor=8.0)
+        assert_steps_are_right(flags, [0] * 3, 5)
 
 
 def test_generated_tokens(monkeypatch):
