@@ -234,7 +234,8 @@ class Graphs:
 def without_collection() -> Iterator[None]:
     """In the block, Python does not look for objects that only refer to each other. Some of them
     may hold a CUDA graph, and if a graph is destroyed while another one is captured, that capture
-    fails. Therefore they are freed before; torch 2.10 no longer does that."""
+    fails. Therefore they are freed before; torch does that only if its configuration asks for it.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

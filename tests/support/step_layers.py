@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from fla_cp.kernels import TORCH
 from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
 from fla_cp.rule import DeltaRule
+from tests.support.closeness import assert_within_budget
 
 
 def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLayer]:
@@ -77,6 +79,29 @@ def side_by_side(s: StepLayer) -> StepLayer:
 
 def doubled(layer: StepLayer) -> StepLayer:
     return StepLayer(*(t.double() if isinstance(t, torch.Tensor) else t for t in layer))
+
+
+def assert_steps_are_right(
+    run: Callable[[torch.Tensor], None],
+    layers: list[StepLayer],
+    plain: list[StepLayer],
+    exact: list[StepLayer],
+) -> None:
+    """Two steps of `run`, which has `layers`, against the stages of the torch backend in bf16 and
+    in fp64, with the windows and states that they leave."""
+    gen = torch.Generator().manual_seed(1)
+    for n in range(2):
+        x = torch.randn(len(layers[0].state), layers[0].norm.numel(), generator=gen)
+        x = x.to(torch.bfloat16)
+        y, e = x.clone(), x.double()
+        run(x)
+        for a, b in zip(plain, exact, strict=True):
+            step(a, y)
+            step(b, e)
+        assert_within_budget(f"x after step {n}", x, e, y, factor=4.0)
+    for a, b, c in zip(layers, exact, plain, strict=True):
+        assert_within_budget("state", a.state, b.state, c.state, factor=4.0)
+        assert_within_budget("window", a.window, b.window, c.window, factor=4.0)
 
 
 def step(s: StepLayer, x: torch.Tensor) -> None:
