@@ -55,6 +55,10 @@ class Described:
     def __init__(self, x: Any):
         self.base, self.block, self.dtype, self.layout = x.base, x.block_shape, x.base.dtype, None
         self.shape, self.strides = x.shape, x.strides
+        width = (
+            4 if len(self.block) == 1 else 2
+        )  # vectors are fp32; tiles count as halves in any dtype
+        self.block_type = SimpleNamespace(nbytes=math.prod(self.block) * width)
 
     def _window(self, at: list[Any]) -> tuple[Tensor, tuple[slice, slice]]:
         whole = torch.as_strided(self.base, self.shape, self.strides, self.base.storage_offset())
@@ -258,10 +262,8 @@ def _partitions(parts: list[Any], warps: list[int], registers: list[int]) -> Non
 
 
 def _copy_in(x: Described, at: list[Any], bar: Barrier, to: Shared) -> None:
-    block = x.load(at)
-    to.store(block)
-    width = 4 if len(block) == 1 else 2  # vectors are fp32; tiles count as halves in any dtype
-    bar.step(size=-block.numel() * width)
+    to.store(x.load(at))
+    bar.step(size=-x.block_type.nbytes)
 
 
 def _argument(x: Any) -> Any:

@@ -17,9 +17,9 @@ def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLaye
     """Layers in bf16 with what stays fp32 in it. given: sizes H, K, V, C and F; low: whether decays
     or gates are of low rank at all; gate: whether the gate is; bias: whether it has a bias; rule:
     options of the rule; activation: of the gate; B: sequences; together: whether both matrices of
-    low ranks lie side by side."""
+    low ranks lie side by side; taps: of the convolution; conv_bias: whether it has a bias."""
     of = {"H": 2, "K": 32, "V": 32, "C": 48, "F": 40, "low": True, "gate": True, "bias": False}
-    of |= {"B": 1, "together": False}
+    of |= {"B": 1, "together": False, "taps": 4, "conv_bias": False}
     of |= given
     gen = torch.Generator(device).manual_seed(0)
 
@@ -45,9 +45,9 @@ def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLaye
                 norm=half(C),
                 eps=1e-5,
                 into=half(beta + H, C, scale=C**-0.5),
-                window=half(of["B"], D, 4),
-                taps=half(D, 4),
-                bias=None,
+                window=half(of["B"], D, of["taps"]),
+                taps=half(D, of["taps"]),
+                bias=half(D) if of["conv_bias"] else None,
                 state=draw(of["B"], H, K, V),
                 decay=decay,
                 decay_up=decay_up,

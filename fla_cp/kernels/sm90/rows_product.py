@@ -1,13 +1,13 @@
 """Products of a decoding step of up to 64 sequences, on the tensor cores of sm_90.
 
 Such a product takes the time in which its weight is read. A program has some columns of the result
-for all sequences, and copies tiles of the weight and of the tokens to shared memory, several ahead
-of their use. It copies the first tiles of the weight before the kernel ahead has ended
-(triton/early.py), so that memory is busy in between, too.
+for all sequences. One warp copies tiles of the weight and of the tokens to shared memory, and four
+multiply them: if these copied, too, each tile would wait for barriers of the block. The first tiles
+of the weight are copied before the kernel ahead has ended (triton/early.py), so that memory is busy
+in between.
 
 Where few columns would leave most of the GPU idle, SPLIT programs share them. Each has some columns
-of the weight and writes its sums in fp32; `rows_sum_kernel` of triton/rows_mixer.py adds them up.
-The norm of a recurrent layer's heads is divided out here, head by head.
+of the weight and writes its sums in fp32; `rows_sum_kernel` of triton/rows_sum.py adds them up.
 """
 
 from typing import NamedTuple
@@ -42,8 +42,7 @@ class RowsShape(NamedTuple):
     whose tokens and results lie side by side, and whose weights follow each other. ROW: columns
     from one row of the result to the next. TILE: columns of a program. SPLIT: programs that share
     them; 0: the result is not a sum of parts. SLOTS: places for tiles in shared memory. SWIGLU: the
-    weight has 2 N rows, those of the gate first. HEAD: tiles of a head by whose root its part of
-    the tokens is divided; 0: none. PARTS: sums of squares of a head. EARLY: see triton/early.py.
+    weight has 2 N rows, those of the gate first. EARLY: see triton/early.py.
     """
 
     B: int
@@ -55,8 +54,6 @@ class RowsShape(NamedTuple):
     SPLIT: int
     SLOTS: int
     SWIGLU: bool
-    HEAD: int
-    PARTS: int
     EARLY: bool
 
 
@@ -70,18 +67,6 @@ def over(a, b):
 def parts_of(S):
     """Tiles of the weight for one tile of the tokens."""
     return 2 if S.SWIGLU else 1
-
-
-@gluon.constexpr_function
-def adds(S, inner):
-    """Whether the product of a tile, the `inner`-th of its head, is added to those before."""
-    return S.HEAD == 0 or inner > 0
-
-
-@gluon.constexpr_function
-def steps_of(S):
-    """Tiles that are one step: those of a head, or one."""
-    return max(S.HEAD, 1)
 
 
 @gluon.jit
@@ -98,118 +83,122 @@ def wait_for_last(EARLY: gl.constexpr):
         gdc_wait()
 
 
+class Weight(NamedTuple):
+    """A weight as TMA descriptors of its tiles, `most` of TILE rows and `rest` of NARROW rows or
+    None; and the same for the places of tiles in shared memory."""
+
+    most: gl.tensor
+    rest: gl.tensor
+
+
 @gluon.jit
-def copy_weight(w, places, ready, row, i, slot, S: gl.constexpr):
-    """Starts the copies of tile i of the weight, whose rows begin at `row`, to a place, whose
-    barrier also waits for the tokens."""
+def copy_weight(w, weights, bar, row, i, slot, S: gl.constexpr):
+    """Starts the copies of tile i of the weight, whose rows begin at `row`, to a place. The barrier
+    waits for these and for the tokens."""
     PARTS: gl.constexpr = parts_of(S)
-    size: gl.constexpr = 2 * (PARTS * S.TILE + ROWS) * STEP
-    mbarrier.expect(ready.index(slot), size)
+    size: gl.constexpr = 2 * STEP * (ROWS + PARTS * S.TILE)
+    mbarrier.expect(bar, size)
     for part in gl.static_range(PARTS):
         at = [row + part * S.N, i * STEP]
-        tma.async_copy_global_to_shared(w, at, ready.index(slot), places.index(slot * PARTS + part))
+        tma.async_copy_global_to_shared(w, at, bar, weights.index(slot * PARTS + part))
 
 
 @gluon.jit
-def copy_tokens(x, tokens, ready, column, i, slot):
-    """Starts the copy of tile i of the tokens, whose columns begin at `column`, to a place."""
-    at = [0, column + i * STEP]
-    tma.async_copy_global_to_shared(x, at, ready.index(slot), tokens.index(slot))
-
-
-@gluon.jit
-def head_roots(squares, eps, total, o_r, head, S: gl.constexpr):
-    """[64]: 1 / rms of a head of each row. total: zeros."""
-    heads: gl.constexpr = over(S.C, S.HEAD * STEP)
-    p = squares + (o_r * heads + head) * S.PARTS
-    for n in gl.static_range(S.PARTS):
-        total = total + gl.load(p + n, mask=o_r < S.B, other=1.0)
-    return gl.rsqrt(total / (S.HEAD * STEP) + eps)
-
-
-@gluon.jit
-def rows_product_kernel(x, w, y, bias, squares, eps, S: gl.constexpr):
-    """y [B, GROUPS * N], bf16, for x [B, GROUPS * C] and w [GROUPS * N, C], or [2 N, C] with
-    SWIGLU; with SPLIT y [SPLIT, 64, N], fp32, whose sum is the result. x and w: TMA descriptors of
-    tiles of 64 columns. bias: [GROUPS * N] or None. squares [B, heads, PARTS], fp32, and eps: of
-    the norm of heads."""
-    allow_next(S.EARLY)
-    PARTS: gl.constexpr = parts_of(S)
-    INNER: gl.constexpr = steps_of(S)
-    SHARED: gl.constexpr = max(S.SPLIT, 1)
-    tiles: gl.constexpr = over(S.N, S.TILE)
-    steps: gl.constexpr = over(S.C, STEP * INNER)
-    acc_of: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.TILE, 16])
-    i_t, i_s = gl.program_id(0), gl.program_id(1)
-    group = i_t // tiles
-    row = group * S.N + (i_t % tiles) * S.TILE
-    start = i_s * steps // SHARED
-    n = ((i_s + 1) * steps // SHARED - start) * INNER
-    first = start * INNER
-
-    places = gl.allocate_shared_memory(w.dtype, [S.SLOTS * PARTS, S.TILE, STEP], w.layout)
-    tokens = gl.allocate_shared_memory(x.dtype, [S.SLOTS, ROWS, STEP], x.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [S.SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(S.SLOTS):
-        mbarrier.init(ready.index(slot), count=1)
-    fence_async_shared()
-    barrier()
-    for slot in gl.static_range(S.SLOTS):
-        if slot < n:
-            copy_weight(w, places, ready, row, first + slot, slot, S)
+def copy_tiles(
+    x, w, tokens, weights, ready, free, row, column, first, n, S: gl.constexpr
+):  # fmt: skip
+    """Copies n tiles, from number `first` on, of the weight, whose rows begin at `row`, and of the
+    tokens, whose columns begin at `column`."""
+    for early in gl.static_range(S.SLOTS):
+        if early < n:
+            copy_weight(w, weights, ready.index(early), row, first + early, early, S)
     wait_for_last(S.EARLY)
-    for slot in gl.static_range(S.SLOTS):
-        if slot < n:
-            copy_tokens(x, tokens, ready, group * S.C, first + slot, slot)
+    for i in range(n):
+        slot = i % S.SLOTS
+        if i >= S.SLOTS:
+            mbarrier.wait(free.index(slot), (i // S.SLOTS - 1) & 1)
+            copy_weight(w, weights, ready.index(slot), row, first + i, slot, S)
+        at = [0, column + (first + i) * STEP]
+        tma.async_copy_global_to_shared(x, at, ready.index(slot), tokens.index(slot))
 
-    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, acc_of))
-    o_c = gl.arange(0, S.TILE, gl.SliceLayout(0, acc_of))
-    none = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, acc_of))
-    roots = none
-    zero = gl.full([ROWS, S.TILE], 0.0, gl.float32, acc_of)
-    acc, up, total = zero, zero, zero
-    for turn in range(n // INNER):
-        if S.HEAD:
-            roots = head_roots(squares, eps, none, o_r, start + turn, S)
-        for inner in gl.static_range(INNER):
-            i = turn * INNER + inner
-            place = i % S.SLOTS
-            mbarrier.wait(ready.index(place), (i // S.SLOTS) & 1)
-            s_x = tokens.index(place)
-            s_w = places.index(place * PARTS).permute((1, 0))
-            acc = warpgroup_mma(s_x, s_w, acc, use_acc=adds(S, inner), is_async=True)
-            if S.SWIGLU:
-                s_w = places.index(place * PARTS + 1).permute((1, 0))
-                up = warpgroup_mma(s_x, s_w, up, is_async=True)
-                acc, up = warpgroup_mma_wait(2, deps=(acc, up))
-            else:
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-            # The products of the turn before have ended; their place is free.
-            coming = i - 1 + S.SLOTS
-            if (i > 0) & (coming < n):
-                barrier()
-                free = (i - 1) % S.SLOTS
-                copy_weight(w, places, ready, row, first + coming, free, S)
-                copy_tokens(x, tokens, ready, group * S.C, first + coming, free)
-        if S.HEAD:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            total = total + acc * roots[:, None]
+
+@gluon.jit
+def sum_tiles(
+    tokens, weights, ready, free, n, y, bias, group, column, i_s, S: gl.constexpr
+):  # fmt: skip
+    """Sums up the products of n tiles, and stores the result's columns from `column` on."""
+    PARTS: gl.constexpr = parts_of(S)
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.TILE, 16])
+    acc = gl.full([ROWS, S.TILE], 0.0, gl.float32, L)
+    up = acc
+    for i in range(n):
+        slot = i % S.SLOTS
+        mbarrier.wait(ready.index(slot), (i // S.SLOTS) & 1)
+        b_x = tokens.index(slot)
+        w_t = weights.index(slot * PARTS).permute((1, 0))
+        acc = warpgroup_mma(b_x, w_t, acc, is_async=True)
+        if S.SWIGLU:
+            w_t = weights.index(slot * PARTS + 1).permute((1, 0))
+            up = warpgroup_mma(b_x, w_t, up, is_async=True)
+            acc, up = warpgroup_mma_wait(2, deps=(acc, up))
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+        if i > 0:  # the products of the tile before have ended
+            mbarrier.arrive(free.index((i - 1) % S.SLOTS), count=1)
     if S.SWIGLU:
         acc, up = warpgroup_mma_wait(0, deps=(acc, up))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-    if S.HEAD:
-        acc = total
+    mbarrier.arrive(free.index((n - 1) % S.SLOTS), count=1)
 
-    c = (i_t % tiles) * S.TILE + o_c
+    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    o_c = column + gl.arange(0, S.TILE, gl.SliceLayout(0, L))
     if S.SPLIT:
-        to = y + i_s * ROWS * S.ROW + o_r[:, None] * S.ROW + c[None, :]
-        gl.store(to, acc, mask=(c < S.N)[None, :])
+        to = y + i_s * ROWS * S.ROW + o_r[:, None] * S.ROW + o_c[None, :]
+        gl.store(to, acc, mask=(o_c < S.N)[None, :])
     else:
         if bias is not None:
-            b = gl.load(bias + group * S.N + c, mask=c < S.N, other=0.0)
+            b = gl.load(bias + group * S.N + o_c, mask=o_c < S.N, other=0.0)
             acc = acc + b.to(gl.float32)[None, :]
         if S.SWIGLU:
             acc = acc * sigmoid(acc) * up
-        to = y + o_r[:, None] * S.ROW + (group * S.N + c)[None, :]
-        gl.store(to, acc.to(gl.bfloat16), mask=(o_r < S.B)[:, None] & (c < S.N)[None, :])
+        to = y + o_r[:, None] * S.ROW + (group * S.N + o_c)[None, :]
+        gl.store(to, acc.to(gl.bfloat16), mask=(o_r < S.B)[:, None] & (o_c < S.N)[None, :])
+
+
+@gluon.jit
+def multiply(x, w, y, bias, i_t, i_s, S: gl.constexpr):
+    """The columns of program i_t, or its part i_s of them, see `rows_product_kernel`."""
+    PARTS: gl.constexpr = parts_of(S)
+    SHARED: gl.constexpr = max(S.SPLIT, 1)
+    tiles: gl.constexpr = over(S.N, S.TILE)
+    steps: gl.constexpr = over(S.C, STEP)
+    group, column = i_t // tiles, i_t % tiles * S.TILE
+    first = i_s * steps // SHARED
+    n = (i_s + 1) * steps // SHARED - first
+
+    weights = gl.allocate_shared_memory(w.dtype, [S.SLOTS * PARTS, S.TILE, STEP], w.layout)
+    tokens = gl.allocate_shared_memory(x.dtype, [S.SLOTS, ROWS, STEP], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [S.SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [S.SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(S.SLOTS):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()
+    barrier()
+    row, columns = group * S.N + column, group * S.C
+    # fmt: off
+    gl.warp_specialize([
+        (sum_tiles, (tokens, weights, ready, free, n, y, bias, group, column, i_s, S)),
+        (copy_tiles, (x, w, tokens, weights, ready, free, row, columns, first, n, S)),
+    ], [1], [40])
+    # fmt: on
+
+
+@gluon.jit
+def rows_product_kernel(x, w, y, bias, S: gl.constexpr):
+    """y [B, GROUPS * N], bf16, for x [B, GROUPS * C] and w [GROUPS * N, C], or [2 N, C] with
+    SWIGLU; with SPLIT y [SPLIT, 64, N], fp32, whose sum is the result. x and w: TMA descriptors of
+    tiles of 64 columns. bias: [GROUPS * N] or None."""
+    allow_next(S.EARLY)
+    multiply(x, w, y, bias, gl.program_id(0), gl.program_id(1), S)

@@ -1,7 +1,7 @@
 """A decoding step of several sequences through layers that follow each other: which layers it
-takes, and the launches of rows_product.py and triton/rows_mixer.py.
+takes, and the launches of rows_product.py, rows_state.py and triton/rows_sum.py.
 
-A layer is eight launches, or seven without low ranks. Each kernel starts before the one ahead of it
+A layer is eight launches. Each kernel starts before the one ahead of it
 has ended (triton/early.py) and loads weights or states meanwhile.
 """
 
@@ -14,15 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fla_cp.kernels.sm90.rows_conv import TAPS, ConvShape, rows_conv_kernel
 from fla_cp.kernels.sm90.rows_product import ROWS, STEP, RowsShape, rows_product_kernel
-from fla_cp.kernels.sm90.tma import describe
+from fla_cp.kernels.sm90.rows_state import StateShape, rows_state_kernel
+from fla_cp.kernels.sm90.tma import Described, describe
 from fla_cp.kernels.torch.decoding import StepLayer
 from fla_cp.kernels.triton.conv import MAX_TAPS
 from fla_cp.kernels.triton.decoding import FUSED_ROWS, conv_update
-from fla_cp.kernels.triton.device.bundles import Beta, Gate, Rows, rule_options, state
+from fla_cp.kernels.triton.device.bundles import Beta, Gate, Rows
 from fla_cp.kernels.triton.early import launch_early, starts_early
 from fla_cp.kernels.triton.launch import cdiv
-from fla_cp.kernels.triton.rows_mixer import StateShape, rows_state_kernel, rows_sum_kernel
+from fla_cp.kernels.triton.rows_sum import rows_sum_kernel
 from fla_cp.kernels.triton.tile_table import power_of_two
 
 ENABLED = True
@@ -31,18 +33,53 @@ ENABLED = True
 TILE = 128
 """Rows of a weight in a tile."""
 
-SPLIT = 8
-"""The most programs that share columns of a result."""
+SPLIT, STEPS = 8, 8
+"""The most programs that share columns of a result, and the fewest tiles that each of them has: the
+sum of their parts has to be written and read."""
 
 SHARED = 208 * 1024
 """Bytes of the tiles of a program. An SM has room for one program of that size. With 96 KiB, some
 SMs had two programs of a kernel that started early, and others none."""
 
-STATE = 8192
-"""Elements of the state of a program: 64 for each of 128 threads."""
+FIRST = 168 * 1024
+"""The same for the first product, so that a program of the kernel behind it may start beside it."""
+
+LOW_TILE = 64
+"""As TILE, of the second products of low ranks."""
+
+CONV_ROWS, CONV_COLUMNS = 16, 256
+"""Sequences and channels of a program of the convolution."""
+
+STATE, STATES = 8192, 96 * 1024
+"""Elements of a tile of a state, and bytes of the tiles of a program of the recurrence."""
+
+TOGETHER = 2
+"""Programs of the recurrence on an SM: one computes while the other one waits."""
+
+PACE = 1
+"""Tiles that such a program waits for, beside the one that it asks for, before the kernel ahead has
+ended. With more, that kernel waits longer for its own inputs."""
+
+WARPS, SUM_WARPS = 4, 16
+"""Warps of a program of the recurrence or of a product, and of a sum of parts."""
+
+REGISTERS = 96
+"""Registers of a thread of products on average. The warps that multiply take those of the warp that
+copies; without a limit, a program would take all that an SM has."""
 
 Call = Callable[[Tensor], object]
 """A launch, as a call with the residual stream."""
+
+
+class Product(NamedTuple):
+    """A launch of rows_product.py: its grid and arguments."""
+
+    grid: tuple[int, int]
+    x: Described | None
+    w: Described | None
+    y: Tensor | None
+    bias: Tensor | None
+    S: RowsShape | None
 
 
 class Low(NamedTuple):
@@ -112,13 +149,11 @@ class RowsRun:
         self.layers, self.programs, s = layers, programs, layers[0]
         self.B, self.HV, self.K, self.V = s.state.shape
         self.C, self.early, self.device = s.into.shape[1], starts_early(s.into), s.into.device
-        self.BV = min(power_of_two(self.V), max(16, STATE // power_of_two(self.K)))
         self.kept: dict[tuple[object, ...], Tensor] = {}
         self.normed, self.inner = self._half("normed", self.C), self._half("inner", s.down.shape[1])
         self.projected = self._half("projected", len(s.into))
         self.o = self._half("o", self.HV * self.V)
         self.qkv = torch.empty(self.B, s.window.shape[1], dtype=torch.bfloat16, device=self.device)
-        self.squares = self._buffer("squares", self.B, self.HV, cdiv(self.V, self.BV))
         self.begin = self._sum(None, s.norm, s.eps)
         self.calls = [self._calls(i) for i in range(len(layers))]
 
@@ -136,22 +171,23 @@ class RowsRun:
             tokens = self.projected[:, low.column : low.column + low.groups * rank]
             y = self._half(f"low {n}", R)
             given = tokens, low.weight, y
-            lows.append(self._product(*given, tile=TILE, groups=low.groups, bias=low.bias))
+            lows.append(self._given(*given, tile=LOW_TILE, groups=low.groups, bias=low.bias))
             for g, part in enumerate(y.chunk(low.groups, 1)):
                 made[low.column + g * rank] = part
+        into = self._given(self.normed, s.into, self.projected, tile=TILE // 2, shared=FIRST)
+        up = self._given(self.normed, s.up, self.inner, tile=TILE // 2, swiglu=True)
         last = i + 1 == len(self.layers)
         behind = None if last else self.layers[i + 1].norm
         return [
-            self._product(self.normed, s.into, self.projected, tile=TILE // 2),
-            *lows,
-            self._convolution(s),
+            self._product(into),
+            *self._convolution(s, lows),
             self._recurrence(s, made),
-            *self._onto(self.o, s.out, s.ffn_norm, s.ffn_eps, o_eps=s.o_eps),
-            self._product(self.normed, s.up, self.inner, tile=TILE // 2, swiglu=True),
+            *self._onto(self.o, s.out, s.ffn_norm, s.ffn_eps),
+            self._product(up),
             *self._onto(self.inner, s.down, behind, s.eps),
         ]
 
-    def _product(
+    def _given(
         self,
         x: Tensor,
         weight: Tensor,
@@ -162,49 +198,66 @@ class RowsRun:
         groups: int = 1,
         bias: Tensor | None = None,
         swiglu: bool = False,
-        o_eps: float | None = None,
-    ) -> Call:
-        """A product. y: [B, groups * N], or with `split` [split, 64, N] for its parts. o_eps: x is
-        divided by the roots of its heads."""
-        N, C = len(weight) // (2 if swiglu else groups), weight.shape[1]
-        head, squares = (0, None) if o_eps is None else (self.V // int(STEP), self.squares)
-        steps = cdiv(cdiv(C, int(STEP) * max(head, 1)), max(split, 1)) * max(head, 1)
-        size = 2 * int(STEP) * (int(ROWS) + (2 if swiglu else 1) * tile)
-        slots = min(steps, SHARED // size)
-        sizes = y.stride(-2), groups, tile, split, slots, swiglu, head, self.squares.shape[2]
+        shared: int = 0,
+    ) -> Product:
+        """What a product is launched with. y: [B, groups * N], or with `split` [split, 64, N] for
+        its parts."""
+        parts, shared = 2 if swiglu else 1, shared or SHARED
+        N, C = len(weight) // max(parts, groups), weight.shape[1]
+        steps = cdiv(cdiv(C, int(STEP)), max(split, 1))
+        slots = min(steps, shared // (2 * int(STEP) * (int(ROWS) + parts * tile)))
+        sizes = y.stride(-2), groups, tile, split, slots, swiglu
         S = RowsShape(self.B, C, N, *sizes, self.early)
         copies = describe(x[:, None], int(ROWS), int(STEP)), describe(weight, tile, int(STEP))
-        grid = groups * cdiv(N, tile), max(split, 1)
-        given = *copies, y, bias, squares, o_eps or 0.0, S
-        launch = partial(launch_early, rows_product_kernel, grid, *given, early=self.early)
-        return lambda _: launch(num_warps=4)
+        return Product((groups * cdiv(N, tile), max(split, 1)), *copies, y, bias, S)
 
-    def _onto(
-        self, x: Tensor, weight: Tensor, norm: Tensor | None, eps: float, o_eps: float | None = None
-    ) -> list[Call]:
-        """A product that is added to the residual stream, and the norm behind it if there is one.
-        o_eps: see `_product`."""
+    def _product(self, p: Product) -> Call:
+        grid, *given = p
+        launch = partial(launch_early, rows_product_kernel, grid, *given, early=self.early)
+        return lambda _: launch(num_warps=WARPS, maxnreg=REGISTERS)
+
+    def _onto(self, x: Tensor, weight: Tensor, norm: Tensor | None, eps: float) -> list[Call]:
+        """A product that is added to the residual stream, and the norm behind it if there is
+        one."""
         N, C = weight.shape
-        tiles, steps = cdiv(N, TILE), C // (self.V if o_eps is not None else int(STEP))
-        split = max(1, min(SPLIT, steps, self.programs // tiles))
+        split = max(1, min(SPLIT, C // int(STEP) // STEPS, self.programs // cdiv(N, TILE)))
         parts = self._buffer("parts", split, int(ROWS), N)
-        product = self._product(x, weight, parts, tile=TILE, split=split, o_eps=o_eps)
-        return [product, self._sum(parts, norm, eps)]
+        product = self._given(x, weight, parts, tile=TILE, split=split)
+        return [self._product(product), self._sum(parts, norm, eps)]
 
     def _sum(self, parts: Tensor | None, norm: Tensor | None, eps: float) -> Call:
         """The sum of the parts of a product is added to the residual stream; then the norm."""
         C, early, split = self.C, self.early, 0 if parts is None else len(parts)
         rest = norm, None if norm is None else self.normed, eps, C, power_of_two(C), split, early
         launch = partial(launch_early, rows_sum_kernel, (self.B,), parts)
-        return lambda stream: launch(stream, *rest, early=early, num_warps=8)
+        return lambda stream: launch(stream, *rest, early=early, num_warps=SUM_WARPS)
 
-    def _convolution(self, s: StepLayer) -> Call:
-        early, qkv, y = self.early, self.projected[:, : s.window.shape[1]], self.qkv
-        return lambda _: conv_update(qkv, s.window, s.taps, s.bias, True, early=early, y=y)
+    def _convolution(self, s: StepLayer, lows: list[Product]) -> list[Call]:
+        """The convolution and second products of low ranks, in one launch if there are as many taps
+        as the kernel has."""
+        (B, D, W), early, qkv, y = s.window.shape, self.early, self.projected, self.qkv
+        if int(TAPS) != W:
+            calls = [self._product(p) for p in lows]
+            update = partial(conv_update, qkv[:, :D], s.window, s.taps, s.bias, True, early, y)
+            return [*calls, lambda _: update()]
+        *before, (grid, *product) = lows or [Product((0, 1), None, None, None, None, None)]
+        rows, columns = CONV_ROWS, CONV_COLUMNS
+        words = (t.view(torch.int64).view(t.shape[:-1]) for t in (s.window, s.taps))
+        S = ConvShape(B, D, rows, columns, early)
+        given = qkv, qkv.stride(0), *words, s.bias, y, *product[:-1], S, product[-1]
+        programs = grid[0] + cdiv(B, rows) * cdiv(D, columns)
+        launch = partial(launch_early, rows_conv_kernel, (programs, 1), *given, early=early)
+
+        def call(_: Tensor) -> None:
+            launch(num_warps=WARPS, maxnreg=REGISTERS)
+            if not s.window.is_inference():
+                torch.autograd.graph.increment_version(s.window)
+
+        return [*(self._product(p) for p in before), call]
 
     def _recurrence(self, s: StepLayer, made: dict[int, Tensor]) -> Call:
-        """The recurrence of a layer with the gate of its norm. made: results of second products, by
-        the first column of their tokens."""
+        """The recurrence of a layer and the gated norm behind it. made: results of second products,
+        by the first column of their tokens."""
         B, HV, K, V = s.state.shape
         rule, wide = s.rule, HV if s.rule.per_head else HV * K
         H = (s.window.shape[1] - HV * V) // (2 * K)
@@ -214,28 +267,30 @@ class RowsRun:
 
         decay, gate = part(s.decay, wide), part(s.gate, HV * V)
         beta = None if s.beta is None else self.projected[:, s.beta : s.beta + HV]
+        BK, heads = power_of_two(K), B * HV
+        BV = min(V, max(16, STATE // BK))
+        programs, slots = min(heads, TOGETHER * self.programs), max(2, STATES // (4 * BK * BV))
         S = StateShape(
-            H, HV, K, V, power_of_two(K), self.BV, rule.per_head, rule.removal == "k",
-            s.activation == "silu", self.early,
+            B, H, HV, K, V, BK, BV, programs, slots, PACE, WARPS, rule.gate, rule.per_head,
+            rule.removal == "k", rule.beta_factor is not None, s.activation == "silu", self.early,
         )  # fmt: skip
         given = (
+            describe(s.state, BK, BV),
+            s.state,
             Rows(self.qkv, self.qkv.stride(0), 0),
-            state(s.state),
             Gate(decay, decay.stride(0), 0, s.A_log, s.dt_bias, rule.lower_bound or 0.0),
             Rows(gate, gate.stride(0), 0),
             Beta(beta, 0 if beta is None else beta.stride(0), rule.beta_factor or 1.0),
             s.o_norm,
             self.o,
-            self.squares,
             rule.scale,
+            s.o_eps,
             S,
-            rule_options(rule, torch.bfloat16),
         )
-        grid = cdiv(V, self.BV) * B, HV
-        launch = partial(launch_early, rows_state_kernel, grid, *given, early=self.early)
+        launch = partial(launch_early, rows_state_kernel, (programs, 1), *given, early=self.early)
 
         def call(_: Tensor) -> None:
-            launch(num_warps=4)
+            launch(num_warps=WARPS)
             if not s.state.is_inference():
                 torch.autograd.graph.increment_version(s.state)
 

@@ -31,11 +31,12 @@ def starts_early(x: Tensor) -> bool:
 
 
 def launch_early(
-    kernel: object, grid: tuple[int, ...], *given: object, early: bool, num_warps: int
+    kernel: object, grid: tuple[int, ...], *given: object, early: bool, **options: int
 ) -> None:
-    """Launches a kernel, with `early` so that it may start before the one ahead has ended."""
+    """Launches a kernel, with `early` so that it may start before the one ahead has ended.
+    options: num_warps, and maxnreg if it is limited."""
     more = {"launch_pdl": True} if early else {}
-    launch(kernel, grid, *given, num_warps=num_warps, **more)
+    launch(kernel, grid, *given, **options, **more)
 
 
 @triton.jit

@@ -19,12 +19,14 @@ CASES: dict[str, dict[str, Any]] = {
     "KDA, heads of two tiles": {"K": 16, "V": 128, "rule": {"beta_factor": 2.0}},
     "GDN": {"low": False, "rule": {"per_head": True}, "activation": "silu"},
     "GLA": {"gate": False, "rule": {"removal": "none", "beta_factor": None}},
+    "KDA, a convolution with a bias": {"conv_bias": True},
+    "KDA, three taps": {"taps": 3, "conv_bias": True},
     "many columns": {"C": 840, "F": 1000},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kib", [48, 192])
+@pytest.mark.parametrize("kib", [80, 192])
 def test_layers(name, kib, monkeypatch):
     """Two steps of two layers."""
     monkeypatch.setattr(rows_run, "SHARED", 1024 * kib)
@@ -35,4 +37,7 @@ def test_layers(name, kib, monkeypatch):
         run = rows_run.rows_layers(layers, 40)
         assert run is not None
         assert_steps_are_right(run, layers, plain, exact)
-    assert set(launched) == {"rows_product_kernel"}
+    kernels = {"rows_product_kernel", "rows_state_kernel"}
+    if case.get("taps", 4) == 4:
+        kernels.add("rows_conv_kernel")
+    assert set(launched) == kernels
