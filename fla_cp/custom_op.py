@@ -19,7 +19,6 @@ from fla_cp.handle import Handle, Sizes, chunk_counts
 from fla_cp.kernels import Backend, resolve
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.partition.packing import Frame, Packing
-from fla_cp.partition.whole import WholeSequences
 from fla_cp.pipeline import Plan, PlanKey, Result, Saved, announcement, backward, forward
 from fla_cp.recent import Recent
 from fla_cp.replay import Replayed, layout
@@ -58,14 +57,8 @@ def packing_of(offsets: tuple[int, ...], chunk: int = CHUNK) -> Packing:
     return Packing.build(offsets, chunk=chunk)
 
 
-@lru_cache(maxsize=16)
-def framed_packing_of(offsets: tuple[int, ...], chunk: int = CHUNK) -> WholeSequences:
-    """The packing filled up to rounded sizes, so that packings of similar sizes share programs."""
-    return WholeSequences(offsets, chunk)
-
-
 @lru_cache(maxsize=1024)
-def _key_alone(tokens: int, frame: Frame) -> PlanKey:
+def key_alone(tokens: int, frame: Frame) -> PlanKey:
     """The plan's key of a call without a context. All packings with this frame share one object,
     because a dict finds the same object faster than an equal one."""
     return PlanKey.framed(tokens, 1, frame, ONE_SLOT, ALONE)
@@ -81,9 +74,6 @@ def make_plan(
 ) -> Plan:
     """The plan of a call. shape: (HV, K, V, device). If it is given, the backend may cut sequences
     into segments, except in a packing with a frame. extra: see `Backend.segment`."""
-    if context is None and packing.frame is not None:
-        key = _key_alone(packing.tokens, packing.frame)
-        return Plan(Spec(rule, packing), ONE_SLOT, ALONE, backend, packing, key)
     links, ahead = context.links if context else ONE_SLOT, packing
     if shape is not None:
         whole, packing = packing, backend.segment(packing, *shape, True, extra)

@@ -24,7 +24,8 @@ from fla_cp.kernels.torch.conv import ConvInputs
 from fla_cp.kernels.torch.decoding import StepLayer, StepMixer, StepProduct
 from fla_cp.kernels.torch.intra import Inputs, Spec
 from fla_cp.kernels.torch.recurrent import Sequences
-from fla_cp.partition.packing import Packing
+from fla_cp.partition.packing import Frame, Packing
+from fla_cp.partition.whole import Former
 from fla_cp.rule import CHUNK, DeltaRule
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -80,15 +81,17 @@ class Backend(ABC):
         rank; None: any number."""
         return packing
 
-    def stays_whole(self, longest: int, chunks: int, HV: int, V: int, device: torch.device) -> bool:
-        """Whether `segment` is known to cut no packing of so many chunks, of which the longest
-        segment has `longest`."""
-        return False
+    def longest_whole(self, chunks: int, HV: int, V: int, device: torch.device) -> int:
+        """How many chunks the longest segment may have for which `segment` is known to cut no
+        packing of so many chunks."""
+        return 0
 
-    def form_tables(self, packing: Packing, cu_seqlens: Tensor) -> bool:
-        """Forms the tables of a packing of whole sequences on the device of its offsets, where that
-        takes the host less time than to send them. Whether the packing has them there now."""
-        return False
+    def table_former(
+        self, frame: Frame, offsets: torch.dtype, device: torch.device
+    ) -> Former | None:
+        """A function that forms the tables of packings of whole sequences with this frame on the
+        device of their offsets. None if the host takes less time to send them."""
+        return None
 
     def extra_segments(self, HV: int, V: int, device: torch.device) -> int:
         """The most segments that a compiled graph may add, for which it reserves memory."""

@@ -12,7 +12,6 @@ GLA, simple GLA            channel, head   0, and b_t = 1
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,6 +42,7 @@ from fla_cp.ops.checks import (
 )
 from fla_cp.ops.known import Known, Packed, Shape, key_of, known_calls, remember
 from fla_cp.ops.options import FLAGS, RECURRENT_ONLY, TENSORS, Names, Options, Tensors
+from fla_cp.ops.packed import packed_plan
 from fla_cp.ops.wide_heads import are_wide, in_narrow_heads
 from fla_cp.partition.checks import read_offsets
 from fla_cp.partition.packing import Packing
@@ -119,9 +119,11 @@ def chunk(
 def _plan_at_hand(known: Known, x: Tensors, options: Mapping[str, Any]) -> Plan | None:
     """The plan of a known call. None under a context, with several rows a token, and where the
     initial states do not fit the offsets."""
-    if known.packed is None:
+    packed, option = known.packed, options.get
+    if packed is None:
         return known.plan
-    return _packed_plan(known, known.packed.states, x, options)
+    offsets = options["cu_seqlens"], option("cu_seqlens_cpu")
+    return packed_plan(known, packed, *offsets, option("initial_state"))
 
 
 def _called_again(
@@ -176,12 +178,17 @@ def _planned_call(
     def build() -> Plan:
         return custom_op.make_plan(rule, packing, context, backend, _shape(x))
 
-    plan = build() if key is None else custom_op.kept_plan(packing, context, known.number, build)
-    if context is None and rows == 1:
-        if o.cu_seqlens is None:
-            known.plan = plan
-        else:
-            known.packed = Packed(_states(o), _shape(x), x.q.dtype)
+    alone, plan = context is None and rows == 1, None
+    if alone and o.cu_seqlens is not None:
+        known.packed = packed = _packed(x, o, o.cu_seqlens)
+        plan = packed_plan(known, packed, o.cu_seqlens, o.cu_seqlens_cpu, o.initial_state)
+        assert plan is not None, "a state for each sequence was checked"
+    elif key is None:
+        plan = build()
+    else:
+        plan = custom_op.kept_plan(packing, context, known.number, build)
+    if alone and known.packed is None:
+        known.plan = plan
     out, final, h = DeltaRuleFunction.apply(
         known.kind, plan, *inputs, accumulated(o.initial_state, x.q)
     )
@@ -380,6 +387,13 @@ def _states(o: Options) -> bool:
     return o.initial_state is not None or o.output_final_state or o.return_intermediate_states
 
 
+def _packed(x: Tensors, o: Options, cu_seqlens: Tensor) -> Packed:
+    device = x.q.device
+    readable = cu_seqlens.device == device and cu_seqlens.is_contiguous()
+    offsets = cu_seqlens.dtype if readable else None
+    return Packed(_states(o), x.q.shape[1], _shape(x), device, x.q.dtype, offsets)
+
+
 def _shared_packing(
     context: FLACPContext, packing: Packing, x: Inputs, o: Options, backend: Backend
 ) -> Packing:
@@ -404,63 +418,12 @@ def _packing(x: Tensors, o: Options, rows: int, rule: DeltaRule, backend: Backen
     """The packing of a call. Under a context it counts tokens; others count rows."""
     if o.cp_context is not None:
         return o.cp_context.in_chunks(rule.chunk)
-    (B, T), dtype = x.q.shape[:2], x.q.dtype
+    B, T = x.q.shape[:2]
     if o.cu_seqlens is None:
         offsets = tuple(range(0, B * T * rows + 1, T * rows))
-        return _packing_of(offsets, _shape(x), dtype, rule, backend, False)
-    offsets = read_offsets(o.cu_seqlens, o.cu_seqlens_cpu, T)
-    shares = rows == 1 and not _states(o) and backend.replay_stream(x.q.device) is not None
-    offsets = tuple(rows * i for i in offsets) if rows > 1 else offsets
-    return _packing_of(offsets, _shape(x), dtype, rule, backend, shares)
-
-
-def _packing_of(
-    offsets: tuple[int, ...],
-    shape: Shape,
-    dtype: torch.dtype,
-    rule: DeltaRule,
-    backend: Backend,
-    shares: bool,
-) -> Packing:
-    """The packing of these offsets, in chunks of the rule's size or, without one, of the size that
-    suits the longest sequence. shares: whether it may have a frame, so that similar packings
-    share its programs. A single sequence, and sequences that the backend cuts, get no frame."""
-    chunk = rule.chunk_size
-    if chunk is None:
-        chunk = backend.chunk_for(max(b - a for a, b in pairwise(offsets)), dtype)
-    if not shares or len(offsets) == 2:
-        return custom_op.packing_of(offsets, chunk)
-    HV, _, V, device = shape
-    framed = custom_op.framed_packing_of(offsets, chunk)
-    if not backend.stays_whole(framed.longest, framed.chunks, HV, V, device):
-        plain = custom_op.packing_of(offsets, chunk)
-        if any(backend.segment(plain, *shape, both) is not plain for both in (True, False)):
-            return plain
-    return framed
-
-
-PACKED_PLANS = 64
-"""How many plans of packed calls are kept for the next call with the same offsets."""
-
-
-@lru_cache(maxsize=PACKED_PLANS)
-def _plan_of(known: Known, offsets: tuple[int, ...], shares: bool) -> Plan:
-    """The plan of a packed call whose key is known. shares: see `_packing_of`."""
-    assert known.packed is not None
-    _, shape, dtype = known.packed
-    packing = _packing_of(offsets, shape, dtype, known.rule, known.backend, shares)
-    return custom_op.make_plan(known.rule, packing, None, known.backend, shape)
-
-
-def _packed_plan(known: Known, states: bool, x: Tensors, options: Mapping[str, Any]) -> Plan | None:
-    """The plan of a packed call whose key is known, after checks of its offsets. None if there are
-    initial states, but not one for each sequence. states: whether states are given or wanted."""
-    state, cu_seqlens = options.get("initial_state"), options["cu_seqlens"]
-    offsets = read_offsets(cu_seqlens, options.get("cu_seqlens_cpu"), x.q.shape[1])
-    if state is not None and len(state) != len(offsets) - 1:
-        return None
-    shares = not states and known.backend.replay_stream(x.q.device) is not None
-    plan = _plan_of(known, offsets, shares)
-    if plan.packing.frame is not None and cu_seqlens.device == x.q.device:
-        known.backend.form_tables(plan.packing, cu_seqlens)
-    return plan
+    else:
+        offsets = read_offsets(o.cu_seqlens, o.cu_seqlens_cpu, T)
+        offsets = tuple(rows * i for i in offsets) if rows > 1 else offsets
+    longest = max(b - a for a, b in pairwise(offsets))
+    chunk = rule.chunk_size or backend.chunk_for(longest, x.q.dtype)
+    return custom_op.packing_of(offsets, chunk)

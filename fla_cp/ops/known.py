@@ -24,11 +24,15 @@ Shape = tuple[int, int, int, torch.device]
 
 class Packed(NamedTuple):
     """What decides how calls with offsets of sequences are planned, besides the offsets. states:
-    whether states are given or wanted. dtype: of q."""
+    whether states are given or wanted. dtype: of q. offsets: the dtype of cu_seqlens if kernels can
+    read them, or None."""
 
     states: bool
+    tokens: int
     shape: Shape
+    device: torch.device
     dtype: torch.dtype
+    offsets: torch.dtype | None
 
 
 @dataclass(slots=True, eq=False)

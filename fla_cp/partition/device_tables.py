@@ -45,9 +45,12 @@ def _on_host(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tenso
     return table.pin_memory() if device.type == "cuda" else table
 
 
+RUN_BEFORE = "run the same call once before it is captured in a CUDA graph"
+
+
 def _check_no_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("run the same call once before it is captured in a CUDA graph")
+        raise RuntimeError(RUN_BEFORE)
 
 
 def to_device(values: Numbers, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -89,11 +92,12 @@ class DeviceTable:
     """A table on a device. Recorded programs need only the addresses of its columns, so tensors of
     single columns are made only when something asks for them.
 
-    memory: all columns, if they are in one piece of memory, else None. starts, lengths: as in
-    `Joined`. shared: whether other objects have the same table.
+    memory: all columns, if they are in one piece of memory, else None. first: where the table
+    starts in it. starts, lengths: as in `Joined`. shared: whether other objects have the same
+    table.
     """
 
-    __slots__ = ("_addresses", "_columns", "lengths", "memory", "shared", "starts")
+    __slots__ = ("_addresses", "_columns", "first", "lengths", "memory", "shared", "starts")
 
     def __init__(
         self,
@@ -102,9 +106,11 @@ class DeviceTable:
         lengths: tuple[int, ...] = (),
         columns: tuple[Tensor, ...] | None = None,
         *,
+        first: int = 0,
         shared: bool = False,
     ) -> None:
-        self.memory, self.starts, self.lengths, self.shared = memory, starts, lengths, shared
+        self.memory, self.first, self.starts, self.lengths = memory, first, starts, lengths
+        self.shared = shared
         self._columns = columns
         self._addresses: tuple[int, ...] | None = None
 
@@ -127,9 +133,8 @@ class DeviceTable:
     @property
     def columns(self) -> tuple[Tensor, ...]:
         if self._columns is None:
-            memory = self.memory
-            assert memory is not None
-            spans = zip(self.starts, self.lengths, strict=True)
+            assert self.memory is not None
+            memory, spans = self.memory[self.first :], zip(self.starts, self.lengths, strict=True)
             self._columns = tuple(memory[start : start + n] for start, n in spans)
         return self._columns
 
@@ -139,7 +144,8 @@ class DeviceTable:
             if self.memory is None:
                 self._addresses = tuple(c.data_ptr() for c in self.columns)
             else:
-                at, size = self.memory.data_ptr(), self.memory.itemsize
+                size = self.memory.itemsize
+                at = self.memory.data_ptr() + size * self.first
                 self._addresses = tuple([at + size * start for start in self.starts])
         return self._addresses
 
@@ -148,6 +154,7 @@ class DeviceTable:
         if self.memory is not None:
             joined = columns if isinstance(columns, Joined) else _join(columns, self.memory.dtype)
             assert joined.lengths == self.lengths, (joined.lengths, self.lengths)
+            assert self.first == 0, "no other table is in the memory"
             return fill(self.memory, joined.values)
         assert not isinstance(columns, Joined)
         for column, values in zip(self.columns, columns, strict=True):
@@ -224,28 +231,24 @@ class Tabled:
         object until its launches are queued."""
         return self._table(build, dtype, device).addresses
 
-    def has_table(self, build: Build, device: torch.device) -> bool:
-        """Whether this table is on `device`, so that `table` and `addresses` need not make it."""
-        return (build, device) in self._on_devices
-
-    def keep_table(self, build: Build, table: DeviceTable, device: torch.device) -> None:
-        """Keeps a table that was formed on `device` itself, in place of sending what `build`
-        returns."""
-        self._on_devices.setdefault((build, device), table)
-
     def _table(self, build: Build, dtype: torch.dtype, device: torch.device) -> DeviceTable:
         key, tables = (build, device), self._on_devices
         found = tables.get(key)
-        if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if found is None:
+                raise RuntimeError(RUN_BEFORE)
+            _captured.add(found)
+        elif found is None:
             if active() is None:
-                found = DeviceTable.send(build(self), dtype, device)
+                found = self._new_table(build, dtype, device)
             else:
                 with paused():
-                    found = DeviceTable.send(build(self), dtype, device)
+                    found = self._new_table(build, dtype, device)
             found = tables.setdefault(key, found)  # another thread may have made it meanwhile
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _captured.add(found)
         return found
+
+    def _new_table(self, build: Build, dtype: torch.dtype, device: torch.device) -> DeviceTable:
+        return DeviceTable.send(build(self), dtype, device)
 
     def take_tables(self, other: Self) -> None:
         """Takes over the device tables of `other` (which may be self) and overwrites them with this

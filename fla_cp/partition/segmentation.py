@@ -168,18 +168,14 @@ def _with_backward(
     return forward._replace(summary_bwd=together, scan_bwd=scan)
 
 
-def stays_whole(longest: int, chunks: int, value: int, processors: int) -> bool:
-    """Whether `split` certainly cuts no packing like this, so that it need not be tried. longest,
-    chunks: how many chunks the longest segment has, and all segments together. The packing has
-    several sequences and no context. It is certain if even a cut that left nothing but the work of
-    the scans and its own launches would take longer than no cut."""
-    return not processors or longest <= _longest_whole(chunks, value, processors)
-
-
 @lru_cache(maxsize=4096)
-def _longest_whole(chunks: int, value: int, processors: int) -> int:
-    """The largest `longest` for which `stays_whole` is true. Packings of equally many tokens differ
-    little in `chunks`, so the cache serves most calls."""
+def longest_whole(chunks: int, value: int, processors: int) -> int:
+    """The most chunks that the longest segment may have for which `split` certainly cuts no
+    packing of `chunks` chunks, so that it need not be tried. The packing has several sequences and
+    no context. It is certain if even a cut that left nothing but the work of the scans and its own
+    launches would take longer than no cut."""
+    if not processors:
+        return chunks
 
     def may_be_cut(longest: int) -> bool:
         return not _cut_never_pays(longest, chunks, value, processors)
@@ -188,8 +184,8 @@ def _longest_whole(chunks: int, value: int, processors: int) -> int:
 
 
 def _cut_never_pays(longest: int, chunks: int, value: int, processors: int) -> bool:
-    """Whether `stays_whole` is true, for `longest` above SMALLEST. If it is, it is also true for a
-    smaller `longest`, because only the time of the uncut scans grows with `longest`."""
+    """Whether no cut pays for a `longest` above SMALLEST. If so, none pays for a smaller `longest`,
+    because only the time of the uncut scans grows with `longest`."""
 
     def work(cost: Cost) -> float:
         return min(cost.shared, cost.many) * value * chunks / processors

@@ -331,13 +331,15 @@ def compile_fold(K: int, V: int) -> list[Launch]:
 
 def compile_tables() -> list[Launch]:
     """The tables of a packing, from offsets of either dtype."""
-    from fla_cp.kernels.triton.chunk_tables import form_tables
+    from fla_cp.kernels.triton.chunk_tables import TableFormer
+    from fla_cp.kernels.triton.operands import columns
     from fla_cp.partition.whole import WholeSequences
 
-    offsets = 0, 100, 130
+    packing = WholeSequences.of((0, 100, 130))
     with launched() as kernels:
         for dtype in (torch.int32, torch.int64):
-            form_tables(WholeSequences(offsets), torch.tensor(offsets, dtype=dtype))
+            given = torch.tensor(packing.given, dtype=dtype)
+            TableFormer(packing.frame, given.device)(columns, packing, given, None)
     return list(dict.fromkeys(kernels))
 
 

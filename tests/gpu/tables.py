@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from fla_cp import chunk_kda
-from fla_cp.custom_op import framed_packing_of
 from fla_cp.kernels.triton import chunk_tables, scan
+from fla_cp.kernels.triton.chunk_tables import TableFormer
+from fla_cp.kernels.triton.launch import current_stream
 from fla_cp.kernels.triton.operands import columns
-from fla_cp.ops import family
+from fla_cp.ops import packed
 from fla_cp.partition.device_tables import DeviceTable
 from fla_cp.partition.whole import WholeSequences
 from tests.gpu import checks
@@ -43,10 +45,10 @@ def check_tables() -> checks.Rows:
     for sequences, T in PACKINGS:
         for dtype in (torch.int32, torch.int64):
             offsets = offsets_of(sequences, T, sequences)
-            packing = WholeSequences(offsets)
             given = torch.tensor(offsets, dtype=dtype, device=checks.DEVICE)
-            chunk_tables.form_tables(packing, given)
-            device = given.device
+            frame, device = WholeSequences.of(offsets).frame, given.device
+            former = chunk_tables.TableFormer(frame, device)
+            packing = WholeSequences(offsets, frame, former, (given, current_stream()))
             found = packing.table(columns, torch.int32, device)
             wanted = DeviceTable.send(columns(packing), torch.int32, device).columns
             wrong = sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
@@ -85,20 +87,21 @@ def row(case: str, changed: int, dtype: str = "int32") -> dict:
 def results(most: int) -> tuple[list[Tensor], int]:
     """o and all gradients of calls with new packings, and how many tables the kernel formed. most:
     sequences up to which it does."""
-    framed_packing_of.cache_clear()
-    family._plan_of.cache_clear()
+    packed.plans.clear()
     formed = []
 
-    def counted(*given: Any) -> None:
-        formed.append(given)
-        launch(*given)
+    def counted(*given: Any) -> DeviceTable | None:
+        table = form(*given)
+        formed.extend([table] if table else [])
+        return table
 
-    before, launch = chunk_tables.MOST_SEQUENCES, chunk_tables.launch_alike
-    chunk_tables.MOST_SEQUENCES, chunk_tables.launch_alike = most, counted
+    before, form = chunk_tables.MOST_SEQUENCES, TableFormer.__call__
+    chunk_tables.MOST_SEQUENCES = most
     try:
-        return [x for seed in range(CALLS) for x in called(seed)], len(formed)
+        with patch.object(TableFormer, "__call__", counted):
+            return [x for seed in range(CALLS) for x in called(seed)], len(formed)
     finally:
-        chunk_tables.MOST_SEQUENCES, chunk_tables.launch_alike = before, launch
+        chunk_tables.MOST_SEQUENCES = before
 
 
 def called(seed: int) -> list[Tensor]:

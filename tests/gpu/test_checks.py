@@ -150,12 +150,12 @@ def test_the_gpu_check_of_tables(small, monkeypatch):
     monkeypatch.setattr(tables, "BF16", F32)
     rows = tables.check_tables()
     assert len(rows) == 6 and all(row["ok"] for row in rows), rows
-    launch = chunk_tables.launch_alike
+    launch = chunk_tables.launch
 
-    def wrong(kernel, kinds, grid, offsets, *rest):
-        launch(kernel, kinds, grid, (offsets - 1).clamp(0), *rest)
+    def wrong(kernel, grid, offsets, *rest):
+        launch(kernel, grid, (offsets - 1).clamp(0), *rest)
 
-    monkeypatch.setattr(chunk_tables, "launch_alike", wrong)
+    monkeypatch.setattr(chunk_tables, "launch", wrong)
     assert not any(row["ok"] for row in tables.check_tables()[2:4])
     clear = scan.clear
     for moved in (-1, 1):

@@ -157,35 +157,16 @@ def test_a_device_has_its_own(recorder):
     recorder.device = 0
 
 
-def test_launches_of_the_same_kinds_run_what_triton_runs(recorder):
-    """Only the first launch of each kind and device looks the kernel up, and none without runs."""
-    for recorder.device in (0, 1):
-        for dtype in (torch.float32, torch.bfloat16):
-            rest = None, 3, 0.5, (2, 3), 16, twice, "sum"
-            calls = [(torch.zeros(64, dtype=dtype), *rest) for _ in range(3)]
-            recorder.runs.clear()
-            recorder.count = len(kernel.arg_names)
-            launches.launch_alike(kernel, (dtype,), (3, 2, 1), *calls[0])
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launches, "launch", None)
-                for given in calls[1:]:
-                    launches.launch_alike(kernel, (dtype,), (3, 2, 1), *given)
-            for given in calls:
-                launch(kernel, (3, 2, 1), *given)
-            found = [(launched, [id(x) for x in args]) for launched, args in recorder.runs]
-            assert found[:3] == found[3:]
-    recorder.device = 0
-
-
-def test_a_watched_launch_of_known_kinds_is_watched(recorder):
+def test_a_launcher_is_called_as_triton_calls_it(recorder):
+    """It takes what `launcher` returns, and the kernel's arguments."""
     given = torch.zeros(64), None, 3, 0.5, (2, 3), 16, twice, "sum"
-    for _ in range(2):
-        launches.launch_alike(kernel, ("watched",), (1, 1, 1), *given)
     recorder.runs.clear()
-    seen = []
-    with launches.redirected(lambda *call: seen.append(call)):
-        launches.launch_alike(kernel, ("watched",), (1, 1, 1), *given)
-    assert len(seen) == 1 and not recorder.runs
+    recorder.count = len(kernel.arg_names)
+    run, fixed = launches.launcher(launch(kernel, (3, 2, 1), *given))
+    run(3, 2, 1, 7 + recorder.device, *fixed, *given)
+    launch(kernel, (3, 2, 1), *given)
+    first, *again = [(launched, [id(x) for x in args]) for launched, args in recorder.runs]
+    assert again == [first, first]
 
 
 def test_many_are_forgotten(recorder, monkeypatch):

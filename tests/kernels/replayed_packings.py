@@ -4,9 +4,11 @@ A driver whose launches do nothing stands in for a GPU; the kernels are compiled
 test_launch.py runs this file in a process of its own.
 """
 
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from benchmarks.tune import now
 from fla_cp import autograd, pipeline
 from fla_cp.kernels import using
 from fla_cp.kernels.triton import chunk_tables, streams
+from fla_cp.ops import packed
 from fla_cp.ops.known import known_calls
 from fla_cp.partition import device_tables
 from fla_cp.partition.packing import Packing
@@ -47,6 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     facts = {"sms": 132, "architecture": 90, "gluon": False}
     backend = replace(backend, tuning=replace(backend.tuning, **facts))
     known_calls.clear()
+    packed.plans.clear()
     with using(backend), using(replace(backend, name="torch")):  # tensors are on the CPU
         yield
     driver._active = active
@@ -111,16 +115,16 @@ def test_a_new_packing_takes_few_steps(machine, monkeypatch):
         sent.append(len(values))
         return to_device(values, *where)
 
-    def launched(kernel: Any, *given: Any, **named: Any) -> None:
-        formed.append(kernel)
-        launch(kernel, *given, **named)
+    def noted(*given: Any) -> device_tables.DeviceTable | None:
+        formed.append(form(*given))
+        return formed[-1]
 
-    to_device, launch = device_tables.to_device, chunk_tables.launch_alike
+    to_device, form = device_tables.to_device, chunk_tables.TableFormer.__call__
     monkeypatch.setattr(Packing, "build", no_list)
     monkeypatch.setattr(device_tables, "to_device", counted)
-    monkeypatch.setattr(chunk_tables, "launch_alike", launched)
+    monkeypatch.setattr(chunk_tables.TableFormer, "__call__", noted)
     assert unreplayed("chunk_kda", T, H, NEW, 2, monkeypatch) == 0
-    assert formed == [chunk_tables.chunk_table_kernel] * NEW
+    assert len(formed) == NEW and None not in formed
     (known,) = known_calls.values()
     found = (*known.kind.forward.known.values(), *known.kind.backward.known.values())
     programs = [x for x in found if isinstance(x, Program)]
@@ -132,6 +136,74 @@ def test_a_new_packing_takes_few_steps(machine, monkeypatch):
     assert unreplayed("chunk_kda", T, H, 10, 2, monkeypatch) == 0
     assert len(formed) == NEW + 10
     assert sent == []
+
+
+FEW = 14
+"""The most calls of Python functions that a new packing adds to a forward."""
+
+
+def python_calls(run: Callable[[], object]) -> Counter[str]:
+    """The calls of Python functions in `run`, by name."""
+    found: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_new_packing_calls_few_functions(machine, monkeypatch):
+    """The host's time for it is that of code which is in no cache of the processor, so it follows
+    the number of functions."""
+    T, H = 8192, 4
+    unreplayed("chunk_gated_delta_rule", T, H, 3 * WARM, 1, monkeypatch)
+    shapes = *[(1, T, H, D)] * 3, (1, T, H), (1, T, H)
+    x = [torch.empty(s, dtype=torch.bfloat16).requires_grad_() for s in shapes]
+    added = []
+    for packing in host.packings(NEW, T, 1, "cpu")[:20]:
+        calls = [
+            python_calls(lambda packing=packing: fla_cp.chunk_gated_delta_rule(*x, **packing))
+            for _ in range(2)
+        ]
+        added.append(calls[0] - calls[1])
+    middle = sorted(added, key=Counter.total)[len(added) // 2]
+    assert 0 < middle.total() <= FEW, middle
+
+
+def test_a_call_that_failed_leaves_no_offsets_behind(machine, monkeypatch):
+    """Tables are formed from the offsets of the call that asks for them first."""
+    T, H = 2048, 4
+    unreplayed("chunk_kda", T, H, WARM, 1, monkeypatch)
+    shapes = *[(1, T, H, D)] * 4, (1, T, H)
+    x = [torch.empty(s, dtype=torch.bfloat16).requires_grad_() for s in shapes]
+    offsets, read = torch.tensor([0, 700, 1500, T]), []
+    (known,) = known_calls.values()
+
+    def failing(*_: Any) -> None:
+        raise MemoryError
+
+    def noted(self: Any, build: Any, packing: Any, cu_seqlens: torch.Tensor, *rest: Any) -> Any:
+        read.append(cu_seqlens)
+        return form(self, build, packing, cu_seqlens, *rest)
+
+    form = chunk_tables.TableFormer.__call__
+    monkeypatch.setattr(chunk_tables.TableFormer, "__call__", noted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(known.kind.forward), "__call__", failing)
+        with pytest.raises(MemoryError):
+            fla_cp.chunk_kda(*x, safe_gate=True, cu_seqlens=offsets, cu_seqlens_cpu=offsets.clone())
+    assert read == []
+    again = offsets.clone()
+    offsets.zero_()
+    for _ in range(2):
+        fla_cp.chunk_kda(*x, safe_gate=True, cu_seqlens=again, cu_seqlens_cpu=again.clone())
+    assert len(read) == 1 and read[0] is again
 
 
 SHARED = 24

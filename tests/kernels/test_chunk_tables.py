@@ -2,6 +2,8 @@
 arithmetic."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,6 +16,13 @@ from fla_cp.kernels.triton import chunk_tables
 from fla_cp.kernels.triton.operands import columns
 
 CPU = torch.device("cpu")
+
+
+def packed(offsets, given, chunk=64):
+    """The packing of these offsets, which forms its tables from `given`."""
+    frame = WholeSequences.of(offsets, chunk).frame
+    former = chunk_tables.table_former(frame, given.dtype, CPU)
+    return WholeSequences(offsets, frame, former, (given, None))
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +56,14 @@ OFFSETS = {
 @pytest.mark.parametrize("name", OFFSETS)
 @pytest.mark.parametrize("dtype, chunk", [(torch.int32, 64), (torch.int64, 64), (torch.int64, 16)])
 def test_tables_are_those_of_the_host(name, dtype, chunk, monkeypatch):
-    packing, given = WholeSequences(OFFSETS[name], chunk), torch.tensor(OFFSETS[name], dtype=dtype)
+    packing = packed(OFFSETS[name], torch.tensor(OFFSETS[name], dtype=dtype), chunk)
     # what the kernel leaves out shows
     monkeypatch.setattr(torch, "empty", lambda n, **how: torch.full((n,), -1, **how))
-    chunk_tables.form_tables(packing, given)
-    assert packing.has_table(columns, CPU)
     wanted = DeviceTable.send(columns(packing), torch.int32, CPU).columns
-    found = packing.table(columns, torch.int32, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceTable, "send", None)
+        found = packing.table(columns, torch.int32, CPU)
+    assert packing.source is None
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == torch.int32 and a.tolist() == b.tolist()
     assert all(address % 16 == 0 for address in packing.addresses(columns, torch.int32, CPU))
@@ -65,23 +75,37 @@ def test_tables_are_those_of_the_host(name, dtype, chunk, monkeypatch):
 def test_wrong_offsets_name_no_token_that_does_not_exist(wrong):
     """The host checks the copy that it has; nobody checks that the device has the same numbers."""
     offsets = (0, 100, 200, 300, 400)
-    packing = WholeSequences(offsets)
-    chunk_tables.form_tables(packing, torch.tensor(wrong))
+    packing = packed(offsets, torch.tensor(wrong))
     start, rows, *_ = packing.table(columns, torch.int32, CPU)
     assert (rows >= 0).all() and (rows <= 64).all()
     assert (start >= 0).all() and (start + rows <= offsets[-1]).all()
 
 
 def test_the_host_forms_what_the_kernel_does_not(monkeypatch):
-    """A table that is there, too many sequences, offsets that are not in one piece."""
-    packing, offsets = WholeSequences((0, 3, 9)), torch.tensor([0, 3, 9])
-    first = packing.table(columns, torch.int32, CPU)
-    chunk_tables.form_tables(packing, offsets)
-    assert packing.table(columns, torch.int32, CPU) is first
-    chunk_tables.form_tables(
-        packing := WholeSequences((0, 3, 9)), torch.tensor([0, 1, 3, 1, 9])[::2]
-    )
-    assert not packing.has_table(columns, CPU)
+    """Too many sequences, and another table."""
+    offsets = 0, 3, 9
+    wrong = torch.tensor([0, 4, 9])
+    found = packed(offsets, wrong).table(columns, torch.int32, CPU)
+    assert found[2].tolist()[:2] == [0, 4]  # the kernel's
+    counted = packed(offsets, wrong)
+    assert counted.table(lambda packing: ([7],), torch.int32, CPU)[0].tolist() == [7]
     monkeypatch.setattr(chunk_tables, "MOST_SEQUENCES", 1)
-    chunk_tables.form_tables(packing := WholeSequences((0, 3, 9)), offsets)
-    assert not packing.has_table(columns, CPU)
+    found = packed(offsets, wrong).table(columns, torch.int32, CPU)
+    assert found[2].tolist()[:2] == [0, 3]
+
+
+def test_tables_that_are_allocated_together_are_apart(monkeypatch):
+    """Also those of two streams, and in two threads at a time."""
+    former = chunk_tables.TableFormer(WholeSequences.of((0, 3, 9)).frame, CPU)
+    monkeypatch.setattr(former, "_launch", lambda *given: None)
+    given = WholeSequences((0, 3, 9), None), torch.tensor([0, 3, 9])
+    streams = [*[1] * (chunk_tables.TABLES + 1), 2, 1, None, None]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda stream: (former(columns, *given, stream), stream), streams))
+    spans = sorted((table.addresses[0], 4 * former.size) for table, _ in found)
+    assert all(a + size <= b for (a, size), (b, _) in pairwise(spans))
+    memory = {}
+    for table, stream in found:
+        assert memory.setdefault(id(table.memory), stream) == stream
+    for table, _ in found:
+        assert [x.data_ptr() for x in table.columns] == list(table.addresses)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fla_cp.comm import Local
-from fla_cp.custom_op import ONE_SLOT, framed_packing_of
+from fla_cp.custom_op import ONE_SLOT
 from fla_cp.partition import device_tables
 from fla_cp.partition.device_tables import DeviceTable, Tabled
 from fla_cp.partition.packing import Frame, Packing
@@ -149,7 +149,7 @@ def test_frames_of_packings_without_a_context(seed):
     rng, T, frames = random.Random(seed), 32768, set()
     for _ in range(50):
         edges = sorted(rng.sample(range(1, T), rng.randint(7, 23)))
-        packing = framed_packing_of((0, *edges, T))
+        packing = WholeSequences.of((0, *edges, T))
         chunks = sum(-(-(s.stop - s.start) // 64) for s in packing.segments)
         frame = packing.frame
         assert frame.filled <= chunks <= frame.chunks <= chunks * 17 / 16 + 1
@@ -157,7 +157,7 @@ def test_frames_of_packings_without_a_context(seed):
         assert packing.segments[-1].start == packing.segments[-1].stop  # the spare
         frames.add(frame)
         key = PlanKey.of(packing, ONE_SLOT, Local())
-        assert key == PlanKey.of(framed_packing_of((0, *edges, T)), ONE_SLOT, Local())
+        assert key == PlanKey.of(WholeSequences.of((0, *edges, T)), ONE_SLOT, Local())
     assert len(frames) <= 12
 
 
@@ -168,11 +168,10 @@ def test_whole_sequences_are_the_packing_of_their_frame(seed):
     rng = random.Random(seed)
     T, chunk = rng.choice([0, 1, 64, 400, 3000]), rng.choice([16, 32, CHUNK])
     offsets = (0, *sorted(rng.choices(range(T + 1), k=rng.randint(0, 20))), T)
-    found = WholeSequences(offsets, chunk)
+    found = WholeSequences.of(offsets, chunk)
     counts = [-(-(b - a) // chunk) for a, b in pairwise(offsets)]
     frame = Frame.around(sum(n > 0 for n in counts), sum(counts), chunk)
     packing = Packing.build(offsets, frame=frame, chunk=chunk)
-    assert (found.longest, found.chunks) == (max(counts), sum(counts))
     for name in (*(f.name for f in fields(Packing)), "everything", "offsets", "beginning"):
         assert getattr(found, name) == getattr(packing, name), name
     assert found.spans() == packing.spans()
@@ -183,8 +182,8 @@ def test_tables_of_the_kernels_are_those_of_the_segments(seed):
     operands = pytest.importorskip("fla_cp.kernels.triton.operands")
     cu, _, packings = batch(seed)
     # the last one has more chunks than numpy's constants
-    long = WholeSequences((0, 3, 2100 * CHUNK + seed)) if seed == 0 else WholeSequences(cu)
-    for packing in (*packings, WholeSequences(cu), WholeSequences(cu, 16), long):
+    long = WholeSequences.of((0, 3, 2100 * CHUNK + seed)) if seed == 0 else WholeSequences.of(cu)
+    for packing in (*packings, WholeSequences.of(cu), WholeSequences.of(cu, 16), long):
         found = [t.tolist() for t in operands.tables(packing, torch.device("cpu"))]
         C = packing.chunk
         chunks = [(a, min(C, s.stop - a)) for s in packing.segments
@@ -235,7 +234,7 @@ def test_tables_are_where_programs_look_for_them(build, dtype):
 
 
 def test_a_table_of_another_size_is_not_taken():
-    cpu, old, new = torch.device("cpu"), WholeSequences((0, 70)), WholeSequences((*range(9),))
+    cpu, old, new = torch.device("cpu"), WholeSequences.of((0, 70)), WholeSequences.of((*range(9),))
     count = lambda packing: (range(packing.count),)  # noqa: E731
     old.table(count, torch.int64, cpu)
     assert old.count != new.count
@@ -271,7 +270,7 @@ def test_a_captured_graph_keeps_the_tables_that_it_reads(monkeypatch):
     for capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
         owner, memory = Tabled(), torch.tensor([0, 5], dtype=torch.int32)
-        owner.keep_table(offsets_of, DeviceTable(memory, (0,), (2,)), gpu)
+        owner._on_devices[offsets_of, gpu] = DeviceTable(memory, (0,), (2,))
         owner.addresses(offsets_of, torch.int32, gpu)
         kept.append(weakref.ref(memory))
         del owner, memory
@@ -290,8 +289,8 @@ def test_shorter_chunks(chunk):
     assert PlanKey.of(packing, ONE_SLOT, Local()) != PlanKey.of(
         Packing.build((0, 5, 5, 5 + chunk)), ONE_SLOT, Local()
     )
-    framed = [WholeSequences((0, 5, 5 + chunk), size) for size in (chunk, CHUNK)]
-    assert framed[0].counts == framed[1].counts
+    framed = [WholeSequences.of((0, 5, 5 + chunk), size) for size in (chunk, CHUNK)]
+    assert framed[0].spans()[2] == framed[1].spans()[2]
     keys = [PlanKey.of(packing, ONE_SLOT, Local()) for packing in framed]
     assert keys[0] != keys[1]
     longer = Packing.build((0, 64), chunk=chunk)

@@ -20,9 +20,9 @@ from fla_cp.partition.segmentation import (
     MARGIN,
     SMALLEST,
     _cut_never_pays,
+    longest_whole,
     predicted,
     split,
-    stays_whole,
 )
 from fla_cp.partition.slots import link_slots
 from fla_cp.partition.workload import Workload
@@ -74,13 +74,13 @@ def test_what_is_clearly_whole_is_never_cut(T, heads, least):
         offsets = (0, *sorted(rng.sample(range(1, T), rng.randint(1, 24))), T)
         packing = Packing.build(offsets)
         chunks = [-(-(b - a) // 64) for a, b in pairwise(offsets)]
-        if stays_whole(max(chunks), sum(chunks), programs(heads), PROCESSORS):
+        if max(chunks) <= longest_whole(sum(chunks), programs(heads), PROCESSORS):
             clear += 1
             for backward in (True, False):
                 given = programs(heads), programs(heads), PROCESSORS, backward
                 assert split(packing, *given) is packing
     assert clear >= 100 * least
-    assert not stays_whole(T // 64, T // 64, programs(1), PROCESSORS) or T < 8192
+    assert longest_whole(T // 64, programs(1), PROCESSORS) < T // 64 or T < 8192
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 8, 9, 140, 1000])
@@ -88,11 +88,10 @@ def test_longer_sequences_are_cut_sooner(chunks):
     """The longest sequence that clearly stays whole is found by halving, so none beyond it may."""
     for heads in (1, 4, 16, 64):
         given = chunks, programs(heads), PROCESSORS
-        whole = [stays_whole(n, *given) for n in range(chunks + 1)]
-        assert whole == sorted(whole, reverse=True)
+        whole = [n <= longest_whole(*given) for n in range(chunks + 1)]
         direct = [n <= SMALLEST or _cut_never_pays(n, *given) for n in range(chunks + 1)]
         assert whole == direct
-        assert stays_whole(chunks, chunks, programs(heads), 0)
+        assert longest_whole(chunks, programs(heads), 0) == chunks
 
 
 def test_sequences_across_ranks_are_cut_for_their_summary():

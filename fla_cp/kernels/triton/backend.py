@@ -41,7 +41,8 @@ from fla_cp.kernels.triton.scan import chunk_buffers, empty_states, launch_scan
 from fla_cp.kernels.triton.scan_bwd import launch_scan_bwd
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition import segmentation
-from fla_cp.partition.packing import Packing
+from fla_cp.partition.packing import Frame, Packing
+from fla_cp.partition.whole import Former
 from fla_cp.rule import CHUNK, CHUNK_SIZES, DeltaRule
 
 ptxas.choose()
@@ -138,12 +139,12 @@ class TritonBackend(Backend):
         """In fp32 it is 64: kernels of short chunks spill, since each product is three."""
         return CHUNK if dtype == torch.float32 else super().chunk_for(longest, dtype)
 
-    def stays_whole(self, longest: int, chunks: int, HV: int, V: int, device: torch.device) -> bool:
+    def longest_whole(self, chunks: int, HV: int, V: int, device: torch.device) -> int:
         value = HV * cdiv(V, segmentation.COLUMNS)
-        return segmentation.stays_whole(longest, chunks, value, self.tuning.sm_count(device))
+        return segmentation.longest_whole(chunks, value, self.tuning.sm_count(device))
 
-    def form_tables(self, packing: Packing, cu_seqlens: Tensor) -> bool:
-        return chunk_tables.form_tables(packing, cu_seqlens)
+    def table_former(self, frame: Frame, offsets: torch.dtype, device: torch.device) -> Former:
+        return chunk_tables.table_former(frame, offsets, device)
 
     def extra_segments(self, HV: int, V: int, device: torch.device) -> int:
         """Twice what it takes to give every SM a program of the scan."""

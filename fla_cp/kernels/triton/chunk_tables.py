@@ -5,23 +5,29 @@ tables with numpy, in pinned memory, and copy them: over 100 us of a short call.
 the GPU already, as cu_seqlens, and one small kernel forms the same numbers from them.
 """
 
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fla_cp.kernels.triton.launch import cdiv, launch_alike
+from fla_cp.kernels.triton.launch import cdiv, launch, launcher
 from fla_cp.kernels.triton.operands import columns
-from fla_cp.partition.device_tables import DeviceTable, places_of
-from fla_cp.partition.packing import Frame, Packing
+from fla_cp.partition.device_tables import Build, DeviceTable, places_of
+from fla_cp.partition.packing import Frame
+from fla_cp.partition.whole import WholeSequences
 
 CHUNKS, SEQUENCES = 128, 32
 """Chunks of a program, and sequences that it looks at together."""
 
 MOST_SEQUENCES = 4096
 """Every program looks at all sequences. With more than these, the host forms the tables."""
+
+TABLES = 16
+"""How many tables are allocated together."""
 
 
 @triton.jit(
@@ -85,42 +91,72 @@ def chunk_table_kernel(
             tl.store(table + chunk_at + segment, end + first, mask=spare)
 
 
-@lru_cache(maxsize=1024)
-def _layout(
-    frame: Frame,
-) -> tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, int, int], tuple[int, ...]]:
-    """The lengths of the columns, where they start in one array, its size, the grid, which has a
-    program for the segments that fill the frame even if there are no chunks, and the kernel's
-    arguments that the frame decides."""
-    lengths = (frame.chunks,) * 2 + (frame.segments,) * 3
-    places, end = places_of(lengths, torch.int32)
-    grid = max(1, cdiv(frame.chunks, CHUNKS)), 1, 1
-    constants = frame.chunks, frame.segments, *places[1:], frame.chunk, CHUNKS, SEQUENCES
-    return lengths, places, end, grid, constants
+class TableFormer:
+    """Forms the tables of packings of whole sequences with one frame, on one device, from offsets
+    of one dtype. Every new packing calls it. Therefore it finds once what such packings have in
+    common, launches the kernel with addresses, as a program does, and makes several tables
+    together."""
 
+    def __init__(self, frame: Frame, device: torch.device) -> None:
+        self.device, self.lengths = device, (frame.chunks,) * 2 + (frame.segments,) * 3
+        self.places, self.size = places_of(self.lengths, torch.int32)
+        # There is a program for the segments that fill the frame, even if there are no chunks.
+        self.grid = max(1, cdiv(frame.chunks, CHUNKS)), 1, 1
+        sizes = frame.chunks, frame.segments, *self.places[1:]
+        self.constants = *sizes, frame.chunk, CHUNKS, SEQUENCES
+        self.short: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+        """The launcher, see `launcher`, once the kernel is compiled."""
+        self.free: tuple[int | None, Iterator[DeviceTable]] = None, iter(())
+        """Tables without values, for one stream. Threads may share an iterator under the GIL."""
 
-def form_tables(packing: Packing, cu_seqlens: Tensor) -> bool:
-    """Forms the tables of a packing of whole sequences, with a frame, on the device of cu_seqlens,
-    unless it has them there. Whether it has them now. cu_seqlens: int32 or int64 [N+1], the
-    packing's offsets.
+    def __call__(
+        self, build: Build, packing: WholeSequences, cu_seqlens: Tensor, stream: int | None
+    ) -> DeviceTable | None:
+        """See `Former`."""
+        offsets, T, short = packing.given, packing.given[-1], self.short
+        N = len(offsets) - 1
+        if build is not columns or N > MOST_SEQUENCES:
+            return None
+        owner, tables = self.free
+        table = next(tables, None) if owner == stream else None
+        if table is None:
+            table = self._allocate(stream)
+        at = cu_seqlens.data_ptr()
+        if short is None or stream is None or at % 16:
+            self._launch(cu_seqlens, table, N, T)
+        else:
+            run, fixed = short
+            run(*self.grid, stream, *fixed, at, table.addresses[0], N, T, *self.constants)
+        return table
 
-    While a CUDA graph is captured, nothing is formed: it would be formed in each replay only."""
-    frame, device = packing.frame, cu_seqlens.device
-    if packing.has_table(columns, device):
-        return True
-    if frame is None or packing.sequences > MOST_SEQUENCES or not cu_seqlens.is_contiguous():
-        return False
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False
-    lengths, places, end, grid, constants = _layout(frame)
-    # Tables outlive a call, and autograd saves them, so they are no inference tensors.
-    if torch.is_inference_mode_enabled():
+    def _launch(self, cu_seqlens: Tensor, table: DeviceTable, N: int, T: int) -> None:
+        """Launches the kernel in the usual way. If that compiled it for addresses that are
+        multiples of 16, the next launches may be short."""
+        memory: Any = table.memory
+        given = cu_seqlens, memory[table.first :], N, T, *self.constants
+        compiled = launch(chunk_table_kernel, self.grid, *given)
+        if compiled is not None and not cu_seqlens.data_ptr() % 16:
+            self.short = launcher(compiled)
+
+    def _allocate(self, stream: int | None) -> DeviceTable:
+        """Returns a table and keeps more for later. All are for one stream, because their memory is
+        free again for other work of this stream when they are."""
+        count = 1 if stream is None else TABLES
+        # Tables outlive a call, and autograd saves them, so they are no inference tensors.
         with torch.inference_mode(False):
-            table = torch.empty(end, dtype=torch.int32, device=device)
-    else:
-        table = torch.empty(end, dtype=torch.int32, device=device)
-    given = cu_seqlens, table, packing.sequences, packing.tokens, *constants
-    kinds = cu_seqlens.dtype, cu_seqlens.data_ptr() % 16 == 0
-    launch_alike(chunk_table_kernel, kinds, grid, *given)
-    packing.keep_table(columns, DeviceTable(table, places, lengths), device)
-    return True
+            memory = torch.empty(count * self.size, dtype=torch.int32, device=self.device)
+        found = [
+            DeviceTable(memory, self.places, self.lengths, first=n * self.size)
+            for n in range(count)
+        ]
+        for table in found:
+            table.addresses  # noqa: B018  finds them now, beside the others
+        tables = iter(found)
+        self.free = stream, tables
+        return next(tables)
+
+
+@lru_cache(maxsize=1024)
+def table_former(frame: Frame, offsets: torch.dtype, device: torch.device) -> TableFormer:
+    """See `Backend.table_former`. Packings with equal frames share one."""
+    return TableFormer(frame, device)

@@ -101,32 +101,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Any
     return compiled
 
 
+def launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The launcher of a compiled kernel without descriptors, and what it takes between the stream
+    and the kernel's own arguments. It may be called with addresses in place of tensors, if they are
+    multiples of 16 where those of the first launch were."""
+    return compiled.run, _fixed(compiled)
+
+
 def _fixed(compiled: Any) -> tuple[Any, ...]:
-    """What its launcher takes between the stream and the kernel's own arguments."""
     return compiled.function, compiled.packed_metadata, None, None, None
-
-
-_direct: dict[tuple, tuple[Any, tuple[Any, ...]]] = {}
-
-
-def launch_alike(kernel: Any, kinds: tuple, grid: tuple[int, int, int], *given: Any) -> None:
-    """`launch(kernel, grid, *given)`, in a third of its time, for a kernel without descriptors.
-
-    kinds: all that `specialization_key` would find different between two calls, for this kernel.
-    """
-    stream = current_stream()
-    if stream is None or active() is not None:
-        launch(kernel, grid, *given)
-        return
-    # an id stays taken: what was compiled holds on to its functions
-    key = id(kernel), driver.active.get_current_device(), kinds
-    found = _direct.get(key)
-    if found is None:
-        compiled = launch(kernel, grid, *given)
-        _direct[key] = compiled.run, _fixed(compiled)
-        return
-    run, fixed = found
-    run(*grid, stream, *fixed, *given)
 
 
 def current_stream() -> int | None:
