@@ -26,10 +26,10 @@ LAYERS: dict[str, dict] = {
 
 SEVERAL: dict[str, dict] = {
     "KDA, 64 rows": SIZES_1B | {"B": 64},
-    "KDA, 37 rows": SIZES_1B | {"B": 37, "bias": True},
+    "KDA, 37 rows": SIZES_1B | {"B": 37, "bias": True, "conv_bias": True},
     "KDA, ranks side by side": SIZES_1B | {"B": 64, "together": True, "bias": True},
-    "KDA, heads of 64, sigmoid": {"B": 9, "H": 4, "K": 64, "V": 64, "C": 520, "F": 1400}
-    | {"rule": {"gate": "sigmoid", "lower_bound": -5.0}},
+    "KDA, heads of 64, sigmoid, three taps": {"B": 9, "H": 4, "K": 64, "V": 64, "C": 520, "F": 1400}
+    | {"taps": 3, "rule": {"gate": "sigmoid", "lower_bound": -5.0}},
     "GDN, 64 rows": LAYERS["GDN"] | {"B": 64},
     "GLA, 16 rows": LAYERS["GLA"] | {"B": 16},
     "KDA, heads of 256": {"B": 5, "H": 2, "K": 128, "V": 256, "C": 512, "F": 1024},
