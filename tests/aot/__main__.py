@@ -2,8 +2,9 @@
 
 `python -m tests.aot` compiles every kernel and tile configuration. It fails on a compilation error,
 on too much shared memory for a block, on spills, on instructions that read a register which nothing
-wrote, on pipelines that overwrite operands that products still read, and on registers, spills or
-shared memory that differ from those in record.json for this Triton (`--write` records new ones).
+wrote, on pipelines that overwrite operands that products still read, on tensor descriptors that
+Triton's launcher cannot pass, and on registers, spills or shared memory that differ from those in
+record.json for this Triton (`--write` records new ones).
 
 Inside `launched()`, Triton targets sm_90, and a launch only records what Triton would compile for
 it. So an operator called on CPU tensors runs the package's own launch code; the numbers that it
@@ -49,6 +50,7 @@ def check(name: str, kernels: list[Compiled]) -> list[str]:
             f"reads what nothing wrote: {k.undefined[0]}" if k.undefined else "",
             f"spills {k.spills} bytes" if k.spills else "",
             f"copies over what products read: {k.overwritten}" if k.overwritten else "",
+            f"tensor descriptors in tuples: {', '.join(k.bundled)}" if k.bundled else "",
             f"waits for all products: {k.serial[0]}" if k.serial and "sm90" in k.kernel else "",
         )
         if problem

@@ -30,7 +30,7 @@ class Compiled:
     spills: bytes a thread. shared: bytes of a block. undefined: instructions that read a register
     which nothing wrote. serial: what ptxas reports about asynchronous products that it serialised.
     C7519 is not among it: that puts a fence before a product, which waits for no other one.
-    overwritten: operands of a pipelined loop, see `overwritten`.
+    overwritten: operands of a pipelined loop, see `overwritten`. bundled: see `bundled`.
     """
 
     kernel: str
@@ -40,6 +40,7 @@ class Compiled:
     undefined: tuple[str, ...]
     serial: tuple[str, ...]
     overwritten: tuple[str, ...]
+    bundled: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,24 @@ def resources(kernel: CompiledKernel, log: str, sass: str) -> Compiled:
         undefined=tuple(undefined(sass)),
         serial=tuple(re.findall(r"\(C75(?!19)\d\d\).*", log)),
         overwritten=tuple(overwritten(kernel.asm["ttgir"])),
+        bundled=tuple(bundled(kernel.src.signature)),
     )
+
+
+def bundled(signature: dict[str, Any]) -> list[str]:
+    """Arguments that are tuples with a tensor descriptor in them. Triton compiles such a kernel,
+    but its launcher counts only descriptors that are arguments themselves, and fails."""
+
+    def has_descriptor(kind: Any) -> bool:
+        if isinstance(kind, (tuple, list)):
+            return any(map(has_descriptor, kind))
+        return isinstance(kind, str) and kind.startswith("tensordesc")
+
+    return [
+        name
+        for name, kind in signature.items()
+        if not isinstance(kind, str) and has_descriptor(kind)
+    ]
 
 
 def overwritten(ttgir: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import triton
 
 from tests.aot.__main__ import RECORD, check
-from tests.aot.compiling import disassembled, machine_code, overwritten, undefined
+from tests.aot.compiling import bundled, disassembled, machine_code, overwritten, undefined
 from tests.aot.configurations import configurations
 
 
@@ -43,6 +43,11 @@ def test_every_configuration_is_recorded():
 
 def test_a_configuration_that_launches_nothing_is_a_fault():
     assert check("a name", []) == ["a name: launches no kernel of that name"]
+
+
+def test_descriptors_in_tuples_are_found():
+    kinds = {"x": "tensordesc<fp16[64, 64],..>", "y": "*fp32", "w": ("*fp16", ("tensordesc<..>",))}
+    assert bundled(kinds) == ["w"]
 
 
 SASS = """
