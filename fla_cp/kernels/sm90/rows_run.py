@@ -247,10 +247,10 @@ class RowsRun:
         given = qkv, qkv.stride(0), *words, s.bias, y, *product[:-1], S, product[-1]
         programs = grid[0] + cdiv(B, rows) * cdiv(D, columns)
         launch = partial(launch_early, rows_conv_kernel, (programs, 1), *given, early=early)
-        limit = {"maxnreg": REGISTERS} if lows else {}
+        registers = REGISTERS if lows else None
 
         def call(_: Tensor) -> None:
-            launch(num_warps=WARPS, **limit)
+            launch(num_warps=WARPS, maxnreg=registers)
             if not s.window.is_inference():
                 torch.autograd.graph.increment_version(s.window)
 

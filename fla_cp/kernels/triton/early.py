@@ -31,12 +31,19 @@ def starts_early(x: Tensor) -> bool:
 
 
 def launch_early(
-    kernel: object, grid: tuple[int, ...], *given: object, early: bool, **options: int
+    kernel: object,
+    grid: tuple[int, ...],
+    *given: object,
+    early: bool,
+    num_warps: int,
+    maxnreg: int | None = None,
 ) -> None:
-    """Launches a kernel, with `early` so that it may start before the one ahead has ended.
-    options: num_warps, and maxnreg if it is limited."""
-    more = {"launch_pdl": True} if early else {}
-    launch(kernel, grid, *given, **options, **more)
+    """Launches a kernel, with `early` so that it may start before the one ahead has ended. maxnreg:
+    the most registers of a thread."""
+    more: dict[str, int] = {"launch_pdl": True} if early else {}
+    if maxnreg is not None:
+        more["maxnreg"] = maxnreg
+    launch(kernel, grid, *given, num_warps=num_warps, **more)
 
 
 @triton.jit
