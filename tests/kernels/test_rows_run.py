@@ -20,6 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
     "GDN": {"low": False, "rule": {"per_head": True}, "activation": "silu"},
     "GLA": {"gate": False, "rule": {"removal": "none", "beta_factor": None}},
     "KDA, a convolution with a bias": {"conv_bias": True},
+    "KDA, keys of 48": {"K": 48},
+    "GDN, two value heads a head": {"HV": 4, "low": False, "rule": {"per_head": True}},
     "KDA, three taps": {"taps": 3, "conv_bias": True},
     "many columns": {"C": 840, "F": 1000},
 }

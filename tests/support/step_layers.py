@@ -17,10 +17,12 @@ def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLaye
     """Layers in bf16 with what stays fp32 in it. given: sizes H, K, V, C and F; low: whether decays
     or gates are of low rank at all; gate: whether the gate is; bias: whether it has a bias; rule:
     options of the rule; activation: of the gate; B: sequences; together: whether both matrices of
-    low ranks lie side by side; taps: of the convolution; conv_bias: whether it has a bias."""
+    low ranks lie side by side; taps: of the convolution; conv_bias: whether it has a bias; HV:
+    value heads, if they are more than H."""
     of = {"H": 2, "K": 32, "V": 32, "C": 48, "F": 40, "low": True, "gate": True, "bias": False}
     of |= {"B": 1, "together": False, "taps": 4, "conv_bias": False}
     of |= given
+    HV = of.get("HV", of["H"])
     gen = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -31,36 +33,36 @@ def drawn_layers(count: int, device: str = "cpu", **given: Any) -> list[StepLaye
 
     H, K, V, C, F = of["H"], of["K"], of["V"], of["C"], of["F"]
     rule = {"gate": "softplus", "qk_l2norm": True, "beta_factor": 1.0} | of.get("rule", {})
-    D, per_head = H * (2 * K + V), rule.get("per_head", False)
+    D, per_head = 2 * H * K + HV * V, rule.get("per_head", False)
     low_gate = of["low"] and of["gate"]
-    gate, decay = D, D + (V if low_gate else H * V)
-    beta = decay + (H if per_head else V)
+    gate, decay = D, D + (V if low_gate else HV * V)
+    beta = decay + (HV if per_head else V)
     layers = []
     for _ in range(count):
-        decay_up = None if per_head else half(H * K, V, scale=V**-0.5)
-        gate_up = half(H * V, V, scale=V**-0.5) if low_gate else None
+        decay_up = None if per_head else half(HV * K, V, scale=V**-0.5)
+        gate_up = half(HV * V, V, scale=V**-0.5) if low_gate else None
         layers.append(
             StepLayer(
                 rule=DeltaRule(K**-0.5, **rule),
                 norm=half(C),
                 eps=1e-5,
-                into=half(beta + H, C, scale=C**-0.5),
+                into=half(beta + HV, C, scale=C**-0.5),
                 window=half(of["B"], D, of["taps"]),
                 taps=half(D, of["taps"]),
                 bias=half(D) if of["conv_bias"] else None,
-                state=draw(of["B"], H, K, V),
+                state=draw(of["B"], HV, K, V),
                 decay=decay,
                 decay_up=decay_up,
                 gate=gate,
                 gate_up=gate_up,
-                gate_bias=half(H * V) if of["bias"] else None,
+                gate_bias=half(HV * V) if of["bias"] else None,
                 beta=beta if rule["beta_factor"] else None,
-                A_log=draw(H) / 4,
-                dt_bias=draw(H if per_head else H * K) - 1,
+                A_log=draw(HV) / 4,
+                dt_bias=draw(HV if per_head else HV * K) - 1,
                 o_norm=half(V),
                 o_eps=1e-5,
                 activation=of.get("activation", "sigmoid"),
-                out=half(C, H * V, scale=(H * V) ** -0.5),
+                out=half(C, HV * V, scale=(HV * V) ** -0.5),
                 ffn_norm=half(C),
                 ffn_eps=1e-5,
                 up=half(2 * F, C, scale=C**-0.5),
@@ -119,7 +121,7 @@ def step(s: StepLayer, x: torch.Tensor) -> None:
     o = TORCH.step_mixer(
         StepMixer(
             rule=s.rule,
-            qkv=into[:, : HV * (2 * K + V)],
+            qkv=into[:, : s.window.shape[1]],
             window=s.window,
             taps=s.taps,
             bias=s.bias,

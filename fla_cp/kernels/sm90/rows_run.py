@@ -1,8 +1,9 @@
 """A decoding step of several sequences through layers that follow each other: which layers it
-takes, and the launches of rows_product.py, rows_state.py and triton/rows_sum.py.
+takes, and the launches of rows_product.py, rows_conv.py, rows_state.py and triton/rows_sum.py.
 
-A layer is eight launches. Each kernel starts before the one ahead of it
-has ended (triton/early.py) and loads weights or states meanwhile.
+A layer is eight launches, or nine where its matrices of low ranks do not lie side by side or its
+convolution has other than four taps. Each kernel starts before the one ahead of it has ended
+(triton/early.py) and loads weights or states meanwhile.
 """
 
 from __future__ import annotations
