@@ -127,6 +127,8 @@ def classify(error: BaseException, file: str) -> str:
     ours = f"{os.sep}fla_cp{os.sep}" in file
     if isinstance(error, TimeoutError):
         return "stopped"
+    if isinstance(error, AttributeError) and ours:  # a fault of our code, which has no such name
+        return "error"
     if isinstance(error, ImportError | AttributeError | NotImplementedError):
         return "lacks"
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.fla_tests import failure, table
+from benchmarks.fla_tests import classify, failure, table
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = {
@@ -119,6 +119,12 @@ def test_each_result(tmp_path):
     (total,) = (line.split() for line in lines if line.startswith("all "))
     assert total == ["all", "4", "1", "4", "1", "1", "1", "1"]
     assert any(line.startswith("1 error, test_error: RuntimeError") for line in lines)
+
+
+def test_a_name_that_our_code_lacks_is_a_fault():
+    error = AttributeError("no such name")
+    assert classify(error, "/there/fla_cp/ops/kda.py") == "error"
+    assert classify(error, "/there/tests/test_kda.py") == "lacks"
 
 
 def test_the_table_is_short():
