@@ -108,7 +108,7 @@ def assert_steps_are_right(
 
 def step(s: StepLayer, x: torch.Tensor) -> None:
     """A layer in the stages of the torch backend."""
-    HV, K, V = s.state.shape[1:]
+    HV, _, V = s.state.shape[1:]
     into = TORCH.step_product(StepProduct(x, s.into[None], s.norm, s.eps))
 
     def part(start: int, up: torch.Tensor | None, bias: torch.Tensor | None, size: int) -> Any:
