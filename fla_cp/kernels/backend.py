@@ -82,8 +82,8 @@ class Backend(ABC):
         return packing
 
     def longest_whole(self, chunks: int, HV: int, V: int, device: torch.device) -> int:
-        """How many chunks the longest segment may have for which `segment` is known to cut no
-        packing of so many chunks."""
+        """How many chunks the longest sequence may have, so that `segment` certainly cuts no
+        packing of `chunks` chunks."""
         return 0
 
     def table_former(

@@ -179,7 +179,7 @@ def _planned_call(
         return custom_op.make_plan(rule, packing, context, backend, _shape(x))
 
     alone, plan = context is None and rows == 1, None
-    if alone and o.cu_seqlens is not None:
+    if alone and o.cu_seqlens is not None and key is not None:
         known.packed = packed = _packed(x, o, o.cu_seqlens)
         plan = packed_plan(known, packed, o.cu_seqlens, o.cu_seqlens_cpu, o.initial_state)
         assert plan is not None, "a state for each sequence was checked"

@@ -26,8 +26,8 @@ MOST_PLANS = 64
 """The most plans that are kept for the next call with the same offsets; then all are forgotten,
 which takes less time than to forget them one by one."""
 
-plans: dict[tuple[Known, tuple[int, ...]], Plan] = {}
-"""Plans by `Known` and offsets."""
+plans: dict[tuple[Known, tuple[int, ...], bool], Plan] = {}
+"""Plans by `Known`, offsets, and whether launches are watched, so that no frame is possible."""
 
 
 def packed_plan(
@@ -43,7 +43,7 @@ def packed_plan(
     if initial_state is not None and len(initial_state) != len(offsets) - 1:
         return None
     stream = None if packed.states else known.backend.replay_stream(packed.device)
-    key = known, offsets
+    key = known, offsets, stream is None
     plan = plans.get(key)
     if plan is None:
         if len(plans) >= MOST_PLANS:
@@ -56,8 +56,8 @@ def packed_plan(
 
 class Alike(NamedTuple):
     """What packings with equally many chunks and sequences with tokens have in common, for one
-    `Known`. key: of their plans. longest: how many chunks a sequence may have for which the backend
-    certainly cuts none of them. former: see `Backend.table_former`."""
+    `Known`. key: of their plans. longest: how many chunks a sequence may have, so that the backend
+    certainly cuts none of these packings. former: see `Backend.table_former`."""
 
     frame: Frame
     key: PlanKey
@@ -65,7 +65,7 @@ class Alike(NamedTuple):
     former: Former | None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _alike(known: Known, parts: int, chunks: int, chunk: int) -> Alike:
     run, packed = known.backend, known.packed
     assert packed is not None

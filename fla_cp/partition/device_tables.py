@@ -154,7 +154,7 @@ class DeviceTable:
         if self.memory is not None:
             joined = columns if isinstance(columns, Joined) else _join(columns, self.memory.dtype)
             assert joined.lengths == self.lengths, (joined.lengths, self.lengths)
-            assert self.first == 0, "no other table is in the memory"
+            assert len(self.memory) == len(joined.values), "no other table is in the memory"
             return fill(self.memory, joined.values)
         assert not isinstance(columns, Joined)
         for column, values in zip(self.columns, columns, strict=True):

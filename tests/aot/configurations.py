@@ -266,6 +266,9 @@ SEVERAL: dict[str, dict] = {
     "KDA 340M, 8 rows": LAYERS["KDA 340M"] | {"B": 8, "bias": True},
     "GDN 1.3B, 64 rows": LAYERS["GDN 1.3B"] | {"B": 64},
     "GLA, 16 rows": LAYERS["GLA"] | {"B": 16},
+    "GDN, two value heads a head": LAYERS["GDN 1.3B"] | {"B": 32, "HV": 32, "conv_bias": True},
+    "KDA, keys of 96, values of 256": SIZES_1B | {"B": 8, "K": 96, "V": 256, "conv_bias": True},
+    "KDA, three taps": SIZES_1B | {"B": 8, "taps": 3},
 }
 """The same for several sequences, for which a layer has a few kernels."""
 

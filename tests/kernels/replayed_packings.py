@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from fla_cp.ops import packed
 from fla_cp.ops.known import known_calls
 from fla_cp.partition import device_tables
 from fla_cp.partition.packing import Packing
+from fla_cp.partition.whole import WholeSequences
 from fla_cp.program import Program
 from tests.support.driver import IdleDriver
 from tests.support.fake_group import one_of
@@ -174,6 +176,32 @@ def test_a_new_packing_calls_few_functions(machine, monkeypatch):
         added.append(calls[0] - calls[1])
     middle = sorted(added, key=Counter.total)[len(added) // 2]
     assert 0 < middle.total() <= FEW, middle
+
+
+def test_watched_calls_keep_plans_of_their_own(machine, monkeypatch):
+    """They get no frame. Later calls with the same packings do."""
+
+    def framed() -> int:
+        found = (plan.spec.packing for plan in packed.plans.values())
+        return sum(isinstance(packing, WholeSequences) for packing in found)
+
+    given = "chunk_kda", 2048, 4, 3, 5, monkeypatch
+    with monkeypatch.context() as watched:
+        watched.setattr(type(now()), "replay_stream", lambda *_: None)
+        unreplayed(*given)
+    assert len(packed.plans) == 3 and framed() == 0
+    unreplayed(*given)
+    assert len(packed.plans) == 6 and framed() == 3
+
+
+def test_calls_that_are_not_known_again_keep_no_plans(machine):
+    x = [torch.empty(1, 64, 1, D, dtype=torch.bfloat16) for _ in range(4)]
+    offsets = torch.tensor([0, 20, 64])
+    given = *x, torch.empty(1, 64, 1, dtype=torch.bfloat16)
+    fla_cp.chunk_kda(*given, scale=np.float64(0.5), cu_seqlens=offsets)
+    assert not packed.plans
+    fla_cp.chunk_kda(*given, scale=0.5, cu_seqlens=offsets)
+    assert len(packed.plans) == 1
 
 
 def test_a_call_that_failed_leaves_no_offsets_behind(machine, monkeypatch):

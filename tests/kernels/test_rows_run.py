@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")  # interpreted: conftest.py
 
@@ -25,6 +27,38 @@ CASES: dict[str, dict[str, Any]] = {
     "KDA, three taps": {"taps": 3, "conv_bias": True},
     "many columns": {"C": 840, "F": 1000},
 }
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "few sequences": {"B": 4},
+    "more than 64 sequences": {"B": 65},
+    "heads of 32 values": {"V": 32},
+    "heads of 264 keys": {"K": 264},
+    "sizes that are no multiples of 8": {"F": 76},
+    "another rule": {"rule": {"removal": "p"}},
+    "raw q and k": {"rule": {"qk_l2norm": False}},
+    "given decays": {"rule": {"gate": "given"}},
+    "more taps than the convolution has": {"taps": 9},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_layers_are_refused(name):
+    """Each differs in one point from layers that are taken."""
+    assert rows_run.takes(drawn_layers(1, **SIZES)[0])
+    rule = {"rule": REFUSED[name].get("rule", {})}
+    assert not rows_run.takes(drawn_layers(1, **SIZES | REFUSED[name] | rule)[0])
+
+
+def test_weights_that_only_happen_to_lie_side_by_side():
+    """They belong to different tensors, so that no view has both."""
+    memory = np.zeros(2 * 64 * 16, dtype=np.int16)
+    a, b = (
+        torch.frombuffer(half, dtype=torch.bfloat16).view(64, 16) for half in np.split(memory, 2)
+    )
+    assert a.data_ptr() + a.nbytes == b.data_ptr() and not rows_run.follows(a, b)
+    both = torch.zeros(2, 64, 16)
+    assert rows_run.follows(both[0], both[1]) and not rows_run.follows(both[1], both[0])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -83,14 +83,6 @@ def wait_for_last(EARLY: gl.constexpr):
         gdc_wait()
 
 
-class Weight(NamedTuple):
-    """A weight as TMA descriptors of its tiles, `most` of TILE rows and `rest` of NARROW rows or
-    None; and the same for the places of tiles in shared memory."""
-
-    most: gl.tensor
-    rest: gl.tensor
-
-
 @gluon.jit
 def copy_weight(w, weights, bar, row, i, slot, S: gl.constexpr):
     """Starts the copies of tile i of the weight, whose rows begin at `row`, to a place. The barrier
@@ -168,7 +160,8 @@ def sum_tiles(
 
 @gluon.jit
 def multiply(x, w, y, bias, i_t, i_s, S: gl.constexpr):
-    """The columns of program i_t, or its part i_s of them, see `rows_product_kernel`."""
+    """The columns of program i_t, or its part i_s of them, see `rows_product_kernel`. There must be
+    at least one tile of the weight for each part."""
     PARTS: gl.constexpr = parts_of(S)
     SHARED: gl.constexpr = max(S.SPLIT, 1)
     tiles: gl.constexpr = over(S.N, S.TILE)

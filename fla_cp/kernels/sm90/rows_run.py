@@ -1,9 +1,9 @@
 """A decoding step of several sequences through layers that follow each other: which layers it
 takes, and the launches of rows_product.py, rows_conv.py, rows_state.py and triton/rows_sum.py.
 
-A layer is eight launches, or nine where its matrices of low ranks do not lie side by side or its
-convolution has other than four taps. Each kernel starts before the one ahead of it has ended
-(triton/early.py) and loads weights or states meanwhile.
+A layer is eight launches. There is one more where its matrices of low ranks do not lie side by
+side, and one more where its convolution has other than four taps. Each kernel starts before the one
+ahead of it has ended (triton/early.py) and loads weights or states meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENABLED = True
 """Whether steps may run layers in these kernels. `python -m benchmarks.decode` measures both."""
 
 TILE = 128
-"""Rows of a weight in a tile."""
+"""Rows of a weight in a tile; half as many of the first product, and of each part of SwiGLU."""
 
 SPLIT, STEPS = 8, 8
 """The most programs that share columns of a result, and the fewest tiles that each of them has: the
@@ -58,11 +58,11 @@ TOGETHER = 2
 """Programs of the recurrence on an SM: one computes while the other one waits."""
 
 PACE = 1
-"""Tiles that such a program waits for, beside the one that it asks for, before the kernel ahead has
-ended. With more, that kernel waits longer for its own inputs."""
+"""How many tiles such a program has on their way, beside the one that it asks for, before the
+kernel ahead has ended. With more, that kernel waits longer for its own inputs."""
 
 WARPS, SUM_WARPS = 4, 16
-"""Warps of a program of the recurrence or of a product, and of a sum of parts."""
+"""Warps of a program, which have to be four where they multiply, and of a sum of parts."""
 
 REGISTERS = 96
 """Registers of a thread of products on average. The warps that multiply take those of the warp that
@@ -95,9 +95,9 @@ class Low(NamedTuple):
 
 def takes(s: StepLayer) -> bool:
     """Whether the kernels take the layer: more sequences than fit one kernel, and at most 64;
-    normalised q and k; KDA, the gated delta rule, GLA and simple GLA; heads of 64, 128 or 256
-    values; and sizes that TMA can copy, multiples of 8."""
-    B, V = len(s.state), s.state.shape[3]
+    normalised q and k; KDA, the gated delta rule, GLA and simple GLA; heads of at most 256 channels
+    and of 64, 128 or 256 values; and sizes that TMA can copy, multiples of 8."""
+    B, _, K, V = s.state.shape
     ups = [w for w in (s.decay_up, s.gate_up) if w is not None]
     sizes = [*s.down.shape, s.decay, s.gate, *(w.shape[1] for w in ups)]
     return (
@@ -107,15 +107,18 @@ def takes(s: StepLayer) -> bool:
         and s.rule.qk_l2norm
         and not s.rule.state_v_first
         and (s.decay_up is None) == s.rule.per_head
+        and K <= 256
         and V in (64, 128, 256)
         and s.window.shape[2] <= MAX_TAPS
         and all(n % 8 == 0 for n in sizes)
+        and (s.bias is None or s.bias.is_contiguous())
     )
 
 
 def follows(a: Tensor, b: Tensor) -> bool:
-    """Whether b is as large as a and lies right behind it in memory."""
-    return a.shape == b.shape and a.data_ptr() + a.nbytes == b.data_ptr()
+    """Whether b is as large as a and lies right behind it in the same memory."""
+    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return same and a.shape == b.shape and a.data_ptr() + a.nbytes == b.data_ptr()
 
 
 def low_ranks(s: StepLayer) -> list[Low]:
@@ -142,8 +145,10 @@ class RowsRun:
     """A step of several layers: a call replaces x [B, C], bf16, by the residual stream behind them,
     and updates their windows and states in place.
 
-    Weights, windows and states must stay where they are, and two steps of one run must not overlap.
-    A CUDA graph may hold a step. programs: as many as the GPU has SMs.
+    Weights, windows and states must stay where they are. Between two steps of one run there must be
+    a launch that does not start early, such as that of torch's lookup of embeddings, because a step
+    reads windows and states before it waits. A CUDA graph may hold a step. programs: as many as the
+    GPU has SMs.
     """
 
     def __init__(self, layers: Sequence[StepLayer], programs: int) -> None:
@@ -299,8 +304,8 @@ class RowsRun:
         return call
 
     def _half(self, name: str, columns: int) -> Tensor:
-        wide = self._buffer(name, self.B, cdiv(columns, 8) * 8, dtype=torch.bfloat16)
-        return wide[:, :columns]  # rows begin at multiples of 16 bytes, as TMA wants
+        wide = self._buffer(name, self.B, cdiv(columns, 16) * 16, dtype=torch.bfloat16)
+        return wide[:, :columns]  # rows begin at multiples of 32 bytes: TMA needs 16, vectors 32
 
     def _buffer(self, name: str, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory that is zero at first, and that all layers share."""

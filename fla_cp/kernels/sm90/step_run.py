@@ -1,7 +1,7 @@
 """Launches of the kernel of step_layers.py: which layers it takes, its table and its memory.
 
-`step_layers` is asked once, before the first step, and returns None for layers that the kernel does
-not take. Those run with several kernels a layer, as all layers do on other GPUs.
+`step_layers` is asked once, before the first step. For several sequences it returns the launches of
+rows_run.py, and None for layers that none of these kernels takes: they run as on other GPUs.
 """
 
 from collections.abc import Sequence

@@ -156,7 +156,7 @@ class TableFormer:
         return next(tables)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)  # each may hold 16 tables
 def table_former(frame: Frame, offsets: torch.dtype, device: torch.device) -> TableFormer:
     """See `Backend.table_former`. Packings with equal frames share one."""
     return TableFormer(frame, device)

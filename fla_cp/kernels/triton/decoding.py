@@ -4,7 +4,7 @@ At few sequences, a product is a kernel of its own: a program reads some rows of
 multiplies them by the token, which it reads itself. RMSNorm costs it nothing: the sum of squares is
 formed beside the product, which is divided by the root at the end. At more sequences cuBLAS reads
 each weight once for all of them, and what stands around the products are kernels. Layers of kinds
-that sm90/rows_run.py takes do not come here, but for their convolution.
+that sm90/rows_run.py takes come here only for convolutions with other than four taps.
 """
 
 from typing import NamedTuple
