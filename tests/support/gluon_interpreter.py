@@ -55,9 +55,8 @@ class Described:
     def __init__(self, x: Any):
         self.base, self.block, self.dtype, self.layout = x.base, x.block_shape, x.base.dtype, None
         self.shape, self.strides = x.shape, x.strides
-        width = (
-            4 if len(self.block) == 1 else 2
-        )  # vectors are fp32; tiles count as halves in any dtype
+        # Vectors are fp32. Tiles count as halves in any dtype, as kernels count them.
+        width = 4 if self.block[0] == 1 else 2
         self.block_type = SimpleNamespace(nbytes=math.prod(self.block) * width)
 
     def _window(self, at: list[Any]) -> tuple[Tensor, tuple[slice, slice]]:

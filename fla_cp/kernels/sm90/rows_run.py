@@ -156,7 +156,8 @@ class RowsRun:
         self.B, self.HV, self.K, self.V = s.state.shape
         self.C, self.early, self.device = s.into.shape[1], starts_early(s.into), s.into.device
         self.kept: dict[tuple[object, ...], Tensor] = {}
-        self.normed, self.inner = self._half("normed", self.C), self._half("inner", s.down.shape[1])
+        self.normed = self._buffer("normed", self.B, self.C, dtype=torch.bfloat16)
+        self.inner = self._half("inner", s.down.shape[1])
         self.projected = self._half("projected", len(s.into))
         self.o = self._half("o", self.HV * self.V)
         self.qkv = torch.empty(self.B, s.window.shape[1], dtype=torch.bfloat16, device=self.device)
