@@ -13,8 +13,9 @@ from tests.support.stock_models import documents_alone, drawn_tokens, gradients,
 
 OFFSETS = (0, 37, 40, 40, 101, 150)
 
-LOGITS = 1e-5
-"""Largest difference of logits that are of the order of one, in fp32."""
+LOGITS = 2e-5
+"""Largest difference of logits that are of the order of two, in fp32: 80 roundings. Processors add
+up in other orders; on one of them two right results differ by 1.01e-5."""
 
 GRADIENTS = 5e-5
 """Largest relative difference of a gradient in fp32, the least budget of the trainer's parity."""
