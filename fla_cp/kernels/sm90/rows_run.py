@@ -153,7 +153,7 @@ class RowsRun:
 
     def __init__(self, layers: Sequence[StepLayer], programs: int) -> None:
         self.layers, self.programs, s = layers, programs, layers[0]
-        self.B, self.HV, self.K, self.V = s.state.shape
+        self.B, self.HV, _, self.V = s.state.shape
         self.C, self.early, self.device = s.into.shape[1], starts_early(s.into), s.into.device
         self.kept: dict[tuple[object, ...], Tensor] = {}
         self.normed = self._buffer("normed", self.B, self.C, dtype=torch.bfloat16)
