@@ -127,9 +127,10 @@ def classify(error: BaseException, file: str) -> str:
     ours = f"{os.sep}fla_cp{os.sep}" in file
     if isinstance(error, TimeoutError):
         return "stopped"
-    if isinstance(error, AttributeError) and ours:  # a fault of our code, which has no such name
+    missing = isinstance(error, AttributeError | NotImplementedError)
+    if missing and ours:  # our code refuses calls in other ways, so this is a fault of it
         return "error"
-    if isinstance(error, ImportError | AttributeError | NotImplementedError):
+    if missing or isinstance(error, ImportError):
         return "lacks"
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         return "lacks"

@@ -121,10 +121,10 @@ def test_each_result(tmp_path):
     assert any(line.startswith("1 error, test_error: RuntimeError") for line in lines)
 
 
-def test_a_name_that_our_code_lacks_is_a_fault():
-    error = AttributeError("no such name")
-    assert classify(error, "/there/fla_cp/ops/kda.py") == "error"
-    assert classify(error, "/there/tests/test_kda.py") == "lacks"
+def test_what_our_own_code_lacks_is_a_fault():
+    for error in (AttributeError("no such name"), NotImplementedError()):
+        assert classify(error, "/there/fla_cp/ops/kda.py") == "error"
+        assert classify(error, "/there/tests/test_kda.py") == "lacks"
 
 
 def test_the_table_is_short():
