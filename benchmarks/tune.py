@@ -61,7 +61,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
         IN_SCANS,
     ),
     "intra_any": (Tile(32, 0, 4, 3), Tile(32, 0, 4, 1), Tile(16, 0, 4, 3), STEEP),
-    "scan": SCANS,
+    "scan": (*SCANS, DEEP),
     "scan_states": (*SCANS, Tile(0, 64, 4, 3), DEEP),
     "scan_ends": (*SCANS, Tile(0, 64, 4, 3), DEEP),
     "scan_bwd": SCANS,

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import triton
@@ -209,16 +210,25 @@ def disassembled(codes: list[bytes]) -> list[str]:
     words = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/(.*)", text, re.MULTILINE)
     if 16 * len(words) != sum(map(len, codes)) or not all(codes):
         raise ValueError(f"nvdisasm: {len(words)} instructions in {[*map(len, codes)]} bytes")
-    rest = iter(words)
-    return [
-        "\n".join(f"/*{at:04x}*/{next(rest)}" for at in range(0, len(code), 16)) for code in codes
-    ]
+    found, first = [], 0
+    for code in codes:
+        own = words[first // 16 : (first + len(code)) // 16]
+        sass = "\n".join(f"/*{16 * n:04x}*/{x}" for n, x in enumerate(own))
+        found.append(re.sub(r"(\bBRA\b[^;]*)\b0x([0-9a-f]+)", jump_from(first), sass))
+        first += len(code)
+    return found
+
+
+def jump_from(first: int) -> Callable[[re.Match[str]], str]:
+    """Replaces the target of a jump in a kernel that starts at `first` by its address there."""
+    return lambda m: f"{m[1]}0x{int(m[2], 16) - first:x}"
 
 
 class Instruction(NamedTuple):
-    """An instruction of machine code. to: the uniform register that it writes, or None. read: the
-    uniform registers that it names as operands."""
+    """An instruction of machine code. at: its address. to: the uniform register that it writes, or
+    None. read: the uniform registers that it names as operands."""
 
+    at: int
     text: str
     op: str
     operands: str
@@ -229,14 +239,15 @@ class Instruction(NamedTuple):
 def instructions(sass: str) -> list[Instruction]:
     found = []
     for line in sass.splitlines():
-        m = re.search(r"/\*[0-9a-f]{4,5}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
+        m = re.search(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
         if m is None:
             continue
-        op, operands = m[2], m[3]
+        op, operands = m[3], m[4]
         first, _, rest = operands.partition(",")
         to = re.fullmatch(r"UR(\d+)", first.strip())
         read = re.findall(r"\bUR(\d+)\b", rest if to else operands)
-        found.append(Instruction(m[0], op, operands, to and int(to[1]), frozenset(map(int, read))))
+        numbers = frozenset(map(int, read))
+        found.append(Instruction(int(m[1], 16), m[0], op, operands, to and int(to[1]), numbers))
     return found
 
 
@@ -252,19 +263,65 @@ def all_read(x: Instruction) -> set[int]:
     return {n + i for n in x.read for i in range(wide)}
 
 
-def is_lost(register: int, later: list[Instruction]) -> bool:
-    """Whether what a uniform register holds is overwritten before anything may read it, except for
-    moves to registers of which that is true as well. A jump ends the search."""
-    for i, x in enumerate(later):
-        if re.match(r"BRA|EXIT|CALL|RET|JMP|BRX", x.op):
-            return False
-        if register in all_read(x):
-            moves = x.op == "UMOV" and x.to is not None
-            if not moves or not is_lost(x.to, later[i + 1 :]):
+def written_by(x: Instruction) -> set[int]:
+    """The uniform registers that x writes."""
+    if x.to is None:
+        return set()
+    wide = 4 if ".128" in x.op else 2 if ".64" in x.op or "WIDE" in x.op else 1
+    return {x.to + n for n in range(wide)}
+
+
+LEAVES = re.compile(r"BRA|BRX|EXIT|RET")
+"""Instructions behind which the next one is reached by jumps only, unless they have a condition."""
+
+
+def target(jump: Instruction) -> int:
+    """The address to which an instruction jumps, or -1."""
+    found = re.search(r"0x([0-9a-f]+)$", jump.operands.strip())
+    return int(found[1], 16) if found else -1
+
+
+def is_lost(register: int, every: list[Instruction], start: int, moved: frozenset[int]) -> bool:
+    """Whether what a uniform register holds is overwritten on every way from `start`, the index of
+    an instruction, before anything may read it. A move to another register does not count if that
+    is true of what it moves as well. moved: registers from which it was moved before.
+
+    A jump by a table leads to the places behind a jump to which no other jump leads.
+    """
+    places = {x.at: i for i, x in enumerate(every)}
+    targets = {target(x) for x in every if x.op.startswith("BRA")}
+    listed = [
+        i + 1
+        for i, (x, y) in enumerate(pairwise(every))
+        if "@" not in x.text and LEAVES.match(x.op) and y.at not in targets
+    ]
+    ways, seen = [start], set()
+    while ways:
+        i = ways.pop()
+        while i < len(every) and i not in seen:
+            seen.add(i)
+            x = every[i]
+            if register in all_read(x):
+                if x.op != "UMOV" or x.to is None:
+                    return False
+                if x.to not in moved and not is_lost(x.to, every, i + 1, moved | {register}):
+                    return False
+            always = "@" not in x.text
+            if register in written_by(x) and always:
+                break
+            if re.match(r"CALL|JMP", x.op):
                 return False
-        if x.to == register and "@" not in x.text:
-            return True
-    return False
+            if x.op.startswith("BRX"):
+                ways += listed
+            elif x.op.startswith("BRA"):
+                to = places.get(target(x))
+                if to is None:
+                    return False
+                ways.append(to)
+            if always and LEAVES.match(x.op):
+                break
+            i += 1
+    return True
 
 
 def undefined(sass: str) -> list[str]:
@@ -284,10 +341,8 @@ def undefined(sass: str) -> list[str]:
         carried = re.search(r"P\d, R1\b", x.operands) or (
             x.op == "IADD3.X" and re.search(r"\bR1\b", rest)
         )
-        moved = x.op == "UMOV" and x.to is not None and is_lost(x.to, every[i + 1 :])
+        moved = x.op == "UMOV" and x.to is not None and is_lost(x.to, every, i + 1, frozenset())
         if (read - written and not moved) or carried:
             found.append(x.text)
-        if x.to is not None:
-            wide = 4 if ".128" in x.op else 2 if ".64" in x.op or "WIDE" in x.op else 1
-            written |= {x.to + n for n in range(wide)}
+        written |= written_by(x)
     return found

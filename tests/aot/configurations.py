@@ -536,6 +536,7 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     def with_tile(stage: str, tile: tile_table.Tile) -> list[Launch]:
         options = {} if "_any" in stage else SAFE
         of_heads = "head" in stage or stage.endswith("_concurrent")
+        of_heads |= stage.startswith("scan") and tile.folder == "sm90"
         kernels = []
         with forced(choice_of(stage.removesuffix("_concurrent"), tile)):
             if of_heads:

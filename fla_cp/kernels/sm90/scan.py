@@ -246,6 +246,17 @@ def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
+def store_rest(c, s_o, more, at, flat: gl.constexpr, S: gl.constexpr):
+    """Stores the outputs of a segment's last chunk if rows of another sequence follow."""
+    t = at.start + c * S.BT
+    if t + S.BT > at.stop:
+        i = t + gl.arange(0, S.BT, gl.SliceLayout(1, flat))
+        v = at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(0, flat))
+        to = more.o_rows + (i.to(gl.int64) * S.HV + at.i_h)[:, None] * S.V + v[None, :]
+        gl.store(to, s_o.load(flat), mask=(i < at.stop)[:, None])
+
+
+@gluon.jit
 def scan_chunks(
     places, barriers, results, S0, S_end, more, at, entry, value, states, copies, S: gl.constexpr
 ):
@@ -282,6 +293,8 @@ def scan_chunks(
             p = S0.ptr + entry.to(gl.int64) * S0.n + at.i_h.to(gl.int64) * S0.h
             b_S += gl.load(p + o_v * S0.v + o_k * S0.k)
     zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
+    LATER: gl.constexpr = OUT and (h is None) and (v_new is None)
+    b_late = zero.to(half)
     if copies is not None:
         copy_first(copies, False, False, S)
     for c in range(at.n):
@@ -292,60 +305,61 @@ def scan_chunks(
         mbarrier.wait(ready.index(s), (c // S.NS) & 1)
         if rest is not None:
             mbarrier.wait(rest.index(r), (c // REST) & 1)
-        # While products are in flight, no result of another product in registers may be touched:
-        # ptxas would wait for all of them. So loads from shared memory come before the products.
-        b_S = b_S * s_decay.index(r).load(state)
-        b_v = s_v.index(r).permute((1, 0)).load(acc)
-        b_beta = s_rows.index(r * FACTORS).load(acc)
         s_r = s_kg.index(s)
         if OWN:
             s_r = s_k_decayed.index(s)
         if REMOVES:
             b_r = warpgroup_mma(a_S, s_r.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if OUT:
+        else:
+            b_S = b_S * s_decay.index(r).load(state)
+        if OUT and not REMOVES:
             s_q = s_qg.index(s).permute((1, 0))
             b_o = warpgroup_mma(a_S, s_q, zero, use_acc=False, is_async=True)
-        b_v = b_v.to(gl.float32)
+        # What does not need this product is done while it runs.
+        if LATER:  # noqa: SIM102  # known when compiled
+            if c > 0:
+                wait_until_drained(c - 1, results, copies)
+                s_o.permute((1, 0)).store(b_late)
+                hand_over(c - 1, results, copies, at, False, S)
+        b_v = s_v.index(r).permute((1, 0)).load(acc).to(gl.float32)
         if more.transition is not None:
             b_v = gl.where(value, b_v, 0.0)
-        if h is not None:
-            wait_until_drained(c, results, copies)
-            s_h.permute((1, 0)).store(b_Sb)
         if REMOVES:
+            b_beta = s_rows.index(r * FACTORS).load(acc)
             b_v = b_v * b_beta
             if S.HEAD:
                 b_beta = b_beta * s_rows.index(r * FACTORS + 2).load(acc)
-            if OUT:
-                b_r, a_S = warpgroup_mma_wait(1, deps=(b_r, a_S))
-            else:
-                b_r, a_S = warpgroup_mma_wait(0, deps=(b_r, a_S))
-            a_r = gl.convert_layout((b_v - b_r * b_beta).to(half), left)
+            b_beta = -b_beta
+            b_r, a_S, b_v, b_beta = warpgroup_mma_wait(0, deps=(b_r, a_S, b_v, b_beta))
+            a_r = gl.convert_layout((b_v + b_r * b_beta).to(half), left)
             s_t = term(s_T.index(r), 0, S.TERMS, S.BT).permute((1, 0))
             b_n = warpgroup_mma(a_r, s_t, zero, use_acc=False, is_async=True)
             if S.TERMS > 1:
                 s_t = term(s_T.index(r), 1, S.TERMS, S.BT).permute((1, 0))
                 b_n = warpgroup_mma(a_r, s_t, b_n, is_async=True)
             if OUT:
-                b_n, b_o, a_r = warpgroup_mma_wait(0, deps=(b_n, b_o, a_r))
+                s_q = s_qg.index(s).permute((1, 0))
+                b_o = warpgroup_mma(a_S, s_q, zero, use_acc=False, is_async=True)
+            b_S = b_S * s_decay.index(r).load(state)
+            if OUT:
+                b_n, a_r, b_S = warpgroup_mma_wait(1, deps=(b_n, a_r, b_S))
             else:
-                b_n, a_r = warpgroup_mma_wait(0, deps=(b_n, a_r))
+                b_n, a_r, b_S = warpgroup_mma_wait(0, deps=(b_n, a_r, b_S))
             if S.TERMS > 1 and OUT:
                 a_low = gl.convert_layout(rounded_off(b_n, half), left)
-            b_n = b_n.to(half)
         else:
             m = gl.arange(0, S.BT, gl.SliceLayout(0, acc)) < at.stop - t
-            b_n = gl.where(m[None, :], b_v, 0.0).to(half)
+            b_n = gl.where(m[None, :], b_v, 0.0)
         b_w = b_n
+        b_n = b_n.to(half)
         if S.HEAD:
-            b_w = (b_n.to(gl.float32) * s_rows.index(r * FACTORS + 3).load(acc)).to(half)
-        a_w = gl.convert_layout(b_w, left_of_state)
-        if OUT:
-            if not REMOVES:
-                b_o, a_S = warpgroup_mma_wait(0, deps=(b_o, a_S))
-            if S.HEAD:
-                b_o = b_o * s_rows.index(r * FACTORS + 1).load(acc)
+            b_w = b_w * s_rows.index(r * FACTORS + 3).load(acc)
+        a_w = gl.convert_layout(b_w.to(half), left_of_state)
         b_S = warpgroup_mma(a_w, s_kg.index(s), b_S, is_async=True)
         if OUT:
+            b_o, a_S = warpgroup_mma_wait(1, deps=(b_o, a_S))
+            if S.HEAD:
+                b_o = b_o * s_rows.index(r * FACTORS + 1).load(acc)
             a_n = gl.convert_layout(b_n, left)
             s_a = term(s_A.index(r), 0, S.TERMS, S.BT).permute((1, 0))
             b_o = warpgroup_mma(a_n, s_a, b_o, is_async=True)
@@ -354,9 +368,11 @@ def scan_chunks(
                     b_o = warpgroup_mma(a_low, s_a, b_o, is_async=True)
                 s_a = term(s_A.index(r), 1, S.TERMS, S.BT).permute((1, 0))
                 b_o = warpgroup_mma(a_n, s_a, b_o, is_async=True)
+        if (h is not None) or (v_new is not None):
+            wait_until_drained(c, results, copies)
+        if h is not None:
+            s_h.permute((1, 0)).store(b_Sb)
         if v_new is not None:
-            if h is None:
-                wait_until_drained(c, results, copies)
             s_n.permute((1, 0)).store(b_n)
         if OUT and REMOVES and S.TERMS > 1:
             deps = (b_S, b_o, a_w, a_n, a_low)
@@ -370,18 +386,21 @@ def scan_chunks(
         else:
             barrier()
             copy_next(c, copies, False, False, S)
-        if OUT:
-            if (h is None) and (v_new is None):
-                wait_until_drained(c, results, copies)
-            s_o.permute((1, 0)).store(b_o.to(half))
-        if has_results(results):
-            hand_over(c, results, copies, at, False, S)
-        if OUT:  # noqa: SIM102  # known when compiled
-            if t + S.BT > at.stop:  # rows of another sequence follow
-                i = t + gl.arange(0, S.BT, gl.SliceLayout(1, flat))
-                v = at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(0, flat))
-                to = more.o_rows + (i.to(gl.int64) * S.HV + at.i_h)[:, None] * S.V + v[None, :]
-                gl.store(to, s_o.load(flat), mask=(i < at.stop)[:, None])
+        if LATER:
+            b_late = b_o.to(half)
+        else:
+            if OUT:
+                s_o.permute((1, 0)).store(b_o.to(half))
+            if has_results(results):
+                hand_over(c, results, copies, at, False, S)
+            if OUT:
+                store_rest(c, s_o, more, at, flat, S)
+    if LATER:  # noqa: SIM102  # known when compiled
+        if at.n > 0:
+            wait_until_drained(at.n - 1, results, copies)
+            s_o.permute((1, 0)).store(b_late)
+            hand_over(at.n - 1, results, copies, at, False, S)
+            store_rest(at.n - 1, s_o, more, at, flat, S)
     if copies is not None:
         tma.store_wait(0)
     if value:

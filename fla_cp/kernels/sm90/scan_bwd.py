@@ -57,7 +57,6 @@ def scan_chunks_back(
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
     _, dh, y = results[0]
     _, s_h, s_y = results[1]
-    LATER: gl.constexpr = S.HEAD and S.TERMS > 1  # beta is loaded late, to save registers
     REST: gl.constexpr = s_do.shape[0]
     half: gl.constexpr = s_kg.dtype
     W: gl.constexpr = S.BV // 16
@@ -85,37 +84,25 @@ def scan_chunks_back(
         mbarrier.wait(ready.index(s), (c // S.NS) & 1)
         if rest is not None:
             mbarrier.wait(rest.index(r), (c // REST) & 1)
-        b_dS = b_dS * s_decay.index(r).load(state)  # before the products: see `scan_chunks`
-        if not LATER:
-            b_beta = s_rows.index(r * FACTORS).load(acc)
         s_o = s_do.index(r).permute((1, 0))
         s_k = s_kg.index(s).permute((1, 0))
+        s_a = term(s_A.index(r), 0, S.TERMS, S.BT)
+        b_x = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
+        if S.TERMS > 1:
+            s_a = term(s_A.index(r), 1, S.TERMS, S.BT)
+            b_x = warpgroup_mma(s_o, s_a, b_x, is_async=True)
         if S.HEAD:
+            b_y = warpgroup_mma(a_S, s_k, zero, use_acc=False, is_async=True)
+            # What does not need these products is done while they run.
             m = gl.arange(0, S.BT, gl.SliceLayout(0, acc)) < at.stop - at.start - i_c * S.BT
             f_q = gl.where(m[None, :], s_rows.index(r * FACTORS + 1).load(acc), 0.0)
             f_k = s_rows.index(r * FACTORS + 3).load(acc)
-            if not LATER:
-                b_beta = b_beta * s_rows.index(r * FACTORS + 2).load(acc)
-            b_do = (s_o.load(acc).to(gl.float32) * f_q).to(half)
-            a_o = gl.convert_layout(b_do, left_of_state)
-            b_y = warpgroup_mma(a_S, s_k, zero, use_acc=False, is_async=True)
-            s_a = term(s_A.index(r), 0, S.TERMS, S.BT)
-            b_x = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
-            if S.TERMS > 1:
-                s_a = term(s_A.index(r), 1, S.TERMS, S.BT)
-                b_x = warpgroup_mma(s_o, s_a, b_x, is_async=True)
-            b_dS = warpgroup_mma(a_o, s_qg.index(s), b_dS, is_async=True)
-            b_y, b_x, a_S = warpgroup_mma_wait(1, deps=(b_y, b_x, a_S))
+            a_o = gl.convert_layout((s_o.load(acc).to(gl.float32) * f_q).to(half), left_of_state)
+            b_y, b_x, a_S, a_o, f_k = warpgroup_mma_wait(0, deps=(b_y, b_x, a_S, a_o, f_k))
             b_y = b_y * f_k + b_x
         else:
-            s_a = term(s_A.index(r), 0, S.TERMS, S.BT)
-            b_y = warpgroup_mma(s_o, s_a, zero, use_acc=False, is_async=True)
-            if S.TERMS > 1:
-                s_a = term(s_A.index(r), 1, S.TERMS, S.BT)
-                b_y = warpgroup_mma(s_o, s_a, b_y, is_async=True)
-            b_y = warpgroup_mma(a_S, s_k, b_y, is_async=True)
-            b_dS = warpgroup_mma(s_o, s_qg.index(s), b_dS, is_async=True)
-            b_y, a_S = warpgroup_mma_wait(1, deps=(b_y, a_S))
+            b_y = warpgroup_mma(a_S, s_k, b_x, is_async=True)
+            b_y, a_S = warpgroup_mma_wait(0, deps=(b_y, a_S))
         if REMOVES:
             a_y = gl.convert_layout(b_y.to(half), left)
             s_t = term(s_T.index(r), 0, S.TERMS, S.BT)
@@ -125,14 +112,23 @@ def scan_chunks_back(
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
                 s_t = term(s_T.index(r), 1, S.TERMS, S.BT)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
-                b_y, b_dS, a_y, a_low = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y, a_low))
-                if LATER:
-                    b_beta = s_rows.index(r * FACTORS).load(acc)
-                    b_beta = b_beta * s_rows.index(r * FACTORS + 2).load(acc)
             else:
                 b_y = warpgroup_mma(a_y, s_t, zero, use_acc=False, is_async=True)
-                b_y, b_dS, a_y = warpgroup_mma_wait(0, deps=(b_y, b_dS, a_y))
-            a_x = gl.convert_layout((-b_y * b_beta).to(half), left_of_state)
+        b_dS = b_dS * s_decay.index(r).load(state)
+        if S.HEAD:
+            b_dS = warpgroup_mma(a_o, s_qg.index(s), b_dS, is_async=True)
+        else:
+            b_dS = warpgroup_mma(s_o, s_qg.index(s), b_dS, is_async=True)
+        if REMOVES:
+            b_beta = s_rows.index(r * FACTORS).load(acc)
+            if S.HEAD:
+                b_beta = b_beta * s_rows.index(r * FACTORS + 2).load(acc)
+            b_beta = -b_beta
+            if S.TERMS > 1:
+                b_y, a_y, a_low, b_beta = warpgroup_mma_wait(1, deps=(b_y, a_y, a_low, b_beta))
+            else:
+                b_y, a_y, b_beta = warpgroup_mma_wait(1, deps=(b_y, a_y, b_beta))
+            a_x = gl.convert_layout((b_y * b_beta).to(half), left_of_state)
             s_r = s_kg.index(s)
             if OWN:
                 s_r = s_k_decayed.index(s)
@@ -143,8 +139,12 @@ def scan_chunks_back(
             s_h.permute((1, 0)).store(b_dSb)
         if y is not None:
             s_y.permute((1, 0)).store(b_y.to(half))
-        if REMOVES:
+        if REMOVES and S.HEAD:
+            b_dS, a_x, a_o = warpgroup_mma_wait(0, deps=(b_dS, a_x, a_o))
+        elif REMOVES:
             b_dS, a_x = warpgroup_mma_wait(0, deps=(b_dS, a_x))
+        elif S.HEAD:
+            b_dS, a_o = warpgroup_mma_wait(0, deps=(b_dS, a_o))
         else:
             b_dS = warpgroup_mma_wait(0, deps=(b_dS,))
         if copies is None:

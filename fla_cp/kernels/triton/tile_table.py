@@ -101,7 +101,9 @@ IN_SCANS = Tile(128, 64, 4, 3, folder="sm90")
 """As the tile of "gated", it lets the scans of a backward gate q, k and g themselves. It is also
 that of these scans, which have more stages if they only compute states."""
 SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
-    "scan": ((128, BROAD), (0, NARROW)),
+    "scan": ((128, BROAD), (64, NARROW), (0, DEEP)),
+    "scan_head": ((256, BROAD), (0, DEEP)),
+    "scan_head_own": ((128, BROAD), (0, NARROW)),
     "scan_kept": ((0, NARROW),),
     "scan_states": ((0, DEEP),),
     "scan_ends": ((128, BROAD), (0, DEEP)),
@@ -204,7 +206,7 @@ class Tuning:
     """What decides which kernel a stage runs, and with which tile. The backend of a plan holds one.
 
     forced: tiles of some stages, by name, which precede every other choice. That of "intra_bwd" is
-        also for "intra_bwd_by_chunk".
+        also for "intra_bwd_by_chunk", and that of "scan" for "scan_head" and "scan_head_own".
     gluon: whether the kernels of sm90/ run; None: if they support the call.
     min_chunk_heads: its scans run only for more chunks times heads than this.
     min_local_chunk_heads: that number for the channelwise local stage, and for all stages with one
@@ -236,8 +238,9 @@ class Tuning:
     ) -> Tile:
         """The tile of a stage for one shape and operand dtype. chains: of a scan, how many there
         are. folder: whose kernels run it."""
+        common = "scan" if stage.startswith("scan_head") else stage
         for name, forced in self.forced:
-            if name in (stage, stage.replace("_by_chunk", "")):
+            if name in (stage, stage.replace("_by_chunk", ""), common):
                 return forced
         on = architecture() if self.architecture is None else self.architecture
         if on != 90 and self.architecture is None:
@@ -281,10 +284,10 @@ def in_chunks_of(tokens: int, stage: str, t: Tile, terms: int = 1) -> Tile:
 
 def in_two_terms(stage: str, t: Tile) -> Tile:
     """The tile of a scan whose T and Aqk have two terms. These would not fit into shared memory
-    with three stages (with the kernels of sm90/ only in the reverse scan), and wider tiles would
-    spill."""
+    with three stages (with the kernels of sm90/ only in the reverse scan and in one that writes o),
+    and wider tiles would spill."""
     back = stage.startswith("scan_bwd")
     if t.folder != "triton":
-        return NARROW if back and t == DEEP else t
+        return NARROW if t == DEEP and (back or stage == "scan") else t
     most, warps = 32 if back else 64, 4 if t.BV > 64 else t.warps
     return Tile(t.BK, min(t.BV, most), warps, min(t.stages, 2))
