@@ -247,6 +247,35 @@ def test_scans_of_a_backward_run_concurrently_if_both_fit(monkeypatch):
     assert not fit(HV=0)
 
 
+def test_slow_memory_runs_long_scans_one_by_one(monkeypatch):
+    """With one decay a head and as many key heads as value heads, as measured on an H100."""
+    from fla_cp.kernels.torch.intra import Inputs, Spec
+    from fla_cp.kernels.triton import backend as triton_backend
+    from fla_cp.kernels.triton.intra import intra
+    from fla_cp.kernels.triton.tile_table import Tuning, memory_speed
+    from fla_cp.partition.packing import Packing
+    from fla_cp.rule import DeltaRule
+
+    assert memory_speed(torch.device("cpu")) == float("inf")
+    monkeypatch.setattr(triton_backend, "LONG_CHUNKS", 2)
+
+    def fit(memory, T=128, heads=2, per_head=True, offsets=None):
+        rule = DeltaRule(scale=1.0, per_head=per_head, removal="k")
+        packing = Packing.build(offsets or (0, T))
+        qk = [torch.randn(T, heads, 128, dtype=torch.bfloat16) for _ in "qk"]
+        v = torch.randn(T, 2, 128, dtype=torch.bfloat16)
+        g = -torch.rand(T, 2) if per_head else -torch.rand(T, 2, 128)
+        x = Inputs(*qk, v, g, torch.rand(T, 2), None, None)
+        backend = triton_backend.TritonBackend(tuning=Tuning(sms=132, memory=memory))
+        return backend.runs_concurrently(Spec(rule, packing), intra(rule, packing, x))
+
+    assert fit(4.9e12) and not fit(3.35e12)
+    assert fit(3.35e12, T=64)  # one chunk is not long
+    assert fit(3.35e12, offsets=(0, 64, 128))
+    assert fit(3.35e12, heads=1)  # a group reads q and k once
+    assert fit(3.35e12, per_head=False)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_reverse_scan_of_wide_tiles_is_the_transposed_one(chunks):

@@ -229,3 +229,35 @@ def test_only_channelwise_scans_have_the_larger_threshold(most, local):
     either = "sm90" if 0 in (most, local) else "triton"
     assert choose(packing, c, c.v) == ("sm90" if most == 0 else "triton")
     assert choose(packing, c, scans=False) == choose(packing, of_heads, c.v) == either
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_segments_without_tokens_end(per_head, monkeypatch):
+    """As in frames that several packings share: their scans do not wait for chunks, and what they
+    leave out does not change the others."""
+    from benchmarks.tune import now
+    from fla_cp.kernels.torch.intra import Inputs, Spec
+    from fla_cp.partition.packing import Frame
+    from tests.support.gluon_interpreter import interpreted
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tune(monkeypatch, gluon=True)
+    torch.manual_seed(0)
+    T, offsets, backend = 150, (0, 70, 150), now()
+    q, k = (torch.nn.functional.normalize(torch.randn(T, 2, 128), dim=-1) for _ in "qk")
+    g = -torch.rand(T, 2) if per_head else -torch.rand(T, 2, 128)
+    x = Inputs(q, k, torch.randn(T, 2, 128), g, torch.rand(T, 2), None, None)
+    rule = DeltaRule(scale=1.0, per_head=per_head, safe_gate=not per_head, removal="k")
+
+    def outputs(packing):
+        spec = Spec(rule, packing)
+        chunks, _ = backend.prepare_chunks(spec, x, None)
+        return backend.scan_output(spec, chunks, None, want_states=False, want_end=False)[0]
+
+    frame = Frame.around(2, 4)
+    framed = Packing.build(offsets, frame=frame)
+    assert any(s.start == s.stop for s in framed.segments)
+    with interpreted() as launched:
+        found = outputs(framed)
+        assert torch.equal(found, outputs(Packing.build(offsets)))
+    assert "scan_sm90_kernel" in launched

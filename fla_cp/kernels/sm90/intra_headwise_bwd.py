@@ -128,8 +128,12 @@ def finish_head(
     dk += diagonal[:, None] * b_q
     if R.NORM:
         f_q = f_q * (1.0 / scale)
-        along_q, along_k = gl.reduce((b_q * dq, b_k * dk), 1, add_two)
-        dq -= b_q * (along_q[:, None] * f_q * f_q)
+        if S.G == 1:
+            along_q, along_k = gl.reduce((b_q * dq, b_k * dk), 1, add_two)
+            dq -= b_q * (along_q[:, None] * f_q * f_q)
+        else:  # one after the other: together they need more registers
+            dq -= b_q * (gl.sum(b_q * dq, 1)[:, None] * f_q * f_q)
+            along_k = gl.sum(b_k * dk, 1)
         dk -= b_k * (along_k[:, None] * f_k * f_k)
     s_q.store(dq.to(half))
     s_k.store(dk.to(half))
@@ -312,7 +316,11 @@ def form_items(
                 b_r = b_k
                 if OWN:
                     b_r = s_p.load(wide).to(gl.float32)
-                b_z = s_rb.load(wide).to(gl.float32) * b_dr
+                if S.G == 1:
+                    b_rb = s_rb.load(wide).to(gl.float32)
+                else:  # its address would take registers
+                    b_rb = (beta * b_r).to(half).to(gl.float32)
+                b_z = b_rb * b_dr
                 b_db, b_z, b_x = gl.reduce((b_r * b_dr, b_z, b_x), 1, add_three)
                 at = more.shares + ((tokens + t + slot + r).to(gl.int64) * S.HV + i_hv)
                 gl.store(at, b_db, mask=r < n)

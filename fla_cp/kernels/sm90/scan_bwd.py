@@ -96,9 +96,13 @@ def scan_chunks_back(
             # What does not need these products is done while they run.
             m = gl.arange(0, S.BT, gl.SliceLayout(0, acc)) < at.stop - at.start - i_c * S.BT
             f_q = gl.where(m[None, :], s_rows.index(r * FACTORS + 1).load(acc), 0.0)
-            f_k = s_rows.index(r * FACTORS + 3).load(acc)
             a_o = gl.convert_layout((s_o.load(acc).to(gl.float32) * f_q).to(half), left_of_state)
-            b_y, b_x, a_S, a_o, f_k = warpgroup_mma_wait(0, deps=(b_y, b_x, a_S, a_o, f_k))
+            if W > 4:  # fewer registers
+                b_y, b_x, a_S, a_o = warpgroup_mma_wait(0, deps=(b_y, b_x, a_S, a_o))
+                f_k = s_rows.index(r * FACTORS + 3).load(acc)
+            else:
+                f_k = s_rows.index(r * FACTORS + 3).load(acc)
+                b_y, b_x, a_S, a_o, f_k = warpgroup_mma_wait(0, deps=(b_y, b_x, a_S, a_o, f_k))
             b_y = b_y * f_k + b_x
         else:
             b_y = warpgroup_mma(a_S, s_k, b_x, is_async=True)

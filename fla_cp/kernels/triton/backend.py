@@ -51,6 +51,10 @@ ALWAYS_KEPT: Final = 6
 """How many of the first fields of the chunks every backward reads; all but T and Aqk are small."""
 
 
+LONG_CHUNKS, FAST_MEMORY = 256, 4e12
+"""See `TritonBackend.one_by_one`: mean chunks of a sequence, and bytes a second."""
+
+
 OutputGrads = tuple[Chunks, Tensor]
 """The chunks, and do as given; the reverse scans form what they need of it."""
 
@@ -222,7 +226,7 @@ class TritonBackend(Backend):
         memory in two stages only, and both scans together take longer than one after the other."""
         (HV, K), V = chunks.decay.shape[1:], chunks.v.shape[2]
         own = chunks.rule.removal == "p" and chunks.rule.per_head
-        if own or chunks.rule.keep_intermediates:
+        if own or chunks.rule.keep_intermediates or self.one_by_one(spec, chunks):
             return False
         folder = choose(spec.packing, chunks)
         tiles = (
@@ -231,6 +235,16 @@ class TritonBackend(Backend):
         )
         programs = HV * spec.packing.largest.everything * sum(cdiv(V, t.BV) for t in tiles)
         return 0 < programs <= self.tuning.sm_count(chunks.v.device)
+
+    def one_by_one(self, spec: Spec, chunks: Chunks) -> bool:
+        """Whether the two scans of long sequences take longer at the same time, because memory is
+        too slow for both: with one decay a head and as many key heads as value heads. Measured on
+        an H100 (docs/log.md); beside an exchange they run at the same time nevertheless."""
+        packing, most = spec.packing, spec.packing.largest
+        if packing.carried or not chunks.of_heads or chunks.qg.shape[1] < chunks.v.shape[1]:
+            return False
+        long = most.chunks >= LONG_CHUNKS * most.everything
+        return long and self.tuning.memory_speed(chunks.v.device) < FAST_MEMORY
 
     def scan(self, spec: Spec, chunks: Chunks, S0: States | None) -> Callable[[], ChunkStates]:
         packing = spec.packing

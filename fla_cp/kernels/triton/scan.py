@@ -281,10 +281,9 @@ def scan_tile(
     if c.of_heads and folder == "triton":
         # With one decay a head, tiles of all of V spill.
         chains = min(chains, tile_table.FULL_V_MIN_CHAINS - 1)
-    if stage == "scan" and c.of_heads and folder != "triton":
-        named = "scan_head_own" if c.rule.removal == "p" else "scan_head"
-    else:
-        named = stage
+    named = stage
+    if stage in ("scan", "scan_bwd") and c.of_heads and folder != "triton":
+        named += "_head_own" if c.rule.removal == "p" else "_head"
     t = c.tuning.tile(named, c.decay.shape[2], c.v.shape[2], c.Aqk.dtype, chains, folder)
     forced = t.folder not in ("triton", folder)
     if forced and not (written and kernels_of(t.folder).supports(c, rows)):

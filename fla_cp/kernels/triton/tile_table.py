@@ -4,6 +4,7 @@ Nothing is tuned at run time. `python -m benchmarks.tune` measures a row's candi
 prints them."""
 
 import functools
+import math
 import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -104,6 +105,8 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "scan": ((128, BROAD), (64, NARROW), (0, DEEP)),
     "scan_head": ((256, BROAD), (0, DEEP)),
     "scan_head_own": ((128, BROAD), (0, NARROW)),
+    "scan_bwd_head": ((128, NARROW), (0, DEEP)),
+    "scan_bwd_head_own": ((0, NARROW),),
     "scan_kept": ((0, NARROW),),
     "scan_states": ((0, DEEP),),
     "scan_ends": ((128, BROAD), (0, DEEP)),
@@ -186,6 +189,15 @@ def sm_count(device: torch.device) -> int:
 
 
 @functools.cache
+def memory_speed(device: torch.device) -> float:
+    """Bytes a second that a GPU's memory can transfer by its clock and width: 3.35e12 of an H100,
+    4.9e12 of an H200. Infinite if PyTorch does not tell."""
+    known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    clock, width = (getattr(known, f"memory_{n}", 0) for n in ("clock_rate", "bus_width"))
+    return 2e3 * clock * width / 8 or math.inf
+
+
+@functools.cache
 def _tile(
     architecture: int, stage: str, k: int, v: int, dtype: torch.dtype, chains: int, folder: str
 ) -> Tile:
@@ -206,13 +218,15 @@ class Tuning:
     """What decides which kernel a stage runs, and with which tile. The backend of a plan holds one.
 
     forced: tiles of some stages, by name, which precede every other choice. That of "intra_bwd" is
-        also for "intra_bwd_by_chunk", and that of "scan" for "scan_head" and "scan_head_own".
+        also for "intra_bwd_by_chunk", and those of "scan" and "scan_bwd" for stages that begin with
+        "scan_head" and "scan_bwd_head".
     gluon: whether the kernels of sm90/ run; None: if they support the call.
     min_chunk_heads: its scans run only for more chunks times heads than this.
     min_local_chunk_heads: that number for the channelwise local stage, and for all stages with one
         decay a head; it counts if it is the smaller one.
     architecture: compute capability, 10 * major + minor; None: that of the GPU.
     sms: streaming multiprocessors; None: those of the GPU.
+    memory: bytes a second that the GPU's memory transfers; None: those of the GPU.
     later_share, later_least: the chunks that no summary reads may be formed after the others, while
         these are summarized. That is done if they are more than one in later_share of all chunks
         and, times heads, more than later_least.
@@ -224,6 +238,7 @@ class Tuning:
     min_local_chunk_heads: int = 64
     architecture: int | None = None
     sms: int | None = None
+    memory: float | None = None
     later_share: int = 4
     later_least: int = 2048
 
@@ -238,7 +253,7 @@ class Tuning:
     ) -> Tile:
         """The tile of a stage for one shape and operand dtype. chains: of a scan, how many there
         are. folder: whose kernels run it."""
-        common = "scan" if stage.startswith("scan_head") else stage
+        common = stage.partition("_head")[0] if stage.startswith("scan") else stage
         for name, forced in self.forced:
             if name in (stage, stage.replace("_by_chunk", ""), common):
                 return forced
@@ -249,6 +264,9 @@ class Tuning:
 
     def sm_count(self, device: torch.device) -> int:
         return sm_count(device) if self.sms is None else self.sms
+
+    def memory_speed(self, device: torch.device) -> float:
+        return memory_speed(device) if self.memory is None else self.memory
 
     def on_sm90(self) -> bool:
         return (architecture() if self.architecture is None else self.architecture) == 90
