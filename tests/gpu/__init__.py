@@ -81,10 +81,13 @@ def warn_if_stale(path: Path, parts: Iterable[str] = ()) -> None:
             f"warning: fla_cp/kernels: {', '.join(changed)} changed since the last GPU run recorded"
             f" in {path.name}: unverified on a GPU. Run `python -m tests.gpu` on one."
         )
-    rows = rows_path(path)
-    lines = rows.read_text().splitlines() if rows.exists() else []
-    run = {json.loads(line).get("part") for line in lines}
-    missing = sorted({*report.get("missing", ()), *(set(parts) - run)})
+    rows, unknown = rows_path(path), set()
+    if rows.exists() or "missing" not in report:
+        lines = rows.read_text().splitlines() if rows.exists() else []
+        unknown = set(parts) - {json.loads(line).get("part") for line in lines}
+    else:
+        print(f"warning: {rows.name}, the single results of {path.name}, is not there.")
+    missing = sorted({*report.get("missing", ()), *unknown})
     if missing:
         print(
             f"warning: {len(missing)} parts are missing in {path.name}: {', '.join(missing)}. "
@@ -108,7 +111,8 @@ def kept_rows(path: Path) -> dict[str, list[dict]]:
     """The rows of each part that the report at `path` has, if it is about these kernels."""
     found: dict[str, list[dict]] = {}
     if path.exists() and json.loads(path.read_text())["kernels"] == kernel_hashes():
-        for line in rows_path(path).read_text().splitlines():
+        rows = rows_path(path)
+        for line in rows.read_text().splitlines() if rows.exists() else ():
             row = json.loads(line)
             found.setdefault(row.get("part", ""), []).append(row)
     return found

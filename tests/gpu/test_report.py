@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.gpu import __main__ as runner
-from tests.gpu import checks, rows_path
+from tests.gpu import checks, kept_rows, rows_path, warn_if_stale
 
 EVERY = [runner.SANITIZER, *checks.parts()]
 
@@ -72,3 +72,19 @@ def test_a_part_without_memory_runs_again_by_itself(monkeypatch):
     assert started == ["middle", "large", "small", "middle", "large"]
     assert [name for name, (row,) in found.items() if not row["ok"]] == ["large"]
     assert set(found) == {"middle", "large", "small"}
+
+
+def test_a_report_without_its_rows_is_said_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "report.json"
+
+    def all_parts(names, jobs, limit):
+        yield from ((name, [{"case": "right", "ok": True}]) for name in names)
+
+    assert run(out, monkeypatch, all_parts) == 0
+    rows_path(out).unlink()
+    capsys.readouterr()
+    warn_if_stale(out, EVERY)
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: report_rows.jsonl, the single results of report.json, is not there."
+    ]
+    assert kept_rows(out) == {}
