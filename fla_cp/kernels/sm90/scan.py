@@ -265,7 +265,12 @@ def scan_chunks(
 
     barriers: `ready` and `free` of `places_of`. If v, T, Aqk, beta and the decays have places of
     their own, as in scan_gated.py, a third one says that those are filled; otherwise it is None.
-    copies: None if another warp copies operands, otherwise what `copy_first` takes."""
+    copies: None if another warp copies operands, otherwise what `copy_first` takes.
+
+    Each product waits for the one before it, so only what it needs is formed between them. All else
+    is formed while a product runs. It is given to the wait behind that product, since otherwise the
+    compiler would form it later. The state's registers are not touched between the first product of
+    a chunk and its wait, because ptxas would then wait for all products."""
     ready, free, rest = barriers
     s_qg, s_k_decayed, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)
@@ -293,6 +298,7 @@ def scan_chunks(
             p = S0.ptr + entry.to(gl.int64) * S0.n + at.i_h.to(gl.int64) * S0.h
             b_S += gl.load(p + o_v * S0.v + o_k * S0.k)
     zero = gl.full([S.BV, S.BT], 0.0, gl.float32, acc)
+    # Whether o is stored while the next chunk's first product runs.
     LATER: gl.constexpr = OUT and (h is None) and (v_new is None)
     b_late = zero.to(half)
     if copies is not None:
