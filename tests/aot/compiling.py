@@ -271,8 +271,12 @@ def written_by(x: Instruction) -> set[int]:
     return {x.to + n for n in range(wide)}
 
 
-LEAVES = re.compile(r"BRA|BRX|EXIT|RET")
-"""Instructions behind which the next one is reached by jumps only, unless they have a condition."""
+def leaves(x: Instruction) -> bool:
+    """Whether the next instruction is reached by jumps only."""
+    always = "@" not in x.text and (
+        x.op != "BRA" or re.fullmatch(r"0x[0-9a-f]+", x.operands.strip())
+    )
+    return bool(always and re.fullmatch(r"BRA|BRX|EXIT|RET", x.op.partition(".")[0]))
 
 
 def target(jump: Instruction) -> int:
@@ -281,44 +285,40 @@ def target(jump: Instruction) -> int:
     return int(found[1], 16) if found else -1
 
 
-def is_lost(register: int, every: list[Instruction], start: int, moved: frozenset[int]) -> bool:
+def is_lost(register: int, every: list[Instruction], start: int) -> bool:
     """Whether what a uniform register holds is overwritten on every way from `start`, the index of
-    an instruction, before anything may read it. A move to another register does not count if that
-    is true of what it moves as well. moved: registers from which it was moved before.
+    an instruction, before anything may read it. Moves to other registers do not count if that is
+    true of what they move as well.
 
     A jump by a table leads to the places behind a jump to which no other jump leads.
     """
     places = {x.at: i for i, x in enumerate(every)}
     targets = {target(x) for x in every if x.op.startswith("BRA")}
     listed = [
-        i + 1
-        for i, (x, y) in enumerate(pairwise(every))
-        if "@" not in x.text and LEAVES.match(x.op) and y.at not in targets
+        i + 1 for i, (x, y) in enumerate(pairwise(every)) if leaves(x) and y.at not in targets
     ]
-    ways, seen = [start], set()
+    ways, seen = [(register, start)], set()
     while ways:
-        i = ways.pop()
-        while i < len(every) and i not in seen:
-            seen.add(i)
+        held, i = ways.pop()
+        while i < len(every) and (held, i) not in seen:
+            seen.add((held, i))
             x = every[i]
-            if register in all_read(x):
+            if held in all_read(x):
                 if x.op != "UMOV" or x.to is None:
                     return False
-                if x.to not in moved and not is_lost(x.to, every, i + 1, moved | {register}):
-                    return False
-            always = "@" not in x.text
-            if register in written_by(x) and always:
+                ways.append((x.to, i + 1))
+            if held in written_by(x) and "@" not in x.text:
                 break
-            if re.match(r"CALL|JMP", x.op):
+            if re.match(r"CALL|JMP|RET", x.op):
                 return False
             if x.op.startswith("BRX"):
-                ways += listed
+                ways += [(held, n) for n in listed]
             elif x.op.startswith("BRA"):
                 to = places.get(target(x))
                 if to is None:
                     return False
-                ways.append(to)
-            if always and LEAVES.match(x.op):
+                ways.append((held, to))
+            if leaves(x):
                 break
             i += 1
     return True
@@ -341,7 +341,7 @@ def undefined(sass: str) -> list[str]:
         carried = re.search(r"P\d, R1\b", x.operands) or (
             x.op == "IADD3.X" and re.search(r"\bR1\b", rest)
         )
-        moved = x.op == "UMOV" and x.to is not None and is_lost(x.to, every, i + 1, frozenset())
+        moved = x.op == "UMOV" and x.to is not None and is_lost(x.to, every, i + 1)
         if (read - written and not moved) or carried:
             found.append(x.text)
         written |= written_by(x)

@@ -542,6 +542,10 @@ def configurations() -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             if of_heads:
                 H = 1 if stage in GROUPED else 2
                 kernels += compile_member("gated_delta_rule", 128, 128, torch.bfloat16, {}, H=H)
+            chosen = (t for _, t in tile_table.SM90_TILES.get(stage, ()))
+            if stage.startswith("scan") and tile == tile_table.BROAD and tile in chosen:
+                for name in ("comba", "simple_gla"):
+                    kernels += compile_member(name, 128, 128, torch.bfloat16, {}, H=2)
             if stage.endswith("_own"):
                 kernels += compile_dplr(128, 128, torch.bfloat16, options)
             elif "head" not in stage:

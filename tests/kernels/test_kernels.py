@@ -259,21 +259,35 @@ def test_slow_memory_runs_long_scans_one_by_one(monkeypatch):
     assert memory_speed(torch.device("cpu")) == float("inf")
     monkeypatch.setattr(triton_backend, "LONG_CHUNKS", 2)
 
-    def fit(memory, T=128, heads=2, per_head=True, offsets=None):
+    def fit(memory, T=128, heads=2, per_head=True, sms=15, gluon=True):
         rule = DeltaRule(scale=1.0, per_head=per_head, removal="k")
-        packing = Packing.build(offsets or (0, T))
+        packing = Packing.build((0, T))
         qk = [torch.randn(T, heads, 128, dtype=torch.bfloat16) for _ in "qk"]
         v = torch.randn(T, 2, 128, dtype=torch.bfloat16)
         g = -torch.rand(T, 2) if per_head else -torch.rand(T, 2, 128)
         x = Inputs(*qk, v, g, torch.rand(T, 2), None, None)
-        backend = triton_backend.TritonBackend(tuning=Tuning(sms=132, memory=memory))
-        return backend.runs_concurrently(Spec(rule, packing), intra(rule, packing, x))
+        tuning = Tuning(sms=sms, memory=memory, gluon=gluon)
+        chunks = intra(rule, packing, x)._replace(tuning=tuning)
+        backend = triton_backend.TritonBackend(tuning=tuning)
+        return backend.runs_concurrently(Spec(rule, packing), chunks)
 
     assert fit(4.9e12) and not fit(3.35e12)
     assert fit(3.35e12, T=64)  # one chunk is not long
-    assert fit(3.35e12, offsets=(0, 64, 128))
     assert fit(3.35e12, heads=1)  # a group reads q and k once
     assert fit(3.35e12, per_head=False)
+    assert fit(3.35e12, sms=16)  # few programs do not fill memory
+    assert fit(3.35e12, gluon=False)
+
+
+def test_rehearsals_know_the_memory_of_the_gpu(monkeypatch):
+    """Tensors of a rehearsal have no GPU, but choose what calls on it will."""
+    from fla_cp.kernels.triton import tile_table
+    from fla_cp.kernels.triton.backend import TritonBackend
+
+    monkeypatch.setattr(tile_table, "memory_speed", lambda device: 3.35e12)
+    rehearsed = TritonBackend().rehearsing(torch.device("cpu"))
+    monkeypatch.undo()
+    assert rehearsed.tuning.memory_speed(torch.device("meta")) == 3.35e12
 
 
 @pytest.mark.wide

@@ -247,7 +247,8 @@ def places_of(operands, OUT: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def store_rest(c, s_o, more, at, flat: gl.constexpr, S: gl.constexpr):
-    """Stores the outputs of a segment's last chunk if rows of another sequence follow."""
+    """Stores the outputs of a segment's last chunk if it has fewer than BT tokens: rows of another
+    sequence may follow, so that the copy of a whole tile would overwrite them."""
     t = at.start + c * S.BT
     if t + S.BT > at.stop:
         i = t + gl.arange(0, S.BT, gl.SliceLayout(1, flat))
@@ -267,10 +268,11 @@ def scan_chunks(
     their own, as in scan_gated.py, a third one says that those are filled; otherwise it is None.
     copies: None if another warp copies operands, otherwise what `copy_first` takes.
 
-    Each product waits for the one before it, so only what it needs is formed between them. All else
-    is formed while a product runs. It is given to the wait behind that product, since otherwise the
-    compiler would form it later. The state's registers are not touched between the first product of
-    a chunk and its wait, because ptxas would then wait for all products."""
+    Each product of the chain waits for the one before it, so only what it needs is formed between
+    them. All else is formed while a product runs. Its result is given to the wait behind that
+    product, since otherwise the compiler would form it later. The state's registers are not touched
+    between the first product of a chunk and the wait for it, because ptxas would then wait for all
+    products."""
     ready, free, rest = barriers
     s_qg, s_k_decayed, s_kg, s_v, s_T, s_A, s_rows, s_decay = places
     OWN: gl.constexpr = reads_own(S)

@@ -52,7 +52,7 @@ ALWAYS_KEPT: Final = 6
 
 
 LONG_CHUNKS, FAST_MEMORY = 256, 4e12
-"""See `TritonBackend.one_by_one`: mean chunks of a sequence, and bytes a second."""
+"""See `TritonBackend.one_by_one`: mean chunks of a segment, and bytes a second."""
 
 
 OutputGrads = tuple[Chunks, Tensor]
@@ -221,12 +221,13 @@ class TritonBackend(Backend):
         return chunks, scan_gated.readable(chunks, unit_rows(do))
 
     def runs_concurrently(self, spec: Spec, chunks: Chunks) -> bool:
-        """Whether every program of both scans has an SM of its own, on every rank. With p and one
-        decay a head the scans never run concurrently: tiles of 64 columns then fit into shared
-        memory in two stages only, and both scans together take longer than one after the other."""
+        """Whether every program of both scans has an SM of its own, on every rank, and they do not
+        take longer at the same time (`one_by_one`). With p and one decay a head the scans never run
+        concurrently: tiles of 64 columns then fit into shared memory in two stages only, and both
+        scans together take longer than one after the other."""
         (HV, K), V = chunks.decay.shape[1:], chunks.v.shape[2]
         own = chunks.rule.removal == "p" and chunks.rule.per_head
-        if own or chunks.rule.keep_intermediates or self.one_by_one(spec, chunks):
+        if own or chunks.rule.keep_intermediates:
             return False
         folder = choose(spec.packing, chunks)
         tiles = (
@@ -234,14 +235,17 @@ class TritonBackend(Backend):
             for stage in ("scan_states_concurrent", "scan_bwd_concurrent")
         )
         programs = HV * spec.packing.largest.everything * sum(cdiv(V, t.BV) for t in tiles)
-        return 0 < programs <= self.tuning.sm_count(chunks.v.device)
+        sms = self.tuning.sm_count(chunks.v.device)
+        many = folder != "triton" and 2 * programs > sms
+        return 0 < programs <= sms and not (many and self.one_by_one(spec, chunks))
 
     def one_by_one(self, spec: Spec, chunks: Chunks) -> bool:
-        """Whether the two scans of long sequences take longer at the same time, because memory is
-        too slow for both: with one decay a head and as many key heads as value heads. Measured on
-        an H100 (docs/log.md); beside an exchange they run at the same time nevertheless."""
-        packing, most = spec.packing, spec.packing.largest
-        if packing.carried or not chunks.of_heads or chunks.qg.shape[1] < chunks.v.shape[1]:
+        """Whether both scans take longer at the same time because memory is too slow for both: in
+        long sequences with one decay a head and as many key heads as value heads, as measured on
+        an H100 (docs/log.md). Where states pass from segment to segment or from rank to rank they
+        run at the same time nevertheless."""
+        most = spec.packing.largest
+        if most.carried or not chunks.of_heads or chunks.qg.shape[1] < chunks.v.shape[1]:
             return False
         long = most.chunks >= LONG_CHUNKS * most.everything
         return long and self.tuning.memory_speed(chunks.v.device) < FAST_MEMORY
@@ -295,7 +299,8 @@ class TritonBackend(Backend):
 
     def rehearsing(self, device: torch.device) -> Self:
         sms = self.tuning.sm_count(device)
-        return replace(self, tuning=replace(self.tuning, sms=sms), one_stream=True)
+        memory = self.tuning.memory_speed(device)
+        return replace(self, tuning=replace(self.tuning, sms=sms, memory=memory), one_stream=True)
 
     def kept_shapes(
         self, rule: DeltaRule, dtype: torch.dtype, NC: int, HV: int, K: int, V: int

@@ -128,8 +128,10 @@ SM90_TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
     "dk_head": ((0, WHOLE),),
 }
 """Tiles of the kernels of sm90/, for K = V = 128. Scans have one for at least that many chains, as
-measured; "_kept" writes o, states and v_new at once. For the local stages an entry only says that a
-kernel exists: one for the forward, and one for all stages of the backward together."""
+measured; "_kept" writes o, states and v_new at once, "_head" has one decay a head, and "_head_own"
+p as well, with which three stages do not fit into shared memory. For the local stages an entry
+only says that a kernel exists: one for the forward, and one for all stages of the backward
+together."""
 
 
 GENERATION_TILES = {"sm90": SM90_TILES}
