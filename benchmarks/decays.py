@@ -26,7 +26,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +33,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.members import DECAYS, MEMBERS, draws, log_decay, peer
-from benchmarks.ops import Call, bandwidth, compare, environment, milliseconds, runner
+from benchmarks.ops import (
+    Call,
+    bandwidth,
+    compare,
+    compiled_together,
+    environment,
+    milliseconds,
+    runner,
+)
 from benchmarks.shapes import SHAPES, Shape
 
 TURNS = 2
@@ -122,15 +129,6 @@ def why(error: BaseException) -> str:
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def compiled_together(device: str) -> AbstractContextManager[None]:
-    """Triton's autotuner compiles a kernel's configurations side by side in the block."""
-    if device != "cuda":
-        return nullcontext()
-    from benchmarks.peer_tuning import compiled_side_by_side  # needs Triton
-
-    return compiled_side_by_side()
 
 
 def differences(theirs: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> dict[str, float]:

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -195,6 +196,15 @@ def measure(
     return row, whole()
 
 
+def compiled_together(device: str) -> AbstractContextManager[None]:
+    """Triton's autotuner compiles a kernel's configurations side by side in the block."""
+    if device != "cuda":
+        return nullcontext()
+    from benchmarks.peer_tuning import compiled_side_by_side  # needs Triton
+
+    return compiled_side_by_side()
+
+
 def stage_times(member: Member, shape: Shape) -> dict[str, float]:
     """ms of each stage of the Triton backend in a call of this shape, without packing.
 
@@ -307,7 +317,8 @@ def main() -> None:
     beside = [SHAPES[name] for name in (args.peer_shapes or args.shapes).split(",")]
     for shape in beside if args.peer else ():
         op = peer(member, args.peer)
-        row, result = measure(args.peer, op, member, shape, device, directions)
+        with compiled_together(device):
+            row, result = measure(args.peer, op, member, shape, device, directions)
         if shape.T <= CHECKED_TOKENS:  # on the host, so as not to count in peak memory
             theirs[shape.name] = tuple(t.cpu() for t in result)
         del result
