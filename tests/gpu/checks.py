@@ -482,7 +482,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     from tests.gpu.exchange import check_exchange
     from tests.gpu.experts import check_experts
     from tests.gpu.layers import check_layers, check_norm
-    from tests.gpu.short_chunks import check_short
+    from tests.gpu.short_chunks import short_parts
     from tests.gpu.step_layers import check_step_layers
     from tests.gpu.tables import check_tables
     from tests.gpu.tiles import check_tiles
@@ -495,7 +495,7 @@ def parts() -> dict[str, Callable[[], Rows]]:
     found |= {"conv states": check_conv_states, "tables": check_tables}
     found |= {"drafts": check_drafts, "clock": check_clock, "step layers": check_step_layers}
     found |= {f"wide {key}": partial(check_wide, key) for key in ("gla", "simple_gla")}
-    found |= {f"short {chunk}": partial(check_short, chunk) for chunk in (16, 32)}
+    found |= short_parts()
     for K, V in SIZES:
         for n in range(3):
             found[f"{K},{V} cases {n}"] = partial(check_cases, K, V, slice(n, None, 3))

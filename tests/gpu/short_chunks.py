@@ -3,7 +3,9 @@ asked to have such chunks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -54,16 +56,29 @@ def offsets_of(chunk: int, documents: int) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def check_short(chunk: int) -> checks.Rows:
-    """Outputs, states and gradients."""
+def short_parts() -> dict[str, Callable[[], checks.Rows]]:
+    """Outputs, states and gradients; a part for each chunk and member, since each compiles many
+    kernels."""
+    found: dict[str, Callable[[], checks.Rows]] = {}
+    for chunk in LENGTHS:
+        found[f"short {chunk} frames"] = partial(check_short, framed, chunk)
+        for key in KEYS:
+            found[f"short {chunk} {key}"] = partial(check_short, rows_of, chunk, key)
+        for key in ASKED_KEYS:
+            found[f"asked {chunk} {key}"] = partial(check_short, asked, chunk, key)
+    return found
+
+
+def check_short(check: Callable[..., checks.Rows], *given: object) -> checks.Rows:
+    """`check(*given)`, with chunks of both lengths chosen by themselves."""
     backend = resolve("triton", torch.device(checks.DEVICE), BF16)
     with using(replace(backend, short_chunks=tuple(LENGTHS))):
-        return [*rows_of(chunk), *asked(chunk)]
+        return check(*given)
 
 
-def rows_of(chunk: int) -> checks.Rows:
-    rows = framed(chunk)
-    for key, (name, more), call in product(KEYS, OPTIONS.items(), CALLS):
+def rows_of(chunk: int, key: str) -> checks.Rows:
+    rows = []
+    for (name, more), call in product(OPTIONS.items(), CALLS):
         K, V, documents, dtype, H = call
         if name != "any" and (K < 128 or (name == "safe" and key not in ("kda", "gla"))):
             continue
@@ -75,9 +90,9 @@ def rows_of(chunk: int) -> checks.Rows:
     return rows
 
 
-def asked(chunk: int) -> checks.Rows:
+def asked(chunk: int, key: str) -> checks.Rows:
     rows = []
-    for key, (name, more), call in product(ASKED_KEYS, OPTIONS.items(), ASKED):
+    for (name, more), call in product(OPTIONS.items(), ASKED):
         K, V, cu, dtype, H = call
         if name == "safe" and key not in ("kda", "gla"):
             continue
