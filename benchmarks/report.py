@@ -81,7 +81,7 @@ SECTIONS = (
         lambda r: is_operator(r) and tables.peer_of(r) is not None,
         tables.beside_peer,
         tables.operator_command,
-        "![Time of KDA and of its stages by shape, from kda-shapes-fla.json](kda-ops.png)",
+        "![Times of KDA and of FLA by shape, from kda-shapes-fla.json](kda-ops.png)",
     ),
     Section(
         "Operators by themselves",
