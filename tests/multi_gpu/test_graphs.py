@@ -40,12 +40,12 @@ def test_steps_through_graphs(flags):
     run_and_expect(command, "equal steps", timeout=900)
 
 
-def trained(folder, *flags):
-    """Losses and gradient norms of a run on two GPUs, whose packs are one document each."""
+def trained(folder, cp, *flags):
+    """Losses and gradient norms of a run on `cp` GPUs, whose packs are one document each."""
     sizes = ["--model.layers", "2", "--model.hidden-size", "128", "--model.num-heads", "2"]
     data = ["--data", f"text:{folder / 'long.txt'}", "--seq-len", "512", "--max-steps", "9"]
     out = folder / "-".join(flags)
-    rest = ["--global-batch-size", "1", "--eval-every", "4", "--cp", "2", "--dtype", "float32"]
+    rest = ["--global-batch-size", "1", "--eval-every", "4", "--cp", cp, "--dtype", "float32"]
     command = [sys.executable, "launch/train.py", *sizes, *data, *rest, *flags, "--out", str(out)]
     done = subprocess.run(
         command,
@@ -61,13 +61,15 @@ def trained(folder, *flags):
     return [(r["loss"], r["grad_norm"]) for r in rows if r["loss"] is not None]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("flags", [("--compile", "off"), ("--compile", "on")], ids=" ".join)
-def test_two_ranks_through_graphs(flags, tmp_path):
+def test_ranks_through_graphs(flags, cp, tmp_path):
     """They also end: NCCL ends no group while a graph has its messages."""
+    if torch.cuda.device_count() < cp:
+        pytest.skip(f"needs {cp} GPUs")
     (tmp_path / "long.txt").write_text("one long document " * 2000)
-    plain = trained(tmp_path, "--cuda-graphs", "off", *flags)
-    found = trained(tmp_path, "--cuda-graphs", "auto", *flags)
+    plain = trained(tmp_path, str(cp), "--cuda-graphs", "off", *flags)
+    found = trained(tmp_path, str(cp), "--cuda-graphs", "on", *flags)
     assert len(found) == len(plain) > 2
     for mine, theirs in zip(found, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3)

@@ -14,6 +14,7 @@ from fla_cp.train.distributed import joined
 from fla_cp.train.graphs import (
     MAX_GRAPHS,
     MAX_SEEN,
+    PROVEN_RANKS,
     SEEN_BEFORE,
     Graph,
     Graphs,
@@ -230,7 +231,9 @@ def test_several_micro_batches_share_a_graph(captures, tmp_path):
 
 
 def test_auto_is_for_gpus_and_for_what_never_waits():
-    gpu, cpu = (SimpleNamespace(device=torch.device(d), at_end=[]) for d in ("cuda", "cpu"))
+    gpu, cpu = (
+        SimpleNamespace(device=torch.device(d), at_end=[], world_size=2) for d in ("cuda", "cpu")
+    )
     model = torch.nn.Linear(1, 1)
     found = graphs_of(model, parse(MODEL), gpu)
     assert found.auto and found.single and gpu.at_end == [found.close]
@@ -242,6 +245,15 @@ def test_auto_is_for_gpus_and_for_what_never_waits():
     found = graphs_of(model, parse([*MODEL, *each.split()]), gpu)
     assert found.auto and not found.single
     assert not graphs_of(model, parse([*MODEL, "--cuda-graphs"]), gpu).auto
+
+
+def test_auto_is_for_as_many_ranks_as_were_proven():
+    """On four GPUs, steps through graphs did not end."""
+    model = torch.nn.Linear(1, 1)
+    for ranks in (PROVEN_RANKS, PROVEN_RANKS + 1, 4):
+        gpus = SimpleNamespace(device=torch.device("cuda"), at_end=[], world_size=ranks)
+        assert (graphs_of(model, parse(MODEL), gpus) is None) == (ranks > PROVEN_RANKS)
+        assert graphs_of(model, parse([*MODEL, "--cuda-graphs", "on"]), gpus) is not None
 
 
 def test_graphs_end_before_the_ranks_group():
