@@ -22,8 +22,10 @@ from fla_cp.comm.exchange.base import Local, fold_wires, pack
 from fla_cp.context import FLACPContext, compare_ranks
 from fla_cp.custom_op import GRADS, TENSORS, Call, fake_gradients, first, op, saved_from
 from fla_cp.kernels import resolve
+from fla_cp.kernels.rehearsal import announced
+from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.once_differentiable import once_differentiable
-from fla_cp.pipeline import Plan, Recomputed, Saved
+from fla_cp.pipeline import Plan, Recomputed, Saved, announcement
 from fla_cp.rule import DeltaRule
 
 
@@ -33,6 +35,13 @@ class ShardedCall(Call):
     @cached_property
     def plan(self) -> Plan:
         return super().plan._replace(exchange=Local())
+
+    def announcing(self, *, with_backward: bool) -> announced:
+        """Announces the whole call to a backend that compiles kernels. The first op of a direction
+        that has something to compile then compiles side by side what the other one needs, too."""
+        assert self.context is not None
+        plan = self.plan._replace(exchange=self.context.exchange)
+        return announcement(plan, self.x, self.initial, with_backward=with_backward)
 
     @property
     def keeping(self) -> DeltaRule:
@@ -104,7 +113,8 @@ def begin_op(*args: Any) -> list[Tensor]:
     compare_ranks(context, rule, call.shape, call.x.q.dtype, call.initial)
 
     def run() -> list[Tensor]:
-        chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
+        with call.announcing(with_backward=False):
+            chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
         wire = call.wire(maps)
         chunks = plan.backend.scores(plan.spec, chunks)
         (_, K, V), sizes = call.shape, call.sizes
@@ -137,7 +147,8 @@ def finish_op(*args: Any) -> list[Tensor]:
     def run() -> list[Tensor]:
         chunks, carried = call.chunks_from(tensors, None), call.entering(maps, wires)
         given = call.plan, call.x, call.initial, chunks, maps, carried
-        found = pipeline.run_segments(*given, want_final=want_final, want_h=want_h)
+        with call.announcing(with_backward=False):
+            found = pipeline.run_segments(*given, want_final=want_final, want_h=want_h)
         kept = found.saved.kept[-2:] if call.rule.keep_intermediates else ()
         return [*call.results(found), *call.kept(kept)]
 
@@ -158,8 +169,9 @@ def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Ten
     saved = saved_from(call.plan, tensors)
 
     def run() -> list[Tensor]:
-        recomputed = pipeline.recompute(call.plan, call.x, call.initial, saved, o, do)
-        maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
+        with call.announcing(with_backward=True):
+            recomputed = pipeline.recompute(call.plan, call.x, call.initial, saved, o, do)
+            maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
         offset = call.padded(maps.offset, call.sizes.carried, call.shape[2])
         found = [call.wire(maps, reverse=True), offset]
         if not call.sends_chunks:
@@ -192,7 +204,7 @@ def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Te
     def wait() -> States:
         return call.entering(maps, wires, reverse=True)
 
-    def run() -> list[Tensor]:
+    def backward() -> tuple[Inputs, Tensor | None]:
         if call.rule.keep_intermediates:
             recomputed = pipeline.recompute(plan, call.x, call.initial, saved, o, do)
         else:
@@ -201,7 +213,11 @@ def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Te
             states = pipeline.states_again(plan, call.initial, saved, formed)
             recomputed = Recomputed(formed, dout, states)
         given = plan, call.x, recomputed, wait, dfinal
-        grads, dinitial = pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)
+        return pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)
+
+    def run() -> list[Tensor]:
+        with call.announcing(with_backward=True):
+            grads, dinitial = backward()
         return [call.or_empty(t) for t in (*grads, dinitial)]
 
     own = do, dfinal, o, *tensors, wires, offset, *chunks

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,11 +26,13 @@ from triton.runtime.jit import JITFunction
 
 import fla_cp
 from benchmarks.tune import now
+from fla_cp import custom_op_cp
 from fla_cp.kernels import rehearsal, using
 from fla_cp.kernels.triton import compiling, streams
 from fla_cp.kernels.triton import launch as launches
 from fla_cp.kernels.triton.backend import TritonBackend
 from fla_cp.kernels.triton.intra_channelwise_bwd_scores import beta_bwd_kernel
+from fla_cp.ops import family
 from tests.support.driver import Sm90Driver
 from tests.support.ranks import run_threads
 
@@ -310,15 +313,14 @@ def beta_arguments():
     return beta, torch.empty(2, 16, 4), beta, 64, 4, 1.0, 4, 2, True, 1024
 
 
-@pytest.mark.parametrize("tokens", [192, 4096, 16384])
-@pytest.mark.parametrize("scheme", ["all_gather", "ring", "scan", "heads"])
-def test_a_rehearsal_launches_what_a_rank_launches(compiler, monkeypatch, scheme, tokens):
-    """One document on three ranks: each has its own kernels, and the rehearsal sends nothing."""
+@pytest.fixture
+def told_apart(compiler, monkeypatch):
+    """`launched` and `rehearsed` hold what this thread has launched and what rehearsals of its
+    calls have."""
 
     def same(self, key, signature, device, constants, options, attributes, warmup):
         return f"{self.__name__} {key}"
 
-    monkeypatch.setattr(JITFunction, "_do_compile", same)
     mine = threading.local()
 
     def record(kernel, grid, *given, **named):
@@ -328,20 +330,60 @@ def test_a_rehearsal_launches_what_a_rank_launches(compiler, monkeypatch, scheme
             mine.launched = launched
         mine.launched.add(kernel.run(*given, grid=grid, warmup=True, **named))
 
+    monkeypatch.setattr(JITFunction, "_do_compile", same)
+    monkeypatch.setattr(launches, "runner", record)
+    return mine
+
+
+@pytest.mark.parametrize("tokens", [192, 4096, 16384])
+@pytest.mark.parametrize("scheme", ["all_gather", "ring", "scan", "heads"])
+def test_a_rehearsal_launches_what_a_rank_launches(told_apart, scheme, tokens):
+    """One document on three ranks: each has its own kernels, and the rehearsal sends nothing."""
+
     def rank(group, rank):
-        mine.launched, mine.rehearsed = set(), set()
+        told_apart.launched, told_apart.rehearsed = set(), set()
         context = fla_cp.build_cp_context(torch.tensor([0, 3 * tokens]), group, exchange=scheme)
         x, rates = operands(tokens)
         o, _ = call("kda", x, rates, cp_context=context)
-        assert len(mine.rehearsed - mine.launched) > 4
+        assert len(told_apart.rehearsed - told_apart.launched) > 4
         backward(o, x)
-        late = mine.launched - mine.rehearsed
+        late = told_apart.launched - told_apart.rehearsed
         # the other schemes fold fewer maps at a time, or those of fewer heads
         assert all(name.startswith("fold_kernel") for name in late), late
         assert scheme != "all_gather" or not late
 
-    monkeypatch.setattr(launches, "runner", record)
     run_threads(rank, 3)
+
+
+@pytest.mark.parametrize("name", ["kda", "gated_delta_rule"])
+@pytest.mark.parametrize("tokens", [192, 4096, 16384])
+def test_the_ops_of_a_compiled_block_rehearse_what_a_rank_launches(
+    told_apart, monkeypatch, name, tokens
+):
+    """The exchange is between two ops; the first one of each direction compiles for both."""
+
+    def gathered(x, world_size, group_name):
+        sent.append(x)
+        return x.new_empty(world_size, *x.shape)
+
+    sent = []
+    monkeypatch.setattr(custom_op_cp, "traced_all_gather", gathered)
+    traced = partial(family._traced, rows=1)
+    monkeypatch.setattr(f"fla_cp.ops.{name}.chunk", traced)
+
+    def rank(group, rank):
+        told_apart.launched, told_apart.rehearsed = set(), set()
+        context = fla_cp.build_cp_context(torch.tensor([0, 3 * tokens]), group)
+        x, rates = operands(tokens, head=name != "kda")
+        o, _ = call(name, x, rates, cp_context=context)
+        forward = set(told_apart.launched)
+        assert len(forward) > 2 and not forward - told_apart.rehearsed
+        backward(o, x)
+        assert len(told_apart.launched) > len(forward) + 2
+        assert not told_apart.launched - told_apart.rehearsed
+
+    run_threads(rank, 3)
+    assert len(sent) == 3 * 2  # ranks and directions
 
 
 def test_progress_is_said_once_in_a_while(compiler, monkeypatch, capfd):

@@ -227,7 +227,7 @@ class TritonBackend(Backend):
         scans together take longer than one after the other."""
         (HV, K), V = chunks.decay.shape[1:], chunks.v.shape[2]
         own = chunks.rule.removal == "p" and chunks.rule.per_head
-        if own or chunks.rule.keep_intermediates:
+        if own or spec.rule.keep_intermediates:  # chunks may be restored with all of them
             return False
         folder = choose(spec.packing, chunks)
         tiles = (
