@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import step_profile
-from benchmarks.ops import environment
+from benchmarks.ops import compiled_together, environment
 from benchmarks.step_profile import Row
 from benchmarks.training_sides import PEER, VOCABULARY, Case, FLAModel, Side, Trainer, meta_model
 from fla_cp.train import loopback
@@ -199,11 +199,7 @@ def rank_main(case: Case, steps: int, profiled: bool, result: Path) -> int:
 
 def tuning(case: Case) -> contextlib.AbstractContextManager[None]:
     """Lets a peer's kernels compile side by side, as ours do."""
-    if case.who != PEER:
-        return contextlib.nullcontext()
-    from benchmarks.peer_tuning import compiled_side_by_side  # needs Triton
-
-    return compiled_side_by_side()
+    return compiled_together("cuda") if case.who == PEER else contextlib.nullcontext()
 
 
 def check_sizes(side: Side, case: Case) -> None:

@@ -9,6 +9,7 @@ the final states and leaves the others zero, and an all_reduce in the graph adds
 The gradient of the initial states is formed in the same way.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,8 +23,6 @@ from fla_cp.comm.exchange.base import Local, fold_wires, pack
 from fla_cp.context import FLACPContext, compare_ranks
 from fla_cp.custom_op import GRADS, TENSORS, Call, fake_gradients, first, op, saved_from
 from fla_cp.kernels import resolve
-from fla_cp.kernels.rehearsal import announced
-from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.once_differentiable import once_differentiable
 from fla_cp.pipeline import Plan, Recomputed, Saved, announcement
 from fla_cp.rule import DeltaRule
@@ -36,12 +35,21 @@ class ShardedCall(Call):
     def plan(self) -> Plan:
         return super().plan._replace(exchange=Local())
 
-    def announcing(self, *, with_backward: bool) -> announced:
-        """Announces the whole call to a backend that compiles kernels. The first op of a direction
-        that has something to compile then compiles side by side what the other one needs, too."""
-        assert self.context is not None
-        plan = self.plan._replace(exchange=self.context.exchange)
-        return announcement(plan, self.x, self.initial, with_backward=with_backward)
+    def replayed(
+        self, op: str, run: Callable[[], list[Tensor]], own: tuple[Tensor | None, ...], *flags: bool
+    ) -> list[Tensor]:
+        """As for any call. Each op announces the whole call to a backend that compiles kernels, so
+        that the first op of a direction that has something to compile compiles side by side what
+        the other one needs, too."""
+        given = self.x, self.initial
+
+        def announced() -> list[Tensor]:
+            assert self.context is not None
+            plan = self.plan._replace(exchange=self.context.exchange)
+            with announcement(plan, *given, with_backward=op.endswith("backward")):
+                return run()
+
+        return super().replayed(op, announced, own, *flags)
 
     @property
     def keeping(self) -> DeltaRule:
@@ -113,8 +121,7 @@ def begin_op(*args: Any) -> list[Tensor]:
     compare_ranks(context, rule, call.shape, call.x.q.dtype, call.initial)
 
     def run() -> list[Tensor]:
-        with call.announcing(with_backward=False):
-            chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
+        chunks, maps = pipeline.prepare_chunks(plan, call.x, call.initial)
         wire = call.wire(maps)
         chunks = plan.backend.scores(plan.spec, chunks)
         (_, K, V), sizes = call.shape, call.sizes
@@ -147,8 +154,7 @@ def finish_op(*args: Any) -> list[Tensor]:
     def run() -> list[Tensor]:
         chunks, carried = call.chunks_from(tensors, None), call.entering(maps, wires)
         given = call.plan, call.x, call.initial, chunks, maps, carried
-        with call.announcing(with_backward=False):
-            found = pipeline.run_segments(*given, want_final=want_final, want_h=want_h)
+        found = pipeline.run_segments(*given, want_final=want_final, want_h=want_h)
         kept = found.saved.kept[-2:] if call.rule.keep_intermediates else ()
         return [*call.results(found), *call.kept(kept)]
 
@@ -169,9 +175,8 @@ def begin_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Ten
     saved = saved_from(call.plan, tensors)
 
     def run() -> list[Tensor]:
-        with call.announcing(with_backward=True):
-            recomputed = pipeline.recompute(call.plan, call.x, call.initial, saved, o, do)
-            maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
+        recomputed = pipeline.recompute(call.plan, call.x, call.initial, saved, o, do)
+        maps = pipeline.adjoint_maps(call.plan, saved, recomputed, dfinal)
         offset = call.padded(maps.offset, call.sizes.carried, call.shape[2])
         found = [call.wire(maps, reverse=True), offset]
         if not call.sends_chunks:
@@ -204,7 +209,7 @@ def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Te
     def wait() -> States:
         return call.entering(maps, wires, reverse=True)
 
-    def backward() -> tuple[Inputs, Tensor | None]:
+    def run() -> list[Tensor]:
         if call.rule.keep_intermediates:
             recomputed = pipeline.recompute(plan, call.x, call.initial, saved, o, do)
         else:
@@ -213,11 +218,7 @@ def finish_backward_op(do: Tensor, dfinal: Tensor | None, *args: Any) -> list[Te
             states = pipeline.states_again(plan, call.initial, saved, formed)
             recomputed = Recomputed(formed, dout, states)
         given = plan, call.x, recomputed, wait, dfinal
-        return pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)
-
-    def run() -> list[Tensor]:
-        with call.announcing(with_backward=True):
-            grads, dinitial = backward()
+        grads, dinitial = pipeline.run_segments_backward(*given, want_dinitial=want_dinitial)
         return [call.or_empty(t) for t in (*grads, dinitial)]
 
     own = do, dfinal, o, *tensors, wires, offset, *chunks
