@@ -174,13 +174,17 @@ def test_the_gpu_check_of_short_chunks(chunk, small, monkeypatch):
     monkeypatch.setattr(short_chunks, "FRAMED", (3,))
     monkeypatch.setattr(short_chunks, "ASKED_KEYS", ("kda",))
     monkeypatch.setattr(short_chunks, "ASKED", ((16, 16, (0, 5, 50), F32, 2),))
-    rows = short_chunks.check_short(chunk)
+    rows = short_rows(chunk)
     assert len(rows) == 1 + 3 + 2 + 3 and all(row["ok"] for row in rows), rows
     least = intra_channelwise.widest_level
     monkeypatch.setattr(intra_channelwise, "widest_level", lambda BT: least(BT) + 1)
-    assert {row["case"].split()[1] for row in short_chunks.check_short(chunk) if not row["ok"]} == {
-        "kda"
-    }
+    assert {row["case"].split()[1] for row in short_rows(chunk) if not row["ok"]} == {"kda"}
+
+
+def short_rows(chunk: int) -> checks.Rows:
+    """Rows of all parts with chunks of so many tokens."""
+    parts = short_chunks.short_parts()
+    return [row for name, part in parts.items() if name.split()[1] == str(chunk) for row in part()]
 
 
 def test_the_gpu_check_of_the_clock(small, monkeypatch):
