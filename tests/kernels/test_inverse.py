@@ -63,6 +63,28 @@ def inverted(A, near):
     return T.double()
 
 
+def inverted_by_warps(A, terms):
+    """(I + A)^-1 [.., 64, 64] by the code of the Gluon kernels."""
+    from fla_cp.kernels.sm90 import inverse as of_warps
+    from tests.support.gluon_interpreter import Pointers, Shared, interpreted
+
+    A = A.float().contiguous()
+    T = torch.zeros(len(A), terms, 64, 64)
+    with interpreted():
+        of_warps.mma_v2 = lambda a, b, acc, input_precision: acc + cut(a) @ cut(b)
+        for n in range(len(A)):
+            places = [Shared(torch.full((64, 64), float("nan"))) for _ in range(4)]
+            # above the diagonal, kernels leave anything
+            x = torch.where(torch.ones(64, 64).tril(-1) > 0, -A[n], float("nan"))
+            of_warps.store_inverse(x, Pointers(T, n * terms * 64 * 64), places, 0, terms)
+    return T.sum(1).double()
+
+
+def cut(x):
+    """The eleven bits of TF32 of each number."""
+    return (x.contiguous().view(torch.int32) & -0x2000).view(torch.float32)
+
+
 class OfKernels(Rounding):
     """Also rounds inside the inverse. near: to nearest, else towards zero."""
 
@@ -94,6 +116,29 @@ def test_dropped_bits_err_more_and_in_one_direction():
     missing = {n: -(e * below).sum() / below.square().sum() for n, e in off.items()}
     assert off[False].norm() > 2.5 * off[True].norm()
     assert missing[False] > 2e-4 and abs(missing[True]) < 2e-5, missing
+
+
+def parallel_keys(gen):
+    """A of keys that are nearly the same, of which each token removes all."""
+    k = torch.randn(20, 1, 128, generator=gen) + 0.1 * torch.randn(20, 64, 128, generator=gen)
+    k = torch.nn.functional.normalize(k.double(), dim=-1)
+    return (k @ k.mT).tril(-1)
+
+
+def drawn(gen):
+    return 0.1 * torch.randn(20, 64, 64, generator=gen).double().tril(-1)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("draw_A", [drawn, parallel_keys])
+def test_inverses_by_warps_err_as_others(terms, draw_A):
+    """What stands above the diagonal does not reach the inverse, which is zero there."""
+    A = draw_A(torch.Generator().manual_seed(0))
+    exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + A)
+    found = inverted_by_warps(A, terms)
+    assert not found.triu(1).any() and (found.diagonal(dim1=1, dim2=2) == 1).all()
+    errors = [(T - exact).norm() for T in (found, inverted(A, terms > 1))]
+    assert errors[0] <= 1.2 * errors[1], errors
 
 
 @pytest.mark.parametrize("per_head", [True, False])

@@ -327,7 +327,7 @@ def interpreted() -> Iterator[list[str]]:
         minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype)),
         floor=torch.floor, rsqrt=torch.rsqrt, log=torch.log, log2=torch.log2, reshape=torch.reshape,
         permute=torch.permute, DistributedLinearLayout=nothing,
-        split=lambda x: x.unbind(-1), join=_join,
+        split=lambda x: x.unbind(-1), join=_join, broadcast=torch.broadcast_tensors,
         cast=lambda x, dtype, bitcast: x.view(dtype),
     )  # fmt: skip
     mbarrier = SimpleNamespace(

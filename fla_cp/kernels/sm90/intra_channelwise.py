@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fla_cp.kernels.sm90.intra_headwise import indices, store_inverse, store_terms, stripes
+from fla_cp.kernels.sm90.intra_headwise import store_terms
 from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
+from fla_cp.kernels.sm90.inverse import store_inverse
 from fla_cp.kernels.sm90.prefetch import prefetch_tile, program_ahead, rows_of_chunk
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
@@ -159,6 +160,41 @@ def quarter_sum(s_ends, w: gl.constexpr, ends: gl.constexpr):
     return gl.convert_layout(x, gl.SliceLayout(0, ends))
 
 
+@gluon.constexpr_function
+def stripes(*dims):
+    """The layout of a tensor core's result [64, N] in four warps, where N is the product of dims:
+    each warp has 16 rows."""
+    N = 1
+    for n in dims:
+        N *= n
+
+    def column(c):
+        place: list[int] = []
+        for size in dims[::-1]:
+            place, c = [c % size, *place], c // size
+        return [0, *place]
+
+    def row(r):
+        return [r, *(0 for _ in dims)]
+
+    registers, c = [column(1), row(8)], 8
+    while c < N:
+        registers.append(column(c))
+        c *= 2
+    lanes = [column(2), column(4), row(1), row(2), row(4)]
+    return gl.DistributedLinearLayout(registers, lanes, [row(16), row(32)], [], [64, *dims])
+
+
+@gluon.jit
+def indices(none, layout: gl.constexpr, A: gl.constexpr):
+    """For each element of a tensor [64, A, ..] its row and its block of columns. none: 0."""
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    i = none + gl.arange(0, 64, rows)[:, None][:, :, None]
+    a = gl.arange(0, A, blocks)[None, :][:, :, None]
+    return i, a
+
+
 @gluon.jit
 def scores(s_rows, s_near, s_far, none, S: gl.constexpr):
     """Products of rows and columns over all channels, [64, 64]: only those of columns before the
@@ -252,7 +288,6 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     G_SIZE: gl.constexpr = 2 if STAGED else 4
     tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
-    single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
@@ -380,7 +415,7 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     b_qk = scores(s_q, s_near, s_far, none, S)
     b_kk = b_qk
     if REMOVES:
-        b_kk = scores(s_k, s_near, s_far, none, S) * b_beta[:, None]
+        b_kk = scores(s_k, s_near, s_far, none, S) * -b_beta[:, None]
     barrier()  # all products are done with the operands, whose place is used again
     s_out = s_q._reinterpret(half, [2, S.BT, S.BT], wide)
     diagonal = s_diagonal.load(gl.SliceLayout(1, acc))
@@ -388,9 +423,10 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     b_qk = gl.where(i[:, None] > j[None, :], b_qk, rest)
     store_terms(b_qk, out.Aqk + i_ch * (S.TERMS * S.BT * S.BT), s_out.index(none), flat, S.TERMS)
     if REMOVES:
-        s_16 = s_near._reinterpret(gl.float32, [2, 16, S.BT], single)
-        places = (s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, S.BT], single))
-        store_inverse(b_kk, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
+        places = s_out.index(0), s_k, s_near, s_far
+        to = out.T + i_ch * (S.TERMS * S.BT * S.BT)
+        barrier()  # the scores are read
+        store_inverse(b_kk, to, places, none, S.TERMS)
 
 
 def aligned(x: Rows) -> bool:

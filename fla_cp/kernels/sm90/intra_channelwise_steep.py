@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fla_cp.kernels.sm90.intra_channelwise import (
     SLAB,
     copy_slab,
+    indices,
     largest_of,
     load_tall,
     log2_of_more,
@@ -36,10 +37,12 @@ from fla_cp.kernels.sm90.intra_channelwise import (
     quarter_sum,
     sigmoid,
     store_tall,
+    stripes,
     why_not,
 )
-from fla_cp.kernels.sm90.intra_headwise import indices, store_inverse, store_terms, stripes
+from fla_cp.kernels.sm90.intra_headwise import store_terms
 from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
+from fla_cp.kernels.sm90.inverse import store_inverse
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS, rows_from
@@ -288,7 +291,6 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     REMOVES: gl.constexpr = S.REMOVAL != "none"
     PARTS: gl.constexpr = S.K // SLAB
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
-    single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rank3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -408,10 +410,11 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     store_terms(b_qk, out.Aqk + i_ch * (S.TERMS * S.BT * S.BT), s_out.index(none), flat, S.TERMS)
     if REMOVES:
         b_kk = with_diagonal(b_kk, d_k, s_scales.index(1), s_scales.index(1), none)
-        b_kk *= b_beta[:, None]
-        s_16 = s_k16._reinterpret(gl.float32, [2, 16, S.BT], single)
-        places = s_out, s_16, s_k._reinterpret(gl.float32, [2, 32, S.BT], single)
-        store_inverse(b_kk, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, flat, S.TERMS)
+        b_kk *= -b_beta[:, None]
+        places = s_out.index(0), s_out.index(1), s_k, s_k16
+        to = out.T + i_ch * (S.TERMS * S.BT * S.BT)
+        barrier()  # the scores are read
+        store_inverse(b_kk, to, places, none, S.TERMS)
 
 
 def intra_channel(table: Tables, x: Inputs, c: Chunks, t: Tile, R: RuleOptions) -> None:
