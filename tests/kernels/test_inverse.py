@@ -23,6 +23,7 @@ from fla_cp.rule import DeltaRule
 from tests.support.closeness import share_of_budget
 from tests.support.members import BY_NAME, Call, collect, draw, operator
 from tests.support.rounded import Rounding, rounded_dplr
+from tests.support.triangles import drawn, of_parallel_keys
 
 DPLR = BY_NAME["dplr_delta_rule"]
 HALF = torch.float16
@@ -107,8 +108,7 @@ def test_which_inverses_round_to_nearest():
 
 
 def test_dropped_bits_err_more_and_in_one_direction():
-    gen = torch.Generator().manual_seed(0)
-    A = 0.1 * torch.randn(20, 64, 64, generator=gen).double().tril(-1)
+    A = drawn(20, torch.Generator().manual_seed(0)).double()
     exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + A)
     off = {near: inverted(A, near) - exact for near in (True, False)}
     below = exact.tril(-1)
@@ -118,22 +118,11 @@ def test_dropped_bits_err_more_and_in_one_direction():
     assert missing[False] > 2e-4 and abs(missing[True]) < 2e-5, missing
 
 
-def parallel_keys(gen):
-    """A of keys that are nearly the same, of which each token removes all."""
-    k = torch.randn(20, 1, 128, generator=gen) + 0.1 * torch.randn(20, 64, 128, generator=gen)
-    k = torch.nn.functional.normalize(k.double(), dim=-1)
-    return (k @ k.mT).tril(-1)
-
-
-def drawn(gen):
-    return 0.1 * torch.randn(20, 64, 64, generator=gen).double().tril(-1)
-
-
 @pytest.mark.parametrize("terms", [1, 2])
-@pytest.mark.parametrize("draw_A", [drawn, parallel_keys])
+@pytest.mark.parametrize("draw_A", [drawn, of_parallel_keys])
 def test_inverses_by_warps_err_as_others(terms, draw_A):
     """What stands above the diagonal does not reach the inverse, which is zero there."""
-    A = draw_A(torch.Generator().manual_seed(0))
+    A = draw_A(20, torch.Generator().manual_seed(0)).double()
     exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + A)
     found = inverted_by_warps(A, terms)
     assert not found.triu(1).any() and (found.diagonal(dim1=1, dim2=2) == 1).all()

@@ -20,15 +20,16 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fla_cp.kernels.sm90.intra_headwise import store_terms
-from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
 from fla_cp.kernels.sm90.inverse import store_inverse
 from fla_cp.kernels.sm90.prefetch import prefetch_tile, program_ahead, rows_of_chunk
 from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.sm90.warp_blocks import blocks, diagonals, operands
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS, gate_rows, rows_from
 from fla_cp.kernels.triton.device.bundles import (
@@ -262,6 +263,31 @@ def form_slab(l, s_ends, places, out, at, S: gl.constexpr):  # noqa: E741
 
 
 @gluon.jit
+def scale_rows(s_q, s_k, s_scales, s_diagonal, at, scale, none, S: gl.constexpr, R: gl.constexpr):
+    """Stores the factors of the rows of q and k, which become part of them, to shared memory and to
+    the planes of rows at `at`, and to shared memory the scores' diagonal."""
+    of_rows: gl.constexpr = gl.SliceLayout(2, blocks())
+    zero = gl.full([4, 16, 16], 0.0, gl.float32, blocks())
+    qq, kk, qk = zero, zero, zero
+    for part in gl.static_range(S.K // SLAB):
+        q, q_t = operands(s_q.index(part))
+        k, k_t = operands(s_k.index(part))
+        qq, kk, qk = mma_v2(q, q_t, qq), mma_v2(k, k_t, kk), mma_v2(q, k_t, qk)
+    k_scale = gl.full([4, 16], 1.0, gl.float32, of_rows)
+    q_scale = k_scale * scale
+    if R.NORM:
+        q_scale *= gl.rsqrt(diagonals(qq, none) + EPS)
+        k_scale *= gl.rsqrt(diagonals(kk, none) + EPS)
+    w = gl.arange(0, 4, gl.SliceLayout(1, of_rows))[:, None]
+    i = w * 16 + gl.arange(0, 16, gl.SliceLayout(0, of_rows))[None, :]
+    gl.store(at + Q_SCALE * S.BT + i, q_scale)
+    gl.store(at + K_SCALE * S.BT + i, k_scale)
+    s_diagonal.store(gl.reshape(diagonals(qk, none) * q_scale * k_scale, [S.BT]))
+    s_scales.index(0).store(q_scale)
+    s_scales.index(1).store(k_scale)
+
+
+@gluon.jit
 def largest_of(a, b, c, d):
     """The largest size of an element of a, b, c and d [N]."""
     early = gl.maximum(gl.abs(a), gl.abs(b))
@@ -291,8 +317,7 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
-    # A thread has half a row of a slab in `along`, and 16 rows of two channels in `quarters`.
-    along: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [2, 2], [1, 0])
+    # A thread has 16 rows of two channels in `quarters`.
     quarters: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     ends: gl.constexpr = gl.SliceLayout(1, quarters)
 
@@ -324,29 +349,8 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     prefetch_tile(rows_from(all_k, later, hv_later // S.G), last_later, S.K, 2)
     prefetch_tile(gate_rows(gate, later, hv_later), last_later, S.K, G_SIZE)
 
-    # Factors of the rows, which become part of q and k.
-    qk = gl.full([S.BT, SLAB], 0.0, gl.float32, along)
-    qq, kk = qk, qk
-    for part in gl.static_range(PARTS):
-        raw_q = s_q.index(part).load(along).to(gl.float32)
-        raw_k = s_k.index(part).load(along).to(gl.float32)
-        qk = qk + raw_q * raw_k
-        qq = qq + raw_q * raw_q
-        kk = kk + raw_k * raw_k
-    diagonal, qq, kk = gl.reduce((qk, qq, kk), 1, add_three)
-    q_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, along)) * scale
-    k_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, along))
-    if R.NORM:
-        q_scale *= gl.rsqrt(qq + EPS)
-        k_scale *= gl.rsqrt(kk + EPS)
-    i_r = gl.arange(0, S.BT, gl.SliceLayout(1, along))
     at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
-    gl.store(at + Q_SCALE * S.BT + i_r, q_scale)
-    gl.store(at + K_SCALE * S.BT + i_r, k_scale)
-    s_diagonal.store(diagonal * q_scale * k_scale)
-    s_scales.index(0).store(gl.reshape(q_scale, [4, 16]))
-    s_scales.index(1).store(gl.reshape(k_scale, [4, 16]))
-
+    scale_rows(s_q, s_k, s_scales, s_diagonal, at, scale, none, S, R)
     w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :][:, :, None]
     c = gl.arange(0, SLAB, gl.SliceLayout(0, ends))

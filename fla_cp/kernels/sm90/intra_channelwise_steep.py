@@ -35,21 +35,21 @@ from fla_cp.kernels.sm90.intra_channelwise import (
     log_decay,
     of_quarters,
     quarter_sum,
+    scale_rows,
     sigmoid,
     store_tall,
     stripes,
     why_not,
 )
 from fla_cp.kernels.sm90.intra_headwise import store_terms
-from fla_cp.kernels.sm90.intra_headwise_bwd import add_three
 from fla_cp.kernels.sm90.inverse import store_inverse
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
-from fla_cp.kernels.triton.device.blocks import EPS, rows_from
+from fla_cp.kernels.triton.device.blocks import rows_from
 from fla_cp.kernels.triton.device.bundles import Rows, RuleOptions, beta, gate, rows, shape
 from fla_cp.kernels.triton.device.channelwise_decay import ANCHORS, STEEPEST
 from fla_cp.kernels.triton.device.gates import LOG2E
-from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES, K_SCALE, Q_SCALE
+from fla_cp.kernels.triton.device.planes import CHANNELWISE_PLANES
 from fla_cp.kernels.triton.launch import launch
 from fla_cp.kernels.triton.operands import Chunks, Tables
 from fla_cp.kernels.triton.tile_table import Tile
@@ -298,7 +298,6 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
     small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    along: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [2, 2], [1, 0])
     tall: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     quarters: gl.constexpr = quarters_of(16)
     ends: gl.constexpr = gl.SliceLayout(1, quarters)
@@ -318,28 +317,8 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     async_copy.wait_group(0)
     barrier()
 
-    # Factors of the rows, which become part of q and k.
-    qk = gl.full([S.BT, SLAB], 0.0, gl.float32, along)
-    qq, kk = qk, qk
-    for part in gl.static_range(PARTS):
-        raw_q = s_q.index(part).load(along).to(gl.float32)
-        raw_k = s_k.index(part).load(along).to(gl.float32)
-        qk = qk + raw_q * raw_k
-        qq = qq + raw_q * raw_q
-        kk = kk + raw_k * raw_k
-    diagonal, qq, kk = gl.reduce((qk, qq, kk), 1, add_three)
-    q_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, along)) * scale
-    k_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, along))
-    if R.NORM:
-        q_scale *= gl.rsqrt(qq + EPS)
-        k_scale *= gl.rsqrt(kk + EPS)
-    i_r = gl.arange(0, S.BT, gl.SliceLayout(1, along))
     at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
-    gl.store(at + Q_SCALE * S.BT + i_r, q_scale)
-    gl.store(at + K_SCALE * S.BT + i_r, k_scale)
-    s_diagonal.store(diagonal * q_scale * k_scale)
-    s_scales.index(0).store(gl.reshape(q_scale, [4, 16]))
-    s_scales.index(1).store(gl.reshape(k_scale, [4, 16]))
+    scale_rows(s_q, s_k, s_scales, s_diagonal, at, scale, none, S, R)
     barrier()
 
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :][:, :, None]

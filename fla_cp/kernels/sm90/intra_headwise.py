@@ -11,14 +11,23 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mma_v2,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fla_cp.kernels.sm90.intra_headwise_bwd import decayed
-from fla_cp.kernels.sm90.inverse import diagonal_of, store_inverse
+from fla_cp.kernels.sm90.inverse import store_inverse
 from fla_cp.kernels.sm90.scan import rounded_off
 from fla_cp.kernels.sm90.tma import barrier
+from fla_cp.kernels.sm90.warp_blocks import (
+    blocks,
+    diagonals,
+    of_columns,
+    on_diagonal,
+    operands,
+    warps,
+)
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import EPS, rows_from
 from fla_cp.kernels.triton.device.bundles import rows, rule_options
@@ -49,16 +58,12 @@ def copy_in(x, n, place, BT: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
-def squares(place, none, acc: gl.constexpr, LOADED: gl.constexpr):
-    """The sum of squares of each row [BT] of a tile in shared memory: the diagonal of its product
-    with itself, or, with fewer registers and more instructions, from the rows as they are."""
-    if LOADED:
-        x = place.load(gl.DotOperandLayout(0, acc, 2)).to(gl.float32)
-        x = gl.sum(x * x, 1)
-    else:
-        zero = gl.full([place.shape[0], place.shape[0]], 0.0, gl.float32, acc)
-        x = warpgroup_mma(place, place.permute((1, 0)), zero, use_acc=False, is_async=True)
-        x = diagonal_of(warpgroup_mma_wait(0, deps=(x,)), none)
+def squares(place, none, acc: gl.constexpr):
+    """The sum of squares of each row [BT] of a tile in shared memory: the diagonals of products of
+    each warp's rows with themselves."""
+    a, b = operands(place)
+    x = mma_v2(a, b, gl.full([4, 16, 16], 0.0, gl.float32, blocks()))
+    x = gl.reshape(diagonals(x, none), [place.shape[0]])
     return gl.convert_layout(x, gl.SliceLayout(1, acc))
 
 
@@ -133,11 +138,11 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     k_scale = gl.full([S.BT], 1.0, gl.float32, gl.SliceLayout(1, acc))
     r_scale = k_scale
     if R.NORM:
-        q_scale *= gl.rsqrt(squares(s_q, none, acc, OWN) + EPS)
+        q_scale *= gl.rsqrt(squares(s_q, none, acc) + EPS)
         if OWN:
-            r_scale = gl.rsqrt(squares(s_p, none, acc, OWN) + EPS)
+            r_scale = gl.rsqrt(squares(s_p, none, acc) + EPS)
         if S.REMOVAL != "k":
-            k_scale = gl.rsqrt(squares(s_k, none, acc, OWN) + EPS)
+            k_scale = gl.rsqrt(squares(s_k, none, acc) + EPS)
     b_qk = warpgroup_mma(s_q, s_k.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_rk = b_qk
     if REMOVES:
@@ -146,7 +151,8 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     else:
         b_qk = warpgroup_mma_wait(0, deps=(b_qk,))
     if R.NORM and S.REMOVAL == "k":
-        diagonal = gl.convert_layout(diagonal_of(b_rk, none), gl.SliceLayout(1, acc))
+        diagonal = diagonals(on_diagonal(of_columns(b_rk), warps(none)), none)
+        diagonal = gl.convert_layout(gl.reshape(diagonal, [S.BT]), gl.SliceLayout(1, acc))
         k_scale = gl.rsqrt(diagonal + EPS)
         r_scale = k_scale
     # The inputs are not needed any more: results on their way to memory and blocks of the inverse
@@ -185,8 +191,8 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         gl.store(out.decay + i_ch * S.K + (none + gl.arange(0, S.K, spread)), whole)
 
         # The weights contain k's scale as part of the decay.
-        of_columns = gl.convert_layout(gc - logarithm(k_scale, R.EXP2), gl.SliceLayout(0, acc))
-        w = weights(gc, of_columns, r, j, R.EXP2)
+        sums = gl.convert_layout(gc - logarithm(k_scale, R.EXP2), gl.SliceLayout(0, acc))
+        w = weights(gc, sums, r, j, R.EXP2)
         square: gl.constexpr = S.TERMS * S.BT * S.BT
         b_out = b_qk * w
         store_terms(b_out, out.Aqk + i_ch * square, s_out.index(none), flat, S.TERMS)
@@ -203,10 +209,10 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
             none = (n + i_g) // (S.BT + S.G)
             r = i + none
             gc = gl.load(at + GC * S.BT + r)
-            of_columns = gl.convert_layout(gc, gl.SliceLayout(0, acc))
+            sums = gl.convert_layout(gc, gl.SliceLayout(0, acc))
             if OWN:
                 gc = gl.load(at + GC_BEFORE * S.BT + r)
-            w = decayed(gc[:, None] - of_columns[None, :], R.EXP2)  # the rest is never read
+            w = decayed(gc[:, None] - sums[None, :], R.EXP2)  # the rest is never read
             x = s_rk.load(acc) * w * -gl.load(at + r)[:, None]
             places = s_out.index(0), s_out.index(1), s_k.index(0), s_k.index(1)
             store_inverse(x, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, S.TERMS)

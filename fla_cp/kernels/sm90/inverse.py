@@ -22,17 +22,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from fla_cp.kernels.sm90.scan import rounded_off
 from fla_cp.kernels.sm90.tma import barrier
-
-
-@gluon.constexpr_function
-def blocks():
-    """The layout of [4, 16, 16], a block for each warp, in which products give their results."""
-    return gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+from fla_cp.kernels.sm90.warp_blocks import (
+    blocks,
+    columns_of_blocks,
+    for_masks,
+    of_columns,
+    on_diagonal,
+    rows_of_blocks,
+    warps,
+)
 
 
 @gluon.constexpr_function
 def halves():
-    """The same layout with the warps as h and r: [2, 2, 16, 16]."""
+    """The layout of `blocks` with the warps as h and r: [2, 2, 16, 16]."""
     registers = [[0, 0, 0, 1], [0, 0, 8, 0], [0, 0, 0, 8]]
     lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
     return gl.DistributedLinearLayout(
@@ -73,35 +76,6 @@ def for_each(place, n: gl.constexpr, dim: gl.constexpr):
     x = place.slice(n, 1, dim).load(halves())
     x, _ = gl.broadcast(x, gl.full([2, 2, 16, 16], 0.0, gl.float32, halves()))
     return by_warp(x)
-
-
-@gluon.jit
-def rows_of_blocks():
-    """The number of each row in its block, [1, 16, 1]."""
-    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, blocks())))
-    return r[None, :][:, :, None]
-
-
-@gluon.jit
-def columns_of_blocks():
-    """The number of each column in its block, [1, 1, 16]."""
-    c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, blocks())))
-    return c[None, :][:, None, :]
-
-
-@gluon.jit
-def for_masks(x, none):
-    """x + none for numbers x below 16. The compiler can still tell which are below 8, as these are
-    in other registers. none: 0 in a form that the compiler cannot tell to be 0; otherwise it would
-    keep masks in registers from one use to the next."""
-    return ((x + none) & 7) | (x & 8)
-
-
-@gluon.jit
-def warps(none):
-    """The number of each block's warp, [4, 1, 1]."""
-    w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, blocks())))
-    return none + w[:, None][:, :, None]
 
 
 @gluon.jit
@@ -146,32 +120,6 @@ def store_two(a, b, place):
     x = gl.permute(gl.join(a, b), [4, 0, 1, 2, 3])
     banks: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 2, [4, 3, 2, 1, 0])
     place._reinterpret(gl.float32, [2, 2, 2, 16, 16], banks).store(x)
-
-
-@gluon.jit
-def of_columns(x):
-    """The blocks [4, 16, 16] of each 16 columns of x [64, 64], a product's result: the rows of a
-    warp's blocks are those that it has of x."""
-    x = gl.permute(gl.reshape(x, [4, 16, 2, 2, 16]), [0, 1, 4, 2, 3])
-    even, odd = gl.split(x)
-    b_0, b_2 = gl.split(even)
-    b_1, b_3 = gl.split(odd)
-    b_0, b_1 = gl.convert_layout(b_0, blocks()), gl.convert_layout(b_1, blocks())
-    return b_0, b_1, gl.convert_layout(b_2, blocks()), gl.convert_layout(b_3, blocks())
-
-
-@gluon.jit
-def on_diagonal(b, w):
-    """The blocks on the diagonal, of those of `of_columns`."""
-    return gl.where(w < 2, gl.where(w == 0, b[0], b[1]), gl.where(w == 2, b[2], b[3]))
-
-
-@gluon.jit
-def diagonal_of(x, none):
-    """The diagonal [64] of x [64, 64], a product's result."""
-    i, j = for_masks(rows_of_blocks(), none), for_masks(columns_of_blocks(), none)
-    own = on_diagonal(of_columns(x), warps(none))
-    return gl.reshape(gl.sum(gl.where(i == j, own, 0.0), 2), [64])
 
 
 @gluon.jit
