@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,13 +114,15 @@ def parsed(ptx: str) -> tuple[list[str], list[Instruction], dict[str, int]]:
         elif m := re.fullmatch(r"([$\w]+):", line):
             labels[m[1]] = len(code)
         elif line and not line.startswith("."):
-            m = re.fullmatch(r"(@!?%\w+)?\s*([a-z][\w.:]*)\s*([^;]*);", line)
-            if m is None:
-                raise Fault(f"not one instruction: {line} (line {n + 1})")
-            opcode, _, kind = m[2].rpartition(".")
-            opcode = opcode if kind in TYPES else m[2]
-            operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^\s,{}[\]]+", m[3])
-            code.append(Instruction(m[1] or "", opcode, kind, operands, line, n + 1, source))
+            for text in re.findall(r"[^;]+;?", line):
+                m = re.fullmatch(r"\s*(@!?%\w+)?\s*([a-z][\w.:]*)\s*([^;]*);", text)
+                if m is None:
+                    raise Fault(f"not an instruction: {text} (line {n + 1})")
+                opcode, _, kind = m[2].rpartition(".")
+                opcode = opcode if kind in TYPES else m[2]
+                operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^\s,{}[\]]+", m[3])
+                text = text.strip()
+                code.append(Instruction(m[1] or "", opcode, kind, operands, text, n + 1, source))
     return parameters, code, labels
 
 
@@ -134,8 +136,10 @@ class Program:
     warp have races with each other.
 
     conflicts: the accesses of shared memory for which lanes of a warp wait for each other, because
-    they want different words of a bank.
+    they want different words of a bank. others: instructions that programs of a subclass know.
     """
+
+    others: ClassVar[dict[str, Callable[..., None]]] = {}
 
     def __init__(
         self, ptx: str, arguments: Sequence[Buffer | int], shared: int, lanes: bool = True
@@ -160,7 +164,7 @@ class Program:
     def run(self) -> None:
         """Runs all threads to the end. If only some of them jump ahead, they wait there for the
         others."""
-        at, running = 0, self.active
+        at, running, known = 0, self.active, INSTRUCTIONS | self.others
         waiting: dict[int, Array] = {}
         with np.errstate(all="ignore"):
             for _ in range(STEPS):
@@ -181,8 +185,8 @@ class Program:
                     else:
                         waiting[to] = waiting.get(to, False) | self.active
                         running = running & ~self.active
-                elif x.opcode in INSTRUCTIONS:
-                    INSTRUCTIONS[x.opcode](self, x)
+                elif x.opcode in known:
+                    known[x.opcode](self, x)
                 else:
                     raise Fault(f"unknown instruction: {x}")
         raise Fault(f"no end after {STEPS} instructions")
@@ -226,8 +230,11 @@ class Program:
         before = self.registers.get(register, np.zeros_like(bits))
         self.registers[register] = np.where(self.active, bits, before)
 
-    def access(self, x: Instruction, operand: str, size: int, write: bool) -> tuple[Buffer, Array]:
-        """The buffer at an address, and the places [threads, size] of bytes in it."""
+    def access(
+        self, x: Instruction, operand: str, size: int, values: Array | None = None
+    ) -> tuple[Buffer, Array]:
+        """The buffer at an address, and the places [threads, size] of bytes in it. values: the
+        bytes that are written, if it is no read."""
         base, offset = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", operand).groups()
         shared = ".shared" in x.opcode
         at = self.read(x, base, "u32" if shared else "u64").astype(np.int64)[self.active]
@@ -238,18 +245,22 @@ class Program:
             places = (at - buffer.address)[:, None] + np.arange(size)
             if (places >= 0).all() and (places < buffer.bytes.size).all():
                 if shared:
-                    self.note(x, places, write)
+                    self.note(x, places, values)
                 return buffer, places
         raise Fault(f"outside of each buffer: {x}")
 
-    def note(self, x: Instruction, places: Array, write: bool) -> None:
-        """Notes an access of bytes of shared memory."""
-        thread = self.thread[self.active]
+    def note(self, x: Instruction, places: Array, values: Array | None) -> None:
+        """Notes an access of bytes of shared memory. Lanes of a warp that write the same bytes to
+        the same place together count as the first of them."""
+        thread, write = self.thread[self.active], values is not None
         if conflicting(places // 4, thread):
             self.conflicts.append(x)
         check(x, self.by_warp.note(places, thread // LANES, write), thread, "warps")
         for warp, accesses in enumerate(self.by_lane):
-            own = thread // LANES == warp
+            own = np.flatnonzero(thread // LANES == warp)
+            if write and len(np.unique(places[own, 0])) < len(own):
+                what = np.concatenate((places[own, :1], values[own]), 1)
+                own = own[np.unique(what, axis=0, return_index=True)[1]]
             others = accesses.note(places[own], thread[own] % LANES, write)
             check(x, others, thread[own], "lanes")
 
@@ -357,13 +368,17 @@ def from_bf16(x: Array) -> Array:
 
 
 def load_parameter(p: Program, x: Instruction) -> None:
-    value = p.parameters[x.operands[1].strip("[]")]
-    p.write(x.operands[0], np.full(p.threads, value, TYPES[x.kind]))
+    """Into a register of 64 bits, also from fewer bits."""
+    value = np.array(p.parameters[x.operands[1].strip("[]")], np.uint64)
+    value = value.astype(TYPES[x.kind])
+    if x.operands[0].startswith("%rd"):
+        value = value.astype(TYPES[f"{x.kind[0]}64"])
+    p.write(x.operands[0], np.full(p.threads, value))
 
 
 def load(p: Program, x: Instruction) -> None:
     names = members(x.operands[0])
-    buffer, places = p.access(x, x.operands[1], len(names) * TYPES[x.kind].itemsize, write=False)
+    buffer, places = p.access(x, x.operands[1], len(names) * TYPES[x.kind].itemsize)
     if buffer is p.shared and not buffer.writes[places].all():
         raise Fault(f"reads what nothing wrote: {x}")
     values = np.zeros((p.threads, len(names)), TYPES[x.kind])
@@ -375,7 +390,7 @@ def load(p: Program, x: Instruction) -> None:
 def store(p: Program, x: Instruction) -> None:
     values = np.stack([p.read(x, name, x.kind) for name in members(x.operands[1])], -1)
     values = values[p.active].view(np.uint8)
-    buffer, places = p.access(x, x.operands[0], values.shape[1], write=True)
+    buffer, places = p.access(x, x.operands[0], values.shape[1], values)
     np.add.at(buffer.writes, places, 1)
     buffer.bytes[places] = values
 
@@ -433,7 +448,7 @@ def load_matrices(p: Program, x: Instruction) -> None:
     matrix's rows. Lane 4 g + t gets the elements of row g and columns 2 t and 2 t + 1 of each."""
     p.all_take(x)
     names = members(x.operands[0])
-    buffer, places = p.access(x, x.operands[1], 16, write=False)
+    buffer, places = p.access(x, x.operands[1], 16)
     if len(names) != 4 or not buffer.writes[places].all():
         raise Fault(f"not four matrices, or reads what nothing wrote: {x}")
     rows = buffer.bytes[places].view(np.uint32).reshape(-1, 4, 8, 4)  # warp, matrix, row, pair
