@@ -91,6 +91,11 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     dtype = compute_dtype(config.parallel.dtype, ranks.device)
     if ranks.rank == 0:
         print(f"{describe(ranks, dtype)}; comparing {config.parity.steps} steps with one rank")
+        if whole_packs(config):
+            print(
+                "note: each rank holds whole packs, so no state crosses ranks and the comparison "
+                "says nothing about the exchange; --global-batch-size 1 has the pack sharded"
+            )
     report = compare(config, dataset, ranks)
     failed = 0.0
     if report is not None:

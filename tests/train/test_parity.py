@@ -238,3 +238,20 @@ def test_conversations_train_like_one_rank(gloo_pool, tmp_path):
     (report, counts), *_ = gloo_pool.run(masked, SPLITS["cp and shards"], *given)
     assert report.passed, report.table()
     assert all(10 < count < 140 for count in counts)
+
+
+@pytest.mark.parametrize("packs, noted", [("1", False), ("2", True), ("3", False)])
+def test_a_comparison_without_exchanges_says_so(packs, noted, monkeypatch, capsys):
+    """Two ranks with two packs have a whole one each."""
+    from fla_cp.train import main
+
+    for name in ("check_impl", "check_folder", "begin_run"):
+        monkeypatch.setattr(main, name, lambda *given, **named: None)
+    monkeypatch.setattr(main, "load_data", lambda *given: SimpleNamespace(vocab_size=256))
+    monkeypatch.setattr(main, "open_run", lambda *given: SimpleNamespace(path=None))
+    monkeypatch.setattr(main, "describe", lambda *given: "2 ranks")
+    monkeypatch.setattr(main, "compare", lambda *given: None)
+    ranks = SimpleNamespace(rank=0, device=torch.device("cpu"), host_max=lambda values: values)
+    config = parse(["--cp", "2", "--check-parity", "--global-batch-size", packs])
+    assert main.check_parity(config, ranks, None) == 0
+    assert ("no state crosses ranks" in capsys.readouterr().out) == noted

@@ -390,10 +390,10 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     if REMOVES:
         b_kk = with_diagonal(b_kk, d_k, s_scales.index(1), s_scales.index(1), none)
         b_kk *= -b_beta[:, None]
-        places = s_out.index(0), s_out.index(1), s_k, s_k16
+        four = s_out.index(0), s_out.index(1), s_k, s_k16
         to = out.T + i_ch * (S.TERMS * S.BT * S.BT)
         barrier()  # the scores are read
-        store_inverse(b_kk, to, places, none, S.TERMS)
+        store_inverse(b_kk, to, four, none, S.TERMS)
 
 
 def intra_channel(table: Tables, x: Inputs, c: Chunks, t: Tile, R: RuleOptions) -> None:
