@@ -94,7 +94,7 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         if whole_packs(config):
             print(
                 "note: each rank holds whole packs, so no state crosses ranks and the comparison "
-                "says nothing about the exchange; --global-batch-size 1 has the pack sharded"
+                "says nothing about the exchange; --micro-batch-size 1 shards each pack"
             )
     report = compare(config, dataset, ranks)
     failed = 0.0
