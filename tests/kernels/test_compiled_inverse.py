@@ -28,10 +28,9 @@ from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.sm90.warp_blocks import blocks, diagonals, operands
 from tests.support import ptx_emulator
 from tests.support.driver import Sm90Driver
-from tests.support.gluon_interpreter import Pointers, Shared, interpreted
 from tests.support.processes import ROOT, environment
 from tests.support.ptx_emulator import Buffer, Fault, Program, Race, as_tf32, parsed
-from tests.support.triangles import drawn, of_parallel_keys
+from tests.support.triangles import drawn, inverses_by_warps, of_parallel_keys
 
 BF16 = torch.bfloat16
 
@@ -149,16 +148,6 @@ def step_by_step(a, b, acc, input_precision):
     return acc
 
 
-def interpreted_inverses(x, terms):
-    to = torch.zeros(len(x), terms, 64, 64, dtype=BF16)
-    with interpreted():
-        inverse.mma_v2 = step_by_step
-        for n in range(len(x)):
-            places = [Shared(torch.full((64, 64), float("nan"), dtype=BF16)) for _ in range(4)]
-            inverse.store_inverse(x[n], Pointers(to, n * terms * 64 * 64), places, 0, terms)
-    return to
-
-
 @pytest.mark.bits
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize("slices", SLICES)
@@ -173,7 +162,7 @@ def test_compiled_inverses_are_those_of_the_interpreter(draw, most, slices, term
         assert not program.conflicts
         found.append(to)
     found = torch.cat(found)
-    assert torch.equal(found, interpreted_inverses(x, terms))
+    assert torch.equal(found, inverses_by_warps(x, terms, BF16, step_by_step))
     exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) - x.double().tril(-1))
     error = (found.double().sum(1) - exact).norm() / exact.norm()
     assert error < most[terms - 1]

@@ -22,8 +22,9 @@ from fla_cp.partition.packing import Packing
 from fla_cp.rule import DeltaRule
 from tests.support.closeness import share_of_budget
 from tests.support.members import BY_NAME, Call, collect, draw, operator
+from tests.support.ptx_emulator import as_tf32
 from tests.support.rounded import Rounding, rounded_dplr
-from tests.support.triangles import drawn, of_parallel_keys
+from tests.support.triangles import drawn, inverses_by_warps, of_parallel_keys
 
 DPLR = BY_NAME["dplr_delta_rule"]
 HALF = torch.float16
@@ -66,24 +67,18 @@ def inverted(A, near):
 
 def inverted_by_warps(A, terms):
     """(I + A)^-1 [.., 64, 64] by the code of the Gluon kernels."""
-    from fla_cp.kernels.sm90 import inverse as of_warps
-    from tests.support.gluon_interpreter import Pointers, Shared, interpreted
+    # above the diagonal, kernels leave anything
+    x = torch.where(torch.ones(64, 64).tril(-1) > 0, -A.float(), float("nan"))
 
-    A = A.float().contiguous()
-    T = torch.zeros(len(A), terms, 64, 64)
-    with interpreted():
-        of_warps.mma_v2 = lambda a, b, acc, input_precision: acc + cut(a) @ cut(b)
-        for n in range(len(A)):
-            places = [Shared(torch.full((64, 64), float("nan"))) for _ in range(4)]
-            # above the diagonal, kernels leave anything
-            x = torch.where(torch.ones(64, 64).tril(-1) > 0, -A[n], float("nan"))
-            of_warps.store_inverse(x, Pointers(T, n * terms * 64 * 64), places, 0, terms)
-    return T.sum(1).double()
+    def product(a, b, acc, input_precision):
+        return acc + cut(a) @ cut(b)
+
+    return inverses_by_warps(x, terms, torch.float32, product).sum(1).double()
 
 
 def cut(x):
     """The eleven bits of TF32 of each number."""
-    return (x.contiguous().view(torch.int32) & -0x2000).view(torch.float32)
+    return torch.from_numpy(as_tf32(x.contiguous().numpy()))
 
 
 class OfKernels(Rounding):
