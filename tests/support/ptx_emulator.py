@@ -356,6 +356,12 @@ def convert_integer(p: Program, x: Instruction) -> None:
     p.write(x.operands[0], value.astype(TYPES[x.opcode.partition(".")[2]]))
 
 
+def convert_byte(p: Program, x: Instruction) -> None:
+    """cvt.s16.s8: the low byte of a register of 16 bits, with its sign."""
+    low = p.read(x, x.operands[1], "u16").astype("u1")
+    p.write(x.operands[0], low.view("i1").astype("i2"))
+
+
 def to_bf16(x: Array) -> Array:
     """To the nearest, halves to even."""
     whole = x.view(np.uint32).astype(np.uint64)
@@ -502,6 +508,7 @@ INSTRUCTIONS: dict[str, Callable[[Program, Instruction], None]] = {
     "setp.gt": elementwise(np.greater),
     "setp.ge": elementwise(np.greater_equal),
     "selp": select,
+    "cvt.s16.s8": convert_byte,
     "cvt.rn.bf16": elementwise(to_bf16),
     "cvt.rn.bf16x2": elementwise(lambda high, low: packed(to_bf16(low), to_bf16(high))),
     "cvt.f32": elementwise(from_bf16),

@@ -47,6 +47,7 @@ from fla_cp.kernels.sm90.intra_channelwise_bwd_quarters import (
     times,
 )
 from fla_cp.kernels.sm90.prefetch import prefetch_tile, program_ahead, rows_of_chunk
+from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import gate_rows, rows_from
@@ -68,7 +69,7 @@ from fla_cp.kernels.triton.tile_table import Tile
 
 AHEAD = gl.constexpr(66)
 """How many programs later the one starts whose inputs are prefetched: a quarter of those that an
-H200 runs at the same time. With 132 both directions of a call take 1% longer, with 264 4%."""
+H200 runs at the same time. With 132 the kernel is as fast, with 33 or 200 it takes 2% longer."""
 
 
 @gluon.jit
@@ -117,7 +118,7 @@ def store_slab(x, place, to, row, n_rows, acc: gl.constexpr, flat: gl.constexpr)
 def prefetch_inputs(x, gate, out, chunks, place, i_k, S: gl.constexpr):
     """Prefetches what a program of another chunk and head (`place`) reads: the tiles of its slab,
     and half of those that the programs of both slabs read."""
-    i_c, i_hv = place[0].to(gl.int64), place[1].to(gl.int64)
+    i_c, i_hv = place
     i_ch = i_c * S.HV + i_hv
     start, last = rows_of_chunk(chunks, i_c)
     half: gl.constexpr = x.v_new.dtype.element_ty
@@ -146,7 +147,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     """`safe_bwd_kernel` for key tiles of 64 channels. tokens: the rows of out.shares."""
     tiles: gl.constexpr = S.K // SLAB
     i_k = gl.program_id(0) % tiles
-    i_c, i_hv = (gl.program_id(0) // tiles).to(gl.int64), gl.program_id(1).to(gl.int64)
+    i_c, i_hv = chunk_and_head(gl.program_id(0) // tiles, S.HV)
     i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
     n_rows = gl.load(chunks.rows + i_c)
     start = gl.load(chunks.start + i_c).to(gl.int64)
@@ -238,8 +239,8 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
         b_dq, b_dc = warpgroup_mma_wait(0, deps=(b_dq, b_dc))
     async_copy.wait_group(0)
     barrier()  # the tiles of states and values are free, and all others are there
-    c_later, hv_later = program_ahead(gl.num_programs(0), S.HV, AHEAD)
-    prefetch_inputs(x, gate, out, chunks, (c_later // tiles, hv_later), i_k, S)
+    later = chunk_and_head(program_ahead(AHEAD) // tiles, S.HV)
+    prefetch_inputs(x, gate, out, chunks, later, i_k, S)
     s_sums = s_v.index(0)._reinterpret(gl.float32, [S.BT, SLAB], single)
     s_f = s_h._reinterpret(half, [4, S.BT, SLAB], wide)  # near, far, rows of q, rows of beta k
     s_o = s_v.index(2)._reinterpret(half, [2, S.BT, SLAB], wide)
@@ -316,8 +317,7 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
 
     # Gradients of gc, q and k. All is read and numbered again, to free registers.
     i, i_k = i + none, (gl.program_id(0) + none) % tiles
-    i_c = ((gl.program_id(0) + none) // tiles).to(gl.int64)
-    i_hv = (gl.program_id(1) + none).to(gl.int64)
+    i_c, i_hv = chunk_and_head((gl.program_id(0) + none) // tiles, S.HV)
     start, i_ch = gl.load(chunks.start + i_c).to(gl.int64), i_c * S.HV + i_hv
     at = x.rows + i_ch * (CHANNELWISE_PLANES * S.BT) + i
     here = out.row_grads + i_ch * (GRAD_PLANES * S.BT) + i
@@ -416,4 +416,4 @@ def safe_bwd(
     S = shape(rule, x.q.dtype, H, HV, K, V, t)
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
     given = read, gate(rule, x), out, table.chunks, out.shares.shape[1], rule.scale
-    launch(safe_bwd_sm90_kernel, (NC * (K // t.BK), HV), *given, **compiled)
+    launch(safe_bwd_sm90_kernel, (NC * HV * (K // t.BK),), *given, **compiled)

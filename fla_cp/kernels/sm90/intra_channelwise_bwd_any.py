@@ -19,6 +19,7 @@ from fla_cp.kernels.sm90.intra_channelwise import SLAB
 from fla_cp.kernels.sm90.intra_channelwise_bwd import safe_bwd_sm90_kernel as safe_bwd_of_chunk
 from fla_cp.kernels.sm90.intra_channelwise_bwd import why_not_bwd
 from fla_cp.kernels.sm90.intra_channelwise_bwd_quarters import mark_sm90_kernel
+from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.bundles import Grads, RuleOptions, Saved, gate, shape
 from fla_cp.kernels.triton.launch import launch
@@ -30,10 +31,11 @@ from fla_cp.kernels.triton.tile_table import Tile
 def safe_bwd_any_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R: gl.constexpr):
     """`safe_bwd_sm90_kernel` for the chunks that are not marked in x.steep."""
     tiles: gl.constexpr = S.K // SLAB
-    at = gl.program_id(0) // tiles * S.HV + gl.program_id(1)
-    if gl.load(x.steep + at) != 0:
+    i_k = gl.program_id(0) % tiles
+    i_c, i_hv = chunk_and_head(gl.program_id(0) // tiles, S.HV)
+    if gl.load(x.steep + (i_c * S.HV + i_hv)) != 0:
         if out.dA_log is not None:
-            gl.store(out.dA_log + (gl.program_id(0) * S.HV + gl.program_id(1)), 0.0)
+            gl.store(out.dA_log + ((i_c * tiles + i_k) * S.HV + i_hv), 0.0)
         return
     safe_bwd_of_chunk(x, gate, out, chunks, tokens, scale, S, R)
 
@@ -65,5 +67,5 @@ def safe_bwd(
     if own is not None:
         own, others = own[:programs], own[programs:]
     given = read, gate(rule, x), out._replace(dA_log=own), table.chunks, out.shares.shape[1]
-    launch(safe_bwd_any_sm90_kernel, (programs, HV), *given, rule.scale, **compiled)
+    launch(safe_bwd_any_sm90_kernel, (programs * HV,), *given, rule.scale, **compiled)
     return out._replace(dA_log=others)

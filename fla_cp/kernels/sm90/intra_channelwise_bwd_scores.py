@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fla_cp.kernels.sm90.intra_channelwise import aligned, copy_slab
+from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import rows_from
@@ -109,17 +110,9 @@ def mirrored(x, place):
 
 
 @gluon.jit
-def place_of(none, S: gl.constexpr):
-    """The chunk and the head of this program. Heads of a chunk are neighbours, like their rows in
-    memory."""
-    i = gl.program_id(0) + none
-    return (i // S.HV).to(gl.int64), (i % S.HV).to(gl.int64)
-
-
-@gluon.jit
 def scores_bwd_sm90_kernel(x, out, chunks, S: gl.constexpr, R: gl.constexpr):
     """`scores_bwd_kernel` for 128 values."""
-    i_c, i_hv = place_of(0, S)
+    i_c, i_hv = chunk_and_head(gl.program_id(0), S.HV)
     i_ch = i_c * S.HV + i_hv
     n_rows = gl.load(chunks.rows + i_c)
     start = gl.load(chunks.start + i_c).to(gl.int64)
@@ -159,7 +152,7 @@ def scores_bwd_sm90_kernel(x, out, chunks, S: gl.constexpr, R: gl.constexpr):
     barrier()
     # Places of results are found here and not before, to free registers.
     none = n_rows // (S.BT + 1)  # 0 in a form that the compiler cannot tell to be 0
-    i_c, i_hv = place_of(none, S)
+    i_c, i_hv = chunk_and_head(gl.program_id(0) + none, S.HV)
     i_ch = i_c * S.HV + i_hv
     to_rows = out.row_grads + i_ch * (GRAD_PLANES * S.BT) + i
     if R.NORM:

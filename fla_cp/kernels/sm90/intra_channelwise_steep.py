@@ -43,6 +43,7 @@ from fla_cp.kernels.sm90.intra_channelwise import (
 )
 from fla_cp.kernels.sm90.intra_headwise import store_terms
 from fla_cp.kernels.sm90.inverse import store_inverse
+from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.torch.intra import Inputs
 from fla_cp.kernels.triton.device.blocks import rows_from
@@ -278,7 +279,7 @@ def is_steep(anchors, S: gl.constexpr):
 def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: gl.constexpr):
     """`intra_kernel` for a chunk and a value head, on the path of any gate. It marks the chunks
     that it serves, by the anchors of the kernel before, whose decays of whole chunks it leaves."""
-    i_c, i_hv = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
+    i_c, i_hv = chunk_and_head(gl.program_id(0), S.HV)
     i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
     steep = is_steep(out.anchors + i_ch * (ANCHORS * S.K), S)
     gl.store(out.steep + i_ch, steep.to(gl.int32))
@@ -355,11 +356,10 @@ def steep_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     barrier()
 
     # All is read and numbered again, to free registers.
-    i_c = (gl.program_id(0) + none).to(gl.int64)
+    i_c, i_hv = chunk_and_head(gl.program_id(0) + none, S.HV)
     n_rows = gl.load(chunks.rows + i_c)
     start = gl.load(chunks.start + i_c).to(gl.int64)
     none = n_rows // (S.BT + 1)
-    i_hv = (gl.program_id(1) + none).to(gl.int64)
     i_ch = i_c * S.HV + i_hv
     at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
     i = none + gl.arange(0, S.BT, gl.SliceLayout(1, acc))
@@ -408,4 +408,4 @@ def intra_channel(table: Tables, x: Inputs, c: Chunks, t: Tile, R: RuleOptions) 
     (NC, HV, K), H, V = c.decay.shape, x.q.shape[1], x.v.shape[2]
     S = shape(c.rule, x.q.dtype, H, HV, K, V, t)  # not c.shape: kg has a head for each value head
     compiled = {"S": S, "R": R, "num_warps": t.warps, "maxnreg": t.registers}
-    launch(steep_sm90_kernel, (NC, HV), *given, c.rule.scale, **compiled)
+    launch(steep_sm90_kernel, (NC * HV,), *given, c.rule.scale, **compiled)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fla_cp.kernels.sm90.intra_headwise_bwd import decayed
 from fla_cp.kernels.sm90.inverse import store_inverse
+from fla_cp.kernels.sm90.programs import chunk_and_head
 from fla_cp.kernels.sm90.scan import rounded_off
 from fla_cp.kernels.sm90.tma import barrier
 from fla_cp.kernels.sm90.warp_blocks import (
@@ -104,7 +105,8 @@ def store_terms(x, to, place, flat: gl.constexpr, TERMS: gl.constexpr):
 @gluon.jit
 def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, R: gl.constexpr):
     """`intra_head_kernel` for a chunk and a key head, after `head_rows_kernel`. p may be k."""
-    i_c, i_h = (first + gl.program_id(0)).to(gl.int64), gl.program_id(1).to(gl.int64)
+    i_c, i_h = chunk_and_head(gl.program_id(0), S.HV // S.G)
+    i_c += first
     n = gl.load(chunks.rows + i_c)
     start = gl.load(chunks.start + i_c).to(gl.int64)
     half: gl.constexpr = k.ptr.dtype.element_ty
@@ -233,5 +235,5 @@ def intra_head(table: Tables, x: Inputs, c: Chunks, first: int, stop: int) -> No
     given = rows(x.q), rows(x.k), rows(x.k if x.p is None else x.p), c.formed(), table.chunks
     compiled = {"S": c.shape(WHOLE), "R": rule_options(rule, x.q.dtype), "num_warps": 4}
     registers = 168 if fewer else 128  # three programs an SM, or four
-    grid, kernel = (stop - first, H), intra_head_sm90_kernel
+    grid, kernel = ((stop - first) * H,), intra_head_sm90_kernel
     launch(kernel, grid, *given, first, rule.scale, **compiled, maxnreg=registers)

@@ -38,11 +38,9 @@ def prefetch_tile(x, last, N: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def program_ahead(N, M, AHEAD: gl.constexpr):
-    """Numbers (i, j) of the program that starts AHEAD programs later in a grid (N, M), or of one
-    that is already under way if the grid ends before."""
-    i = gl.program_id(0) + AHEAD
-    return i % N, gl.minimum(gl.program_id(1) + i // N, M - 1)
+def program_ahead(AHEAD: gl.constexpr):
+    """The number of the program that starts AHEAD programs later, or of the last one."""
+    return gl.minimum(gl.program_id(0) + AHEAD, gl.num_programs(0) - 1)
 
 
 @gluon.jit
