@@ -227,8 +227,9 @@ def _small_product(a: Tensor, b: Tensor, acc: Tensor, input_precision: str | Non
     return acc + a.to(acc.dtype) @ b.to(acc.dtype)
 
 
-def _copy_rows(place: Shared, at: Pointers, mask: Tensor) -> None:
-    mask, places = torch.broadcast_tensors(mask, at.places())
+def _copy_rows(place: Shared, at: Pointers, mask: Tensor | None = None) -> None:
+    every = torch.tensor(True) if mask is None else mask
+    mask, places = torch.broadcast_tensors(every, at.places())
     x = torch.zeros(places.shape, dtype=at.base.dtype)
     x[mask] = at.memory()[places[mask]]
     place.store(x)

@@ -148,19 +148,20 @@ class AsyncProgram(Program):
 
 
 def copy(p: AsyncProgram, x: Instruction) -> None:
-    """cp.async of 16 bytes, of which those after the first n become zero; n is the last operand."""
-    to, source, size, *count = x.operands
-    counts = p.read(x, count[0], "u32") if count else np.full(p.threads, 16)
+    """cp.async of 4 or 16 bytes. n, the last operand if there is one, is 0 to write zeros."""
+    to, source, width, *count = x.operands
+    size = int(width, 0)
+    counts = p.read(x, count[0], "u32") if count else np.full(p.threads, size)
     active = p.active
-    if int(size, 0) != 16 or not np.isin(counts[active], (0, 16)).all():
-        raise Fault(f"a part of 16 bytes: {x}")
-    values = np.zeros((p.threads, 16), np.uint8)
+    if not np.isin(counts[active], (0, size)).all():
+        raise Fault(f"a part of {size} bytes: {x}")
+    values = np.zeros((p.threads, size), np.uint8)
     p.active = reads = active & (counts > 0)
     if reads.any():
-        buffer, places = p.access(x._replace(opcode="ld.global"), source, 16)
+        buffer, places = p.access(x._replace(opcode="ld.global"), source, size)
         values[reads] = buffer.bytes[places]
     p.active = active
-    buffer, places = p.access(x, to, 16, values[active])
+    buffer, places = p.access(x, to, size, values[active])
     p.copied_to[places] = True
     buffer.bytes[places] = values[active]
     buffer.writes[places] += 1
@@ -311,6 +312,7 @@ def to_float(p: AsyncProgram, x: Instruction) -> None:
 
 
 AsyncProgram.others = {
+    "cp.async.ca.shared.global": copy,
     "cp.async.cg.shared.global": copy,
     "cp.async.commit_group": commit_copies,
     "cp.async.wait_group": wait_for_copies,

@@ -59,6 +59,30 @@ def copy_in(x, n, place, BT: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
+def copy_planes(at, heads, place, BETAS: gl.constexpr, SUMS: gl.constexpr, BEFORE: gl.constexpr):
+    """Starts to copy what is used late: betas, sums of log decays and those of the rows before, of
+    as many value heads, to place [3 heads, rows]. at: the planes of the first head."""
+    BT: gl.constexpr = place.shape[1]
+    i = gl.arange(0, BT, gl.BlockedLayout([1], [32], [4], [0]))
+    for i_g in range(heads):
+        if BETAS:
+            async_copy.async_copy_global_to_shared(place.index(3 * i_g), at + i)
+        if SUMS:
+            async_copy.async_copy_global_to_shared(place.index(3 * i_g + 1), at + (GC * BT + i))
+        if BEFORE:
+            async_copy.async_copy_global_to_shared(
+                place.index(3 * i_g + 2), at + (GC_BEFORE * BT + i)
+            )
+        at += HEADWISE_PLANES * BT
+
+
+@gluon.jit
+def last_of(place, layout: gl.constexpr):
+    """The last number of a plane in shared memory, [1]."""
+    return place.slice(place.shape[0] - 1, 1).load(layout)
+
+
+@gluon.jit
 def squares(place, none, acc: gl.constexpr):
     """The sum of squares of each row [BT] of a tile in shared memory: the diagonals of products of
     each warp's rows with themselves."""
@@ -112,6 +136,8 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     half: gl.constexpr = k.ptr.dtype.element_ty
     REMOVES: gl.constexpr = S.REMOVAL != "none"
     OWN: gl.constexpr = S.REMOVAL == "p"
+    LATER: gl.constexpr = OWN or (REMOVES and (S.G > 1 or S.TERMS > 1))
+    SUMS: gl.constexpr = S.G > 1 or LATER
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
     single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
@@ -125,11 +151,15 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     if OWN:
         copy_in(rows_from(p, start, i_h), n, s_p, S.BT, S.K)
     copy_in(rows_from(q, start, i_h), n, s_q, S.BT, S.K)
+    # Loaded late, these would be waited for; loaded now, they would take registers.
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s_rows = gl.allocate_shared_memory(gl.float32, [3 * S.G, S.BT], plain)
+    at = out.rows + (i_c * S.HV + i_h * S.G) * HEADWISE_PLANES * S.BT
+    copy_planes(at, S.G, s_rows, REMOVES, SUMS, OWN)
     async_copy.commit_group()
     i = gl.arange(0, S.BT, gl.SliceLayout(1, acc))
     j = gl.arange(0, S.BT, gl.SliceLayout(0, acc))
     zero = gl.full([S.BT, S.BT], 0.0, gl.float32, acc)
-    at = out.rows + (i_c * S.HV + i_h * S.G) * HEADWISE_PLANES * S.BT
     gc, end = gl.load(at + GC * S.BT + i), gl.load(at + ((GC + 1) * S.BT - 1))
     async_copy.wait_group(0)
     fence_async_shared()
@@ -163,7 +193,6 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     s_k = s_k._reinterpret(half, [2, S.BT, S.BT], wide)
     barrier()
     b_qk *= q_scale[:, None]
-    LATER: gl.constexpr = OWN or (REMOVES and (S.G > 1 or S.TERMS > 1))
     if REMOVES and R.NORM:
         b_rk *= r_scale[:, None]
     if LATER and R.NORM:
@@ -176,20 +205,23 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         at = out.rows + i_ch * HEADWISE_PLANES * S.BT
         none = (n + i_g) // (S.BT + S.G)
         r = i + none
+        spread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        to_end, whole = end, end
         if S.G > 1:
-            gc, end = gl.load(at + GC * S.BT + r), gl.load(at + ((GC + 1) * S.BT - 1))
+            gc = s_rows.index(3 * i_g + 1).load(gl.SliceLayout(1, acc))
+            to_end = last_of(s_rows.index(3 * i_g + 1), gl.SliceLayout(1, acc))
+            whole = last_of(s_rows.index(3 * i_g + 1), spread)
         gl.store(at + Q_SCALE * S.BT + r, q_scale)
         gl.store(at + K_SCALE * S.BT + r, k_scale)
         gl.store(at + Q_FACTOR * S.BT + r, q_scale * decayed(gc, R.EXP2))
-        gl.store(at + K_FACTOR * S.BT + r, k_scale * decayed(end - gc, R.EXP2))
+        gl.store(at + K_FACTOR * S.BT + r, k_scale * decayed(to_end - gc, R.EXP2))
         before = gc
         if OWN:
-            before = gl.load(at + GC_BEFORE * S.BT + r)
+            before = s_rows.index(3 * i_g + 2).load(gl.SliceLayout(1, acc))
         if REMOVES:
             gl.store(at + R_SCALE * S.BT + r, r_scale)
             gl.store(at + R_FACTOR * S.BT + r, r_scale * decayed(before, R.EXP2))
-        spread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        whole = decayed(gl.full([S.K], 0.0, gl.float32, spread) + end, R.EXP2)
+        whole = decayed(gl.full([S.K], 0.0, gl.float32, spread) + whole, R.EXP2)
         gl.store(out.decay + i_ch * S.K + (none + gl.arange(0, S.K, spread)), whole)
 
         # The weights contain k's scale as part of the decay.
@@ -199,7 +231,7 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         b_out = b_qk * w
         store_terms(b_out, out.Aqk + i_ch * square, s_out.index(none), flat, S.TERMS)
         if REMOVES and not LATER:
-            x = b_rk * w * -gl.load(at + r)[:, None]
+            x = b_rk * w * -s_rows.index(3 * i_g).load(gl.SliceLayout(1, acc))[:, None]
             barrier()  # the scores are read
             places = s_out.index(0), s_out.index(1), s_k.index(0), s_k.index(1)
             store_inverse(x, out.T + i_ch * square, places, none, S.TERMS)
@@ -207,15 +239,11 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
         barrier()
         for i_g in range(S.G):
             i_ch = i_c * S.HV + i_h * S.G + i_g
-            at = out.rows + i_ch * HEADWISE_PLANES * S.BT
             none = (n + i_g) // (S.BT + S.G)
-            r = i + none
-            gc = gl.load(at + GC * S.BT + r)
-            sums = gl.convert_layout(gc, gl.SliceLayout(0, acc))
-            if OWN:
-                gc = gl.load(at + GC_BEFORE * S.BT + r)
+            gc = s_rows.index(3 * i_g + (2 if OWN else 1)).load(gl.SliceLayout(1, acc))
+            sums = s_rows.index(3 * i_g + 1).load(gl.SliceLayout(0, acc))
             w = decayed(gc[:, None] - sums[None, :], R.EXP2)  # the rest is never read
-            x = s_rk.load(acc) * w * -gl.load(at + r)[:, None]
+            x = s_rk.load(acc) * w * -s_rows.index(3 * i_g).load(gl.SliceLayout(1, acc))[:, None]
             places = s_out.index(0), s_out.index(1), s_k.index(0), s_k.index(1)
             store_inverse(x, out.T + i_ch * (S.TERMS * S.BT * S.BT), places, none, S.TERMS)
             barrier()  # the inverse is read
