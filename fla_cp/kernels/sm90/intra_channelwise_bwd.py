@@ -147,8 +147,9 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
     """`safe_bwd_kernel` for key tiles of 64 channels. tokens: the rows of out.shares."""
     tiles: gl.constexpr = S.K // SLAB
     i_k = gl.program_id(0) % tiles
+    i_ch = (gl.program_id(0) // tiles).to(gl.int64)
     i_c, i_hv = chunk_and_head(gl.program_id(0) // tiles, S.HV)
-    i_h, i_ch = i_hv // S.G, i_c * S.HV + i_hv
+    i_h = i_hv // S.G
     n_rows = gl.load(chunks.rows + i_c)
     start = gl.load(chunks.start + i_c).to(gl.int64)
     half: gl.constexpr = x.v_new.dtype.element_ty
@@ -315,10 +316,14 @@ def safe_bwd_sm90_kernel(x, gate, out, chunks, tokens, scale, S: gl.constexpr, R
             b_dr = gl.where(first, near, far)
     barrier()
 
-    # Gradients of gc, q and k. All is read and numbered again, to free registers.
-    i, i_k = i + none, (gl.program_id(0) + none) % tiles
-    i_c, i_hv = chunk_and_head((gl.program_id(0) + none) // tiles, S.HV)
-    start, i_ch = gl.load(chunks.start + i_c).to(gl.int64), i_c * S.HV + i_hv
+    # Gradients of gc, q and k. All is read and numbered again, to free registers; so is n_rows, for
+    # another form of 0.
+    i_c, _ = chunk_and_head(gl.program_id(0) // tiles, S.HV)
+    fresh = gl.load(chunks.rows + i_c) // (S.BT + 1)
+    i, i_k = i + none, (gl.program_id(0) + fresh) % tiles
+    program = (gl.program_id(0) + fresh) // tiles
+    i_c, i_hv = chunk_and_head(program, S.HV)
+    start, i_ch = gl.load(chunks.start + i_c).to(gl.int64), program.to(gl.int64)
     at = x.rows + i_ch * (CHANNELWISE_PLANES * S.BT) + i
     here = out.row_grads + i_ch * (GRAD_PLANES * S.BT) + i
     b_dgc = s_f.index(2).load(acc).to(gl.float32) * b_dq
