@@ -29,14 +29,13 @@ from accelerate.utils import set_seed
 
 from fla_cp.comm import measure_exchange
 from fla_cp.comm.traced_waits import visible, watch_graphs
-from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.flash import activate_flash_attention_3
 from fla_cp.train import checkpoint, divergence
 from fla_cp.train.allocator import let_segments_grow
 from fla_cp.train.build import build_sharded
 from fla_cp.train.cache_limit import GIB
 from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
+from fla_cp.train.device_rules import check_folder, check_impl
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.flops import Meter, peak_of
@@ -44,11 +43,10 @@ from fla_cp.train.graphs import graphs_of
 from fla_cp.train.init_from import InitialFolder
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
-from fla_cp.train.model import Decoder, has_compiled_blocks, shape_of, vocabulary
+from fla_cp.train.model import Decoder, has_compiled_blocks, vocabulary
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
-from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.profile import StepProfile, missed
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
@@ -103,49 +101,6 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         print(f"report: {write_report(report, run)}", flush=True)
         failed = float(not report.passed)
     return FAILED if ranks.host_max([failed])[0] else 0
-
-
-def check_impl(config: TrainConfig, ranks: Ranks) -> None:
-    """Raises UserError if this device cannot run --impl, or has no use for --offload. Activates the
-    kernel of softmax attention that was asked for."""
-    graphs = config.parallel.cuda_graphs == "on"  # refused with hf:DIR
-    if graphs and ranks.device.type == "cpu":
-        raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
-    bfloat16 = compute_dtype(config.parallel.dtype, ranks.device) == torch.bfloat16
-    if graphs and shape_of(config.model).experts and not bfloat16:
-        raise UserError(
-            "--cuda-graphs with --model.experts needs --dtype bfloat16: in float32 the products of "
-            f"experts make the host wait, got {config.parallel.dtype}"
-        )
-    softmax = [name for name in SOFTMAX if name in mixers_of(config.model)]
-    if graphs and config.data.max_documents and softmax and not bfloat16:
-        raise UserError(
-            f"--data.max-documents with {' and '.join(softmax)} needs --dtype bfloat16, since "
-            f"PyTorch's flash attention takes no float32, got {config.parallel.dtype}"
-        )
-    if config.model.offload and ranks.device.type == "cpu":
-        raise UserError(
-            "--offload needs --device cuda: on the CPU all activations are in the host's memory "
-            "already; leave it out or say --no-offload"
-        )
-    try:
-        resolve(config.model.impl, ranks.device, compute_dtype(config.parallel.dtype, ranks.device))
-    except ValueError as error:
-        raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
-    try:
-        activate_flash_attention_3(config.parallel.flash_attention_3, ranks.device)
-    except ValueError as error:
-        raise UserError(f"--parallel.flash-attention-3 on: {error}") from error
-
-
-@announced("model of transformers")
-def check_folder(config: TrainConfig, vocab_size: int, *, weights: bool) -> None:
-    """Raises UserError if --model hf:DIR cannot be trained on these tokens. To be called before the
-    run folder is made. weights: whether those of DIR will be loaded."""
-    if config.model.folder is not None:
-        from fla_cp.train.stock import check_stock
-
-        check_stock(config, vocab_size, weights=weights)
 
 
 @announced("data")

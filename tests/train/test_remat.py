@@ -16,7 +16,7 @@ from fla_cp.nn.projections import COLUMNS
 from fla_cp.rule import CHUNK, DeltaRule
 from fla_cp.train.build import build_sharded
 from fla_cp.train.config import UserError
-from fla_cp.train.main import check_impl
+from fla_cp.train.device_rules import check_impl
 from fla_cp.train.model import Decoder, build_model
 from fla_cp.train.parse import load_toml, parse
 from tests.support.closeness import assert_exact
