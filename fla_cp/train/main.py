@@ -153,6 +153,10 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     facts = checkpoint.facts(config, vocab_size, data.extent, dtype)
     differences = checkpoint.check_matches(found, facts) if found is not None else []
     check_folder(config, data.vocab_size, weights=found is None)
+    if line := folder.ends(config.run.steps):
+        if ranks.rank == 0:
+            print(line, flush=True)
+        return 0
     source, initial = config.run.init_from, None
     if source is not None and found is None:
         initial = InitialFolder(source, config.model, vocab_size, ranks)
@@ -180,6 +184,8 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
             "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
             "(--micro-batch-size 1) would be sharded"
         )
+    if folder.note:
+        notes.append(folder.note)
     if initial is not None:
         assert isinstance(model, Decoder)  # --init-from is refused beside hf:DIR
         initial.fill(model)
@@ -188,7 +194,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     progress = checkpoint.Progress()
     if found is not None:
         progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)
-        notes.append(f"resumed from {found} at step {progress.step}")
+        notes.append(f"resumed from {found} at step {progress.step}; the run goes on in {run}")
         notes += [f"note: {difference}" for difference in differences]
     notes += missed(config.run.profiled, progress.step)
     trackers = start_trackers(config, run, ranks, progress.step)
