@@ -40,7 +40,7 @@ from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, lau
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.flops import Meter, peak_of
 from fla_cp.train.graphs import graphs_of
-from fla_cp.train.init_from import InitialFolder
+from fla_cp.train.init_from import InitialFolder, why_not_exported
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
 from fla_cp.train.model import Decoder, has_compiled_blocks, vocabulary
@@ -186,6 +186,9 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
         )
     if folder.note:
         notes.append(folder.note)
+    own = found is None and config.model.folder is None
+    if own and (reason := why_not_exported(config.model, vocab_size)):
+        notes.append(f"note: fla-cp-export cannot write this model for transformers: {reason}")
     if initial is not None:
         assert isinstance(model, Decoder)  # --init-from is refused beside hf:DIR
         initial.fill(model)
