@@ -102,9 +102,9 @@ def find(resume: str, run: Path) -> list[Path]:
             return [path]
     elif found := _named(path):
         return found[::-1]
+    problem = "holds no complete checkpoint" if path.exists() else "does not exist"
     raise UserError(
-        f"--resume must be none, auto, or the path of a run or checkpoint; {resume} holds no "
-        "complete checkpoint"
+        f"--resume must be none, auto, or the path of a run or checkpoint; {resume} {problem}"
     )
 
 

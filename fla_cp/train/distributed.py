@@ -263,13 +263,14 @@ class Ranks:
         )
 
 
-def check_ranks(cp: int, command: str) -> None:
-    """Raises UserError unless that many ranks were started. command: the installed one."""
+def check_ranks(cp: int, command: str, argv: Sequence[str]) -> None:
+    """Raises UserError unless that many ranks were started. command: the installed one. argv: its
+    arguments."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if cp != started:
         raise UserError(
             f"--cp must be the number of ranks that were started, {started}, got {cp}; run "
-            f"torchrun --nproc-per-node {cp} {for_torchrun(command)}"
+            f"torchrun --nproc-per-node {cp} {for_torchrun(command)} {shlex.join(argv)}"
         )
 
 

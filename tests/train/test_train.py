@@ -231,7 +231,7 @@ def test_resume_auto_without_out_finds_the_newest_run(text, tmp_path, monkeypatc
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
     assert list(Path("runs").iterdir()) == [run]
     assert run_here(*text, "--max-steps", "3", "--resume", "nowhere") == 2
-    assert "nowhere holds no complete checkpoint" in capsys.readouterr().err
+    assert "nowhere does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
