@@ -230,7 +230,7 @@ def test_a_case_that_takes_too_long(monkeypatch):
         (["--peer-only"], "--peer-only needs --peer"),
         (["--peer", "fla"], "--peer fla needs a GPU"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--flags", "--seq-len 0"], "--flags: --seq-len must be at least 1, got 0"),
+        (["--flags", "--seq-len 0"], "--flags: --seq-len must be at least 2, got 0"),
     ],
 )
 def test_refusals(flags, said):

@@ -97,6 +97,7 @@ def test_missing_toml():
     "flags,message",
     [
         ("--cp 0", "--cp must be at least 1, got 0"),
+        ("--seq-len 1", "--seq-len must be at least 2, got 1"),
         ("--max-steps 0", "--max-steps must be at least 1, got 0"),
         ("--eval-every -1", "--eval-every must be at least 0, got -1"),
         ("--run.keep-checkpoints 0", "--run.keep-checkpoints must be at least 1, got 0"),
