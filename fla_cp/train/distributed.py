@@ -55,7 +55,8 @@ def choose_device(wanted: str, ranks: int) -> str:
     """cpu or cuda for `ranks` ranks of this host. Raises UserError if cuda has too few GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and gpus < ranks:
-        raise UserError(f"--device cuda needs a GPU per local rank: {ranks} ranks, {gpus} GPUs")
+        counts = f"{ranks} rank{'s' * (ranks != 1)}, {gpus} GPU{'s' * (gpus != 1)}"
+        raise UserError(f"--device cuda needs a GPU per local rank: {counts}")
     if wanted == "auto":
         return "cuda" if gpus >= ranks else "cpu"
     return wanted

@@ -121,7 +121,8 @@ def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> Packs:
     for rank, text in enumerate(problems):
         if text:
             everywhere = len(set(problems)) == 1
-            raise UserError(f"--data: {text}" + ("" if everywhere else f" (on rank {rank})"))
+            flag = "" if text.startswith("--") else "--data: "  # or that of --tokenizer
+            raise UserError(f"{flag}{text}" + ("" if everywhere else f" (on rank {rank})"))
     assert dataset is not None
     return dataset
 

@@ -43,9 +43,7 @@ def test_newest_are_kept_and_found(tmp_path, ranks):
     assert find("auto", tmp_path) == [newest, older]
     assert find(str(tmp_path), tmp_path / "other") == [newest, older]
     assert find(str(older), tmp_path) == [older]
-    with pytest.raises(
-        UserError, match=r"--resume must be none, .* does not exist"
-    ):
+    with pytest.raises(UserError, match=r"--resume must be none, .* does not exist"):
         find(str(tmp_path / "other"), tmp_path)
 
 
