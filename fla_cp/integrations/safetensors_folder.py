@@ -51,6 +51,13 @@ _DTYPES = {
 }
 
 
+def check_is_folder(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a path that does not exist, and for a file."""
+    if not Path(path).is_dir():
+        what = "is a file" if Path(path).exists() else "does not exist"
+        raise ValueError(f"must be a folder, got {str(path)!r}, which {what}")
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """What a folder says of a tensor. file: name of the shard that has it."""
@@ -114,8 +121,7 @@ class TensorFolder:
         return self._opened
 
     def _stored(self) -> dict[str, StoredTensor]:
-        if not self.path.is_dir():
-            raise ValueError(f"{self.path} must be a folder")
+        check_is_folder(self.path)
         if (self.path / SINGLE).is_file():
             return _heads(self.path, SINGLE)
         if (self.path / INDEX).is_file():

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fla_cp.integrations.safetensors_folder import INDEX, PICKLED, SINGLE
+from fla_cp.integrations.safetensors_folder import INDEX, PICKLED, SINGLE, check_is_folder
 
 STOCK_TYPES = ("kimi_linear", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """The `model_type` of folders that can be trained: those that `parallelize` knows."""
@@ -55,8 +55,7 @@ def read_config_json(folder: str | os.PathLike[str]) -> dict[str, Any]:
     soft caps, attention windows, and rotary positions whose frequencies depend on the call.
     """
     path = Path(folder) / "config.json"
-    if not Path(folder).is_dir():
-        raise ValueError(f"must be a folder, got {str(folder)!r}")
+    check_is_folder(folder)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

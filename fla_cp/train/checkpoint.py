@@ -16,7 +16,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fla_cp.integrations.stock_folder import folder_facts
-from fla_cp.train.config import TrainConfig, UserError
+from fla_cp.train.config import OptimConfig, TrainConfig, UserError
 from fla_cp.train.distributed import Ranks, local_ranks, threads_per_rank
 from fla_cp.train.integrity import Damaged, FileSums, check_sizes, unpack_sums, unseal, verify
 from fla_cp.train.model import shape_of
-from fla_cp.train.optim import Stepper
+from fla_cp.train.optim import Stepper, learning_rate
 from fla_cp.train.untrusted import CheckedReader, check_places, reading
 from fla_cp.train.waiting_bars import shown
 
@@ -102,9 +102,9 @@ def find(resume: str, run: Path) -> list[Path]:
             return [path]
     elif found := _named(path):
         return found[::-1]
+    problem = "holds no complete checkpoint" if path.exists() else "does not exist"
     raise UserError(
-        f"--resume must be none, auto, or the path of a run or checkpoint; {resume} holds no "
-        "complete checkpoint"
+        f"--resume must be none, auto, or the path of a run or checkpoint; {resume} {problem}"
     )
 
 
@@ -247,6 +247,7 @@ def facts(
                 "model": {k: v for k, v in model.items() if k not in MODEL_NEUTRAL},
                 "data": {k: v for k, v in data.items() if k not in DATA_NEUTRAL},
                 "optimizer": config.optim.name,
+                "optim": {"max_steps": config.run.steps, **asdict(config.optim)},
                 "folder": folder,
             }
         )
@@ -254,6 +255,8 @@ def facts(
 
 
 _OTHER_FLAGS = {"seed": "--seed", "dtype": "--dtype", "packs": "packs in --data"}
+_SHORT = ("max_steps", "lr", "schedule", "warmup_steps", "clip_norm")
+"""Options of the optimiser whose flag is their name."""
 
 
 def _shown(section: str, name: str, value: Any) -> str:
@@ -267,10 +270,10 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
     """Compares a checkpoint with this run. Returns notes on options that differ.
 
     now: the `facts` of this run. Data and rotary positions may change on purpose, for example
-    between stages of a training, so a difference is only noted. With another model the weights
-    would not fit, or would mean something else. This raises UserError, in one line with every flag,
-    both values, and how to take over the checkpoint's configuration. Another optimiser is refused
-    as well, because its state would be missing.
+    between stages of a training, and so may the schedule; a difference is only noted. With another
+    model the weights would not fit, or would mean something else. This raises UserError, in one
+    line with every flag, both values, and how to take over the checkpoint's configuration. Another
+    optimiser is refused as well, because its state would be missing.
     """
     try:
         record, _ = read_record(path)
@@ -304,6 +307,7 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
             flag = _OTHER_FLAGS.get(name, f"--data.{name.replace('_', '-')}")
             was = record["data"][name]
             notes.append(f"the resumed run's data differ: {flag} is {value}, was {was}")
+    notes += _schedule_notes(record, now["optim"])
     if record["format"] == 1:
         unknown = ", ".join(name for name in new if name not in saved)
         notes.append(
@@ -311,6 +315,35 @@ def check_matches(path: Path, now: dict[str, Any]) -> list[str]:
             f"not say what its {unknown} were"
         )
     return notes
+
+
+def _schedule_notes(record: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A note on options of the optimiser that differ, with what becomes of the learning rate.
+
+    Empty if none differ, and for checkpoints of versions that did not record these options.
+    """
+    saved, step = record.get("optim"), record["step"]
+    if not isinstance(saved, dict):
+        return []
+    changes = []
+    for name in sorted(saved.keys() & now.keys(), key=list(now).index):
+        if saved[name] != now[name]:
+            flag = f"--{'' if name in _SHORT else 'optim.'}{name}".replace("_", "-")
+            changes.append(f"{flag} is {now[name]}, was {saved[name]}")
+    if not changes:
+        return []
+    was, becomes = _rate(saved, step), _rate(now, step + 1)
+    return [
+        f"the resumed run's schedule differs: {'; '.join(changes)}; the learning rate of step "
+        f"{step} was {was:.1e}, that of step {step + 1} is {becomes:.1e}"
+    ]
+
+
+def _rate(options: dict[str, Any], step: int) -> float:
+    """The learning rate of a step. options: the section "optim" of `facts`."""
+    names = {field.name for field in fields(OptimConfig)}
+    config = OptimConfig(**{name: value for name, value in options.items() if name in names})
+    return learning_rate(config, step, options["max_steps"])
 
 
 def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:

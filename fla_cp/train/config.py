@@ -328,7 +328,8 @@ class RunConfig:
     """Newest checkpoints that are kept."""
     resume: Annotated[str, _short("--resume")] = "none"
     """none; auto: newest whole checkpoint of --out, if any; or a run's or a checkpoint's path.
-    auto without --out looks in the newest runs/ folder of this model that has a checkpoint."""
+    auto without --out looks in the newest runs/ folder of this model that has a checkpoint.
+    A resumed run goes on in its own folder; --out names another one."""
     init_from: Annotated[str | None, _short("--init-from")] = None
     """Folder of a model of transformers (Kimi Linear or Qwen3-Next) whose weights a new run starts
     from; the sizes are those of this configuration and must be the same. A resumed run does not
@@ -336,7 +337,8 @@ class RunConfig:
     trust_checkpoint: bool = False
     """Load a checkpoint whose pickles hold what torch's own do not; they may run any code."""
     out: Annotated[str | None, _short("--out")] = None
-    """Run folder, on a file system that all hosts share. None: runs/<date>-<time>-<model>."""
+    """Run folder, on a file system that all hosts share. None: that of the resumed run, or for a
+    new run runs/<date>-<time>-<model>."""
     log_every: Annotated[int, _short("--log-every")] = 10
     """Steps between printed lines where there is no terminal for a progress bar."""
     max_skips: Annotated[int, _short("--max-skips")] = 10

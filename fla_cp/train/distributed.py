@@ -55,7 +55,8 @@ def choose_device(wanted: str, ranks: int) -> str:
     """cpu or cuda for `ranks` ranks of this host. Raises UserError if cuda has too few GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and gpus < ranks:
-        raise UserError(f"--device cuda needs a GPU per local rank: {ranks} ranks, {gpus} GPUs")
+        counts = f"{ranks} rank{'s' * (ranks != 1)}, {gpus} GPU{'s' * (gpus != 1)}"
+        raise UserError(f"--device cuda needs a GPU per local rank: {counts}")
     if wanted == "auto":
         return "cuda" if gpus >= ranks else "cpu"
     return wanted
@@ -263,13 +264,14 @@ class Ranks:
         )
 
 
-def check_ranks(cp: int, command: str) -> None:
-    """Raises UserError unless that many ranks were started. command: the installed one."""
+def check_ranks(cp: int, command: str, argv: Sequence[str]) -> None:
+    """Raises UserError unless that many ranks were started. command: the installed one. argv: its
+    arguments."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if cp != started:
         raise UserError(
             f"--cp must be the number of ranks that were started, {started}, got {cp}; run "
-            f"torchrun --nproc-per-node {cp} {for_torchrun(command)}"
+            f"torchrun --nproc-per-node {cp} {for_torchrun(command)} {shlex.join(argv)}"
         )
 
 

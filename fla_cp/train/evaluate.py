@@ -378,7 +378,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check(given: argparse.Namespace, argv: Sequence[str]) -> None:
     least = {"packs": 0, "needle_depths": 1, "needle_count": 1, "seed": 0, "cp": 1}
     if given.seq_len is not None:
         least["seq_len"] = 1
@@ -388,7 +388,7 @@ def _check(given: argparse.Namespace) -> None:
             raise UserError(f"--{flag} must be at least {value}, got {getattr(given, name)}")
     if not given.packs and given.text is None and not given.needle:
         raise UserError("--packs must be at least 1 without --text and --needle, got 0")
-    check_ranks(given.cp, "fla-cp-evaluate")
+    check_ranks(given.cp, "fla-cp-evaluate", argv)
     _check_picture(given.out)
 
 
@@ -406,10 +406,11 @@ def _check_picture(out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluates as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
-    given = _arguments(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = _arguments(words)
     first = os.environ.get("RANK", "0") == "0"
     try:
-        _check(given)
+        _check(given, words)
         with joined(ParallelConfig(cp=given.cp, device=given.device)) as ranks:
             results = evaluate(given, ranks)
         if first:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from fla_cp.train.distributed import Ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.integrity import Damaged, FileSums
 from fla_cp.train.model import Decoder, Shape
-from fla_cp.train.published import READERS
+from fla_cp.train.published import why_not_read
 from fla_cp.train.stock_checkpoint import export_checkpoint
 from fla_cp.train.tokenizer import Tokenizer
 from fla_cp.train.untrusted import CheckedReader, reading
@@ -116,15 +117,16 @@ def own_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
         )
     if record.get("folder") is not None:
         kind = record["model"].get("model_type")
-        if kind in READERS:
+        source = shlex.quote(str(path))
+        if reason := why_not_read(record["model"]):
             raise UserError(
                 f"RUN must not be a run of --model hf:DIR, got {path} of {kind}: write it with "
-                "fla-cp-export RUN OUT, and give OUT instead"
+                f"fla-cp-export {source} OUT, and use transformers' own generate on OUT, which "
+                f"fla_cp's decoder does not read: {reason}"
             )
         raise UserError(
             f"RUN must not be a run of --model hf:DIR, got {path} of {kind}: write it with "
-            f"fla-cp-export RUN OUT, and use transformers' own generate on OUT; here OUT may be "
-            f"of {' or '.join(READERS)} only"
+            f"fla-cp-export {source} OUT, and give OUT instead"
         )
     return record, files
 
@@ -132,7 +134,8 @@ def own_record(path: Path) -> tuple[dict[str, Any], list[FileSums]]:
 def whole_checkpoint(run: Path, trust: bool, ranks: Ranks) -> Path:
     found = [run] if checkpoint.complete(run) else checkpoint.checkpoints(run)[::-1]
     if not found:
-        raise UserError(f"RUN must be a run folder or a checkpoint; {run} holds no complete one")
+        problem = "holds no complete one" if run.exists() else "does not exist"
+        raise UserError(f"RUN must be a run folder or a checkpoint; {run} {problem}")
 
     def say(line: str) -> None:
         print(line, file=sys.stderr)

@@ -383,10 +383,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=usual, help="cpu, cuda or cuda:NUMBER")
     parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
-    given = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = parser.parse_args(words)
     first = os.environ.get("RANK", "0") == "0"
     try:
-        check_ranks(given.cp, "fla-cp-generate")
+        check_ranks(given.cp, "fla-cp-generate", words)
         device = _device(given.device)
         if given.cp == 1:
             statistics = _continue(given, device)
@@ -410,7 +411,8 @@ def _device(name: str) -> torch.device:
         raise UserError(f"--device must be cpu, cuda or cuda:NUMBER, got {name}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and int(number or 0) >= gpus:
-        raise UserError(f"--device must be one of this host, which has {gpus} GPUs, got {name}")
+        count = f"{gpus} GPU{'s' * (gpus != 1)}"
+        raise UserError(f"--device must be one of this host, which has {count}, got {name}")
     return torch.device(name)
 
 

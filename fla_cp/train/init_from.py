@@ -10,7 +10,7 @@ import torch
 
 from fla_cp.integrations.layouts import Layout, layout_of
 from fla_cp.integrations.layouts.match import check_folder
-from fla_cp.integrations.safetensors_folder import TensorFolder
+from fla_cp.integrations.safetensors_folder import TensorFolder, check_is_folder
 from fla_cp.train.config import ModelConfig, UserError
 from fla_cp.train.distributed import Ranks
 from fla_cp.train.model import Decoder
@@ -20,6 +20,21 @@ from fla_cp.train.waiting_bars import shown
 from fla_cp.train.weights import local_tensor, owned_rows
 
 FLAG = "--init-from"
+
+
+def why_not_exported(config: ModelConfig, vocab_size: int) -> str:
+    """Why `fla-cp-export` cannot write such a model, with the flag that decides; "" if it can."""
+    try:
+        _layout(config, vocab_size)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _layout(config: ModelConfig, vocab_size: int) -> Layout:
+    """The published layout of a decoder. Raises ValueError if there is none, with the reason."""
+    with torch.device("meta"):
+        return layout_of(Decoder(config, vocab_size))
 
 
 class InitialFolder:
@@ -36,9 +51,8 @@ class InitialFolder:
         problem = ""
         try:
             needs_extra(FLAG, "safetensors", "transformers")
-            with torch.device("meta"):
-                decoder = Decoder(config, vocab_size)
-            self.layout = layout_of(decoder)
+            check_is_folder(path)
+            self.layout = _layout(config, vocab_size)
             self.folder = TensorFolder(path, self.layout.renamed)
             self.notes = check_folder(self.layout, self.folder)
         except (ValueError, OSError) as error:

@@ -29,26 +29,24 @@ from accelerate.utils import set_seed
 
 from fla_cp.comm import measure_exchange
 from fla_cp.comm.traced_waits import visible, watch_graphs
-from fla_cp.kernels import resolve
-from fla_cp.kernels.torch.flash import activate_flash_attention_3
 from fla_cp.train import checkpoint, divergence
 from fla_cp.train.allocator import let_segments_grow
 from fla_cp.train.build import build_sharded
 from fla_cp.train.cache_limit import GIB
 from fla_cp.train.config import TrainConfig, UserError
 from fla_cp.train.data import Packs
+from fla_cp.train.device_rules import check_folder, check_impl
 from fla_cp.train.distributed import Ranks, compute_dtype, describe, joined, launch
 from fla_cp.train.exit_codes import DIVERGED, FAILED, MISTAKE
 from fla_cp.train.flops import Meter, peak_of
 from fla_cp.train.graphs import graphs_of
-from fla_cp.train.init_from import InitialFolder
+from fla_cp.train.init_from import InitialFolder, why_not_exported
 from fla_cp.train.lock import RunLock
 from fla_cp.train.metrics import Metrics, RunLog, peak_memory, plot_losses
-from fla_cp.train.model import Decoder, has_compiled_blocks, shape_of, vocabulary
+from fla_cp.train.model import Decoder, has_compiled_blocks, vocabulary
 from fla_cp.train.optim import Stepper, build_optimizer, learning_rate
 from fla_cp.train.parity import compare, write_report
 from fla_cp.train.parse import parse
-from fla_cp.train.pattern import SOFTMAX, mixers_of
 from fla_cp.train.profile import StepProfile, missed
 from fla_cp.train.progress import announced, mark
 from fla_cp.train.run_folder import begin_run, open_run
@@ -105,49 +103,6 @@ def check_parity(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     return FAILED if ranks.host_max([failed])[0] else 0
 
 
-def check_impl(config: TrainConfig, ranks: Ranks) -> None:
-    """Raises UserError if this device cannot run --impl, or has no use for --offload. Activates the
-    kernel of softmax attention that was asked for."""
-    graphs = config.parallel.cuda_graphs == "on"  # refused with hf:DIR
-    if graphs and ranks.device.type == "cpu":
-        raise UserError("--cuda-graphs needs --device cuda, got cpu; leave it out")
-    bfloat16 = compute_dtype(config.parallel.dtype, ranks.device) == torch.bfloat16
-    if graphs and shape_of(config.model).experts and not bfloat16:
-        raise UserError(
-            "--cuda-graphs with --model.experts needs --dtype bfloat16: in float32 the products of "
-            f"experts make the host wait, got {config.parallel.dtype}"
-        )
-    softmax = [name for name in SOFTMAX if name in mixers_of(config.model)]
-    if graphs and config.data.max_documents and softmax and not bfloat16:
-        raise UserError(
-            f"--data.max-documents with {' and '.join(softmax)} needs --dtype bfloat16, since "
-            f"PyTorch's flash attention takes no float32, got {config.parallel.dtype}"
-        )
-    if config.model.offload and ranks.device.type == "cpu":
-        raise UserError(
-            "--offload needs --device cuda: on the CPU all activations are in the host's memory "
-            "already; leave it out or say --no-offload"
-        )
-    try:
-        resolve(config.model.impl, ranks.device, compute_dtype(config.parallel.dtype, ranks.device))
-    except ValueError as error:
-        raise UserError(f"--impl with --device {ranks.device.type}: {error}") from error
-    try:
-        activate_flash_attention_3(config.parallel.flash_attention_3, ranks.device)
-    except ValueError as error:
-        raise UserError(f"--parallel.flash-attention-3 on: {error}") from error
-
-
-@announced("model of transformers")
-def check_folder(config: TrainConfig, vocab_size: int, *, weights: bool) -> None:
-    """Raises UserError if --model hf:DIR cannot be trained on these tokens. To be called before the
-    run folder is made. weights: whether those of DIR will be loaded."""
-    if config.model.folder is not None:
-        from fla_cp.train.stock import check_stock
-
-        check_stock(config, vocab_size, weights=weights)
-
-
 @announced("data")
 def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> Packs:
     """The packs of one split. Raises UserError, on all ranks, if one of them cannot read them.
@@ -166,7 +121,8 @@ def load_data(config: TrainConfig, split: Split, ranks: Ranks) -> Packs:
     for rank, text in enumerate(problems):
         if text:
             everywhere = len(set(problems)) == 1
-            raise UserError(f"--data: {text}" + ("" if everywhere else f" (on rank {rank})"))
+            flag = "" if text.startswith("--") else "--data: "  # or that of --tokenizer
+            raise UserError(f"{flag}{text}" + ("" if everywhere else f" (on rank {rank})"))
     assert dataset is not None
     return dataset
 
@@ -198,6 +154,10 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     facts = checkpoint.facts(config, vocab_size, data.extent, dtype)
     differences = checkpoint.check_matches(found, facts) if found is not None else []
     check_folder(config, data.vocab_size, weights=found is None)
+    if line := folder.ends(config.run.steps):
+        if ranks.rank == 0:
+            print(line, flush=True)
+        return 0
     source, initial = config.run.init_from, None
     if source is not None and found is None:
         initial = InitialFolder(source, config.model, vocab_size, ranks)
@@ -225,6 +185,11 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
             "crosses ranks and the exchange takes 0.0 ms; fewer packs in a micro-batch "
             "(--micro-batch-size 1) would be sharded"
         )
+    if folder.note:
+        notes.append(folder.note)
+    own = found is None and config.model.folder is None
+    if own and (reason := why_not_exported(config.model, vocab_size)):
+        notes.append(f"note: fla-cp-export cannot write this model for transformers: {reason}")
     if initial is not None:
         assert isinstance(model, Decoder)  # --init-from is refused beside hf:DIR
         initial.fill(model)
@@ -233,7 +198,7 @@ def train(config: TrainConfig, ranks: Ranks, lock: RunLock) -> int:
     progress = checkpoint.Progress()
     if found is not None:
         progress = checkpoint.load(found, model, optimizer, ranks, config.run.trust_checkpoint)
-        notes.append(f"resumed from {found} at step {progress.step}")
+        notes.append(f"resumed from {found} at step {progress.step}; the run goes on in {run}")
         notes += [f"note: {difference}" for difference in differences]
     notes += missed(config.run.profiled, progress.step)
     trackers = start_trackers(config, run, ranks, progress.step)

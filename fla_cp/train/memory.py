@@ -447,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not own.memory_gib > 0:
             raise UserError(f"--memory-gib must be above 0, got {own.memory_gib}")
-        config = parse(flags)
+        config = parse(flags, others=("--memory-gib", "--no-longest"))
         predictor = Predictor(config)
         print(report(predictor, None if own.no_longest else own.memory_gib))
     except UserError as error:

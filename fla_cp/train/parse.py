@@ -22,6 +22,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tyro
 
 from fla_cp.train.config import TrainConfig, UserError, with_recipe
+from fla_cp.train.flags import check_flags
 from fla_cp.train.rules import validate
 from fla_cp.train.started import program
 
@@ -41,6 +42,8 @@ _FLAGS = {
 }
 """The option of each flag, without its dashes."""
 
+
+_BOX = dict.fromkeys(map(ord, "╭╮╰╯│─"), " ")
 
 GONE = {
     "run.tensorboard": "use --tracker tensorboard, which is the default, or --tracker none "
@@ -74,27 +77,37 @@ def _with_values(argv: Sequence[str]) -> list[str]:
     return given
 
 
-def parse(argv: Sequence[str], *, quiet: bool = False) -> TrainConfig:
+def parse(argv: Sequence[str], *, quiet: bool = False, others: Sequence[str] = ()) -> TrainConfig:
     """The validated configuration of a command line (without the program's name).
 
-    quiet: print nothing on a parse error (ranks other than 0). Raises UserError for an unreadable
-    file, an unknown or ill-typed TOML key, or a value that breaks a rule; SystemExit for flags
-    that tyro refuses.
+    quiet: print no help (ranks other than 0). others: options that the program takes besides, for
+    advice. Raises UserError for flags that `check_flags` refuses, for an unreadable file, an
+    unknown or ill-typed TOML key, or a value that breaks a rule; SystemExit after --help.
     """
     _refuse_gone(argv)
+    words = _with_values(argv)
+    if not any(word.startswith("--tyro-") for word in words):
+        check_flags(words, others)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", nargs="?")  # without a value, tyro's message is shown
+    finder.add_argument("--config")
     path = finder.parse_known_args(list(argv))[0].config
     default = load_toml(Path(path)) if path else TrainConfig()
-    # console_outputs=False does not silence tyro's errors about values
-    with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
-        config = tyro.cli(
-            TrainConfig,
-            prog=program("fla-cp-train"),
-            args=_with_values(argv),
-            default=default,
-            console_outputs=not quiet,
-        )
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            config = tyro.cli(
+                TrainConfig,
+                prog=program("fla-cp-train"),
+                args=words,
+                default=default,
+                console_outputs=not quiet,
+            )
+    except SystemExit as ended:
+        if ended.code in (0, None):
+            raise
+        # a rule of tyro that check_flags does not have: its box in one line
+        text = " ".join(errors.getvalue().translate(_BOX).split())
+        raise UserError(f"the flags are refused: {text}") from None
     parallel = config.parallel.resolved(int(os.environ.get("WORLD_SIZE", "1")))
     config = with_recipe(dataclasses.replace(config, parallel=parallel, config=None))
     validate(config)

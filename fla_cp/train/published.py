@@ -6,6 +6,7 @@ model = load_published(path, torch.device("cpu"))
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from fla_cp.integrations.layouts import Layout, layout_of
-from fla_cp.integrations.layouts.match import check_folder, read_config
+from fla_cp.integrations.layouts.match import check_folder, compare_options, read_config
 from fla_cp.integrations.safetensors_folder import TensorFolder
 from fla_cp.train.config import ModelConfig, UserError
 from fla_cp.train.distributed import Ranks
@@ -38,17 +39,48 @@ def open_published(path: Path) -> tuple[Decoder, Layout, TensorFolder]:
     express, and for a folder that is not whole; see `check_folder`.
     """
     try:
-        config = _understood(path, read_config(path))
-        model, shape = READERS[config.model_type](config)
-        with torch.device("meta"):
-            decoder = Decoder(model, config.vocab_size, shape)
-        layout = layout_of(decoder)
+        config = read_config(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"HF_DIR {path}: {error}") from None
+    try:
+        decoder, layout = _described(path, config)
+    except ValueError as error:
+        raise UserError(
+            f"HF_DIR {path}: {error}; transformers itself generates with its models: "
+            f"AutoModelForCausalLM.from_pretrained({str(path)!r}).generate(..)"
+        ) from None
+    try:
         folder = TensorFolder(path, layout.renamed)
         check_folder(layout, folder)
-        _check_positions(config, _understood(path, layout.config))
     except (ValueError, OSError) as error:
-        raise UserError(f"HF_DIR: {error}") from None
+        raise UserError(f"HF_DIR {path}: {error}") from None
     return decoder, layout, folder
+
+
+def why_not_read(model: Mapping[str, Any]) -> str:
+    """Why our decoder cannot have a model of transformers; "" if it can.
+
+    model: the section "model" of a checkpoint's record, which has what config.json says.
+    """
+    own = {field.name for field in dataclasses.fields(ModelConfig)}
+    config = {name: value for name, value in model.items() if value is not None or name not in own}
+    try:
+        _described(Path("OUT"), config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _described(path: Path, config: dict[str, Any]) -> tuple[Decoder, Layout]:
+    """The decoder of a config.json, on the meta device. path: of its folder, for errors."""
+    understood = _understood(path, config)
+    model, shape = READERS[understood.model_type](understood)
+    with torch.device("meta"):
+        decoder = Decoder(model, understood.vocab_size, shape)
+    layout = layout_of(decoder)
+    compare_options(layout, path, config)
+    _check_positions(understood, _understood(path, layout.config))
+    return decoder, layout
 
 
 def load_published(path: Path, device: torch.device) -> Decoder:
@@ -92,7 +124,7 @@ def _fill(model: Decoder, layout: Layout, folder: TensorFolder) -> None:
     try:
         read_into(model, layout, folder)
     except (ValueError, OSError) as error:
-        raise UserError(f"HF_DIR: {error}") from None
+        raise UserError(f"HF_DIR {folder.path}: {error}") from None
     finally:
         folder.close()
 

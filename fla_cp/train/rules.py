@@ -176,7 +176,8 @@ def validate(config: TrainConfig) -> None:
     at_least(1, cp=parallel.cp, dp_replicate=parallel.dp_replicate)
     shards = parallel.dp_shard
     need(shards >= 1, "--dp-shard", "at least 1, or -1 for what is left", shards)
-    at_least(1, seq_len=data.seq_len, global_batch_size=data.global_batch_size)
+    at_least(2, seq_len=data.seq_len)  # one token has no context
+    at_least(1, global_batch_size=data.global_batch_size)
     at_least(1, micro_batch_size=data.micro_batch_size, eval_batches=data.eval_batches)
     documents = data.max_documents
     need(documents is None or documents >= 1, "--data.max-documents", "at least 1", documents)

@@ -7,6 +7,7 @@ folder. The configuration is checked between the two, so that a mistake leaves n
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +25,22 @@ from fla_cp.train.progress import announced
 
 @dataclass(frozen=True)
 class RunFolder:
-    """path: the run folder. found: the checkpoint to resume from. The same on all ranks."""
+    """path: the run folder. found: the checkpoint to resume from. step: its step, or 0. note: where
+    `--resume auto` looked if it found none. The same on all ranks."""
 
     path: Path
     found: Path | None
+    step: int = 0
+    note: str = ""
+
+    def ends(self, steps: int) -> str:
+        """A line that says that a run of so many steps has none left, or ""."""
+        if self.found is None or self.step < steps:
+            return ""
+        return (
+            f"finished: {self.step} of {steps} steps are in {self.found}, so there is nothing to "
+            "train; a larger --max-steps trains on"
+        )
 
 
 @announced("search for a checkpoint")
@@ -36,7 +49,8 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
 
     Rank 0 searches, and locks the folder if it exists; all ranks verify the checkpoint. Raises
     UserError, on all ranks, for a --resume path without an undamaged checkpoint, for a checkpoint
-    of a later step than --max-steps, and for a folder that holds another run or is in use by one.
+    of a later step than --max-steps, for an earlier checkpoint of a run that would lose its later
+    ones, and for a folder that holds another run or is in use by one.
     """
     launchers = _launchers(ranks)
 
@@ -51,6 +65,10 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
     run, candidates = ranks.decide(look)
     trust = config.run.trust_checkpoint
     whole, damaged = checkpoint.newest_whole(candidates, config.run.resume, trust, ranks, say)
+    done, note = 0, ""
+    if whole is None and config.run.resume == "auto" and not config.parity.check:
+        looked = run if config.run.out is not None else f"runs/*-{config.model.name}"
+        note = f"--resume auto found no checkpoint in {looked}: the run starts afresh, in {run}"
     if whole is not None and not config.parity.check:
         done = checkpoint.read_record(whole)[0]["step"]
         if done > config.run.steps:
@@ -61,7 +79,7 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
     if ranks.rank == 0:
         for note in checkpoint.set_aside(run, damaged):
             say(note)
-    return RunFolder(run, whole)
+    return RunFolder(run, whole, done, note)
 
 
 def _look(
@@ -75,6 +93,8 @@ def _look(
     found = checkpoint.find("auto", run) if again else []
     found = found or checkpoint.find(config.run.resume, run)
     inside = bool(found) and run.resolve() in found[0].resolve().parents
+    if inside and config.run.out is None and not config.parity.check:
+        _keep_later(found[0], run)
     continues = config.run.resume == "auto" or inside or again
     if read_metrics(run) and not continues and not config.parity.check:
         raise UserError(
@@ -82,6 +102,16 @@ def _look(
             "folder"
         )
     return run, found
+
+
+def _keep_later(found: Path, run: Path) -> None:
+    """Raises UserError if the run has later checkpoints than the one that --resume names."""
+    last = checkpoint.find("auto", run)[0]
+    if checkpoint.step_of(last) > checkpoint.step_of(found):
+        raise UserError(
+            f"--out must be given beside --resume {found}, since {run} has later checkpoints, up "
+            f"to {last.name}: --out {run} deletes them, and another folder keeps them"
+        )
 
 
 def _name(config: TrainConfig, launchers: Sequence[int]) -> str:
@@ -97,7 +127,17 @@ def _name(config: TrainConfig, launchers: Sequence[int]) -> str:
         runs = [run for run in Path("runs").glob(f"*-{suffix}") if checkpoint.find("auto", run)]
         if runs:
             return str(max(runs, key=lambda run: run.name))
+    elif not config.parity.check and (home := _home(checkpoint.find(config.run.resume, Path()))):
+        return str(home)
     return f"runs/{datetime.now():%Y%m%d-%H%M%S}-{suffix}"
+
+
+def _home(found: Sequence[Path]) -> Path | None:
+    """The run folder of these checkpoints; None if they are in none."""
+    if not found or found[0].absolute().parent.name != "checkpoints":
+        return None
+    home = found[0].absolute().parent.parent
+    return home if found[0].is_absolute() else Path(os.path.relpath(home))
 
 
 def begin_run(config: TrainConfig, run: Path, ranks: Ranks, lock: RunLock) -> None:

@@ -108,8 +108,7 @@ def open_documents(
         files, notes = _text_files(path, split)
         return TextDocuments(files, split), notes
     if kind == "hf" and path:
-        if not Path(path).exists():
-            raise ValueError(f"hf: no file or folder at {path}")
+        _check_exists(path)
         return RowDocuments(Path(path), reading.column, split, reading.root), ()
     return None
 
@@ -121,6 +120,7 @@ def _source(
     kind, _, path = spec.partition(":")
     name = f"the {split} split of {spec!r}"
     if kind == "hf" and tokenizer is None:
+        _check_exists(path)  # a tokenizer would not help
         raise ValueError(f"{spec!r} needs --tokenizer, the folder of a tokenizer")
     if tokenizer is not None and (opened := open_documents(spec, split, reading)) is not None:
         documents, notes = opened
@@ -150,6 +150,12 @@ def _source(
     cut = len(source) - int(len(source) * HELD_OUT)
     first, stop = (0, cut) if split == "train" else (cut, len(source))
     return PackedDataset(source, seq_len, first=first, stop=stop, name=name, notes=notes)
+
+
+def _check_exists(path: str) -> None:
+    """Raises ValueError for an hf:PATH that does not exist."""
+    if not Path(path).exists():
+        raise ValueError(f"hf: no file or folder at {path}")
 
 
 def _text_files(path: str, split: Split | None) -> tuple[list[File], tuple[str, ...]]:

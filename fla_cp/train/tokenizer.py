@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from fla_cp.integrations.safetensors_folder import check_is_folder
+
 Form = Literal["text", "instruction", "chat"]
 
 FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*chat_templates/*.jinja")
@@ -47,8 +49,10 @@ class Tokenizer:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise ValueError(f"--tokenizer must be a folder, got {str(folder)!r}")
+        try:
+            check_is_folder(folder)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer {error}") from None
         needs_extra("--tokenizer", "transformers")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -138,6 +138,17 @@ def test_documented_flags_and_defaults_are_the_trainers():
     assert set(daily) <= set(shown)
 
 
+def test_documented_defaults_of_models_are_the_trainers():
+    from fla_cp.train.config import FOLDER_RECIPE, RECIPES
+
+    (table,) = tables(TRAINING, "Defaults by model")
+    order = ("lr", "warmup_steps", "max_steps")
+    assert table[0] == ["--model", *(f"--{name.replace('_', '-')}" for name in order)]
+    shown = {row[0]: [float(cell) for cell in row[1:]] for row in table[1:]}
+    recipes = RECIPES | {"hf:DIR": FOLDER_RECIPE}
+    assert shown == {size: [getattr(r, name) for name in order] for size, r in recipes.items()}
+
+
 def test_pages_stay_short():
     assert len(README.splitlines()) <= 130
     assert len(DESIGN.splitlines()) <= 325

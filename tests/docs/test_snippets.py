@@ -106,8 +106,8 @@ def test_commands_are_right(block, model_folder, tmp_path, monkeypatch):
     "command, reason",
     [
         ("fla-cp-train --cpp 2", "--cpp"),
-        ("fla-cp-train --seq-len 0", "--seq-len must be at least 1"),
-        ("make train ARGS='--seq-len 0'", "--seq-len must be at least 1"),
+        ("fla-cp-train --seq-len 0", "--seq-len must be at least 2"),
+        ("make train ARGS='--seq-len 0'", "--seq-len must be at least 2"),
         ("torchrun --nproc-per-node 4 launch/train.py --cp 3", "4 ranks are started, 3 are"),
         ("torchrun --nproc-per-node 4 launch/trian.py", "launch/trian.py"),
         ("torchrun --nproc-per-nodes 4 launch/train.py", "--nproc-per-nodes"),

@@ -218,7 +218,10 @@ def test_a_case_that_takes_too_long(monkeypatch):
             "--models must be of tiny, 340M, 1.3B, kimi-linear-small, qwen3-next-small, "
             "kimi-linear, qwen3-next, hf:DIR, got 7B",
         ),
-        (["--models", "hf:/no/such"], "--model hf:/no/such: must be a folder, got '/no/such'"),
+        (
+            ["--models", "hf:/no/such"],
+            "--model hf:/no/such: must be a folder, got '/no/such', which does not exist",
+        ),
         (
             ["--models", "tiny,hf:a", "--peer", "fla"],
             "--peer must be left out with --models hf:a, got fla",
@@ -227,7 +230,7 @@ def test_a_case_that_takes_too_long(monkeypatch):
         (["--peer-only"], "--peer-only needs --peer"),
         (["--peer", "fla"], "--peer fla needs a GPU"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--flags", "--seq-len 0"], "--flags: --seq-len must be at least 1, got 0"),
+        (["--flags", "--seq-len 0"], "--flags: --seq-len must be at least 2, got 0"),
     ],
 )
 def test_refusals(flags, said):

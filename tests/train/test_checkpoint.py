@@ -9,6 +9,7 @@ import torch
 from fla_cp.train import checkpoint
 from fla_cp.train.checkpoint import Progress, checkpoints, complete, find
 from fla_cp.train.config import DataConfig, ModelConfig, UserError
+from fla_cp.train.integrity import seal
 from tests.support.checkpoints import VOCAB, OneRank, names
 
 
@@ -42,7 +43,7 @@ def test_newest_are_kept_and_found(tmp_path, ranks):
     assert find("auto", tmp_path) == [newest, older]
     assert find(str(tmp_path), tmp_path / "other") == [newest, older]
     assert find(str(older), tmp_path) == [older]
-    with pytest.raises(UserError, match=r"--resume must be none, auto, or the path .* no complete"):
+    with pytest.raises(UserError, match=r"--resume must be none, .* does not exist"):
         find(str(tmp_path / "other"), tmp_path)
 
 
@@ -129,6 +130,27 @@ def test_another_model_is_refused_and_other_data_noted(tmp_path, ranks):
         "the resumed run's data differ: --seed is 3, was 0",
         "the resumed run's data differ: packs in --data is 9, was 10",
     ]
+
+
+def test_another_schedule_is_noted_with_its_learning_rate(tmp_path, ranks):
+    flags = "--max-steps 20 --lr 0.004 --warmup-steps 2"
+    one = OneRank(ranks, flags)
+    path = one.save(tmp_path, 20)
+    assert checkpoint.check_matches(path, one.facts()) == []
+    longer = OneRank(ranks, flags.replace("20", "40", 1))
+    assert checkpoint.check_matches(path, longer.facts()) == [
+        "the resumed run's schedule differs: --max-steps is 40, was 20; the learning rate of step "
+        "20 was 4.0e-04, that of step 21 is 2.2e-03"
+    ]
+    other = OneRank(ranks, "--max-steps 40 --lr 0.002 --schedule wsd --optim.decay-ratio 0.5")
+    assert checkpoint.check_matches(path, other.facts()) == [
+        "the resumed run's schedule differs: --max-steps is 40, was 20; --schedule is wsd, was "
+        "cosine; --optim.decay-ratio is 0.5, was 0.2; --lr is 0.002, was 0.004; --warmup-steps is "
+        "8, was 2; the learning rate of step 20 was 4.0e-04, that of step 21 is 1.9e-03"
+    ]
+    del (record := checkpoint.read_record(path)[0])["optim"]  # as older versions wrote it
+    (path / checkpoint.RECORD).write_bytes(seal(record))
+    assert checkpoint.check_matches(path, longer.facts()) == []
 
 
 def test_a_hybrid_is_resumed_with_other_positions_and_no_other_pattern(tmp_path, ranks):

@@ -5,6 +5,9 @@ from typing import get_type_hints
 
 import pytest
 
+import fla_cp.train.main
+import fla_cp.train.memory
+import fla_cp.train.parse
 from fla_cp.train.config import RECIPES, ModelConfig, OptimConfig, TrainConfig, UserError
 from fla_cp.train.model import SHAPES, shape_of
 from fla_cp.train.optim import learning_rate
@@ -94,6 +97,7 @@ def test_missing_toml():
     "flags,message",
     [
         ("--cp 0", "--cp must be at least 1, got 0"),
+        ("--seq-len 1", "--seq-len must be at least 2, got 1"),
         ("--max-steps 0", "--max-steps must be at least 1, got 0"),
         ("--eval-every -1", "--eval-every must be at least 0, got -1"),
         ("--run.keep-checkpoints 0", "--run.keep-checkpoints must be at least 1, got 0"),
@@ -170,15 +174,59 @@ def test_rates_and_steps_follow_the_model_size(tmp_path):
     assert (config.optim.lr, config.run.max_steps) == (0.25, RECIPES["1.3B"].max_steps)
 
 
-@pytest.mark.parametrize("flags", ["--cpp 4", "--impl 7B", "--cp x", "--config"])
-def test_bad_flags_exit_with_a_message_on_one_rank(flags, capfd):
-    with pytest.raises(SystemExit) as failure:
-        parse(flags.split())
-    assert failure.value.code == 2
-    assert flags.split()[0] in "".join(capfd.readouterr())
-    with pytest.raises(SystemExit):
-        parse(flags.split(), quiet=True)
-    assert capfd.readouterr().err == ""
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--cpp 4", "unknown option --cpp; did you mean --cp?"),
+        ("--gate-bias True", "unknown option --gate-bias; did you mean --model.gate-bias?"),
+        ("--dp 2", "unknown option --dp; did you mean --dp-shard or --dp-replicate?"),
+        ("--no-ofload", "unknown option --no-ofload; did you mean --offload?"),
+        ("--zzz", "unknown option --zzz; fla-cp-train --help lists all"),
+        ("-x", "unknown option -x; fla-cp-train --help lists all"),
+        ("train", "options must begin with --, got 'train'"),
+        (
+            "--check-parity 3",
+            "options must begin with --, got '3' after --check-parity, which takes no value",
+        ),
+        ("--offload=True", "--offload must be given without a value, got 'True'"),
+        ("--impl 7B", "--impl must be one of auto, torch, triton, got '7B'"),
+        ("--model.gate-bias yes", "--model.gate-bias must be one of True, False, got 'yes'"),
+        ("--cp x", "--cp must be a whole number, got 'x'"),
+        ("--seed None", "--seed must be a whole number, got 'None'"),
+        ("--max-steps=1.5", "--max-steps must be a whole number, got '1.5'"),
+        ("--optim.lr 1e", "--optim.lr must be a number, got '1e'"),
+        ("--config", "--config must have a value"),
+        ("--lr --cp 4", "--lr must have a value: a number"),
+        ("--schedule", "--schedule must have a value: one of cosine, wsd"),
+    ],
+)
+def test_bad_flags_end_in_one_line_on_one_rank(flags, message, monkeypatch, capfd):
+    for main in (fla_cp.train.main.main, fla_cp.train.memory.main):
+        assert main(flags.split()) == 2
+        assert capfd.readouterr() == ("", f"error: {message}\n")
+    monkeypatch.setenv("RANK", "1")
+    assert fla_cp.train.main.main(flags.split()) == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_advice_names_options_of_the_program_itself(capfd):
+    assert fla_cp.train.memory.main(["--memory-gb", "80"]) == 2
+    assert (
+        capfd.readouterr().err == "error: unknown option --memory-gb; did you mean --memory-gib?\n"
+    )
+
+
+def test_what_only_tyro_refuses_is_one_line_too(monkeypatch):
+    monkeypatch.setattr(fla_cp.train.parse, "check_flags", lambda *given: None)
+    with pytest.raises(UserError, match=r"^the flags are refused: Unrecognized options .*--cpp.*$"):
+        parse(["--cpp", "4"])
+
+
+def test_values_that_tyro_takes_are_not_refused():
+    flags = "--seed=1_0 --lr 1e-3 --cp +2 --model.no-offload --model.layers None --dp_shard -1"
+    config = parse([*flags.split(), "--model.gate_bias=False", "--out=--odd"])
+    assert (config.run.seed, config.parallel.cp, config.parallel.dp_shard) == (10, 2, 1)
+    assert (config.model.layers, config.model.gate_bias, config.run.out) == (None, False, "--odd")
 
 
 def test_help_says_what_each_field_is(capsys):

@@ -13,9 +13,9 @@ from fla_cp.train.build import build_sharded
 from fla_cp.train.checkpoint import checkpoints
 from fla_cp.train.config import UserError
 from fla_cp.train.data import ArraySource, PackedDataset
+from fla_cp.train.device_rules import check_impl
 from fla_cp.train.distributed import joined
 from fla_cp.train.flops import step_flops
-from fla_cp.train.main import check_impl
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.model import Decoder, build_model
 from fla_cp.train.optim import build_optimizer, update

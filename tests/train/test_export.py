@@ -317,7 +317,11 @@ def test_a_folder_of_other_tensors_is_refused_by_their_names(change, said, folde
 
 
 def test_folders_that_cannot_be_read(folder, tmp_path):
-    assert "must be a folder" in refusal(tmp_path / "nowhere", KIMI_EXPERTS)
+    # also for a model without a layout: first the path has to be right
+    for flags in (KIMI_EXPERTS, "--mixer kda"):
+        rule = f"--init-from: must be a folder, got '{tmp_path}/nowhere', which does not exist"
+        assert refusal(tmp_path / "nowhere", flags) == rule
+    assert refusal(folder / "config.json", KIMI_EXPERTS).endswith("config.json', which is a file")
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
@@ -374,6 +378,31 @@ def test_a_checkpoint_with_other_weights_is_not_resumed(tmp_path):
         optimizer = build_optimizer(model, config.optim)
         with pytest.raises(UserError, match=said):
             load(path, model, optimizer, ranks)
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        (
+            "",
+            "no bias in its output gate (--model.gate-bias False), got one, for which there is no",
+        ),
+        ("--model.gate-bias False", None),
+        ("--mixer gdn", None),
+        ("--mixer gla", "no published layout has the mixers of this model, GatedLinearAttention"),
+    ],
+)
+def test_a_run_says_at_its_start_if_it_cannot_be_exported(flags, reason, tmp_path, capsys):
+    short = f"{TINY} --max-steps 1 --eval-every 0 --tracker none --device cpu --seq-len 64"
+    run = str(tmp_path / "run")
+    assert fla_cp.train.main.main([*short.split(), *flags.split(), "--out", run]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "fla-cp-export" in line]
+    assert len(said) == (reason is not None)
+    for line in said:
+        assert line.startswith("note: fla-cp-export cannot write this model for transformers: ")
+        assert reason in line
+    # what the note says is what the export does
+    assert (export_main([run, str(tmp_path / "hf")]) == 0) == (reason is None)
 
 
 def test_flags_that_do_not_go_together():

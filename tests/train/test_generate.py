@@ -277,10 +277,15 @@ MISTAKES = {
         ["--prompt", "A", "--max-new-tokens", "0"],
         "--max-new-tokens must be at least 1, got 0",
     ),
+    "ranks": (
+        ["--prompt", "A b", "--cp", "2"],
+        "--cp must be the number of ranks that were started, 1, got 2; run torchrun "
+        "--nproc-per-node 2 --no-python fla-cp-generate RUN --device cpu --prompt 'A b' --cp 2\n",
+    ),
     "device": (["--prompt", "A", "--device", "gpu"], "--device must be cpu, cuda or cuda:NUMBER"),
     "GPUs": (
         ["--prompt", "A", "--device", "cuda:1"],
-        "--device must be one of this host, which has 1 GPUs, got cuda:1",
+        "--device must be one of this host, which has 1 GPU, got cuda:1",
     ),
 }
 
@@ -292,10 +297,19 @@ def test_mistakes_are_named_by_flag_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("sys.argv", ["fla-cp-generate"])
     monkeypatch.setattr("fla_cp.train.generate.load", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "latin1.txt").write_bytes("é".encode("latin1"))
     assert generate_main([str(tmp_path), "--device", "cpu", *words]) == 2
-    assert f"error: {message}" in capsys.readouterr().err
+    shown = message.replace("RUN", str(tmp_path))
+    assert f"error: {shown}" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_exist_is_said_so(tmp_path, capsys):
+    for path, problem in (("nowhere", "does not exist"), ("", "holds no complete one")):
+        assert generate_main([str(tmp_path / path), "--device", "cpu", "--prompt", "A"]) == 2
+        rule = "error: RUN must be a run folder or a checkpoint; "
+        assert capsys.readouterr().err == f"{rule}{tmp_path / path} {problem}\n"
 
 
 def test_a_prompt_without_tokens_is_named():

@@ -115,7 +115,7 @@ def test_packings_that_do_not_come_back_are_forgotten():
 
 
 def test_attention_for_all_packings_needs_bfloat16(tmp_path):
-    from fla_cp.train.main import check_impl
+    from fla_cp.train.device_rules import check_impl
 
     flags = ["--mixer", "mla", "--cuda-graphs", "--data.max-documents", "3", "--dtype", "float32"]
     config = parse([*MODEL, *flags])
@@ -283,7 +283,7 @@ def test_what_graphs_refuse(flags, message):
 
 
 def test_graphs_need_a_gpu(tmp_path):
-    from fla_cp.train.main import check_impl
+    from fla_cp.train.device_rules import check_impl
 
     config = parse([*MODEL, "--cuda-graphs"])
     with (

@@ -140,5 +140,5 @@ def test_run_that_fails_frees_its_folder(tmp_path, monkeypatch):
 def test_mistake_leaves_no_folder_for_its_lock(tmp_path, capsys):
     flags = ["--resume", str(tmp_path / "nowhere"), "--out", str(tmp_path / "new")]
     assert fla_cp.train.main.main([*FLAGS, *flags]) == 2
-    assert "holds no complete checkpoint" in capsys.readouterr().err
+    assert "nowhere does not exist" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

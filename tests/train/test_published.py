@@ -9,11 +9,13 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import AutoModelForCausalLM
 
+from fla_cp.train import checkpoint
 from fla_cp.train.config import UserError
 from fla_cp.train.generate import generate, load
 from fla_cp.train.generate import main as generate_main
-from fla_cp.train.published import load_published, open_published
-from tests.support.exported import logits_of
+from fla_cp.train.parse import parse
+from fla_cp.train.published import load_published, open_published, why_not_read
+from tests.support.exported import VOCAB, logits_of
 from tests.support.stock_folders import save_stock
 from tests.support.tokenizers import save_tokenizer
 
@@ -145,8 +147,10 @@ def test_what_our_decoder_lacks_is_refused_by_name(kind, changes, reason, tmp_pa
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | changes))
-    with pytest.raises(UserError, match=rf"HF_DIR: .*{reason}"):
+    with pytest.raises(UserError, match=rf"HF_DIR {tmp_path}: .*{reason}") as caught:
         open_published(tmp_path)
+    way_out = f"AutoModelForCausalLM.from_pretrained('{tmp_path}').generate(..)"
+    assert str(caught.value).endswith(f"; transformers itself generates with its models: {way_out}")
 
 
 def test_missing_weights_are_refused_by_name(tmp_path, capsys):
@@ -158,6 +162,18 @@ def test_missing_weights_are_refused_by_name(tmp_path, capsys):
     shown = capsys.readouterr().err
     assert "error: HF_DIR" in shown
     assert "lacks" in shown or "must have the shape" in shown
+    assert "transformers itself" not in shown  # it would miss them, too
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_runs_of_folders_that_can_be_read_are_told_from_others(kind, tmp_path):
+    def why(**changes):
+        save_stock(tmp_path, FOLDERS[kind][0], **FOLDERS[kind][1] | changes)
+        config = parse(["--model", f"hf:{tmp_path}"])
+        return why_not_read(checkpoint.facts(config, VOCAB, 1, torch.float32)["model"])
+
+    assert why() == ""
+    assert "head_dim" in why(**{"v_head_dim" if "kimi" in kind else "linear_value_head_dim": 12})
 
 
 def test_the_command_takes_the_tokenizer_of_the_folder(tmp_path, capsys):

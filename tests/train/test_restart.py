@@ -138,6 +138,25 @@ def test_restarted_rank_continues_in_out_only_what_is_its_own(whole, tmp_path, m
     assert losses(run) == whole
 
 
+def test_restarted_rank_goes_on_in_the_run_that_it_resumed(whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shorter = ["--out", "first", "--checkpoint-every", "2", "--max-steps", "4"]
+    assert run_here(*shorter, "--schedule", "wsd", "--optim.decay-ratio", "0") == 0
+    flags = ["--resume", "first/checkpoints/step-00000004", "--checkpoint-every", "2"]
+    with monkeypatch.context() as patch:
+        crash_in_call(4, patch)  # in step 8, after the checkpoint of step 6
+        with pytest.raises(KeyError, match="power cut"):
+            run_here(*flags)
+    # by another launcher it would delete that checkpoint, by this one it goes on from it
+    assert run_here(*flags) == 2
+    assert "--out must be given beside --resume" in capsys.readouterr().err
+    monkeypatch.setenv(restart.COUNT, "1")
+    assert run_here(*flags) == 0
+    assert "resumed from first/checkpoints/step-00000006 at step 6" in capsys.readouterr().out
+    assert len(losses(Path("first"))) == len(whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
 def test_restart_flag_is_checked():
     with pytest.raises(UserError, match="--max-restarts must be at least 0, got -1"):
         parse(["--max-restarts", "-1"])

@@ -97,6 +97,73 @@ def test_resumes_past_damage_and_strays(run, trained, capsys):
     assert [row["loss"] for row in read_metrics(run)] == losses
 
 
+def here(steps, *flags):
+    """A run without --out; its exit code."""
+    return fla_cp.train.main.main([*FLAGS, "--max-steps", str(steps), *flags])
+
+
+@pytest.mark.parametrize("named", ["run", "checkpoint", "relative"])
+def test_a_resumed_run_goes_on_in_its_own_folder(named, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    root = run / "checkpoints"
+    path = {"run": run, "checkpoint": root / "step-00000004", "relative": "run"}[named]
+    assert here(5, "--resume", str(path)) == 0
+    shown = "run" if named == "relative" else run
+    line = f"resumed from {shown}/checkpoints/step-00000004 at step 4; the run goes on in {shown}"
+    assert line in capsys.readouterr().out.splitlines()
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5]
+    assert names(run) == ["step-00000004", "step-00000005"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_checkpoint_outside_of_a_run_begins_a_folder(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    loose = tmp_path / "kept" / "step-00000004"
+    shutil.copytree(run / "checkpoints" / "step-00000004", loose)
+    assert here(5, "--resume", str(loose)) == 0
+    (made,) = (tmp_path / "runs").iterdir()
+    assert f"at step 4; the run goes on in runs/{made.name}\n" in capsys.readouterr().out
+    assert os.listdir(tmp_path / "kept") == ["step-00000004"]
+
+
+def test_resuming_an_earlier_checkpoint_deletes_nothing_unasked(run, capsys):
+    earlier = run / "checkpoints" / "step-00000002"
+    assert here(5, "--resume", str(earlier)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"error: --out must be given beside --resume {earlier}, since {run} has later checkpoints, "
+        f"up to step-00000004: --out {run} deletes them, and another folder keeps them"
+    )
+    assert names(run) == ["step-00000002", "step-00000004"]
+    assert here(5, "--resume", str(earlier), "--out", str(run)) == 0
+    assert f"removed {run}/checkpoints/step-00000004" in capsys.readouterr().out
+
+
+def test_a_run_without_steps_left_says_so_and_makes_no_folder(run, tmp_path, capsys):
+    before = (run / "config.toml").read_text()
+    last = run / "checkpoints" / "step-00000004"
+    line = (
+        f"finished: 4 of 4 steps are in {last}, so there is nothing to train; a larger --max-steps "
+        "trains on"
+    )
+    for flags in ([], ["--out", str(tmp_path / "new")]):
+        assert here(4, "--resume", str(run), *flags) == 0
+        assert capsys.readouterr().out.splitlines() == [line]
+    assert not (tmp_path / "new").exists()
+    assert (run / "config.toml").read_text() == before
+
+
+def test_auto_says_where_it_found_no_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train(tmp_path / "a", 1, "--resume", "auto") == 0
+    line = f"--resume auto found no checkpoint in {tmp_path}/a: the run starts afresh, in "
+    assert f"{line}{tmp_path}/a\n" in capsys.readouterr().out
+    assert here(1, "--resume", "auto") == 0
+    (made,) = (tmp_path / "runs").iterdir()
+    line = "--resume auto found no checkpoint in runs/*-tiny: the run starts afresh, in "
+    assert f"{line}runs/{made.name}\n" in capsys.readouterr().out
+
+
 def test_foreign_checkpoint_is_refused_unless_trusted(run, tmp_path, capsys):
     path, marker = run / "checkpoints" / "step-00000004", tmp_path / "marker"
     metadata = trusted_metadata((path / ".metadata").read_bytes())

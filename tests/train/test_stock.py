@@ -11,7 +11,7 @@ import torch
 import fla_cp.train.parity
 from fla_cp.train.build import build_sharded
 from fla_cp.train.config import UserError
-from fla_cp.train.main import check_folder
+from fla_cp.train.device_rules import check_folder
 from fla_cp.train.optim import build_optimizer, learning_rate, update
 from fla_cp.train.parse import parse
 from fla_cp.train.sources import build_dataset

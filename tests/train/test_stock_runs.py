@@ -98,18 +98,37 @@ def test_what_is_exported_is_loaded_and_exported_again(root, tmp_path, kind):
     assert all(half[name].dtype == torch.float32 for name in half if name.endswith("A_log"))
 
 
-@pytest.mark.parametrize("kind", ["kimi_linear", "olmo_hybrid"])
-def test_generate_and_evaluate_name_the_way_out(root, tmp_path, kind, capsys):
+READABLE = {
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "num_experts": 4,
+    "intermediate_size": 64,
+}
+"""What makes the tiny Qwen3-Next one that our decoder expresses."""
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "olmo_hybrid", "readable"])
+def test_generate_and_evaluate_name_a_way_out_that_works(root, tmp_path, kind, capsys):
+    folder, name = root / "org/models" / kind, "qwen3_next" if kind == "readable" else kind
+    if kind == "readable":
+        save_stock(folder, name, **READABLE, vocab_size=256)
     assert train(root, kind, tmp_path / "run", 1) == 0
     capsys.readouterr()
+    path, out = tmp_path / "run/checkpoints/step-00000001", tmp_path / "OUT"
     for program in (generate.main, evaluate.main):
         words = ["--prompt", "abc"] if program is generate.main else ["--packs", "1"]
         assert program([str(tmp_path / "run"), "--device", "cpu", *words]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith("error: RUN must not be a run of --model hf:DIR, got ")
-        assert f" of {kind}: write it with fla-cp-export RUN OUT, and " in line
-        theirs = "use transformers' own generate on OUT; here OUT may be of kimi_linear or"
-        assert (theirs in line) == (kind == "olmo_hybrid")
+        write = f"write it with fla-cp-export {path} OUT, and "
+        start = f"error: RUN must not be a run of --model hf:DIR, got {path} of {name}: {write}"
+        assert line.startswith(start)
+        theirs = "use transformers' own generate on OUT, which fla_cp's decoder does not read: "
+        assert (line == f"{start}give OUT instead") == (kind == "readable")
+        assert line.startswith(start + theirs) == (kind != "readable")
+    # OUT is read where the advice says so, and only there
+    assert fla_cp.train.export.main([str(path), str(out)]) == 0
+    words = ["--device", "cpu", "--prompt", "abc", "--max-new-tokens", "2"]
+    assert (generate.main([str(out), *words]) == 0) == (kind == "readable")
 
 
 def test_names_of_runs_and_resume_auto_survive_slashes(root, tmp_path, monkeypatch, capsys):

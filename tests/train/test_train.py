@@ -231,7 +231,7 @@ def test_resume_auto_without_out_finds_the_newest_run(text, tmp_path, monkeypatc
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
     assert list(Path("runs").iterdir()) == [run]
     assert run_here(*text, "--max-steps", "3", "--resume", "nowhere") == 2
-    assert "nowhere holds no complete checkpoint" in capsys.readouterr().err
+    assert "nowhere does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
@@ -371,6 +371,12 @@ def test_wrong_number_of_ranks_names_the_command(monkeypatch):
     [
         ("--data nothing", "--data: unknown data 'nothing': expected one of "),
         ("--data text:EMPTY", "--data: text: no files below "),
+        ("--data hf:/no/such", "--data: hf: no file or folder at /no/such\n"),
+        ("--data hf:EMPTY", "--data: 'hf:EMPTY' needs --tokenizer, the folder of a tokenizer\n"),
+        (
+            "--tokenizer /no/such",
+            "--tokenizer must be a folder, got '/no/such', which does not exist\n",
+        ),
         ("--impl triton", "--impl with --device cpu: impl='triton' runs on CUDA devices, got cpu"),
         (
             "--parallel.flash-attention-3 on",
@@ -385,8 +391,8 @@ def test_mistakes_leave_no_folder(flags, message, parity, text, tmp_path, monkey
     (tmp_path / "empty").mkdir()
     flags = flags.replace("EMPTY", str(tmp_path / "empty")).split()
     assert run_here(*text, *flags, *parity) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {message}")
+    (line,) = capsys.readouterr().err.splitlines(keepends=True)
+    assert line.startswith(f"error: {message.replace('EMPTY', str(tmp_path / 'empty'))}")
     assert run_here(*text, *flags, *parity, "--out", "named") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
@@ -434,5 +440,7 @@ def test_mistakes_end_in_one_line_on_any_number_of_ranks():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_missing_gpu_is_reported(capsys):
-    assert run_here("--device", "cuda", "--cp", "2") == 2
-    assert "--device cuda needs a GPU per local rank: 2 ranks, 0 GPUs" in capsys.readouterr().err
+    for ranks, counts in ((2, "2 ranks, 0 GPUs"), (1, "1 rank, 0 GPUs")):
+        assert run_here("--device", "cuda", "--cp", str(ranks)) == 2
+        said = f"error: --device cuda needs a GPU per local rank: {counts}\n"
+        assert said in capsys.readouterr().err

@@ -38,7 +38,7 @@ def check_folder(layout: Layout, folder: TensorFolder) -> list[str]:
             f"{folder.path} must be a model of type {layout.model_type}, which has the mixers of "
             f"this run's --model.pattern, got {config.get('model_type')!r}"
         )
-    notes = _compare_options(layout, folder.path, config)
+    notes = compare_options(layout, folder.path, config)
     _compare_names(layout, folder)
     for name, stored in folder.tensors.items():
         published = layout.tensors.get(layout.copies.get(name, name))
@@ -79,8 +79,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _compare_options(layout: Layout, path: Path, config: dict[str, Any]) -> list[str]:
-    """As transformers understands both, with its defaults."""
+def compare_options(layout: Layout, path: Path, config: dict[str, Any]) -> list[str]:
+    """Compares config.json with a layout's options, both as transformers understands them, with its
+    defaults; returns notes as `check_folder`. Raises ValueError for an option that differs."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[layout.model_type]
