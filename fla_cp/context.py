@@ -36,6 +36,7 @@ from fla_cp.partition.checks import (
     check_offsets,
     check_sequences_fit,
     check_token_ranges,
+    refuse_length,
     token_ranges_of,
 )
 from fla_cp.partition.device_tables import Tabled, fill, to_device
@@ -142,10 +143,7 @@ class FLACPContext(Tabled, FLANames):
     def check_local_tokens(self, tokens: int) -> None:
         """Raises ValueError unless this rank holds that many tokens."""
         if tokens != self.local_tokens:
-            raise ValueError(
-                f"under cp_context the local length must be context.local_tokens="
-                f"{self.local_tokens}, got T={tokens}"
-            )
+            refuse_length(tokens, self.local_tokens, self.total_tokens)
 
     def before(self, call: str, **facts: object) -> None:
         """Compares the ranks if that is due; see comm/agreement.py. call, facts: what is called,

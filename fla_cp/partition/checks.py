@@ -140,6 +140,22 @@ def check_token_ranges(
         raise ValueError(f"token_ranges must tile [0, {total}) once, but they end at {at}")
 
 
+def refuse_length(tokens: int, local: int, total: int) -> NoReturn:
+    """Raises ValueError for a call with T = tokens on a rank that holds `local` tokens of `total`.
+    A call with `total` tokens has one of two mistakes, which cannot be told apart here."""
+    hint = ""
+    if tokens == total:
+        hint = (
+            ", which is where cu_seqlens ends. If these are the tokens of the whole batch, pass "
+            "cp_context.shard(x). If they are this rank's share, cu_seqlens looks like this rank's "
+            "own: give build_cp_context that of the whole batch"
+        )
+    raise ValueError(
+        f"under cp_context the local length must be context.local_tokens={local}, got "
+        f"T={tokens}{hint}"
+    )
+
+
 def check_max_sequences(
     most: int, offsets: Sequence[int], world_size: int, token_ranges: object, exchange: str
 ) -> None:
