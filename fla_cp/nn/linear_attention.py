@@ -26,7 +26,7 @@ from fla_cp.nn.modules import (
     check_layer,
 )
 from fla_cp.nn.one_call import one_call
-from fla_cp.nn.projections import Projections, is_low_rank
+from fla_cp.nn.projections import Projections, check_dtype, is_low_rank
 from fla_cp.ops.short_conv import Heads
 from fla_cp.rule import NORM_EPS, accumulator
 
@@ -276,6 +276,8 @@ class LinearAttention(nn.Module):
         exchanges = cp_context is not None and cp_context.world_size > 1
         inputs = self.input_projections()
         project = Projections(x, inputs)
+        if not project.joined:  # modules are joined only if x has the dtype of their weights
+            check_dtype(x, self.q_proj)
         y = None if cache is not None else one_call(self, project, cu_seqlens, cp_context)
         if y is not None:
             return y
