@@ -47,7 +47,7 @@ NEAR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Gaps of two logits, as shares of the largest, under which either token may be chosen."""
 
 GOALS = {1: 1.5, 64: 1.3}
-"""The step's time over its floor that docs/generation.md promises, by batch."""
+"""The step's time over its floor that is the goal, by batch (CONTRIBUTING.md, "Decoding steps")."""
 
 
 def prefilled(model: Decoder, rows: int) -> tuple[list[LayerCache], Tensor]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fla_cp import remat
+from fla_cp.arguments import check_count
 from fla_cp.comm import Agreement, Exchange, Halo, Links, collectives, make_exchange, scheme_of
 from fla_cp.handle import Handle
 from fla_cp.partition.checks import (
@@ -36,6 +37,8 @@ from fla_cp.partition.checks import (
     check_offsets,
     check_sequences_fit,
     check_token_ranges,
+    length_in,
+    refuse_length,
     token_ranges_of,
 )
 from fla_cp.partition.device_tables import Tabled, fill, to_device
@@ -142,10 +145,7 @@ class FLACPContext(Tabled, FLANames):
     def check_local_tokens(self, tokens: int) -> None:
         """Raises ValueError unless this rank holds that many tokens."""
         if tokens != self.local_tokens:
-            raise ValueError(
-                f"under cp_context the local length must be context.local_tokens="
-                f"{self.local_tokens}, got T={tokens}"
-            )
+            refuse_length(tokens, self.local_tokens, self.total_tokens)
 
     def before(self, call: str, **facts: object) -> None:
         """Compares the ranks if that is due; see comm/agreement.py. call, facts: what is called,
@@ -165,8 +165,9 @@ class FLACPContext(Tabled, FLANames):
                 f"cp_context.repeated({n}) to be called once before the compiled function"
             )
 
-        def build() -> FLACPContext:
-            return _context(
+        if n not in self._repeated:
+            check_count("n", n)
+            self._repeated[n] = _context(
                 self.group,
                 _times(n, self.global_cu_seqlens),
                 tuple(tuple((n * a, n * b) for a, b in r) for r in self.token_ranges),
@@ -176,9 +177,6 @@ class FLACPContext(Tabled, FLANames):
                 self.max_sequences,
                 checked=self.agreement is not None,
             )
-
-        if n not in self._repeated:
-            self._repeated[n] = build()
         return self._repeated[n]
 
     @cached_property
@@ -263,10 +261,10 @@ class FLACPContext(Tabled, FLANames):
         Raises ValueError for another shape and for a group that was destroyed.
         """
         self.check_alive()
-        folds = dim == 1 and x.ndim > 1 and x.shape[0] * x.shape[1] == self.total_tokens
-        if folds and x.shape[0] > 1:
+        rows = dim == 1 and getattr(x, "ndim", 0) > 1 and x.shape[0] > 1
+        if rows and x.shape[0] * x.shape[1] == self.total_tokens:
             x = x.flatten(0, 1).unsqueeze(0)
-        if x.shape[dim] != self.total_tokens:
+        if length_in(x, dim) != self.total_tokens:
             raise ValueError(
                 f"x must have total_tokens={self.total_tokens} tokens in dim {dim}, "
                 f"got shape {tuple(x.shape)}"
@@ -282,7 +280,7 @@ class FLACPContext(Tabled, FLANames):
         Raises ValueError for another shape, for a group that was destroyed, and if ranks differ.
         """
         self.check_alive()
-        if x.shape[dim] != self.local_tokens:
+        if length_in(x, dim) != self.local_tokens:
             raise ValueError(
                 f"x must have local_tokens={self.local_tokens} tokens in dim {dim}, "
                 f"got shape {tuple(x.shape)}"

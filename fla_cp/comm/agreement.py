@@ -166,9 +166,12 @@ def _check(gathered: Tensor, facts: Facts) -> None:
         if differing:
             odd |= differing
             found.append(f"{name} ({_shown(facts[name], column)})")
+    hint = ""
+    if found[0].startswith("cu_seqlens "):
+        hint = ". If this is the cu_seqlens of each rank's own tokens, pass that of the whole batch"
     raise ValueError(
         f"all ranks of a context-parallel group must agree, but ranks {sorted(odd)} differ from "
-        f"rank 0 in {', '.join(found)}"
+        f"rank 0 in {', '.join(found)}{hint}"
     )
 
 

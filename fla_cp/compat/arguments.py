@@ -43,6 +43,23 @@ def places(
     return {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
 
 
+def check_layout(
+    q: object, cu_seqlens: Tensor | None, cp_context: FLACPContext | None, name: str = "q"
+) -> None:
+    """Warns if q looks like [B, H, T, K], which FLA took with head_first=True. Its shape alone does
+    not tell, because a row may have fewer tokens than heads. Offsets and contexts hold the number
+    of tokens, so a call with them raises an error elsewhere."""
+    if cu_seqlens is not None or cp_context is not None or torch.compiler.is_compiling():
+        return
+    if isinstance(q, Tensor) and q.ndim == 4 and 1 < q.shape[1] < q.shape[2]:
+        warnings.warn(
+            f"{name} has fewer tokens than heads, T={q.shape[1]} and H={q.shape[2]}: tensors must "
+            "be [B, T, H, ..]; if they are [B, H, T, ..], pass x.transpose(1, 2) of each",
+            UserWarning,
+            stacklevel=3,  # where the operator is called
+        )
+
+
 def state_layout(state_v_first: bool, kwargs: dict[str, Any]) -> bool:
     """Whether states are [V, K], under the present name of the option or the one before."""
     if "transpose_state_layout" not in kwargs:
@@ -147,6 +164,31 @@ def head_decay(q: Tensor, v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -
     if g_gamma.shape != (HV,):
         raise ValueError(f"g_gamma must have shape [HV] = ({HV},), got {tuple(g_gamma.shape)}")
     return g_gamma.to(accumulator(q.dtype)).expand(B, T, HV)
+
+
+def channel_decay(
+    q: Tensor, v: Tensor, g: Tensor | None, gk: Tensor, beta: Tensor | None
+) -> Tensor:
+    """The log decay [B, T, HV, K] of gk and, if given, of g beside it. beta: as the caller gave it.
+    The chunked function has no gk, and its fifth argument is beta."""
+    (B, T, HV), K = _rows_and_heads(q, v), q.shape[3]
+    check_tensors(("gk", "g"), (gk, g), 1)
+    for name, x, letters, expected in (
+        ("gk", gk, "[B, T, HV, K]", (B, T, HV, K)),
+        ("g", g, "[B, T, HV]", (B, T, HV)),
+    ):
+        if x is None:
+            continue
+        if x.shape != expected:
+            rule = f"have shape {letters} = {expected}, got {tuple(x.shape)}"
+            if x.ndim != len(expected):
+                rule = f"have {len(expected)} dimensions, got shape {tuple(x.shape)}"
+            if x is gk and beta is None and x.shape == expected[:3]:
+                rule += ", which is that of beta: pass beta by name, because gk and gv come first"
+            raise ValueError(f"{name} must {rule}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    return gk if g is None else g[..., None].to(accumulator(gk.dtype)) + gk
 
 
 def ones_or(beta: Tensor | None, v: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fla_cp import ops
 from fla_cp.compat.arguments import (
     bounded,
+    check_layout,
     chunk_size,
     gate,
     head_decay,
@@ -54,6 +55,7 @@ def chunk_kda(
     Returns (o, final_state), and with return_intermediate_states also the states at the start of
     every chunk_size tokens, or of every 64.
     """
+    check_layout(q, cu_seqlens, cp_context)
     del max_num_seqs  # FLA reads it with use_graph only
     refuse("use_graph", use_graph, False, "see docs/cuda_graphs.md for calls in CUDA graphs")
     v_first = state_layout(state_v_first, kwargs)
@@ -106,6 +108,7 @@ def chunk_gated_delta_rule(
 
     kwargs: use_gate_in_kernel, A_log, dt_bias, chunk_size 16, 32 or 64, transpose_state_layout.
     """
+    check_layout(q, cu_seqlens, cp_context)
     del chunk_indices
     v_first = state_layout(state_v_first, kwargs)
     size = chunk_size(kwargs, (16, 32, 64))
@@ -150,6 +153,7 @@ def chunk_delta_rule(
     **kwargs: Any,
 ) -> tuple[Tensor, ...]:
     """`fla_cp.chunk_gated_delta_rule` without decay. kwargs: chunk_size 16, 32 or 64."""
+    check_layout(q, cu_seqlens, cp_context)
     size = chunk_size(kwargs, (16, 32, 64))
     nothing_left("chunk_delta_rule", kwargs)
     return ops.chunk_gated_delta_rule(
@@ -183,6 +187,7 @@ def chunk_gated_delta_product(
     cp_context: FLACPContext | None = None,
 ) -> tuple[Tensor, ...]:
     """`fla_cp.chunk_gated_delta_product`. g=None: no decay."""
+    check_layout(q, cu_seqlens, cp_context)
     return ops.chunk_gated_delta_product(
         q,
         k,
@@ -215,6 +220,7 @@ def chunk_comba(
     cp_context: FLACPContext | None = None,
 ) -> tuple[Tensor, ...]:
     """`fla_cp.chunk_comba`. p=None: k reads the state. beta=None: ones."""
+    check_layout(q, cu_seqlens, cp_context)
     return ops.chunk_comba(
         q,
         k,
@@ -245,6 +251,7 @@ def chunk_gla(
     cp_context: FLACPContext | None = None,
 ) -> tuple[Tensor, ...]:
     """`fla_cp.chunk_gla`."""
+    check_layout(q, cu_seqlens, cp_context)
     return ops.chunk_gla(
         q,
         k,
@@ -278,6 +285,7 @@ def chunk_simple_gla(
 
     kwargs: chunk_size 16, 32, 64, 128, 256 or None. The call chooses for the last three.
     """
+    check_layout(q, cu_seqlens, cp_context)
     size = chunk_size(kwargs, (16, 32, 64, 128, 256, None))
     nothing_left("chunk_simple_gla", kwargs)
     return ops.chunk_simple_gla(
@@ -316,6 +324,7 @@ def chunk_dplr_delta_rule(
     """`fla_cp.chunk_dplr_delta_rule`. chunk_size: 16, 32, 64 or None, in tokens. 64 gives chunks of
     32 tokens, which are the longest. A lower_bound of at least -5 allows what safe_gate allows, as
     in FLA."""
+    check_layout(q, cu_seqlens, cp_context)
     nothing_left("chunk_dplr_delta_rule", kwargs)
     return ops.chunk_dplr_delta_rule(
         q,
@@ -352,6 +361,7 @@ def chunk_rwkv7(
     lower_bound: float | None = None,
 ) -> tuple[Tensor, ...]:
     """`fla_cp.chunk_rwkv7`. chunk_size and lower_bound: as in `chunk_dplr_delta_rule`."""
+    check_layout(r, cu_seqlens, cp_context, "r")
     return ops.chunk_rwkv7(
         r,
         w,

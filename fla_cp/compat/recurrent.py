@@ -12,6 +12,7 @@ from fla_cp.arguments import check_flags, check_tensors
 from fla_cp.compat.arguments import (
     backwards,
     beside,
+    channel_decay,
     gate,
     head_decay,
     no_decay,
@@ -26,7 +27,6 @@ from fla_cp.ops.checks import check_sequences
 from fla_cp.ops.family import GLA, KDA
 from fla_cp.ops.options import Names, Tensors
 from fla_cp.ops.recurrent import recurrent
-from fla_cp.rule import accumulator
 
 _GV = "the decay of value channels is not supported"
 
@@ -192,14 +192,7 @@ def fused_recurrent_gated_delta_rule(
         decay = no_decay(q, v) if g is None else g
         o, final = ops.fused_recurrent_gated_delta_rule(q, k, wide_v, decay, strength, **options)
         return o.to(v.dtype), final
-    check_tensors(("gk", "g"), (gk, g), 1)
-    if g is not None:
-        if g.shape != gk.shape[:-1] or g.device != gk.device:
-            raise ValueError(
-                f"g must have gk's shape without K, {tuple(gk.shape[:-1])}, and be on {gk.device}, "
-                f"got {tuple(g.shape)} on {g.device}"
-            )
-        gk = g[..., None].to(accumulator(gk.dtype)) + gk
+    gk = channel_decay(q, v, g, gk, beta)
     o, final = recurrent(_GATED_BY_CHANNEL, Tensors(q, k, wide_v, gk, strength), options)
     return o.to(v.dtype), final
 

@@ -15,6 +15,7 @@ from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
 from fla_cp.nn.modules import RMSNorm, check_hidden
+from fla_cp.nn.projections import check_dtype
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
 from fla_cp.ops.attention import attention_of_sent, compiled_positions, key_rows, send_keys
 from fla_cp.ops.checks import check_sequences
@@ -57,6 +58,7 @@ class SoftmaxAttention(nn.Module):
     ) -> tuple[int, int]:
         """B and T of a call, after checks of its arguments."""
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
+        check_dtype(x, self.q_proj)
         check_tensors(("cu_seqlens_cpu",), (cu_seqlens_cpu,), 0)
         B, T, _ = x.shape
         check_sequences(T, B, cu_seqlens, cp_context, cu_seqlens_cpu)

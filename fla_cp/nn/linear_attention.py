@@ -7,6 +7,7 @@ Source: Gated Delta Networks, arXiv 2412.06464, fig. 1, and the papers named at 
 """
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fla_cp.nn.modules import (
     check_layer,
 )
 from fla_cp.nn.one_call import one_call
-from fla_cp.nn.projections import Projections, is_low_rank
+from fla_cp.nn.projections import Projections, check_dtype, is_low_rank
 from fla_cp.ops.short_conv import Heads
 from fla_cp.rule import NORM_EPS, accumulator
 
@@ -154,6 +155,18 @@ class LinearAttention(nn.Module):
     decay_name = "a_proj"
     core_class: type[Core] = Core
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Gives a member a copy of __init__ with the member's name, which Python shows in errors
+        about arguments: the caller does not know the class that it inherits from."""
+        super().__init_subclass__(**options)
+        own: Any = cls.__init__
+        if "__init__" not in vars(cls) and isinstance(own, FunctionType):
+            where = own.__globals__, own.__name__, own.__defaults__, own.__closure__
+            named = FunctionType(own.__code__, *where)
+            named.__kwdefaults__, named.__annotations__ = own.__kwdefaults__, own.__annotations__
+            named.__qualname__ = f"{cls.__qualname__}.__init__"
+            cls.__init__ = named  # type: ignore[method-assign]
+
     def __init__(
         self,
         hidden_size: int,
@@ -263,6 +276,8 @@ class LinearAttention(nn.Module):
         exchanges = cp_context is not None and cp_context.world_size > 1
         inputs = self.input_projections()
         project = Projections(x, inputs)
+        if not project.joined:  # modules are joined only if x has the dtype of their weights
+            check_dtype(x, self.q_proj)
         y = None if cache is not None else one_call(self, project, cu_seqlens, cp_context)
         if y is not None:
             return y
@@ -357,8 +372,34 @@ class GatedDeltaProduct(LinearAttention):
 
     operator = "gated_delta_product"
 
-    def __init__(self, *sizes: int, num_householder: int = 2, **options: Any) -> None:
-        super().__init__(*sizes, rows=num_householder, **options)
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int = 128,
+        *,
+        num_householder: int = 2,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+        allow_neg_eigval: bool = False,
+        impl: str = "auto",
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            head_dim,
+            num_v_heads=num_v_heads,
+            head_v_dim=head_v_dim,
+            conv_size=conv_size,
+            norm_eps=norm_eps,
+            allow_neg_eigval=allow_neg_eigval,
+            impl=impl,
+            layer_idx=layer_idx,
+            rows=num_householder,
+        )
 
 
 class GatedLinearAttention(LinearAttention):

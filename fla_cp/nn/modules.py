@@ -17,6 +17,7 @@ from fla_cp.context import FLACPContext
 from fla_cp.kernels import TORCH, resolve
 from fla_cp.kernels.torch.gated_norm import ACTIVATIONS
 from fla_cp.nn.initial import Constant, Initial, InitializedModule, Uniform
+from fla_cp.nn.projections import check_dtype
 from fla_cp.ops.checks import check_context, check_conv1d_state, check_sequences
 from fla_cp.ops.gated_norm import gated_norm
 from fla_cp.ops.short_conv import (
@@ -253,6 +254,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_dtype(x, self.gate)
         y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
         return y
 

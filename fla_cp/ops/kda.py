@@ -26,7 +26,8 @@ def chunk_kda(
     """KDA over whole sequences, in chunks, differentiable in every floating input.
 
     q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H; bf16, fp16, fp32, or fp64 (torch).
-    g: [B, T, HV, K], the natural-log decay, <= 0, in q's dtype or fp32.
+    g: [B, T, HV, K], the natural-log decay, <= 0, in q's dtype or fp32. Its values are not checked:
+        above 0 the state grows instead of decaying, and results are undefined, often not finite.
     beta: [B, T, HV], in q's dtype or fp32.
 
     Keywords and their defaults:

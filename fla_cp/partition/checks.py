@@ -97,12 +97,9 @@ def token_ranges_of(token_ranges: object) -> tuple[tuple[tuple[int, int], ...], 
             refuse(rule, x)
 
     def integer(x: object, pair: object) -> int:
-        try:
-            if isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool):
-                raise TypeError
-            return operator.index(x)  # type: ignore[arg-type]
-        except (TypeError, RuntimeError):
+        if (number := _integer(x)) is None:
             refuse("hold [start, stop) of two integers", pair)
+        return number
 
     ranges = []
     for own in listed(token_ranges, "have one list of [start, stop) per rank"):
@@ -114,6 +111,27 @@ def token_ranges_of(token_ranges: object) -> tuple[tuple[tuple[int, int], ...], 
             pairs.append((integer(ends[0], pair), integer(ends[1], pair)))
         ranges.append(tuple(pairs))
     return tuple(ranges)
+
+
+def check_division(total: object, world_size: object) -> tuple[int, int]:
+    """The number of tokens and of ranks as Python's integers. Integers of numpy and torch are
+    accepted."""
+    found = []
+    for name, x, least in (("total", total, 0), ("world_size", world_size, 1)):
+        number = _integer(x)
+        if number is None or number < least:
+            raise ValueError(f"{name} must be an integer from {least}, got {x!r}")
+        found.append(number)
+    return found[0], found[1]
+
+
+def length_in(x: object, dim: object) -> int | None:
+    """The length of a dimension of x, None if x has no such dimension. Raises ValueError if x is no
+    tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, got {type(x).__name__}")
+    place = _integer(dim)
+    return None if place is None or not -x.ndim <= place < x.ndim else x.shape[place]
 
 
 def check_token_ranges(
@@ -138,6 +156,22 @@ def check_token_ranges(
         at = max(at, hi)
     if at != total:
         raise ValueError(f"token_ranges must tile [0, {total}) once, but they end at {at}")
+
+
+def refuse_length(tokens: int, local: int, total: int) -> NoReturn:
+    """Raises ValueError for a call with T = tokens on a rank that holds `local` tokens of `total`.
+    A call with `total` tokens has one of two mistakes, which cannot be told apart here."""
+    hint = ""
+    if tokens == total:
+        hint = (
+            ", which is where cu_seqlens ends. If these are the tokens of the whole batch, pass "
+            "cp_context.shard(x). If they are this rank's share, cu_seqlens looks like this rank's "
+            "own: give build_cp_context that of the whole batch"
+        )
+    raise ValueError(
+        f"under cp_context the local length must be context.local_tokens={local}, got "
+        f"T={tokens}{hint}"
+    )
 
 
 def check_max_sequences(
@@ -169,6 +203,16 @@ def check_sequences_fit(most: int, offsets: Sequence[int]) -> None:
         raise ValueError(
             f"cu_seqlens must have at most max_sequences={most} sequences, got {len(offsets) - 1}"
         )
+
+
+def _integer(x: object) -> int | None:
+    """An integer of Python, numpy or torch as one of Python; None for anything else."""
+    if isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(x)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return None
 
 
 def _is_integer(x: object) -> bool:

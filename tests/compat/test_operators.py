@@ -480,8 +480,50 @@ def test_both_decays_of_the_recurrent_gated_delta_rule_are_checked():
     gk, name = x.pop("g"), "fused_recurrent_gated_delta_rule"
     with pytest.raises(ValueError, match="g must be a tensor, got 'none'"):
         by_position(name, **x, g="none", gk=gk)
-    with pytest.raises(ValueError, match=r"g must have gk's shape without K, .* got \(1, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"g must have shape \[B, T, HV\] = .* got \(1, 1, 1\)"):
         by_position(name, **x, g=gk[:1, :1, :1, 0], gk=gk)
+
+
+def test_a_beta_in_the_place_of_gk_is_recognised():
+    """In chunks, beta is the fifth argument; token by token, gk is."""
+    _, x, _ = of("fused_recurrent_gated_delta_rule")
+    q, k, v, g, beta = (x[n].detach() for n in ("q", "k", "v", "g", "beta"))
+    f, decay = compat.fused_recurrent_gated_delta_rule, torch.zeros(1, 9, 2, 8, dtype=F64)
+    with pytest.raises(ValueError, match=r"^gk must .* \(1, 9, 2\), .*: pass beta by name"):
+        f(q, k, v, g, beta)
+    for wrong, beside in ((beta, beta), (beta, None), (decay[:, :4], None), (decay[..., :4], beta)):
+        with pytest.raises(ValueError, match=f"^gk must have .*{re.escape(str((*wrong.shape,)))}"):
+            f(q, k, v, g, wrong, beta=beside)
+    for wrong in (decay, beta[:, :4]):
+        with pytest.raises(ValueError, match=f"^beta must .*{re.escape(str((*wrong.shape,)))}$"):
+            f(q, k, v, g, decay, beta=wrong)
+    o, _ = f(q, k, v, g, decay, beta=beta)
+    assert_exact("o", o, f(q, k, v, g, beta=beta)[0])
+
+
+@pytest.mark.parametrize("name", [*CHUNK, "chunk_delta_rule", "chunk_rwkv7"])
+def test_fewer_tokens_than_heads_give_a_warning(name):
+    """Tensors [B, H, T, K] have such shapes. Offsets and contexts know the number of tokens."""
+    of_name = {"chunk_delta_rule": "kda", "chunk_rwkv7": "dplr_delta_rule"}
+    member = BY_NAME[of_name.get(name) or CHUNK[name]]
+
+    def run(T, **where):
+        x, keywords, _ = draw(member, Call(T=T, H=6, HV=6, states=False), F64)
+        x = {n: t.detach() for n, t in x.items()}
+        if name == "chunk_delta_rule":
+            return compat.chunk_delta_rule(x["q"], x["k"], x["v"], x["beta"], **where)
+        if name == "chunk_rwkv7":
+            return by_position(name, **{OF_RWKV7.get(n, n): t for n, t in x.items()}, **where)
+        return call(name, x, member, **keywords, **where)
+
+    first = "r" if name == "chunk_rwkv7" else "q"
+    with pytest.warns(UserWarning, match=f"^{first} has fewer tokens than heads, T=5 and H=6: "):
+        run(5)
+    for T in (1, 6):
+        run(T)
+    offsets = torch.tensor([0, 5])
+    run(5, cu_seqlens=offsets)
+    run(5, cp_context=compat.build_cp_context(offsets, None))
 
 
 def test_no_warning_in_an_ordinary_call():

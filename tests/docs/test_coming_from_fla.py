@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fla_cp import compat
+from fla_cp import compat, nn
 from tests.support.closeness import assert_exact
 from tests.support.fla_record import RECORD, find
 from tests.support.members import BY_NAME, F64, Call, draw
@@ -163,8 +163,28 @@ def test_every_name_is_listed_with_its_place_in_fla():
         assert any(module.startswith(place) for place in places), (name, module)
 
 
-def test_the_example_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+def test_the_examples_run():
+    operators, layers = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     found = {}
-    exec(code, found)
+    exec(operators, found)
     assert found["o"].shape == (1, 12, 2, 8)
+    exec(layers, {})
+
+
+def test_keywords_of_layers_are_those_of_the_package_or_refused():
+    """Names on the left of the table that a layer here does not take are refused by class."""
+    of_fla, here = (" ".join(column) for column in zip(*rows("Layers"), strict=True))
+    for name in ("GatedDeltaNet", "KimiDeltaAttention"):
+        layer = getattr(nn, name)
+        taken = inspect.signature(layer).parameters
+        for old in ("expand_v", "mode", "use_short_conv", "conv_bias", "use_gate"):
+            assert f"`{old}`" in of_fla and old not in taken
+            with pytest.raises(TypeError, match=rf"^{name}\.__init__\(\) .*'{old}'$"):
+                layer(64, 2, 16, **{old: 1})
+        assert "`head_v_dim`" in here and "head_v_dim" in taken
+        called = inspect.signature(layer.forward).parameters
+        for old in ("hidden_states", "attention_mask", "past_key_values", "use_cache"):
+            assert old in of_fla and old not in called
+        kept = dict(layer(64, 2, 16).named_parameters())
+        assert {"core.A_log", "core.dt_bias", "qkv_conv.weight"} <= kept.keys()
+        assert kept["qkv_conv.weight"].shape == (3 * 32, 4)

@@ -24,14 +24,6 @@ TOGETHER = {
         """
 import tempfile
 import types
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-folder, text_folder = "DIR", tempfile.mkdtemp()
-name, group, device, cu_seqlens = "DIR", dist.group.WORLD, "cpu", torch.tensor([0, 37, 60])
-ids = torch.randint(0, 256, (1, 60))
-shifted = ids.roll(-1, 1).index_fill(1, cu_seqlens[1:] - 1, -100)
 trainer = types.SimpleNamespace(training_step=lambda model, batch: model(**batch).loss)
 """,
         """
@@ -40,7 +32,7 @@ losses = torch.stack([out.loss.detach(), loss.detach(), share.detach()])
 dist.all_reduce(losses)
 assert losses[0] == losses[1]
 torch.testing.assert_close(losses[2], losses[0], rtol=1e-2, atol=0.0)
-plain = AutoModelForCausalLM.from_pretrained(name)
+plain = AutoModelForCausalLM.from_pretrained("DIR")
 total = 0
 for lo, hi in ((0, 37), (37, 60)):
     logits = plain(input_ids=ids[:, lo:hi], use_cache=False).logits[0, :-1].float()
@@ -196,6 +188,7 @@ def test_programs_that_go_on_from_each_other(page, model_folder, tmp_path):
     launcher, before, after = TOGETHER[page]
     middle = "".join(b.code for b in PYTHON if b.page == page)
     code = "".join((before, middle, after)).replace('"DIR"', repr(model_folder))
+    code = code.replace('"DIR-text"', "tempfile.mkdtemp()")  # each rank writes its own
     (tmp_path / "script.py").write_text(code)
     run([*launcher.split(), "script.py"], tmp_path)
 

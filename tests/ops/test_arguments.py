@@ -333,6 +333,25 @@ def test_sizes_of_layers(name):
         make(8, 2, 4, allow_neg_eigval=1)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_errors_about_arguments_name_the_layer_that_was_called(name):
+    make = getattr(nn, name)
+    for sizes, more, wrong in (
+        ((8, 2, 4), {"expand_v": 1}, "unexpected keyword argument 'expand_v'"),
+        ((8,), {}, "missing 1 required positional argument: 'num_heads'"),
+        ((8, 2, 4, 4), {}, "takes from 3 to 4 positional arguments but 5 were given"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{name}\.__init__\(\) .*{wrong}$"):
+            make(*sizes, **more)
+
+    class Own(make):
+        pass
+
+    with pytest.raises(TypeError, match=r"Own\.__init__\(\) .*'mode'$"):
+        Own(8, 2, 4, mode="chunk")
+    assert inspect.signature(Own) == inspect.signature(make)
+
+
 def test_more_of_layers():
     for bad in (None, 0, 1.5, True):
         with pytest.raises(ValueError, match="num_householder must be an integer from 1, got"):

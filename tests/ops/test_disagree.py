@@ -98,6 +98,31 @@ def test_ranks_with_other_tables(name, check):
     run_threads(tables_differ, 2, name, check)
 
 
+def own_offsets(group, rank, lengths):
+    """Each rank builds a context of its own tokens, as if there were no other rank."""
+    mine = lengths[rank]
+    context = build(group, (0, 5, mine))
+    share = torch.ones(1, mine, 3)
+    weight = torch.ones(3, 4)
+    message = (
+        rf"T={mine}, which is where cu_seqlens ends.* pass cp_context.shard\(x\)\. .*looks like "
+        "this rank's own: give build_cp_context that of the whole batch$"
+    )
+    with pytest.raises(ValueError, match=message):
+        causal_conv1d(share, weight, cp_context=context)
+    for T in (mine - 1, mine + 1):  # neither the batch nor a share
+        with pytest.raises(ValueError, match=rf"got T={T}$"):
+            causal_conv1d(torch.ones(1, T, 3), weight, cp_context=context)
+    if lengths[0] != lengths[1]:
+        with pytest.raises(ValueError, match=r"own tokens, pass that of the whole batch$"):
+            build(group, (0, 5, mine), check=True)
+
+
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 24)], ids=["equal", "other"])
+def test_offsets_of_one_ranks_share_are_recognised(lengths):
+    run_threads(own_offsets, 2, lengths)
+
+
 def calls_differ(group, rank, name, before):
     mine, other, message = CALLS[name]
     context = build(group)

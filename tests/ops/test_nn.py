@@ -8,6 +8,7 @@ import fla_cp.kernels
 from fla_cp import build_cp_context
 from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.nn import (
+    Attention,
     Comba,
     GatedDeltaNet,
     GatedDeltaProduct,
@@ -15,8 +16,10 @@ from fla_cp.nn import (
     GatedRMSNorm,
     KDACore,
     KimiDeltaAttention,
+    MultiHeadLatentAttention,
     ShortConvolution,
     SimpleGatedLinearAttention,
+    SwiGLU,
 )
 from fla_cp.reference import recurrence
 from tests.support.closeness import assert_exact
@@ -135,6 +138,54 @@ def test_autocast_runs_in_bf16_with_fp32_weights():
     assert (y - exact).norm() <= 12 * 2**-8 * exact.norm()
     y.float().sum().backward()
     assert {p.grad.dtype for p in mixer.parameters()} == {torch.float32}
+
+
+FP32_LAYERS = {
+    "kda": lambda: KimiDeltaAttention(32, 2, 16),
+    "gdn": lambda: GatedDeltaNet(32, 2, 16),
+    "comba": lambda: Comba(32, 2, 16),
+    "product": lambda: GatedDeltaProduct(32, 2, 16),
+    "attention": lambda: Attention(32, 2, head_dim=16),
+    "latent": lambda: MultiHeadLatentAttention(32, 2),
+    "swiglu": lambda: SwiGLU(32, 16),
+}
+
+
+@pytest.mark.parametrize("name", FP32_LAYERS)
+def test_another_dtype_than_that_of_the_weights_is_named(name):
+    x, made = torch.randn(1, 20, 32), FP32_LAYERS[name]()
+    narrow, fp64, whole = x.bfloat16(), x.double(), x.long()
+    rule = "^x must have the dtype of the layer's weights, torch."
+    to = r": pass x.to\(torch."
+    with pytest.raises(
+        ValueError,
+        match=rf"{rule}float32, got torch.bfloat16{to}float32\), or convert the layer with "
+        r"layer.to\(torch.bfloat16\), or call it under torch.autocast\('cpu', torch.bfloat16\)$",
+    ):
+        made(narrow)
+    with pytest.raises(ValueError, match=rf"{rule}float32, got torch.float64{to}.*float64\)$"):
+        made(fp64)
+    with pytest.raises(ValueError, match=rf"{rule}float32, got torch.int64{to}float32\)$"):
+        made(whole)
+    with torch.autocast("cpu", torch.bfloat16):
+        for given in (x, narrow):
+            assert made(given).dtype == torch.bfloat16
+        for given in (fp64, whole):
+            with pytest.raises(ValueError, match=f"{rule}float32, got {given.dtype}"):
+                made(given)
+    assert made.to(torch.bfloat16)(narrow).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=rf"{rule}bfloat16, got torch.float32{to}.*'cpu', .*bfloa"):
+        made(x)
+
+
+@pytest.mark.parametrize("name", FP32_LAYERS)
+def test_modules_that_convert_x_are_not_judged_by_their_weights(name):
+    """As FSDP does in its hooks, and adapters do in their class."""
+    made, x = FP32_LAYERS[name](), torch.randn(1, 20, 32)
+    expected = made(x.bfloat16().float())
+    for linear in [m for m in made.modules() if type(m) is torch.nn.Linear]:
+        linear.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    torch.testing.assert_close(made(x.bfloat16()), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_convolution_with_a_bias():

@@ -103,6 +103,39 @@ def test_rows_are_folded():
         context.shard(x[:, :4])
 
 
+@pytest.mark.parametrize("divide", [contiguous_token_ranges, zigzag_token_ranges])
+def test_divisions_take_integers_only(divide):
+    for total in (-3, 10.0, "10", None, True, torch.tensor(1.0), torch.tensor(True)):
+        with pytest.raises(ValueError, match=r"^total must be an integer from 0, got "):
+            divide(total, 2)
+    for ranks in (0, -1, 2.0, "2", None, True):
+        with pytest.raises(ValueError, match=r"^world_size must be an integer from 1, got "):
+            divide(10, ranks)
+    expected = divide(10, 2)
+    for total, ranks in ((np.int64(10), np.int32(2)), (torch.tensor(10), torch.tensor(2))):
+        assert divide(total, ranks) == expected
+        assert {type(n) for own in divide(total, ranks) for pair in own for n in pair} == {int}
+    assert {pair for own in divide(0, 2) for pair in own} == {(0, 0)}
+
+
+def test_shard_and_unshard_take_tensors_and_their_dims_only():
+    context = build_cp_context(torch.tensor([0, 10]), None)
+    for move, name in ((context.shard, "total_tokens"), (context.unshard, "local_tokens")):
+        for bad in ([1] * 10, None, "x", np.zeros((1, 10))):
+            with pytest.raises(ValueError, match=f"^x must be a tensor, got {type(bad).__name__}$"):
+                move(bad)
+        for shape, dim in (((1, 10), 5), ((1, 10), -3), ((1, 10), "1"), ((10,), 1), ((), 0)):
+            with pytest.raises(ValueError, match=f"^x must have {name}=10 tokens in dim {dim}, "):
+                move(torch.ones(shape), dim)
+        assert move(torch.ones(10, 2), -2).shape == (10, 2)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2"])
+def test_a_context_is_repeated_a_number_of_times(n):
+    with pytest.raises(ValueError, match=r"^n must be an integer from 1, got "):
+        build_cp_context(torch.tensor([0, 10]), None).repeated(n)
+
+
 def differing(group, rank):
     cu = torch.tensor([0, 10 + (rank == 1), 20])
     with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0"):
