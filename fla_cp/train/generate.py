@@ -338,20 +338,28 @@ def load_decoder(
 
 
 def load(
-    path: Path, device: torch.device, *, trust: bool = False, ranks: Ranks | None = None
+    path: Path,
+    device: torch.device,
+    *,
+    trust: bool = False,
+    ranks: Ranks | None = None,
+    tokenizer_folder: Path | None = None,
 ) -> tuple[Decoder, Tokenizer | None, list[int]]:
     """The model of a run or of a folder of a published model, its tokenizer, and its end tokens.
 
-    Without a tokenizer, bytes are tokens. Raises UserError as `load_decoder` and `load_published`.
+    tokenizer_folder: by default the one that the run was trained with, or the published folder.
+    Without a tokenizer, bytes are tokens. Raises UserError as `load_decoder` and `load_published`,
+    ValueError as `Tokenizer`.
     """
+    given = None if tokenizer_folder is None else Tokenizer(tokenizer_folder)
     if is_published(path):
         model = load_published(path, device)
-        tokenizer = Tokenizer(path) if has_tokenizer(path) else None
+        tokenizer = given or (Tokenizer(path) if has_tokenizer(path) else None)
         own = [] if tokenizer is None else tokenizer.end
         return model, tokenizer, sorted({*end_tokens(path), *own})
     model, record = load_decoder(path, device, trust=trust, ranks=ranks)
     source = record["data"].get("tokenizer")
-    tokenizer = None if source is None else Tokenizer(source)
+    tokenizer = given or (None if source is None else Tokenizer(source))
     return model, tokenizer, [] if tokenizer is None else tokenizer.end
 
 
@@ -383,6 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=usual, help="cpu, cuda or cuda:NUMBER")
     parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")
+    own = "folder of a tokenizer; default: the one that the model was trained with"
+    parser.add_argument("--tokenizer", type=Path, help=own)
     words = list(sys.argv[1:] if argv is None else argv)
     given = parser.parse_args(words)
     first = os.environ.get("RANK", "0") == "0"
@@ -434,7 +444,8 @@ def _continue(given: Any, device: torch.device, ranks: Ranks | None = None) -> S
     if given.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens must be at least 1, got {given.max_new_tokens}")
     sampling = Sampling(given.temperature, given.top_p)
-    model, tokenizer, ends = load(given.run, device, trust=given.trust_checkpoint, ranks=ranks)
+    options = {"trust": given.trust_checkpoint, "tokenizer_folder": given.tokenizer}
+    model, tokenizer, ends = load(given.run, device, ranks=ranks, **options)
     model = in_dtype(model, DTYPES[given.dtype])
     prompts = [list(text.encode()) for text in texts]
     if tokenizer is not None:

@@ -174,6 +174,23 @@ def test_a_run_with_a_tokenizer_continues_text(tokenizer_run, capsys):
     assert capsys.readouterr().out.startswith(out)  # the texts of several prompts, one after other
 
 
+def test_a_tokenizer_that_moved_is_given_by_its_flag(tokenizer_run, tmp_path, capsys):
+    run, words = tokenizer_run
+    command = [str(run), "--max-new-tokens", "4", "--device", "cpu", "--prompt", "The red fox"]
+    assert generate_main(command) == 0
+    text = capsys.readouterr().out
+    moved = words.rename(tmp_path / "moved")
+    try:
+        assert generate_main(command) == 2
+        assert (
+            f"error: --tokenizer must be a folder, got '{words}', which" in capsys.readouterr().err
+        )
+        assert generate_main([*command, "--tokenizer", str(moved)]) == 0
+        assert capsys.readouterr().out == text
+    finally:
+        moved.rename(words)
+
+
 def test_text_is_printed_as_it_comes(tokenizer_run, monkeypatch):
     run, _ = tokenizer_run
     clock = Clock()
