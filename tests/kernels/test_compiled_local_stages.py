@@ -141,7 +141,8 @@ CASES = [*FAST, *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE)]
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_kernels_form_what_the_interpreter_does(name, compiled):
-    """They write the same elements, once each, and no access is in a race."""
+    """They write the same elements, once each, no access is in a race, and lanes do not wait for
+    each other's banks; of the kernel for steep decays, a few do."""
     rule, precise, definition = drawn(name)[0], drawn(name)[0].precise, exact(name)
     found = compared(functools.partial(call, name), compiled(name))
     kernels = ["intra_head_sm90_kernel"] if rule.per_head else ["intra_sm90_kernel"]
@@ -149,6 +150,7 @@ def test_compiled_kernels_form_what_the_interpreter_does(name, compiled):
         kernels.append("steep_sm90_kernel")
     assert [x.name for x in found] == kernels
     for launch in found:
+        assert launch.conflicts == 0 or launch.name == "steep_sm90_kernel"
         for part, stored in launch.stored.items():
             times = torch.from_numpy(launch.times_written[part])
             assert torch.equal(times, stored.long()), part

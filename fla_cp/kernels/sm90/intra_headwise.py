@@ -139,7 +139,7 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     LATER: gl.constexpr = OWN or (REMOVES and (S.G > 1 or S.TERMS > 1))
     SUMS: gl.constexpr = S.G > 1 or LATER
     wide: gl.constexpr = NVMMASharedLayout(128, 16, 2)
-    single: gl.constexpr = NVMMASharedLayout(128, 32, 2)
+    banks: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])  # for lanes of a product
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BT, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     s_q = gl.allocate_shared_memory(half, [S.BT, S.K], wide)
@@ -198,7 +198,7 @@ def intra_head_sm90_kernel(q, k, p, out, chunks, first, scale, S: gl.constexpr, 
     if LATER and R.NORM:
         b_rk *= gl.convert_layout(k_scale, gl.SliceLayout(0, acc))[None, :]
     if LATER:  # in shared memory: registers do not hold the scores next to the inverse
-        s_rk = gl.allocate_shared_memory(gl.float32, [S.BT, S.BT], single)
+        s_rk = gl.allocate_shared_memory(gl.float32, [S.BT, S.BT], banks)
         s_rk.store(b_rk)
     for i_g in range(S.G):
         i_ch = i_c * S.HV + i_h * S.G + i_g
