@@ -71,7 +71,7 @@ def test_the_page_has_the_training_that_was_measured():
     assert words[: words.index("--out")] == recall.TRAINING.split()
     seconds = [run["cpu_s"] for run in result["runs"]]
     prose = " ".join(page.split())
-    assert f"mean of {len(seconds)} seeds" in prose
+    assert f"mean of {len(seconds)} trainings with different seeds" in prose
     assert f"{min(seconds):.0f} to {max(seconds):.0f} s of processor time" in prose
     assert "](recall.png)" in page
 
