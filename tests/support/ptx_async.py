@@ -264,15 +264,18 @@ def wait_for_products(p: AsyncProgram, x: Instruction) -> None:
 
 
 def store_matrices(p: AsyncProgram, x: Instruction) -> None:
-    """stmatrix.x4: four matrices [8, 8] of halves. Each eight lanes have the addresses of a
-    matrix's rows. Lane 4 g + t gives the elements of row g and columns 2 t and 2 t + 1 of each."""
+    """stmatrix of one or four matrices [8, 8] of halves. Eight lanes for each, from the first on,
+    have the addresses of its rows. Lane 4 g + t gives the elements of row g and columns 2 t and
+    2 t + 1 of each."""
     p.all_take(x)
-    names = members(x.operands[1])
-    if len(names) != 4:
-        raise Fault(f"not four matrices: {x}")
+    names, everyone = members(x.operands[1]), p.active
+    if len(names) not in (1, 4):
+        raise Fault(f"neither one nor four matrices: {x}")
     given = np.stack([p.read(x, n, "b32").reshape(-1, 8, 4) for n in names], 1)
     values = np.ascontiguousarray(given).reshape(-1, 4).view(np.uint8)
+    p.active = everyone & (np.arange(p.threads) % 32 < 8 * len(names))
     buffer, places = p.access(x, x.operands[0], 16, values)
+    p.active = everyone
     np.add.at(buffer.writes, places, 1)
     buffer.bytes[places] = values
 
@@ -320,6 +323,7 @@ AsyncProgram.others = {
     "wgmma.fence.sync.aligned": fence_of_products,
     "wgmma.commit_group.sync.aligned": commit_products,
     "wgmma.wait_group.sync.aligned": wait_for_products,
+    "stmatrix.sync.aligned.m8n8.x1.shared": store_matrices,
     "stmatrix.sync.aligned.m8n8.x4.shared": store_matrices,
     "prefetch.global.L2": prefetch,
     "mad.lo": low_sum,

@@ -328,9 +328,9 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     s_far = gl.allocate_shared_memory(half, [PARTS, S.BT, SLAB], wide)
     s_scales = gl.allocate_shared_memory(gl.float32, [2, 4, 16], plain)
     s_ends = gl.allocate_shared_memory(gl.float32, [PARTS, 4, SLAB], plain)
-    s_diagonal = gl.allocate_shared_memory(
-        gl.float32, [S.BT], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    of_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s_diagonal = gl.allocate_shared_memory(gl.float32, [S.BT], of_rows)
+    s_beta = gl.allocate_shared_memory(gl.float32, [2 * S.BT], of_rows)
     all_q, all_k = q, k
     q, k = rows_from(q, start, i_h), rows_from(k, start, i_h)
     for part in gl.static_range(PARTS):
@@ -342,6 +342,12 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
         for part in gl.static_range(PARTS):
             copy_slab(raw_g.ptr + part * SLAB, raw_g.row, n_rows, s_far.index(part), S.BT, SLAB)
         async_copy.commit_group()
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i_b = gl.arange(0, 2 * S.BT, line)  # one for each thread, so that none is stored twice
+    if beta.ptr is not None:  # loaded where it is used, it would be waited for
+        at_b = beta.ptr + (i_hv + start * beta.row)
+        raw_beta = gl.load(at_b + i_b * beta.row, mask=i_b < n_rows, other=0.0)
+    if STAGED:
         async_copy.wait_group(1)
     else:
         async_copy.wait_group(0)
@@ -351,6 +357,13 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     prefetch_tile(gate_rows(gate, later, hv_later), last_later, S.K, G_SIZE)
 
     at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
+    b_beta = gl.where(i_b < n_rows, 1.0, 0.0)
+    if beta.ptr is not None:
+        b_beta = raw_beta.to(gl.float32)
+    if R.BETA_SIGMOID:
+        b_beta = gl.where(i_b < n_rows, beta.factor * sigmoid(1.0, b_beta), 0.0)
+    gl.store(at + i_b, b_beta, mask=i_b < S.BT)
+    s_beta.store(b_beta)
     scale_rows(s_q, s_k, s_scales, s_diagonal, at, scale, none, S, R)
     w = gl.arange(0, 4, gl.SliceLayout(1, ends))[:, None]
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, quarters)))[None, :][:, :, None]
@@ -404,22 +417,13 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
     if R.BY_CHUNK:  # all is read and numbered again, to free registers
         n_rows = gl.load(chunks.rows + i_c)
         none = n_rows // (S.BT + 1)
-        start = gl.load(chunks.start + i_c + none).to(gl.int64)
-        i_c, i_hv = chunk_and_head(gl.program_id(0) + none, S.HV)
-        i_ch = i_c * S.HV + i_hv
-        at = out.rows + i_ch * (CHANNELWISE_PLANES * S.BT)
+        i_ch = (gl.program_id(0) + none).to(gl.int64)
     i = none + gl.arange(0, S.BT, gl.SliceLayout(1, acc))
     j = gl.arange(0, S.BT, gl.SliceLayout(0, acc))
-    b_beta = gl.where(i < n_rows, 1.0, 0.0)
-    if beta.ptr is not None:
-        at_b = beta.ptr + (i_hv + start * beta.row)
-        b_beta = gl.load(at_b + i * beta.row, mask=i < n_rows, other=0.0).to(gl.float32)
-    if R.BETA_SIGMOID:
-        b_beta = gl.where(i < n_rows, beta.factor * sigmoid(1.0, b_beta), 0.0)
-    gl.store(at + i, b_beta)
     b_qk = scores(s_q, s_near, s_far, none, S)
     b_kk = b_qk
     if REMOVES:
+        b_beta = s_beta.slice(0, S.BT).load(gl.SliceLayout(1, acc))
         b_kk = scores(s_k, s_near, s_far, none, S) * -b_beta[:, None]
     barrier()  # all products are done with the operands, whose place is used again
     s_out = s_q._reinterpret(half, [2, S.BT, S.BT], wide)
