@@ -29,6 +29,7 @@ from torch import Tensor
 from fla_cp import build_cp_context
 from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.train import checkpoint
+from fla_cp.train.arguments import Parser
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, collate
 from fla_cp.train.distributed import Ranks, check_ranks, compute_dtype, joined
@@ -353,8 +354,8 @@ def _lengths(text: str) -> list[int]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="fla-cp-evaluate",
+    parser = Parser(
+        "fla-cp-evaluate",
         description="Measures and draws held-out loss, perplexity and recall of a model.",
     )
     about = "run folder, a checkpoint in it, or a Hugging Face folder of Kimi Linear or Qwen3-Next"

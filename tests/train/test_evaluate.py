@@ -117,7 +117,7 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "--packs must be at least 1 without --text and --needle" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         evaluate_main([str(tmp_path), "--needle", "64,long"])
-    message = "--needle: must be lengths with commas between them, such as 512,2048, got '64,long'"
+    message = "--needle must be lengths with commas between them, such as 512,2048, got '64,long'"
     assert message in capsys.readouterr().err
     random_run(tmp_path / "run", MODELS["kimi"])  # of 97 tokens
     (tmp_path / "text.txt").write_text("abc")
