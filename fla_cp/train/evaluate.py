@@ -290,7 +290,8 @@ def _packs(source: str, length: int, given: Any, subject: Subject, ranks: Ranks)
                 found = [head[i] for i in range(len(head))]
                 _check_tokens("--data", data.vocab_size, subject)
             except (ValueError, OSError) as error:
-                problem = f"--data: {error}"
+                flag = "" if str(error).startswith("--") else "--data: "  # or that of --tokenizer
+                problem = f"{flag}{error}"
         problem = ranks.first_problem(problem)
         if problem:
             raise UserError(problem)
@@ -324,7 +325,10 @@ def evaluate(given: Any, ranks: Ranks) -> Results:
             raise UserError(f"--text: cannot read {given.text}: {error.strerror}") from None
         ids = list(text)
         if subject.tokenizer is not None:
-            (ids,) = Tokenizer(subject.tokenizer).ids([text.decode(errors="replace")])
+            try:
+                (ids,) = Tokenizer(subject.tokenizer).ids([text.decode(errors="replace")])
+            except ValueError as error:
+                raise UserError(str(error)) from None
         else:
             check_bytes("--text", ids, subject.model.embedding.num_embeddings)
         if len(ids) < 2:
@@ -382,7 +386,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _check(given: argparse.Namespace, argv: Sequence[str]) -> None:
     least = {"packs": 0, "needle_depths": 1, "needle_count": 1, "seed": 0, "cp": 1}
     if given.seq_len is not None:
-        least["seq_len"] = 1
+        least["seq_len"] = 2  # one token has no context
     for name, value in least.items():
         if getattr(given, name) < value:
             flag = name.replace("_", "-")

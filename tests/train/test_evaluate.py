@@ -128,6 +128,21 @@ def test_mistakes_are_named(tmp_path, capsys):
         build_dataset("needle:8", 64, "train", 0)
 
 
+@pytest.mark.parametrize("words", ["--text {0}/text.txt --packs 0", "--data stdlib"])
+def test_a_missing_tokenizer_is_named(words, tmp_path, capsys):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    (tmp_path / "text.txt").write_text("abc")
+    wrong = [*words.format(tmp_path).split(), "--tokenizer", str(tmp_path / "no")]
+    assert evaluate_main([str(tmp_path / "run"), *wrong, "--device", "cpu"]) == 2
+    message = f"error: --tokenizer must be a folder, got '{tmp_path}/no', which does not exist\n"
+    assert capsys.readouterr().err.endswith(message)
+
+
+def test_packs_of_one_token_are_refused_as_by_the_trainer(tmp_path, capsys):
+    assert evaluate_main([str(tmp_path), "--seq-len", "1"]) == 2
+    assert capsys.readouterr().err == "error: --seq-len must be at least 2, got 1\n"
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a", "missing/a.png"])
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(
     name, tmp_path, monkeypatch, capsys
