@@ -56,8 +56,11 @@ class Handle(NamedTuple):
     """A context for a compiled graph, as two tensors on the host. They stand for ints, because
     torch.compile would compile again for every new int.
 
-    number [1]: the context's number, -1 for none. sizes: an empty tensor whose shape holds the
-    fields of `Sizes`, each increased by two, because torch.compile also compiles again for 0 and 1.
+    number [1]: the context's number, -1 for none. sizes: an empty tensor whose shape holds, after a
+    dimension of 0, the fields of `Sizes`, each increased by two, because torch.compile also
+    compiles again for 0 and 1. Its strides are 0: torch multiplies sizes from the first on, and
+    strides of a contiguous tensor from the last, which overflowed int64 with millions of tokens
+    (tests/partition/test_context.py).
     """
 
     number: Tensor
@@ -85,15 +88,15 @@ class Handle(NamedTuple):
 
     @classmethod
     def make(cls, number: int, sizes: Sizes) -> Self:
-        shape = [n + 2 for n in sizes]
+        shape = (0, *(n + 2 for n in sizes))
         return cls(
             torch.full((1,), number, dtype=torch.int64, device="cpu"),
-            torch.empty(*shape, 0, dtype=torch.float32, device="cpu"),
+            torch.empty_strided(shape, [0] * len(shape), dtype=torch.float32, device="cpu"),
         )
 
     @staticmethod
     def read(sizes: Tensor) -> Sizes:
-        return Sizes(*(n - 2 for n in sizes.shape[:-1]))
+        return Sizes(*(n - 2 for n in sizes.shape[1:]))
 
 
 def _mark_dynamic(sizes: Tensor) -> None:
@@ -103,5 +106,6 @@ def _mark_dynamic(sizes: Tensor) -> None:
     It does what torch._dynamo.maybe_mark_dynamic does in torch 2.10 to 2.13, whose import takes a
     second. tests/ops/test_compile.py counts the graphs.
     """
-    setattr(sizes, "_dynamo_weak_dynamic_indices", set(map(Sizes._fields.index, VARYING)))  # noqa: B010
+    varying = {1 + Sizes._fields.index(name) for name in VARYING}
+    setattr(sizes, "_dynamo_weak_dynamic_indices", varying)  # noqa: B010
     setattr(sizes, "_has_dynamo_dim_marking", True)  # noqa: B010

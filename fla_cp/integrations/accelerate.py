@@ -27,8 +27,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, RandomSampler
 
+from fla_cp.comm.exchange import make_exchange
 from fla_cp.context import FLACPContext
 from fla_cp.integrations.whole_batches import LAYOUTS, Place, take_whole_batches
+from fla_cp.partition.checks import check_conv1d_kernel_size, check_exchange
 
 try:
     from accelerate import Accelerator
@@ -85,6 +87,9 @@ class CPAccelerator(Accelerator):
     ) -> None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        check_exchange(exchange)
+        make_exchange(exchange, None, 1)  # refuses an unknown name
+        check_conv1d_kernel_size(conv1d_kernel_size)
         given = inspect.signature(Accelerator.__init__).bind(self, *args, **keywords).arguments
         del given["self"]
         launched = os.environ.get(USE_CONFIG, "false").lower() == "true"

@@ -105,6 +105,11 @@ def token_ranges_of(token_ranges: object) -> tuple[tuple[tuple[int, int], ...], 
     for own in listed(token_ranges, "have one list of [start, stop) per rank"):
         pairs = []
         for pair in listed(own, "have one list of [start, stop) per rank"):
+            if _integer(pair) is not None:  # [(0, 10)] for [[(0, 10)]]
+                raise ValueError(
+                    "token_ranges must have one list of [start, stop) per rank, got "
+                    f"{own!r} in place of a rank's list"
+                )
             ends = listed(pair, "hold [start, stop) of two integers")
             if len(ends) != 2:
                 refuse("hold [start, stop) of two integers", pair)

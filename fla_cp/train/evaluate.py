@@ -29,6 +29,7 @@ from torch import Tensor
 from fla_cp import build_cp_context
 from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.train import checkpoint
+from fla_cp.train.arguments import Parser
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.data import IGNORE, Batch, collate
 from fla_cp.train.distributed import Ranks, check_ranks, compute_dtype, joined
@@ -289,7 +290,8 @@ def _packs(source: str, length: int, given: Any, subject: Subject, ranks: Ranks)
                 found = [head[i] for i in range(len(head))]
                 _check_tokens("--data", data.vocab_size, subject)
             except (ValueError, OSError) as error:
-                problem = f"--data: {error}"
+                flag = "" if str(error).startswith("--") else "--data: "  # or that of --tokenizer
+                problem = f"{flag}{error}"
         problem = ranks.first_problem(problem)
         if problem:
             raise UserError(problem)
@@ -323,7 +325,10 @@ def evaluate(given: Any, ranks: Ranks) -> Results:
             raise UserError(f"--text: cannot read {given.text}: {error.strerror}") from None
         ids = list(text)
         if subject.tokenizer is not None:
-            (ids,) = Tokenizer(subject.tokenizer).ids([text.decode(errors="replace")])
+            try:
+                (ids,) = Tokenizer(subject.tokenizer).ids([text.decode(errors="replace")])
+            except ValueError as error:
+                raise UserError(str(error)) from None
         else:
             check_bytes("--text", ids, subject.model.embedding.num_embeddings)
         if len(ids) < 2:
@@ -353,8 +358,8 @@ def _lengths(text: str) -> list[int]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="fla-cp-evaluate",
+    parser = Parser(
+        "fla-cp-evaluate",
         description="Measures and draws held-out loss, perplexity and recall of a model.",
     )
     about = "run folder, a checkpoint in it, or a Hugging Face folder of Kimi Linear or Qwen3-Next"
@@ -381,7 +386,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _check(given: argparse.Namespace, argv: Sequence[str]) -> None:
     least = {"packs": 0, "needle_depths": 1, "needle_count": 1, "seed": 0, "cp": 1}
     if given.seq_len is not None:
-        least["seq_len"] = 1
+        least["seq_len"] = 2  # one token has no context
     for name, value in least.items():
         if getattr(given, name) < value:
             flag = name.replace("_", "-")

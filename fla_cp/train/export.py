@@ -9,7 +9,6 @@ so neither the split over ranks nor config.toml matters. One block's weights are
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -26,6 +25,7 @@ from fla_cp.integrations.layouts import Layout, layout_of
 from fla_cp.integrations.layouts.table import own_shapes
 from fla_cp.integrations.safetensors_folder import SHARD_BYTES, new_folder, write_tensors
 from fla_cp.train import checkpoint
+from fla_cp.train.arguments import Parser
 from fla_cp.train.config import ModelConfig, ParallelConfig, UserError
 from fla_cp.train.distributed import Ranks, joined
 from fla_cp.train.exit_codes import MISTAKE
@@ -220,8 +220,8 @@ def _save_tokenizer(source: str | None, folder: Path) -> dict[str, int | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
-    parser = argparse.ArgumentParser(
-        prog="fla-cp-export", description="Writes a run's weights as a folder for transformers."
+    parser = Parser(
+        "fla-cp-export", description="Writes a run's weights as a folder for transformers."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a checkpoint in it")
     parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; must not exist")

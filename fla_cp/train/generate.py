@@ -12,7 +12,6 @@ then all decode the same tokens.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -33,6 +32,7 @@ from fla_cp.integrations.stock_folder import has_tokenizer
 from fla_cp.nn.cache import AttentionCache, LayerCache, RecurrentCache
 from fla_cp.nn.experts import Experts
 from fla_cp.train import checkpoint
+from fla_cp.train.arguments import Parser
 from fla_cp.train.config import ParallelConfig, UserError
 from fla_cp.train.decoding import DecodeStep, Decoding, in_dtype, unsteady_steps, why_eager
 from fla_cp.train.distributed import Ranks, check_ranks, joined
@@ -372,8 +372,8 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Generates as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
-    parser = argparse.ArgumentParser(
-        prog="fla-cp-generate", description="Continues prompts with the weights of a run or folder."
+    parser = Parser(
+        "fla-cp-generate", description="Continues prompts with the weights of a run or folder."
     )
     about = "run folder, a checkpoint in it, or a Hugging Face folder of Kimi Linear or Qwen3-Next"
     parser.add_argument("run", type=Path, metavar="RUN_OR_HF_DIR", help=about)

@@ -12,7 +12,6 @@ are not predicted.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from fla_cp import FLACPContext, build_cp_context
 from fla_cp.nn.experts import Experts
+from fla_cp.train.arguments import Parser
 from fla_cp.train.block_memory import (
     BlockMemory,
     eager,
@@ -428,8 +428,8 @@ def longest_that_fits(predict: Callable[[int], Prediction], room: float, unit: i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Predicts as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
-    parser = argparse.ArgumentParser(
-        prog="fla-cp-memory",
+    parser = Parser(
+        "fla-cp-memory",
         description="Predicts the peak memory of a training step on each rank, and the longest "
         "length that fits. All other flags are those of fla-cp-train.",
         allow_abbrev=False,
@@ -445,8 +445,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     own, flags = parser.parse_known_args(argv)
     try:
-        if not own.memory_gib > 0:
-            raise UserError(f"--memory-gib must be above 0, got {own.memory_gib}")
+        if not 0 < own.memory_gib < math.inf:
+            raise UserError(f"--memory-gib must be finite and above 0, got {own.memory_gib}")
         config = parse(flags, others=("--memory-gib", "--no-longest"))
         predictor = Predictor(config)
         print(report(predictor, None if own.no_longest else own.memory_gib))

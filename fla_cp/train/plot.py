@@ -7,7 +7,6 @@ It reads metrics.jsonl of each run folder, also while the run goes on.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fla_cp.train.arguments import Parser
 from fla_cp.train.config import UserError
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.metrics import read_metrics
@@ -151,8 +151,8 @@ def _line(run: Run) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
-    parser = argparse.ArgumentParser(
-        prog="fla-cp-plot", description="Draws losses and tokens/s of runs into one picture."
+    parser = Parser(
+        "fla-cp-plot", description="Draws losses and tokens/s of runs into one picture."
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, default=Path("runs.png"), help="default: %(default)s")

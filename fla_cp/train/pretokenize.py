@@ -11,7 +11,6 @@ there and goes on.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fla_cp.train.arguments import Parser
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.memmap import OFFSET, narrowest, write_sidecar
 from fla_cp.train.shards import Shards
@@ -50,7 +50,7 @@ def tokenize(
     parts = out.with_name(f".{out.name}.parts")
     opened = open_documents(source, None, Reading(column=column, cache=str(parts)))
     if opened is None:
-        raise ValueError(f"the source must be stdlib, text:PATH or hf:PATH, got {source!r}")
+        raise ValueError(f"SOURCE must be stdlib, text:PATH or hf:PATH, got {source!r}")
     documents, notes = opened
     for note in notes:
         print(note, file=sys.stderr)
@@ -114,10 +114,11 @@ def _join(shards: Shards, folder: Path) -> str:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Tokenises as the arguments say and returns the exit code, see fla_cp/train/exit_codes.py."""
-    parser = argparse.ArgumentParser(
-        prog="fla-cp-tokenize", description="Writes token files for fla-cp-train --data memmap:OUT."
+    parser = Parser(
+        "fla-cp-tokenize", description="Writes token files for fla-cp-train --data memmap:OUT."
     )
-    parser.add_argument("source", help="stdlib, text:PATH or hf:PATH, as for fla-cp-train --data")
+    about = "stdlib, text:PATH or hf:PATH, as for fla-cp-train --data"
+    parser.add_argument("source", metavar="SOURCE", help=about)
     parser.add_argument("--tokenizer", required=True, help="folder of a tokenizer")
     parser.add_argument("--out", required=True, type=Path, help="folder to write; must not exist")
     parser.add_argument("--column", help="column of hf:PATH that holds texts or conversations")

@@ -540,6 +540,8 @@ BAD_ACCELERATORS = {
     "fp8": ({"mixed_precision": "fp8", "parallelism_config": {"cp_size": 2}}, "got fp8"),
     "deepspeed": ({"deepspeed_plugin": 1, "parallelism_config": {"cp_size": 2}}, "deepspeed_plug"),
     "layout": ({"layout": "head-tail"}, "layout must be one of contiguous, zigzag"),
+    "exchange": ({"exchange": "gather"}, "exchange must be one of .*'all_gather'.*, got 'gather'"),
+    "convolution": ({"conv1d_kernel_size": 0}, "conv1d_kernel_size must be at least 1, .* got 0"),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fla_cp import build_cp_context, contiguous_token_ranges, ops, zigzag_token_ranges
+from fla_cp.handle import Handle
 from fla_cp.partition.packing import Packing
 from fla_cp.partition.slots import link_slots
 from tests.support.ranks import run_threads
@@ -218,10 +219,10 @@ LISTS = r"token_ranges must have one list of \[start, stop\) per rank, got "
         ([["01"]], PAIR + "'01'"),
         ([[(0, 5, 10)]], PAIR + r"\(0, 5, 10\)"),
         ([[(0,)]], PAIR + r"\(0,\)"),
-        ([[0, 10]], PAIR + "0"),
+        ([[0, 10]], LISTS + r"\[0, 10\] in place of a rank's list"),
         ([[None]], PAIR + "None"),
         ([None], LISTS + "None"),
-        ([(0, 10)], PAIR + "0"),
+        ([(0, 10)], LISTS + r"\(0, 10\) in place of a rank's list"),
         (10, LISTS + "10"),
         ("0:10", LISTS + "'0:10'"),
         ({0: (0, 10)}, LISTS + r"\{0: \(0, 10\)\}"),
@@ -308,3 +309,20 @@ def no_rank(group, rank):
 
 def test_a_process_outside_the_group():
     run_threads(no_rank, 3)
+
+
+def test_any_number_of_tokens_has_a_handle():
+    """The product of the sizes is above 2^63, which torch refuses in an ordinary empty tensor."""
+    tokens, documents = 1 << 24, 1000
+    offsets = torch.arange(documents + 1, dtype=torch.int64) * tokens // documents
+    sizes = build_cp_context(offsets, None, conv1d_kernel_size=4).handle.sizes
+    found = Handle.read(sizes)
+    assert found.sequences == documents
+    assert tokens // 16 <= found.chunks(16) <= tokens // 16 + documents
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def chunks(sizes):
+        return torch.zeros(Handle.read(sizes).chunks(64))
+
+    assert len(chunks(sizes)) == found.chunks(64)
+    assert len(chunks(build_cp_context(torch.tensor([0, 100]), None).handle.sizes)) == 2

@@ -117,7 +117,7 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "--packs must be at least 1 without --text and --needle" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         evaluate_main([str(tmp_path), "--needle", "64,long"])
-    message = "--needle: must be lengths with commas between them, such as 512,2048, got '64,long'"
+    message = "--needle must be lengths with commas between them, such as 512,2048, got '64,long'"
     assert message in capsys.readouterr().err
     random_run(tmp_path / "run", MODELS["kimi"])  # of 97 tokens
     (tmp_path / "text.txt").write_text("abc")
@@ -126,6 +126,21 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert "error: --text must have bytes below 97" in capsys.readouterr().err
     with pytest.raises(ValueError, match="LENGTH from 16, got 8"):
         build_dataset("needle:8", 64, "train", 0)
+
+
+@pytest.mark.parametrize("words", ["--text {0}/text.txt --packs 0", "--data stdlib"])
+def test_a_missing_tokenizer_is_named(words, tmp_path, capsys):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    (tmp_path / "text.txt").write_text("abc")
+    wrong = [*words.format(tmp_path).split(), "--tokenizer", str(tmp_path / "no")]
+    assert evaluate_main([str(tmp_path / "run"), *wrong, "--device", "cpu"]) == 2
+    message = f"error: --tokenizer must be a folder, got '{tmp_path}/no', which does not exist\n"
+    assert capsys.readouterr().err.endswith(message)
+
+
+def test_packs_of_one_token_are_refused_as_by_the_trainer(tmp_path, capsys):
+    assert evaluate_main([str(tmp_path), "--seq-len", "1"]) == 2
+    assert capsys.readouterr().err == "error: --seq-len must be at least 2, got 1\n"
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a", "missing/a.png"])

@@ -273,7 +273,7 @@ def test_command(capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--memory-gib 0", "--memory-gib must be above 0, got 0.0"),
+        ("--memory-gib 0", "--memory-gib must be finite and above 0, got 0.0"),
         ("--device cpu", "--device must be cuda or auto, since GPUs are predicted, got cpu"),
         ("--cuda-graphs --device cuda", "--cuda-graphs is not predicted"),
         ("--data synthetic", "--model.vocab-size must be given .* got --data synthetic"),

@@ -108,7 +108,7 @@ def test_an_interruption_keeps_what_is_done_and_leaves_no_result(chat, tmp_path,
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("memmap:x --out {0}/o", "the source must be stdlib, text:PATH or hf:PATH, got 'memmap:x'"),
+        ("memmap:x --out {0}/o", "SOURCE must be stdlib, text:PATH or hf:PATH, got 'memmap:x'"),
         ("text:{0}/nothing --out {0}/o", "text: no file or folder at"),
         ("text:{0}/chat.jsonl --out {0}/tokenizer", "--out must not exist yet, got"),
         ("text:{0}/chat.jsonl --out {0}/o --processes 0", "--processes must be at least 1, got 0"),

@@ -1,0 +1,72 @@
+"""The argument parser of the programs other than the trainer, which says a mistake in one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from fla_cp.train.exit_codes import MISTAKE
+from fla_cp.train.started import program
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that ends for a mistake with one line `error: ..` and status MISTAKE.
+
+    command: the installed program, such as "fla-cp-plot". The line names the argument, the rule and
+    the value. Only rank 0 prints it, since all ranks have the same arguments. Values of the types
+    int and float are parsed by this class, which says what they must be.
+    """
+
+    def __init__(self, command: str, **options: Any) -> None:
+        super().__init__(prog=program(command), **options)
+        self.register("type", int, _number(int, "a whole number"))
+        self.register("type", float, _number(float, "a number"))
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program. message: what argparse found, in its words."""
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {self._in_our_words(message)}", file=sys.stderr)
+        raise SystemExit(MISTAKE)
+
+    def _in_our_words(self, message: str) -> str:
+        if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
+            return self._unknown(unknown[1].split()[0])
+        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            return f"{missing[1].replace(', ', ' and ')} must be given; {self.prog} --help says how"
+        argument = re.fullmatch(r"argument (\S+?): (.*)", message, re.DOTALL)
+        if not argument:
+            return message
+        name, rest = argument.groups()
+        if choice := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", rest, re.DOTALL):
+            return f"{name} must be one of {choice[2].replace(chr(39), '')}, got {choice[1]}"
+        if rest == "expected one argument":
+            return f"{name} must have a value"
+        return f"{name} {rest}"
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            own = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
+            only = "the only argument" + "s" * (len(own) > 1)
+            return f"{' and '.join(own)} must be {only} without --, got {word!r} as well"
+        flag = word.partition("=")[0]
+        options = [name for action in self._actions for name in action.option_strings]
+        near = difflib.get_close_matches(flag, options, n=1)
+        advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists all"
+        return f"unknown option {flag}; {advice}"
+
+
+def _number(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    """A type of arguments. kind: int or float."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
+
+    return parsed
