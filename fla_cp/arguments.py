@@ -65,11 +65,15 @@ def check_flags(names: tuple[str, ...], values: tuple[object, ...]) -> None:
             raise ValueError(f"{bad} must be True or False, got {described(value)}")
 
 
-def check_count(name: str, value: object) -> int:
-    """The value as an int, after a check that it is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be an integer from 1, got {described(value)}")
-    return int(value)
+def check_count(name: str, value: object, most: int | None = None) -> int:
+    """The value as an int, after a check that it is an integer of at least 1, and of at most
+    `most` if that is given."""
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        count = int(value)
+        if count >= 1 and (most is None or count <= most):
+            return count
+    to = "" if most is None else f" to {most}"
+    raise ValueError(f"{name} must be an integer from 1{to}, got {described(value)}")
 
 
 def check_scale(scale: object) -> float | None:

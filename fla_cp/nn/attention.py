@@ -145,7 +145,8 @@ class Attention(SoftmaxAttention):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def make_cache(self, rows: int, capacity: int) -> AttentionCache:
-        """An empty cache for `rows` sequences of up to `capacity` tokens."""
+        """An empty cache for `rows` sequences of up to `capacity` tokens. Raises ValueError unless
+        both are integers from 1."""
         heads, dim = self.num_kv_heads, self.head_dim
         return attention_cache(self.k_proj.weight, rows, capacity, heads, dim, dim)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fla_cp.arguments import described
+from fla_cp.arguments import check_count, described
 from fla_cp.context import FLACPContext
 from fla_cp.partition.device_tables import to_device
 
@@ -127,10 +127,17 @@ class FixedAttentionCache(AttentionCache):
 LayerCache = RecurrentCache | AttentionCache
 
 
+def check_cache_sizes(rows: object, capacity: object) -> None:
+    """Checks the arguments of a layer's make_cache."""
+    check_count("rows", rows)
+    check_count("capacity", capacity)
+
+
 def attention_cache(
     like: Tensor, rows: int, capacity: int, heads: int, channels: int, value_channels: int
 ) -> AttentionCache:
-    """An empty cache with the dtype and device of `like`."""
+    """An empty cache with the dtype and device of `like`, after a check of rows and capacity."""
+    check_cache_sizes(rows, capacity)
     dtype, device = like.dtype, like.device
     return AttentionCache(
         torch.zeros(rows, capacity, heads, channels, dtype=dtype, device=device),

@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fla_cp.arguments import check_flags, check_lower_bound
+from fla_cp.arguments import check_count, check_flags, check_lower_bound
 from fla_cp.context import FLACPContext
 from fla_cp.nn.cache import RecurrentCache
 from fla_cp.nn.linear_attention import Core, LinearAttention
 from fla_cp.nn.modules import GatedRMSNorm
 from fla_cp.nn.projections import Projections
-from fla_cp.ops.checks import SAFE_GATE_BOUND
+from fla_cp.ops.checks import MAX_DIM, SAFE_GATE_BOUND
 
 
 class KDACore(Core):
@@ -30,6 +30,8 @@ class KDACore(Core):
         allow_neg_eigval: bool = False,
         impl: str = "auto",
     ) -> None:
+        check_count("num_v_heads", num_v_heads)
+        check_count("head_dim", head_dim, MAX_DIM)
         sizes = num_v_heads, num_v_heads, head_dim
         super().__init__("kda", *sizes, allow_neg_eigval=allow_neg_eigval, impl=impl)
         bound = check_lower_bound(gate_lower_bound, "gate_lower_bound")
@@ -66,7 +68,8 @@ class KimiDeltaAttention(LinearAttention):
     delta rule, and a gated norm.
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
-    num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
+    num_heads (default: equal). head_v_dim: V (default: K). K and V are at most 256. conv_size: W of
+    the convolutions.
     gate_lower_bound: None for the softplus gate. A value in [-5, 0) bounds the log decay of a step
     and selects the safe gate. gate_bias: whether the output gate has a bias, as in the report; the
     published Kimi Linear has none. allow_neg_eigval: beta is in (0, 2) instead of (0, 1).

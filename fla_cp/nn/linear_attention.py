@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fla_cp import ops
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
-from fla_cp.nn.cache import RecurrentCache, check_cache
+from fla_cp.nn.cache import RecurrentCache, check_cache, check_cache_sizes
 from fla_cp.nn.initial import LOG_DECAY_RATE, STEP_BIAS, Constant, Initial, InitializedModule
 from fla_cp.nn.modules import (
     GatedRMSNorm,
@@ -27,6 +27,7 @@ from fla_cp.nn.modules import (
 )
 from fla_cp.nn.one_call import one_call
 from fla_cp.nn.projections import Projections, check_dtype, is_low_rank
+from fla_cp.ops.checks import MAX_DIM, MAX_WIDE_DIM
 from fla_cp.ops.short_conv import Heads
 from fla_cp.rule import NORM_EPS, accumulator
 
@@ -142,9 +143,10 @@ class LinearAttention(nn.Module):
     """The common body of the layers. The members below name their operators.
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
-    num_heads (default: equal). head_v_dim: V (default: K). conv_size: W of the convolutions.
+    num_heads (default: equal). head_v_dim: V (default: K). K and V are at most 256, and for members
+    that remove nothing at most 512. conv_size: W of the convolutions.
     allow_neg_eigval: beta is in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
-    Raises ValueError for sizes that are not integers from 1 and for head counts that do not fit.
+    Raises ValueError for sizes that are not such integers and for head counts that do not fit.
     A call raises it for an x, cu_seqlens or cp_context that does not fit, before any projection
     runs.
     """
@@ -193,6 +195,7 @@ class LinearAttention(nn.Module):
             hidden_size=hidden_size,
             head_dim=head_dim,
             head_v_dim=head_v_dim,
+            max_dim=MAX_DIM if self.has_beta else MAX_WIDE_DIM,
             conv_size=conv_size,
             num_householder=rows,
         )
@@ -253,7 +256,8 @@ class LinearAttention(nn.Module):
 
     def make_cache(self, rows: int, capacity: int) -> RecurrentCache:
         """The cache of `rows` sequences before their first token. Its size does not depend on
-        `capacity`."""
+        `capacity`. Raises ValueError unless both are integers from 1."""
+        check_cache_sizes(rows, capacity)
         return RecurrentCache()
 
     def forward(

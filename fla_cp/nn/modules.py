@@ -31,11 +31,22 @@ from fla_cp.ops.short_conv import (
 
 
 def check_layer(
-    impl: object, *, allow_neg_eigval: object, num_heads: int, num_v_heads: int, **sizes: int
+    impl: object,
+    *,
+    allow_neg_eigval: object,
+    num_heads: int,
+    num_v_heads: int,
+    head_dim: int,
+    head_v_dim: int,
+    max_dim: int,
+    **sizes: int,
 ) -> None:
-    """Checks the arguments with which a layer is built."""
+    """Checks the arguments with which a layer is built. max_dim: the most channels of a head that
+    the layer's operator takes."""
     for name, size in {"num_heads": num_heads, "num_v_heads": num_v_heads, **sizes}.items():
         check_count(name, size)
+    check_count("head_dim", head_dim, max_dim)
+    check_count("head_v_dim", head_v_dim, max_dim)
     if num_v_heads % num_heads:
         raise ValueError(
             "num_v_heads must be a multiple of num_heads, "

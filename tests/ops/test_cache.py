@@ -120,6 +120,16 @@ def test_calls_that_cannot_use_a_cache_are_refused(kind):
             layer(x[:, :3], cache=other)
 
 
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_cache_has_rows_and_room(kind):
+    layer, _ = made(kind)
+    for bad in (0, -1, 2.0, True, None):
+        with pytest.raises(ValueError, match=f"^rows must be an integer from 1, got {bad}$"):
+            layer.make_cache(bad, 20)
+        with pytest.raises(ValueError, match=f"^capacity must be an integer from 1, got {bad}$"):
+            layer.make_cache(2, bad)
+
+
 @torch.no_grad()
 def test_a_full_cache_and_an_empty_one_are_named():
     layer, x = made("attention")

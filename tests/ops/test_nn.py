@@ -312,6 +312,32 @@ def test_value_heads_are_a_multiple_of_heads(kind, heads):
         kind(24, 2, 8, num_v_heads=heads)
 
 
+WITHOUT_REMOVAL = GatedLinearAttention, SimpleGatedLinearAttention
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_channels_that_the_operator_does_not_take_are_refused_at_once(kind):
+    """And the most channels that it does take run, so that the limit is the operator's own."""
+    most = 512 if kind in WITHOUT_REMOVAL else 256
+    rule = f"must be an integer from 1 to {most}, got"
+    for bad in (most + 1, 0, 8.0):
+        with pytest.raises(ValueError, match=f"^head_dim {rule} {bad}$"):
+            kind(8, 1, bad)
+        with pytest.raises(ValueError, match=f"^head_v_dim {rule} {bad}$"):
+            kind(8, 1, 4, head_v_dim=bad)
+    x = torch.randn(1, 3, 8)
+    kind(8, 1, most)(x).sum().backward()
+    with torch.no_grad():
+        kind(8, 1, most).eval()(x)
+
+
+def test_sizes_of_a_core():
+    with pytest.raises(ValueError, match=r"^head_dim must be an integer from 1 to 256, got 300$"):
+        KDACore(2, 300)
+    with pytest.raises(ValueError, match=r"^num_v_heads must be an integer from 1, got 0$"):
+        KDACore(0, 16)
+
+
 def whole_and_sharded(group, rank, index):
     torch.manual_seed(0)
     mixer = EVERY[index](24, 2, 8, num_v_heads=4).double()
