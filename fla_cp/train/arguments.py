@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fla_cp.train.exit_codes import MISTAKE
@@ -58,6 +59,11 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(flag, options, n=1)
         advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists all"
         return f"unknown option {flag}; {advice}"
+
+
+def file_among(*paths: Path) -> Path | None:
+    """The first of these paths that exists and is no folder; None if there is none."""
+    return next((p for p in paths if os.path.exists(p) and not os.path.isdir(p)), None)
 
 
 def _number(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:

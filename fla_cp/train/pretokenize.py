@@ -6,7 +6,7 @@ fla-cp-train --data memmap:tokens/
 Processes tokenise groups of documents, each into files of its own below a folder beside --out. When
 all are there, they are joined in the order of the documents, and the result gets its name at once:
 --out is either whole or missing. The same command after an interruption takes the groups that are
-there and goes on.
+there and goes on. A mistake in the arguments or the documents leaves no files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fla_cp.train.arguments import Parser
+from fla_cp.train.arguments import Parser, file_among
 from fla_cp.train.exit_codes import MISTAKE
 from fla_cp.train.memmap import OFFSET, narrowest, write_sidecar
 from fla_cp.train.shards import Shards
@@ -45,19 +45,29 @@ def tokenize(
     """
     if processes < 1:
         raise ValueError(f"--processes must be at least 1, got {processes}")
-    if out.exists():
+    if os.path.lexists(out):
         raise ValueError(f"--out must not exist yet, got {out}")
+    if (file := file_among(*out.parents)) is not None:
+        raise ValueError(f"--out must not be below a file, got {out}: {file} is one")
+    loaded = Tokenizer(tokenizer)
+    _ = loaded.hf  # a mistake is said before the documents are read
     parts = out.with_name(f".{out.name}.parts")
-    opened = open_documents(source, None, Reading(column=column, cache=str(parts)))
-    if opened is None:
-        raise ValueError(f"SOURCE must be stdlib, text:PATH or hf:PATH, got {source!r}")
-    documents, notes = opened
-    for note in notes:
-        print(note, file=sys.stderr)
-    shards = Shards(documents, Tokenizer(tokenizer), parts, GROUP_BYTES, shuffled=False)
-    _make(shards, min(processes, len(shards)))
-    line = _join(shards, parts / "joined")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    interrupted = parts.exists()
+    try:
+        opened = open_documents(source, None, Reading(column=column, cache=str(parts)))
+        if opened is None:
+            raise ValueError(f"SOURCE must be stdlib, text:PATH or hf:PATH, got {source!r}")
+        documents, notes = opened
+        for note in notes:
+            print(note, file=sys.stderr)
+        shards = Shards(documents, loaded, parts, GROUP_BYTES, shuffled=False)
+        _make(shards, min(processes, len(shards)))
+        line = _join(shards, parts / "joined")
+    except ValueError:
+        # A command without the mistake has other parts. Those of an earlier one may be of use.
+        if not interrupted:
+            shutil.rmtree(parts, ignore_errors=True)
+        raise
     (parts / "joined").rename(out)
     shutil.rmtree(parts)
     return f"{line}; train with --data memmap:{out}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, get_origin, get_type_hints
 
+from fla_cp.train.arguments import file_among
 from fla_cp.train.balance import check_micro_batches, rates
 from fla_cp.train.config import SEEDS, ModelConfig, RunConfig, TrainConfig, UserError
 from fla_cp.train.folder_rules import check_model_name
@@ -51,10 +51,9 @@ def _check_texts(config: TrainConfig) -> None:
             raise UserError(f"{flag} must be valid UTF-8, got {text!r}") from None
     if config.run.out is not None:
         folder = Path(config.run.out)
-        for path in (folder, *folder.parents):
-            if os.path.exists(path) and not os.path.isdir(path):
-                below = "" if path == folder else f": {path} is one"
-                raise UserError(f"--out must be a folder, not a file, got {config.run.out}{below}")
+        if (file := file_among(folder, *folder.parents)) is not None:
+            below = "" if file == folder else f": {file} is one"
+            raise UserError(f"--out must be a folder, not a file, got {config.run.out}{below}")
 
 
 def _numbers(config: TrainConfig) -> Iterator[tuple[str, float]]:

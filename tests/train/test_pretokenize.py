@@ -113,11 +113,35 @@ def test_an_interruption_keeps_what_is_done_and_leaves_no_result(chat, tmp_path,
         ("text:{0}/chat.jsonl --out {0}/tokenizer", "--out must not exist yet, got"),
         ("text:{0}/chat.jsonl --out {0}/o --processes 0", "--processes must be at least 1, got 0"),
         ("hf:{0}/chat.jsonl --out {0}/o --column x", "--data.column must be a column of"),
+        ("hf:{0}/chat.jsonl --out {0}/o --tokenizer {0}/text", "--tokenizer: {0}/text must hold"),
+        ("hf:{0}/chat.jsonl --out {0}/o --tokenizer {0}/x", "--tokenizer must be a folder, got"),
+        ("text:{0}/text --out {0}/o --tokenizer {0}/text", "--tokenizer: {0}/text must hold"),
+        ("hf:{0}/wrong.jsonl --out {0}/o", "must have a message of the role assistant"),
+        ("text:{0}/text --out {0}/a/o", "--out must not be below a file, got {0}/a/o: {0}/a is"),
+        ("text:{0}/text --out {0}/a/b/o", "--out must not be below a file, got {0}/a/b/o: {0}/a"),
     ],
 )
-def test_mistakes_end_in_one_line(flags, message, chat, tmp_path, capsys):
+def test_mistakes_end_in_one_line_and_leave_no_files(flags, message, chat, tmp_path, capsys):
+    """The wrong documents are wrong only in their last shard, so that others are written."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(TEXT[0])
+    (tmp_path / "a").write_text("a file")
+    row = json.dumps({"messages": [{"role": "user", "content": "?"}]}) + "\n"
+    (tmp_path / "wrong.jsonl").write_text(chat[0].read_text() + row)
+    before = sorted(tmp_path.rglob("*"))
     given = [word.format(tmp_path) for word in flags.split()]
-    assert run([*given, "--tokenizer", str(tmp_path / "tokenizer")]) == 2
+    if "--tokenizer" not in flags:
+        given += ["--tokenizer", str(tmp_path / "tokenizer")]
+    assert run(given) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
-    assert not (tmp_path / "o").exists()
+    assert line.startswith("error: ") and message.format(tmp_path) in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mistake_keeps_what_an_interruption_left(chat, tmp_path):
+    path, _ = chat
+    parts = tmp_path / ".out.parts"
+    parts.mkdir()
+    with pytest.raises(ValueError, match="must be a column of"):
+        tokenize(f"hf:{path}", str(tmp_path / "tokenizer"), tmp_path / "out", column="x")
+    assert parts.exists()
