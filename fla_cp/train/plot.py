@@ -45,15 +45,17 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path], axis: str) -> list[Run]:
-    """The runs of these folders, each with a label of its own.
+    """The runs of these folders, each with a label of its own. A folder that is given twice counts
+    once.
 
     axis: one of AXES; tokens are counted with config.toml of the run. Raises UserError for a folder
     without metrics or, for tokens, without its configuration.
     """
-    names = [folder.resolve().name for folder in folders]
-    unique = len(set(names)) == len(names)
+    given: dict[Path, Path] = {}
+    for folder in folders:
+        given.setdefault(folder.resolve(), folder)
     runs = []
-    for folder, name in zip(folders, names, strict=True):
+    for folder, label in zip(given.values(), labels([*given]), strict=True):
         rows = read_metrics(folder)
         if not rows:
             raise UserError(f"RUN must be a run folder with lines in metrics.jsonl, got {folder}")
@@ -63,8 +65,20 @@ def read_runs(folders: Sequence[Path], axis: str) -> list[Run]:
                 raise UserError(f"--x tokens needs config.toml of each run, which {folder} lacks")
             data = load_toml(folder / "config.toml").data
             scale = data.global_batch_size * data.seq_len
-        runs.append(Run(name if unique else str(folder), rows, scale))
+        runs.append(Run(label, rows, scale))
     return runs
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """The shortest end of each absolute path that no other of them has, at least its last name."""
+
+    def label(parts: tuple[str, ...], others: list[tuple[str, ...]]) -> str:
+        count = 1
+        while any(parts[-count:] == other[-count:] for other in others):
+            count += 1
+        return str(Path(*parts[-count:]))
+
+    return [label(a.parts, [b.parts for b in paths if b != a]) for a in paths]
 
 
 def smoothed(values: Sequence[float], steps: int) -> list[float]:

@@ -88,10 +88,22 @@ def test_smoothed():
     assert smoothed([], 3) == []
 
 
-def test_labels_are_names_or_paths(tmp_path):
-    folders = [run(tmp_path / "x" / "a"), run(tmp_path / "y" / "a"), run(tmp_path / "y" / "b")]
-    assert [r.label for r in read_runs(folders[1:], "step")] == ["a", "b"]
-    assert [r.label for r in read_runs(folders, "step")] == [str(f) for f in folders]
+def test_labels_are_the_shortest_ends_that_differ(tmp_path):
+    names = "x/a", "y/a", "y/b", "y/x/a"
+    folders = [run(tmp_path / name) for name in names]
+    assert [r.label for r in read_runs(folders[1:3], "step")] == ["a", "b"]
+    assert [r.label for r in read_runs(folders[:3], "step")] == ["x/a", "y/a", "b"]
+    found = [r.label for r in read_runs(folders, "step")]
+    assert found == [f"{tmp_path.name}/x/a", "y/a", "b", "y/x/a"]
+    assert plot.labels([Path("/a"), Path("/b/a")]) == ["/a", "b/a"]
+
+
+def test_a_run_that_is_given_twice_is_drawn_once(tmp_path, monkeypatch):
+    a, b = run(tmp_path / "a"), run(tmp_path / "b")
+    (tmp_path / "link").symlink_to(b)
+    monkeypatch.chdir(tmp_path)
+    given = [b, a, Path("a"), tmp_path / "link", b]
+    assert [r.label for r in read_runs(given, "step")] == ["b", "a"]
 
 
 def test_refusals(tmp_path, capsys):
