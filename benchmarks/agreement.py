@@ -80,7 +80,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--sequences", type=int, default=64, help="documents a rank")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--out", type=Path)

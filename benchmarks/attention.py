@@ -325,7 +325,9 @@ def numbers(text: str) -> list[int]:
 
 def parsed(given: list[str] | None = None) -> argparse.Namespace:
     """The arguments, with what follows from the device."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention", description=__doc__, allow_abbrev=False
+    )
     kinds = ("cuda", "cpu")
     parser.add_argument("--device", choices=kinds, default=kinds[not torch.cuda.is_available()])
     parser.add_argument("--shapes", type=names)

@@ -151,7 +151,9 @@ def measure(row: Row, device: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bandwidth", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bandwidth", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--peer", choices=("fla",))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

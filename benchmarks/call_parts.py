@@ -102,7 +102,9 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.call_parts needs a GPU")
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.call_parts", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.call_parts", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--op", default="kda,gdn-layer", help=f"of {', '.join(MEMBERS)}")
     parser.add_argument("--shapes", default="t2k,t8k", help=f"t2k, or of {', '.join(SHAPES)}")
     parser.add_argument("--out", type=Path)

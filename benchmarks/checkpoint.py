@@ -35,7 +35,7 @@ VOCABULARY = 32_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--size", default="340M", choices=["tiny", "340M", "1.3B"])
     parser.add_argument("--layers", help="instead of the size's own")
     parser.add_argument("--ranks", default="1", help="how many torchrun starts")

@@ -77,7 +77,9 @@ def plot(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("base", type=Path)
     parser.add_argument("head", type=Path)
     parser.add_argument("--threshold", type=float, default=0.05)

@@ -397,7 +397,9 @@ def main() -> None:
     import torch.multiprocessing as multiprocessing
 
     gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cp_scaling", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cp_scaling", description=__doc__, allow_abbrev=False
+    )
     ranks = ",".join(str(n) for n in (1, 2, 4, 8) if n <= max(gpus, 1)) if gpus else "1,2"
     parser.add_argument("--ranks", type=numbers, default=numbers(ranks))
     sizes = "32768,131072,524288,1048576" if gpus else "512"

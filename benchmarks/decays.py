@@ -228,7 +228,9 @@ def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decays", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decays", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--op", type=names(tuple(PEERS)), default=list(PEERS))
     parser.add_argument("--peers", type=names(tuple(PACKAGES)), default=list(PACKAGES))
     parser.add_argument("--warm", action="store_true", help="only the peers' first calls")

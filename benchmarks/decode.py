@@ -193,7 +193,9 @@ def measure(model: Decoder, rows: int, rate: float) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.decode", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--size", default="1.3B", choices=["tiny", "340M", "1.3B"])
     parser.add_argument("--pattern", default="kda", help="the mixers, as --model.pattern has them")
     parser.add_argument("--batches", type=lambda s: list(map(int, s.split(","))), default=[1, 64])

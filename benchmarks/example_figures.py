@@ -79,7 +79,7 @@ def row(tokens: int, gpus: int, printed: str, error: str | None, seconds: float)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--script", choices=LAUNCHERS, default=next(iter(LAUNCHERS)))
     parser.add_argument("--tokens", default="65536,131072,262144", help="separated by commas")
     parser.add_argument("--gpus", type=int, default=1, help="ranks, on CPUs without GPUs")

@@ -105,7 +105,9 @@ def work(rank: int, R: int, store: str, out: Path | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.exchange", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("ranks", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -105,7 +105,9 @@ def main() -> None:
 
     on_gpu = torch.cuda.is_available()
     tokens = "32768,8192,16383,65536" if on_gpu else "256,300"
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.first_call", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--ops", default="kda,gdn", help="names of benchmarks.members")
     parser.add_argument("--tokens", default=tokens, help="in the order of their calls")
     parser.add_argument("--heads", type=int, default=32 if on_gpu else 2)

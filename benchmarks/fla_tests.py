@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.fla_tests", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "benchmarks.fla_tests", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path, help="FLA's tests")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")

@@ -106,7 +106,9 @@ def shown(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forced", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.forced", description=__doc__, allow_abbrev=False
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     default = "cpu" if device == "cpu" else "target-any"
     parser.add_argument("--tiles", default="", help="STAGE=TILE,.. with names of tile_table.py")

@@ -279,7 +279,9 @@ def main(argv: list[str] | None = None) -> None:
     from benchmarks.ops import environment
 
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--packings", nargs="?", type=int, const=1000, required=True, help="1000")
     parser.add_argument("--tokens", default="2048,8192,32768" if cuda else "256")
     parser.add_argument("--heads", default="4,32" if cuda else "2")

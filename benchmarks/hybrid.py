@@ -208,7 +208,9 @@ def main() -> None:
     import torch.multiprocessing as multiprocessing
 
     gpus = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hybrid", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hybrid", description=__doc__, allow_abbrev=False
+    )
     ranks = [n for n in (1, 2, 4, 8) if n <= gpus] if gpus else [1, 2]
     parser.add_argument("--ranks", type=numbers, default=ranks)
     parser.add_argument("--tokens", type=numbers, default=[32768, 131072] if gpus else [512])

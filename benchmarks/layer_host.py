@@ -148,7 +148,9 @@ def measure(name: str, T: int, device: str, launches: Callable[[], int]) -> dict
 def main(argv: list[str] | None = None) -> None:
     from benchmarks.ops import environment
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.layer_host", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.layer_host", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--layers", default="kda,gdn", help=f"of {', '.join(LAYERS)}")
     parser.add_argument("--tokens", type=int, help="default: 8192, and 2 without a GPU")
     parser.add_argument("--out", type=Path)

@@ -168,7 +168,9 @@ def measured(runs: list[Run], gpus: int, limit: float, folder: Path) -> dict[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.measure", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.measure", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=1, help="how many there are")
     parser.add_argument("--only", type=lambda s: s.split(","), help="names, separated by commas")

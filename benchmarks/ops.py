@@ -285,7 +285,9 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ops", description=__doc__, allow_abbrev=False
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     usual = (n for n, s in SHAPES.items() if n != "cpu" and s.K <= MOST_DIM)
     default = "cpu" if device == "cpu" else ",".join(usual)

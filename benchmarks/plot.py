@@ -119,7 +119,9 @@ def step_name(row: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plot", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("result", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

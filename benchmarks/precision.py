@@ -86,7 +86,9 @@ def errors(name: str, case: Case, device: str, peer: str | None) -> dict[str, di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.precision", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--size", type=int, default=128, help="K and V")

@@ -112,7 +112,9 @@ def draw(result: dict[str, Any], out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes a result, or draws one."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recall", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recall", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--seeds", default="0,1,2", help="a training for each, such as 0,1,2")
     parser.add_argument("--out", type=Path, default=Path("recall.json"))
     parser.add_argument("--draw", type=Path, help="a result to draw; nothing is measured")

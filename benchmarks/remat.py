@@ -83,7 +83,7 @@ def measure(mode: str, flags: list[str], x: Tensor, context: FLACPContext, want:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--size", default="340M", choices=["tiny", "340M", "1.3B"])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32768)

@@ -384,7 +384,9 @@ def pages(results: list[Result], root: Path) -> dict[Path, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if out of date")
     args = parser.parse_args()
     stale = [

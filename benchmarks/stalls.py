@@ -147,7 +147,9 @@ def profiled(op: str, shape: str, kernels: str, folder: Path) -> tuple[str, str]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stalls", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.stalls", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--op", default="kda", choices=MEMBERS)
     parser.add_argument("--shape", default="16384x32", help="as benchmarks.forced takes it")
     parser.add_argument("--kernels", default=".*", help="a regular expression of names")

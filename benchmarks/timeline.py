@@ -122,7 +122,9 @@ def plot(traces: dict[str, list[Row]], out: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.timeline", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("traces", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--title", default="")

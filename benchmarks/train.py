@@ -323,7 +323,9 @@ def numbers(text: str) -> list[int]:
 
 def parser(gpus: int) -> argparse.ArgumentParser:
     """The command line. gpus: how many this machine has."""
-    found = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.train", description=__doc__, allow_abbrev=False
+    )
     found.formatter_class = argparse.RawDescriptionHelpFormatter
     models, tokens = ("340M,1.3B", "65536") if gpus else ("tiny", "256")
     counts = ",".join(str(n) for n in (1, 2, 4, 8) if n <= max(gpus, 1))

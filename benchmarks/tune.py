@@ -344,7 +344,9 @@ def row(stage: str, K: int, V: int, dtype: torch.dtype, best: Tile) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Times the stages that the arguments name, and prints each tile's time and the best row."""
     least = TUNING.min_chunk_heads if eligible.GLUON else math.inf
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all")
     parser.add_argument("--K", type=int, default=128)
     parser.add_argument("--V", type=int, default=128)

@@ -28,7 +28,7 @@ def row(index, tokens, vocab_size):  # two documents that count on from a random
     return {"input_ids": ids, "labels": ids, "seq_lens": [n, tokens - n]}
 
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(allow_abbrev=False)
 for name, default in {"cp": 1, "dp": 1, "tokens": 262144, "steps": 20, "lr": 1e-4}.items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
 parser.add_argument("--shape", nargs="*", default=[], type=lambda text: text.split("="))

@@ -28,7 +28,7 @@ class Block(nn.Module):
         return x + self.ffn(self.norm2(x))
 
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(allow_abbrev=False)
 for name, default in {"layers": 4, "hidden": 128, "heads": 4, "tokens": 8192, "steps": 50}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args, cuda = parser.parse_args(), torch.cuda.is_available()

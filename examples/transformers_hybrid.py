@@ -45,7 +45,7 @@ def main(shape, tokens, group, dtype):
             print(f"{text}, {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True)
 
 
-parser = argparse.ArgumentParser()
+parser = argparse.ArgumentParser(allow_abbrev=False)
 for name, default in {"tokens": 262144, "steps": 5, "lr": 1e-4}.items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
 parser.add_argument("--shape", nargs="*", default=[], help="such as num_hidden_layers=8")

@@ -156,7 +156,9 @@ def release(root: Path, out: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("--check", action="store_true", help="only compare the versions")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="loses older packages")
     args = parser.parse_args(argv)

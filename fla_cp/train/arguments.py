@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,13 +20,21 @@ class Parser(argparse.ArgumentParser):
 
     command: the installed program, such as "fla-cp-plot". The line names the argument, the rule and
     the value. Only rank 0 prints it, since all ranks have the same arguments. Values of the types
-    int and float are parsed by this class, which says what they must be.
+    int and float are parsed by this class, which says what they must be. Options have to be written
+    out: what an abbreviation means could change with each new option.
     """
 
     def __init__(self, command: str, **options: Any) -> None:
-        super().__init__(prog=program(command), **options)
+        super().__init__(prog=program(command), allow_abbrev=False, **options)
+        self._words: list[str] = []
         self.register("type", int, _number(int, "a whole number"))
         self.register("type", float, _number(float, "a number"))
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        self._words = [*(sys.argv[1:] if args is None else args)]
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Ends the program. message: what argparse found, in its words."""
@@ -38,6 +46,9 @@ class Parser(argparse.ArgumentParser):
         if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
             return self._unknown(unknown[1].split()[0])
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            for word in self._words:  # what is missing may be what an unknown option was to give
+                if word.startswith("--") and word.partition("=")[0] not in self._option_names():
+                    return self._unknown(word)
             return f"{missing[1].replace(', ', ' and ')} must be given; {self.prog} --help says how"
         argument = re.fullmatch(r"argument (\S+?): (.*)", message, re.DOTALL)
         if not argument:
@@ -54,11 +65,14 @@ class Parser(argparse.ArgumentParser):
             own = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
             only = "the only argument" + "s" * (len(own) > 1)
             return f"{' and '.join(own)} must be {only} without --, got {word!r} as well"
-        flag = word.partition("=")[0]
-        options = [name for action in self._actions for name in action.option_strings]
-        near = difflib.get_close_matches(flag, options, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists all"
+        flag, options = word.partition("=")[0], self._option_names()
+        near = [name for name in options if len(flag) > 2 and name.startswith(flag)]
+        near = near[:3] or difflib.get_close_matches(flag, options, n=1)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"{self.prog} --help lists all"
         return f"unknown option {flag}; {advice}"
+
+    def _option_names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
 
 
 def file_among(*paths: Path) -> Path | None:

@@ -56,8 +56,8 @@ def _advice(name: str, others: Iterable[str]) -> str:
     for flag, shortest in {**known, **{flag: flag for flag in others}}.items():
         last = f"--{flag.rpartition('.')[2].lstrip('-')}"
         score = max(difflib.SequenceMatcher(None, name, one).ratio() for one in (flag, last))
-        if flag.endswith(name[1:]) or flag.startswith(f"{name}-"):  # --steps for --max-steps
-            score = 1.0
+        if flag.endswith(name[1:]) or (len(name) > 3 and flag.startswith(name)):
+            score = 1.0  # --steps for --max-steps, --tok for --tokenizer
         scores[shortest] = max(score, scores.get(shortest, 0.0))
     best = max(scores.values())
     near = sorted((flag for flag in scores if scores[flag] > best - 0.05), key=len)[:3]

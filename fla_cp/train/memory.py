@@ -432,7 +432,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "fla-cp-memory",
         description="Predicts the peak memory of a training step on each rank, and the longest "
         "length that fits. All other flags are those of fla-cp-train.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--memory-gib",

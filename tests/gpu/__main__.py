@@ -144,7 +144,9 @@ def run_parts(names: list[str], jobs: int, limit: float) -> Iterator[tuple[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, default=REPORT)
     parser.add_argument("--part", help="check this part here and print JSON")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for all parts")

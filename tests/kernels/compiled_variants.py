@@ -221,7 +221,7 @@ def test_other_kernels_do_not_depend_on_counts():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--tokens", default=",".join(map(str, (*TOKENS, 262144))))
     parser.add_argument("--heads", default="4,8,32")
     args = parser.parse_args()

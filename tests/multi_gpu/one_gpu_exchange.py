@@ -269,7 +269,9 @@ def process(rank: int, R: int, store: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.multi_gpu.one_gpu_exchange")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.multi_gpu.one_gpu_exchange", allow_abbrev=False
+    )
     parser.add_argument("--sweep", action="store_true", help="times with other tiles, too")
     parser.add_argument("--processes", type=int, default=0, help="ranks are so many processes")
     parser.add_argument("--alone", action="store_true", help="one rank, whose peer never comes")

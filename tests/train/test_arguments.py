@@ -1,5 +1,6 @@
 """All programs say a mistake in their arguments as the trainer does: in one line, with status 2."""
 
+import ast
 import importlib
 import tomllib
 from pathlib import Path
@@ -39,6 +40,17 @@ WRONG = [
         "RUN_OR_HF_DIR must be the only argument without --, got 'b' as well",
     ),
     ("fla-cp-tokenize", ["--processes", "1.5"], "--processes must be a whole number, got '1.5'"),
+    ("fla-cp-train", ["--tok", "t"], "unknown option --tok; did you mean --tokenizer?"),
+    ("fla-cp-memory", ["--no-l"], "unknown option --no-l; did you mean --no-longest?"),
+    ("fla-cp-export", ["--shard=9"], "unknown option --shard; did you mean --shard-bytes?"),
+    ("fla-cp-plot", ["--s", "2"], "unknown option --s; did you mean --smooth?"),
+    ("fla-cp-generate", ["--top", "2"], "unknown option --top; did you mean --top-p?"),
+    (
+        "fla-cp-evaluate",
+        ["--needle-", "2"],
+        "unknown option --needle-; did you mean --needle-depths or --needle-count?",
+    ),
+    ("fla-cp-tokenize", ["--proc", "2"], "unknown option --proc; did you mean --processes?"),
 ]
 MISSING = {
     "fla-cp-export": "RUN and DIR",
@@ -78,6 +90,26 @@ def test_an_unknown_option_is_one_line_that_says_where_all_are(name, monkeypatch
 def test_what_is_missing_is_named_in_one_line(name, monkeypatch, capsys):
     said = f"error: {MISSING[name]} must be given; {name} --help says how\n"
     assert mistake(name, [], monkeypatch, capsys) == said
+
+
+def test_an_abbreviation_of_a_required_option_is_not_called_missing(monkeypatch, capsys):
+    words = ["stdlib", "--tok", "t", "--out", "tokens"]
+    said = mistake("fla-cp-tokenize", words, monkeypatch, capsys)
+    assert said == "error: unknown option --tok; did you mean --tokenizer?\n"
+
+
+def test_all_programs_of_the_repository_refuse_abbreviations():
+    """Also those that are no part of the package, such as benchmarks and examples."""
+    root, found = Path(__file__).parents[2], []
+    for folder in ("fla_cp", "benchmarks", "examples", "launch", "docs", "tests", "tools"):
+        for path in (root / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ArgumentParser"):
+                    options = {option.arg: option.value for option in node.keywords}
+                    refuses = getattr(options.get("allow_abbrev"), "value", True) is False
+                    found.append((str(path.relative_to(root)), refuses))
+    assert len(found) > 30
+    assert [path for path, refuses in found if not refuses] == []
 
 
 def test_one_rank_alone_prints_a_mistake(monkeypatch, capsys):
