@@ -14,8 +14,7 @@ from fla_cp.arguments import check_count, check_flags, check_tensors
 from fla_cp.comm import Overlap
 from fla_cp.context import FLACPContext
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
-from fla_cp.nn.modules import RMSNorm, check_hidden
-from fla_cp.nn.projections import check_dtype
+from fla_cp.nn.modules import RMSNorm, check_dtype, check_hidden, check_inner_dtype
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
 from fla_cp.ops.attention import attention_of_sent, compiled_positions, key_rows, send_keys
 from fla_cp.ops.checks import check_sequences
@@ -30,6 +29,8 @@ class SoftmaxAttention(nn.Module):
     """
 
     rotary: Rotary | None = None
+    input_names: tuple[str, ...]
+    """The modules that read x."""
 
     def __init__(self, layer_idx: int | None, **sizes: int) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class SoftmaxAttention(nn.Module):
     ) -> tuple[int, int]:
         """B and T of a call, after checks of its arguments."""
         check_hidden(x, self.hidden_size, cu_seqlens, cp_context)
-        check_dtype(x, self.q_proj)
+        check_dtype(x, **{name: getattr(self, name) for name in self.input_names})
         check_tensors(("cu_seqlens_cpu",), (cu_seqlens_cpu,), 0)
         B, T, _ = x.shape
         check_sequences(T, B, cu_seqlens, cp_context, cu_seqlens_cpu)
@@ -99,6 +100,8 @@ class Attention(SoftmaxAttention):
     Raises ValueError as `SoftmaxAttention` and `Rotary` do, for heads that do not fit, and for
     rotary_dim above head_dim.
     """
+
+    input_names = "q_proj", "k_proj", "v_proj", "g_proj"
 
     def __init__(
         self,
@@ -187,7 +190,9 @@ class Attention(SoftmaxAttention):
             else:
                 o = cache.attend(q(), k, v, self.head_dim**-0.5, cp_context)
         o, factor = rearrange(o, "b t h k -> b t (h k)"), gate()
-        return self.o_proj(o if factor is None else o * factor)
+        o = o if factor is None else o * factor
+        check_inner_dtype(o, "o_proj", self.o_proj)
+        return self.o_proj(o)
 
     def heads(
         self,

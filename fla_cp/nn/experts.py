@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fla_cp.arguments import check_count, check_flags
 from fla_cp.nn.grouped import grouped_linear
 from fla_cp.nn.initial import Initial, InitializedModule, Normal
-from fla_cp.nn.modules import SwiGLU, check_hidden
+from fla_cp.nn.modules import SwiGLU, check_hidden, check_inner_dtype
 from fla_cp.nn.routing import Router, RoutingStatistics
 from fla_cp.once_differentiable import once_differentiable
 from fla_cp.replay import autocasts
@@ -165,6 +165,7 @@ class Experts(nn.Module):
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:
+                check_inner_dtype(x, "shared_gate", self.shared_gate)
                 shared = shared * torch.sigmoid(self.shared_gate(x))
             out = out + shared
         counts = torch.diff(ends, prepend=torch.zeros_like(ends[:1])).to(torch.int64)

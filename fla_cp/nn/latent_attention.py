@@ -19,7 +19,7 @@ from fla_cp.comm.keys_values.ring import RingCall
 from fla_cp.context import FLACPContext
 from fla_cp.nn.attention import SoftmaxAttention
 from fla_cp.nn.cache import AttentionCache, attention_cache, check_cache
-from fla_cp.nn.modules import RMSNorm
+from fla_cp.nn.modules import RMSNorm, check_inner_dtype
 from fla_cp.nn.rotary import Rotary, Tables, YaRN, rotate
 from fla_cp.ops.attention import (
     attention_over,
@@ -45,6 +45,8 @@ class MultiHeadLatentAttention(SoftmaxAttention):
     all channels, through the scale, as in DeepSeek-V3.
     Raises ValueError as `SoftmaxAttention` and `Rotary` do.
     """
+
+    input_names = "q_proj", "kv_down"
 
     def __init__(
         self,
@@ -129,7 +131,9 @@ class MultiHeadLatentAttention(SoftmaxAttention):
         latent = self.kv_norm(latent).to(shared.dtype)  # autocast may choose another
         if cache is not None:
             o = self.over_latents(x, latent, shared, tables, cache, cp_context)
-            return self.o_proj(o.flatten(2))
+            o = o.flatten(2)
+            check_inner_dtype(o, "o_proj", self.o_proj)
+            return self.o_proj(o)
         latent, shared = latent.flatten(0, 1), shared.flatten(0, 1)
         if torch.compiler.is_compiling():
             heads = self.num_heads, self.qk_head_dim, self.v_head_dim
@@ -144,6 +148,7 @@ class MultiHeadLatentAttention(SoftmaxAttention):
             if ring is None:
                 with Overlap(lambda: self.queries(x, tables)) as queries:
                     latent, shared = keys_of(tokens.rows, cp_context, latent, shared)
+                check_inner_dtype(latent, "kv_up", self.kv_up)
                 each = rearrange(self.kv_up(latent), "n (h k) -> n h k", h=self.num_heads)
                 k, v = Expanded.of(each, shared, self.v_head_dim)
                 lengths = tokens.rows.lengths
@@ -151,7 +156,9 @@ class MultiHeadLatentAttention(SoftmaxAttention):
             else:
                 q = self.queries(x, tables).to(shared.dtype)
                 o = latent_ring(q, latent, shared, self.kv_up.weight.to(shared.dtype), ring)
-        return self.o_proj(rearrange(o, "(b t) h v -> b t (h v)", b=B))
+        o = rearrange(o, "(b t) h v -> b t (h v)", b=B)
+        check_inner_dtype(o, "o_proj", self.o_proj)
+        return self.o_proj(o)
 
     def ring(
         self, like: Tensor, tables: KeyTables, cp_context: FLACPContext | None

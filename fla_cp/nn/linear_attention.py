@@ -22,11 +22,13 @@ from fla_cp.nn.modules import (
     GatedRMSNorm,
     ShortConvolution,
     at_least_fp32,
+    check_dtype,
     check_hidden,
+    check_inner_dtype,
     check_layer,
 )
 from fla_cp.nn.one_call import one_call
-from fla_cp.nn.projections import Projections, check_dtype, is_low_rank
+from fla_cp.nn.projections import Projections, is_low_rank
 from fla_cp.ops.checks import MAX_DIM, MAX_WIDE_DIM
 from fla_cp.ops.short_conv import Heads
 from fla_cp.rule import NORM_EPS, accumulator
@@ -280,11 +282,16 @@ class LinearAttention(nn.Module):
         exchanges = cp_context is not None and cp_context.world_size > 1
         inputs = self.input_projections()
         project = Projections(x, inputs)
-        if not project.joined:  # modules are joined only if x has the dtype of their weights
-            check_dtype(x, self.q_proj)
         y = None if cache is not None else one_call(self, project, cu_seqlens, cp_context)
         if y is not None:
             return y
+        named = zip(self.input_names(), inputs, strict=True)
+        if not project.joined:
+            check_dtype(x, **dict(named))
+        else:  # x has the dtype of the weights that read it
+            for name, module in named:
+                if is_low_rank(module):
+                    check_inner_dtype(x, name, module)
         qkv = self.read_qkv(project, () if exchanges else inputs[3:])
         heads = self.conv_heads()
         with Overlap(lambda: self.rates(project)) as rates:
@@ -299,7 +306,9 @@ class LinearAttention(nn.Module):
             options = {} if cache is None else {"cache": cache}
             o = self.core(*operands, cu_seqlens=cu_seqlens, cp_context=cp_context, **options)
         del rates, operands
-        return self.o_proj(self.gated(o, project, gate()).flatten(-2))
+        o = self.gated(o, project, gate()).flatten(-2)
+        check_inner_dtype(o, "o_proj", self.o_proj)
+        return self.o_proj(o)
 
     def conv_heads(self) -> Heads:
         """The heads and channels of q, k and v in the result of their convolution. There is one
@@ -324,9 +333,12 @@ class LinearAttention(nn.Module):
 
     def input_projections(self) -> list[nn.Module]:
         """The modules that read x: first those of q, k and v, and then the others."""
-        beta = [self.b_proj] if self.has_beta else []
-        decay: nn.Module = getattr(self, self.decay_name)
-        return [self.q_proj, self.k_proj, self.v_proj, self.g_proj, decay, *beta]
+        return [getattr(self, name) for name in self.input_names()]
+
+    def input_names(self) -> list[str]:
+        """The names of `input_projections`."""
+        beta = ["b_proj"] if self.has_beta else []
+        return ["q_proj", "k_proj", "v_proj", "g_proj", self.decay_name, *beta]
 
     def read_qkv(
         self, project: Projections, others: Sequence[nn.Module]

@@ -1,6 +1,7 @@
 """Building blocks of the layers."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from fla_cp.context import FLACPContext
 from fla_cp.kernels import TORCH, resolve
 from fla_cp.kernels.torch.gated_norm import ACTIVATIONS
 from fla_cp.nn.initial import Constant, Initial, InitializedModule, Uniform
-from fla_cp.nn.projections import check_dtype
+from fla_cp.nn.projections import watched
 from fla_cp.ops.checks import check_context, check_conv1d_state, check_sequences
 from fla_cp.ops.gated_norm import gated_norm
 from fla_cp.ops.short_conv import (
@@ -28,6 +29,7 @@ from fla_cp.ops.short_conv import (
     conv1d_parts,
     head_views,
 )
+from fla_cp.replay import autocasts
 
 
 def check_layer(
@@ -68,6 +70,79 @@ def check_hidden(
     check_tensors(("cu_seqlens",), (cu_seqlens,), 0)
     if cp_context is not None:
         check_context(cp_context)
+
+
+def check_dtype(x: Tensor, **modules: object) -> None:
+    """Raises ValueError unless x has the dtype of the weights of these modules, which read it, or
+    autocast converts both.
+
+    modules: linear layers or sequences of them, by name; None stands for no module. One that may
+    convert x by itself is not judged: one of another class, with hooks, or with a weight that is no
+    plain tensor.
+    """
+    for name, module in modules.items():
+        if (found := _other_dtype(x, module)) is not None:
+            every = {_other_dtype(x, other) for other in modules.values() if other is not None}
+            raise ValueError(_of_x(x, found) if len(every) == 1 else _of_weight(name, x, found))
+
+
+def check_inner_dtype(x: Tensor, name: str, module: object) -> None:
+    """As `check_dtype`, for a module that reads a result x of other modules."""
+    if (found := _other_dtype(x, module)) is not None:
+        raise ValueError(_of_weight(name, x, found))
+
+
+def _other_dtype(x: Tensor, module: object) -> torch.dtype | None:
+    """The dtype of a module's weight that fits x neither as it is nor under autocast. None if it
+    fits, and for a module that is not judged."""
+    if module.__class__ is nn.Sequential:
+        parts: Any = module
+        if not watched(parts):
+            for part in parts:
+                if part.__class__ not in (nn.Linear, RMSNorm) or watched(part):
+                    break  # its result may have any dtype
+                if (found := _other_dtype(x, part)) is not None:
+                    return found
+        return None
+    if module.__class__ is not nn.Linear or x.__class__ not in PLAIN_TENSORS:
+        return None
+    weight: Any = module.__dict__["_parameters"]["weight"]
+    dtype: torch.dtype = weight.dtype
+    if dtype == x.dtype or weight.__class__ not in PLAIN_TENSORS:
+        return None
+    if (_casts(x, dtype) and autocasts(x.device.type)) or torch.compiler.is_compiling():
+        return None
+    if watched(module) or nn.modules.module._has_any_global_hook():
+        return None
+    return dtype
+
+
+def _casts(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast would convert x and a weight of this dtype. It leaves fp64 as it is."""
+    return x.is_floating_point() and torch.float64 not in (x.dtype, dtype)
+
+
+def _of_x(x: Tensor, dtype: torch.dtype) -> str:
+    """The message for an x whose dtype is not that of the layer's weights."""
+    ways = [f"pass x.to({dtype})", *_ways(x, dtype)]
+    rule = f"x must have the dtype of the layer's weights, {dtype}, got {x.dtype}"
+    return f"{rule}: {', or '.join(ways)}"
+
+
+def _of_weight(name: str, x: Tensor, dtype: torch.dtype) -> str:
+    """The message for one module of a layer, called `name`, whose weight has another dtype."""
+    rule = f"{name} must have the dtype of its input, {x.dtype}, got {dtype}"
+    ways = _ways(x, dtype) or [f"pass x.to({dtype})"]
+    return f"{rule}: {', or '.join(ways)}"
+
+
+def _ways(x: Tensor, dtype: torch.dtype) -> list[str]:
+    """What can be done about a weight of this dtype if x is to stay as it is."""
+    ways = [f"convert the layer with layer.to({x.dtype})"] if x.is_floating_point() else []
+    if _casts(x, dtype):
+        narrow = dtype if x.dtype == torch.float32 else x.dtype
+        ways.append(f"call it under torch.autocast({x.device.type!r}, {narrow})")
+    return ways
 
 
 class RMSNorm(InitializedModule):
@@ -265,8 +340,10 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_dtype(x, self.gate)
-        y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        check_dtype(x, gate=self.gate, up=self.up)
+        inner = nn.functional.silu(self.gate(x)) * self.up(x)
+        check_inner_dtype(inner, "down", self.down)
+        y: Tensor = self.down(inner)
         return y
 
 

@@ -208,33 +208,6 @@ def joins(x: Tensor, modules: Sequence[nn.Module]) -> bool:
     return True
 
 
-def check_dtype(x: Tensor, module: object) -> None:
-    """Raises ValueError unless x has the dtype of a linear layer's weight, or autocast converts
-    both. A module that may convert x by itself is not judged: one of another class, with hooks, or
-    with a weight that is no plain tensor."""
-    if module.__class__ is not nn.Linear or x.__class__ not in PLAIN_TENSORS:
-        return
-    weight: Any = module._parameters["weight"]
-    if weight.dtype == x.dtype or weight.__class__ not in PLAIN_TENSORS:
-        return
-    wide = torch.float64 in (x.dtype, weight.dtype)  # autocast leaves fp64 as it is
-    casts = x.is_floating_point() and not wide
-    if (casts and autocasts(x.device.type)) or torch.compiler.is_compiling():
-        return
-    if watched(module) or nn.modules.module._has_any_global_hook():
-        return
-    ways = [f"pass x.to({weight.dtype})"]
-    if x.is_floating_point():
-        ways.append(f"convert the layer with layer.to({x.dtype})")
-    if casts:
-        narrow = weight.dtype if x.dtype == torch.float32 else x.dtype
-        ways.append(f"call it under torch.autocast({x.device.type!r}, {narrow})")
-    raise ValueError(
-        f"x must have the dtype of the layer's weights, {weight.dtype}, got {x.dtype}: "
-        f"{', or '.join(ways)}"
-    )
-
-
 def watched(module: nn.Module) -> bool:
     """Whether a call of the module does more than its class's forward, for example runs hooks."""
     own = module.__dict__

@@ -1,5 +1,7 @@
 """The layers: equations, dtypes, short inputs, and the gradients of parameters over ranks."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from fla_cp.kernels.torch.backend import TorchBackend
 from fla_cp.nn import (
     Attention,
     Comba,
+    Experts,
     GatedDeltaNet,
     GatedDeltaProduct,
     GatedLinearAttention,
@@ -176,6 +179,41 @@ def test_another_dtype_than_that_of_the_weights_is_named(name):
     assert made.to(torch.bfloat16)(narrow).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=rf"{rule}bfloat16, got torch.float32{to}.*'cpu', .*bfloa"):
         made(x)
+
+
+def linear_names(made):
+    return [name for name, module in made.named_modules() if type(module) is torch.nn.Linear]
+
+
+HALF_CAST = {
+    **FP32_LAYERS,
+    "gla": lambda: GatedLinearAttention(32, 2, 16),
+    "attention": lambda: Attention(32, 2, head_dim=16, output_gate=True),
+    "latent": lambda: MultiHeadLatentAttention(32, 2, q_lora_rank=8),
+    "experts": lambda: Experts(32, 8, 4, 2, shared_experts=1, shared_gate=True),
+}
+
+
+@pytest.mark.parametrize("name", HALF_CAST)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_layer_whose_weights_have_two_dtypes_names_one(name, grad):
+    """As after a cast of a part of a model. Which module it is decides, not which is called first.
+    Autocast converts all of them."""
+    x = torch.randn(1, 20, 32)
+    for part in linear_names(HALF_CAST[name]()):
+        made = HALF_CAST[name]()
+        made.get_submodule(part).to(torch.bfloat16)
+        *_, own = (word for word in part.split(".") if not word.isdigit())
+        message = (
+            f"{own} must have the dtype of its input, torch.float32, got torch.bfloat16: convert "
+            "the layer with layer.to(torch.float32), or call it under torch.autocast('cpu', "
+            "torch.bfloat16)"
+        )
+        with torch.set_grad_enabled(grad):
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                made(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                made(x)
 
 
 @pytest.mark.parametrize("name", FP32_LAYERS)
