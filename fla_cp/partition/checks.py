@@ -139,6 +139,10 @@ def length_in(x: object, dim: object) -> int | None:
     return None if place is None or not -x.ndim <= place < x.ndim else x.shape[place]
 
 
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def check_token_ranges(
     ranges: Sequence[Sequence[tuple[int, int]]], total: int, world_size: int
 ) -> None:
@@ -146,7 +150,7 @@ def check_token_ranges(
     cover each token of [0, total) once."""
     if len(ranges) != world_size:
         raise ValueError(
-            f"token_ranges must have one list per rank, got {len(ranges)} for {world_size} ranks"
+            f"token_ranges must have one list per rank, got {len(ranges)} for {_ranks(world_size)}"
         )
     at = 0
     for lo, hi, r in sorted((lo, hi, r) for r, own in enumerate(ranges) for lo, hi in own):
@@ -197,7 +201,7 @@ def check_max_sequences(
     if offsets[-1] < world_size:
         raise ValueError(
             f"cu_seqlens must hold a token a rank with max_sequences, got {offsets[-1]} tokens for "
-            f"{world_size} ranks"
+            f"{_ranks(world_size)}"
         )
     check_sequences_fit(most, offsets)
 

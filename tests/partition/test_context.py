@@ -227,7 +227,7 @@ LISTS = r"token_ranges must have one list of \[start, stop\) per rank, got "
         ("0:10", LISTS + "'0:10'"),
         ({0: (0, 10)}, LISTS + r"\{0: \(0, 10\)\}"),
         ([{(0, 10)}], LISTS),
-        ([], "one list per rank, got 0 for 1 ranks"),
+        ([], "one list per rank, got 0 for 1 rank$"),
     ],
 )
 def test_token_ranges_of_anything_else(ranges, message):
