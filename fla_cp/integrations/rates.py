@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+
+from fla_cp.arguments import described
 
 RATES = ("A_log", "dt_bias")
 """Names of the parameters of recurrences that are not cast."""
@@ -55,23 +58,76 @@ def shard_rates(model: _Model, mesh: DeviceMesh | None = None) -> _Model:
     mesh: as for `fully_shard`. One small collective gathers the rates of all layers.
 
     Parameters have the names that they had, in `named_parameters` and `state_dict`, and for
-    torch.distributed.checkpoint.
+    torch.distributed.checkpoint. A second call changes nothing.
+    Raises ValueError for a model without such parameters, which needs no call, and for one in which
+    some of them are sharded already.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {described(model)}")
+    apart, owners = _exact_parts(model), _owners(model)
+    if apart and not owners:
+        return model
+    _check_owners(type(model).__name__, owners, len(apart))
     parts: list[nn.Module] = list(set_apart(model))
-    owners: list[Any] = [m for m in model.modules() if m._modules.get("exact") in parts]
-    for owner in owners:
+    changed: list[Any] = [m for m in model.modules() if m._modules.get("exact") in parts]
+    for owner in changed:
         kind = type(owner)
         owner.__class__ = type(kind.__name__, (_SameNames, kind), {"__module__": kind.__module__})
         owner.register_state_dict_post_hook(_rename_saved)
         owner.register_load_state_dict_pre_hook(_rename_loaded)
         # so that torch.distributed.checkpoint.state_dict finds parameters by these names
         owner._fqn_modifiers = partial(dict.fromkeys, [*owner.exact._parameters], "exact")
-    if parts:
-        policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False)
-        shard_without_hooks(parts, mesh, policy)
-        model.register_forward_pre_hook(_gather)
-        model.register_forward_hook(_release)
+    policy = MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False)
+    shard_without_hooks(parts, mesh, policy)
+    model.register_forward_pre_hook(_gather)
+    model.register_forward_hook(_release)
     return model
+
+
+class _Owner(NamedTuple):
+    """A module with parameters RATES of its own. path: where it is in the model. names: of these
+    parameters."""
+
+    path: str
+    module: nn.Module
+    names: list[str]
+
+
+def _owners(model: nn.Module) -> list[_Owner]:
+    found = []
+    for path, module in model.named_modules():
+        own = module._parameters
+        names = [name for name in RATES if isinstance(own.get(name), nn.Parameter)]
+        if names and not isinstance(module, Exact):
+            found.append(_Owner(path, module, names))
+    return found
+
+
+def _exact_parts(model: nn.Module) -> list[Exact]:
+    return [module for module in model.modules() if isinstance(module, Exact)]
+
+
+def _check_owners(kind: str, owners: list[_Owner], apart: int) -> None:
+    """Raises ValueError unless the rates of all owners can be sharded apart from the rest. kind:
+    the model's class. apart: how many of its modules have rates apart already."""
+    if not owners:
+        raise ValueError(
+            f"model must have parameters A_log or dt_bias, got {kind} without: it needs no call of "
+            "shard_rates"
+        )
+    if apart:
+        raise ValueError(
+            "model must be the first module with these recurrences that shard_rates gets, got "
+            f"{kind}, in which {apart} of {apart + len(owners)} have been in a call: call it once, "
+            "with the module that holds all"
+        )
+    for path, module, names in owners:
+        if isinstance(module._parameters[names[0]], DTensor):
+            name = f"{path}.{names[0]}".lstrip(".")
+            raise ValueError(
+                f"model must not be sharded yet, got {kind} with {name} as a DTensor: call "
+                "shard_rates before fully_shard"
+            )
 
 
 def shard_without_hooks(
@@ -90,10 +146,7 @@ def set_apart(model: nn.Module) -> list[Exact]:
     """Moves the parameters RATES of each module into a part `exact`, in place; returns the parts.
     The module still finds them as its attributes."""
     found = []
-    for module in list(model.modules()):
-        names = [name for name in RATES if isinstance(module._parameters.get(name), nn.Parameter)]
-        if not names:
-            continue
+    for _, module, names in _owners(model):
         exact = Exact()
         for name in names:
             exact.register_parameter(name, module._parameters.pop(name))

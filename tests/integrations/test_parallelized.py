@@ -24,6 +24,7 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from fla_cp.integrations import rates
 from fla_cp.integrations.transformers import parallelize, shard_rates
+from fla_cp.nn import GatedDeltaNet, KimiDeltaAttention
 from tests.support.parallelized import (
     LOGITS,
     OFFSETS,
@@ -116,6 +117,38 @@ def test_parameters_are_found_by_the_names_of_the_state(monkeypatch):
         shard_rates(model)
         assert {name for name, _ in _iterate_valid_model_state(model)} == before
     assert any(name.endswith("linear_attn.A_log") for name in before)
+
+
+def mixed():
+    return torch.nn.ModuleDict({"a": KimiDeltaAttention(16, 2, 8), "b": GatedDeltaNet(16, 2, 8)})
+
+
+def refusals(group, rank):
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = mixed()
+    fully_shard(model["b"], mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"got ModuleDict with b\.core\.A_log as a DTensor: call sha"
+    ):
+        shard_rates(model, mesh)
+    assert "A_log" in model["a"].core._parameters
+    model = mixed()
+    shard_rates(model["a"], mesh)
+    with pytest.raises(ValueError, match="got ModuleDict, in which 1 of 2 have been in a call: ca"):
+        shard_rates(model, mesh)
+    shard_rates(model["b"], mesh)
+    before = list(model.modules())
+    for part in (model, model["a"]):
+        assert shard_rates(part, mesh) is part
+    assert list(model.modules()) == before
+
+
+def test_rates_that_cannot_be_sharded_apart_are_named(gloo_pool):
+    gloo_pool.run(refusals, world_size=2)
+    with pytest.raises(ValueError, match="A_log or dt_bias, got Linear without: it needs no call"):
+        shard_rates(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got 'model'"):
+        shard_rates("model")
 
 
 def states_after_a_restart(group, rank, kind):
