@@ -157,6 +157,7 @@ class LinearAttention(nn.Module):
     per_head = True
     has_beta = True
     decay_name = "a_proj"
+    rows = 1  # of k, v and beta for each token
     core_class: type[Core] = Core
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -184,7 +185,6 @@ class LinearAttention(nn.Module):
         allow_neg_eigval: bool = False,
         impl: str = "auto",
         layer_idx: int | None = None,
-        rows: int = 1,
     ) -> None:
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -199,12 +199,12 @@ class LinearAttention(nn.Module):
             head_v_dim=head_v_dim,
             max_dim=MAX_DIM if self.has_beta else MAX_WIDE_DIM,
             conv_size=conv_size,
-            num_householder=rows,
+            num_householder=self.rows,
         )
         self.hidden_size = hidden_size
         self.num_heads, self.num_v_heads = num_heads, num_v_heads
         self.head_dim, self.head_v_dim = head_dim, head_v_dim
-        self.allow_neg_eigval, self.layer_idx, self.rows = allow_neg_eigval, layer_idx, rows
+        self.allow_neg_eigval, self.layer_idx, rows = allow_neg_eigval, layer_idx, self.rows
         key, value = num_heads * head_dim, num_v_heads * head_v_dim
 
         self.q_proj = self.linear(key)
@@ -403,6 +403,7 @@ class GatedDeltaProduct(LinearAttention):
         impl: str = "auto",
         layer_idx: int | None = None,
     ) -> None:
+        self.rows = num_householder
         super().__init__(
             hidden_size,
             num_heads,
@@ -414,7 +415,6 @@ class GatedDeltaProduct(LinearAttention):
             allow_neg_eigval=allow_neg_eigval,
             impl=impl,
             layer_idx=layer_idx,
-            rows=num_householder,
         )
 
 

@@ -338,6 +338,7 @@ def test_errors_about_arguments_name_the_layer_that_was_called(name):
     make = getattr(nn, name)
     for sizes, more, wrong in (
         ((8, 2, 4), {"expand_v": 1}, "unexpected keyword argument 'expand_v'"),
+        ((8, 2, 4), {"rows": 2}, "unexpected keyword argument 'rows'"),
         ((8,), {}, "missing 1 required positional argument: 'num_heads'"),
         ((8, 2, 4, 4), {}, "takes from 3 to 4 positional arguments but 5 were given"),
     ):
