@@ -125,15 +125,16 @@ def _casts(x: Tensor, dtype: torch.dtype) -> bool:
 def _of_x(x: Tensor, dtype: torch.dtype) -> str:
     """The message for an x whose dtype is not that of the layer's weights."""
     ways = [f"pass x.to({dtype})", *_ways(x, dtype)]
-    rule = f"x must have the dtype of the layer's weights, {dtype}, got {x.dtype}"
-    return f"{rule}: {', or '.join(ways)}"
+    return (
+        f"x must have the dtype of the layer's weights, {dtype}, got {x.dtype}: "
+        f"{', or '.join(ways)}"
+    )
 
 
 def _of_weight(name: str, x: Tensor, dtype: torch.dtype) -> str:
     """The message for one module of a layer, called `name`, whose weight has another dtype."""
-    rule = f"{name} must have the dtype of its input, {x.dtype}, got {dtype}"
     ways = _ways(x, dtype) or [f"pass x.to({dtype})"]
-    return f"{rule}: {', or '.join(ways)}"
+    return f"{name} must have the dtype of its input, {x.dtype}, got {dtype}: {', or '.join(ways)}"
 
 
 def _ways(x: Tensor, dtype: torch.dtype) -> list[str]:
@@ -188,7 +189,8 @@ class GatedRMSNorm(RMSNorm):
 
 
 class ShortConvolution(InitializedModule):
-    """Depthwise causal convolution with SiLU over D channels; weight [D, W]."""
+    """Depthwise causal convolution with SiLU; weight [D, W]. size: D, the channels. kernel_size: W.
+    bias: whether there is one. impl: "auto", "torch" or "triton"."""
 
     def __init__(
         self, size: int, kernel_size: int = 4, bias: bool = False, impl: str = "auto"
