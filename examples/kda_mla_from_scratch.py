@@ -1,5 +1,5 @@
 """Trains KDA and multi-head latent attention, 3:1, from scratch on the bytes of Python's library:
-torchrun --nproc-per-node 4 examples/kda_mla_from_scratch.py    # one sequence over four ranks
+torchrun --nproc-per-node 4 examples/kda_mla_from_scratch.py    # each batch over four ranks
 """
 
 import argparse

@@ -371,7 +371,7 @@ def build_cp_context(
         every token of the batch once. By default each rank has one range, and their lengths differ
         by at most one token. See `zigzag_token_ranges` for another division.
     exchange: "auto", "all_gather", "ring", "scan", "heads" or, for GPUs of one host that can read
-        each other's memory, "symmetric". comm/exchange/ lists the bytes that each of them sends.
+        each other's memory, "symmetric". docs/choosing.md says when to take which.
     max_sequences: makes a context of fixed shape, for CUDA graphs: `FLACPContext.update` fills it
         with another packing of the same number of tokens and at most that many sequences. Such a
         context needs contiguous ranges of at least one token and "auto", "all_gather" or

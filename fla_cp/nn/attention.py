@@ -96,7 +96,8 @@ class Attention(SoftmaxAttention):
     k. output_gate: o is multiplied by a sigmoid of a projection of x. rope_theta: base of the
     rotary positions, which restart in each sequence; None: no positions. rotary_dim: the rotated
     channels of a head (default: all). rope_scaling: YaRN, whose magnitude is applied to the rotated
-    channels of q and k.
+    channels of q and k. norm_eps: eps of the norms of q and k. layer_idx: kept as an attribute, for
+    the caller.
     Raises ValueError as `SoftmaxAttention` and `Rotary` do, for heads that do not fit, and for
     rotary_dim above head_dim.
     """

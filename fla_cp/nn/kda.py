@@ -69,11 +69,11 @@ class KimiDeltaAttention(LinearAttention):
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
     num_heads (default: equal). head_v_dim: V (default: K). K and V are at most 256. conv_size: W of
-    the convolutions.
+    the convolutions. norm_eps: eps of the output norm.
     gate_lower_bound: None for the softplus gate. A value in [-5, 0) bounds the log decay of a step
     and selects the safe gate. gate_bias: whether the output gate has a bias, as in the report; the
     published Kimi Linear has none. allow_neg_eigval: beta is in (0, 2) instead of (0, 1).
-    impl: "auto", "torch" or "triton".
+    impl: "auto", "torch" or "triton". layer_idx: kept as an attribute, for the caller.
     Raises ValueError as `LinearAttention` does.
     """
 

@@ -42,7 +42,8 @@ class MultiHeadLatentAttention(SoftmaxAttention):
     (default: a plain projection).
     rope_theta: base of the rotary positions of the shared channels, which restart in each sequence.
     None: no positions (NoPE), as in Kimi Linear. rope_scaling: YaRN, whose magnitude is applied to
-    all channels, through the scale, as in DeepSeek-V3.
+    all channels, through the scale, as in DeepSeek-V3. norm_eps: eps of the norms of latents and
+    inside q. layer_idx: kept as an attribute, for the caller.
     Raises ValueError as `SoftmaxAttention` and `Rotary` do.
     """
 

@@ -146,8 +146,10 @@ class LinearAttention(nn.Module):
 
     hidden_size: width of x. num_heads, head_dim: H and K. num_v_heads: HV, a multiple of
     num_heads (default: equal). head_v_dim: V (default: K). K and V are at most 256, and for members
-    that remove nothing at most 512. conv_size: W of the convolutions.
+    that remove nothing from the state at most 512. conv_size: W of the convolutions. norm_eps: eps
+    of the output norm.
     allow_neg_eigval: beta is in (0, 2) instead of (0, 1). impl: "auto", "torch" or "triton".
+    layer_idx: kept as an attribute, for the caller.
     Raises ValueError for sizes that are not such integers and for head counts that do not fit.
     A call raises it for an x, cu_seqlens or cp_context that does not fit, before any projection
     runs.
@@ -370,21 +372,23 @@ class LinearAttention(nn.Module):
 
 
 class GatedDeltaNet(LinearAttention):
-    """Gated DeltaNet, arXiv 2412.06464: the gated delta rule."""
+    """Gated DeltaNet, arXiv 2412.06464: the gated delta rule. FLA's layer has head_v_dim = 2 *
+    head_dim unless told otherwise."""
 
     operator = "gated_delta_rule"
     in_one_call = True
 
 
 class Comba(LinearAttention):
-    """Comba, arXiv 2506.02475."""
+    """Comba, arXiv 2506.02475: a multiple of k, learnt for each head, reads what is removed."""
 
     operator = "comba"
     core_class = CombaCore
 
 
 class GatedDeltaProduct(LinearAttention):
-    """Gated DeltaProduct, arXiv 2502.10297: num_householder steps of the delta rule a token."""
+    """Gated DeltaProduct, arXiv 2502.10297: num_householder steps of the delta rule a token. Other
+    arguments are those of `LinearAttention`."""
 
     operator = "gated_delta_product"
 

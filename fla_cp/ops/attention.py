@@ -46,8 +46,8 @@ def causal_attention(
         most two others. "auto": the scheme with the fewest bytes among those that fit in memory.
         Compiled graphs take "gathered" or "ring", and exchange again in the backward.
     Returns o [B, T, H, V] in q's dtype. The softmax is formed in fp32 (fp64).
-    Raises ValueError as in arguments.py and ops/checks.py, for "by_heads" with heads that the ranks
-    do not divide, and for "by_heads" and "ring" under a context of fixed shape (max_sequences).
+    Raises ValueError for arguments that do not fit, for "by_heads" with heads that the ranks do not
+    divide, and for "by_heads" and "ring" under a context of fixed shape (max_sequences).
     """
     names = ("q", "k", "v", "cu_seqlens", "cu_seqlens_cpu")
     check_tensors(names, (q, k, v, cu_seqlens, cu_seqlens_cpu), 3)

@@ -25,7 +25,8 @@ def chunk_kda(
 ) -> tuple[Tensor, ...]:
     """KDA over whole sequences, in chunks, differentiable in every floating input.
 
-    q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H; bf16, fp16, fp32, or fp64 (torch).
+    q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H; bf16, fp16, fp32, or fp64 (torch). K
+        and V are at most 256.
     g: [B, T, HV, K], the natural-log decay, <= 0, in q's dtype or fp32. Its values are not checked:
         above 0 the state grows instead of decaying, and results are undefined, often not finite.
     beta: [B, T, HV], in q's dtype or fp32.
@@ -74,7 +75,8 @@ def chunk_kda(
     of a sequence.
     Under a context initial_state, final_state and their gradients are equal on all ranks. The
     gradients of A_log and dt_bias are this rank's share, to be summed like those of any weight.
-    Raises ValueError as listed in arguments.py and ops/checks.py.
+    Raises ValueError for arguments that do not fit, before anything is computed or exchanged. The
+    rules are in fla_cp/arguments.py and fla_cp/ops/checks.py.
     """
     return chunk(KDA, Tensors(q, k, v, g, beta), options)
 
@@ -124,8 +126,8 @@ def fused_recurrent_kda(
     be captured in a CUDA graph, once the same call has compiled its kernel.
 
     Returns (o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64) or None).
-    Raises ValueError as listed in arguments.py and ops/checks.py, and if an input requires a
-    gradient with inplace_final_state.
+    Raises ValueError as `chunk_kda` does, and if an input requires a gradient with
+    inplace_final_state.
     """
     return recurrent(KDA, Tensors(q, k, v, g, beta), options)
 

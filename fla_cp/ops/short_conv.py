@@ -102,7 +102,7 @@ def causal_conv1d(
     gradient of final_state is.
     Sums are formed in fp32 (fp64 for fp64). y is rounded to x's dtype before residual is added.
     Differentiable in x, weight, bias, residual and initial_state.
-    Raises ValueError as in arguments.py and ops/checks.py, and for states under a context with
+    Raises ValueError for arguments that do not fit, and for states under a context with
     max_sequences, or under both a context and torch.compile.
     """
     given = x, weight, bias, activation, cu_seqlens, cp_context
@@ -215,7 +215,7 @@ def causal_conv1d_update(
     residual: shape and dtype of x. weight: [D, W] and bias: [D], x's dtype. Other arguments are
     those of `causal_conv1d`. The order of the arguments is FLA's.
     Returns (y, cache): y like x, and the same cache.
-    Raises ValueError as in arguments.py and ops/checks.py, and for an argument that requires a
+    Raises ValueError for arguments that do not fit, and for an argument that requires a
     gradient while gradients are recorded.
     """
     names = ("x", "weight", "cache", "residual", "bias")

@@ -134,6 +134,22 @@ def test_the_reference_has_every_public_name(site):
 
 
 @pytest.mark.wide
+def test_the_reference_has_only_what_callers_need(site):
+    """And not what layers and operators share with each other."""
+    text = (site / "reference" / "operators.html").read_text()
+    shown = set(re.findall(r'id="fla_cp\.ops\.\w+\.(\w+)"', text))
+    assert shown == {*fla_cp.ops.__all__}
+    text = (site / "reference" / "context.html").read_text()
+    shown = set(re.findall(r'id="fla_cp\.context\.([\w.]+)"', text))
+    public = {"FLACPContext", "build_cp_context"}
+    assert shown == public | {f"FLACPContext.{name}" for name in ("shard", "unshard", "update")}
+    text = (site / "reference/layers.html").read_text()
+    for layer in ("linear_attention.LinearAttention", "attention.Attention"):
+        assert f'id="fla_cp.nn.{layer}.make_cache"' in text
+    assert set(re.findall(r'id="fla_cp\.nn\.cache\.\w+\.(\w+)"', text)) == {"joined"}
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "mistake", ["[x](no-such-page.md)", "[x](index.md#no-such-heading)", "[x](../no/such/file.py)"]
 )
