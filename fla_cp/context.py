@@ -87,7 +87,8 @@ class FLACPContext(Tabled, FLANames):
     group: process group of the ranks that share the batch (None: one rank).
     cu_seqlens: offsets of this rank's pieces of sequences, int32, on the device of the offsets
     given. cu_seqlens_cpu: the same on the host. global_cu_seqlens: the offsets of the whole batch,
-    on the host. local_tokens: how many tokens this rank holds. token_ranges: those of all ranks.
+    on the host, which end with total_tokens. local_tokens: how many tokens this rank holds.
+    token_ranges: those of all ranks.
     max_sequences: if given, the shape of the context is fixed. Its offsets are padded with empty
     sequences, and `update` makes it the context of another packing.
     """

@@ -32,7 +32,13 @@ def markdown(docstring: str) -> str:
     return "\n".join(lines)
 
 
+OPTIONS = "fla_cp.train.config."
+"""What lies here is shown as options of the trainer, and a property is none."""
+
+
 class Entries(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.path.startswith(OPTIONS) and "property" in obj.labels:
+            obj.docstring = None  # it is not shown then
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)

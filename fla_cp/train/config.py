@@ -217,7 +217,7 @@ class ParallelConfig:
     exchange: Annotated[
         Literal["auto", "all_gather", "ring", "scan", "heads", "symmetric"], _short("--exchange")
     ] = "auto"
-    """How states travel between cp ranks; see fla_cp.comm."""
+    """How states travel between cp ranks; docs/choosing.md says when to take which."""
     device: Annotated[Literal["auto", "cpu", "cuda"], _short("--device")] = "auto"
     """auto: cuda where every local rank has a GPU, else cpu."""
     cuda_graphs: Annotated[Literal["auto", "on", "off"], _short("--cuda-graphs")] = "auto"

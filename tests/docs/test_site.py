@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import fla_cp
 import fla_cp.compat
 import fla_cp.nn
+from fla_cp.train.config import TrainConfig
 from tests.support.processes import ROOT, environment
 
 DOCS = ROOT / "docs"
@@ -147,6 +149,12 @@ def test_the_reference_has_only_what_callers_need(site):
     for layer in ("linear_attention.LinearAttention", "attention.Attention"):
         assert f'id="fla_cp.nn.{layer}.make_cache"' in text
     assert set(re.findall(r'id="fla_cp\.nn\.cache\.\w+\.(\w+)"', text)) == {"joined"}
+    assert "num_householder: int = 2" in re.sub("<[^>]+>", "", text), "how layers are made"
+    text = (site / "reference" / "trainer.html").read_text()
+    shown = set(re.findall(r'id="fla_cp\.train\.config\.(\w+)\.(\w+)"', text))
+    sections = [x for x in vars(TrainConfig()).values() if is_dataclass(x)]
+    options = {(type(x).__name__, field.name) for x in sections for field in fields(x)}
+    assert shown == options | {("TrainConfig", "config")}
 
 
 @pytest.mark.wide
