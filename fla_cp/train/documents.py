@@ -126,15 +126,23 @@ class RowDocuments:
 
     path: a folder that `save_to_disk` wrote, a .parquet or .jsonl file, or a folder with such files
     of one kind. column: a column to read instead of those that the module names. split: as in
-    `TextDocuments`. cache: folder for the memory-mapped form of jsonl and parquet files. Processes
-    that receive this object open the rows themselves. Raises ValueError for a path or columns that
-    do not fit, and for an empty split.
+    `TextDocuments`. cache: folder for the memory-mapped form of jsonl and parquet files.
+    column_flag: the program's option for the column, for errors. Processes that receive this object
+    open the rows themselves. Raises ValueError for a path or columns that do not fit, and for an
+    empty split.
     """
 
-    def __init__(self, path: Path, column: str | None, split: Split | None, cache: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        column: str | None,
+        split: Split | None,
+        cache: Path,
+        column_flag: str = "--data.column",
+    ) -> None:
         needs_extra("--data hf:PATH", "datasets")
         self.path, self.cache, self.split = path, cache, split
-        self.form, self.columns = _columns(self._rows, column, path)
+        self.form, self.columns = _columns(self._rows, column, path, column_flag)
         total = hashlib.sha256(f"rows {self.columns} {self._separate}".encode())
         for file in sorted(file for file in _stored(path) if file.is_file()):
             facts = file.stat()
@@ -233,14 +241,13 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]
         raise ValueError(f"hf: {path} cannot be read as {kind[1:]}: {reason}") from error
 
 
-def _columns(rows: Any, column: str | None, path: Path) -> tuple[Form, tuple[str, ...]]:
-    """The form of the rows, and the columns that hold them."""
+def _columns(rows: Any, column: str | None, path: Path, flag: str) -> tuple[Form, tuple[str, ...]]:
+    """The form of the rows, and the columns that hold them. flag: the option for the column."""
     names = rows.column_names
     if column is not None:
         if column not in names:
             raise ValueError(
-                f"--data.column must be a column of {path}, one of {', '.join(names)}, "
-                f"got {column!r}"
+                f"{flag} must be a column of {path}, one of {', '.join(names)}, got {column!r}"
             )
         text = getattr(rows.features[column], "dtype", None) in ("string", "large_string")
         return "text" if text else "chat", (column,)
@@ -253,6 +260,6 @@ def _columns(rows: Any, column: str | None, path: Path) -> tuple[Form, tuple[str
     if len(found) != 1:
         raise ValueError(
             f"hf: {path} must have one of the columns text, messages, or prompt and completion, "
-            f"got {', '.join(names)}; --data.column names one of text or conversations"
+            f"got {', '.join(names)}; {flag} names one of text or conversations"
         )
     return found[0]

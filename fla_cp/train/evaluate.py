@@ -284,7 +284,7 @@ def _packs(source: str, length: int, given: Any, subject: Subject, ranks: Ranks)
         problem = ""
         if (ranks.rank == 0) == turn:
             try:
-                options = Reading(tokenizer, column, given.cache)
+                options = Reading(tokenizer, column, given.cache, column_flag="--column")
                 data = build_dataset(source, length, "valid", given.seed, options)
                 head = data.head(given.packs)
                 found = [head[i] for i in range(len(head))]

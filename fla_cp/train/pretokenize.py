@@ -54,7 +54,8 @@ def tokenize(
     parts = out.with_name(f".{out.name}.parts")
     interrupted = parts.exists()
     try:
-        opened = open_documents(source, None, Reading(column=column, cache=str(parts)))
+        reading = Reading(column=column, cache=str(parts), column_flag="--column")
+        opened = open_documents(source, None, reading)
         if opened is None:
             raise ValueError(f"SOURCE must be stdlib, text:PATH or hf:PATH, got {source!r}")
         documents, notes = opened

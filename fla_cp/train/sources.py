@@ -39,12 +39,14 @@ SPECS = (
 class Reading:
     """How documents are read. tokenizer: folder of a tokenizer; None: bytes are tokens. column: see
     RowDocuments. cache: folder for tokenised documents; None: `default_cache`. limit: bytes of
-    tokenised documents that it may have, see `Shards`."""
+    tokenised documents that it may have, see `Shards`. column_flag: the program's option for the
+    column, for errors."""
 
     tokenizer: str | None = None
     column: str | None = None
     cache: str | None = None
     limit: int | None = None
+    column_flag: str = "--data.column"
 
     @property
     def root(self) -> Path:
@@ -109,7 +111,8 @@ def open_documents(
         return TextDocuments(files, split), notes
     if kind == "hf" and path:
         _check_exists(path)
-        return RowDocuments(Path(path), reading.column, split, reading.root), ()
+        given = reading.column, split, reading.root, reading.column_flag
+        return RowDocuments(Path(path), *given), ()
     return None
 
 

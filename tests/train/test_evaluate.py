@@ -18,6 +18,7 @@ from fla_cp.train.sources import build_dataset
 from tests.support.exported import MODELS, logits_of, random_run
 from tests.support.options import missing_options
 from tests.support.processes import ROOT, environment
+from tests.support.tokenizers import save_tokenizer
 
 OPTIONS = "--data synthetic --packs 2 --seq-len 96 --needle 33,64 --needle-count 3 --device cpu"
 
@@ -136,6 +137,19 @@ def test_a_missing_tokenizer_is_named(words, tmp_path, capsys):
     assert evaluate_main([str(tmp_path / "run"), *wrong, "--device", "cpu"]) == 2
     message = f"error: --tokenizer must be a folder, got '{tmp_path}/no', which does not exist\n"
     assert capsys.readouterr().err.endswith(message)
+
+
+def test_a_wrong_column_is_named_by_the_option_of_this_program(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    random_run(tmp_path / "run", MODELS["kimi"])
+    save_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    given = [str(tmp_path / "run"), "--data", f"hf:{tmp_path / 'a.jsonl'}", "--device", "cpu"]
+    given += ["--tokenizer", str(tmp_path / "tokenizer"), "--column", "body"]
+    assert evaluate_main([*given, "--out", str(tmp_path / "a.png")]) == 2
+    said = capsys.readouterr().err
+    assert f"error: --column must be a column of {tmp_path / 'a.jsonl'}, one of text, got" in said
 
 
 def test_packs_of_one_token_are_refused_as_by_the_trainer(tmp_path, capsys):
