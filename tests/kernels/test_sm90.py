@@ -220,6 +220,32 @@ def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatc
     assert (found - exact).norm() <= limit * exact.norm()
 
 
+@pytest.mark.parametrize("H", [1, 2])
+def test_a_beta_of_zero_has_a_gradient(H, monkeypatch):
+    """The local backward reads dv = beta y instead of y, and divides by beta for beta's gradient."""
+    import fla_cp
+    from tests.support.gluon_interpreter import interpreted
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tune(monkeypatch, gluon=True)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 70, H, 128)
+    v, g, beta = torch.randn(1, 70, 2, 128), -torch.rand(1, 70, 2), torch.rand(1, 70, 2)
+    beta[:, ::3] = 0.0
+
+    def run(dtype, impl):
+        x = [t.to(dtype).requires_grad_() for t in (q, k, v, g, beta)]
+        o, _ = fla_cp.chunk_gated_delta_rule(*x, use_qk_l2norm_in_kernel=True, impl=impl)
+        return torch.autograd.grad(o.square().sum(), x)
+
+    exact = run(torch.float64, "torch")
+    with interpreted() as launched:
+        found = run(torch.float32, "triton")
+    assert "head_bwd_sm90_kernel" in launched
+    for a, b in zip(found, exact, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
 @pytest.mark.parametrize("most, local", [(2**30, 2**30), (0, 0), (2**30, 0), (0, 2**30)])
 def test_only_channelwise_scans_have_the_larger_threshold(most, local):
     """For all other kernels the smaller one counts."""

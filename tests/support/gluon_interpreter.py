@@ -88,6 +88,9 @@ class Shared:
     def permute(self, order: tuple[int, int]) -> Shared:
         return Shared(self.x.permute(*order))
 
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.x.view(*shape))
+
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.x.narrow(dim, start, length))
 

@@ -255,6 +255,7 @@ def store_rest(c, s_o, more, at, flat: gl.constexpr, S: gl.constexpr):
         v = at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(0, flat))
         to = more.o_rows + (i.to(gl.int64) * S.HV + at.i_h)[:, None] * S.V + v[None, :]
         gl.store(to, s_o.load(flat), mask=(i < at.stop)[:, None])
+        barrier()  # in a reverse scan other chunks follow
 
 
 @gluon.jit

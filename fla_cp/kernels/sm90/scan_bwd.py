@@ -29,6 +29,7 @@ from fla_cp.kernels.sm90.scan import (
     reads_own,
     removes,
     rounded_off,
+    store_rest,
     term,
 )
 from fla_cp.kernels.sm90.tma import barrier
@@ -38,9 +39,10 @@ from fla_cp.kernels.triton.tile_table import Tile
 
 
 class ScanBwdMore(NamedTuple):
-    """Like `ScanMore`. heads: the strides of heads of qg, k_decayed, kg and do."""
+    """Like `ScanMore`. heads: the strides of heads of qg, k_decayed, kg and do. o_rows: dv."""
 
     heads: tuple[int, int, int, int]
+    o_rows: Any
     segments: Segments
 
 
@@ -55,8 +57,8 @@ def scan_chunks_back(
     OWN: gl.constexpr = reads_own(S)
     REMOVES: gl.constexpr = removes(S)
     FACTORS: gl.constexpr = 4 if S.HEAD else 1
-    _, dh, y = results[0]
-    _, s_h, s_y = results[1]
+    dv, dh, y = results[0]
+    s_dv, s_h, s_y = results[1]
     REST: gl.constexpr = s_do.shape[0]
     half: gl.constexpr = s_kg.dtype
     W: gl.constexpr = S.BV // 16
@@ -64,6 +66,7 @@ def scan_chunks_back(
     state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, S.K, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, state, 2)
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
 
     o_v = (at.i_v * S.BV + gl.arange(0, S.BV, gl.SliceLayout(1, state)))[:, None]
     o_k = gl.arange(0, S.K, gl.SliceLayout(0, state))[None, :]
@@ -116,6 +119,9 @@ def scan_chunks_back(
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
                 s_t = term(s_T.index(r), 1, S.TERMS, S.BT)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
+            elif S.HEAD:
+                # T's diagonal is 1, so it would pass on what a_y loses by rounding.
+                b_y = warpgroup_mma(a_y, s_t, b_y - b_y.to(half).to(gl.float32), is_async=True)
             else:
                 b_y = warpgroup_mma(a_y, s_t, zero, use_acc=False, is_async=True)
         b_dS = b_dS * s_decay.index(r).load(state)
@@ -143,6 +149,10 @@ def scan_chunks_back(
             s_h.permute((1, 0)).store(b_dSb)
         if y is not None:
             s_y.permute((1, 0)).store(b_y.to(half))
+        if dv is not None:
+            if REMOVES:
+                b_y = b_y * s_rows.index(r * FACTORS).load(acc)
+            s_dv.permute((1, 0)).store(b_y.to(half))
         if REMOVES and S.HEAD:
             b_dS, a_x, a_o = warpgroup_mma_wait(0, deps=(b_dS, a_x, a_o))
         elif REMOVES:
@@ -158,6 +168,8 @@ def scan_chunks_back(
             copy_next(c, copies, True, True, S)
         if has_results(results):
             hand_over(c, results, copies, at, True, S)
+        if dv is not None:
+            store_rest(i_c, s_dv, more, at, flat, S)
     if copies is not None:
         tma.store_wait(0)
     if dS0.ptr is not None:
@@ -167,7 +179,7 @@ def scan_chunks_back(
 
 @gluon.jit
 def scan_bwd_sm90_kernel(
-    qg, k_decayed, kg, do, T, Aqk, rows, decay, y, dh, dS_end, dS0, more, S: gl.constexpr
+    qg, k_decayed, kg, do, T, Aqk, rows, decay, y, dh, dv, dS_end, dS0, more, S: gl.constexpr
 ):
     """`scan_bwd_kernel` with what `described` gives; more: `ScanBwdMore`."""
     i_v, i_n = gl.program_id(0) % (S.V // S.BV), gl.program_id(0) // (S.V // S.BV)
@@ -178,9 +190,9 @@ def scan_bwd_sm90_kernel(
     operands = (qg, k_decayed, kg, do, T, Aqk, rows, decay)
     places, ready, free = places_of(operands, True, S)
     flags = (ready, ready)  # in place of nothing
-    if (dh is not None) or (y is not None):
+    if (dh is not None) or (y is not None) or (dv is not None):
         flags = flags_of_results()
-    results = ((None, dh, y), places_of_results(None, dh, y, ready, S), flags)
+    results = ((dv, dh, y), places_of_results(dv, dh, y, ready, S), flags)
     # fmt: off
     gl.warp_specialize([
         (scan_chunks_back, (
@@ -192,9 +204,16 @@ def scan_bwd_sm90_kernel(
 
 
 def scan_bwd_arguments(
-    c: Chunks, t: Tile, segments: Segments, do: Tensor, *, y: Tensor | None, dh: Tensor | None
+    c: Chunks,
+    t: Tile,
+    segments: Segments,
+    do: Tensor,
+    *,
+    y: Tensor | None,
+    dh: Tensor | None,
+    dv: Tensor | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel, and the arguments that the kernels of other folders do not have."""
-    arguments = described(c, t.BV, do=do, y=y, dh=dh)
-    arguments["more"] = ScanBwdMore(head_strides(c, do), segments)
+    arguments = described(c, t.BV, do=do, y=y, dh=dh, dv=dv)
+    arguments["more"] = ScanBwdMore(head_strides(c, do), dv, segments)
     return scan_bwd_sm90_kernel, arguments

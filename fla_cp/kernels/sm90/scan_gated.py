@@ -381,7 +381,7 @@ def scan_bwd_arguments(
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel, and the arguments that the kernels of other folders do not have."""
     arguments = described(c, t.BV, do=do, y=y, dh=dh)
-    arguments["more"] = ScanBwdMore(head_strides(c, do), segments)
+    arguments["more"] = ScanBwdMore(head_strides(c, do), None, segments)
     return scan_bwd_gated_sm90_kernel, arguments | gating(c)
 
 

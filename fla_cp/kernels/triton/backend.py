@@ -35,9 +35,10 @@ from fla_cp.kernels.triton.device.bundles import anchored, by_chunk, terms
 from fla_cp.kernels.triton.device.decay_sums import sums
 from fla_cp.kernels.triton.generations import GENERATIONS, choose
 from fla_cp.kernels.triton.intra_channelwise import gated_operands
+from fla_cp.kernels.triton.intra_headwise_bwd import by_one_kernel
 from fla_cp.kernels.triton.launch import cdiv, current_stream
-from fla_cp.kernels.triton.operands import Chunks, ScanGrads, ScanOutputs, planes
-from fla_cp.kernels.triton.scan import chunk_buffers, empty_states, launch_scan
+from fla_cp.kernels.triton.operands import DENSE, Chunks, ScanGrads, ScanOutputs, planes
+from fla_cp.kernels.triton.scan import chunk_buffers, empty_states, launch_scan, state_buffer
 from fla_cp.kernels.triton.scan_bwd import launch_scan_bwd
 from fla_cp.kernels.triton.tile_table import TUNING, Tuning
 from fla_cp.partition import segmentation
@@ -285,12 +286,16 @@ class TritonBackend(Backend):
         concurrent: bool,
     ) -> tuple[ScanGrads, Tensor | None]:
         packing, (chunks, do) = spec.packing, dout
-        dh, y = chunk_buffers(packing, chunks)
-        dS0 = empty_states(chunks, len(packing.segments), outside=True) if want_start else None
         both = concurrent and self.runs_concurrently(spec, chunks)
-        out = {"y": y, "dh": dh, "dS0": dS0}
+        y, dv = None, None
+        if by_one_kernel(packing, chunks, do, both):
+            dh, dv = state_buffer(packing, chunks), torch.empty_like(do, memory_format=DENSE)
+        else:
+            dh, y = chunk_buffers(packing, chunks)
+        dS0 = empty_states(chunks, len(packing.segments), outside=True) if want_start else None
+        out = {"y": y, "dh": dh, "dv": dv, "dS0": dS0}
         launch_scan_bwd(packing, chunks, do, dS_end, "everything", **out, concurrent=both)
-        return ScanGrads(do, y, dh), dS0
+        return ScanGrads(do, y, dh, dv), dS0
 
     def intra_bwd(
         self, spec: Spec, x: Inputs, chunks: Chunks, states: ChunkStates, dscan: ScanGrads

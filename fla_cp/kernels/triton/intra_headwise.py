@@ -29,7 +29,7 @@ from fla_cp.kernels.triton.device.blocks import (
     store_square,
 )
 from fla_cp.kernels.triton.device.bundles import beta, gate, rows, rule_options
-from fla_cp.kernels.triton.device.gates import load_beta
+from fla_cp.kernels.triton.device.gates import away_from_zero, load_beta
 from fla_cp.kernels.triton.device.headwise_decay import (
     decay_of,
     decay_to_end,
@@ -65,7 +65,7 @@ def head_rows_kernel(gate, beta, rows, chunks, S: tl.constexpr, R: tl.constexpr,
     else:
         tl.store(to + planes.GC_BEFORE * S.BT, gc)
     b_beta = load_beta(beta, start, o_h, i, m_i, R.BETA_SIGMOID)
-    tl.store(to, b_beta + tl.zeros_like(b_g))
+    tl.store(to, away_from_zero(b_beta, m_i) + tl.zeros_like(b_g))
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def intra_head_kernel(
     i_ch = i_c * S.HV + i_hv
     operand = out.Aqk.dtype.element_ty
 
-    b_beta = load_beta(beta, start, i_hv, i, m_i, R.BETA_SIGMOID)
+    b_beta = away_from_zero(load_beta(beta, start, i_hv, i, m_i, R.BETA_SIGMOID), m_i)
     if S.REMOVAL == "p":
         p = rows_from(p, start, i_h)
 

@@ -1,6 +1,7 @@
 """The backward of what is local to a chunk with one decay a head: scores, gate, beta, launches."""
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +34,8 @@ from fla_cp.kernels.triton.operands import (
     tables,
 )
 from fla_cp.kernels.triton.rate_grads import rate_grads
-from fla_cp.kernels.triton.tile_table import Tile, in_chunks_of
+from fla_cp.kernels.triton.scan_bwd import scan_bwd_tile
+from fla_cp.kernels.triton.tile_table import in_chunks_of
 from fla_cp.partition.packing import Packing
 
 
@@ -132,17 +134,27 @@ def head_gate_bwd_kernel(
         tl.store(out.dbeta + at, b_db.to(out.dbeta.dtype.element_ty), mask=m_i)
 
 
-def headwise_tiles(
-    names: tuple[str, ...], packing: Packing, c: Chunks, rows: tuple[Tensor, ...]
-) -> tuple[Tile, ...]:
-    """The tiles of stages that one kernel of sm90/ runs together: it runs all of them or none.
-    rows: the tensors [T, HV, V] that it reads; empty if it does not support the call."""
-    shape = c.decay.shape[2], c.v.shape[2], c.Aqk.dtype
-    folder = choose(packing, c, *rows) if rows else "triton"
-    tiles = tuple(c.tuning.tile(name, *shape, 0, folder) for name in names)
-    if folder != "triton" and all(t.folder == folder for t in tiles):
-        return tiles
-    return tuple(in_chunks_of(c.tokens, name, c.tuning.tile(name, *shape)) for name in names)
+def stages(c: Chunks) -> tuple[str, str, str]:
+    """The stages that form the gradients of the scores, of q, and of k and p."""
+    groups, own = c.v.shape[1] > c.qg.shape[1], c.rule.removal == "p"
+    q_stage, k_stage = ("dq_head", "dk_head") if groups or own else ("dqk_head", "dqk_head")
+    return "scores_bwd_head", q_stage, k_stage + "_two" * (own and groups)
+
+
+def by_one_kernel(packing: Packing, c: Chunks, do: Tensor, concurrent: bool) -> bool:
+    """Whether one kernel of a generation's folder runs all these stages, and one of the same folder
+    the reverse scan, which then writes dv. concurrent: as for `launch_scan_bwd`."""
+    H, (HV, V) = c.qg.shape[1], c.v.shape[1:]
+    if not c.rule.per_head or (c.rule.removal == "p" and H < HV):
+        return False
+    folder = choose(packing, c, do, c.v)
+    if folder == "triton":
+        return False
+    options: dict[str, Any] = {"ends": False, "concurrent": concurrent}
+    scan = scan_bwd_tile(packing, c, do, "everything", (), **options)
+    shape = c.decay.shape[2], V, c.Aqk.dtype
+    local = (c.tuning.tile(name, *shape, 0, folder) for name in stages(c))
+    return all(t.folder == folder for t in (scan, *local))
 
 
 def intra_headwise_bwd(
@@ -152,15 +164,13 @@ def intra_headwise_bwd(
     rule, table, dtype = c.rule, tables(packing, x.q.device), x.q.dtype
     (NC, HV, K), H, V, C = c.decay.shape, x.q.shape[1], x.v.shape[2], packing.chunk
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
-    q_stage, k_stage = ("dq_head", "dk_head") if groups else ("dqk_head", "dqk_head")
-    k_stage += "_two" * (x.p is not None and HV > H)
-    read = () if x.p is not None and HV > H else (x.v, grads.do)
-    ts, tq, tk = headwise_tiles(("scores_bwd_head", q_stage, k_stage), packing, c, read)
-    whole = tk.folder != "triton"
-    q_tiles, tiles = cdiv(K, tq.BK), cdiv(K, tk.BK)
+    whole = grads.dv is not None
+    ts, tq, tk = (in_chunks_of(C, n, c.tuning.tile(n, K, V, dtype)) for n in stages(c))
+    q_tiles, tiles = (1, 1) if whole else (cdiv(K, tq.BK), cdiv(K, tk.BK))
     parts = q_tiles + tiles if groups and not whole else tiles
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
-    dq, dk, dv, dg = (torch.empty_like(z, memory_format=DENSE) for z in (x.q, x.k, x.v, x.g))
+    dq, dk, dg = (torch.empty_like(z, memory_format=DENSE) for z in (x.q, x.k, x.g))
+    dv = torch.empty_like(x.v, memory_format=DENSE) if grads.dv is None else grads.dv
     out = Grads(
         dq=dq,
         dk=dk,
@@ -181,7 +191,7 @@ def intra_headwise_bwd(
     tokens = ALIGNED if out.shares is None else out.shares.shape[1]
     if NC and whole:
         programs = c.tuning.sm_count(x.q.device) or 1
-        run = kernels_of(tk.folder).intra_headwise_bwd.head_bwd
+        run = kernels_of(choose(packing, c, grads.do, x.v)).intra_headwise_bwd.head_bwd
         run(table, x, c, states, grads, out, programs)
     elif NC:
         x_saved, qnorm = saved(x, c, states, grads), rule.qk_l2norm and q_tiles > 1

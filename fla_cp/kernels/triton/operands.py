@@ -142,11 +142,13 @@ class ScanOutputs(NamedTuple):
 
 
 class ScanGrads(NamedTuple):
-    """do as given, and what the reverse scan writes: y [NC, HV, C, V] and dh [NC, HV, K, V]."""
+    """do as given, and what the reverse scan writes: dh [NC, HV, K, V], and y [NC, HV, C, V] or, if
+    one kernel forms all the other gradients, dv = beta y [T, HV, V]."""
 
     do: Tensor
-    y: Tensor
+    y: Tensor | None
     dh: Tensor
+    dv: Tensor | None = None
 
 
 @functools.cache

@@ -311,8 +311,18 @@ def empty_states(
 
 
 def chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
+    """Memory for states [NC, HV, K, V] and values [NC, HV, C, V] of chunks."""
     (NC, HV, K), V = c.decay.shape, c.v.shape[2]
     buffers = c.v.new_empty(NC, HV, K, V), c.v.new_empty(NC, HV, packing.chunk, V)
     if packing.frame is not None:
         clear(*buffers, packing.frame.filled)
     return buffers
+
+
+def state_buffer(packing: Packing, c: Chunks) -> Tensor:
+    """The former alone."""
+    (NC, HV, K), V = c.decay.shape, c.v.shape[2]
+    buffer = c.v.new_empty(NC, HV, K, V)
+    if packing.frame is not None:
+        clear(buffer, buffer[NC:], packing.frame.filled)
+    return buffer

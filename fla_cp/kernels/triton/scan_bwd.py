@@ -148,6 +148,23 @@ def scan_bwd_kernel(x, do, y, dh, dS_end, dS0, segments, S: tl.constexpr, FLIP: 
             store_state(dS0, to, b_s, s * S.BK + o_k, o_v, S)
 
 
+def scan_bwd_tile(
+    packing: Packing,
+    c: Chunks,
+    do: Tensor,
+    which: str,
+    dense: tuple[Tensor | None, ...],
+    *,
+    ends: bool,
+    concurrent: bool,
+) -> Tile:
+    """The tile of a reverse scan. ends: it writes the gradients of states at its start only."""
+    stage = "scan_bwd_ends" if ends else "scan_bwd"
+    if concurrent:
+        stage += "_concurrent"
+    return scan_tile(stage, packing, c, count_chains(packing, which), dense, do)
+
+
 def launch_scan_bwd(
     packing: Packing,
     c: Chunks,
@@ -157,15 +174,14 @@ def launch_scan_bwd(
     *,
     y: Tensor | None = None,
     dh: Tensor | None = None,
+    dv: Tensor | None = None,
     dS0: Tensor | None = None,
     concurrent: bool = False,
 ) -> None:
+    """dv: as in `ScanGrads`; only kernels whose tile is not one of this folder write it."""
     segments = getattr(packing, which)
     HV, V = c.v.shape[1:]
-    stage = "scan_bwd_ends" if dh is None else "scan_bwd"
-    if concurrent:
-        stage += "_concurrent"
-    t = scan_tile(stage, packing, c, count_chains(packing, which), (dh, y), do)
+    t = scan_bwd_tile(packing, c, do, which, (dh, y), ends=dh is None, concurrent=concurrent)
     if not segments:
         return
     run = segments_of(packing, (which,), dS_end, "feeding", c.v.device)
@@ -173,7 +189,7 @@ def launch_scan_bwd(
     if t.folder != "triton":
         sister = kernels_of(t.folder)
         take = (sister.scan_bwd if c.gating is None else sister.scan_gated).scan_bwd_arguments
-    kernel, arguments = take(c, t, run, do, y=y, dh=dh)
+    kernel, arguments = take(c, t, run, do, y=y, dh=dh, **({} if dv is None else {"dv": dv}))
     arguments |= {"dS_end": state(None if dS_end is None else dS_end.value), "dS0": state(dS0)}
     arguments |= {"S": c.shape(t), "num_warps": t.warps}
     launch(kernel, (cdiv(V, t.BV) * len(segments), HV), **arguments)

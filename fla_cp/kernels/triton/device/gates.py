@@ -61,3 +61,10 @@ def load_beta(beta, start, i_hv, o_i, m_i, SIGMOID: tl.constexpr):
     if SIGMOID:
         b_beta = tl.where(m_i, beta.factor * sigmoid(b_beta), 0.0)
     return b_beta
+
+
+@triton.jit
+def away_from_zero(b_beta, m_i):
+    """Betas of rows m_i at least 2^-60 away from zero: no result can tell it from zero, but a
+    gradient may be divided by it."""
+    return tl.where(m_i & (tl.abs(b_beta) < 2.0**-60), 2.0**-60, b_beta)
