@@ -222,7 +222,7 @@ def test_a_gate_that_resets_the_state_costs_no_digits(size, in_gluon, monkeypatc
 
 @pytest.mark.parametrize("H", [1, 2])
 def test_a_beta_of_zero_has_a_gradient(H, monkeypatch):
-    """The local backward reads dv = beta y instead of y, and divides by beta for beta's gradient."""
+    """The local backward reads dv = beta y, not y, and divides by beta for the gradient of beta."""
     import fla_cp
     from tests.support.gluon_interpreter import interpreted
 
