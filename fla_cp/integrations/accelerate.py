@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from fla_cp.comm.exchange import make_exchange
 from fla_cp.context import FLACPContext
+from fla_cp.integrations.rates import rate_names
 from fla_cp.integrations.whole_batches import LAYOUTS, Place, take_whole_batches
 from fla_cp.partition.checks import check_conv1d_kernel_size, check_exchange
 
@@ -161,6 +163,8 @@ class CPAccelerator(Accelerator):
                 take_whole_batches(part, self._place)
                 if self.is_fsdp2:
                     _name_layers(self.state.fsdp_plugin, part)
+                    if self.is_main_process:
+                        _warn_of_rates(self.state.fsdp_plugin, part)
         tied = [part for part in args if isinstance(part, nn.Module) and _keep_ties(part)]
         try:
             return super().prepare(*args, device_placement=device_placement)
@@ -347,6 +351,20 @@ def _name_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> No
     if names and plugin.transformer_cls_names_to_wrap is None:
         found = {type(part).__name__ for part in model.modules()}
         plugin.transformer_cls_names_to_wrap = sorted(found.intersection(names))
+
+
+def _warn_of_rates(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Warns if FSDP2 will cast the decay rates of recurrences to 16 bits."""
+    dtype = getattr(plugin.mixed_precision_policy, "param_dtype", None)
+    names = rate_names(model)
+    if names and dtype is not None and dtype.itemsize < 4:
+        warnings.warn(
+            f"mixed precision casts the decay rates of the model to {dtype}, which is too coarse "
+            f"for them ({len(names)} parameters, {names[0]} among them): give the fsdp_plugin "
+            "mixed_precision_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), and call the "
+            "model under autocast (docs/accelerate.md)",
+            stacklevel=3,
+        )
 
 
 def _keep_ties(model: nn.Module) -> bool:

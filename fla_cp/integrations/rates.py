@@ -103,6 +103,11 @@ def _owners(model: nn.Module) -> list[_Owner]:
     return found
 
 
+def rate_names(model: nn.Module) -> list[str]:
+    """The names of the parameters RATES in a model, but for those that `shard_rates` has taken."""
+    return [f"{path}.{name}".lstrip(".") for path, _, names in _owners(model) for name in names]
+
+
 def _exact_parts(model: nn.Module) -> list[Exact]:
     return [module for module in model.modules() if isinstance(module, Exact)]
 

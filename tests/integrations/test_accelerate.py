@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from itertools import accumulate, chain, cycle
 
 import pytest
@@ -202,7 +203,8 @@ def padded_batch():
 
 
 def padded(group, rank, options):
-    with fresh_state(rank, 4):
+    with fresh_state(rank, 4), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mixed precision casts the decay rates")
         accelerator = accelerator_of({"cp_size": 4}, **options)
         model = stock_model("qwen3_next")
         model, _ = accelerator.prepare(model, optimizer_of(model))
@@ -267,6 +269,25 @@ def test_decay_rates_stay_in_float32_with_a_policy_that_does_not_cast(gloo_pool)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for seen in gloo_pool.run(dtypes_of_rates, policy):
         assert seen == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def warnings_of_rates(group, rank, policy):
+    """The warnings of `prepare` about decay rates."""
+    with fresh_state(rank, 4), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        shards = {} if policy is None else {"mixed_precision_policy": policy}
+        accelerator = accelerator_of({"cp_size": 4}, mixed_precision="bf16", fsdp=shards)
+        model = stock_model("qwen3_5")
+        accelerator.prepare(model, optimizer_of(model))
+        return [str(w.message) for w in seen if "decay rates" in str(w.message)]
+
+
+def test_rounded_decay_rates_are_told_by_one_rank(gloo_pool):
+    first, *rest = gloo_pool.run(warnings_of_rates, None)
+    assert len(first) == 1 and not any(rest)
+    assert "casts the decay rates of the model to torch.bfloat16" in first[0]
+    assert "model.layers.0.linear_attn." in first[0]
+    assert not any(gloo_pool.run(warnings_of_rates, MixedPrecisionPolicy(None, torch.float32)))
 
 
 class Small(nn.Module):

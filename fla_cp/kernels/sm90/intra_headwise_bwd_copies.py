@@ -16,8 +16,8 @@ SLOT_GC = gl.constexpr(4)
 SLOT_R_SCALE = gl.constexpr(5)
 SLOT_GC_BEFORE = gl.constexpr(6)
 
-
-# Barriers that say that tiles are there, and such that say that their places are free.
+# The numbers of barriers: one of each says that its tiles are there, another that their places are
+# free again.
 BAR_H = gl.constexpr(0)
 """The planes and h."""
 BAR_DH = gl.constexpr(1)
