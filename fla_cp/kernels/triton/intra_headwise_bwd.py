@@ -35,7 +35,7 @@ from fla_cp.kernels.triton.operands import (
 )
 from fla_cp.kernels.triton.rate_grads import rate_grads
 from fla_cp.kernels.triton.scan_bwd import scan_bwd_tile
-from fla_cp.kernels.triton.tile_table import in_chunks_of
+from fla_cp.kernels.triton.tile_table import WHOLE, in_chunks_of
 from fla_cp.partition.packing import Packing
 
 
@@ -165,8 +165,10 @@ def intra_headwise_bwd(
     (NC, HV, K), H, V, C = c.decay.shape, x.q.shape[1], x.v.shape[2], packing.chunk
     groups = HV > H or x.p is not None  # with p one kernel takes smaller tiles and is slower
     whole = grads.dv is not None
-    ts, tq, tk = (in_chunks_of(C, n, c.tuning.tile(n, K, V, dtype)) for n in stages(c))
-    q_tiles, tiles = (1, 1) if whole else (cdiv(K, tq.BK), cdiv(K, tk.BK))
+    ts = tq = tk = WHOLE
+    if not whole:
+        ts, tq, tk = (in_chunks_of(C, n, c.tuning.tile(n, K, V, dtype)) for n in stages(c))
+    q_tiles, tiles = cdiv(K, tq.BK), cdiv(K, tk.BK)
     parts = q_tiles + tiles if groups and not whole else tiles
     single = functools.partial(torch.empty, dtype=torch.float32, device=x.q.device)
     dq, dk, dg = (torch.empty_like(z, memory_format=DENSE) for z in (x.q, x.k, x.g))
