@@ -120,7 +120,7 @@ def scan_chunks_back(
                 s_t = term(s_T.index(r), 1, S.TERMS, S.BT)
                 b_y = warpgroup_mma(a_y, s_t, b_y, is_async=True)
             elif S.HEAD:
-                # T's diagonal is 1, so it would pass on what a_y loses by rounding.
+                # What a_y loses by rounding is added: T's diagonal is 1.
                 b_y = warpgroup_mma(a_y, s_t, b_y - b_y.to(half).to(gl.float32), is_async=True)
             else:
                 b_y = warpgroup_mma(a_y, s_t, zero, use_acc=False, is_async=True)

@@ -178,7 +178,8 @@ def launch_scan_bwd(
     dS0: Tensor | None = None,
     concurrent: bool = False,
 ) -> None:
-    """dv: as in `ScanGrads`; only kernels whose tile is not one of this folder write it."""
+    """Fills what is given of y, dv, dh and dS0. Only the kernels of a generation's folder can write
+    dv (`by_one_kernel` in intra_headwise_bwd.py)."""
     segments = getattr(packing, which)
     HV, V = c.v.shape[1:]
     t = scan_bwd_tile(packing, c, do, which, (dh, y), ends=dh is None, concurrent=concurrent)
