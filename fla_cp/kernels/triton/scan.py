@@ -320,7 +320,7 @@ def chunk_buffers(packing: Packing, c: Chunks) -> tuple[Tensor, Tensor]:
 
 
 def state_buffer(packing: Packing, c: Chunks) -> Tensor:
-    """The former alone."""
+    """Memory for the states [NC, HV, K, V] alone; see `chunk_buffers`."""
     (NC, HV, K), V = c.decay.shape, c.v.shape[2]
     buffer = c.v.new_empty(NC, HV, K, V)
     if packing.frame is not None:
