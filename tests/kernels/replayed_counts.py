@@ -79,7 +79,7 @@ CASES = {
     ),
     "kda, safe gate, sm90": Case("kda", SAFE, (2, 0, 7), (6, 0, 8), True, (9, 20)),
     "kda, any gate, sm90": Case("kda", {}, (3, 0, 8), (8, 0, 8), True, (9, 20)),
-    "gated delta rule, sm90": Case("gated_delta_rule", {}, (3, 0, 5), (5, 0, 8), True, (9, 34)),
+    "gated delta rule, sm90": Case("gated_delta_rule", {}, (3, 0, 5), (5, 0, 8), True, (9, 33)),
 }
 ONE, PACKED = (0, 3 * T), (0, 40, 100, 140, 192)
 SHARED = {
