@@ -18,19 +18,21 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, RandomSampler
 
 from fla_cp.comm.exchange import make_exchange
 from fla_cp.context import FLACPContext
-from fla_cp.integrations.rates import rate_names
+from fla_cp.integrations.rates import rate_names, shard_rates
 from fla_cp.integrations.whole_batches import LAYOUTS, Place, take_whole_batches
 from fla_cp.partition.checks import check_conv1d_kernel_size, check_exchange
 
@@ -151,6 +153,7 @@ class CPAccelerator(Accelerator):
         Raises ValueError for another model. A call raises ValueError for documents that are told
         in another way, and if the ranks of a cp group are given different batches.
         """
+        rounded: list[nn.Module] = []
         for part in args:
             if isinstance(part, AcceleratedScheduler) and not isinstance(
                 part, DataParallelScheduler
@@ -163,14 +166,29 @@ class CPAccelerator(Accelerator):
                 take_whole_batches(part, self._place)
                 if self.is_fsdp2:
                     _name_layers(self.state.fsdp_plugin, part)
-                    if self.is_main_process:
-                        _warn_of_rates(self.state.fsdp_plugin, part)
-        tied = [part for part in args if isinstance(part, nn.Module) and _keep_ties(part)]
-        try:
+                    if _casts_rates(self.state.fsdp_plugin, part):
+                        rounded.append(part)
+        with ExitStack() as stack:
+            for part in args:
+                if isinstance(part, nn.Module):
+                    stack.enter_context(_ties_kept(part))
+            for part in rounded:
+                stack.enter_context(self._rates_kept(part, args))
             return super().prepare(*args, device_placement=device_placement)
-        finally:
-            for part in tied:
-                del vars(part)["tie_weights"]
+
+    def _rates_kept(self, model: nn.Module, prepared: Sequence[Any]) -> AbstractContextManager[Any]:
+        """The model's decay rates stay float32 if it is prepared in this context together with
+        `prepared`, among which its optimizers are."""
+        plugin = self.state.fsdp_plugin
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            if self.is_main_process:
+                _warn_of_rates(plugin, model)
+            return nullcontext()
+        mesh = self.torch_device_mesh[tuple(self.parallelism_config.fsdp_dim_names)]
+        if plugin.cpu_ram_efficient_loading:
+            return _called_with_ties(model, partial(shard_rates, model, mesh))
+        _shard_rates_of(model, mesh, [x for x in prepared if isinstance(x, torch.optim.Optimizer)])
+        return nullcontext()
 
     def _prepare_cp(self, *args: Any) -> Any:
         """Nothing, in place of torch's context parallelism."""
@@ -353,22 +371,63 @@ def _name_layers(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> No
         plugin.transformer_cls_names_to_wrap = sorted(found.intersection(names))
 
 
-def _warn_of_rates(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Warns if FSDP2 will cast the decay rates of recurrences to 16 bits."""
+def _casts_rates(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> bool:
+    """Whether FSDP2 would cast decay rates of recurrences to 16 bits."""
     dtype = getattr(plugin.mixed_precision_policy, "param_dtype", None)
-    names = rate_names(model)
-    if names and dtype is not None and dtype.itemsize < 4:
-        warnings.warn(
-            f"mixed precision casts the decay rates of the model to {dtype}, which is too coarse "
-            f"for them ({len(names)} parameters, {names[0]} among them): give the fsdp_plugin "
-            "mixed_precision_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), and call the "
-            "model under autocast (docs/accelerate.md)",
-            stacklevel=3,
-        )
+    return dtype is not None and dtype.itemsize < 4 and bool(rate_names(model))
 
 
-def _keep_ties(model: nn.Module) -> bool:
-    """Gives a model with shared parameters a `tie_weights`, if it has none; returns whether it did.
+def _warn_of_rates(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Warns that FSDP2 casts the decay rates of recurrences to 16 bits."""
+    dtype, names = plugin.mixed_precision_policy.param_dtype, rate_names(model)
+    warnings.warn(
+        f"mixed precision casts the decay rates of the model to {dtype}, which is too coarse for "
+        f"them ({len(names)} parameters, {names[0]} among them). They would stay float32 without "
+        "cpu_offload. With it, give the fsdp_plugin "
+        "mixed_precision_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), and call the "
+        "model under autocast (docs/accelerate.md)",
+        stacklevel=4,
+    )
+
+
+def _shard_rates_of(
+    model: nn.Module, mesh: DeviceMesh, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Calls `shard_rates`, and gives the optimizers the parameters that it makes."""
+    before = dict(model.named_parameters())
+    for name in rate_names(model):
+        before[name].data = before[name].data.float()  # as accelerate casts all others later
+    shard_rates(model, mesh)
+    after = dict(model.named_parameters())
+    made = {x: after[name] for name, x in before.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [made.get(x, x) for x in group["params"]]
+
+
+@contextmanager
+def _called_with_ties(model: nn.Module, call: Callable[[], object]) -> Iterator[None]:
+    """Calls `call` whenever accelerate ties the weights of a model, which it does right after it
+    has moved the model to the meta device, before it shards anything."""
+    own, tie = "tie_weights" in vars(model), getattr(model, "tie_weights", lambda: None)
+
+    def tie_weights() -> None:
+        tie()
+        call()
+
+    vars(model)["tie_weights"] = tie_weights
+    try:
+        yield
+    finally:
+        if own:
+            vars(model)["tie_weights"] = tie
+        else:
+            del vars(model)["tie_weights"]
+
+
+@contextmanager
+def _ties_kept(model: nn.Module) -> Iterator[None]:
+    """Shared parameters stay shared in a model without `tie_weights`, if it is prepared here.
 
     With efficient loading, which `accelerate launch` asks for, accelerate moves the model to the
     meta device and back. That makes a parameter of each name, and with `tie_weights` it shares them
@@ -379,7 +438,8 @@ def _keep_ties(model: nn.Module) -> bool:
         names.setdefault(id(parameter), []).append(name)
     ties = [same for same in names.values() if len(same) > 1]
     if not ties or hasattr(model, "tie_weights"):
-        return False
+        yield
+        return
 
     def tie_weights() -> None:
         for first, *others in ties:
@@ -388,8 +448,8 @@ def _keep_ties(model: nn.Module) -> bool:
                 owner, _, last = name.rpartition(".")
                 setattr(model.get_submodule(owner), last, parameter)
 
-    vars(model)["tie_weights"] = tie_weights
-    return True
+    with _called_with_ties(model, tie_weights):
+        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import copy
 import functools
 import warnings
+from contextlib import nullcontext, suppress
 from itertools import accumulate, chain, cycle
 
 import pytest
@@ -203,8 +204,7 @@ def padded_batch():
 
 
 def padded(group, rank, options):
-    with fresh_state(rank, 4), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "mixed precision casts the decay rates")
+    with fresh_state(rank, 4):
         accelerator = accelerator_of({"cp_size": 4}, **options)
         model = stock_model("qwen3_next")
         model, _ = accelerator.prepare(model, optimizer_of(model))
@@ -247,10 +247,10 @@ def test_mixed_precision_and_checkpoints(gloo_pool):
         assert (grads - right).norm() <= 2 * (baseline - right).norm()
 
 
-def dtypes_of_rates(group, rank, policy):
-    """What a recurrence computes with, in bfloat16."""
-    with fresh_state(rank, 4):
-        shards = {} if policy is None else {"mixed_precision_policy": policy}
+def dtypes_of_rates(group, rank, shards, autocast):
+    """What a recurrence computes with in bfloat16, and the warnings of `prepare` about it."""
+    with fresh_state(rank, 4), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         accelerator = accelerator_of({"cp_size": 4}, mixed_precision="bf16", fsdp=shards)
         model, seen = stock_model("qwen3_5"), []
         mixer = model.model.layers[0].linear_attn
@@ -259,35 +259,98 @@ def dtypes_of_rates(group, rank, policy):
             lambda m, args: seen.extend([m.A_log.dtype, m.dt_bias.dtype])
         )
         mixer.out_proj.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
-        with accelerator.autocast():
+        with accelerator.autocast() if autocast else nullcontext():
             model(**padded_batch())
-        return seen
+        return seen, [str(w.message) for w in told if "decay rates" in str(w.message)]
+
+
+EXACT = [torch.float32, torch.float32, torch.bfloat16]
+"""Decay rates in float32, products in bfloat16."""
+
+
+@pytest.mark.parametrize("efficient", [False, True])
+def test_decay_rates_stay_in_float32(gloo_pool, efficient):
+    shards = {"cpu_ram_efficient_loading": efficient}
+    for found in gloo_pool.run(dtypes_of_rates, shards, False):
+        assert found == (EXACT, [])
 
 
 def test_decay_rates_stay_in_float32_with_a_policy_that_does_not_cast(gloo_pool):
     """autocast then computes the products in bfloat16; docs/accelerate.md has the lines."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for seen in gloo_pool.run(dtypes_of_rates, policy):
-        assert seen == [torch.float32, torch.float32, torch.bfloat16]
+    for found in gloo_pool.run(dtypes_of_rates, {"mixed_precision_policy": policy}, True):
+        assert found == (EXACT, [])
 
 
-def warnings_of_rates(group, rank, policy):
-    """The warnings of `prepare` about decay rates."""
-    with fresh_state(rank, 4), warnings.catch_warnings(record=True) as seen:
+def warnings_of_rates(group, rank):
+    """The warnings of `prepare` about decay rates, with parameters on the host."""
+    with fresh_state(rank, 4), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        shards = {} if policy is None else {"mixed_precision_policy": policy}
+        shards = {"cpu_offload": True}
         accelerator = accelerator_of({"cp_size": 4}, mixed_precision="bf16", fsdp=shards)
         model = stock_model("qwen3_5")
-        accelerator.prepare(model, optimizer_of(model))
-        return [str(w.message) for w in seen if "decay rates" in str(w.message)]
+        with suppress(RuntimeError):  # of FSDP2, which cannot do that on a machine without a GPU
+            accelerator.prepare(model, optimizer_of(model))
+        return [str(w.message) for w in told if "decay rates" in str(w.message)]
 
 
-def test_rounded_decay_rates_are_told_by_one_rank(gloo_pool):
-    first, *rest = gloo_pool.run(warnings_of_rates, None)
+def test_decay_rates_that_are_rounded_are_told_by_one_rank(gloo_pool):
+    first, *rest = gloo_pool.run(warnings_of_rates)
     assert len(first) == 1 and not any(rest)
     assert "casts the decay rates of the model to torch.bfloat16" in first[0]
     assert "model.layers.0.linear_attn." in first[0]
-    assert not any(gloo_pool.run(warnings_of_rates, MixedPrecisionPolicy(None, torch.float32)))
+
+
+def rounded_epoch(group, rank, folder, efficient):
+    """An epoch in bfloat16, whose second half is run again from a checkpoint: losses and weights of
+    both, and the state dict."""
+    with fresh_state(rank, 4):
+        shards = {"cpu_ram_efficient_loading": efficient, "activation_checkpointing": True}
+        sizes, options = SPLITS["dp 2 x cp 2"], {"mixed_precision": "bf16", "fsdp": shards}
+        accelerator = accelerator_of(sizes, **options)
+        model = stock_model("qwen3_5").bfloat16()
+        optimizer = optimizer_of(model)
+        loader = DataLoader(data("seq_lens"), batch_size=1)
+        parts = accelerator.prepare(model, optimizer, schedule(optimizer), loader)
+        model, optimizer, rates, loader = parts
+        batches = list(loader)
+        save = lambda i: accelerator.save_state(folder) if i == 1 else None  # noqa: E731
+        losses = epoch(accelerator, model, optimizer, rates, batches, after=save)
+        weights = whole_weights(model)
+        accelerator.load_state(folder)
+        again = epoch(accelerator, model, optimizer, rates, batches[2:])
+        saved = accelerator.get_state_dict(model)
+        return losses, again, weights, whole_weights(model), saved
+
+
+@pytest.mark.parametrize("efficient", [False, True])
+def test_decay_rates_are_trained_in_float32(gloo_pool, tmp_path, efficient):
+    """Weights in bfloat16 become float32, rates too, and the optimizer takes steps with them. A
+    checkpoint has them under their own names."""
+    wanted, exact, _ = one_process("qwen3_5", 2, 1)
+    start = dict(stock_model("qwen3_5").named_parameters())
+    name = "model.layers.0.linear_attn.A_log"
+    results = gloo_pool.run(rounded_epoch, str(tmp_path), efficient)
+    for losses, again, weights, reached, _ in results:
+        assert losses == pytest.approx(wanted, rel=2e-2)
+        assert again == pytest.approx(losses[-len(again) :], rel=1e-5)
+        weights, reached = (
+            {n.replace("_checkpoint_wrapped_module.", ""): x for n, x in found.items()}
+            for found in (weights, reached)
+        )
+        assert set(weights) == set(exact)
+        assert all(x.dtype == torch.float32 for x in weights.values())
+        for n, x in weights.items():
+            torch.testing.assert_close(reached[n], x, rtol=1e-5, atol=1e-5)
+        moved, right = weights[name] - start[name].bfloat16(), exact[name] - start[name]
+        assert right.norm() > 0 and (moved - right).norm() < 0.3 * right.norm()
+    saved = results[0][-1]
+    torch.testing.assert_close(saved[name], results[0][3][_wrapped(name)].cpu())
+
+
+def _wrapped(name):
+    """The name of a layer's parameter in a model with activation checkpointing."""
+    return name.replace(".linear_attn", "._checkpoint_wrapped_module.linear_attn")
 
 
 class Small(nn.Module):
