@@ -139,8 +139,8 @@ def profiles(result: Result, kernels: int = 5) -> str:
         for k in r["profile"]["kernels"][:kernels]
     ]
     return (
-        "\n\nShare of the profiled steps in which kernels run, and time by kind of kernel:\n\n"
-        f"{shares}\n\nLongest kernels, a step:\n\n"
+        "\n\nThe share of the profiled steps' time in which kernels run, and time by kind of "
+        f"kernel:\n\n{shares}\n\nThe kernels that take longest in a step:\n\n"
         f"{table(['step', 'kernel', 'ms', 'calls'], longest)}"
     )
 
