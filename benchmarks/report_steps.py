@@ -182,10 +182,11 @@ def _in_words(steps: Steps) -> str:
     if "mfu" in ours:
         text += f", MFU {percent(ours['mfu'])}"
     if gpus > 1:
-        return f"{text}, {ratio(steps.speed_up)} one GPU's {speed(steps.by_gpus[1])}."
+        return f"{text}, {ratio(steps.speed_up)} the {speed(steps.by_gpus[1])} tokens/s of one GPU."
     if steps.ratio is None:
         return f"{text}."
-    return f"{text}, {ratio(steps.ratio)} the {speed(steps.peer)} of FLA's own model class."
+    peer = f"the {speed(steps.peer)} tokens/s of FLA's own model class"
+    return f"{text}, {ratio(steps.ratio)} {peer}."
 
 
 def _note(result: Result) -> str:
