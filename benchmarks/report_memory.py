@@ -58,7 +58,7 @@ def decode_command(result: Result) -> str:
 
 def decode(result: Result) -> str:
     rates = result.data["gb_s"]
-    said = f"Bandwidth: {whole(rates['copy'])} GB/s in a copy, {whole(rates['read'])} in a sum."
+    said = f"Bandwidth: {whole(rates['copy'])} GB/s of a copy, {whole(rates['read'])} of a sum."
     return f"{said}\n\n" + columns(
         result.rows,
         ("B", lambda r: str(r["batch"])),
