@@ -100,8 +100,8 @@ SECTIONS = (
         "The bound is the larger of two times: that of the bytes of inputs and outputs at the "
         "bandwidth of a copy, and that of the products at the rate of a matrix product. The share "
         "of the bound is the bound divided by the measured time. Host is the time until the call "
-        "returns, and the first call includes the compilation of its kernels. Numbers joined by a "
-        "slash are for the forward and for both directions. [Operators and their "
+        "returns. The first call also compiles kernels, unless Triton's cache has them. Numbers "
+        "joined by a slash are for the forward and for both directions. [Operators and their "
         "peers](#operators-and-their-peers) explains the tables of the host's work.",
         lambda r: is_operator(r) and tables.peer_of(r) is None,
         tables.alone,
