@@ -209,16 +209,20 @@ SECTIONS = (
     Section(
         "Decoding",
         "A step decodes one more token for each of B sequences, with a whole decoder that has "
-        "random weights. All times but that of the eager loop are those of steps in a CUDA graph. "
-        "The floor is the time in which the device reads the weights once, and reads and writes "
-        "the states once, at the larger of the two bandwidths above the table. The goals for 1.3B "
-        "are 1.5 times the floor at B = 1 and 1.3 times at B = 64. *graph* and *loop* are steps as "
-        "they run by default: recurrent layers that follow each other are one kernel or, with many "
-        "rows, those of kernels/sm90/rows_run.py. In *kernels*, each layer is several other "
-        "kernels. The next three columns change one thing in *kernels*: in *separate*, every "
-        "product is a call of cuBLAS; in *stages*, convolution, recurrence and gated norm are "
-        "kernels of their own; in *late*, no kernel starts before the one ahead of it has ended "
-        "(kernels/triton/early.py).",
+        "random weights. The floor is the time in which the device reads the weights once, and "
+        "reads and writes the states once, at the larger of the two bandwidths above the table. "
+        "The goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. The columns "
+        "of times are:\n\n"
+        "- *graph*: a step in a CUDA graph, as it runs by default. Recurrent layers that follow "
+        "each other run in one kernel or, with many rows, in those of "
+        "kernels/sm90/rows_run.py.\n"
+        "- *kernels*: a graph in which each layer runs in several other kernels.\n"
+        "- *separate*, *stages*, *late*: *kernels* with one change. In *separate*, every product "
+        "is a call of cuBLAS. In *stages*, convolution, recurrence and gated norm are kernels of "
+        "their own. In *late*, no kernel starts before the one ahead of it has ended "
+        "(kernels/triton/early.py).\n"
+        "- *loop*: the wall-clock time of a step of *graph*, while the host reads each token. "
+        "*eager loop* is the same without a graph.",
         lambda r: r.data.get("benchmark") == "decode",
         report_memory.decode,
         report_memory.decode_command,
