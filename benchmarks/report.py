@@ -76,8 +76,20 @@ def has(name: str) -> Callable[[Result], bool]:
 SECTIONS = (
     Section(
         "Operators and their peers",
-        "A ratio is the peer's time over ours in the same run, so that more than 1 means that "
-        "fla_cp is faster; peak GiB is the most memory allocated during forward and backward.",
+        "A ratio is the peer's time divided by ours in the same run, so a ratio above 1 means that "
+        "fla_cp is faster. Peak GiB is the most memory that was allocated during forward and "
+        "backward.\n\n"
+        "Tables of the host's work have these columns; numbers joined by a slash are for the "
+        "forward and for both directions:\n\n"
+        "- *host*: the time until the call returns.\n"
+        "- *launches alone*: the host's time for the kernel launches of the call and nothing else; "
+        "*ratio* is *host* divided by *launches alone*.\n"
+        "- *launches in autograd*: the same launches, but a backward that does nothing else makes "
+        "those of the backward, and the caller waits for it as for ours; *ratio in autograd* is "
+        "*host* divided by *launches in autograd*.\n"
+        "- *in a chain*: the time of one call, in both directions, if several calls share one "
+        "backward, as in a model.\n"
+        "- *launches*, *torch ops*, *allocations*, *descriptors*: how many of them a call makes.",
         lambda r: is_operator(r) and tables.peer_of(r) is not None,
         tables.beside_peer,
         tables.operator_command,
@@ -85,19 +97,23 @@ SECTIONS = (
     ),
     Section(
         "Operators by themselves",
-        "The bound is the larger of two times: bytes of inputs and outputs at the bandwidth of a "
-        "copy, and products at the rate of a matrix product; host is the time until the call "
-        "returns, and numbers joined by a slash are of the forward and of both directions.",
+        "The bound is the larger of two times: that of the bytes of inputs and outputs at the "
+        "bandwidth of a copy, and that of the products at the rate of a matrix product. The share "
+        "of the bound is the bound divided by the measured time. Host is the time until the call "
+        "returns. The first call also compiles kernels, unless Triton's cache has them. Numbers "
+        "joined by a slash are for the forward and for both directions. [Operators and their "
+        "peers](#operators-and-their-peers) explains the tables of the host's work.",
         lambda r: is_operator(r) and tables.peer_of(r) is None,
         tables.alone,
         tables.operator_command,
     ),
     Section(
         "Operators and all peers by decay",
-        "Strong, drawn and weak decays (`DECAYS` of benchmarks/members.py) at T = 32768 with 32 "
-        "heads, each implementation timed in turn, twice; `over fla_cp` is its time over ours. "
-        "cuDNN's times are of its own kernels alone (benchmarks/cudnn_peer.py): its backward has "
-        "no norm, gate and sigmoid, which ours has.",
+        "The decays are strong, drawn or weak (`DECAYS` of benchmarks/members.py), at T = 32768 "
+        "with 32 heads. All implementations were timed in turn, twice, so a cell has two times. "
+        "`over fla_cp` is an implementation's time divided by ours. cuDNN's times are those of its "
+        "own kernels alone (benchmarks/cudnn_peer.py): its backward leaves out norm, gate and "
+        "sigmoid, which ours includes.",
         lambda r: r.data.get("benchmark") == "decays",
         report_decays.tables,
         report_decays.command,
@@ -106,10 +122,10 @@ SECTIONS = (
     ),
     Section(
         "The operator over several GPUs",
-        "One document lies over all GPUs, and a time is a forward and a backward of the slowest "
-        "rank; efficiency is one GPU's time for its share of the tokens over the time measured. "
-        "Where it was measured, host is the time until the call returns, in the forward / in both "
-        "directions, with its exchanges.",
+        "One document lies over all GPUs, and a time is that of a forward and a backward on the "
+        "slowest rank. Efficiency is one GPU's time for one GPU's share of the tokens, divided by "
+        "the measured time. Host, where it was measured, is the time until the call returns, "
+        "exchanges included, in the forward / in both directions.",
         has("kind"),
         lambda r: report_scaling.scaling(r, "operator"),
         report_scaling.scaling_command,
@@ -117,7 +133,8 @@ SECTIONS = (
     ),
     Section(
         "A layer over several GPUs",
-        "The same run with one whole KDA layer of hidden size 4096 in place of the operator.",
+        "This is the same run with one whole KDA layer of hidden size 4096 in place of the "
+        "operator.",
         has("kind"),
         lambda r: report_scaling.scaling(r, "layer"),
         report_scaling.scaling_command,
@@ -125,18 +142,18 @@ SECTIONS = (
     Section(
         "Softmax attention on one GPU",
         "The peer is PyTorch's own call for packed documents, "
-        "`torch.nn.attention.varlen.varlen_attn`, which runs the same kernel; a ratio is its time "
-        "over ours in the same run, so that 1.00x means that nothing is lost around the kernel.",
+        "`torch.nn.attention.varlen.varlen_attn`, which runs the same kernel. A ratio is its time "
+        "divided by ours in the same run; 1.00x means that nothing is lost around the kernel.",
         lambda r: r.data.get("benchmark") == "attention",
         tables.attention,
         tables.attention_command,
     ),
     Section(
         "Hybrid layers over several GPUs",
-        "Four blocks of the trainer, three recurrent and one of softmax attention, forward and "
-        "backward on one document over all GPUs, without sums of parameters' gradients; a ratio is "
-        "one GPU's time over the time measured, and balance the slowest rank's time without waits "
-        "over the mean of the ranks.",
+        "A step is the forward and backward of four blocks of the trainer, three recurrent ones "
+        "and one of softmax attention, on one document over all GPUs. The gradients of parameters "
+        "are not summed over GPUs. A ratio is one GPU's time divided by the measured time. Balance "
+        "is the slowest rank's time divided by the mean over the ranks, both without waits.",
         lambda r: r.data.get("benchmark") == "hybrid",
         report_steps.hybrid,
         report_steps.hybrid_command,
@@ -145,19 +162,19 @@ SECTIONS = (
     ),
     Section(
         "Host time of a layer",
-        "A whole layer of hidden size 2304 with 18 heads on one GPU: how long the host needs to "
-        "issue it, and how many calls of torch's operators, kernels and autograd nodes that takes; "
-        "numbers joined by a slash are of the forward and of both directions.",
+        "A whole layer of hidden size 2304 with 18 heads runs on one GPU. The table shows how long "
+        "the host needs to issue it, and how many calls of torch's operators, kernels and autograd "
+        "nodes that takes. Numbers joined by a slash are for the forward and for both directions.",
         lambda r: r.data.get("benchmark") == "layer_host",
         tables.layer_host,
         tables.layer_host_command,
     ),
     Section(
         "Training steps",
-        "A step of the trainer on one sequence over all GPUs, batch and optimiser included, beside "
-        "FLA's own model class with the same sizes; MFU counts what the model needs "
-        "(`fla_cp/train/flops.py`) against 989 TFLOP/s a GPU, and a ratio is our tokens/s over "
-        "FLA's.",
+        "A step is one of the trainer on one sequence over all GPUs, batch and optimiser included, "
+        "beside a step of FLA's own model class with the same sizes. MFU compares the operations "
+        "that the model needs (`fla_cp/train/flops.py`) with 989 TFLOP/s a GPU. A ratio is our "
+        "tokens/s divided by FLA's.",
         lambda r: r.data.get("benchmark") == "train",
         report_steps.training_steps,
         report_steps.steps_command,
@@ -167,10 +184,10 @@ SECTIONS = (
     ),
     Section(
         "Activation checkpoints and offload",
-        "A decoder's blocks, forward and backward on one GPU, with each `--remat` of the trainer "
-        "and with activations offloaded to the host; `full, not kept` is full as it would be if "
-        "the recomputed operator did not keep its intermediates. Memory kept is what stays between "
-        "forward and backward beyond weights and input.",
+        "A time is that of the forward and backward of a decoder's blocks on one GPU, with each "
+        "`--remat` of the trainer and with activations offloaded to the host. `full, not kept` is "
+        "what full would be if the recomputed operator did not keep its intermediates. The memory "
+        "that is kept for the backward does not include weights and input.",
         lambda r: r.data.get("benchmark") == "remat",
         report_memory.remat,
         report_memory.remat_command,
@@ -178,11 +195,12 @@ SECTIONS = (
     ),
     Section(
         "A model of transformers",
-        "Steps of [examples/transformers_hybrid.py](../examples/transformers_hybrid.py), or of the "
-        "script that the command names: a Qwen3.5 of 4B's shape unless the command has another, "
-        "with random weights, two documents in one sequence over all GPUs, blocks recomputed, "
-        "optimiser included. Tokens/s is the median of the steps after the first, which compiles "
-        "kernels.",
+        "The steps are those of "
+        "[examples/transformers_hybrid.py](../examples/transformers_hybrid.py), or of the script "
+        "that the command names. The model is a Qwen3.5 of 4B's shape with random weights, unless "
+        "the command has another shape. One sequence of two documents lies over all GPUs, blocks "
+        "are recomputed, and the optimiser is included. Tokens/s is the median of the steps after "
+        "the first, which compiles kernels.",
         lambda r: r.data.get("benchmark") == "example",
         report_memory.example,
         report_memory.example_command,
@@ -190,16 +208,21 @@ SECTIONS = (
     ),
     Section(
         "Decoding",
-        "One more token for each of B sequences through a whole decoder with random weights, in a "
-        "CUDA graph. The floor is the time in which the device reads the weights once, and reads "
-        "and writes the states once, at the larger of the two bandwidths above the table; the "
-        "goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. Where kernels "
-        "is measured, it is a step whose layers are several kernels, as in what follows it, while "
-        "the others run layers in one kernel, or with many rows in the kernels of "
-        "kernels/sm90/rows_run.py. In separate, "
-        "every product is a call of cuBLAS; in stages, convolution, recurrence and gated norm are "
-        "kernels of their own; in late, no kernel starts before the one ahead of it has ended "
-        "(kernels/triton/early.py). Eager is without a graph.",
+        "A step decodes one more token for each of B sequences, with a whole decoder that has "
+        "random weights. The floor is the time in which the device reads the weights once, and "
+        "reads and writes the states once, at the larger of the two bandwidths above the table. "
+        "The goals for 1.3B are 1.5 times the floor at B = 1 and 1.3 times at B = 64. The columns "
+        "of times are:\n\n"
+        "- *graph*: a step in a CUDA graph, as it runs by default. Recurrent layers that follow "
+        "each other run in one kernel or, with many rows, in those of "
+        "kernels/sm90/rows_run.py.\n"
+        "- *kernels*: a graph in which each layer runs in several other kernels.\n"
+        "- *separate*, *stages*, *late*: *kernels* with one change. In *separate*, every product "
+        "is a call of cuBLAS. In *stages*, convolution, recurrence and gated norm are kernels of "
+        "their own. In *late*, no kernel starts before the one ahead of it has ended "
+        "(kernels/triton/early.py).\n"
+        "- *loop*: the wall-clock time of a step of *graph*, while the host reads each token. "
+        "*eager loop* is the same without a graph.",
         lambda r: r.data.get("benchmark") == "decode",
         report_memory.decode,
         report_memory.decode_command,
@@ -207,7 +230,7 @@ SECTIONS = (
     ),
     Section(
         "Runs of the trainer",
-        "Each row is one run of the trainer with a model of 1.3 billion parameters in bf16; the "
+        "Each row is one run of the trainer with a model of 1.3 billion parameters in bf16. The "
         "first steps of a run compile kernels.",
         lambda r: "cp" in next(iter(r.rows), {}),
         report_scaling.training,
@@ -215,9 +238,9 @@ SECTIONS = (
     ),
     Section(
         "First calls",
-        "Each operator runs forward and backward in processes of its own, for each T in turn: with "
-        "an empty Triton cache and kernels compiled one by one, with an empty cache and kernels "
-        "compiled side by side, and with the cache that the second left.",
+        "Each operator runs forward and backward in three processes, for each T in turn: one with "
+        "an empty Triton cache, in which kernels compile one by one; one with an empty cache, in "
+        "which they compile side by side; and one with the cache that the second process left.",
         has("calls"),
         tables.first_calls,
         tables.first_calls_command,
@@ -225,9 +248,9 @@ SECTIONS = (
     ),
     Section(
         "New packings",
-        "Calls on packed documents, forward and backward: each with a packing that was never seen "
-        "before, or with some of these packings again; a ratio is the time of the former over that "
-        "of the latter.",
+        "The calls are on packed documents, forward and backward. Either each call has a packing "
+        "that was never seen before, or some of these packings come again. A ratio is the time of "
+        "the former divided by that of the latter.",
         lambda r: r.data.get("benchmark") == "packings",
         tables.packings,
         tables.packings_command,
@@ -235,8 +258,8 @@ SECTIONS = (
     ),
     Section(
         "Exchange of states",
-        "Microseconds of one exchange and of its parts on each rank; `graph` is the same exchange "
-        "replayed by a CUDA graph, without launches from Python.",
+        "The table has the microseconds of one exchange and of its parts on each rank. `graph` is "
+        "the same exchange replayed by a CUDA graph, without launches from Python.",
         has("all_gather alone"),
         report_scaling.exchange,
         report_scaling.exchange_command,
@@ -258,31 +281,33 @@ SECTIONS = (
     ),
     Section(
         "Errors where the output is a small difference",
-        "An error is the norm of the difference to fp64 over the norm of the exact tensor, for "
-        "keys that are nearly parallel; `rounding` is what rounding the operands alone costs.",
+        "The keys are nearly parallel. An error is the norm of the difference to fp64, divided by "
+        "the norm of the exact tensor; `rounding` is the error that rounding the operands causes "
+        "by itself.",
         lambda r: "errors" in r.data,
         tables.precision,
         tables.precision_command,
     ),
     Section(
         "Recall of a needle",
-        "The share of needles that a tiny model recalls after a minute of training on a CPU, by "
-        "length of the document and depth of the needle; see [evaluation](evaluation.md).",
+        "The table has the share of needles that a tiny model recalls after a minute of training "
+        "on a CPU, by length of the document and depth of the needle; see "
+        "[evaluation](evaluation.md).",
         lambda r: "training" in r.data,
         recall.table,
         lambda r: f"`python -m benchmarks.recall --out {r.path}`",
     ),
     Section(
         "Comparing ranks",
-        "Medians of what building and using a context costs, with and without the comparison of "
-        "the ranks' tables.",
+        "The times are medians of what building and using a context costs, with and without the "
+        "comparison of the ranks' tables.",
         has("us"),
         tables.agreement,
         tables.agreement_command,
     ),
     Section(
         "Checkpoints",
-        "`blocking` is a checkpoint that the step waits for, and `paused` is what one that is "
+        "`blocking` is a checkpoint that the step waits for. `paused` is what a checkpoint that is "
         "written in the background costs the step.",
         has("seconds"),
         tables.checkpoint,
@@ -296,19 +321,21 @@ PAGE = """\
 
 `python -m benchmarks.report` writes this page from the files in benchmarks/results/current; do not
 edit it by hand. Each table shows one file and names its GPU, versions, date and commit. Inputs are
-bf16, with K = V = 128 unless a table says otherwise. Compare numbers within one table only: clocks,
-hosts and kernels differ between runs. Each command is how today's programs write the same kind of
-file. [log.md](log.md) tells what was tried and what each result taught; it also names older
-results, which are in benchmarks/results/archive.
+bf16, with K = V = 128, unless a table says otherwise. Compare numbers only within one table:
+clocks, hosts and kernels differ between runs. "Command" is how today's programs write the same kind
+of file. "Unit" quotes the file, so names in it, such as `host_ms`, are those of the file.
+[log.md](log.md) tells what was tried and what each result taught; it also names older results,
+which are in benchmarks/results/archive.
 """
 
 MODEL = """\
 ## Modelled exchanges
 
-Microseconds of one exchange, of one direction of one layer, by a model and not by a measurement:
-HV = 32, K = V = 128, hosts of eight GPUs. `benchmarks/cp_scaling.py` has the latencies and
-bandwidths of the model: those within a host come from measurements, those between hosts are
-assumed. Command: `python -m benchmarks.cp_scaling --model`.
+The table has the microseconds of one exchange, in one direction of one layer, for HV = 32,
+K = V = 128 and hosts of eight GPUs. They come from a model and were not measured.
+`benchmarks/cp_scaling.py` has the latencies and bandwidths of the model: those within a host come
+from measurements, those between hosts are assumed.
+Command: `python -m benchmarks.cp_scaling --model`.
 
 """
 

@@ -76,7 +76,7 @@ def by_decay(rows: list[Row]) -> str:
     return columns(
         rows,
         ("decay", lambda r: r["decay"]),
-        ("mean a token", lambda r: f"{r['mean_log_decay']:.3f}"),
+        ("mean log decay", lambda r: f"{r['mean_log_decay']:.3f}"),
         ("", lambda r: WHO[r["op"]]),
         ("forward, ms", lambda r: turns(r, "forward")),
         ("over fla_cp", lambda r: over(r, "forward")),
@@ -107,7 +107,7 @@ def readme(result: Result) -> str:
     text = columns(
         list(by_decay.values()),
         ("decay", lambda x: x["fla_cp"]["decay"]),
-        ("mean a token", lambda x: f"{x['fla_cp']['mean_log_decay']:.2f}"),
+        ("mean log decay", lambda x: f"{x['fla_cp']['mean_log_decay']:.2f}"),
         ("fla_cp, ms", lambda x: times(x["fla_cp"])),
         *shown,
     )
@@ -116,10 +116,10 @@ def readme(result: Result) -> str:
 
 def of_stages(rows: list[Row], gb_s: float) -> str:
     said = (
-        f"The stages of KDA with drawn decays in one call, forward and backward. The floor is the "
-        f"time of a stage's traffic at {gb_s:.0f} GB/s, which a copy reached in the same run; "
-        "each tensor counts once for each kernel that reads or writes it. A stage that mostly "
-        "reads, or reads what is still in the L2 cache, can take a little less:"
+        "The next table has the stages of KDA in one call, forward and backward, with drawn "
+        f"decays. The floor is the time of a stage's traffic at {gb_s:.0f} GB/s, which a copy "
+        "reached in the same run; each tensor counts once for each kernel that reads or writes it. "
+        "A stage that mostly reads, or reads what is still in the L2 cache, can take a little less:"
     )
     total = {"stage": "all", "kernels": [k for r in rows for k in r["kernels"]]}
     total |= {name: sum(r[name] for r in rows) for name in ("gb", "floor_ms", "ms")}

@@ -139,8 +139,8 @@ def profiles(result: Result, kernels: int = 5) -> str:
         for k in r["profile"]["kernels"][:kernels]
     ]
     return (
-        "\n\nShare of the profiled steps in which kernels run, and time by kind of kernel:\n\n"
-        f"{shares}\n\nLongest kernels, a step:\n\n"
+        "\n\nThe share of the profiled steps' time in which kernels run, and time by kind of "
+        f"kernel:\n\n{shares}\n\nThe kernels that take longest in a step:\n\n"
         f"{table(['step', 'kernel', 'ms', 'calls'], longest)}"
     )
 
@@ -182,10 +182,11 @@ def _in_words(steps: Steps) -> str:
     if "mfu" in ours:
         text += f", MFU {percent(ours['mfu'])}"
     if gpus > 1:
-        return f"{text}, {ratio(steps.speed_up)} one GPU's {speed(steps.by_gpus[1])}."
+        return f"{text}, {ratio(steps.speed_up)} the {speed(steps.by_gpus[1])} tokens/s of one GPU."
     if steps.ratio is None:
         return f"{text}."
-    return f"{text}, {ratio(steps.ratio)} the {speed(steps.peer)} of FLA's own model class."
+    peer = f"the {speed(steps.peer)} tokens/s of FLA's own model class"
+    return f"{text}, {ratio(steps.ratio)} {peer}."
 
 
 def _note(result: Result) -> str:

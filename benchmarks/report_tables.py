@@ -224,18 +224,8 @@ def of_host(result: Result) -> str:
         *([("in a chain, ms", _chained)] * any(map(_has_chain, rows))),
         *((head, both(name, whole)) for head, name in counts.items()),
     )
-    title = (
-        "\n\nThe host's work in a call, in the forward / in the forward and the backward: the time "
-        "until the call returns, the time for its kernel launches alone, the former over the "
-        "latter, and what is counted. In a chain several calls share one backward, as in a model; "
-        "this is the time of one of them in both directions"
-    )
-    if _bare_in_autograd(rows):
-        title += (
-            ". In autograd, those launches that belong to the backward are made by a backward that "
-            "does nothing else, for which the caller waits as for ours"
-        )
-    return f"{title}:\n\n{found}"
+    title = "The host's work in a call, in the forward / in both directions"
+    return f"\n\n{title}:\n\n{found}"
 
 
 def _bare_in_autograd(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]:
@@ -244,7 +234,7 @@ def _bare_in_autograd(rows: list[Row]) -> list[tuple[str, Callable[[Row], str]]]
         return []
     names = {
         "launches in autograd, ms": "bare_autograd_ms",
-        "host over that": "host_over_bare_autograd",
+        "ratio in autograd": "host_over_bare_autograd",
     }
     return [
         (head, lambda r, name=name: number(ms(r, "both", name))) for head, name in names.items()

@@ -57,4 +57,4 @@ for step, batch in enumerate(loader, 1):
     gib = torch.cuda.max_memory_allocated() / 2**30
     accelerator.print(f"{text}, {gib:.2f} GiB, norm of gradients {norm:.3f}", flush=True)
 model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
-accelerator.end_training()  # last, because those three held process groups
+accelerator.end_training()  # last, because these three hold process groups

@@ -43,7 +43,7 @@ files = [p.read_bytes() for p in sorted(Path(argparse.__file__).parent.glob("*.p
 for step in range(args.steps):
     documents = [torch.tensor([*f[: args.tokens // 4]]) for f in files[4 * step % 100 :][:4] if f]
     ids, offsets = torch.cat(documents)[None], torch.tensor([0, *accumulate(map(len, documents))])
-    labels = ids.roll(-1).index_fill(1, offsets[1:] - 1, -100)  # a document's last predicts nothing
+    labels = ids.roll(-1).index_fill(1, offsets[1:] - 1, -100)  # none for a document's last
     context = build_cp_context(offsets, dist.group.WORLD, conv1d_kernel_size=4)
     x = model[0](context.shard(ids))
     for block in blocks:

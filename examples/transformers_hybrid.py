@@ -32,7 +32,7 @@ def main(shape, tokens, group, dtype):
         t0, (cut, a, b) = perf_counter(), torch.randint(1, tokens, (3,)).tolist()
         ids = torch.cat([torch.arange(a, a + cut), torch.arange(b, b + tokens - cut)])[None]
         ids, offsets = ids % model.config.vocab_size, torch.tensor([0, cut, tokens])
-        labels = ids.roll(-1).index_fill(1, offsets[1:] - 1, -100)  # a document's last has none
+        labels = ids.roll(-1).index_fill(1, offsets[1:] - 1, -100)  # none for a document's last
         ranges = zigzag_token_ranges(tokens, group.size())  # balances attention
         context = build_cp_context(offsets, group, conv1d_kernel_size=4, token_ranges=ranges)
         loss = model(context.shard(ids), context.shard(labels), context) / (labels != -100).sum()
@@ -56,5 +56,5 @@ dist.init_process_group("nccl" if cuda else "gloo")
 torch.cuda.set_device(dist.get_node_local_rank() if cuda else -1)  # -1 changes nothing
 torch.set_default_device("cuda" if cuda else "cpu")
 main(shape, args.tokens, dist.group.WORLD, torch.bfloat16 if cuda else torch.float32)
-gc.collect()  # model and contexts hold the group, which must not outlive the next line
+gc.collect()  # frees model and contexts, which hold the group that the next line destroys
 dist.destroy_process_group()

@@ -2,9 +2,11 @@
 # Trains on several hosts: sbatch --nodes 2 --gpus-per-node 8 launch/slurm.sh --cp 8 --dp-shard 2
 # It starts one torchrun agent per host, by fla_cp/train/torchrun.py.
 # --out must be on a file system that all hosts share.
-# The job's exit code is the highest of its hosts', see docs/training.md.
+# The job's exit code is the highest exit code of its hosts, see docs/training.md.
 # MAX_RESTARTS: how often failed ranks are restarted from the newest checkpoint (default 0);
-# they are not after a mistake or a run that diverged.
+# they are not restarted after a mistake or after a run that diverged.
+# RANKS_PER_HOST: how many ranks a host starts (default: one for each of its GPUs in the job, or 1).
+# RDZV_PORT: the port of the first host on which hosts meet (default 29400).
 # RDZV_TIMEOUT: for how many seconds hosts wait for each other (default 120).
 #SBATCH --job-name=fla-cp-train
 #SBATCH --ntasks-per-node=1

@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "fla-cp-export", description="Writes a run's weights as a folder for transformers."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, or a checkpoint in it")
-    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; must not exist")
+    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="size of a file")
     parser.add_argument("--trust-checkpoint", action="store_true", help="let its pickles run code")

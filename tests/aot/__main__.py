@@ -99,7 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.aot", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--write", action="store_true", help="keep what is compiled in aot.json")
+    parser.add_argument("--write", action="store_true", help="keep what is compiled in record.json")
     parser.add_argument("--only", help="compile one configuration, by its name in record.json")
     parser.add_argument(
         "--changed",

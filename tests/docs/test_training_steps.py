@@ -390,10 +390,11 @@ def test_readmes_list():
     first, second = text.splitlines()
     document = "- Training 340M on one document of 65536 tokens,"
     assert first.startswith(
-        f"{document} 1 GPU: 33000 tokens/s, MFU 50.0%, 1.65x the 20000 of FLA's own model class. ["
+        f"{document} 1 GPU: 33000 tokens/s, MFU 50.0%, "
+        "1.65x the 20000 tokens/s of FLA's own model class. ["
     )
     assert second.startswith(
-        f"{document} 2 GPUs: 57000 tokens/s, MFU 45.6%, 1.73x one GPU's 33000. ["
+        f"{document} 2 GPUs: 57000 tokens/s, MFU 45.6%, 1.73x the 33000 tokens/s of one GPU. ["
     )
     assert "1.3B" not in text  # not measured on one GPU in its file
     assert re.search(r"\(benchmarks/results/current/train-fla\.json\): GPU not recorded", text)
@@ -406,7 +407,7 @@ def test_readmes_list():
     two = two._replace(name="train-2-gpus")
     two.data["note"] = "two machines"
     text = report.readme_training({r.name: r for r in (beside, two)})
-    assert "2 GPUs: 57000 tokens/s, MFU 45.6%, 1.90x one GPU's 30000. [train-2-gpus.json]" in text
+    assert "45.6%, 1.90x the 30000 tokens/s of one GPU. [train-2-gpus.json]" in text
     assert text.endswith(" Note: two machines.")
     alone = example(step_row("fla_cp", "340M", 1, 30000.0))._replace(name="train-2-gpus")
     assert report.readme_training({alone.name: alone}).endswith(f"{MISSING}.")
