@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fla_cp.train.text_files import HELD_OUT, File, Split, held_out_split
+from fla_cp.train.text_files import HELD_OUT, File, Split, file_errors, held_out_split
 from fla_cp.train.tokenizer import Form, needs_extra
 
 PIECE_BYTES = 1 << 20
@@ -56,7 +56,8 @@ class TextDocuments:
     """Text files. Each is one document, or several if it has more than PIECE_BYTES.
 
     files: those of all splits. split: "valid", the held-out part, "train", the rest, or None for
-    all. Bytes that are not UTF-8 become U+FFFD. Raises ValueError if a split has no text.
+    all. Bytes that are not UTF-8 become U+FFFD. Raises ValueError if a split has no text, and for a
+    file that cannot be read.
     """
 
     form: Form = "text"
@@ -67,14 +68,15 @@ class TextDocuments:
         pieces: list[Piece] = []
         total = hashlib.sha256(b"text")
         for name, path in chosen if by_hash else files:
-            facts = path.stat()
+            with file_errors(path):
+                facts = path.stat()
+                start, stop = 0, facts.st_size
+                if split is not None and not by_hash:
+                    cut = _line_end(path, stop - int(stop * HELD_OUT), stop)
+                    start, stop = (0, cut) if split == "train" else (cut, stop)
+                pieces += _pieces(path, start, stop)
             total.update(f"{name}\0{facts.st_size} {facts.st_mtime_ns}".encode(errors="replace"))
-            start, stop = 0, facts.st_size
-            if split is not None and not by_hash:
-                cut = _line_end(path, stop - int(stop * HELD_OUT), stop)
-                start, stop = (0, cut) if split == "train" else (cut, stop)
             total.update(f" {start} {stop}".encode())
-            pieces += _pieces(path, start, stop)
         self.pieces = pieces
         self.size = sum(piece.stop - piece.start for piece in pieces)
         self.digest = total.hexdigest()
@@ -87,7 +89,7 @@ class TextDocuments:
     def read(self, indices: Sequence[int]) -> tuple[list[str], list[str]]:
         texts, names = [], []
         for piece in (self.pieces[i] for i in indices):
-            with open(piece.path, "rb") as file:
+            with file_errors(piece.path), open(piece.path, "rb") as file:
                 file.seek(piece.start)
                 texts.append(file.read(piece.stop - piece.start).decode(errors="replace"))
             names.append(f"{piece.path} from byte {piece.start}")
