@@ -92,6 +92,7 @@ def test_resumes_past_damage_and_strays(run, trained, capsys):
     assert f"{shard.parent} is damaged: {shard.name} differs from its checksum" in out
     assert "; trying the one before" in out
     assert f"resumed from {root / 'step-00000002'} at step 2" in out
+    assert out.count(" is set aside as ") == 1
     assert names(run) == ["damaged-step-00000004", "step-00000002", "step-00000004"]
     losses = [row["loss"] for row in read_metrics(trained)]
     assert [row["loss"] for row in read_metrics(run)] == losses
