@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -214,15 +216,19 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]
     import datasets
 
     datasets.disable_progress_bars()
+    saved = "what save_to_disk wrote"
     if (path / "dataset_dict.json").is_file():
-        names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        with _errors(path, saved):
+            names = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if "train" not in names:
             raise ValueError(f"hf: {path} must have a split named train, got {', '.join(names)}")
         valid = next((name for name in VALIDATION if name in names), None)
         name = valid if valid is not None and split == "valid" else "train"
-        return datasets.load_from_disk(str(path / name)), valid is not None
+        with _errors(path, saved):
+            return datasets.load_from_disk(str(path / name)), valid is not None
     if (path / "state.json").is_file():
-        return datasets.load_from_disk(str(path)), False
+        with _errors(path, saved):
+            return datasets.load_from_disk(str(path)), False
     files = [path] if path.is_file() else sorted(path.glob("*"))
     kinds = {
         kind: [str(file) for file in files if file.suffix == kind]
@@ -236,11 +242,25 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]
         )
     ((kind, found),) = kinds.items()
     read = datasets.Dataset.from_parquet if kind == ".parquet" else datasets.Dataset.from_json
-    try:
+    if not any(os.path.getsize(file) for file in found):
+        raise ValueError(f"hf: the {kind} files of {path} must have rows, got empty files")
+    with _errors(path, kind[1:]):
         return read(found, cache_dir=str(cache / "datasets")), False
-    except datasets.exceptions.DatasetGenerationError as error:
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise ValueError(f"hf: {path} cannot be read as {kind[1:]}: {reason}") from error
+
+
+@contextmanager
+def _errors(path: Path, what: str) -> Iterator[None]:
+    """Names the path in an error of the libraries that read it, which raise all kinds. An OSError
+    stays one, because it may be about the cache, and names its file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        reason = str(cause).strip().partition("\n")[0]
+        reason = reason if isinstance(cause, ValueError) else f"{type(cause).__name__}: {reason}"
+        raise ValueError(f"hf: {path} cannot be read as {what}: {reason}") from error
 
 
 def _columns(rows: Any, column: str | None, path: Path, flag: str) -> tuple[Form, tuple[str, ...]]:

@@ -184,6 +184,24 @@ def test_unusable_paths_are_named(tmp_path):
         RowDocuments(tmp_path / "dict", None, None, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    "name, contents, message",
+    [
+        ("a.jsonl", "", "the .jsonl files of {} must have rows, got empty files"),
+        ("a.jsonl", "\n\n", "{} cannot be read as jsonl: "),
+        ("a.parquet", "", "the .parquet files of {} must have rows, got empty files"),
+        ("a.parquet", "garbage", "{} cannot be read as parquet: Parquet file size is 7 bytes"),
+        ("dataset_dict.json", "{{}}", "{} cannot be read as what save_to_disk wrote: KeyError"),
+        ("dataset_dict.json", "x", "{} cannot be read as what save_to_disk wrote: Expecting value"),
+    ],
+)
+def test_damaged_rows_are_named(name, contents, message, tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / name).write_text(contents.format())
+    with pytest.raises(ValueError, match="^hf: " + re.escape(message.format(tmp_path / "rows"))):
+        rows(tmp_path / "rows", None, tmp_path / "cache")
+
+
 def test_digests_follow_the_documents(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i}", "body": "b"} for i in range(99)])
     found = [
