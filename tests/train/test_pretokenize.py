@@ -2,8 +2,6 @@
 
 import json
 import os
-import resource
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from fla_cp.train.pretokenize import run, tokenize
 from fla_cp.train.shards import Shards
 from fla_cp.train.sources import Reading, build_dataset
 from fla_cp.train.tokenizer import Tokenizer
+from tests.support.checkpoints import disk_of
 from tests.support.tokenizers import TEXT, save_tokenizer
 
 pytest.importorskip("datasets")
@@ -150,17 +149,6 @@ def test_a_mistake_keeps_what_an_interruption_left(chat, tmp_path):
     assert parts.exists()
 
 
-@contextmanager
-def full_after(count):
-    """In the block no file can grow beyond `count` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.fixture
 def texts(tmp_path):
     """Flags that read ten small texts."""
@@ -176,7 +164,7 @@ def test_a_full_disk_names_the_output_and_the_work_goes_on_later(count, texts, t
     """50 bytes are too few for the offsets of a group, 100 for its sidecar or for its tokens."""
     out = tmp_path / "out"
     given = [*texts, "--out", str(out), "--processes", "1"]
-    with full_after(count):
+    with disk_of(count):
         assert run(given) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --out: cannot write {out}: [Errno 27] File too large; what is")
