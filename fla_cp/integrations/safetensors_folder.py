@@ -187,15 +187,17 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A folder to write into, which gets the name `path` at the end of the block.
 
     It stands beside `path` until then and is removed if the block fails, so `path` is never half
-    written. Raises ValueError if `path` exists already and is no empty folder.
+    written. Raises ValueError if `path` exists already and is no empty folder, or cannot be made.
     """
     final = Path(path)
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
         raise ValueError(f"{final} must not exist yet, or be an empty folder")
-    final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f".{final.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"{final} must be a folder that can be made: {error}") from None
     try:
         yield partial
         partial.rename(final)
@@ -212,7 +214,8 @@ def write_tensors(
     folder: an empty folder; see `new_folder`. tensors: on any device, of any dtype that safetensors
     has; at most one shard of them is held at a time. shard_bytes: size of the tensors of a shard at
     most, but each has one at least. Equal tensors in equal order give equal bytes.
-    Raises ValueError for a name that comes twice, for no tensors, and for a size below 1.
+    Raises ValueError for a name that comes twice, for no tensors, and for a size below 1; OSError
+    for a file that cannot be written.
     """
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
@@ -259,6 +262,10 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
 
 
 def _write(path: Path, shard: dict[str, Tensor]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(shard, path, metadata={"format": "pt"})
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # on a full disk, for example
+        raise OSError(f"cannot write {path}: {error}") from error

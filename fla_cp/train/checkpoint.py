@@ -1,11 +1,11 @@
 """Finds, verifies and loads checkpoints, and compares them with the configuration.
 
 RUN/checkpoints/step-00000020/ holds what torch.distributed.checkpoint (DCP) writes (model,
-optimiser, step, skipped steps, random number generators) and trainer.json, which says what was
-trained and has the checksums of all files. saver.py writes the folder as .partial-step-00000020 and
-renames it when it is on disk. A folder whose name is not step-* never counts as a checkpoint. The
-learning-rate schedule and the sampler are functions of the step, so of these only the step is
-saved. A checkpoint can be loaded with any split over ranks.
+optimiser, `Progress`, random number generators) and trainer.json, which says what was trained and
+has the checksums of all files. saver.py writes the folder as .partial-step-00000020 and renames it
+when it is on disk. A folder whose name is not step-* never counts as a checkpoint. The learning
+rate is a function of the step, and a batch one of the packs before it, so of the schedule and the
+sampler nothing else is saved. A checkpoint can be loaded with any split over ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,12 @@ DATA_NEUTRAL = ("micro_batch_size", "max_documents", "workers", "cache", "cache_
 @dataclass(frozen=True)
 class Progress:
     """How far a run is. step: how many optimiser steps were taken or skipped, which is also the
-    number of batches consumed. skipped: how many of them were skipped."""
+    number of batches consumed. skipped: how many of them were skipped. packs: how many packs these
+    batches had, which --global-batch-size may change when a run is resumed."""
 
     step: int = 0
     skipped: int = 0
+    packs: int = 0
 
 
 def complete(folder: Path) -> bool:
@@ -364,9 +366,11 @@ def load(
     checkpoint's pickles to run code. Raises UserError, on all ranks, for a checkpoint that does not
     fit the model or cannot be read. Collective.
     """
+    record: dict[str, Any] = {}
     metadata, problem = None, ""
     try:
-        metadata = read_metadata(path, read_record(path)[1], trust)
+        record, files = read_record(path)
+        metadata = read_metadata(path, files, trust)
     except Damaged as error:
         problem = str(error)
     problem = ranks.first_problem(problem)
@@ -379,7 +383,11 @@ def load(
     state: dict[str, Any] = {
         "model": parameters,
         "optimizer": moments,
-        "progress": {name: torch.tensor(0, device="cpu") for name in asdict(Progress())},
+        "progress": {
+            name: torch.tensor(0, device="cpu")
+            for name in asdict(Progress())
+            if f"progress.{name}" in names
+        },
         "random": random,
     }
     try:
@@ -406,7 +414,11 @@ def load(
         torch.set_rng_state(random[f"cpu-{ranks.rank}"])
     if f"cuda-{ranks.rank}" in random:
         torch.cuda.set_rng_state(random[f"cuda-{ranks.rank}"], ranks.device)
-    return Progress(**{name: int(value) for name, value in state["progress"].items()})
+    progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
+    if "packs" in state["progress"]:
+        return progress
+    # a version that did not record packs: as if no batch had another size
+    return replace(progress, packs=progress.step * record["data"].get("global_batch_size", 0))
 
 
 def first_cause(error: BaseException) -> str:

@@ -118,8 +118,11 @@ class Packs(Dataset[Batch]):
     notes: tuple[str, ...]
     extent: int | str
 
-    def sampler(self, global_batch_size: int, seed: int, start_step: int = 0) -> StepSampler:
-        """The indices of the packs of each step, from `start_step` on."""
+    def sampler(
+        self, global_batch_size: int, seed: int, start_step: int = 0, first_pack: int | None = None
+    ) -> StepSampler:
+        """The indices of the packs of each step, from `start_step` on. first_pack: the position of
+        its first pack in the order; None: the one behind `start_step` batches of this size."""
         raise NotImplementedError
 
     def head(self, count: int) -> PackList:
@@ -163,8 +166,10 @@ class PackedDataset(Packs):
     def __len__(self) -> int:
         return (self.stop - self.first) // self.seq_len
 
-    def sampler(self, global_batch_size: int, seed: int, start_step: int = 0) -> StepSampler:
-        return StepBatchSampler(len(self), global_batch_size, seed, start_step)
+    def sampler(
+        self, global_batch_size: int, seed: int, start_step: int = 0, first_pack: int | None = None
+    ) -> StepSampler:
+        return StepBatchSampler(len(self), global_batch_size, seed, start_step, first_pack)
 
     def head(self, count: int) -> PackList:
         return Subset(self, range(min(count, len(self))))
@@ -194,13 +199,15 @@ class StepSampler(Sampler[list[int]]):
     """An infinite sampler of batches: `global_batch_size` pack indices a step. step: the one that
     comes next.
 
-    Step s takes the positions `[s * global_batch_size, (s + 1) * global_batch_size)` of an endless
-    order of packs. `packs` computes this order directly at any position, so a checkpoint has to
-    hold only the step.
+    Each step takes the next `global_batch_size` positions of an endless order of packs; for
+    `first_pack`, with which `start_step` begins, see `Packs.sampler`. `packs` computes this order
+    directly at any position, so a checkpoint has to hold only the step and the position.
     Raises ValueError if `global_batch_size` is below 1, or seed or step below 0.
     """
 
-    def __init__(self, global_batch_size: int, seed: int, start_step: int = 0):
+    def __init__(
+        self, global_batch_size: int, seed: int, start_step: int = 0, first_pack: int | None = None
+    ):
         if global_batch_size < 1:
             raise ValueError(f"global_batch_size must be at least 1, got {global_batch_size}")
         if seed < 0 or start_step < 0:
@@ -208,6 +215,7 @@ class StepSampler(Sampler[list[int]]):
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.step = start_step
+        self.shift = 0 if first_pack is None else first_pack - start_step * global_batch_size
 
     def packs(self, start: int, stop: int) -> list[int]:
         """Pack indices at the positions `[start, stop)` of the order."""
@@ -221,7 +229,8 @@ class StepSampler(Sampler[list[int]]):
 
     def batch(self, step: int) -> list[int]:
         """Pack indices of one step. They do not depend on earlier calls."""
-        return self.packs(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+        begin = step * self.global_batch_size + self.shift
+        return self.packs(begin, begin + self.global_batch_size)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -238,10 +247,17 @@ class StepBatchSampler(StepSampler):
     Raises ValueError as `StepSampler` does, and if `num_packs` is below 1.
     """
 
-    def __init__(self, num_packs: int, global_batch_size: int, seed: int, start_step: int = 0):
+    def __init__(
+        self,
+        num_packs: int,
+        global_batch_size: int,
+        seed: int,
+        start_step: int = 0,
+        first_pack: int | None = None,
+    ):
         if num_packs < 1:
             raise ValueError(f"num_packs must be at least 1, got {num_packs}")
-        super().__init__(global_batch_size, seed, start_step)
+        super().__init__(global_batch_size, seed, start_step, first_pack)
         self.num_packs = num_packs
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)

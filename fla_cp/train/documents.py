@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fla_cp.train.text_files import HELD_OUT, File, Split, held_out_split
+from fla_cp.train.text_files import HELD_OUT, File, Split, file_errors, held_out_split
 from fla_cp.train.tokenizer import Form, needs_extra
 
 PIECE_BYTES = 1 << 20
@@ -56,7 +58,8 @@ class TextDocuments:
     """Text files. Each is one document, or several if it has more than PIECE_BYTES.
 
     files: those of all splits. split: "valid", the held-out part, "train", the rest, or None for
-    all. Bytes that are not UTF-8 become U+FFFD. Raises ValueError if a split has no text.
+    all. Bytes that are not UTF-8 become U+FFFD. Raises ValueError if a split has no text, and for a
+    file that cannot be read.
     """
 
     form: Form = "text"
@@ -67,14 +70,15 @@ class TextDocuments:
         pieces: list[Piece] = []
         total = hashlib.sha256(b"text")
         for name, path in chosen if by_hash else files:
-            facts = path.stat()
+            with file_errors(path):
+                facts = path.stat()
+                start, stop = 0, facts.st_size
+                if split is not None and not by_hash:
+                    cut = _line_end(path, stop - int(stop * HELD_OUT), stop)
+                    start, stop = (0, cut) if split == "train" else (cut, stop)
+                pieces += _pieces(path, start, stop)
             total.update(f"{name}\0{facts.st_size} {facts.st_mtime_ns}".encode(errors="replace"))
-            start, stop = 0, facts.st_size
-            if split is not None and not by_hash:
-                cut = _line_end(path, stop - int(stop * HELD_OUT), stop)
-                start, stop = (0, cut) if split == "train" else (cut, stop)
             total.update(f" {start} {stop}".encode())
-            pieces += _pieces(path, start, stop)
         self.pieces = pieces
         self.size = sum(piece.stop - piece.start for piece in pieces)
         self.digest = total.hexdigest()
@@ -87,7 +91,7 @@ class TextDocuments:
     def read(self, indices: Sequence[int]) -> tuple[list[str], list[str]]:
         texts, names = [], []
         for piece in (self.pieces[i] for i in indices):
-            with open(piece.path, "rb") as file:
+            with file_errors(piece.path), open(piece.path, "rb") as file:
                 file.seek(piece.start)
                 texts.append(file.read(piece.stop - piece.start).decode(errors="replace"))
             names.append(f"{piece.path} from byte {piece.start}")
@@ -212,15 +216,19 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]
     import datasets
 
     datasets.disable_progress_bars()
+    saved = "what save_to_disk wrote"
     if (path / "dataset_dict.json").is_file():
-        names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        with _errors(path, saved):
+            names = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if "train" not in names:
             raise ValueError(f"hf: {path} must have a split named train, got {', '.join(names)}")
         valid = next((name for name in VALIDATION if name in names), None)
         name = valid if valid is not None and split == "valid" else "train"
-        return datasets.load_from_disk(str(path / name)), valid is not None
+        with _errors(path, saved):
+            return datasets.load_from_disk(str(path / name)), valid is not None
     if (path / "state.json").is_file():
-        return datasets.load_from_disk(str(path)), False
+        with _errors(path, saved):
+            return datasets.load_from_disk(str(path)), False
     files = [path] if path.is_file() else sorted(path.glob("*"))
     kinds = {
         kind: [str(file) for file in files if file.suffix == kind]
@@ -234,11 +242,25 @@ def _open_rows(path: Path, split: Split | None, cache: Path) -> tuple[Any, bool]
         )
     ((kind, found),) = kinds.items()
     read = datasets.Dataset.from_parquet if kind == ".parquet" else datasets.Dataset.from_json
-    try:
+    if not any(os.path.getsize(file) for file in found):
+        raise ValueError(f"hf: the {kind} files of {path} must have rows, got empty files")
+    with _errors(path, kind[1:]):
         return read(found, cache_dir=str(cache / "datasets")), False
-    except datasets.exceptions.DatasetGenerationError as error:
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise ValueError(f"hf: {path} cannot be read as {kind[1:]}: {reason}") from error
+
+
+@contextmanager
+def _errors(path: Path, what: str) -> Iterator[None]:
+    """Names the path in an error of the libraries that read it, which raise all kinds. An OSError
+    stays one, because it may be about the cache, and names its file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        reason = str(cause).strip().partition("\n")[0]
+        reason = reason if isinstance(cause, ValueError) else f"{type(cause).__name__}: {reason}"
+        raise ValueError(f"hf: {path} cannot be read as {what}: {reason}") from error
 
 
 def _columns(rows: Any, column: str | None, path: Path, flag: str) -> tuple[Form, tuple[str, ...]]:

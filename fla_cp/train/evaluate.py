@@ -40,6 +40,7 @@ from fla_cp.train.loader import token_ranges
 from fla_cp.train.mixers import CONV_SIZE
 from fla_cp.train.model import Decoder
 from fla_cp.train.needle import SHORTEST, VOCAB_SIZE, needle_document
+from fla_cp.train.plot import check_picture
 from fla_cp.train.progress import mark
 from fla_cp.train.published import is_published, load_published_shards
 from fla_cp.train.sources import Reading, build_dataset
@@ -394,19 +395,17 @@ def _check(given: argparse.Namespace, argv: Sequence[str]) -> None:
     if not given.packs and given.text is None and not given.needle:
         raise UserError("--packs must be at least 1 without --text and --needle, got 0")
     check_ranks(given.cp, "fla-cp-evaluate", argv)
-    _check_picture(given.out)
+    check_picture(given.out)
 
 
-def _check_picture(out: Path) -> None:
-    """Raises UserError, before anything is measured, for a picture that cannot be written. Only
-    rank 0 writes it."""
-    from matplotlib.figure import Figure
-
-    kinds = sorted(Figure().canvas.get_supported_filetypes())
-    if out.suffix[1:].lower() not in kinds:
-        raise UserError(f"--out must end in one of .{', .'.join(kinds)}, got {out}")
-    if os.environ.get("RANK", "0") == "0" and not out.parent.is_dir():
-        raise UserError(f"--out must be in a folder that exists, got {out}")
+def _write(results: Results, path: Path) -> None:
+    """Writes the figures as JSON. Raises UserError for a file that cannot be written."""
+    figures = json.dumps(dataclasses.asdict(results), indent=2) + "\n"
+    try:
+        path.write_text(figures, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: cannot write {path}: {error.strerror}") from None
+    print(f"figures: {path}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -419,10 +418,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with joined(ParallelConfig(cp=given.cp, device=given.device)) as ranks:
             results = evaluate(given, ranks)
         if first:
-            figures = json.dumps(dataclasses.asdict(results), indent=2) + "\n"
-            given.out.with_suffix(".json").write_text(figures, encoding="utf-8")
             print(report(results))
-            print(f"figures: {given.out.with_suffix('.json')}")
+            _write(results, given.out.with_suffix(".json"))
             if results.by_position or results.needle:  # the perplexity of a text is no curve
                 draw(results, given.out)
                 print(f"picture: {given.out}")

@@ -349,18 +349,29 @@ def load(
 
     tokenizer_folder: by default the one that the run was trained with, or the published folder.
     Without a tokenizer, bytes are tokens. Raises UserError as `load_decoder` and `load_published`,
-    ValueError as `Tokenizer`.
+    and for a given tokenizer of more tokens than the model has; ValueError as `Tokenizer`.
     """
     given = None if tokenizer_folder is None else Tokenizer(tokenizer_folder)
     if is_published(path):
         model = load_published(path, device)
+        _check_vocabulary(given, model)
         tokenizer = given or (Tokenizer(path) if has_tokenizer(path) else None)
         own = [] if tokenizer is None else tokenizer.end
         return model, tokenizer, sorted({*end_tokens(path), *own})
     model, record = load_decoder(path, device, trust=trust, ranks=ranks)
+    _check_vocabulary(given, model)
     source = record["data"].get("tokenizer")
     tokenizer = given or (None if source is None else Tokenizer(source))
     return model, tokenizer, [] if tokenizer is None else tokenizer.end
+
+
+def _check_vocabulary(given: Tokenizer | None, model: Decoder) -> None:
+    """Raises UserError for a tokenizer that cannot be the model's."""
+    rows = model.embedding.num_embeddings
+    if given is not None and given.vocab_size > rows:
+        raise UserError(
+            f"--tokenizer must have at most the {rows} tokens of the model, got {given.vocab_size}"
+        )
 
 
 def _text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:

@@ -294,7 +294,7 @@ class Loop:
         start = self.progress.step
         stopped = False
         # Its workers start to read while the first evaluation runs.
-        with Feed(self.config, self.data, self.ranks, start) as feed:
+        with Feed(self.config, self.data, self.ranks, start, self.progress.packs) as feed:
             if start == 0 and self.held_out:
                 nothing = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "mfu", "times"))
                 self._record(**nothing, lr=0.0, evaluate=True)
@@ -348,7 +348,8 @@ class Loop:
             self.graphs.reset_gradients()
         seconds = time.perf_counter() - begin
         skipped = self.progress.skipped + (not finite)
-        self.progress = checkpoint.Progress(step, skipped)
+        packs = self.progress.packs + config.data.global_batch_size
+        self.progress = checkpoint.Progress(step, skipped, packs)
 
         every = config.run.eval_every
         self._record(

@@ -70,7 +70,8 @@ def write_memmap(
                         f"{tokens.size}, got {mask.size}"
                     )
                 mask_file.write(mask.tobytes())
-    np.array(offsets, dtype=OFFSET).tofile(f"{base}.offsets")
+    # not numpy's tofile, whose errors have neither a number nor a reason
+    Path(f"{base}.offsets").write_bytes(np.array(offsets, dtype=OFFSET).tobytes())
     write_sidecar(base, vocab_size, dtype, masked=masks is not None)
 
 

@@ -82,8 +82,9 @@ class MixedSampler(StepSampler):
         global_batch_size: int,
         seed: int,
         start_step: int = 0,
+        first_pack: int | None = None,
     ) -> None:
-        super().__init__(global_batch_size, seed, start_step)
+        super().__init__(global_batch_size, seed, start_step, first_pack)
         self.orders, self.counts = orders, counts
         self._slots = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 
@@ -126,9 +127,11 @@ class MixedPacks(Packs):
         self.notes = tuple(note for part in parts for note in part.notes)
         self.extent = " + ".join(str(part.extent) for part in parts)
 
-    def sampler(self, global_batch_size: int, seed: int, start_step: int = 0) -> StepSampler:
+    def sampler(
+        self, global_batch_size: int, seed: int, start_step: int = 0, first_pack: int | None = None
+    ) -> StepSampler:
         orders = [part.sampler(global_batch_size, seed) for part in self.parts]
-        return MixedSampler(orders, self.counts, global_batch_size, seed, start_step)
+        return MixedSampler(orders, self.counts, global_batch_size, seed, start_step, first_pack)
 
     def head(self, count: int) -> PackList:
         """At most `count` packs in the shares of the weights, with at least one of each source."""

@@ -7,6 +7,7 @@ It reads metrics.jsonl of each run folder, also while the run goes on.
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -90,6 +91,17 @@ def smoothed(values: Sequence[float], steps: int) -> list[float]:
     return found
 
 
+def check_picture(out: Path) -> None:
+    """Raises UserError for an --out that is no picture or in no folder. Only rank 0 writes it."""
+    from matplotlib.figure import Figure
+
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if out.suffix[1:].lower() not in kinds:  # without a suffix, matplotlib would add one
+        raise UserError(f"--out must end in one of .{', .'.join(kinds)}, got {out}")
+    if os.environ.get("RANK", "0") == "0" and not out.parent.is_dir():
+        raise UserError(f"--out must be in a folder that exists, got {out}")
+
+
 def draw(runs: Sequence[Run], out: Path, *, axis: str = "step", smooth: int = 1) -> None:
     """Writes the picture: the losses of all runs, and below them their tokens/s.
 
@@ -102,6 +114,7 @@ def draw(runs: Sequence[Run], out: Path, *, axis: str = "step", smooth: int = 1)
     except ModuleNotFoundError:
         raise UserError("fla-cp-plot needs matplotlib: pip install 'fla_cp[plot]'") from None
 
+    check_picture(out)
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for n, run in enumerate(runs):
@@ -123,7 +136,7 @@ def draw(runs: Sequence[Run], out: Path, *, axis: str = "step", smooth: int = 1)
         axes.grid(alpha=0.3)
     try:
         figure.savefig(out, dpi=120)
-    except (OSError, ValueError) as error:  # such as a folder that is missing, an unknown suffix
+    except (OSError, ValueError) as error:  # such as a full disk
         raise UserError(
             f"--out must be a picture that can be written, got {out}: {error}"
         ) from None

@@ -6,7 +6,8 @@ fla-cp-train --data memmap:tokens/
 Processes tokenise groups of documents, each into files of its own below a folder beside --out. When
 all are there, they are joined in the order of the documents, and the result gets its name at once:
 --out is either whole or missing. The same command after an interruption takes the groups that are
-there and goes on. A mistake in the arguments or the documents leaves no files.
+there and goes on. A mistake in the arguments or the documents leaves no files; after a failure to
+write, for example on a full disk, the groups stay, too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from fla_cp.train.arguments import Parser, file_among
-from fla_cp.train.exit_codes import MISTAKE
+from fla_cp.train.exit_codes import FAILED, MISTAKE
 from fla_cp.train.memmap import OFFSET, narrowest, write_sidecar
 from fla_cp.train.shards import Shards
 from fla_cp.train.sources import Reading, open_documents
@@ -41,7 +44,8 @@ def tokenize(
 
     source: stdlib, text:PATH or hf:PATH. tokenizer: its folder. out: a folder that does not exist.
     column: see RowDocuments. processes: how many tokenise; with 1, this one does.
-    Raises ValueError for a source that cannot be read or tokenised, or an `out` that exists.
+    Raises ValueError for a source that cannot be read or tokenised, and for an `out` that exists;
+    OSError, which names --out, if it cannot be written; RuntimeError if a process has died.
     """
     if processes < 1:
         raise ValueError(f"--processes must be at least 1, got {processes}")
@@ -55,23 +59,47 @@ def tokenize(
     interrupted = parts.exists()
     try:
         reading = Reading(column=column, cache=str(parts), column_flag="--column")
-        opened = open_documents(source, None, reading)
+        with _out_errors(out, parts), _source_errors(source, parts):
+            opened = open_documents(source, None, reading)
         if opened is None:
             raise ValueError(f"SOURCE must be stdlib, text:PATH or hf:PATH, got {source!r}")
         documents, notes = opened
         for note in notes:
             print(note, file=sys.stderr)
         shards = Shards(documents, loaded, parts, GROUP_BYTES, shuffled=False)
-        _make(shards, min(processes, len(shards)))
-        line = _join(shards, parts / "joined")
+        with _out_errors(out, parts):
+            _make(shards, min(processes, len(shards)))
+            line = _join(shards, parts / "joined")
+            (parts / "joined").rename(out)
     except ValueError:
         # A command without the mistake has other parts. Those of an earlier one may be of use.
         if not interrupted:
             shutil.rmtree(parts, ignore_errors=True)
         raise
-    (parts / "joined").rename(out)
     shutil.rmtree(parts)
     return f"{line}; train with --data memmap:{out}"
+
+
+@contextmanager
+def _out_errors(out: Path, parts: Path) -> Iterator[None]:
+    """Adds to an OSError of the block that it is about --out, and what stays of the work."""
+    try:
+        yield
+    except OSError as error:
+        done = f"; what is done stays in {parts}, and the same command continues it"
+        kept = done if parts.is_dir() else ""
+        raise OSError(f"--out: cannot write {out}: {error}{kept}") from error
+
+
+@contextmanager
+def _source_errors(source: str, parts: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a ValueError about SOURCE, unless it is about `parts`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and Path(error.filename).is_relative_to(parts):
+            raise
+        raise ValueError(f"SOURCE: cannot read {source}: {error}") from error
 
 
 def _make(shards: Shards, processes: int) -> None:
@@ -89,6 +117,11 @@ def _make(shards: Shards, processes: int) -> None:
             for done in as_completed([pool.submit(shards.make, shard) for shard in missing]):
                 done.result()
                 update()
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                "a process that tokenises has died, mostly for lack of memory: take fewer "
+                f"--processes, got {processes}; the same command continues the work"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -111,10 +144,10 @@ def _join(shards: Shards, folder: Path) -> str:
                     shutil.copyfileobj(part, whole)
     total = count = 0
     with open(folder / "tokens.offsets", "wb") as whole:
-        np.zeros(1, dtype=OFFSET).tofile(whole)
+        whole.write(np.zeros(1, dtype=OFFSET).tobytes())  # not tofile: see write_memmap
         for shard in range(len(shards)):
             ends = np.fromfile(shards.path(shard) / "tokens.offsets", dtype=OFFSET)[1:] + total
-            ends.astype(OFFSET).tofile(whole)
+            whole.write(ends.astype(OFFSET).tobytes())
             total, count = int(ends[-1]), count + len(ends)
     if not total:
         raise ValueError(f"the documents must have at least one token, got {count} empty ones")
@@ -145,5 +178,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
     print(line)
     return 0

@@ -77,8 +77,8 @@ def open_run(config: TrainConfig, ranks: Ranks, lock: RunLock) -> RunFolder:
                 f"got {config.run.steps}"
             )
     if ranks.rank == 0:
-        for note in checkpoint.set_aside(run, damaged):
-            say(note)
+        for line in checkpoint.set_aside(run, damaged):
+            say(line)
     return RunFolder(run, whole, done, note)
 
 

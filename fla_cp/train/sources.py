@@ -20,6 +20,7 @@ from fla_cp.train.text_files import (
     HELD_OUT,
     File,
     Split,
+    file_errors,
     held_out_split,
     skipped_note,
     stdlib_files,
@@ -176,7 +177,10 @@ def _bytes(files: Sequence[File]) -> ArraySource:
             f"bytes of text are held in memory, so at most {MAX_TEXT_BYTES}, got {size}: "
             "give a --tokenizer, or write tokens with fla-cp-tokenize and use memmap:PATH"
         )
-    documents = [path.read_bytes() for _, path in files]
+    documents = []
+    for _, path in files:
+        with file_errors(path):
+            documents.append(path.read_bytes())
     tokens = np.frombuffer(b"".join(documents), dtype=np.uint8)
     offsets = np.cumsum([0] + [len(document) for document in documents], dtype=np.int64)
     return ArraySource(tokens, offsets, vocab_size=256)

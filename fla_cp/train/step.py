@@ -58,8 +58,9 @@ class Feed:
     """The micro-batches of each step from `start_step` on, for this data-parallel rank.
 
     All ranks of a cp group get parts of the same batches. On CUDA, `read_ahead` copies the next
-    step's batch to the GPU on a stream of its own, while the present step runs. workers: how many
-    processes read; None: as configured. At its end, the context manager ends them.
+    step's batch to the GPU on a stream of its own, while the present step runs. first_pack: see
+    `Packs.sampler`. workers: how many processes read; None: as configured. At its end, the context
+    manager ends them.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Feed:
         dataset: Packs,
         ranks: Ranks,
         start_step: int,
+        first_pack: int | None = None,
         workers: int | None = None,
     ) -> None:
         self.config, self.ranks = config, ranks
@@ -77,7 +79,7 @@ class Feed:
         batch = config.data.global_batch_size
         self.loader = StepLoader(
             dataset,
-            dataset.sampler(batch, config.run.seed, start_step),
+            dataset.sampler(batch, config.run.seed, start_step, first_pack),
             sharing(config, ranks),
             dp=ranks.dp,
             dp_rank=ranks.dp_rank,

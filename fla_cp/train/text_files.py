@@ -3,7 +3,8 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -63,6 +64,15 @@ def _is_text(path: Path) -> bool:
             return b"\0" not in file.read(SNIFFED_BYTES)
     except OSError:
         return False
+
+
+@contextmanager
+def file_errors(path: str | Path) -> Iterator[None]:
+    """Turns what the file system refuses in the block into a ValueError about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"text: cannot read {path}: {error.strerror or error}") from error
 
 
 def skipped_note(path: str, skipped: Sequence[str]) -> str:

@@ -93,8 +93,10 @@ class TokenisedPacks(Packs):
         self.__dict__.update(state)
         self._forget()
 
-    def sampler(self, global_batch_size: int, seed: int, start_step: int = 0) -> StepSampler:
-        return InOrder(global_batch_size, seed, start_step)
+    def sampler(
+        self, global_batch_size: int, seed: int, start_step: int = 0, first_pack: int | None = None
+    ) -> StepSampler:
+        return InOrder(global_batch_size, seed, start_step, first_pack)
 
     def head(self, count: int) -> PackList:
         if self._find(0, count - 1) is None:

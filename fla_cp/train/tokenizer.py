@@ -95,8 +95,13 @@ class Tokenizer:
         import transformers
 
         total = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
-        for file in sorted({file for pattern in FILES for file in self.folder.glob(pattern)}):
-            total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+        found = {file for pattern in FILES for file in self.folder.glob(pattern)}
+        for file in sorted(file for file in found if file.is_file()):
+            try:
+                contents = file.read_bytes()
+            except OSError as error:
+                raise ValueError(f"--tokenizer: cannot read {file}: {error.strerror}") from error
+            total.update(file.name.encode() + b"\0" + hashlib.sha256(contents).digest())
         return total.hexdigest()
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:

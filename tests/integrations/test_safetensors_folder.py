@@ -1,6 +1,7 @@
 """Folders of safetensors: what is written is read again, in parts, and damage is named."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors import safe_open
 
 from fla_cp.integrations import safetensors_folder
 from fla_cp.integrations.safetensors_folder import TensorFolder, new_folder, write_tensors
+from tests.support.checkpoints import disk_of
 
 
 def drawn():
@@ -146,6 +148,20 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     ):
         write_tensors(partial, drawn().items(), shard_bytes=0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_made_are_named(tmp_path):
+    with (
+        disk_of(100),
+        pytest.raises(OSError, match=r"cannot write .*/\.m\.partial-.*: .*File too large"),
+        new_folder(tmp_path / "m") as partial,
+    ):
+        write_tensors(partial, drawn().items())
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    message = f"{tmp_path / 'file' / 'm'} must be a folder that can be made: [Errno "
+    with pytest.raises(ValueError, match=re.escape(message)), new_folder(tmp_path / "file" / "m"):
+        pass
 
 
 def test_a_folder_with_files_is_not_replaced(tmp_path):

@@ -380,6 +380,8 @@ def test_sampler_resumes_at_any_step(start):
     draws = iter(restored)
     assert [next(draws) for _ in range(3)] == expected[:3]
     assert restored.state_dict() == {"step": start + 3}
+    behind = StepBatchSampler(10, 3, seed=5, start_step=start, first_pack=7)
+    assert [*next(iter(behind)), *behind.batch(start + 1)] == whole.packs(7, 13)
 
 
 def test_sampler_feeds_a_data_loader():

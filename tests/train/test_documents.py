@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
 
 import fla_cp.train.documents
 from fla_cp.train.documents import RowDocuments, TextDocuments
+from fla_cp.train.sources import _bytes
 from fla_cp.train.text_files import text_files
 from tests.support.tokenizers import TEXT
 
@@ -71,6 +73,23 @@ def test_bytes_that_are_not_utf_8_are_replaced(tmp_path):
     assert TextDocuments(text_files(tmp_path)[0], None).read([0])[0] == [
         "a\N{REPLACEMENT CHARACTER}b"
     ]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    """The file becomes a folder, because a superuser may read every file."""
+    (tmp_path / "a.txt").write_text("a")
+    files, _ = text_files(tmp_path)
+    documents = TextDocuments(files, None)
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.txt").mkdir()
+    message = f"text: cannot read {tmp_path / 'a.txt'}: Is a directory"
+    for read in (
+        lambda: documents.read([0]),
+        lambda: TextDocuments(files, "train"),
+        lambda: _bytes(files),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read()
 
 
 @pytest.mark.parametrize("kind", ["saved", "splits", "parquet", "jsonl", "folder"])
@@ -163,6 +182,24 @@ def test_unusable_paths_are_named(tmp_path):
     )
     with pytest.raises(ValueError, match=r"must have a split named train, got test"):
         RowDocuments(tmp_path / "dict", None, None, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "name, contents, message",
+    [
+        ("a.jsonl", "", "the .jsonl files of {} must have rows, got empty files"),
+        ("a.jsonl", "\n\n", "{} cannot be read as jsonl: "),
+        ("a.parquet", "", "the .parquet files of {} must have rows, got empty files"),
+        ("a.parquet", "garbage", "{} cannot be read as parquet: Parquet file size is 7 bytes"),
+        ("dataset_dict.json", "{{}}", "{} cannot be read as what save_to_disk wrote: KeyError"),
+        ("dataset_dict.json", "x", "{} cannot be read as what save_to_disk wrote: Expecting value"),
+    ],
+)
+def test_damaged_rows_are_named(name, contents, message, tmp_path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / name).write_text(contents.format())
+    with pytest.raises(ValueError, match="^hf: " + re.escape(message.format(tmp_path / "rows"))):
+        rows(tmp_path / "rows", None, tmp_path / "cache")
 
 
 def test_digests_follow_the_documents(tmp_path):

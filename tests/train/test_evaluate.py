@@ -169,5 +169,16 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured
     assert err.endswith(f", got {tmp_path / name}\n")
 
 
+def test_figures_that_cannot_be_written_are_printed_and_told_in_one_line(tmp_path, capsys):
+    random_run(tmp_path / "run", MODELS["kimi"])
+    (tmp_path / "text.txt").write_text("ABC")
+    (tmp_path / "a.json").mkdir()
+    words = ["--packs", "0", "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert evaluate_main([str(tmp_path / "run"), *words, "--out", str(tmp_path / "a.png")]) == 2
+    said = capsys.readouterr()
+    assert "perplexity of the text: " in said.out
+    assert f"error: --out: cannot write {tmp_path / 'a.json'}: Is a directory" in said.err
+
+
 def test_the_page_has_every_option(capsys):
     assert missing_options(evaluate_main, capsys, "evaluation.md") == set()

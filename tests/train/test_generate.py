@@ -191,6 +191,16 @@ def test_a_tokenizer_that_moved_is_given_by_its_flag(tokenizer_run, tmp_path, ca
         moved.rename(words)
 
 
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path, capsys):
+    """Its tokens below the model's number mean something else to the model."""
+    random_run(tmp_path / "run", MODELS["kimi"])
+    words = save_tokenizer(tmp_path / "words")
+    command = [str(tmp_path / "run"), "--device", "cpu", "--prompt", "o", "--tokenizer", str(words)]
+    assert generate_main(command) == 2
+    rule = "--tokenizer must have at most the 97 tokens of the model, got "
+    assert f"error: {rule}{len(AutoTokenizer.from_pretrained(words))}" in capsys.readouterr().err
+
+
 def test_text_is_printed_as_it_comes(tokenizer_run, monkeypatch):
     run, _ = tokenizer_run
     clock = Clock()

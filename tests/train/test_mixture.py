@@ -92,6 +92,8 @@ def test_any_step_is_computed_alone(batch):
         assert next(iter(mixed().sampler(batch, 2, start))) == whole[start]
     assert whole != list(islice(mixed().sampler(batch, seed=3), 40))
     assert all(len(step) == batch for step in whole)
+    behind = mixed().sampler(1, seed=2).packs(25, 25 + batch)
+    assert next(iter(mixed().sampler(batch, 2, 7, first_pack=25))) == behind
 
 
 def test_an_evaluation_reads_every_source():

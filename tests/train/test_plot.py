@@ -116,11 +116,15 @@ def test_refusals(tmp_path, capsys):
         ([tmp_path / "none"], "RUN must be a run folder"),
         ([bare, "--x", "tokens"], f"--x tokens needs config.toml of each run, which {bare} lacks"),
         ([good, "--smooth", "0"], "--smooth must be at least 1, got 0"),
-        ([good, "--out", tmp_path / "no" / "a.png"], "--out must be a picture that can be written"),
-        ([good, "--out", tmp_path / "a.xyz"], "--out must be a picture that can be written"),
+        ([good, "--out", tmp_path / "no" / "a.png"], "--out must be in a folder that exists"),
+        ([good, "--out", tmp_path / "a.xyz"], "--out must end in one of ."),
+        ([good, "--out", tmp_path / "a"], "--out must end in one of ."),
+        ([good, "--out", tmp_path], "--out must end in one of ."),
+        ([good, "--out", "/dev/full/a.png"], "--out must be in a folder that exists"),
     ]:
         assert plot.main([str(a) for a in arguments]) == 2
         assert re.search(re.escape(message), capsys.readouterr().err)
+    assert not [*tmp_path.glob("**/*.png"), *tmp_path.parent.glob("*.png")]
 
 
 def test_matplotlib_is_named(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """fla-cp-tokenize: the token files are those of the documents, by any number of processes."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from fla_cp.train.pretokenize import run, tokenize
 from fla_cp.train.shards import Shards
 from fla_cp.train.sources import Reading, build_dataset
 from fla_cp.train.tokenizer import Tokenizer
+from tests.support.checkpoints import disk_of
 from tests.support.tokenizers import TEXT, save_tokenizer
 
 pytest.importorskip("datasets")
@@ -145,3 +147,58 @@ def test_a_mistake_keeps_what_an_interruption_left(chat, tmp_path):
     with pytest.raises(ValueError, match="must be a column of"):
         tokenize(f"hf:{path}", str(tmp_path / "tokenizer"), tmp_path / "out", column="x")
     assert parts.exists()
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Flags that read ten small texts."""
+    save_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "text").mkdir()
+    for i in range(10):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"{TEXT[i]} {i}")
+    return [f"text:{tmp_path / 'text'}", "--tokenizer", str(tmp_path / "tokenizer")]
+
+
+@pytest.mark.parametrize("count", [50, 100])
+def test_a_full_disk_names_the_output_and_the_work_goes_on_later(count, texts, tmp_path, capsys):
+    """50 bytes are too few for the offsets of a group, 100 for its sidecar or for its tokens."""
+    out = tmp_path / "out"
+    given = [*texts, "--out", str(out), "--processes", "1"]
+    with disk_of(count):
+        assert run(given) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --out: cannot write {out}: [Errno 27] File too large; what is")
+    assert not out.exists()
+    assert run(given) == 0
+    assert MemmapSource(out).starts(0, 1 << 20).size == 10
+
+
+def test_an_output_that_cannot_be_made_is_named(texts, capsys):
+    """Nobody may make folders in /proc."""
+    assert run([*texts, "--out", "/proc/out"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --out: cannot write /proc/out: [Errno ")
+
+
+def test_a_source_that_cannot_be_opened_is_named(texts, tmp_path, capsys):
+    (tmp_path / "rows" / "a.jsonl").mkdir(parents=True)
+    assert run([f"hf:{tmp_path / 'rows'}", *texts[1:], "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: SOURCE: cannot read hf:{tmp_path / 'rows'}: ")
+
+
+def test_a_folder_among_a_tokenizers_files_is_left_out(texts, tmp_path):
+    (tmp_path / "tokenizer" / "other.json").mkdir()
+    assert run([*texts, "--out", str(tmp_path / "out")]) == 0
+
+
+def _die():
+    os._exit(9)
+
+
+def test_a_process_that_dies_is_told_in_one_line(chat, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fla_cp.train.pretokenize, "_begin", _die)
+    given = [f"hf:{chat[0]}", "--tokenizer", str(tmp_path / "tokenizer")]
+    assert run([*given, "--out", str(tmp_path / "out"), "--processes", "2"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: a process that tokenises has died") and "got 2;" in line

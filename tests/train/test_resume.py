@@ -10,7 +10,9 @@ import threading
 import pytest
 
 import fla_cp.train.main
+import fla_cp.train.saver
 from fla_cp.train.checkpoint import checkpoints
+from fla_cp.train.data import StepBatchSampler
 from fla_cp.train.metrics import read_metrics
 from fla_cp.train.saver import Saver
 from fla_cp.train.untrusted import trusted_metadata
@@ -92,6 +94,7 @@ def test_resumes_past_damage_and_strays(run, trained, capsys):
     assert f"{shard.parent} is damaged: {shard.name} differs from its checksum" in out
     assert "; trying the one before" in out
     assert f"resumed from {root / 'step-00000002'} at step 2" in out
+    assert out.count(" is set aside as ") == 1
     assert names(run) == ["damaged-step-00000004", "step-00000002", "step-00000004"]
     losses = [row["loss"] for row in read_metrics(trained)]
     assert [row["loss"] for row in read_metrics(run)] == losses
@@ -192,6 +195,25 @@ def test_damage_everywhere_ends_in_one_line(run, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "step-00000004 is damaged: trainer.json is not valid JSON" in line
     assert len(read_metrics(run)) == 4
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_another_batch_size_goes_on_behind_the_last_pack(recorded, tmp_path, monkeypatch):
+    """recorded: False for checkpoints of versions that did not record the packs."""
+    read, packs = [], StepBatchSampler.packs
+    monkeypatch.setattr(
+        StepBatchSampler, "packs", lambda *given: read.append(given[1:]) or packs(*given)
+    )
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if not recorded:
+            patch.setattr(
+                fla_cp.train.saver, "asdict", lambda p: {"step": p.step, "skipped": p.skipped}
+            )
+        assert train(run, 2) == 0
+    assert train(run, 3, "--resume", "auto", "--global-batch-size", "4") == 0
+    assert train(run, 5, "--resume", "auto", "--global-batch-size", "3") == 0
+    assert list(dict.fromkeys(read)) == [(0, 1), (1, 2), (2, 6), (6, 9), (9, 12)]
 
 
 def test_full_disk_costs_periodic_checkpoints_only(tmp_path, monkeypatch, capsys):
