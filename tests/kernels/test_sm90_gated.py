@@ -114,11 +114,13 @@ def scanned(case: Case, *, again: bool, change=None) -> dict[str, torch.Tensor]:
         c = intra(rule, spec.packing, x, backend.tuning)
         if again:
             c, _ = backend.restore(spec, x, backend.keep(spec, c, None, None), None)
+        c = c._replace(o=do)  # not read here
         h, v_new = replace(backend, one_stream=True).scan(spec, c, None)()
         dscan, dS0 = backend.scan_bwd(
-            spec, backend.output_bwd(spec, c, do), None, want_start=True, concurrent=False
+            spec, x, backend.output_bwd(spec, c, do), None, want_start=True, concurrent=False
         )
-    return {"h": h, "v_new": v_new, "y": dscan.y, "dh": dscan.dh, "dS0": dS0}
+    assert dscan.y is None
+    return {"h": h, "v_new": v_new, "dv": dscan.dv, "dh": dscan.dh, "dS0": dS0}
 
 
 def test_bf16_operands_are_those_of_the_forward(monkeypatch):
@@ -142,7 +144,7 @@ def test_rows_of_another_sequence_change_nothing(monkeypatch):
 
     usual, found = scanned(case, again=True), scanned(case, again=True, change=strange)
     for name, value in usual.items():
-        rows = 1 if name == "dS0" else 2  # chunks of the first sequence
+        rows = {"dS0": 1, "dv": 100}.get(name, 2)  # of the first sequence, which has 2 chunks
         assert torch.equal(found[name][:rows], value[:rows]), name
 
 

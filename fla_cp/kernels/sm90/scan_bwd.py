@@ -150,8 +150,10 @@ def scan_chunks_back(
         if y is not None:
             s_y.permute((1, 0)).store(b_y.to(half))
         if dv is not None:
-            if REMOVES:
+            if REMOVES and S.HEAD:
                 b_y = b_y * s_rows.index(r * FACTORS).load(acc)
+            elif REMOVES:
+                b_y = b_y * b_beta * -1.0
             s_dv.permute((1, 0)).store(b_y.to(half))
         if REMOVES and S.HEAD:
             b_dS, a_x, a_o = warpgroup_mma_wait(0, deps=(b_dS, a_x, a_o))
