@@ -102,7 +102,6 @@ Y = {
     "scores in Triton": (Case(), {"forced": (("scores_bwd", Tile(0, 64, 4, 1)),)}),
     "local backward in Triton": (Case(), {"forced": (("intra_bwd", Tile(32, 64, 4, 3)),)}),
     "natural exponentials": (Case(), {}),
-    "no unit stride": (Case(), {}),
     "what a kernel refuses": (Case(), {}),
 }
 """Calls of which a kernel reads y, or no scan writes dv."""
@@ -114,8 +113,6 @@ def test_dv_takes_the_place_of_y_only_if_all_kernels_read_it(name, monkeypatch):
     rule, x = drawn(case)
     if name == "natural exponentials":
         rule = rule._replace(use_exp2=False)
-    if name == "no unit stride":
-        x = x._replace(k=x.k.mT.contiguous().mT)
     if name == "what a kernel refuses":
         monkeypatch.setattr(intra_channelwise_bwd_scores, "why_not", lambda *_: "a reason")
     monkeypatch.setattr("fla_cp.kernels.sm90.eligible.possible", lambda *_: True)

@@ -292,11 +292,11 @@ def tiles_of(
 
 def all_read_dv(packing: Packing, x: Inputs, c: Chunks, do: Tensor, concurrent: bool) -> bool:
     """Whether all kernels of this backward are in a generation's folder, and the reverse scan is in
-    the same one and so writes dv. concurrent: as for `launch_scan_bwd`."""
+    the same one and so writes dv. concurrent: as for `launch_scan_bwd`.
+
+    x is as given here. The backward copies inputs without unit stride, which no kernel refuses."""
     scan = scan_bwd_tile(packing, c, do, "everything", (), ends=False, concurrent=concurrent)
-    # Inputs without unit stride are copied first, and which kernels read copies is not known yet.
-    in_place = all(t.stride(-1) == 1 for t in (x.q, x.k, x.g))
-    if scan.folder == "triton" or not in_place:
+    if scan.folder == "triton":
         return False
     scores, paths = tiles_of(packing, x, c, do)
     return all(t.folder == scan.folder for t, _ in (scores, *paths))
