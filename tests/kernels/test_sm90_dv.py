@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import fla_cp
 from benchmarks.tune import GATED_BEFORE
-from fla_cp.kernels.sm90 import intra_channelwise_bwd_scores
+from fla_cp.kernels.sm90 import intra_channelwise_bwd_scores, scan_bwd
 from fla_cp.kernels.triton import intra, scan_gated
 from fla_cp.kernels.triton.backend import TritonBackend
 from fla_cp.kernels.triton.operands import ScanGrads
@@ -90,6 +90,16 @@ def test_a_beta_of_zero_has_a_gradient(name, sigmoid, left):
     if not sigmoid:  # whose slope is zero there
         error = found[-1][:, ::3] - exact[-1][:, ::3]
         assert error.norm() <= 1e-4 * exact[-1][:, ::3].norm()
+
+
+def test_what_rounding_to_bf16_loses():
+    """It is formed without a conversion. Of two numbers that are as near, either may be taken."""
+    torch.manual_seed(0)
+    x = torch.randn(100000) * torch.randn(100000).mul(8).exp()
+    with interpreted():
+        found = scan_bwd.lost(x, torch.bfloat16)
+    assert torch.equal(found.abs(), (x - x.bfloat16().float()).abs())
+    assert torch.equal((x - found).bfloat16().float(), x - found)
 
 
 Y = {
