@@ -362,7 +362,7 @@ def intra_sm90_kernel(q, k, gate, beta, out, chunks, scale, S: gl.constexpr, R: 
         b_beta = raw_beta.to(gl.float32)
     if R.BETA_SIGMOID:
         b_beta = gl.where(i_b < n_rows, beta.factor * sigmoid(1.0, b_beta), 0.0)
-    # As `away_from_zero` does: the backward may divide by it.
+    # Like `away_from_zero`, since the backward may divide by it.
     small = (i_b < n_rows) & (gl.abs(b_beta) < SMALLEST_BETA)
     b_beta = gl.where(small, SMALLEST_BETA, b_beta)
     gl.store(at + i_b, b_beta, mask=i_b < S.BT)

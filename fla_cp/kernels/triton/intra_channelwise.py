@@ -72,7 +72,7 @@ from fla_cp.kernels.triton.device.decay_sums import (
     sums,
     widest_level,
 )
-from fla_cp.kernels.triton.device.gates import away_from_zero, load_beta
+from fla_cp.kernels.triton.device.gates import load_beta
 from fla_cp.kernels.triton.device.inverse import needs_nearest, unit_lower_inverse
 from fla_cp.kernels.triton.device.opaque import opaque
 from fla_cp.kernels.triton.generations import choose, kernels_of
@@ -106,8 +106,6 @@ def intra_kernel(q, k, p, gate, beta, sums, out, chunks, scale, S: tl.constexpr,
             return
 
     b_beta = load_beta(beta, start, i_hv, o_i, m_i, R.BETA_SIGMOID)
-    if R.SAFE:  # the backward of a safe gate may divide by it
-        b_beta = away_from_zero(b_beta, m_i)
     q_scale = tl.zeros_like(b_beta) + scale
     k_scale = tl.zeros_like(b_beta) + 1.0
     BK: tl.constexpr = 2 * S.BK if S.REMOVAL == "p" else S.BK  # 16 tiles of 16 channels would spill

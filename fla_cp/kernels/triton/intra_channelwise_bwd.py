@@ -266,17 +266,22 @@ def intra_bwd_kernel(
     store_gate_grads(b_dgc, b_shift, x, gate, sums, out, chunks, i_c, i_hv, i_k, S, R, 2)
 
 
+def folder_of(packing: Packing, x: Inputs, c: Chunks, do: Tensor) -> str:
+    """The folder of the kernels that this backward takes by itself, and then the forward, too."""
+    folder, options = choose(packing, c, scans=False), local_paths(c.rule, x.q.dtype)
+    if folder == "triton":
+        return folder
+    takes = kernels_of(folder).intra_channelwise_bwd.takes(x, c, rows(do), options)
+    return folder if takes else "triton"
+
+
 def tiles_of(
     packing: Packing, x: Inputs, c: Chunks, do: Tensor
 ) -> tuple[tuple[Tile, RuleOptions], list[tuple[Tile, RuleOptions]]]:
     """The tile and the options of the kernel of the scores' gradients, and those of the kernels
     behind it."""
-    rule, K, V, dtype, given = c.rule, x.q.shape[2], x.v.shape[2], x.q.dtype, rows(do)
-    options = local_paths(rule, dtype)
-    folder = choose(packing, c, scans=False)
-    if folder != "triton":
-        takes = kernels_of(folder).intra_channelwise_bwd.takes(x, c, given, options)
-        folder = folder if takes else "triton"
+    rule, K, V, dtype = c.rule, x.q.shape[2], x.v.shape[2], x.q.dtype
+    options, folder = local_paths(rule, dtype), folder_of(packing, x, c, do)
     first_of_two = "_by_chunk" if len(options) == 2 else ""
     stages = ["intra_bwd" + (path or first_of_two) + own(rule) for path, _ in options]
     paths = [
@@ -286,20 +291,23 @@ def tiles_of(
     R = rule_options(rule, dtype)
     if folder != "triton":
         kernels = kernels_of(folder).intra_channelwise_bwd_scores
-        folder = "triton" if kernels.why_not(x, c, given, R) else folder
+        folder = "triton" if kernels.why_not(x, c, rows(do), R) else folder
     return (c.tuning.tile("scores_bwd", K, V, dtype, 0, folder), R), paths
 
 
 def all_read_dv(packing: Packing, x: Inputs, c: Chunks, do: Tensor, concurrent: bool) -> bool:
-    """Whether all kernels of this backward are in a generation's folder, and the reverse scan is in
-    the same one and so writes dv. concurrent: as for `launch_scan_bwd`.
+    """Whether all kernels of this backward are in a generation's folder, and so are the reverse
+    scan, which then writes dv, and the forward's kernel, which keeps betas away from zero.
+    concurrent: as for `launch_scan_bwd`.
 
     x is as given here. The backward copies inputs without unit stride, which no kernel refuses."""
     scan = scan_bwd_tile(packing, c, do, "everything", (), ends=False, concurrent=concurrent)
     if scan.folder == "triton":
         return False
-    scores, paths = tiles_of(packing, x, c, do)
-    return all(t.folder == scan.folder for t, _ in (scores, *paths))
+    (scores, _), paths = tiles_of(packing, x, c, do)
+    sizes = x.q.shape[2], x.v.shape[2], x.q.dtype
+    forward = c.tuning.tile("intra", *sizes, 0, folder_of(packing, x, c, do))
+    return all(t.folder == scan.folder for t in (forward, scores, *(t for t, _ in paths)))
 
 
 def intra_channelwise_bwd(
