@@ -12,8 +12,8 @@ multiplies the columns before the products for rows, and the results of the prod
 Since it is a power of two, rounded columns stay the same numbers, and what a pair adds to the
 gradient of gc at its row cancels at its column.
 
-Without y, dv = beta y stands for it: a factor beta of each row is then in y and in the scores'
-gradients, not in the row factor k, and in this kernel's share of dbeta.
+If x.y is None, dv = beta y stands for y. Then that and the scores' gradients contain beta, the row
+factor is k instead of beta k, and this kernel's shares of dbeta are shares of beta dbeta.
 """
 
 from triton.experimental import gluon

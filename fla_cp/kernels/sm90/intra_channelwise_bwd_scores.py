@@ -9,9 +9,9 @@ neighbouring values of a row as well. Products of small blocks take them as oper
 may have their values in any order that both operands share. The diagonals of such products are the
 sums of v y and do o over values, and the diagonal of y v_new^T is that of v_new y.
 
-With a safe gate the reverse scan wrote dv = beta y, which stands for y here (x.y is None then). A
-score's gradient has beta as a factor then, as if that of its row were k and not beta k. So has v's
-share of dbeta, until `beta_bwd` divides by beta.
+If x.y is None, the reverse scan wrote dv = beta y, which stands for y here. Then beta is a factor
+of the gradient of Akk, which therefore belongs to rows k and not to rows beta k, and of v's share
+of dbeta, which `beta_bwd` divides by beta.
 """
 
 from triton.experimental import gluon

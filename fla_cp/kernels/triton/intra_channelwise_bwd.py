@@ -22,11 +22,12 @@ dAkk = -tril(y v_new^T), next to dAqk = tril(do v_new^T).
 The gradients of the scores go through memory (two [C, C] tiles a chunk), because Triton 3.4 to
 3.7.0 miscompiles on Hopper a product whose operand is another product's transposed result.
 
-If kernels of a generation's folder do all of this with a safe gate, dv comes from the reverse scan
-and stands for y: beta multiplies a row of y wherever it multiplies that row of k. Then 1. forms
-dAkk = -tril(dv v_new^T) of the rows k after beta, and k dk = dv (2 v_new / beta - v), and in 2. the
-row factor is k. Shares of dbeta have beta as a factor, by which it is divided at the end, so that
-no beta is zero (`away_from_zero`). With any gate 2. has a second kernel, which reads y."""
+If kernels of a generation's folder do all of this (`all_read_dv`), the reverse scan writes dv,
+which stands for y: beta multiplies a row of y wherever it multiplies that row of k. Then 1. forms
+-tril(dv v_new^T), the gradient of the scores of rows k instead of beta k, and k dk = dv (2 v_new /
+beta - v). In 2. the row factor is k. All shares of dbeta are shares of beta dbeta, which is divided
+by beta at the end, so that no beta may be zero (`away_from_zero`). With any gate 2. has a second
+kernel, which is here and reads y."""
 
 import functools
 
